@@ -37,9 +37,9 @@ class Chip:
         memory: bytes that a program may use; on v6e without the part that the runtime keeps for itself.
         clock: cycles a second.
         link: bytes a second of one link between two chips, one way; None where it is not known.
-        wraps: rule of the axes of a slice that are closed to rings. 16, for chips in two-dimensional grids:
-            each axis of 16 chips is closed. 4, for three-dimensional grids: all axes are closed if the length
-            of each is a multiple of 4, else none.
+        wraps: rule for the axes of a slice whose last chip is linked to its first, so that they are closed to
+            rings. 16, for chips in two-dimensional grids: each axis of 16 chips is closed. 4, for
+            three-dimensional grids: all axes are closed if the length of each is a multiple of 4, else none.
         delay_slots: number of bundles after a branch that run whether it is taken or not (`plan.schedule`).
     """
 
@@ -109,7 +109,8 @@ def topology_of(kind: str, coordinates: list[list[int]]) -> str:
         raise PlanError(f"plan knows {', '.join(DEVICE_KINDS)}, not {kind}")
     generation = DEVICE_KINDS[kind]
     # JAX gives all chips three coordinates; v5e and v6e have two-dimensional grids.
-    axes = list(zip(*coordinates, strict=True))[: 2 if generation in ("v5e", "v6e") else 3]
+    dimensions = 2 if generation in ("v5e", "v6e") else 3
+    axes = list(zip(*coordinates, strict=True))[:dimensions]  # for each axis, all chips' coordinates on it
     return f"{generation}:{'x'.join(str(max(axis) - min(axis) + 1) for axis in axes)}"
 
 
@@ -121,6 +122,8 @@ def check_compiler() -> None:
 
 def topology_devices(name: str) -> list[Any]:
     """Return the devices of a TPU topology such as "v6e:2x4"; libtpu simulates them.
+
+    Variables that libtpu needs on a machine without TPUs are set in `os.environ`; a user's values are kept.
 
     Raises:
         PlanError: no libtpu, or a topology that the installed one does not know.
@@ -138,10 +141,10 @@ def topology_devices(name: str) -> list[Any]:
     # A grid with an axis of 1 is narrower than a host's own grid of chips: it is made of hosts of one chip.
     bounds = {"chips_per_host_bounds": [1, 1, 1]} if "1" in grid.split("x") else {}
     try:
-        with _dumping_schedules():
+        with _dumping_schedules():  # the first call loads libtpu, which reads its flags then
             return list(topologies.get_topology_desc(platform="tpu", topology_name=name, **bounds).devices)
     except Exception as error:
-        reason = " ".join(str(error).split())[:300]
+        reason = " ".join(str(error).split())[:300]  # libtpu's messages have many lines: one is enough
         raise PlanError(f"the installed libtpu does not take topology {name!r}: {reason}") from error
 
 
@@ -165,7 +168,7 @@ def _dumping_schedules() -> Iterator[None]:
 
 @functools.cache
 def dump_directory() -> Path:
-    """Return the directory of libtpu's dumps, one per process and removed at its end."""
+    """Return the directory of libtpu's dumps: made by the first call, removed when the process ends."""
     path = tempfile.mkdtemp(prefix="cogvideox-torchax-schedules-")
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     return Path(path)

@@ -114,8 +114,9 @@ class Instruction:
     def bytes(self) -> int:
         """Bytes of its result on one device."""
         sizes = [array.bytes for array in self.results]
-        # The start of an asynchronous pair returns its operand beside its result. The result is the larger
-        # one, but for a reduce-scatter, of which a device keeps a part. Scalars in the tuple are no data.
+        # The start of an asynchronous pair returns its operand beside its result. The result is the larger of
+        # the two arrays; for a reduce-scatter it is the smaller one, as a device keeps a part of the operand.
+        # Scalars among the results are no data.
         if self.op == "reduce-scatter-start":
             return min(array.bytes for array in self.results if array.shape)
         return max(sizes, default=0) if self.op.endswith("-start") else sum(sizes)
@@ -154,7 +155,10 @@ def _groups(text: str) -> tuple[tuple[int, ...], ...]:
     `arange(8).reshape(2, 4).transpose(1, 0).reshape(4, 2)`, 4 groups of 2. "T" may be missing.
     """
     if iota := _IOTA.match(text):
-        sizes, shape, order = ([int(size) for size in part.split(",") if size] for part in iota.groups(""))
+        # The numbers in each pair of brackets; without "T" the order is empty.
+        sizes, shape, order = (
+            [int(size) for size in numbers.split(",") if size] for numbers in iota.groups(default="")
+        )
         axes = order or range(len(shape))
         devices = np.arange(math.prod(shape)).reshape(shape).transpose(axes).reshape(-1, sizes[-1])
         return tuple(map(tuple, devices.tolist()))
@@ -166,8 +170,8 @@ def times_run(found: Sequence[Instruction]) -> dict[str, int]:
     """Return how often each computation, by its name, runs in one run of the program.
 
     A loop's body runs once per trip; a loop of unknown length counts as one trip. Several instructions may
-    run one computation, such as the start and the end of an asynchronous pair: it counts as often as the most
-    frequent of them, not as their sum.
+    run one computation, such as the start and the end of an asynchronous pair. The most frequent of these
+    instructions gives the computation's count; their counts are not summed.
 
     Args:
         found: all instructions of the program.
@@ -179,7 +183,7 @@ def times_run(found: Sequence[Instruction]) -> dict[str, int]:
 
     @functools.cache
     def count(name: str) -> int:
-        """Return how often a computation runs: as often as its caller, times the trips; the entry once."""
+        """Return how often a computation runs: its caller's count times the trips; 1 for the entry."""
         return max((trips * count(caller) for caller, trips in callers.get(name, ())), default=1)
 
     return {instruction.computation: count(instruction.computation) for instruction in found}
@@ -232,9 +236,9 @@ def collectives(found: Iterable[Instruction]) -> dict[str, Traffic]:
             by_kind.setdefault(instruction.collective, []).append(instruction)
     return {
         kind: Traffic(
-            count=len(own),
-            bytes=sum(instruction.bytes for instruction in own),
-            largest=max(array.bytes for instruction in own for array in instruction.results),
+            count=len(of_kind),
+            bytes=sum(instruction.bytes for instruction in of_kind),
+            largest=max(array.bytes for instruction in of_kind for array in instruction.results),
         )
-        for kind, own in by_kind.items()
+        for kind, of_kind in by_kind.items()
     }

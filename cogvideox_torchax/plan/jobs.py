@@ -44,9 +44,9 @@ class Job:
     tile: tuple[int, int] | None = None
 
     def chunk_shapes(self, vae: AutoencoderKLCogVideoX) -> tuple[list[range], tuple[int, int, int]]:
-        """Return each chunk's range of frames, and (channels, height, width) of the input of each.
+        """Return each chunk's range of frames, and (channels, height, width) of the input of every chunk.
 
-        With tiles it is the input of the largest tile. Frames are encoded, latents are decoded.
+        The inputs are frames to encode, or latents to decode. With tiles the size is the largest tile's.
 
         Raises:
             SizeError: a video or a tile of a size that the model cannot take.
@@ -60,6 +60,7 @@ class Job:
             height, width = min(height, self.tile[0]), min(width, self.tile[1])
         channels, frames = vae.config[self.direction.channels], self.frames
         if self.direction is DECODE:
+            # The latents that encoding the video gives, chunk by chunk: fewer frames, of a smaller size.
             frames = sum(ENCODE.results(vae, frames))
             height, width = height // scale, width // scale
         return self.direction.chunks(vae, frames), (channels, height, width)
@@ -70,11 +71,11 @@ class Job:
             return 1
         scale = vae.spatial_compression_ratio
         overlaps = (vae.tile_overlap_factor_height, vae.tile_overlap_factor_width)
-        spans = [
-            tiling.plan_axis(size // scale, tile=side // scale, overlap=overlap).spans
+        rows, columns = (
+            len(tiling.plan_axis(size // scale, tile=side // scale, overlap=overlap).spans)
             for size, side, overlap in zip((self.height, self.width), self.tile, overlaps, strict=True)
-        ]
-        return len(spans[0]) * len(spans[1])
+        )
+        return rows * columns
 
 
 def plan_programs(
@@ -93,8 +94,8 @@ def plan_programs(
         vae: of `weightless_vae`, or any ported VAE; with more than one device it is placed on their mesh.
         job: the job to plan.
         devices: devices of a topology, or of this machine.
-        chip: the chip whose peaks apply; None for none.
-        dp, tp: sizes of the mesh; both 1 for one device.
+        chip: the chip whose peaks give the times; None for no times.
+        dp, tp: sizes of the mesh, whose axis "dp" splits the batch and "tp" the width; both 1 for one device.
         backend: the backend whose programs are compiled, one of `backends.names(Use.PLAN)`.
 
     Raises:
@@ -112,19 +113,22 @@ def chunk_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any, backend: str =
     """Yield a job's program of the first chunk and, if it has later chunks, their program.
 
     Args:
-        vae, job, backend: as `plan_programs` takes them.
+        vae: as `plan_programs` takes it; placed on a mesh of more than one device.
+        job, backend: as `plan_programs` takes them.
         mesh: of `make_mesh`, of the devices to compile for.
     """
     if mesh.size > 1:
         vae.place_on(mesh)
     pieces, (channels, *size) = job.chunk_shapes(vae)
-    build = backends.backend(backend)
-    program = build.program(vae, job.direction)
+    backend_class = backends.backend(backend)
+    program = backend_class.program(vae, job.direction)
     if mesh.size == 1:
         program.place = runtime.Place(mesh.devices.item())
     dtype = runtime.jax_dtype(vae.dtype)
-    inputs = [(ordered((1, channels, len(piece), *size), build.axes), dtype) for piece in pieces[:2]]
-    # The later program takes the cache of the first one, so it needs the first one's input, `before`.
+    # Of one video: the shape of the first chunk, and of a later one if there is any.
+    inputs = [(ordered((1, channels, len(piece), *size), backend_class.axes), dtype) for piece in pieces[:2]]
+    # The later program takes the cache that the first program returns: `before`, the first program's input,
+    # gives the shapes of the cache.
     for name, piece, chunk, before in zip(("first", "later"), pieces, inputs, (None, *inputs), strict=False):
         structs = functools.partial(program.structs, chunk, before=before)
         yield Work(name, len(piece), program.lower, structs, program)
@@ -136,7 +140,7 @@ class Change:
 
     Attributes:
         what: the change, as options of the command line.
-        peak_bytes: peak memory of the job's largest program with it.
+        peak_bytes: peak memory of the job's largest program after the change.
     """
 
     what: str
@@ -159,7 +163,7 @@ def largest_tile_that_fits(
     Args:
         vae, job, devices, chip: as `plan_programs` takes them.
         peak_bytes: peak memory of the job as it is, which is too much.
-        options: options of `plan_programs`.
+        options: further keywords of `plan_programs`: `dp`, `tp`, `backend`.
 
     Returns:
         The tiling and its peak memory; None if not even the smallest tile fits.
@@ -170,7 +174,7 @@ def largest_tile_that_fits(
         share_of_pixels = 0.95 * max(chip.memory - weights, 0) / (peak_bytes - weights)
         shrink = min(share_of_pixels, 0.9) ** 0.5  # of each side; each round makes the tile smaller
         height, width = (int(size * shrink) // scale * scale for size in (height, width))
-        if min(height, width) < SMALLEST_TILE * scale:
+        if min(height, width) < SMALLEST_TILE * scale:  # `SMALLEST_TILE` is in latent pixels
             return None
         tiled = replace(job, tile=(height, width))
         peak_bytes = max(plan.peak_bytes for plan in plan_programs(vae, tiled, devices, chip, **options))
@@ -195,7 +199,7 @@ def smallest_mesh_that_fits(
         topology: the present topology, such as "v6e:1x1"; larger grids of its generation are tried.
         tp: number of chips that split the width at present.
         peak_bytes: peak memory of the job at present, which is too much.
-        options: options of `plan_programs`.
+        options: further keywords of `plan_programs`: `dp`, `backend`.
 
     Returns:
         The mesh and its peak memory; None if 256 chips are not enough, or for a generation whose grids are
@@ -207,8 +211,8 @@ def smallest_mesh_that_fits(
     chip, vae = CHIPS[generation], weightless_vae(model, dtype)
     weights = _weight_bytes(vae, job.direction)
     for count, name in GRIDS.items():
-        # Not compiled: a grid that is no larger, or that falls short by a rough estimate, memory besides the
-        # weights being split evenly.
+        # Skip a grid that is no larger than the present one. Skip also a grid that is too small by a rough
+        # estimate: each chip has all weights, and an even part of the other memory; 1.1 is a margin.
         if count <= tp or weights + (peak_bytes - weights) * tp / count > 1.1 * chip.memory:
             continue
         devices = topology_devices(f"{generation}:{name}")

@@ -58,9 +58,10 @@ class Links:
             busy: returns the seconds of an instruction that is no collective.
         """
         times, total = times_run(found), dict[str, float]()
+        # The text has a computation's instructions one after another, so `groupby` gets them all at once.
         for computation, own in itertools.groupby(found, lambda instruction: instruction.computation):
             clock = free = 0.0  # the chip's time, and the time at which the links are free again
-            sent: dict[str, tuple[str, float]] = {}  # by its name, a collective's kind and its end
+            sent: dict[str, tuple[str, float]] = {}  # by a collective's name: its kind, the time of its end
             for instruction in own:
                 if instruction.collective:
                     kind, seconds = self._kind_and_seconds(instruction)
@@ -80,14 +81,14 @@ class Links:
     def _kind_and_seconds(self, instruction: Instruction) -> tuple[str, float]:
         """Return a collective's kind and the seconds of its messages.
 
-        An all-reduce of which each device keeps a part counts as the reduce-scatter that it is.
+        An all-reduce counts as a reduce-scatter if each device keeps a part of its result alone.
         """
         kind, size = str(instruction.collective), instruction.bytes
         groups = instruction.groups or (tuple(range(len(self.places))),)  # no groups: one of all devices
         if kind == "collective-permute":  # whose groups are pairs (sender, receiver)
-            return kind, size * self._slowest(groups)
+            return kind, size * self._seconds_per_byte(groups)
         if kind == "all-reduce" and instruction.computation.startswith(SCATTERED):
-            kind, size = "reduce-scatter", size / len(groups[0])
+            kind, size = "reduce-scatter", size / len(groups[0])  # a device's part; groups are of one size
         return kind, self.collective_seconds(kind, size, groups)
 
     def collective_seconds(self, kind: str, size: float, groups: Sequence[Sequence[int]]) -> float:
@@ -98,21 +99,22 @@ class Links:
             size: bytes of its result on one device.
             groups: groups of devices that exchange, by their index in the mesh; all of one size.
         """
-        count = len(groups[0])
+        count = len(groups[0])  # number of devices in each group
         if kind == "all-to-all":  # each device sends a part of its array to each other one
             pairs = [pair for group in groups for pair in itertools.permutations(group, 2)]
-            return size / count * self._slowest(pairs)
-        # Round a ring: in each round every device passes one of `count` parts of the whole array on, half of
-        # it to each neighbour. An all-reduce is a reduce-scatter and then an all-gather: twice the rounds.
+            return size / count * self._seconds_per_byte(pairs)
+        # The array goes round a ring in `count` parts. In each round every device passes one part on, half of
+        # the part to each neighbour. An all-reduce is a reduce-scatter and then an all-gather: twice the
+        # rounds.
         whole = size * count if kind == "reduce-scatter" else size
         rounds = (2 if kind == "all-reduce" else 1) * (count - 1)
-        steps = [
+        passes = [  # (sender, receiver) of all messages of a round
             pair
             for group in groups
             for device, neighbour in itertools.pairwise([*self._ring(group), self._ring(group)[0]])
             for pair in ((device, neighbour), (neighbour, device))
         ]
-        return rounds * whole / count / 2 * self._slowest(steps)
+        return rounds * whole / count / 2 * self._seconds_per_byte(passes)
 
     def _ring(self, group: Sequence[int]) -> list[int]:
         """Order a group of devices so that consecutive ones are neighbours, if possible last and first too.
@@ -120,24 +122,30 @@ class Links:
         A group that is a grid runs along its first column, and back through the rest of each row; with an
         even number of rows that ends beside the start. A group that is no grid keeps its order.
         """
-        lengths = [len(set(values)) for values in zip(*(self.places[one] for one in group), strict=True)]
-        if math.prod(lengths) != len(group):
+        # Along each axis of the positions, the number of different coordinates that the devices have.
+        lengths = [
+            len(set(values)) for values in zip(*(self.places[device] for device in group), strict=True)
+        ]
+        if math.prod(lengths) != len(group):  # no grid
             return list(group)
-        grid = np.array(sorted(group, key=lambda one: self.places[one])).reshape(lengths)
+        grid = np.array(sorted(group, key=lambda device: self.places[device])).reshape(lengths)
         # The rows are along an axis of even length, if there is one; axes of one device come last.
         axes = sorted(range(grid.ndim), key=lambda axis: (lengths[axis] == 1, lengths[axis] % 2))
         rows = np.array([_snake(row) for row in grid.transpose(axes)])
         # Down the first column, and from the last row to the first through the other columns, to and fro.
         return [*rows[:, 0].tolist(), *_snake(rows[::-1, 1:])]
 
-    def _slowest(self, pairs: Iterable[Sequence[int]]) -> float:
+    def _seconds_per_byte(self, pairs: Iterable[Sequence[int]]) -> float:
         """Return the seconds of the busiest link if each pair (sender, receiver) sends one byte."""
         carried = Counter[Any]()  # bytes by link, as `_route` names links
         for sender, receiver in pairs:
             carried.update(self._route(self.places[sender], self.places[receiver]))
-        link = self.chip.link or float("inf")
+        bandwidth = self.chip.link or float("inf")  # never unknown: `from_devices` makes no links then
         return max(
-            (count / (link * (CORES_LINK if axis is None else 1)) for (axis, *_), count in carried.items()),
+            (
+                size / (bandwidth * (CORES_LINK if axis is None else 1))  # None: between a chip's two cores
+                for (axis, *_), size in carried.items()
+            ),
             default=0.0,
         )
 
@@ -174,8 +182,8 @@ class Links:
 def _snake(grid: Any) -> list[int]:
     """Return the numbers of an array, ordered so that consecutive ones are neighbours in it.
 
-    Every second row, and within it every second row of its own, is read backwards: no jump between two rows.
+    Every second row is read backwards, at every depth of the array, so that no two rows are joined by a jump.
     """
     if grid.ndim == 0:
         return [int(grid)]
-    return [number for turn, row in enumerate(grid) for number in _snake(row)[:: -1 if turn % 2 else 1]]
+    return [number for index, row in enumerate(grid) for number in _snake(row)[:: -1 if index % 2 else 1]]

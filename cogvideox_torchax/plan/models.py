@@ -39,7 +39,10 @@ def weightless_vae(model: str | None, dtype: torch.dtype, device: str = "meta") 
 
 
 def build(make: Callable[[], Any], dtype: torch.dtype, device: str) -> Any:
-    """Return the network `make()`, built on torch's `device` and cast to a dtype, while torchax is off."""
+    """Return the network `make()` in evaluation mode, built on torch's `device` and cast to a dtype.
+
+    torchax is off meanwhile: it would break building on "meta".
+    """
 
     def built() -> Any:
         with torch.device(device):

@@ -82,9 +82,10 @@ class NetworkPlan:
         layers: number of layers of the whole network.
         attention_seconds: time of all Pallas kernels, attention's among them; a part of `seconds`. None
             without a chip.
-        by_schedule: whether attention's time is by its schedule, not at the chip's peak.
-        parallel: the use of "tp", and its reason.
-        kept: bytes that a step cache keeps for the next step; they are in `argument_bytes`.
+        by_schedule: whether attention's time is that of its kernel's final schedule; False if it is its
+            floating-point operations over the chip's peak.
+        parallel: in words, how the network uses the mesh's axis "tp", and why.
+        kept: bytes that a step cache keeps for the next step; the program's `argument_bytes` have them too.
     """
 
     name: str
@@ -100,7 +101,7 @@ class NetworkPlan:
         """The estimate of the whole network, without collectives; None if there is none."""
         if self.program.seconds is None or self.attention_seconds is None:
             return None
-        # The kernels' time is replaced: it may be one at the chip's peak.
+        # `attention_seconds` stands for the kernels' own time, as it may be counted at the chip's peak.
         return self.program.seconds - self.program.shares.get(KERNEL, 0.0) + self.attention_seconds
 
 
@@ -169,12 +170,13 @@ def plan_step(
         model: as `transformer_config` takes it.
         dtype: dtype of weights and activations.
         devices: devices of a topology, or of this machine.
-        chip: the chip whose peaks apply; None for none.
+        chip: the chip whose peaks give the times; None for no times.
         frames, height, width: size of the latents.
         guided: whether the batch has the video twice, without the prompt and with it, for guidance.
         dp, tp: sizes of the mesh.
-        parallel: as `port` takes it.
-        cache: a step cache, as the command line takes it (`cache_options.CHOICES`); None for none.
+        parallel: the use of the mesh's axis "tp", as `port` takes it; None chooses by the chip's memory.
+        cache: a step cache, which reuses results of earlier steps, as the command line takes it
+            (`cache_options.CHOICES`); None for none.
         step: with a cache, number of the step to plan, a key of `cached_steps`. Step 0 runs all layers.
 
     Raises:
@@ -191,7 +193,8 @@ def plan_step(
     batch = 2 if guided else 1
     plans, kept, mesh = [], [], make_mesh(dp, tp, devices=devices)
     for few, network in zip(FEW, networks, strict=True):
-        # Weights are gathered or whole as with all layers: these few get their share of the memory.
+        # The memory decides whether weights are split over devices. A part of the memory, in proportion to
+        # the few layers, makes them decide as all layers do.
         network.place_on(mesh, parallel, chip and chip.memory * few / layers)
         tensors = step_tensors(network, batch=batch, frames=frames, height=height, width=width)
         program, before = network.program, None
@@ -204,8 +207,9 @@ def plan_step(
     tokens = config["max_text_seq_length"] + frames // patch_t * (height // patch) * (width // patch)
     # Attention has two products, queries by keys and scores by values, of 2 operations for a multiply-add.
     layer_flops = 2 * 2 * batch * config["num_attention_heads"] * config["attention_head_dim"] * tokens**2
+    # Without kernels, as on a CPU, attention is in the compiler's own figures.
     attention_flops = layer_flops * layers / (dp * tp) if plans[0].kernels else 0.0
-    # A step of a cache after the first may skip attention: then only the schedules of its kernels count.
+    # With a cache a step after the first may skip attention: 0 FLOPs, so that only kernels' schedules count.
     plan = _extended("step", plans, layers, 0.0 if step else attention_flops, chip)
     kept_by_all_layers = _extend(kept[0], kept[1], layers) if kept else 0
     return replace(plan, parallel=str(networks[0].parallelism), kept=kept_by_all_layers)
@@ -214,23 +218,33 @@ def plan_step(
 def cached_steps(model: str | None, dtype: torch.dtype, cache: str, guided: bool = True) -> dict[int, int]:
     """Return the number of steps of each kind in a run with a cache, by the number of the kind's first step.
 
-    Steps of one kind share a program. FirstBlockCache decides at run time: the result has one step that runs
-    all blocks, and one that does not.
+    Steps of one kind run the same layers, and share a program. FirstBlockCache decides at run time which
+    layers a step runs: its result has one step that runs all blocks, and one that does not.
 
     Args:
         model, dtype, cache, guided: as `plan_step` takes them.
     """
     network = weightless_transformer(model, dtype, FEW[0])
-    forms = [form for form, _ in _plan_cached_run(network, cache, 2 if guided else 1)]
+    # A form describes the layers that a step runs and the results that it keeps (`caches.Form`).
+    forms = [form for form, _numbers in _plan_cached_run(network, cache, 2 if guided else 1)]
     return {forms.index(form): count for form, count in Counter(forms).items()}
 
 
 def _plan_cached_run(network: Any, cache: str, batch: int) -> list[Any]:
-    """Enable a cache on a transformer without weights, and return each step's `caches.StepPlan` of a run.
+    """Enable a cache on a transformer without weights, and return the plan of each step of a run.
 
-    `cache` is as in `plan_step`, `batch` the number of videos: 2 with guidance, else 1.
+    Args:
+        network: the transformer.
+        cache: as `plan_step` takes it.
+        batch: number of videos: 2 with guidance, else 1.
+
+    Returns:
+        For each step (form, numbers), a `caches.StepPlan`: the layers that run and the results that are kept,
+        and tensors that the program takes as inputs, by name.
     """
-    timestep = [0.0]  # of the present step: some caches skip only steps in a range of timesteps
+    # One item, the present step's timestep, which `steps` sets and the cache's configuration reads: some
+    # caches skip only steps in a range of timesteps.
+    timestep = [0.0]
 
     def steps() -> Iterator[int]:
         """Yield each step's number, once its timestep is set: from 999 down, as diffusers' schedulers."""
@@ -240,7 +254,7 @@ def _plan_cached_run(network: Any, cache: str, batch: int) -> list[Any]:
 
     config = config_of(cache, steps=STEPS, guided=batch == 2, timestep=lambda: timestep[0])
     network.enable_cache(config)
-    network.take_cache()
+    network.take_cache()  # moves diffusers' hooks from the modules into `step_cache`
     return runtime.without_torchax(network.step_cache.plan_run, network, batch, steps())
 
 
@@ -257,6 +271,7 @@ def cached_program(
         step: the step's number in a run.
     """
     form, numbers = _plan_cached_run(network, cache, batch)[step]
+    # The cache's own inputs of the step, such as a threshold.
     number_specs = {
         name: (tuple(each.shape), jax.dtypes.canonicalize_dtype(runtime.jax_dtype(each.dtype)))
         for name, each in numbers.items()
@@ -308,11 +323,12 @@ def _extended(
         layers: number of layers of the whole network.
         attention_flops: operations of all layers' attention, which count at the chip's peak if a schedule of
             the attention kernel is missing.
-        chip: the chip whose peaks apply; None for none.
+        chip: the chip whose peaks give the times; None for no times.
     """
     fewer, more = plans
     whole = _extend_fields(EXTENDED, fewer, more, layers)
     whole["temp_bytes"] = max(more.temp_bytes, whole["temp_bytes"])  # reused buffers may make it fall
+    # A kernel that the program of fewer layers lacks is taken as it is: no layer adds to it.
     whole["kernel_times"] = {
         kernel: replace(
             time, **_extend_fields(EXTENDED_TIMES, fewer.kernel_times.get(kernel, time), time, layers)
@@ -323,7 +339,7 @@ def _extended(
     if chip is None:
         return NetworkPlan(name, program, layers, None)
     kernel_seconds, attention = program.shares.get(KERNEL, 0.0), program.kernel_times.get("attention")
-    by_schedule = attention is None or attention.by_bytes == 0
+    by_schedule = attention is None or attention.by_bytes == 0  # `by_bytes`: kernels of unknown schedule
     seconds = kernel_seconds if by_schedule else max(kernel_seconds, attention_flops / chip.flops)
     return NetworkPlan(name, program, layers, seconds, by_schedule)
 
@@ -351,7 +367,7 @@ def _extend_fields(fields: tuple[str, ...], fewer: Any, more: Any, layers: int) 
 
 
 def _extend(fewer: Any, more: Any, layers: int) -> Any:
-    """Extrapolate a figure of `FEW` layers to `layers`: each further layer adds the difference of the two.
+    """Extrapolate a figure linearly from the two numbers of layers in `FEW` to `layers`.
 
     Args:
         fewer, more: the figure for `FEW[0]` and for `FEW[1]` layers: a number, a dictionary of numbers, or
@@ -376,7 +392,7 @@ def cached_table(plans: list[NetworkPlan], counts: list[int], chip: Chip | None)
     Args:
         plans: a plan of each kind of step (`cached_steps`), the full step first.
         counts: number of steps of each kind in a video.
-        chip: the chip whose peaks apply; None for none.
+        chip: the chip whose peaks give the times; None for no times.
     """
     rows = network_table(plans[0], chip)
     rows["kept_GiB"] = plans[0].kept / GIB

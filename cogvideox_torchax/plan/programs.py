@@ -47,11 +47,12 @@ class Row:
     """A layer's sharding and communication in a compiled program.
 
     Attributes:
-        layer: the module's name, or "(program)" for all instructions of no layer.
+        layer: the module's name, or "(program)" for all instructions that belong to no layer.
         shape: the whole shape of its largest activation, (N, C, T, H, W) or a sequence (N, S, C).
         spec: the requested `PartitionSpec` of that activation.
-        shards: number of devices that the compiled program splits it over, as the shapes of its arrays show;
-            1 if it is whole, None if no array has the whole or the split shape, for it is fused away.
+        shards: number of devices that the compiled program splits the activation over, as the shapes of the
+            program's arrays show; 1 if it is whole, None if no array has the whole or the split shape, as the
+            compiler has fused the activation into another instruction.
         bytes_per_device: bytes of the largest result of the layer's instructions on one device.
         collectives: by kind, {"count": number, "bytes": bytes of their results on one device}.
     """
@@ -79,7 +80,7 @@ class ProgramPlan:
         shares: the seconds by kind of instruction.
         floor_seconds: FLOPs over the chip's peak; None without a chip.
         argument_bytes, temp_bytes, output_bytes: memory; donated caches are in the arguments alone.
-        collectives: by kind, (number, bytes of the largest array).
+        collectives: by kind of collective, (number of them, bytes of their largest array).
         compile_seconds: seconds to compile on this machine.
         text: the compiled program's text.
         layers: each layer's sharding and communication; empty without a mesh.
@@ -112,7 +113,7 @@ class ProgramPlan:
 
     @property
     def seconds_with_collectives(self) -> float | None:
-        """The estimate, and the time of waiting for collectives; None if one of the two is not known."""
+        """`seconds` plus the time of waiting for collectives; None if one of the two is not known."""
         if self.seconds is None or self.collective_seconds is None:
             return None
         return self.seconds + sum(self.collective_seconds.values())
@@ -207,6 +208,7 @@ def read_program(
         floor_seconds=flops / chip.flops if chip else None,
         argument_bytes=memory.argument_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
+        # Results in the memory of donated inputs ("alias") are in the arguments already.
         output_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
         collectives={kind: (traffic.count, traffic.largest) for kind, traffic in collectives(found).items()},
         compile_seconds=compile_seconds,
@@ -223,7 +225,7 @@ def _collective_seconds(
 ) -> dict[str, float] | None:
     """Return the seconds that a program waits for collectives, by kind; None if the links are not known.
 
-    `found` are the instructions of `compiled`, the other arguments as `read_program` takes them.
+    `found` are the instructions of `compiled`; `compiled`, `chip`, `schedules` are as in `read_program`.
     """
     if not any(instruction.collective for instruction in found):
         return {}
@@ -244,9 +246,10 @@ def _collective_seconds(
 def cycles_by_kind(found: list[Instruction]) -> Counter[str]:
     """Sum the compiler's cycles of a program's instructions, by `CONVOLUTION`, `COPY` and `OTHER`.
 
-    An instruction inside a loop counts once per trip; a fusion with a convolution inside is one.
+    An instruction inside a loop counts once per trip; a fusion that contains a convolution is a convolution.
     """
     times = times_run(found)
+    # Names of the computations that contain a convolution.
     convolving = {instruction.computation for instruction in found if instruction.op == "convolution"}
     counted: Counter[str] = Counter()
     for instruction in found:
@@ -274,15 +277,17 @@ def kernel_times(
     total: dict[str, KernelTime] = {}
     for kernel in (instruction for instruction in found if instruction.is_kernel):
         count, schedule = times[kernel.computation], schedules.get(kernel.name)
-        by_bytes, by_schedule = (count * seconds for seconds in _kernel_seconds(kernel, chip, schedule))
+        bytes_seconds, schedule_seconds = (
+            count * seconds for seconds in _kernel_seconds(kernel, chip, schedule)
+        )
         name = re.sub(r"[.\d]+$", "", kernel.name)  # without the number that tells equal names apart
-        before = total.get(name, KernelTime(0, 0.0, 0.0, 0.0, 0, 0))
-        scheduled = before.schedule_seconds
+        before = total.get(name, KernelTime(0, 0.0, 0.0, 0.0, 0, 0))  # the sum of the kernels so far
+        scheduled = before.schedule_seconds  # None once a kernel's schedule is not known
         total[name] = KernelTime(
             count=before.count + count,
-            bytes_seconds=before.bytes_seconds + by_bytes,
-            schedule_seconds=None if schedule is None or scheduled is None else scheduled + by_schedule,
-            seconds=before.seconds + max(by_bytes, by_schedule),
+            bytes_seconds=before.bytes_seconds + bytes_seconds,
+            schedule_seconds=None if schedule is None or scheduled is None else scheduled + schedule_seconds,
+            seconds=before.seconds + max(bytes_seconds, schedule_seconds),
             by_bytes=before.by_bytes + (0 if schedule else count),
             assumed_branches=before.assumed_branches + (schedule.assumed if schedule else 0),
         )
@@ -292,7 +297,7 @@ def kernel_times(
 def _kernel_seconds(kernel: Instruction, chip: Chip, schedule: Schedule | None) -> tuple[float, float]:
     """Return the seconds of one run of a kernel: (by its bytes in memory, by its schedule).
 
-    The second is 0 if the schedule is None, not known.
+    The seconds by the schedule are 0 if `schedule` is None, not known.
     """
     tiled_bytes = sum(array.tiled_bytes for array in (*kernel.results, *kernel.operands))
     return tiled_bytes / chip.bandwidth, schedule.cycles / chip.clock if schedule else 0.0

@@ -35,7 +35,7 @@ def figures(
         flops: floating-point operations of all programs.
         compile_seconds: seconds to compile all programs.
         chip: the chip whose memory the peak has to fit in; None for no verdict.
-        about: further rows, by their names.
+        about: further rows of text, by their names, which come after the network's.
     """
     rows: dict[str, Any] = {"network": network, **about, "TFLOP": flops / 1e12}
     rows |= {name: size / GIB for name, size in memory.items()}
@@ -85,7 +85,7 @@ def compile_last_chunk(
 ) -> tuple[runtime.Program, Any]:
     """Compile, without running it, the program of an input's last chunk.
 
-    All chunks after the first are of one length and share it.
+    All chunks after the first are of one length and share one program.
 
     Args:
         vae, shape, direction: as `report` takes them; a mesh is not needed.
@@ -140,7 +140,7 @@ def _read(name: str, frames: int, program: Any, compiled: Any) -> ProgramPlan:
 def layers(program: runtime.Program, text: str) -> list[Row]:
     """Return each layer's sharding and communication.
 
-    The list is empty for a program on one device, and for one of the Flax build: they name no layers.
+    The list is empty for a program on one device and for a program of the Flax build: neither names layers.
 
     Args:
         program: a program over a mesh, traced before.
@@ -152,7 +152,7 @@ def layers(program: runtime.Program, text: str) -> list[Row]:
         return []
     owned: dict[str, list[Instruction]] = {name: [] for name in [*shapes, ELSEWHERE]}
     for instruction in instructions(text):
-        # The innermost layer that the instruction was traced in.
+        # The innermost layer that the instruction was traced in: a scope is names from the outside in, "a/b".
         owner = next((part for part in reversed(instruction.scope.split("/")) if part in owned), ELSEWHERE)
         owned[owner].append(instruction)
     return [_row(name, shapes.get(name), own, place) for name, own in owned.items()]
@@ -200,6 +200,7 @@ def _shards(
     """
     found = {array.shape for instruction in computing for array in instruction.results}
     parts = place.parts(place.spec(largest))  # number of shards of each axis, as requested
+    # No split was requested, or the compiled program has the whole activation in spite of the request.
     if math.prod(parts) == 1 or any(_can_hold(shape, largest) for shape in found):
         return 1
     local_shapes = {
@@ -212,7 +213,7 @@ def _shards(
 def _can_hold(shape: tuple[int, ...], axes: tuple[int, ...]) -> bool:
     """Return whether an array of this shape can be an activation with these axes, as XLA may lay it out.
 
-    XLA transposes axes and joins some of them to one. A weight has seldom a shape that can be made so.
+    XLA transposes axes and joins some of them to one. Weights' arrays seldom have such a shape by chance.
     """
     if math.prod(shape) != math.prod(axes):
         return False

@@ -87,10 +87,10 @@ def compile_with_schedules(lowered: Any, chip: Chip | None) -> tuple[Any, dict[s
 
     if chip is None:
         return lowered.compile(), {}
-    _forget()
+    _empty_dump_directory()
     cached = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        # A program from the cache has no schedule.
+        # A program that comes from the compile cache is not compiled, so that no schedule is written.
         jax.config.update("jax_enable_compilation_cache", False)
         compilation_cache.reset_cache()
         compiled = lowered.compile()
@@ -99,11 +99,11 @@ def compile_with_schedules(lowered: Any, chip: Chip | None) -> tuple[Any, dict[s
         compilation_cache.reset_cache()
     kernels = [found.name for found in instructions(compiled.as_text()) if found.is_kernel]
     schedules = read_schedules(dump_directory(), kernels, chip.delay_slots)
-    _forget()
+    _empty_dump_directory()
     return compiled, schedules
 
 
-def _forget() -> None:
+def _empty_dump_directory() -> None:
     """Empty the directory of libtpu's dumps."""
     for path in dump_directory().iterdir():
         path.unlink() if path.is_file() else shutil.rmtree(path)
@@ -120,10 +120,10 @@ def read_schedules(directory: Path, kernels: Iterable[str], delay_slots: int) ->
     Returns:
         The schedules by the name of a kernel's instruction.
     """
-    # Names of files begin with the time: of a kernel that was scheduled again, the last file counts.
+    # Names of files begin with the time: of two schedules of a kernel the later one replaces the earlier.
     paths = sorted(directory.iterdir())
     written = {match[1]: path for path in paths if (match := _FILE.fullmatch(path.name))}
-    # The compiler schedules one of several equal kernels; here is its name, by theirs.
+    # Of several equal kernels the compiler schedules one: by each kernel's name, the scheduled one's.
     alike: dict[str, str] = {}
     for path in directory.glob("*deduplication-map.txt"):
         for key, names in _EQUIVALENT.findall(path.read_text()):
@@ -202,19 +202,22 @@ def read_schedule(text: str, delay_slots: int) -> Schedule:
     for address, bundle in enumerate(bundles):
         for part in bundle.split(";;"):
             if match := _BRANCH.search(part):
-                target = regions.get(match["region"], regions.get(""))
+                target = regions.get(match["region"], regions.get(""))  # "": see `_bundles`
                 if target is None:
                     raise UnknownDumpError(f"a branch goes to region {match['region']}, which nothing starts")
+                # "p23_p0" is the value p23 in register p0; "" for a branch that is always taken.
                 name, _, register = (match["condition"] or "").rpartition("_")
                 branches[address] = _Branch(register or None, name or None, bool(match["not"]), target)
-            elif "sbr" in part:
+            elif "sbr" in part:  # the opcode of all branches
                 raise UnknownDumpError(f"got a branch of another form: {part.strip()[:80]}")
             elif operation := _operation(part):
                 operations.setdefault(address, []).append(operation)
+    # Keep the operations that branches depend on; a phi (no `compute`) changes nothing.
     needed = _needed((one for found in operations.values() for one in found), branches.values())
     for address, found in operations.items():
         operations[address] = [one for one in found if one.name in needed and one.compute]
-    checks = {one.name for found in operations.values() for one in found if one.compute is _checked}
+    # Names of the results of comparisons of floats, on which branches count as taken (`Schedule.assumed`).
+    checks = {one.name for found in operations.values() for one in found if one.compute is _float_comparison}
     return _follow(len(bundles), operations, branches, delay_slots, checks)
 
 
@@ -240,7 +243,10 @@ def _bundles(text: str) -> tuple[list[str], dict[str, int]]:
 
 
 def _operation(part: str) -> _Operation | None:
-    """Parse the text of an instruction of a bundle; None if it is no scalar instruction to follow."""
+    """Parse the text of an instruction of a bundle; None if it is no scalar instruction to follow.
+
+    A guard, a predicate in parentheses before the operands, decides whether the instruction has effect.
+    """
     if match := _STORE.search(part):  # a move into a slot of scalar memory
         name, target, op, type_, rest = match[1], match[1], "smov", "", match[2]
     elif match := _SCALAR.search(part):
@@ -251,12 +257,13 @@ def _operation(part: str) -> _Operation | None:
     rest = rest[guard.end() :] if guard else rest
     compute, operands = _OPERATIONS.get(op, _unknown), _operands(rest)
     if op.startswith("scmp") and ".f32" in type_:
-        compute = _checked
-    if op == "sld":  # a load: the slot stands for a name and a register, as in a store
+        compute = _float_comparison
+    if op == "sld":  # a load: the slot of scalar memory is its operand, name and register in one
         slot = _SLOT.search(rest)
         compute, operands = (_same, [(slot[1], slot[1])]) if slot else (_unknown, [])
     if guard and compute:
-        # A guard names the value of the result if it has no effect; by default the target keeps its value.
+        # A guard may name the result that counts if the instruction has no effect; else the target keeps its
+        # value.
         old = (_operands(guard["old"] or "") or [("", target)])[0]
         compute = functools.partial(_guarded, bool(guard["not"]), compute)
         operands = [(guard["name"], guard["register"]), old, *operands]
@@ -287,8 +294,11 @@ def _unknown(*_: Value) -> Value:
     return None
 
 
-def _checked(*_: Value) -> Value:
-    """Return an unknown value as `_unknown` does; a second function, to tell comparisons of floats."""
+def _float_comparison(*_: Value) -> Value:
+    """Return an unknown value, whatever the operands: floats are not followed.
+
+    `read_schedule` recognizes comparisons of floats by this function, so that it is not `_unknown` itself.
+    """
     return None
 
 
@@ -297,10 +307,10 @@ def _guarded(negated: bool, compute: Callable[..., Value], guard: Value, old: Va
 
     Args:
         negated: whether the instruction has effect if the guard is false, not true.
-        compute: its function.
-        guard: value of the guard's predicate.
+        compute: the instruction's function.
+        guard: value of the guard's predicate; None, unknown, makes the result unknown.
         old: the result if the instruction has no effect.
-        values: values of its operands.
+        values: values of the instruction's operands.
     """
     if guard is None:
         return None
@@ -308,27 +318,28 @@ def _guarded(negated: bool, compute: Callable[..., Value], guard: Value, old: Va
 
 
 def _known(function: Callable[..., Any], *values: Value) -> Value:
-    """Return a function's result as a word; unknown if an operand is."""
+    """Return a function's result as a word of 32 bits; None, unknown, if an operand is unknown."""
     return None if None in values else function(*values) % WORD
 
 
 def _compared(function: Callable[[int, int], bool], *values: Value) -> Value:
-    """Return a comparison of two words as signed numbers; unknown if one of them is."""
+    """Return the comparison of two words as signed numbers; None, unknown, if one of the words is unknown."""
     one, other = values
     return None if one is None or other is None else function(_signed(one), _signed(other))
 
 
 def _or(*values: Value) -> Value:
-    """Return whether any predicate is true: True if one is, whatever is unknown."""
+    """Return whether any predicate is true; None, unknown, if none is true and one is unknown."""
     return True if True in values else None if None in values else False
 
 
 def _not(value: Value) -> Value:
+    """Return the negation of a predicate; None, unknown, stays None."""
     return None if value is None else not value
 
 
 def _and(*values: Value) -> Value:
-    """Return whether all predicates are true: False if one is false, whatever is unknown."""
+    """Return whether all predicates are true; None, unknown, if none is false and one is unknown."""
     return _not(_or(*map(_not, values)))
 
 
@@ -365,7 +376,7 @@ _OPERATIONS: dict[str, Callable[..., Value] | None] = {
 
 def _needed(operations: Iterable[_Operation], branches: Iterable[_Branch]) -> set[str]:
     """Return the names of the results that branches depend on, directly or through other operations."""
-    sources: dict[str, set[str]] = {}  # by a value's name, the names of the values that it is made from
+    sources: dict[str, set[str]] = {}  # by a result's name, the names of the results that it is made from
     for operation in operations:
         sources.setdefault(operation.name, set()).update(operation.reads)
     needed: set[str] = set()
@@ -388,16 +399,21 @@ def _follow(
 
     Args:
         count: number of bundles.
-        operations: operations by address.
-        branches: branches by address.
-        delay_slots: bundles behind a branch that run whether it is taken or not.
-        checks: names of the results of floats' comparisons.
+        operations: by a bundle's address, the operations that branches need.
+        branches: branches by their bundle's address.
+        delay_slots: number of bundles behind a branch that run whether it is taken or not.
+        checks: names of the results of comparisons of floats; a branch on one counts as taken.
+
+    Raises:
+        UnknownDumpError: a loop whose end depends on data, or more than `LONGEST` steps.
     """
     state: dict[str | int, Value] = {}  # values by register or slot
     assumed: set[int] = set()  # addresses of branches that depend on data
-    events = sorted({*operations, *branches})  # addresses of the bundles that must be looked at
-    index_of = [bisect.bisect_left(events, address) for address in range(count)]  # the next event's index
-    # `cycles` counts the bundles up to the last branch taken; those from `start`, its target, follow.
+    events = sorted({*operations, *branches})  # addresses of bundles with a branch or an operation
+    # By a bundle's address, the index of the first event from there on.
+    index_of = [bisect.bisect_left(events, address) for address in range(count)]
+    # `start` is the target of the last branch taken. `cycles` counts the bundles that ran before that jump;
+    # the bundles from `start` on are counted at the next jump, or at the end.
     cycles = steps = start = index = 0
 
     def execute(address: int) -> None:
@@ -415,7 +431,8 @@ def _follow(
     while index < len(events):
         address = events[index]
         branch = branches.get(address)
-        taken = _is_taken(branch, state) if branch else False  # before the bundle writes its results
+        # A branch reads its condition before the bundle's operations write their results.
+        taken = _is_taken(branch, state) if branch else False
         execute(address)
         index += 1
         steps += 1
@@ -424,12 +441,12 @@ def _follow(
         if branch is None or taken is False:
             continue
         if taken is None:
-            if branch.target <= address:
+            if branch.target <= address:  # a jump back
                 raise UnknownDumpError("the end of a loop hangs on data")
             assumed.add(address)
             if branch.name not in checks:
                 continue  # as not taken, see `Schedule.assumed`
-        last = min(address + delay_slots, count - 1)
+        last = min(address + delay_slots, count - 1)  # the delay slots run before the jump
         while index < len(events) and events[index] <= last:
             execute(events[index])
             index += 1
@@ -442,5 +459,5 @@ def _is_taken(branch: _Branch, state: dict[str | int, Value]) -> bool | None:
     """Return whether a branch is taken, by the values in `state`; None if that depends on data."""
     if branch.register is None:
         return True
-    guard = state.get(branch.register)
-    return None if guard is None else bool(guard) is not branch.negated
+    condition = state.get(branch.register)
+    return None if condition is None else bool(condition) is not branch.negated

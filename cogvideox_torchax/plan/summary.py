@@ -20,7 +20,7 @@ def program_rows(program: ProgramPlan, chip: Chip | None) -> dict[str, Any]:
     }
     if chip and program.seconds and program.floor_seconds is not None:
         shares = ", ".join(
-            f"{kind} {100 * part / program.seconds:.0f} %" for kind, part in program.shares.items()
+            f"{kind} {100 * seconds / program.seconds:.0f} %" for kind, seconds in program.shares.items()
         )
         rows |= {
             "estimate ms": 1e3 * program.seconds,
@@ -71,11 +71,11 @@ def whole_video(
     }
     if chip:
         found |= {"memory_of_a_chip_GiB": chip.memory / GIB, "fits": peak <= chip.memory}
-        seconds = [program.seconds or 0.0 for program in programs]
-        # Each chunk after the first takes the time of the last program. Tiles at the edges are smaller: with
-        # tiles this is an upper bound.
-        found["whole_video_s"] = tiles * (seconds[0] + seconds[-1] * (count - 1))
-        whole = [program.seconds_with_collectives for program in programs]
-        if whole[0] is not None and whole[-1] is not None:
-            found["with_collectives_s"] = tiles * (whole[0] + whole[-1] * (count - 1))
+        # Each chunk after the first runs the later program; the two are one if there is a single chunk. Tiles
+        # at the edges are smaller: with tiles the times are upper bounds.
+        first, later = programs[0], programs[-1]
+        found["whole_video_s"] = tiles * ((first.seconds or 0.0) + (later.seconds or 0.0) * (count - 1))
+        first_s, later_s = first.seconds_with_collectives, later.seconds_with_collectives
+        if first_s is not None and later_s is not None:
+            found["with_collectives_s"] = tiles * (first_s + later_s * (count - 1))
     return found

@@ -58,7 +58,7 @@ def gradient_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any) -> Iterator
     """Yield the program of each direction's gradients.
 
     Args:
-        vae, job: as `plan_train_step` takes them.
+        vae, job: as `plan_train_step` takes them; `vae` is placed on a mesh of more than one device.
         mesh: of `make_mesh`, of the devices to compile for.
     """
     runtime.enable()
@@ -83,7 +83,7 @@ def gradient_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any) -> Iterator
             result, pull_back = jax.vjp(lambda *inputs: program.run_video(*inputs, lengths), weights, x)
             return pull_back(result)  # the loss's gradient with respect to the result is the result itself
 
-        structs = functools.partial(tuple, (weights, x))
+        structs = functools.partial(tuple, (weights, x))  # a function that returns the pair
         yield Work(f"train {direction}", sum(lengths), jax.jit(gradients).lower, structs, program)
 
 
@@ -97,8 +97,8 @@ def training_table(
 
     Args:
         plans: plans of `plan_train_step`.
-        vae: the VAE that they are of.
-        chip: the chip that they are compiled for, or None.
+        vae: the VAE that was planned.
+        chip: the chip that the programs are compiled for; None for no verdict on memory.
     """
     moments = MOMENTS * FLOAT32_BYTES * sum(math.prod(weight.shape) for weight in vae.parameters())
     temporaries = sum(plan.temp_bytes for plan in plans)
