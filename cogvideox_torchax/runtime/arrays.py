@@ -18,7 +18,7 @@ def fetch_async(tensor: torch.Tensor) -> None:
 
 
 def wait(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor once its value has been computed; a plain tensor's always is."""
+    """Wait until a tensor on JAX is computed, and return it; return a plain tensor at once."""
     if on_jax(tensor):
         array_of(tensor).block_until_ready()
     return tensor
@@ -75,12 +75,13 @@ def first_nonfinite_of(array: Any) -> tuple[int, ...] | None:
         return None if finite.all() else tuple(int(i) for i in np.argwhere(~finite)[0])
     if bool(_jitted_all_finite()(array)):
         return None
-    # Found on the host, and only if there is one: on the devices a sharded array would be gathered on each.
+    # Only an array that has one is searched, and on the host: a search on the devices would gather a sharded
+    # array on each of them.
     if array.is_fully_addressable:
         return tuple(int(i) for i in np.argwhere(~np.isfinite(np.asarray(array)))[0])
     for shard in array.addressable_shards:
-        for index in np.argwhere(~np.isfinite(np.asarray(shard.data))):  # in the shard
-            return tuple(int(i) + (part.start or 0) for i, part in zip(index, shard.index, strict=True))
+        for index in np.argwhere(~np.isfinite(np.asarray(shard.data))):  # indices in the shard: the first one
+            return tuple(int(i) + (span.start or 0) for i, span in zip(index, shard.index, strict=True))
     raise ValueError("got NaN or Inf in the input's part of another process: see that process's error")
 
 
@@ -114,9 +115,9 @@ def concatenate(parts: Sequence[Any], axis: int) -> Any:
 
 
 def take(x: Any, axis: int, start: int, length: int) -> Any:
-    """Return entries `start` to `start + length` of an axis of a tensor or an array; without torchax enabled.
+    """Return entries `start` to `start + length` of an axis of a tensor or an array.
 
-    On JAX one small program serves every start.
+    torchax need not be enabled. On JAX `start` is an argument of one small program, which serves every start.
     """
     if isinstance(x, torch.Tensor) and on_jax(x):
         return tensor_of(take(array_of(x), axis, start, length))

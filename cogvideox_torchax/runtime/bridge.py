@@ -21,7 +21,7 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 @functools.cache
 def import_torchax() -> Any:
-    """Return torchax with its `interop`.
+    """Import torchax with its `interop` and patch it (`upstream`): tensors can be copied and pickled.
 
     Raises:
         ImportError: torchax does not import; the message names the pair of versions to install.
@@ -38,7 +38,7 @@ def import_torchax() -> Any:
         ) from error
     for kind in (torchax.tensor.Tensor, torchax.view.View):
         teach_copying(kind, tensor_of, to_torch, without_torchax)
-    one_program_each(torchax.ops.ops_registry)
+    one_program_each(torchax.ops.ops_registry)  # sums and products of tensors: fewer programs in a queue
     return torchax
 
 
@@ -54,8 +54,9 @@ def enable() -> None:
 def active() -> Iterator[None]:
     """Enable torchax for this thread's torch calls in a `with` block.
 
-    Inference mode is off in the block, and gradients stay as they were. In inference mode torch does not
-    decompose operations such as `chunk` and `split`, and torchax implements only their parts.
+    Inference mode is off in the block, and gradients stay on or off as they were. In inference mode torch
+    does not decompose operations such as `chunk` and `split`, and torchax implements only the smaller
+    operations that they decompose into.
     """
     gradients = torch.is_grad_enabled()
     modes = contextlib.nullcontext() if is_enabled() else import_torchax().default_env()
@@ -74,7 +75,8 @@ def without_torchax(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 def on_jax(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is on JAX: a torchax tensor or a view of one."""
-    # The type comes first: while torchax is on, each attribute of a plain tensor costs a call of its mode.
+    # The type is checked first, as it is cheap: while torchax is on, reading an attribute of a plain tensor
+    # costs a call of torchax's mode.
     return type(tensor) not in PLAIN and tensor.device.type == "jax"
 
 
@@ -144,9 +146,9 @@ def as_array(value: Any) -> Any:
 
 
 def jit_torch(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a torch function, compiled with JAX, of torchax tensors; its result is one tensor.
+    """Return a torch function as a function of torchax tensors that JAX compiles; it returns one tensor.
 
-    The first argument, of the function and of the result, is no tensor but static and hashable.
+    Both functions take a first argument that is no tensor: it is hashable, and static for `jax.jit`.
     """
     import jax
 

@@ -36,6 +36,7 @@ class CompileClock:
         now = time.perf_counter()
         self.spans.append((event, now - duration_secs, now))
         name = str(kwargs.get("fun_name")).removeprefix("jit(").removesuffix(")")
+        # The last of these events is that of lowering, which compilation follows.
         if event == TRACING_EVENTS[-1] and duration_secs >= LONG and name not in self._announced:
             self._announced.add(name)
             self._announce(
@@ -63,7 +64,7 @@ class CompileClock:
 
 def covered_seconds(spans: list[tuple[str, float, float]], events: tuple[str, ...]) -> float:
     """Return the seconds that spans (event, start, stop) of some events cover; overlaps count once."""
-    total, end = 0.0, float("-inf")  # end: of all spans counted so far
+    total, end = 0.0, float("-inf")  # `end` is the latest stop of the spans counted so far
     for _, start, stop in sorted((span for span in spans if span[0] in events), key=lambda span: span[1]):
         total += max(0.0, stop - max(start, end))
         end = max(end, stop)

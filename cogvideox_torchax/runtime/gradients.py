@@ -23,12 +23,13 @@ class _Differentiated(torch.autograd.Function):
     ) -> torch.Tensor:
         """Compute `function(*tensors)` on JAX, and save what `backward` needs.
 
-        If `run` is None, the function that `jax.vjp` returns is saved, with all that it keeps. Otherwise
-        `run`, which returns the same result more cheaply, is called, and the inputs alone are saved:
-        `backward` then computes the function again.
+        If `run` is None, the function that `jax.vjp` returns is saved, with all arrays that it keeps. If not,
+        `run` computes the result, as `function` would but without keeping arrays, and the inputs alone are
+        saved: `backward` then computes `function` again.
         """
         import jax
 
+        # A tree: the inputs, or the function of `jax.vjp`, whose leaves are the arrays that it keeps.
         saved: Any = tuple(map(array_of, tensors))
         if run is None:
             array, saved = jax.vjp(function, *saved)
@@ -36,8 +37,8 @@ class _Differentiated(torch.autograd.Function):
         else:
             result = run()
         ctx.recomputed = None if run is None else function
-        # torch frees saved tensors after the backward pass, so arrays are saved as tensors. Beside them are
-        # the other leaves of the tree, with None in each array's place: no leaf is None.
+        # torch frees saved tensors after the backward pass, so arrays are saved as tensors. `ctx.leaves` has
+        # the other leaves of the tree, and None in the place of each array: no leaf of a JAX tree is None.
         leaves, ctx.structure = jax.tree.flatten(saved)
         ctx.save_for_backward(*(tensor_of(leaf) for leaf in leaves if isinstance(leaf, jax.Array)))
         ctx.leaves = [None if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
@@ -51,9 +52,11 @@ class _Differentiated(torch.autograd.Function):
 
         arrays = map(array_of, ctx.saved_tensors)
         leaves = [next(arrays) if leaf is None else leaf for leaf in ctx.leaves]
-        pull_back = jax.tree.unflatten(ctx.structure, leaves)
-        if ctx.recomputed is not None:  # then the tree is the inputs
-            _result, pull_back = jax.vjp(ctx.recomputed, *pull_back)
+        saved = jax.tree.unflatten(ctx.structure, leaves)
+        if ctx.recomputed is None:  # `forward` has saved the function of `jax.vjp`
+            pull_back = saved
+        else:  # `forward` has saved the inputs
+            _result, pull_back = jax.vjp(ctx.recomputed, *saved)
         (gradient,) = map(array_of, gradients)
         return None, None, *map(tensor_of, pull_back(gradient))
 
@@ -78,15 +81,15 @@ def differentiable(
         network: the network that has these weights as parameters; those with `requires_grad` get a gradient.
         weights: the arrays of the parameters, by name, as the function takes them.
         x: the input, a torchax tensor; it gets a gradient if it has `requires_grad`.
-        run: returns the same result without keeping anything for `backward`, which then runs `function`
-            first. None keeps what `backward` needs.
+        run: returns the same result without keeping anything; the backward pass then runs `function` first.
+            If None, `function` runs, and arrays for the backward pass are kept.
     """
     trained = {name: weight for name, weight in network.named_parameters() if weight.requires_grad}
     inputs = [x] if x.requires_grad else []
     x_array = array_of(x)
 
     def of_differentiated(*arrays: Any) -> Any:
-        """Call `function` with arrays of `x`, if it requires a gradient, and of the trained weights."""
+        """Call `function`; `arrays` are `x`'s, if it requires a gradient, and then the trained weights'."""
         trained_arrays = dict(zip(trained, arrays[len(inputs) :], strict=True))
         return function(weights | trained_arrays, *(arrays[: len(inputs)] or (x_array,)))
 
@@ -103,7 +106,7 @@ def without_gradient(
         return run()
 
     def refuse(*_: Any) -> Any:
-        """Raise the error: called by the backward pass alone."""
+        """Raise the error: the backward pass calls this to recompute the result of `run`."""
         raise ValueError(why)
 
     return differentiable(refuse, network, {}, x, run=run)

@@ -29,21 +29,21 @@ def watched(
         is_layer: `is_layer(name, module)` returns whether a module of the network is a layer.
         given: `given(name, result)` returns the replacement of a layer's result.
         taken: `taken(name, (args, kwargs))` returns the replacement of a layer's arguments.
-        names_only: whether `given` and `taken` return values unchanged; a fused kernel may then replace the
-            layers, as `is_watched` is false for them.
+        names_only: whether `given` and `taken` return values unchanged, so that hooks only name scopes; a
+            fused kernel may then replace a layer, as `is_watched` is false for it.
     """
     import jax
 
-    scopes: list[Any] = []  # open name scopes, the innermost layer's last
+    scopes: list[Any] = []  # name scopes that are open, from the outermost layer's to the innermost layer's
 
     def before(name: str, _module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Open the layer's name scope and call `taken`: as a pre-hook, once `name` is bound."""
+        """Open the layer's name scope and call `taken`; with `name` bound it is a module's pre-hook."""
         scopes.append(jax.named_scope(name))
         scopes[-1].__enter__()
         return taken(name, (args, kwargs))
 
     def after(name: str, _module: nn.Module, _args: Any, result: Any) -> Any:
-        """Call `given` and close the layer's name scope: as a hook, once `name` is bound."""
+        """Call `given` and close the layer's name scope; with `name` bound it is a module's hook."""
         result = given(name, result)
         scopes.pop().__exit__(None, None, None)
         return result
@@ -61,14 +61,20 @@ def watched(
 def is_watched(module: nn.Module) -> bool:
     """Return whether a module must be called itself, so that no fused kernel may replace it.
 
-    It must if it has a hook that is not `names_only` (`watched`), or a `forward` set on the instance.
+    That is so if the module has a hook other than those of `watched(..., names_only=True)`, or a `forward`
+    set on the instance.
     """
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return "forward" in vars(module) or any(not getattr(hook, "names_only", False) for hook in hooks)
 
 
 def as_layer(module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `run` in the name scope of the module that it replaces, which is not `is_watched`."""
+    """Return `run` in the name scope of a module, which it replaces.
+
+    Args:
+        module: a module for which `is_watched` is false: all of its hooks are `names_only`.
+        run: function of the module's inputs to its result.
+    """
 
     def call(*inputs: Any) -> Any:
         """Call `run` between the module's `names_only` hooks, which open and close the name scope."""

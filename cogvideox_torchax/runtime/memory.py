@@ -62,9 +62,10 @@ def _free_memory(devices: int) -> int:
 
 
 def host_peak_bytes() -> int | None:
-    """Return this process's peak memory in bytes, without its parent's; None off Linux."""
+    """Return this process's peak memory in bytes, not counting its parent's; None off Linux."""
     status = Path("/proc/self/status")
     if not status.is_file():
         return None
+    # "VmHWM:   12345 kB": `getrusage` would start from the parent's peak.
     line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024

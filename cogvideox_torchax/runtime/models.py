@@ -14,7 +14,10 @@ from cogvideox_torchax.runtime.weights import put_weights, replace_weights
 
 
 def save_as_stock(model: nn.Module) -> None:
-    """Have a pipeline's model_index.json name the model's class of diffusers or transformers, not ours."""
+    """Have a pipeline's model_index.json name the model's class of diffusers or transformers, not ours.
+
+    That class is the first one in the order of inheritance that is not of this package.
+    """
     ours = __name__.partition(".")[0]
     kinds = (kind for kind in type(model).__mro__ if kind.__module__.partition(".")[0] != ours)
     upstream.set_saved_package(model, next(kinds))
@@ -33,7 +36,7 @@ class CopiesWithoutPrograms:
 
     def _state(self) -> dict[str, Any]:
         """Return the attributes for a copy: without compiled programs."""
-        own = vars(self).copy()  # at once: another thread may compile its first program
+        own = vars(self).copy()  # in one step: another thread may add its first program meanwhile
         return {name: value for name, value in own.items() if name not in DERIVED_ATTRIBUTES}
 
     def __copy__(self) -> Any:
@@ -102,7 +105,7 @@ class PortedModel(CopiesWithoutPrograms, nn.Module):
             return super()._apply(fn, recurse)
 
     def cpu(self) -> Any:
-        """Move the model to the CPU, as `to("cpu")` does."""
+        """Move the model to the CPU, as `to("cpu")` does; torch's own `cpu` does not call `to`."""
         return self.to("cpu")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PortedModel":
@@ -112,5 +115,6 @@ class PortedModel(CopiesWithoutPrograms, nn.Module):
         return super().__deepcopy__(memo)
 
     def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes for a pickle: without mesh, programs and the state of step caches."""
         left_out = {"_mesh", *upstream.CACHE_STATE}
         return {name: value for name, value in self._state().items() if name not in left_out}

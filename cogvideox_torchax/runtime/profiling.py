@@ -16,8 +16,8 @@ _profiling = False
 def profiling(directory: str | Path) -> Iterator[None]:
     """Record what JAX runs in a `with` block, into files for TensorBoard and Perfetto.
 
-    Programs that are traced in the block name their instructions after layers. Names are part of the compile
-    cache's key there: a program that was compiled without names is not taken from it.
+    Programs that are traced in the block name their instructions after layers. In the block names are part of
+    the compile cache's key, so that no program that was compiled without names is taken from the cache.
 
     Args:
         directory: directory of the profile, created if missing; the trace is in its `plugins/profile/`.
@@ -48,8 +48,10 @@ def profiling(directory: str | Path) -> Iterator[None]:
 def named_layers(network: nn.Module) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which tracing a network names instructions after its layers, if profiling.
 
+    Without a profile the context does nothing.
+
     Args:
-        network: a skeleton; it gets hooks.
+        network: a skeleton (a copy of a user's modules, made to be traced); it gets hooks.
     """
     if not _profiling:
         return contextlib.nullcontext()

@@ -47,7 +47,7 @@ class Programs:
 
         Args:
             kind: key of a program among the model's, such as a direction of a VAE.
-            network: the module tree.
+            network: the module tree; its modules, attributes and hooks select the program, not its weights.
             build: returns a new program of the network.
         """
         from jax_kernels.common.tiles import pallas_mode
@@ -58,16 +58,20 @@ class Programs:
             for snapshot, program in entries:
                 if snapshot.holds(network):
                     return program
-            entries.insert(0, (Snapshot(network), build(network)))
-            del entries[self.KEPT :]
-            return entries[0][1]
+            # The snapshot comes first: if the network changes meanwhile, the program is not taken for it.
+            snapshot = Snapshot(network)
+            program = build(network)
+            entries.insert(0, (snapshot, program))
+            del entries[self.KEPT :]  # the oldest
+            return program
 
 
 def programs_of(model: nn.Module) -> Programs:
     """Return the programs of a model, which are no part of it or of its copies and are freed with it.
 
-    They are an attribute of the model: a hook they were traced with may refer to it, and only Python's
-    garbage collector frees such a cycle.
+    The first call sets them as an attribute of the model. A table outside would keep the model alive: a hook
+    that a program was traced with may refer to the model. Python's garbage collector frees the model with an
+    attribute that refers to it.
     """
     return vars(model).setdefault(PROGRAMS, Programs())  # `setdefault` is atomic among threads
 
@@ -97,7 +101,7 @@ def _check_deterministic(network: nn.Module) -> nn.Module:
 class Place:
     """The devices of a program: here one device, JAX's default if None; a subclass is for a mesh.
 
-    A method's `name` is the weight's, by which a subclass may choose a sharding.
+    The argument `name` of a method is the name of a weight, by which a subclass may choose a sharding.
     """
 
     def __init__(self, device: Any = None):
@@ -127,9 +131,10 @@ class Place:
         return self.struct(shape, dtype)
 
     def trace(self, run: Callable[..., Any], inputs: Any, cache: Any) -> Any:
-        """Return `run(inputs, cache)`, the result and the next cache; inside a program.
+        """Return `run(inputs, cache)`, the result and the next cache; called while a program is traced.
 
-        A subclass may pass keywords to `run`, which a `TorchNetwork` passes to `watching`.
+        A subclass may change the arguments and results, and pass keywords to `run`, which hands them to
+        `watching`.
         """
         return run(inputs, cache)
 
@@ -138,7 +143,7 @@ class Place:
         return {}
 
     def watching(self, network: nn.Module) -> contextlib.AbstractContextManager[Any]:
-        """Return a context that is open while a torch network, copied for one trace, runs."""
+        """Return a context that is open while a copy of a torch network is traced; here it does nothing."""
         return contextlib.nullcontext()
 
 
@@ -164,8 +169,8 @@ class TorchNetwork:
     def __call__(self, place: Place, weights: dict[str, Any], inputs: Any, cache: Any, **how: Any) -> Any:
         """Run the network on `weights`; return the result and the next cache.
 
-        Each call runs a new copy of the module tree, since tracing changes it. `how` are the keywords of
-        `Place.trace`, for `Place.watching`.
+        Each call runs a new copy of the module tree, since tracing changes it. `how` are keywords that
+        `place.trace` passes, for `place.watching`.
         """
         import jax
 
@@ -192,15 +197,15 @@ class TorchNetwork:
 class Program:
     """A network (inputs, cache) -> (result, cache), compiled for a place: a pure function of weights too.
 
-    For each set of shapes there are two programs: a call without a cache, such as a video's first chunk, runs
-    one, and a later chunk the other, whose cache is donated. Weights are arguments, and none are kept. Any
-    thread may run it. `compilations` counts the programs traced so far.
+    For each set of shapes there are two compiled programs: one for a call without a cache, such as a video's
+    first chunk, and one for a call with a cache, which is donated. Weights are arguments, and none are kept.
+    Any thread may run it. `compilations` counts the programs traced so far.
 
     Args:
         network: a torch module, whose inputs are a tensor, or a dictionary of tensors and of tuples of them;
             or an object with the call and the attributes of a `TorchNetwork`. JAX drops arguments that are
             not read, and does not donate them: a network with a true `keep_unused` keeps them.
-        place: one device where None.
+        place: the devices that the program runs on; None for JAX's default device.
     """
 
     def __init__(self, network: Any, place: Place | None = None):
@@ -227,7 +232,7 @@ class Program:
         self._differentiable = jax.jit(self._trace_for_gradients, compiler_options=options)
 
     def _trace(self, weights: Any, inputs: Any, cache: Any) -> Any:
-        """Run the network, sharded by the place; count one more traced program."""
+        """Run the network, sharded by the place; count a program, as JAX calls this only to trace one."""
         self.compilations += 1
         return self.place.trace(functools.partial(self._network, self.place, weights), inputs, cache)
 
@@ -239,8 +244,8 @@ class Program:
     def weights(self, network: nn.Module) -> dict[str, Any]:
         """Return the arrays of a network's weights, by name, on the devices where the program takes them.
 
-        The network is like the compiled one. Weights on other devices, as after `load_state_dict`, are moved,
-        in the network too.
+        The network has the modules of the compiled one. Weights on other devices, as after `load_state_dict`,
+        are moved; the network then holds the moved ones.
         """
         named = named_tensors(network)
         for name, tensor in named.items():
@@ -311,8 +316,8 @@ class Program:
         Args:
             inputs: (shape, JAX dtype) of the input; for several inputs a dictionary by name, of such pairs or
                 of two of them as a tuple.
-            before: the same, for the inputs of the call whose cache this call takes; None for a call without
-                a cache.
+            before: the inputs of the previous call, whose cache this call takes, described as `inputs`; None
+                for a call without a cache.
         """
         import jax
 
@@ -341,12 +346,13 @@ class Program:
 
 def _describes_one_input(node: Any) -> bool:
     """Return whether a node of described inputs is a (shape, dtype), and no container of such pairs."""
+    # The second item of a tuple of pairs is a pair, a tuple; that of a pair is a dtype.
     return isinstance(node, tuple) and not isinstance(node[1], tuple)
 
 
 def with_kept_cache(step: Callable[[Any, Any], tuple[Any, Any]]) -> Callable[[Any], Any]:
     """Return a function of a chunk that runs `step(chunk, cache)` -> (result, cache) and keeps the cache."""
-    cache: Any = None
+    cache: Any = None  # for the first chunk; then that of the previous call
 
     def run(chunk: Any) -> Any:
         nonlocal cache

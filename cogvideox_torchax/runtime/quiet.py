@@ -8,12 +8,13 @@ import warnings
 
 
 def quiet_libraries(*, bars: bool = True) -> None:
-    """Keep other packages' warnings off a user's terminal, and their progress bars too unless `bars`."""
+    """Keep other packages' warnings off a user's terminal; `bars` is whether progress bars stay on it."""
     warnings.filterwarnings("ignore")
     for name in ("diffusers", "transformers", "jax", "torchax"):
         logging.getLogger(name).setLevel(logging.ERROR)
     for name in ("diffusers", "transformers"):
-        os.environ.setdefault(f"{name.upper()}_VERBOSITY", "error")  # sets the level when it is imported
+        # The package sets its level by this variable when it is imported.
+        os.environ.setdefault(f"{name.upper()}_VERBOSITY", "error")
         if not bars and importlib.util.find_spec(name):
             importlib.import_module(f"{name}.utils.logging").disable_progress_bar()
     if not bars:

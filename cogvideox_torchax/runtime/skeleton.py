@@ -25,8 +25,8 @@ CONTAINERS = (dict, OrderedDict, list, set, tuple)
 def skeleton(module: Module) -> Module:
     """Copy a module tree's modules, containers and attention processors; share parameters and attributes.
 
-    Parameters and hooks that tracing swaps in never reach the user's modules, which other threads may be
-    running. The results of torch.compile are left out: they would run the user's modules.
+    Tracing replaces parameters and adds hooks: it does so in the copy, while other threads may be running the
+    user's modules. Calls compiled by torch.compile are left out: they would run the user's modules.
     """
     return _copied(module, {})
 
@@ -53,7 +53,7 @@ def _copied(module: Module, done: dict[int, Any]) -> Module:
     elif id(module) not in done:
         copied = done[id(module)] = object.__new__(type(module))
         attributes = {
-            name: _copy_value(value, done, name == PROCESSOR)  # all blocks may share a processor
+            name: _copy_value(value, done, of_processor=name == PROCESSOR)
             for name, value in vars(module).copy().items()
             if name not in UNTRACED_ATTRIBUTES
         }
@@ -77,7 +77,8 @@ def has_state(value: Any) -> bool:
 def _copy_value(value: Any, done: dict[int, Any], of_processor: bool) -> Any:
     """Copy a container, at any depth, or an attention processor and each object that it holds.
 
-    `done` maps ids of originals to copies; `of_processor` says whether `value` belongs to a processor.
+    Another value is returned itself. `done` maps ids of originals to copies; `of_processor` is whether
+    `value` is an attention processor or in one.
     """
     if id(value) in done:
         return done[id(value)]
@@ -86,7 +87,8 @@ def _copy_value(value: Any, done: dict[int, Any], of_processor: bool) -> Any:
         return _copy_value(item, done, of_processor)
 
     if of_processor and has_state(value):
-        # Here, and for dictionaries and lists, `done` gets the copy before its items: they may refer to it.
+        # Here, and for dictionaries and lists, `done` gets the copy before its items are copied: an item may
+        # refer to the object that holds it.
         done[id(value)] = copied = copy.copy(value)
         vars(copied).update({name: copy_item(item) for name, item in vars(value).items()})
     elif type(value) in (dict, OrderedDict):
@@ -114,7 +116,7 @@ def weightless(module: Module) -> Module:
 
     copied = _with_weights(module, empty)
     for name, part in copied.named_modules():
-        # A ported model's own call is no part of a program.
+        # A ported model has a `forward` of its own for users, which no program calls.
         forward = None if isinstance(part, PortedModel) else vars(part).get("forward")
         if forward is not None and getattr(forward, "__self__", None) is not part:
             raise ValueError(

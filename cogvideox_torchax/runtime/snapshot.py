@@ -24,7 +24,8 @@ class Snapshot:
         """Record a module tree as it is now."""
         self._modules = [_ModuleSnapshot(module) for module in _tree(root)]
         contents = _contents(seen.attributes for seen in self._modules)
-        # Most containers are empty dictionaries of hooks, which this check before each call makes cheap.
+        # Most containers are empty dictionaries of hooks. `holds`, which runs before each call, checks empty
+        # containers faster than those with items.
         self._empty = [container for container, items in contents if not items]
         self._contents = [(container, items) for container, items in contents if items]
         self._weights = _weight_pattern(_tree(root))
@@ -35,7 +36,7 @@ class Snapshot:
         return (
             len(modules) == len(self._modules)
             and all(seen.is_unchanged(module) for seen, module in zip(self._modules, modules, strict=True))
-            and all(  # but for the root
+            and all(  # the same objects, except for the root
                 seen.module() is module for seen, module in zip(self._modules[1:], modules[1:], strict=True)
             )
             and not any(self._empty)
@@ -48,7 +49,7 @@ class _ModuleSnapshot:
     """The snapshot of one module."""
 
     def __init__(self, module: nn.Module):
-        """Record a module's type, its attributes without children and weights, and the ids of all."""
+        """Record a module's type, its attributes without children and weights, and all attributes' ids."""
         self.module = weakref.ref(module)
         self._type = type(module)
         self.attributes = {
@@ -60,11 +61,12 @@ class _ModuleSnapshot:
         self._ids = tuple(map(id, vars(module).values()))
 
     def is_unchanged(self, module: nn.Module) -> bool:
-        """Return whether a module has the recorded type and attributes; equal ids of all prove it quickly."""
+        """Return whether a module has the recorded type and attributes."""
         attributes = vars(module)
+        # Equal ids of all attributes prove it quickly; other ids prove nothing, as containers may be equal.
         if type(module) is self._type and tuple(map(id, attributes.values())) == self._ids:
             return True
-        untraced = len(attributes.keys() & UNTRACED_ATTRIBUTES)  # may have come or gone
+        untraced = len(attributes.keys() & UNTRACED_ATTRIBUTES)  # not recorded: they may be set or deleted
         if type(module) is not self._type or len(attributes) != len(self.attributes) + len(TREE) + untraced:
             return False
         for name, value in self.attributes.items():
@@ -77,9 +79,11 @@ class _ModuleSnapshot:
 def _contents(modules: Iterable[dict[str, Any]]) -> list[tuple[Any, list[Any]]]:
     """Return (container, its items now) of every container in modules' attributes, at any depth.
 
+    The dictionary of attributes of an attention processor, and of each object that it holds, is a container
+    too.
+
     Args:
-        modules: the attributes of each module. For an attention processor among them, and for each object
-            that it holds, the container is the object's attributes.
+        modules: the attributes of each module, by name.
     """
     found: dict[int, tuple[Any, list[Any]]] = {}
     for attributes in modules:
@@ -94,7 +98,7 @@ def _contents(modules: Iterable[dict[str, Any]]) -> list[tuple[Any, list[Any]]]:
 
 
 def _items(container: Any) -> list[Any]:
-    """Return the items of a container, keys too; a list of the object itself if it is no container."""
+    """Return the items of a container, with a dictionary's keys; of another object the object itself."""
     if isinstance(container, dict):
         return [*container.keys(), *container.values()]
     return list(container) if isinstance(container, list | set | tuple) else [container]
@@ -120,16 +124,17 @@ def _tree(root: nn.Module) -> Iterator[nn.Module]:
 
 
 def _weight_pattern(modules: Iterable[nn.Module]) -> list[Any]:
-    """Return the names of children and weights in order, each weight's with a number.
+    """Return for each module the names of its children, and (name, number) of each of its weights.
 
-    The number is that of the tensor, by first appearance, so that tied weights have one number; None for a
+    Tensors are numbered by first appearance, so that tied weights have one number; the number is None for a
     weight that is None.
     """
-    first: dict[int, int] = {}
+    numbers: dict[int, int] = {}  # by a tensor's id
     pattern: list[Any] = []
     for module in modules:
         pattern.extend(module._modules)
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
-                pattern.append((name, tensor if tensor is None else first.setdefault(id(tensor), len(first))))
+                number = None if tensor is None else numbers.setdefault(id(tensor), len(numbers))
+                pattern.append((name, number))
     return pattern

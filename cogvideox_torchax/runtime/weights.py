@@ -18,14 +18,16 @@ def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _weight_slots(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield (name, dictionary, key) of each parameter and buffer: `dictionary[key]` of a part holds it.
+    """Yield (name, dictionary, key) of each parameter and buffer, which `dictionary[key]` holds.
 
+    The name is the whole one, such as "block.weight"; the dictionary is a submodule's own, to be written to.
     A tied weight is yielded under each of its names.
     """
     for prefix, part in module.named_modules():
         for tensors in (part._parameters, part._buffers):
+            # A list, as the caller may replace the dictionary's values meanwhile.
             for key in [key for key, tensor in tensors.items() if tensor is not None]:
-                yield f"{prefix}.{key}".lstrip("."), tensors, key
+                yield f"{prefix}.{key}".lstrip("."), tensors, key  # the root's prefix is ""
 
 
 def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
@@ -36,7 +38,7 @@ def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
 def on_default_device(_name: str, array: Any) -> Any:
     """Return a NumPy array as a copy on JAX's default device; return a JAX array unchanged.
 
-    A `place` of `put_weights`.
+    This is the default `place` of `put_weights`, which passes a weight's name first.
     """
     import jax
     import jax.numpy as jnp
@@ -49,7 +51,7 @@ def replace_weights(module: nn.Module, make: Callable[[torch.Tensor], torch.Tens
 
     Args:
         module: the module; its old tensors are not written to any more.
-        make: function of the old tensor to a plain one, to be called with torchax off.
+        make: function of the old tensor to a plain one. Call `replace_weights` with torchax off.
     """
     _replace(module, lambda _, tensor: make(tensor))
 
@@ -101,7 +103,7 @@ def feed_weights(
 
     Args:
         module: gets the weights; all of its buffers must be saved ones, of its state dict.
-        tensors: (name, array) pairs; each is read when the previous one is placed.
+        tensors: (name, array) pairs; the iterator is asked for a pair once the previous array is placed.
         place: function of a name and a NumPy array that returns the placed JAX array.
 
     Returns:
