@@ -64,12 +64,17 @@ class Backend(abc.ABC):
 
     @classmethod
     def program(cls, vae: Any, direction: Direction) -> Any:
-        """Return the chunk program of a direction, for a weightless model's config, dtype and mesh."""
+        """Return the chunk program of a direction, to compile ahead of time.
+
+        Args:
+            vae: a model without weights (`plan.models`), whose config, dtype and mesh the program gets.
+            direction: `ENCODE` or `DECODE`.
+        """
         raise NotImplementedError(f"{cls.__name__} compiles nothing ahead of time")
 
     @classmethod
     def device(cls) -> str:
-        """Return the name of the device."""
+        """Return the name of the device, with the number of devices if there are several."""
         import jax
 
         devices = jax.devices()
@@ -79,7 +84,7 @@ class Backend(abc.ABC):
     # A whole video
 
     def run(self, direction: Direction, x: torch.Tensor) -> torch.Tensor:
-        """Return the posterior's moments of a video, or the frames of latents, as a plain tensor."""
+        """Encode a video to its posterior's moments, or decode latents to frames; return a plain tensor."""
         placed = self.put(x)
         if direction == ENCODE:
             return self.to_torch(self.vae.encode(placed).latent_dist.parameters)

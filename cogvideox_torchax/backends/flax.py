@@ -28,7 +28,7 @@ class Flax(Backend):
         config = FlaxAutoencoderKLCogVideoXConfig.from_dict(dict(vae.config))
         dtype = runtime.jax_dtype(vae.dtype)
         weightless = FlaxAutoencoderKLCogVideoX.weightless(config, dtype=dtype, param_dtype=dtype)
-        weightless.mesh = vae.mesh
+        weightless.mesh = vae.mesh  # read by `build_program`
         return weightless.build_program(direction)
 
     def recorder(self, direction: Direction, wanted: Callable[[str], Any]) -> Recorder:

@@ -47,6 +47,7 @@ class TorchCompile(Torch):
 
     def __init__(self, vae: Any):
         super().__init__(vae)
+        # `super` needs its arguments in a comprehension, a scope of its own.
         self._networks = {
             direction: torch.compile(super(TorchCompile, self)._network(direction)) for direction in Direction
         }

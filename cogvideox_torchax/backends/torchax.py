@@ -59,7 +59,7 @@ class Torchax(Backend):
 class TorchaxStock(Torchax):
     """diffusers' own modules, unchanged, through torchax."""
 
-    program_counts = Backend.program_counts
+    program_counts = Backend.program_counts  # none: `Torchax` counts the programs of ported modules
 
     @classmethod
     def from_native(cls, native: Any) -> "TorchaxStock":
