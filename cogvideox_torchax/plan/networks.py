@@ -193,8 +193,8 @@ def plan_step(
     batch = 2 if guided else 1
     plans, kept, mesh = [], [], make_mesh(dp, tp, devices=devices)
     for few, network in zip(FEW, networks, strict=True):
-        # The memory decides whether weights are split over devices. A part of the memory, in proportion to
-        # the few layers, makes them decide as all layers do.
+        # A device's memory decides whether it has all weights or gathers them. The few layers get a part of
+        # the memory in proportion, so that the decision is that for all layers.
         network.place_on(mesh, parallel, chip and chip.memory * few / layers)
         tensors = step_tensors(network, batch=batch, frames=frames, height=height, width=width)
         program, before = network.program, None

@@ -86,7 +86,7 @@ def _replace(module: nn.Module, make: Callable[[str, torch.Tensor], torch.Tensor
 
 
 def _replaced(tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Return `make(tensor)`; for a parameter as a parameter, whose gradient goes through `make` too."""
+    """Return `make(tensor)`: for a parameter a parameter, whose gradient is `make` of the old gradient."""
     made = make(tensor)
     if made is tensor or not isinstance(tensor, nn.Parameter):
         return made
@@ -112,6 +112,7 @@ def feed_weights(
     Raises:
         ValueError: a tensor of another shape than the module's.
     """
+    # By a weight's name, the dictionary that holds the weight, and its key there.
     slots = {name: (owner, key) for name, owner, key in _weight_slots(module)}
     missing, unexpected = {*module.state_dict()}, []
     for name, array in tensors:
