@@ -86,9 +86,9 @@ def conv3d_on(
     """
     causal = functools.partial(_causal, start=start, implementation=implementation)
     results = []
-    for frames, added in split_frames(target, x, residual):
+    for frames, run_residual in split_frames(target, x, residual):
         # A run returns the cache of the next run.
-        y, cache = map_shards(target, causal, (frames, cache, added), (kernel, bias))
+        y, cache = map_shards(target, causal, (frames, cache, run_residual), (kernel, bias))
         results.append(y)
     return join_frames(results), cache
 

@@ -193,11 +193,11 @@ def _kernel_supports(
                 target.split.shard_of(frames),
                 _grid(target.split, frames, zq),
                 kernel,
-                residual=added is not None,
+                residual=run_residual is not None,
                 at_start=cache is None,
                 pixels=x.shape[2] * x.shape[3],
             )
-            for frames, zq, added in runs
+            for frames, zq, run_residual in runs
         )
     )
 
@@ -235,12 +235,13 @@ def _by_kernel(
     groups = moments_of_columns(target, mean, m2, x.shape[2], num_groups=num_groups)
     statistics = scale_and_shift(groups, norm.weight, norm.bias, eps)
     # The latents `zq` are sharded as the frames are; the weights are the same on every device.
-    weights, results = (kernel, bias, norm._replace(zq=None)), []
-    for frames, zq, added in split_frames(target, x, norm.zq, residual):
+    weights = kernel, bias, norm._replace(zq=None)
+    results = []
+    for frames, zq, run_residual in split_frames(target, x, norm.zq, residual):
         # A run's last activated frames are the cache of the next run. The moments of its result have an axis
         # of one row.
         y, cache, y_mean, y_m2 = map_shards(
-            target, _convolved, (frames, cache, added, zq), weights, statistics
+            target, _convolved, (frames, cache, run_residual, zq), weights, statistics
         )
         results.append((y, jnp.squeeze(y_mean, 2), jnp.squeeze(y_m2, 2)))
     y, y_mean, y_m2 = (join_frames(parts) for parts in zip(*results, strict=True))

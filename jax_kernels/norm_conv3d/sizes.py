@@ -73,20 +73,20 @@ class ConvSizes(NamedTuple):
 
     @property
     def words(self) -> int:
-        """Words (32 bits: two frames each) of a pixel and channel."""
+        """Number of words (32 bits: two frames each) of a pixel and channel."""
         return self.frames // 2
 
     @property
     def parts(self) -> int:
-        """Parts of the input channels, 128 each."""
+        """Number of parts of the input channels, 128 each."""
         return self.channels // tiles.LANES
 
     @property
     def turns(self) -> int:
-        """Turns of a chunk, each for two parts of the outputs; one turn if the number of parts is odd.
+        """Number of turns that multiply a chunk, each for two parts of the outputs, 128 channels each.
 
-        A part is 128 channels. With two turns instead of one, 512 channels take 8 % longer, and compile for
-        5 s instead of 11.
+        An odd number of parts has one turn. With two turns instead of one, 512 channels take 8 % longer, and
+        compile for 5 s instead of 11.
         """
         parts = self.outputs // tiles.LANES
         return 1 if parts % 2 else parts // 2
@@ -98,12 +98,12 @@ class ConvSizes(NamedTuple):
 
     @property
     def units(self) -> int:
-        """Units of a chunk."""
+        """Number of units of a chunk; a unit's columns are modulated together."""
         return self.chunk // self.unit
 
     @property
     def components(self) -> int:
-        """Components of a tile's transform, each with products of its own."""
+        """Number of components of a tile's transform, each with products of its own."""
         return len(TRANSFORMS[self.tile].taps) if self.tile else 1
 
     @property
@@ -113,17 +113,17 @@ class ConvSizes(NamedTuple):
 
     @property
     def products(self) -> "list[Product]":
-        """Products of a chunk, the same for each component."""
+        """Matrix products of a chunk; in Winograd's, of each component of a chunk."""
         return winograd_products(self.outputs) if self.tile else direct_products(self.channels, self.outputs)
 
     @property
     def width(self) -> int:
-        """Columns of a strip, the last chunk taken as complete."""
+        """Number of columns of a strip, as if its last chunk were complete."""
         return self.chunk * self.chunks
 
     @property
     def last_columns(self) -> int:
-        """Columns of the frame in the last strip, whose last chunk may be incomplete."""
+        """Number of the frame's columns in the last strip, whose last chunk may be incomplete."""
         return self.columns - (self.strips - 1) * self.width
 
 

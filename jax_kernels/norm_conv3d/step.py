@@ -93,7 +93,7 @@ class ConvStep(ABC):
         a strip at its first step; above the first block of results; below the last block; and, as
         modulation overwrites it, right of an incomplete last chunk at every step.
         """
-        last = pl.num_programs(self.axes - 1) - 1
+        last = pl.num_programs(self.axes - 1) - 1  # the grid's last axis counts the steps of a strip
         pl.when(self.step == 0)(partial(self._clear, "beside"))
         pl.when(self.step == LAG)(partial(self._clear, "above"))
         pl.when(self.step == last)(partial(self._clear, "below"))
@@ -146,10 +146,13 @@ class ConvStep(ABC):
         """
 
     def _modulate_block(self) -> None:
-        """Move and modulate a block of rows without products: the first `LAG` steps have no results."""
+        """Modulate a block of rows and move the block before it, without products.
+
+        The first `LAG` steps of a strip have no results.
+        """
 
         def modulate_unit(index: Array, carry: None) -> None:
-            """Move and modulate one unit of columns."""
+            """Move the columns of one unit to where products load, and modulate the next block's."""
             column = index * self.sizes.unit
             self._move(column, self.sizes.unit)
             self._modulate(column)
@@ -167,7 +170,7 @@ class ConvStep(ABC):
         past_at = self._rows(_at_least_zero(column), sizes.unit, 2 * sizes.parts)  # in the caches
         for row in range(ROWS):
             x = self._activated(row, _at_least_zero(column), after)
-            past = refs["past"].at[unit, row]
+            past = refs["past"].at[unit, row]  # the two frames before `x`, later the last two of `x`
             if "cache" in refs:
                 past[...] = pltpu.bitcast(refs["cache"][0, row, past_at], jnp.int32)
             for part in range(sizes.parts):

@@ -185,6 +185,7 @@ class WinogradStep(ConvStep):
                 row_sums = sums[row * count : (row + 1) * count, lanes_of(part)]
                 refs["components"][component, row, turn * parts + part, at] = row_sums
             return
+        # Here there are 128 output channels: the results have a single part, 0.
         for index, (row, beside) in enumerate(results):
             part_sums = sums[:, lanes_of(index)]
             if beside:
