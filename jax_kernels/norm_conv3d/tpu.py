@@ -237,6 +237,7 @@ def _operands(
         strip = strip if multiplier.shape[2] > 1 else 0  # one register serves all strips
         return (
             video,
+            # The step's first row of pixels, over the rows of pixels that a block of coefficients covers.
             jax.lax.div(_modulated_block(sizes, step) * ROWS, max(ROWS, sizes.cell_rows)),
             strip,
             0,
@@ -290,9 +291,13 @@ def _results(
     strip_row = sizes.width * sizes.input_frames
     latest = (videos, height, sizes.columns * sizes.parts * (TAPS - 1), tiles.LANES)  # the next cache
     moments = jax.ShapeDtypeStruct((videos, row, sizes.outputs), jnp.float32)
-    strip_spec = pl.BlockSpec(
-        (1, strip_row, sizes.outputs), lambda *indices: (*grid_position(indices)[:2], 0)
-    )
+
+    def strip_block(*indices: Any) -> tuple[Any, ...]:
+        """Return the index of the block of a strip's moments; `indices` are the grid's."""
+        video, strip, _ = grid_position(indices)
+        return video, strip, 0
+
+    strip_spec = pl.BlockSpec((1, strip_row, sizes.outputs), strip_block)
     return {
         "y": (
             jax.ShapeDtypeStruct((videos, height, row, sizes.outputs), x.dtype),
@@ -321,11 +326,11 @@ def _finished_block(step: Array) -> Array:
 
 
 def _rows_spec(block: Callable[[Any], Any], length: int, lanes: int) -> pl.BlockSpec:
-    """Return the spec of the two rows that a step reads or writes, of an array (N, H, length, lanes).
+    """Return the spec of the two rows that a step reads or writes, of an array (N, H, entries, lanes).
 
     Args:
         block: function of a step that returns the index of its two rows.
-        length: entries of a row in a strip.
+        length: number of a row's entries that are in a strip.
         lanes: length of the array's last axis.
     """
 
