@@ -54,26 +54,29 @@ class Split:
         return self.real != self.padded
 
     def real_columns(self, columns: int) -> int:
-        """Return how many columns a whole frame has without padding, if each shard has `columns` with it."""
+        """Return the width of a whole frame without padding; `columns` is a shard's width with padding."""
         return columns * self.shards * self.real // self.padded
 
     def real_columns_here(self, columns: int) -> Int[Array, ""]:
-        """Return how many of this shard's `columns` are the frame's; the padding is right of them."""
-        before = jax.lax.axis_index(self.columns) * columns if self.in_shard else 0
-        return jnp.clip(jnp.int32(self.real_columns(columns)) - before, 0, columns)
+        """Return how many of this shard's `columns` belong to the frame; padding is on their right."""
+        columns_before = jax.lax.axis_index(self.columns) * columns if self.in_shard else 0
+        return jnp.clip(jnp.int32(self.real_columns(columns)) - columns_before, 0, columns)
 
     def mask(self, columns: int) -> jax.Array:
-        """Return booleans (W,): for each of this shard's `columns` whether it is the frame's, no padding."""
+        """Return booleans (`columns`,): True for a column of the frame, False for padding, in this shard."""
         return jax.lax.iota(jnp.int32, columns) < self.real_columns_here(columns)
 
     def shard_of(self, x: jax.Array) -> jax.ShapeDtypeStruct:
-        """Return shape and dtype of one device's shard of `x`, an activation N T H W C."""
-        videos, *size, columns, channels = x.shape
+        """Return shape and dtype of one device's shard of `x`, an activation N T H W C.
+
+        Inside `dispatch.map_shards`, and without a split, `x` is the shard.
+        """
+        videos, *frames_and_rows, columns, channels = x.shape
         if self.columns and not self.in_shard:
             mesh = jax.sharding.get_abstract_mesh().shape
             videos //= mesh[self.videos] if self.videos else 1
             columns //= math.prod(mesh[axis] for axis in self.columns)
-        return jax.ShapeDtypeStruct((videos, *size, columns, channels), x.dtype)
+        return jax.ShapeDtypeStruct((videos, *frames_and_rows, columns, channels), x.dtype)
 
 
 WHOLE = Split()
@@ -117,7 +120,7 @@ def exchanged(
         The left neighbour's last columns, zeros for the first shard; the right neighbour's first columns,
         zeros for the last shard.
     """
-    to_right = [(shard, shard + 1) for shard in range(split.shards - 1)]
+    to_right = [(shard, shard + 1) for shard in range(split.shards - 1)]  # (sender, receiver)
     to_left = [(receiver, sender) for sender, receiver in to_right]
     # A device that no pair names as receiver gets zeros.
     return jax.lax.ppermute(last, split.columns, to_right), jax.lax.ppermute(first, split.columns, to_left)
@@ -126,7 +129,8 @@ def exchanged(
 def add_columns(y: Float[Array, "N T H W C"], columns: Float[Array, "N T H w C"], at: int) -> Array:
     """Return `y` with `columns`, w of them, added to its columns from `at` on.
 
-    They are padded to the width of `y`, which XLA fuses with the sum; `y.at[...].add` would be a scatter.
+    `columns` is padded with zeros to the width of `y`, which XLA fuses with the sum; `y.at[...].add` would be
+    a scatter.
     """
     padding = [(0, 0, 0)] * 5  # of each axis: before, after, between elements
     padding[3] = at, y.shape[3] - columns.shape[3] - at, 0

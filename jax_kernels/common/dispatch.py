@@ -24,7 +24,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def jitted(*static_argnames: str) -> Callable[[Function], Function]:
-    """Return a decorator that applies `jax.jit` with these static arguments.
+    """Return a decorator that applies `jax.jit`; the arguments of the given names are static.
 
     The cast keeps the function's signature for type checkers: the result of `jax.jit` hides it.
     """
@@ -81,10 +81,14 @@ def dispatch(
 
 @functools.cache
 def _compiled(body: Callable[..., Any], platforms: tuple[str, ...]) -> Callable[..., Any]:
-    """Return the function that `dispatch` calls. Its name is the op's, in programs and in `SWITCH`."""
+    """Return the compiled function that `dispatch` calls for a body and its platforms.
+
+    It has the op's name, the body's without "_on": programs show this name, and the environment variable
+    `tiles.SWITCH`, which turns Pallas kernels off, may list it.
+    """
 
     def traced(*operands: Any, split: Split, pallas: str, **options: Any) -> Any:
-        """Trace `body` for each platform, into a branch of the program for each."""
+        """Trace `body` for each platform, into a branch of the program; `pallas` is from `pallas_mode`."""
         # New partials for each trace: JAX would reuse an earlier trace of the same function at equal shapes.
         forms = {
             platform: functools.partial(body, Target(platform, pallas != "off", split), **options)
@@ -140,5 +144,6 @@ def with_derivatives_of(plain: Callable[..., Any], kernel: Callable[..., Any]) -
     JAX cannot differentiate a Pallas kernel. Both compute the same results from the same arrays.
     """
     derived = jax.custom_jvp(kernel)
+    # The rule returns the kernel's result and the plain function's tangent.
     derived.defjvp(lambda primals, tangents: (derived(*primals), jax.jvp(plain, primals, tangents)[1]))
     return derived

@@ -31,7 +31,8 @@ LARGE_FRAME = 16384
 def splits_first_frame(target: Target, x: jax.Array) -> bool:
     """Return whether the first of an odd number of frames is computed alone: of bfloat16 frames on a TPU.
 
-    The module's docstring has the reason.
+    A TPU keeps frames in the sublanes of its tiles. Nine fill them badly: together they take two and a half
+    times as long as eight.
     """
     return x.dtype == jnp.bfloat16 and target.on_tpu
 
@@ -42,7 +43,8 @@ def split_frames(
     """Split the frames of arrays into runs that are computed together; return each run's arrays, in order.
 
     On a TPU, in bfloat16, the first of an odd number of frames is a run, and the frames after it are equal
-    runs, of the largest of `RUNS` that divides their number. Elsewhere all frames are one run.
+    runs of 8, 4 or 2 frames, the largest of `RUNS` that divides their number. Elsewhere all frames are one
+    run.
 
     Args:
         target: the target.
@@ -66,7 +68,7 @@ def split_frames(
         return [arrays]
 
     def take(start: int, stop: int | None) -> tuple[Any, ...]:
-        """Return the frames `start` to `stop`, None for the last one, of every array that is not None."""
+        """Return the frames from `start` up to `stop` of each array, to the array's end if it is None."""
         return tuple(
             None if array is None else jax.lax.slice_in_dim(array, start, stop, axis=time_axis)
             for array in arrays
@@ -243,7 +245,7 @@ def conv_patches(
         stride: along rows and columns.
     """
     window_rows, window_columns, _, outputs = kernel.shape[-4:]
-    height, width = (
+    height, width = (  # of the result
         (size - window) // stride + 1
         for size, window in zip(taps[0].shape[2:4], (window_rows, window_columns), strict=True)
     )
@@ -298,8 +300,9 @@ def select_frames(
     index = np.asarray(frames)
     if not target.on_tpu:
         return x_NTHWC[:, index]
-    picks = jnp.asarray(index[:, None] == np.arange(x_NTHWC.shape[1])[None], x_NTHWC.dtype)
-    return _mix_frames(picks if after is None else picks + zero_of(after[0, 0, 0, 0, 0]), x_NTHWC)
+    weights = jnp.asarray(index[:, None] == np.arange(x_NTHWC.shape[1])[None], x_NTHWC.dtype)
+    # A zero that is computed from `after` makes the matrix product wait for it.
+    return _mix_frames(weights if after is None else weights + zero_of(after[0, 0, 0, 0, 0]), x_NTHWC)
 
 
 def _mix_frames(weights_ST: jax.Array, x_NTHWC: jax.Array) -> jax.Array:
@@ -327,5 +330,6 @@ def _average_by_product(x_NTHWC: jax.Array, *, first_frame_alone: bool) -> jax.A
     alone = int(first_frame_alone)  # frames that are kept
     weights = np.zeros((alone + length // 2, length))  # of each frame in each result
     weights[:alone, :alone] = 1
+    # A row for each pair: 0.5 for its two frames.
     weights[alone:, alone:] = np.kron(np.eye(length // 2), [0.5, 0.5])
     return _mix_frames(jnp.asarray(weights, x_NTHWC.dtype), x_NTHWC)

@@ -42,9 +42,10 @@ DTYPES = jnp.float32, jnp.bfloat16
 
 
 def pallas_mode(op: str | None = None) -> str:
-    """Return the value of `SWITCH`, "on" if it is not set; for an `op` what it means for this op.
+    """Return the value of the environment variable `SWITCH`, "on" if it is not set.
 
-    That is "on" or "off" where the value lists ops, else the value itself.
+    "off:OP,OP" turns Pallas kernels off for the listed ops alone. With the name of an `op`, the result for
+    such a value is "off" if the op is listed, else "on".
     """
     mode = os.environ.get(SWITCH, "on")
     if op is None or not mode.startswith("off:"):
