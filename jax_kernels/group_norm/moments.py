@@ -44,8 +44,8 @@ def column_moments(
 ) -> tuple[Float[Array, "N T W C"], Float[Array, "N T W C"]]:
     """Return mean and M2 (sum of squared deviations) of each column of pixels, along H, in float32."""
     parts = [  # mean and M2 of each run of frames
-        _squeezed(*map_shards(target, _shard_column_moments, run), row_axis=2)
-        for run in split_frames(target, x)
+        _squeezed(*map_shards(target, _shard_column_moments, (frames,)), row_axis=2)
+        for (frames,) in split_frames(target, x)
     ]
     return join_frames([mean for mean, _ in parts]), join_frames([m2 for _, m2 in parts])
 
@@ -65,7 +65,8 @@ def moments_of_columns(
 ) -> Moments:
     """Merge the moments of columns of pixels to those of each video's groups of channels, by Chan's formula.
 
-    It is `merge_equal` for several axes: the means are averaged as differences from one of them (`origin`).
+    The means are averaged as differences from one of them (`origin`): a float32 sum of many means that are
+    far from zero would lose digits.
     Padding columns (`Split`) are left out.
 
     Args:

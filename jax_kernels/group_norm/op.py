@@ -87,5 +87,8 @@ def group_norm_on(
         return xla.scaled(target, x, mean, scale, shift, activation=activation, channel_axis=channel_axis)
     x = jnp.moveaxis(x, channel_axis, -1)
     scaled = functools.partial(xla.scaled, activation=activation)
-    results = [map_shards(target, scaled, run, (), (mean, scale, shift)) for run in split_frames(target, x)]
+    results = [
+        map_shards(target, scaled, (frames,), statistics=(mean, scale, shift))
+        for (frames,) in split_frames(target, x)
+    ]
     return jnp.moveaxis(join_frames(results), -1, channel_axis)

@@ -90,7 +90,7 @@ def _column_moments(
         scratch_shapes=[pltpu.VMEM(column_shape, jnp.float32)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         name="column_moments",
-    )(x.transpose(0, 2, 3, 1, 4))
+    )(x.transpose(0, 2, 3, 1, 4))  # N H W T C: frames are in the sublanes of a tile
     mean, m2 = (part.swapaxes(1, 2)[:, :, None] for part in results)  # frames first, and an axis of one row
     return mean, m2
 
@@ -146,7 +146,8 @@ def _moments(x_ref, mean_ref, m2_ref, origin_ref, *, together: int = TOGETHER) -
 
     Args:
         x_ref: the block: rows first, then columns.
-        mean_ref, m2_ref: the results. Until the last block of rows the mean is less `origin_ref`.
+        mean_ref, m2_ref: the results. Until the last block of rows `origin_ref` is subtracted
+            from the mean.
         origin_ref: memory for a typical value of each column; sums are of differences from it, against
             cancellation.
         together: number of columns in a loop's body.

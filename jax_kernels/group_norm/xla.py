@@ -107,7 +107,8 @@ def _block_moments(x: Array, origin: Array, axis: int, rows: int) -> Moments:
     x = x.reshape(*x.shape[:axis], x.shape[axis] // rows, rows, *x.shape[axis + 1 :])
     shift = _typical_row(x, axis + 1)
     shifted = x.astype(jnp.float32) - shift
-    # One reduction with two results: two reductions would make XLA's CPU backend write `shifted` out.
+    # One reduction to the sums of values and of squares (index 0 and 1 of its pairs): two reductions would
+    # make XLA's CPU backend write `shifted` out.
     zero = jnp.zeros((), jnp.float32)
     total, squares = jax.lax.reduce(
         (shifted, shifted * shifted), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), (axis + 1,)
