@@ -81,13 +81,13 @@ def upsample_on(
 ) -> Array:
     """Compute `upsample` on `target`, the platform that is traced for, one run of frames after the other."""
 
-    def convolve(frames: Array, expand_time: bool, first_frame_alone: bool) -> Array:
+    def upsample_run(frames: Array, expand_time: bool, first_frame_alone: bool) -> Array:
         """Upsample a run of frames by the Pallas kernel if it supports them, else as XLA compiles it."""
         by_xla = functools.partial(_by_xla, expand_time=expand_time, first_frame_alone=first_frame_alone)
-        form = _kernel_for(target, frames, kernel, expand_time, first_frame_alone) or by_xla
-        return map_shards(target, form, (frames,), (kernel, bias))
+        by_kernel = _kernel_for(target, frames, kernel, expand_time, first_frame_alone)  # None: unsupported
+        return map_shards(target, by_kernel or by_xla, (frames,), (kernel, bias))
 
-    return _split_and_resample(target, convolve, x, expand_time, first_frame_alone)
+    return _split_and_resample(target, upsample_run, x, expand_time, first_frame_alone)
 
 
 def _split_and_resample(
@@ -121,7 +121,7 @@ def _kernel_for(
     is_supported = functools.partial(upsampled.is_supported, pixels=x.shape[2] * x.shape[3])
     if is_image_for_tpu(target, x) and (first_frame_alone or not expand_time):
         even = height + height % 2  # rows, as `_image_by_kernel` pads them
-        for bands in upsampled.FRAMES:
+        for bands in upsampled.FRAMES:  # the numbers of frames, here bands, that the kernel supports
             shape = videos, bands, even // bands + 2 * OVERLAP, columns, channels
             if even % bands == 0 and is_supported(
                 jax.ShapeDtypeStruct(shape, x.dtype), kernel, expand_time=False
@@ -137,6 +137,7 @@ def _by_kernel(target: Target, x: Array, kernel: Array, bias: Array | None, *, e
     split = target.split
     bias = jnp.zeros(kernel.shape[-1:], kernel.dtype) if bias is None else bias
     beside = neighbours_of(split, x, 1) if split.has_neighbours else None
+    # Columns of the result, which has twice the width, before its padding.
     true_width = split.real_columns_here(2 * x.shape[3]) if split.is_padded else None
     return upsampled.upsampled(x, kernel, bias, beside, true_width, expand_time)
 
@@ -150,6 +151,7 @@ def _image_by_kernel(target: Target, x: Array, kernel: Array, bias: Array | None
     height = x.shape[2]
     even = jnp.pad(kernel_layout(x), [(0, 0), (0, 0), (0, height % 2), (0, 0), (0, 0)])
     y = _by_kernel(target, split_bands(even, OVERLAP, bands), kernel, bias, expand_time=False)
+    # The rows by which bands overlap are doubled too.
     return kernel_layout(join_bands(y, 2 * OVERLAP)[:, :, : 2 * height])
 
 
@@ -157,7 +159,7 @@ def _by_xla(
     target: Target, x: Array, kernel: Array, bias: Array | None, *, expand_time: bool, first_frame_alone: bool
 ) -> Array:
     """Upsample a device's own columns as XLA compiles it: double pixels, convolve, then double frames."""
-    rows, columns = (size // 2 for size in kernel.shape[:2])
+    rows, columns = (size // 2 for size in kernel.shape[:2])  # of zeros on each side
     has_pixels_outside = target.on_tpu and x.shape[1] > 1  # of tiles, which hold frames and channels
     doubled = xla.double_pixels_outside(x) if has_pixels_outside else xla.double_pixels(x)
 
@@ -171,6 +173,7 @@ def _by_xla(
     length, alone = x.shape[1], int(first_frame_alone)
     if not expand_time or length == alone:
         return y
+    # Each frame twice, but for the first one if it stays alone.
     return select_frames(
         target, y, [*range(alone), *(frame for frame in range(alone, length) for _ in range(2))]
     )
@@ -234,14 +237,14 @@ def downsample_on(
 ) -> Array:
     """Compute `downsample` on `target`, the platform traced for, one run of frames after the other."""
 
-    def convolve(frames: Array, compress_time: bool, first_frame_alone: bool) -> Array:
+    def downsample_run(frames: Array, compress_time: bool, first_frame_alone: bool) -> Array:
         """Downsample a run of frames."""
-        form = functools.partial(
+        downsample_shard = functools.partial(
             _downsample_shard, compress_time=compress_time, first_frame_alone=first_frame_alone
         )
-        return map_shards(target, form, (frames,), (kernel, bias))
+        return map_shards(target, downsample_shard, (frames,), (kernel, bias))
 
-    return _split_and_resample(target, convolve, x, compress_time, first_frame_alone)
+    return _split_and_resample(target, downsample_run, x, compress_time, first_frame_alone)
 
 
 def _downsample_shard(
@@ -258,7 +261,7 @@ def _downsample_shard(
         x = average_pairs(target, x, first_frame_alone=first_frame_alone)
     by_patches = is_image_for_tpu(target, x) and xla.suits_patches(x)
     halve = xla.downsampled_sums_by_patches if by_patches else xla.downsampled_sums
-    y = halve(x, kernel, (0, 1))
+    y = halve(x, kernel, (0, 1))  # a column of zeros on the right, as diffusers pads
     if target.split.has_neighbours:
         if x.shape[3] % 2:
             raise ValueError(

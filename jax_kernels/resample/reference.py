@@ -16,9 +16,9 @@ def upsample(x, kernel, bias, *, expand_time, first_frame_alone=False):
 def downsample(x, kernel, bias, *, compress_time, first_frame_alone=False):
     """Average pairs, then take every second pixel of a convolution padded below and right."""
     if compress_time:
-        after = x[:, first_frame_alone:].astype(jnp.float32)
-        pairs = (after[:, ::2] + after[:, 1::2]) / 2
-        x = jnp.concatenate([x[:, :first_frame_alone], pairs.astype(x.dtype)], axis=1)
+        paired = x[:, first_frame_alone:].astype(jnp.float32)  # False is 0, True is 1
+        means = (paired[:, ::2] + paired[:, 1::2]) / 2
+        x = jnp.concatenate([x[:, :first_frame_alone], means.astype(x.dtype)], axis=1)
     return convolved(x, kernel, bias, ((0, 1), (0, 1)), stride=2)
 
 

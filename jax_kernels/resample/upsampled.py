@@ -101,7 +101,7 @@ def is_supported(
     return (
         tiles.fills_tiles(x)
         and x.dtype == jnp.bfloat16
-        and 4 * pixels >= tiles.SMALLEST
+        and 4 * pixels >= tiles.SMALLEST  # a pixel becomes four
         and kernel.shape[:2] == (TAPS, TAPS)
         and kernel.shape[3] % tiles.LANES == 0
         and {sizes.taken, sizes.frames} <= {*FRAMES}
@@ -179,6 +179,7 @@ class _Step:
             right = [jnp.zeros((sizes.frames, sizes.outputs), jnp.float32)] * TAPS
 
         def add_whole_chunk(index: Array, carry: None) -> None:
+            """Add one chunk of full size; `fori_loop` wants a carry."""
             self._add_chunk(index * sizes.chunk, sizes.chunk)
 
         if chunks > 1:

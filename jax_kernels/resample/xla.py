@@ -50,4 +50,4 @@ def downsampled_sums_by_patches(x: jax.Array, kernel: jax.Array, columns: tuple[
 
 def suits_patches(x: jax.Array) -> bool:
     """Return whether the patches of `x`, 3 x 3 windows at every second row and column, fit into memory."""
-    return x.size // 4 * 9 * x.dtype.itemsize <= MOST_IN_PATCHES
+    return x.size // 4 * 9 * x.dtype.itemsize <= MOST_IN_PATCHES  # 512 MiB

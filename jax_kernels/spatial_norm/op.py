@@ -95,9 +95,9 @@ def spatial_norm_on(
     implementation: Implementation | None = None,
 ) -> Array:
     """Compute `spatial_norm` on `target`, the platform that is traced for."""
-    groups = moments(target, x, num_groups=num_groups, channel_axis=-1)
-    statistics = scale_and_shift(groups, weight, bias, eps)
-    runs = split_frames(target, x, zq) if first_frame_alone else [(x, zq)]
+    group_moments = moments(target, x, num_groups=num_groups, channel_axis=-1)
+    statistics = scale_and_shift(group_moments, weight, bias, eps)
+    runs = split_frames(target, x, zq) if first_frame_alone else [(x, zq)]  # activations, latents
     convolutions = (kernel_y, bias_y), (kernel_b, bias_b)
 
     def modulated(target: Target, x: Array, zq: Array, *operands: Any) -> Array:

@@ -36,8 +36,8 @@ def upsampled(zq, shape, first_frame_alone):
     _, frames, rows, columns, _ = shape
     _, t, h, w, _ = zq.shape
     alone = int(first_frame_alone)  # frames that the first latent frame covers by itself
-    after = frames - alone
-    frame = [*range(alone), *(alone + i * (t - alone) // after for i in range(after))]
-    zq = zq[:, jnp.array(frame)]
+    after = frames - alone  # frames that the latent frames after it cover
+    latent_frames = [*range(alone), *(alone + i * (t - alone) // after for i in range(after))]
+    zq = zq[:, jnp.array(latent_frames)]
     zq = zq[:, :, jnp.array([i * h // rows for i in range(rows)])]
     return zq[:, :, :, jnp.array([i * w // columns for i in range(columns)])]
