@@ -113,7 +113,7 @@ class Placement(MeshPlace):
         return self._split(shape, self.axes.index("W"))
 
     def _split(self, shape: tuple[int, ...], axis: int) -> PartitionSpec:
-        """Return the sharding of an array: by video over "dp" and along `axis` over "tp".
+        """Return the sharding of an array of this shape: by video over "dp" and along `axis` over "tp".
 
         If "dp" does not divide the number of videos, the array is split along `axis` over "dp" and "tp".
         """
@@ -182,10 +182,11 @@ class Placement(MeshPlace):
         for module in network.modules():
             if isinstance(module, OnColumns):
                 module.split = split
-        # `_record` changes nothing, hence `names_only`: a norm and a convolution may run as one kernel.
+        # `_record` gets each layer's inputs (`taken`) and outputs (`given`). It changes nothing, hence
+        # `names_only`: a norm and a convolution may still run as one kernel.
         return watched(
             network,
-            lambda _, module: type(module) in self.types,
+            lambda _name, module: type(module) in self.types,
             taken=self._record,
             given=self._record,
             names_only=True,

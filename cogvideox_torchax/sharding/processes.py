@@ -119,7 +119,7 @@ class Exchange:
 
     def __init__(self, directory: Path):
         self.directory = directory
-        self._chunks = 0  # number of chunks written so far; the number of the last one
+        self._chunks = 0  # number of chunks written so far; chunks are numbered from 1
 
     def fetch_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the chunk as a plain tensor in every process."""
@@ -157,7 +157,7 @@ class Exchange:
         path = self._path(self._chunks, jax.process_index())
         temporary = path.with_name(f"{path.name}.writing")
         with temporary.open("wb") as file:
-            for device, _ in shards_by_process(array)[jax.process_index()]:
+            for device, _index in shards_by_process(array)[jax.process_index()]:
                 file.write(np.ascontiguousarray(shards[device]).tobytes())
         os.replace(temporary, path)
         return array
@@ -167,8 +167,8 @@ class Exchange:
         whole = np.empty(array.shape, array.dtype)
         for process, shards in shards_by_process(array).items():
             with self._wait(self._path(self._chunks, process)).open("rb") as file:
-                for _, index in shards:
-                    shard = whole[index]
+                for _device, index in shards:
+                    shard = whole[index]  # a view: filling it fills `whole`
                     shard[...] = np.fromfile(file, array.dtype, shard.size).reshape(shard.shape)
         return runtime.plain_tensor(whole)
 
@@ -177,7 +177,7 @@ class Exchange:
 
         If a process has died, JAX's runtime ends this one.
         """
-        pause = 0.001
+        pause = 0.001  # seconds between two checks; longer the longer the file takes
         while not path.exists():
             for failure in self.directory.glob("*.failed"):
                 if path.exists():  # the file came before its process failed
@@ -208,8 +208,9 @@ def shards_by_process(array: jax.Array) -> dict[int, list[tuple[Any, tuple[slice
 def exchanging(output: str | Path) -> Iterator[Exchange]:
     """Exchange chunks through a directory beside `output` that every process sees; remove it afterwards."""
     directory = hidden(output, EXCHANGE)
+    # The first process makes the empty directory, and removes it after the block.
     with reserved(output, EXCHANGE) if is_first() else contextlib.nullcontext():
-        wait_for_all()  # until the first process has emptied the directory
+        wait_for_all()  # until the first process has made the directory
         directory.mkdir(exist_ok=True)
         try:
             exchange = Exchange(directory)
