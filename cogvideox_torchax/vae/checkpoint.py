@@ -28,7 +28,7 @@ def locate_vae(
         name: a directory or a hub id.
         part: folder of the VAE in a pipeline.
         variant: of the weight files, such as "fp16".
-        hub_options: options of `locate` for the hub.
+        hub_options: options of `locate` for the hub, such as `revision` and `token`.
 
     Raises:
         ModelError: no such model, or one that is not whole.
@@ -114,11 +114,13 @@ def check_loading_info(info: dict[str, Any], source: object) -> None:
         info: names under "missing_keys", "unexpected_keys" and "mismatched_keys", as diffusers returns them.
         source: name of the weights in the message.
     """
+    # For each list of `info` the words of the message.
     kinds = {"missing": "missing", "unexpected": "unexpected", "mismatched": "of another shape"}
-    for kind, what in kinds.items():
+    for kind, words in kinds.items():
         names = sorted(map(str, info.get(f"{kind}_keys") or []))
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise ModelError(
-                f"the weights of {source} do not match their config.json: {what} {', '.join(names[:3])}{more}"
+                f"the weights of {source} do not match their config.json: {words} "
+                f"{', '.join(names[:3])}{more}"
             )

@@ -24,7 +24,7 @@ def check_shape(
         spatial_compression_ratio: the model's pixels for each latent pixel, along one axis.
     """
     input_name, channels = direction.takes, config[direction.channels]
-    multiple = direction.scale(spatial_compression_ratio)  # divisor of height and width
+    multiple = direction.scale(spatial_compression_ratio)  # must divide height and width; 1 for latents
     if len(shape) != 5:
         raise ValueError(
             f"got {input_name} of rank {len(shape)}, shape {shape}: it takes ({', '.join(axes)})"
@@ -37,10 +37,12 @@ def check_shape(
     if 0 in shape:
         raise ValueError(f"got empty {input_name}, shape {shape}")
     if height % multiple or width % multiple:
-        fitting = [max(side // multiple * multiple, multiple) for side in (height, width)]
+        fitting_height, fitting_width = (
+            max(side // multiple * multiple, multiple) for side in (height, width)
+        )
         raise ValueError(
             f"got a {input_name} of {height} x {width} pixels (height x width): both must be multiples of "
-            f"{multiple}; crop it to {fitting[0]} x {fitting[1]}"
+            f"{multiple}; crop it to {fitting_height} x {fitting_width}"
         )
 
 

@@ -45,9 +45,9 @@ class Direction(StrEnum):
 
     def results(self, vae: Any, frames: int) -> list[int]:
         """Return the number of frames of each chunk's result, for an input of so many frames."""
-        length = chunks.encoded_length if self is ENCODE else chunks.decoded_length
+        result_length = chunks.encoded_length if self is ENCODE else chunks.decoded_length
         steps = chunks.temporal_steps(vae.config["temporal_compression_ratio"])
-        return [length(len(chunk), steps) for chunk in self.chunks(vae, frames)]
+        return [result_length(len(chunk), steps) for chunk in self.chunks(vae, frames)]
 
 
 ENCODE, DECODE = Direction  # iterating over an enum gives its members in order

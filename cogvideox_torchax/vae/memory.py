@@ -107,6 +107,7 @@ def fitting_tile(
     whole_bytes = estimated_bytes(vae, direction, height, width, frames)
     if whole_bytes <= MARGIN * free:
         return None
+    # Memory grows with the area, hence the root for a side; sides are whole latent pixels.
     shrink, scale = math.sqrt(MARGIN * free / whole_bytes), vae.spatial_compression_ratio
     return tuple(max(int(side * shrink) // scale, SMALLEST_TILE) * scale for side in (height, width))
 
@@ -120,7 +121,7 @@ def set_tiles(
         vae: the model.
         tiling: "HEIGHTxWIDTH" in pixels, "auto" for tiles if whole frames do not fit into memory, or None,
             which leaves the model's tiling as it is.
-        direction: `ENCODE` or `DECODE`; this and the sizes are for "auto".
+        direction: `ENCODE` or `DECODE`; read for "auto" alone, like the sizes.
         height, width: size of the frames, in pixels.
         frames: number of frames of the whole input, a video or latents.
 

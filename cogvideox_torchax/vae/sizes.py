@@ -29,7 +29,8 @@ def parse_size(
     if not are_positive or len(parts) != len(form.split("x")):
         raise SizeError(f"got {what} of {text!r}: give {form} in pixels, such as {example}")
     numbers = tuple(map(int, parts))
-    check_sides(what, numbers[-2], numbers[-1], multiple=multiple, least=least)
+    *_frames, height, width = numbers
+    check_sides(what, height, width, multiple=multiple, least=least)
     return numbers
 
 
@@ -38,9 +39,9 @@ def check_sides(what: str, height: int, width: int, *, multiple: int, least: int
 
     `what` is the name of the sized thing, for the message.
     """
-    good = [max(round(side / multiple), least) * multiple for side in (height, width)]
-    if [height, width] != good:
+    good_height, good_width = (max(round(side / multiple), least) * multiple for side in (height, width))
+    if (height, width) != (good_height, good_width):
         raise SizeError(
             f"got {what} of {height} x {width} pixels (height x width): both must be multiples of "
-            f"{multiple}, {least * multiple} at least; {good[0]}x{good[1]} is near"
+            f"{multiple}, {least * multiple} at least; {good_height}x{good_width} is near"
         )

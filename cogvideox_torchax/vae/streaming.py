@@ -137,7 +137,8 @@ class ChunkedVAE:
 
         `given` is a whole input, or an iterable of its pieces, which have `num_frames` frames in all.
         """
-        name = f"{direction}_stream"
+        name = f"{direction}_stream"  # of the public method, for errors
+        # `follow_weights`: a stream takes plain tensors for weights on JAX too.
         if isinstance(given, torch.Tensor):
             self._check(direction, given, follow_weights=True)
             if num_frames not in (None, given.shape[2]):
@@ -212,7 +213,7 @@ class ChunkedVAE:
     ) -> tiling.TilePlan | None:
         """Return the tiles of frames of this (rows, columns), by diffusers' attributes of the model.
 
-        It is None if one tile is enough, or tiling is off; with `always` it is a plan even then.
+        The result is None if one tile is enough, or tiling is off; with `always` it is a plan even then.
         """
         if not always and not self.use_tiling:
             return None

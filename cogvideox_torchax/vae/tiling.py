@@ -120,14 +120,15 @@ class TileSettings:
             scale: video pixels for each latent pixel, along one axis.
             always: whether an input of one tile has a plan too.
         """
-        scale_in = direction.scale(scale)
-        fits = size[0] <= self.latent_height * scale_in and size[1] <= self.latent_width * scale_in
+        rows, columns = size
+        scale_in = direction.scale(scale)  # input pixels for each latent pixel
+        fits = rows <= self.latent_height * scale_in and columns <= self.latent_width * scale_in
         if fits and not always:
             return None
         plan = functools.partial(plan_axis, scale_in=scale_in, scale_out=scale // scale_in)
         return TilePlan(
-            plan(size[0], tile=self.latent_height, overlap=self.overlap_height),
-            plan(size[1], tile=self.latent_width, overlap=self.overlap_width),
+            plan(rows, tile=self.latent_height, overlap=self.overlap_height),
+            plan(columns, tile=self.latent_width, overlap=self.overlap_width),
         )
 
 
@@ -189,7 +190,7 @@ def run_tiles(
     videos = first.shape[0]
     # A batch that "dp" divides is split by videos, else `dp` tiles are run as one batch.
     tile_groups = tile_groups_of(plan, 1 if videos % dp == 0 else dp)
-    runs = [start() for _ in tile_groups]
+    runs = [start() for _ in tile_groups]  # one for each group, with the cache of its tiles
     for piece in itertools.chain([first], pieces):
         tiles = (_cut_on_jax if isinstance(piece, jax.Array) else cut)(piece, plan, row_axis)
         outputs: list[list[Any]] = [[None] * len(row) for row in tiles]
@@ -203,9 +204,9 @@ def run_tiles(
 
 def cut(x: Any, plan: TilePlan, row_axis: int) -> list[list[Any]]:
     """Return the tiles of `x`, a list for each row of tiles; the column axis follows `row_axis`."""
-    before = (slice(None),) * row_axis
+    axes_before = (slice(None),) * row_axis
     return [
-        [x[(*before, slice(*row), slice(*column))] for column in plan.columns.spans]
+        [x[(*axes_before, slice(*row), slice(*column))] for column in plan.columns.spans]
         for row in plan.rows.spans
     ]
 

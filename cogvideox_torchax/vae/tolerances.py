@@ -40,7 +40,7 @@ def contract(dtype: torch.dtype, relative: float, rms: float, torchs: float) -> 
 
 
 def ratio(error: float, scale: float) -> float:
-    """Return `error / scale`; for a scale of zero, 0 if the error is 0 and infinity if not."""
+    """Return `error / scale`. If `scale` is zero, the result is 0 for no error, else infinity."""
     return error / scale if scale else (0.0 if error == 0 else float("inf"))
 
 

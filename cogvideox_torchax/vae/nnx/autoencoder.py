@@ -95,7 +95,7 @@ class DecoderChunk(nnx.Module):
         self.post_quant_conv = vae.post_quant_conv
         self.dtype = vae.dtype
         self.as_uint8, self.frame_by_frame = as_uint8, frame_by_frame
-        self.pallas = pallas_mode()
+        self.pallas = pallas_mode()  # part of the graph, so that each mode has a program of its own
 
     def __call__(self, z: jax.Array, cache: Cache | None) -> tuple[jax.Array, Cache]:
         """Decode a chunk; return its frames and the cache for the next chunk."""

@@ -168,7 +168,8 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
         Raises:
             ValueError: a dtype that JAX does not compute in by default.
         """
-        return self._cast(runtime.device_and_dtype(args, kwargs)[1])
+        _device, dtype = runtime.device_and_dtype(args, kwargs)
+        return self._cast(dtype)
 
     def _apply(
         self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
@@ -195,7 +196,7 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
             ValueError: asked for gradients.
         """
         if requires_grad:
-            self.enable_gradient_checkpointing()  # raises the error
+            self.enable_gradient_checkpointing()  # raises the error that the wrapper has no gradients
         return self
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:

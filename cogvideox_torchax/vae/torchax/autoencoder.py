@@ -272,8 +272,8 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
 
     def _takes_dtype(self, x: torch.Tensor) -> bool:
         """Return whether the model computes in the dtype of `x`, by autocast if it is on in PyTorch."""
-        native = not runtime.is_on_jax(self)
-        by_autocast = native and torch.is_autocast_enabled(x.device.type) and x.is_floating_point()
+        in_pytorch = not runtime.is_on_jax(self)
+        by_autocast = in_pytorch and torch.is_autocast_enabled(x.device.type) and x.is_floating_point()
         return by_autocast or super()._takes_dtype(x)
 
 
@@ -297,7 +297,7 @@ def _ported_class(kind: type[DiffusersAutoencoder]) -> Any:
         return AutoencoderKLCogVideoX
 
     def reduce(self: Any, _protocol: Any) -> Any:
-        """Return how to unpickle `self`: pickle could not import the class that is made here."""
+        """Return (function, arguments, state) for pickle, which could not import the class made here."""
         return _revived, (kind,), self.__getstate__()
 
     members = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__reduce_ex__": reduce}

@@ -48,7 +48,7 @@ def _kernel_last(kernel_OI: torch.Tensor) -> torch.Tensor:
 
 
 def _as_ported(module: nn.Module) -> bool:
-    """Return whether all parts of a module are as `port` left them: of known types, and without hooks."""
+    """Return whether all submodules are as `port` left them: of the types `PARTS`, and without hooks."""
     parts = (part for part in module.modules() if part is not module)
     return all(type(part) in PARTS and not is_watched(part) for part in parts)
 

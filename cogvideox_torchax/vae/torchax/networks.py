@@ -85,7 +85,8 @@ class RecordedLayers(nn.Module):
 
         def record(name: str, result: Any) -> Any:
             """Record a layer's output, without a cache that comes with it; return the result unchanged."""
-            outputs[name] = result[0] if isinstance(result, tuple) else result
+            output, *_cache = result if isinstance(result, tuple) else (result,)
+            outputs[name] = output
             return result
 
         with watched(self.network, lambda name, _: self._wanted(name), given=record):
