@@ -278,12 +278,13 @@ class Sampler:
         self._cuts = cuts
 
     def batch(self, number: int, shape: Shape) -> torch.Tensor:
-        """Return the batch of step `number`, float32 in [-1, 1].
+        """Return the batch of step `number`, the same at every call: float32 in [-1, 1].
 
-        It is (N, C, T, S, S), or (N, C, T, H, W) if `shape` asks for whole frames.
+        Returns:
+            Crops (N, C, T, S, S) of `shape.size`; whole frames (N, C, T, H, W) where that is None.
 
         Raises:
-            ValueError: a video was loaded without whole frames.
+            ValueError: `shape` asks for whole frames, which `load` did not keep of a video.
         """
         rng = np.random.default_rng((self._seed, number))
         cut = (
@@ -366,13 +367,14 @@ def _crop(rng: np.random.Generator, source: Source, frames: int, size: int, even
 def _start(rng: np.random.Generator, source: Source, span: int, events: bool) -> int:
     """Draw the index of the first frame of a window of `span` successive frames of a source.
 
-    If `events` is true, a share of the windows (`EVENT_SHARE`) holds an event: a frame drawn by how much it
-    changes. The first frame of all other windows is drawn evenly.
+    If `events` is true, a share of the windows (`EVENT_SHARE`) holds an event: a frame drawn with a
+    probability that grows with its difference from the frame before. All other windows are drawn evenly.
     """
     last = source.frames - span  # the last index at which a window can begin
     if events and rng.random() < EVENT_SHARE and span > 1:
-        event = 1 + rng.choice(len(source.events), p=source.events)  # the first frame has no probability
-        return int(min(max(event - rng.integers(span), 0), last))
+        probabilities = source.events  # from frame 1 on: frame 0 has no frame before it
+        event = 1 + rng.choice(len(probabilities), p=probabilities)
+        return int(min(max(event - rng.integers(span), 0), last))  # the event at any place in the window
     return int(rng.integers(last + 1))
 
 
