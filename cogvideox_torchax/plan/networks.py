@@ -299,7 +299,10 @@ def plan_prompt(
     dp: int = 1,
     tp: int = 1,
 ) -> NetworkPlan:
-    """Plan the encoding of one prompt of so many tokens; the other arguments are as in `plan_step`."""
+    """Plan the encoding of one prompt of `tokens` tokens; the other arguments are as in `plan_step`.
+
+    Text encoders of a few layers (`FEW`) are compiled, and their costs are extended to all layers.
+    """
     config, mesh = text_encoder_config(model), make_mesh(dp, tp, devices=devices)
     plans = []
     for few in FEW:
@@ -308,7 +311,7 @@ def plan_prompt(
         program = network.program
         structs = functools.partial(program.structs, prompt_tensors(batch=1, text=tokens))
         plans.append(compile_program(Work("prompt", tokens, program.lower, structs), mesh, chip))
-    plan = _extended("prompt", plans, config["num_layers"], 0.0, chip)
+    plan = _extended("prompt", plans, config["num_layers"], attention_flops=0.0, chip=chip)  # XLA has T5's attention
     return replace(plan, parallel=str(network.parallelism))
 
 
