@@ -311,7 +311,7 @@ def plan_prompt(
         program = network.program
         structs = functools.partial(program.structs, prompt_tensors(batch=1, text=tokens))
         plans.append(compile_program(Work("prompt", tokens, program.lower, structs), mesh, chip))
-    plan = _extended("prompt", plans, config["num_layers"], attention_flops=0.0, chip=chip)  # XLA has T5's attention
+    plan = _extended("prompt", plans, config["num_layers"], 0.0, chip)  # no attention kernel
     return replace(plan, parallel=str(network.parallelism))
 
 

@@ -122,14 +122,17 @@ class Exchange:
         self._chunks = 0  # number of chunks written so far; chunks are numbered from 1
 
     def fetch_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the chunk as a plain tensor in every process."""
-        whole = self._join(self._write(tensor))
-        # All processes have written this chunk, so all have read the previous one, if there is one.
+        """Return a chunk, of which each process holds a part, as a plain tensor in every process."""
+        whole = self._join(self._write(tensor))  # `_write` counts the chunk
+        # Every process has written this chunk, and had read the previous one before: its file can go.
         self._path(self._chunks - 1, jax.process_index()).unlink(missing_ok=True)
         return whole
 
     def fetch_to_first(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the chunk as a plain tensor in the first process, one of no frames in other processes."""
+        """Return a chunk as a plain tensor in the first process, and one of no frames in other processes.
+
+        Each process holds a part of the chunk.
+        """
         array = self._write(tensor)
         if not is_first():
             return runtime.plain_tensor(np.zeros((*array.shape[:2], 0, *array.shape[3:]), array.dtype))

@@ -118,12 +118,13 @@ class DirectStep(ConvStep):
             refs["sums"][row, part, first] = refs["edges"][0, row, :frames, lanes_of(part)]
 
     def _end_right(self) -> None:
-        """Add the right edge to the sums of the strip's last column."""
+        """Add what the column right of the strip contributes to the sums of the strip's last column."""
         frames, refs = self.sizes.frames, self.refs
+        # The memory of sums begins a chunk left of the strip.
         last = self._rows(self._last_column(), 1, frames, before=self.sizes.chunk)
         for row, part in itertools.product(range(ROWS), range(self.result_parts)):
             sums = refs["sums"].at[row, part]
-            # "edges" has the frames of the left edge, then those of the right edge.
+            # "edges" has one video: the frames of the left edge, then those of the right edge.
             sums[last] = sums[last] + refs["edges"][0, row, frames : 2 * frames, lanes_of(part)]
 
     def _multiply(self, column: Any) -> None:

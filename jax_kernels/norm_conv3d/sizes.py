@@ -277,7 +277,8 @@ def sizes_of(
 
     Args:
         x: frames.
-        rows, registers: numbers of rows of coefficients, and of registers in a row (`tpu.to_registers`).
+        rows: number of rows of the norm's coefficients, which are a coarser grid than the frames.
+        registers: number of vector registers that hold one of these rows (`tpu.to_registers`).
         outputs: output channels.
         residual: whether a residual is added.
     """

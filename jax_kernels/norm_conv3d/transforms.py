@@ -43,7 +43,10 @@ def _inputs_of_two(frames: Sequence[Any]) -> list[Any]:
 
 
 def _two_results(products: Sequence[Any]) -> list[Any]:
-    """Return two frames of results from their four products."""
+    """Return two frames of results from their four products, by Winograd's F(2, 3).
+
+    The last product is added, as its factor is the negative of the textbook's (`_inputs_of_two`).
+    """
     m0, m1, m2, m3 = products
     return [m0 + (m1 + m2), m3 + (m1 - m2)]
 

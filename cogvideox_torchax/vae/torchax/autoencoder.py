@@ -246,8 +246,9 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         if self.mesh is None:
             return runtime.Program(network)
         direction = ENCODE if isinstance(network, EncoderChunk) else DECODE
-        unit = direction.scale(self.spatial_compression_ratio)  # input columns of a latent pixel
-        return runtime.Program(network, Placement(self.mesh, NCTHW, HWNTC, unit, types=LAYERS))
+        unit = direction.scale(self.spatial_compression_ratio)  # input columns of a latent: 8 or 1
+        place = Placement(self.mesh, axes=NCTHW, cache_axes=HWNTC, unit=unit, types=LAYERS)
+        return runtime.Program(network, place)
 
     def place_on(self, mesh: Mesh) -> None:
         """Run on another mesh from now on; the programs compiled so far are dropped.
