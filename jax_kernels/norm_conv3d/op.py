@@ -358,14 +358,14 @@ def _edge_sums(
     winograd = functools.partial(filtered, tile=conv_sizes.tile, multiply=_component_sums)
     convolve = winograd if conv_sizes.tile else _column_sums  # as the kernel does, for the same rounding
     activated = functools.partial(_activated_column, target, x, cache, coefficients)
-    left_taps, right_taps = kernel[:, :, 0], kernel[:, :, -1]
+    # The first taps along the width take the column on the left, the last ones that on the right.
     # At each boundary between two strips, what the left strip's last column adds to the right strip, and what
     # the right strip's first column adds to the left strip.
-    to_right = [convolve(activated(start - 1), left_taps) for start in starts[1:]]
-    to_left = [convolve(activated(start), right_taps) for start in starts[1:]]
+    to_right = [convolve(activated(start - 1), kernel[:, :, 0]) for start in starts[1:]]
+    to_left = [convolve(activated(start), kernel[:, :, -1]) for start in starts[1:]]
     if target.split.has_neighbours:
         left, right = exchanged(target.split, activated(0), activated(x.shape[3] - 1))
-        first, last = convolve(left, left_taps), convolve(right, right_taps)
+        first, last = convolve(left, kernel[:, :, 0]), convolve(right, kernel[:, :, -1])
     else:  # zeros are beside the frame; it has several strips, else no edges are computed
         first = last = jnp.zeros_like(to_right[0])
     return jnp.stack([first, *to_right], axis=3), jnp.stack([*to_left, last], axis=3)
