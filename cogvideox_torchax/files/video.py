@@ -529,7 +529,7 @@ class _Mp4Sink(Sink):
         self._next_sound = next(self._sound, None)  # time of the packet that is copied next; None at the end
 
     def write(self, frames: torch.Tensor) -> None:
-        """Write the frames, and after each frame the sound that is heard before that frame."""
+        """Write the frames; after each one copy the sound packets that are due before its time."""
         times, av = self._source.times, _av()
         for pixels in _frames_NHWC(frames):
             if self._stream is None:
@@ -539,7 +539,7 @@ class _Mp4Sink(Sink):
             if times:  # at an even rate the encoder counts the frames itself
                 frame.pts, frame.time_base = round(shown / self.TICK), self.TICK
             self._container.mux(self._stream.encode(frame))
-            # `next` copies the packet of the time `_next_sound`, and returns the following packet's time.
+            # `_sound` writes: `next` copies the packet due at `_next_sound`, and yields the next one's time.
             while self._next_sound is not None and self._next_sound < shown:
                 self._next_sound = next(self._sound, None)
             self._written += 1

@@ -35,7 +35,7 @@ def config_of(choice: str, *, steps: int, guided: bool, timestep: Callable[[], A
         raise ValueError(f"got --cache {choice}: it takes {'; '.join(CHOICES.values())}")
     if name == "fastercache" and not guided:
         raise ValueError(
-            "got --cache fastercache without guidance, whose batch without a prompt it skips: take another"
+            "got --cache fastercache without guidance: it skips videos without a prompt; take another"
         )
     try:
         return _config(name, value, steps, timestep)

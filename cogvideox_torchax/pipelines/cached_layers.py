@@ -231,9 +231,10 @@ class ReusedModules:
         return sample
 
     def _estimate(self, name: str, kept: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Return the tensors, of `dtype`, that replace the result of module `name`.
+        """Return the tensors that replace the result of module `name`: here the kept ones, unchanged.
 
-        `kept` has, for each of the tensors, a tuple of arrays of earlier steps; here it has one array.
+        `kept` has a tuple of arrays of earlier steps for each tensor; in this class each tuple has one array.
+        Subclasses compute tensors of `dtype` from several.
         """
         return tuple(arrays[0] for arrays in kept)
 

@@ -250,18 +250,18 @@ class TaylorSteps(StepCache):
     """TaylorSeer: results are extrapolated from earlier steps."""
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        """Return the form that runs all modules or skips all, as the hooks decide, and its numbers.
+        """Return the form of the step's program, which runs all modules or none, and the program's numbers.
 
-        The numbers are the steps `since` the last computed step, and how many arrays of a tensor are `known`
-        by then: the result, its first difference, and so on.
+        The hooks decide whether it runs them. The numbers are the steps `since` the last computed step, and
+        how many arrays of a tensor are `known` by then: the result, its first difference, and so on.
         """
         hook_states = {name: hook.state_manager.get_state() for name, hook in state.hooks.items()}
         # diffusers keeps no result of an inactive module: zeros replace it.
-        read = results_that_skips_read(hook_states)
+        read = results_read_by_skips(hook_states)
         kept = tuple(name for name in read if not hook_states[name].is_inactive)
         # All hooks compute or skip the same steps: any of them counts for all.
         hook_state = hook_states[kept[0]] if kept else next(iter(hook_states.values()))
-        # Both are read before `computes_module` has the hooks count this step; `current_step` is read after.
+        # `computes_module` makes the hooks count this step. These two are read before, `current_step` after.
         last_step, known = hook_state.last_update_step, len(hook_state.taylor_factors.get(0, ()))
         (computes,) = {computes_module(hook, torch.zeros(1)) for hook in state.hooks.values()}
         state.computed.append(computes)
@@ -277,7 +277,7 @@ class TaylorSteps(StepCache):
         return taylor_form, {"since": torch.tensor(since), "known": torch.tensor(known)}
 
 
-def results_that_skips_read(names: Iterable[str]) -> list[str]:
+def results_read_by_skips(names: Iterable[str]) -> list[str]:
     """Return the names of the modules whose kept results matter in a step that skips all modules `names`.
 
     The kept result of a whole block, or of the last layer "proj_out", replaces all that is computed before

@@ -222,11 +222,11 @@ def read_schedule(text: str, delay_slots: int) -> Schedule:
 
 
 def _bundles(text: str) -> tuple[list[str], dict[str, int]]:
-    """Cut a schedule into bundles.
+    """Cut a schedule into bundles: the instructions that are issued in one cycle.
 
     Returns:
-        The text of each bundle's instructions, without comments, by its address; and by a region's number the
-        address that it starts at. Region "" is the target of branches to regions that start nowhere.
+        The text of each bundle, without comments, at the index that is its address; and the address at which
+        each region starts, by the region's number. Key "" has the address of regions that no bundle marks.
     """
     heads = list(_BUNDLE.finditer(text))
     if not heads or [int(head["address"], 16) for head in heads] != list(range(len(heads))):
@@ -234,8 +234,8 @@ def _bundles(text: str) -> tuple[list[str], dict[str, int]]:
     ends = [head.start() for head in heads[1:]] + [len(text)]
     bodies = [text[head.end() : end] for head, end in zip(heads, ends, strict=True)]
     regions = {number: address for address, body in enumerate(bodies) for number in _REGION.findall(body)}
-    # "PF" is the fall-through of a guarded region. On the last bundle it is where a core goes on that has no
-    # work, and the dump does not say which region starts there.
+    # "PF" marks the bundle after a guarded region. If that is the last one, cores without work jump to it.
+    # The dump has no region number for it.
     if heads[-1]["marker"] == "PF":
         regions[""] = len(bodies) - 1
     # The core's number is read from memory: core 0 is followed.
@@ -297,7 +297,7 @@ def _unknown(*_: Value) -> Value:
 def _float_comparison(*_: Value) -> Value:
     """Return an unknown value, whatever the operands: floats are not followed.
 
-    `read_schedule` recognizes comparisons of floats by this function, so that it is not `_unknown` itself.
+    It is not `_unknown` itself, because `read_schedule` recognizes comparisons of floats by this function.
     """
     return None
 

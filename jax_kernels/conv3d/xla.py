@@ -61,10 +61,10 @@ def summed(frames: Array, kernel: Array, columns: Padding) -> Array:
 
 
 def folded(frames: Array, kernel: Array, columns: Padding) -> Array:
-    """Convolve once in 2-D over the channels under all taps of time; return float32 sums.
+    """Convolve in 3-D by one convolution in 2-D; return float32 sums.
 
-    The taps of time are joined along the input channels, of frames and of the kernel. `columns` is the
-    padding of the width.
+    Its input channels are those of the frames at all taps of time, concatenated. `kernel` is (T, H, W, C, O);
+    `columns` is the padding of the width.
     """
     taps = jnp.concatenate(_taps(frames, kernel), axis=-1)
     return conv_frames(taps, jnp.concatenate(list(kernel), axis=2), padding=_padding(kernel, columns))
