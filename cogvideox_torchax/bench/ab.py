@@ -5,6 +5,7 @@ the machine's speed hits all backends, and a TPU, which belongs to one process a
 one. The first round starts with an empty compile cache, later rounds with the one that the first has filled.
 """
 
+import contextlib
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -123,49 +124,48 @@ def _measured(
         scratch: a directory for references and compile caches.
         say: gets a line for each request to a process.
     """
-    worker = Worker(scratch, LIMIT)
     requests: dict[Direction, dict[str, Any]] = {}  # the fields of `measure.Task` that all backends share
     # By (direction, backend), the worker's answers, one for each round.
     rounds_of: dict[tuple[str, str], list[dict[str, Any]]] = {}
     flops = {}  # by direction, floating-point operations of a run
-    for direction in Direction:
-        say(f"{size.video}: {direction}: reference")
-        request = {
-            "job": direction,
-            "size": size,
-            "checked": size,
-            "dtype": options.dtype,
-            "data": str(scratch / f"{direction}.npy"),
-            "warmups": options.warmups,
-            "runs": options.repetitions,
-            "fewest": options.repetitions,
-        }
-        answer = worker.ask("reference", request, {})
-        requests[direction] = request | {"rms": answer.get("rms")}
-        flops[direction] = answer.get("flops")
-        # If the reference failed, its failure is each backend's result, and no backend is run.
-        failures = [] if answer["status"] == "ok" else [answer]
-        rounds_of |= {(direction, way): list(failures) for way in options.backends}
-    for number in range(options.rounds):
-        for way in options.backends:
-            worker.close()  # the next request starts a new process
-            environment = {  # by default JAX would not cache quick or small programs
-                "JAX_COMPILATION_CACHE_DIR": str(scratch / "compiled" / way),
-                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-                "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-                "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
+    with contextlib.closing(Worker(scratch, LIMIT)) as worker:
+        for direction in Direction:
+            say(f"{size.video}: {direction}: reference")
+            request = {
+                "job": direction,
+                "size": size,
+                "checked": size,
+                "dtype": options.dtype,
+                "data": str(scratch / f"{direction}.npy"),
+                "warmups": options.warmups,
+                "runs": options.repetitions,
+                "fewest": options.repetitions,
             }
-            for direction in Direction:
-                rounds = rounds_of[direction, way]
-                if rounds and rounds[-1]["status"] != "ok":  # failed in an earlier round
-                    continue
-                say(f"{size.video}: round {number + 1} of {options.rounds}: {direction}, {way}")
-                answer = worker.ask("measure", requests[direction] | {"way": way}, environment)
-                rounds.append(answer)
-                if answer["status"] != "ok":
-                    reason = answer.get("reason", "an answer misses its tolerance")
-                    say(f"{size.video}: {direction}, {way}: {answer['status']}: {reason}")
-    worker.close()
+            answer = worker.ask("reference", request, {})
+            requests[direction] = request | {"rms": answer.get("rms")}
+            flops[direction] = answer.get("flops")
+            # If the reference failed, its failure is each backend's result, and no backend is run.
+            failures = [] if answer["status"] == "ok" else [answer]
+            rounds_of |= {(direction, way): list(failures) for way in options.backends}
+        for number in range(options.rounds):
+            for way in options.backends:
+                worker.close()  # the next request starts a new process
+                environment = {  # by default JAX would not cache quick or small programs
+                    "JAX_COMPILATION_CACHE_DIR": str(scratch / "compiled" / way),
+                    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+                    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+                    "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
+                }
+                for direction in Direction:
+                    rounds = rounds_of[direction, way]
+                    if rounds and rounds[-1]["status"] != "ok":  # failed in an earlier round
+                        continue
+                    say(f"{size.video}: round {number + 1} of {options.rounds}: {direction}, {way}")
+                    answer = worker.ask("measure", requests[direction] | {"way": way}, environment)
+                    rounds.append(answer)
+                    if answer["status"] != "ok":
+                        reason = answer.get("reason", "an answer misses its tolerance")
+                        say(f"{size.video}: {direction}, {way}: {answer['status']}: {reason}")
     return {
         (direction, way): merge(rounds, size.frames, flops[direction], options.dtype)
         for (direction, way), rounds in rounds_of.items()

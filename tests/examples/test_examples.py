@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers import CogVideoXPipeline
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.files import video
@@ -31,6 +32,8 @@ def run(name: str, monkeypatch, *arguments: object):
 def test_the_small_pipeline_is_one_that_generate_takes(monkeypatch):
     run("small_pipeline.py", monkeypatch, "small")
     assert generate.describe("small", image=False, clip=False).size == (9, 64, 96)
+    pipe = CogVideoXPipeline.from_pretrained("small")
+    assert pipe("A cat.", num_inference_steps=2, output_type="latent").frames.isfinite().all()
 
 
 @pytest.mark.filterwarnings("ignore")
