@@ -179,11 +179,13 @@ def _wrap_class_method(kind: Any, name: str, around: Callable[..., Any]) -> None
 def wrap_from_pretrained(around: Callable[..., Any]) -> None:
     """Replace diffusers' `from_pretrained`, of models and of pipelines, by `around(load, cls, ...)`.
 
-    `load` is the original, and the rest its arguments; the cache makes each `around` wrap it only once.
-    Needs it to be a class method of `ModelMixin` and of `DiffusionPipeline`. While torchax is on,
-    `from_pretrained` can neither read a safetensors file (`torch.asarray` of a storage) nor build a module on
-    `torch.device("meta")`. A script that turns torchax on by hand and then loads a pipeline has imported
-    `port` and called nothing of this package yet: so the wrap is made on import.
+    `load` is the original, called with the class and the user's arguments. `functools.cache` makes each
+    `around` wrap it only once. Needs `from_pretrained` to be a class method of `ModelMixin` and of
+    `DiffusionPipeline`.
+
+    While torchax is on, `from_pretrained` can neither read a safetensors file (`torch.asarray` of a storage)
+    nor build a module on `torch.device("meta")`. A script that turns torchax on by hand and then loads a
+    pipeline has imported `port` and called nothing of this package yet: so the wrap is made on import.
     """
     from diffusers.models.modeling_utils import ModelMixin
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline

@@ -54,4 +54,5 @@ class TorchCompile(Torch):
         }
 
     def _network(self, direction: Direction) -> Any:
+        """Return the direction's network, compiled on its first call."""
         return self._networks[direction]

@@ -89,7 +89,7 @@ def measure(task: Task) -> dict[str, Any]:
         "parts". Each has the times of the first run, which compiles, and the `spread` of the runs after the
         warm-ups.
     """
-    checked, size = Size(*task.checked), Size(*task.size)
+    checked, size = Size(*task.checked), Size(*task.size)  # the sizes to compare at, and to time at
     start = time.perf_counter()
     run = load(task, checked)
     load_seconds = time.perf_counter() - start

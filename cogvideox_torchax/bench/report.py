@@ -156,7 +156,7 @@ def _device(report: dict[str, Any]) -> str:
 
 def _device_rows(result: dict[str, Any]) -> list[Row]:
     """Return a row for each part of a job's result: the cells below `DEVICE_HEAD` from "part" on."""
-    return [
+    return [  # a unit of 1e-3 writes seconds in ms
         (
             part["part"],
             _cell(part["compile_s"]),

@@ -198,9 +198,10 @@ class Stock(nn.Module):
 def _untrained(task: Task, size: Size) -> tuple[Any, dict[str, Any]]:
     """Return diffusers' network of a task, and a description of its inputs: (shape, dtype) by name.
 
-    The network has random weights. If it is small, they are on the host and equal in all ways. If it is a
-    published one, they are on the way's device in PyTorch. For a way on JAX a published network is on the
-    device "meta", without weights.
+    A way is an implementation to measure: the port, or diffusers' modules on some backend. The network has
+    random weights. If it is small, they are on the host and equal in all ways. If it is a published one, they
+    are on the way's device in PyTorch. For a way on JAX a published network is on the device "meta", without
+    weights.
     """
     dtype, published = task.torch_dtype, size.model in networks.TRANSFORMERS
     device = (task.torch_device or "meta") if published else "cpu"
@@ -275,6 +276,6 @@ def _op(task: Task, size: Size) -> Run:
         # A TPU's kernel convolves by Winograd's algorithm, 2 results at a time; its reference does the same,
         # to round alike.
         plain_options = {"tile": 2}
-    reference = None if task.way else plain_options
+    reference = None if task.way else plain_options  # the way "" is the reference
     run = ops.load(name, size, runtime.jax_dtype(task.torch_dtype), reference)
     return lambda: iter([(name, run())])

@@ -224,13 +224,13 @@ class _ClipUnit:
         fetch: Callable[[torch.Tensor], torch.Tensor] = runtime.to_torch,
         follow: Callable[[Chunks, int, str], Chunks] | None = None,
     ):
-        """Keep the settings; the model is loaded when it is first needed."""
+        """Keep the settings; the model, if not given, is loaded when it is first needed."""
         self.config = config
-        self._say = say
+        self._say = say  # prints a message for the user
         self._vae = vae
-        self._hash = ""
-        self._fetch = fetch
-        self._follow = follow
+        self._hash = ""  # of the model, once it is computed
+        self._fetch = fetch  # brings a chunk's result to the host
+        self._follow = follow  # wraps the results of a clip's chunks in a progress bar
 
     @property
     def vae(self) -> Any:
@@ -296,9 +296,9 @@ class EncodeClip(_ClipUnit):
         return self.encode(self.read(clip))
 
     def read(self, clip: Clip) -> DecodedClip:
-        """Read a clip's frames in the size in which they are encoded; raise as `__call__` does.
+        """Read a clip's frames, resized for the VAE, and the hash of its file; raise as `__call__` does.
 
-        Frames of a clip above `AHEAD_BYTES` are not read yet.
+        Frames that take more than `AHEAD_BYTES` are None here: they are read while they are encoded.
         """
         part = select_part(clip, self.config, self.vae.spatial_compression_ratio)
         with io.BytesIO(clip.source) if isinstance(clip.source, bytes) else open(clip.source, "rb") as file:

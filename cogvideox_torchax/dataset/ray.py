@@ -48,6 +48,7 @@ class ClipActor:
         Returns:
             JSON of an object with the "index", and "about", the fields of the manifest's line, or an "error".
         """
+        # Errors in `IN_READING` and `CLIPS_OWN` are a bad clip's: `attempt` returns their reason.
         path, latents, reason = Path(row["path"]), None, None
         if path.exists():  # written by an actor that died before it could return
             latents = latent_files.load(path)

@@ -48,13 +48,13 @@ class BlockStack(nn.Module):
     """
 
     def __init__(self, form: Form, kept: Any, numbers: dict[str, torch.Tensor]):
-        """Keep the form, the kept residuals and the numbers for `forward`; `step` sets the blocks."""
+        """Keep the step's form, the residuals that the last step has kept, and scalar inputs, by name."""
         super().__init__()
         self.form = form
-        self.blocks: tuple[nn.Module, ...] = ()
+        self.blocks: tuple[nn.Module, ...] = ()  # `step` sets them
         self.kept: Any = kept
         self.numbers = numbers
-        self.seen: Any = None
+        self.seen: Any = None  # a scalar for the host, which `forward` may set
 
     def step(self, model: Any, run: RunStep, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
         """Return the prediction `run(tensors)`, after putting this module in place of the blocks of `model`.
@@ -241,7 +241,8 @@ class ReusedModules:
     def _to_keep(self, name: str, y: torch.Tensor, kept: Any) -> tuple[torch.Tensor, ...]:
         """Return the arrays to keep for a tensor `y` of module `name`'s result, which may be an estimate.
 
-        `kept` are the arrays that the previous step kept for this tensor; here they are not needed.
+        `kept` are the arrays that the previous step kept for this tensor: subclasses, which extrapolate, need
+        them.
         """
         return (y,)
 
@@ -392,8 +393,9 @@ REUSES: dict[str, Any] = {
 def takes_sequences(form: Form) -> bool:
     """Return whether a cache of this form works with text and patches as one sequence.
 
-    The form may name only blocks, their parts "attn1" and "ff", and modules outside of the blocks: with one
-    sequence the modules inside a part are not called, as kernels take their weights.
+    `form` names the modules whose results are kept, and those that are skipped. It may name only blocks,
+    their parts "attn1" and "ff", and modules outside of the blocks: with one sequence the modules inside a
+    part are not called, as kernels take their weights.
     """
     allowed = re.compile(r"transformer_blocks\.\d+(\.(attn1|ff))?|(?!transformer_blocks\.).*")
     return all(allowed.fullmatch(name) for name in (*form.kept, *form.skipped))

@@ -122,6 +122,8 @@ class StepCache:
     def step(self, model: Any, network: Callable[[Form], nn.Module], tensors: dict[str, Any]) -> torch.Tensor:
         """Run a step and return its prediction; keep its arrays for this thread's next step in this context.
 
+        A context (diffusers' `cache_context`) separates the calls with the prompt from those without it.
+
         Args:
             model: the transformer.
             network: returns the network of a step of a given form, from which a program is compiled.
@@ -199,7 +201,10 @@ class FirstBlockSteps(StepCache):
         return [(form("first_block", reuses=reuses), numbers) for reuses in (False, True)]
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        """Return the form of every step, and the threshold with which the device decides."""
+        """Return (form, numbers): the form is the same for every step, the number is the hook's threshold.
+
+        By it the device decides, from the change of the first block's residual, whether later blocks run.
+        """
         head = next(iter(state.hooks.values()))  # the first block's hook
         head.state_manager.get_state()  # raises an error outside of a context
         return form("first_block"), {"threshold": torch.tensor(head.threshold)}

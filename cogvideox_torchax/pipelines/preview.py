@@ -81,7 +81,7 @@ def preview_writer(vae: Any, path: str | Path, say: Callable[[str], None]) -> Ca
     """Return a function of latents (N, T, C, H, W) that writes frames of the first video to a PNG file.
 
     Args:
-        vae: as `fit` takes it.
+        vae: the VAE of the latents, to which `fit` fits a linear map from latents to colors.
         path: path of the file, which each call replaces.
         say: called with a message of how well the map fits.
     """

@@ -76,6 +76,7 @@ class Sequence:
             return cls(text, tokens, _padded_length(tokens, 1))
         mesh, batch = placement.mesh, placement.batch_axis(videos)
         if placement.parallelism.kind == TENSOR:
+            # XLA's partitioner splits the layers over `shared`; no layer has local tokens.
             return cls(text, tokens, _padded_length(tokens, mesh.shape["tp"]), batch, shared=mesh)
         axes = placement.token_axes(videos)
         length = _padded_length(tokens, math.prod(mesh.shape[axis] for axis in axes))
@@ -216,7 +217,8 @@ class Sequence:
         """Exchange all tokens of one part of the channels for all channels of local tokens.
 
         This undoes the exchange of `to_heads`. Argument and result are (N, C, S), the attention kernel's
-        layout. With split tokens call it inside `map_local_tokens`; else nothing is exchanged.
+        layout; P in names of arrays is an axis for the devices that exchange. With split tokens call it
+        inside `map_local_tokens`; else nothing is exchanged.
         """
         videos, channels, _ = y_NCS.shape
         if not self.axes:

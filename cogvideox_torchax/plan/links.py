@@ -137,7 +137,7 @@ class Links:
 
     def _seconds_per_byte(self, pairs: Iterable[Sequence[int]]) -> float:
         """Return the seconds of the busiest link if each pair (sender, receiver) sends one byte."""
-        carried = Counter[Any]()  # bytes by link, as `_route` names links
+        carried = Counter[Any]()  # bytes by link, (axis, source chip, direction)
         for sender, receiver in pairs:
             carried.update(self._route(self.places[sender], self.places[receiver]))
         bandwidth = self.chip.link or float("inf")  # never unknown: `from_devices` makes no links then
@@ -170,8 +170,12 @@ class Links:
 
     @functools.cached_property
     def _axes(self) -> list[tuple[int, bool]]:
-        """(length, whether it is closed to a ring) of each axis of the chips' grid; see `Chip.wraps`."""
-        *axes, _cores = zip(*self.places, strict=True)
+        """(length, whether its last chip is linked to its first) of each axis of the chips' grid.
+
+        `Chip.wraps` is the rule. 16: an axis of 16 chips is closed. Another number: all axes are closed if it
+        divides every length, else none.
+        """
+        *axes, _cores = zip(*self.places, strict=True)  # each place is a chip's coordinates, then a core
         lengths = [max(values) + 1 for values in axes]
         if self.chip.wraps == 16:
             return [(length, length == 16) for length in lengths]

@@ -270,8 +270,8 @@ def cached_program(
         batch: number of videos: 2 with guidance, else 1.
         step: the step's number in a run.
     """
+    # The layers that the step runs, and scalar inputs that the cache adds, such as a threshold.
     form, numbers = _plan_cached_run(network, cache, batch)[step]
-    # The cache's own inputs of the step, such as a threshold.
     number_specs = {
         name: (tuple(each.shape), jax.dtypes.canonicalize_dtype(runtime.jax_dtype(each.dtype)))
         for name, each in numbers.items()
@@ -281,6 +281,7 @@ def cached_program(
 
 def cache_bytes(program: runtime.Program, tensors: TensorSpecs) -> int:
     """Return the bytes on one device of the cache that a program returns for these inputs."""
+    # A cache has the shapes that a step before it, of the same inputs, returns.
     _weights, _inputs, cache = program.structs(tensors, before=tensors)
     return sum(
         math.prod(each.sharding.shard_shape(each.shape) if each.sharding else each.shape)
@@ -409,7 +410,10 @@ def cached_table(plans: list[NetworkPlan], counts: list[int], chip: Chip | None)
 
 
 def network_table(plan: NetworkPlan, chip: Chip | None) -> dict[str, Any]:
-    """Return a plan's figures per device, by the names that `plan` prints."""
+    """Return a plan's figures per device, by the names that `plan` prints.
+
+    Sizes and times are those of all layers, extrapolated from programs of `FEW` layers.
+    """
     program = plan.program
     seconds: dict[str, Any] = {}
     if plan.seconds is not None:

@@ -120,7 +120,7 @@ class ProgramPlan:
 
     @property
     def traffic(self) -> dict[str, dict[str, int]]:
-        """The collectives of all layers, by kind as `Row.collectives`."""
+        """The "count" and "bytes" of all layers' collectives, by kind, such as "all-reduce"."""
         total: dict[str, dict[str, int]] = {}
         for kind, of_layer in (item for row in self.layers for item in row.collectives.items()):
             before = total.get(kind, {"count": 0, "bytes": 0})
@@ -132,7 +132,7 @@ class ProgramPlan:
         return self.argument_bytes + self.temp_bytes + self.output_bytes
 
     def as_json(self) -> dict[str, Any]:
-        """Return the figures for `json.dumps`: without the text and the layers, with the sums."""
+        """Return the figures for `json.dumps`: without the program's text and layers, with derived sums."""
         values = asdict(self)
         del values["text"], values["layers"]
         return values | {
@@ -277,6 +277,7 @@ def kernel_times(
     total: dict[str, KernelTime] = {}
     for kernel in (instruction for instruction in found if instruction.is_kernel):
         count, schedule = times[kernel.computation], schedules.get(kernel.name)
+        # By the bytes that it reads and writes, and by the cycles of its compiled schedule.
         bytes_seconds, schedule_seconds = (
             count * seconds for seconds in _kernel_seconds(kernel, chip, schedule)
         )

@@ -88,7 +88,9 @@ def compile_last_chunk(
     All chunks after the first are of one length and share one program.
 
     Args:
-        vae, shape, direction: as `report` takes them; a mesh is not needed.
+        vae: the model, in PyTorch, on JAX or without weights on "meta".
+        shape: (N, C, T, H, W) of the whole input: latents to decode, or frames to encode.
+        direction: `DECODE` or `ENCODE`.
 
     Returns:
         The program, and JAX's compiled form of it.
@@ -196,7 +198,7 @@ def _shards(
         shapes: whole shapes of the activations.
         largest: the largest of them.
         computing: the layer's instructions, whose results have the shapes on one device.
-        place: as `_row` takes it.
+        place: the mesh, and the sharding of activations that is requested.
     """
     found = {array.shape for instruction in computing for array in instruction.results}
     parts = place.parts(place.spec(largest))  # number of shards of each axis, as requested

@@ -40,6 +40,7 @@ class Programs:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        # By a key of `get`: each program with a snapshot of the modules that it was traced from.
         self._kept: dict[Hashable, list[tuple[Snapshot, Any]]] = {}
 
     def get(self, kind: Hashable, network: nn.Module, build: Callable[[nn.Module], T]) -> T:
@@ -133,8 +134,8 @@ class Place:
     def trace(self, run: Callable[..., Any], inputs: Any, cache: Any) -> Any:
         """Return `run(inputs, cache)`, the result and the next cache; called while a program is traced.
 
-        A subclass may change the arguments and results, and pass keywords to `run`, which hands them to
-        `watching`.
+        A subclass may change the arguments and results, for example to shard them. Keywords that it passes to
+        `run` reach its own `watching`, which wraps the network's layers.
         """
         return run(inputs, cache)
 

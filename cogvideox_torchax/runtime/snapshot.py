@@ -67,6 +67,7 @@ class _ModuleSnapshot:
         if type(module) is self._type and tuple(map(id, attributes.values())) == self._ids:
             return True
         untraced = len(attributes.keys() & UNTRACED_ATTRIBUTES)  # not recorded: they may be set or deleted
+        # `TREE`, the attributes with a module's children and weights, is not recorded either.
         if type(module) is not self._type or len(attributes) != len(self.attributes) + len(TREE) + untraced:
             return False
         for name, value in self.attributes.items():

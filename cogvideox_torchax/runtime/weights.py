@@ -78,6 +78,7 @@ def put_weights(module: nn.Module, place: Callable[[str, Any], Any] = on_default
 def _replace(module: nn.Module, make: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
     """Replace a module's parameters and buffers by `make(name, tensor)`, once for each tensor."""
     replacements: dict[int, torch.Tensor] = {}
+    # `tensors[key]` is the weight `name` in its module's own dictionary of parameters or buffers.
     for name, tensors, key in _weight_slots(module):
         tensor = tensors[key]
         if id(tensor) not in replacements:

@@ -106,10 +106,11 @@ class Placement(MeshPlace):
 
     @property
     def cache_placement(self) -> "Placement":
-        """The placement of the caches, by their order of axes."""
+        """The placement of the convolutions' caches, which may have another order of axes than chunks."""
         return Placement(self.mesh, self.cache_axes or self.axes)
 
     def spec(self, shape: tuple[int, ...]) -> PartitionSpec:
+        """Return the sharding of an activation of this shape, split along its width."""
         return self._split(shape, self.axes.index("W"))
 
     def _split(self, shape: tuple[int, ...], axis: int) -> PartitionSpec:
@@ -245,7 +246,7 @@ class Placement(MeshPlace):
 
 
 def columns_last_on(target: Target, x_NTHWC: jax.Array) -> jax.Array:
-    """Return frames of a few channels; on a TPU they are in memory with columns last, to fill its lanes."""
+    """Return `x` unchanged; a TPU stores it with columns, not its few channels, in the lanes of tiles."""
     return map_shards(target, store_columns_last, (x_NTHWC,))
 
 

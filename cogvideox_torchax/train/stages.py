@@ -105,7 +105,7 @@ class Plan:
         """Return the shape (clips, frames, size of the crops) of the batch of step number `step`, from 0 on.
 
         It is drawn, by the seed and the step, from a few shapes; their probabilities depend on the part of
-        the training: stills and short clips come first, long clips and large crops last.
+        the training: stills (single frames) and short clips come first, long clips and large crops last.
         """
         # `half_frames`, about half of `frames`, is 8 n + 1 too, as the VAE needs. A still costs less than a
         # clip: a batch has several for each clip.

@@ -42,7 +42,7 @@ class Losses:
 
     @property
     def psnr(self) -> float:
-        """The peak signal-to-noise ratio in decibels; the peak is 2, squared 4."""
+        """The peak signal-to-noise ratio in decibels; for values in [-1, 1] the peak is 2, squared 4."""
         return 10 * torch.log10(torch.tensor(4 / self.mse)).item()
 
 
@@ -79,10 +79,10 @@ class Trainer:
         loss, *_ = losses  # the weighted sum
         self.vae.zero_grad()
         loss.backward()
-        gradient = self._optimizers.step(number, self._average)
+        gradient_norm = self._optimizers.step(number, self._average)  # updates the average too
         self.step_number += 1
         total, l1, mse, kl, mean_color = (self._backend.to_torch(value).item() for value in losses)
-        return Losses(total, l1, mse, kl, mean_color, gradient)
+        return Losses(total, l1, mse, kl, mean_color, gradient_norm)
 
     def _losses(self, x: torch.Tensor, noise: torch.Generator) -> tuple[torch.Tensor, ...]:
         """Return (total, l1, mse, kl, mean_color) of a batch, scalar tensors explained by `Losses`.
@@ -101,6 +101,7 @@ class Trainer:
         difference = y.float() - x
         l1, mse = difference.abs().mean(), difference.square().mean()
         kl = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()
+        # `TINY` keeps the gradient of the root finite at 0.
         mean_color = (difference.mean((3, 4)).square().mean() + TINY).sqrt()
         total = L1 * l1 + MSE * mse + KL * kl + self.plan.settings.mean_color_weight * mean_color
         return total, l1, mse, kl, mean_color

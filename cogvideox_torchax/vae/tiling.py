@@ -230,7 +230,8 @@ def join(tiles: Sequence[Sequence[Any]], plan: TilePlan, row_axis: int) -> Any:
     """Return a frame of the tiles' outputs: blend them at their edges, crop them and concatenate them.
 
     `tiles` has a list for each row of tiles; the column axis follows `row_axis`. Each tile is blended with
-    the blended tile above it, then with the blended tile to its left, as in diffusers.
+    the blended tile above it, then with the blended tile to its left, as in diffusers. For each axis `plan`
+    has the number of pixels to `blend` at a tile's start, and to `keep` of a tile.
     """
     column_axis = row_axis + 1
     blended: list[list[Any]] = []

@@ -402,6 +402,7 @@ class Verifier:
             # `_error` does not read this argument.
             torch_layers = found[-1]
             # Not strict: `found` is longer than `errors` by the layers of `torch_bfloat16`.
+            # `layers` has, by a layer's name, the errors of its outputs, one for each chunk.
             for candidate, layers, layer_errors in zip(candidates, found, errors, strict=False):
                 layer_errors += [
                     _error(name, candidate.dtype, chunks, torch_layers.get(name, []))
@@ -422,7 +423,7 @@ class Verifier:
             frames, wanted_frames = got.shape[2], sum(self.lengths[direction])
             contracts.append(Contract(f"{direction}: frames", frames, wanted_frames, frames == wanted_frames))
             if got.shape != want.shape:
-                contracts.append(
+                contracts.append(  # one wrong shape, where none is allowed
                     Contract(f"{direction}: shape {tuple(got.shape)} for {tuple(want.shape)}", 1, 0, False)
                 )
                 continue
@@ -435,6 +436,8 @@ class Verifier:
         self, candidate: Candidate, layers: list[LayerError], baseline: dict[str, WholeError]
     ) -> Result:
         """Run a candidate on the whole video; return its result, with all contracts.
+
+        A contract is a measured number, the largest allowed, and whether it is kept.
 
         Args:
             candidate: the backend.

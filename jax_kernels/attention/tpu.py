@@ -81,6 +81,7 @@ def transposed(
     """
     videos, queries, heads, channels = q.shape
     rows = tiled_sublanes(channels, q.dtype)  # channels, padded with zeros to whole tiles
+    # B: heads of all videos; D: padded channels; S queries, K keys.
     q_BDS, k_BDK, v_BDK = (
         jnp.pad(x.transpose(0, 2, 3, 1), [(0, 0), (0, 0), (0, rows - channels), (0, 0)]).reshape(
             videos * heads, rows, x.shape[1]

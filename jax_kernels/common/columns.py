@@ -54,7 +54,10 @@ class Split:
         return self.real != self.padded
 
     def real_columns(self, columns: int) -> int:
-        """Return the width of a whole frame without padding; `columns` is a shard's width with padding."""
+        """Return the width of a whole frame without padding; `columns` is a shard's width with padding.
+
+        Of every `padded` columns `real` are the frame's.
+        """
         return columns * self.shards * self.real // self.padded
 
     def real_columns_here(self, columns: int) -> Int[Array, ""]:

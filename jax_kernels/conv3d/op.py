@@ -124,6 +124,9 @@ def _causal(
 def _fastest(target: Target, x: Array, kernel: Array) -> Implementation:
     """Return the fastest formulation, on a TPU by the v6e compiler's estimate for CogVideoX's own layers.
 
+    "direct" is one 3-D convolution, "summed" a sum of 2-D ones, "folded" one 2-D convolution with the taps of
+    time among its channels, "patches" one matrix product.
+
     On a TPU the 3-D convolution is faster for small frames. For large frames its relayouts cost more than the
     copies of frames that "folded" makes, one for each tap of time.
     """

@@ -24,14 +24,21 @@ def layer_norm(x, weight, bias, eps=1e-5):
 
 
 def adaptive_layer_norm(x, weight, bias, scale, shift, first, eps=1e-5):
-    """Compute the norm in float32, then apply scale and shift for text or, from token `first` on, patches."""
+    """Compute `layer_norm(x) * (1 + scale) + shift` in float32.
+
+    `scale` and `shift`, (N, 2, C), have a vector for text tokens and one for patches, which begin at token
+    `first`.
+    """
     kind = (jnp.arange(x.shape[1]) >= first).astype(int)  # of each token: 0 is text, 1 a patch
     y = layer_norm(x.astype(jnp.float32), weight, bias, eps)
     return (y * (1 + scale.astype(jnp.float32)[:, kind]) + shift[:, kind]).astype(x.dtype)
 
 
 def gated_residual(x, y, gate, first):
-    """Return `x + gate * y`, added in float32, by the gate for text or, from token `first` on, patches."""
+    """Return `x + gate * y`, added in float32.
+
+    `gate` (N, 2, C) has a vector for text tokens and one for patches, which begin at token `first`.
+    """
     kind = (jnp.arange(x.shape[1]) >= first).astype(int)  # of each token: 0 is text, 1 a patch
     return (x + gate.astype(jnp.float32)[:, kind] * y.astype(jnp.float32)).astype(x.dtype)
 
@@ -42,7 +49,11 @@ def linear_gelu(x, weight, bias=None):
 
 
 def gated_linear(x, weight, bias, residual, gate, first, *, transposed=False):
-    """Compute `linear`, then `gated_residual`, in float32."""
+    """Compute `linear`, then `gated_residual`, in float32.
+
+    `gate` (N, 2, O) has a vector for text and one for patches, which begin at token `first`. `x` is
+    (N, S, I), or with `transposed` (N, I, S).
+    """
     x = x.swapaxes(1, 2) if transposed else x
     return gated_residual(residual, _in_float32(linear, x, weight, bias), gate, first)
 

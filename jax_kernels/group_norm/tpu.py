@@ -142,7 +142,7 @@ image_moments = with_derivatives_of(xla.column_moments, _image_moments)
 
 
 def _moments(x_ref, mean_ref, m2_ref, origin_ref, *, together: int = TOGETHER) -> None:
-    """Add a block of rows to the mean and M2 of its columns, a grid step of both kernels.
+    """Add a block of rows to the mean and M2 (sum of squared deviations) of each of its columns.
 
     Args:
         x_ref: the block: rows first, then columns.

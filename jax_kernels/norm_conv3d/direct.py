@@ -104,13 +104,15 @@ class DirectStep(ConvStep):
         self._modulate_chunk(sizes.width - chunk)
 
     def _begin_left(self) -> None:
-        """Set the sums of the strip's first column to the left edge, or to zeros without edges.
+        """Set the sums of a strip's first column to the left edge, or to zeros without edges.
 
-        No product sets them: a product sets the sums right of its columns, and adds to the other sums. An
-        edge is what the columns just outside the strip add to its first or last column.
+        A strip is the columns that are computed together. An edge is what the columns just outside the strip
+        add to its first or last column. No product sets these sums: a product sets only the sums right of its
+        columns, and adds to all others.
         """
         frames, refs = self.sizes.frames, self.refs
-        first = pl.ds(self.sizes.chunk * frames, frames)  # the sums begin a chunk left of column 0
+        # The rows of column 0, a row for each frame: the memory begins a chunk of columns left of it.
+        first = pl.ds(self.sizes.chunk * frames, frames)
         if "edges" not in refs:
             fill_zeros([refs["sums"].at[:, :, first]])
             return

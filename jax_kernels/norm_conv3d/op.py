@@ -230,7 +230,8 @@ def _by_kernel(
 
     A run is a first frame alone, or two, four or eight frames (`split_frames`).
     """
-    # Statistics span all frames: they are computed first, and are the same for every run.
+    # Statistics span all frames: they are computed first, and are the same for every run. M2 is the sum of
+    # squared deviations from the mean.
     mean, m2 = column_moments(target, x) if moments is None else moments
     groups = moments_of_columns(target, mean, m2, x.shape[2], num_groups=num_groups)
     statistics = scale_and_shift(groups, norm.weight, norm.bias, eps)

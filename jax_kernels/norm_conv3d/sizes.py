@@ -68,7 +68,7 @@ class ConvSizes(NamedTuple):
 
     @property
     def frames(self) -> int:
-        """Rows of a direct product for each pixel: one for each frame, but at least a word's two."""
+        """Rows of a product for each pixel: one for each frame, but at least the two of a 32-bit word."""
         return max(self.input_frames, 2)
 
     @property
@@ -123,7 +123,7 @@ class ConvSizes(NamedTuple):
 
     @property
     def last_columns(self) -> int:
-        """Number of the frame's columns in the last strip, whose last chunk may be incomplete."""
+        """Number of the frame's columns in the last strip; a strip is columns that are computed together."""
         return self.columns - (self.strips - 1) * self.width
 
 

@@ -135,8 +135,10 @@ class ConvStep(ABC):
     ) -> Array:
         """Store activated frames of a unit's columns in the stage; return the words of their last two frames.
 
+        The stage is memory that the next step moves rows from. A word is 32 bits: two bfloat16 frames.
+
         Args:
-            row, part: the row of the block, and the part of the channels.
+            row, part: index of the row in the block of two rows, and of the 128 channels.
             unit: index of the memory for the unit.
             column: the unit's first column.
             x: the activated frames, a row for each frame of a pixel.
@@ -215,10 +217,13 @@ class ConvStep(ABC):
     ) -> None:
         """Round and write the results of `count` columns from `column` on; add them to the columns' moments.
 
-        `sums(row, part)` returns the products' sums, a row for each frame of a pixel. `column` is negative
-        for the chunk before a row's first: its results have no meaning, and the first chunk overwrites them.
-        A column's moments are sums of differences from its first result, to avoid cancellation. The work
-        waits for `after`, the sums of a product, if given.
+        `sums(row, part)` returns the products' sums for a row of the block (two rows) and a part (128
+        channels), with a row for each frame of a pixel. `column` is negative for the chunk before a row's
+        first: its results have no meaning, and the first chunk overwrites them.
+
+        A column's moments are three arrays: the origin, which is the column's first result; the sum of the
+        differences from it; and the sum of their squares. Differences avoid cancellation. The work waits for
+        `after`, the sums of a product, if given.
         """
         sizes, refs = self.sizes, self.refs
         at = self._rows(_at_least_zero(column), count, sizes.input_frames)

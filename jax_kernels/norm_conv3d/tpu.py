@@ -218,9 +218,10 @@ def _operands(
 ) -> tuple[dict[str, tuple[Any, pl.BlockSpec]], list[Array]]:
     """Return the kernel's operands by name, each with its `BlockSpec`; and the matrices of its products.
 
-    Optional operands that are None are left out. The arguments are those of `_by_kernel`.
+    Optional operands that are None are left out. The arguments are those of `_by_kernel`. The coefficients,
+    `multiplier` and `offset`, are the norm of each channel; a cell is the pixels that share them.
     """
-    cells = -(-sizes.width // sizes.cell)  # of a strip's row; a cell is the pixels under one register
+    cells = -(-sizes.width // sizes.cell)  # in the row of a strip (columns computed together)
     row = sizes.width * sizes.input_frames
     rows = ROWS if sizes.cell_rows == 1 else 1  # rows of coefficients for a block's two rows of pixels
 

@@ -71,9 +71,13 @@ def _inputs_of_four(frames: Sequence[Any]) -> list[Any]:
 
 
 def _four_results(products: Sequence[Any]) -> list[Any]:
-    """Return four frames of results from their seven products."""
+    """Return four frames of results from their seven products.
+
+    The products m0 to m6 belong to the points 0, 1 and -1, then (three) to the polynomial x^2 + 1, then to
+    infinity.
+    """
     m0, m1, m2, m3, m4, m5, m6 = products
-    # From the points 1 and -1, and from the two coefficients modulo x^2 + 1, by which x^2 is -1.
+    # Of the points 1 and -1, the even and the odd part; of x^2 + 1, by which x^2 is -1, two coefficients.
     even, odd, constant, linear = m1 + m2, m1 - m2, m3 + m5, m4 + m5
     return [m0 + (even + constant), odd + linear, even - constant, m6 + (odd - linear)]
 

@@ -108,12 +108,16 @@ class WinogradStep(ConvStep):
     def _multiply_turn(self, turn: Any, column: Any) -> None:
         """Compute the products of a chunk for a share of its output channels, and other work between them.
 
-        The other work modulates a share of the chunk's columns, for a later step, and finishes a share of the
-        results of the chunk before. `turn` is the index of the share, `column` the chunk's first column.
+        A chunk is the columns that one matrix product covers. The other work modulates a share of the chunk's
+        columns, for a later step, and finishes a share of the results of the previous chunk.
+
+        Args:
+            turn: index of the share.
+            column: the chunk's first column.
         """
         sizes = self.sizes
         work = self._other_work(turn, column)
-        pieces = len(work)
+        pieces = len(work)  # of other work, functions that are called in order
         total, multiplied = sizes.components * len(self.weights), 0  # numbers of products
         pairs = list(zip(sizes.products, self.weights, strict=True))  # each product with its matrices
         for component in range(sizes.components):
@@ -170,11 +174,12 @@ class WinogradStep(ConvStep):
         """Store a product's sums as a component of the results, or add them to it.
 
         Args:
-            turn, component: the share of the output channels, and the component of the transform.
+            turn: index of the share of the output channels.
+            component: index of the component of Winograd's transform.
             results: (row, column) of each result in the sums; column 1 is the column right of the input's.
                 With `rows_together` the sums have both rows, one after the other, of a single result.
             sums: float32, a row for each tile of a pixel, 128 channels for each result.
-            column: first column of the chunk.
+            column: first column of the chunk, the columns that the product covers.
         """
         sizes, refs = self.sizes, self.refs
         count = sizes.chunk * TILES
@@ -205,6 +210,7 @@ class WinogradStep(ConvStep):
     def _move(self, column: Any, count: int) -> None:
         """Move `count` columns of the block modulated last step from the stage to the products' memory."""
         at = self._word_columns(column, count)
+        # The memory, and the slot in it, that each of the block's two rows is moved to.
         for row, (name, slot) in enumerate(self.moved):
             self.refs[name][slot, :, :, at] = self.refs["stage"][row, :, :, at]
 
@@ -238,14 +244,21 @@ class WinogradStep(ConvStep):
         return words[-1]
 
     def _finish(self, column: Any, unit: int = 0, after: Array | None = None) -> None:
-        """Transform back and write the results of the unit from `column` on.
+        """Transform back and write the results of a unit, the few columns from `column` on.
 
-        `unit` is the index of the unit's memory. The work waits for `after`, the sums of a product, if given.
+        `unit` is the index of the memory for the transformed results. The work waits for `after`, the sums of
+        a product, if given.
         """
         self._write_results(column, self.sizes.unit, partial(self._frames, column, unit), after)
 
     def _frames(self, column: Any, unit: int, row: int, part: int) -> Array:
-        """Return the sums of a unit's frames, transformed back from the components, for a row and a part."""
+        """Return the sums of a unit's frames, transformed back from the components.
+
+        Args:
+            column: the first of the unit's columns.
+            unit: index of the memory for the result, which has a row for each frame of a pixel.
+            row, part: index of the row in the block of two rows, and of the 128 output channels.
+        """
         sizes = self.sizes
         tiles_at = self._rows(column, sizes.unit, TILES, before=sizes.chunk)
         components = [
@@ -259,10 +272,18 @@ class WinogradStep(ConvStep):
         return frames[...]
 
     def _add_edges(self, frames: Any, column: Any, row: int, part: int) -> None:
-        """Add the edges to the strip's first and last column, where the unit from `column` on has them."""
+        """Add the edges to the results of the strip's first and last column.
+
+        An edge is what the columns just outside the strip add to the column beside them.
+
+        Args:
+            frames: reference to the results of a unit (a few columns), a row for each frame of a pixel.
+            column: the unit's first column.
+            row, part: index of the row in the block of two rows, and of the 128 output channels.
+        """
         sizes = self.sizes
         for side, edge_column in enumerate((0, self._last_column())):
-            # In other units zeros are added.
+            # `column` is not known in the trace, so a unit without this column gets zeros.
             inside = (edge_column >= column) & (edge_column < column + sizes.unit)
             at = self._rows(edge_column % sizes.unit, 1, sizes.input_frames)
             edge = self.refs["edges"][

@@ -143,10 +143,11 @@ def _by_kernel(target: Target, x: Array, kernel: Array, bias: Array | None, *, e
 
 
 def _image_by_kernel(target: Target, x: Array, kernel: Array, bias: Array | None, *, bands: int) -> Array:
-    """Upsample one frame by the Pallas kernel: `bands` bands of its rows take the place of frames.
+    """Upsample one frame, (N, 1, H, W, C), by the Pallas kernel, which needs several frames.
 
-    XLA takes 52 s to compile its own convolution of 120 x 180 x 512, and 3 s for this. An odd number of rows
-    is padded with a row of zeros, which the convolution sees below an image anyway.
+    The image is cut into `bands` bands of rows, which overlap and take the place of frames. XLA takes 52 s to
+    compile its own convolution of 120 x 180 x 512, and 3 s for this. An odd number of rows is padded with a
+    row of zeros, which the convolution sees below an image anyway.
     """
     height = x.shape[2]
     even = jnp.pad(kernel_layout(x), [(0, 0), (0, 0), (0, height % 2), (0, 0), (0, 0)])
@@ -257,7 +258,7 @@ def _downsample_shard(
     first_frame_alone: bool,
 ) -> Array:
     """Average pairs of frames if `compress_time`, then convolve with stride 2, on a device's own columns."""
-    if compress_time and x.shape[1] > first_frame_alone:
+    if compress_time and x.shape[1] > first_frame_alone:  # True is 1: a single first frame has no pair
         x = average_pairs(target, x, first_frame_alone=first_frame_alone)
     by_patches = is_image_for_tpu(target, x) and xla.suits_patches(x)
     halve = xla.downsampled_sums_by_patches if by_patches else xla.downsampled_sums

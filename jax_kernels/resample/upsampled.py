@@ -64,6 +64,7 @@ class UpsampleSizes(NamedTuple):
     @property
     def chunk(self) -> int:
         """Columns of a matrix product, about `PRODUCT` rows; the last product of a row may have fewer."""
+        # The fewest products that cover a row of pixels; then columns are shared out evenly, and rounded up.
         chunks = -(-self.columns // (PRODUCT // self.frames))
         return -(-self.columns // (chunks * COLUMNS)) * COLUMNS
 
@@ -74,9 +75,12 @@ class UpsampleSizes(NamedTuple):
 
 
 def _sizes(x: Array | jax.ShapeDtypeStruct, outputs: int, expand_time: bool) -> UpsampleSizes:
-    """Return the sizes that the kernel is compiled for, for frames `x` and so many output channels."""
-    _, taken, _, columns, channels = x.shape
-    return UpsampleSizes(taken, taken * (1 + expand_time), columns, channels, outputs)
+    """Return the sizes that the kernel is compiled for, for frames `x` (N, T, H, W, C).
+
+    `outputs` is the number of output channels. With `expand_time` frames are doubled.
+    """
+    _, frames, _, columns, channels = x.shape
+    return UpsampleSizes(frames, frames * (1 + expand_time), columns, channels, outputs)
 
 
 def is_supported(
@@ -142,7 +146,11 @@ class _Step:
         self.step, self.last = pl.program_id(1), pl.num_programs(1) - 1
 
     def run(self) -> None:
-        """Compute a row's products, and write the results of the row before it."""
+        """Compute the products of a row of pixels, and write the two rows of results of the row above it.
+
+        Of the row above, "even" has the complete upper results and "odd" the lower ones, which still lack the
+        products of this row; "above" is what it adds to the upper results of this row, plus the bias.
+        """
         refs = self.refs
 
         @pl.when(self.step == 0)

@@ -127,7 +127,11 @@ def check_spatial_norm(
     num_groups: int,
     first_frame_alone: bool,
 ) -> None:
-    """Raise `ValueError` for arrays that `spatial_norm` does not take."""
+    """Raise `ValueError` for arrays that `spatial_norm` does not take.
+
+    `zq` are the latents. `kernel_y`, `bias_y` are the 1x1x1 convolution of the latents by which the normed
+    activations are multiplied; `kernel_b`, `bias_b` are the one that is added.
+    """
     channels, latent_channels = x.shape[-1], zq.shape[-1]
     check_groups("spatial_norm", channels, num_groups, weight=weight, bias=bias, bias_y=bias_y, bias_b=bias_b)
     xla.check_sizes(zq, x.shape, first_frame_alone=first_frame_alone)

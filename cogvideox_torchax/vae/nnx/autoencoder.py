@@ -356,7 +356,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
     def _whole(self, direction: Direction, x: jax.Array, **options: bool) -> jax.Array:
         """Return the results of all chunks of `x`, joined; with slicing each video runs alone.
 
-        `options` are `_stream`'s.
+        `options` are `frame_by_frame` and `as_uint8`, as `run_chunks` takes them.
         """
         batches = [x] if not self.use_slicing or x.shape[0] == 1 else [video[None] for video in x]
         results = [
@@ -369,7 +369,8 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
     ) -> Iterator[jax.Array]:
         """Check an input and return an iterator over its chunks' results.
 
-        With `frame_by_frame` each chunk is one latent frame. `options` are further ones of `run_chunks`.
+        With `frame_by_frame` each chunk is one latent frame. The only further option is `as_uint8`, whether
+        decoded frames are bytes.
         """
         self._check(direction, x)
         plan = chunks.plan(x.shape[1], 1) if frame_by_frame else direction.chunks(self, x.shape[1])

@@ -216,6 +216,7 @@ class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
         cache = conv_cache or {}
         new_cache: Cache = {}
         shortcut = inputs if self.in_channels == self.out_channels else self.conv_shortcut(inputs)
+        # The first convolution's kernel also returns the moments of its result, which the second norm needs.
         hidden, new_cache["conv1"], column_moments = self._normed_conv(
             self.norm1, self.conv1, inputs, zq, cache.get("conv1")
         )
