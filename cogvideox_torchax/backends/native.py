@@ -39,7 +39,7 @@ class Torch(Backend):
         )
 
     def recorder(self, direction: Direction, wanted: Callable[[str], Any]) -> Recorder:
-        # A network whose result is its layers' outputs, by name.
+        # `RecordedLayers` is a network whose result is its layers' outputs, by name.
         return runtime.with_kept_cache(RecordedLayers(chunk_network(self.vae, direction), wanted))
 
 

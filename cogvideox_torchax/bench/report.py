@@ -256,7 +256,7 @@ def _draw_bars(succeeded: list[dict[str, Any]], path: Path) -> Path:
 
 
 def _draw_lines(lines: dict[str, list[tuple[int, float]]], axis: str, path: Path) -> Path:
-    """Draw a line for each job and way; return the file.
+    """Draw the measured seconds over the frames or pixels of a video; return the picture's path.
 
     Args:
         lines: by the line's label, its points: (frames or pixels, seconds).

@@ -93,6 +93,7 @@ class Task:
         """PyTorch's device for a way that runs in PyTorch, "cpu" for a reference; None for a way on JAX."""
         if self.backend not in ("torch", "torch-compile"):
             return None
+        # A reference, the result that others are compared with, has no way (`ladder.WAYS`).
         return "cuda" if self.way and torch.cuda.is_available() else "cpu"
 
     @property
@@ -146,9 +147,9 @@ def _backend(task: Task, size: Size, *directions: Direction) -> tuple[Any, list[
 
 
 def _chunks(task: Task, size: Size) -> Run:
-    """Load a VAE; a run encodes or decodes a video, and gives a result for each chunk.
+    """Load a VAE; return a run, which encodes or decodes a video and yields (name, result) of each chunk.
 
-    The first chunk is the part "first"; all later chunks are named "later".
+    The name is "first" for the first chunk, "later" for every later one.
     """
     backend, (x,) = _backend(task, size, task.direction)
     names = "first", *["later"] * size.frames  # more than there are chunks: `zip` drops the excess
@@ -192,6 +193,7 @@ class Stock(nn.Module):
         self.model = model
 
     def forward(self, tensors: dict[str, Any], cache: None) -> tuple[torch.Tensor, None]:
+        """Return (the model's result for inputs by name, no cache): the form that a program compiles."""
         return self.model(**tensors, return_dict=False)[0], cache
 
 
@@ -224,7 +226,7 @@ def _network(task: Task, size: Size) -> Run:
     "torchax", as diffusers' own for "torchax-stock". On JAX a published network gets random JAX arrays as
     its weights.
     """
-    model, described = _untrained(task, size)
+    model, described = _untrained(task, size)  # diffusers' network; (shape, dtype) of each input by name
     if task.backend == "torchax":
         port_network(model)
         if task.dp or task.tp:

@@ -141,7 +141,7 @@ def check(args: argparse.Namespace) -> None:
         if args.network not in networks and getattr(args, name) not in (None, False, BACKEND):
             raise ValueError(f"--{name.replace('_', '-')} does not go with --network {args.network}")
     if args.cache:
-        config_of(args.cache, steps=50, guided=not args.no_guidance)  # raises for a cache that is none
+        config_of(args.cache, steps=50, guided=not args.no_guidance)  # raises for an unknown cache
     has_skips, is_first_block = args.skips is not None, (args.cache or "").startswith("first-block")
     faults = {
         f"--topology {args.topology} does not go with --platform cpu: leave one out": (

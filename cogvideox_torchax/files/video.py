@@ -231,7 +231,7 @@ class Orientation(NamedTuple):
 
     def pixels(self, pixels: np.ndarray) -> np.ndarray:
         """Return stored pixels (H, W, 3) set upright."""
-        if not any(self):
+        if not any(self):  # its three flags: swapped, upward, leftward
             return pixels
         pixels = pixels.swapaxes(0, 1) if self.swapped else pixels
         return np.ascontiguousarray(pixels[:: -1 if self.upward else 1, :: -1 if self.leftward else 1])

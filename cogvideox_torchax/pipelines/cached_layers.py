@@ -82,7 +82,7 @@ class BlockStack(nn.Module):
         """
         joined = encoder_hidden_states is None
         x = (hidden_states,) if joined else (hidden_states, encoder_hidden_states)
-        if self.kept is None:  # a trace for the shapes of what is kept: a residual's is the patches'
+        if self.kept is None:  # a trace that finds the shapes to keep: a residual has the patches' shape
             names = ("head", "tail") if self.form.kind == "first_block" else ("tail",)
             self.kept = dict.fromkeys(names, hidden_states)
         else:
@@ -185,7 +185,13 @@ class ReusedModules:
     seen = None
 
     def __init__(self, form: Form, kept: Any, numbers: dict[str, torch.Tensor]):
-        """Skip the form's modules, but none where `kept` is None: in a trace for the shapes to keep."""
+        """Skip the modules that `form` names; none if `kept` is None.
+
+        Args:
+            form: which modules the step skips, and whose results it keeps.
+            kept: results of earlier steps; None in the trace that finds the shapes of results to keep.
+            numbers: tensors that the program takes as inputs, by name.
+        """
         self.form = form
         self.kept: Any = kept
         self.numbers = numbers
@@ -257,8 +263,9 @@ class TaylorModules(ReusedModules):
         """Return a module's tensors, of `dtype`, by a Taylor series from the last computed step.
 
         `kept` has for each tensor its series' factors: the last result, and differences of rising order.
+        `name`, the module's, is not used.
         """
-        since = self.numbers["since"]
+        since = self.numbers["since"]  # steps since the last computed step
         powers = [(since**order / math.factorial(order)).to(dtype) for order in range(self.form.arrays)]
         return tuple(
             sum(each.to(dtype) * power for each, power in zip(factors, powers, strict=True))

@@ -226,6 +226,7 @@ class MagSteps(StepCache):
         head, *_, tail = state.hooks.values()  # hooks of the first block and of the last
         placeholder = torch.zeros(1, 1, 1)  # the hooks need tensors, but decide without their values
         inputs = {"hidden_states": placeholder, "encoder_hidden_states": placeholder}
+        # A block's result is a pair, (patches, text).
         computes = computes_module(head, 2 * (placeholder,), **inputs)
         if not head.config.calibrate:  # else `_record` counts the step, once its ratio is measured
             computes_module(tail, 2 * (placeholder,), **inputs)  # the last block's hook counts the step
@@ -255,10 +256,11 @@ class TaylorSteps(StepCache):
     """TaylorSeer: results are extrapolated from earlier steps."""
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        """Return the form of the step's program, which runs all modules or none, and the program's numbers.
+        """Return the form of the step's program, and the numbers that the program takes.
 
-        The hooks decide whether it runs them. The numbers are the steps `since` the last computed step, and
-        how many arrays of a tensor are `known` by then: the result, its first difference, and so on.
+        diffusers' hooks decide whether the step computes all hooked modules or skips them all. The numbers
+        are "since", the steps since the last computed step, and "known", how many arrays of each tensor are
+        kept by then: the result, its first difference, and so on.
         """
         hook_states = {name: hook.state_manager.get_state() for name, hook in state.hooks.items()}
         # diffusers keeps no result of an inactive module: zeros replace it.

@@ -287,9 +287,9 @@ class CogVideoXTransformer3DModel(CompiledNetwork, DiffusersTransformer):
             self.take_cache()
 
     def disable_cache(self) -> None:
-        """Disable the cache as diffusers does."""
+        """Disable the cache as diffusers does, and drop the cache on JAX."""
         super().disable_cache()
-        vars(self).pop("step_cache", None)  # the class's None is left
+        vars(self).pop("step_cache", None)  # `self.step_cache` is then the class's attribute, None
 
     def take_cache(self, *, warn: bool = True) -> None:
         """Take the hooks of diffusers' cache, if there are any, off the modules, into `step_cache`.

@@ -343,7 +343,8 @@ def _extended(
     if chip is None:
         return NetworkPlan(name, program, layers, None)
     kernel_seconds, attention = program.shares.get(KERNEL, 0.0), program.kernel_times.get("attention")
-    by_schedule = attention is None or attention.by_bytes == 0  # `by_bytes`: kernels of unknown schedule
+    # `by_bytes` is the number of attention kernels whose schedule is missing.
+    by_schedule = attention is None or attention.by_bytes == 0
     seconds = kernel_seconds if by_schedule else max(kernel_seconds, attention_flops / chip.flops)
     return NetworkPlan(name, program, layers, seconds, by_schedule)
 

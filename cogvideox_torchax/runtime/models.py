@@ -61,7 +61,7 @@ class PicklesAsStock(CopiesWithoutPrograms):
         return self._state()
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
-        """Return how to unpickle it: a blank object of the stock class, and its attributes."""
+        """Return (function, arguments, state) for pickle: make an empty stock object, set its attributes."""
         stock = type(self).__bases__[-1]  # pickle could not import the class that `port` made
         return object.__new__, (stock,), self.__getstate__()
 

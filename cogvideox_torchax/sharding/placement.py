@@ -132,9 +132,9 @@ class Placement(MeshPlace):
         return [(0, -size % (n * unit)) for size, n, unit in zip(shape, parts, units, strict=True)]
 
     def result_without_padding(self, x: jax.Array, split: Split = WHOLE) -> jax.Array:
-        """Return a result without the padding columns, sharded by `result_spec`; inside a program.
+        """Return a result without the padding columns, sharded by `result_spec`; for traced code.
 
-        `split` is the ratio of the frame's columns to all; by default there is no padding.
+        `split` has the ratio of the frame's own columns to all columns; by default there is no padding.
 
         The padded result is constrained to a split by width first. Otherwise XLA would propagate a split by
         rows or channels (`result_spec`) back into the layers before it, and gather their inputs.
@@ -213,6 +213,7 @@ class Placement(MeshPlace):
         return PaddedChunk(spread(array, sharding), shape)
 
     def struct(self, shape: tuple[int, ...], dtype: Any) -> PaddedChunk:
+        """Return the result of `put` for an input of this shape, with a sharded struct as its array."""
         padded = tuple(size + after for size, (_, after) in zip(shape, self.padding(shape), strict=True))
         return PaddedChunk(jax.ShapeDtypeStruct(padded, dtype, sharding=self.sharding(shape)), shape)
 

@@ -228,7 +228,7 @@ def read(part: Part, framing: video.Framing, end: int) -> np.ndarray:
 
 
 def _picture(part: Part, needed: int, size: int) -> tuple[np.ndarray, ...]:
-    """Read a picture in each of its sizes of `LEVELS`, uint8 (1, H, W, C).
+    """Read a picture in each size that crops are cut from (`_sizes`), uint8 (1, H, W, C).
 
     Args:
         part: the picture.

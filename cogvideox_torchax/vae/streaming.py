@@ -211,9 +211,9 @@ class ChunkedVAE:
     def _tile_plan(
         self, direction: Direction, size: torch.Size, *, always: bool = False
     ) -> tiling.TilePlan | None:
-        """Return the tiles of frames of this (rows, columns), by diffusers' attributes of the model.
+        """Return the tiles of frames of `size` (rows, columns), by diffusers' attributes of the model.
 
-        The result is None if one tile is enough, or tiling is off; with `always` it is a plan even then.
+        Without `always` the result is None if tiling is off or one tile is enough.
         """
         if not always and not self.use_tiling:
             return None
@@ -247,7 +247,7 @@ class ChunkedVAE:
         check_finite(direction, runtime.first_nonfinite(x), NCTHW, first_frame=first_frame)
 
     def _check_place(self, name: str, x: torch.Tensor, follow_weights: bool) -> None:
-        """Raise `ValueError` for a tensor in PyTorch or on JAX where the model does not take it; here none.
+        """Raise `ValueError` for a tensor on JAX or in PyTorch that the weights do not take; here do nothing.
 
         `name` is "video" or "latents"; `follow_weights` is as in `_check`.
         """

@@ -64,7 +64,7 @@ def tile_rows(dtype: jnp.dtype) -> int:
 
 
 def tiled_sublanes(frames: int, dtype: jnp.dtype) -> int:
-    """Return the sublanes of whole tiles that hold so many frames."""
+    """Return the sublanes (rows) of the whole tiles that hold `frames` rows."""
     return pl.cdiv(frames, tile_rows(dtype)) * tile_rows(dtype)
 
 

@@ -367,9 +367,9 @@ def _gelu_inner(x: jax.Array) -> jax.Array:
 def _gelu_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Return `_gelu(x)` and its tangent.
 
-    JAX's own derivative of the quotient would be inf / inf where the exponential overflows.
+    `_gelu` divides by 1 + exp(-2 z): JAX's own derivative would be inf / inf where the exponential overflows.
     """
     (x,), (tangent,) = primals, tangents
     share = jax.nn.sigmoid(2 * _gelu_inner(x))  # GELU is x * share
-    slope = 2 * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x**2)  # the derivative of 2 z
+    slope = 2 * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x**2)  # derivative of 2 * _gelu_inner(x), 2 z
     return _gelu(x), tangent * share * (1 + x * (1 - share) * slope)

@@ -122,7 +122,7 @@ class DirectStep(ConvStep):
     def _end_right(self) -> None:
         """Add what the column right of the strip contributes to the sums of the strip's last column."""
         frames, refs = self.sizes.frames, self.refs
-        # The memory of sums begins a chunk left of the strip.
+        # The memory of sums begins a chunk left of the strip. A part is 128 result channels.
         last = self._rows(self._last_column(), 1, frames, before=self.sizes.chunk)
         for row, part in itertools.product(range(ROWS), range(self.result_parts)):
             sums = refs["sums"].at[row, part]
@@ -190,9 +190,10 @@ class DirectStep(ConvStep):
         return pltpu.bitcast(words, jnp.bfloat16)
 
     def _move(self, column: Any, count: int) -> None:
-        """Move `count` columns of the block modulated last step from the stage into the ring.
+        """Move `count` columns, from `column` on, of the block that the last step modulated.
 
-        They replace columns of the block above the block of results, which the products have loaded already.
+        They go from the stage into the ring, the two blocks that products load. There they replace columns of
+        the older block, above the block of results, which the products have loaded already.
         """
         to = self._rows(column, count, self.sizes.words)
         at = self._rows(column, count, self.sizes.words, before=self.sizes.chunk)

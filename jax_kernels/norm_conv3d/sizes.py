@@ -208,7 +208,7 @@ def is_supported(
 
     It supports two, four or eight frames of bfloat16, or a video's first frame. They must not be small, and
     must have an even number of rows. Input channels must be whole tiles, output channels too if they are more
-    than one tile. At most `MOST_STRIPS` strips must fit into VMEM.
+    than one tile. VMEM must hold a frame, or a strip of a frame that is cut into at most `MOST_STRIPS`.
 
     Args:
         x: frames; only their shape and dtype are read, and the kernel's shape.
@@ -240,7 +240,8 @@ def is_supported(
     )
     sizes = sizes_of(x, grid_rows, registers, outputs, residual)
     return (
-        # The two rows of a block have the same coefficients or one row each; a unit has whole cells.
+        # The two rows of a block have the same coefficients or one row each. A unit has whole cells: a cell
+        # is the columns that share coefficients.
         (sizes.cell_rows == 1 or sizes.cell_rows % ROWS == 0)
         and (grid_columns == 1 or sizes.unit % sizes.cell == 0)
         and _vmem_bytes(sizes, residual) <= vmem_limit()
@@ -320,10 +321,11 @@ def _cut_into_strips(sizes: ConvSizes, residual: bool) -> ConvSizes:
 
 
 def _chunk(sizes: ConvSizes) -> int:
-    """Return the columns of a chunk.
+    """Return the number of columns of a chunk, which one matrix product covers.
 
-    In direct convolution they are `UNITS` units. In Winograd's, of a range of numbers, which keep the matrix
-    unit busy and whose sums fit into registers, the one that pads a row least; of equal ones the largest.
+    In direct convolution it is `UNITS` units of `UNIT` pixels times frames. In Winograd's it is chosen from a
+    range that keeps the matrix unit busy and whose sums fit into registers: the number that pads a row least,
+    and of equally good numbers the largest.
     """
     if not sizes.tile:
         return UNIT * UNITS // sizes.frames

@@ -148,13 +148,13 @@ class ConvStep(ABC):
         """
 
     def _modulate_block(self) -> None:
-        """Modulate a block of rows and move the block before it, without products.
+        """Modulate (norm and activate) a block, two rows; move the block before it to where products load.
 
-        The first `LAG` steps of a strip have no results.
+        The first `LAG` steps of a strip do only this: they have no results, and so no products.
         """
 
         def modulate_unit(index: Array, carry: None) -> None:
-            """Move the columns of one unit to where products load, and modulate the next block's."""
+            """Move a unit's columns of the block before, then modulate the same columns of this block."""
             column = index * self.sizes.unit
             self._move(column, self.sizes.unit)
             self._modulate(column)
@@ -162,11 +162,14 @@ class ConvStep(ABC):
         jax.lax.fori_loop(0, self.sizes.width // self.sizes.unit, modulate_unit, None)
 
     def _modulate(self, column: Any, unit: int = 0, after: Array | None = None) -> None:
-        """Modulate the columns of a unit, from `column` on, and store them in the stage.
+        """Modulate (norm and activate) the columns of a unit, and store them in the stage.
 
-        `unit` is the index of the memory for the unit's last two frames, which become the next cache. The
-        work waits for `after`, the sums of a product, if given, so that it overlaps with the next product. A
-        negative `column` is left of the frame: column 0 is modulated in its place.
+        The stage is memory from which the next step moves them to where products load.
+
+        Args:
+            column: the unit's first column. If it is negative, left of the frame, column 0 is read instead.
+            unit: index of the memory for the unit's last two frames, which become the next cache.
+            after: sums of a product, which the work waits for, so that it overlaps with the next product.
         """
         sizes, refs = self.sizes, self.refs
         past_at = self._rows(_at_least_zero(column), sizes.unit, 2 * sizes.parts)  # in the caches
@@ -256,9 +259,10 @@ class ConvStep(ABC):
             )
 
     def _rows_in_frame(self, column: Any, count: int) -> Array:
-        """Return a mask of `count` columns, a row for each frame of a pixel: false in padding columns.
+        """Return a mask of `count` columns from `column` on, which is false in padding columns.
 
-        "true_width" is the number of the frame's columns without padding.
+        Each column has a row of the mask for each input frame. "true_width" is the number of the frame's
+        columns without padding.
         """
         row = jax.lax.broadcasted_iota(jnp.int32, (count * self.sizes.input_frames, tiles.LANES), 0)
         true_width = self.refs["true_width"][0] - self.strip * self.sizes.width

@@ -73,12 +73,17 @@ def to_registers(z: Shaped[Array, "N t h w Z"], frames: int, columns: int) -> Sh
 def _over_pixels(
     coefficients: Float[Array, "N h v S C"], x: Float[Array, "N T H W C"]
 ) -> Float[Array, "N T H W C"]:
-    """Return a coefficient for each pixel of `x`, from coefficients in registers (`to_registers`)."""
+    """Return a coefficient for each pixel of `x`, from coefficients in registers (`to_registers`).
+
+    `coefficients` has h rows, each for H / h rows of pixels, of v registers, each of S sublanes: a sublane
+    for each frame of a pixel, pixels one after the other.
+    """
     frames, height, columns, channels = x.shape[1:]
     videos, rows, registers = coefficients.shape[:3]
+    # The pixels that a register holds, and the columns that it covers: more if they share one value.
     register_pixels, cell = SUBLANES // frames, columns_of_register(columns, frames, registers)
     pixels = coefficients.reshape(videos, rows, registers * register_pixels, frames, channels)
-    if cell != register_pixels:  # a register holds the same for all pixels that it covers
+    if cell != register_pixels:  # all of a register's pixels are equal: the first one is repeated
         pixels = repeat_nearest(pixels[:, :, ::register_pixels], {2: cell})
     pixels = repeat_nearest(pixels[:, :, :columns], {1: height // rows})
     return pixels.transpose(0, 3, 1, 2, 4)
@@ -100,7 +105,12 @@ def _xla_form(
     edges: tuple[Array, Array] | None = None,
     true_width: Array | None = None,
 ) -> Any:
-    """Compute `_by_kernel` in XLA, with the same arguments and results: the derivatives are taken from it."""
+    """Compute in XLA what the kernel computes, for the derivatives; arguments and results as of `_by_kernel`.
+
+    The convolution is of `silu(x * multiplier + offset)`. `edges` are sums to add to the first and the last
+    column of each strip; columns from `true_width` on are padding and get zeros. Results are the frames, the
+    next cache, and (mean, M2) of each column of the frames.
+    """
     hidden = activated(x, _over_pixels(multiplier, x), _over_pixels(offset, x))
     if cache is None:  # at the start of a video its first frame is repeated
         cache = jnp.concatenate([hidden[:, :1]] * 2, axis=1)
@@ -311,9 +321,10 @@ def _results(
 
 
 def _modulated_block(sizes: ConvSizes, step: Array) -> Array:
-    """Return the index of the two rows that a step modulates.
+    """Return the index of the block (two rows) that a grid step modulates: norms and activates.
 
-    The last `LAG` steps only finish results: their index stays at the last rows, so that nothing is fetched.
+    Results of a block are finished `LAG` steps later. The last `LAG` steps only finish results: their index
+    stays at the last block, so that nothing is fetched.
     """
     return jax.lax.min(step, sizes.blocks - 1)
 

@@ -74,10 +74,11 @@ class WinogradStep(ConvStep):
         self.moved = self.rows[ROWS + 1], ("lower", jax.lax.rem(step + 2, 3))
 
     def _padding(self) -> dict[str, list[Any]]:
-        """Return references to the memory of the padding, by its place (`ConvStep._padding`).
+        """Return references to the memory of the convolution's padding, by its place.
 
-        Beside a strip it is `MARGIN` columns wide.
+        Beside a strip the padding is `MARGIN` columns wide.
         """
+        # `self.rows` has (memory's name, slot) of each input row; the first is above the block of results.
         refs, ((above, slot), *_) = self.refs, self.rows
         sides = itertools.product(("stage", "upper", "lower"), (0, MARGIN + self.sizes.width))
         return {
@@ -225,8 +226,15 @@ class WinogradStep(ConvStep):
     ) -> Array:
         """Store the transform of a unit's activated frames, and of the two frames before them, in the stage.
 
-        A word is two bfloat16 frames of a pixel and channel. Arguments and result are those of
-        `ConvStep._store_activated`: `before(first)` returns the words of the two frames before `x`.
+        A word is two bfloat16 frames of a pixel and channel. The result is the words of the last two frames.
+
+        Args:
+            row, part: the row of the block, and the index of 128 channels.
+            unit: index of the memory for the unit.
+            column: the unit's first column.
+            x: the activated frames, a row for each frame of a pixel.
+            before: `before(first)` returns the words of the two frames before `x`. Without a cache it repeats
+                the first frame, from the words of the first two frames that `first()` returns.
         """
         sizes = self.sizes
         pixels = self.refs["pixels"].at[unit, row, part]

@@ -181,7 +181,9 @@ class _Step:
             )
             for row in range(TAPS):
                 refs["left"][row] = by_left_tap[row][: sizes.frames]
-            right = [products[sizes.frames :] for products in by_right_tap]
+            right = [
+                products[sizes.frames :] for products in by_right_tap
+            ]  # for the last chunk's last column
         else:
             refs["left"][...] = jnp.zeros(refs["left"].shape, jnp.float32)
             right = [jnp.zeros((sizes.frames, sizes.outputs), jnp.float32)] * TAPS
@@ -247,7 +249,10 @@ class _Step:
         return jnp.concatenate(pixels, axis=1).reshape(-1, outputs)
 
     def _rounded(self, sums: Array, column: Any) -> Array:
-        """Round results in a row, from those of pixel `column` on, with zeros in padding columns."""
+        """Round a row's sums to bfloat16, with zeros in padding columns.
+
+        `sums` begin with the two results of the input's column `column`; a result has a row for each frame.
+        """
         if "true_width" in self.refs:
             row = jax.lax.broadcasted_iota(jnp.int32, sums.shape, 0)
             sums = jnp.where(row < (self.refs["true_width"][0] - 2 * column) * self.sizes.frames, sums, 0.0)
@@ -289,7 +294,15 @@ def _by_kernel(
     true_width: Array | None,
     expand_time: bool,
 ) -> Array:
-    """Run the Pallas kernel, a row of pixels a grid step, with the arguments of `upsampled`."""
+    """Run the Pallas kernel, which reads a row of pixels a grid step and returns what `_xla_form` does.
+
+    Args:
+        x: frames (N, T, H, W, I).
+        kernel, bias: the convolution's, (3, 3, I, O) and (O,).
+        beside: the neighbours' columns (left, right) of a shard; None for zeros.
+        true_width: columns of the result from this one on are padding and get zeros; None without padding.
+        expand_time: whether frames are doubled too.
+    """
     sizes = _sizes(x, kernel.shape[-1], expand_time)
     videos, _, height, *_ = x.shape
     weights, bias = kernel.reshape(-1, *kernel.shape[2:]), bias.astype(jnp.float32)[None]
@@ -312,7 +325,7 @@ def _by_kernel(
     names = [*operands, "y", *scratch]
     y = pl.pallas_call(
         lambda *refs: _Step(sizes, dict(zip(names, refs, strict=True))).run(),
-        grid=(videos, height + 1),
+        grid=(videos, height + 1),  # a row's two rows of results are written by the next step
         in_specs=[spec for _, spec in operands.values()],
         out_specs=pl.BlockSpec(
             (1, 2, sizes.row, sizes.outputs), lambda video, step: (video, jax.lax.max(step - 1, 0), 0, 0)
@@ -353,7 +366,15 @@ def _xla_form(
     true_width: Array | None,
     expand_time: bool,
 ) -> Array:
-    """Compute in XLA what `_by_kernel` computes, for the derivatives; arguments as `upsampled` takes them."""
+    """Compute in XLA what `_by_kernel` computes, for the derivatives.
+
+    Args:
+        x: frames (N, T, H, W, I).
+        kernel, bias: the convolution's, (3, 3, I, O) and (O,).
+        beside: the neighbours' columns (left, right) of a shard; None for zeros.
+        true_width: columns of the result from this one on are padding and get zeros; None without padding.
+        expand_time: whether frames are doubled too.
+    """
     sums = conv_frames(xla.double_pixels(x), kernel, padding=((1, 1), (1, 1)))
     if beside is not None:
         left, right = (
