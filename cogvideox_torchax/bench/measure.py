@@ -139,6 +139,7 @@ def _once(run: Run) -> tuple[dict[str, dict[str, Any]], list[Any]]:
         `WHOLE`: "start_s" is the wall time, "lower_s" and "compile_s" the time within it in JAX's compiler.
         Parts of one name are summed. The results are a list, one for each part.
     """
+    # `clock.take` returns the seconds in JAX's compiler since it was last called.
     clock, seconds, results = _clock(), dict[str, Counter[str]](), []
     start = time.perf_counter()
     for name, result in run():

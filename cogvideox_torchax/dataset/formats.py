@@ -57,10 +57,10 @@ Entry = tuple[str, Callable[[], Latents]]
 
 
 def entries(path: Path) -> list[Entry]:
-    """Return the entries of a shard, or the one entry of a latent file; only ids are read yet.
+    """Return (id, function that reads the latents) of each clip in a shard, or of the one in a latent file.
 
     Raises:
-        LatentsError: a file that is truncated, or no shard; an entry's function may raise it, too.
+        LatentsError: a file that is truncated, or no shard; a returned function may raise it, too.
         ImportError: pyarrow is not installed.
     """
     # By suffix, the function that lists a file's entries.

@@ -125,7 +125,7 @@ def config_of(name: str, file: str) -> dict[str, Any]:
 
 
 def _kind(name: str, class_name: str, image: bool, clip: bool) -> str:
-    """Return the kind, a key of `CLASSES`, that a pipeline is used as.
+    """Return what conditions the video: `TEXT`, `IMAGE`, `VIDEO` or `CONTROL` (a key of `CLASSES`).
 
     Args:
         name: the pipeline's directory or hub id.
@@ -137,7 +137,8 @@ def _kind(name: str, class_name: str, image: bool, clip: bool) -> str:
     """
     if class_name not in CLASSES.values():
         raise RequestError(f"{name} is a {class_name}: it takes one of {', '.join(CLASSES.values())}")
-    # Pipelines for text and for video have the same parts: their index may name either, the clip decides.
+    # Pipelines for text and for video have the same parts. So the index may name either class, and whether
+    # there is an input video decides.
     conditioned = {CLASSES[IMAGE]: IMAGE, CLASSES[CONTROL]: CONTROL}
     kind = conditioned.get(class_name, VIDEO if clip else TEXT)
     if (kind == IMAGE) != image or (kind == CONTROL and not clip):

@@ -137,7 +137,10 @@ def _load_network(
     Args:
         directory: directory of the network's files.
         part: "transformer" or "text_encoder".
-        dtype, variant, mesh, parallel: as `load_pipeline` takes them.
+        dtype: dtype of the weights.
+        variant: variant of the weight files, such as "fp16", or None.
+        mesh: the mesh to split the work over; None for one device.
+        parallel: the use of the mesh's axis "tp", "context" or "tensor"; None chooses.
     """
     files = weight_files(directory, variant, stem=STEMS[part])
     network = port_network(runtime.without_torchax(_network_without_weights, directory, part, dtype))

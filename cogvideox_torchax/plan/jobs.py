@@ -113,9 +113,10 @@ def chunk_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any, backend: str =
     """Yield a job's program of the first chunk and, if it has later chunks, their program.
 
     Args:
-        vae: as `plan_programs` takes it; placed on a mesh of more than one device.
-        job, backend: as `plan_programs` takes them.
+        vae: a ported VAE, with or without weights; it is placed on a mesh of more than one device.
+        job: the video, its tiles and the direction.
         mesh: of `make_mesh`, of the devices to compile for.
+        backend: name of the backend whose programs are compiled.
     """
     if mesh.size > 1:
         vae.place_on(mesh)

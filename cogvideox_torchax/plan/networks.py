@@ -266,7 +266,7 @@ def cached_program(
     Args:
         network: a ported transformer without weights; the cache is enabled on it.
         tensors: inputs of a step without a cache, of `step_tensors`.
-        cache: as `plan_step` takes it.
+        cache: name of the step cache, as the command line takes it.
         batch: number of videos: 2 with guidance, else 1.
         step: the step's number in a run.
     """

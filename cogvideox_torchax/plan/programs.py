@@ -271,7 +271,7 @@ def kernel_times(
     Args:
         found: the program's instructions.
         chip: the chip whose peaks apply.
-        schedules: as `read_program` takes them.
+        schedules: compiled schedules by kernels' names; a kernel without one counts by bytes alone.
     """
     times = times_run(found)
     total: dict[str, KernelTime] = {}

@@ -42,9 +42,11 @@ def plan_train_step(
     compiled; `training_table` counts its memory. A batch has one video for each device of "dp".
 
     Args:
-        vae: of `weightless_vae`; it is set to train with gradient checkpointing.
+        vae: a ported VAE without weights; it is set to train with gradient checkpointing.
         job: the video; its `direction` is not read.
-        devices, chip, dp, tp: as `plan_programs` takes them.
+        devices: devices of a topology, or of this machine.
+        chip: the chip whose peaks give the times; None for no times.
+        dp, tp: sizes of the mesh, whose axis "dp" splits the batch and "tp" the width.
 
     Raises:
         SizeError: a size that the model cannot take.
@@ -58,7 +60,8 @@ def gradient_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any) -> Iterator
     """Yield the program of each direction's gradients.
 
     Args:
-        vae, job: as `plan_train_step` takes them; `vae` is placed on a mesh of more than one device.
+        vae: a VAE without weights; it is set to train, and placed on a mesh of more than one device.
+        job: the video; its `direction` is not read.
         mesh: of `make_mesh`, of the devices to compile for.
     """
     runtime.enable()

@@ -48,7 +48,7 @@ class TrainingSettings:
             # Of the two only the weight may be 0.
             if not (is_number and 0 <= value < math.inf and (value or name == "mean_color_weight")):
                 raise ValueError(f"got {name} = {value!r}: give {wanted}")
-        if self.whole:
+        if self.whole:  # (height, width) of whole frames, for some of the batches
             check_sides("whole frames", *self.whole, multiple=16)
 
     @classmethod

@@ -154,9 +154,17 @@ def _by_kernel(
     scale: float,
     eps: float,
 ) -> Array:
-    """Run the Pallas kernel over blocks of positions, with the arguments of `qk_norm_rope_on`.
+    """Run the Pallas kernel over blocks of positions; return (N, heads, C / heads, S).
 
     Channels are in the rows of the result, so vectors are passed as columns and tables transposed.
+
+    Args:
+        x: the projection (N, S, C).
+        norm: (weight, bias) of the norm of each head, or () for no norm.
+        tables: (cos, signed sin) of the rotation, or () for none.
+        heads: number of heads.
+        scale: factor of the result.
+        eps: added to the norm's variance.
     """
     videos, positions, width = x.shape
     channels = width // heads

@@ -127,7 +127,8 @@ def per_channel(stat_NG: Float[Array, "N G"], channels: int) -> Float[Array, "N 
 def check_groups(kernel: str, channels: int, num_groups: int, **vectors: Any) -> None:
     """Raise `ValueError` unless the number of groups divides the channels, and vectors fit the channels.
 
-    Arguments are those of `check_channels`, and the number of groups.
+    `kernel` is the name of the function that checks its arguments. `vectors` are weights and biases, or None,
+    each by the name of its argument.
     """
     if num_groups < 1 or channels % num_groups:
         raise ValueError(

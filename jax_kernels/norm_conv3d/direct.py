@@ -212,11 +212,21 @@ class DirectStep(ConvStep):
         x: Array,
         before: Callable[[Callable[[], Array]], Array],
     ) -> Array:
-        """Store a unit's activated frames in the stage, once for each tap of time.
+        """Store activated frames of a few columns (a unit) in the stage, once for each tap of time.
 
-        A word is two bfloat16 frames of a pixel and channel. Arguments and result are those of
-        `ConvStep._store_activated`: `before(first)` returns the words of the two frames before `x`. A
-        negative `column` is left of the frame: what is stored there is never read.
+        A word is two bfloat16 frames of a pixel and channel.
+
+        Args:
+            row, part: index of the row in the block of two rows, and of the 128 channels.
+            unit: not needed here.
+            column: the unit's first column. A negative one is left of the frame: what is stored there is
+                never read.
+            x: the activated frames, a row for each frame of a pixel.
+            before: `before(first)` returns the words of the two frames before `x`, from the words of the
+                first two frames of `x`, which `first()` returns.
+
+        Returns:
+            The words of the last two frames of each pixel.
         """
         sizes, words = self.sizes, self.sizes.words
         to = self._rows(column, sizes.unit, words, before=sizes.chunk)

@@ -146,7 +146,9 @@ def direct_products(channels: int, outputs: int) -> list[Product]:
 
     With 128 output channels a product gives two results, to fill the width of a matrix unit. The results of
     column tap 0 come first: they set the sums, to which the results of other column taps are added.
-    `Product` numbers the rows.
+
+    An input is (row, time tap), with rows 0 to 3: the row above the block, its two rows, the row below it. A
+    result is (row of the block, column tap).
 
     Args:
         channels: input channels.

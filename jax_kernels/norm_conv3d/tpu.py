@@ -232,7 +232,7 @@ def _operands(
     `multiplier` and `offset`, are the norm of each channel; a cell is the pixels that share them.
     """
     cells = -(-sizes.width // sizes.cell)  # in the row of a strip (columns computed together)
-    row = sizes.width * sizes.input_frames
+    row = sizes.width * sizes.input_frames  # the frames of all pixels in it
     rows = ROWS if sizes.cell_rows == 1 else 1  # rows of coefficients for a block's two rows of pixels
 
     def in_tiles(part: Array) -> Array:

@@ -56,8 +56,12 @@ class WinogradStep(ConvStep):
         """Choose the slots of memory that this step's products load, and those that its moves store to.
 
         `rows` has (name of the memory, slot) of each of the four input rows, from the row above the block of
-        results to the row below it. `moved` has the same of the two rows that are moved from the stage. The
-        arguments are those of `ConvStep`.
+        results to the row below it. `moved` has (name, slot) of the two rows that are moved from the stage.
+
+        Args:
+            sizes: the sizes that the kernel is compiled for.
+            weights: references to the matrices of each product.
+            refs: references to operands, results and scratch memory, by name.
         """
         super().__init__(sizes, weights, refs)
         self.transform = TRANSFORMS[sizes.tile]

@@ -161,7 +161,7 @@ def _by_xla(
 ) -> Array:
     """Upsample a device's own columns as XLA compiles it: double pixels, convolve, then double frames."""
     rows, columns = (size // 2 for size in kernel.shape[:2])  # of zeros on each side
-    has_pixels_outside = target.on_tpu and x.shape[1] > 1  # of tiles, which hold frames and channels
+    has_pixels_outside = target.on_tpu and x.shape[1] > 1  # a tile then holds frames and channels
     doubled = xla.double_pixels_outside(x) if has_pixels_outside else xla.double_pixels(x)
 
     def convolve(x: Array, kernel: Array, columns: tuple[int, int]) -> Array:
