@@ -24,7 +24,7 @@ class CompileClock:
         import jax.monitoring
 
         self.started = time.perf_counter()
-        self.spans: list[tuple[str, float, float]] = []
+        self.spans: list[tuple[str, float, float]] = []  # (event, start, end) of JAX's work
         self._announce, self._announced = announce, set[str]()
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 

@@ -85,7 +85,7 @@ class Run:
         self._directory = directory
         self._held_out = held_out
         self._settings = settings
-        self._seconds = 0.0
+        self._seconds = 0.0  # of training so far, without validations; `resume` restores it
 
     def begin(self) -> int:
         """Remove a killed training's tables from the directory; return 0, the number of steps done."""

@@ -159,7 +159,7 @@ def _image_by_kernel(target: Target, x: Array, kernel: Array, bias: Array | None
 def _by_xla(
     target: Target, x: Array, kernel: Array, bias: Array | None, *, expand_time: bool, first_frame_alone: bool
 ) -> Array:
-    """Upsample a device's own columns as XLA compiles it: double pixels, convolve, then double frames."""
+    """Upsample a device's own columns by XLA's operations: double pixels, convolve, then double frames."""
     rows, columns = (size // 2 for size in kernel.shape[:2])  # of zeros on each side
     has_pixels_outside = target.on_tpu and x.shape[1] > 1  # a tile then holds frames and channels
     doubled = xla.double_pixels_outside(x) if has_pixels_outside else xla.double_pixels(x)

@@ -75,6 +75,7 @@ class RecordedLayers(nn.Module):
     """
 
     def __init__(self, network: nn.Module, wanted: Callable[[str], Any]):
+        """Take a network of one chunk, and a predicate of a layer's name: whether its output is recorded."""
         super().__init__()
         self.network = network
         self._wanted = wanted
