@@ -198,7 +198,8 @@ def wrap_from_pretrained(around: Callable[..., Any]) -> None:
 def wrap_from_pipe(around: Callable[..., Any]) -> None:
     """Replace diffusers' `from_pipe` by `around(make, cls, pipeline, ...)`.
 
-    `make` is the original, and the rest its arguments; the cache makes each `around` wrap it only once.
+    `make` is the original method, and `cls, pipeline, ...` are its arguments. By the cache a second call with
+    the same `around` does nothing.
     Needs `from_pipe` to be a class method of `DiffusionPipeline` alone.
     """
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
@@ -375,7 +376,7 @@ def put_hooks(model: Any, hooks: list[Hooked]) -> None:
 
 
 def set_context(hook: Any, name: str | None) -> None:
-    """Set the context whose state a hook that is on no module uses, by its name; None for none.
+    """Make a hook that is on no module use the state of the context called `name`; None for no context.
 
     Needs the hook's `state_manager`; a hook that has none, and so one state alone, is left as it is.
     """

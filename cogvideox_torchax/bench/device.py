@@ -127,7 +127,7 @@ class _Bench:
             "switched_off": {},
             "results": [],
         }
-        if before is not None:
+        if before is not None:  # results of two settings do not go into one report
             changed = [name for name in SAME if before.get(name) != self._report[name]]
             if changed:
                 raise ValueError(
@@ -138,9 +138,10 @@ class _Bench:
         return self._report
 
     def measured(self, job: str, way: str) -> dict[str, Any]:
-        """Measure a job in one way of `ladder.WAYS`, at the largest size that fits; return the result.
+        """Measure a job at the largest size that fits; return the result.
 
-        If no size fits, it is the failure at the smallest.
+        `way` is the way to run the job, such as a backend (`ladder.WAYS`). If no size fits, the result is the
+        failure at the smallest size.
         """
         result: dict[str, Any] = {}
         for size in ladder.sizes(job, self._on_cpu):

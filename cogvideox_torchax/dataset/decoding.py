@@ -43,7 +43,10 @@ class VideoDirectory(OutputDirectory):
         *,
         retry: bool = False,
     ):
-        """Take this process's shards; `with` finds what is missing."""
+        """Take this process's files out of all `shards` of latents; `with` finds which videos are missing.
+
+        Without `fps` a video has the rate in its latents; `retry` decodes clips that were bad before again.
+        """
         super().__init__(directory, process_shard)
         self._shards = shards[self.process_shard.index :: self.process_shard.count]
         self._fps, self._retry = fps, retry

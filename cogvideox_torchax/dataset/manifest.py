@@ -129,7 +129,7 @@ class OutputDirectory:
         return self
 
     def _scan(self) -> None:
-        """Fill `missing`, `bad` and `done_before` from the files that are there."""
+        """Fill `missing`, `bad` and `done_before` from the directory's files; each subclass has its own."""
 
     def __exit__(self, *_: object) -> None:
         """Close the manifest, which unlocks it."""

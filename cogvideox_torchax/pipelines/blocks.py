@@ -204,6 +204,7 @@ class LastProjection:
 
     def result(self) -> torch.Tensor:
         """Return the result (N, S, C), computed by the layers one after the other."""
+        # `h` is (N, S, C), or (N, C, S) if `transposed`. The layers get the tokens of all videos on one axis.
         y_SC = (self.h.transpose(1, 2) if self.transposed else self.h).flatten(0, 1)
         for layer in self.layers:
             y_SC = layer(y_SC)

@@ -323,9 +323,9 @@ class FasterCacheModules(ReusedModules):
         return sample
 
     def _estimate(self, name: str, kept: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Return the tensors, of `dtype`, of module `name`, by extrapolation.
+        """Return the result of the module `name`, extrapolated from its last two results, in `dtype`.
 
-        `kept` has for each tensor its last two results (before, now).
+        A result may have several tensors: `kept` has for each tensor its values in the results (before, now).
         """
         weight = self.numbers["weights"][self.form.kept.index(name)].to(dtype)
         return tuple(now + (now - before) * weight for before, now in kept)

@@ -160,7 +160,7 @@ class StepCache:
         return [self._plan_step(state, model, tensors) for _ in steps]
 
     def _new_state(self, name: str | None) -> RunState:
-        """Return the state of a new run, with copies of the hooks; the property `computed` is about it now.
+        """Return the state of a new run, with copies of the hooks; from now on `computed` is about this run.
 
         `name` is the name of the run's context, None for none.
         """
@@ -244,7 +244,11 @@ class BroadcastSteps(StepCache):
     """PyramidAttentionBroadcast: later steps reuse attention's results."""
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        """Return the form that skips the modules whose hooks would reuse a result; there are no numbers."""
+        """Return the form that skips the modules whose hooks would reuse a result; there are no numbers.
+
+        A form names the modules whose results are kept and those that are skipped.
+        """
+        # The hooks only pass a result on, so that any tensor stands for the modules' results.
         skipped = tuple(
             name for name, hook in state.hooks.items() if not computes_module(hook, torch.zeros(1))
         )

@@ -239,9 +239,9 @@ def load_generator(model: Model, dtype: torch.dtype, mesh: Any, *, with_text: bo
     """Load and port a model's pipeline.
 
     Args:
-        model: of `describe`.
+        model: the model, as `describe` returns it.
         dtype: dtype of all weights.
-        mesh: of `make_mesh`, or None.
+        mesh: a mesh of `make_mesh`; None for one device.
         with_text: whether to load the text encoder, which is not needed if the prompt is encoded already.
 
     Raises:
@@ -251,6 +251,7 @@ def load_generator(model: Model, dtype: torch.dtype, mesh: Any, *, with_text: bo
 
     from cogvideox_torchax.pipelines.loading import load_pipeline
 
+    # Components that are None are not loaded.
     without = {} if with_text else {"text_encoder": None, "tokenizer": None}
     try:
         return load_pipeline(

@@ -79,9 +79,9 @@ class TransformerStep(nn.Module):
     def predict(self, tensors: dict[str, Any]) -> torch.Tensor:
         """Return the prediction of a step from its tensors by name (`step_tensors`)."""
         arguments = {**tensors, "attention_kwargs": dict(self.options) or None}
-        if "positions" in arguments:
+        if "positions" in arguments:  # a table of sinusoidal positions, for `patch_embed` alone
             self.model.patch_embed.use_table(arguments.pop("positions"))
-        if self.joined:
+        if self.joined:  # text and patches as one sequence
             return joined_step(self.model, **arguments)
         return DiffusersTransformer.forward(self.model, **arguments, return_dict=False)[0]
 
@@ -108,7 +108,8 @@ class CachedStep(TransformerStep):
 
     def __init__(self, model: Any, attention_kwargs: dict[str, Any] | None, form: caches.Form):
         super().__init__(model, attention_kwargs)
-        self.form = form
+        self.form = form  # the layers that run, and the results that are kept
+        # Whether text and patches are one sequence.
         self.joined = self.joined and cached_layers.takes_sequences(form)
 
     def forward(self, tensors: dict[str, Any], cache: Any) -> tuple[Any, Any]:

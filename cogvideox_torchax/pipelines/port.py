@@ -152,7 +152,7 @@ class PortedPipeline(PicklesAsStock, DiffusionPipeline):
         """
         self.transformer._reset_stateful_cache()  # frees the steps' kept arrays for the decoder
         with runtime.active():
-            # The pipelines name it so; it is the VAE's scaling factor, for videos too.
+            # The pipelines call the VAE's scaling factor `vae_scaling_factor_image`, for videos too.
             z = 1 / self.vae_scaling_factor_image * latents.permute(0, 2, 1, 3, 4)
         return torch.cat(list(self.vae.decode_stream(z)), dim=2)
 

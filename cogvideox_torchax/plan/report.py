@@ -134,7 +134,7 @@ def _read(name: str, frames: int, program: Any, compiled: Any) -> ProgramPlan:
 
     `name` and `frames` go into the plan.
     """
-    plan = read_program(name, frames, compiled, None, 0.0)
+    plan = read_program(name, frames, compiled, chip=None, compile_seconds=0.0)  # no chip: no times
     plan.layers = layers(program, plan.text)
     return plan
 

@@ -431,7 +431,8 @@ def _follow(
     while index < len(events):
         address = events[index]
         branch = branches.get(address)
-        # A branch reads its condition before the bundle's operations write their results.
+        # A branch reads its condition before the bundle's operations write their results. `taken` is None if
+        # the condition is not known.
         taken = _is_taken(branch, state) if branch else False
         execute(address)
         index += 1

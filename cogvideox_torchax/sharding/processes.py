@@ -129,15 +129,15 @@ class Exchange:
         return whole
 
     def fetch_to_first(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a chunk as a plain tensor in the first process, and one of no frames in other processes.
+        """Return a chunk as a plain tensor in the first process, a tensor of no frames in other processes.
 
-        Each process holds a part of the chunk.
+        Each process holds a part of the chunk, and writes it to a file. The first process joins the files.
         """
         array = self._write(tensor)
         if not is_first():
             return runtime.plain_tensor(np.zeros((*array.shape[:2], 0, *array.shape[3:]), array.dtype))
         whole = self._join(array)
-        for process in range(jax.process_count()):
+        for process in range(jax.process_count()):  # no other process reads these files
             self._path(self._chunks, process).unlink()
         return whole
 

@@ -224,6 +224,7 @@ def _sizes(height: int, width: int, needed: int, size: int) -> list[tuple[int, i
 def read(part: Part, framing: video.Framing, end: int) -> np.ndarray:
     """Read the frames of a video from the part's first to `end`, not included, uint8 (T, H, W, C)."""
     frames = enumerate(video.read_frames(part.path, framing, end))
+    # A frame is (1, C, H, W).
     return np.stack([frame[0].permute(1, 2, 0).numpy() for i, frame in frames if i >= part.start])
 
 
@@ -272,6 +273,7 @@ class Sampler:
     """
 
     def __init__(self, sources: Sequence[Source], *, seed: int, cuts: bool = False):
+        """Keep the sources; `cuts` is whether some clips cut to another scene, or hold an event."""
         self._videos = [source for source in sources if source.frames > 1]
         self._pictures = [source for source in sources if source.frames == 1]
         self._seed = seed

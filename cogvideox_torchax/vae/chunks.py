@@ -54,7 +54,10 @@ def decoded_length(latent_frames: int, doublings: int = 2) -> int:
 
 
 def encoded_length(sample_frames: int, halvings: int = 2) -> int:
-    """Return the number of latent frames of an encoded chunk; the first of an odd number is not averaged."""
+    """Return the number of latent frames of an encoded chunk.
+
+    Each of the `halvings` averages frames in pairs; the first of an odd number of frames stays as it is.
+    """
     length = sample_frames
     for _ in range(halvings):
         length = (length + first_frame_is_alone(length)) // 2

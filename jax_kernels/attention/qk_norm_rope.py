@@ -115,7 +115,10 @@ def _check(x: Array, weight: Any, bias: Any, cos: Any, sin: Any, heads: int) -> 
 
 
 def _signed(sin_SD: Array) -> Array:
-    """Return the factor of each channel's partner: -sin for a pair's first channel, sin for its second."""
+    """Return sines with the signs of a rotation: -sin for a pair's first channel, sin for its second.
+
+    A rotated channel is `x * cos + partner * signed sin`, where `partner` is the other channel of its pair.
+    """
     return jnp.where(jax.lax.iota(jnp.int32, sin_SD.shape[1]) % 2 == 0, -sin_SD, sin_SD)
 
 

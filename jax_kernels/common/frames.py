@@ -128,7 +128,7 @@ def frames_first(x_HWNTC: jax.Array) -> jax.Array:
 
 
 def is_large(x_NTHWC: jax.Array) -> bool:
-    """Return whether a layout constraint on such frames helps a TPU; on an image it does not.
+    """Return whether frames are so large that a layout constraint on them helps a TPU; an image never is.
 
     The limit is between 192 x 44 and 120 x 180 pixels. A steady-state chunk of CogVideoX's VAE takes, by the
     v6e compiler's estimate, 178 ms with constraints on frames larger than 120 x 180 alone, and 156 ms with

@@ -182,7 +182,7 @@ def _kernel_supports(
     The kernel is called for each run, the frames that are computed together, and must support all runs.
     """
     runs = split_frames(target, x, norm.zq, residual)  # of each run: frames, latents, residual
-    (first_frames, *_), *_ = runs
+    (first_frames, *_), *_ = runs  # the frames of the first run
     return (
         target.pallas
         and all(vector is not None for vector in (bias, norm.weight, norm.bias))
@@ -427,6 +427,7 @@ def _component_sums(
 ) -> Float[Array, "N P H O"]:
     """Convolve one component of Winograd's filtering (`filtered`) over rows; return float32 sums.
 
-    Taps of time are combined in the component: `kernel` has taps of rows alone. See `_column_sums`.
+    A component multiplies one combination of a tile's frames by one combination of the taps of time. So
+    `hidden` has a combination for each of P tiles, and `kernel` has taps of rows alone.
     """
-    return _column_sums(hidden, kernel[None])
+    return _column_sums(hidden, kernel[None])  # `_column_sums` takes an axis of time: here of one tap

@@ -188,8 +188,9 @@ def winograd_products(outputs: int) -> list[Product]:
     """
     if outputs == tiles.LANES:
         return [
-            # (row, column) of results: the input's own column, by its middle tap (shift 0) and right tap
-            # (shift 1), and the next column, by its left tap (shift 0).
+            # Inputs are (row, shift), results (row, column). A result in the input's own column (0) takes
+            # shift 0 by its middle tap and shift 1 by its right tap. A result in the next column (1) takes
+            # shift 0 by its left tap.
             Product([(0, 0), (0, 1)], [(0, 0), (0, 1)]),
             Product([(3, 0), (3, 1)], [(1, 0), (1, 1)]),
             *(Product([(1, column), (2, column)], [(0, 0), (1, 0)]) for column in (-1, 0, 1)),
@@ -299,7 +300,7 @@ def sizes_of(
         blocks=height // ROWS,
         channels=channels,
         outputs=outputs,
-        tile=0,
+        tile=0,  # no tiles of Winograd's filtering
     )
     if input_frames in (TILES * tile for tile in TRANSFORMS) and pallas_mode() != "direct":
         winograd = _cut_into_strips(direct._replace(tile=input_frames // TILES), residual)
@@ -386,7 +387,7 @@ def scratch_shapes(sizes: ConvSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
 def _vmem_bytes(sizes: ConvSizes, residual: bool) -> int:
     """Return the bytes of VMEM that the kernel uses, with a residual or without one.
 
-    Blocks of operands and results count twice: the next step's are fetched meanwhile.
+    Blocks of operands and results count twice: the next step's blocks are fetched during a step.
     """
     row = sizes.width * sizes.input_frames
     input_bytes, output_bytes = row * sizes.channels * 2, row * sizes.outputs * 2  # of a row, in bfloat16
@@ -403,5 +404,6 @@ def _vmem_bytes(sizes: ConvSizes, residual: bool) -> int:
     # Matrices have a block of (I, O) for each input and result.
     blocks_of_weights = sum(len(product.inputs) * len(product.results) for product in sizes.products)
     weights = sizes.components * blocks_of_weights * sizes.channels * sizes.outputs * 2
+    # Scratch buffers have 4 bytes an element, and a last axis of 128 lanes that is not in `shape`.
     scratch = sum(4 * math.prod(shape) * tiles.LANES for shape, _ in scratch_shapes(sizes).values())
     return 2 * blocks + weights + scratch

@@ -87,9 +87,10 @@ class ConvStep(ABC):
         _, self.strip, self.step = grid_position(tuple(map(pl.program_id, range(self.axes))))
 
     def run(self) -> None:
-        """Modulate a block of rows and, from step `LAG` on, convolve and finish the block `LAG` before it.
+        """Modulate a block of rows; from step `LAG` on, convolve and finish the block of `LAG` steps before.
 
-        The last step writes the moments of columns. Padding is filled with zeros before it is loaded: beside
+        A strip is a range of columns, whose steps go down the rows. Its last step writes the moments of
+        columns. Padding is filled with zeros before it is loaded: beside
         a strip at its first step; above the first block of results; below the last block; and, as
         modulation overwrites it, right of an incomplete last chunk at every step.
         """
@@ -104,7 +105,7 @@ class ConvStep(ABC):
         pl.when(self.step == last)(self._write_moments)
 
     def _clear(self, place: str) -> None:
-        """Fill the padding's memory at `place`, a key of `_padding`, with zeros."""
+        """Fill the padding at `place`, such as "above" the first block (a key of `_padding`), with zeros."""
         fill_zeros(self._padding()[place])
 
     @abstractmethod

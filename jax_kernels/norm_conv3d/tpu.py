@@ -330,9 +330,9 @@ def _modulated_block(sizes: ConvSizes, step: Array) -> Array:
 
 
 def _finished_block(step: Array) -> Array:
-    """Return the index of the two rows that a step finishes: modulated `LAG` steps before.
+    """Return the index of the block of two rows that a step finishes: the block modulated `LAG` steps before.
 
-    The first `LAG` steps finish none: their index stays at 0, where step `LAG` writes first.
+    The first `LAG` steps finish no block: their index stays at 0, the block that step `LAG` writes.
     """
     return jax.lax.max(step - LAG, 0)
 

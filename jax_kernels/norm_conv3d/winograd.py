@@ -169,6 +169,7 @@ class WinogradStep(ConvStep):
         """
         sizes = self.sizes
         at = self._word_columns(column, sizes.chunk, shift)
+        # (name of a buffer, slot in it) of each input row.
         rows = [self.rows[row + result] for result in range(ROWS if sizes.rows_together else 1)]
         words = jnp.concatenate([self.refs[name][slot, component, part, at] for name, slot in rows])
         return pltpu.bitcast(words, jnp.bfloat16)
@@ -304,12 +305,13 @@ class WinogradStep(ConvStep):
             frames[at, :] = frames[at, :] + jnp.where(inside, edge, 0.0)
 
     def _word_columns(self, column: Any, count: int, shift: int = 0) -> Any:
-        """Return the slice of `count` columns in the products' memory, whose first `MARGIN` are padding.
+        """Return the slice of `count` columns in the memory that products read.
 
-        The slice begins `shift` columns after `column`, which is a multiple of a register's rows.
+        The slice begins `shift` columns after `column`, which is a multiple of a register's 8 rows. The first
+        `MARGIN` columns of the memory are padding.
         """
         start = column + MARGIN
-        if isinstance(start, jax.Array):
+        if isinstance(start, jax.Array):  # traced: the compiler needs to know that it is aligned
             start = pl.multiple_of(start, SUBLANES)
         return pl.ds(start + shift, count)
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 
 
 def upsample(x, kernel, bias, *, expand_time, first_frame_alone=False):
-    """Double in time (if `expand_time`) and in space first, then convolve every frame."""
-    if expand_time:
+    """Double in time (if `expand_time`) and in space first, then convolve every frame of (N, T, H, W, C)."""
+    if expand_time:  # `first_frame_alone` is 0 or 1 here: the number of frames that are not doubled
         x = jnp.concatenate([x[:, :first_frame_alone], jnp.repeat(x[:, first_frame_alone:], 2, 1)], 1)
     x = jnp.repeat(jnp.repeat(x, 2, axis=2), 2, axis=3)
     rows, columns = kernel.shape[0] // 2, kernel.shape[1] // 2
@@ -14,7 +14,7 @@ def upsample(x, kernel, bias, *, expand_time, first_frame_alone=False):
 
 
 def downsample(x, kernel, bias, *, compress_time, first_frame_alone=False):
-    """Average pairs, then take every second pixel of a convolution padded below and right."""
+    """Average pairs of frames (if `compress_time`), then convolve with stride 2, padded below and right."""
     if compress_time:
         paired = x[:, first_frame_alone:].astype(jnp.float32)  # False is 0, True is 1
         means = (paired[:, ::2] + paired[:, 1::2]) / 2
@@ -23,7 +23,10 @@ def downsample(x, kernel, bias, *, compress_time, first_frame_alone=False):
 
 
 def convolved(x, kernel, bias, padding, *, stride):
-    """Pad every frame with zeros, ((above, below), (left, right)), and convolve it in float32."""
+    """Pad every frame of `x`, (N, T, H, W, C), with zeros, and convolve it in float32.
+
+    `padding` has numbers of zeros, ((above, below), (left, right)); `bias` may be None.
+    """
     frames = jnp.pad(x.reshape(-1, *x.shape[2:]), ((0, 0), *padding, (0, 0)))
     y = jax.lax.conv_general_dilated(
         frames.astype(jnp.float32),

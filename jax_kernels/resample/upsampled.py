@@ -142,6 +142,7 @@ class _Step:
     """
 
     def __init__(self, sizes: UpsampleSizes, refs: dict[str, Any]):
+        """Keep the sizes and the kernel's references by name; read the step's index and the last step's."""
         self.sizes, self.refs = sizes, refs
         self.step, self.last = pl.program_id(1), pl.num_programs(1) - 1
 
@@ -235,7 +236,10 @@ class _Step:
         return jnp.dot(x, self.refs["weights"][TAPS * row + column], preferred_element_type=jnp.float32)
 
     def _repeat_frames(self, x: Array) -> Array:
-        """Return `x`, a row for each frame of a pixel, with every row twice if frames are doubled."""
+        """Return `x`, a row for each frame of a pixel, with every row twice if frames are doubled.
+
+        Frames are doubled if a result has more frames (`frames`) than are taken of `x` (`taken`).
+        """
         return (
             x
             if self.sizes.taken == self.sizes.frames

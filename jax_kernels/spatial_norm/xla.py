@@ -60,13 +60,17 @@ def modulate_pixels(
     activation: Activation | None,
     first_frame_alone: bool,
 ) -> Array:
-    """Compute `modulate_rows` in the order H W N T C, in which a TPU keeps a convolution's activations.
+    """Compute `activation((x * scale + shift) * y + b)` in the order H W N T C, as two multiply-adds.
 
-    In this order repeating a row is a broadcast over an outer axis, which costs nothing inside a fusion. So
-    each pixel gets two multiply-adds: the pass that would combine them to one costs more. The barriers keep
-    XLA from moving the reshape past the multiplication: it would then write the broadcast `y` and `b` out, in
-    float32 and at full size (v6e, a block at 8 x 480 x 720 x 128: 61 ms instead of 41). Without an activation
-    there is no second barrier, so that the next operation can be fused.
+    `y` and `b` are 1x1x1 convolutions of the latents `zq` by `to_y` and `to_b`, pairs (kernel, bias). All
+    arguments are those of `modulate_rows`, which computes the formula in the order N T H W C.
+
+    A TPU keeps a convolution's activations in the order H W N T C. There repeating a row is a broadcast over
+    an outer axis, which costs nothing inside a fusion. The pass that would combine the two multiply-adds to
+    one costs more than it saves. The barriers keep XLA from moving the reshape past the multiplication: it
+    would then write the broadcast `y` and `b` out, in float32 and at full size (v6e, a block at
+    8 x 480 x 720 x 128: 61 ms instead of 41). Without an activation there is no second barrier, so that the
+    next operation can be fused.
     """
     zq = match_frames_and_columns(zq, x.shape, first_frame_alone=first_frame_alone)
     # `y` and `b` wait for the statistics, in `scale`: the compiler would compute the `y` and `b` of all norms

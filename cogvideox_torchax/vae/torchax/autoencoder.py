@@ -80,7 +80,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
     @functools.wraps(DiffusersAutoencoder.__init__)
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        save_as_stock(self)
+        save_as_stock(self)  # a saved pipeline names diffusers' class, and loads without this package
         port_modules(self)
 
     @classmethod
