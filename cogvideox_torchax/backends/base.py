@@ -102,7 +102,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def recorder(self, direction: Direction, wanted: Callable[[str], Any]) -> Recorder:
-        """Return a function, for one pass over a video, of a chunk to the outputs of its layers.
+        """Return a function for the chunks of one video, which returns the outputs of a chunk's layers.
 
         Args:
             direction: whether the video is encoded, or latents are decoded.

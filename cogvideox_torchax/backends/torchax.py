@@ -39,7 +39,7 @@ class Torchax(Backend):
         return runtime.to_jax(x)
 
     def _begin(self, name: str, network: nn.Module) -> Callable[[Any], Any]:
-        """Begin a video, and return a function of a chunk to the network's result, in JAX arrays.
+        """Begin a video; return the function that runs the network on its chunks, in order, in JAX arrays.
 
         The function keeps the cache of convolutions from each call to the next. The compiled program is kept
         with the model by `name`.

@@ -114,9 +114,9 @@ class OutputDirectory:
         """Take the directory, which `with` opens, and the part of this process; None for a single process."""
         self.directory = Path(directory)
         self.process_shard = process_shard or ProcessShard()
-        self.missing: list[Any] = []
-        self.bad: dict[Any, str] = {}
-        self.done_before = 0
+        self.missing: list[Any] = []  # keys of clips that this process has to make
+        self.bad: dict[Any, str] = {}  # by a clip's key, why it cannot be made
+        self.done_before = 0  # number of clips that an earlier run has made
 
     def __enter__(self) -> Self:
         """Open and lock this process's manifest, and find out which clips are missing."""

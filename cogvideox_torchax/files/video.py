@@ -493,7 +493,7 @@ def check_writing(path: str | Path, fps: Fraction | float, times: Sequence[Fract
     suffix = path.suffix.lower()
     longest = max([1 / Fraction(fps), *(b - a for a, b in itertools.pairwise(times))])  # seconds of a frame
     lasting = f"a frame would last for {float(longest):.0f} s, at most {LONGEST} s are possible"
-    faults = {
+    faults = {  # by an error's message, whether the output has the fault
         f"{lasting}; give another --fps": longest > LONGEST,
         "give a name in .mp4 or .gif, or a directory for frames": suffix not in (".mp4", ".gif", ""),
         "it is a directory": path.is_dir() and bool(suffix),

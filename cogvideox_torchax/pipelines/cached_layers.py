@@ -273,7 +273,11 @@ class TaylorModules(ReusedModules):
         )
 
     def _to_keep(self, name: str, y: torch.Tensor, kept: Any) -> tuple[torch.Tensor, ...]:
-        """Return a computed tensor and its divided differences of rising order; `kept` if it was skipped."""
+        """Return a computed tensor and its divided differences of rising order; `kept` if it was skipped.
+
+        Of the step's numbers, "since" is the count of steps since the last computed step, and "known" the
+        count of factors (the tensor and its differences) that had meaning then.
+        """
         if name in self.skipped:
             return kept
         factors = [y]  # by order; each further one is the change of the factor below it, for each step

@@ -113,6 +113,7 @@ class StepCache:
     def __str__(self) -> str:
         """Return how many steps of the last run were skipped, in words."""
         skipped, steps = self.computed.count(False), len(self.computed)
+        # `computed` has for each step whether all of it was computed.
         return f"{skipped} of {steps} steps skipped" + ", in whole or in part" * (skipped > 0)
 
     def reset(self) -> None:
@@ -313,11 +314,11 @@ class FasterSteps(StepCache):
     """FasterCache: attention is extrapolated, the prediction without the prompt made from the one with it."""
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        """Return the step's form, and the weights of its extrapolations by the user's callbacks.
+        """Return the step's form (what it skips and keeps), and the weights by which it extrapolates.
 
         The transformer's hook decides whether to skip the videos without a prompt, attention's hooks whether
-        to skip their module. The numbers are the weights of `low` and `high` frequencies, and the modules'
-        `weights`.
+        to skip their module. The user's callbacks give the weights: `low` and `high`, of the frequencies of
+        the difference that the prompt makes, and `weights`, one for each hooked module of attention.
         """
         user_hooks = {each.module: each.hook for each in self.hooks}  # the originals, with the callbacks
         for hook in state.hooks.values():  # copies: they need weights, but decide without their values

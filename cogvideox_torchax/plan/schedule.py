@@ -87,7 +87,7 @@ def compile_with_schedules(lowered: Any, chip: Chip | None) -> tuple[Any, dict[s
 
     if chip is None:
         return lowered.compile(), {}
-    _empty_dump_directory()
+    _empty_dump_directory()  # of the dumps of programs compiled before
     cached = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
     try:
         # A program that comes from the compile cache is not compiled, so that no schedule is written.

@@ -113,7 +113,10 @@ class Place:
         return array
 
     def put(self, array: Any) -> Any:
-        """Return an input, a NumPy or a JAX array, even a traced one, on the devices of the program."""
+        """Return an input, a NumPy or a JAX array, even a traced one, on the devices of the program.
+
+        Without a mesh it is returned unchanged: the program's call moves it.
+        """
         return array
 
     def struct(self, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -124,7 +127,7 @@ class Place:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     def weight_struct(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Return the struct of a weight."""
+        """Return the struct of a weight; without a mesh its `name` does not matter."""
         return self.struct(shape, dtype)
 
     def cache_struct(self, shape: tuple[int, ...], dtype: Any) -> Any:

@@ -118,7 +118,7 @@ class Exchange:
     """
 
     def __init__(self, directory: Path):
-        self.directory = directory
+        self.directory = directory  # all processes see it: they exchange chunks by files in it
         self._chunks = 0  # number of chunks written so far; chunks are numbered from 1
 
     def fetch_to_all(self, tensor: torch.Tensor) -> torch.Tensor:

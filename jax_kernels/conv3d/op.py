@@ -117,6 +117,7 @@ def _causal(
     if cache is None:
         before = x[:, :1] if start == "replicate" else jnp.zeros_like(x[:, :1])
         cache = jnp.repeat(before, kernel.shape[0] - 1, axis=1)
+    # The function that returns the convolution's sums in float32.
     form = _IMPLEMENTATIONS[implementation or _fastest(target, x, kernel)]
     return xla.convolve_frames(target, x, cache, residual, kernel, bias, form=form)
 

@@ -312,7 +312,10 @@ def sizes_of(
 
 
 def _cut_into_strips(sizes: ConvSizes, residual: bool) -> ConvSizes:
-    """Return the sizes with a chunk, and with the fewest strips that fit into VMEM, or with `MOST_STRIPS`."""
+    """Return the sizes with a chunk, and with the fewest strips that fit into VMEM, or with `MOST_STRIPS`.
+
+    The frame's width is cut into strips, and a strip into chunks: columns that one matrix product covers.
+    """
     chunk = _chunk(sizes)
     chunks = -(-sizes.columns // chunk)
     for strips in range(1, min(MOST_STRIPS, chunks) + 1):

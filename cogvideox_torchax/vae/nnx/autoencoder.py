@@ -388,7 +388,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         as_uint8: bool = False,
         frame_by_frame: bool = False,
     ) -> Iterator[jax.Array]:
-        """Return the results of a video's chunks, given in order.
+        """Return an iterator over the results of a video's chunks, in order.
 
         Args:
             direction: `ENCODE` or `DECODE`.
