@@ -358,7 +358,7 @@ class Generation:
     def _show_step(self, pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Pass a step's latents to `show`; the pipeline's `callback_on_step_end`.
 
-        The result would be variables of the pipeline to change: there are none.
+        The pipeline replaces its variables by those that the callback returns: here none.
         """
         if self.show is not None:
             self.show(self._plain_latents(kwargs["latents"]))

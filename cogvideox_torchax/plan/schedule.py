@@ -247,6 +247,8 @@ def _operation(part: str) -> _Operation | None:
 
     A guard, a predicate in parentheses before the operands, decides whether the instruction has effect.
     """
+    # `name` is the result's name, `target` the register or slot that gets it, `op` the opcode with its
+    # comparison, `type_` the suffix such as ".f32", `rest` the guard and the operands.
     if match := _STORE.search(part):  # a move into a slot of scalar memory
         name, target, op, type_, rest = match[1], match[1], "smov", "", match[2]
     elif match := _SCALAR.search(part):

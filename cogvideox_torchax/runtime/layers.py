@@ -61,8 +61,8 @@ def watched(
 def is_watched(module: nn.Module) -> bool:
     """Return whether a module must be called itself, so that no fused kernel may replace it.
 
-    That is so if the module has a hook other than those of `watched(..., names_only=True)`, or a `forward`
-    set on the instance.
+    That is so if the module has a `forward` set on the instance, or a hook that may change or read values.
+    The hooks of `watched(..., names_only=True)`, which only name a program's instructions, do not count.
     """
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return "forward" in vars(module) or any(not getattr(hook, "names_only", False) for hook in hooks)
