@@ -306,7 +306,10 @@ def sizes_of(
         winograd = _cut_into_strips(direct._replace(tile=input_frames // TILES), residual)
         fits = _vmem_bytes(winograd, residual) <= vmem_limit()
         # A single register serves all columns; else a unit must have whole cells.
-        if fits and (registers == 1 or winograd.unit % cell == 0):
+        has_cells = registers == 1 or winograd.unit % cell == 0
+        # The first register of a chunk's sums must hold no padding, which may be NaN (`step.zeros_after`).
+        last_chunk = winograd.last_columns - (winograd.chunks - 1) * winograd.chunk  # its columns
+        if fits and has_cells and last_chunk * TILES >= SUBLANES:
             return winograd
     return _cut_into_strips(direct, residual)
 
