@@ -34,11 +34,11 @@ CHOICES = ("first-block:0.1", "first-block:0.2", "pab", f"magcache:{RATIOS}", "t
 STEPS = 50
 HEAD = (
     "`--cache`",
-    "kept on one chip, GiB",
-    "on eight, GiB",
+    "arrays kept, one chip, GiB",
+    "on each of eight, GiB",
     f"{STEPS} steps on one v6e, estimate, s",
-    f"steps not computed completely, of {STEPS}",
-    "PSNR, dB",
+    f"small model: steps skipped in part, of {STEPS}",
+    "small model: PSNR, dB",
 )
 
 
