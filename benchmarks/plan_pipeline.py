@@ -100,7 +100,12 @@ def _video(name: str) -> tuple[str, ...]:
     return name, *(_seconds(seconds, 0.1, 3) for seconds in parts)
 
 
-FIGURE_HEAD = ("estimated time, CogVideoX-5b in bfloat16", "chips", "diffusers through torchax", "this project")
+FIGURE_HEAD = (
+    "estimated time, CogVideoX-5b in bfloat16",
+    "chips",
+    "diffusers through torchax",
+    "this project",
+)
 
 
 def _figures() -> list[tuple[str, ...]]:

@@ -83,7 +83,15 @@ def measure(
 
 def table(results: list[dict[str, Any]]) -> str:
     """Return the figures as Markdown, with a row for each result of `measure`."""
-    head = ("chunk", "latents", "FLOPs, 8 / 1", "temporaries, 1 device, MiB", "on each of 8, MiB", "halos", "sums")
+    head = (
+        "chunk",
+        "latents",
+        "FLOPs, 8 / 1",
+        "temporaries, 1 device, MiB",
+        "on each of 8, MiB",
+        "halos",
+        "sums",
+    )
     rows = []
     for result in results:
         moved = result["collectives"]
