@@ -23,6 +23,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    """Import a public name from its module at its first use, so that importing the package is quick."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

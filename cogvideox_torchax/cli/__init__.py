@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _ended_by_ctrl_c() -> Iterator[None]:
-    """Have Ctrl-C end the process at once while the block imports packages.
+    """Have Ctrl-C end the process at once, while the `with` block imports packages.
 
     A `KeyboardInterrupt` that is raised in the import of a C++ module may abort the process with a dump.
     """

@@ -169,10 +169,14 @@ class OutputDirectory:
         self.add_line(kind, **{key_name: key, "id": self.clip_id(key)}, **about)
 
     def begin(self, config: dict[str, Any], **state: Any) -> None:
-        """Write the config of the clips, as JSON, to the directory; raise as `_load_state` does.
+        """Write the config of the clips, as JSON, to a file of the directory.
 
-        `state` are further fields of the file. A file that is there is replaced if there are such fields, and
-        left as it is if there are none.
+        Args:
+            config: the config, which must be that of an earlier run in the directory.
+            state: further fields of the file. Without them a file that an earlier run wrote stays as it is.
+
+        Raises:
+            OutputError: the earlier run's file is broken, or has another config.
         """
         self._load_state(config)
         if state or not (self.directory / self.LIST).exists():
@@ -261,7 +265,7 @@ class DatasetDirectory(OutputDirectory):
         for shard in self.shards:
             for index in self.members(shard):
                 if index not in self.bad:
-                    self._count_clip(index, taken, index in done)
+                    self._count_clip(index, taken, is_noted=index in done)
             self._write_shard_if_complete(shard)
 
     def _load_ids(self) -> list[str | None]:

@@ -221,7 +221,7 @@ class ReusedModules:
             if joined and re.fullmatch(r"transformer_blocks\.\d+", owner):
                 # A block on one sequence does not call its parts "attn1" and "ff": it reads these attributes.
                 block: Any = model.get_submodule(owner)
-                if name in given:  # the result is one tensor, of the whole sequence
+                if name in given:  # the result is one tensor, of the whole sequence, or None for zeros
                     block.replaced = {**block.replaced, part: given[name] and given[name][0]}
                 else:
                     block.collected = {**block.collected, part: results[name]}

@@ -242,8 +242,8 @@ def _plan_cached_run(network: Any, cache: str, batch: int) -> list[Any]:
         For each step (form, numbers), a `caches.StepPlan`: the layers that run and the results that are kept,
         and tensors that the program takes as inputs, by name.
     """
-    # One item, the present step's timestep, which `steps` sets and the cache's configuration reads: some
-    # caches skip only steps in a range of timesteps.
+    # A list, so that `steps` can set its one item, the present step's timestep, and the cache's configuration
+    # reads it: some caches skip only steps in a range of timesteps.
     timestep = [0.0]
 
     def steps() -> Iterator[int]:

@@ -38,7 +38,8 @@ def import_torchax() -> Any:
         ) from error
     for kind in (torchax.tensor.Tensor, torchax.view.View):
         teach_copying(kind, tensor_of, to_torch, without_torchax)
-    one_program_each(torchax.ops.ops_registry)  # sums and products of tensors: fewer programs in a queue
+    # A sum or product of tensors is one program, not several: fewer programs wait in a device's queue.
+    one_program_each(torchax.ops.ops_registry)
     return torchax
 
 
@@ -134,6 +135,7 @@ def host_array(tensor: torch.Tensor) -> np.ndarray:
     if tensor.dtype == torch.bfloat16:
         import ml_dtypes
 
+        # torch cannot convert bfloat16 to NumPy, which has no such dtype: the bits are taken as int16.
         return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return tensor.numpy()
 

@@ -131,7 +131,7 @@ class Source:
 
     @property
     def frames(self) -> int:
-        """The number of frames; each level has them all."""
+        """The number of frames; each level, a size in which frames are kept, has all of them."""
         return len(self.levels[0])
 
     @functools.cached_property

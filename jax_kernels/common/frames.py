@@ -109,7 +109,7 @@ def split_bands(x: Float[Array, "N 1 H W C"], overlap: int, bands: int) -> Float
 
 
 def join_bands(x: Float[Array, "N B h W C"], overlap: int) -> Float[Array, "N 1 H W C"]:
-    """Join bands to an image; the first and the last `overlap` rows of each band are left out."""
+    """Join the B bands (blocks of rows) of an image; leave out each band's first and last `overlap` rows."""
     kept = slice(overlap, x.shape[2] - overlap)
     return jnp.concatenate([x[:, band : band + 1, kept] for band in range(x.shape[1])], axis=2)
 

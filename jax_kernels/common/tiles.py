@@ -60,7 +60,7 @@ def fills_tiles(x: Float[Array | jax.ShapeDtypeStruct, "*axes C"]) -> bool:
 
 def tile_rows(dtype: jnp.dtype) -> int:
     """Return the rows (sublanes) of a tile: 8 in float32, 16 in bfloat16."""
-    return 32 // dtype.itemsize
+    return 32 // dtype.itemsize  # a tile is 32 bytes high in every dtype
 
 
 def tiled_sublanes(frames: int, dtype: jnp.dtype) -> int:

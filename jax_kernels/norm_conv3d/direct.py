@@ -84,7 +84,7 @@ class DirectStep(ConvStep):
         Each chunk is modulated and finished one chunk after its products.
         """
         sizes = self.sizes
-        chunk, chunks = sizes.chunk, sizes.chunks
+        chunk, chunks = sizes.chunk, sizes.chunks  # columns of a chunk, and number of chunks
         self._begin_left()
         together = largest_divisor(chunks, UNROLLED // len(self.weights))  # chunks of a loop's body
 
@@ -183,7 +183,7 @@ class DirectStep(ConvStep):
         if row == ROWS + 1:
             at = self._rows(column, sizes.chunk, sizes.words, before=sizes.chunk)
             words = self.refs["stage"][time, 0, part, at]
-        else:
+        else:  # the ring has the block of results in its slot `new`, and the block above in `old`
             slot, block_row = (self.old, 1) if row == 0 else (self.new, row - 1)
             at = self._rows(column, sizes.chunk, sizes.words)
             words = self.refs["ring"][slot, time, block_row, part, at]

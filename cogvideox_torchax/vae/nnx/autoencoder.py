@@ -63,7 +63,7 @@ class EncoderChunk(OnColumns, nnx.Module):
     """Network of one chunk of frames, float in [-1, 1] or uint8, to its moments (means and log-variances)."""
 
     def __init__(self, vae: "FlaxAutoencoderKLCogVideoX"):
-        """Keep the parts of `vae` that a chunk needs, and the mode of the kernels."""
+        """Keep the parts of `vae` that a chunk needs, and whether Pallas kernels are on."""
         self.encoder = vae.encoder
         self.quant_conv = vae.quant_conv
         self.dtype = vae.dtype
@@ -90,7 +90,10 @@ class DecoderChunk(nnx.Module):
     def __init__(
         self, vae: "FlaxAutoencoderKLCogVideoX", *, as_uint8: bool = False, frame_by_frame: bool = False
     ):
-        """Keep the parts of `vae` that a chunk needs, and the mode of the kernels."""
+        """Keep the parts of `vae` that a chunk needs, and whether Pallas kernels are on.
+
+        `as_uint8` makes frames bytes; `frame_by_frame` is whether each chunk is a single latent frame.
+        """
         self.decoder = vae.decoder
         self.post_quant_conv = vae.post_quant_conv
         self.dtype = vae.dtype

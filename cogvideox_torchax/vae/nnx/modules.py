@@ -394,7 +394,7 @@ class Decoder3D(nnx.Module):
     """Latents (N, t, h, w, C) to frames (N, T, H, W, C)."""
 
     def __init__(self, config: FlaxAutoencoderKLCogVideoXConfig, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
-        """Build the network of these sizes; the first `time_doublings` levels double the frames."""
+        """Build the network of the config's sizes; its first `time_doublings` levels double the frames."""
         widths = config.block_out_channels[::-1]
         latents = config.latent_channels
         # Without `eps`: diffusers' spatial norms do not take the config's.

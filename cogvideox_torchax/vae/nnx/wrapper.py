@@ -43,7 +43,7 @@ def to_array(x: torch.Tensor) -> Any:
 
 
 def to_tensor(x: jax.Array) -> torch.Tensor:
-    """Return an array of the Flax build as a torchax tensor."""
+    """Return an array of the Flax build, channels last, as a torchax tensor with channels on axis 1."""
     return runtime.tensor_of(_channels_first(x))
 
 
@@ -121,11 +121,11 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
         cls, vae: torch.nn.Module, torch_dtype: torch.dtype | None = None
     ) -> "FlaxVAEForPipelines":
         """Copy the weights of a loaded diffusers VAE; `torch_dtype` is the VAE's own if None."""
-        native: Any = vae
-        dtype = runtime.jax_dtype(torch_dtype or native.dtype)
+        diffusers_vae: Any = vae  # type checkers do not know the `dtype` and `config` of a module
+        dtype = runtime.jax_dtype(torch_dtype or diffusers_vae.dtype)
         return cls(
             FlaxAutoencoderKLCogVideoX.from_state_dict(
-                dict(native.config), native.state_dict(), dtype=dtype, param_dtype=dtype
+                dict(diffusers_vae.config), diffusers_vae.state_dict(), dtype=dtype, param_dtype=dtype
             )
         )
 

@@ -160,8 +160,8 @@ class SpatialNorm3D(OnColumns, diffusers_vae.CogVideoXSpatialNorm3D):
     ) -> tuple[torch.Tensor, Cache]:
         """Norm and modulate `f` by the latents `zq`, by the kernel if no part of this module was changed.
 
-        The cache of diffusers' interface is empty: 1x1x1 convolutions need none. `activation` is applied to
-        the result: "silu" or None, which it must be in PyTorch.
+        The cache of diffusers' interface is empty: 1x1x1 convolutions need none. `activation`, "silu" or
+        None, is applied to the result; for a tensor in PyTorch it must be None.
         """
         if not on_jax(f):
             return super().forward(f, zq, conv_cache)  # pyright: ignore[reportReturnType]
