@@ -120,8 +120,9 @@ def _train_step(
     Args:
         args: the command's options.
         vae: the model without weights, on the meta device.
-        chip, devices: the chip to plan for, None for a CPU; the devices to compile for.
-        mesh: the sizes of its axes "dp" and "tp".
+        chip: the chip to plan for; None for a CPU.
+        devices: the devices to compile for.
+        mesh: the sizes of the mesh's axes "dp" and "tp".
     """
     job = jobs.Job(ENCODE, args.frames, args.height, args.width)  # planned in both directions
     common.say("compiling 2 programs; each takes minutes")

@@ -215,6 +215,7 @@ class LastProjection:
 
         `gate_N2C` has a vector for text and one for patches; `first` is the index of the first patch.
         """
+        # `self.h` is the projection's input, with channels before tokens if `transposed`.
         fused = functools.partial(jax_kernels.gated_linear, transposed=self.transposed)
         project = self.layers[0]
         return torch_view(fused)(self.h, project.weight, project.bias, x_NSC, gate_N2C, first)

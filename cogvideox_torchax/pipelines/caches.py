@@ -419,6 +419,7 @@ def cache_of(hooks: list[upstream.Hooked]) -> StepCache | None:
         ValueError: hooks of several caches.
     """
     names = {type(each.hook).__name__ for each in hooks}
+    # `KINDS` has the class of each cache, by the prefix of its hooks' classes.
     kinds = {kind for prefix, kind in KINDS.items() for name in names if name.startswith(prefix)}
     if len(kinds) > 1:
         raise ValueError(f"got hooks of {len(kinds)} caches: disable one before another is enabled")

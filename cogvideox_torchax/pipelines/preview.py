@@ -35,6 +35,7 @@ class LinearPreview:
 
     def __call__(self, latents: torch.Tensor) -> torch.Tensor:
         """Return colors (N, T, H, W, 3), bytes, of plain latents (N, T, C, H, W) as the VAE takes them."""
+        # The channel of ones is multiplied by the linear map's constant.
         colors = _with_ones(latents.float().movedim(2, -1)) @ self.weights
         # The map's colors are in [-1, 1], but for its errors.
         return ((colors + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)

@@ -367,7 +367,10 @@ EXTENDED_TIMES = ("count", "bytes_seconds", "schedule_seconds", "seconds")
 
 
 def _extend_fields(fields: tuple[str, ...], fewer: Any, more: Any, layers: int) -> dict[str, Any]:
-    """Return these fields of `fewer` and `more`, two plans or two `KernelTime`s, each by `_extend`."""
+    """Return the named fields of a plan or a `KernelTime`, each extrapolated by `_extend` to `layers` layers.
+
+    `fewer` and `more` are the two that are known, of few layers.
+    """
     return {field: _extend(getattr(fewer, field), getattr(more, field), layers) for field in fields}
 
 

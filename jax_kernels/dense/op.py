@@ -122,7 +122,7 @@ def split_linear_on(target: Target, x: Array, weight: Array, bias: Array, *, par
     def plain(x: Array, weight: Array, bias: Array) -> Array:
         """Compute all parts by one product that XLA compiles."""
         y = jnp.einsum(
-            "si,poi->pso",
+            "si,poi->pso",  # s tokens, i inputs, p parts of o outputs each
             x,
             weight.reshape(parts, -1, x.shape[-1]),
             precision=precision_for(x.dtype),

@@ -47,7 +47,8 @@ def _pixel_bytes(x: Array) -> int:
 def _column_bytes(x: Array) -> int:
     """Return the bytes of VMEM that a column takes besides its pixels, of all videos.
 
-    They are a mean, an M2 and an origin, in float32.
+    For each frame and channel they are a mean, an M2 (sum of squared deviations from the mean) and an origin
+    (a typical value that is subtracted before numbers are added), in float32.
     """
     videos, length, _, _, channels = x.shape
     return 3 * videos * tiled_sublanes(length, jnp.dtype(jnp.float32)) * channels * 4

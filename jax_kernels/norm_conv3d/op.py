@@ -357,7 +357,8 @@ def _edge_sums(
     """
     starts = range(0, conv_sizes.columns, conv_sizes.width)  # the first column of each strip
     winograd = functools.partial(filtered, tile=conv_sizes.tile, multiply=_component_sums)
-    convolve = winograd if conv_sizes.tile else _column_sums  # as the kernel does, for the same rounding
+    # As the kernel does, for the same rounding: `tile` is Winograd's number of frames, or 0.
+    convolve = winograd if conv_sizes.tile else _column_sums
     activated = functools.partial(_activated_column, target, x, cache, coefficients)
     # The first taps along the width take the column on the left, the last ones that on the right.
     # At each boundary between two strips, what the left strip's last column adds to the right strip, and what

@@ -30,6 +30,7 @@ def norm_conv3d(
     used: statistics are computed again, and the third result is None.
     """
     x_f32, norm_f32 = jax.tree.map(lambda part: part.astype(jnp.float32), (x, norm))
+    # `zq`, the latents, is None for a GroupNorm; a spatial norm has also kernel and bias of two convolutions.
     weight, norm_bias, zq, *convolutions = norm_f32
     options = {"num_groups": num_groups, "eps": eps, "activation": "silu"}
     if zq is None:

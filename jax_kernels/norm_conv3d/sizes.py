@@ -366,7 +366,7 @@ def scratch_shapes(sizes: ConvSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
             # Sums of the products, a chunk more on both sides: column taps reach beyond the strip.
             "sums": ((ROWS, result_parts, (result_width + sizes.chunk) * sizes.frames), jnp.float32),
         }
-    row_shape = (sizes.components, sizes.parts, width + 2 * MARGIN)
+    row_shape = (sizes.components, sizes.parts, width + 2 * MARGIN)  # with padding on both sides
     unit_shape, unit_rows = (sizes.units, ROWS), sizes.unit * sizes.input_frames
     shapes = moments | {
         # Transformed rows that the products load: lower rows of three blocks, upper rows of two.
@@ -378,7 +378,7 @@ def scratch_shapes(sizes: ConvSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
         "past": ((*unit_shape, sizes.unit * sizes.parts), jnp.int32),
         # A unit's activated frames, to be read frame by frame.
         "pixels": ((*unit_shape, sizes.parts, unit_rows // 2), jnp.int32),
-        # Sums of the products, until they are transformed back.
+        # Sums of the products, until they are transformed back: a row for each of a pixel's `TILES` tiles.
         "components": ((sizes.components, ROWS, result_parts, result_width * TILES), jnp.float32),
         # A unit's sums, transformed back.
         "frames": ((*unit_shape, result_parts, unit_rows), jnp.float32),

@@ -184,6 +184,7 @@ def _by_kernel(
     y_bytes = x.nbytes // sizes.channels * sizes.outputs * (1 if residual is None else 2)
     cache_bytes = x.nbytes // sizes.input_frames * (TAPS - 1)
     aliases = {}
+    # Only tests that interpret the kernel turn `RAGGED_IN_PLACE` off, for columns that are no whole chunks.
     if cache is not None and (sizes.width == sizes.columns or RAGGED_IN_PLACE):
         # The next cache reuses the memory of the last one. Keys are indices of arguments, values of results.
         aliases = {len(weights) + names.index("cache"): [*results].index("latest")}
@@ -367,7 +368,10 @@ def _pixels_first(x_NTHWC: Array) -> Array:
 
 
 def _frames_first(y: Array, sizes: ConvSizes, outputs: int) -> Array:
-    """Invert `_pixels_first`, and keep the first `outputs` channels: the last ones are padding of a tile."""
+    """Return frames (N, T, H, W, O) of the kernel's result `y`, (N, H, W T, channels).
+
+    O is `outputs`: any channels after these are padding of a tile.
+    """
     videos, height, *_ = y.shape
     if outputs == sizes.outputs or sizes.input_frames == 1:
         y = y.reshape(videos, height, sizes.columns, sizes.input_frames, -1).transpose(0, 3, 1, 2, 4)

@@ -79,7 +79,10 @@ def upsample(
 def upsample_on(
     target: Target, x: Array, kernel: Array, bias: Array | None, *, expand_time: bool, first_frame_alone: bool
 ) -> Array:
-    """Compute `upsample` on `target`, the platform that is traced for, one run of frames after the other."""
+    """Compute `upsample` on `target`, the platform that is traced for, by runs of frames.
+
+    A run is frames that are computed together: on a TPU the first of an odd number alone, then 2, 4 or 8.
+    """
 
     def upsample_run(frames: Array, expand_time: bool, first_frame_alone: bool) -> Array:
         """Upsample a run of frames by the Pallas kernel if it supports them, else as XLA compiles it."""
@@ -237,7 +240,10 @@ def downsample_on(
     compress_time: bool,
     first_frame_alone: bool,
 ) -> Array:
-    """Compute `downsample` on `target`, the platform traced for, one run of frames after the other."""
+    """Compute `downsample` on `target`, the platform that is traced for, by runs of frames.
+
+    A run is frames that are computed together: on a TPU the first of an odd number alone, then 2, 4 or 8.
+    """
 
     def downsample_run(frames: Array, compress_time: bool, first_frame_alone: bool) -> Array:
         """Downsample a run of frames."""
