@@ -108,6 +108,7 @@ class Trainer:
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which layers compute in bfloat16 if the plan is `mixed`; else an idle one."""
+        # Plans are mixed only in PyTorch, which trains on the CPU.
         return torch.autocast("cpu", torch.bfloat16, enabled=self.plan.mixed)
 
     @contextlib.contextmanager
