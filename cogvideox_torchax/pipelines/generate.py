@@ -298,6 +298,7 @@ class Generation:
             )
         embeddings = {"prompt_embeds": positive, "negative_prompt_embeds": negative}
         if self.keep is not None:
+            self._forget_latents()  # first: a run that is killed here leaves no latents of another text
             stages.save_text(self.keep, embeddings, request=self.request, model=self.model.fingerprint)
         return embeddings
 
@@ -309,8 +310,7 @@ class Generation:
         Args:
             embeddings: of `encode_text`, or of a saved stage.
         """
-        if self.keep is not None:
-            stages.path_of(self.keep, stages.LATENTS).unlink(missing_ok=True)
+        self._forget_latents()
         sampled = self.pipe(
             **self._arguments(),
             **embeddings,
@@ -326,6 +326,11 @@ class Generation:
             fps=Fraction(8),  # the rate of the videos that the models were trained on
             num_frames=self.request.frames,
         )
+
+    def _forget_latents(self) -> None:
+        """Delete the latents that an earlier generation saved, if stages are kept."""
+        if self.keep is not None:
+            stages.path_of(self.keep, stages.LATENTS).unlink(missing_ok=True)
 
     def _arguments(self) -> dict[str, Any]:
         """Return the arguments of the pipeline's call that the request gives, without the embeddings."""

@@ -116,10 +116,12 @@ def _directory(name: str, variant: str | None, options: dict[str, Any]) -> Path:
     `variant` and `options` are as diffusers' `download` takes them.
     """
     directory = local(name)
+    if directory is not None:
+        if not (directory / INDEX).is_file():
+            raise ModelError(f"{name} has no {INDEX}: give the directory of a whole pipeline, or a hub id")
+        return directory
     try:
-        return directory or Path(
-            DiffusionPipeline.download(name, variant=variant, use_safetensors=True, **options)
-        )
+        return Path(DiffusionPipeline.download(name, variant=variant, use_safetensors=True, **options))
     except (OSError, ValueError) as error:
         raise not_on_hub(name, error) from error
 

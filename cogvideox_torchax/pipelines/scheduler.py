@@ -77,9 +77,12 @@ def _host_class(kind: Any) -> type:
     """
 
     @functools.wraps(kind.set_timesteps)
-    def set_timesteps(self: Any, num_inference_steps: Any = None, device: Any = None, **options: Any) -> None:
+    def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> None:
         """Set the timesteps, on the host whatever the `device`, and begin a new log."""
-        kind.set_timesteps(self, num_inference_steps, device="cpu", **options)
+        bound = inspect.signature(kind.set_timesteps).bind(self, *args, **kwargs)
+        if "device" in bound.arguments:
+            bound.arguments["device"] = "cpu"
+        kind.set_timesteps(*bound.args, **bound.kwargs)
         self.log = StepLog(total=len(self.timesteps))
 
     @functools.wraps(kind.step)

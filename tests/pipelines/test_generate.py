@@ -1,5 +1,6 @@
 """`generate` as a user meets it: stock diffusers' frames, stages, kills, and wrong input before any work."""
 
+import json
 import re
 from fractions import Fraction
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 from diffusers import CogVideoXDPMScheduler
 from PIL import Image
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from cogvideox_torchax import cli, make_mesh
@@ -269,6 +271,12 @@ def test_a_stage_of_another_model_or_truncated_or_contradicted_is_refused(models
     assert "made with guidance" in error(models("text"), "--from-stage", "text", "--guidance-scale", 1)
     text = Path("kept/text.safetensors")
     tensors = load_file(text)
+    with safe_open(text, "pt") as opened:
+        metadata = opened.metadata()
+    request = json.loads(metadata["request"])
+    del request["dtype"]  # a request's own default is another
+    save_file(tensors, text, metadata | {"request": json.dumps(request)})
+    assert "is broken (it has no dtype)" in error(models("text"), "--from-stage", "text")
     text.write_bytes(text.read_bytes()[:-100])
     assert "truncated" in error(models("text"), "--from-stage", "text")
     save_file(tensors, text)
@@ -286,3 +294,7 @@ def test_a_new_generation_takes_the_stages_of_the_one_before_away(models, kept, 
         Path("kept/latents.safetensors").touch()
         assert generate(models("text"), "--save-stages", "kept", *more) == 1
         assert [path.name for path in Path("kept").iterdir()] == ["text.safetensors"]
+    Path("kept/latents.safetensors").touch()
+    monkeypatch.setattr(stages, "save_text", Mock(side_effect=RuntimeError("killed")))
+    assert generate(models("text"), "--save-stages", "kept") == 1
+    assert not Path("kept/latents.safetensors").exists(), "of the text before"

@@ -86,7 +86,7 @@ def test_weights_that_do_not_fit_their_config_are_named(broken, fault):
 
 
 def test_a_directory_without_a_pipeline_is_refused_in_words(directory, tmp_path):
-    with pytest.raises(ModelError, match="model_index.json"):
+    with pytest.raises(ModelError, match="model_index.json: give the directory of a whole pipeline"):
         load_pipeline(tmp_path)
     with pytest.raises(ModelError, match="has no"):
         load_pipeline(directory, variant="fp16")

@@ -11,7 +11,7 @@ import jax.monitoring
 import jax.numpy as jnp
 import pytest
 import torch
-from diffusers import CogVideoXDPMScheduler, DDIMScheduler
+from diffusers import CogVideoXDPMScheduler, DDIMScheduler, DPMSolverMultistepScheduler
 
 from cogvideox_torchax import make_mesh, port, runtime
 from cogvideox_torchax.pipelines import layers, networks
@@ -412,6 +412,27 @@ def test_float32_is_multiplied_in_float32(ported):
     program = ported.transformer.build_program()
     tensors = networks.step_tensors(ported.transformer, batch=1, frames=1, height=2, width=2)
     assert multiplies_exactly(program.lower(*program.structs(tensors)).as_text())
+
+
+class WithoutADevice(DDIMScheduler):
+    """A scheduler whose method has other parameters."""
+
+    def set_timesteps(self, steps):
+        super().set_timesteps(steps)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "named"),
+    [
+        (DPMSolverMultistepScheduler, (None, "cuda", None, [900, 500, 100]), {}),
+        (WithoutADevice, (), {"steps": 3}),
+    ],
+)
+def test_timesteps_are_set_by_the_schedulers_own_parameters(kind, given, named):
+    scheduler = port_scheduler(kind())
+    scheduler.set_timesteps(*given, **named)
+    assert (len(scheduler.timesteps), scheduler.timesteps.device.type) == (3, "cpu")
+    assert scheduler.log.total == 3
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,12 @@ def _matrix(conv: nn.Conv3d) -> torch.Tensor:
     return conv.weight[:, :, 0, 0, 0].T
 
 
+def _check_no_activation(activation: str | None) -> None:
+    """Raise `ValueError` for an activation that PyTorch's norm would leave out."""
+    if activation is not None:
+        raise ValueError(f"got activation={activation!r} for a norm without a kernel: apply it afterwards")
+
+
 class GroupNorm(OnColumns, nn.GroupNorm):
     """GroupNorm with float32 statistics of one pass, and its activation, as one kernel.
 
@@ -72,6 +78,7 @@ class GroupNorm(OnColumns, nn.GroupNorm):
     def forward(self, input: torch.Tensor, *, activation: str | None = None) -> torch.Tensor:
         """Norm on JAX by the kernel, and apply `activation`, "silu" or None; in PyTorch it must be None."""
         if not on_jax(input) or input.ndim < 3:  # the kernel wants a pixel axis
+            _check_no_activation(activation)
             return super().forward(input)
         return torch_view(jax_kernels.group_norm)(
             input,
@@ -164,6 +171,7 @@ class SpatialNorm3D(OnColumns, diffusers_vae.CogVideoXSpatialNorm3D):
         None, is applied to the result; for a tensor in PyTorch it must be None.
         """
         if not on_jax(f):
+            _check_no_activation(activation)
             return super().forward(f, zq, conv_cache)  # pyright: ignore[reportReturnType]
         if not _as_ported(self):
             y, _no_cache = super().forward(f, zq)

@@ -201,6 +201,13 @@ def test_what_changes_a_part_within_a_layer_is_not_passed_over(stock, change, me
         assert relative_error(ours, theirs) < FLOAT32_RELATIVE
 
 
+def test_an_activation_that_a_norm_would_leave_out_is_refused(stock):
+    model, x = port(copy.deepcopy(stock)), torch.zeros(1, 16, 1, 2, 2)
+    for norm, given in ((model.encoder.norm_out, (x,)), (model.decoder.norm_out, (x[:, :8], x))):
+        with pytest.raises(ValueError, match="got activation='silu'"):
+            norm(*given, activation="silu")
+
+
 def test_a_changed_attribute_is_seen(vae, stock):
     decoded(vae)
     for model in (vae, stock := copy.deepcopy(stock)):
