@@ -163,9 +163,9 @@ def load_text(directory: str | Path) -> Stage:
 
 def _request(values: dict[str, Any]) -> Request:
     """Return the request of a JSON object's values; raise `TypeError` for other fields or types of values."""
+    request = Request(**values)
     if missing := sorted({*FIELDS} - values.keys()):  # the defaults are for requests, not for files
         raise TypeError(f"it has no {missing[0]}")
-    request = Request(**values)
     for name, kind in get_type_hints(Request).items():  # a dataclass does not check the types itself
         value = getattr(request, name)
         if not isinstance(value, int | float if kind is float else kind):  # JSON has 6 for 6.0
