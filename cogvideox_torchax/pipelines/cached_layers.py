@@ -82,7 +82,7 @@ class BlockStack(nn.Module):
         """
         joined = encoder_hidden_states is None
         x = (hidden_states,) if joined else (hidden_states, encoder_hidden_states)
-        if self.kept is None:  # a trace that finds the shapes to keep: a residual has the patches' shape
+        if self.kept is None:  # a trace for shapes alone: no block runs, arrays to keep are like the patches
             names = ("head", "tail") if self.form.kind == "first_block" else ("tail",)
             self.kept = dict.fromkeys(names, hidden_states)
         else:
