@@ -94,9 +94,8 @@ class Backend(abc.ABC):
 
     def chunks(self, direction: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield the results of a video's chunks, left on the device that computed them."""
-        from cogvideox_torchax.vae.streaming import (
-            frames_of_chunks,
-        )  # imports JAX: not for a list of backends
+        # Imported here, since it imports JAX, which the list of backends does without.
+        from cogvideox_torchax.vae.streaming import frames_of_chunks
 
         return self.vae.results(direction, frames_of_chunks(self.vae, direction, self.put(x)))
 

@@ -182,9 +182,8 @@ class _Step:
             )
             for row in range(TAPS):
                 refs["left"][row] = by_left_tap[row][: sizes.frames]
-            right = [
-                products[sizes.frames :] for products in by_right_tap
-            ]  # for the last chunk's last column
+            # For the last chunk's last column.
+            right = [products[sizes.frames :] for products in by_right_tap]
         else:
             refs["left"][...] = jnp.zeros(refs["left"].shape, jnp.float32)
             right = [jnp.zeros((sizes.frames, sizes.outputs), jnp.float32)] * TAPS
@@ -370,15 +369,7 @@ def _xla_form(
     true_width: Array | None,
     expand_time: bool,
 ) -> Array:
-    """Compute in XLA what `_by_kernel` computes, for the derivatives.
-
-    Args:
-        x: frames (N, T, H, W, I).
-        kernel, bias: the convolution's, (3, 3, I, O) and (O,).
-        beside: the neighbours' columns (left, right) of a shard; None for zeros.
-        true_width: columns of the result from this one on are padding and get zeros; None without padding.
-        expand_time: whether frames are doubled too.
-    """
+    """Compute in XLA what `_by_kernel` computes from the same arguments, for the derivatives."""
     sums = conv_frames(xla.double_pixels(x), kernel, padding=((1, 1), (1, 1)))
     if beside is not None:
         left, right = (
