@@ -396,13 +396,14 @@ def call_hook(hook: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any)
 
 
 def record_ratio(hook: Any, ratio: Any) -> None:
-    """Record the ratio that a calibrating step of MagCache has measured, and count the step.
+    """Record a step's ratio for the calibration of MagCache, and count the step.
 
-    Diffusers prints the ratios after the last step. Needs its list of them, and the method that counts.
+    Diffusers prints the recorded ratios after the last step. Needs its `calibration_ratios`, and the method
+    `_advance_step`, which counts steps.
 
     Args:
-        hook: of the last block; its state manager has a context.
-        ratio: the step's ratio, a tensor with one value; 1 is recorded for the first step, as in diffusers.
+        hook: MagCache's, on the last block; `set_context` was called.
+        ratio: the ratio, a tensor with one value. For the first step 1 is recorded instead, as in diffusers.
     """
     state = hook.state_manager.get_state()
     state.calibration_ratios.append(float(ratio) if state.calibration_ratios else 1.0)

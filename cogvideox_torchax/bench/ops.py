@@ -114,8 +114,8 @@ def load(name: str, size: Size, dtype: Any, reference: dict[str, int] | None) ->
 
     Args:
         name, size, dtype: as `bound` takes them.
-        reference: None to load the op itself. Else the op's plain form, without a kernel, is loaded, and
-            these are options which it takes besides the op's.
+        reference: None to load the op itself, compiled. Else the op's plain form, not compiled, is loaded;
+            `reference` has its options besides the op's.
     """
     op, structs = bound(name, size, dtype)
     generator = torch.Generator().manual_seed(1)
@@ -125,7 +125,7 @@ def load(name: str, size: Size, dtype: Any, reference: dict[str, int] | None) ->
         if struct.dtype == np.int32:
             return jnp.full(struct.shape, INTEGER, np.int32)
         numbers = torch.randn(struct.shape, generator=generator).numpy()
-        # Operands of 2 and 5 axes include the weights of matrix products and convolutions. These are scaled
+        # Operands of 2 and 5 axes, among them the weights of matrix products and convolutions, are scaled
         # down, so that results stay near 1. The mean of 0.3, not 0, shows an error in a norm's mean.
         scale = math.sqrt(math.prod(struct.shape[:-1])) if len(struct.shape) in (2, 5) else 1.0
         return jnp.asarray((numbers + 0.3) / scale, struct.dtype)

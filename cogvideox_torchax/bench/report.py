@@ -80,7 +80,8 @@ def _rows(result: dict[str, Any], rows: Callable[[dict[str, Any]], list[Row]], w
     """Return the table's rows of one job in one way.
 
     Args:
-        result: the job's result. A failed or wrong one has a single row, with the reason and no times.
+        result: the job's result. Status "ok" means that it was timed; only a peer is where its error is
+            beyond the contract. Any other result has a single row, with the reason and no times.
         rows: returns the rows of a result that succeeded, from the fifth cell on. The first four are job,
             way, size and error.
         width: number of columns of the table.

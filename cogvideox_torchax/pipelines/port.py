@@ -59,13 +59,16 @@ def port_pipeline(pipe: Any, mesh: Any = None, parallel: Parallel | None = None)
 def _check_network(network: Any, mesh: Any, parallel: Parallel | None) -> None:
     """Raise `ValueError` for a network that cannot be ported, or whose weights the mesh cannot split.
 
+    A network that is ported already passes the first check.
+
     Args:
         network: the transformer or the text encoder of a pipeline.
         mesh: of `make_mesh`; None for the network's present mesh, if it has one.
         parallel: as `port_pipeline` takes it.
     """
     kind = type(network)
-    if not issubclass(networks.PORTED_CLASSES.get(kind, kind), networks.CompiledNetwork):
+    ported_kind = networks.PORTED_CLASSES.get(kind, kind)
+    if not issubclass(ported_kind, networks.CompiledNetwork):
         raise ValueError(
             f"port got a pipeline with a {kind.__name__}: it takes CogVideoXTransformer3DModel and "
             "T5EncoderModel, unquantized, and before torch.compile"

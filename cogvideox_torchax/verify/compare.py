@@ -256,7 +256,8 @@ def _error(
         dtype: the candidate's dtype. In float32 the tolerance bounds the largest difference over the
             reference's largest value. In bfloat16 it bounds the RMS difference, as a multiple of PyTorch's.
         chunks: the candidate's differences in each chunk.
-        torch_bfloat16: the differences of PyTorch's own bfloat16 run in each chunk; not read in float32.
+        torch_bfloat16: the differences of PyTorch's own bfloat16 run in each chunk; empty, and not read,
+            where `dtype` is float32.
     """
     each = Differences.of_chunks(chunks)
     if dtype == torch.float32:
@@ -398,12 +399,9 @@ class Verifier:
         for direction in Direction:
             say(f"{direction}: layer by layer")
             found = compare_layers(self.reference, compared, direction, self.inputs[direction])
-            # With `torch_bfloat16` its layers are the last. Without it all candidates are in float32, and
-            # `_error` does not read this argument.
-            torch_layers = found[-1]
-            # Not strict: `found` is longer than `errors` by the layers of `torch_bfloat16`.
-            # `layers` has, by a layer's name, the errors of its outputs, one for each chunk.
-            for candidate, layers, layer_errors in zip(candidates, found, errors, strict=False):
+            torch_layers = {} if torch_bfloat16 is None else found.pop()  # `torch_bfloat16` is compared last
+            # `layers` has, by a layer's name, the differences of its outputs from the reference's by chunk.
+            for candidate, layers, layer_errors in zip(candidates, found, errors, strict=True):
                 layer_errors += [
                     _error(name, candidate.dtype, chunks, torch_layers.get(name, []))
                     for name, chunks in layers.items()

@@ -79,9 +79,10 @@ class DirectStep(ConvStep):
         }
 
     def _convolve(self) -> None:
-        """Multiply, move, modulate and finish a strip's chunks of columns, from left to right.
+        """Compute the products of a strip's chunks of columns, from left to right.
 
-        Each chunk is modulated and finished one chunk after its products.
+        During the products of a chunk, the previous chunk of the next block is modulated. After them, the
+        chunk is moved and the results of the previous chunk are finished.
         """
         sizes = self.sizes
         chunk, chunks = sizes.chunk, sizes.chunks  # columns of a chunk, and number of chunks
@@ -89,7 +90,7 @@ class DirectStep(ConvStep):
         together = largest_divisor(chunks, UNROLLED // len(self.weights))  # chunks of a loop's body
 
         def multiply_chunks(index: Array, carry: None) -> None:
-            """Multiply and move `together` chunks, unrolled; after each finish the chunk before it."""
+            """Compute the products of `together` chunks, unrolled, with the other work of each."""
             for offset in range(together):
                 column = (index * together + offset) * chunk
                 self._multiply(column)  # modulates the chunk before it

@@ -90,9 +90,9 @@ class ConvStep(ABC):
         """Modulate a block of rows; from step `LAG` on, convolve and finish the block of `LAG` steps before.
 
         A strip is a range of columns, whose steps go down the rows. Its last step writes the moments of
-        columns. Padding is filled with zeros before it is loaded: beside
-        a strip at its first step; above the first block of results; below the last block; and, as
-        modulation overwrites it, right of an incomplete last chunk at every step.
+        columns. Padding is filled with zeros before it is loaded: beside a strip at its first step; above the
+        first block of results; below the last block; and, as modulation overwrites it, right of an incomplete
+        last chunk at every step.
         """
         last = pl.num_programs(self.axes - 1) - 1  # the grid's last axis counts the steps of a strip
         pl.when(self.step == 0)(partial(self._clear, "beside"))
@@ -118,7 +118,11 @@ class ConvStep(ABC):
 
     @abstractmethod
     def _convolve(self) -> None:
-        """Multiply all columns of a strip; between products, move, modulate and finish other columns."""
+        """Compute the matrix products of a block's results, chunk by chunk of the strip's columns.
+
+        Between products other columns are prepared for later ones (`_move`, `_modulate`), and sums that are
+        complete get bias and residual and are stored (`_finish`).
+        """
 
     @abstractmethod
     def _move(self, column: Any, count: int) -> None:

@@ -148,8 +148,9 @@ def _by_kernel(
     """Run the Pallas kernel: the causal convolution of `silu(x * multiplier + offset)`, and what follows it.
 
     Args:
-        x: frames; the kernel supports all of these arguments (`sizes.is_supported`).
-        multiplier, offset: the norm, float32, as `to_registers` makes them; each is for H / h rows.
+        x: frames, of sizes that the kernel supports (`sizes.is_supported`).
+        multiplier, offset: the norm, float32, as `to_registers` makes them: v registers of S = 8 rows for
+            each of h latent rows. A latent row covers H / h rows of pixels.
         cache: the two activated frames before `x`, whose memory the next cache reuses; None at the start of a
             video, before which its first frame is repeated.
         residual: added to the sums before they are rounded, or None.
@@ -161,9 +162,9 @@ def _by_kernel(
     Returns:
         The convolved frames; the next cache; (mean, M2) of each column of pixels of the convolved frames.
     """
-    _, rows, registers, *_ = multiplier.shape
+    _, latent_rows, registers, *_ = multiplier.shape
     outputs = kernel.shape[-1]
-    sizes = sizes_of(x, rows, registers, outputs, residual is not None)
+    sizes = sizes_of(x, latent_rows, registers, outputs, residual is not None)
     operands, weights = _operands(
         sizes, x, multiplier, offset, cache, residual, kernel, bias, edges, true_width
     )
@@ -188,7 +189,8 @@ def _by_kernel(
     if cache is not None and (sizes.width == sizes.columns or RAGGED_IN_PLACE):
         # The next cache reuses the memory of the last one. Keys are indices of arguments, values of results.
         aliases = {len(weights) + names.index("cache"): [*results].index("latest")}
-    # A grid of a single strip has no axis for strips; steps follow blocks of rows.
+    # A grid of a single strip has no axis for strips. A step modulates one block of rows and computes the
+    # results of the block of `LAG` steps before, so the last block takes `LAG` more steps.
     grid = x.shape[0], *([sizes.strips] if sizes.strips > 1 else []), sizes.blocks + LAG
     y, latest, *moments = pl.pallas_call(
         run,
