@@ -165,7 +165,8 @@ def _wrap_class_method(kind: Any, name: str, around: Callable[..., Any]) -> None
         name: of the method.
         around: called with the original as a plain function, the class, and the call's arguments.
     """
-    method = _part("diffusers", kind, name).__func__  # not bound, so that it takes the class
+    # `_part` raises if diffusers has no such method any more. `__func__` is not bound: it takes the class.
+    method = _part("diffusers", kind, name).__func__
 
     @functools.wraps(method)
     def call(cls: type, *args: Any, **kwargs: Any) -> Any:

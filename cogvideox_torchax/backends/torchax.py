@@ -33,6 +33,7 @@ class Torchax(Backend):
 
     @property
     def program_counts(self) -> dict[str, int]:
+        """Number of compiled programs for each direction."""
         return {direction: self.vae.program(direction).compilations for direction in Direction}
 
     def put(self, x: torch.Tensor) -> torch.Tensor:
@@ -69,10 +70,12 @@ class TorchaxStock(Torchax):
 
     @classmethod
     def program(cls, vae: AutoencoderKLCogVideoX, direction: Direction) -> runtime.Program:
+        """Return the program of diffusers' stock modules for a chunk, to compile ahead of time."""
         # For `plan` alone; `chunks` runs a program of its own. On a mesh this one would be wrong: stock
         # modules do not leave out the padding of a width that the devices do not divide.
         return vae.build_program(direction, stock=True)
 
     def chunks(self, direction: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield the results of a video's chunks, on JAX: `run` takes and returns JAX arrays."""
         run = self._begin(direction, chunk_network(self.vae, direction))
         return map(runtime.tensor_of, map(run, frames_of_chunks(self.vae, direction, self.put(x))))

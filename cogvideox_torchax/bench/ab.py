@@ -113,7 +113,7 @@ def run(
 def _measured(
     options: Options, size: Size, scratch: Path, say: Callable[[str], None]
 ) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return the merged results at one size, by (direction, name of the backend).
+    """Measure all backends at one size, and merge each backend's results of all rounds.
 
     For each direction PyTorch computes the float32 reference once. Then, in each round, each backend gets a
     new process, which runs both directions. A backend that failed in a direction is not run in it again.
@@ -123,6 +123,9 @@ def _measured(
         size: the size to measure.
         scratch: a directory for references and compile caches.
         say: gets a line for each request to a process.
+
+    Returns:
+        Results by (direction, name of the backend). A `Task` calls a backend a "way".
     """
     requests: dict[Direction, dict[str, Any]] = {}  # the fields of `measure.Task` that all backends share
     # By (direction, backend), the worker's answers, one for each round.
@@ -136,12 +139,12 @@ def _measured(
                 "size": size,
                 "checked": size,
                 "dtype": options.dtype,
-                "data": str(scratch / f"{direction}.npy"),
+                "data": str(scratch / f"{direction}.npy"),  # the reference's result, to compare with
                 "warmups": options.warmups,
                 "runs": options.repetitions,
-                "fewest": options.repetitions,
+                "fewest": options.repetitions,  # as many as "runs", so a slow backend has no fewer
             }
-            answer = worker.ask("reference", request, {})
+            answer = worker.ask("reference", request, {})  # no environment variables
             requests[direction] = request | {"rms": answer.get("rms")}
             flops[direction] = answer.get("flops")
             # If the reference failed, its failure is each backend's result, and no backend is run.

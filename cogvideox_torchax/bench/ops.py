@@ -113,11 +113,13 @@ def load(name: str, size: Size, dtype: Any, reference: dict[str, int] | None) ->
     """Load an op with random operands; return the function that runs it once.
 
     Args:
-        name, size, dtype: as `bound` takes them.
-        reference: None to load the op itself, compiled. Else the op's plain form, not compiled, is loaded;
-            `reference` has its options besides the op's.
+        name: of the op, in `OPS`.
+        size: of the video, and the model whose transformer gives the number of heads.
+        dtype: of the operands for which `OPS` names none.
+        reference: None to load the op itself, compiled. A dictionary loads the op's plain form, not compiled,
+            and holds options that the plain form takes besides the op's.
     """
-    op, structs = bound(name, size, dtype)
+    op, structs = bound(name, size, dtype)  # a partial of the op with its options; its operands' structs
     generator = torch.Generator().manual_seed(1)
 
     def draw(struct: Any) -> jax.Array:

@@ -29,7 +29,7 @@ def about() -> dict[str, Any]:
             "machine": platform.machine(),
             "system": platform.system(),
             "cpus": os.cpu_count(),
-            "load": os.getloadavg()[0],
+            "load": os.getloadavg()[0],  # of the last minute
         },
     }
 
@@ -77,7 +77,7 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def _rows(result: dict[str, Any], rows: Callable[[dict[str, Any]], list[Row]], width: int) -> list[Row]:
-    """Return the table's rows of one job in one way.
+    """Return the table's rows for one job, run in one way (by a backend, or by this project without kernels).
 
     Args:
         result: the job's result. Status "ok" means that it was timed; only a peer is where its error is
@@ -214,9 +214,9 @@ def draw_device(report: dict[str, Any], path: Path) -> list[Path]:
 def draw(report: dict[str, Any], path: Path) -> list[Path]:
     """Draw the results that succeeded; return the files.
 
-    One picture has bars of time and memory. Two more have time against the number of frames and against the
-    size, if several were measured; there, results that also differ from the first result in the other axis
-    are left out.
+    One picture has bars of time and memory. If several numbers of frames were measured, another has time
+    against the number of frames, for results of the first result's height and width. If several sizes were
+    measured, another has time against the size, for results of the first result's number of frames.
     """
     succeeded = [result for result in report["results"] if result["status"] == "ok"]
     paths = [_draw_bars(succeeded, path.with_name(f"{path.stem}-bars.png"))] if succeeded else []

@@ -26,7 +26,7 @@ class Worker:
     """
 
     def __init__(self, scratch: Path, limit: float):
-        """Start no process yet; `ask` does. The arguments are the class's."""
+        """Start no process yet: `ask` starts it, with stderr in `scratch` and `limit` seconds a request."""
         self._log, self._limit = scratch / "stderr", limit
         self._process: subprocess.Popen[str] | None = None
         self._environment: dict[str, str] = {}

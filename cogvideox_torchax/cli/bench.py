@@ -139,6 +139,7 @@ def _compared(args: argparse.Namespace, keep: Callable[[Any], None]) -> dict[str
     """
     from cogvideox_torchax.bench import ab
 
+    # The one size of the options, or a size for each value of --sweep.
     sizes = ab.sweep(ladder.Size(args.model, args.frames, args.height, args.width), args.sweep)
     checkpoint.locate_vae(args.model)  # raises before the work, not after it
     settings = ab.Options(

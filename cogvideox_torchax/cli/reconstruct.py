@@ -40,6 +40,7 @@ def run(args: argparse.Namespace) -> None:
         vae = common.load_vae(args.model, args.backend, args.dtype, group.mesh)
         latent_frames = sum(ENCODE.results(vae, clip.num_frames))
         frames_out = sum(DECODE.results(vae, latent_frames))
+        # What an .mp4 takes over from its source (times, sound, pixel shape), and lines on what it does not.
         alongside, messages = _alongside(args, clip, frames_out)
         with group.writing(args.output, fps, alongside) as sink:
             clock = common.announcing_clock(args)

@@ -188,7 +188,10 @@ def _row_of_file(file: Path) -> dict[str, Any]:
 
 
 def _file_entries(path: Path) -> list[Entry]:
-    """Return the only entry of a latent file; the file's name is the id if it holds none."""
+    """Return a list of the only entry of a latent file: its clip's id, and a function that loads its latents.
+
+    If the file holds no id, its name without the suffix is the id.
+    """
     return [(latent_files.about(path).get("id", path.stem), functools.partial(latent_files.load, path))]
 
 
@@ -203,13 +206,13 @@ def _parquet_entries(path: Path) -> list[Entry]:
 
 
 def _parquet_latents(path: Path, group: int, offset: int, name: Any) -> Latents:
-    """Return the latents of one row, which `_row_of_file` made, in the dtype of its latent file.
+    """Return the latents of one row of a Parquet shard, in the dtype of the latent file it was made from.
 
     Args:
         path: path of the shard.
         group: index of the row's group.
         offset: index of the row in its group.
-        name: the expected id; another one is an error, as the file was replaced since.
+        name: the clip id that the row had when the shard was listed; another id is an error.
     """
     columns = [
         "id",
@@ -230,7 +233,7 @@ def _parquet_latents(path: Path, group: int, offset: int, name: Any) -> Latents:
             if min(shape) < 1:
                 raise ValueError(f"its {column} has the shape {shape}")
             values = np.frombuffer(row[f"{column}_bytes"], np.float32).reshape(1, *shape)
-            # A copy: `values` is a read-only view, which PyTorch warns of.
+            # A copy: PyTorch warns of a read-only view. The default argument binds this round's `values`.
             tensors[tensor_name] = without_torchax(
                 lambda values=values: torch.from_numpy(values.copy()).to(dtype)
             )

@@ -78,9 +78,9 @@ def work(
     Args:
         jobs: anything that names a clip, such as its number or id.
         read: returns a job's input; runs in threads of its own. Errors of `IN_READING`, which a broken clip
-            causes, fail this job alone.
-        compute: returns the result of an input; runs in the caller's thread. Errors of `CLIPS_OWN`, the same
-            without `OSError`, fail this job alone.
+            causes, fail the clip's job alone.
+        compute: returns the result of an input; runs in the caller's thread. Errors of `CLIPS_OWN`, which are
+            `IN_READING` without `OSError`, fail the clip's job alone.
         keep: writes a job's result; runs in one thread. Any error there ends the loop.
         refuse: called with a job that failed, and the reason, in the thread of `keep`.
         readers: number of jobs that are read at a time.
@@ -95,7 +95,7 @@ def work(
         while ahead:
             job, future = ahead.popleft()
             waiting_began = time.perf_counter()
-            given, reason = attempt(Future.result, future, IN_READING)
+            given, reason = attempt(Future.result, future, IN_READING)  # (input, None) or (None, reason)
             ahead.extend(itertools.islice(started, 1))  # begins to read one more job
             computing_began, result = time.perf_counter(), None
             if reason is None:

@@ -141,7 +141,10 @@ class OutputDirectory:
         os.fsync(self._file.fileno())
 
     def clip_id(self, key: Any) -> str:
-        """Return the id of the clip of a key: the key itself, where a subclass does not use numbers."""
+        """Return a clip's id, as text, for the key that names the clip in a manifest.
+
+        Here the key is the id. A subclass whose keys are numbers overrides this.
+        """
         return str(key)
 
     def bad_clips(self) -> dict[str, str]:
@@ -239,7 +242,17 @@ class DatasetDirectory(OutputDirectory):
         process_shard: ProcessShard | None = None,
         retry: bool = False,
     ):
-        """Check the ids; `with` finds what is missing."""
+        """Check the clips' ids, without reading the directory: entering `with` finds the missing clips.
+
+        Args:
+            directory: made where it is not there.
+            config: settings that the clips depend on, as JSON; a directory has one config for good.
+            clips: the requested clips.
+            kind: format of the shards, one of `formats`.
+            shard_size: number of clips in a shard; always 1 for safetensors, a file for each clip.
+            process_shard: the part of this process; None for a single process.
+            retry: whether bad clips are tried again.
+        """
         if kind == formats.PARQUET:
             formats.pyarrow()  # raises before the work, not after it
         check_ids((clip.id for clip in clips), "the data set")

@@ -85,9 +85,9 @@ class VideoInfo:
     def variable(self) -> bool:
         """True if the frame rate varies.
 
-        Times are rounded to the clock, so at a steady rate the gaps between frames may differ by one tick.
-        Where the shortest gap has four ticks or fewer, a difference of a tick is too large a part of the gap
-        to be taken for rounding.
+        Times are rounded to ticks of the file's clock, so at a steady rate the gaps between frames may differ
+        by one tick. If the shortest gap has four ticks or fewer, every difference counts: a tick is then too
+        large a part of the gap to be taken for rounding.
         """
         shortest, longest = self.gaps
         return longest - shortest > (self.tick if 4 * self.tick < shortest else 0)
@@ -193,8 +193,9 @@ def probe(source: Source) -> VideoInfo:
 
 
 def _count_frames(source: Source) -> int:
-    """Return the number of frames in a file, the frames that its edit list hides among them."""
+    """Return the number of frames in a file, including those that its edit list hides."""
     with _opened(source, ignore_editlist="1") as container:
+        # Each packet is one frame, but for an empty packet at the end.
         return sum(packet.size > 0 for packet in container.demux(container.streams.video[0]))
 
 
@@ -367,7 +368,7 @@ class Sink:
     """A sink of frames; this one drops them."""
 
     def write(self, frames: torch.Tensor) -> None:
-        """Write uint8 frames (1, 3, t, H, W)."""
+        """Write uint8 frames (1, 3, t, H, W); the base class drops them."""
 
     def finish(self) -> None:
         """Write the end of the output, after the last frame."""
@@ -562,13 +563,14 @@ class _Mp4Sink(Sink):
         self._container.close()
 
     def close(self) -> None:
-        """Close the files.
+        """Close the source of the sound and the .mp4, without writing another packet.
 
-        Nothing is muxed here: if the header could not be written, on a full disk, FFmpeg would begin it again
-        and crash.
+        On a full disk, where the header could not be written, a packet would make FFmpeg begin the header
+        again and crash.
         """
         self._sound.close()
-        with contextlib.suppress(_av().error.FFmpegError):  # the trailer, where frames failed before
+        # Closing writes the trailer, which fails if frames failed: that first error is the one to report.
+        with contextlib.suppress(_av().error.FFmpegError):
             self._container.close()
 
 

@@ -160,7 +160,10 @@ def lock(handle: int) -> None:
 
 
 def _remove_leftover(place: Path) -> None:
-    """Remove a directory that a killed run has left, unless it is locked: its run is then alive."""
+    """Remove a directory that a killed run has left, unless it is locked: its run is then alive.
+
+    A run locks its directory, and the lock ends with its process. `flock` raises `OSError` if it is locked.
+    """
     with contextlib.suppress(OSError), _opened(place) as handle:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(place)

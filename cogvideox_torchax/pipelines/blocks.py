@@ -159,8 +159,12 @@ class Block(CogVideoXBlock):
     def _attend(self, h_NSC: torch.Tensor, tables: Tables, sequence: Sequence) -> "LastProjection":
         """Run attention on normed tokens, and return its output projection without computing it.
 
-        The caller computes the projection, alone or in one kernel with the residual. `tables` are the rotary
-        cosines and sines of all positions; () for none.
+        The caller computes the projection, alone or in one kernel with the residual.
+
+        Args:
+            h_NSC: normed tokens: N videos, S positions, C channels.
+            tables: the rotary cosines and sines of all positions; () for none.
+            sequence: the layout of the positions, and the P devices (`parts`) that share tokens and heads.
         """
         attn: Any = self.attn1
         videos = h_NSC.shape[0]
@@ -169,7 +173,7 @@ class Block(CogVideoXBlock):
             torch_view(sequence.to_heads)(part_PSC, videos)
             for part_PSC in projections(attn, h_NSC.flatten(0, 1), sequence)
         )
-        # Of a device's q.shape[-1] channels a head has q.shape[-1] / (attn.heads / sequence.parts).
+        # A device has q.shape[-1] channels, of attn.heads / sequence.parts heads.
         # The queries carry the scores' scale, 1 / sqrt(channels of a head), times log2(e), for a softmax by
         # powers of two. The kernel's own scale, ln(2) = 1 / log2(e), undoes that factor.
         scale = math.log2(math.e) / math.sqrt(q.shape[-1] * sequence.parts / attn.heads)

@@ -154,7 +154,10 @@ class BlockStack(nn.Module):
 def _mean_of_patches(values: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
     """Return the float32 mean of values (N, S, ...) over the patches, without text and padding.
 
-    `options` are keyword arguments of a block: "sequence" is the layout of S; without it all are patches.
+    Args:
+        values: values at each of S positions.
+        options: keyword arguments of a block. "sequence" is the layout of the positions: `text` tokens first,
+            then patches up to `tokens`, then padding. Without it all positions are patches.
     """
     sequence, values = options.get("sequence"), values.float()
     if sequence is None:
@@ -297,24 +300,26 @@ class FasterCacheModules(ReusedModules):
     """
 
     def step(self, model: Any, run: RunStep, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
-        """Run a step with and without the prompt, or with the prompt alone; arguments as in the base class.
+        """Run a step with and without the prompt, or with the prompt alone; return the prediction of both.
 
-        A step of both videos keeps the low and high frequencies of the difference of its two predictions. A
-        step with the prompt alone adds them to its prediction to get the prediction without the prompt.
+        The batch has two videos, without the prompt and with it. A step of both keeps the low and high
+        frequencies of the difference of its two predictions. A step with the prompt alone adds them to its
+        prediction to get the prediction without the prompt. Arguments are as in the base class.
         """
-        before = self.kept
+        before = self.kept  # None in a trace that finds the shapes of the arrays that a step keeps
         if self.form.prompted_only is None:  # distilled guidance: no video has a twin without the prompt
             return super().step(model, run, tensors, joined)
-        # Arrays are kept for the video with the prompt alone: a trace for their shapes runs on it.
+        # Arrays are kept for the video with the prompt alone, so the trace for shapes runs on it.
         prompted_only = before is None or self.form.prompted_only
-        # In that trace both are set below. The base class takes the modules' arrays without the frequencies.
+        # Taken out of `before`: the base class expects arrays of modules alone. In the trace for shapes these
+        # zeros are replaced below.
         low, high = before.pop("frequencies") if before else (torch.zeros(0), torch.zeros(0))
         if prompted_only:  # the second half of the batch
             tensors = {
                 name: each.chunk(2)[1] if name in GUIDED_INPUTS else each for name, each in tensors.items()
             }
         sample = super().step(model, run, tensors, joined)
-        if before is None:  # for the shapes alone
+        if before is None:  # in the trace for shapes: the frequencies have the prediction's shape
             low = high = sample.float()
         elif prompted_only:
             low, high = low * self.numbers["low"], high * self.numbers["high"]

@@ -76,7 +76,8 @@ class _ThreadStates(threading.local):
     """The states of this thread's runs, by cache and name of a context, and the current context's name."""
 
     def __init__(self) -> None:
-        # By a cache, then by the name of a context, None for a cache that has none.
+        # A context is a name under which a pipeline makes calls, such as those with the prompt; None for no
+        # context. States are by cache, then by context.
         self.states: MutableMapping[StepCache, dict[str | None, RunState]] = WeakKeyDictionary()
         self.context: str | None = None
 
@@ -102,8 +103,9 @@ class StepCache:
     """
 
     def __init__(self, hooks: list[upstream.Hooked]):
+        """Keep diffusers' hooks, which describe the cache."""
         self.hooks = hooks
-        self._computed: list[Any] = []
+        self._computed: list[Any] = []  # for each step of the last run, whether it skipped nothing
 
     @property
     def computed(self) -> list[bool]:

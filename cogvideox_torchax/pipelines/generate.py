@@ -165,7 +165,7 @@ def check(request: Request, model: Model) -> None:
             f"no step is left of {request.num_inference_steps} x {request.strength}; give more of either"
         )
     if request.image is not None:
-        _open_image(request.image)
+        _open_image(request.image)  # raises if it cannot be read; it is opened again when it is used
     if request.video is not None:
         num_frames = video.probe(request.video).num_frames
         if num_frames < request.frames:

@@ -218,8 +218,8 @@ def check_size(height: int, width: int, config: Any, spatial_compression_ratio: 
     """Raise `ValueError` unless the transformer can cut a video of this size into whole patches."""
     multiple = spatial_compression_ratio * config["patch_size"]
     if height % multiple or width % multiple:
-        fitting = [max(round(side / multiple), 1) * multiple for side in (height, width)]
+        near_height, near_width = (max(round(side / multiple), 1) * multiple for side in (height, width))
         raise ValueError(
             f"got height={height}, width={width}: both must be multiples of {multiple}; try "
-            f"height={fitting[0]}, width={fitting[1]}"
+            f"height={near_height}, width={near_width}"
         )

@@ -57,7 +57,15 @@ def fit(vae: Any, *, seed: int = 0) -> LinearPreview:
 
 @torch.no_grad()
 def _fit(vae: Any, seed: int) -> LinearPreview:
-    """Fit the map in PyTorch; arguments and result as in `fit`."""
+    """Fit a linear map from a latent's channels to a color, in PyTorch.
+
+    Each picture is a video of one frame, of patches of random colors blurred into each other. Three quarters
+    of the pictures are fitted to; the others measure the share of the variance that the map explains.
+
+    Args:
+        vae: the VAE, on the host.
+        seed: seed of the pictures.
+    """
     generator = torch.Generator().manual_seed(seed)
     # Colors are in [-1, 1], as the VAE takes them.
     patches = torch.rand(PICTURES, 3, PATCHES, PATCHES, generator=generator) * 2 - 1
@@ -65,9 +73,9 @@ def _fit(vae: Any, seed: int) -> LinearPreview:
     latents = torch.cat(
         [vae.encode(picture[None, :, None].to(vae.dtype)).latent_dist.mode() for picture in pictures]
     )
-    features = _with_ones(latents[:, :, 0].float().movedim(1, -1))
+    features = _with_ones(latents[:, :, 0].float().movedim(1, -1))  # ones for the map's constant
     colors = torch.nn.functional.avg_pool2d(pictures, vae.spatial_compression_ratio).movedim(1, -1)
-    fitted = PICTURES * 3 // 4  # the first ones; the map is tested on those after them
+    fitted = PICTURES * 3 // 4  # number of pictures, the first ones, that the map is fitted to
     weights = torch.linalg.lstsq(features[:fitted].flatten(0, 2), colors[:fitted].flatten(0, 2)).solution
     error = (features[fitted:] @ weights - colors[fitted:]).square().mean()
     return LinearPreview(weights, float(1 - error / colors[fitted:].var(correction=0)))

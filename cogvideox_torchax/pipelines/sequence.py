@@ -123,10 +123,11 @@ class Sequence:
         )
 
     def shard_heads(self, qk_norm_rope: Callable[..., jax.Array], heads: int) -> Callable[..., jax.Array]:
-        """Return `jax_kernels.qk_norm_rope`, sharded as the attention after it.
+        """Return the kernel `qk_norm_rope`, sharded as the attention after it.
 
-        On local tokens it runs with the device's heads. Where XLA shards the layers it is sharded here, as
-        XLA cannot shard a kernel: by heads, or by tokens if "tp" does not divide the heads.
+        If each device calls the layers on its local tokens, the kernel runs with the device's heads. If XLA
+        shards the layers, the kernel is sharded here, as XLA cannot shard a kernel: by heads, or by tokens if
+        the mesh's axis "tp" does not divide the heads.
 
         Args:
             qk_norm_rope: the kernel.
@@ -142,7 +143,7 @@ class Sequence:
         by_heads = heads % tp == 0
 
         def sharded_qk_norm_rope(x_NSC: jax.Array, *others: jax.Array, **options: Any) -> jax.Array:
-            """Run `qk_norm_rope` on each device's heads, or tokens, of its videos.
+            """Run `qk_norm_rope` on each device's heads, or tokens, of the device's videos.
 
             `others` are the norm's vectors (D,), on every device, and the rotary tables (S, D).
             """
@@ -156,7 +157,7 @@ class Sequence:
                 ),
                 # (N, H, D, S): the kernel puts tokens last.
                 out_specs=PartitionSpec(batch, *(("tp", None, None) if by_heads else (None, None, "tp"))),
-                check_vma=False,
+                check_vma=False,  # a Pallas kernel does not say over which mesh axes its results vary
             )(x_NSC, *others)
 
         return sharded_qk_norm_rope

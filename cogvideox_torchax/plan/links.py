@@ -79,13 +79,15 @@ class Links:
         return total
 
     def _kind_and_seconds(self, instruction: Instruction) -> tuple[str, float]:
-        """Return a collective's kind and the seconds of its messages.
+        """Return a collective's kind, such as "all-reduce", and the seconds of its messages.
 
-        An all-reduce counts as a reduce-scatter if each device keeps a part of its result alone.
+        An all-reduce of which each device keeps only a part of the result counts as a reduce-scatter: its
+        computation's name begins with `SCATTERED`.
         """
         kind, size = str(instruction.collective), instruction.bytes
-        groups = instruction.groups or (tuple(range(len(self.places))),)  # no groups: one of all devices
-        if kind == "collective-permute":  # whose groups are pairs (sender, receiver)
+        # Groups of device numbers; an instruction without groups has one of all devices.
+        groups = instruction.groups or (tuple(range(len(self.places))),)
+        if kind == "collective-permute":  # its groups are pairs (sender, receiver)
             return kind, size * self._seconds_per_byte(groups)
         if kind == "all-reduce" and instruction.computation.startswith(SCATTERED):
             kind, size = "reduce-scatter", size / len(groups[0])  # a device's part; groups are of one size

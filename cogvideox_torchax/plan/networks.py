@@ -132,7 +132,10 @@ def transformer_config(model: str | None) -> dict[str, Any]:
 
 
 def text_encoder_config(model: str | None) -> dict[str, Any]:
-    """Return the text encoder's config of `model`, as `transformer_config` takes it.
+    """Return the text encoder's config of a model.
+
+    Args:
+        model: a name of `TRANSFORMERS`, such as "5b", a pipeline's directory or hub id; None for "5b".
 
     Raises:
         PlanError: a model that has no T5.

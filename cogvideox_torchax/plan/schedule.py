@@ -224,9 +224,11 @@ def read_schedule(text: str, delay_slots: int) -> Schedule:
 def _bundles(text: str) -> tuple[list[str], dict[str, int]]:
     """Cut a schedule into bundles: the instructions that are issued in one cycle.
 
+    A region is a target of branches: a comment in a bundle marks it with its number.
+
     Returns:
-        The text of each bundle, without comments, at the index that is its address; and the address at which
-        each region starts, by the region's number. Key "" has the address of regions that no bundle marks.
+        The text of each bundle, without comments, at the index that is its address; and the address of each
+        region, by its number, a text. Key "" has the address of regions that no bundle marks.
     """
     heads = list(_BUNDLE.finditer(text))
     if not heads or [int(head["address"], 16) for head in heads] != list(range(len(heads))):
@@ -234,11 +236,11 @@ def _bundles(text: str) -> tuple[list[str], dict[str, int]]:
     ends = [head.start() for head in heads[1:]] + [len(text)]
     bodies = [text[head.end() : end] for head, end in zip(heads, ends, strict=True)]
     regions = {number: address for address, body in enumerate(bodies) for number in _REGION.findall(body)}
-    # "PF" marks the bundle after a guarded region. If that is the last one, cores without work jump to it.
-    # The dump has no region number for it.
+    # "PF" marks the bundle after a guarded region. If it is the last bundle, cores without work jump to it,
+    # and the dump has no region number for it.
     if heads[-1]["marker"] == "PF":
         regions[""] = len(bodies) - 1
-    # The core's number is read from memory: core 0 is followed.
+    # Each core reads its number from memory. The load is replaced by the constant 0: core 0 is followed.
     return [_COMMENT.sub("", _CORE.sub("= smov 0", body)) for body in bodies], regions
 
 
@@ -282,7 +284,7 @@ def _operands(text: str) -> list[tuple[str, str | int]]:
 
 
 def _signed(value: int) -> int:
-    """Return the signed number that a word, 0 to `WORD` - 1, stands for."""
+    """Return the signed number (two's complement) that a register's word, 0 to `WORD` - 1, stands for."""
     return value - WORD if value >= WORD // 2 else value
 
 
@@ -459,8 +461,8 @@ def _follow(
 
 
 def _is_taken(branch: _Branch, state: dict[str | int, Value]) -> bool | None:
-    """Return whether a branch is taken, by the values in `state`; None if that depends on data."""
-    if branch.register is None:
+    """Return whether a branch is taken, by the registers' values in `state`; None if that depends on data."""
+    if branch.register is None:  # an unconditional branch
         return True
     condition = state.get(branch.register)
     return None if condition is None else bool(condition) is not branch.negated

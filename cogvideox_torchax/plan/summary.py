@@ -42,12 +42,16 @@ def program_rows(program: ProgramPlan, chip: Chip | None) -> dict[str, Any]:
 
 
 def _kernel(kernel: KernelTime) -> str:
-    """Return the cell of the kernels of one name: their number, and their times by bytes and by schedule."""
-    by_bytes = f"{kernel.count} of them, by bytes {1e3 * kernel.bytes_seconds:.2f}"
+    """Return a table's cell for the kernels of one name: their number, and two estimates of their time in ms.
+
+    One is the time to move their bytes, one the cycles of the compiler's schedules. `kernel.by_bytes` is the
+    number of kernels without a known schedule.
+    """
+    start = f"{kernel.count} of them, by bytes {1e3 * kernel.bytes_seconds:.2f}"
     if kernel.schedule_seconds is None:
-        return f"{by_bytes}; by schedule not known for {kernel.by_bytes}"
+        return f"{start}; by schedule not known for {kernel.by_bytes}"
     assumed = f", {kernel.assumed_branches} branches assumed" if kernel.assumed_branches else ""
-    return f"{by_bytes}, by schedule {1e3 * kernel.schedule_seconds:.2f}{assumed}"
+    return f"{start}, by schedule {1e3 * kernel.schedule_seconds:.2f}{assumed}"
 
 
 def whole_video(

@@ -47,7 +47,11 @@ class _Differentiated(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Return no gradients for `function` and `run`, and one for each tensor."""
+        """Return no gradients for `function` and `run` of `forward`, and one for each of its tensors.
+
+        `gradients` is the gradient of the one result. `forward` has saved a JAX tree in `ctx`: its arrays in
+        `saved_tensors`, its other leaves in `leaves`, with None in the place of each array.
+        """
         import jax
 
         arrays = map(array_of, ctx.saved_tensors)

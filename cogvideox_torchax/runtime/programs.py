@@ -342,7 +342,10 @@ class Program:
         return jax.tree.map(lambda part: self.place.cache_struct(part.shape, part.dtype), cache)
 
     def _structs(self, described: Any) -> Any:
-        """Return the structs of inputs that are described as `structs` takes them."""
+        """Return sharded shape-dtype structs of inputs.
+
+        `described` is a (shape, dtype), or a tree of such pairs: a dictionary or a tuple.
+        """
         import jax
 
         return jax.tree.map(lambda pair: self.place.struct(*pair), described, is_leaf=_describes_one_input)

@@ -125,7 +125,7 @@ def _tree(root: nn.Module) -> Iterator[nn.Module]:
 
 
 def _weight_pattern(modules: Iterable[nn.Module]) -> list[Any]:
-    """Return for each module the names of its children, and (name, number) of each of its weights.
+    """Return one flat list: for each module its children's names, then (name, number) of each weight.
 
     Tensors are numbered by first appearance, so that tied weights have one number; the number is None for a
     weight that is None.

@@ -49,9 +49,11 @@ def on_default_device(_name: str, array: Any) -> Any:
 def replace_weights(module: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Replace a module's parameters and buffers, each made once from the old one; tied weights stay tied.
 
+    Call it with torchax off.
+
     Args:
-        module: the module; its old tensors are not written to any more.
-        make: function of the old tensor to a plain one. Call `replace_weights` with torchax off.
+        module: the module; its old tensors are left as they are.
+        make: returns a new plain tensor for an old tensor.
     """
     _replace(module, lambda _, tensor: make(tensor))
 

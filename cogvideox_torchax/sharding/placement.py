@@ -178,7 +178,11 @@ class Placement(MeshPlace):
             )
 
     def watching(self, network: nn.Module, *, split: Split) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which a network's kernels get `split`, and its shapes are added to `layers`."""
+        """Give `split`, the sharding of the width, to a network's modules, and return a recording context.
+
+        Inside the context the shapes of each layer's inputs and outputs are added to `self.layers`, which is
+        emptied first.
+        """
         self.layers.clear()
         for module in network.modules():
             if isinstance(module, OnColumns):
@@ -208,7 +212,7 @@ class Placement(MeshPlace):
         """
         shape, sharding = tuple(array.shape), self.sharding(array.shape)
         padding = self.padding(shape)
-        if any(after for _, after in padding):
+        if any(after for _, after in padding):  # (before, after) of each axis; nothing is padded before
             array = (jnp.pad if isinstance(array, jax.Array) else np.pad)(array, padding)
         return PaddedChunk(spread(array, sharding), shape)
 

@@ -178,9 +178,11 @@ def load_all(
     """Load the parts that can be trained on.
 
     Args:
-        found: the parts.
+        found: the parts: a picture, or a range of a video's frames.
         say: called with a message for each part that is left out, and the reason.
-        frames, size, whole: as `load` takes them.
+        frames: length of the longest clips.
+        size: side of the crops, in pixels.
+        whole: (height, width) in which videos are kept too, to train on whole frames; None for crops alone.
 
     Raises:
         ValueError: no part can be trained on, or, with `whole`, no video.
@@ -199,23 +201,25 @@ def load_all(
 
 
 def _sizes(height: int, width: int, needed: int, size: int) -> list[tuple[int, int]]:
-    """Return the sizes (height, width) of `LEVELS` that are no larger than a source, or else its own size.
+    """Return the sizes (height, width) to keep a source in: those of `LEVELS` that are no larger than it.
+
+    Each level is a multiple of `size` for the shorter side, and a factor that makes the width narrower. A
+    source smaller than all levels is kept in its own size.
 
     Args:
         height, width: of the source.
         needed: the side of the largest crop: fewest pixels of each side.
-        size: the side of a usual crop, of which `LEVELS` has multiples.
+        size: the side of a usual crop.
 
     Raises:
         ValueError: a source whose shorter side is below `needed`.
     """
     short = min(height, width)
-    # `LEVELS` has the shorter side as a multiple of `size`, and a factor that makes the width narrower.
     if short < needed:
         raise ValueError(f"is {height} x {width}, at least {needed} are needed")
-    scales = [(side * size / short, narrowed) for side, narrowed in LEVELS if side * size <= short] or [
-        (1.0, 1.0)
-    ]
+    # Factors of both sides, and further factors of the width.
+    scales = [(side * size / short, narrowed) for side, narrowed in LEVELS if side * size <= short]
+    scales = scales or [(1.0, 1.0)]
     return [
         (round(height * scale), max(round(width * scale * narrowed), needed)) for scale, narrowed in scales
     ]

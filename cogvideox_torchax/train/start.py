@@ -62,17 +62,20 @@ def initialize(vae: Any, *, seed: int) -> None:
     with torch.no_grad():
         for module in vae.modules():
             if isinstance(module, nn.Conv3d | nn.Conv2d):
-                # One output is a sum of so many products: each keeps 1 / inputs of the variance.
+                # One output is a sum of `inputs` products: weights of variance 1 / inputs keep the input's.
                 inputs = module.weight[0].numel()
                 module.weight.normal_(std=inputs**-0.5, generator=generator)
                 if module.bias is not None:
                     module.bias.zero_()
         for name, parameter in vae.named_parameters():
+            # Residual branches, and the shifts and gains of spatial norms, begin small.
             parameter *= next((factor for end, factor in SMALLER.items() if name.endswith(end)), 1.0)
             if name.endswith("conv_y.conv.bias"):  # the gain of a spatial norm
                 parameter.fill_(1.0)
         latents = vae.config.latent_channels
-        moments = vae.encoder.conv_out.conv  # gives the means' channels, then those of the log-variances
-        moments.weight[latents:] *= 0.02  # almost constant, at the bias
+        # This layer gives the latents' means, then their log-variances. The log-variances begin almost
+        # constant, at the bias: samples are close to the means.
+        moments = vae.encoder.conv_out.conv
+        moments.weight[latents:] *= 0.02
         moments.bias[latents:] = QUIET
         vae.decoder.conv_out.conv.weight *= 0.3  # frames close to 0, which is gray

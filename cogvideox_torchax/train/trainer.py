@@ -56,7 +56,7 @@ class Trainer:
     """
 
     def __init__(self, backend: Backend, sampler: Sampler, plan: Plan):
-        """Begin before the first step: the average is the weights, the optimizers' moments are 0."""
+        """Begin before the first step: the weights' average is the weights, the optimizers' moments are 0."""
         self._backend = backend
         self._sampler = sampler
         self.plan = plan

@@ -25,7 +25,15 @@ class Direction(StrEnum):
     DECODE = "decode", "latents", "decoder", "latent_channels", "num_latent_frames_batch_size"
 
     def __new__(cls, name: str, takes: str, network: str, channels: str, frames: str) -> "Direction":
-        """Make a member that equals its name, with the attributes of the class; `frames` is `_frames`."""
+        """Make a member that equals its name, with four attributes.
+
+        Args:
+            name: "encode" or "decode".
+            takes: the kind of input, "video" or "latents".
+            network: the model's attribute that holds the network.
+            channels: the config's field that holds the number of input channels.
+            frames: the model's attribute that holds the number of frames of every chunk but the first.
+        """
         member = str.__new__(cls, name)
         member._value_ = name
         member.takes, member.network, member.channels, member._frames = takes, network, channels, frames

@@ -12,9 +12,9 @@ K1, K2 = 0.01, 0.03
 def ssim(got: torch.Tensor, reference: torch.Tensor, peak: float = 255.0) -> float:
     """Return the mean structural similarity (SSIM) of two videos; 1 if they are equal.
 
-    Each channel of each frame is compared under a Gaussian window of 11 x 11 pixels with a deviation of 1.5,
-    wholly in the frame, or a smaller one for a smaller frame: Wang et al., "Image quality assessment:
-    from error visibility to structural similarity", 2004.
+    Each channel of each frame is compared under a Gaussian window of 11 x 11 pixels with a standard deviation
+    of 1.5, at every position that is wholly in the frame; a smaller frame has a smaller window. Wang et al.,
+    "Image quality assessment: from error visibility to structural similarity", 2004.
 
     Args:
         got, reference: (N, C, T, H, W).

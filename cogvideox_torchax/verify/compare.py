@@ -321,9 +321,14 @@ def _mean(values: np.ndarray) -> float | None:
 
 
 def _stream(candidate: Candidate, z: torch.Tensor, want: torch.Tensor) -> Contract:
-    """Return the contract that `decode_stream` of latents `z` gives `want`, the result of `decode`.
+    """Return a contract, a measured number and its limit: the error of `decode_stream` relative to `decode`.
 
     Only the order of work differs, so the tolerance of float32 holds in every dtype.
+
+    Args:
+        candidate: the backend to check, and its dtype.
+        z: latents.
+        want: the frames that `decode` gives for `z`.
     """
     parts = list(candidate.vae.decode_stream(z.to(candidate.dtype)))
     error = tolerances.relative_error(torch.cat(parts, dim=2), want)
@@ -348,7 +353,7 @@ class Verifier:
     """
 
     def __init__(self, reference: DiffusersAutoencoder, x: torch.Tensor):
-        """Compute the reference's results, in both directions."""
+        """Run the reference, stock diffusers in float32, on the video `x`, then on its own latents."""
         self.reference = reference
         exact = Torch(reference)
         moments = exact.run(ENCODE, x)
@@ -356,7 +361,7 @@ class Verifier:
         mean, _log_variance = moments.chunk(2, dim=1)
         self.inputs = {ENCODE: x, DECODE: mean}
         self.answers = {ENCODE: moments, DECODE: exact.run(DECODE, self.inputs[DECODE])}
-        self.lengths = {
+        self.lengths = {  # by direction, the number of the result's frames from each chunk of the input
             direction: direction.results(reference, self.inputs[direction].shape[2])
             for direction in Direction
         }

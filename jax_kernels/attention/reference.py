@@ -23,7 +23,11 @@ def attention_transposed(q, k, v, *, scale=None, num_keys=None):
 
 
 def qk_norm_rope(x, weight=None, bias=None, cos=None, sin=None, *, heads, scale=1.0, eps=1e-6):
-    """Apply a head's norm, its rotation and the scale one after the other, in float32."""
+    """Apply each head's layer norm, the rotation (RoPE) and the scale one after the other, in float32.
+
+    `x` (N, S, heads * D) is queries, keys or values. The result is (N, heads, D, S). Without `weight` there
+    is no norm, without the tables `cos` and `sin` no rotation.
+    """
     y = x.astype(jnp.float32).reshape(*x.shape[:2], heads, -1)
     if weight is not None:
         y = (y - y.mean(-1, keepdims=True)) / jnp.sqrt(y.var(-1, keepdims=True) + eps)
@@ -34,8 +38,12 @@ def qk_norm_rope(x, weight=None, bias=None, cos=None, sin=None, *, heads, scale=
 
 
 def apply_rotary(x, cos, sin):
-    """Rotate each pair (a, b) of neighbours to (a cos - b sin, b cos + a sin), at the last positions."""
-    before, x_f32 = x.shape[1] - cos.shape[0], x.astype(jnp.float32)
+    """Rotate each pair (a, b) of neighbouring channels to (a cos - b sin, b cos + a sin).
+
+    `x` is (N, S, H, D); the tables `cos` and `sin` (P, D) are of its last P positions, the patches. The text
+    before them is not rotated.
+    """
+    before, x_f32 = x.shape[1] - cos.shape[0], x.astype(jnp.float32)  # number of text positions
     a, b = x_f32[:, before:, :, ::2], x_f32[:, before:, :, 1::2]
     cos, sin = (table[:, None, ::2] for table in (cos, sin))  # tables have each angle twice
     pairs = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1)

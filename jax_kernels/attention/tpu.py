@@ -226,8 +226,15 @@ def _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, fa
     """Attend from a block of queries with the maximum over all keys, in two passes.
 
     The first pass finds the maximum and the sum of weights; the second adds values with weights that are
-    divided by that sum already, so that no sum overflows. The arguments are those of `_attend_block`, whose
-    memory for sums is used again.
+    divided by that sum already, so that no sum overflows.
+
+    Args:
+        q_ref, k_ref, v_ref: queries (D, S), keys and values (D, K) of a head, with padding keys at the end.
+        y_ref: the result, (D, S).
+        sums_ref: memory for the sums of weighted values, (D, S).
+        totals_ref: memory of (8, S), whose first two rows get the maximum and the sum of weights.
+        num_keys: number of real keys.
+        factor: factor of the scores, so that a weight is a power of two of its score.
     """
     queries = q_ref.shape[1]
     strip, chunk = min(STRIP, queries), min(CHUNK, k_ref.shape[1])

@@ -36,7 +36,7 @@ def _plain_block(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.
     scores = jnp.einsum(
         "nshd,nkhd->nhsk", q, k, precision=precision_for(q.dtype), preferred_element_type=jnp.float32
     )
-    weights = jax.nn.softmax(scores * scale, axis=-1)
+    weights = jax.nn.softmax(scores * scale, axis=-1)  # float32, rounded with the values' sum alone
     return jnp.einsum(
         "nhsk,nkhd->nshd", weights, v.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
     ).astype(q.dtype)
@@ -51,6 +51,10 @@ def cudnn_supports(q: jax.Array) -> bool:
 
 
 def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float, num_keys: int) -> jax.Array:
-    """Attend by cuDNN's fused kernel; arguments as `plain` takes them."""
+    """Attend by cuDNN's fused kernel.
+
+    `q` (N, S, H, D) are queries, `k` and `v` (N, K, H, D) keys and values, padding from `num_keys` on.
+    `scale` is a factor of the scores.
+    """
     k, v = k[:, :num_keys], v[:, :num_keys]
     return jax.nn.dot_product_attention(q, k, v, scale=scale, implementation="cudnn")

@@ -128,6 +128,7 @@ def map_shards(
         """Call `function` with a device's shards of activations, weights and statistics (the groups)."""
         return function(shard_target, *(array for group in groups for array in group))
 
+    # `split.videos` and `split.columns` name mesh axes.
     activation_spec = PartitionSpec(split.videos, None, None, split.columns)
     return jax.shard_map(
         call_on_shard,

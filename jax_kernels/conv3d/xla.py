@@ -124,13 +124,21 @@ def convolve_image(
 ) -> tuple[Array, Array]:
     """Convolve a video's first frame alone, by one 2-D kernel; return the result and the next cache.
 
-    With `replicate` the frames before it are copies of it: all taps of time see it, and their sum is the
-    kernel. Else the frames before it are zeros: the last tap is the kernel. A sum in a narrow dtype is
-    represented by two kernels, its rounded value and the rounding error, whose results are added.
+    A sum of taps in a narrow dtype is represented by two kernels, its rounded value and the rounding error,
+    whose results are added.
+
+    Args:
+        target: the platform, and the sharding of columns.
+        x: the frame, (N, 1, H, W, I).
+        residual: added to the result, or None.
+        kernel: (kt, kh, kw, I, O), of kt taps of time.
+        bias: (O,), or None.
+        replicate: whether the frames before `x` are copies of it: all taps of time see it, and their sum is
+            the 2-D kernel. If not, they are zeros, and the last tap is the 2-D kernel.
     """
     taps_sum = jnp.sum(kernel, axis=0, keepdims=True, dtype=jnp.float32) if replicate else kernel[-1:]
     rounded = taps_sum.astype(x.dtype)
-    form = image_form(target, x, kernel)
+    form = image_form(target, x, kernel)  # the function that convolves
     if rounded.dtype == taps_sum.dtype:
         sums = convolve_same(target, x, rounded, form)
     else:
@@ -156,9 +164,13 @@ def image_form(target: Target, x: Array, kernel: Array) -> Form:
 
 
 def convolve_same(target: Target, frames: Array, kernel: Array, form: Form) -> Array:
-    """Convolve by the function `form`, zero-padded to the same size in space; return float32 sums.
+    """Convolve with zero padding to the same height and width; return float32 sums.
 
-    The sums include what the columns of neighbouring shards contribute.
+    Args:
+        target: its `split` is the sharding of columns: neighbouring shards' columns are in the sums.
+        frames: (N, T, H, W, I), cached frames included.
+        kernel: (kt, kh, kw, I, O).
+        form: the function that convolves, such as `direct` or `summed`.
     """
     own_sums = form(frames, kernel, same_width_padding(kernel))
     return add_from_neighbours(target.split, own_sums, frames, kernel, form)

@@ -169,6 +169,7 @@ def adaptive_layer_norm(
         offset = offset + factor * bias.astype(jnp.float32)
     if weight is not None:
         factor = factor * weight.astype(jnp.float32)
+    # TPUs have an implementation of their own.
     return dispatch(
         adaptive_layer_norm_on, ("tpu",), x, factor, offset, jnp.asarray(first, jnp.int32), eps=eps
     )
@@ -296,9 +297,16 @@ def gated_linear_on(
     *,
     transposed: bool,
 ) -> Array:
-    """Compute `gated_linear` on `target`, the platform that is traced for.
+    """Add the gated result of a linear layer to the residual, on `target`, the platform that is traced for.
 
-    `first_patch` is the index of the first patch: text tokens are before it.
+    Args:
+        target: the platform.
+        x: tokens (N, S, I), or (N, I, S) if `transposed`.
+        weight, bias: of the linear layer, (O, I) and (O,).
+        residual: (N, S, O).
+        gate: (N, 2, O): a vector for each video's text tokens, and one for its patches.
+        first_patch: index of the first patch: text tokens are before it.
+        transposed: whether channels of `x` come before its tokens.
     """
 
     def plain(

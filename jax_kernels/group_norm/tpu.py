@@ -55,12 +55,13 @@ def _column_bytes(x: Array) -> int:
 
 
 def _block_shape(x: Array) -> tuple[int, int]:
-    """Return the numbers of rows and of columns of a grid step.
+    """Return the numbers of rows and of columns of `x` (N, T, H, W, C) that a grid step reads.
 
     Rows divide the height; the last step's columns may reach beyond the width.
     """
     height, width = x.shape[2:4]
     columns = min(COLUMNS, width)
+    # A column takes bytes for its moments, and for each of its pixels.
     fitting_rows = (BLOCK_BYTES // columns - _column_bytes(x)) // _pixel_bytes(x)
     return largest_divisor(height, fitting_rows), columns
 

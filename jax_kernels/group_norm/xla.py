@@ -69,16 +69,19 @@ def merge_equal(parts: Moments, axis: int) -> Moments:
 def column_moments(x: Array) -> tuple[Array, Array]:
     """Return mean and M2 (sum of squared deviations) of each column of pixels, in float32.
 
+    Blocks of at most `ROWS` rows are summed, and their moments merged: float32 keeps the digits of so many.
+
     Args:
-        x: any rank of three or more, channels last.
+        x: (..., rows, columns, channels), with one axis or more before the rows; or (N, rows, channels).
 
     Returns:
         Mean and M2, each of the shape of `x` with a single row.
     """
     axis = max(1, x.ndim - 3)  # of rows
     height = x.shape[axis]
-    rows = -(-height // max(1, -(-height // ROWS)))  # of a block: the fewest blocks, as equal as possible
-    in_blocks = height // rows * rows
+    # Rows of a block: the fewest blocks of at most `ROWS`, as equal as possible; -(-a // b) rounds a / b up.
+    rows = -(-height // max(1, -(-height // ROWS)))
+    in_blocks = height // rows * rows  # rows in full blocks; the remainder is a smaller block
     origin = _typical_row(x, axis)
     moments = _block_moments(jax.lax.slice_in_dim(x, 0, in_blocks, axis=axis), origin, axis, rows)
     if height > in_blocks:

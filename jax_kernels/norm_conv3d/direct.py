@@ -201,7 +201,10 @@ class DirectStep(ConvStep):
         self.refs["ring"][self.old, :, :, :, to] = self.refs["stage"][:, :, :, at]
 
     def _modulate_chunk(self, column: Any) -> None:
-        """Modulate the columns of the chunk from `column` on, unit by unit."""
+        """Modulate (norm's scale and shift, then SiLU) the columns of the chunk that begins at `column`.
+
+        A unit is the columns of a chunk that are modulated together; a chunk has `UNITS` of them.
+        """
         jax.lax.fori_loop(0, UNITS, lambda unit, _: self._modulate(column + unit * self.sizes.unit), None)
 
     def _store_activated(

@@ -113,7 +113,10 @@ class ConvSizes(NamedTuple):
 
     @property
     def products(self) -> "list[Product]":
-        """Matrix products of a chunk; in Winograd's, of each component of a chunk."""
+        """Matrix products of a chunk; in Winograd's convolution, of each component of a chunk.
+
+        `tile`, the frames that Winograd filters together, is 0 for direct convolution.
+        """
         return winograd_products(self.outputs) if self.tile else direct_products(self.channels, self.outputs)
 
     @property

@@ -80,10 +80,16 @@ class ConvStep(ABC):
     """
 
     def __init__(self, sizes: ConvSizes, weights: tuple[Any, ...], refs: dict[str, Any]):
-        """Read this step's position in the grid; the arguments are among the class's attributes."""
+        """Read this step's position in the grid.
+
+        Args:
+            sizes: the sizes that the kernel is compiled for.
+            weights: references to the matrices of each product.
+            refs: references to memory by name: operands, results and scratch.
+        """
         self.sizes, self.weights, self.refs = sizes, weights, refs
-        self.result_parts = sizes.outputs // tiles.LANES
-        self.axes = 2 if sizes.strips == 1 else 3
+        self.result_parts = sizes.outputs // tiles.LANES  # parts of 128 channels
+        self.axes = 2 if sizes.strips == 1 else 3  # of the grid: videos, strips if several, steps
         _, self.strip, self.step = grid_position(tuple(map(pl.program_id, range(self.axes))))
 
     def run(self) -> None:
@@ -126,7 +132,10 @@ class ConvStep(ABC):
 
     @abstractmethod
     def _move(self, column: Any, count: int) -> None:
-        """Move `count` columns, from `column` on, of the block modulated last step to where products load."""
+        """Move `count` columns, from `column` on, to the memory that the products load from.
+
+        They are columns of the block of rows that the last grid step modulated.
+        """
 
     @abstractmethod
     def _store_activated(
@@ -311,12 +320,16 @@ class ConvStep(ABC):
 
 
 def grid_position(indices: tuple[Any, ...]) -> tuple[Any, Any, Any]:
-    """Return the indices of video, strip and step; a grid of a single strip has no axis for strips."""
+    """Return the indices (video, strip, step) of a position in the kernel's grid.
+
+    `indices` has one for each axis of the grid. A grid of a single strip has no axis for strips: its indices
+    are (video, step).
+    """
     return indices if len(indices) == 3 else (indices[0], 0, indices[1])
 
 
 def _at_least_zero(column: Any) -> Any:
-    """Return `column`, traced or not, or 0 if it is negative."""
+    """Return the index of a column, a Python int or a traced array; 0 for a negative one."""
     return jax.lax.max(column, 0) if isinstance(column, jax.Array) else max(column, 0)
 
 

@@ -114,15 +114,20 @@ def is_supported(
 
 
 def _vmem_bytes(sizes: UpsampleSizes) -> int:
-    """Return the bytes of VMEM that the kernel uses; blocks count twice, as the next is fetched meanwhile."""
-    input_bytes, output_bytes = (
-        sizes.columns * sizes.taken * sizes.channels * 2,
-        sizes.row * sizes.outputs * 2,
-    )
+    """Return a bound of the bytes of VMEM that the kernel uses."""
+    # A row of pixels and a row of results, in bfloat16 (2 bytes a number).
+    input_bytes = sizes.columns * sizes.taken * sizes.channels * 2
+    output_bytes = sizes.row * sizes.outputs * 2
     weights = TAPS**2 * sizes.channels * sizes.outputs * 2
-    product = sizes.chunk * sizes.frames * TAPS**2 * sizes.outputs * 4
-    # A row of pixels and two rows of results; "above" and "odd" in float32, "even" in bfloat16.
-    return 2 * (input_bytes + 2 * output_bytes) + weights + 2 * 2 * output_bytes + output_bytes + 2 * product
+    return (
+        # A row of pixels and two rows of results, each twice, as the next block is transferred meanwhile.
+        2 * (input_bytes + 2 * output_bytes)
+        + weights
+        # Rows of results between two steps: "above" and "odd" in float32, "even" in bfloat16.
+        + (2 * 2 + 1) * output_bytes
+        # Float32 products of a chunk by all taps, and as much again for their sums: a cautious bound.
+        + 2 * sizes.chunk * sizes.frames * TAPS**2 * sizes.outputs * 4
+    )
 
 
 class _Step:

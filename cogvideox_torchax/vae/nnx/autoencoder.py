@@ -101,11 +101,12 @@ class DecoderChunk(nnx.Module):
         self.pallas = pallas_mode()  # part of the graph, so that each mode has a program of its own
 
     def __call__(self, z: jax.Array, cache: Cache | None) -> tuple[jax.Array, Cache]:
-        """Decode a chunk; return its frames and the cache for the next chunk."""
+        """Decode a chunk; return its frames (uint8 if `self.as_uint8`) and the cache for the next chunk."""
         z = z.astype(self.dtype)
         if self.post_quant_conv is not None:
             z = self.post_quant_conv(z)
-        # None decides by the number of frames: a later chunk's single frame would pass for a video's first.
+        # None lets the decoder decide by the number of frames. A later chunk of a single frame must not be
+        # taken for a video's first frame, hence False.
         first_frame_alone = False if cache is not None and self.frame_by_frame else None
         frames, cache = self.decoder(z, cache, first_frame_alone=first_frame_alone)
         return to_uint8(frames) if self.as_uint8 else frames, cache
@@ -482,7 +483,12 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         tile_overlap_factor_height: float = 1 / 6,
         tile_overlap_factor_width: float = 1 / 5,
     ) -> None:
-        """Run pictures larger than a tile in tiles; sizes in sample pixels, half the config's by default."""
+        """Run frames larger than a tile in overlapping tiles from now on.
+
+        Args:
+            tile_sample_min_height, tile_sample_min_width: of a tile, in pixels; None for half the config's.
+            tile_overlap_factor_height, tile_overlap_factor_width: parts of a tile that overlap the next tile.
+        """
         scale = self.config.spatial_compression_ratio
         height = tile_sample_min_height or self.config.sample_height // 2
         width = tile_sample_min_width or self.config.sample_width // 2
@@ -491,7 +497,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         )
 
     def disable_tiling(self) -> None:
-        """Run whole frames again."""
+        """Run each frame whole from now on, not in tiles."""
         self.tile_settings = None
 
     def _tile_plan(self, direction: Direction, size: tuple[int, ...]) -> tiling.TilePlan | None:

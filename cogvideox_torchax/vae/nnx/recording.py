@@ -22,6 +22,7 @@ class RecordedLayers(nnx.Module):
     """
 
     def __init__(self, network: EncoderChunk | DecoderChunk, wanted: Callable[[str], Any]):
+        """Keep the network, and `wanted`, which returns whether a layer of a name is recorded."""
         self.network = network
         self._wanted = wanted
 
@@ -33,6 +34,7 @@ class RecordedLayers(nnx.Module):
         outputs: dict[str, jax.Array] = {}
         for path, layer in list(nnx.iter_modules(self.network)):
             name = ".".join(map(str, path))
+            # The output of `norm_out` has the activation in it here; diffusers' has not.
             if self._wanted(name) and name != "decoder.norm_out":
                 # Past NNX's own `__setattr__`, which takes attributes for a part of the module's state.
                 object.__setattr__(layer, "__class__", _recording_class(type(layer)))

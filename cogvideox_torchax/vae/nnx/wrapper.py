@@ -158,7 +158,8 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
         if not strict:
             raise ValueError("load_state_dict of the Flax build is strict: give every weight, and no other")
         self.flax_vae.load_tensors(weights.from_torch(state_dict))
-        return super().load_state_dict({})  # torch's result for a complete load
+        # The wrapper has no torch weights: an empty load returns what torch returns for a complete one.
+        return super().load_state_dict({})
 
     def to(self, *args: Any, **kwargs: Any) -> "FlaxVAEForPipelines":
         """Cast the weights to a dtype, as `half()`, `bfloat16()`, `float()` and `type(...)` do.

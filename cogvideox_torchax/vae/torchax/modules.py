@@ -136,7 +136,16 @@ class CausalConv3d(OnColumns, diffusers_vae.CogVideoXCausalConv3d):
         *,
         residual: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Convolve by the kernel, or by diffusers' forward for plain tensors and changed modules."""
+        """Convolve by the JAX kernel, or by diffusers' forward for plain tensors and changed modules.
+
+        Args:
+            inputs: frames (N, C, T, H, W).
+            conv_cache: the last frames of the previous chunk; None for a video's first chunk.
+            residual: a tensor that is added to the result, or None.
+
+        Returns:
+            The result, and the cache for the next chunk; None if the kernel has one tap of time.
+        """
         conv = self.conv
         if not on_jax(inputs) or not self.is_plain:
             y, new_cache = super().forward(inputs, conv_cache)
@@ -275,6 +284,7 @@ def _can_fuse(norm: nn.Module, conv: nn.Module) -> bool:
     types_fit = type(norm) in (GroupNorm, SpatialNorm3D) and type(conv) is CausalConv3d
     if not types_fit or is_watched(norm) or is_watched(conv):
         return False
+    # The kernel computes the norm and the convolution as they were ported, without a LoRA or a hook inside.
     return _as_ported(norm) and conv.is_plain  # pyright: ignore[reportReturnType]
 
 
