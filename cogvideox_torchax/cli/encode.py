@@ -35,13 +35,13 @@ def run(args: argparse.Namespace) -> int:
     common.check_input(args.video)
     if sources.is_many(args.video):
         return batch.encode(args)
-    batch.check_one(args)
+    batch.check_one(args)  # raises for options that only many clips have
     if not args.output.endswith(".safetensors"):
         raise ValueError(f"cannot write {args.output}: latents go into a .safetensors file")
     whole.check_file(args.output)
     clip = common.open_clip(args)
     with devices.process_group(args) as group:
-        common.take_bundled_model(args)
+        common.take_bundled_model(args)  # sets `args.model` if no --model is given
         vae = common.load_vae(args.model, args.backend, args.dtype, group.mesh)
         clock = common.announcing_clock(args)
         encoded = common.encoder_of(args, vae, group.fetch_to_first).encode(clip)

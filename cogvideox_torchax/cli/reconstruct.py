@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> None:
     with devices.process_group(args) as group:
         fps = args.fps or clip.info.fps
         video.check_writing(args.output, fps)
-        common.take_bundled_model(args)
+        common.take_bundled_model(args)  # sets `args.model` if no --model is given
         vae = common.load_vae(args.model, args.backend, args.dtype, group.mesh)
         latent_frames = sum(ENCODE.results(vae, clip.num_frames))
         frames_out = sum(DECODE.results(vae, latent_frames))

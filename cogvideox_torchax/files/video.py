@@ -239,7 +239,7 @@ class Orientation(NamedTuple):
 
 
 def _orientation(frame: Any) -> Orientation:
-    """Return the orientation of a decoded frame, by its display matrix."""
+    """Return the orientation of a decoded frame, by its display matrix; upright if it has none."""
     matrix = frame.side_data.get("DISPLAYMATRIX")
     return Orientation.parse(matrix and bytes(matrix))
 

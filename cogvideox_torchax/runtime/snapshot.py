@@ -23,6 +23,7 @@ class Snapshot:
     def __init__(self, root: nn.Module):
         """Record a module tree as it is now."""
         self._modules = [_ModuleSnapshot(module) for module in _tree(root)]
+        # (container, its items now) of all containers that are attributes.
         contents = _contents(seen.attributes for seen in self._modules)
         # Most containers are empty dictionaries of hooks. `holds`, which runs before each call, checks empty
         # containers faster than those with items.

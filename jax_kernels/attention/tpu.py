@@ -262,7 +262,7 @@ def _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, fa
                 scores = _product(k_ref[:, keys_at], q_ref[:, queries_at], over=0) * factor
                 visit(queries_at, keys_at, jnp.where(is_key, scores, -jnp.inf))
 
-    def find_maximum(queries_at: Any, _: Any, scores: Array) -> None:
+    def update_maximum_and_total(queries_at: Any, _: Any, scores: Array) -> None:
         """Update the maximum by these scores, rescale the sum of weights to it, and add these weights."""
         before = maximum_ref[:, queries_at]
         maximum_ref[:, queries_at] = maximum = jnp.maximum(before, scores.max(0, keepdims=True))
@@ -270,12 +270,12 @@ def _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, fa
         total_ref[:, queries_at] = total_ref[:, queries_at] * jnp.exp2(before - maximum) + chunk_total
 
     def add_values(queries_at: Any, keys_at: Any, scores: Array) -> None:
-        """Add the values of these keys, weighted by the final softmax."""
+        """Add the values of these keys, weighted by the final softmax; padding values may be NaN."""
         weights = jnp.exp2(scores - maximum_ref[:, queries_at]) / total_ref[:, queries_at]
         v = _replace_padding(v_ref[:, keys_at], keys_at.start, num_keys, 0)
         sums_ref[:, queries_at] = sums_ref[:, queries_at] + _product(v, weights.astype(v.dtype), over=1)
 
-    over_scores(find_maximum)
+    over_scores(update_maximum_and_total)
     over_scores(add_values)
     y_ref[...] = sums_ref[...].astype(y_ref.dtype)
 

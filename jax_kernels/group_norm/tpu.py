@@ -111,6 +111,7 @@ def supports_image(x: Float[Array, "N 1 H W C"]) -> bool:
 def _rows_of_image(x: Float[Array, "N 1 H W C"]) -> int:
     """Return the rows of an image in a grid step, which divide its height; 0 if not one row fits."""
     height, width, channels = x.shape[2:]
+    # In VMEM the pixels of a row fill up whole tiles.
     row_bytes = tiled_sublanes(width, x.dtype) * channels * x.dtype.itemsize
     # Mean, M2 and an origin of each column, in float32.
     moment_bytes = 3 * tiled_sublanes(width, jnp.dtype(jnp.float32)) * channels * 4

@@ -82,7 +82,7 @@ def column_moments(x: Array) -> tuple[Array, Array]:
     # Rows of a block: the fewest blocks of at most `ROWS`, as equal as possible; -(-a // b) rounds a / b up.
     rows = -(-height // max(1, -(-height // ROWS)))
     in_blocks = height // rows * rows  # rows in full blocks; the remainder is a smaller block
-    origin = _typical_row(x, axis)
+    origin = _typical_row(x, axis)  # a value close to most of a column's: subtracted against cancellation
     moments = _block_moments(jax.lax.slice_in_dim(x, 0, in_blocks, axis=axis), origin, axis, rows)
     if height > in_blocks:
         remainder = jax.lax.slice_in_dim(x, in_blocks, height, axis=axis)

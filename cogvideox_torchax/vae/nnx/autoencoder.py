@@ -105,8 +105,8 @@ class DecoderChunk(nnx.Module):
         z = z.astype(self.dtype)
         if self.post_quant_conv is not None:
             z = self.post_quant_conv(z)
-        # None lets the decoder decide by the number of frames. A later chunk of a single frame must not be
-        # taken for a video's first frame, hence False.
+        # None lets the decoder decide by the number of frames. With `frame_by_frame` each chunk is a single
+        # frame, and a later one must not be taken for a video's first frame, hence False.
         first_frame_alone = False if cache is not None and self.frame_by_frame else None
         frames, cache = self.decoder(z, cache, first_frame_alone=first_frame_alone)
         return to_uint8(frames) if self.as_uint8 else frames, cache

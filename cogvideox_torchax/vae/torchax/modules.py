@@ -149,6 +149,7 @@ class CausalConv3d(OnColumns, diffusers_vae.CogVideoXCausalConv3d):
         conv = self.conv
         if not on_jax(inputs) or not self.is_plain:
             y, new_cache = super().forward(inputs, conv_cache)
+            # PyTorch's operations may have overwritten the zeros in padding columns.
             return with_zero_padding(y if residual is None else y + residual, self.split), new_cache
         cache, residual = (None if x is None else _channels_last(x) for x in (conv_cache, residual))
         y, new_cache = torch_view(jax_kernels.conv3d)(
