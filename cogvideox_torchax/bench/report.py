@@ -80,8 +80,9 @@ def _rows(result: dict[str, Any], rows: Callable[[dict[str, Any]], list[Row]], w
     """Return the table's rows for one job, run in one way (by a backend, or by this project without kernels).
 
     Args:
-        result: the job's result. Status "ok" means that it was timed; only a peer is where its error is
-            beyond the contract. Any other result has a single row, with the reason and no times.
+        result: the job's result. Status "ok" means that it was timed; a peer (a backend to compare with) is
+            timed even if its error is beyond the contract. Any other result has a single row, with the reason
+            and no times.
         rows: returns the rows of a result that succeeded, from the fifth cell on. The first four are job,
             way, size and error.
         width: number of columns of the table.

@@ -169,7 +169,7 @@ def _training_step(task: Task, size: Size) -> Run:
         vae.decoder.compile()
 
     def gradients(direction: Direction, x: torch.Tensor) -> tuple[str, Any]:
-        """Run a direction on `x` and its backward pass; return the part's name, and gradients by weight."""
+        """Run a direction on `x`, and its backward pass; return a name for it, and gradients by weight."""
         vae.zero_grad()
         # `measure` runs jobs without gradients, so they are enabled here.
         with torch.enable_grad(), contextlib.nullcontext() if task.torch_device else runtime.active():

@@ -241,7 +241,7 @@ def projections(attn: Any, h_SC: torch.Tensor, sequence: Sequence) -> Iterator[t
     Args:
         attn: diffusers' attention, with three projections or with one that is fused.
         h_SC: tokens of all videos.
-        sequence: their layout.
+        sequence: layout of the tokens; P is its `parts`.
     """
 
     def split(y_SC: torch.Tensor) -> torch.Tensor:
@@ -336,10 +336,10 @@ def joined_step(
 
 
 def joined_patches(y_NPC: torch.Tensor, shape: torch.Size, config: Any) -> torch.Tensor:
-    """Join patches (N, P, C), P here their number, to latents (N, T, C, H, W).
+    """Join patches (N, P, C), P for each video, to latents (N, T, C, H, W).
 
     Args:
-        y_NPC: the patches, each with p_t x p x p values of all channels in its C.
+        y_NPC: the patches. C of a patch has all channels of p_t frames of p x p latent pixels.
         shape: shape of the latents; its channels are not read.
         config: of the transformer.
     """

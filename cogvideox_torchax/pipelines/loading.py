@@ -66,7 +66,9 @@ def load_pipeline(
     Args:
         pretrained_model_name_or_path: a directory or a hub id, of safetensors.
         pipeline_class: one of diffusers' for CogVideoX; None for the one that model_index.json names.
-        mesh, parallel: as `port` takes them.
+        mesh: of `make_mesh`; None for one device.
+        parallel: the dimension that the transformer splits over the mesh's axis "tp": "context" for tokens,
+            "tensor" for weights' channels; None chooses.
         torch_dtype: dtype of all weights; `dtype`, diffusers' newer name for it, takes precedence.
         variant: variant of the weight files, such as "fp16".
         diffusers_options: options of `from_pretrained`, parts of the pipeline among them:

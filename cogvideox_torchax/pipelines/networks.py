@@ -205,7 +205,8 @@ class CompiledNetwork(PortedModel):
 
         Args:
             mesh: a mesh of `make_mesh`; None keeps the present mesh, if there is one.
-            parallel: as `place_on` takes it.
+            parallel: the dimension that a transformer splits over the mesh's axis "tp": "context" for tokens,
+                "tensor" for weights' channels; None chooses, and keeps an earlier choice on the same mesh.
 
         Raises:
             ValueError: a mesh not made by `make_mesh`, or one that does not divide the weights.
@@ -227,8 +228,8 @@ class CompiledNetwork(PortedModel):
 
         Args:
             mesh: of `make_mesh`.
-            parallel: how the transformer uses "tp", as `port` takes it; None chooses, and keeps an earlier
-                choice on the same mesh.
+            parallel: the dimension that a transformer splits over the mesh's axis "tp": "context" for tokens,
+                "tensor" for weights' channels; None chooses, and keeps an earlier choice on the same mesh.
             memory: bytes of a device; None asks the device.
 
         Raises:
@@ -250,8 +251,9 @@ def parallelism_of(
 
     Args:
         network: a transformer or a text encoder.
-        mesh, memory: as `CompiledNetwork.place_on` takes them.
-        requested: `parallel` of `CompiledNetwork.place_on`.
+        mesh: of `make_mesh`.
+        requested: "context" for tokens, "tensor" for weights' channels; None chooses for a transformer.
+        memory: bytes of a device, for the choice; None asks the device.
 
     Raises:
         ValueError: a mesh not made by `make_mesh`, or one that does not divide the weights, or an impossible

@@ -91,7 +91,7 @@ def _parts(text: str, without: Path | None) -> Iterator[Part]:
 
     Args:
         text: path of a file or a directory, or `file#start-end` for frames of a file.
-        without: as `parts` takes it.
+        without: a directory below `text` whose files are left out; None for none.
     """
     is_range = "#" in text and not Path(text).exists()  # a file's name may have a "#"
     found = RANGE.fullmatch(text) if is_range else None  # its groups: path, start, end; the numbers may be ""
