@@ -213,8 +213,7 @@ def parts_for(pipeline_class: Any, pipeline: Any) -> dict[str, Any]:
 
     A part is taken if it has one of the types that the class gives for its name. A part whose class has the
     attribute `stands_for`, another class, counts as an instance of that class. `from_pipe` itself leaves
-    out parts of a subclass, unless they are passed by name. Needs the class method of diffusers' pipelines
-    that gives their parts' types.
+    out parts of a subclass, unless they are passed by name.
 
     Args:
         pipeline_class: the class of the pipeline to make.
@@ -223,6 +222,7 @@ def parts_for(pipeline_class: Any, pipeline: Any) -> dict[str, Any]:
     Returns:
         The parts by their name in both pipelines.
     """
+    # Diffusers' private method returns the types of each part, by the part's name.
     kinds = _part("diffusers", pipeline_class, "_get_signature_types")()
     return {
         name: part
@@ -309,12 +309,13 @@ COMPILING_EVENTS = ("/jax/core/compile/backend_compile_duration",)
 
 
 def scaling_loras(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a transformer's forward with its LoRAs scaled by `attention_kwargs["scale"]`; a decorator.
+    """Decorate a transformer's forward `step` so that `attention_kwargs["scale"]` scales its LoRAs.
 
-    Needs the decorator that diffusers gives its transformers' forwards.
+    Diffusers decorates its own transformers' forwards by `apply_lora_scale(name of the argument)`.
     """
     from diffusers.utils import peft_utils
 
+    # `_part` gets the attribute, or names the release of diffusers that has it.
     return _part("diffusers", peft_utils, "apply_lora_scale")("attention_kwargs")(step)
 
 

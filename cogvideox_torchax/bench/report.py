@@ -59,9 +59,9 @@ def markdown(report: dict[str, Any]) -> str:
     The report is of `device.run`, which has a field "device", or of `ab.run`.
     """
     if "device" in report:
-        head, rows, description = DEVICE_HEAD, _device_rows, _device(report)
+        head, rows_of, description = DEVICE_HEAD, _device_rows, _device(report)
     else:
-        head, rows, description = HEAD, _backend_rows, _comparison(report)
+        head, rows_of, description = HEAD, _backend_rows, _comparison(report)
     host = report["host"]
     packages = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     lines = [
@@ -71,9 +71,10 @@ def markdown(report: dict[str, Any]) -> str:
     if "not_planned" in report:
         lines.append(f"Not planned: {report['not_planned']}.")
     switched_off = report.get("switched_off", {})
-    lines += [f"Kernel of {name} switched off: {why}." for name, why in switched_off.items()]
-    cells = [row for result in report["results"] for row in _rows(result, rows, len(head))]
-    return "\n\n".join([*lines, table(head, cells)]) + "\n"
+    lines += [f"Kernel of {op} switched off: {why}." for op, why in switched_off.items()]
+    # `rows_of` returns the rows of a result that succeeded; `_rows` also makes those of failed results.
+    rows = [row for result in report["results"] for row in _rows(result, rows_of, len(head))]
+    return "\n\n".join([*lines, table(head, rows)]) + "\n"
 
 
 def _rows(result: dict[str, Any], rows: Callable[[dict[str, Any]], list[Row]], width: int) -> list[Row]:

@@ -84,7 +84,10 @@ class Task:
 
     @property
     def backend(self) -> str:
-        """The name of the way's backend, without ", kernels off"; "torch" for a reference."""
+        """The name of the backend that runs the task; "torch" for the reference, whose `way` is "".
+
+        A way is a backend's name, such as "flax", or a name with an option after it: "torchax, kernels off".
+        """
         name, _, _kernels_off = self.way.partition(",")
         return name or "torch"
 
@@ -120,14 +123,15 @@ def load(task: Task, size: Size) -> Run:
 
 
 def _backend(task: Task, size: Size, *directions: Direction) -> tuple[Any, list[torch.Tensor]]:
-    """Return a VAE on the way's backend, and a list of random inputs, one for each of the directions.
+    """Return a VAE on the task's backend, and a list of random inputs, one for each of the directions.
 
     The inputs are on the VAE's device. A published config gets random weights. An input has one video; to
     train, one for each of the mesh's `dp` devices.
     """
-    dtype, device = task.torch_dtype, task.torch_device
+    dtype, device = task.torch_dtype, task.torch_device  # no device: arrays are JAX's
     torch.manual_seed(0)
     if size.model in models.CONFIGS:
+        # Not `vae.to(dtype)`: diffusers wraps that method in a way that pyright cannot follow.
         vae: Any = nn.Module.to(models.weightless_vae(size.model, torch.float32, "cpu"), dtype)
     else:
         vae = AutoencoderKLCogVideoX.from_pretrained(locate_vae(size.model), torch_dtype=dtype)
@@ -141,7 +145,7 @@ def _backend(task: Task, size: Size, *directions: Direction) -> tuple[Any, list[
         x = torch.randn((videos, channels, frames, height, width), generator=generator).to(dtype)
         inputs.append(x.to(device) if device else runtime.to_jax(x))
     backend = backends.backend(task.backend).from_native(nn.Module.to(vae, device) if device else vae)
-    if task.way and (task.dp or task.tp):
+    if task.way and (task.dp or task.tp):  # the reference, without a way, has no mesh
         backend.vae.place_on(task.mesh())
     return backend, inputs
 

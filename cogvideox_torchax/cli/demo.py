@@ -47,15 +47,16 @@ def run(args: argparse.Namespace) -> None:
         args.video = demo_clip()
         if not (args.height or args.width or args.crop):
             args.height, args.width = DEMO_SIZE
-    clip = common.open_clip(args, at_most=FRAMES)
+    clip = common.open_clip(args, at_most=FRAMES)  # the frames after the first `FRAMES` are not read
     output = common.make_directory(args.output)
     whole.check_output(output / "demo.mp4")
     source = torch.stack(list(clip.stream()), dim=2)
 
-    common.take_bundled_model(args)
+    common.take_bundled_model(args)  # sets `args.model` if no --model is given
     native = common.load_vae(args.model, "torch", args.dtype)
     vae = native if args.backend == "torch" else common.load_vae(args.model, args.backend, args.dtype)
-    # Encoding and decoding run twice: the first run compiles the programs, the second run is timed.
+    # Encoding and decoding run twice: the first run compiles the programs, the second run is timed. The last
+    # argument of `_run` is the title of its progress bar.
     clock = CompileClock()
     _run(DECODE, vae, _run(ENCODE, vae, source, args, "compile"), args, "compile")
     compile_seconds = clock.seconds

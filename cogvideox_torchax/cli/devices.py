@@ -105,7 +105,8 @@ def process_shard(args: argparse.Namespace) -> Iterator[ProcessShard]:
     Raises:
         ValueError: options that contradict each other, or processes that cannot meet.
     """
-    _check(args, ("dp", "tp"))  # each process has its own mesh: `--distributed` goes with any backend
+    # `--dp` and `--tp` need a backend that runs on a mesh. `--distributed` does not: a process runs alone.
+    _check(args, ("dp", "tp"))
     if not args.distributed:
         yield ProcessShard()
     elif args.processes is not None and args.process is not None and args.coordinator is None:

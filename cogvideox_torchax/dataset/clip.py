@@ -50,10 +50,10 @@ class Bucket:
 
     @classmethod
     def parse(cls, text: str) -> "Bucket":
-        """Return the bucket of text like "49x480x720".
+        """Return the bucket of a text such as "49x480x720": frames, height, width.
 
         Raises:
-            SizeError: another text.
+            SizeError: a text of another form.
         """
         return cls(*parse_size(text, frames=True))
 
@@ -277,6 +277,7 @@ class _ClipUnit:
             say(f"{direction} in {auto_tiles}")
         results = memory.retry_tiled_on_oom(self.vae, size, start, say)
         total = len(direction.chunks(self.vae, frames))
+        # `_follow` wraps the results in a progress bar; it is None without one.
         return self._follow(results, total, direction) if self._follow else results
 
 
@@ -359,6 +360,7 @@ class EncodeClip(_ClipUnit):
         # A checksum gives each id a seed, equal in every process, which Python's `hash` is not.
         seed = zlib.crc32(f"{config.seed} {name}".encode()) if name else config.seed
         generator = torch.Generator("cpu").manual_seed(seed)
+        # `KEEP` has, for each tensor to keep, a function that takes the tensor from the posterior.
         for posterior in self.vae.encode_stream(decoded.stream(), decoded.num_frames, fetch=self._fetch):
             yield {tensor: take(posterior, generator) for tensor, take in KEEP[config.keep].items()}
 
@@ -404,7 +406,8 @@ class DecodeClip(_ClipUnit):
         """Yield the frames of each chunk, uint8 (1, 3, t, H, W), of latents that come in pieces.
 
         Args:
-            start: returns the pieces (1, C, t, h, w) from the first on; called again if memory ran out.
+            start: returns an iterator over the pieces (1, C, t, h, w); called again, to begin anew with
+                smaller tiles, if memory runs out.
             shape: (latent frames, rows, columns) of all pieces together.
         """
         vae = self.vae
@@ -413,7 +416,7 @@ class DecodeClip(_ClipUnit):
         decoding = {"output_dtype": torch.uint8, "fetch": self._fetch}
         with memory.restoring_tiles(vae):
             yield from self._with_tiles_and_progress(
-                DECODE, size, frames, lambda: vae.decode_stream(start(), frames, **decoding), ""
+                DECODE, size, frames, lambda: vae.decode_stream(start(), frames, **decoding), name=""
             )
 
 
@@ -450,7 +453,8 @@ def model_sha256(vae: Any) -> str:
     shaping = {name: vae.config.get(name) for name in latent_files.SHAPING_FIELDS}
     digest = hashlib.sha256(json.dumps(shaping, sort_keys=True).encode())
     for name, value in sorted(vae.state_dict().items()):
-        array = runtime.without_torchax(lambda value=value: runtime.host_array(runtime.to_torch(value)))
+        # With torchax on, torch's methods would make JAX's arrays of plain tensors.
+        array = runtime.without_torchax(lambda tensor: runtime.host_array(runtime.to_torch(tensor)), value)
         digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
         digest.update(array.tobytes())
     return digest.hexdigest()

@@ -328,7 +328,7 @@ class DatasetDirectory(OutputDirectory):
             self.refuse(index, str(error))
 
     def clip_id(self, key: int) -> str:
-        """Return the id of the clip of a number; "" for a number without a clip."""
+        """Return the id of the clip whose number is `key`; "" if that number has no clip."""
         return self.ids[key] or ""
 
     def bad_clips(self) -> dict[str, str]:

@@ -58,7 +58,7 @@ def locate(
         # If the repository is no pipeline, or no part is wanted, the files are at its top.
         if not (part and (directory / INDEX).is_file()):
             directory = _snapshot(str(name), list(files), hub_options)
-    is_pipeline = (directory / INDEX).is_file()
+    is_pipeline = (directory / INDEX).is_file()  # model_index.json
     return directory / part if part and (is_pipeline or (directory / part).is_dir()) else directory
 
 

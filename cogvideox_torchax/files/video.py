@@ -348,13 +348,14 @@ def read_frames(source: Source, size: Framing, num_frames: int) -> Iterator[torc
 def _framed_pixels(frame: Any, size: Framing) -> Any:
     """Return a decoded frame's RGB bytes (H, W, 3), upright, resized and cropped as `size` says."""
     orientation = _orientation(frame)
-    resized = size.resized if size.crop else (size.height, size.width)  # upright; None keeps the frame's size
+    # Height and width, upright, before a crop cuts the middle out; None keeps the frame's.
+    resized = size.resized if size.crop else (size.height, size.width)
     if resized is None:
         pixels = frame.to_ndarray(format="rgb24")
     else:
         height, width = orientation.sides(resized)  # as the frame is stored, which may be on its side
         pixels = frame.to_ndarray(format="rgb24", width=width, height=height, interpolation="BICUBIC")
-    pixels = orientation.pixels(pixels)
+    pixels = orientation.pixels(pixels)  # set upright
     if not size.crop:
         return pixels
     top, left = (pixels.shape[0] - size.height) // 2, (pixels.shape[1] - size.width) // 2
@@ -466,14 +467,13 @@ def writing(path: str | Path, fps: Fraction | float, source: SourceTiming | None
 
     Raises:
         OutputError: another suffix, an output that cannot be written, a directory that has files in it, or a
-            rate that is not above 0 or has a frame last for longer than `LONGEST`.
+            rate that is not above 0 or has a frame last for longer than `LONGEST` seconds.
     """
     source = source or SourceTiming()
-    kind = check_writing(path, fps, source.times)
-    rate = Fraction(fps).limit_denominator(
-        100_000
-    )  # a float's fraction does not fit FFmpeg's 32-bit integers
-    with whole_file(path, directory=not kind) as temporary:  # the suffix "" is a directory
+    kind = check_writing(path, fps, source.times)  # the suffix; "" for a directory
+    # The exact fraction of a float such as 29.97 does not fit FFmpeg's 32-bit integers.
+    rate = Fraction(fps).limit_denominator(100_000)
+    with whole_file(path, directory=not kind) as temporary:
         makers = {
             ".mp4": lambda: _Mp4Sink(temporary, rate, source),
             ".gif": lambda: _GifSink(temporary, rate),

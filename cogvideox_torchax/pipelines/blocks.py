@@ -148,7 +148,8 @@ class Block(CogVideoXBlock):
 
         The caller computes the projection, alone or in one kernel with the residual.
         """
-        widen, dropout, *layers = self.ff.net  # `widen` is the first projection and GELU
+        # `widen` is the first projection and GELU; `layers` are the last projection and its dropout.
+        widen, dropout, *layers = self.ff.net
         if type(widen) is GELU and widen.approximate == "tanh" and supports_fused(widen.proj, sequence):
             project: Any = widen.proj
             h_NSC = torch_view(jax_kernels.linear_gelu)(h_NSC, project.weight, project.bias)
@@ -272,7 +273,7 @@ def takes_sequences(model: Any) -> bool:
 
 
 def _as_ported(block: Any) -> bool:
-    """Return whether a layer's modules have the types that `port` gave them, and no hooks."""
+    """Return whether `block`, a transformer's layer, and its modules are of `port`'s types, without hooks."""
     if type(block) is not Block:
         return False
     attn: Any = block.attn1

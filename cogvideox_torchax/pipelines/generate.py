@@ -358,7 +358,8 @@ class Generation:
 
         size = video.Framing(self.request.height, self.request.width)
         frames = video.read_frames(str(self.request.video), size, self.request.frames)
-        return [Image.fromarray(frame[0].permute(1, 2, 0).numpy()) for frame in frames]
+        # A frame is (1, 3, H, W), an image's array (H, W, 3).
+        return [Image.fromarray(frame.squeeze(0).permute(1, 2, 0).numpy()) for frame in frames]
 
     def _show_step(self, pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Pass a step's latents to `show`; the pipeline's `callback_on_step_end`.

@@ -74,7 +74,8 @@ class TransformerStep(nn.Module):
         super().__init__()
         self.model = model
         self.options = dict(attention_kwargs or {})
-        self.joined = takes_sequences(model) and self.options.keys() <= {"scale"}  # all `joined_step` knows
+        # Whether text and patches run as one sequence, by `joined_step`, which knows no option but "scale".
+        self.joined = takes_sequences(model) and self.options.keys() <= {"scale"}
 
     def predict(self, tensors: dict[str, Any]) -> torch.Tensor:
         """Return the prediction of a step from its tensors by name (`step_tensors`)."""
@@ -309,7 +310,10 @@ class CogVideoXTransformer3DModel(CompiledNetwork, DiffusersTransformer):
 
     @contextlib.contextmanager
     def cache_context(self, name: str, **kwargs: Any) -> Iterator[None]:
-        """Enter a cache's context as diffusers does."""
+        """Have the steps of a `with` block share a cache's state called `name`, as in diffusers.
+
+        Diffusers' context is for hooks, and `caches.context` for the caches of ported transformers.
+        """
         with super().cache_context(name, **kwargs), caches.context(name):
             yield
 

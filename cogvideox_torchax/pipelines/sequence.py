@@ -302,6 +302,7 @@ class SequencePlacement(MeshPlace):
         every device.
         """
         spec = self.spec(shape) if len(shape) == 3 else PartitionSpec()
+        # `strict=False`: an empty spec has no parts.
         divides = all(size % parts == 0 for size, parts in zip(shape, self.parts(spec), strict=False))
         return NamedSharding(self.mesh, spec if divides else PartitionSpec())
 

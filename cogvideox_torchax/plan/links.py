@@ -154,16 +154,17 @@ class Links:
     def _route(self, sender: Coordinates, receiver: Coordinates) -> Iterable[tuple[Any, ...]]:
         """Yield the links that a message goes over, each as (axis, source chip, direction).
 
-        The interface between a chip's two cores is a link whose axis is None and whose direction is the core
+        The message moves along one axis of the grid of chips after the other; a closed axis is a ring. The
+        interface between a chip's two cores is a link whose axis is None and whose direction is the core
         that it leads to.
         """
-        *here, core = sender
-        *there, target = receiver
-        if core != target:
-            yield None, tuple(here), target
+        *here, core = sender  # the chip's coordinates, then the number of its core
+        *there, target_core = receiver
+        if core != target_core:
+            yield None, tuple(here), target_core
         for axis, (length, closed) in enumerate(self._axes):
             distance = there[axis] - here[axis]
-            if closed and abs(distance) * 2 > length:  # shorter the other way round
+            if closed and abs(distance) * 2 > length:  # the other way round the ring is shorter
                 distance -= length if distance > 0 else -length
             step = 1 if distance > 0 else -1
             for _ in range(abs(distance)):

@@ -169,6 +169,8 @@ def plan_step(
 ) -> NetworkPlan:
     """Plan one denoising step of one video.
 
+    Compiles two transformers, of 2 and of 3 layers (`FEW`), and extrapolates to all layers.
+
     Args:
         model: as `transformer_config` takes it.
         dtype: dtype of weights and activations.
@@ -194,7 +196,8 @@ def plan_step(
         )
     frames = -(-frames // patch_t) * patch_t  # padded to whole patches, as diffusers' pipelines do
     batch = 2 if guided else 1
-    plans, kept, mesh = [], [], make_mesh(dp, tp, devices=devices)
+    mesh = make_mesh(dp, tp, devices=devices)
+    plans, kept = [], []  # of the two transformers: plans, and bytes that a cache keeps for the next step
     for few, network in zip(FEW, networks, strict=True):
         # A device's memory decides whether it has all weights or gathers them. The few layers get a part of
         # the memory in proportion, so that the decision is that for all layers.
@@ -203,7 +206,8 @@ def plan_step(
         program, before = network.program, None
         if cache is not None:
             program, tensors = cached_program(network, tensors, cache, batch, step)
-            before = tensors  # a step takes the arrays that a step on the same inputs keeps
+            # The program also takes the arrays that the step before keeps, which has the same inputs.
+            before = tensors
             kept.append(cache_bytes(program, tensors))
         structs = functools.partial(program.structs, tensors, before=before)
         plans.append(compile_program(Work("step", frames, program.lower, structs), mesh, chip))
@@ -212,7 +216,8 @@ def plan_step(
     layer_flops = 2 * 2 * batch * config["num_attention_heads"] * config["attention_head_dim"] * tokens**2
     # Without kernels, as on a CPU, attention is in the compiler's own figures.
     attention_flops = layer_flops * layers / (dp * tp) if plans[0].kernels else 0.0
-    # With a cache a step after the first may skip attention: 0 FLOPs, so that only kernels' schedules count.
+    # With a cache a step after the first may skip attention. 0 FLOPs for it: then only the kernels that the
+    # compiled program has, by their schedules, count.
     plan = _extended("step", plans, layers, 0.0 if step else attention_flops, chip)
     kept_by_all_layers = _extend(kept[0], kept[1], layers) if kept else 0
     return replace(plan, parallel=str(networks[0].parallelism), kept=kept_by_all_layers)

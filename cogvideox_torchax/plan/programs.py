@@ -191,7 +191,7 @@ def read_program(
     memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
     flops = cost.get("flops", 0.0)
     times: dict[str, KernelTime] = {}
-    shares: dict[str, float] = {}
+    shares: dict[str, float] = {}  # seconds by kind of instruction
     if chip:
         shares = {kind: count / chip.clock for kind, count in cycles_by_kind(found).items()}
         times = kernel_times(found, chip, schedules or {})

@@ -77,7 +77,8 @@ def report(vae: Any, shape: tuple[int, ...], *, direction: Direction = DECODE) -
         )
     _check_mesh("model", vae)
     _, _, frames, *_ = shape
-    return _read(direction, frames, *compile_last_chunk(vae, shape, direction=direction))
+    program, compiled = compile_last_chunk(vae, shape, direction=direction)
+    return _read(direction, frames, program, compiled)
 
 
 def compile_last_chunk(

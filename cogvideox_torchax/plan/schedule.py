@@ -123,11 +123,11 @@ def read_schedules(directory: Path, kernels: Iterable[str], delay_slots: int) ->
     # Names of files begin with the time: of two schedules of a kernel the later one replaces the earlier.
     paths = sorted(directory.iterdir())
     written = {match[1]: path for path in paths if (match := _FILE.fullmatch(path.name))}
-    # Of several equal kernels the compiler schedules one: by each kernel's name, the scheduled one's.
-    alike: dict[str, str] = {}
+    # The compiler schedules one of several equal kernels: from each kernel's name to the scheduled kernel's.
+    scheduled: dict[str, str] = {}
     for path in directory.glob("*deduplication-map.txt"):
-        for key, names in _EQUIVALENT.findall(path.read_text()):
-            alike |= dict.fromkeys(names.split(), key)
+        for name, equal_names in _EQUIVALENT.findall(path.read_text()):
+            scheduled |= dict.fromkeys(equal_names.split(), name)
 
     @functools.cache
     def schedule(path: Path) -> Schedule | None:
@@ -139,7 +139,7 @@ def read_schedules(directory: Path, kernels: Iterable[str], delay_slots: int) ->
 
     found: dict[str, Schedule] = {}
     for kernel in kernels:
-        path = written.get(kernel) or written.get(alike.get(kernel, ""))
+        path = written.get(kernel) or written.get(scheduled.get(kernel, ""))
         if path and (known := schedule(path)):
             found[kernel] = known
     return found

@@ -60,7 +60,9 @@ def first_nonfinite(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def first_nonfinite_of(array: Any) -> tuple[int, ...] | None:
-    """Return the index of the first NaN or Inf in a JAX or NumPy array, or None; as `first_nonfinite` does.
+    """Return the index of the first NaN or Inf in a JAX or NumPy array; None if there is none.
+
+    None also for integers, and for an array that is being traced and has no values.
 
     Raises:
         ValueError: only another process's shard of the array has one.
@@ -75,12 +77,12 @@ def first_nonfinite_of(array: Any) -> tuple[int, ...] | None:
         return None if finite.all() else tuple(int(i) for i in np.argwhere(~finite)[0])
     if bool(_jitted_all_finite()(array)):
         return None
-    # Only an array that has one is searched, and on the host: a search on the devices would gather a sharded
-    # array on each of them.
+    # The search is on the host: on the devices it would gather a sharded array on each of them.
     if array.is_fully_addressable:
         return tuple(int(i) for i in np.argwhere(~np.isfinite(np.asarray(array)))[0])
     for shard in array.addressable_shards:
-        for index in np.argwhere(~np.isfinite(np.asarray(shard.data))):  # indices in the shard: the first one
+        for index in np.argwhere(~np.isfinite(np.asarray(shard.data))):  # returns at the first, if any
+            # `index` counts from the shard's start, the result from the array's.
             return tuple(int(i) + (span.start or 0) for i, span in zip(index, shard.index, strict=True))
     raise ValueError("got NaN or Inf in the input's part of another process: see that process's error")
 

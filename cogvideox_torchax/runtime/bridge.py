@@ -154,6 +154,8 @@ def jit_torch(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     import jax
 
+    # `jax_view` makes a function of arrays of a function of tensors, and arrays of tensors. `function` gets
+    # its static argument before, as that is neither.
     compiled = jax.jit(
         lambda static, *args: import_torchax().interop.jax_view(functools.partial(function, static))(*args),
         static_argnums=0,

@@ -55,6 +55,8 @@ def named_layers(network: nn.Module) -> contextlib.AbstractContextManager[Any]:
     """
     if not _profiling:
         return contextlib.nullcontext()
+    # Every module with a name is a layer (the root's name is ""). `given` returns results as they are:
+    # `watched` names the instructions, and nothing else is to be done.
     return watched(network, lambda name, _: name, given=lambda _, values: values, names_only=True)
 
 

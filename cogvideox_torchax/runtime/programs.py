@@ -109,7 +109,7 @@ class Place:
         self._device = device
 
     def weight(self, name: str, array: Any) -> Any:
-        """Return a weight, an array on JAX, on the program's devices."""
+        """Return a weight, an array on JAX, on the program's devices: here as it is, for one device."""
         return array
 
     def put(self, array: Any) -> Any:
@@ -213,7 +213,7 @@ class Program:
     """
 
     def __init__(self, network: Any, place: Place | None = None):
-        """Prepare jitted functions for `run`, which donates the cache, and for `run_video`; trace nothing."""
+        """Jit, without tracing, the function of `run`, which donates its cache, and that of `run_video`."""
         import jax
 
         configure_compile_cache()
@@ -228,7 +228,8 @@ class Program:
         options = self.place.compiler_options()
         self._compiled = jax.jit(
             run,
-            donate_argnums=2,
+            donate_argnums=2,  # the cache
+            # JAX drops arguments that are not read, and then does not donate them.
             keep_unused=getattr(network, "keep_unused", False),
             compiler_options=options,
         )

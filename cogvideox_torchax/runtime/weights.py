@@ -98,7 +98,7 @@ def _replaced(tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]
     return parameter
 
 
-@torch.inference_mode(False)
+@torch.inference_mode(False)  # a parameter that is made in a caller's inference mode could not be trained
 def feed_weights(
     module: nn.Module, tensors: Iterable[tuple[str, np.ndarray]], place: Callable[[str, Any], Any]
 ) -> tuple[set[str], list[str]]:

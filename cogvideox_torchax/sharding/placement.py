@@ -125,8 +125,12 @@ class Placement(MeshPlace):
         return PartitionSpec(*(names.get(i) for i in range(len(shape))))
 
     def padding(self, shape: tuple[int, ...]) -> list[tuple[int, int]]:
-        """Return the padding (before, after) of each axis with which a chunk divides at all resolutions."""
-        # Each device gets a multiple of `unit` columns; `-size % k` is missing to the next multiple of k.
+        """Return the padding (before, after) of each axis with which a chunk divides at all resolutions.
+
+        It does if each device has all columns of a latent pixel: of the width a multiple of `unit`, the
+        number of columns for each latent pixel.
+        """
+        # `-size % k` is missing to the next multiple of k.
         units = [self.unit if axis == self.axes.index("W") else 1 for axis in range(len(shape))]
         parts = self.parts(self.spec(shape))
         return [(0, -size % (n * unit)) for size, n, unit in zip(shape, parts, units, strict=True)]

@@ -144,7 +144,7 @@ class Optimizers:
 
     @property
     def moments(self) -> Moments:
-        """The tensors of the optimizers' state."""
+        """The tensors of the optimizers' state, such as momenta, by names such as `muon/3/momentum`."""
         return _moments(self._by_kind)
 
 
@@ -280,7 +280,10 @@ def _advance(
 
 
 def _is_inner_kernel(name: str, weight: torch.Tensor) -> bool:
-    """Return whether a parameter is a kernel, not of the first or last convolution of encoder or decoder."""
+    """Return whether a parameter is a convolution's kernel, but not of `conv_in` or `conv_out`.
+
+    These are the first and the last convolution of the encoder and of the decoder.
+    """
     return weight.ndim > 1 and "conv_in" not in name and "conv_out" not in name
 
 

@@ -77,7 +77,8 @@ def estimated_bytes(vae: Any, direction: Direction, height: int, width: int, fra
         height, width: size of the frames, in pixels.
         frames: number of frames of the whole input, a video or latents.
     """
-    longest = max(map(len, direction.chunks(vae, frames)))
+    longest = max(map(len, direction.chunks(vae, frames)))  # frames of the largest chunk
+    # The bytes a pixel were planned for the published model in bfloat16: other models are in proportion.
     relative_size = (
         vae.config["block_out_channels"][0] / PLANNED_CHANNELS * vae.dtype.itemsize / PLANNED_ITEMSIZE
     )

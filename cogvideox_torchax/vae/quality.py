@@ -25,11 +25,14 @@ def ssim(got: torch.Tensor, reference: torch.Tensor, peak: float = 255.0) -> flo
 
 
 def _similarity(a: np.ndarray, b: np.ndarray, peak: float) -> float:
-    """Return the mean structural similarity of two frames (N, C, H, W) of values in a range of `peak`."""
+    """Return the mean structural similarity (SSIM) of two batches of frames (N, C, H, W).
+
+    `peak` is the largest value that a pixel can have.
+    """
     mean_a, mean_b = _windowed(a), _windowed(b)
     var_a, var_b = _windowed(a * a) - mean_a**2, _windowed(b * b) - mean_b**2
     covariance = _windowed(a * b) - mean_a * mean_b
-    c1, c2 = (K1 * peak) ** 2, (K2 * peak) ** 2
+    c1, c2 = (K1 * peak) ** 2, (K2 * peak) ** 2  # SSIM's constants, which keep the quotient finite
     similarity = (2 * mean_a * mean_b + c1) * (2 * covariance + c2)
     return float((similarity / ((mean_a**2 + mean_b**2 + c1) * (var_a + var_b + c2))).mean())
 

@@ -259,7 +259,7 @@ def _error(
         torch_bfloat16: the differences of PyTorch's own bfloat16 run in each chunk; empty, and not read,
             where `dtype` is float32.
     """
-    each = Differences.of_chunks(chunks)
+    each = Differences.of_chunks(chunks)  # its attributes are arrays, with a number for each chunk
     if dtype == torch.float32:
         passed = each.largest <= tolerances.FLOAT32_RELATIVE * each.scale.max()
     else:

@@ -58,6 +58,7 @@ def qk_norm_rope(
             tables that do not fit; a bias without a weight.
     """
     _check(x, weight, bias, cos, sin, heads)
+    # `_signed` negates the sine of each pair's first channel, the minus in (a cos - b sin, b cos + a sin).
     tables = () if cos is None or sin is None else (cos, _signed(sin))
     norm = () if weight is None else (weight, jnp.zeros_like(weight) if bias is None else bias)
     return dispatch(qk_norm_rope_on, ("tpu",), x, norm, tables, heads=heads, scale=scale, eps=eps)
@@ -83,10 +84,12 @@ def qk_norm_rope_on(
         heads, scale, eps: as `qk_norm_rope` takes them.
     """
     plain, by_kernel = (
-        functools.partial(form, heads=heads, scale=scale, eps=eps) for form in (_xla_form, _by_kernel)
+        functools.partial(function, heads=heads, scale=scale, eps=eps) for function in (_xla_form, _by_kernel)
     )
-    form = with_derivatives_of(plain, by_kernel) if target.uses_pallas and is_supported(x, heads) else plain
-    return form(x, norm, tables)
+    if not (target.uses_pallas and is_supported(x, heads)):
+        return plain(x, norm, tables)
+    # JAX cannot differentiate a Pallas kernel: derivatives are those of the plain function.
+    return with_derivatives_of(plain, by_kernel)(x, norm, tables)
 
 
 def is_supported(x: Float[Array, "N S C"], heads: int) -> bool:

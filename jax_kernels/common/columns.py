@@ -50,7 +50,7 @@ class Split:
 
     @property
     def is_padded(self) -> bool:
-        """True if some columns are padding."""
+        """True if some of the `padded` columns are padding, which follows the `real` columns."""
         return self.real != self.padded
 
     def real_columns(self, columns: int) -> int:

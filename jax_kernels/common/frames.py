@@ -87,6 +87,7 @@ def is_image_for_tpu(target: Target, x: jax.Array) -> bool:
 
     A TPU's kernels then have other forms, as one frame leaves the sublanes of a tile empty.
     """
+    # `splits_first_frame` is true for frames of bfloat16 on a TPU.
     return x.shape[1] == 1 and splits_first_frame(target, x)
 
 
@@ -123,7 +124,7 @@ def pixels_first(x_NTHWC: jax.Array) -> jax.Array:
 
 
 def frames_first(x_HWNTC: jax.Array) -> jax.Array:
-    """Invert `pixels_first`."""
+    """Return frames (H, W, N, T, C), as `pixels_first` gives them, as (N, T, H, W, C) again."""
     return x_HWNTC.transpose(2, 3, 0, 1, 4)
 
 

@@ -56,11 +56,12 @@ class DirectStep(ConvStep):
     def __init__(self, sizes: ConvSizes, weights: tuple[Any, ...], refs: dict[str, Any]):
         """Choose the two slots of the memory "ring", which hold one block (two rows of pixels) each.
 
-        Slot `new` has the block of results. Slot `old` has the block above it; chunk by chunk, once it is
-        multiplied, the block below the results replaces it, moved from the stage. The arguments are
-        those of `ConvStep`.
+        Slot `new` has the block at which this step computes results, and slot `old` the block above. Once a
+        chunk (some columns) of slot `old` is multiplied, the block below replaces it, moved from the memory
+        "stage". The arguments are those of `ConvStep`.
         """
         super().__init__(sizes, weights, refs)
+        # The slots swap roles at each step of the grid.
         self.old, self.new = jax.lax.rem(self.step + 1, 2), jax.lax.rem(self.step, 2)
 
     def _padding(self) -> dict[str, list[Any]]:
@@ -131,10 +132,10 @@ class DirectStep(ConvStep):
             sums[last] = sums[last] + refs["edges"][0, row, frames : 2 * frames, lanes_of(part)]
 
     def _multiply(self, column: Any) -> None:
-        """Compute the products of the chunk from `column` on, and modulate the chunk before it.
+        """Multiply a chunk (columns from `column` on), and modulate (norm and activate) the chunk left of it.
 
-        A turn multiplies for a share of the output channels. With a single turn the two kinds of work are in
-        one piece of code, and the compiler overlaps them.
+        A turn multiplies for a share of the output channels. A single turn also modulates: products and
+        modulation are then one piece of code, in which the compiler overlaps them.
         """
         before, turns = column - self.sizes.chunk, self.sizes.turns
         if turns == 1:
@@ -247,8 +248,9 @@ class DirectStep(ConvStep):
         return same[pl.ds(to.start + words - 1, sizes.unit, stride=words), :]
 
     def _finish(self, column: Any) -> None:
-        """Finish the results of the chunk from `column` on: add bias and residual, round, write."""
+        """Finish the results of a chunk (columns from `column` on): add bias and residual, round, write."""
         sizes = self.sizes
+        # Where the memory "sums" has the chunk's sums: it begins a chunk left of column 0.
         sums_at = self._rows(column, sizes.chunk, sizes.frames, before=sizes.chunk)
         if sizes.input_frames == 1:  # multiplied as two equal frames: every second sum is a result
             sums_at = pl.ds(sums_at.start, sizes.chunk, stride=sizes.frames)

@@ -277,10 +277,12 @@ def _convolved(
     """
     split = target.split
     frames, _, width, _ = x.shape[1:]
-    *_, columns = _grid(split, x, zq)
+    # Without latents the norm has one multiplier and offset (coefficients) for each channel; with latents it
+    # has them for each channel of each latent. `_grid` returns how many frames, rows and columns that are.
+    _frames, _rows, columns = _grid(split, x, zq)
     coefficients = functools.partial(_coefficients, split, norm, zq, scale_NC, shift_NC, columns)
     multiplier, offset = coefficients(lambda part: tpu.to_registers(part, frames, width))
-    _, rows, registers, *_ = multiplier.shape
+    _, rows, registers, *_ = multiplier.shape  # rows of coefficients, and registers for a row
     conv_sizes = sizes.sizes_of(x, rows, registers, kernel.shape[-1], residual is not None)
     edges = None  # without strips or neighbours the columns beside the frame are zeros
     if conv_sizes.strips > 1 or split.has_neighbours:

@@ -93,7 +93,11 @@ class ConvSizes(NamedTuple):
 
     @property
     def unit(self) -> int:
-        """Columns of a unit, which are modulated together; by Winograd's, as many as a register has rows."""
+        """Columns of a unit: those that are modulated (normed and activated) together.
+
+        In Winograd's convolution, whose `tile` is not 0, it has as many columns as a register has rows. In
+        direct convolution its columns times frames are `UNIT`.
+        """
         return SUBLANES if self.tile else UNIT // self.frames
 
     @property
@@ -265,10 +269,11 @@ def _register_count(columns: int, frames: int) -> int:
 
 
 def columns_of_register(columns: int, frames: int, registers: int) -> int:
-    """Return the number of columns that one register of coefficients covers.
+    """Return the number of columns that one register of the norm's coefficients covers.
 
-    A row of pixels has this number of `registers` (`tpu.to_registers`). Either they hold a value for each
-    pixel, or they are fewer, and each holds one value for all pixels that it covers.
+    A register has `SUBLANES` rows, one for each of the `frames` of a pixel. A row of pixels has `columns`
+    columns and this number of `registers` (`tpu.to_registers`). Either these hold a value for each pixel, or
+    they are fewer, and each holds one value for all pixels that it covers.
     """
     return SUBLANES // frames if registers == _register_count(columns, frames) else columns // registers
 

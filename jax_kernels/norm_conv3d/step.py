@@ -284,15 +284,20 @@ class ConvStep(ABC):
         return row < (true_width - column) * self.sizes.input_frames
 
     def _write_moments(self) -> None:
-        """Write mean and M2 of the strip's columns from the sums that `_write_results` has kept."""
+        """Write mean and M2 (squared deviations from it) of the strip's columns.
+
+        `_write_results` has kept each column's origin, which is the first of its results, and the sums of the
+        differences from it and of their squares: mean = origin + total / n, M2 = squares - total^2 / n.
+        """
         sizes, refs = self.sizes, self.refs
         share = 1 / (ROWS * sizes.blocks)  # the weight of a pixel in its column's mean
 
         def write_chunk(chunk: Array, carry: None) -> None:
             """Write the moments of the columns of one chunk, given by its index."""
             to = self._rows(chunk * sizes.chunk, sizes.chunk, sizes.input_frames)
+            # The memory "moments" begins a chunk left of column 0.
             moments_at = self._rows(chunk * sizes.chunk, sizes.chunk, sizes.input_frames, before=sizes.chunk)
-            for part in range(self.result_parts):
+            for part in range(self.result_parts):  # of 128 output channels
                 origin, total, squares = (refs["moments"][index, part, moments_at] for index in range(3))
                 refs["mean"][0, to, lanes_of(part)] = origin + total * share
                 # Rounding may make the M2 of nearly equal results negative.
@@ -301,9 +306,12 @@ class ConvStep(ABC):
         jax.lax.fori_loop(0, sizes.chunks, write_chunk, None)
 
     def _last_column(self) -> Any:
-        """Return the index, in the strip, of its last column."""
+        """Return the index, in the strip (columns that are computed together), of its last column.
+
+        The last strip has the remainder of the frame's columns, which may be narrower than `width`.
+        """
         sizes = self.sizes
-        if sizes.strips == 1:
+        if sizes.strips == 1:  # no index of the strip is in the grid, and the result is static
             return sizes.last_columns - 1
         return jnp.where(self.strip == sizes.strips - 1, sizes.last_columns, sizes.width) - 1
 

@@ -298,12 +298,13 @@ def _results(
 ) -> dict[str, tuple[Any, pl.BlockSpec]]:
     """Return shapes and dtypes of the kernel's results by name, each with its `BlockSpec`.
 
-    `operands` are those of `_operands`. A row of `x` has an entry for each frame of each pixel.
+    `operands` are those of `_operands`: also shapes and dtypes with their `BlockSpec`.
     """
     x, _ = operands["x"]
-    videos, height, row, _ = x.shape
-    strip_row = sizes.width * sizes.input_frames
-    latest = (videos, height, sizes.columns * sizes.parts * (TAPS - 1), tiles.LANES)  # the next cache
+    videos, height, row, _ = x.shape  # `row`: frames times pixels of a row, one entry for each
+    strip_row = sizes.width * sizes.input_frames  # the part of `row` that a strip (adjacent columns) has
+    # The next cache: the last two frames (`TAPS - 1`), 128 channels (`LANES`) of a pixel and frame in a row.
+    latest = (videos, height, sizes.columns * sizes.parts * (TAPS - 1), tiles.LANES)
     moments = jax.ShapeDtypeStruct((videos, row, sizes.outputs), jnp.float32)
 
     def strip_block(*indices: Any) -> tuple[Any, ...]:
@@ -311,6 +312,7 @@ def _results(
         video, strip, _ = grid_position(indices)
         return video, strip, 0
 
+    # All steps of a strip, which go down its rows, share one block of moments.
     strip_spec = pl.BlockSpec((1, strip_row, sizes.outputs), strip_block)
     return {
         "y": (

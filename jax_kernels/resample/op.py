@@ -96,16 +96,22 @@ def upsample_on(
 def _split_and_resample(
     target: Target, resample: Callable[..., Array], x: Array, in_time: bool, first_frame_alone: bool
 ) -> Array:
-    """Apply `resample(frames, in_time, first_frame_alone)` to each run of frames (`split_frames`).
+    """Resample frames `x` (N, T, H, W, C) in runs: frames that are computed together (`split_frames`).
 
-    `in_time` is whether pairs of frames are resampled too: doubled or averaged.
+    Args:
+        target: the platform that is traced for, which decides about the runs.
+        resample: `resample(frames, in_time, first_frame_alone)` returns the result of one run.
+        x: the frames.
+        in_time: whether the number of frames is doubled or halved too.
+        first_frame_alone: whether the first frame stays single, if `in_time`.
     """
-    # Runs begin with the first frame alone if the number of frames is odd. If `first_frame_alone` does not
-    # agree with that, all frames are one run.
+    # `split_frames` makes the first of an odd number of frames a run, and gives each run as a tuple of one
+    # array. If `first_frame_alone` does not agree with that, all frames are one run.
     runs = split_frames(target, x) if first_frame_alone == (x.shape[1] % 2 == 1) else [(x,)]
     if len(runs) == 1:
         return resample(x, in_time, first_frame_alone)
-    # A run of one frame is the first frame, which stays single.
+    # Of several runs only the first frame's has a single frame: it is not resampled in time. In no run the
+    # first frame then comes with other frames, so `first_frame_alone` is False.
     return join_frames([resample(frames, in_time and frames.shape[1] > 1, False) for (frames,) in runs])
 
 

@@ -108,7 +108,7 @@ def is_supported(
         and 4 * pixels >= tiles.SMALLEST  # a pixel becomes four
         and kernel.shape[:2] == (TAPS, TAPS)
         and kernel.shape[3] % tiles.LANES == 0
-        and {sizes.taken, sizes.frames} <= {*FRAMES}
+        and {sizes.taken, sizes.frames} <= {*FRAMES}  # frames in and out
         and _vmem_bytes(sizes) <= tiles.vmem_limit()
     )
 

@@ -100,6 +100,7 @@ def match_frames_and_columns(
         first_frame_alone: whether the first latent frame covers the first frame alone, and the latent frames
             after it all frames after the first.
     """
+    # Each part of the latents covers `length` frames; a number of repetitions by axis: 1 is T, 3 is W.
     resized = [
         repeat_nearest(part, {1: length // part.shape[1], 3: activations[3] // part.shape[3]})
         for part, length in _frame_parts(z_NTHWC, activations, first_frame_alone)

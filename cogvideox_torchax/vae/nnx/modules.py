@@ -75,7 +75,8 @@ class Conv3d(Conv):
         super().__init__(in_channels, out_channels, (1, 1, 1), config)
 
     def __call__(self, x_NTHWC: jax.Array) -> jax.Array:
-        y_NTHWC, _no_cache = jax_kernels.conv3d(x_NTHWC, *self.cast(x_NTHWC.dtype), split=self.split)
+        kernel, bias = self.cast(x_NTHWC.dtype)
+        y_NTHWC, _no_cache = jax_kernels.conv3d(x_NTHWC, kernel, bias, split=self.split)
         return y_NTHWC
 
 

@@ -38,7 +38,10 @@ def diffusers_name(path: Keys) -> str:
 
 
 def to_nnx(path: Keys, tensor: np.ndarray) -> np.ndarray:
-    """Return a torch tensor's array as the parameter at `path` holds it: kernels transposed."""
+    """Return a torch tensor's array as the parameter at `path` holds it.
+
+    A kernel is transposed from torch's (O, I, ...) to (..., I, O).
+    """
     return np.ascontiguousarray(np.moveaxis(tensor, (1, 0), (-2, -1))) if path[-1] == "kernel" else tensor
 
 

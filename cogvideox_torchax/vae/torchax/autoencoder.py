@@ -36,8 +36,12 @@ class DifferentiablePosterior(DiagonalGaussianDistribution):
     """diffusers' posterior with gradients on JAX, where torch's own split and clamp lose them."""
 
     def __init__(self, parameters: torch.Tensor):
-        """Set the attributes of diffusers' class from moments (N, 2 C, t, h, w), in place of its own init."""
+        """Set the attributes of diffusers' class, in place of its own `__init__`.
+
+        `parameters` (N, 2 C, t, h, w) are the means, then the logarithms of the variances.
+        """
         self.parameters, self.deterministic = parameters, False
+        # By JAX, as torch's split and clamp of torchax tensors lose gradients; the bounds are diffusers'.
         self.mean = runtime.differentiated(lambda moments: moments[:, : moments.shape[1] // 2], parameters)
         self.logvar = runtime.differentiated(
             lambda moments: moments[:, moments.shape[1] // 2 :].clip(-30.0, 20.0), parameters
@@ -177,14 +181,19 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
     ) -> Iterator[torch.Tensor]:
         """Return the results of the chunks, by compiled programs for weights on JAX, else by PyTorch.
 
-        The arguments are those of `ChunkedVAE.results`.
+        Args:
+            direction: `ENCODE` or `DECODE`.
+            pieces: the chunks, in order.
+            plan: the tiles (`tiling.TilePlan`); None for whole frames.
+            as_uint8: whether results are bytes.
         """
         on_jax = runtime.is_on_jax(self)
 
         def start(gives_uint8: bool) -> Callable[[Any], Any]:
             """Return a new function of a chunk that keeps the cache for the next chunk.
 
-            `tiling.run_chunks` asks for bytes of whole frames alone: tiles are blended as floats.
+            `gives_uint8` is whether its results are bytes. `tiling.run_chunks` passes False for tiles, which
+            it blends as floats, even if `as_uint8`.
             """
             network = chunk_network(self, direction, gives_uint8)
             if not on_jax:
