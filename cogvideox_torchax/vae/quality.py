@@ -27,7 +27,7 @@ def ssim(got: torch.Tensor, reference: torch.Tensor, peak: float = 255.0) -> flo
 def _similarity(a: np.ndarray, b: np.ndarray, peak: float) -> float:
     """Return the mean structural similarity (SSIM) of two batches of frames (N, C, H, W).
 
-    `peak` is the largest value that a pixel can have.
+    `peak` is the range of the pixels' values, such as 255.
     """
     mean_a, mean_b = _windowed(a), _windowed(b)
     var_a, var_b = _windowed(a * a) - mean_a**2, _windowed(b * b) - mean_b**2
