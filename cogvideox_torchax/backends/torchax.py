@@ -66,6 +66,7 @@ class TorchaxStock(Torchax):
 
     @classmethod
     def from_native(cls, native: Any) -> "TorchaxStock":
+        """Return the backend of diffusers' own classes ("stock") with the weights of a PyTorch model."""
         return cls(stock_of(native))
 
     @classmethod

@@ -243,7 +243,7 @@ def _works(task: Task, size: Size, mesh: Any) -> Iterable[Work]:
     if task.job.startswith("kernels "):
         name = task.job.removeprefix("kernels ")
         op, structs = ops.bound(name, size, runtime.jax_dtype(task.torch_dtype))
-        device = jax.sharding.SingleDeviceSharding(mesh.devices.item())
+        device = jax.sharding.SingleDeviceSharding(mesh.devices.item())  # a kernel's mesh has one device
         placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), structs)
         return [Work(name, frames=size.frames, lower=jax.jit(op).lower, structs=lambda: placed)]
     vae = models.weightless_vae(size.model, task.torch_dtype)

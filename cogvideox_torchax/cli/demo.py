@@ -59,11 +59,11 @@ def run(args: argparse.Namespace) -> None:
     # argument of `_run` is the title of its progress bar.
     clock = CompileClock()
     _run(DECODE, vae, _run(ENCODE, vae, source, args, "compile"), args, "compile")
-    compile_seconds = clock.seconds
+    compile_seconds = clock.seconds  # of tracing and compiling alone
     clock = CompileClock()
     latents = _run(ENCODE, vae, source, args, args.backend)
     frames = _run(DECODE, vae, latents, args, args.backend)
-    run_seconds = clock.elapsed
+    run_seconds = clock.elapsed  # wall time
     # Both models decode the same latents: a difference that encoding made is not counted again in the frames.
     native_latents = _run(ENCODE, native, source, args, "PyTorch")
     native_frames = _run(DECODE, native, latents, args, "PyTorch")

@@ -413,7 +413,7 @@ class DecodeClip(_ClipUnit):
         vae = self.vae
         frames, rows, columns = shape
         size = rows * vae.spatial_compression_ratio, columns * vae.spatial_compression_ratio  # in pixels
-        decoding = {"output_dtype": torch.uint8, "fetch": self._fetch}
+        decoding = {"output_dtype": torch.uint8, "fetch": self._fetch}  # `fetch` brings a chunk to the host
         with memory.restoring_tiles(vae):
             yield from self._with_tiles_and_progress(
                 DECODE, size, frames, lambda: vae.decode_stream(start(), frames, **decoding), name=""

@@ -119,7 +119,7 @@ def work(
         chips, mesh = int(ray.cluster_resources().get("TPU", 0)), (config.dp or 1) * (config.tp or 1)
         # With chips no CPU is reserved: the chips alone limit the actors on a host.
         resources: dict[str, Any] = {"num_cpus": 0, "resources": {"TPU": mesh}} if chips else {"num_cpus": 1}
-        # A clip is a block and a batch of its own: of an actor that dies, one clip is encoded again.
+        # Each clip is a block and a batch: if an actor dies, only one clip is encoded again.
         data = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
             ClipActor,
             fn_constructor_args=(config,),

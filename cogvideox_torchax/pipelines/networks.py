@@ -384,6 +384,8 @@ class CogVideoXTransformer3DModel(CompiledNetwork, DiffusersTransformer):
             timestep_cond=timestep_cond,
             ofs=ofs,
             image_rotary_emb=image_rotary_emb,
+            # A table of sinusoidal positions, made on the host before the trace; None if the module's own
+            # table is of this size.
             positions=patch_embed.table_for(height, width, frames),
         )
         with runtime.active():

@@ -152,11 +152,11 @@ class Links:
         )
 
     def _route(self, sender: Coordinates, receiver: Coordinates) -> Iterable[tuple[Any, ...]]:
-        """Yield the links that a message goes over, each as (axis, source chip, direction).
+        """Yield the links that a message goes over, each as (axis, source chip, direction: 1 or -1).
 
         The message moves along one axis of the grid of chips after the other; a closed axis is a ring. The
-        interface between a chip's two cores is a link whose axis is None and whose direction is the core
-        that it leads to.
+        interface between a chip's two cores is a link too: its axis is None, its direction the core that it
+        leads to.
         """
         *here, core = sender  # the chip's coordinates, then the number of its core
         *there, target_core = receiver

@@ -206,11 +206,11 @@ def plan_step(
         program, before = network.program, None
         if cache is not None:
             program, tensors = cached_program(network, tensors, cache, batch, step)
-            # The program also takes the arrays that the step before keeps, which has the same inputs.
-            before = tensors
+            before = tensors  # the inputs of the previous step, whose kept arrays the program takes too
             kept.append(cache_bytes(program, tensors))
         structs = functools.partial(program.structs, tensors, before=before)
-        plans.append(compile_program(Work("step", frames, program.lower, structs), mesh, chip))
+        work = Work(name="step", frames=frames, lower=program.lower, structs=structs)
+        plans.append(compile_program(work, mesh, chip))
     tokens = config["max_text_seq_length"] + frames // patch_t * (height // patch) * (width // patch)
     # Attention has two products, queries by keys and scores by values, of 2 operations for a multiply-add.
     layer_flops = 2 * 2 * batch * config["num_attention_heads"] * config["attention_head_dim"] * tokens**2

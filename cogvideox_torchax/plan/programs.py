@@ -216,7 +216,7 @@ def read_program(
         kernel_times=times,
         kernels_by_bytes=sum(time.by_bytes for time in times.values()),
         collective_seconds=_collective_seconds(found, compiled, chip, schedules or {}) if chip else None,
-        open_loops=sum(instruction.trips is None for instruction in found),
+        open_loops=sum(instruction.trips is None for instruction in found),  # of unknown length
     )
 
 

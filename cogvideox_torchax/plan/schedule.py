@@ -115,7 +115,7 @@ def read_schedules(directory: Path, kernels: Iterable[str], delay_slots: int) ->
     Args:
         directory: dump of one program.
         kernels: names of the kernels' instructions.
-        delay_slots: delay slots of the chip.
+        delay_slots: of the chip: bundles behind a branch that run whether it is taken or not.
 
     Returns:
         The schedules by the name of a kernel's instruction.

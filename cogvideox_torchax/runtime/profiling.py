@@ -55,8 +55,8 @@ def named_layers(network: nn.Module) -> contextlib.AbstractContextManager[Any]:
     """
     if not _profiling:
         return contextlib.nullcontext()
-    # Every module with a name is a layer (the root's name is ""). `given` returns results as they are:
-    # `watched` names the instructions, and nothing else is to be done.
+    # A layer is every module but the root, whose name is "". Its hooks only name the instructions: `given`,
+    # which is called with a layer's results, returns them unchanged.
     return watched(network, lambda name, _: name, given=lambda _, values: values, names_only=True)
 
 

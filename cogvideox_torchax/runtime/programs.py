@@ -109,7 +109,10 @@ class Place:
         self._device = device
 
     def weight(self, name: str, array: Any) -> Any:
-        """Return a weight, an array on JAX, on the program's devices: here as it is, for one device."""
+        """Return a weight, an array on JAX, on the program's devices.
+
+        One device has it already. A subclass for a mesh may choose a sharding by `name`.
+        """
         return array
 
     def put(self, array: Any) -> Any:
@@ -213,7 +216,10 @@ class Program:
     """
 
     def __init__(self, network: Any, place: Place | None = None):
-        """Jit, without tracing, the function of `run`, which donates its cache, and that of `run_video`."""
+        """Prepare two jitted functions, and trace none yet.
+
+        One is for `run`, which donates the cache; the other is for `run_video`, which may need gradients.
+        """
         import jax
 
         configure_compile_cache()

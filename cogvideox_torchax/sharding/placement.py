@@ -229,9 +229,11 @@ class Placement(MeshPlace):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.cache_placement.sharding(shape))
 
     def weight(self, name: str, array: Any) -> jax.Array:
+        """Return a weight with a copy on every device of the mesh, whatever its name."""
         return spread(array, self.replicated)
 
     def weight_struct(self, name: str, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        """Return the struct of a weight, replicated on the mesh whatever its name."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
 
     def result_spec(self, shape: tuple[int, ...]) -> PartitionSpec:

@@ -204,7 +204,8 @@ def run_tiles(
 
 def cut(x: Any, plan: TilePlan, row_axis: int) -> list[list[Any]]:
     """Return the tiles of `x`, a list for each row of tiles; the column axis follows `row_axis`."""
-    axes_before = (slice(None),) * row_axis
+    axes_before = (slice(None),) * row_axis  # of which tiles have all positions
+    # A span is (start, stop).
     return [
         [x[(*axes_before, slice(*row), slice(*column))] for column in plan.columns.spans]
         for row in plan.rows.spans

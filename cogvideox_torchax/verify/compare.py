@@ -230,8 +230,8 @@ def compare_layers(
     Returns:
         A `Layers` for each candidate, in the candidates' order. Layers that a backend lacks are left out.
     """
-    # A recorder runs one chunk and returns the outputs of the layers by name; it keeps the convolutions'
-    # caches for the next chunk.
+    # A recorder runs one chunk and returns the outputs of the layers by name, for names that `LAYER_NAME`
+    # matches; it keeps the convolutions' caches for the next chunk.
     recorders = [candidate.backend.recorder(direction, LAYER_NAME.fullmatch) for candidate in candidates]
     reference_recorder = Torch(reference).recorder(direction, LAYER_NAME.fullmatch)
     found: list[Layers] = [{} for _ in candidates]

@@ -92,7 +92,8 @@ def _norm_block(first_patch_ref, x_ref, factor_ref, offset_ref, y_ref, *, eps: f
         eps: added to the variance.
     """
     block = x_ref.shape[0]
-    boundary = first_patch_ref[0] - pl.program_id(1) * block  # the first patch's index in this block
+    # The first patch's index, counted from this block's start; the grid is (videos, blocks).
+    boundary = first_patch_ref[0] - pl.program_id(1) * block
 
     def norm(at: Array) -> None:
         """Norm and modulate `ROWS` tokens, from index `at` of the block on."""

@@ -268,7 +268,7 @@ def _convolved(
         x: the device's columns of the frames.
         cache, residual, zq: their cache, residual and latents, for the same columns; or None.
         kernel, bias: the convolution's.
-        norm: parameters of the norm; its `zq` is not used.
+        norm: parameters of the norm; its `zq`, the latents of all devices, is not used.
         scale_NC, shift_NC: GroupNorm as a multiplication and an addition.
 
     Returns:
@@ -284,7 +284,9 @@ def _convolved(
     multiplier, offset = coefficients(lambda part: tpu.to_registers(part, frames, width))
     _, rows, registers, *_ = multiplier.shape  # rows of coefficients, and registers for a row
     conv_sizes = sizes.sizes_of(x, rows, registers, kernel.shape[-1], residual is not None)
-    edges = None  # without strips or neighbours the columns beside the frame are zeros
+    # What the columns beside each strip (columns that the kernel computes together) add to its first and last
+    # column: nothing without strips and neighbours, as the columns beside the frame are zeros.
+    edges = None
     if conv_sizes.strips > 1 or split.has_neighbours:
         edges = _edge_sums(target, x, cache, kernel, coefficients, conv_sizes)
     true_width = split.real_columns_here(width) if split.is_padded else None  # columns without padding

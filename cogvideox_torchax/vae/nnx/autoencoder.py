@@ -70,7 +70,10 @@ class EncoderChunk(OnColumns, nnx.Module):
         self.pallas = pallas_mode()  # part of the graph, so that each mode has a program of its own
 
     def __call__(self, x: jax.Array, cache: Cache | None) -> tuple[jax.Array, Cache]:
-        """Encode a chunk; return its moments and the cache for the next chunk."""
+        """Encode a chunk (N, T, H, W, 3); return its moments and the cache for the next chunk.
+
+        The moments are the means, then the logarithms of the variances, along the channels.
+        """
         if x.dtype == jnp.uint8:
             # `from_uint8` turns the zeros of padding columns into -1.
             x = with_clear_padding(from_uint8(x, "float32"), self.split)

@@ -196,6 +196,7 @@ def normed_conv(
     latents: tuple[Any, ...] = ()
     if isinstance(norm, SpatialNorm3D):
         group_norm = norm.norm_layer
+        # The 1x1x1 convolutions of the latents, to factors and to offsets: each a matrix (I, O) and a bias.
         latents = (zq_NthwC, *norm.conv_y.conv.matrix(dtype), *norm.conv_b.conv.matrix(dtype))
     return jax_kernels.norm_conv3d(
         x_NTHWC,

@@ -65,7 +65,7 @@ def _from_pipe_with_ported_parts(make: Callable[..., Any], kind: type, pipeline:
     }
     if not ported:
         return make(kind, pipeline, **options)
-    with runtime.active():  # `from_pipe` casts the parts that it takes over
+    with runtime.active():  # `from_pipe` casts the parts: for weights on JAX, torchax must be enabled
         return make(kind, pipeline, **{**ported, **options})
 
 
