@@ -37,8 +37,8 @@ def _part(package: str, owner: Any, name: str) -> Any:
 def torchax_is_on() -> bool:
     """Return whether this thread's torch calls go through torchax.
 
-    Needs torch's stack of function modes, which has no public reader, and torchax's mode in it. torchax's own
-    `enabled` flag does not do: it turns false after the first function that runs through `jax_view`.
+    They do if torchax's mode is in torch's stack of function modes, which has no public reader. torchax's own
+    `enabled` flag cannot be used: it turns false after the first function that runs through `jax_view`.
     """
     if "torchax" not in sys.modules:
         return False

@@ -247,7 +247,7 @@ def _works(task: Task, size: Size, mesh: Any) -> Iterable[Work]:
         placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), structs)
         return [Work(name, frames=size.frames, lower=jax.jit(op).lower, structs=lambda: placed)]
     vae = models.weightless_vae(size.model, task.torch_dtype)
-    # Training has both directions, and does not read the job's.
+    # Training encodes and decodes, and does not read the job's direction.
     job = jobs.Job(task.direction, size.frames, size.height, size.width)
     works = training.gradient_works if task.job == "train" else jobs.chunk_works
     return works(vae, job, mesh)

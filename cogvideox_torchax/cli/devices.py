@@ -105,7 +105,8 @@ def process_shard(args: argparse.Namespace) -> Iterator[ProcessShard]:
     Raises:
         ValueError: options that contradict each other, or processes that cannot meet.
     """
-    # `--dp` and `--tp` need a backend that runs on a mesh. `--distributed` does not: a process runs alone.
+    # `--dp` and `--tp` need a backend that runs on a mesh. `--distributed` goes with any backend: here each
+    # process has a model of its own.
     _check(args, ("dp", "tp"))
     if not args.distributed:
         yield ProcessShard()

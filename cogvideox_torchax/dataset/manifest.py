@@ -342,7 +342,7 @@ class DatasetDirectory(OutputDirectory):
         return {name: self.bad[index] for name, index in newest.items() if index in own}
 
     def members(self, shard: int) -> list[int]:
-        """Return the numbers of a shard's clips."""
+        """Return the numbers of a shard's clips; a number without a clip, whose id is None, is left out."""
         numbers = range(shard * self.shard_size, min((shard + 1) * self.shard_size, len(self.ids)))
         return [number for number in numbers if self.ids[number] is not None]
 

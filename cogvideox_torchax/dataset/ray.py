@@ -101,8 +101,8 @@ def work(
 
     Args:
         directory: the output; every machine can open it and the clips by the same paths.
-        config: settings by which they are encoded.
-        address: of the cluster, as `_connected` takes it; a connection that is there is used.
+        config: settings by which clips are encoded.
+        address: of the cluster, as `_connected` takes it; an open connection is used.
         actors: number of models that run at a time; None for as many as the chips allow, or one.
 
     Raises:
@@ -116,6 +116,7 @@ def work(
     if not rows:
         return
     with _connected(address) as ray:
+        # Numbers of chips: of the cluster, and of one model's mesh.
         chips, mesh = int(ray.cluster_resources().get("TPU", 0)), (config.dp or 1) * (config.tp or 1)
         # With chips no CPU is reserved: the chips alone limit the actors on a host.
         resources: dict[str, Any] = {"num_cpus": 0, "resources": {"TPU": mesh}} if chips else {"num_cpus": 1}

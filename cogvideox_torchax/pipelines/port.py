@@ -174,8 +174,9 @@ def _ported_class(kind: type) -> type:
         """
         port_scheduler(self.scheduler)  # the user may have replaced it
         if runtime.is_on_jax(self.transformer):
-            # `apply_first_block_cache` and its like hook the modules without the model's `enable_cache`.
-            self.transformer.take_cache(warn=False)  # `enable_cache` has warned
+            # A step cache may be set by hooks alone, as by diffusers' `apply_first_block_cache`. The model's
+            # `enable_cache` has warned already, if it was called.
+            self.transformer.take_cache(warn=False)
         self.transformer._reset_stateful_cache()  # a run that failed may have left arrays
         result = inherited.__call__(self, *args, **kwargs)
         self.scheduler.log.check()
@@ -196,7 +197,9 @@ def _ported_class(kind: type) -> type:
         "__module__": kind.__module__,
         "__call__": runtime.active()(call),
         "check_inputs": check_inputs,
+        # The method that makes rotary tables, on the host; they are then moved to the transformer's device.
         **upstream.rotary_tables(inherited, _on_transformer_device),
+        # Methods that load and change LoRAs: they run while the weights are in PyTorch.
         **loras.methods_in_pytorch(kind, loras.PIPELINE_METHODS),
     }
     return type(kind.__name__, (PortedPipeline, kind), members)

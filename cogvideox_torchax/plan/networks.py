@@ -98,7 +98,7 @@ class NetworkPlan:
 
     @property
     def seconds(self) -> float | None:
-        """The estimate of the whole network, without collectives; None if there is none."""
+        """The estimate of the whole network, without collectives; None if a part of it is not known."""
         if self.program.seconds is None or self.attention_seconds is None:
             return None
         # `attention_seconds` stands for the kernels' own time, as it may be counted at the chip's peak.
@@ -234,7 +234,7 @@ def cached_steps(model: str | None, dtype: torch.dtype, cache: str, guided: bool
     """
     network = weightless_transformer(model, dtype, FEW[0])
     # A form describes the layers that a step runs and the results that it keeps (`caches.Form`).
-    forms = [form for form, _numbers in _plan_cached_run(network, cache, 2 if guided else 1)]
+    forms = [form for form, _numbers in _plan_cached_run(network, cache, 2 if guided else 1)]  # of each step
     return {forms.index(form): count for form, count in Counter(forms).items()}
 
 

@@ -63,7 +63,7 @@ class MeshPlace(Place):
     layers: dict[str, set[tuple[int, ...]]] = field(default_factory=dict, compare=False, kw_only=True)
 
     def spec(self, shape: tuple[int, ...]) -> PartitionSpec:
-        """Return the sharding of an activation of this shape."""
+        """Return the sharding of an activation of this shape; each subclass has its own rule."""
         raise NotImplementedError
 
     def parts(self, spec: PartitionSpec) -> list[int]:
@@ -127,8 +127,8 @@ class Placement(MeshPlace):
     def padding(self, shape: tuple[int, ...]) -> list[tuple[int, int]]:
         """Return the padding (before, after) of each axis with which a chunk divides at all resolutions.
 
-        It does if each device has all columns of a latent pixel: of the width a multiple of `unit`, the
-        number of columns for each latent pixel.
+        Each device must have all columns of a latent pixel: of the width a multiple of `unit`, the number of
+        columns for each latent pixel.
         """
         # `-size % k` is missing to the next multiple of k.
         units = [self.unit if axis == self.axes.index("W") else 1 for axis in range(len(shape))]

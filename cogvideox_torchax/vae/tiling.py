@@ -161,6 +161,7 @@ def run_chunks(
         join = _join_on_jax if isinstance(tiles[0][0], jax.Array) else _join_and_place
         return join(tiles, plan, row_axis, placement, as_uint8)
 
+    # Devices that split a batch: as many tiles of one size are run together.
     dp = 1 if placement is None else placement.mesh.shape["dp"]
     return run_tiles(pieces, plan, functools.partial(start, False), join_tiles, row_axis, dp=dp)
 

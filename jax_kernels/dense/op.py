@@ -218,6 +218,7 @@ def gated_residual(
     Returns:
         The dtype of `x`; the arithmetic is float32.
     """
+    # `_token_vectors` gives each token its video's vector for text or for patches.
     total = x.astype(jnp.float32) + _token_vectors(gate.astype(jnp.float32), x, first) * y.astype(jnp.float32)
     # Written once, rounded: XLA would compute the sum again in the operations that read it.
     return jax.lax.optimization_barrier(total.astype(x.dtype))

@@ -82,7 +82,7 @@ def adaptive_layer_norm(
 
 
 def _norm_block(first_patch_ref, x_ref, factor_ref, offset_ref, y_ref, *, eps: float) -> None:
-    """Norm and modulate a block of tokens, `ROWS` at a time.
+    """Norm and modulate (multiply by a factor, add an offset) a block of tokens, `ROWS` at a time.
 
     Args:
         first_patch_ref: index of the first patch in the sequence.

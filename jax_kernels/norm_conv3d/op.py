@@ -268,7 +268,7 @@ def _convolved(
         x: the device's columns of the frames.
         cache, residual, zq: their cache, residual and latents, for the same columns; or None.
         kernel, bias: the convolution's.
-        norm: parameters of the norm; its `zq`, the latents of all devices, is not used.
+        norm: parameters of the norm, without latents: these are `zq`, sharded as the frames are.
         scale_NC, shift_NC: GroupNorm as a multiplication and an addition.
 
     Returns:

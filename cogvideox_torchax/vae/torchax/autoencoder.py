@@ -247,7 +247,10 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         return runtime.programs_of(self).get((direction, as_uint8), network, self._compile_for)
 
     def build_program(self, direction: Direction, *, stock: bool = False) -> runtime.Program:
-        """Build a separate chunk program, to inspect its compiled text; `stock` for diffusers' modules."""
+        """Build a separate chunk program, to inspect its compiled text.
+
+        With `stock` its network has diffusers' own modules in place of ported ones.
+        """
         return self._compile_for(chunk_network(stock_of(self) if stock else self, direction))
 
     def _compile_for(self, network: nn.Module) -> runtime.Program:
