@@ -222,7 +222,7 @@ def parts_for(pipeline_class: Any, pipeline: Any) -> dict[str, Any]:
     Returns:
         The parts by their name in both pipelines.
     """
-    # Diffusers' private method returns the types of each part, by the part's name.
+    # Diffusers' private method returns the types of each part, by the part's name; some are no classes.
     kinds = _part("diffusers", pipeline_class, "_get_signature_types")()
     return {
         name: part

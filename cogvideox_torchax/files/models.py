@@ -54,11 +54,11 @@ def locate(
     directory = local(name)
     if directory is None:  # a hub id
         within_part = [f"{part}/{file}" for file in files] if part else []
-        directory = _snapshot(str(name), [INDEX, *within_part], hub_options)
+        directory = _snapshot(str(name), [INDEX, *within_part], hub_options)  # `INDEX`: model_index.json
         # If the repository is no pipeline, or no part is wanted, the files are at its top.
         if not (part and (directory / INDEX).is_file()):
             directory = _snapshot(str(name), list(files), hub_options)
-    is_pipeline = (directory / INDEX).is_file()  # model_index.json
+    is_pipeline = (directory / INDEX).is_file()
     return directory / part if part and (is_pipeline or (directory / part).is_dir()) else directory
 
 

@@ -577,8 +577,8 @@ class _Mp4Sink(Sink):
 def _copied_sound(source: SourceTiming, container: Any) -> Generator[Fraction]:
     """Copy the source's sound into a container, one packet for each step of the generator.
 
-    The generator yields a packet's time, in seconds after the first frame, before it copies the packet. It
-    ends at `source.seconds`, the length of the output.
+    The generator yields a packet's time, in seconds after the first frame, before it copies the packet: the
+    caller first writes the frames before that time. It ends at `source.seconds`, the length of the output.
     """
     if source.sound is None:
         return

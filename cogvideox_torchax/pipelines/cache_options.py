@@ -48,7 +48,8 @@ def _config(name: str, value: str, steps: int, timestep: Callable[[], Any]) -> A
 
     Args:
         name: key of `CHOICES`.
-        value: text after the name's colon; "" for the default.
+        value: text after the name's colon: a threshold, a number of steps, or for MagCache "calibrate" or the
+            path of a file of ratios; "" for the default.
         steps, timestep: as `config_of` takes them.
 
     Raises:

@@ -109,7 +109,10 @@ class StepCache:
 
     @property
     def computed(self) -> list[bool]:
-        """True for each step of the last run that skipped nothing; waits for the run."""
+        """True for each step of the last run that skipped nothing.
+
+        The values come from the device: reading them waits for the run.
+        """
         return [bool(step) for step in self._computed]
 
     def __str__(self) -> str:

@@ -161,7 +161,10 @@ class Work:
 
 
 def compile_program(work: Work, mesh: Any, chip: Chip | None) -> ProgramPlan:
-    """Lower a program over a mesh, compile it, and return its figures; `chip` as in `read_program`."""
+    """Lower a program over a mesh, compile it, and return its figures.
+
+    The peaks of `chip` give the times; None for no times.
+    """
     start = time.perf_counter()
     with jax.set_mesh(mesh):  # lowering a kernel for a TPU reads the chip's kind from the mesh
         lowered = work.lower(*work.structs())

@@ -126,7 +126,7 @@ def exchanged(
     """
     to_right = [(shard, shard + 1) for shard in range(split.shards - 1)]  # (sender, receiver)
     to_left = [(receiver, sender) for sender, receiver in to_right]
-    # A device that no pair names as receiver gets zeros.
+    # `split.columns` are the mesh axes. A device that no pair names as receiver gets zeros.
     return jax.lax.ppermute(last, split.columns, to_right), jax.lax.ppermute(first, split.columns, to_left)
 
 

@@ -254,6 +254,7 @@ class DirectStep(ConvStep):
         sums_at = self._rows(column, sizes.chunk, sizes.frames, before=sizes.chunk)
         if sizes.input_frames == 1:  # multiplied as two equal frames: every second sum is a result
             sums_at = pl.ds(sums_at.start, sizes.chunk, stride=sizes.frames)
+        # The sums are given by a row of the block and a part (128 output channels).
         self._write_results(
             column, sizes.chunk, lambda row, part: self.refs["sums"].at[row, part][sums_at, :]
         )
