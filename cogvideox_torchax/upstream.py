@@ -95,10 +95,9 @@ def replace_array(tensor: Any, move: Callable[[Any], Any]) -> Any:
 def teach_copying(kind: Any, tensor_of: Any, to_torch: Any, without_torchax: Any) -> None:
     """Make a tensor class of torchax, of whole tensors or of views, copyable and picklable.
 
-    A copy, alone or inside any module or state dict, shares its array, which nothing writes into. A pickle
-    holds a plain torch tensor: the loaded tensor is in PyTorch, with torchax installed or not. Needs the
-    class to have no `__deepcopy__` or `__reduce_ex__` of its own; torchax's tensors support neither copies
-    nor pickles.
+    By themselves torchax's tensors support neither. A copy, alone or inside any module or state dict, shares
+    its array, which nothing writes into. A pickle holds a plain torch tensor: the loaded tensor is in
+    PyTorch, with torchax installed or not. The class must define neither `__deepcopy__` nor `__reduce_ex__`.
 
     Args:
         kind: the class; it gets a `__deepcopy__`, and an entry of `copyreg`.

@@ -88,16 +88,15 @@ class VideoDirectory(OutputDirectory):
                 shard_entries += [(shard, name, read) for name, read in formats.entries(shard)]
             except LatentsError as error:
                 self.bad[shard.name] = str(error)
-        config_path = self.directory / self.LIST
-        # By a video's path: the clip's id, and its shard. No clip may have the path of the config.
-        owners: dict[Path, tuple[Any, Path]] = {config_path: ("", config_path)}
+        owners: dict[Path, tuple[str, Path]] = {}  # by a video's path: the clip's id, and its shard
         for shard, name, _ in shard_entries:
             if isinstance(name, str):  # a broken shard may have any value as an id: `check_id` refuses it
                 owners.setdefault(self._video_path(name), (name, shard))
+        files = {*owners, self.directory / self.LIST}  # the config too is a file that no video may lie below
         for shard, name, read in shard_entries:
             try:
                 check_id(name)
-                check_file(name, self._video_path(name), self.directory, owners)
+                check_file(name, self._video_path(name), self.directory, files)
                 owner, owner_shard = owners[self._video_path(name)]
                 if (owner, owner_shard) != (name, shard):
                     raise ClipError(f"its video would replace {owner}'s in {owner_shard}: give it another id")

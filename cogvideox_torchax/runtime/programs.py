@@ -150,7 +150,10 @@ class Place:
         return {}
 
     def watching(self, network: nn.Module) -> contextlib.AbstractContextManager[Any]:
-        """Return a context that is open while a copy of a torch network is traced; here it does nothing."""
+        """Return a context that is open while `network`, a copy of a torch network, is traced.
+
+        A subclass uses it to change the copy. This class changes nothing.
+        """
         return contextlib.nullcontext()
 
 

@@ -111,6 +111,7 @@ class Optimizers:
     """
 
     def __init__(self, weights: dict[str, nn.Parameter], *, steps: int, rate: float = 1.0):
+        """Make a torch optimizer for each kind of weights, for use outside of JAX programs (not traced)."""
         self._weights = weights
         self._steps = steps
         self._rate_factor = rate

@@ -374,9 +374,20 @@ def _xla_form(
     true_width: Array | None,
     expand_time: bool,
 ) -> Array:
-    """Compute in XLA what `_by_kernel` computes from the same arguments, for the derivatives."""
+    """Compute in XLA what `_by_kernel` computes, for its derivatives.
+
+    Pixels are repeated to twice the height and width, and convolved with taps of 3 x 3.
+
+    Args:
+        x: frames (N, T, H, W, I).
+        kernel, bias: the convolution's, (3, 3, I, O) and (O,).
+        beside: the columns of pixels left and right of `x`; None for zeros.
+        true_width: columns of the result from this one on are padding and get zeros; None without padding.
+        expand_time: whether each frame of the result is repeated.
+    """
     sums = conv_frames(xla.double_pixels(x), kernel, padding=((1, 1), (1, 1)))
     if beside is not None:
+        # Each is what one neighbouring column, of doubled height, adds to a single column of the result.
         left, right = (
             conv_frames(repeat_nearest(part, {2: 2}), taps, padding=((1, 1), (0, 0)))
             for part, taps in zip(beside, (kernel[:, :1], kernel[:, 2:]), strict=True)
