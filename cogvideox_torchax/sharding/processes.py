@@ -120,12 +120,15 @@ class Exchange:
     def __init__(self, directory: Path):
         self.directory = directory  # all processes see it: they exchange chunks by files in it
         self._chunks = 0  # number of chunks written so far; chunks are numbered from 1
+        self._read: Path | None = None  # this process's file of the last `fetch_to_all`; others may read it
 
     def fetch_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a chunk, of which each process holds a part, as a plain tensor in every process."""
         whole = self._join(self._write(tensor))  # `_write` counts the chunk
-        # Every process has written this chunk, and had read the previous one before: its file can go.
-        self._path(self._chunks - 1, jax.process_index()).unlink(missing_ok=True)
+        # Every process has written this chunk, and had read all earlier ones before: their last file can go.
+        if self._read is not None:
+            self._read.unlink()
+        self._read = self._path(self._chunks, jax.process_index())
         return whole
 
     def fetch_to_first(self, tensor: torch.Tensor) -> torch.Tensor:

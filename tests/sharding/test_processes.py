@@ -12,7 +12,7 @@ import jax
 import pytest
 import torch
 
-from cogvideox_torchax import cli, make_mesh
+from cogvideox_torchax import cli, make_mesh, runtime
 from cogvideox_torchax.files import latents
 from cogvideox_torchax.files.whole import whole_file
 from cogvideox_torchax.sharding import Exchange, ProcessError, check_all_take_part
@@ -172,6 +172,13 @@ def test_what_one_process_has_not_read_yet_the_first_does_not_clear_away(tmp_pat
     script = MEET.replace("WORK", SLOW.strip().replace("\n", "\n        "))
     for code, stdout, stderr in finish(start(tmp_path, script), within=60 + 2 * TIMEOUT):
         assert (code, "done" in stdout) == (0, True), stderr
+
+
+def test_of_chunks_that_alternate_the_last_one_for_all_alone_stays(tmp_path):
+    exchange, chunk = Exchange(tmp_path), runtime.tensor_of(jax.numpy.ones((1, 3, 2, 4, 8)))
+    for fetch in 4 * (exchange.fetch_to_all, exchange.fetch_to_first):
+        assert torch.equal(fetch(chunk), torch.ones(1, 3, 2, 4, 8))
+    assert [path.name for path in tmp_path.iterdir()] == ["000007.0"]
 
 
 def test_a_directory_that_is_gone_is_awaited_no_longer(tmp_path):
