@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from safetensors.torch import save as serialized
 
 from cogvideox_torchax.files.whole import whole_file
@@ -26,8 +25,14 @@ def load(
     path: str | Path, refused: type[ValueError] = ValueError
 ) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
     """Return the metadata and the tensors of a file; raise the error class `refused` if it is broken."""
+
+    # One opening: a file that is replaced meanwhile is read in one version.
+    def read() -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+        with safe_open(path, framework="pt") as file:
+            return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
     with readable(path, refused):
-        return metadata(path, refused), without_torchax(load_file, path)
+        return without_torchax(read)
 
 
 def metadata(path: str | Path, refused: type[ValueError]) -> dict[str, str]:

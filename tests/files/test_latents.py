@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -52,6 +53,19 @@ def former(**changes):
 
 
 MISSING = object()
+
+
+def test_a_file_that_is_replaced_meanwhile_is_read_in_one_version(tmp_path, monkeypatch):
+    latents.save(MADE, tmp_path / "z.safetensors")
+
+    def opened(*args, **options):
+        file = safe_open(*args, **options)
+        latents.save(replace(MADE, tensor=MADE.tensor + 1, num_frames=5), tmp_path / "z.safetensors")
+        return file
+
+    monkeypatch.setattr("cogvideox_torchax.files.tensors.safe_open", opened)
+    found = latents.load(tmp_path / "z.safetensors")
+    assert (found.num_frames, found.tensor.max()) == (8, 0)
 
 
 @pytest.mark.parametrize("shift", [None, 0.0, -0.25])
