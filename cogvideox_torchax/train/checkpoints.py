@@ -58,10 +58,12 @@ def load(directory: Path, *, settings: dict[str, Any]) -> tuple[State, int, floa
         step, seconds = int(metadata["step"]), float(metadata["seconds"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is broken ({error!r}): give another directory") from error
+    model = directory / "vae"  # written when a training ends
+    advice = f", or begin another with its weights (--model {model}) in another directory"
     for name, value in json.loads(json.dumps(settings)).items():  # as saved: JSON makes lists of tuples
         if saved.get(name) != value:
             raise ValueError(
-                f"{path} is of a training with {name} {saved.get(name)}, this one has {value}: give the "
-                f"same, or begin another with its weights (--model {directory / 'vae'}) in another directory"
+                f"{path} is of a training with {name} {saved.get(name)}, this one has {value}: give the same"
+                f"{advice if model.is_dir() else ''}"
             )
     return state, step, seconds

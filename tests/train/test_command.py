@@ -4,6 +4,7 @@ import contextlib
 import csv
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -92,6 +93,8 @@ def test_a_training_takes_its_settings_and_is_not_resumed_with_another(material,
     assert "is of a training with settings" in refused(*arguments("out", "--steps", 1, "--resume"))
     more_steps = refused(*arguments("out", "--steps", 2, "--resume"))
     assert "begin another with its weights (--model out/vae)" in more_steps
+    shutil.rmtree("out/vae")  # as if it had been killed: the weights are written at the end
+    assert "this one has 2: give the same\n" in refused(*arguments("out", "--steps", 2, "--resume"))
 
 
 @pytest.mark.parametrize(
