@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     except Exception as error:
         report["torchax works"] = "no"
         advice.insert(0, " ".join(str(error).split())[:600])  # on one line, cut where it is long
-    report |= _devices_and_cache()
+    report |= {"devices": _devices(), "compile cache": _compile_cache()}
     if report["devices"].startswith(("tpu", "gpu")):
         advice.append("measure this device: cogvideox-torchax bench device -o out/device")
     common.print_report(report | ({"advice": advice} if args.json else {}), args.json)
@@ -56,18 +56,22 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report["torchax works"] == "yes" else 1
 
 
-def _devices_and_cache() -> dict[str, str]:
-    """Return JAX's "devices" and the directory of its "compile cache", or why there are none."""
+def _devices() -> str:
+    """Return JAX's devices, or why there are none."""
     try:
         import jax
 
-        devices = [f"{device.platform}:{device.id} ({device.device_kind})" for device in jax.devices()]
+        return ", ".join(f"{device.platform}:{device.id} ({device.device_kind})" for device in jax.devices())
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
-        return {
-            "devices": f"none ({reason}); on a machine without a TPU set JAX_PLATFORMS=cpu",
-            "compile cache": "none, as JAX has no devices",
-        }
+        return f"none ({reason}); on a machine without a TPU set JAX_PLATFORMS=cpu"
+
+
+def _compile_cache() -> str:
+    """Return the directory of JAX's compile cache, or why there is none; devices are not needed."""
+    try:
+        import jax
+    except Exception:
+        return "none, as JAX does not import"
     runtime.configure_compile_cache()
-    cache = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-    return {"devices": ", ".join(devices), "compile cache": cache or "off"}
+    return jax.config.jax_compilation_cache_dir or "off"  # pyright: ignore[reportAttributeAccessIssue]

@@ -133,7 +133,10 @@ def _load_latents_stage(args: argparse.Namespace) -> latent_files.Latents:
         raise ValueError(
             f"the latents are sampled already: leave {', '.join(given)} out, or resume from 'text'"
         )
-    latents = latent_files.load(stages.path_of(args.save_stages, stages.LATENTS))
+    path = stages.path_of(args.save_stages, stages.LATENTS)
+    if not path.is_file():
+        raise stages.StageError(f"there is no stage {path}: resume from 'text'")
+    latents = latent_files.load(path)
     latents.check_model(generate.config_of(args.model, generate.VAE_CONFIG))
     return latents
 

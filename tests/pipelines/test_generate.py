@@ -231,6 +231,11 @@ BAD = {
     "a cache of guidance": ("text", ["--cache", "fastercache", "--guidance-scale", 1], "without guidance"),
     "stages without a directory": ("text", ["--from-stage", "text"], "pass --save-stages"),
     "no such stage": ("text", ["--from-stage", "text", "--save-stages", "none"], "there is no stage"),
+    "no latents": (
+        "text",
+        ["--from-stage", "latents", "--save-stages", "none"],
+        "there is no stage none/latents.safetensors: resume from 'text'",
+    ),
 }
 
 
