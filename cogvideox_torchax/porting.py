@@ -61,6 +61,7 @@ def port(
     """
     is_model = isinstance(model_or_pipeline, nn.Module)  # a diffusers pipeline is no module
     vae = model_or_pipeline if is_model else getattr(model_or_pipeline, "vae", None)
+    # A CogVideoX pipeline may have no VAE.
     if not isinstance(vae, DiffusersAutoencoder | ChunkedVAE) and (
         vae is not None or not _is_pipeline(model_or_pipeline)
     ):

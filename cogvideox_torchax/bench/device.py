@@ -194,12 +194,12 @@ class _Bench:
         return result
 
     def estimated(self) -> Iterator[dict[str, Any]]:
-        """Add an "estimate" by `plan`, or a reason why there is none, to each of the port's results.
+        """Add an "estimate" by `plan`, or a reason why there is none, to each result of the port ("torchax").
 
         A result is yielded once it has its estimate. If `plan` does not know the device, nothing is yielded,
         and the report's "not_planned" has the reason.
         """
-        device, off = self._report["device"], self._report["switched_off"]
+        device, switched_off = self._report["device"], self._report["switched_off"]  # kernels that are off
         try:
             topology = chips.topology_of(device["kind"], device["coordinates"])
             chips.check_compiler()
@@ -209,7 +209,7 @@ class _Bench:
         for result in self._report["results"]:
             if result["way"] == "torchax" and result["status"] == "ok" and "estimate" not in result:
                 request = {"job": result["job"], "size": [*result["size"].values()], "topology": topology}
-                answer = self._ask("estimate", request, off)
+                answer = self._ask("estimate", request, switched_off)
                 result["estimate"] = answer.get("seconds") or {"reason": answer["reason"]}
                 yield result
 

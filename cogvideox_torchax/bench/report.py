@@ -127,7 +127,7 @@ def _comparison(report: dict[str, Any]) -> str:
 
 
 def _backend_rows(result: dict[str, Any]) -> list[Row]:
-    """Return the one row of a backend's result, as a list: the cells below `HEAD` from "device" on."""
+    """Return a list of one row, a backend's result: the cells from the column "device" of `HEAD` on."""
     times = ("lower_s", "compile_s", "start_cold_s", "start_warm_s", "first_chunk_s")
     median, least, most = (_cell(result["steady"][name]) for name in ("median_s", "min_s", "max_s"))
     return [

@@ -93,10 +93,10 @@ class Task:
 
     @property
     def torch_device(self) -> str | None:
-        """PyTorch's device for a way that runs in PyTorch, "cpu" for a reference; None for a way on JAX."""
+        """PyTorch's device for a backend in PyTorch, "cpu" for a reference; None for a backend on JAX."""
         if self.backend not in ("torch", "torch-compile"):
             return None
-        # A reference, the result that others are compared with, has no way (`ladder.WAYS`).
+        # `way` is a backend's name, with any option; "" for a reference, which results are compared with.
         return "cuda" if self.way and torch.cuda.is_available() else "cpu"
 
     @property

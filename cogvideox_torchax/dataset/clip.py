@@ -167,7 +167,7 @@ class DecodedClip:
 
     def stream(self) -> Iterator[torch.Tensor]:
         """Yield the frames, uint8 (1, 3, H, W), one at a time."""
-        if self.frames is None:
+        if self.frames is None:  # a long clip, which is read only now
             yield from video.read_frames(self.clip.source, self.framing, self.num_frames)
         else:
             yield from self.frames.unbind(2)
@@ -243,7 +243,7 @@ class _ClipUnit:
     @property
     def model_sha256(self) -> str:
         """The hash of the model's config and of its weights as they are loaded."""
-        with _LOADING:
+        with _LOADING:  # several threads may ask at the same time
             self._hash = self._hash or model_sha256(self.vae)
             return self._hash
 
@@ -297,10 +297,14 @@ class EncodeClip(_ClipUnit):
         return self.encode(self.read(clip))
 
     def read(self, clip: Clip) -> DecodedClip:
-        """Read a clip's frames, resized for the VAE, and the hash of its file; raise as `__call__` does.
+        """Read a clip's frames, resized for the VAE, and compute the hash of its file.
 
-        Frames that take more than `AHEAD_BYTES` are None here: they are read while they are encoded.
+        Frames that take more than `AHEAD_BYTES` stay None: they are read while they are encoded.
+
+        Raises:
+            VideoError, ClipError: a clip that cannot be read, or not in a size that is wanted.
         """
+        # The first frames of the clip, as many as the config asks for; not read yet.
         part = select_part(clip, self.config, self.vae.spatial_compression_ratio)
         with io.BytesIO(clip.source) if isinstance(clip.source, bytes) else open(clip.source, "rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()

@@ -55,11 +55,11 @@ class VideoDirectory(OutputDirectory):
         """Find out which clips have a video, which the manifest lists as bad, and which are missing.
 
         Raises:
-            OutputError: videos of these names are there, but no config: this program did not make them.
+            OutputError: videos of these clips are there, but no config of a run that decoded them.
         """
-        written = lines(self.directory, self.NAME)
-        bad_before = {line["id"]: line["error"] for line in written if line["kind"] == BAD}
-        self._readers: dict[str, Callable[[], Latents]] = {}  # by a missing clip's id
+        manifest = lines(self.directory, self.NAME)
+        bad_before = {line["id"]: line["error"] for line in manifest if line["kind"] == BAD}
+        self._readers: dict[str, Callable[[], Latents]] = {}  # read a missing clip's latents, by its id
         for name, read in self._own_entries():
             if self._video_path(name).exists():  # whether or not a manifest lists the clip, even as bad
                 self.done_before += 1
@@ -68,7 +68,7 @@ class VideoDirectory(OutputDirectory):
             else:
                 self._readers[name] = read
         self.missing = list(self._readers)
-        # A run writes its config before its first video.
+        # A run writes its config, which `_load_state` returns, before its first video.
         if not self._load_state(None) and self.done_before:
             raise OutputError(
                 f"{self.directory} holds videos of these names that were not decoded there: give another "

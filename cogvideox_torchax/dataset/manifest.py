@@ -332,11 +332,11 @@ class DatasetDirectory(OutputDirectory):
         return self.ids[key] or ""
 
     def bad_clips(self) -> dict[str, str]:
-        """Return the reasons why clips of this process could not be made, by id.
+        """Return the reasons why clips of this process could not be made, by the clips' ids.
 
         A clip that was tried again has several numbers, of which the newest counts.
         """
-        # The numbers of bad clips in this process's shards.
+        # `self.bad` has reasons by number, of all processes' clips; `own` are the numbers of this process's.
         own = {index for shard in self.shards for index in self.members(shard)} & {*self.bad}
         newest = {name: index for index, name in enumerate(self.ids) if name}
         return {name: self.bad[index] for name, index in newest.items() if index in own}
@@ -394,7 +394,7 @@ class DatasetDirectory(OutputDirectory):
         """Save a clip's latents, and add its line to the manifest.
 
         Raises:
-            OSError: no room, or a directory that cannot be written.
+            OSError: the disk is full, or the directory cannot be written.
         """
         save_latents(latents, self.clip_path(index))
         self.note(index, **manifest_fields(latents))

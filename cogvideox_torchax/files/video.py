@@ -415,7 +415,7 @@ class _GifSink(Sink):
         """Write the file, which needs all frames."""
         if self._images:
             first, *rest = self._images
-            # Times are rounded, not durations: errors of rounding do not add up.
+            # Times, in hundredths of a second, are rounded, not durations: errors of rounding do not add up.
             starts = [round(i * self._hundredths) for i in range(len(self._images) + 1)]
             # Pillow takes milliseconds; with loop=0 the GIF is repeated without end.
             durations = [max(10 * (end - start), self.SHORTEST) for start, end in itertools.pairwise(starts)]

@@ -75,12 +75,12 @@ def whole_file(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
         OutputError: `path` cannot be written, or another run is writing it.
     """
     path = resolved(path)
-    _remove_leftover(hidden(path, EXCHANGE))  # the messages of several processes that were killed
-    with reserved(path, WRITING) as (place, handle):
+    _remove_leftover(hidden(path, EXCHANGE))  # messages between processes that were killed
+    with reserved(path, WRITING) as (place, handle):  # a directory beside `path`, and its locked descriptor
         made = place / "output"
         made.mkdir() if directory else made.touch()
         yield made
-        # On a file system without locks another run may have removed the directory, and made its own.
+        # On a file system without locks another run may have replaced the directory by its own: raise then.
         refuse(
             path, {"another run writes it, and files cannot be locked there": not _is_still_at(handle, place)}
         )

@@ -105,7 +105,7 @@ class BlockStack(nn.Module):
 
         Args:
             x: (patches, text) or (sequence,).
-            options: keyword arguments of each block.
+            options: keyword arguments of each block; "sequence" tells which positions are patches.
         """
         kept, reuses = self.kept, self.form.reuses
         head = self._run_blocks(self.blocks[:1], x, options)
@@ -114,7 +114,7 @@ class BlockStack(nn.Module):
             _mean_of_patches(each.abs(), options).to(residual.dtype)  # diffusers rounds its means too
             for each in (residual - kept["head"], kept["head"])
         )
-        is_similar = change / size <= self.numbers["threshold"]  # false for the first step's NaN, from zeros
+        is_similar = change / size <= self.numbers["threshold"]  # false in the first step, where `size` is 0
 
         def reuse() -> Any:
             """Return (patches by the kept residual, and both kept residuals again)."""
@@ -137,7 +137,8 @@ class BlockStack(nn.Module):
         """Run all blocks on `x`, (patches, text) or (sequence,), and keep their residual as "tail".
 
         A residual is a result minus its input. `self.seen`, for the host, is the mean ratio of the residual's
-        norm to the last step's. `options` are keyword arguments of each block.
+        norm to the last step's. `options` are keyword arguments of each block; "sequence" tells which
+        positions are patches.
         """
         before = self.kept["tail"]
         y = self._run_blocks(self.blocks, x, options)

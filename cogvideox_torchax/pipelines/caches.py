@@ -155,6 +155,8 @@ class StepCache:
     def plan_run(self, model: Any, batch: int, steps: Iterable[Any]) -> list[StepPlan]:
         """Return (form, numbers) of each step of a run, without running any.
 
+        A form is what a step runs and keeps; numbers are further tensors that it takes, by name.
+
         Args:
             model: the transformer.
             batch: number of videos in a step's inputs.
@@ -207,9 +209,9 @@ class FirstBlockSteps(StepCache):
         return [(form("first_block", reuses=reuses), numbers) for reuses in (False, True)]
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        """Return (form, numbers): the form is the same for every step, the number is the hook's threshold.
+        """Return (form, numbers), the same for every step: the one number is the hook's threshold.
 
-        By it the device decides, from the change of the first block's residual, whether later blocks run.
+        On the device a step runs the later blocks if the first block's residual changed by more than that.
         """
         head = next(iter(state.hooks.values()))  # the first block's hook
         head.state_manager.get_state()  # raises an error outside of a context

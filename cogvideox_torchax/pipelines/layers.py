@@ -120,7 +120,7 @@ class PatchEmbed(CogVideoXPatchEmbed):
     """The table that replaces the module's own (`use_table`)."""
 
     def needs_table(self, height: int, width: int, frames: int) -> bool:
-        """Return whether latents of this size need another table than the model's own."""
+        """Return whether latents of this size need another table of positions than the model's own."""
         pixel_frames = (frames - 1) * self.temporal_compression_ratio + 1
         return (
             self.use_positional_embeddings
@@ -165,6 +165,7 @@ class PatchEmbed(CogVideoXPatchEmbed):
                 f"{wanted} (max_text_seq_length); pass max_sequence_length={wanted} to the pipeline"
             )
         embeds = super().forward(text_embeds, image_embeds)
+        # `table` is set by `use_table`, which also keeps the inherited forward from adding positions.
         return embeds if self.table is None else embeds + self.table.to(embeds.dtype)
 
 

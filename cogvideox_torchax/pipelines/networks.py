@@ -284,8 +284,8 @@ class CogVideoXTransformer3DModel(CompiledNetwork, DiffusersTransformer):
     """The enabled cache, which has the number of steps that it skipped; None without a cache."""
 
     def enable_cache(self, config: Any) -> None:
-        """Enable a cache as diffusers does; on JAX, have steps run as it says (`take_cache`)."""
-        upstream.cached_block(Block)
+        """Enable a cache as diffusers does; on JAX, take its hooks off the modules (`take_cache`)."""
+        upstream.cached_block(Block)  # registers the class, which diffusers' caches look up
         super().enable_cache(config)
         if runtime.is_on_jax(self):
             self.take_cache()
@@ -329,7 +329,7 @@ class CogVideoXTransformer3DModel(CompiledNetwork, DiffusersTransformer):
         self.take_cache()
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Move or cast as `PortedModel.to`; away from JAX diffusers' cache hooks are put back."""
+        """Move or cast the model as `PortedModel.to` does; off JAX, put diffusers' cache hooks back on it."""
         moved = super().to(*args, **kwargs)
         # On JAX the hooks are off the modules, in `step_cache`; in PyTorch they do diffusers' work again.
         if self.step_cache is not None and not runtime.is_on_jax(self):

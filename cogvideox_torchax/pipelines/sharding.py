@@ -134,7 +134,7 @@ def weight_sharding(mesh: Mesh, name: str, shape: tuple[int, ...], parallelism: 
         is_block_matrix = re.search(r"transformer_blocks\.\d+\.", name) and len(shape) == 2
         splits = parallelism.gathered and is_block_matrix and shape[0] % mesh.shape["tp"] == 0
         spec = BY_OUTPUTS if splits else P()
-    for size, axis in zip(shape, spec, strict=False):
+    for size, axis in zip(shape, spec, strict=False):  # axes that the spec leaves out are not split
         if axis is not None and size % mesh.shape[axis]:
             raise ValueError(
                 f"got a mesh with tp={mesh.shape[axis]}: it does not divide the {size} channels of {name}; "

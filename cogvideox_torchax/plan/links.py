@@ -131,7 +131,8 @@ class Links:
         if math.prod(lengths) != len(group):  # no grid
             return list(group)
         grid = np.array(sorted(group, key=lambda device: self.places[device])).reshape(lengths)
-        # The rows are along an axis of even length, if there is one; axes of one device come last.
+        # Rows are counted along an axis of even length, if there is one; axes of one device come last.
+        # `_snake` lists the devices of an array so that consecutive ones are neighbours.
         axes = sorted(range(grid.ndim), key=lambda axis: (lengths[axis] == 1, lengths[axis] % 2))
         rows = np.array([_snake(row) for row in grid.transpose(axes)])
         # Down the first column, and from the last row to the first through the other columns, to and fro.

@@ -245,7 +245,7 @@ def _bundles(text: str) -> tuple[list[str], dict[str, int]]:
 
 
 def _operation(part: str) -> _Operation | None:
-    """Parse the text of an instruction of a bundle; None if it is no scalar instruction to follow.
+    """Parse one instruction of a bundle (those of one cycle); None if it is no scalar instruction to follow.
 
     A guard, a predicate in parentheses before the operands, decides whether the instruction has effect.
     """
@@ -259,6 +259,7 @@ def _operation(part: str) -> _Operation | None:
         return None
     guard = _GUARD.match(rest)
     rest = rest[guard.end() :] if guard else rest
+    # An operand is (name of the result that it reads, register or slot), or ("", number).
     compute, operands = _OPERATIONS.get(op, _unknown), _operands(rest)
     if op.startswith("scmp") and ".f32" in type_:
         compute = _float_comparison

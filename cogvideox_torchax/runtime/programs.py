@@ -368,8 +368,11 @@ def _describes_one_input(node: Any) -> bool:
 
 
 def with_kept_cache(step: Callable[[Any, Any], tuple[Any, Any]]) -> Callable[[Any], Any]:
-    """Return a function of a chunk that runs `step(chunk, cache)` -> (result, cache) and keeps the cache."""
-    cache: Any = None  # for the first chunk; then that of the previous call
+    """Return a function of a chunk: it runs `step(chunk, cache)` -> (result, next cache), returns the result.
+
+    The next cache is kept for the next call.
+    """
+    cache: Any = None  # for the first chunk; then the cache that the previous call returned
 
     def run(chunk: Any) -> Any:
         nonlocal cache

@@ -105,10 +105,10 @@ def _copy_value(value: Any, done: dict[int, Any], of_processor: bool) -> Any:
 
 
 def weightless(module: Module) -> Module:
-    """Return a `skeleton` whose weights have a shape and a dtype, and take no memory.
+    """Return a copy of a module tree (`skeleton`) whose weights have a shape and a dtype, but no memory.
 
     Raises:
-        ValueError: a module's instance has a `forward` that is no method of it.
+        ValueError: a `forward` that was set on a module, and is no method of that module.
     """
 
     def empty(tensor: torch.Tensor) -> torch.Tensor:
@@ -132,7 +132,7 @@ def host_skeleton(module: Module) -> Module:
 
 
 def _with_weights(module: Module, make: Callable[[torch.Tensor], torch.Tensor]) -> Module:
-    """Return a skeleton whose weights are `make(tensor)` of the module's; tied weights stay tied."""
+    """Return a copy (`skeleton`) whose weights are `make(tensor)` of the module's; tied weights stay tied."""
     copied = skeleton(module)
     without_torchax(replace_weights, copied, make)
     return copied

@@ -177,9 +177,9 @@ def _table(path: Path) -> TextIO:
 
 
 def _remove_lines_after(path: Path, step: int) -> None:
-    """Remove the lines of steps after `step` from a table of `HEADS`, and a killed run's incomplete lines.
+    """Remove the lines of steps after `step` from a CSV table, and a killed run's incomplete lines.
 
-    The head, a line of column names, is written again, as it may be incomplete too.
+    The head, the column names that `HEADS` has for this file, is written again: it may be incomplete too.
     """
     if not path.exists():
         return

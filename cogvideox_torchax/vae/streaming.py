@@ -233,8 +233,8 @@ class ChunkedVAE:
         Args:
             direction: `ENCODE` or `DECODE`.
             x: a whole input, or a chunk or piece of a stream.
-            follow_weights: whether `x` is of a stream, which may be plain for weights on JAX, and uint8 to
-                encode.
+            follow_weights: whether `x` is of a stream: it may be a plain tensor while weights are on JAX, and
+                uint8 to encode.
             first_frame: position of the first frame of `x` in the video, for the message.
         """
         check_shape(direction, tuple(x.shape), NCTHW, self.config, self.spatial_compression_ratio)

@@ -27,10 +27,10 @@ def rms_error(got: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def contract(dtype: torch.dtype, relative: float, rms: float, torchs: float) -> tuple[str, float, float]:
-    """Return (name, value, largest allowed value) of the error that decides for a dtype.
+    """Return (name, value, largest allowed value) of the error that decides whether a result is accepted.
 
     Args:
-        dtype: the dtype of the computation.
+        dtype: of the computation; in float32 the relative error decides, else the RMS error.
         relative, rms: the result's `relative_error` and `rms_error`.
         torchs: the root-mean-square error of PyTorch's own run in this dtype.
     """

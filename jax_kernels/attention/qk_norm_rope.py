@@ -160,14 +160,15 @@ def _by_kernel(
     scale: float,
     eps: float,
 ) -> Array:
-    """Run the Pallas kernel over blocks of positions; return (N, heads, C / heads, S).
+    """Norm, rotate and scale each head by the Pallas kernel; return (N, heads, C / heads, S).
 
     Channels are in the rows of the result, so vectors are passed as columns and tables transposed.
 
     Args:
         x: the projection (N, S, C).
         norm: (weight, bias) of the norm of each head, or () for no norm.
-        tables: (cos, signed sin) of the rotation, or () for none.
+        tables: (cos, signed sin) of the rotation, (S, C / heads) each, or () for none; the sign is minus for
+            the first channel of a pair.
         heads: number of heads.
         scale: factor of the result.
         eps: added to the norm's variance.

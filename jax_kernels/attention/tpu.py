@@ -88,7 +88,7 @@ def transposed(
         )
         for x in (q, k, v)
     )
-    if scale == 0:  # the penalty of padding keys is multiplied by the scale too
+    if scale == 0:  # it would make the penalty of padding keys 0 too; queries of 0 give the same scores
         q_BDS, scale = jnp.zeros_like(q_BDS), 1.0
     query_block, key_block = _block_length(queries, QUERIES), _block_length(num_keys, KEYS)
     query_spec = pl.BlockSpec((None, rows, query_block), lambda b, i: (b, 0, i))
@@ -106,7 +106,7 @@ def transposed(
         out_specs=query_spec,
         out_shape=jax.ShapeDtypeStruct(q_BDS.shape, q.dtype),
         scratch_shapes=[
-            pltpu.VMEM((rows + tile_rows(q.dtype), query_block), q.dtype),  # queries, and rows below them
+            pltpu.VMEM((rows + tile_rows(q.dtype), query_block), q.dtype),  # queries; rows to mask with
             pltpu.VMEM((rows, query_block), jnp.float32),  # sums of weighted values
             pltpu.VMEM((SUBLANES, query_block), jnp.float32),  # sums of weights
         ],

@@ -106,8 +106,8 @@ def _causal(
 ) -> tuple[Array, Array | None]:
     """Convolve frames after the frames of `cache`, on one device; return the result and the next cache.
 
-    A kernel of one tap in time has no cache. A video's first frame alone is convolved as an image. The
-    arguments are those of `conv3d`.
+    A kernel of one tap in time has no cache. A video's first frame alone is convolved as an image.
+    The arguments are those of `conv3d`; `start` is what precedes a video: its first frame again, or zeros.
     """
     if kernel.shape[0] == 1:
         y = xla.convolve_same(target, x, kernel, xla.image_form(target, x, kernel))
@@ -123,7 +123,7 @@ def _causal(
 
 
 def _fastest(target: Target, x: Array, kernel: Array) -> Implementation:
-    """Return the fastest formulation, on a TPU by the v6e compiler's estimate for CogVideoX's own layers.
+    """Return the fastest known way to convolve; on a TPU, as the v6e compiler estimates CogVideoX's layers.
 
     "direct" is one 3-D convolution, "summed" a sum of 2-D ones, "folded" one 2-D convolution with the taps of
     time among its channels, "patches" one matrix product.

@@ -92,9 +92,12 @@ def silu(x: Float[Array, "*any"], *, time_axis: int | None = None) -> Float[Arra
 
 
 def silu_on(target: Target, x: Array, *, time_axis: int | None) -> Array:
-    """Compute `silu` on `target`, the platform that is traced for, one run of frames after the other."""
+    """Compute `silu` on `target`, the platform that is traced for, one run of frames after the other.
+
+    `time_axis` is the axis of frames; None if `x` has none, and is one run.
+    """
     runs = [(x,)] if time_axis is None else split_frames(target, x, time_axis=time_axis)
-    # A single run is returned as it is: without frames the axis has no meaning.
+    # `join_frames` returns a single run as it is: without frames the 0 is not used.
     return join_frames(
         [jax.nn.silu(frames.astype(jnp.float32)).astype(x.dtype) for (frames,) in runs], time_axis or 0
     )
@@ -117,7 +120,10 @@ def split_linear(
 
 
 def split_linear_on(target: Target, x: Array, weight: Array, bias: Array, *, parts: int) -> Array:
-    """Compute `split_linear` on `target`, the platform that is traced for, by a Pallas kernel or by XLA."""
+    """Compute `split_linear`: a linear layer, its outputs divided into `parts` arrays on a new first axis.
+
+    `target` is the platform that is traced for; on a TPU a Pallas kernel runs if it supports the arrays.
+    """
 
     def plain(x: Array, weight: Array, bias: Array) -> Array:
         """Compute all parts by one product that XLA compiles."""
@@ -376,9 +382,10 @@ def _gelu_inner(x: jax.Array) -> jax.Array:
 def _gelu_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Return `_gelu(x)` and its tangent.
 
-    `_gelu` divides by 1 + exp(-2 z): JAX's own derivative would be inf / inf where the exponential overflows.
+    `_gelu` divides by 1 + exp(-2 z), z = `_gelu_inner(x)`: JAX's own derivative would be inf / inf where the
+    exponential overflows.
     """
     (x,), (tangent,) = primals, tangents
     share = jax.nn.sigmoid(2 * _gelu_inner(x))  # GELU is x * share
-    slope = 2 * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x**2)  # derivative of 2 * _gelu_inner(x), 2 z
+    slope = 2 * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x**2)  # derivative of 2 z
     return _gelu(x), tangent * share * (1 + x * (1 - share) * slope)

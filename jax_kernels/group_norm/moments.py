@@ -82,7 +82,7 @@ def moments_of_columns(
     mean, m2 = (part.reshape(*part.shape[:-1], *groups) for part in (mean, m2))  # (N, ..., W, G, C / G)
     axes = (*range(1, mean.ndim - 2), mean.ndim - 1)  # all but videos and groups: the axes to merge
     column_axis = mean.ndim - 3
-    split = target.split if column_axis in axes else WHOLE  # an `x` of rank 3 has one column, without an axis
+    split = target.split if column_axis in axes else WHOLE  # else activations have no axis of columns
     without_padding = functools.partial(with_clear_padding, split=split, column_axis=column_axis)
     columns = split.real_columns(mean.shape[column_axis])
     count = math.prod(columns if axis == column_axis else mean.shape[axis] for axis in axes)  # of columns

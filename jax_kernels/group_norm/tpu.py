@@ -121,7 +121,9 @@ def _rows_of_image(x: Float[Array, "N 1 H W C"]) -> int:
 def _image_moments(
     x: Float[Array, "N 1 H W C"],
 ) -> tuple[Float[Array, "N 1 1 W C"], Float[Array, "N 1 1 W C"]]:
-    """Return mean and M2 as `_column_moments` does, with columns, not frames, in the sublanes of a tile.
+    """Return the mean and M2 (sum of squared deviations) of each column of pixels of an image, in float32.
+
+    Columns are in the sublanes of a tile, where `_column_moments` has frames.
 
     Args:
         x: an image that the kernel supports.
@@ -130,7 +132,7 @@ def _image_moments(
     rows = _rows_of_image(x)
     mean, m2 = pl.pallas_call(
         functools.partial(_moments, together=TOGETHER * SUBLANES),  # a register has 8 columns of an image
-        grid=(videos, 1, height // rows),
+        grid=(videos, 1, height // rows),  # a block has all columns
         in_specs=[pl.BlockSpec((None, rows, width, channels), lambda video, _, row: (video, row, 0, 0))],
         out_specs=[pl.BlockSpec((None, width, channels), lambda video, _, row: (video, 0, 0))] * 2,
         out_shape=[pltpu.HBM((videos, width, channels), jnp.float32)] * 2,

@@ -102,7 +102,7 @@ def _typical_row(x: Array, axis: int) -> Array:
 
 
 def _block_moments(x: Array, origin: Array, axis: int, rows: int) -> Moments:
-    """Return the moments of `x - origin` along `axis`, merged from blocks of `rows` rows.
+    """Return the moments (count, mean, M2) of `x - origin` along `axis`, merged from blocks of `rows` rows.
 
     A block's sums are of differences from a typical row of its own (`shift`), against cancellation; `origin`
     is the typical row of all blocks.
@@ -117,6 +117,7 @@ def _block_moments(x: Array, origin: Array, axis: int, rows: int) -> Moments:
         (shifted, shifted * shifted), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), (axis + 1,)
     )
     mean = jnp.squeeze(shift, axis + 1) - origin + total / rows
+    # M2, the sum of squared deviations, must not become negative by rounding.
     return merge_equal(Moments(rows, mean, jnp.maximum(squares - total * total / rows, 0.0)), axis)
 
 

@@ -38,7 +38,7 @@ with 6, 4.00 and 2.2.
 def tap(kernel: Float[Array, "3 3 3 I O"], row: int, time: int, result_row: int, column: int) -> Array:
     """Return the weights (I, O) by which one input of a `Product` counts in one of its results.
 
-    They are zeros where no tap of the kernel connects the two.
+    They are zeros where no tap of the kernel connects this input with this result.
 
     Args:
         kernel: taps of time, rows and columns.
@@ -122,9 +122,12 @@ class DirectStep(ConvStep):
             refs["sums"][row, part, first] = refs["edges"][0, row, :frames, lanes_of(part)]
 
     def _end_right(self) -> None:
-        """Add what the column right of the strip contributes to the sums of the strip's last column."""
+        """Add the right edge to the sums of a strip's last column.
+
+        A strip is the columns that are computed together. Its right edge is what the column outside adds.
+        """
         frames, refs = self.sizes.frames, self.refs
-        # The memory of sums begins a chunk left of the strip. A part is 128 result channels.
+        # The memory "sums" begins a chunk of columns left of the strip. A part is 128 result channels.
         last = self._rows(self._last_column(), 1, frames, before=self.sizes.chunk)
         for row, part in itertools.product(range(ROWS), range(self.result_parts)):
             sums = refs["sums"].at[row, part]

@@ -139,7 +139,7 @@ def norm_conv3d_on(
     eps: float,
     first_frame_alone: bool,
 ) -> tuple[Array, Array | None, ColumnMoments | None]:
-    """Compute `norm_conv3d`, with its arguments, on `target`, the platform that is traced for.
+    """Compute `norm_conv3d`: a norm, SiLU and a causal convolution, on `target`, the platform traced for.
 
     `moments`, the statistics of the columns of `x`, are used by the TPU's kernel alone.
     """
@@ -163,7 +163,7 @@ def norm_conv3d_on(
     y, next_cache = conv3d_on(target, hidden, kernel, bias, cache, residual)
     if not is_supported:
         return y, next_cache, None
-    mean, m2 = norm_xla.column_moments(y)  # with an axis of one row
+    mean, m2 = norm_xla.column_moments(y)  # both keep the axis of rows, of length 1
     return y, next_cache, ColumnMoments(jnp.squeeze(mean, 2), jnp.squeeze(m2, 2))
 
 

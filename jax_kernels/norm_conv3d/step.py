@@ -156,9 +156,8 @@ class ConvStep(ABC):
             unit: index of the memory for the unit.
             column: the unit's first column.
             x: the activated frames, a row for each frame of a pixel.
-            before: `before(first)` returns the words of the two frames before `x`. Without a cache they are
-                the first frame of `x`, repeated, from the words of its first two frames that `first()`
-                returns.
+            before: `before(first)` returns the words of the two frames before `x`. At a video's start these
+                are the first frame of `x` twice, taken from `first()`, the words of its first two frames.
         """
 
     def _modulate_block(self) -> None:
@@ -225,6 +224,7 @@ class ConvStep(ABC):
             refs["half_offset"][0, coefficient_row, cells_at],
         )
         if after is not None:
+            # Zeros that depend on `after`, for each part (128 channels).
             offset = offset + jnp.concatenate([zeros_after(after)] * sizes.parts, 1)
         x = refs["x"][0, row, self._rows(column, sizes.unit, sizes.input_frames)].astype(jnp.float32)
         x = x.reshape(cells, -1, SUBLANES, sizes.channels) * half[:, None] + offset[:, None]

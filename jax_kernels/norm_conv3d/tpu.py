@@ -347,7 +347,7 @@ def _rows_spec(block: Callable[[Any], Any], length: int, lanes: int) -> pl.Block
 
     Args:
         block: function of a step that returns the index of its two rows.
-        length: number of a row's entries that are in a strip.
+        length: number of a row's entries that are in a strip, the columns that the grid computes together.
         lanes: length of the array's last axis.
     """
 
@@ -410,8 +410,9 @@ def column_of_cache(cache: Float[Array, "N 2 H W I"], column: int) -> Float[Arra
 
 
 def _cache_frames_first(latest: Array, shape: tuple[int, ...]) -> Array:
-    """Invert `_cache_pixels_first` for a cache of this shape (N, 2, H, W, C).
+    """Invert `_cache_pixels_first`: return a cache of this `shape`, (N, 2, H, W, C).
 
+    `latest` is (N, H, W P T, 128), for T = 2 frames and P parts of 128 channels each.
     Each reshape and transpose is inverted by itself, so that XLA drops both functions where one follows the
     other.
     """

@@ -93,7 +93,10 @@ class WinogradStep(ConvStep):
         }
 
     def _convolve(self) -> None:
-        """Multiply a strip's chunks of columns; finish each during the next one, and the last at the end."""
+        """Multiply a strip's chunks of columns; finish each during the next one, and the last at the end.
+
+        A strip is the columns that the grid computes together, a chunk those of one matrix product.
+        """
         sizes = self.sizes
         self._move(0, MARGIN)  # a product sees a column right of its chunk: moves are `MARGIN` columns ahead
         # "shifted" keeps what a chunk's last column adds to the next chunk; the first chunk gets nothing.
@@ -265,11 +268,13 @@ class WinogradStep(ConvStep):
         self._write_results(column, self.sizes.unit, partial(self._frames, column, unit), after)
 
     def _frames(self, column: Any, unit: int, row: int, part: int) -> Array:
-        """Return the sums of a unit's frames, transformed back from the components.
+        """Return the sums of the frames of a unit (a few columns), transformed back, with edges added.
+
+        Winograd's products have components of tiles of frames. Edges are what columns outside the strip add.
 
         Args:
             column: the first of the unit's columns.
-            unit: index of the memory for the result, which has a row for each frame of a pixel.
+            unit: index of the unit's place in "frames", which has a row for each frame of a pixel.
             row, part: index of the row in the block of two rows, and of the 128 output channels.
         """
         sizes = self.sizes

@@ -209,6 +209,7 @@ class _Step:
         a chunk that another follows.
         """
         sizes, refs = self.sizes, self.refs
+        # A column has a row for each frame: `taken` input frames in "x", `frames` result frames in a product.
         loaded = count + (right is None)  # columns; the one right of the chunk too, if the row goes on
         start = pl.multiple_of(column * sizes.taken, 2 * COLUMNS)
         x = self._repeat_frames(refs["x"][0, 0, pl.ds(start, loaded * sizes.taken)])
@@ -216,6 +217,8 @@ class _Step:
         sums = []
         for row in range(TAPS):
             first, middle, last = (self._product(x, row, tap) for tap in range(TAPS))
+            # For each column: the first tap's product of the column left of it, the last tap's of the column
+            # right of it.
             from_left = _concatenate(refs["left"][row], first[: rows - sizes.frames])
             from_right = _concatenate(
                 last[sizes.frames : rows + sizes.frames], *([] if right is None else [right[row]])
@@ -302,7 +305,7 @@ def _by_kernel(
     true_width: Array | None,
     expand_time: bool,
 ) -> Array:
-    """Run the Pallas kernel, which reads a row of pixels a grid step and returns what `_xla_form` does.
+    """Double rows and columns (nearest) and convolve by the Pallas kernel, a row of pixels in a grid step.
 
     Args:
         x: frames (N, T, H, W, I).
@@ -314,7 +317,7 @@ def _by_kernel(
     sizes = _sizes(x, kernel.shape[-1], expand_time)
     videos, _, height, *_ = x.shape
     weights, bias = kernel.reshape(-1, *kernel.shape[2:]), bias.astype(jnp.float32)[None]
-    # By name: arrays with the specs of their blocks, then the shapes of scratch memory (`_Step`).
+    # By name: arrays with the specs of their blocks.
     operands = {
         "x": _row_operand(x),
         "weights": (weights, tiles.whole_spec(weights)),
@@ -324,6 +327,8 @@ def _by_kernel(
         operands["beside"] = _row_operand(jnp.concatenate(beside, axis=3))
     if true_width is not None:
         operands["true_width"] = true_width[None], pl.BlockSpec(memory_space=pltpu.SMEM)
+    # Of the last row of pixels: what it adds to the next row's upper results, its lower results so far, and
+    # its upper results. Of the last chunk of columns: what it adds to the next chunk.
     scratch = {
         "above": pltpu.VMEM((sizes.row, sizes.outputs), jnp.float32),
         "odd": pltpu.VMEM((sizes.row, sizes.outputs), jnp.float32),

@@ -94,7 +94,10 @@ def spatial_norm_on(
     first_frame_alone: bool,
     implementation: Implementation | None = None,
 ) -> Array:
-    """Compute `spatial_norm` on `target`, the platform that is traced for."""
+    """Compute `spatial_norm`, `group_norm(x) * conv_y(zq) + conv_b(zq)` of activations and latents.
+
+    `target` is the platform that is traced for.
+    """
     group_moments = moments(target, x, num_groups=num_groups, channel_axis=-1)
     statistics = scale_and_shift(group_moments, weight, bias, eps)
     runs = split_frames(target, x, zq) if first_frame_alone else [(x, zq)]  # activations, latents

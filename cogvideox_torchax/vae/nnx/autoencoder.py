@@ -457,6 +457,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         if self.mesh is None:
             return None
         unit = direction.scale(self.config.spatial_compression_ratio)  # input columns of a latent pixel
+        # Chunks have the axes NTHWC, caches HWNTC: the order that a TPU computes in.
         return Placement(self.mesh, NTHWC, HWNTC, unit)
 
     # Training

@@ -258,7 +258,7 @@ class Downsample3D(OnColumns, nnx.Module):
         """Downsample; the first of an odd number of frames is not averaged with another."""
         return jax_kernels.downsample(
             x_NTHWC,
-            *self.conv.cast(x_NTHWC.dtype),
+            *self.conv.cast(x_NTHWC.dtype),  # kernel and bias
             compress_time=self.compress_time,
             first_frame_alone=first_frame_is_alone(x_NTHWC.shape[1]),
             split=self.split,
@@ -356,7 +356,7 @@ class Encoder3D(nnx.Module):
     """Frames (N, T, H, W, C) to moments (N, t, h, w, 2 * latent_channels)."""
 
     def __init__(self, config: FlaxAutoencoderKLCogVideoXConfig, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
-        """Build the network of these sizes; the first `time_doublings` levels halve the frames."""
+        """Build the encoder of `config`; the first `time_doublings` levels halve the number of frames."""
         widths = config.block_out_channels  # a level's input has the channels of the level before
         layers = LayerConfig(
             rngs, num_groups=config.norm_num_groups, eps=config.norm_eps, param_dtype=param_dtype
@@ -376,7 +376,7 @@ class Encoder3D(nnx.Module):
         )
         self.mid_block = Block3D(widths[-1], widths[-1], layers, num_layers=2)
         self.norm_out = GroupNorm(widths[-1], layers)
-        self.conv_out = CausalConv3d(widths[-1], 2 * config.latent_channels, 3, layers)
+        self.conv_out = CausalConv3d(widths[-1], 2 * config.latent_channels, 3, layers)  # mean, log-variance
 
     def __call__(self, x_NTHWC: jax.Array, cache: Cache | None = None) -> tuple[jax.Array, Cache]:
         """Encode a chunk; return its moments and the cache for the next chunk."""

@@ -298,8 +298,8 @@ def port_vae(vae: Any) -> Any:
     ported = isinstance(vae, ChunkedVAE)
     if not ported:
         vae.__class__ = _ported_class(type(vae))
-        save_as_stock(vae)
-        for module in vae.modules():  # gradient checkpointing that was on before
+        save_as_stock(vae)  # a pipeline that is saved names diffusers' class
+        for module in vae.modules():  # gradient checkpointing that is on already
             if getattr(module, "gradient_checkpointing", False):
                 module._gradient_checkpointing_func = runtime.rematerialized  # pyright: ignore
     port_modules(vae)

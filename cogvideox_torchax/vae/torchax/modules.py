@@ -306,8 +306,9 @@ def _fused_norm_conv(
         hidden: the frames.
         zq: latents for a spatial norm; None for a GroupNorm.
         conv_cache: of `causal`, from the chunk before; None at a video's start.
-        moments: column moments (`jax_kernels.ColumnMoments`) of `hidden`, from the call that returned it;
-            None computes the norm's statistics from the frames.
+        moments: mean and squared deviations of each column of pixels of `hidden`
+            (`jax_kernels.ColumnMoments`), from the call that returned `hidden`; None computes the norm's
+            statistics from the frames.
         residual: frames to add to the result, or None.
 
     Returns:
@@ -356,7 +357,7 @@ class Downsample3D(OnColumns, CogVideoXDownsample3D):
     """The downsampler (`jax_kernels.downsample`)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Downsample by the kernel, or by diffusers' forward if it is not applicable."""
+        """Downsample by the kernel; in PyTorch, or if a submodule was changed, by diffusers' forward."""
         if not on_jax(x) or not _as_ported(self):
             return with_zero_padding(super().forward(x), self.split)
         y = torch_view(jax_kernels.downsample)(

@@ -48,6 +48,7 @@ class DecoderChunk(nn.Module):
     """Network of one chunk of latents to its frames, in [-1, 1] or as uint8."""
 
     def __init__(self, vae: DiffusersAutoencoder, as_uint8: bool = False):
+        """Take the modules of `vae` that decode; with `as_uint8` frames are bytes, else in [-1, 1]."""
         super().__init__()
         self.decoder = vae.decoder
         self.post_quant_conv = vae.post_quant_conv
