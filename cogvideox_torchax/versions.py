@@ -17,8 +17,8 @@ class Tested:
         """Return whether a version is in the range.
 
         A build for a device (`2.13.0+cpu`) counts as its version (`2.13.0`). Later patches of the newest
-        release, final ones with the same first two numbers, are in the range too; not for 0.0, whose releases
-        may change anything.
+        release, final ones with its first two numbers, are in the range too, except those of 0.0, which may
+        change anything.
         """
         found, newest = Version(Version(version).public), Version(self.newest)
         is_patch = found.release[:2] == newest.release[:2] != (0, 0) and not found.is_prerelease

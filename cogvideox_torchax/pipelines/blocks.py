@@ -216,13 +216,13 @@ class LastProjection:
         return y_SC.unflatten(0, (self.h.shape[0], -1))
 
     def added(self, x_NSC: torch.Tensor, gate_N2C: torch.Tensor, first: Any) -> torch.Tensor:
-        """Return `x_NSC + gate * result` by one kernel, for a projection for which `supports_fused` holds.
+        """Return `x_NSC + gate * projection` by one kernel; `supports_fused` must hold for the projection.
 
         `gate_N2C` has a vector for text and one for patches; `first` is the index of the first patch.
         """
         # `self.h` is the projection's input, with channels before tokens if `transposed`.
         fused = functools.partial(jax_kernels.gated_linear, transposed=self.transposed)
-        project = self.layers[0]
+        project = self.layers[0]  # only dropouts come after it
         return torch_view(fused)(self.h, project.weight, project.bias, x_NSC, gate_N2C, first)
 
 

@@ -100,7 +100,7 @@ def compile_last_chunk(
     videos, channels, frames, *size = shape
     pieces = Direction(direction).chunks(vae, frames)
     chunks = [((videos, channels, len(piece), *size), dtype) for piece in pieces]
-    # A later chunk takes a cache. Every chunk returns one of the same shapes: the first serves for all.
+    # A later chunk takes a cache. Its shapes are the same after every chunk: the first chunk gives them.
     structs = program.structs(chunks[-1], before=chunks[0] if len(chunks) > 1 else None)
     return program, program.lower(*structs).compile()
 

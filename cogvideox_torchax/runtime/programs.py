@@ -368,9 +368,9 @@ def _describes_one_input(node: Any) -> bool:
 
 
 def with_kept_cache(step: Callable[[Any, Any], tuple[Any, Any]]) -> Callable[[Any], Any]:
-    """Return a function of a chunk: it runs `step(chunk, cache)` -> (result, next cache), returns the result.
+    """Return a function of a chunk that returns the result of `step`, and keeps the cache for its next call.
 
-    The next cache is kept for the next call.
+    `step(chunk, cache)` returns (result, next cache).
     """
     cache: Any = None  # for the first chunk; then the cache that the previous call returned
 

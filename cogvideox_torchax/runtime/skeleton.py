@@ -42,6 +42,7 @@ class _Uncompiled(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            # `self._orig_mod` would recurse as long as it is not set.
             return getattr(super().__getattr__("_orig_mod"), name)
 
 

@@ -241,7 +241,7 @@ def _moments(optimizers: dict[str, torch.optim.Optimizer]) -> Moments:
     return {
         f"{kind}/{index}/{name}": moment
         for kind, optimizer in optimizers.items()
-        for index, weight in enumerate(optimizer.param_groups[0]["params"])
+        for index, weight in enumerate(optimizer.param_groups[0]["params"])  # its only group
         for name, moment in optimizer.state[weight].items()
     }
 

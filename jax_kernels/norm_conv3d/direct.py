@@ -36,7 +36,7 @@ with 6, 4.00 and 2.2.
 
 
 def tap(kernel: Float[Array, "3 3 3 I O"], row: int, time: int, result_row: int, column: int) -> Array:
-    """Return the weights (I, O) by which one input of a `Product` counts in one of its results.
+    """Return the weights (I, O) by which an input of a matrix product (`Product`) counts in a result of it.
 
     They are zeros where no tap of the kernel connects this input with this result.
 

@@ -363,6 +363,7 @@ def _edge_sums(
     winograd = functools.partial(filtered, tile=conv_sizes.tile, multiply=_component_sums)
     # As the kernel does, for the same rounding: `tile` is Winograd's number of frames, or 0.
     convolve = winograd if conv_sizes.tile else _column_sums
+    # `activated(column)` returns one column of pixels, normed and activated.
     activated = functools.partial(_activated_column, target, x, cache, coefficients)
     # The first taps along the width take the column on the left, the last ones that on the right.
     # At each boundary between two strips, what the left strip's last column adds to the right strip, and what

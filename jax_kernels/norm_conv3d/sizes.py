@@ -405,7 +405,7 @@ def _vmem_bytes(sizes: ConvSizes, residual: bool) -> int:
     """
     row = sizes.width * sizes.input_frames
     input_bytes, output_bytes = row * sizes.channels * 2, row * sizes.outputs * 2  # of a row, in bfloat16
-    # Multiplier and offset, in float32.
+    # Multiplier and offset, in float32: a register for each cell (the columns that share them).
     cells = 2 * ROWS * -(-sizes.width // sizes.cell) * SUBLANES * sizes.channels * 4
     # The last cache and the next, of two frames of bfloat16.
     caches = 2 * ROWS * sizes.width * 2 * sizes.channels * 2

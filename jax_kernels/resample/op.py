@@ -129,7 +129,7 @@ def _kernel_for(
     videos, _, height, columns, channels = shard.shape
     # Small frames are not supported: `pixels` counts the whole frame's, not the shard's.
     is_supported = functools.partial(upsampled.is_supported, pixels=x.shape[2] * x.shape[3])
-    if is_image_for_tpu(target, x) and (first_frame_alone or not expand_time):
+    if is_image_for_tpu(target, x) and (first_frame_alone or not expand_time):  # the result is an image too
         even = height + height % 2  # rows, as `_image_by_kernel` pads them
         for bands in upsampled.FRAMES:  # the numbers of frames, here bands, that the kernel supports
             shape = videos, bands, even // bands + 2 * OVERLAP, columns, channels

@@ -351,6 +351,7 @@ def _by_kernel(
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * kernel.size * videos * height * sizes.columns * sizes.frames,
+            # A row of pixels has two rows of results, in bfloat16: 4 bytes.
             bytes_accessed=x.nbytes + kernel.nbytes + 4 * videos * height * sizes.row * sizes.outputs,
             transcendentals=0,
         ),

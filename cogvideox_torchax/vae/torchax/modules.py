@@ -315,13 +315,13 @@ def _fused_norm_conv(
         The frames; the next cache; the frames' column moments for the next norm, or None.
     """
     conv, group_norm = causal.conv, norm
-    latents: tuple[Any, ...] = ()
+    modulation: tuple[Any, ...] = ()  # latents, and (kernel, bias) of both convolutions of them
     if isinstance(norm, SpatialNorm3D):
         group_norm, conv_y, conv_b = norm.norm_layer, norm.conv_y.conv, norm.conv_b.conv
-        latents = (_channels_last(zq), _matrix(conv_y), conv_y.bias, _matrix(conv_b), conv_b.bias)
+        modulation = (_channels_last(zq), _matrix(conv_y), conv_y.bias, _matrix(conv_b), conv_b.bias)
     y, new_cache, new_moments = torch_view(jax_kernels.norm_conv3d)(
         _channels_last(hidden),
-        jax_kernels.NormParams(group_norm.weight, group_norm.bias, *latents),
+        jax_kernels.NormParams(group_norm.weight, group_norm.bias, *modulation),
         _kernel_last(conv.weight),
         conv.bias,
         None if conv_cache is None else _channels_last(conv_cache),
