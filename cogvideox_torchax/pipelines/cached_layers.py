@@ -144,7 +144,7 @@ class BlockStack(nn.Module):
         y = self._run_blocks(self.blocks, x, options)
         self.kept = {"tail": y[0] - x[0]}
         now, before = (torch.linalg.norm(each.float(), dim=-1) for each in (self.kept["tail"], before))
-        self.seen = _mean_of_patches(now / (before + 1e-8), options)  # never over zero, as in diffusers
+        self.seen = _mean_of_patches(now / (before + 1e-8), options)  # as diffusers avoids a norm of 0
         return y
 
     def _no_block(self, x: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:

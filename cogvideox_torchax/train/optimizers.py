@@ -255,7 +255,7 @@ def _advance(
     *,
     traced: bool = False,
 ) -> torch.Tensor:
-    """Step the optimizers, then the average; return the norm of all gradients, which is clipped to 1.
+    """Step the optimizers, then the average; return the norm of all gradients before it is clipped to 1.
 
     Weights, average and moments change in place. If the norm is not finite, nothing changes; a traced step
     cannot branch on the norm, and its caller chooses between the results and the old tensors.
@@ -272,7 +272,7 @@ def _advance(
     if not traced and not math.isfinite(norm):
         return norm
     for optimizer in optimizers.values():
-        optimizer.param_groups[0]["lr"] = optimizer.defaults["lr"] * rate
+        optimizer.param_groups[0]["lr"] = optimizer.defaults["lr"] * rate  # of its only group
         optimizer.step()
     with torch.no_grad():
         for averaged, weight in zip(average, weights, strict=True):

@@ -66,12 +66,12 @@ def moments_of_columns(
     """Merge the moments of columns of pixels to those of each video's groups of channels, by Chan's formula.
 
     The means are averaged as differences from one of them (`origin`): a float32 sum of many means that are
-    far from zero would lose digits.
-    Padding columns (`Split`) are left out.
+    far from zero would lose digits. Padding columns (`Split`) are left out.
 
     Args:
         target: the target.
-        mean, m2: of each column and channel; channels are the last axis, columns the one before.
+        mean, m2: of each column and channel, M2 the sum of squared deviations; channels are the last axis,
+            columns the axis before it.
         length: number of pixels of a column.
         num_groups: number of groups G.
 

@@ -215,7 +215,7 @@ class ConvStep(ABC):
         and "half_offset". The work waits for `after`, the sums of a product, if given.
         """
         sizes, refs = self.sizes, self.refs
-        # A register that covers all columns may cover fewer columns than a unit has.
+        # A register that covers the whole width is one cell, even if a unit has more columns than the width.
         cells = 1 if sizes.cell >= sizes.columns else max(1, sizes.unit // sizes.cell)
         cells_at = pl.ds(jax.lax.div(column, sizes.cell), cells)
         coefficient_row = row if sizes.cell_rows == 1 else 0  # a row each, or one for both rows

@@ -328,8 +328,8 @@ def _results(
 def _modulated_block(sizes: ConvSizes, step: Array) -> Array:
     """Return the index of the block (two rows) that a grid step modulates: norms and activates.
 
-    Results of a block are finished `LAG` steps later. The last `LAG` steps only finish results: their index
-    stays at the last block, so that nothing is fetched.
+    Results of a block are finished `LAG` steps later. The last `LAG` steps only finish results: in them the
+    index stays at the last block, so that nothing is fetched.
     """
     return jax.lax.min(step, sizes.blocks - 1)
 

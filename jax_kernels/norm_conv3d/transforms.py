@@ -109,7 +109,7 @@ Their products are of polynomials at the points 0, 1, -1 and infinity; for four 
 def transformed_taps(kernel: Float[Array, "3 ..."], tile: int) -> Float[Array, "components ..."]:
     """Return for each product (component) of a tile its factor: a combination of a kernel's taps of time.
 
-    It is rounded to the kernel's dtype once.
+    A factor is rounded to the kernel's dtype once.
     """
     # Broadcast and added: XLA compiles a product of matrices, or the components one by one, for up to 15 s.
     factors = jnp.asarray(TRANSFORMS[tile].taps, jnp.float32).reshape(-1, TAPS, *[1] * (kernel.ndim - 1))
