@@ -451,7 +451,7 @@ def test_ways_follow_the_device(way):
 
 def test_doctor_names_the_command_where_there_is_a_device(monkeypatch, capsys):
     for devices, named in (("tpu:0 (TPU v6 lite)", True), ("gpu:0 (NVIDIA H100)", True), ("cpu:0", False)):
-        monkeypatch.setattr(doctor, "_devices_and_cache", lambda devices=devices: {"devices": devices})
+        monkeypatch.setattr(doctor, "_devices", lambda devices=devices: devices)
         assert cli.main(["doctor"]) == 0
         assert ("cogvideox-torchax bench device -o out/device" in capsys.readouterr().out) == named
 
