@@ -13,7 +13,7 @@ from diffusers import (
 )
 from PIL import Image
 
-from examples.small_pipeline import tokenizer
+from examples.small_pipeline import T5, tokenizer
 from tests import reference
 
 HEIGHT, WIDTH, FRAMES = 8, 16, 5
@@ -50,15 +50,7 @@ def text_encoder(seed: int = 0, num_layers: int = 2):
     from transformers import T5Config, T5EncoderModel
 
     torch.manual_seed(seed)
-    config = T5Config(
-        vocab_size=64,
-        d_model=32,
-        d_kv=4,
-        d_ff=64,
-        num_layers=num_layers,
-        num_heads=8,
-        feed_forward_proj="gated-gelu",
-    )
+    config = T5Config(**{**T5, "num_layers": num_layers}, feed_forward_proj="gated-gelu")
     return T5EncoderModel(config).eval()
 
 

@@ -109,7 +109,8 @@ def test_demo_writes_all_and_agrees_with_pytorch(clip, capsys, backend):
     assert {path.name for path in Path("out").iterdir()} == {"demo.mp4", "demo.png", "demo.safetensors"}
     for what in ("latents", "frames"):
         assert result[f"largest_difference_to_PyTorch_{what}"] < 1e-5
-    assert min(result["compile_s"], result["run_s"], result["SSIM_against_source"]) > 0
+    assert min(result["compile_s"], result["run_s"]) > 0
+    assert 0 < result["SSIM_against_source"] < 1
     assert 10 < result["PSNR_against_source_dB"] < 60
     assert video.probe("out/demo.mp4").width == 2 * 40
     assert latents.load("out/demo.safetensors").num_frames == 5
@@ -129,7 +130,8 @@ def test_the_bundled_model_is_small_and_has_every_kind_of_tensor_of_the_real_one
 
 
 def test_the_bundled_model_gives_back_a_clip_that_it_was_not_trained_on():
-    size = video.Framing(96, 96, crop=True)
+    shown, size = video.probe(demo_clip()), video.Framing(96, 96, crop=True)
+    assert (shown.height, shown.width, shown.num_frames) == (720, 1280, 132)
     frames = video.read_frames(demo_clip().with_name("carphone_pristine.mp4"), size, 9)
     source = torch.stack(list(frames), 2)
     vae = common.load_vae(str(DEMO_MODEL), "torch", "float32")
@@ -185,14 +187,14 @@ def test_doctor_names_a_broken_pair(capsys, monkeypatch):
 
 
 def test_the_prefix_of_an_option_is_no_option(capsys):
-    with pytest.raises(SystemExit, match=str(cli.USER_ERROR)):
+    with pytest.raises(SystemExit, match=f"^{cli.USER_ERROR}$"):
         cli.main(["generate", "--model", "any", "--prompt", "a panda", "-o", "any.mp4", "--guidance", "1"])
     assert "unrecognized arguments: --guidance 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_help_shows_an_example_and_fits_a_screen_or_groups_its_options(command, capsys):
-    with pytest.raises(SystemExit, match="0"):
+    with pytest.raises(SystemExit, match="^0$"):
         cli.main([command, "--help"])
     text = capsys.readouterr().out
     assert f"example: cogvideox-torchax {command}" in text
@@ -395,7 +397,7 @@ def test_tiles_are_those_that_are_asked_for(clip, latent_file, native_vae):
     "rate", ["0", "-3", "0/1", "1/0", "nan", "inf", "fast", "1e-9", "1e12", "1e99999999"]
 )
 def test_a_frame_rate_that_is_none_is_refused_before_anything_is_read(command, rate, capsys):
-    with pytest.raises(SystemExit, match="2"):
+    with pytest.raises(SystemExit, match="^2$"):
         cli.main([command, *(() if command == "generate" else ("no.file",)), "-o", "new.mp4", "--fps", rate])
     said = capsys.readouterr().err.splitlines()[-1]
     assert f"--fps: {rate} is no frame rate: give a number above 0" in said
@@ -444,8 +446,10 @@ def test_ctrl_c_leaves_nothing_half_written(clip, model_directory, tmp_path, mon
     monkeypatch.setattr(video._Mp4Sink, "write", write)
     # A shell has what it runs in the background ignore the interrupt, and so would this process.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    ended = run("reconstruct", clip, "-o", "new.mp4", "--model", "vae", "--backend", "torch")
-    signal.signal(signal.SIGINT, before)
+    try:
+        ended = run("reconstruct", clip, "-o", "new.mp4", "--model", "vae", "--backend", "torch")
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert ended == cli.INTERRUPTED
     assert capsys.readouterr().err == "interrupted; nothing half-written was left\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["clip.mp4", "vae"]

@@ -121,7 +121,7 @@ def test_a_longer_video_has_a_second_program_and_no_third():
 
 @pytest.mark.parametrize("size", ["49x480", "0x16x24", "5x15x24", "axbxc"])
 def test_a_size_that_no_video_has_is_refused(size, capsys):
-    with pytest.raises(SystemExit, match="2"):
+    with pytest.raises(SystemExit, match="^2$"):
         cli.main(["compile", size])
     assert "argument FRAMESxHEIGHTxWIDTH: got a video of" in capsys.readouterr().err
 

@@ -89,8 +89,9 @@ def test_images_go_to_latents_and_back_as_the_model_has_them(nodes, bar, tmp_pat
     images = run(nodes, "Decode", vae=vae, samples=latents)
     frames = stock.decode(want).sample[0].movedim(0, -1)
     torch.testing.assert_close(images, (frames / 2 + 0.5).clamp(0, 1), rtol=0, atol=1e-4)
-    *_, (done, total, (kind, picture, largest)) = bar
-    assert (done, total, kind, picture.size, largest) == (9, 9, "JPEG", (24, 16), 512)
+    assert {total for _, total, _ in bar} == {9}
+    *_, (done, _, (kind, picture, largest)) = bar
+    assert (done, kind, picture.size, largest) == (9, "JPEG", (24, 16), 512)
 
 
 @pytest.mark.usefixtures("torchax_off")

@@ -16,7 +16,7 @@ from cogvideox_torchax.dataset.decoding import VideoDirectory
 from cogvideox_torchax.dataset.loop import IN_READING, attempt
 from cogvideox_torchax.dataset.manifest import DatasetDirectory
 from tests.broken import texts
-from tests.dataset.test_formats import parquet, shard  # noqa: F401
+from tests.dataset.test_formats import parquet, shard, webdataset  # noqa: F401
 
 pytestmark = [
     pytest.mark.usefixtures("torchax_off"),
@@ -87,14 +87,20 @@ def test_a_state_is_taken_or_refused(small, holds, shard, name):  # noqa: F811
     holds(check, strategies.lists(near_one, min_size=1, max_size=3))
 
 
-def test_an_entry_is_read_or_refused(small, holds, shard):  # noqa: F811
-    path = shard("parquet")
-    parquet(path)
-    row = pyarrow.parquet.read_table(path).to_pylist()[1]
+@pytest.mark.parametrize("kind", ["parquet", "webdataset"])
+def test_an_entry_is_read_or_refused(small, holds, shard, kind):  # noqa: F811
+    path, row = shard(kind), {"about": '{"id": "b.mp4"}', "vae_latent_shape": None}
+    if kind == "parquet":
+        parquet(path)
+        row = pyarrow.parquet.read_table(path).to_pylist()[1]
 
     def check(directory, found):
         copied, (text, shape, data) = Path(shutil.copy(path, directory)), found
-        parquet(copied, about=text.decode(errors="replace"), vae_latent_shape=shape, vae_logvar_bytes=data)
+        if kind == "webdataset":
+            webdataset(copied, lambda _: text)
+        else:
+            about = text.decode(errors="replace")
+            parquet(copied, about=about, vae_latent_shape=shape, vae_logvar_bytes=data)
         with VideoDirectory(directory / "out", [copied]) as output:
             read = [attempt(lambda name: output._readers[name](), n, IN_READING) for n in output.missing]
             assert len([latents for latents, _ in read if latents is not None]) >= 4

@@ -53,7 +53,7 @@ def home(saved, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", [BARE, PIPELINE, "~/vae", "~/vae/config.json"])
 def test_a_vae_is_found_by_what_is_there_not_by_its_name(home, name):
     assert models.weightless_vae(name, torch.float32).spatial_compression_ratio == 4
-    assert (locate_vae(name) / "config.json").is_relative_to(home)
+    assert (locate_vae(name) / "config.json").is_file()
 
 
 @pytest.mark.parametrize("build", [AutoencoderKLCogVideoX, FlaxVAEForPipelines])
