@@ -137,7 +137,7 @@ def sample(plan: dict[str, Any]) -> str:
     """Return what `plan` prints of a whole video, as a block of code."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        print_report(plan["summary"], as_json=False)
+        print_report(plan["summary"])
     return f"```text\n{printed.getvalue()}```"
 
 

@@ -84,8 +84,8 @@ def process_group(args: argparse.Namespace) -> Iterator[ProcessGroup]:
     Raises:
         ValueError: options that contradict each other, a mesh that does not fit, processes that cannot meet.
     """
-    _check(args, ("dp", "tp", "distributed"))
     if args.distributed:
+        _check(args, ("dp", "tp", "distributed"))
         with _connected(args) as sharding:
             mesh = sharding.make_mesh(args.dp or 1, args.tp)
             sharding.check_all_take_part(mesh)

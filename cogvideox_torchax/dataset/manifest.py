@@ -242,17 +242,7 @@ class DatasetDirectory(OutputDirectory):
         process_shard: ProcessShard | None = None,
         retry: bool = False,
     ):
-        """Check the clips' ids, without reading the directory: entering `with` finds the missing clips.
-
-        Args:
-            directory: made where it is not there.
-            config: settings that the clips depend on, as JSON; a directory has one config for good.
-            clips: the requested clips.
-            kind: format of the shards, one of `formats`.
-            shard_size: number of clips in a shard; always 1 for safetensors, a file for each clip.
-            process_shard: the part of this process; None for a single process.
-            retry: whether bad clips are tried again.
-        """
+        """Check the clips' ids, without reading the directory: entering `with` finds the missing clips."""
         if kind == formats.PARQUET:
             formats.pyarrow()  # raises before the work, not after it
         check_ids((clip.id for clip in clips), "the data set")
