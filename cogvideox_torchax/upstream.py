@@ -415,7 +415,7 @@ def record_ratio(hook: Any, ratio: Any) -> None:
 def cached_block(kind: type) -> None:
     """Register a class of blocks with diffusers' caches, as diffusers does for its CogVideoX block; once.
 
-    Needs the registry in which the caches look up the places of patches and text in a block's result.
+    The caches look up in the registry which item of a block's result is the patches, and which the text.
     """
     from diffusers.hooks import _helpers
 

@@ -47,6 +47,7 @@ class TorchCompile(Torch):
     """diffusers' modules through `torch.compile`."""
 
     def __init__(self, vae: Any):
+        """Wrap both networks of `vae` by `torch.compile`, which compiles them in their first call."""
         super().__init__(vae)
         # `super` needs its arguments in a comprehension, a scope of its own.
         self._networks = {

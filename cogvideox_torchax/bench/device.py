@@ -229,12 +229,12 @@ class _Bench:
         if platform:
             environment["JAX_PLATFORMS"] = platform
         if request.get("way") == ladder.KERNELS_OFF:
-            environment[SWITCH] = "off"
+            environment[SWITCH] = "off"  # leaves the work of all Pallas kernels to XLA
         elif off:
             environment[SWITCH] = f"off:{','.join(off)}"
         request = request | {"dp": self._options.dp, "tp": self._options.tp}
         request["dtype"] = self._report.get("dtype", "float32")  # there is no report before `probe`
-        for name in request.keys() & {"size", "checked"}:
+        for name in request.keys() & {"size", "checked"}:  # each a `ladder.Size`
             model, *video = request[name]
             request[name] = [self._options.small if model == "small" else model, *video]
         answer = self._worker.ask(do, request, environment)

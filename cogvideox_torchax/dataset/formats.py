@@ -86,7 +86,7 @@ def _read_entry(name: str, read: Callable[[], Latents]) -> Latents:
 
 @contextlib.contextmanager
 def _naming_errors(name: str | Path) -> Iterator[None]:
-    """Raise `LatentsError`, with the file's name, in place of the block's errors over a broken file."""
+    """Turn an error of a broken file in a `with` block into `LatentsError` with the file's `name`."""
     try:
         yield
     except LatentsError:

@@ -345,7 +345,7 @@ class DatasetDirectory(OutputDirectory):
     def shard_path(self, shard: int) -> Path:
         """Return the path of a shard by its number.
 
-        With a file for each clip (safetensors) the number is the clip's, and the path is its latent file's.
+        With a file for each clip (safetensors) `shard` is the clip's number, and its id names the file.
         """
         suffix = formats.SUFFIXES[self.kind]
         if self.kind == formats.SAFETENSORS:

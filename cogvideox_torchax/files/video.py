@@ -226,7 +226,7 @@ class Orientation(NamedTuple):
     def sides(self, sides: tuple[int, int]) -> tuple[int, int]:
         """Return the upright (height, width) of a stored frame, or the stored one of an upright frame.
 
-        Both are the same exchange of the two sides.
+        Either way the sides are exchanged if turning the frame upright exchanges rows and columns.
         """
         return (sides[1], sides[0]) if self.swapped else sides
 

@@ -40,7 +40,7 @@ class GELU(DiffusersGELU):
     """GELU rounded once (`jax_kernels.gelu`)."""
 
     def gelu(self, gate: torch.Tensor) -> torch.Tensor:
-        """Apply GELU by the kernel on JAX, if it is the approximation by tanh."""
+        """Compute GELU: by `jax_kernels.gelu` on JAX if it is approximated by tanh, else as diffusers."""
         if not on_jax(gate) or self.approximate != "tanh":
             return super().gelu(gate)
         return torch_view(jax_kernels.gelu)(gate)

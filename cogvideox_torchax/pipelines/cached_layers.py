@@ -189,7 +189,7 @@ class ReusedModules:
     seen = None
 
     def __init__(self, form: Form, kept: Any, numbers: dict[str, torch.Tensor]):
-        """Skip the modules that `form` names; none if `kept` is None.
+        """Set the modules to skip: those that `form` names, or none if `kept` is None.
 
         Args:
             form: which modules the step skips, and whose results it keeps.
@@ -225,7 +225,7 @@ class ReusedModules:
             if joined and re.fullmatch(r"transformer_blocks\.\d+", owner):
                 # A block on one sequence does not call its parts "attn1" and "ff": it reads these attributes.
                 block: Any = model.get_submodule(owner)
-                if name in given:  # the result is one tensor, of the whole sequence, or None for zeros
+                if name in given:  # a tuple of one tensor, for the whole sequence, or None for zeros
                     block.replaced = {**block.replaced, part: given[name] and given[name][0]}
                 else:
                     block.collected = {**block.collected, part: results[name]}
@@ -234,10 +234,13 @@ class ReusedModules:
         sample = run(tensors)
         self.kept = {}
         for name in self.form.kept:
-            y = given.get(name) or results.get(name, ())
-            # In a trace for shapes there is nothing before: arrays like the result stand for it.
-            kept = before.get(name) or [self.form.arrays * (each,) for each in y]
-            self.kept[name] = tuple(self._to_keep(name, *pair) for pair in zip(y, kept, strict=True))
+            tensors_of_result = given.get(name) or results.get(name, ())
+            # For each tensor, the arrays that the last step kept. A trace for shapes has none: copies of the
+            # tensor, as many as are kept, stand for them.
+            kept = before.get(name) or [self.form.arrays * (y,) for y in tensors_of_result]
+            self.kept[name] = tuple(
+                self._to_keep(name, y, arrays) for y, arrays in zip(tensors_of_result, kept, strict=True)
+            )
         return sample
 
     def _estimate(self, name: str, kept: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -279,8 +282,8 @@ class TaylorModules(ReusedModules):
     def _to_keep(self, name: str, y: torch.Tensor, kept: Any) -> tuple[torch.Tensor, ...]:
         """Return a computed tensor and its divided differences of rising order; `kept` if it was skipped.
 
-        Of the step's numbers, "since" is the count of steps since the last computed step, and "known" the
-        count of factors (the tensor and its differences) that had meaning then.
+        `kept` are the tensor and the differences of the last computed step. Of the step's numbers, "since" is
+        the count of steps since then, and "known" the count of arrays of `kept` that have a meaning.
         """
         if name in self.skipped:
             return kept

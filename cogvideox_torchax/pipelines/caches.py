@@ -117,8 +117,8 @@ class StepCache:
 
     def __str__(self) -> str:
         """Return how many steps of the last run were skipped, in words."""
-        skipped, steps = self.computed.count(False), len(self.computed)
         # `computed` has for each step whether all of it was computed.
+        skipped, steps = self.computed.count(False), len(self.computed)
         return f"{skipped} of {steps} steps skipped" + ", in whole or in part" * (skipped > 0)
 
     def reset(self) -> None:

@@ -24,10 +24,11 @@ class Linear(nn.Linear):
     """True if the inputs' channels are sharded, and the product is a sum over devices; set for a trace."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Multiply by the kernel on JAX, else as PyTorch."""
+        """Compute the layer by `jax_kernels.linear` if the input is on JAX, else as PyTorch."""
         if not on_jax(input):
             return super().forward(input)
-        # With inputs split over devices, each device's part of the sum is rounded before the sum.
+        # If the input channels are split over devices, each device rounds its part of a sum before the
+        # all-reduce, which then communicates 16 bits instead of 32.
         return torch_view(jax_kernels.linear)(input, self.weight, self.bias, rounded_parts=self.inputs_split)
 
 
@@ -35,7 +36,7 @@ class LayerNorm(nn.LayerNorm):
     """LayerNorm over the last axis, whose statistics are float32 (`jax_kernels.layer_norm`)."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Norm by the kernel on JAX over one axis, else as PyTorch."""
+        """Normalize by the kernel if the input is on JAX and has one normalized axis, else as PyTorch."""
         if not on_jax(input) or len(self.normalized_shape) != 1:
             return super().forward(input)
         return torch_view(jax_kernels.layer_norm)(input, self.weight, self.bias, self.eps)

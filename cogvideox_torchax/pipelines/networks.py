@@ -108,9 +108,12 @@ class CachedStep(TransformerStep):
     keep_unused = True  # cached arrays that a full step does not read must be donated, or stay alive
 
     def __init__(self, model: Any, attention_kwargs: dict[str, Any] | None, form: caches.Form):
+        """Join text and patches to one sequence if the layers of `model` and the cache's `form` allow it.
+
+        `form` has the layers that run, and the results that are kept.
+        """
         super().__init__(model, attention_kwargs)
-        self.form = form  # the layers that run, and the results that are kept
-        # Whether text and patches are one sequence.
+        self.form = form
         self.joined = self.joined and cached_layers.takes_sequences(form)
 
     def forward(self, tensors: dict[str, Any], cache: Any) -> tuple[Any, Any]:
@@ -141,6 +144,7 @@ class TextEncoding(nn.Module):
 
         A program's network takes and returns a cache too: this one has none, and `cache` is None.
         """
+        # Transformers' own forward: the ported model's forward would run the program that is traced here.
         return TransformersT5Encoder.forward(self.model, **tensors)[0], cache
 
 

@@ -45,8 +45,9 @@ def fit(vae: Any, *, seed: int = 0) -> LinearPreview:
     """Fit a preview's map to a VAE by least squares, on the latents of patches of random colors.
 
     Each picture is a video of one frame, of patches blurred into each other; the color of a latent is the
-    mean of the pixels that it stands for. Three quarters of the pictures are fitted to, and the other quarter
-    gives `explained`. The encoder runs in PyTorch, on the host, for some seconds.
+    mean of the pixels that it stands for. Three quarters of the pictures are fitted to. The other quarter
+    gives the result's `explained`, the share of the colors' variance that the map explains. The encoder runs
+    in PyTorch, on the host, for some seconds.
 
     Args:
         vae: a ported `AutoencoderKLCogVideoX`, with weights on JAX or in PyTorch.

@@ -140,13 +140,15 @@ class Links:
 
     def _seconds_per_byte(self, pairs: Iterable[Sequence[int]]) -> float:
         """Return the seconds of the busiest link if each pair (sender, receiver) sends one byte."""
-        carried = Counter[Any]()  # bytes by link, (axis, source chip, direction)
+        carried = Counter[Any]()  # bytes by link: (axis, source chip, direction)
         for sender, receiver in pairs:
             carried.update(self._route(self.places[sender], self.places[receiver]))
-        bandwidth = self.chip.link or float("inf")  # never unknown: `from_devices` makes no links then
+        # Infinity only satisfies the type checker: `from_devices` makes no `Links` without a bandwidth.
+        bandwidth = self.chip.link or float("inf")
         return max(
             (
-                size / (bandwidth * (CORES_LINK if axis is None else 1))  # None: between a chip's two cores
+                # No axis: the interface between a chip's two cores, `CORES_LINK` times as fast as a link.
+                size / (bandwidth * (CORES_LINK if axis is None else 1))
                 for (axis, *_), size in carried.items()
             ),
             default=0.0,

@@ -308,9 +308,17 @@ def plan_prompt(
     dp: int = 1,
     tp: int = 1,
 ) -> NetworkPlan:
-    """Plan the encoding of one prompt of `tokens` tokens; the other arguments are as in `plan_step`.
+    """Plan the encoding of one prompt.
 
-    Text encoders of a few layers (`FEW`) are compiled, and their costs are extended to all layers.
+    Text encoders of 2 and of 3 layers (`FEW`) are compiled, and their costs are extrapolated to all layers.
+
+    Args:
+        model: as `text_encoder_config` takes it.
+        dtype: dtype of weights and activations.
+        devices: devices of a topology, or of this machine.
+        chip: the chip whose peaks give the times; None for no times.
+        tokens: number of tokens of the prompt.
+        dp, tp: sizes of the mesh.
     """
     config, mesh = text_encoder_config(model), make_mesh(dp, tp, devices=devices)
     plans = []
@@ -321,7 +329,7 @@ def plan_prompt(
         structs = functools.partial(program.structs, prompt_tensors(batch=1, text=tokens))
         plans.append(compile_program(Work("prompt", tokens, program.lower, structs), mesh, chip))
     plan = _extended("prompt", plans, config["num_layers"], 0.0, chip)  # no attention kernel
-    return replace(plan, parallel=str(network.parallelism))
+    return replace(plan, parallel=str(network.parallelism))  # equal for both encoders
 
 
 def _extended(

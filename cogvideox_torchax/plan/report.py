@@ -131,9 +131,9 @@ def _check_mesh(kind: str, model: Any) -> None:
 
 
 def _read(name: str, frames: int, program: Any, compiled: Any) -> ProgramPlan:
-    """Return the plan of a program, compiled as `compiled`, with its layers and without times.
+    """Return the plan of a program, with its layers and without times.
 
-    `name` and `frames` go into the plan.
+    `compiled` is JAX's compiled form of `program`; `name` and `frames` go into the plan.
     """
     plan = read_program(name, frames, compiled, chip=None, compile_seconds=0.0)  # no chip: no times
     plan.layers = layers(program, plan.text)

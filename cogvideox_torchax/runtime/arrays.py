@@ -133,4 +133,4 @@ def _jitted_take():
     """Return the compiled slice of `take`; a function, so that JAX is imported late."""
     import jax
 
-    return jax.jit(jax.lax.dynamic_slice_in_dim, static_argnums=(2, 3))
+    return jax.jit(jax.lax.dynamic_slice_in_dim, static_argnums=(2, 3))  # the slice's size, and its axis

@@ -140,8 +140,8 @@ class Place:
     def trace(self, run: Callable[..., Any], inputs: Any, cache: Any) -> Any:
         """Return `run(inputs, cache)`, the result and the next cache; called while a program is traced.
 
-        A subclass may change the arguments and results, for example to shard them. Keywords that it passes to
-        `run` reach its own `watching`, which wraps the network's layers.
+        A subclass may change the arguments and results, for example to shard them. Keywords that the
+        subclass passes to `run` reach its method `watching`, which may change the network before the trace.
         """
         return run(inputs, cache)
 

@@ -245,7 +245,7 @@ class Placement(MeshPlace):
             ValueError: none of them divides; the message names the sizes that would.
         """
         column, row, channel = map(self.axes.index, "WHC")
-        parts = self.parts(self.spec(shape))[column]
+        parts = self.parts(self.spec(shape))[column]  # number of devices that split the width
         for axis in (column, row, channel):
             if shape[axis] % parts == 0:
                 return self._split(shape, axis)

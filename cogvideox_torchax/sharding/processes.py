@@ -169,7 +169,10 @@ class Exchange:
         return array
 
     def _join(self, array: jax.Array) -> torch.Tensor:
-        """Return the whole array, joined from the files of all processes."""
+        """Return a chunk's whole array, joined from the files that all processes write their shards to.
+
+        The chunk is the last one that `_write` counted; `array` has the shards of this process.
+        """
         whole = np.empty(array.shape, array.dtype)
         for process, shards in shards_by_process(array).items():
             with self._wait(self._path(self._chunks, process)).open("rb") as file:

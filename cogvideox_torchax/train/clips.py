@@ -355,7 +355,7 @@ def _crop(rng: np.random.Generator, source: Source, frames: int, size: int, even
         source: the video.
         frames: T of the clip.
         size: S of the clip.
-        events: whether more clips are to be taken where the video changes fast.
+        events: whether a share of the clips is to hold a frame at which the video changes fast (`_start`).
     """
     level = source.levels[rng.integers(len(source.levels))]
     stride = int(rng.choice([1, 1, 1, 2]))  # every second frame in a quarter of the clips
@@ -398,13 +398,13 @@ def _moving_camera(rng: np.random.Generator, source: Source, frames: int, size: 
     """
     picture = source.levels[rng.integers(len(source.levels))][0]
     height, width = picture.shape[:2]
-    # In pixels a frame. A fifth of the cameras does not drift; the others' velocity changes a little.
-    speed = rng.choice([0.0, 0.7, 2.0], p=[0.2, 0.5, 0.3])
-    steps = rng.normal(0, speed, 2) + np.cumsum(rng.normal(0, 0.1, (frames, 2)), 0) * (speed > 0)
-    path = np.cumsum(steps, 0)  # (T, 2), (x, y) of each frame
+    speed = rng.choice([0.0, 0.7, 2.0], p=[0.2, 0.5, 0.3])  # pixels a frame; 0 for a camera without drift
+    # A drifting camera's velocity (T, 2) is (x, y) in pixels a frame, and changes a little with each frame.
+    velocity = rng.normal(0, speed, 2) + np.cumsum(rng.normal(0, 0.1, (frames, 2)), 0) * (speed > 0)
+    path = np.cumsum(velocity, 0)
     zoom = rng.uniform(0.75, 1.15) * np.exp(np.arange(frames) * rng.normal(0, 0.006))
     angle = rng.normal(0, 0.1) + np.arange(frames) * rng.normal(0, 0.004)
-    margin = 0.6 * size  # of the center from the edges: a little more than half a crop
+    margin = 0.6 * size  # of the center from the edges, if the picture has it: more than half a crop
     center_x, center_y = (rng.uniform(margin, max(side - margin, margin + 1)) for side in (width, height))
     drift = path - path[frames // 2]  # the middle frame is the one that looks at the center
     cosine, sine = np.cos(angle) * zoom * size, np.sin(angle) * zoom * size

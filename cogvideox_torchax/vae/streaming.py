@@ -247,9 +247,10 @@ class ChunkedVAE:
         check_finite(direction, runtime.first_nonfinite(x), NCTHW, first_frame=first_frame)
 
     def _check_place(self, name: str, x: torch.Tensor, follow_weights: bool) -> None:
-        """Raise `ValueError` for a tensor on JAX or in PyTorch that the weights do not take; here do nothing.
+        """Accept every tensor; a subclass raises `ValueError` for an `x` that is not where the weights are.
 
-        `name` is "video" or "latents"; `follow_weights` is as in `_check`.
+        `name` is "video" or "latents", for the message. With `follow_weights` a plain tensor may be given for
+        weights on JAX.
         """
 
     def _takes_dtype(self, x: torch.Tensor) -> bool:

@@ -76,7 +76,10 @@ def attention_transposed(
     num_keys: int | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "N H D S"]:
-    """Compute `attention` with channels before positions, which a TPU's kernel takes directly."""
+    """Compute `attention` with channels before positions, the order that a TPU's kernel computes in.
+
+    The kernel's function transposes to that order too: XLA drops its transposes together with the ones here.
+    """
     if not q.ndim == k.ndim == v.ndim == 4:
         raise ValueError(
             f"attention_transposed got q {q.shape}, k {k.shape}, v {v.shape}: it takes (N, H, D, S), "

@@ -301,9 +301,10 @@ def _positions(at: Any, count: int) -> Array:
 
 
 def _replace_padding(x: Array, at: Any, num_keys: int, other: Array | int) -> Array:
-    """Return `x`, keys or values (D, K) from position `at` on, with `other` in place of padding.
+    """Return a chunk `x` of keys or values, (D, K), with `other` in place of padding.
 
-    Padding may hold NaNs, which no weight of zero would remove. `other` is one column, or a number.
+    The chunk begins at position `at`; positions from `num_keys` on are padding. Padding may hold NaNs, which
+    no weight of zero would remove. `other` is one column, or a number.
     """
     return jnp.where(_positions(at, x.shape[1]) < num_keys, x, other)
 

@@ -13,7 +13,7 @@ def conv3d(x, kernel, bias=None, cache=None, *, residual=None, start="replicate"
     past, rows, columns = kernel.shape[0] - 1, kernel.shape[1] // 2, kernel.shape[2] // 2
     if cache is None:
         before = x[:, :1] if start == "replicate" else x[:, :1] * 0
-        cache = jnp.concatenate([x[:, :0], *[before] * past], axis=1)
+        cache = jnp.concatenate([x[:, :0], *[before] * past], axis=1)  # `x[:, :0]` is for a `past` of 0
     frames = jnp.concatenate([cache, x], axis=1)
     padded = jnp.pad(frames, ((0, 0), (0, 0), (rows, rows), (columns, columns), (0, 0)))
     y = jax.lax.conv_general_dilated(

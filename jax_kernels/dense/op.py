@@ -203,8 +203,8 @@ def adaptive_layer_norm_on(
         return jax.lax.optimization_barrier(y.astype(x.dtype))
 
     by_kernel = functools.partial(tpu.adaptive_layer_norm, eps=eps)
-    form = with_derivatives_of(plain, by_kernel) if target.uses_pallas and fills_tiles(x) else plain
-    return form(x, factor, offset, first_patch)
+    norm = with_derivatives_of(plain, by_kernel) if target.uses_pallas and fills_tiles(x) else plain
+    return norm(x, factor, offset, first_patch)
 
 
 @jitted()

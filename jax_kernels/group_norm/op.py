@@ -83,7 +83,7 @@ def group_norm_on(
     if weight is not None:
         scale = scale * weight.astype(jnp.float32)
     shift = jnp.zeros_like(mean) if bias is None else jnp.broadcast_to(bias.astype(jnp.float32), mean.shape)
-    if x.ndim != 5:
+    if x.ndim != 5:  # no video: neither split into runs of frames nor over devices
         return xla.scaled(target, x, mean, scale, shift, activation=activation, channel_axis=channel_axis)
     x = jnp.moveaxis(x, channel_axis, -1)
     scaled = functools.partial(xla.scaled, activation=activation)

@@ -205,8 +205,8 @@ def _kernel_supports(
 def _grid(split: Split, x: Array, zq: Array | None) -> tuple[int, ...]:
     """Return the numbers of frames, rows and columns of a shard that have coefficients of their own.
 
-    A norm is a multiplier and an offset (the coefficients) of each channel. With latents there is one for
-    each latent; without, a single one, or one for each column if padding columns get zeros.
+    A norm is a multiplier and an offset (the coefficients) of each channel. With latents `zq` each latent has
+    its own; without, all pixels share one, or each column has its own if padding columns get zeros.
     """
     if zq is None:
         return 1, 1, split.shard_of(x).shape[3] if split.is_padded else 1

@@ -175,9 +175,9 @@ class ConvStep(ABC):
         jax.lax.fori_loop(0, self.sizes.width // self.sizes.unit, modulate_unit, None)
 
     def _modulate(self, column: Any, unit: int = 0, after: Array | None = None) -> None:
-        """Modulate (norm and activate) the columns of a unit, and store them in the stage.
+        """Modulate (norm and activate) a unit, the `sizes.unit` columns from `column` on, in both rows.
 
-        The stage is memory from which the next step moves them to where products load.
+        The result is stored in the stage, memory from which the next step moves it to where products load.
 
         Args:
             column: the unit's first column. If it is negative, left of the frame, column 0 is read instead.

@@ -63,9 +63,9 @@ def to_registers(z: Shaped[Array, "N t h w Z"], frames: int, columns: int) -> Sh
     """
     register_pixels, cell = SUBLANES // frames, columns // z.shape[3]  # a latent covers `cell` columns
     z = repeat_nearest(z.transpose(0, 2, 3, 1, 4), {3: frames // z.shape[1]})  # N h w T Z
-    if z.shape[2] == 1 or fills_registers(cell, frames):
+    if z.shape[2] == 1 or fills_registers(cell, frames):  # all pixels of a register have one latent
         return jnp.concatenate([z] * register_pixels, axis=3)
-    z = repeat_nearest(z, {2: cell})
+    z = repeat_nearest(z, {2: cell})  # a value for each pixel; the padding completes the last register
     z = jnp.pad(z, [(0, 0), (0, 0), (0, -columns % register_pixels), (0, 0), (0, 0)])
     return z.reshape(*z.shape[:2], -1, SUBLANES, z.shape[-1])
 

@@ -52,7 +52,7 @@ def _two_results(products: Sequence[Any]) -> list[Any]:
 
 
 def _inputs_of_four(frames: Sequence[Any]) -> list[Any]:
-    """Return the frames' factors of the seven products for four results.
+    """Return the frames' factors of the seven products for four frames convolved by three taps of time.
 
     Frames d2 to d5 are the tile, d0 and d1 the two before it. The factors belong to the points 0, 1 and -1,
     then (three) to the polynomial x^2 + 1, then to infinity.

@@ -28,7 +28,7 @@ def modulate_rows(
     to the rows of `x`.
 
     Args:
-        target: the target, for one device.
+        target: the platform that is traced for, and the sharding of columns.
         x: activations N T H W C.
         zq: latents N t h w Z.
         to_y, to_b: (kernel, bias) of each convolution.

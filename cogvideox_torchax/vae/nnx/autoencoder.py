@@ -338,7 +338,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         where `decode` gives 4 t.
 
         Args:
-            z: as `decode` takes them.
+            z: latents, as `decode` takes them.
         """
         return self._whole(DECODE, z, frame_by_frame=True)
 

@@ -312,6 +312,7 @@ class Block3D(nnx.Module):
         downsampler: Downsample3D | None = None,
         upsampler: Upsample3D | None = None,
     ):
+        """Make the residual blocks; the first one changes `in_channels` to `out_channels`."""
         self.resnets = nnx.List(
             ResnetBlock3D(in_channels if i == 0 else out_channels, out_channels, config)
             for i in range(num_layers)
@@ -319,7 +320,7 @@ class Block3D(nnx.Module):
         # Lists of one or none, for diffusers' parameter names.
         self.downsamplers = nnx.List([] if downsampler is None else [downsampler])
         self.upsamplers = nnx.List([] if upsampler is None else [upsampler])
-        self.rematerialize = False
+        self.rematerialize = False  # a backward pass keeps the activations inside of the blocks
 
     def __call__(
         self,

@@ -262,6 +262,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
             return runtime.Program(network)
         direction = ENCODE if isinstance(network, EncoderChunk) else DECODE
         unit = direction.scale(self.spatial_compression_ratio)  # input columns of a latent: 8 or 1
+        # `LAYERS` are the types of modules whose activations' shapes are recorded, for reports.
         place = Placement(self.mesh, axes=NCTHW, cache_axes=HWNTC, unit=unit, types=LAYERS)
         return runtime.Program(network, place)
 
