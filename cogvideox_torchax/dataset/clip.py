@@ -370,7 +370,7 @@ class EncodeClip(_ClipUnit):
 
     def _about(self, decoded: DecodedClip) -> dict[str, Any]:
         """Return the field `about` of a clip's latent file: its id, caption, sizes, tiles and hashes."""
-        tile = memory.tile_of(self.vae)
+        tile = memory.tile_of(self.vae)  # (height, width) in pixels, or None for whole frames
         return {
             "id": decoded.clip.id,
             "caption": decoded.clip.caption,

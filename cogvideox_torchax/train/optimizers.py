@@ -204,7 +204,7 @@ def _traced(
     for weight, gradient in zip(weights, gradients, strict=True):
         weight.grad = gradient
     optimizers = _optimizers(dict(zip(weight_names, weights, strict=True)), traced=True)
-    # The new optimizers have moments of 0: the arguments replace them.
+    # The new optimizers have moments of 0, by parameter and name in `state`: the arguments replace them.
     for moment_name, tensor in zip(moment_names, moments, strict=True):
         kind, index, moment = moment_name.split("/")
         optimizers[kind].state[optimizers[kind].param_groups[0]["params"][int(index)]][moment] = tensor

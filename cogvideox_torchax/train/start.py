@@ -39,7 +39,7 @@ def load(kind: type[Backend], mesh: Any, *, model: str | None, config: str | Non
         if mesh is not None:
             vae.place_on(mesh)
         backend = kind(vae)
-    if not kind.compiled_by_jax:  # it runs in PyTorch
+    if not kind.compiled_by_jax:  # PyTorch convolves faster if kernels are stored channels last
         _channels_last(backend.vae)
     return backend
 
