@@ -111,6 +111,7 @@ def measure(task: Task) -> dict[str, Any]:
     end = time.perf_counter() + task.seconds
     while len(runs) < task.fewest or (len(runs) < task.runs and time.perf_counter() < end):
         runs.append(_once(run)[0])
+    # "start_s" is the wall time of a part; of the first run JAX's compile times are there too.
     parts = {
         name: part | spread([each[name]["start_s"] for each in runs]) for name, part in first_run.items()
     }

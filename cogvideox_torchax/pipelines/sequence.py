@@ -101,7 +101,7 @@ class Sequence:
 
     def pad_table(self, table_PD: jax.Array, value: float) -> jax.Array:
         """Pad a rotary table of patches (P, D) to all tokens (S, D), with `value` for text and padding."""
-        # The text comes before the patches, the padding after them.
+        # `tokens` are text, then patches; `length` has the padding after them too.
         before, after = self.tokens - table_PD.shape[0], self.length - self.tokens
         return jnp.pad(table_PD, ((before, after), (0, 0)), constant_values=value)
 

@@ -313,7 +313,7 @@ def plan_prompt(
     Text encoders of 2 and of 3 layers (`FEW`) are compiled, and their costs are extrapolated to all layers.
 
     Args:
-        model: as `text_encoder_config` takes it.
+        model: a name of `TRANSFORMERS`, such as "5b", a pipeline's directory or hub id; None for "5b".
         dtype: dtype of weights and activations.
         devices: devices of a topology, or of this machine.
         chip: the chip whose peaks give the times; None for no times.

@@ -192,7 +192,7 @@ class ConvStep(ABC):
             if "cache" in refs:
                 past[...] = pltpu.bitcast(refs["cache"][0, row, past_at], jnp.int32)
             for part in range(sizes.parts):
-                pixels_at = pl.ds(part, sizes.unit, stride=sizes.parts)
+                pixels_at = pl.ds(part, sizes.unit, stride=sizes.parts)  # this part of each pixel
 
                 # The defaults bind the loop's current values.
                 def before(first: Callable[[], Array], past: Any = past, pixels_at: Any = pixels_at) -> Array:

@@ -62,8 +62,7 @@ def modulate_pixels(
 ) -> Array:
     """Compute `activation((x * scale + shift) * y + b)` in the order H W N T C, as two multiply-adds.
 
-    `y` and `b` are 1x1x1 convolutions of the latents `zq` by `to_y` and `to_b`, pairs (kernel, bias). All
-    arguments are those of `modulate_rows`, which computes the formula in the order N T H W C.
+    `y` and `b` are 1x1x1 convolutions of the latents. `modulate_rows` computes this in the order N T H W C.
 
     A TPU keeps a convolution's activations in the order H W N T C. There repeating a row is a broadcast over
     an outer axis, which costs nothing inside a fusion. The pass that would combine the two multiply-adds to
@@ -71,6 +70,15 @@ def modulate_pixels(
     would then write the broadcast `y` and `b` out, in float32 and at full size (v6e, a block at
     8 x 480 x 720 x 128: 61 ms instead of 41). Without an activation there is no second barrier, so that the
     next operation can be fused.
+
+    Args:
+        target: the platform that is traced for, and the sharding of columns.
+        x: activations N T H W C.
+        zq: latents N t h w Z.
+        to_y, to_b: (kernel, bias) of each convolution.
+        scale_NC, shift_NC: GroupNorm as a multiplication and an addition.
+        activation: applied to the result, or None.
+        first_frame_alone: whether the first latent frame covers the first frame alone.
     """
     zq = match_frames_and_columns(zq, x.shape, first_frame_alone=first_frame_alone)
     # `y` and `b` wait for the statistics, in `scale`: the compiler would compute the `y` and `b` of all norms
@@ -79,7 +87,7 @@ def modulate_pixels(
     y, b = (
         pointwise("hwntz,zc->hwntc", pixels_first(zq), kernel, bias + zero) for kernel, bias in (to_y, to_b)
     )
-    h, w, n, t, c = y.shape
+    h, w, n, t, c = y.shape  # h rows of latents, each of which covers `x.shape[2] // h` rows of pixels
     rows = jax.lax.optimization_barrier(pixels_first(x).reshape(h, x.shape[2] // h, w, n, t, c))
     normed = rows.astype(jnp.float32) * scale_NC[:, None] + shift_NC[:, None]
     result = activate(normed * y[:, None] + b[:, None], activation)

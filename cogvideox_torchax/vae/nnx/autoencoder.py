@@ -338,7 +338,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         where `decode` gives 4 t.
 
         Args:
-            z: latents, as `decode` takes them.
+            z: latents (N, t, h, w, C), not scaled by `scaling_factor`.
         """
         return self._whole(DECODE, z, frame_by_frame=True)
 
@@ -363,7 +363,8 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
     def _whole(self, direction: Direction, x: jax.Array, **options: bool) -> jax.Array:
         """Return the results of all chunks of `x`, joined; with slicing each video runs alone.
 
-        `options` are `frame_by_frame` and `as_uint8`, as `run_chunks` takes them.
+        `options` are `frame_by_frame`, whether each latent frame is a chunk, and `as_uint8`, whether decoded
+        frames are bytes.
         """
         batches = [x] if not self.use_slicing or x.shape[0] == 1 else [video[None] for video in x]
         results = [

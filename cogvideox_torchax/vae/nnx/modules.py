@@ -235,9 +235,13 @@ class ResnetBlock3D(nnx.Module):
     def __call__(
         self, x_NTHWC: jax.Array, zq_NthwC: jax.Array | None = None, cache: Cache | None = None
     ) -> tuple[jax.Array, Cache]:
-        """Run the block on a chunk; return the result and the caches of both convolutions."""
+        """Run the block on a chunk; return the result and the caches of both convolutions.
+
+        `zq_NthwC` are the latents that modulate a spatial norm; None for GroupNorms.
+        """
         old, new = cache or {}, {}
         shortcut = x_NTHWC if self.conv_shortcut is None else self.conv_shortcut(x_NTHWC)
+        # The first convolution's kernel also returns the moments of its result, which the second norm needs.
         y_NTHWC, new["conv1"], column_moments = normed_conv(
             self.norm1, self.conv1, x_NTHWC, zq_NthwC, old.get("conv1")
         )
