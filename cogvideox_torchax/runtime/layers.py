@@ -69,7 +69,7 @@ def is_watched(module: nn.Module) -> bool:
 
 
 def as_layer(module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `run` in the name scope of a module, which it replaces.
+    """Return a function that calls `run`, in the place of a module, in the module's name scope.
 
     Args:
         module: a module for which `is_watched` is false: all of its hooks are `names_only`.

@@ -125,7 +125,8 @@ class Exchange:
     def fetch_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a chunk, of which each process holds a part, as a plain tensor in every process."""
         whole = self._join(self._write(tensor))  # `_write` counts the chunk
-        # Every process has written this chunk, and had read all earlier ones before: their last file can go.
+        # Every process has written this chunk, and before that it has read the earlier chunks: this process's
+        # file of the previous chunk that was fetched to all (`_read`) can go.
         if self._read is not None:
             self._read.unlink()
         self._read = self._path(self._chunks, jax.process_index())

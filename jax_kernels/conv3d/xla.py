@@ -73,7 +73,7 @@ def folded(frames: Array, kernel: Array, columns: Padding) -> Array:
 def patches(frames: Array, kernel: Array, columns: Padding) -> Array:
     """Multiply the pixels under each window by the kernel as one product; return float32 sums.
 
-    `columns` is the padding of the width.
+    `columns` is the padding (left, right) of the width; rows are padded so that their number stays.
     """
     padded = jnp.pad(frames, [(0, 0), (0, 0), *_padding(kernel, columns), (0, 0)])
     return conv_patches(_taps(padded, kernel), kernel)

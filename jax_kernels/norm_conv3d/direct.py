@@ -88,7 +88,8 @@ class DirectStep(ConvStep):
         sizes = self.sizes
         chunk, chunks = sizes.chunk, sizes.chunks  # columns of a chunk, and number of chunks
         self._begin_left()
-        together = largest_divisor(chunks, UNROLLED // len(self.weights))  # chunks of a loop's body
+        # Chunks of a loop's body, which has at most `UNROLLED` products, so that it compiles in seconds.
+        together = largest_divisor(chunks, UNROLLED // len(self.weights))
 
         def multiply_chunks(index: Array, carry: None) -> None:
             """Compute the products of `together` chunks, unrolled, with the other work of each."""
