@@ -34,8 +34,8 @@ WHOLE = "whole"
 def probe(task: Task) -> dict[str, Any]:
     """Return a description of the devices in the task's mesh.
 
-    "count" is the number of all devices, "used" of those in the mesh. "torch" is PyTorch's name for the same
-    hardware, "cuda" or "cpu"; None on a TPU.
+    "count" is the number of all devices, "used" the number of devices in the mesh. "torch" is PyTorch's name
+    for the hardware, "cuda" or "cpu"; None on a TPU.
 
     Raises:
         ValueError: a mesh that does not fit the devices.
@@ -104,7 +104,7 @@ def measure(task: Task) -> dict[str, Any]:
         return {"status": "wrong", "check": verdict}
     if size != checked:
         run = load(task, size)
-        first_run = _once(run)[0]  # the seconds alone: keeping the results would add to the peak memory
+        first_run = _once(run)[0]  # only the seconds: keeping the results would add to the peak memory
     for _ in range(task.warmups):
         _once(run)
     runs: list[dict[str, Any]] = []
@@ -117,8 +117,8 @@ def measure(task: Task) -> dict[str, Any]:
     }
     if task.torch_device:
         for part in parts.values():
-            # JAX compiled nothing here. `torch.compile` compiles within the first run, without a time of its
-            # own, so the whole first run counts as compilation.
+            # JAX compiled nothing here. `torch.compile` compiles within the first run and does not time it:
+            # the whole first run counts as compilation.
             compiled = part["start_s"] if task.way == "torch-compile" else None
             part.update(lower_s=None, compile_s=compiled)
     peak = _peak_bytes()
@@ -160,7 +160,7 @@ _clock = functools.cache(CompileClock)  # one for the process, as a clock listen
 
 
 def _peak_bytes() -> int | None:
-    """Return the device's peak memory by its own counter; None for a device without one, such as a CPU."""
+    """Return the device's peak memory as PyTorch or JAX counts it; None if neither does, as on a CPU."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")

@@ -26,9 +26,10 @@ def is_waiting(path: PurePath) -> bool:
 
 
 def check_id(name: Any) -> None:
-    """Raise `ClipError` unless an id is a relative path below an output directory, in its plainest form.
+    """Raise `ClipError` unless an id is a relative path below an output directory, in its shortest spelling.
 
-    The path must not be one of the temporary files of clips whose shard is not written yet (`is_waiting`).
+    "a//b" and "./a" are refused, and so are the names of temporary files of clips whose shard is not written
+    yet (`is_waiting`).
     """
     path = PurePosixPath(name) if isinstance(name, str) else PurePosixPath()
     if not path.parts or path.is_absolute() or ".." in path.parts or path.as_posix() != name:

@@ -36,7 +36,7 @@ def load(
 
 
 def metadata(path: str | Path, refused: type[ValueError]) -> dict[str, str]:
-    """Return the metadata of a safetensors file alone; raise the error class `refused` if it is broken."""
+    """Return only the metadata of a safetensors file; raise the error class `refused` if it is broken."""
     # "np": PyTorch is not needed, as no tensor is read.
     with readable(path, refused), safe_open(path, framework="np") as file:
         return file.metadata() or {}

@@ -556,7 +556,7 @@ class _Mp4Sink(Sink):
         return stream
 
     def finish(self) -> None:
-        """Write the frames that x264 holds back, the rest of the sound, and the index."""
+        """Write the frames that x264 holds back, the remaining sound, and the index."""
         if self._stream is not None:
             self._container.mux(self._stream.encode(None))  # None flushes the encoder
             collections.deque(self._sound, maxlen=0)  # runs the generator to its end

@@ -413,7 +413,7 @@ REUSES: dict[str, Any] = {
 def takes_sequences(form: Form) -> bool:
     """Return whether a cache of this form works with text and patches as one sequence.
 
-    `form` names the modules whose results are kept, and those that are skipped. It may name only blocks,
+    `form` names the modules whose results are kept, and the skipped modules. It may name only blocks,
     their parts "attn1" and "ff", and modules outside of the blocks: with one sequence the modules inside a
     part are not called, as kernels take their weights.
     """

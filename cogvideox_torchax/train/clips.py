@@ -237,7 +237,7 @@ def _picture(part: Part, needed: int, size: int) -> tuple[np.ndarray, ...]:
 
     Args:
         part: the picture.
-        needed, size: as `_sizes` takes them: the sides of the largest crop and of a usual one.
+        needed, size: sides, in pixels, of the largest crop and of a usual crop.
 
     Raises:
         ValueError: a file that cannot be read, or a picture that is too small.
@@ -406,7 +406,7 @@ def _moving_camera(rng: np.random.Generator, source: Source, frames: int, size: 
     angle = rng.normal(0, 0.1) + np.arange(frames) * rng.normal(0, 0.004)
     margin = 0.6 * size  # of the center from the edges, if the picture has it: more than half a crop
     center_x, center_y = (rng.uniform(margin, max(side - margin, margin + 1)) for side in (width, height))
-    drift = path - path[frames // 2]  # the middle frame is the one that looks at the center
+    drift = path - path[frames // 2]  # in the middle frame the camera looks at the center
     cosine, sine = np.cos(angle) * zoom * size, np.sin(angle) * zoom * size
     # The rows of `affine_grid`'s matrices, from points of the crop to points of the picture, both of whose
     # sides span [-1, 1] there: hence the factors of 2.

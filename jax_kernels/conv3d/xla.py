@@ -115,7 +115,7 @@ def convolve_frames(
     frames = jnp.concatenate([cache, x], axis=1)
     y = finish(target, convolve_same(target, frames, kernel, form), bias, residual, like=x)
     # The next cache takes the memory of the old one, if that is donated. XLA copies the old cache first if
-    # anything reads it later: so the frames are selected after `y`, and from `x` alone if it has enough.
+    # anything reads it later: so the frames are selected after `y`, and from `x` if it has enough frames.
     latest = x if x.shape[1] >= past else frames
     return y, select_frames(target, latest, range(latest.shape[1] - past, latest.shape[1]), after=y)
 

@@ -358,7 +358,7 @@ def _token_vectors(vectors_N2C: Array, x_NSC: Array, first_patch: Array | int) -
 
 @jitted()
 def gelu(x: Float[Array, "*any"]) -> Float[Array, "*any"]:
-    """Compute GELU by its tanh approximation, in float32, rounded once and in a pass of its own.
+    """Compute GELU by its tanh approximation, in float32, rounded once, in a separate pass.
 
     The barrier ends the pass: XLA would fuse GELU into the matrix product that reads the result, and compute
     it again for every block of that product's outputs.

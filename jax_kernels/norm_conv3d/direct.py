@@ -120,6 +120,7 @@ class DirectStep(ConvStep):
             fill_zeros([refs["sums"].at[:, :, first]])
             return
         for row, part in itertools.product(range(ROWS), range(self.result_parts)):
+            # "edges" has one video: the frames of the left edge, then those of the right edge.
             refs["sums"][row, part, first] = refs["edges"][0, row, :frames, lanes_of(part)]
 
     def _end_right(self) -> None:

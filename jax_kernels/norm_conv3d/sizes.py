@@ -392,8 +392,8 @@ def scratch_shapes(sizes: ConvSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
         "frames": ((*unit_shape, result_parts, unit_rows), jnp.float32),
     }
     if not sizes.rows_together:
-        # A chunk's sums for the columns right of its own, behind the last such sums of the chunk before it.
-        # These are `TILES` rows, for which a whole register is added.
+        # What each column of a chunk adds to the column right of it. The first `TILES` rows, for which the
+        # memory has a whole register, are what the last column of the previous chunk adds.
         shapes["shifted"] = ((sizes.components, ROWS, sizes.chunk * TILES + SUBLANES), jnp.float32)
     return shapes
 

@@ -53,7 +53,7 @@ class WinogradStep(ConvStep):
     """A step that multiplies transformed frames."""
 
     def __init__(self, sizes: ConvSizes, weights: tuple[Any, ...], refs: dict[str, Any]):
-        """Choose the slots of memory that this step's products load, and those that its moves store to.
+        """Choose the slots of memory that this step's products load, and the slots that its moves store to.
 
         `rows` has (name of the memory, slot) of each of the four input rows, from the row above the block of
         results to the row below it. `moved` has (name, slot) of the two rows that are moved from the stage.

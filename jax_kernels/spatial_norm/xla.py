@@ -82,7 +82,7 @@ def modulate_pixels(
     """
     zq = match_frames_and_columns(zq, x.shape, first_frame_alone=first_frame_alone)
     # `y` and `b` wait for the statistics, in `scale`: the compiler would compute the `y` and `b` of all norms
-    # first, and keep them. One zero for each video, as a shard has the statistics of its own videos alone.
+    # first, and keep them. One zero for each video, as a device has only its videos' statistics.
     zero = zero_of(scale_NC[:, :1, None])
     y, b = (
         pointwise("hwntz,zc->hwntc", pixels_first(zq), kernel, bias + zero) for kernel, bias in (to_y, to_b)
