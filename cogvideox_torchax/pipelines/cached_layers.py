@@ -280,7 +280,7 @@ class TaylorModules(ReusedModules):
         )
 
     def _to_keep(self, name: str, y: torch.Tensor, kept: Any) -> tuple[torch.Tensor, ...]:
-        """Return a computed tensor and its divided differences of rising order; `kept` if it was skipped.
+        """Return the tensor `y` and its divided differences of rising order; `kept` if `name` was skipped.
 
         `kept` are the tensor and the differences of the last computed step. Of the step's numbers, "since" is
         the count of steps since then, and "known" the count of arrays of `kept` that have a meaning.

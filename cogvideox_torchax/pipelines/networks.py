@@ -140,7 +140,7 @@ class TextEncoding(nn.Module):
         self.model = model
 
     def forward(self, tensors: dict[str, Any], cache: None) -> tuple[torch.Tensor, None]:
-        """Return (last hidden states, None) of the encoder's arguments by name.
+        """Return (last hidden states, None) for `tensors`, the encoder's arguments by name.
 
         A program's network takes and returns a cache too: this one has none, and `cache` is None.
         """

@@ -79,6 +79,12 @@ def attention_transposed(
     """Compute `attention` with channels before positions, the order that a TPU's kernel computes in.
 
     The kernel's function transposes to that order too: XLA drops its transposes together with the ones here.
+
+    Args:
+        q, k, v: any float dtype, the same for all three.
+        scale: factor of the scores before the softmax; None for 1 / sqrt(D).
+        num_keys: number of real keys, which come first; None if all are real.
+        implementation: as `attention` takes it; None for the fastest that supports the arrays.
     """
     if not q.ndim == k.ndim == v.ndim == 4:
         raise ValueError(

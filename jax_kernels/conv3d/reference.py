@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 
 def conv3d(x, kernel, bias=None, cache=None, *, residual=None, start="replicate"):
-    """Convolve the past frames and the new ones in 3-D at once, in float32, zero-padded in space.
+    """Convolve the past frames `cache` and the new frames `x` in 3-D, in float32, zero-padded in space.
 
     At a video's start, without a cache, the past repeats the first frame, or is zeros. Return the result and
     the next call's cache, the last frames; None for a kernel of one tap in time.

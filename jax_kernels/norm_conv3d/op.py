@@ -179,7 +179,8 @@ def _kernel_supports(
 ) -> bool:
     """Return whether a TPU's kernel supports these arguments of `norm_conv3d`.
 
-    The kernel is called for each run, the frames that are computed together, and must support all runs.
+    `norm` has the norm's weight and bias, and the latents `zq`. The kernel is called for each run, the frames
+    that are computed together, and must support all runs.
     """
     runs = split_frames(target, x, norm.zq, residual)  # of each run: frames, latents, residual
     (first_frames, *_), *_ = runs  # the frames of the first run

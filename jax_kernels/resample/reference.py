@@ -14,7 +14,10 @@ def upsample(x, kernel, bias, *, expand_time, first_frame_alone=False):
 
 
 def downsample(x, kernel, bias, *, compress_time, first_frame_alone=False):
-    """Average pairs of frames (if `compress_time`), then convolve with stride 2, padded below and right."""
+    """Average pairs of frames (if `compress_time`), then convolve with stride 2, padded below and right.
+
+    With `first_frame_alone` pairs begin after the first frame, which is kept.
+    """
     if compress_time:
         paired = x[:, first_frame_alone:].astype(jnp.float32)  # False is 0, True is 1
         means = (paired[:, ::2] + paired[:, 1::2]) / 2

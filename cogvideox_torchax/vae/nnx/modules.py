@@ -316,7 +316,7 @@ class Block3D(nnx.Module):
         downsampler: Downsample3D | None = None,
         upsampler: Upsample3D | None = None,
     ):
-        """Make the residual blocks; the first one changes `in_channels` to `out_channels`."""
+        """Make `num_layers` residual blocks, the first of which changes the number of channels."""
         self.resnets = nnx.List(
             ResnetBlock3D(in_channels if i == 0 else out_channels, out_channels, config)
             for i in range(num_layers)

@@ -225,7 +225,8 @@ class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
         """Run the block fused, or by diffusers' forward.
 
         Diffusers' forward is taken for plain tensors, convolutions that are not ported, a time embedding
-        `temb`, dropout, or a causal convolution as shortcut (`use_conv_shortcut`).
+        `temb`, dropout, or a causal convolution as shortcut (`use_conv_shortcut`). `zq` are the latents that
+        modulate spatial norms.
         """
         drops = self.training and self.dropout.p > 0
         ported = all(isinstance(conv, CausalConv3d) for conv in (self.conv1, self.conv2))
