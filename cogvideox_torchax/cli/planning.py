@@ -175,7 +175,7 @@ def _target(args: argparse.Namespace) -> tuple[Any, list[Any]]:
     """
     if args.platform == "tpu":
         devices = chips.topology_devices(args.topology)
-        return chips.CHIPS[args.topology.partition(":")[0]], devices
+        return chips.CHIPS[args.topology.partition(":")[0]], devices  # a topology is "GENERATION:GRID"
     return None, jax.devices("cpu")
 
 

@@ -157,6 +157,7 @@ def _moments(x_ref, mean_ref, m2_ref, origin_ref, *, together: int = TOGETHER) -
             cancellation.
         together: number of columns in a loop's body.
     """
+    # The grid is (videos, blocks of columns, blocks of rows).
     blocks_before, rows = pl.program_id(2), x_ref.shape[0]
 
     @pl.when(blocks_before == 0)
