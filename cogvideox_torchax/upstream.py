@@ -234,11 +234,11 @@ def parts_for(pipeline_class: Any, pipeline: Any) -> dict[str, Any]:
 
 
 def rotary_tables(pipeline_class: Any, move: Callable[[Any, Any], Any]) -> dict[str, Any]:
-    """Return {name: method}, an override, for a subclass, of the method that makes rotary tables.
+    """Return {name: method}: a subclass's method that makes rotary tables on the host, then moves them.
 
-    It computes the tables on the host, and then moves them. On JAX they would be computed from angles in
-    float32, where the reference has float64, by many small programs. Needs diffusers' CogVideoX pipelines
-    to take a table of cosines and one of sines from it.
+    On JAX the tables would be computed by many small programs, from angles in float32, where the reference
+    has float64. Needs diffusers' CogVideoX pipelines to take a table of cosines and one of sines from the
+    method of this name.
 
     Args:
         pipeline_class: diffusers' class, whose method does the work.
@@ -373,6 +373,7 @@ def put_hooks(model: Any, hooks: list[Hooked]) -> None:
     for each in hooks:
         module = model.get_submodule(each.module)
         HookRegistry.check_if_exists_or_initialize(module).register_hook(each.hook, each.name)
+    # The model's registry keeps a list of the modules' registries, which lacks the new ones.
     HookRegistry.check_if_exists_or_initialize(model).invalidate_child_registries_cache()
 
 

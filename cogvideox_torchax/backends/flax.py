@@ -32,6 +32,7 @@ class Flax(Backend):
         return weightless.build_program(direction)
 
     def recorder(self, direction: Direction, wanted: Callable[[str], Any]) -> Recorder:
+        """Return a function of a chunk: the outputs of the layers whose names are `wanted`, by name."""
         # A network whose result is its layers' outputs, by name.
         network, weights = Network.split(RecordedLayers(self.vae.flax_vae.chunk(direction), wanted))
         run = compiled(network).begin(weights)

@@ -55,7 +55,9 @@ def run(
     keep: Callable[[dict[str, Any]], None] = lambda report: None,
     before: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Measure all jobs, then have `plan` estimate them; return the report.
+    """Measure all jobs in all ways, then have `plan` estimate the jobs; return the report.
+
+    A job is what runs, such as "decode"; a way is what runs it: the port or another backend (`ladder.WAYS`).
 
     Args:
         options: settings of the run.

@@ -58,14 +58,14 @@ def probe(task: Task) -> dict[str, Any]:
 def reference(task: Task) -> dict[str, Any]:
     """Compute a job in float32 on the host, and write the results to the file `task.data`.
 
-    A network is diffusers' own in PyTorch; an op of `jax_kernels` is its plain form, without a kernel.
+    A job runs a network, here diffusers' own in PyTorch, or an op of `jax_kernels`, here without its kernel.
 
     Returns:
         "rms", the error of the same computation in the job's dtype, and "flops", the floating-point
         operations that PyTorch counts in the float32 run.
     """
-    size = Size(*task.checked)
-    rounded = replace(task, way="")  # "" is the way of a reference; in the job's dtype
+    size = Size(*task.checked)  # the size at which results are compared
+    rounded = replace(task, way="")  # "" is the reference's implementation; in the job's dtype
     exact = replace(rounded, dtype="float32")
     with FlopCounterMode(display=False) as counter:
         _seconds, results = _once(load(exact, size))

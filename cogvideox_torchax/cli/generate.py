@@ -166,8 +166,8 @@ def _kept(args: argparse.Namespace, latents: latent_files.Latents) -> Iterator[N
 def _sampled(args: argparse.Namespace) -> tuple[Any, latent_files.Latents]:
     """Check the request, then run the pipeline up to its VAE; return the VAE and the sampled latents.
 
-    With `--save-stages` the prompt's embeddings and the latents are written there. With `--from-stage text`
-    an earlier run's embeddings are read from there, and no text encoder is loaded.
+    The prompt's embeddings and the latents are written to the directory of `--save-stages`, if it is given.
+    With `--from-stage text` an earlier run's embeddings are read from it, and no text encoder is loaded.
     """
     mesh = devices.mesh_of(args)
     # An earlier run's embeddings. Here --from-stage is "text": with "latents" nothing is sampled.

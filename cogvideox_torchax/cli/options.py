@@ -59,7 +59,7 @@ class Command:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,  # a prefix that means one option today may mean two tomorrow
         )
-        parser.set_defaults(**ABSENT)
+        parser.set_defaults(**ABSENT)  # for code that reads options which this command does not take
         groups: dict[str | None, Any] = {None: parser}  # by title, each has argparse's `add_argument`
         # Help lists groups in the order in which they are made. REPORT, whose key is True, comes last.
         for each in sorted((*self.options, TRACEBACK), key=lambda option: option.group == REPORT):

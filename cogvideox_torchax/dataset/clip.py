@@ -174,7 +174,7 @@ class DecodedClip:
 
 
 def select_part(clip: Clip, config: "ClipConfig", scale: int) -> DecodedClip:
-    """Return the part of a clip that a config asks for, its first frames in some size; they are not read yet.
+    """Return the first frames of a clip, not read yet: as many and of the size that it or the config asks for.
 
     `scale` is the number of pixels to a latent pixel along a side: it must divide the height and the width.
 

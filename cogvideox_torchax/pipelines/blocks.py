@@ -118,8 +118,8 @@ class Block(CogVideoXBlock):
         Returns:
             The layer's tokens, and by name the results of the parts that a cache wants (`self.collected`).
         """
-        # Tokens before index `first` are text: a norm has other shifts, scales and gates for them.
-        first, results = sequence.first_patch(), {}
+        # Tokens before the first patch are text: a norm has other shifts, scales and gates for them.
+        first_patch, results = sequence.first_patch(), {}
         for part, norm, run_part in (
             ("attn1", self.norm1, lambda h_NSC: self._attend(h_NSC, tables, sequence)),
             ("ff", self.norm2, lambda h_NSC: self._feed_forward(h_NSC, sequence)),
@@ -129,18 +129,20 @@ class Block(CogVideoXBlock):
             modulated_norm = sequence.shard_norm(
                 functools.partial(jax_kernels.adaptive_layer_norm, eps=layer_norm.eps)
             )
-            h_NSC = torch_view(modulated_norm)(x_NSC, layer_norm.weight, layer_norm.bias, scale, shift, first)
+            h_NSC = torch_view(modulated_norm)(
+                x_NSC, layer_norm.weight, layer_norm.bias, scale, shift, first_patch
+            )
             if part in replaced:
                 y_NSC = torch.zeros_like(h_NSC) if replaced[part] is None else replaced[part]
             else:
                 projection = run_part(h_NSC)  # the part's last linear layer, not computed yet
                 if part not in self.collected and supports_fused(projection.layers[0], sequence):
-                    x_NSC = projection.added(x_NSC, gate, first)  # fused with the gate and the residual
+                    x_NSC = projection.added(x_NSC, gate, first_patch)  # fused with the gate and the residual
                     continue
                 y_NSC = projection.result()
             if part in self.collected:
                 results[part] = y_NSC
-            x_NSC = torch_view(jax_kernels.gated_residual)(x_NSC, y_NSC, gate, first)
+            x_NSC = torch_view(jax_kernels.gated_residual)(x_NSC, y_NSC, gate, first_patch)
         return x_NSC, results
 
     def _feed_forward(self, h_NSC: torch.Tensor, sequence: Sequence) -> "LastProjection":

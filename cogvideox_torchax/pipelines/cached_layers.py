@@ -48,10 +48,10 @@ class BlockStack(nn.Module):
     """
 
     def __init__(self, form: Form, kept: Any, numbers: dict[str, torch.Tensor]):
-        """Keep the step's form, the residuals that the last step has kept, and scalar inputs, by name."""
+        """Keep the step's form (what it skips), residuals of the last step by name, and scalars by name."""
         super().__init__()
         self.form = form
-        self.blocks: tuple[nn.Module, ...] = ()  # `step` sets them
+        self.blocks: tuple[nn.Module, ...] = ()  # the transformer's own; `step` sets them
         self.kept: Any = kept
         self.numbers = numbers
         self.seen: Any = None  # a scalar for the host, which `forward` may set

@@ -182,17 +182,21 @@ class StepCache:
         return state
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        """Return the next step's form and its program's numbers, and have the hooks count the step.
+        """Return (form, numbers) of the next step, and have the hooks count the step.
+
+        The form is which layers the step skips, and which results it keeps; the numbers are further inputs of
+        its program, by name.
 
         Args:
-            state: the run's state, whose hooks decide what the step skips; its `computed` grows.
+            state: the run's state, whose hooks decide what the step skips. Whether it skips nothing is
+                appended to `state.computed`, unless only the device knows it.
             model: the transformer.
             tensors: inputs of the step, by name.
         """
         raise NotImplementedError
 
     def _record(self, state: RunState, seen: Any) -> None:
-        """Update `state` by `seen`, a scalar that a step's program gave the host; here do nothing."""
+        """Update `state` by `seen`, a scalar that a step's program gave the host, if it gives one."""
 
 
 class FirstBlockSteps(StepCache):
@@ -242,8 +246,11 @@ class MagSteps(StepCache):
         return form("all_blocks" if computes else "no_block"), {}
 
     def _record(self, state: RunState, seen: Any) -> None:
-        """If the run calibrates, have the last block's hook record `seen`, the ratio of the step."""
-        *_, tail = state.hooks.values()
+        """If the run calibrates, have the last block's hook record `seen`, the measured ratio of the step.
+
+        The ratio is the norm of the residual of all blocks over its norm in the step before.
+        """
+        *_earlier, tail = state.hooks.values()  # the last block's hook comes last
         if tail.config.calibrate:
             runtime.without_torchax(upstream.record_ratio, tail, seen)
 
@@ -252,11 +259,12 @@ class BroadcastSteps(StepCache):
     """PyramidAttentionBroadcast: later steps reuse attention's results."""
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        """Return the form that skips the modules whose hooks would reuse a result; there are no numbers.
+        """Return (form, numbers): the form skips modules whose hooks would reuse a result; numbers are empty.
 
-        A form names the modules whose results are kept and those that are skipped.
+        A form names the modules whose results are kept, here all that have a hook, and the modules that are
+        skipped.
         """
-        # The hooks only pass a result on, so that any tensor stands for the modules' results.
+        # The hooks only pass a module's result on: any tensor can stand for it.
         skipped = tuple(
             name for name, hook in state.hooks.items() if not computes_module(hook, torch.zeros(1))
         )
@@ -268,7 +276,7 @@ class TaylorSteps(StepCache):
     """TaylorSeer: results are extrapolated from earlier steps."""
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        """Return the form of the step's program, and the numbers that the program takes.
+        """Return (form, numbers): what the step skips and keeps, and further inputs of its program, by name.
 
         diffusers' hooks decide whether the step computes all hooked modules or skips them all. The numbers
         are "since", the steps since the last computed step, and "known", how many arrays of each tensor are

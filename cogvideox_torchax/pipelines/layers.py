@@ -68,14 +68,14 @@ class JointAttention:
         attention_mask: torch.Tensor | None = None,
         image_rotary_emb: Any = None,
     ) -> Any:
-        """Return attention's results (patches, text), computed in one pass over both.
+        """Return attention's results (patches, text), computed together, as one sequence.
 
         The inherited code runs for plain tensors, and for cross-attention and masks, which the kernel lacks.
 
         Args:
             attn: diffusers' attention, whose layers are used.
             hidden_states: patches (N, S, C).
-            encoder_hidden_states: text, likewise.
+            encoder_hidden_states: text tokens (N, length of the text, C).
             attention_mask: as diffusers takes it.
             image_rotary_emb: (cos, sin) of the patches' positions; None for none.
         """
@@ -88,7 +88,7 @@ class JointAttention:
         if isinstance(self, FusedCogVideoXAttnProcessor2_0):  # the three projections are one
             projected = attn.to_qkv(x_NSC).chunk(3, dim=-1)
         else:
-            projected = (project(x_NSC) for project in (attn.to_q, attn.to_k, attn.to_v))
+            projected = (layer(x_NSC) for layer in (attn.to_q, attn.to_k, attn.to_v))
         q, k, v = (part.unflatten(-1, (attn.heads, -1)) for part in projected)
         q = q if attn.norm_q is None else attn.norm_q(q)
         k = k if attn.norm_k is None else attn.norm_k(k)
@@ -98,8 +98,8 @@ class JointAttention:
         y_NSHD = torch_view(jax_kernels.attention)(q, k, v)
         project, dropout = attn.to_out
         y_NSC = dropout(project(y_NSHD.flatten(2)))
-        text = encoder_hidden_states.shape[1]
-        return y_NSC[:, text:], y_NSC[:, :text]
+        text_length = encoder_hidden_states.shape[1]
+        return y_NSC[:, text_length:], y_NSC[:, :text_length]
 
 
 class AttnProcessor(JointAttention, CogVideoXAttnProcessor2_0):

@@ -344,7 +344,7 @@ class CogVideoXTransformer3DModel(CompiledNetwork, DiffusersTransformer):
         """Return a step's prediction, through the cache if one is enabled.
 
         Args:
-            options: the `attention_kwargs` of the call.
+            options: one value, the `attention_kwargs` of the call.
             tensors: arguments of the forward, by name.
         """
         if self.step_cache is None:
@@ -458,8 +458,8 @@ def step_tensors(
     patches = frames // patch_t * (height // patch) * (width // patch)
     if config["use_rotary_positional_embeddings"]:
         table = ((patches, config["attention_head_dim"]), jnp.float32)
-        tensors["image_rotary_emb"] = (table, table)
-    elif transformer.patch_embed.needs_table(height, width, frames):
+        tensors["image_rotary_emb"] = (table, table)  # cosines and sines
+    elif transformer.patch_embed.needs_table(height, width, frames):  # its own table has another size
         tensors["positions"] = ((1, text + patches, transformer.patch_embed.embed_dim), jnp.float32)
     if config["ofs_embed_dim"]:
         tensors["ofs"] = ((1,), dtype)

@@ -193,13 +193,13 @@ class Sequence:
         return self.text - (jax.lax.axis_index(self.axes) * local_tokens if self.axes else 0)
 
     def to_heads(self, x_PNC: jax.Array, videos: int) -> jax.Array:
-        """Exchange all channels of local tokens for all tokens of one part of the channels, whole heads.
+        """Exchange local tokens with all channels for all tokens with one part of the channels, whole heads.
 
         With split tokens call it inside `map_local_tokens`; else nothing is exchanged.
 
         Args:
-            x_PNC: (P, N * S, C / P): local tokens, one video's after the other's, and their channels in one
-                part per device.
+            x_PNC: (P, N * S, C / P): local tokens, one video's after the other's, with their channels in P
+                parts, one for each device that shares a video's tokens.
             videos: number of videos.
 
         Returns:

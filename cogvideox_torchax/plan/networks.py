@@ -358,6 +358,7 @@ def _extended(
     program = replace(more, compile_seconds=fewer.compile_seconds + more.compile_seconds, **whole)
     if chip is None:
         return NetworkPlan(name, program, layers, None)
+    # `shares` has the seconds of each kind of instruction; without Pallas kernels it has none of KERNEL.
     kernel_seconds, attention = program.shares.get(KERNEL, 0.0), program.kernel_times.get("attention")
     # `by_bytes` is the number of attention kernels whose schedule is missing.
     by_schedule = attention is None or attention.by_bytes == 0
@@ -383,9 +384,9 @@ EXTENDED_TIMES = ("count", "bytes_seconds", "schedule_seconds", "seconds")
 
 
 def _extend_fields(fields: tuple[str, ...], fewer: Any, more: Any, layers: int) -> dict[str, Any]:
-    """Return the named fields of a plan or a `KernelTime`, each extrapolated by `_extend` to `layers` layers.
+    """Return values of `fields` for `layers` layers, extrapolated by `_extend`, by the fields' names.
 
-    `fewer` and `more` are the two that are known, of few layers.
+    `fewer` and `more` are plans, or `KernelTime`s, of programs with the two numbers of layers in `FEW`.
     """
     return {field: _extend(getattr(fewer, field), getattr(more, field), layers) for field in fields}
 

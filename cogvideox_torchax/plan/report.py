@@ -153,12 +153,13 @@ def layers(program: runtime.Program, text: str) -> list[Row]:
     shapes = getattr(place, "layers", {})  # by a layer's name, its activations' shapes in the last tracing
     if not shapes:
         return []
+    # By the name of a row: each layer has one, and ELSEWHERE is for instructions outside of every layer.
     owned: dict[str, list[Instruction]] = {name: [] for name in [*shapes, ELSEWHERE]}
     for instruction in instructions(text):
         # The innermost layer that the instruction was traced in: a scope is names from the outside in, "a/b".
         owner = next((part for part in reversed(instruction.scope.split("/")) if part in owned), ELSEWHERE)
         owned[owner].append(instruction)
-    return [_row(name, shapes.get(name), own, place) for name, own in owned.items()]
+    return [_row(name, shapes.get(name), found, place) for name, found in owned.items()]
 
 
 def _row(name: str, shapes: set[tuple[int, ...]] | None, own: list[Instruction], place: MeshPlace) -> Row:

@@ -108,7 +108,7 @@ def training_table(
     results = sum(plan.output_bytes for plan in plans)
     arguments = sum(plan.argument_bytes for plan in plans)
     seconds = [plan.seconds_with_collectives for plan in plans]
-    whole = sum(part for part in seconds if part is not None)
+    total_seconds = sum(part for part in seconds if part is not None)
     return figures(
         "train-step: the gradients of every weight of encoder and decoder",
         {
@@ -118,7 +118,7 @@ def training_table(
             "optimizer_GiB": moments,
             "peak_memory_GiB_at_most": arguments + temporaries + results + moments,
         },
-        {} if None in seconds else {"with_collectives_s": whole},
+        {} if None in seconds else {"with_collectives_s": total_seconds},
         flops=sum(plan.flops for plan in plans),
         compile_seconds=sum(plan.compile_seconds for plan in plans),
         chip=chip,

@@ -179,8 +179,8 @@ class TorchNetwork:
     def __call__(self, place: Place, weights: dict[str, Any], inputs: Any, cache: Any, **how: Any) -> Any:
         """Run the network on `weights`; return the result and the next cache.
 
-        Each call runs a new copy of the module tree, since tracing changes it. `how` are keywords that
-        `place.trace` passes, for `place.watching`.
+        Each call runs a new copy of the module tree, since tracing changes it. `how` are keywords, such as
+        a mesh's `split`, that `place.trace` passes for `place.watching`.
         """
         import jax
 
@@ -300,7 +300,7 @@ class Program:
         return with_kept_cache(lambda chunk, cache: self.run(weights, self.put(chunk), cache))
 
     def run_video(self, weights: Any, video: Any, lengths: Sequence[int]) -> Any:
-        """Return the results of all chunks of a video, joined in time, for `jax.vjp`.
+        """Return the results of all chunks of a video, joined in time, so that `jax.vjp` can differentiate.
 
         The gradient of a later frame flows through the caches to earlier frames.
 
@@ -311,7 +311,7 @@ class Program:
         """
         import jax.numpy as jnp
 
-        run = with_kept_cache(
+        run = with_kept_cache(  # a function of a chunk; it keeps the cache for its next call
             lambda chunk, cache: self._differentiable(weights, self.place.put(chunk), cache)
         )
         ends = list(itertools.accumulate(lengths))

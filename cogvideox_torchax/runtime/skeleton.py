@@ -49,6 +49,7 @@ class _Uncompiled(nn.Module):
 def _copied(module: Module, done: dict[int, Any]) -> Module:
     """Copy a module and its children; `done` maps ids of originals to copies, so that each is copied once."""
     if id(module) not in done and upstream.is_compiled(module):
+        # The copy of torch.compile's wrapper runs the wrapped module itself, for XLA to compile.
         done[id(module)] = _Uncompiled()
         done[id(module)].add_module("_orig_mod", _copied(module.get_submodule("_orig_mod"), done))
     elif id(module) not in done:

@@ -154,7 +154,8 @@ class Placement(MeshPlace):
         """Run a network on a chunk and its cache with their shardings; inside a program.
 
         Args:
-            run: returns (result, next cache) of `run(array, cache, split=split)`.
+            run: returns (result, next cache) of `run(array, cache, split=split)`; `split` is the sharding of
+                columns.
             inputs: the padded chunk.
             cache: from the chunk before; None at a video's start.
 

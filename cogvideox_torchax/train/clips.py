@@ -144,18 +144,18 @@ class Source:
 
 
 def load(part: Part, *, frames: int, size: int, whole: tuple[int, ...] | None = None) -> Source:
-    """Read a part in all sizes that its clips are cut from.
+    """Read a video or a picture in each of the sizes (levels) that crops are cut from.
 
     Args:
-        part: a part of a video, or a picture.
+        part: the file, and the range of its frames.
         frames: length of the longest clips.
         size: side of the crops, in pixels.
-        whole: (height, width) to keep a video in, besides, for whole frames; None for none.
+        whole: (height, width) of one more size of a video, for clips of whole frames; None for none.
 
     Raises:
         ValueError: a file that cannot be read, with fewer frames than `frames`, or too small.
     """
-    needed = math.ceil(size * LARGEST_CROP)
+    needed = math.ceil(size * LARGEST_CROP)  # side of the largest crop
     if part.path.suffix.lower() in PICTURES:
         return Source(part, _picture(part, needed, size))  # a picture has no size of whole frames
     info = video.probe(part.path)

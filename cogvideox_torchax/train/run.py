@@ -81,6 +81,7 @@ class Run:
     """
 
     def __init__(self, trainer: Trainer, directory: Path, held_out: list[HeldOut], settings: dict[str, Any]):
+        """Prepare a training that validates with `held_out`; one that it resumes must have its `settings`."""
         self.trainer = trainer
         self._directory = directory
         self._held_out = held_out
@@ -102,7 +103,7 @@ class Run:
         return step
 
     def go(self, *, every: int, stopped: Callable[[], bool]) -> Iterator[tuple[Losses, list[Validation]]]:
-        """Make the remaining steps; yield (losses, validations) of each; a step without any yields [].
+        """Make the remaining steps; yield (losses, validations) of each; most steps have no validations.
 
         Every step adds a line to the table of losses; some are followed by a validation and a checkpoint.
 

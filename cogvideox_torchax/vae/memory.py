@@ -122,7 +122,7 @@ def set_tiles(
         vae: the model.
         tiling: "HEIGHTxWIDTH" in pixels, "auto" for tiles if whole frames do not fit into memory, or None,
             which leaves the model's tiling as it is.
-        direction: `ENCODE` or `DECODE`; read for "auto" alone, like the sizes.
+        direction: `ENCODE` or `DECODE`; used only for "auto", as the sizes are.
         height, width: size of the frames, in pixels.
         frames: number of frames of the whole input, a video or latents.
 

@@ -281,7 +281,7 @@ def _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, fa
 
 
 def _subtracted_rows(keys: Array, q: Array, factor: float) -> Array:
-    """Return a tile of rows to put below the queries `q`, which subtracts from the scores inside the product.
+    """Return a tile of rows to put below `q` (channels, queries), so that its product subtracts from scores.
 
     Row 0 is minus the maximum of the scores with `keys`, rounded: it meets a row of ones below all keys. Row
     1 is minus `PADDING_PENALTY`: it meets a row of ones below padding keys. The rows after them are zeros.

@@ -77,9 +77,9 @@ class Split:
         """
         videos, *frames_and_rows, columns, channels = x.shape
         if self.columns and not self.in_shard:
-            mesh = jax.sharding.get_abstract_mesh().shape
-            videos //= mesh[self.videos] if self.videos else 1
-            columns //= math.prod(mesh[axis] for axis in self.columns)
+            axis_sizes = jax.sharding.get_abstract_mesh().shape  # by the name of a mesh axis
+            videos //= axis_sizes[self.videos] if self.videos else 1
+            columns //= math.prod(axis_sizes[axis] for axis in self.columns)
         return jax.ShapeDtypeStruct((videos, *frames_and_rows, columns, channels), x.dtype)
 
 

@@ -83,18 +83,18 @@ def dispatch(
 def _compiled(body: Callable[..., Any], platforms: tuple[str, ...]) -> Callable[..., Any]:
     """Return the compiled function that `dispatch` calls for a body and its platforms.
 
-    It has the op's name, the body's without "_on": programs show this name, and the environment variable
-    `tiles.SWITCH`, which turns Pallas kernels off, may list it.
+    The function has the op's name: the body's name without "_on". Programs show this name, and the
+    environment variable `tiles.SWITCH`, which turns Pallas kernels off, may list it.
     """
 
     def traced(*operands: Any, split: Split, pallas: str, **options: Any) -> Any:
         """Trace `body` for each platform, into a branch of the program; `pallas` is from `pallas_mode`."""
         # New partials for each trace: JAX would reuse an earlier trace of the same function at equal shapes.
-        forms = {
+        branches = {
             platform: functools.partial(body, Target(platform, pallas != "off", split), **options)
             for platform in (*platforms, "default")
         }
-        return platform_dependent(*operands, **forms)
+        return platform_dependent(*operands, **branches)
 
     traced.__name__ = body.__name__.removesuffix("_on")
     options = [p.name for p in inspect.signature(body).parameters.values() if p.kind is p.KEYWORD_ONLY]

@@ -266,7 +266,7 @@ def gated_linear(
 ) -> Float[Array, "N S O"]:
     """Return `gated_residual(residual, linear(x, weight, bias), gate, first)`.
 
-    On a TPU one pass by a Pallas kernel, which rounds once; XLA's form rounds twice.
+    On a TPU a Pallas kernel computes it in one pass and rounds once; XLA's operations round twice.
 
     Args:
         x: (N, S, I), or (N, I, S) if `transposed`.

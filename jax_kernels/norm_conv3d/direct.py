@@ -150,7 +150,9 @@ class DirectStep(ConvStep):
             jax.lax.fori_loop(0, turns, lambda turn, _: self._multiply_turn(turn, column), None)
 
     def _multiply_turn(self, turn: Any, column: Any, modulated: Any = None) -> None:
-        """Compute the products of a chunk for a share of its output channels; modulate a chunk meanwhile.
+        """Compute a chunk's products for a share of the output channels; modulate another chunk meanwhile.
+
+        To modulate is to apply the norm's scale and shift, then SiLU.
 
         Args:
             turn: index of the share.
@@ -199,10 +201,11 @@ class DirectStep(ConvStep):
     def _move(self, column: Any, count: int) -> None:
         """Move `count` columns, from `column` on, of the block that the last step modulated.
 
-        They go from the stage into the ring, the two blocks that products load. There they replace columns of
-        the older block, above the block of results, which the products have loaded already.
+        They go from the memory "stage" to "ring", whose two blocks the products load. There they replace the
+        same columns of the block above the block of results, which no product loads any more.
         """
         to = self._rows(column, count, self.sizes.words)
+        # The stage begins a chunk left of column 0.
         at = self._rows(column, count, self.sizes.words, before=self.sizes.chunk)
         self.refs["ring"][self.old, :, :, :, to] = self.refs["stage"][:, :, :, at]
 

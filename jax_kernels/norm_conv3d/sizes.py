@@ -186,7 +186,7 @@ def direct_products(channels: int, outputs: int) -> list[Product]:
 
 
 def winograd_products(outputs: int) -> list[Product]:
-    """Return the products of each component of a block, by Winograd's filtering.
+    """Return the products of a block (two rows) for each component of Winograd's transform along time.
 
     With 128 output channels a product gives two results. Inputs above and below the block give results of two
     columns; inputs in the block give results of both of its rows. With more output channels the products of

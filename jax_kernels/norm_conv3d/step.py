@@ -280,6 +280,7 @@ class ConvStep(ABC):
         columns without padding.
         """
         row = jax.lax.broadcasted_iota(jnp.int32, (count * self.sizes.input_frames, tiles.LANES), 0)
+        # Counted from the first column of the strip (columns that are computed together), as `column` is.
         true_width = self.refs["true_width"][0] - self.strip * self.sizes.width
         return row < (true_width - column) * self.sizes.input_frames
 

@@ -282,7 +282,7 @@ def _operands(
         both = jnp.concatenate([edge.transpose(0, 2, 3, 1, 4) for edge in padded_edges], axis=3)
         if sizes.strips > 1 and both.shape[3] % SUBLANES:  # a strip's rows fill whole registers
             both = jnp.pad(both, [(0, 0)] * 3 + [(0, SUBLANES - both.shape[3]), (0, 0)])
-        length = both.shape[3]
+        length = both.shape[3]  # rows of a strip's two edges
         both = both.reshape(*both.shape[:2], -1, sizes.outputs)
         operands["edges"] = both, _rows_spec(_finished_block, length, sizes.outputs)
     if true_width is not None:

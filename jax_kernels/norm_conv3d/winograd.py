@@ -165,10 +165,11 @@ class WinogradStep(ConvStep):
         return work
 
     def _input_rows(self, component: int, row: int, shift: int, part: int, column: Any) -> Array:
-        """Return a component of a chunk's tiles in one of the four input rows, shifted by `shift` columns.
+        """Return one component of the transformed frames of a chunk in one of the four input rows.
 
-        `part` is the index of 128 input channels; `column` is the chunk's first. If one matrix serves both
-        rows of results (`rows_together`), `row` and the row below it are returned, joined.
+        The columns begin at `column`, the chunk's first, shifted by `shift` columns; `part` is the index of
+        128 input channels. If one matrix serves both rows of results (`rows_together`), `row` and the row
+        below it are returned, joined.
         """
         sizes = self.sizes
         at = self._word_columns(column, sizes.chunk, shift)

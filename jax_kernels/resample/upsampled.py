@@ -64,7 +64,8 @@ class UpsampleSizes(NamedTuple):
     @property
     def chunk(self) -> int:
         """Columns of a matrix product, about `PRODUCT` rows; the last product of a row may have fewer."""
-        # The fewest products that cover a row of pixels; then columns are shared out evenly, and rounded up.
+        # The fewest products that cover a row of pixels. They share its columns evenly, rounded up to a
+        # multiple of `COLUMNS`.
         chunks = -(-self.columns // (PRODUCT // self.frames))
         return -(-self.columns // (chunks * COLUMNS)) * COLUMNS
 

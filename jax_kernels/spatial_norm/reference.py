@@ -32,7 +32,10 @@ def spatial_norm(
 
 
 def upsampled(zq, shape, first_frame_alone):
-    """Repeat the latents to every pixel of `shape` (N, T, H, W, C), by a list of indices for each axis."""
+    """Repeat latents `zq` (N, t, h, w, c) to the frames and pixels of `shape` (N, T, H, W, C).
+
+    `first_frame_alone` is whether the first latent frame covers only the first frame.
+    """
     _, frames, rows, columns, _ = shape
     _, t, h, w, _ = zq.shape
     alone = int(first_frame_alone)  # frames that the first latent frame covers by itself

@@ -67,7 +67,7 @@ class EncoderChunk(OnColumns, nnx.Module):
         self.encoder = vae.encoder
         self.quant_conv = vae.quant_conv
         self.dtype = vae.dtype
-        self.pallas = pallas_mode()  # part of the graph, so that each mode has a program of its own
+        self.pallas = pallas_mode()  # part of the graph, so that each mode is compiled separately
 
     def __call__(self, x: jax.Array, cache: Cache | None) -> tuple[jax.Array, Cache]:
         """Encode a chunk (N, T, H, W, 3); return its moments and the cache for the next chunk.
@@ -101,7 +101,7 @@ class DecoderChunk(nnx.Module):
         self.post_quant_conv = vae.post_quant_conv
         self.dtype = vae.dtype
         self.as_uint8, self.frame_by_frame = as_uint8, frame_by_frame
-        self.pallas = pallas_mode()  # part of the graph, so that each mode has a program of its own
+        self.pallas = pallas_mode()  # part of the graph, so that each mode is compiled separately
 
     def __call__(self, z: jax.Array, cache: Cache | None) -> tuple[jax.Array, Cache]:
         """Decode a chunk; return its frames (uint8 if `self.as_uint8`) and the cache for the next chunk."""
@@ -433,8 +433,9 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
     def place_on(self, mesh: jax.sharding.Mesh) -> None:
         """Run on a mesh of `cogvideox_torchax.make_mesh` from now on; the weights are copied to its devices.
 
-        One video is split by width over all devices, a batch that "dp" divides by video over "dp" and by
-        width over "tp"; any width is valid. Inputs may be on any device, results are sharded.
+        One video is split by width over all devices. A batch whose number of videos "dp" divides is split by
+        video over "dp" and by width over "tp". Any width is valid. Inputs may be on any device; results are
+        sharded.
 
         Raises:
             ValueError: a mesh that was not made by `make_mesh`.

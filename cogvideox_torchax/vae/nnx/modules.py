@@ -385,10 +385,11 @@ class Encoder3D(nnx.Module):
 
     def __call__(self, x_NTHWC: jax.Array, cache: Cache | None = None) -> tuple[jax.Array, Cache]:
         """Encode a chunk; return its moments and the cache for the next chunk."""
-        old, new = cache or {}, {}
+        old, new = cache or {}, {}  # caches by the name of a layer
         x_NTHWC, new["conv_in"] = self.conv_in(x_NTHWC, old.get("conv_in"))
         for i, block in enumerate(self.down_blocks):
             name = f"down_block_{i}"
+            # None in place of latents, which only a decoder's norms take.
             x_NTHWC, new[name] = block(x_NTHWC, None, old.get(name))
         x_NTHWC, new["mid_block"] = self.mid_block(x_NTHWC, None, old.get("mid_block"))
         # Two calls, as in diffusers: the output of `norm_out` can be recorded without the activation.

@@ -138,6 +138,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
     def encode(self, x: torch.Tensor, return_dict: bool = True) -> Any:
         with self._running(x):
             (posterior,) = super().encode(x, return_dict=False)
+            # On JAX diffusers' own posterior would lose the gradients.
             if runtime.on_jax(x) and posterior.parameters.requires_grad:
                 posterior = DifferentiablePosterior(posterior.parameters)
         return AutoencoderKLOutput(latent_dist=posterior) if return_dict else (posterior,)

@@ -340,7 +340,7 @@ class Upsample3D(OnColumns, CogVideoXUpsample3D):
     """The upsampler, frames doubled after the convolution instead of before (`jax_kernels.upsample`)."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Upsample by the kernel, or by diffusers' forward if it is not applicable."""
+        """Upsample by the JAX kernel, or by diffusers' forward for plain tensors and changed modules."""
         if not on_jax(inputs) or not _as_ported(self):
             return with_zero_padding(super().forward(inputs), self.split)
         y = torch_view(jax_kernels.upsample)(
