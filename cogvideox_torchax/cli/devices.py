@@ -85,7 +85,7 @@ def process_group(args: argparse.Namespace) -> Iterator[ProcessGroup]:
         ValueError: options that contradict each other, a mesh that does not fit, processes that cannot meet.
     """
     if args.distributed:
-        _check(args, ("dp", "tp", "distributed"))
+        _check(args, ("dp", "tp", "distributed"))  # names of the options that need a mesh
         with _connected(args) as sharding:
             mesh = sharding.make_mesh(args.dp or 1, args.tp)
             sharding.check_all_take_part(mesh)

@@ -174,7 +174,7 @@ class DecodedClip:
 
 
 def select_part(clip: Clip, config: "ClipConfig", scale: int) -> DecodedClip:
-    """Return the first frames of a clip, not read yet: as many and of the size that it or the config asks for.
+    """Return a clip's first frames, not read yet: as many and of the size that it or the config asks for.
 
     `scale` is the number of pixels to a latent pixel along a side: it must divide the height and the width.
 

@@ -101,7 +101,7 @@ def _port_from_pipe(make: Callable[..., Any], kind: type, pipeline: Any, **optio
     first = next(iter(parts), None)
     if first is not None and runtime.is_on_jax(first):
         parallelism = getattr(first, "parallelism", None)
-        port_pipeline(made, first.mesh, parallelism and parallelism.kind)
+        port_pipeline(made, first.mesh, parallelism.kind if parallelism else None)
     else:  # the parts, which the two pipelines share, were moved to the host: they stay there
         made.__class__ = _ported_class(type(made))
     return made

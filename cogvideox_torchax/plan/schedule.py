@@ -403,7 +403,7 @@ def _follow(
     """Run a schedule's branches and the operations that they need, and count the bundles that run.
 
     Args:
-        count: number of bundles.
+        count: number of bundles (the instructions that the core issues in one cycle).
         operations: by a bundle's address, the operations that branches need.
         branches: branches by their bundle's address.
         delay_slots: number of bundles behind a branch that run whether it is taken or not.

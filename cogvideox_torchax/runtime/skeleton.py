@@ -54,7 +54,7 @@ def _copied(module: Module, done: dict[int, Any]) -> Module:
         done[id(module)].add_module("_orig_mod", _copied(module.get_submodule("_orig_mod"), done))
     elif id(module) not in done:
         copied = done[id(module)] = object.__new__(type(module))
-        attributes = {
+        attributes = {  # an attention's processor, which may have a state, is copied too
             name: _copy_value(value, done, of_processor=name == PROCESSOR)
             for name, value in vars(module).copy().items()
             if name not in UNTRACED_ATTRIBUTES

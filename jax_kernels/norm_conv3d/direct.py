@@ -177,7 +177,7 @@ class DirectStep(ConvStep):
                     if tap:  # tap 0, whose products come first, sets the sums
                         part_sums = part_sums + refs["sums"][row, out_part, sums_at]
                     refs["sums"][row, out_part, sums_at] = part_sums
-            # The units to modulate are spread evenly over the products.
+            # The chunk to modulate has `UNITS` units, which are spread evenly over the products.
             if modulated is not None and index * UNITS % len(self.weights) == 0:
                 unit = index * UNITS // len(self.weights)
                 self._modulate(modulated + unit * sizes.unit, unit, after=sums)

@@ -235,8 +235,9 @@ def _operands(
     `multiplier` and `offset`, are the norm of each channel; a cell is the pixels that share them.
     """
     cells = -(-sizes.width // sizes.cell)  # in the row of a strip (columns computed together)
-    row = sizes.width * sizes.input_frames  # the frames of all pixels in it
-    rows = ROWS if sizes.cell_rows == 1 else 1  # rows of coefficients for a block's two rows of pixels
+    row_frames = sizes.width * sizes.input_frames  # of all pixels in this row
+    # Rows of coefficients for a block, which is two rows of pixels.
+    coefficient_rows = ROWS if sizes.cell_rows == 1 else 1
 
     def in_tiles(part: Array) -> Array:
         """Pad the last axis, output channels, to whole tiles."""
@@ -258,9 +259,9 @@ def _operands(
             0,
         )
 
-    cell_spec = pl.BlockSpec((1, rows, cells, SUBLANES, sizes.channels), coefficient_block)
+    cell_spec = pl.BlockSpec((1, coefficient_rows, cells, SUBLANES, sizes.channels), coefficient_block)
     kernel, bias = in_tiles(kernel), in_tiles(bias.astype(jnp.float32)[None])
-    x_spec = _rows_spec(partial(_modulated_block, sizes), row, sizes.channels)
+    x_spec = _rows_spec(partial(_modulated_block, sizes), row_frames, sizes.channels)
     operands = {"x": (_pixels_first(x), x_spec)}
     if cache is not None:
         operands["cache"] = _cache_pixels_first(cache), _cache_rows_spec(sizes)
@@ -272,7 +273,7 @@ def _operands(
     if residual is not None:
         operands["residual"] = (
             _pixels_first(in_tiles(residual)),
-            _rows_spec(_finished_block, row, sizes.outputs),
+            _rows_spec(_finished_block, row_frames, sizes.outputs),
         )
     if edges is not None:
         padded_edges = (  # a single frame twice, as it is multiplied as two
@@ -287,8 +288,9 @@ def _operands(
         operands["edges"] = both, _rows_spec(_finished_block, length, sizes.outputs)
     if true_width is not None:
         operands["true_width"] = true_width[None], pl.BlockSpec(memory_space=pltpu.SMEM)
+    # A function that returns the weights between an input and a result of a product.
     tap = winograd.tap if sizes.tile else direct.tap
-    if sizes.tile:
+    if sizes.tile:  # Winograd's filtering combines the taps of time
         kernel = transformed_taps(kernel, sizes.tile)
     return operands, [matrices(kernel, product, sizes.turns, tap) for product in sizes.products]
 

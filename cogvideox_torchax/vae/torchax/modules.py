@@ -342,6 +342,7 @@ class Upsample3D(OnColumns, CogVideoXUpsample3D):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Upsample by the JAX kernel, or by diffusers' forward for plain tensors and changed modules."""
         if not on_jax(inputs) or not _as_ported(self):
+            # Columns that pad the width must stay zero.
             return with_zero_padding(super().forward(inputs), self.split)
         y = torch_view(jax_kernels.upsample)(
             _channels_last(inputs),
