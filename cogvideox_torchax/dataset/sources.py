@@ -90,7 +90,7 @@ def _clip_of_line(line: str, path: Path) -> Clip:
         file = path.parent / given["path"]
     except (KeyError, TypeError, ValueError) as error:
         raise ClipError(f"an object with a path is wanted, got {line[:80]}") from error
-    for name, value in given.items():
+    for name, value in given.items():  # `FIELDS` has the type of each field
         if name not in FIELDS:
             raise ClipError(f"got {name}, which no clip has")
         if type(value) is not FIELDS[name] or (FIELDS[name] is int and value < 1):  # a bool is an int, too

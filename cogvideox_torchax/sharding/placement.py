@@ -173,7 +173,7 @@ class Placement(MeshPlace):
         )
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             result, cache = run(inputs.array, cache, split=split)
-            # The last kernel's layout, channels last, would leave most of a TPU's lanes empty.
+            # The last kernel's layout, few channels last, would leave most of a TPU's lanes empty.
             result = dispatch(
                 columns_last_on, ("tpu",), jnp.moveaxis(result, self.axes.index("C"), -1), split=split
             )

@@ -225,7 +225,7 @@ def exchanging(output: str | Path) -> Iterator[Exchange]:
         try:
             exchange = Exchange(directory)
             yield exchange
-            exchange.leave()
+            exchange.leave()  # the first process waits here until no process reads files any more
         except BaseException as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             failed = directory / f"{jax.process_index()}.failed"

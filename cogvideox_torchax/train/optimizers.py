@@ -67,7 +67,7 @@ class Muon(torch.optim.Optimizer):
                 momentum = self.state[kernel]["momentum"].mul_(group["momentum"]).add_(kernel.grad)
                 directions.append((kernel.grad + momentum * group["momentum"]).flatten(1))
             rows, columns = directions[0].shape
-            # An orthogonal update of a tall matrix has small rows: Jordan's factor, the root, enlarges them.
+            # The rows of a tall orthogonal matrix are small: the root, Jordan's factor, enlarges the update.
             scale = -group["lr"] * math.sqrt(max(1.0, rows / columns))
             for kernel, update in zip(kernels, orthogonal(torch.stack(directions)), strict=True):
                 kernel.mul_(1 - group["lr"] * group["weight_decay"]).add_(update.view(kernel.shape) * scale)

@@ -155,7 +155,7 @@ class ChunkedVAE:
         first = next(iterator, None)
         if first is None:
             raise ValueError(f"{name} got no frames where {num_frames} were announced")
-        self._check(direction, with_time(first), follow_weights=True)
+        self._check(direction, with_time(first), follow_weights=True)  # a piece may be a frame, without time
         check = functools.partial(self._check, direction, follow_weights=True)
         plan = direction.chunks(self, num_frames)
         return regrouped_into_chunks(direction.takes, first, iterator, plan, check), first.shape[-2:]

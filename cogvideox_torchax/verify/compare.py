@@ -296,6 +296,7 @@ def compare_whole(got: torch.Tensor, want: torch.Tensor, lengths: list[int], pix
     """
     difference = (got.double() - want.double()).abs()
     by_frame = difference.mean(dim=(0, 1, 3, 4)).numpy()
+    # True for the frames on both sides of a border between chunks.
     is_border = np.isin(np.arange(len(by_frame)), border_frames(lengths))
     whole = WholeError(
         mean=difference.mean().item(),

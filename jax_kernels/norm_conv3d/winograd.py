@@ -204,8 +204,8 @@ class WinogradStep(ConvStep):
         for index, (row, beside) in enumerate(results):
             part_sums = sums[:, lanes_of(index)]
             if beside:
-                # Sums for the columns right of the inputs' own: shifted by one column, behind what the last
-                # column of the chunk before adds to this chunk's first.
+                # Sums for the columns right of the inputs' columns, so shifted by one column. Before them is
+                # what the last column of the previous chunk adds to this chunk's first.
                 shifted = refs["shifted"].at[component, row]
                 shifted[pl.ds(0, TILES)] = shifted[pl.ds(count, TILES)]
                 shifted[pl.ds(TILES, count)] = part_sums

@@ -275,6 +275,7 @@ def _downsample_shard(
     """Average pairs of frames if `compress_time`, then convolve with stride 2, on a device's own columns."""
     if compress_time and x.shape[1] > first_frame_alone:  # True is 1: a single first frame has no pair
         x = average_pairs(target, x, first_frame_alone=first_frame_alone)
+    # As one matrix product of all 3 x 3 windows (patches), which XLA compiles faster for an image on a TPU.
     by_patches = is_image_for_tpu(target, x) and xla.suits_patches(x)
     halve = xla.downsampled_sums_by_patches if by_patches else xla.downsampled_sums
     y = halve(x, kernel, (0, 1))  # a column of zeros on the right, as diffusers pads
