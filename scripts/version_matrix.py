@@ -146,7 +146,7 @@ def drawn(found: list[dict[str, Any]]) -> str:
     rows = []
     for report in found:
         outcome = report.get("reason", "").replace("|", "/")
-        if not outcome:
+        if "passed" in report:
             skipped = f", {report['skipped']} skipped" if report.get("skipped") else ""
             outcome = f"{report['passed']} of {report['passed'] + report['failed']}{skipped}"
         versions = (report.get("versions", {}).get(package, "") for package in SHOWN)

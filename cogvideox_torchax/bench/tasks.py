@@ -231,6 +231,25 @@ def _network(task: Task, size: Size) -> Run:
     its weights.
     """
     model, described = _untrained(task, size)  # diffusers' network; (shape, dtype) of each input by name
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(pair: Any) -> Any:
+        """Return an input on the host by its (shape, dtype): `ops.INTEGER`, or normal numbers."""
+        shape, dtype = pair
+        if isinstance(dtype, tuple):  # a tuple of two pairs
+            return tuple(map(draw, pair))
+        if dtype == np.int32:
+            return torch.full(shape, ops.INTEGER, dtype=torch.int32)
+        return torch.randn(shape, generator=generator).to(getattr(torch, np.dtype(dtype).name))
+
+    inputs = {name: draw(described[name]) for name in sorted(described)}
+    if task.torch_device:
+        if task.way == "torch-compile":
+            model.compile()
+        nn.Module.to(model, task.torch_device)
+        on_device = jax.tree.map(lambda x: x.to(task.torch_device), inputs)
+        # Without a dictionary diffusers returns a tuple, whose first element is the result.
+        return lambda: iter([(task.job, model(**on_device, return_dict=False)[0])])
     if task.backend == "torchax":
         port_network(model)
         if task.dp or task.tp:
@@ -239,24 +258,8 @@ def _network(task: Task, size: Size) -> Run:
     else:
         network = Stock(model)
         program = runtime.Program(network)
-    weight_structs, input_structs, _no_cache = program.structs(described)  # each a shape and a dtype
-    generator = torch.Generator().manual_seed(1)
-
-    def draw(struct: Any) -> torch.Tensor:
-        """Return an input of a struct's shape and dtype on the host: `ops.INTEGER`, or normal numbers."""
-        if struct.dtype == np.int32:
-            return torch.full(struct.shape, ops.INTEGER, dtype=torch.int32)
-        return torch.randn(struct.shape, generator=generator).to(getattr(torch, struct.dtype.name))
-
-    inputs = jax.tree.map(draw, input_structs)
-    if task.torch_device:
-        if task.way == "torch-compile":
-            model.compile()
-        nn.Module.to(model, task.torch_device)
-        on_device = jax.tree.map(lambda x: x.to(task.torch_device), inputs)
-        # Without a dictionary diffusers returns a tuple, whose first element is the result.
-        return lambda: iter([(task.job, model(**on_device, return_dict=False)[0])])
     if size.model in networks.TRANSFORMERS:
+        weight_structs, _inputs, _no_cache = program.structs(described)
         weights = jax.tree.map(_random_weight, weight_structs)
     else:
         runtime.put_weights(network)

@@ -238,7 +238,7 @@ def collectives(found: Iterable[Instruction]) -> dict[str, Traffic]:
         kind: Traffic(
             count=len(of_kind),
             bytes=sum(instruction.bytes for instruction in of_kind),
-            largest=max(array.bytes for instruction in of_kind for array in instruction.results),
+            largest=max((array.bytes for each in of_kind for array in each.results), default=0),
         )
         for kind, of_kind in by_kind.items()
     }

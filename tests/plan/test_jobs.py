@@ -35,6 +35,7 @@ ENTRY %main (x: bf16[8,8]) -> bf16[8,8] {
   %z = bf16[8,8]{0,1} fusion(%y), kind=kLoop, calls=%fused.2, backend_config={"estimated_cycles":"3"}
   %g = (bf16[8,8], bf16[8,64]{1,0}) all-gather-start(%z), dimensions={1}
   %p = f32[4,4]{1,0} collective-permute(%z)
+  %n = () all-to-all()
 }
 """
 
@@ -55,7 +56,8 @@ ENTRY %again (x: bf16[8,8]) -> bf16[8,8] {
 def test_collectives_are_counted_with_their_largest_result():
     found = collectives(instructions(HLO))
     largest = {kind: (traffic.count, traffic.largest) for kind, traffic in found.items()}
-    assert largest == {"all-gather": (1, 8 * 64 * 2), "collective-permute": (1, 4 * 4 * 4)}
+    exchanged = {"all-gather": (1, 8 * 64 * 2), "collective-permute": (1, 4 * 4 * 4)}
+    assert largest == exchanged | {"all-to-all": (1, 0)}
 
 
 def test_a_plan_for_a_tpu_without_one(tmp_path, monkeypatch):
