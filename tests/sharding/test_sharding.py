@@ -42,7 +42,7 @@ def local_share(tensor):
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(1, 8), (2, 4), (4, 2), (8, 1)], ids=str)
 @pytest.mark.parametrize("build", ["torchax", "flax"])
-@pytest.mark.product_cases(but=["torchax-(4, 2)"])
+@pytest.mark.product_cases(but=["torchax-(4, 2)", "flax-(2, 4)"])
 def test_a_video_over_any_mesh_is_diffusers_video(stock, build, mesh):
     vae = sharded(stock, *mesh, build=build)
     for width, batch, frames in ((85, 1, 1), (90, 2, 3), (96, 1, 5), (170, 2, 1)):

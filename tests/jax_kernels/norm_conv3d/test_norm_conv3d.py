@@ -156,21 +156,23 @@ def cut_into(strips):
 
 
 @pytest.mark.slow
-def test_strips_have_the_gradients_of_the_whole_picture(interpreted):
-    shape = 1, 2, 2, 168, 16
+@pytest.mark.parametrize(("frames", "strips"), [(2, 2), (5, 3)])
+def test_strips_have_the_gradients_of_the_whole_picture(frames, strips, interpreted):
+    shape, alone = (1, frames, 2, 168, 16), frames % 2
     operands = inputs(shape, 16, cached=False)
     weigh = jnp.asarray(np.random.default_rng(1).normal(size=shape), jnp.float32)
 
     def loss(*operands):
-        return jnp.sum(norm_conv3d(*operands, num_groups=GROUPS)[0] * weigh)
+        y, *_ = norm_conv3d(*operands, num_groups=GROUPS, first_frame_alone=alone == 1)
+        return jnp.sum(y * weigh)
 
     def slopes():  # a new function each time: JAX would take the program of the same one
         return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*operands)
 
     want = slopes()
-    with cut_into(2) as found:
+    with cut_into(strips) as found:
         got = slopes()
-    assert {size.strips for size in found} == {2}
+    assert {size.strips for size in found} == {strips, *[1] * alone}  # a first frame is whole
     for mine, whole in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert largest_error(mine, whole) <= 2 * A_UNIT
 
