@@ -14,11 +14,12 @@ import torch
 import torchax
 from diffusers.models.embeddings import CogVideoXPatchEmbed
 from diffusers.models.modeling_utils import ModelMixin
+from diffusers.schedulers.scheduling_ddim_cogvideox import DDIMSchedulerOutput
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from cogvideox_torchax import AutoencoderKLCogVideoX, runtime, upstream
-from cogvideox_torchax.pipelines import networks
+from cogvideox_torchax.pipelines import loras, networks
 from cogvideox_torchax.pipelines.layers import PatchEmbed
 from cogvideox_torchax.pipelines.port import PIPELINES, PortedPipeline
 from cogvideox_torchax.runtime.bridge import import_torchax
@@ -227,7 +228,35 @@ def test_every_method_that_is_overridden_is_there_upstream_and_takes_the_same(po
             assert not missing, f"{stock.__name__}.{name} takes {missing} now, {ported.__name__}'s does not"
 
 
+def test_the_vaes_own_code_calls_what_is_overridden():
+    source = inspect.getsource(diffusers.AutoencoderKLCogVideoX)
+    missing = [name for name in OVERRIDDEN[AutoencoderKLCogVideoX] if f"self.{name}(" not in source]
+    assert not missing, f"AutoencoderKLCogVideoX no longer calls {missing}"
+
+
 # What else is read of diffusers
+
+
+DDIM, DPM = diffusers.CogVideoXDDIMScheduler, diffusers.CogVideoXDPMScheduler
+READ = {
+    "LoRAs of a transformer": (dir(diffusers.CogVideoXTransformer3DModel), loras.NETWORK_METHODS),
+    "LoRAs of a pipeline": (dir(diffusers.CogVideoXPipeline), loras.PIPELINE_METHODS),
+    "a step by DDIM": (inspect.signature(DDIM.step).parameters, ("sample", "timestep", "eta")),
+    "a step by DPM": (
+        inspect.signature(DPM.step).parameters,
+        ("sample", "timestep", "old_pred_original_sample"),
+    ),
+    "a step's result": (DDIMSchedulerOutput.__dataclass_fields__, ("prev_sample",)),
+    "timesteps by DDIM": (inspect.signature(DDIM.set_timesteps).parameters, ("device",)),
+    "timesteps by DPM": (inspect.signature(DPM.set_timesteps).parameters, ("device",)),
+}
+"""Names of diffusers' methods, parameters or fields, and those that this package reads."""
+
+
+@pytest.mark.parametrize(("there", "read"), READ.values(), ids=READ)
+def test_every_name_that_is_read_is_there(there, read):
+    missing = {*read} - {*there}
+    assert not missing, f"diffusers has no {missing} any more: pipelines.loras or pipelines.scheduler"
 
 
 SIZES = {"another width": (3, 6, 3), "another height": (5, 4, 3), "more frames": (3, 4, 5)}

@@ -233,13 +233,18 @@ def test_what_a_callback_changes_in_the_network_is_seen_and_what_it_keeps_stays(
 
 
 def test_a_hook_on_the_transformer_gets_tensors_and_may_keep_what_it_sees(ported):
-    def see(module, args, kwargs, result):
-        seen.extend((kwargs["hidden_states"], result[0]))
+    def see(module, args, kwargs, result=()):
+        seen.extend((kwargs["hidden_states"], *result))
 
-    seen, hook = [], ported.transformer.register_forward_hook(see, with_kwargs=True)
+    seen, transformer = [], ported.transformer
+    hooks = [
+        transformer.register_forward_pre_hook(see, with_kwargs=True),
+        transformer.register_forward_hook(see, with_kwargs=True),
+    ]
     frames(ported, guidance_scale=1.0, output_type="latent")
-    hook.remove()
-    assert len(seen) == 8
+    for hook in hooks:
+        hook.remove()
+    assert len(seen) == 4 + 8
     assert all(runtime.first_nonfinite(part) is None for part in seen)
 
 

@@ -75,23 +75,37 @@ def frames(pipe, kind="text", **overrides):
 
 
 @pytest.mark.usefixtures("torchax_off")
-def test_torchax_may_be_on_before_a_pipeline_is_loaded(directory):
+@pytest.mark.parametrize("when", ["before loading", "after loading", "after porting"])
+@pytest.mark.slow_cases("after*")
+def test_torchax_may_be_turned_on_by_the_user(directory, when):
     want = frames(loaded(directory), output_type="latent")
-    torchax.enable_globally()
+    if when == "before loading":
+        torchax.enable_globally()
     pipe = loaded(directory)
     assert {type(weight) for weight in pipe.transformer.parameters()} == {torch.nn.Parameter}
-    got = frames(port(pipe), output_type="latent")
+    if when == "after loading":
+        torchax.enable_globally()
+    port(pipe)
+    if when == "after porting":
+        torchax.enable_globally()
+    got = frames(pipe, output_type="latent")
     assert runtime.on_jax(got)
     assert relative_error(runtime.to_torch(got), want) < 1e-4
 
 
 @pytest.mark.usefixtures("torchax_off")
-def test_weights_that_were_moved_and_untied_by_hand_are_tied_again(directory):
+def test_weights_that_were_moved_and_untied_by_hand_are_tied_again_and_stay_so(directory):
     pipe = loaded(directory)
     torchax.enable_globally()
     torch.nn.Module.to(pipe.text_encoder, "jax")
-    encoder = port(pipe).text_encoder
-    assert encoder.shared.weight is encoder.encoder.embed_tokens.weight
+    for move in (
+        port,
+        lambda pipe: pipe.to("cpu"),
+        lambda pipe: pipe.to("jax"),
+        lambda pipe: port(pipe, mesh=make_mesh(1, 2)),
+    ):
+        encoder = move(pipe).text_encoder
+        assert encoder.shared.weight is encoder.encoder.embed_tokens.weight
 
 
 @pytest.fixture

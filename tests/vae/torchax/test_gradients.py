@@ -215,3 +215,6 @@ def test_what_is_on_the_host_stays_the_same_parameters_and_gradients_move_along(
         vae.encode(runtime.to_jax(reference.video(1))).latent_dist.mean.sum().backward()
     want = runtime.to_torch(vae.encoder.conv_out.conv.bias.grad)
     assert torch.equal(vae.to("cpu").encoder.conv_out.conv.bias.grad, want)
+    moved = port_to_eight(vae).to("jax").encoder.conv_out.conv.bias.grad
+    assert runtime.on_jax(moved)
+    assert torch.equal(runtime.to_torch(moved), want)
