@@ -355,9 +355,9 @@ def take_hooks(model: Any) -> list[Hooked]:
                 registry.remove_hook(hook_name, recurse=False)
                 hook.fn_ref = None  # it refers to the module
                 taken.append(Hooked(name, hook_name, hook))
-        # A removed hook leaves the forward of the module's class as an attribute. It may be the class from
-        # before `port`, a base of the present one: without the attribute the present class's forward runs.
-        # A `forward` that is no such method, such as another hook's, stays.
+        # A removed hook leaves a class's forward as the module's attribute. That class may be the one from
+        # before `port`, a base of the present class: without the attribute the present class's forward runs.
+        # A `forward` that no class defines, such as another hook's, stays.
         forward = vars(module).get("forward")
         if isinstance(forward, MethodType) and any(
             vars(kind).get("forward") is forward.__func__ for kind in type(module).__mro__
@@ -391,7 +391,7 @@ def set_context(hook: Any, name: str | None) -> None:
 def call_hook(hook: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Call a hook that is on no module, with `forward` in place of a module's, and drop the result.
 
-    Needs the hook's `fn_ref`, which is changed.
+    Needs the hook's `fn_ref`, from which it takes the forward, and which is replaced.
     """
     hook.fn_ref = SimpleNamespace(original_forward=forward)
     hook.new_forward(None, *args, **kwargs)  # None in place of the module, which the hook does not read

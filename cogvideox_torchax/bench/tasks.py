@@ -205,9 +205,9 @@ def _untrained(task: Task, size: Size) -> tuple[Any, dict[str, Any]]:
     """Return diffusers' network of a task, and a description of its inputs: (shape, dtype) by name.
 
     A way is an implementation to measure: the port, or diffusers' modules on some backend. The network has
-    random weights. If it is small, they are on the host and equal in all ways. If it is a published one, they
-    are on the way's device in PyTorch. For a way on JAX a published network is on the device "meta", without
-    weights.
+    random weights. If it is small, they are on the host, and each way gets the same numbers. If it is a
+    published one, they are on the way's device in PyTorch. For a way on JAX a published network is on the
+    device "meta", without weights.
     """
     dtype, published = task.torch_dtype, size.model in networks.TRANSFORMERS
     device = (task.torch_device or "meta") if published else "cpu"
@@ -224,9 +224,10 @@ def _untrained(task: Task, size: Size) -> tuple[Any, dict[str, Any]]:
 
 
 def _network(task: Task, size: Size) -> Run:
-    """Load the transformer or the text encoder; a run gives the result of one call.
+    """Load the transformer or the text encoder; return a function that calls it once.
 
-    It runs in PyTorch where `task.torch_device` names a device, else on JAX: ported for the backend
+    The function returns an iterator over one pair: the job's name, and the network's result. The network
+    runs in PyTorch where `task.torch_device` names a device, else on JAX: ported for the backend
     "torchax", as diffusers' own for "torchax-stock". On JAX a published network gets random JAX arrays as
     its weights.
     """

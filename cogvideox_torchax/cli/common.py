@@ -82,7 +82,7 @@ def config_of(args: argparse.Namespace, **options: Any) -> ClipConfig:
 
 
 def open_clip(args: argparse.Namespace, at_most: int | None = None) -> DecodedClip:
-    """Return the part of `args.video` to encode, not read yet; raise `ValueError` for a size that cannot be.
+    """Return the part of `args.video` to encode, not read yet; raise `ValueError` for an impossible size.
 
     The part is the first `--frames` frames. Without `--frames` it is the first `at_most` frames, or all
     frames of a shorter video; where `at_most` is None, all frames.

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         backends.backend(name)  # raises for one that is not installed, before the work
     output = None if args.output is None else common.report_directory(args.output)
     x = _video(args)
-    # diffusers' own modules, as `load_vae` loads this project's class.
+    # `load_vae` loads this project's class; the reference is diffusers' own, with the same weights.
     reference = stock_of(common.load_vae(args.model, "torch", "float32"))
     say = common.narrator(args)
     with torch.no_grad():

@@ -140,7 +140,7 @@ def loads(data: bytes, name: str | Path) -> Latents:
         name: of the file, for errors.
 
     Raises:
-        LatentsError: as `load`.
+        LatentsError: bytes that are no whole latent file, or a field that is broken, which is named.
     """
     with tensors.readable(name, LatentsError):
         found = without_torchax(deserialized, data)  # while torchax is on, safetensors cannot be loaded

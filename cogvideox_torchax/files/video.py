@@ -221,7 +221,7 @@ class Orientation(NamedTuple):
             return cls()
         a, b, _, c, d, *_ = struct.unpack("=9i", matrix)
         swapped = abs(b) > abs(a)
-        return cls(swapped, (b if swapped else d) < 0, (c if swapped else a) < 0)
+        return cls(swapped, upward=(b if swapped else d) < 0, leftward=(c if swapped else a) < 0)
 
     def sides(self, sides: tuple[int, int]) -> tuple[int, int]:
         """Return the upright (height, width) of a stored frame, or the stored one of an upright frame.

@@ -49,7 +49,7 @@ def check_output(path: str | Path) -> Path:
 
 
 def check_file(path: str | Path) -> Path:
-    """Return the path, if a file, no directory, can be written there; raise as `check_output` does."""
+    """Return the path if a file can be written there; raise `OutputError` if not, or for a directory."""
     path = check_output(path)
     refuse(path, {"it is a directory": path.is_dir()})
     return path

@@ -340,6 +340,7 @@ class FasterCacheModules(ReusedModules):
 
         A result may have several tensors: `kept` has for each tensor its values in the results (before, now).
         """
+        # "weights" has the factor of each module of `form.kept`, in the same order.
         weight = self.numbers["weights"][self.form.kept.index(name)].to(dtype)
         return tuple(now + (now - before) * weight for before, now in kept)
 

@@ -103,7 +103,7 @@ def describe(name: str, *, image: bool, clip: bool) -> Model:
 
     Raises:
         ModelError: no pipeline there, or one that lacks a config.
-        RequestError: a pipeline that takes something else.
+        RequestError: a pipeline that needs another input, or does not take the given one.
     """
     index = config_of(name, INDEX)
     kind = _kind(name, str(index.get("_class_name")), image, clip)

@@ -190,7 +190,7 @@ class CompiledNetwork(PortedModel):
             return runtime.Program(network)
         types = SPLIT_LAYERS  # modules whose inputs and outputs are constrained to the sharding
         if self.parallelism.kind == sharding.CONTEXT:  # a transformer's blocks take and return local tokens
-            types = (Block,) if network.joined else ()
+            types = (Block,) if network.joined else ()  # `joined`: text and patches are one sequence
         return runtime.Program(network, replace(self.placement, types=types))
 
     def run_program(self, *options: Any, **tensors: Any) -> torch.Tensor:

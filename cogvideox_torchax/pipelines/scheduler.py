@@ -96,9 +96,9 @@ def _host_class(kind: Any) -> type:
         self.log.check()
         bound = inspect.signature(kind.step).bind(self, *args, **kwargs)
         given = bound.arguments
-        # CogVideoX's DPM scheduler has the first argument, DDIM the second: with `eta` it draws noise.
+        # A step draws noise in CogVideoX's DPM scheduler (it has this argument), and in DDIM with `eta`.
         draws_noise = "old_pred_original_sample" in given or bool(given.get("eta"))
-        if not draws_noise:  # noise is drawn in the latents' dtype, which has to stay
+        if not draws_noise:  # noise is drawn in the latents' dtype, which then has to stay
             # JAX rounds a Python number to the array's dtype before it multiplies, PyTorch does not.
             given["sample"] = given["sample"].float()
         result = kind.step(*bound.args, **bound.kwargs)

@@ -165,8 +165,9 @@ class Sequence:
     def shard_norm(self, adaptive_layer_norm: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         """Return a norm of the signature of `jax_kernels.adaptive_layer_norm`, sharded as the layers are.
 
-        On one device and on local tokens the norm is the argument itself. If XLA shards the layers over the
-        mesh `self.shared`, the norm is sharded here, by videos, as XLA cannot shard a kernel.
+        The norm is the argument itself on one device, and if each device runs the layers on local tokens. If
+        XLA shards the layers over the mesh `self.shared`, the norm is sharded here, by videos: XLA cannot
+        shard a kernel.
 
         Args:
             adaptive_layer_norm: the kernel, with its options (`eps`) bound.

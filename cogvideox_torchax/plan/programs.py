@@ -228,7 +228,7 @@ def _collective_seconds(
 ) -> dict[str, float] | None:
     """Return the seconds that a program waits for collectives, by kind; None if the links are not known.
 
-    `found` are the instructions of `compiled`; `compiled`, `chip`, `schedules` are as in `read_program`.
+    `found` are the instructions of `compiled`; `schedules` has those of Pallas kernels, by instruction.
     """
     if not any(instruction.collective for instruction in found):
         return {}

@@ -194,7 +194,7 @@ def _row(name: str, shapes: set[tuple[int, ...]] | None, own: list[Instruction],
 def _shards(
     shapes: set[tuple[int, ...]], largest: tuple[int, ...], computing: list[Instruction], place: MeshPlace
 ) -> int | None:
-    """Return the number of devices that split a layer's activations, as `Row.shards` has it.
+    """Return the number of devices that split a layer's activations: 1 for no split, None if not known.
 
     Args:
         shapes: whole shapes of the activations.

@@ -21,11 +21,12 @@ class CompileClock:
     """
 
     def __init__(self, announce: Callable[[str], None] = lambda line: None) -> None:
+        """Begin to listen to JAX's events; a process cannot end this."""
         import jax.monitoring
 
         self.started = time.perf_counter()
         self.spans: list[tuple[str, float, float]] = []  # (event, start, end) of JAX's work
-        self._announce, self._announced = announce, set[str]()
+        self._announce, self._announced = announce, set[str]()  # `_announced`: names of programs
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
     def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:

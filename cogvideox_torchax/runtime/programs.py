@@ -328,8 +328,8 @@ class Program:
         """Return the structs of the weights, the inputs and the cache that `lower` takes.
 
         Args:
-            inputs: (shape, JAX dtype) of the input; for several inputs a dictionary by name, of such pairs or
-                of two of them as a tuple.
+            inputs: (shape, JAX dtype) of the input; for several inputs a dictionary by name, whose values are
+                such a pair or a tuple of two such pairs.
             before: the inputs of the previous call, whose cache this call takes, described as `inputs`; None
                 for a call without a cache.
         """

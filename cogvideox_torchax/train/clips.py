@@ -137,7 +137,8 @@ class Source:
     @functools.cached_property
     def events(self) -> np.ndarray:
         """Probabilities to draw each frame but the first, (T - 1,), by the square of the frame's change."""
-        frames = self.levels[0][:, ::2, ::2].astype(np.float32)  # every second pixel is enough
+        # The frames in their first size; every second pixel is enough.
+        frames = self.levels[0][:, ::2, ::2].astype(np.float32)
         # A video of one still picture has no change: adding 0.1 (bytes go to 255) keeps the sum above 0.
         change = np.square(np.abs(np.diff(frames, axis=0)).mean((1, 2, 3)) + 0.1)
         return change / change.sum()

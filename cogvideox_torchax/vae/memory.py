@@ -51,7 +51,7 @@ def parse_tiles(text: str, scale: int) -> tuple[int, int]:
     `scale` is the number of pixels for each latent pixel, along one axis.
 
     Raises:
-        SizeError: another text, or sides that are no multiples of `scale`, or below two of them.
+        SizeError: another text, or sides that are no multiples of `scale`, or smaller than 2 * `scale`.
     """
     height, width = parse_size(text, "tiles", multiple=scale, least=SMALLEST_TILE)
     return height, width

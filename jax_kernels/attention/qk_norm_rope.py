@@ -204,7 +204,8 @@ def _process_block(x_ref, *other_refs: Any, normed: bool, scale: float, eps: flo
         other_refs: references to weight and bias, (D, 1), if `normed`; then to cos and the signed sin,
             (D, S), if positions are rotated; then to the result, (H, D, S): its channels are in the rows.
         normed: whether there is a norm.
-        scale, eps: as `qk_norm_rope` takes them.
+        scale: factor of the result.
+        eps: added to the variance.
     """
     *operands, y_ref = other_refs
     heads, channels, _ = y_ref.shape

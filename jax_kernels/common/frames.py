@@ -154,7 +154,7 @@ def kernel_layout(x_NTHWC: jax.Array) -> jax.Array:
 
 
 def store_pixels_first(target: Target, x_NTHWC: jax.Array) -> jax.Array:
-    """Return `x`, kept in memory in the order of `pixels_first` on a TPU.
+    """Return `x`, kept in memory in the order (H, W, N, T, C) of `pixels_first` on a TPU.
 
     XLA finds that order by itself for most large frames. If it does not, an activation is written in float32,
     copied, and rounded in separate passes (v6e, one of 8 x 480 x 720 x 128: 11 ms). Small frames are better

@@ -86,7 +86,7 @@ def silu(x: Float[Array, "*any"], *, time_axis: int | None = None) -> Float[Arra
 
     Args:
         x: any float dtype.
-        time_axis: axis of the frames, which a TPU computes in runs; None if `x` has no such axis.
+        time_axis: axis of the frames, of which a TPU computes a few at a time; None if `x` has no such axis.
     """
     return dispatch(silu_on, ("tpu",), x, time_axis=time_axis)
 
@@ -368,7 +368,7 @@ def gelu(x: Float[Array, "*any"]) -> Float[Array, "*any"]:
 
 @jax.custom_jvp
 def _gelu(x: jax.Array) -> jax.Array:
-    """Compute GELU of float32 by its tanh approximation, without a barrier."""
+    """Compute GELU of float32 by its tanh approximation; `_gelu_jvp` is its derivative."""
     # x * (1 + tanh(z)) / 2 is x / (1 + exp(-2 z)): the exponential is its one transcendental function.
     return x / (1 + jnp.exp(-2 * _gelu_inner(x)))
 

@@ -204,12 +204,14 @@ def _product_block(
     it, so that they overlap.
 
     Args:
-        first_patch_ref: index of the first patch in the sequence; read for a gated sum alone.
+        first_patch_ref: index of the first patch in the sequence; read only for a gated sum.
         x_ref, weight_ref, bias_ref: blocks of the arguments of `product`.
-        refs: references to residual and gate, for a gated sum, and to the result.
+        refs: references to residual and gate (two rows: for text tokens, for patches), if there is a gated
+            sum, and to the result.
         width: outputs of a unit.
         body: units of a loop's body.
-        gelu, transposed: as `product` takes them.
+        gelu: whether GELU is applied.
+        transposed: whether `x_ref` is (inputs, tokens); else it is (tokens, inputs).
     """
     *gated, y_ref = refs
 

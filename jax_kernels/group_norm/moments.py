@@ -25,7 +25,7 @@ def moments(target: Target, x: Float[Array, "N *rest"], *, num_groups: int, chan
     be sharded: only the merged triples are communicated.
 
     Args:
-        target: the target.
+        target: the platform that is traced for, and the sharding of columns.
         x: any rank of three or more; the rows of pixels are the third axis from the end, channels last.
         num_groups: number of groups G.
         channel_axis: axis of the channels in `x`.

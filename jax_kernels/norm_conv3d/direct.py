@@ -185,11 +185,12 @@ class DirectStep(ConvStep):
     def _input_rows(self, row: int, time: int, part: int, column: Any) -> Array:
         """Return a chunk of one of the four input rows as the tap `time` sees it: a row for each frame.
 
-        Row 0 is above the block of results, 1 and 2 are the block, and 3 is below it, still in the stage.
-        `part` is the index of 128 input channels; `column` is the chunk's first.
+        Row 0 is above the block of results, 1 and 2 are the block, all in the memory "ring". Row 3 is below,
+        still in "stage", the memory that `_move` moves rows from. `part` is the index of 128 input channels;
+        `column` is the chunk's first.
         """
         sizes = self.sizes
-        if row == ROWS + 1:
+        if row == ROWS + 1:  # the stage begins a chunk left of column 0
             at = self._rows(column, sizes.chunk, sizes.words, before=sizes.chunk)
             words = self.refs["stage"][time, 0, part, at]
         else:  # the ring has the block of results in its slot `new`, and the block above in `old`

@@ -435,6 +435,6 @@ def _component_sums(
     """Convolve one component of Winograd's filtering (`filtered`) over rows; return float32 sums.
 
     A component multiplies one combination of a tile's frames by one combination of the taps of time. So
-    `hidden` has a combination for each of P tiles, and `kernel` has taps of rows alone.
+    `hidden` has a combination for each of P tiles, and `kernel` has only taps of rows.
     """
     return _column_sums(hidden, kernel[None])  # `_column_sums` takes an axis of time: here of one tap

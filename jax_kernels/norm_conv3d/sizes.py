@@ -284,8 +284,8 @@ def sizes_of(
     """Choose the sizes that the kernel is compiled for.
 
     Four and eight frames are convolved by Winograd's filtering, unless it is off, does not fit into VMEM, or
-    cannot use the registers of coefficients. Other numbers of frames are convolved directly. Strips are the
-    fewest that fit into VMEM, or `MOST_STRIPS`.
+    cannot use the registers of coefficients. Other numbers of frames are convolved directly. Strips (columns
+    that are computed together) are the fewest that fit into VMEM, or `MOST_STRIPS`.
 
     Args:
         x: frames.
@@ -310,6 +310,7 @@ def sizes_of(
         outputs=outputs,
         tile=0,  # no tiles of Winograd's filtering
     )
+    # `TILES` tiles of 2 or 4 frames are 4 or 8 frames.
     if input_frames in (TILES * tile for tile in TRANSFORMS) and pallas_mode() != "direct":
         winograd = _cut_into_strips(direct._replace(tile=input_frames // TILES), residual)
         fits = _vmem_bytes(winograd, residual) <= vmem_limit()

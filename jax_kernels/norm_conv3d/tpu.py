@@ -108,8 +108,8 @@ def _xla_form(
     """Compute in XLA what the kernel computes, for the derivatives; arguments and results as of `_by_kernel`.
 
     The convolution is of `silu(x * multiplier + offset)`. `edges` are sums to add to the first and the last
-    column of each strip; columns from `true_width` on are padding and get zeros. Results are the frames, the
-    next cache, and (mean, M2) of each column of the frames.
+    column of each strip (columns that the kernel computes together); columns from `true_width` on are padding
+    and get zeros. Results are the frames, the next cache, and (mean, M2) of each column of the frames.
     """
     hidden = activated(x, _over_pixels(multiplier, x), _over_pixels(offset, x))
     if cache is None:  # at the start of a video its first frame is repeated
@@ -117,7 +117,7 @@ def _xla_form(
     frames = jnp.concatenate([cache, hidden], axis=1)
     sums = xla.summed(frames, kernel, xla.same_width_padding(kernel))
     if edges is not None:
-        # The shard's own edges alone: here `sums` contain already what adjacent strips contribute.
+        # Only the shard's outer edges are added: `sums` contain already what adjacent strips contribute.
         left, right = edges
         sums = add_columns(sums, left[:, :, :, :1], at=0)
         sums = add_columns(sums, right[:, :, :, -1:], at=x.shape[3] - 1)
@@ -406,7 +406,7 @@ def column_of_cache(cache: Float[Array, "N 2 H W I"], column: int) -> Float[Arra
     Before a slice in the order of `cache` XLA would copy the whole cache.
     """
     videos, frames, height, _, channels = cache.shape
-    rows = channels // tiles.LANES * frames  # of a column
+    rows = channels // tiles.LANES * frames  # of (N, H, rows, 128), the reshaped cache, for one column
     cut = _cache_pixels_first(cache)[:, :, column * rows : (column + 1) * rows]
     return _cache_frames_first(cut, (videos, frames, height, 1, channels))
 

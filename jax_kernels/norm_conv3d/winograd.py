@@ -233,13 +233,15 @@ class WinogradStep(ConvStep):
         x: Array,
         before: Callable[[Callable[[], Array]], Array],
     ) -> Array:
-        """Store the transform of a unit's activated frames, and of the two frames before them, in the stage.
+        """Store the transform of a unit's activated frames, and of the two frames before them.
 
-        A word is two bfloat16 frames of a pixel and channel. The result is the words of the last two frames.
+        A unit is a few columns of pixels. Its transform is stored in "stage", memory that the next step moves
+        rows from. A word is two bfloat16 frames of a pixel and channel. The result is the words of the last
+        two frames.
 
         Args:
-            row, part: the row of the block, and the index of 128 channels.
-            unit: index of the memory for the unit.
+            row, part: index of the row in the block of two rows, and of the 128 channels.
+            unit: index of the memory in which the unit's words are sorted by frame.
             column: the unit's first column.
             x: the activated frames, a row for each frame of a pixel.
             before: `before(first)` returns the words of the two frames before `x`. Without a cache it repeats
@@ -313,7 +315,7 @@ class WinogradStep(ConvStep):
     def _word_columns(self, column: Any, count: int, shift: int = 0) -> Any:
         """Return the slice of `count` columns in the memory that products read.
 
-        The slice begins `shift` columns after `column`, which is a multiple of a register's 8 rows. The first
+        The slice begins `shift` columns after `column`, a multiple of 8 (a register's rows). The first
         `MARGIN` columns of the memory are padding.
         """
         start = column + MARGIN

@@ -217,7 +217,7 @@ def downsample(
 
     Raises:
         ValueError: a kernel of another size or that does not take `x`, a bias of another length; frames that
-            are no pairs; columns split over devices, an odd number each.
+            cannot be paired; a shard with an odd number of columns.
     """
     if kernel.shape[:2] != (3, 3):
         size = " x ".join(map(str, kernel.shape[:2]))

@@ -169,7 +169,7 @@ class _Step:
         @pl.when(self.step == self.last)
         def _():  # nothing is below the last row
             refs["y"][0, 0] = refs["even"][...]
-            refs["y"][0, 1] = self._rounded(refs["odd"][...], 0)
+            refs["y"][0, 1] = self._rounded(refs["odd"][...], 0)  # 0: the sums begin at the first column
 
     def _add_row(self) -> None:
         """Add the products of a row of pixels to its results, in chunks of columns from left to right.

@@ -135,9 +135,10 @@ def check_sizes(z_NTHWC: Array, activations: tuple[int, ...], *, first_frame_alo
 
     `activations` is their shape (N, T, H, W, C).
     """
-    for part, length in _frame_parts(z_NTHWC, activations, first_frame_alone):
-        pairs = zip((length, *activations[2:4]), part.shape[1:4], strict=True)  # of sizes, for each axis
-        if any(latents == 0 or size % latents for size, latents in pairs):
+    # `z_part` is the latents that cover `frames` of the activations.
+    for z_part, frames in _frame_parts(z_NTHWC, activations, first_frame_alone):
+        sizes = zip((frames, *activations[2:4]), z_part.shape[1:4], strict=True)  # a pair for each axis
+        if any(z_size == 0 or size % z_size for size, z_size in sizes):
             raise ValueError(
                 f"spatial_norm got latents {z_NTHWC.shape} for activations {activations}: frames, rows and "
                 "columns of the activations must be whole multiples of the latents'"

@@ -53,6 +53,7 @@ class Conv(OnColumns, nnx.Module):
     """The parameters of a convolution: `kernel` (*window, I, O) and `bias` (O,)."""
 
     def __init__(self, in_channels: int, out_channels: int, window: Sequence[int], config: LayerConfig):
+        """Draw the kernel, whose sizes are `window`; the bias is zeros."""
         shape = (*window, in_channels, out_channels)
         draw = nnx.initializers.lecun_normal()
         self.kernel = nnx.Param(draw(config.rngs.params(), shape, config.param_dtype))
@@ -144,6 +145,7 @@ class SpatialNorm3D(OnColumns, nnx.Module):
     ) -> jax.Array:
         """Norm activations and modulate them by the latents `zq_NthwC`, upsampled to their size."""
         norm = self.norm_layer
+        # `matrix` returns (kernel, bias): first those of the scale, then those of the shift.
         return jax_kernels.spatial_norm(
             x_NTHWC,
             zq_NthwC,

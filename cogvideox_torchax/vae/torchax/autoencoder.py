@@ -222,7 +222,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         plan = self._tile_plan(direction, x.shape[3:], always=in_tiles)
         network = chunk_network(self, direction)
         run = functools.partial(self._all_results, direction, x, plan)
-        if plan is not None:
+        if plan is not None:  # a backward pass then raises an error with this message
             return runtime.without_gradient(
                 network, x, run, "gradients do not pass through tiles on JAX: call disable_tiling() before"
             )
