@@ -25,6 +25,7 @@ class Flax(Backend):
 
     @classmethod
     def program(cls, vae: Any, direction: Direction) -> runtime.Program:
+        """Return the program of a Flax VAE without weights, with the config, dtype and mesh of `vae`."""
         config = FlaxAutoencoderKLCogVideoXConfig.from_dict(dict(vae.config))
         dtype = runtime.jax_dtype(vae.dtype)
         weightless = FlaxAutoencoderKLCogVideoX.weightless(config, dtype=dtype, param_dtype=dtype)

@@ -234,7 +234,7 @@ class MagSteps(StepCache):
     """
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        """Return (form, no numbers) to run all blocks or none, as the first block's hook decides by ratios."""
+        """Return (form, {}): all blocks run, or none, as the first block's hook decides by its ratios."""
         head, *_, tail = state.hooks.values()  # hooks of the first block and of the last
         placeholder = torch.zeros(1, 1, 1)  # the hooks need tensors, but decide without their values
         inputs = {"hidden_states": placeholder, "encoder_hidden_states": placeholder}

@@ -106,7 +106,7 @@ def compile_last_chunk(
 
 
 def report_network(network: Any, tensors: dict[str, Any]) -> ProgramPlan:
-    """Compile a pipeline's ported transformer or text encoder and report its layers, as `report` does.
+    """Compile a pipeline's ported transformer or text encoder; return its plan, with a `Row` for each layer.
 
     Args:
         network: a network with a mesh; in PyTorch, on JAX or on torch's "meta" device.

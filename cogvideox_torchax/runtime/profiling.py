@@ -36,7 +36,7 @@ def profiling(directory: str | Path) -> Iterator[None]:
     options.python_tracer_level = 0  # Python's own calls would be most of the trace
     before = jax.config.jax_compilation_cache_include_metadata_in_key  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
-    _profiling = True
+    _profiling = True  # read when a program is traced
     try:
         with jax.profiler.trace(str(directory), create_perfetto_trace=True, profiler_options=options):
             yield

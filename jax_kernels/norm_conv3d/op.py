@@ -389,7 +389,8 @@ def _activated_column(
     """Return one column of pixels: two frames of the cache, then T frames of `silu(norm(x))`; P = T + 2.
 
     Without a cache the first activated frame, twice, takes its place. `coefficients(repeat)` returns the
-    norm's multiplier and offset (`_coefficients`); `repeat` gets arrays with a value for each latent.
+    norm's multiplier and offset (`_coefficients`); it calls `repeat` with arrays that have a value for each
+    latent.
     """
     frames, height, columns = x.shape[1:4]
 

@@ -296,7 +296,7 @@ def sizes_of(
     """
     input_frames, height, columns, channels = x.shape[1:]
     outputs += -outputs % tiles.LANES  # padded to whole tiles
-    cell = columns_of_register(columns, input_frames, registers)
+    cell = columns_of_register(columns, input_frames, registers)  # columns that a register serves
     direct = ConvSizes(
         input_frames=input_frames,
         columns=columns,

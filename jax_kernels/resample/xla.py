@@ -42,9 +42,9 @@ def downsampled_sums(x: jax.Array, kernel: jax.Array, columns: tuple[int, int]) 
 def downsampled_sums_by_patches(x: jax.Array, kernel: jax.Array, columns: tuple[int, int]) -> jax.Array:
     """Compute `downsampled_sums` as one matrix product of all windows (patches).
 
-    A row of zeros is added below, and `columns` zeros on the (left, right). This is for images on a TPU, whose
-    convolution XLA compiles for 14 s (120 x 180 x 256) to a minute (a shard of 768 x 170 x 128) on a core;
-    the product compiles for 5 s.
+    A row of zeros is added below, and `columns` zeros on the (left, right). This is for images on a TPU:
+    XLA compiles their convolution for 14 s (120 x 180 x 256) to a minute (a shard of 768 x 170 x 128) on a
+    core, the product for 5 s.
     """
     return conv_patches([jnp.pad(x, [(0, 0), (0, 0), (0, 1), columns, (0, 0)])], kernel, stride=2)
 
