@@ -43,9 +43,9 @@ class VideoDirectory(OutputDirectory):
         *,
         retry: bool = False,
     ):
-        """Take this process's files out of all `shards` of latents; `with` finds which videos are missing.
+        """Keep this process's files of all `shards` of latents; `with` then finds which videos are missing.
 
-        Without `fps` a video has the rate in its latents; `retry` decodes clips that were bad before again.
+        Without `fps` a video has the rate in its latents; `retry` tries clips again that were bad before.
         """
         super().__init__(directory, process_shard)
         self._shards = shards[self.process_shard.index :: self.process_shard.count]

@@ -381,7 +381,8 @@ def _replace_forward(module: nn.Module, given: dict[str, Any], results: dict[str
 
     Args:
         module: a module of a program's own copy of the transformer.
-        given: results to return, by a module's name: a tuple of tensors, or None for zeros like its own.
+        given: results to return, by a module's name: a tuple of tensors, or None for zeros of the shapes of
+            the module's own result.
         results: lists by a module's name; that of a module not in `given` gets the tensors of its result.
         name: the module's name.
     """

@@ -148,7 +148,8 @@ class PatchEmbed(CogVideoXPatchEmbed):
 
         Only a program's own copy of the module is to be changed so.
         """
-        self.table, self.use_positional_embeddings = table, False  # the inherited forward adds none
+        # False: the inherited forward then adds no positions.
+        self.table, self.use_positional_embeddings = table, False
 
     def forward(self, text_embeds: torch.Tensor, image_embeds: torch.Tensor) -> torch.Tensor:
         """Return text and embedded patches as one sequence (N, S, C), with positions added.

@@ -150,7 +150,7 @@ def topology_devices(name: str) -> list[Any]:
 
 @contextlib.contextmanager
 def _dumping_schedules() -> Iterator[None]:
-    """Make libtpu, if it is first loaded in this `with` block, dump schedules to `dump_directory()`.
+    """Make libtpu, if it is first loaded in this `with` block, dump kernels' schedules to `dump_directory()`.
 
     The environment's flags are restored after the block: a child process gets none of them.
     """

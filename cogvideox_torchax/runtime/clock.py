@@ -21,7 +21,7 @@ class CompileClock:
     """
 
     def __init__(self, announce: Callable[[str], None] = lambda line: None) -> None:
-        """Begin to listen to JAX's events; a process cannot end this."""
+        """Start the clock, and listen to JAX's events from now on."""
         import jax.monitoring
 
         self.started = time.perf_counter()

@@ -16,8 +16,8 @@ _profiling = False
 def profiling(directory: str | Path) -> Iterator[None]:
     """Record what JAX runs in a `with` block, into files for TensorBoard and Perfetto.
 
-    Programs that are traced in the block name their instructions after layers. In the block names are part of
-    the compile cache's key, so that no program that was compiled without names is taken from the cache.
+    Programs that are traced in the block name their instructions after layers. The compile cache's key then
+    includes these names, so that no program that was compiled without names is taken from the cache.
 
     Args:
         directory: directory of the profile, created if missing; the trace is in its `plugins/profile/`.

@@ -302,7 +302,7 @@ class Sampler:
         return torch.stack([cut(rng, shape.frames) for _ in range(shape.clips)])
 
     def _whole_frames_clip(self, rng: np.random.Generator, frames: int) -> torch.Tensor:
-        """Return a clip (C, T, H, W) of so many whole frames of a video, drawn by `rng`.
+        """Return a clip (C, T, H, W) of T = `frames` whole frames, not crops, of a video drawn by `rng`.
 
         A share of the clips (`ALIGNED_SHARE`) begins at a multiple of 8 frames.
         """

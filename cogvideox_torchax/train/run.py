@@ -170,7 +170,7 @@ class Run:
 
 
 def _table(path: Path) -> TextIO:
-    """Open a table of `HEADS`, by its file's name, to add lines to; a new one gets its head, column names."""
+    """Open a table, a CSV file, to append lines; begin an empty one with its column names, from `HEADS`."""
     file = path.open("a", newline="")
     if not file.tell():  # the file is empty
         csv.writer(file).writerow(HEADS[path.name])

@@ -26,7 +26,7 @@ def moments(target: Target, x: Float[Array, "N *rest"], *, num_groups: int, chan
 
     Args:
         target: the platform that is traced for, and the sharding of columns.
-        x: any rank of three or more; the rows of pixels are the third axis from the end, channels last.
+        x: any rank of three or more; once channels are moved last, the third axis from the end is the rows.
         num_groups: number of groups G.
         channel_axis: axis of the channels in `x`.
 

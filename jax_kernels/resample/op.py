@@ -147,7 +147,7 @@ def _by_kernel(target: Target, x: Array, kernel: Array, bias: Array | None, *, e
     """Run the Pallas kernel on a device's own columns, with the neighbours' columns beside them."""
     split = target.split
     bias = jnp.zeros(kernel.shape[-1:], kernel.dtype) if bias is None else bias
-    # The columns (left, right) of the shard; None for a whole frame, which has zeros beside it.
+    # The neighbours' columns (left, right) of the shard; None for a whole frame, which has zeros beside it.
     beside = neighbours_of(split, x, 1) if split.has_neighbours else None
     # Columns of the result, which has twice the width, before its padding.
     true_width = split.real_columns_here(2 * x.shape[3]) if split.is_padded else None

@@ -53,7 +53,7 @@ class Conv(OnColumns, nnx.Module):
     """The parameters of a convolution: `kernel` (*window, I, O) and `bias` (O,)."""
 
     def __init__(self, in_channels: int, out_channels: int, window: Sequence[int], config: LayerConfig):
-        """Draw the kernel, whose sizes are `window`; the bias is zeros."""
+        """Draw the kernel (*window, I, O); the bias is zeros."""
         shape = (*window, in_channels, out_channels)
         draw = nnx.initializers.lecun_normal()
         self.kernel = nnx.Param(draw(config.rngs.params(), shape, config.param_dtype))

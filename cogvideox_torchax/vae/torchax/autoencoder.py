@@ -289,7 +289,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
             raise ValueError(f"got {name} on {tensor} for weights {model}: move {move}")
 
     def _takes_dtype(self, x: torch.Tensor) -> bool:
-        """Return whether the model computes in the dtype of `x`, by autocast if it is on in PyTorch."""
+        """Return whether the model takes the dtype of `x`; under PyTorch's autocast it takes all floats."""
         in_pytorch = not runtime.is_on_jax(self)
         by_autocast = in_pytorch and torch.is_autocast_enabled(x.device.type) and x.is_floating_point()
         return by_autocast or super()._takes_dtype(x)
