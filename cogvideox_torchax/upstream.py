@@ -380,7 +380,7 @@ def put_hooks(model: Any, hooks: list[Hooked]) -> None:
 def set_context(hook: Any, name: str | None) -> None:
     """Make a hook that is on no module use the state of the context called `name`; None for no context.
 
-    Needs the hook's `state_manager`; a hook that has none, and so one state alone, is left as it is.
+    Needs the hook's `state_manager`; a hook without one has a single state, and is left as it is.
     """
     from diffusers.hooks.hooks import CacheContext
 

@@ -151,7 +151,7 @@ def _backend(task: Task, size: Size, *directions: Direction) -> tuple[Any, list[
 
 
 def _chunks(task: Task, size: Size) -> Run:
-    """Load a VAE; return a run, which encodes or decodes a video and yields (name, result) of each chunk.
+    """Load a VAE; return a function that encodes or decodes a video and gives (name, result) of each chunk.
 
     The name is "first" for the first chunk, "later" for every later one.
     """

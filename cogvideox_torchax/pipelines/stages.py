@@ -128,7 +128,7 @@ def path_of(directory: str | Path, name: str) -> Path:
 def save_text(
     directory: str | Path, tensors: dict[str, torch.Tensor | None], *, request: Request, model: str
 ) -> None:
-    """Write the text stage, whole or not at all; None values are left out.
+    """Write the text stage, a file of the prompts' embeddings, whole or not at all; leave out None values.
 
     Args:
         directory: the stages' directory, which has to exist.
@@ -142,7 +142,7 @@ def save_text(
 
 
 def load_text(directory: str | Path) -> Stage:
-    """Read the text stage.
+    """Read the text stage, a file of the prompts' embeddings.
 
     Raises:
         StageError: no such file, or one that is truncated, broken or no stage.

@@ -24,7 +24,7 @@ def weightless_vae(model: str | None, dtype: torch.dtype, device: str = "meta") 
     Args:
         model: a published config of `CONFIGS`, a directory or a hub id; None for "5b".
         dtype: dtype of the weights.
-        device: torch's device; on another device than "meta" there are weights, random ones.
+        device: torch's device: "meta" for no weights, another one for random weights.
 
     Raises:
         ModelError: a model whose config cannot be read.

@@ -258,8 +258,8 @@ class Program:
     def weights(self, network: nn.Module) -> dict[str, Any]:
         """Return the arrays of a network's weights, by name, on the devices where the program takes them.
 
-        The network has the modules of the compiled one. Weights on other devices, as after `load_state_dict`,
-        are moved; the network then holds the moved ones.
+        The network must have the modules of the one that was compiled. Weights on other devices, as after
+        `load_state_dict`, are moved; the network then holds the moved ones.
         """
         named = named_tensors(network)
         for name, tensor in named.items():

@@ -156,7 +156,7 @@ class _Step:
         """Compute the products of a row of pixels, and write the two rows of results of the row above it.
 
         Of the row above, "even" has the complete upper results and "odd" the lower ones, which still lack the
-        products of this row; "above" is what it adds to the upper results of this row, plus the bias.
+        products of this row; "above" is what the row above adds to this row's upper results, plus the bias.
         """
         refs = self.refs
 

@@ -215,9 +215,9 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
     ) -> torch.Tensor:
         """Return the results of all chunks, concatenated, with gradients if torch records them.
 
-        In training mode the forward pass keeps what the backward pass needs. In evaluation mode it keeps the
-        input alone, as most users who forget `torch.no_grad()` never call `backward()`. `in_tiles` runs tiles
-        even if one is enough or tiling is off.
+        In training mode the forward pass keeps what the backward pass needs. In evaluation mode it keeps only
+        the input, and a backward pass recomputes the rest: most users who forget `torch.no_grad()` never call
+        `backward()`. `in_tiles` runs tiles even if one is enough or tiling is off.
         """
         plan = self._tile_plan(direction, x.shape[3:], always=in_tiles)
         network = chunk_network(self, direction)
