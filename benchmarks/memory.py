@@ -81,7 +81,7 @@ def largest_resident_set(way: str, frames: int, height: int, width: int) -> floa
 
 def _decode(way: str, frames: int, height: int, width: int) -> None:
     """Decode latents of a video one of `WAYS`; the small model has four pixels to a latent pixel."""
-    stock = reference.small_vae(**reference.THREE_LEVELS)
+    stock = reference.small_vae()
     z = torch.zeros(1, 16, -(-frames // 4), height // 4, width // 4)
     if way == "diffusers in PyTorch":
         stock.decode(z)
@@ -101,7 +101,7 @@ def _reconstruct(frames: int, height: int, width: int) -> None:
     """Encode and decode a video by the command line, from file to file."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        reference.small_vae(**reference.THREE_LEVELS).save_pretrained(directory / "vae")
+        reference.small_vae().save_pretrained(directory / "vae")
         with video.writing(directory / "in.mp4", 25) as sink:
             for number in range(frames):
                 sink.write(torch.full((1, 3, 1, height, width), number % 256, dtype=torch.uint8))

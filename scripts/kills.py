@@ -36,7 +36,7 @@ def make(root: Path, clips: int) -> None:
         write_clip(path, shift=5 * number, height=32, width=48)
         if number % BAD_EVERY == 5:
             path.write_bytes(path.read_bytes()[: 100 * (number % 4)])  # after 100 or 300 bytes
-    reference.small_vae(**reference.THREE_LEVELS).save_pretrained(root / "vae")
+    reference.small_vae().save_pretrained(root / "vae")
 
 
 def commands(root: Path, out: Path) -> dict[str, list[list[object]]]:

@@ -71,7 +71,7 @@ class Soak:
     """
 
     def __init__(self) -> None:
-        stock = reference.small_vae(**reference.THREE_LEVELS)
+        stock = reference.small_vae()
         with torch.no_grad():
             self.wanted = {
                 (call, size): answer(stock, call, given(call, size))

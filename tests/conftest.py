@@ -107,12 +107,6 @@ def small_vae():
 
 
 @pytest.fixture(scope="session")
-def stock():
-    """Return stock diffusers with the fewest levels that compress time by four; no test changes it."""
-    return reference.small_vae(**reference.THREE_LEVELS)
-
-
-@pytest.fixture(scope="session")
 def native_vae(small_vae):
     """Return the same weights, ported, still in PyTorch."""
     from cogvideox_torchax import port

@@ -11,13 +11,23 @@ import torch
 from diffusers import AutoencoderKLCogVideoX
 
 SMALL = {
-    "block_out_channels": (16, 32, 32, 64),
-    "norm_num_groups": 8,
+    "block_out_channels": (8, 8, 16),
+    "down_block_types": ("CogVideoXDownBlock3D",) * 3,
+    "up_block_types": ("CogVideoXUpBlock3D",) * 3,
+    "norm_num_groups": 4,
     "layers_per_block": 1,
     "sample_height": 64,
     "sample_width": 96,
 }
-"""Narrow and shallow, but with every code path of the published models."""
+"""The fewest levels that compress time by four, so the quickest to compile; four pixels to a latent one."""
+
+FOUR_LEVELS = {
+    "block_out_channels": (16, 32, 32, 64),
+    "down_block_types": ("CogVideoXDownBlock3D",) * 4,
+    "up_block_types": ("CogVideoXUpBlock3D",) * 4,
+    "norm_num_groups": 8,
+}
+"""The published models' levels, one of which resamples space alone; eight pixels to a latent one."""
 
 TWO_LEVELS = {
     "block_out_channels": (8, 16),
@@ -27,14 +37,6 @@ TWO_LEVELS = {
     "norm_num_groups": 4,
 }
 """The fewest levels that have every kind of block: half the frames, and half the pixels along each side."""
-
-THREE_LEVELS = {
-    "block_out_channels": (8, 8, 16),
-    "down_block_types": ("CogVideoXDownBlock3D",) * 3,
-    "up_block_types": ("CogVideoXUpBlock3D",) * 3,
-    "norm_num_groups": 4,
-}
-"""The fewest levels that compress time by four, so the quickest to compile; four pixels to a latent one."""
 
 
 def small_vae(seed: int = 0, **overrides) -> AutoencoderKLCogVideoX:

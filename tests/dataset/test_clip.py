@@ -23,9 +23,9 @@ def clip_of(small, name="a.mp4", **options):
     return Clip(name, small.clips / name, **options)
 
 
-def test_a_clip_gives_the_mean_and_the_log_variance_of_diffusers(small, stock):
+def test_a_clip_gives_the_mean_and_the_log_variance_of_diffusers(small, small_vae):
     found = small.wanted["a.mp4"]
-    wanted = stock.encode(read_all(small.clips / "a.mp4") / 127.5 - 1).latent_dist
+    wanted = small_vae.encode(read_all(small.clips / "a.mp4") / 127.5 - 1).latent_dist
     assert relative_error(found.tensor, wanted.mean) < FLOAT32_RELATIVE
     assert relative_error(found.logvar, wanted.logvar) < FLOAT32_RELATIVE
     assert found.sample is None
@@ -165,10 +165,10 @@ def test_tiles_of_one_clip_are_put_back_before_the_next_and_written_down(small, 
     assert torch.equal(decoder(latents), whole)
 
 
-def test_decoding_has_a_dtype_of_its_own_and_gives_diffusers_bytes(small, stock):
+def test_decoding_has_a_dtype_of_its_own_and_gives_diffusers_bytes(small, small_vae):
     latents = small.wanted["a.mp4"]
     frames = DecodeClip(small.config)(latents)
-    wanted = ((stock.decode(latents.tensor).sample * 0.5 + 0.5).clip(0, 1) * 255).round()
+    wanted = ((small_vae.decode(latents.tensor).sample * 0.5 + 0.5).clip(0, 1) * 255).round()
     assert (frames.float() - wanted).abs().max() <= 1  # a value between two bytes may go either way
     rough = DecodeClip(ClipConfig(small.model, "torch", "bfloat16"))(latents)
     assert rough.dtype == torch.uint8
@@ -176,7 +176,7 @@ def test_decoding_has_a_dtype_of_its_own_and_gives_diffusers_bytes(small, stock)
 
 
 def test_another_models_latents_are_refused(small, tmp_path):
-    reference.small_vae(**{**reference.THREE_LEVELS, "norm_num_groups": 2}).save_pretrained(tmp_path / "vae")
+    reference.small_vae(norm_num_groups=2).save_pretrained(tmp_path / "vae")
     with pytest.raises(LatentsError, match="norm_num_groups"):
         DecodeClip(ClipConfig(str(tmp_path / "vae"), "torch"))(small.wanted["a.mp4"])
 

@@ -265,7 +265,7 @@ def test_an_id_without_a_place_of_its_own_below_the_output_is_bad(tmp_path, monk
 def test_another_model_marks_no_latents_bad_and_a_broken_first_clip_is_its_own(
     small, encoded, tmp_path, refused
 ):
-    reference.small_vae(**{**reference.THREE_LEVELS, "norm_num_groups": 2}).save_pretrained(tmp_path / "vae")
+    reference.small_vae(norm_num_groups=2).save_pretrained(tmp_path / "vae")
     decode = ["decode", str(encoded / "webdataset"), "-o", str(tmp_path / "out"), *OPTIONS]
     assert "norm_num_groups" in refused(*decode, "--model", tmp_path / "vae")
     assert list(manifest.lines(tmp_path / "out", "videos")) == []

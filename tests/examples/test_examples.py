@@ -90,7 +90,7 @@ def test_fine_tuning_changes_the_decoder_alone_and_lowers_the_loss(monkeypatch, 
 
 
 def test_a_folder_is_encoded_and_read_by_a_trainer_without_its_bad_clip(monkeypatch, capsys):
-    reference.small_vae(**reference.THREE_LEVELS).save_pretrained("stock")
+    reference.small_vae().save_pretrained("stock")
     Path("clips").mkdir()
     for i in range(2):
         written(f"clips/{i}.mp4", seed=i)

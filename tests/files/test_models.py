@@ -33,7 +33,7 @@ def snapshot(cache: Path, repository: str) -> Path:
 def saved(tmp_path_factory):
     """Return the directory of a VAE of another width than the published ones'."""
     directory = tmp_path_factory.mktemp("saved") / "vae"
-    reference.small_vae(**reference.THREE_LEVELS).save_pretrained(directory)
+    reference.small_vae().save_pretrained(directory)
     return directory
 
 
@@ -65,7 +65,7 @@ def test_either_build_loads_what_the_other_does(home, build, name, options):
     backend = "flax" if build is FlaxVAEForPipelines else "torch"
     load = backends.backend(backend).load
     vae = load(name, torch.float32).vae if options is None else build.from_pretrained(name, **options)
-    assert tuple(vae.config["block_out_channels"]) == reference.THREE_LEVELS["block_out_channels"]
+    assert tuple(vae.config["block_out_channels"]) == reference.SMALL["block_out_channels"]
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_a_plan_for_this_machine(tmp_path, monkeypatch, capsys, tp):
 )
 @pytest.mark.slow_cases(but=["flax-encode-1"])
 def test_the_other_backends_are_planned_too(tmp_path, backend, kind, tp):
-    reference.small_vae(**reference.THREE_LEVELS).save_pretrained(tmp_path)
+    reference.small_vae().save_pretrained(tmp_path)
     vae = models.weightless_vae(str(tmp_path), torch.float32)
     job = jobs.Job(Direction(kind), 9, 16, 16)
     ours, theirs = (
@@ -167,7 +167,7 @@ def test_what_fits_is_said_by_the_largest_of_its_programs(model_directory, monke
     spread = jobs.smallest_mesh_that_fits(*model, job, "v6e:1x1", 1, peak)
     assert spread == jobs.Change("--topology v6e:1x2 --tp 2", weights + 512 * 768)
     assert jobs.smallest_mesh_that_fits(*model, job, "v5p:2x2x1", 1, peak) is None  # comes in other grids
-    tiny = chips.Chip(1e12, 1e12, weights + 2 * 8 * 16, 1e9)  # room for one latent pixel by two, no tile
+    tiny = chips.Chip(1e12, 1e12, weights + 2 * 4 * 8, 1e9)  # room for one latent pixel by two, no tile
     assert jobs.largest_tile_that_fits(vae, job, [], tiny, peak) is None
 
 

@@ -7,16 +7,13 @@ import pytest
 from PIL import Image
 
 from tests.files.test_video import moving_frames, write
-from tests.reference import THREE_LEVELS
+from tests.reference import SMALL
 
 TINY = {
-    **THREE_LEVELS,
+    **SMALL,
     "block_out_channels": (4, 4, 8),
     "norm_num_groups": 2,
-    "layers_per_block": 1,
     "latent_channels": 4,
-    "sample_height": 64,
-    "sample_width": 96,
 }
 
 

@@ -46,11 +46,11 @@ CASES = {
 @pytest.mark.product_cases(
     "decode 1-flax", "decode 5-flax", "*mesh*-torchax", "encode 1[03]-torchax", "*17-flax"
 )
-def test_a_chunk_is_that_of_stock_diffusers(build, x, mesh, stock, parts):
-    vae = port(reference.built(build, stock), mesh=mesh and make_mesh(*mesh))
+def test_a_chunk_is_that_of_stock_diffusers(build, x, mesh, small_vae, parts):
+    vae = port(reference.built(build, small_vae), mesh=mesh and make_mesh(*mesh))
     if x.shape[1] == 3:
-        got, want = vae.encode(runtime.to_jax(x)).latent_dist.parameters, reference.encoded(stock, x)
+        got, want = vae.encode(runtime.to_jax(x)).latent_dist.parameters, reference.encoded(small_vae, x)
     else:
-        got, want = vae.decode(runtime.to_jax(x)).sample, reference.decoded(stock, x)
+        got, want = vae.decode(runtime.to_jax(x)).sample, reference.decoded(small_vae, x)
     assert reference.largest_error(runtime.to_torch(got), want) <= FLOAT32_RELATIVE
     assert parts

@@ -23,8 +23,12 @@ def check(got, want, in_torch):
     assert ratio <= BFLOAT16_RMS_RATIO
 
 
-def check_decoded(got, z, stock):
-    check(got, reference.decoded(stock, z), reference.decoded(copy.deepcopy(stock).bfloat16(), z.bfloat16()))
+def check_decoded(got, z, small_vae):
+    check(
+        got,
+        reference.decoded(small_vae, z),
+        reference.decoded(copy.deepcopy(small_vae).bfloat16(), z.bfloat16()),
+    )
 
 
 def counted(traced):
@@ -40,8 +44,8 @@ HOOKED = {"up_blocks.2.resnets.0.norm1": 5, "conv_act": 3, "conv_out": 3}
 @pytest.mark.parametrize("devices", [1, 4])
 @pytest.mark.product_cases(but=["1-*norm1"])
 @pytest.mark.slow
-def test_a_hook_sees_what_its_layer_gives(module, devices, stock):
-    vae = build("torchax", stock)
+def test_a_hook_sees_what_its_layer_gives(module, devices, small_vae):
+    vae = build("torchax", small_vae)
     if devices > 1:
         vae.place_on(make_mesh(1, devices, devices=jax.devices()[:devices]))
     seen = []
@@ -49,7 +53,7 @@ def test_a_hook_sees_what_its_layer_gives(module, devices, stock):
     z = reference.latents(2, height=2, width=6)
     with reference.interpreted_kernels(**LARGE, on_mesh=devices > 1) as traced:
         got = vae.decode(runtime.to_jax(z.bfloat16())).sample
-    check_decoded(got, z, stock)
+    check_decoded(got, z, small_vae)
     assert len(seen) == 1
     assert sum(counted(traced)) == HOOKED[module]
 
@@ -66,9 +70,9 @@ each_build = pytest.mark.parametrize("vae", BUILDS, indirect=True)
 
 
 @pytest.fixture(scope="module")
-def vae(request, stock, traced):
+def vae(request, small_vae, traced):
     traced.clear()
-    vae = build(request.param.split()[0], stock)
+    vae = build(request.param.split()[0], small_vae)
     if request.param.endswith("on a mesh"):
         vae.place_on(make_mesh(1, 4, devices=jax.devices()[:4]))
     with reference.traced_anew():  # what one build has traced the other would take
@@ -81,9 +85,9 @@ def vae(request, stock, traced):
 @each_build
 @pytest.mark.product_cases(but=["torchax-[15]", "flax-1", "flax on a mesh-2"])
 @pytest.mark.slow
-def test_every_length_decodes(frames, vae, stock, traced):
+def test_every_length_decodes(frames, vae, small_vae, traced):
     z = reference.latents(frames, height=2, width=6)
-    check_decoded(vae.decode(runtime.to_jax(z.bfloat16())).sample, z, stock)
+    check_decoded(vae.decode(runtime.to_jax(z.bfloat16())).sample, z, small_vae)
     assert all(counted(traced))
 
 
@@ -91,23 +95,27 @@ def test_every_length_decodes(frames, vae, stock, traced):
 @each_build
 @pytest.mark.product_cases(but=["torchax-1-3", "torchax-9-1", "flax-16-1", "torchax on a mesh-10-1"])
 @pytest.mark.slow
-def test_every_kind_of_length_encodes(frames, larger, vae, stock, traced):
+def test_every_kind_of_length_encodes(frames, larger, vae, small_vae, traced):
     # A still of 8 x 24 has too few latents for two errors to compare: 1.13 times, less when larger.
     x = reference.video(frames, height=8 * larger, width=24 * larger)
     traced.clear()
     got = vae.encode(runtime.to_jax(x.bfloat16())).latent_dist.parameters
-    check(got, reference.encoded(stock, x), reference.encoded(copy.deepcopy(stock).bfloat16(), x.bfloat16()))
+    check(
+        got,
+        reference.encoded(small_vae, x),
+        reference.encoded(copy.deepcopy(small_vae).bfloat16(), x.bfloat16()),
+    )
     assert [bool(number) for number in counted(traced)] == [True, False]
 
 
 @each_build
 @pytest.mark.product
 @pytest.mark.slow
-def test_a_stream_of_a_batch(vae, stock):
+def test_a_stream_of_a_batch(vae, small_vae):
     z = reference.latents(5, batch=2, height=2, width=6)
     pieces = list(vae.decode_stream(z.bfloat16()))
     assert len(pieces) == 2
-    check_decoded(torch.cat(pieces, dim=2), z, stock)
+    check_decoded(torch.cat(pieces, dim=2), z, small_vae)
 
 
 # Tiles of two heights are two programs; with an overlap of columns too there are six shapes.
@@ -115,10 +123,10 @@ def test_a_stream_of_a_batch(vae, stock):
 @each_build
 @pytest.mark.product
 @pytest.mark.slow
-def test_tiles(shape, overlap, vae, stock):
+def test_tiles(shape, overlap, vae, small_vae):
     frames, height, width = shape
     z = reference.latents(frames, height=height, width=width)
     options = {"tile_sample_min_height": 16, "tile_sample_min_width": 24}
     options |= {"tile_overlap_factor_height": 0.5, "tile_overlap_factor_width": overlap}
-    with reference.tiled(vae, in_tiles := copy.deepcopy(stock), **options):
+    with reference.tiled(vae, in_tiles := copy.deepcopy(small_vae), **options):
         check_decoded(vae.decode(runtime.to_jax(z.bfloat16())).sample, z, in_tiles)

@@ -101,7 +101,7 @@ def test_auto_turns_tiling_on_and_off(native_vae, monkeypatch):
     monkeypatch.setattr(runtime, "free_memory", lambda mesh: 10**6)
     told = memory.set_tiles(vae, "auto", DECODE, 480, 720, 3)
     assert vae.use_tiling
-    assert f"tiles of {vae.tile_latent_min_height * 8} x {vae.tile_latent_min_width * 8} pixels" in told
+    assert f"tiles of {vae.tile_latent_min_height * 4} x {vae.tile_latent_min_width * 4} pixels" in told
     monkeypatch.setattr(runtime, "free_memory", lambda mesh: 10**12)
     assert memory.set_tiles(vae, "auto", DECODE, 480, 720, 3) is None
     assert not vae.use_tiling
@@ -121,7 +121,7 @@ def test_free_memory_of_a_cpu_is_what_the_system_calls_available_or_what_the_mac
 @pytest.fixture(scope="module")
 def quick_vae():
     """Return a VAE in PyTorch, four pixels to a latent one."""
-    return port(reference.small_vae(**reference.THREE_LEVELS))
+    return port(reference.small_vae())
 
 
 def failing(vae, monkeypatch, at, error):

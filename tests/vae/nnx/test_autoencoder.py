@@ -77,7 +77,7 @@ def test_frame_by_frame_is_another_function_of_the_documented_length(vae):
 BAD = {
     "rank": (jnp.zeros((1, 3, 24, 3)), "rank 4"),
     "channels": (jnp.zeros((1, 1, 24, 40, 4)), "4 channels"),
-    "size": (jnp.zeros((1, 1, 20, 40, 3)), "20 x 40 pixels.*multiples of 8; crop it to 16 x 40"),
+    "size": (jnp.zeros((1, 1, 22, 40, 3)), "22 x 40 pixels.*multiples of 4; crop it to 20 x 40"),
     "empty": (jnp.zeros((1, 0, 24, 40, 3)), "empty video"),
     "NumPy's": (np.full((1, 1, 24, 40, 3), np.nan, np.float32), "NaN or Inf"),
 }

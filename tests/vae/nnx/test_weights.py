@@ -103,8 +103,8 @@ WRONG = {
     "left over": (lambda s: s.update(extra=torch.zeros(2)), "unexpected extra"),
     "shape": (
         _transpose,
-        r"encoder.conv_in.conv.weight of the state dict has the shape \(3, 16, 3, 3, 3\): the config asks "
-        r"for \(16, 3, 3, 3, 3\)",
+        r"encoder.conv_in.conv.weight of the state dict has the shape \(3, 8, 3, 3, 3\): the config asks "
+        r"for \(8, 3, 3, 3, 3\)",
     ),
     "twice": (lambda s: s.update({f"_orig_mod.{NAME}": s[NAME]}), f"gives {NAME} twice"),
 }
