@@ -21,6 +21,7 @@ from tests.files.test_video import write
 RUN = {page: [block for block in blocks(page) if block.reason is None] for page in PAGES}
 RUN = {page: found for page, found in RUN.items() if any(b.language in ("python", "bash") for b in found)}
 SMALL = {
+    "25x16x24": "9x16x24",
     "49, 480, 720": "5, 16, 24",
     "9, 480, 720": "5, 16, 24",
     "3, 480, 720": "3, 16, 24",
