@@ -273,7 +273,7 @@ def set_saved_package(model: Any, kind: type) -> None:
     """Set an attribute on a model: a pipeline that is saved with it names the package of `kind` for it.
 
     The name is in model_index.json; `from_pretrained` imports the model's class from that package. Needs
-    diffusers to read `__module__` of the object (`_fetch_class_library_tuple`); the class keeps its own.
+    diffusers to read `__module__` of the object (`_fetch_class_library_tuple`). The class stays as it is.
 
     Args:
         model: the model, which gets an attribute `__module__`.

@@ -101,6 +101,7 @@ class _Bench:
     """
 
     def __init__(self, options: DeviceOptions, scratch: Path, say: Callable[[str], None], worker: Worker):
+        """Keep the settings, the directory for references' results, the printer of lines and the worker."""
         self._options, self._scratch, self._say, self._worker = options, scratch, say, worker
         self._references: dict[str, dict[str, Any]] = {}  # the latest job's name, and its reference's answer
         self._report: dict[str, Any] = {}

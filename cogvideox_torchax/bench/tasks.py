@@ -119,7 +119,7 @@ def load(task: Task, size: Size) -> Run:
     """Load the model and the inputs of a job at a size; return the function that runs the job once."""
     loaders = {"kernels": _op, "train": _training_step, "step": _network, "prompt": _network}
     job, _, _op_name = task.job.partition(" ")  # an op's job is "kernels OP"
-    return loaders.get(job, _chunks)(task, size)
+    return loaders.get(job, _chunks)(task, size)  # "encode" and "decode" run in chunks
 
 
 def _backend(task: Task, size: Size, *directions: Direction) -> tuple[Any, list[torch.Tensor]]:
@@ -279,7 +279,10 @@ def _random_weight(struct: Any) -> jax.Array:
 
 
 def _op(task: Task, size: Size) -> Run:
-    """Load an op, or for a reference its plain form, with random operands; a run is one call."""
+    """Load an op, or for a reference its plain form, with random operands.
+
+    The returned function calls it once, and gives one pair: the op's name and the result.
+    """
     name = task.job.removeprefix("kernels ")
     plain_options = {}
     if name == "norm_conv3d" and task.platform == "tpu" and task.dtype != "float32":

@@ -339,7 +339,7 @@ class EncodeClip(_ClipUnit):
                 for name, tensor in piece.items():
                     kept.setdefault(name, []).append(tensor)
             about = self._about(decoded) if decoded.clip.id else {}  # while the tiles are set: it names them
-        if _stamp(decoded.clip.source) != decoded.stamp:
+        if _stamp(decoded.clip.source) != decoded.stamp:  # the file's size and time of change
             raise ClipError(
                 f"{decoded.info.path} was changed while it was read: run again when it is complete"
             )

@@ -232,7 +232,7 @@ class Orientation(NamedTuple):
 
     def pixels(self, pixels: np.ndarray) -> np.ndarray:
         """Return stored pixels (H, W, 3) set upright."""
-        if not any(self):  # its three flags: swapped, upward, leftward
+        if not any(self):  # three flags: `swapped` axes; `upward` rows and `leftward` columns, to reverse
             return pixels
         pixels = pixels.swapaxes(0, 1) if self.swapped else pixels
         return np.ascontiguousarray(pixels[:: -1 if self.upward else 1, :: -1 if self.leftward else 1])
@@ -284,8 +284,8 @@ def framing(info: VideoInfo, *, multiple: int, height: int | None, width: int | 
     Args:
         info: properties of the video.
         multiple: number of pixels that must divide both sides.
-        height, width: the requested size. If one side is None, it follows from the video's shape, or with
-            `crop` from the video's size. If both are None, the video's size is taken.
+        height, width: the requested size. If one side is None, it follows from the video's shape (width over
+            height), or with `crop` from the video's size. If both are None, the video's size is taken.
         crop: whether to cut out the middle instead of resizing; sides are then rounded down to multiples.
 
     Raises:

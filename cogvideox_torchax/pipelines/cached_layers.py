@@ -269,8 +269,8 @@ class TaylorModules(ReusedModules):
     def _estimate(self, name: str, kept: Any, dtype: torch.dtype) -> tuple[Any, ...]:
         """Return a module's tensors, of `dtype`, by a Taylor series from the last computed step.
 
-        `kept` has for each tensor its series' factors: the last result, and differences of rising order.
-        `name`, the module's, is not used.
+        `kept` has for each tensor its series' `form.arrays` factors: the last computed result, and its
+        differences of rising order. `name`, the module's, is not used.
         """
         since = self.numbers["since"]  # steps since the last computed step
         powers = [(since**order / math.factorial(order)).to(dtype) for order in range(self.form.arrays)]
@@ -355,7 +355,8 @@ class FasterCacheModules(ReusedModules):
         _oldest, newer = kept
         if len(y) > len(newer):  # both videos: take the second half of the batch
             y, length = y.chunk(2)[1], newer.shape[1]
-            # A mesh may pad the sequences of two videos to another length than that of one.
+            # A mesh may pad the sequences of two videos to another length than that of one: cut or pad to the
+            # length of `newer`.
             y = torch.nn.functional.pad(y[:, :length], (0, 0, 0, max(length - y.shape[1], 0)))
         return y, newer
 

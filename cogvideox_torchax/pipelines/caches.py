@@ -205,8 +205,9 @@ class FirstBlockSteps(StepCache):
     def plan_run(self, model: Any, batch: int, steps: Iterable[Any]) -> list[StepPlan]:
         """Return (form, numbers) of two steps, whatever the `steps`: one runs all blocks, the other reuses.
 
-        The step that reuses runs the first block, and adds the kept residual of the later blocks. In a run
-        the device decides between the two; in a plan each is a program.
+        A form names what a step skips and keeps; numbers are its program's scalar inputs. The step that
+        reuses runs the first block, and adds the kept residual of the later blocks. In a run the device
+        decides between the two; in a plan each is a program.
         """
         # One step is planned, `range(1)`, for its threshold: all steps have the same plan.
         ((_form, numbers),) = super().plan_run(model, batch, range(1))
@@ -367,12 +368,13 @@ class FasterSteps(StepCache):
         if prompted_only[0]:
             low = float(user_hooks[""].low_frequency_weight_callback(model))
             high = float(user_hooks[""].high_frequency_weight_callback(model))
-        state.computed.append(not (prompted_only[0] or skipped))
+        state.computed.append(not (prompted_only[0] or skipped))  # whether the step skips nothing
         faster_form = form(
             "faster",
             tuple(parts),
             tuple(skipped),
-            arrays=2,
+            arrays=2,  # the last two results are kept
+            # None: in a distilled model no video has a twin without the prompt.
             prompted_only=None if denoiser.is_guidance_distilled else prompted_only[0],
         )
         numbers = {"low": low, "high": high, "weights": weights}

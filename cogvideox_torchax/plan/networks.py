@@ -433,7 +433,7 @@ def cached_table(plans: list[NetworkPlan], counts: list[int], chip: Chip | None)
 def network_table(plan: NetworkPlan, chip: Chip | None) -> dict[str, Any]:
     """Return a plan's figures per device, by the names that `plan` prints.
 
-    Sizes and times are those of all layers, extrapolated from programs of `FEW` layers.
+    Sizes and times are those of all layers, extrapolated from two programs, of `FEW` layers.
     """
     program = plan.program
     seconds: dict[str, Any] = {}
@@ -449,7 +449,7 @@ def network_table(plan: NetworkPlan, chip: Chip | None) -> dict[str, Any]:
         seconds["collectives_s"] = collectives = sum(program.collective_seconds.values())
         seconds["with_collectives_s"] = plan.seconds + collectives
     return figures(
-        f"{plan.name}, {plan.layers} layers, from programs of {FEW[0]} and {FEW[1]}",
+        f"{plan.name}, {plan.layers} layers, from programs of {' and '.join(map(str, FEW))}",
         {
             "arguments_GiB": program.argument_bytes,
             "temporaries_GiB": program.temp_bytes,

@@ -280,12 +280,12 @@ def kernel_times(
     total: dict[str, KernelTime] = {}
     for kernel in (instruction for instruction in found if instruction.is_kernel):
         count, schedule = times[kernel.computation], schedules.get(kernel.name)
-        # By the bytes that it reads and writes, and by the cycles of its compiled schedule.
+        # By bytes read and written, and by the cycles of the compiled schedule: the longer time counts.
         bytes_seconds, schedule_seconds = (
             count * seconds for seconds in _kernel_seconds(kernel, chip, schedule)
         )
         name = re.sub(r"[.\d]+$", "", kernel.name)  # without the number that tells equal names apart
-        before = total.get(name, KernelTime(0, 0.0, 0.0, 0.0, 0, 0))  # the sum of the kernels so far
+        before = total.get(name, KernelTime(0, 0.0, 0.0, 0.0, 0, 0))  # the sum so far, first zeros
         scheduled = before.schedule_seconds  # None once a kernel's schedule is not known
         total[name] = KernelTime(
             count=before.count + count,

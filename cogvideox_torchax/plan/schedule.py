@@ -187,7 +187,9 @@ class _Branch:
 
 
 def read_schedule(text: str, delay_slots: int) -> Schedule:
-    """Follow a final schedule from its first bundle to its last.
+    """Follow a kernel's final schedule from its first bundle to its last.
+
+    A bundle is the instructions that the core issues in one cycle.
 
     Args:
         text: libtpu's `final_bundles` dump of one kernel.
@@ -279,6 +281,7 @@ def _operation(part: str) -> _Operation | None:
 def _operands(text: str) -> list[tuple[str, str | int]]:
     """Parse operands into pairs: (name of a value, its register), or ("", number)."""
     return [
+        # A negative number is taken as the 32-bit word (two's complement) that a register would hold.
         (name, register) if name else ("", int(number, 0) % WORD)
         for name, register, number in _OPERAND.findall(text)
     ]

@@ -113,7 +113,7 @@ def without_gradient(
         """Raise the error: the backward pass calls this to recompute the result of `run`."""
         raise ValueError(why)
 
-    return differentiable(refuse, network, {}, x, run=run)
+    return differentiable(refuse, network, {}, x, run=run)  # {}: `refuse` reads no weights
 
 
 def wants_gradient(network: nn.Module, x: torch.Tensor) -> bool:

@@ -206,7 +206,7 @@ def shards_by_process(array: jax.Array) -> dict[int, list[tuple[Any, tuple[slice
     Of the shards of one index, copies on several devices, only the first is returned.
     """
     by_process: dict[int, list[tuple[Any, tuple[slice, ...]]]] = {}
-    seen: set[str] = set()
+    seen: set[str] = set()  # indices as text: slices have no hash before Python 3.12
     for device, index in array.sharding.devices_indices_map(array.shape).items():
         if str(index) not in seen:
             seen.add(str(index))

@@ -95,7 +95,10 @@ class Run:
         return 0
 
     def resume(self) -> int:
-        """Restore the checkpoint, and remove later steps from the tables; return the number of steps done."""
+        """Restore the checkpoint; return the number of steps done before it.
+
+        Lines of later steps are removed from the tables of losses and validations, the files of `HEADS`.
+        """
         state, step, self._seconds = checkpoints.load(self._directory, settings=self._settings)
         self.trainer.restore(state, step)
         for name in HEADS:

@@ -149,7 +149,7 @@ def _attend_block(
         totals_ref: memory for the sums of weights, (8, S): partial sums, one in each row of a register.
         queries, num_keys: number of real queries and keys.
         block: keys of a loop's body.
-        factor: factor of the scores, so that a weight is a power of two of its score.
+        factor: factor of the scores, by which a weight is two to the power of its score.
     """
     channels, length = q_ref.shape
     chunk = min(CHUNK, block)
@@ -198,7 +198,7 @@ def _attend_block(
 
         sums = [sums_ref[:, strip] for strip in strips]
         totals = [totals_ref[:, strip] for strip in strips]
-        # Pairs of a chunk's start and a strip's index. `scores` holds those of the next `STRIPS_AHEAD` pairs.
+        # Pairs of a chunk's start and a strip's index. `scores` holds the next `STRIPS_AHEAD` pairs' scores.
         units = list(itertools.product(range(0, block, chunk), range(len(strips))))
         scores = [scores_of(*unit) for unit in units[:STRIPS_AHEAD]]
         for (start, n), later in itertools.zip_longest(units, units[STRIPS_AHEAD:]):
@@ -212,7 +212,7 @@ def _attend_block(
 
     total, weighted = totals_ref[...].sum(0, keepdims=True), sums_ref[...]
     y_ref[...] = (weighted / total).astype(y_ref.dtype)
-    # The sums of padding queries, after the last real one, are not checked: these may hold anything.
+    # Padding queries, after the last real one, may hold anything: their sums are not checked.
     is_query = pl.program_id(1) * length + jax.lax.broadcasted_iota(jnp.int32, total.shape, 1) < queries
     is_correct = (total > 1 / LARGEST_SUM) & (total < LARGEST_SUM) & (jnp.abs(weighted) < jnp.inf) | ~is_query
 

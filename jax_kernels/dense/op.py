@@ -235,10 +235,10 @@ def linear_gelu(
 ) -> Float[Array, "N S O"]:
     """Return `gelu(linear(x, weight, bias))` for arguments as `linear` takes them.
 
-    On a TPU one pass by a Pallas kernel, which rounds once; XLA's form rounds twice.
+    A Pallas kernel on a TPU computes both in one pass and rounds once; XLA's form rounds twice.
 
     Raises:
-        ValueError: as `linear`.
+        ValueError: channels that the weight does not take, a bias of another length.
     """
     return dispatch(linear_gelu_on, ("tpu",), x, weight, _checked_bias("linear_gelu", weight, bias))
 

@@ -49,7 +49,7 @@ def linear_gelu(x, weight, bias=None):
 
 
 def gated_linear(x, weight, bias, residual, gate, first, *, transposed=False):
-    """Compute `linear`, then `gated_residual`, in float32.
+    """Return `residual + gate * linear(x, weight, bias)`, computed in float32.
 
     `gate` (N, 2, O) has a vector for text and one for patches, which begin at token `first`. `x` is
     (N, S, I), or with `transposed` (N, I, S).

@@ -96,7 +96,10 @@ def moments_of_columns(
 
 
 def _shard_column_moments(target: Target, x_NTHWC: Array) -> tuple[Array, Array]:
-    """Return mean and M2 of a shard's columns, (N, T, 1, W, C), by a Pallas kernel if it supports them."""
+    """Return mean and M2 (sum of squared deviations) of a shard's columns of pixels, both (N, T, 1, W, C).
+
+    A Pallas kernel computes them if it supports the frames.
+    """
     if target.uses_pallas and is_large(x_NTHWC) and tpu.is_supported(x_NTHWC):
         return tpu.column_moments(x_NTHWC)
     if target.uses_pallas and is_image_for_tpu(target, x_NTHWC) and tpu.supports_image(x_NTHWC):

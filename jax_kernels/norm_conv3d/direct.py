@@ -228,11 +228,12 @@ class DirectStep(ConvStep):
     ) -> Array:
         """Store activated frames of a few columns (a unit) in the stage, once for each tap of time.
 
-        A word is two bfloat16 frames of a pixel and channel.
+        The stage is memory that the next step moves rows from. A word is two bfloat16 frames of a pixel and
+        channel; a single frame fills both halves.
 
         Args:
             row, part: index of the row in the block of two rows, and of the 128 channels.
-            unit: not needed here.
+            unit: not used; other kinds of steps need it.
             column: the unit's first column. A negative one is left of the frame: what is stored there is
                 never read.
             x: the activated frames, a row for each frame of a pixel.

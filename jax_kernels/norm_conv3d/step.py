@@ -49,7 +49,7 @@ def matrices(kernel: Array, product: Product, turns: int, tap: Callable[..., Arr
         product: inputs and results of the product, two indices each (`Product`).
         turns: number of shares of the output channels.
         tap: `tap(share, *input, *result)` returns the weights (..., I, O) that connect an input of the
-            product to a result, from `share`, the kernel for a share of the output channels.
+            product to a result; `share` is the kernel with a share of its output channels.
     """
     of_turns = []
     for share in jnp.split(kernel, turns, axis=-1):
@@ -161,13 +161,13 @@ class ConvStep(ABC):
         """
 
     def _modulate_block(self) -> None:
-        """Modulate (norm and activate) a block, two rows; move the block before it to where products load.
+        """Modulate (norm and activate) a block, two rows; move the block above it to where products load.
 
         The first `LAG` steps of a strip do only this: they have no results, and so no products.
         """
 
         def modulate_unit(index: Array, carry: None) -> None:
-            """Move a unit's columns of the block before, then modulate the same columns of this block."""
+            """Move a few columns (a unit) of the block above, then modulate these columns of this block."""
             column = index * self.sizes.unit
             self._move(column, self.sizes.unit)
             self._modulate(column)
@@ -236,8 +236,9 @@ class ConvStep(ABC):
         """Round and write the results of `count` columns from `column` on; add them to the columns' moments.
 
         `sums(row, part)` returns the products' sums for a row of the block (two rows) and a part (128
-        channels), with a row for each frame of a pixel. `column` is negative for the chunk before a row's
-        first: its results have no meaning, and the first chunk overwrites them.
+        channels), with a row for each frame of a pixel. Results are written one chunk (the columns of a
+        product) after their products. So during a row's first chunk `column` is negative: these results have
+        no meaning, and those of the first chunk overwrite them.
 
         A column's moments are three arrays: the origin, which is the column's first result; the sum of the
         differences from it; and the sum of their squares. Differences avoid cancellation. The work waits for
@@ -245,6 +246,7 @@ class ConvStep(ABC):
         """
         sizes, refs = self.sizes, self.refs
         at = self._rows(_at_least_zero(column), count, sizes.input_frames)
+        # The memory "moments" begins a chunk left of column 0.
         moments_at = self._rows(column, count, sizes.input_frames, before=sizes.chunk)
         is_first = self.step == LAG  # the first block of results, which sets the moments
         in_frame = self._rows_in_frame(_at_least_zero(column), count) if "true_width" in refs else None
@@ -319,8 +321,8 @@ class ConvStep(ABC):
     def _rows(self, column: Any, count: int, each: int, before: int = 0, shift: int = 0) -> Any:
         """Return the slice of a memory that holds `count` columns, `each` rows for a column.
 
-        The memory begins `before` columns left of column 0. The slice begins `shift` columns after `column`,
-        which is a multiple of `count`, so that the compiler can align the slice.
+        The memory begins `before` columns left of column 0. The slice begins `shift` columns after `column`.
+        `column` and `before` are multiples of `count`, so that the compiler can align the slice.
         """
         start = (column + before) * each
         if isinstance(start, jax.Array):

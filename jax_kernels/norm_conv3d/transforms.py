@@ -33,7 +33,7 @@ class Transform(NamedTuple):
 
 
 def _inputs_of_two(frames: Sequence[Any]) -> list[Any]:
-    """Return the frames' factors of the four products for two results.
+    """Return the frames' factors of the four products for two results, by Winograd's F(2, 3).
 
     Frames d2 and d3 are the tile, d0 and d1 the two before it. The last factor is the negative of the
     textbook's d1 - d3; `_two_results` adds its product where the textbook subtracts.
@@ -71,13 +71,13 @@ def _inputs_of_four(frames: Sequence[Any]) -> list[Any]:
 
 
 def _four_results(products: Sequence[Any]) -> list[Any]:
-    """Return four frames of results from their seven products.
+    """Return four frames of results from their seven products, by Winograd's filtering.
 
-    The products m0 to m6 belong to the points 0, 1 and -1, then (three) to the polynomial x^2 + 1, then to
-    infinity.
+    It multiplies polynomials at points: m0, m1, m2 and m6 are the products at 0, 1, -1 and infinity. m3, m4
+    and m5 together give the product modulo x^2 + 1.
     """
     m0, m1, m2, m3, m4, m5, m6 = products
-    # Of the points 1 and -1, the even and the odd part; of x^2 + 1, by which x^2 is -1, two coefficients.
+    # The even and the odd part of the products at 1 and -1; the two coefficients modulo x^2 + 1.
     even, odd, constant, linear = m1 + m2, m1 - m2, m3 + m5, m4 + m5
     return [m0 + (even + constant), odd + linear, even - constant, m6 + (odd - linear)]
 

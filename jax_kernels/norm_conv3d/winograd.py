@@ -80,7 +80,9 @@ class WinogradStep(ConvStep):
     def _padding(self) -> dict[str, list[Any]]:
         """Return references to the memory of the convolution's padding, by its place.
 
-        Beside a strip the padding is `MARGIN` columns wide.
+        "stage" holds the rows that the last step modulated, "upper" and "lower" the blocks' upper and lower
+        rows as products load them. Beside a strip, columns that the grid computes together, the padding is
+        `MARGIN` columns wide.
         """
         # `self.rows` has (memory's name, slot) of each input row; the first is above the block of results.
         refs, ((above, slot), *_) = self.refs, self.rows
@@ -89,6 +91,7 @@ class WinogradStep(ConvStep):
             "beside": [refs[name].at[:, :, :, pl.ds(start, MARGIN)] for name, start in sides],
             "above": [refs[above].at[slot]],
             "below": [refs["stage"].at[0]],  # the upper row of the block below
+            # A single column: products see no other one right of the frame's last result.
             "right": [refs["stage"].at[:, :, :, pl.ds(MARGIN + self.sizes.last_columns, 1)]],
         }
 
@@ -295,13 +298,15 @@ class WinogradStep(ConvStep):
     def _add_edges(self, frames: Any, column: Any, row: int, part: int) -> None:
         """Add the edges to the results of the strip's first and last column.
 
-        An edge is what the columns just outside the strip add to the column beside them.
+        A strip is columns that the grid computes together. An edge is what the columns just outside it add to
+        the column beside them.
 
         Args:
             frames: reference to the results of a unit (a few columns), a row for each frame of a pixel.
             column: the unit's first column.
-            row, part: index of the row in the block of two rows, and of the 128 output channels.
+            row, part: index of the row in the block of two rows, and of the part: 128 output channels.
         """
+        # "edges" has a row for each frame of the left edge, and then of the right one.
         sizes = self.sizes
         for side, edge_column in enumerate((0, self._last_column())):
             # `column` is not known in the trace, so a unit without this column gets zeros.

@@ -279,7 +279,7 @@ class Upsample3D(OnColumns, nnx.Module):
         self.expand_time = expand_time
 
     def __call__(self, x_NTHWC: jax.Array, *, first_frame_alone: bool | None = None) -> jax.Array:
-        """Upsample.
+        """Double height and width, with `expand_time` the frames too; then convolve.
 
         `first_frame_alone` is whether the first frame stays single in time; if None, it does if the number of
         frames is odd.
@@ -288,7 +288,7 @@ class Upsample3D(OnColumns, nnx.Module):
             first_frame_alone = first_frame_is_alone(x_NTHWC.shape[1])
         return jax_kernels.upsample(
             x_NTHWC,
-            *self.conv.cast(x_NTHWC.dtype),
+            *self.conv.cast(x_NTHWC.dtype),  # kernel and bias
             expand_time=self.expand_time,
             first_frame_alone=first_frame_alone,
             split=self.split,
@@ -405,7 +405,7 @@ class Decoder3D(nnx.Module):
 
     def __init__(self, config: FlaxAutoencoderKLCogVideoXConfig, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
         """Build the network of the config's sizes; its first `time_doublings` levels double the frames."""
-        widths = config.block_out_channels[::-1]
+        widths = config.block_out_channels[::-1]  # the config has them in the encoder's order
         latents = config.latent_channels
         # Without `eps`: diffusers' spatial norms do not take the config's.
         layers = LayerConfig(
