@@ -157,8 +157,9 @@ class _Bench:
         return result
 
     def _attempt(self, job: str, way: str, size: ladder.Size) -> dict[str, Any]:
-        """Measure a job at one size; if the port's way fails, find the kernel to blame and switch it off.
+        """Measure a job at one size by a way (a backend, perhaps with an option); return the result.
 
+        If the port itself ("torchax") fails or is wrong, find the kernel to blame and switch it off.
         If the job runs one kernel alone, that kernel is to blame. Any other job is run again without one of
         its kernels, each in turn. If it then passes, the kernel left out is to blame, and the result of that
         run is returned. A job that hung is not run again.

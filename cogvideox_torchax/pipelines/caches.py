@@ -333,16 +333,17 @@ class FasterSteps(StepCache):
         """Return the step's form (what it skips and keeps), and the weights by which it extrapolates.
 
         The transformer's hook decides whether to skip the videos without a prompt, attention's hooks whether
-        to skip their module. The user's callbacks give the weights: `low` and `high`, of the frequencies of
-        the difference that the prompt makes, and `weights`, one for each hooked module of attention.
+        to skip their module. The user's callbacks give the weights: `low` and `high`, for the low and the
+        high frequencies of the difference that the prompt makes, and `weights`, one for each hooked module of
+        attention.
         """
         user_hooks = {each.module: each.hook for each in self.hooks}  # the originals, with the callbacks
         for hook in state.hooks.values():  # copies: they need weights, but decide without their values
             vars(hook).update(
                 {name: lambda _module: 0.0 for name in vars(hook) if name.endswith("weight_callback")}
             )
-        # The transformer's own hook has the name "".
-        denoiser, parts = state.hooks[""], {name: hook for name, hook in state.hooks.items() if name}
+        # The hook of the transformer has the name "", hooks of attention modules have the modules' names.
+        denoiser, attention = state.hooks[""], {name: hook for name, hook in state.hooks.items() if name}
         # `denoise` appends to both lists: one bool, and names of modules.
         batch, prompted_only, skipped = len(tensors["hidden_states"]), [], []
 
@@ -351,7 +352,7 @@ class FasterSteps(StepCache):
             prompted_only.append(len(hidden_states) < batch)
             result = hidden_states  # of each module: the hooks read its number of videos alone
             skipped.extend(
-                name for name, hook in parts.items() if not computes_module(hook, result, hidden_states)
+                name for name, hook in attention.items() if not computes_module(hook, result, hidden_states)
             )
             return (result,)
 
@@ -362,7 +363,7 @@ class FasterSteps(StepCache):
             has_two_results * float(user_hooks[name].weight_callback(model.get_submodule(name)))
             if name in skipped
             else 0.0
-            for name in parts
+            for name in attention
         ]
         low, high = 1.0, 1.0
         if prompted_only[0]:
@@ -371,7 +372,7 @@ class FasterSteps(StepCache):
         state.computed.append(not (prompted_only[0] or skipped))  # whether the step skips nothing
         faster_form = form(
             "faster",
-            tuple(parts),
+            tuple(attention),
             tuple(skipped),
             arrays=2,  # the last two results are kept
             # None: in a distilled model no video has a twin without the prompt.

@@ -109,8 +109,8 @@ class Sequence:
         """Return a function of whole arrays that calls `function` on each device with its local arrays.
 
         The function has three arguments, which may be nested: tokens (N, S, C), split by videos and tokens;
-        vectors (N, C), split by videos; tables (S, D), whole on every device. Its result is tokens. Where
-        layers do not run on local tokens (`mesh` is None), it is `function` itself.
+        vectors (N, C), split by videos; tables (S, D), whole on every device. Its result is tokens. If
+        layers do not run on local tokens (`mesh` is None), `function` itself is returned.
         """
         if self.mesh is None:
             return function

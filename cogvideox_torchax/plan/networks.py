@@ -284,7 +284,7 @@ def cached_program(
         name: (tuple(each.shape), jax.dtypes.canonicalize_dtype(runtime.jax_dtype(each.dtype)))
         for name, each in numbers.items()
     }
-    return network.program_of(CachedStep(network, None, form)), tensors | number_specs
+    return network.program_of(CachedStep(network, attention_kwargs=None, form=form)), tensors | number_specs
 
 
 def cache_bytes(program: runtime.Program, tensors: TensorSpecs) -> int:

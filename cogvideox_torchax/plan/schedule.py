@@ -204,7 +204,7 @@ def read_schedule(text: str, delay_slots: int) -> Schedule:
     for address, bundle in enumerate(bundles):
         for part in bundle.split(";;"):
             if match := _BRANCH.search(part):
-                target = regions.get(match["region"], regions.get(""))  # "": see `_bundles`
+                target = regions.get(match["region"], regions.get(""))  # "": an unmarked region
                 if target is None:
                     raise UnknownDumpError(f"a branch goes to region {match['region']}, which nothing starts")
                 # "p23_p0" is the value p23 in register p0; "" for a branch that is always taken.

@@ -86,6 +86,7 @@ def _copy_value(value: Any, done: dict[int, Any], of_processor: bool) -> Any:
         return done[id(value)]
 
     def copy_item(item: Any) -> Any:
+        """Copy an item of `value`."""
         return _copy_value(item, done, of_processor)
 
     if of_processor and has_state(value):

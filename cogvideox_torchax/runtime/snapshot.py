@@ -90,6 +90,7 @@ def _contents(modules: Iterable[dict[str, Any]]) -> list[tuple[Any, list[Any]]]:
     """
     found: dict[int, tuple[Any, list[Any]]] = {}
     for attributes in modules:
+        # Values to visit, each with whether it is an attention processor or in one.
         pending = [(value, name == PROCESSOR) for name, value in attributes.items()]
         while pending:
             value, of_processor = pending.pop()

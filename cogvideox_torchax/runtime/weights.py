@@ -62,7 +62,7 @@ def put_weights(module: nn.Module, place: Callable[[str, Any], Any] = on_default
     """Put a module's parameters and buffers on JAX, each once and under its name; tied weights stay tied.
 
     Args:
-        module: in PyTorch, on JAX already, or in part.
+        module: the module; any of its tensors may be on JAX already.
         place: function of a name and a NumPy or JAX array to the JAX array that replaces it.
     """
 

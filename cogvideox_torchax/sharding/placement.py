@@ -263,7 +263,9 @@ def columns_last_on(target: Target, x_NTHWC: jax.Array) -> jax.Array:
 
 
 def spread(array: Any, sharding: NamedSharding) -> jax.Array:
-    """Return an array with a sharding, the same object if it has it; each process places its own shards.
+    """Return an array with a sharding, or the array itself if it has that sharding already.
+
+    Each process places its own shards.
 
     Args:
         array: of NumPy or JAX, even a traced one. Each of several processes passes the whole array, or a JAX

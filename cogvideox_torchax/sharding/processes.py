@@ -141,7 +141,7 @@ class Exchange:
         if not is_first():
             return runtime.plain_tensor(np.zeros((*array.shape[:2], 0, *array.shape[3:]), array.dtype))
         whole = self._join(array)
-        for process in range(jax.process_count()):  # no other process reads these files
+        for process in range(jax.process_count()):  # no other process reads this chunk's files
             self._path(self._chunks, process).unlink()
         return whole
 

@@ -278,7 +278,10 @@ class Sampler:
     """
 
     def __init__(self, sources: Sequence[Source], *, seed: int, cuts: bool = False):
-        """Keep the sources; `cuts` is whether some clips cut to another scene, or hold an event."""
+        """Keep the sources, videos and pictures apart.
+
+        `cuts` is whether some clips cut to another scene, and more are taken where a video changes fast.
+        """
         self._videos = [source for source in sources if source.frames > 1]
         self._pictures = [source for source in sources if source.frames == 1]
         self._seed = seed

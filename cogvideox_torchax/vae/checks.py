@@ -23,6 +23,7 @@ def check_shape(
         config: the model's config, which has the numbers of channels.
         spatial_compression_ratio: the model's pixels for each latent pixel, along one axis.
     """
+    # `direction.channels` is the config's field with the number of input channels.
     input_name, channels = direction.takes, config[direction.channels]
     multiple = direction.scale(spatial_compression_ratio)  # must divide height and width; 1 for latents
     if len(shape) != 5:

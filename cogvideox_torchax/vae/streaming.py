@@ -100,8 +100,8 @@ class ChunkedVAE:
 
         Raises:
             ValueError: bad latents or a bad first piece, another output dtype, or no `num_frames` for an
-                iterable, at once; a bad later piece, or more or fewer frames than announced, when it is their
-                turn.
+                iterable, at once; a bad later piece, or more or fewer frames than announced, when the
+                iterator gets there.
         """
         if output_dtype not in (None, torch.uint8):
             raise ValueError(f"decode_stream got output_dtype {output_dtype}: None or torch.uint8")

@@ -47,7 +47,7 @@ def split_frames(
     run.
 
     Args:
-        target: the target.
+        target: the platform that is traced for.
         x: frames.
         others: more arrays of frames, or None. If one has fewer frames than `x`, as latents have, all frames
             after the first are one run.

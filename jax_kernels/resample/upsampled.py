@@ -267,6 +267,7 @@ class _Step:
         """
         if "true_width" in self.refs:
             row = jax.lax.broadcasted_iota(jnp.int32, sums.shape, 0)
+            # "true_width" counts columns of the result: two for each column of the input.
             sums = jnp.where(row < (self.refs["true_width"][0] - 2 * column) * self.sizes.frames, sums, 0.0)
         return sums.astype(jnp.bfloat16)
 

@@ -85,7 +85,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         save_as_stock(self)  # a saved pipeline names diffusers' class, and loads without this package
-        port_modules(self)
+        port_modules(self)  # gives diffusers' modules the ported classes, in place
 
     @classmethod
     def from_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
