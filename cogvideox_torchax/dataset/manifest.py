@@ -338,7 +338,7 @@ class DatasetDirectory(OutputDirectory):
 
     @property
     def shards(self) -> range:
-        """The numbers of the shards of this process."""
+        """The numbers of this process's shards: all processes take shards in turn."""
         count = -(-len(self.ids) // self.shard_size)  # of all processes' shards: the quotient, rounded up
         return range(self.process_shard.index, count, self.process_shard.count)
 

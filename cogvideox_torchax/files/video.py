@@ -485,7 +485,7 @@ def writing(path: str | Path, fps: Fraction | float, source: SourceTiming | None
 
 
 def check_writing(path: str | Path, fps: Fraction | float, times: Sequence[Fraction] = ()) -> str:
-    """Return the suffix of an output, "" for a directory; raise as `writing` does for a bad output.
+    """Return the suffix of an output, "" for a directory; raise `OutputError` for a bad output.
 
     `times` are the seconds after the first frame at which each frame is shown; empty for an even rate.
     """

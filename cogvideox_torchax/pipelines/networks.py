@@ -309,7 +309,7 @@ class CogVideoXTransformer3DModel(CompiledNetwork, DiffusersTransformer):
         if hooks:
             self.step_cache = caches.cache_of(hooks)
         if warn and self.is_cache_enabled and self.step_cache is None:
-            # At the line that called `enable_cache` or `place`, which called this.
+            # The warning names the line that called `enable_cache` or `place`, our caller: `stacklevel` 3.
             warnings.warn(caches.WITHOUT_EFFECT.format(type(self._cache_config).__name__), stacklevel=3)
 
     @contextlib.contextmanager

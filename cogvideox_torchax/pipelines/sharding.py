@@ -41,7 +41,7 @@ WEIGHTS: dict[str, P] = {
 def weight_spec(name: str) -> P:
     """Return the sharding of the weight of this name where "tp" splits channels of weights (`TENSOR`).
 
-    A weight that `WEIGHTS` does not name is whole on every device.
+    `WEIGHTS` has patterns of names' endings. A weight that matches none is whole on every device.
     """
     return next((spec for ending, spec in WEIGHTS.items() if re.search(f"(^|\\.)({ending})$", name)), P())
 

@@ -97,6 +97,7 @@ def plan_axis(size: int, *, tile: int, overlap: float, scale_in: int = 1, scale_
             f"one latent pixel; with this overlap use a tile of {smallest} at least, or a smaller overlap"
         )
     spans = tuple((start, min(start + tile * scale_in, size)) for start in range(0, size, step * scale_in))
+    # In output pixels: the part of a tile up to the next tile, and the overlap of both, which is blended.
     return AxisPlan(spans, keep=step * scale_out, blend=(tile - step) * scale_out)
 
 

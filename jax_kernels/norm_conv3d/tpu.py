@@ -75,8 +75,8 @@ def _over_pixels(
 ) -> Float[Array, "N T H W C"]:
     """Return a coefficient for each pixel of `x`, from coefficients in registers (`to_registers`).
 
-    `coefficients` has h rows, each for H / h rows of pixels, of v registers, each of S sublanes: a sublane
-    for each frame of a pixel, pixels one after the other.
+    The axes of `coefficients` are videos; h rows, each for H / h rows of pixels; the v registers of a row;
+    the S sublanes of a register, one for each frame of a pixel, pixel after pixel; and channels.
     """
     frames, height, columns, channels = x.shape[1:]
     videos, rows, registers = coefficients.shape[:3]
