@@ -20,7 +20,7 @@ from cogvideox_torchax.versions import TESTED, installed
 
 
 def _part(package: str, owner: Any, name: str) -> Any:
-    """Return the attribute `name` of `owner`, a module or a class of `package`, which may change it.
+    """Return the attribute `name` of `owner`, a module or a class of `package`; a new release may lack it.
 
     Raises:
         ImportError: the attribute is gone; the message names the release that still has it.

@@ -108,7 +108,7 @@ def check(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure backends or a device; print the report.
 
-    With `--output` the report is written after each result too, so that an ended run leaves its results.
+    With `--output` the report is written after each result too, so that a stopped run leaves its results.
 
     Returns:
         The exit code: 1 where a result is wrong or none succeeded, else 0.

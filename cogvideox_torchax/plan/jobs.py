@@ -195,8 +195,9 @@ def smallest_mesh_that_fits(
     """Return the smallest grid of a topology's generation on which a job fits, its width split by all chips.
 
     Args:
-        model, dtype: as `weightless_vae` takes them.
-        job: as `plan_programs` takes it.
+        model: a published config of `models.CONFIGS`, a directory or a hub id; None for "5b".
+        dtype: dtype of the weights.
+        job: the job to plan: encoding or decoding one video.
         topology: the present topology, such as "v6e:1x1"; larger grids of its generation are tried.
         tp: number of chips that split the width at present.
         peak_bytes: peak memory of the job at present, which is too much.

@@ -28,7 +28,7 @@ def skeleton(module: Module) -> Module:
     Tracing replaces parameters and adds hooks: it does so in the copy, while other threads may be running the
     user's modules. Calls compiled by torch.compile are left out: they would run the user's modules.
     """
-    return _copied(module, {})
+    return _copied(module, {})  # {}: by a module's id, its copy
 
 
 class _Uncompiled(nn.Module):

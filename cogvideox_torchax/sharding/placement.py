@@ -276,6 +276,7 @@ def spread(array: Any, sharding: NamedSharding) -> jax.Array:
         return jax.device_put(array, sharding)
     if isinstance(array, jax.Array) and array.sharding == sharding:
         return array
+    # JAX places it: all devices are this process's, or the array is on all processes' devices already.
     if sharding.is_fully_addressable or (isinstance(array, jax.Array) and not array.is_fully_addressable):
         return jax.device_put(array, sharding)
     # A local array onto several processes' devices: JAX reads the shards of this process's devices alone.

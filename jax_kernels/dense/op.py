@@ -233,7 +233,7 @@ def gated_residual(
 def linear_gelu(
     x: Float[Array, "N S I"], weight: Float[Array, "O I"], bias: Float[Array, " O"] | None = None
 ) -> Float[Array, "N S O"]:
-    """Return `gelu(linear(x, weight, bias))` for arguments as `linear` takes them.
+    """Return `gelu(x weight^T + bias)`; the weight has `x`'s dtype.
 
     A Pallas kernel on a TPU computes both in one pass and rounds once; XLA's form rounds twice.
 

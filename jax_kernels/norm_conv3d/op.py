@@ -80,12 +80,16 @@ def norm_conv3d(
     convolution.
 
     Args:
-        x, kernel, bias, cache, residual, split: as `conv3d` takes them; the cache holds activated frames.
+        x: frames.
         norm: parameters of `group_norm`, or with latents of `spatial_norm`.
+        kernel, bias: the convolution's; the kernel is odd in space, of `x`'s dtype.
+        cache: second result of the call on the frames before: activated frames. None at the start of a video.
         moments: third result of the call that computed `x`, or None; it saves a TPU a pass over `x`.
         num_groups: number of groups of channels that are normed together.
         eps: added to the variance.
         first_frame_alone: whether the first latent frame covers the first frame alone (`spatial_norm`).
+        residual: added to the convolution's sums before they are rounded, or None.
+        split: the sharding of columns.
 
     Returns:
         The convolved frames; the cache for the next call, None where kt is 1; the moments of the convolved

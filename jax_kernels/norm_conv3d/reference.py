@@ -44,7 +44,7 @@ def norm_conv3d(
     )
     y, latest = conv3d(hidden, kernel_f32, bias, cache, residual=residual)
     if tile:
-        # Three taps of time see two frames before the first: the cache, or at the start that frame again.
+        # Three taps of time see two frames before `x`: the cache, or at a video's start `x`'s first frame.
         past = cache if cache is not None else jnp.concatenate([hidden[:, :1]] * 2, axis=1)
         frames = jnp.concatenate([past, hidden], axis=1).astype(x.dtype)
         y = filtered(frames, kernel, tile, _convolved_component)

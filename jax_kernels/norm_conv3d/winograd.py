@@ -91,7 +91,7 @@ class WinogradStep(ConvStep):
             "beside": [refs[name].at[:, :, :, pl.ds(start, MARGIN)] for name, start in sides],
             "above": [refs[above].at[slot]],
             "below": [refs["stage"].at[0]],  # the upper row of the block below
-            # A single column: products see no other one right of the frame's last result.
+            # A single column: products of the frame's last column see no further one.
             "right": [refs["stage"].at[:, :, :, pl.ds(MARGIN + self.sizes.last_columns, 1)]],
         }
 
@@ -306,12 +306,12 @@ class WinogradStep(ConvStep):
             column: the unit's first column.
             row, part: index of the row in the block of two rows, and of the part: 128 output channels.
         """
-        # "edges" has a row for each frame of the left edge, and then of the right one.
         sizes = self.sizes
         for side, edge_column in enumerate((0, self._last_column())):
             # `column` is not known in the trace, so a unit without this column gets zeros.
             inside = (edge_column >= column) & (edge_column < column + sizes.unit)
             at = self._rows(edge_column % sizes.unit, 1, sizes.input_frames)
+            # "edges" has a row for each frame of the left edge, then of the right one.
             edge = self.refs["edges"][
                 0, row, side * sizes.input_frames : (side + 1) * sizes.input_frames, lanes_of(part)
             ]
