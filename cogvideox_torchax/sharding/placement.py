@@ -174,9 +174,7 @@ class Placement(MeshPlace):
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             result, cache = run(inputs.array, cache, split=split)
             # The last kernel's layout, few channels last, would leave most of a TPU's lanes empty.
-            result = dispatch(
-                columns_last_on, ("tpu",), jnp.moveaxis(result, self.axes.index("C"), -1), split=split
-            )
+            result = dispatch(columns_last_on, jnp.moveaxis(result, self.axes.index("C"), -1), split=split)
             result = jnp.moveaxis(result, -1, self.axes.index("C"))
             return self.result_without_padding(result, split), jax.tree.map(
                 self.cache_placement.constrain, cache

@@ -57,13 +57,13 @@ def attention(
     _check(q, k, v, num_keys, implementation)
     return dispatch(
         attention_on,
-        ("tpu", "cuda"),  # platforms with an implementation of their own
         q,
         k,
         v,
         scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
         num_keys=k.shape[1] if num_keys is None else num_keys,
         implementation=implementation,
+        platforms=("tpu", "cuda"),
     )
 
 

@@ -61,7 +61,7 @@ def qk_norm_rope(
     # `_signed` negates the sine of each pair's first channel, the minus in (a cos - b sin, b cos + a sin).
     tables = () if cos is None or sin is None else (cos, _signed(sin))
     norm = () if weight is None else (weight, jnp.zeros_like(weight) if bias is None else bias)
-    return dispatch(qk_norm_rope_on, ("tpu",), x, norm, tables, heads=heads, scale=scale, eps=eps)
+    return dispatch(qk_norm_rope_on, x, norm, tables, heads=heads, scale=scale, eps=eps)
 
 
 def qk_norm_rope_on(

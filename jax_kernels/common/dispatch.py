@@ -62,7 +62,11 @@ class Target:
 
 
 def dispatch(
-    body: Callable[..., Any], platforms: tuple[str, ...], *operands: Any, split: Split = WHOLE, **options: Any
+    body: Callable[..., Any],
+    *operands: Any,
+    platforms: tuple[str, ...] = ("tpu",),
+    split: Split = WHOLE,
+    **options: Any,
 ) -> Any:
     """Call `body(target, *operands, **options)` as a compiled function, with a `Target` for each platform.
 
@@ -70,8 +74,8 @@ def dispatch(
 
     Args:
         body: function of a `Target`, then operands by position and options by name.
-        platforms: names of the platforms that the body has its own implementation for.
         operands: arrays, or trees of arrays.
+        platforms: names of the platforms that the body has its own implementation for.
         split: the sharding of columns.
         options: further arguments of the body.
     """

@@ -57,7 +57,6 @@ def conv3d(
     check_choice("start", start, *get_args(Start))
     return dispatch(
         conv3d_on,
-        ("tpu", "cuda"),  # platforms with an implementation of their own
         x,
         kernel,
         bias,
@@ -66,6 +65,7 @@ def conv3d(
         start=start,
         implementation=implementation,
         split=split,
+        platforms=("tpu", "cuda"),
     )
 
 

@@ -88,7 +88,7 @@ def silu(x: Float[Array, "*any"], *, time_axis: int | None = None) -> Float[Arra
         x: any float dtype.
         time_axis: axis of the frames, of which a TPU computes a few at a time; None if `x` has no such axis.
     """
-    return dispatch(silu_on, ("tpu",), x, time_axis=time_axis)
+    return dispatch(silu_on, x, time_axis=time_axis)
 
 
 def silu_on(target: Target, x: Array, *, time_axis: int | None) -> Array:
@@ -114,9 +114,7 @@ def split_linear(
 
     Slices of the outputs of `linear` would be copies.
     """
-    return dispatch(
-        split_linear_on, ("tpu",), x, weight, _checked_bias("split_linear", weight, bias), parts=parts
-    )
+    return dispatch(split_linear_on, x, weight, _checked_bias("split_linear", weight, bias), parts=parts)
 
 
 def split_linear_on(target: Target, x: Array, weight: Array, bias: Array, *, parts: int) -> Array:
@@ -176,9 +174,7 @@ def adaptive_layer_norm(
     if weight is not None:
         factor = factor * weight.astype(jnp.float32)
     # TPUs have an implementation of their own.
-    return dispatch(
-        adaptive_layer_norm_on, ("tpu",), x, factor, offset, jnp.asarray(first, jnp.int32), eps=eps
-    )
+    return dispatch(adaptive_layer_norm_on, x, factor, offset, jnp.asarray(first, jnp.int32), eps=eps)
 
 
 def adaptive_layer_norm_on(
@@ -240,7 +236,7 @@ def linear_gelu(
     Raises:
         ValueError: channels that the weight does not take, a bias of another length.
     """
-    return dispatch(linear_gelu_on, ("tpu",), x, weight, _checked_bias("linear_gelu", weight, bias))
+    return dispatch(linear_gelu_on, x, weight, _checked_bias("linear_gelu", weight, bias))
 
 
 def linear_gelu_on(target: Target, x: Array, weight: Array, bias: Array) -> Array:
@@ -282,7 +278,6 @@ def gated_linear(
     bias = _checked_bias("gated_linear", weight, bias)
     return dispatch(
         gated_linear_on,
-        ("tpu",),
         x,
         weight,
         bias,

@@ -52,7 +52,6 @@ def group_norm(
     check_choice("activation", activation, None, "silu")
     return dispatch(
         group_norm_on,
-        ("tpu",),
         x,
         weight,
         bias,

@@ -114,7 +114,6 @@ def norm_conv3d(
         )
     return dispatch(
         norm_conv3d_on,
-        ("tpu", "cuda"),  # platforms with an implementation of their own
         x,
         norm,
         kernel,
@@ -126,6 +125,7 @@ def norm_conv3d(
         eps=eps,
         first_frame_alone=first_frame_alone,
         split=split,
+        platforms=("tpu", "cuda"),
     )
 
 

@@ -66,7 +66,6 @@ def upsample(
     check_convolution("upsample", x, kernel, bias, "kh kw I O")
     return dispatch(
         upsample_on,
-        ("tpu",),
         x,
         kernel,
         bias,
@@ -229,7 +228,6 @@ def downsample(
 
     return dispatch(
         downsample_on,
-        ("tpu",),
         x,
         kernel,
         bias,

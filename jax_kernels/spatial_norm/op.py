@@ -64,7 +64,6 @@ def spatial_norm(
     check_choice("implementation", implementation, None, *_IMPLEMENTATIONS)
     return dispatch(
         spatial_norm_on,
-        ("tpu",),  # platforms with an implementation of their own
         x,
         zq,
         *weights,
