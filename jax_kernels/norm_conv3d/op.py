@@ -365,14 +365,13 @@ def _edge_sums(
         strips, float32.
     """
     starts = range(0, conv_sizes.columns, conv_sizes.width)  # the first column of each strip
+    # By the same algorithm as the kernel, for the same rounding. With a `tile` it is Winograd's.
     winograd = functools.partial(filtered, tile=conv_sizes.tile, multiply=_component_sums)
-    # As the kernel does, for the same rounding: `tile` is Winograd's number of frames, or 0.
     convolve = winograd if conv_sizes.tile else _column_sums
     # `activated(column)` returns one column of pixels, normed and activated.
     activated = functools.partial(_activated_column, target, x, cache, coefficients)
-    # The first taps along the width take the column on the left, the last ones that on the right.
-    # At each boundary between two strips, what the left strip's last column adds to the right strip, and what
-    # the right strip's first column adds to the left strip.
+    # At each boundary of two strips the left strip's last column adds to the right strip by the first taps of
+    # the width, and the right strip's first column adds to the left strip by the last taps.
     to_right = [convolve(activated(start - 1), kernel[:, :, 0]) for start in starts[1:]]
     to_left = [convolve(activated(start), kernel[:, :, -1]) for start in starts[1:]]
     if target.split.has_neighbours:

@@ -217,19 +217,19 @@ class _Step:
         rows = count * sizes.frames  # of the products of the chunk alone
         sums = []
         for row in range(TAPS):
-            first, middle, last = (self._product(x, row, tap) for tap in range(TAPS))
-            # For each column: the first tap's product of the column left of it, the last tap's of the column
-            # right of it.
-            from_left = _concatenate(refs["left"][row], first[: rows - sizes.frames])
+            tap_0, tap_1, tap_2 = (self._product(x, row, tap) for tap in range(TAPS))
+            # For each column: what the column left of it gives by tap 0, the column right of it by tap 2.
+            from_left = _concatenate(refs["left"][row], tap_0[: rows - sizes.frames])
             from_right = _concatenate(
-                last[sizes.frames : rows + sizes.frames], *([] if right is None else [right[row]])
+                tap_2[sizes.frames : rows + sizes.frames], *([] if right is None else [right[row]])
             )
-            refs["left"][row] = first[rows - sizes.frames : rows]
-            first, middle, last = (part[:rows] for part in (first, middle, last))
-            # Pixel w is under two taps of its even result, which sees columns w - 1, w, w, and under two of
-            # its odd result, which sees w, w, w + 1.
-            sums.append(self._interleave_columns(middle + last + from_left, first + middle + from_right))
-        upper, middle, lower = sums  # by the kernel's rows; likewise two of them for each row of results
+            refs["left"][row] = tap_0[rows - sizes.frames : rows]  # for the next chunk
+            tap_0, tap_1, tap_2 = (products[:rows] for products in (tap_0, tap_1, tap_2))
+            # Column w is doubled: its even result has columns w - 1, w, w under the three taps, its odd result
+            # columns w, w, w + 1.
+            sums.append(self._interleave_columns(tap_1 + tap_2 + from_left, tap_0 + tap_1 + from_right))
+        # By the kernel's rows. Rows are doubled too: a row is under two kernel rows of one of its results.
+        upper, middle, lower = sums
         at = pl.ds(pl.multiple_of(2 * column * sizes.frames, 2 * COLUMNS), 2 * rows)
         # The results of the row before; step 0 writes what has no meaning, and step 1 overwrites it.
         refs["y"][0, 0, at] = refs["even"][at]
