@@ -77,6 +77,7 @@ class TorchaxStock(Torchax):
         return vae.build_program(direction, stock=True)
 
     def chunks(self, direction: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield the results of a video's chunks, on JAX: `run` takes and returns JAX arrays."""
+        """Return an iterator of the results of a video's chunks, as tensors on JAX."""
         run = self._begin(direction, chunk_network(self.vae, direction))
-        return map(runtime.tensor_of, map(run, frames_of_chunks(self.vae, direction, self.put(x))))
+        chunks = frames_of_chunks(self.vae, direction, self.put(x))
+        return (runtime.tensor_of(run(chunk)) for chunk in chunks)

@@ -174,7 +174,9 @@ class DecodedClip:
 
 
 def select_part(clip: Clip, config: "ClipConfig", scale: int) -> DecodedClip:
-    """Return a clip's first frames, not read yet: as many and of the size that it or the config asks for.
+    """Choose how many of a clip's first frames to encode, and in which size, without reading them.
+
+    A config with buckets chooses a bucket. Else the clip's own number and size count, then the config's.
 
     `scale` is the number of pixels to a latent pixel along a side: it must divide the height and the width.
 

@@ -132,14 +132,14 @@ class StepCache:
 
         Args:
             model: the transformer.
-            network: returns the network of a step of a given form, from which a program is compiled.
+            network: returns the network for a form (the layers that a step runs), to compile a program from.
             tensors: inputs of the step, by name.
         """
         # Hooks without a state manager do not tell contexts apart, in diffusers either.
         name = _THREAD.context if any(hasattr(each.hook, "state_manager") for each in self.hooks) else None
         states = _THREAD.states.setdefault(self, {})
         state = states.pop(name, None) or self._new_state(name)  # a step that fails leaves no state behind
-        # The layers that the step runs, and scalars that its program takes besides the tensors.
+        # `numbers` are scalars that the step's program takes besides the tensors.
         form, numbers = runtime.without_torchax(self._plan_step, state, model, tensors)
         network_of_form = network(form)
         program = model.program_of(network_of_form)

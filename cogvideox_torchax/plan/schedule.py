@@ -347,7 +347,7 @@ def _not(value: Value) -> Value:
 
 
 def _and(*values: Value) -> Value:
-    """Return whether all predicates are true; None, unknown, if none is false and one is unknown."""
+    """Return True if all predicates are true, False if one is false, else None (unknown)."""
     return _not(_or(*map(_not, values)))
 
 

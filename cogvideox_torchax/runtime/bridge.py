@@ -113,7 +113,7 @@ def tensor_of(array: Any) -> torch.Tensor:
 
 
 def to_jax(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a plain torch tensor on JAX's default device; a torchax tensor is returned unchanged."""
+    """Move a plain torch tensor, detached, to JAX's default device; return a torchax tensor unchanged."""
     return tensor if on_jax(tensor) else import_torchax().default_env().to_xla(tensor.detach())
 
 

@@ -362,8 +362,8 @@ class Program:
 
 
 def _describes_one_input(node: Any) -> bool:
-    """Return whether a node of described inputs is a (shape, dtype), and no container of such pairs."""
-    # The second item of a tuple of pairs is a pair, a tuple; that of a pair is a dtype.
+    """Return whether a node of described inputs is a pair (shape, dtype), and no container of such pairs."""
+    # The second item of a pair is a dtype. The second item of a tuple of pairs is a pair, so a tuple.
     return isinstance(node, tuple) and not isinstance(node[1], tuple)
 
 

@@ -112,7 +112,10 @@ class ConvSizes(NamedTuple):
 
     @property
     def rows_together(self) -> bool:
-        """True if one of Winograd's products computes both rows of a block by one matrix."""
+        """True if each of Winograd's products multiplies the inputs of both rows of a block by one matrix.
+
+        With 128 output channels a product gives two results instead (`winograd_products`).
+        """
         return self.outputs > tiles.LANES
 
     @property
@@ -357,13 +360,15 @@ def _chunk(sizes: ConvSizes) -> int:
 def scratch_shapes(sizes: ConvSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
     """Return (shape, dtype) of each scratch buffer by name; the kernel adds a last axis of 128 lanes.
 
-    Results are written a chunk after their products: buffers of results have one chunk of columns more than a
-    strip. A buffer of int32 holds words of two bfloat16 frames.
+    Direct convolution (`tile` is 0) and Winograd's have different buffers. Both work on a strip of columns,
+    in chunks: a chunk's columns are multiplied together, a unit's columns are modulated together. Channels
+    are in parts of 128. A buffer of int32 holds words of two bfloat16 frames. Results are written, and in
+    direct convolution inputs modulated, a chunk late: `result_width` has one chunk of columns more.
     """
     width, result_width, result_parts = sizes.width, sizes.width + sizes.chunk, sizes.outputs // tiles.LANES
     # Of each column: its first result, then the sum and the sum of squares of the differences from it.
     moments = {"moments": ((3, result_parts, result_width * sizes.input_frames), jnp.float32)}
-    if not sizes.tile:
+    if not sizes.tile:  # direct convolution
         block_shape = (TAPS, ROWS, sizes.parts)  # a copy for each tap of time
         return moments | {
             # Modulated rows that the products load: two blocks, in turn.

@@ -318,16 +318,16 @@ class ConvStep(ABC):
             return sizes.last_columns - 1
         return jnp.where(self.strip == sizes.strips - 1, sizes.last_columns, sizes.width) - 1
 
-    def _rows(self, column: Any, count: int, each: int, before: int = 0, shift: int = 0) -> Any:
-        """Return the slice of a memory that holds `count` columns, `each` rows for a column.
+    def _rows(self, column: Any, count: int, rows_per_column: int, before: int = 0, shift: int = 0) -> Any:
+        """Return the slice of a memory that holds `count` columns, each of them in `rows_per_column` rows.
 
         The memory begins `before` columns left of column 0. The slice begins `shift` columns after `column`.
         `column` and `before` are multiples of `count`, so that the compiler can align the slice.
         """
-        start = (column + before) * each
+        start = (column + before) * rows_per_column
         if isinstance(start, jax.Array):
-            start = pl.multiple_of(start, count * each)
-        return pl.ds(start + shift * each, count * each)
+            start = pl.multiple_of(start, count * rows_per_column)
+        return pl.ds(start + shift * rows_per_column, count * rows_per_column)
 
 
 def grid_position(indices: tuple[Any, ...]) -> tuple[Any, Any, Any]:

@@ -225,8 +225,8 @@ class _Step:
             )
             refs["left"][row] = tap_0[rows - sizes.frames : rows]  # for the next chunk
             tap_0, tap_1, tap_2 = (products[:rows] for products in (tap_0, tap_1, tap_2))
-            # Column w is doubled: its even result has columns w - 1, w, w under the three taps, its odd result
-            # columns w, w, w + 1.
+            # Column w is doubled: its even result has columns w - 1, w, w under the three taps, its odd
+            # result columns w, w, w + 1.
             sums.append(self._interleave_columns(tap_1 + tap_2 + from_left, tap_0 + tap_1 + from_right))
         # By the kernel's rows. Rows are doubled too: a row is under two kernel rows of one of its results.
         upper, middle, lower = sums
@@ -382,7 +382,7 @@ def _xla_form(
     true_width: Array | None,
     expand_time: bool,
 ) -> Array:
-    """Compute in XLA what `_by_kernel` computes, for its derivatives.
+    """Compute the result of `_by_kernel` by XLA's operations, which JAX can differentiate.
 
     Pixels are repeated to twice the height and width, and convolved with taps of 3 x 3.
 

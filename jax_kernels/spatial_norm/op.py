@@ -99,7 +99,9 @@ def spatial_norm_on(
     """
     group_moments = moments(target, x, num_groups=num_groups, channel_axis=-1)
     statistics = scale_and_shift(group_moments, weight, bias, eps)
-    runs = split_frames(target, x, zq) if first_frame_alone else [(x, zq)]  # activations, latents
+    # Each run has frames of the activations and of the latents. On a TPU the first frame is a run, elsewhere
+    # all frames are one run, in which `modulated` has to tell the first frame from the others.
+    runs = split_frames(target, x, zq) if first_frame_alone else [(x, zq)]
     convolutions = (kernel_y, bias_y), (kernel_b, bias_b)
 
     def modulated(target: Target, x: Array, zq: Array, *operands: Any) -> Array:
@@ -108,9 +110,13 @@ def spatial_norm_on(
         `operands` are the two convolutions, then GroupNorm's scale and shift.
         """
         fastest = "pixels_first" if target.on_tpu and x.shape[1] > 1 else "rows"
-        alone = first_frame_alone and len(runs) == 1  # with several runs the first frame is one of them
         return _IMPLEMENTATIONS[implementation or fastest](
-            target, x, zq, *operands, activation=activation, first_frame_alone=alone
+            target,
+            x,
+            zq,
+            *operands,
+            activation=activation,
+            first_frame_alone=first_frame_alone and len(runs) == 1,
         )
 
     return join_frames([map_shards(target, modulated, run, convolutions, statistics) for run in runs])
