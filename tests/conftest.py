@@ -12,7 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if "PYTEST_XDIST_WORKER" not in os.environ:
     # A compile cache of this run alone, made by its first process and inherited by all others.
     os.environ["COGVIDEOX_TORCHAX_COMPILE_CACHE"] = tempfile.mkdtemp(prefix="cogvideox-torchax-tests-")
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
     atexit.register(shutil.rmtree, os.environ["COGVIDEOX_TORCHAX_COMPILE_CACHE"], ignore_errors=True)
 os.environ["HF_HUB_OFFLINE"] = "1"
 # A device that waits at a collective holds a thread of XLA's pool, which has as many threads as devices. The
@@ -20,7 +20,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("NPROC", "64")
 # Optimizing is most of what compiling costs on a CPU, and the programs here run for milliseconds: LLVM's
 # passes are off, fusions do without MLIR's, and a program is one module of LLVM's, not 32 of them to be
-# compiled by as many threads. tests/test_default_optimization.py does without all of this.
+# compiled by as many threads. `test_the_contract_holds_as_users_run_it` does without all of this.
 # XLA kills a process whose eight devices do not meet at a collective within 40 s, which a busy machine takes.
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = (

@@ -326,7 +326,7 @@ class DatasetDirectory(OutputDirectory):
 
         A clip that was tried again has several numbers, of which the newest counts.
         """
-        # `self.bad` has reasons by number, of all processes' clips. `own` are the numbers of this process's.
+        # `self.bad` has reasons by number, of all processes' clips. `own` has this process's bad numbers.
         own = {index for shard in self.shards for index in self.members(shard)} & {*self.bad}
         newest = {name: index for index, name in enumerate(self.ids) if name}
         return {name: self.bad[index] for name, index in newest.items() if index in own}

@@ -2,11 +2,15 @@
 
 import copy
 import gc
+import os
 import pickle
+import subprocess
+import sys
 import threading
 import types
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -457,3 +461,34 @@ def test_what_torch_compile_makes_of_it_is_neither_traced_nor_traced_for(vae):
     assert [len(kept) for kept in programs._kept.values()] == [1]
     copied, pickled = copy.deepcopy(vae), pickle.loads(pickle.dumps(vae))
     assert copied._compiled_call_impl is pickled._compiled_call_impl is None
+
+
+AS_USERS = {
+    "one device": (
+        f"{__file__}::test_a_thread_that_enabled_nothing_streams_one_video_at_a_time_and_draws_of_the_posterior",
+        f"{__file__}::test_a_subclass_is_ported_with_what_it_adds",  # programs without and with a cache
+    ),
+    "meshes and Flax": (
+        f"{__file__}::test_a_copy_stays_on_its_mesh_and_a_pickle_leaves_it",
+        "tests/vae/test_first_frame.py::test_a_chunk_is_that_of_stock_diffusers"
+        "[decode 5 over a mesh whose shards are padded-flax]",
+        "tests/vae/test_first_frame.py::test_a_chunk_is_that_of_stock_diffusers[encode 13-flax]",
+    ),
+}
+USERS = {
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=8 "
+    "--xla_cpu_collective_call_terminate_timeout_seconds=900",
+    "COGVIDEOX_TORCHAX_COMPILE_CACHE": "off",
+}
+
+
+@pytest.mark.parametrize("tests", AS_USERS.values(), ids=AS_USERS)
+@pytest.mark.slow_cases("meshes and Flax")
+def test_the_contract_holds_as_users_run_it(tests):
+    """In a process of its own: XLA reads its flags once."""
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    root = Path(__file__).parents[3]
+    done = subprocess.run(
+        [*command, *tests], cwd=root, env=os.environ | USERS, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
