@@ -93,7 +93,7 @@ def replace_array(tensor: Any, move: Callable[[Any], Any]) -> Any:
 
 
 def teach_copying(kind: Any, tensor_of: Any, to_torch: Any, without_torchax: Any) -> None:
-    """Make a tensor class of torchax, of whole tensors or of views, copyable and picklable.
+    """Make a torchax tensor class, that of whole tensors or that of views, copyable and picklable.
 
     By themselves torchax's tensors support neither. A copy, alone or inside any module or state dict, shares
     its array, which nothing writes into. A pickle holds a plain torch tensor: the loaded tensor is in
@@ -342,8 +342,8 @@ class Hooked(NamedTuple):
 def take_hooks(model: Any) -> list[Hooked]:
     """Take the hooks of diffusers' caches off a model's modules, and return them.
 
-    The modules get their own forwards back. Needs the registry of a module's hooks, and the attribute that
-    holds it.
+    The modules get their own forwards back. Needs a module's attribute `_diffusers_hook`, diffusers' registry
+    of its hooks.
     """
     taken = []
     for name, module in model.named_modules():
@@ -355,8 +355,8 @@ def take_hooks(model: Any) -> list[Hooked]:
                 registry.remove_hook(hook_name, recurse=False)
                 hook.fn_ref = None  # it refers to the module
                 taken.append(Hooked(name, hook_name, hook))
-        # A removed hook leaves a class's forward as the module's attribute. That class may be the one from
-        # before `port`, a base of the present class: without the attribute the present class's forward runs.
+        # Removing a hook sets the module's attribute `forward` to the method that the hook wrapped. If `port`
+        # has made the module a subclass since, the attribute hides the subclass's forward, so it is deleted.
         # A `forward` that no class defines, such as another hook's, stays.
         forward = vars(module).get("forward")
         if isinstance(forward, MethodType) and any(

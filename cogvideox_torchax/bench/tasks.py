@@ -204,10 +204,8 @@ class Stock(nn.Module):
 def _untrained(task: Task, size: Size) -> tuple[Any, dict[str, Any]]:
     """Return diffusers' network of a task, and a description of its inputs: (shape, dtype) by name.
 
-    A way is an implementation to measure: the port, or diffusers' modules on some backend. The network has
-    random weights. If it is small, they are on the host, and each way gets the same numbers. If it is a
-    published one, they are on the way's device in PyTorch. For a way on JAX a published network is on the
-    device "meta", without weights.
+    A small network has random weights on the host, the same for every backend. A published one has random
+    weights on `task.torch_device`; without such a device, that is on JAX, it is on the device "meta".
     """
     dtype, published = task.torch_dtype, size.model in networks.TRANSFORMERS
     device = (task.torch_device or "meta") if published else "cpu"

@@ -41,7 +41,7 @@ def _vae(args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: dict
     """
     if args.save_hlo:
         Path(args.save_hlo).mkdir(parents=True, exist_ok=True)
-    # Height and width of a tile: the model's own for "default", without a size; None without --tiling.
+    # Height and width of a tile. `--tiling` without a size is "default", the model's own; None is no tiling.
     tile = args.tiling and (vae.tile_sample_min_height, vae.tile_sample_min_width)
     if args.tiling not in (None, "default"):
         tile = parse_tiles(args.tiling, vae.spatial_compression_ratio)

@@ -204,7 +204,7 @@ class Sequence:
             videos: number of videos.
 
         Returns:
-            (N, S, C) of all tokens and of one part of the channels.
+            (N, P * S, C / P): all tokens, one part of the channels. A video has S local tokens.
         """
         if self.axes:
             # Without the barrier the communication is float32, not the rounded values.

@@ -204,12 +204,12 @@ def load_all(
 def _sizes(height: int, width: int, needed: int, size: int) -> list[tuple[int, int]]:
     """Return the sizes (height, width) to keep a source in: those of `LEVELS` that are no larger than it.
 
-    Each level is a multiple of `size` for the shorter side, and a factor that makes the width narrower. A
-    source smaller than all levels is kept in its own size.
+    At a level the shorter side is a multiple of `size`, and the width is then multiplied by the level's
+    factor. A source smaller than all levels is kept in its own size.
 
     Args:
         height, width: of the source.
-        needed: the side of the largest crop: fewest pixels of each side.
+        needed: the side of the largest crop; no side may be shorter.
         size: the side of a usual crop.
 
     Raises:

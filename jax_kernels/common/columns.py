@@ -163,8 +163,8 @@ def add_from_neighbours(
         return y
     left, right = neighbours_of(split, x, reach)
     left_taps, right_taps = kernel[..., :reach, :, :], kernel[..., reach + 1 :, :, :]
-    # The padding of `reach - 1` zeros is on the side of the shard's own columns, which `y` has counted. Each
-    # convolution gives `reach` columns.
+    # Zeros stand for the shard's own columns, which `y` has counted. `reach` columns and `reach - 1` zeros,
+    # convolved with `reach` taps, give `reach` columns.
     y = add_columns(y, convolve(left, left_taps, (0, reach - 1)), at=0)
     return add_columns(y, convolve(right, right_taps, (reach - 1, 0)), at=y.shape[3] - reach)
 

@@ -19,10 +19,9 @@ from jax_kernels.group_norm.xla import Moments
 def moments(target: Target, x: Float[Array, "N *rest"], *, num_groups: int, channel_axis: int = 1) -> Moments:
     """Return count, mean and M2 of each video's groups of channels, by one pass over `x`.
 
-    M2 is the sum of squared deviations from the mean. A column of pixels, along H, is reduced to its count,
-    mean and M2 a block of rows at a time: a sum of squares over all rows would lose the digits of a column
-    whose first pixel is far from the other pixels. The columns' triples are merged by Chan's formula. W may
-    be sharded: only the merged triples are communicated.
+    M2 is the sum of squared deviations from the mean. Each column of pixels, along H, is reduced to count,
+    mean and M2, a block of rows at a time, as a sum of squares over all rows would lose digits. The columns'
+    triples are merged by Chan's formula. W may be sharded: only the merged triples are communicated.
 
     Args:
         target: the platform that is traced for, and the sharding of columns.

@@ -14,7 +14,6 @@ Memory is used again behind the products: a step stores columns left of those th
 """
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,7 +24,7 @@ from jaxtyping import Array, Float
 
 from jax_kernels.common.tiles import duplicated_in_words, largest_divisor
 from jax_kernels.norm_conv3d.sizes import ROWS, TAPS, UNITS, ConvSizes
-from jax_kernels.norm_conv3d.step import ConvStep, fill_zeros, lanes_of
+from jax_kernels.norm_conv3d.step import ConvStep, fill_zeros, lanes_of, repeat_earlier_frame
 
 UNROLLED = 9
 """Most products in a loop's body.
@@ -224,7 +223,7 @@ class DirectStep(ConvStep):
         unit: int,
         column: Any,
         x: Array,
-        before: Callable[[Callable[[], Array]], Array],
+        before: Any | None,
     ) -> Array:
         """Store activated frames of a few columns (a unit) in the stage, once for each tap of time.
 
@@ -237,8 +236,8 @@ class DirectStep(ConvStep):
             column: the unit's first column. A negative one is left of the frame: what is stored there is
                 never read.
             x: the activated frames, a row for each frame of a pixel.
-            before: `before(first)` returns the words of the two frames before `x`, from the words of the
-                first two frames of `x`, which `first()` returns.
+            before: reference to the words of the two frames before `x`. None at a video's start, where the
+                first frame of `x` takes their place, twice.
 
         Returns:
             The words of the last two frames of each pixel.
@@ -252,7 +251,7 @@ class DirectStep(ConvStep):
         same[to, :] = now
         if words > 1:  # moved by a word; each pixel's first word is replaced below
             earlier[pl.ds(to.start + 1, sizes.unit * words - 1), :] = now[:-1]
-        earlier[firsts, :] = before(lambda: same[firsts, :])
+        earlier[firsts, :] = repeat_earlier_frame(same[firsts, :]) if before is None else before[...]
         # The later frame (high 16 bits) of the word before, then the earlier frame of this word.
         shifted[to, :] = jax.lax.shift_right_logical(earlier[to, :], 16) | (now << 16)
         return same[pl.ds(to.start + words - 1, sizes.unit, stride=words), :]

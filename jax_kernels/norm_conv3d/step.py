@@ -145,19 +145,20 @@ class ConvStep(ABC):
         unit: int,
         column: Any,
         x: Array,
-        before: Callable[[Callable[[], Array]], Array],
+        before: Any | None,
     ) -> Array:
         """Store activated frames of a unit's columns in the stage; return the words of their last two frames.
 
-        The stage is memory that the next step moves rows from. A word is 32 bits: two bfloat16 frames.
+        The stage is memory that the next step moves rows from. A word is 32 bits: two bfloat16 frames of a
+        pixel and channel. A unit is the columns that are activated together.
 
         Args:
             row, part: index of the row in the block of two rows, and of the 128 channels.
             unit: index of the memory for the unit.
             column: the unit's first column.
             x: the activated frames, a row for each frame of a pixel.
-            before: `before(first)` returns the words of the two frames before `x`. At a video's start these
-                are the first frame of `x` twice, taken from `first()`, the words of its first two frames.
+            before: reference to the words of the two frames before `x`. None at a video's start, where the
+                first frame of `x` takes their place, twice.
         """
 
     def _modulate_block(self) -> None:
@@ -194,14 +195,7 @@ class ConvStep(ABC):
             for part in range(sizes.parts):
                 pixels_at = pl.ds(part, sizes.unit, stride=sizes.parts)  # this part of each pixel
 
-                # The defaults bind the loop's current values.
-                def before(first: Callable[[], Array], past: Any = past, pixels_at: Any = pixels_at) -> Array:
-                    """Return words of the two frames before `x`: the cache's, or the first frame repeated.
-
-                    `first()` returns words of the first two frames of `x`.
-                    """
-                    return past[pixels_at, :] if "cache" in refs else repeat_earlier_frame(first())
-
+                before = past.at[pixels_at, :] if "cache" in refs else None
                 past[pixels_at, :] = self._store_activated(
                     row, part, unit, column, x[:, lanes_of(part)], before
                 )

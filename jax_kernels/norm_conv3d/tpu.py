@@ -107,8 +107,9 @@ def _xla_form(
 ) -> Any:
     """Compute in XLA what the kernel computes, for the derivatives; arguments and results as of `_by_kernel`.
 
-    The convolution is of `silu(x * multiplier + offset)`. `edges` are sums to add to the first and the last
-    column of each strip (columns that the kernel computes together); columns from `true_width` on are padding
+    The convolution is of `silu(x * multiplier + offset)`. `edges` are sums for the first and the last column
+    of each strip (columns that the kernel computes together): here only the outermost two are added. Columns
+    from `true_width` on are padding
     and get zeros. Results are the frames, the next cache, and (mean, M2) of each column of the frames.
     """
     hidden = activated(x, _over_pixels(multiplier, x), _over_pixels(offset, x))
@@ -117,7 +118,7 @@ def _xla_form(
     frames = jnp.concatenate([cache, hidden], axis=1)
     sums = xla.summed(frames, kernel, xla.same_width_padding(kernel))
     if edges is not None:
-        # Only the shard's outer edges are added: `sums` contain already what adjacent strips contribute.
+        # `sums` contain already what adjacent strips contribute.
         left, right = edges
         sums = add_columns(sums, left[:, :, :, :1], at=0)
         sums = add_columns(sums, right[:, :, :, -1:], at=x.shape[3] - 1)
@@ -362,7 +363,10 @@ def _rows_spec(block: Callable[[Any], Any], length: int, lanes: int) -> pl.Block
 
 
 def _cache_rows_spec(sizes: ConvSizes) -> pl.BlockSpec:
-    """Return the spec of the rows of a cache that a step reads and writes: those that it modulates."""
+    """Return the spec by which a step reads and writes the cache for the two rows that it modulates.
+
+    Memory has a row of 128 lanes for each column, part of 128 channels and cached frame.
+    """
     block = partial(_modulated_block, sizes)
     return _rows_spec(block, sizes.width * sizes.parts * (TAPS - 1), tiles.LANES)
 

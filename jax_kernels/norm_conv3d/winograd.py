@@ -25,7 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from jax_kernels.norm_conv3d.sizes import MARGIN, ROWS, SUBLANES, TAPS, TILES, ConvSizes
-from jax_kernels.norm_conv3d.step import ConvStep, fill_zeros, lanes_of
+from jax_kernels.norm_conv3d.step import ConvStep, fill_zeros, lanes_of, repeat_earlier_frame
 from jax_kernels.norm_conv3d.transforms import TRANSFORMS
 
 
@@ -234,7 +234,7 @@ class WinogradStep(ConvStep):
         unit: int,
         column: Any,
         x: Array,
-        before: Callable[[Callable[[], Array]], Array],
+        before: Any | None,
     ) -> Array:
         """Store the transform of a unit's activated frames, and of the two frames before them.
 
@@ -247,15 +247,16 @@ class WinogradStep(ConvStep):
             unit: index of the memory in which the unit's words are sorted by frame.
             column: the unit's first column.
             x: the activated frames, a row for each frame of a pixel.
-            before: `before(first)` returns the words of the two frames before `x`. Without a cache it repeats
-                the first frame, from the words of the first two frames that `first()` returns.
+            before: reference to the words of the two frames before `x`. None at a video's start, where the
+                first frame of `x` takes their place, twice.
         """
         sizes = self.sizes
         pixels = self.refs["pixels"].at[unit, row, part]
         pixels[...] = pltpu.bitcast(x, jnp.int32)
         # For each word of a pixel, that word of all pixels; then each frame, from the two before `x` on.
         words = [pixels[pl.ds(index, sizes.unit, stride=sizes.words), :] for index in range(sizes.words)]
-        frames = [frame for pair in (before(lambda: words[0]), *words) for frame in _unpacked(pair)]
+        words_before = repeat_earlier_frame(words[0]) if before is None else before[...]
+        frames = [frame for pair in (words_before, *words) for frame in _unpacked(pair)]
         tile_inputs = [  # of both tiles, each a list of its components
             self.transform.inputs(frames[start : start + sizes.tile + TAPS - 1])
             for start in range(0, sizes.input_frames, sizes.tile)
