@@ -155,7 +155,7 @@ class StepCache:
     def plan_run(self, model: Any, batch: int, steps: Iterable[Any]) -> list[StepPlan]:
         """Return (form, numbers) of each step of a run, without running any.
 
-        A form is what a step runs and keeps; numbers are further tensors that it takes, by name.
+        A form is what a step runs and keeps; numbers are scalars that its program takes besides the tensors.
 
         Args:
             model: the transformer.

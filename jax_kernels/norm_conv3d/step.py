@@ -186,7 +186,7 @@ class ConvStep(ABC):
             after: sums of a product, which the work waits for, so that it overlaps with the next product.
         """
         sizes, refs = self.sizes, self.refs
-        past_at = self._rows(_at_least_zero(column), sizes.unit, 2 * sizes.parts)  # in the caches
+        past_at = self._rows(_at_least_zero(column), sizes.unit, 2 * sizes.parts)  # in a row of a cache
         for row in range(ROWS):
             x = self._activated(row, _at_least_zero(column), after)
             past = refs["past"].at[unit, row]  # the two frames before `x`, later the last two of `x`
@@ -194,7 +194,6 @@ class ConvStep(ABC):
                 past[...] = pltpu.bitcast(refs["cache"][0, row, past_at], jnp.int32)
             for part in range(sizes.parts):
                 pixels_at = pl.ds(part, sizes.unit, stride=sizes.parts)  # this part of each pixel
-
                 before = past.at[pixels_at, :] if "cache" in refs else None
                 past[pixels_at, :] = self._store_activated(
                     row, part, unit, column, x[:, lanes_of(part)], before
