@@ -19,6 +19,7 @@ from cogvideox_torchax.bench import ops
 from cogvideox_torchax.bench.ladder import Size
 from cogvideox_torchax.pipelines.networks import port_network, prompt_tensors, step_tensors
 from cogvideox_torchax.plan import jobs, models, networks
+from cogvideox_torchax.runtime.programs import describes_one_input
 from cogvideox_torchax.sharding import make_mesh
 from cogvideox_torchax.vae.checkpoint import locate_vae
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
@@ -232,16 +233,14 @@ def _network(task: Task, size: Size) -> Run:
     model, described = _untrained(task, size)  # diffusers' network; (shape, dtype) of each input by name
     generator = torch.Generator().manual_seed(1)
 
-    def draw(pair: Any) -> Any:
+    def draw(pair: tuple[Any, ...]) -> torch.Tensor:
         """Return an input on the host by its (shape, dtype): `ops.INTEGER`, or normal numbers."""
         shape, dtype = pair
-        if isinstance(dtype, tuple):  # a tuple of two pairs
-            return tuple(map(draw, pair))
         if dtype == np.int32:
             return torch.full(shape, ops.INTEGER, dtype=torch.int32)
         return torch.randn(shape, generator=generator).to(getattr(torch, np.dtype(dtype).name))
 
-    inputs = {name: draw(described[name]) for name in sorted(described)}
+    inputs = jax.tree.map(draw, described, is_leaf=describes_one_input)
     if task.torch_device:
         if task.way == "torch-compile":
             model.compile()

@@ -348,7 +348,7 @@ def read_frames(source: Source, size: Framing, num_frames: int) -> Iterator[torc
 def _framed_pixels(frame: Any, size: Framing) -> Any:
     """Return a decoded frame's RGB bytes (H, W, 3), upright, resized and cropped as `size` says."""
     orientation = _orientation(frame)
-    # Height and width, upright, before a crop cuts the middle out; None keeps the frame's.
+    # Upright (height, width) to resize to, before the middle is cut out; None for a crop without resizing.
     resized = size.resized if size.crop else (size.height, size.width)
     if resized is None:
         pixels = frame.to_ndarray(format="rgb24")

@@ -270,7 +270,10 @@ def modulation(norm: Any, temb_NE: torch.Tensor) -> list[torch.Tensor]:
 
 
 def takes_sequences(model: Any) -> bool:
-    """Return whether a transformer's layers may run on one sequence: all as ported, and without hooks."""
+    """Return whether a transformer's layers may take text and patches as one sequence.
+
+    They may if each layer is of the type that `port` gave it, and has no hooks.
+    """
     return all(_as_ported(block) for block in model.transformer_blocks)
 
 

@@ -163,7 +163,7 @@ class StepCache:
             steps: an item for each step, taken just before the step is planned: a generator may set the
                 timestep that the hooks' callbacks return.
         """
-        # Hooks need a context, of any name; of the tensors they read the number of videos alone.
+        # Hooks need a context; its name does not matter. They read nothing of the tensors but the batch size.
         state, tensors = self._new_state("a plan"), {"hidden_states": torch.empty(batch, 0)}
         return [self._plan_step(state, model, tensors) for _ in steps]
 

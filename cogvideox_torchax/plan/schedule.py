@@ -230,7 +230,7 @@ def _bundles(text: str) -> tuple[list[str], dict[str, int]]:
 
     Returns:
         The text of each bundle, without comments, at the index that is its address; and the address of each
-        region, by its number, a text. Key "" has the address of regions that no bundle marks.
+        region, by its number, a text. A last bundle that follows a guarded region has the key "".
     """
     heads = list(_BUNDLE.finditer(text))
     if not heads or [int(head["address"], 16) for head in heads] != list(range(len(heads))):
@@ -410,7 +410,7 @@ def _follow(
         operations: by a bundle's address, the operations that branches need.
         branches: branches by their bundle's address.
         delay_slots: number of bundles behind a branch that run whether it is taken or not.
-        checks: names of the results of comparisons of floats; a branch on one counts as taken.
+        checks: names of the results of comparisons of floats; a jump forward on one counts as taken.
 
     Raises:
         UnknownDumpError: a loop whose end depends on data, or more than `LONGEST` steps.
@@ -449,6 +449,7 @@ def _follow(
             raise UnknownDumpError(f"it takes more than {LONGEST} steps")
         if branch is None or taken is False:
             continue
+        # A condition that is not known: a jump back is an error, a jump forward is taken on a check alone.
         if taken is None:
             if branch.target <= address:  # a jump back
                 raise UnknownDumpError("the end of a loop hangs on data")

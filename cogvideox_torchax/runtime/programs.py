@@ -358,10 +358,10 @@ class Program:
         """
         import jax
 
-        return jax.tree.map(lambda pair: self.place.struct(*pair), described, is_leaf=_describes_one_input)
+        return jax.tree.map(lambda pair: self.place.struct(*pair), described, is_leaf=describes_one_input)
 
 
-def _describes_one_input(node: Any) -> bool:
+def describes_one_input(node: Any) -> bool:
     """Return whether a node of described inputs is a pair (shape, dtype), and no container of such pairs."""
     # The second item of a pair is a dtype. The second item of a tuple of pairs is a pair, so a tuple.
     return isinstance(node, tuple) and not isinstance(node[1], tuple)

@@ -130,7 +130,7 @@ def weightless(module: Module) -> Module:
 
 
 def host_skeleton(module: Module) -> Module:
-    """Return a `skeleton` whose weights are plain tensors: the module as it would be in PyTorch."""
+    """Return a copy of the modules (`skeleton`) whose weights are plain tensors; `module` does not change."""
     return _with_weights(module, to_torch)
 
 

@@ -120,7 +120,7 @@ class ConvSizes(NamedTuple):
 
     @property
     def products(self) -> "list[Product]":
-        """Matrix products of a chunk; in Winograd's convolution, of each component of a chunk.
+        """Matrix products of a chunk; in Winograd's convolution of one component, the same for each.
 
         `tile`, the frames that Winograd filters together, is 0 for direct convolution.
         """
@@ -267,7 +267,7 @@ def fills_registers(cell: int, frames: int) -> bool:
 
 
 def _register_count(columns: int, frames: int) -> int:
-    """Return the number of registers for a row of pixels, with one register's row for each pixel's frame."""
+    """Return the number of registers for a row of pixels, each column's frames in a sublane each."""
     return -(-columns * frames // SUBLANES)
 
 

@@ -182,14 +182,15 @@ class ConvStep(ABC):
 
         Args:
             column: the unit's first column. If it is negative, left of the frame, column 0 is read instead.
-            unit: index of the memory for the unit's last two frames, which become the next cache.
+            unit: index in the memory "past", which has the two frames before the unit's, then its last two
+                frames, which become the next cache.
             after: sums of a product, which the work waits for, so that it overlaps with the next product.
         """
         sizes, refs = self.sizes, self.refs
         past_at = self._rows(_at_least_zero(column), sizes.unit, 2 * sizes.parts)  # in a row of a cache
         for row in range(ROWS):
             x = self._activated(row, _at_least_zero(column), after)
-            past = refs["past"].at[unit, row]  # the two frames before `x`, later the last two of `x`
+            past = refs["past"].at[unit, row]  # the two frames before `x`; replaced below by its last two
             if "cache" in refs:
                 past[...] = pltpu.bitcast(refs["cache"][0, row, past_at], jnp.int32)
             for part in range(sizes.parts):

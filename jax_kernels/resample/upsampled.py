@@ -229,9 +229,11 @@ class _Step:
             # result columns w, w, w + 1.
             sums.append(self._interleave_columns(tap_1 + tap_2 + from_left, tap_0 + tap_1 + from_right))
         # By the kernel's rows. Rows are doubled too: a row is under two kernel rows of one of its results.
+        # The row above has left its complete even result ("even"), its odd result without `lower` ("odd"),
+        # and what it adds to this row's even result ("above").
         upper, middle, lower = sums
         at = pl.ds(pl.multiple_of(2 * column * sizes.frames, 2 * COLUMNS), 2 * rows)
-        # The results of the row before; step 0 writes what has no meaning, and step 1 overwrites it.
+        # The two results of the row above. Step 0 has none: step 1 overwrites what it writes.
         refs["y"][0, 0, at] = refs["even"][at]
         refs["y"][0, 1, at] = self._rounded(refs["odd"][at] + lower, column)
         refs["even"][at] = self._rounded(refs["above"][at] + (middle + lower), column)
