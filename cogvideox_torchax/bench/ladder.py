@@ -118,8 +118,11 @@ def ways(job: str, device: dict[str, Any], several: bool) -> tuple[str, ...]:
         several: whether the devices form a mesh, on which no `STOCK_WAYS` run.
     """
     no_torch = several or device["torch"] is None
+    _name, _, op = job.partition(" ")  # of a job "kernels OP"
+    # A TPU has every kernel, a GPU cuDNN's for attention alone, a CPU none.
+    uses_cudnn = device["platform"] == "gpu" and "attention" in ((op,) if op else row(job).kernels)
     left_out = {  # by way, whether it cannot be run
-        KERNELS_OFF: device["platform"] == "cpu",  # a CPU never uses the kernels
+        KERNELS_OFF: device["platform"] != "tpu" and not uses_cudnn,
         "torchax-stock": several,  # stock modules take an uneven width's padding for picture
         "torch": no_torch,
         "torch-compile": no_torch or device["torch"] == "cpu",

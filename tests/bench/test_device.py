@@ -450,6 +450,14 @@ def test_ways_follow_the_device(way):
     assert (way in ladder.ways("step", tpu, True)) == (way in ("torchax", ladder.KERNELS_OFF))
 
 
+@pytest.mark.parametrize("job", ["kernels attention", "kernels upsample", "step", "prompt", "decode"])
+def test_a_gpu_runs_without_kernels_only_what_cudnn_would_attend_in(job):
+    gpu, tpu = (CPU | {"platform": platform} for platform in ("gpu", "tpu"))
+    attends = job not in ("kernels upsample", "decode")
+    assert (ladder.KERNELS_OFF in ladder.ways(job, gpu, False)) == attends
+    assert ladder.KERNELS_OFF in ladder.ways(job, tpu, False)
+
+
 def test_doctor_names_the_command_where_there_is_a_device(monkeypatch, capsys):
     for devices, named in (("tpu:0 (TPU v6 lite)", True), ("gpu:0 (NVIDIA H100)", True), ("cpu:0", False)):
         monkeypatch.setattr(doctor, "_devices", lambda devices=devices: devices)
