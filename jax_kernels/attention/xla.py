@@ -43,11 +43,19 @@ def _plain_block(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.
 
 
 def cudnn_supports(q: jax.Array) -> bool:
-    """Return whether cuDNN's attention supports these queries: 16 bits, and a GPU as JAX's backend.
+    """Return whether cuDNN's attention supports these queries on the GPU that is JAX's backend.
+
+    It takes 16 bits, heads of up to 128 channels, a multiple of 8, and NVIDIA's GPUs since Ampere.
 
     Tracing cuDNN's kernel queries the GPU, so a machine without one cannot lower it for a GPU.
     """
-    return q.dtype != jnp.float32 and jax.default_backend() == "gpu"
+    channels = q.shape[-1]
+    if q.dtype not in (jnp.float16, jnp.bfloat16) or channels > 128 or channels % 8:
+        return False
+    if jax.default_backend() != "gpu":
+        return False
+    generation, *_ = jax.devices()[0].compute_capability.split(".")  # "9.0" of Hopper, "gfx942" of an AMD GPU
+    return generation.isdigit() and int(generation) >= 8
 
 
 def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float, num_keys: int) -> jax.Array:
@@ -56,5 +64,14 @@ def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float, num_keys: i
     `q` (N, S, H, D) are queries, `k` and `v` (N, K, H, D) keys and values, padding from `num_keys` on.
     `scale` is a factor of the scores.
     """
-    k, v = k[:, :num_keys], v[:, :num_keys]
-    return jax.nn.dot_product_attention(q, k, v, scale=scale, implementation="cudnn")
+    length = q.shape[1]
+    # The kernel of the gradients takes only even lengths: an odd length gets one more position.
+    q, k, v = (
+        jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0)))
+        for x in (q, k[:, :num_keys], v[:, :num_keys])
+    )
+    real_keys = None if k.shape[1] == num_keys else jnp.full(k.shape[:1], num_keys, jnp.int32)
+    y = jax.nn.dot_product_attention(
+        q, k, v, scale=scale, key_value_seq_lengths=real_keys, implementation="cudnn"
+    )
+    return y[:, :length]

@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -438,6 +439,18 @@ def test_a_kernel_is_compared_at_a_size_at_which_a_tpu_runs_it(name, monkeypatch
     for switch, runs in (("on", True), (f"off:silu,{name}", False), ("off:silu", True)):
         monkeypatch.setenv(SWITCH, switch)
         assert ("kernel_name" in text()) == runs
+
+
+@pytest.mark.parametrize("name", ladder.KERNELS)
+def test_a_kernel_has_results_of_its_references_shapes(name, monkeypatch):
+    size = ladder.checked("kernels", on_cpu=False)
+    monkeypatch.setattr(torch, "randn", lambda shape, generator: torch.zeros(1).expand(shape))
+    fast, plain = (ops.load(name, size, jnp.bfloat16, reference) for reference in (None, {}))
+
+    def shapes(run):
+        return [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(run))]
+
+    assert shapes(fast) == shapes(plain)
 
 
 @pytest.mark.parametrize("way", [name for name in ladder.WAYS if name != "flax"])

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import types
 
 import jax
 import jax.numpy as jnp
@@ -206,6 +207,50 @@ def test_any_scale_will_do(scale, options):
 def test_what_the_kernel_takes(channels, dtype, keys, taken):
     q, k = (jax.ShapeDtypeStruct((1, n, 1, channels), dtype) for n in (1, keys))
     assert tpu.is_supported(q, k) == taken
+
+
+@pytest.mark.parametrize(
+    ("channels", "dtype", "capability", "taken"),
+    [
+        (64, jnp.bfloat16, "9.0", True),
+        (128, jnp.float16, "12.0", True),
+        (60, jnp.bfloat16, "9.0", False),
+        (136, jnp.bfloat16, "9.0", False),
+        (64, jnp.float32, "9.0", False),
+        (64, jnp.bfloat16, "7.5", False),
+        (64, jnp.bfloat16, "gfx942", False),  # an AMD GPU
+        (64, jnp.bfloat16, None, False),  # no GPU
+    ],
+)
+def test_what_cudnn_takes(channels, dtype, capability, taken, monkeypatch):
+    q = jnp.zeros((1, 8, 1, channels), dtype)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu" if capability else "cpu")
+    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(compute_capability=capability)])
+    assert xla.cudnn_supports(q) == taken
+
+
+@pytest.mark.parametrize(("queries", "keys", "num_keys"), [(8, 8, 8), (7, 9, 9), (6, 9, 6), (5, 8, 7)])
+def test_cudnn_gets_even_lengths_alone(queries, keys, num_keys, monkeypatch):
+    in_xla = jax.nn.dot_product_attention
+
+    def in_place_of_cudnn(q, k, v, *, implementation, **options):
+        assert implementation == "cudnn"
+        assert q.shape[1] % 2 == k.shape[1] % 2 == 0
+        return in_xla(q, k, v, **options)
+
+    def derived(attend, k, v):
+        return jax.vjp(attend, q, k, v)[1](jnp.sin(q))
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", in_place_of_cudnn)
+    q, k, v = inputs(queries, keys=keys)
+    attend = functools.partial(xla.cudnn, scale=0.3, num_keys=num_keys)
+
+    def want(q, k, v):
+        return reference.attention(q, k[:, :num_keys], v[:, :num_keys], scale=0.3)
+
+    assert largest_error(attend(q, k, v), want(q, k, v)) < 1e-5
+    for got_gradient, gradient in zip(derived(attend, k, v), derived(want, k, v), strict=True):
+        assert largest_error(got_gradient, gradient) < 1e-5
 
 
 SPLITS = {
