@@ -157,17 +157,34 @@ def redraw(results: Path, docs: Path) -> None:
 def redraw_devices(results: Path, page: Path) -> None:
     """Write a table and a plot beside each report in `results`/devices, and links to them into a page.
 
-    Times on a CPU go into the page too.
+    Times on a CPU go into the page too, and after a link an accelerator's times next to PyTorch's.
     """
     links = []
     for path in sorted((results / "devices").glob("*.json")):
         report = load(path, device.FORMAT)
         draw_device(report, path.with_suffix(".png"))
         path.with_suffix(".md").write_text(markdown(report))
+        link = f"[{path.stem}](../benchmarks/results/devices/{path.stem}.md)"
         if report["device"]["platform"] == "cpu":
             fill(page, "measured", measured(report))
-        links.append(f"[{path.stem}](../benchmarks/results/devices/{path.stem}.md)")
+        else:
+            link += beside_torch(report)
+        links.append(link)
     fill(page, "devices", ", ".join(links))
+
+
+def beside_torch(report: dict[str, Any]) -> str:
+    """Return ": JOB N s (PyTorch: N s), ..." for the jobs that both the port and PyTorch have run whole."""
+    seconds = {
+        (result["job"], result["way"]): result["whole"]["median_s"]
+        for result in report["results"]
+        if result["status"] == "ok"
+    }
+    jobs = [job for job, way in seconds if way == "torchax" and (job, "torch") in seconds]
+    texts = [
+        f"{job} {seconds[job, 'torchax']:.2f} s (PyTorch: {seconds[job, 'torch']:.2f} s)" for job in jobs
+    ]
+    return f": {', '.join(texts)}" if texts else ""
 
 
 if __name__ == "__main__":

@@ -121,10 +121,10 @@ def measure(task: Task) -> dict[str, Any]:
             # the whole first run counts as compilation.
             compiled = part["start_s"] if task.way == "torch-compile" else None
             part.update(lower_s=None, compile_s=compiled)
-    peak = _peak_bytes()
+    peak, torch_on_gpu = _peak_bytes(), task.torch_device == "cuda"
     return {
         "check": verdict,
-        "device": backends.backend(task.backend).device(),
+        "device": torch.cuda.get_device_name() if torch_on_gpu else backends.backend(task.backend).device(),
         "load_s": load_seconds,
         "whole": parts.pop(WHOLE),
         "parts": [{"part": name, **part, "peak_bytes": peak} for name, part in parts.items()],

@@ -40,7 +40,7 @@ PART = {
     "runs": 20,
     "peak_bytes": None,
 }
-GOOD = {"status": "ok", "check": CHECK, "parts": [PART]}
+GOOD = {"whole": {"median_s": 0.02}, "status": "ok", "check": CHECK, "parts": [PART]}
 
 
 MADE = {
@@ -331,7 +331,8 @@ def test_estimates_stand_beside_what_they_estimate(monkeypatch, tmp_path):
     size = Size("small", 17, 32, 48)._asdict()
     for way, seconds in (("torch", 0.02), ("torchax", 0.01)):
         part = PART | {"part": "first", "median_s": seconds}
-        found["results"].append({"job": "decode", "way": way, "size": size, **GOOD, "parts": [part]})
+        result = {**GOOD, "parts": [part], "whole": {"median_s": seconds}}
+        found["results"].append({"job": "decode", "way": way, "size": size, **result})
     (tmp_path / "devices").mkdir()
     (tmp_path / "devices" / "tpu.json").write_text(json.dumps(found))
     drawn.redraw_devices(tmp_path, page)
@@ -339,6 +340,10 @@ def test_estimates_stand_beside_what_they_estimate(monkeypatch, tmp_path):
     text = page.read_text()
     assert re.search(r"\[tpu\]\((?s:.*)\| decode \| first \| 17 x 32 x 48 \| 20 \| 10 \|", text)
     assert "stale" not in text
+    found["device"] |= {"platform": "gpu"}
+    (tmp_path / "devices" / "tpu.json").write_text(json.dumps(found))
+    drawn.redraw_devices(tmp_path, page)
+    assert "tpu.md): decode 0.01 s (PyTorch: 0.02 s)\n" in page.read_text()
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def site(gated):
 
 @pytest.fixture
 def upload(native_vae, tmp_path):
-    """Write a latent file of five latent frames, 17 frames of 16 x 24; return it and its path."""
+    """Write a latent file of five latent frames, 17 frames of 8 x 12; return it and its path."""
     z = made_up_latents(5, height=2, width=3)
     path = tmp_path / "z.safetensors"
     latent_files.save(latent_files.Latents(z, dict(native_vae.config), "small", Fraction(8), 17), path)
@@ -175,7 +175,7 @@ def test_a_browser_shows_the_first_chunk_while_the_second_is_not_decoded(site, g
         page = browser.new_page(viewport={"width": 800, "height": 600})
         page.goto(site)
         page.set_input_files("#file", upload)
-        page.wait_for_function("document.getElementById('video').naturalWidth === 24", timeout=30_000)
+        page.wait_for_function("document.getElementById('video').naturalWidth === 12", timeout=30_000)
         before = page.locator("#video").screenshot()
         assert not gated.go.is_set()
         gated.go.set()
