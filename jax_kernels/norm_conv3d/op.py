@@ -125,7 +125,6 @@ def norm_conv3d(
         eps=eps,
         first_frame_alone=first_frame_alone,
         split=split,
-        platforms=("tpu", "cuda"),
     )
 
 
