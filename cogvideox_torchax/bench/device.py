@@ -61,7 +61,7 @@ def run(
 
     Args:
         options: settings of the run.
-        say: gets a line for each result that is begun.
+        say: gets a line for each measurement that begins, and each estimate that is there.
         keep: gets the report after each result.
         before: the report of an unfinished run, to resume: its results are not measured again.
 
@@ -84,7 +84,7 @@ def run(
                 if (job, way) not in done:
                     report["results"].append(bench.measured(job, way))
                     keep(report)
-        for result in bench.estimated():
+        for result in bench.estimated():  # each is a result of the report, which now has its estimate
             say(f"planned: {result['job']}")
             keep(report)
     return report
@@ -96,7 +96,7 @@ class _Bench:
     Args:
         options: settings of the run.
         scratch: a directory for the references' results.
-        say: gets a line for each result that is begun.
+        say: gets a line for each measurement that begins, and each estimate that is there.
         worker: answers the requests.
     """
 

@@ -227,8 +227,8 @@ def _network(task: Task, size: Size) -> Run:
 
     The function returns an iterator over one pair: the job's name, and the network's result. The network
     runs in PyTorch where `task.torch_device` names a device, else on JAX: ported for the backend
-    "torchax", as diffusers' own for "torchax-stock". On JAX a published network gets random JAX arrays as
-    its weights.
+    "torchax", as diffusers' own for "torchax-stock". On JAX a network of a published size gets random JAX
+    arrays as weights; a small one's own weights are moved to JAX.
     """
     model, described = _untrained(task, size)  # diffusers' network; (shape, dtype) of each input by name
     generator = torch.Generator().manual_seed(1)

@@ -314,10 +314,10 @@ class SequencePlacement(MeshPlace):
     def watching(self, network: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which sequences that enter or leave the network's layers get their sharding.
 
-        `network` is a program's own copy, which is changed. Where "tp" splits the channels of weights, its
-        modules get the attribute `inputs_split`: whether their weight is split by inputs.
+        Pass a program's own copy of the network, as it is changed: where "tp" splits the channels of weights,
+        each module gets an attribute `inputs_split`, whether its weight is split by inputs.
         """
-        self.layers.clear()  # shapes that an earlier trace recorded
+        self.layers.clear()  # forgets the shapes that `_split` recorded in an earlier trace
         if self.parallelism.kind == TENSOR:
             for name, module in network.named_modules():
                 vars(module)["inputs_split"] = weight_spec(f"{name}.weight") == BY_INPUTS

@@ -289,7 +289,7 @@ def cached_program(
 
 def cache_bytes(program: runtime.Program, tensors: TensorSpecs) -> int:
     """Return the bytes on one device of the cache that a program returns for these inputs."""
-    # A cache has the shapes that a step before it, of the same inputs, returns.
+    # `structs` describes the cache that a call takes from the call before it, here one of the same inputs.
     _weights, _inputs, cache = program.structs(tensors, before=tensors)
     return sum(
         math.prod(each.sharding.shard_shape(each.shape) if each.sharding else each.shape)

@@ -29,7 +29,9 @@ LARGE_FRAME = 16384
 
 
 def splits_first_frame(target: Target, x: jax.Array) -> bool:
-    """Return whether the first of an odd number of frames is computed alone: of bfloat16 frames on a TPU.
+    """Return whether to compute the first frame alone if their number is odd: true for bfloat16 on a TPU.
+
+    The number itself is not looked at.
 
     A TPU keeps frames in the sublanes of its tiles. Nine fill them badly: together they take two and a half
     times as long as eight.
@@ -49,8 +51,8 @@ def split_frames(
     Args:
         target: the platform that is traced for.
         x: frames.
-        others: more arrays of frames, or None. If one has fewer frames than `x`, as latents have, all frames
-            after the first are one run.
+        others: more arrays of frames, or None. If one has fewer frames than `x`, as latents have, the frames
+            after one that is computed alone are a single run.
         time_axis: axis of the frames.
 
     Returns:
@@ -60,10 +62,10 @@ def split_frames(
     if not splits_first_frame(target, x):
         return [arrays]
     alone = frames % 2  # frames that are computed alone: none, or the first
-    run = next(run for run in RUNS if (frames - alone) % run == 0)
+    length = next(length for length in RUNS if (frames - alone) % length == 0)  # of a run
     if any(array is not None and array.shape[time_axis] != frames for array in others):
-        run = frames
-    starts = [*range(alone), *range(alone, frames, run)]
+        length = frames
+    starts = [*range(alone), *range(alone, frames, length)]
     if len(starts) == 1:
         return [arrays]
 

@@ -29,8 +29,8 @@ UNROLLED = 5
 def is_supported(x: Float[Array, "N T H W C"]) -> bool:
     """Return whether the kernels support these activations.
 
-    They support float32 or bfloat16, whole tiles of channels, and at most the frames that fit into a step: a
-    pixel of each of its `COLUMNS` columns.
+    They support float32 or bfloat16, and whole tiles of channels. A grid step holds at least a pixel of each
+    of its `COLUMNS` columns, in all frames, and these columns' statistics: all must fit into `BLOCK_BYTES`.
     """
     return fills_tiles(x) and COLUMNS * (_column_bytes(x) + _pixel_bytes(x)) <= BLOCK_BYTES
 

@@ -199,7 +199,7 @@ class DirectStep(ConvStep):
         return pltpu.bitcast(words, jnp.bfloat16)
 
     def _move(self, column: Any, count: int) -> None:
-        """Move `count` columns, from `column` on, of the block that the last step modulated.
+        """Move `count` columns, from `column` on, of the block that the previous step modulated.
 
         They go from the memory "stage" to "ring", whose two blocks the products load. There they replace the
         same columns of the block above the block of results, which no product loads any more.

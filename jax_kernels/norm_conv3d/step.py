@@ -134,7 +134,7 @@ class ConvStep(ABC):
     def _move(self, column: Any, count: int) -> None:
         """Move `count` columns, from `column` on, to the memory that the products load from.
 
-        They are columns of the block of rows that the last grid step modulated.
+        They are columns of the block of rows that the previous grid step modulated.
         """
 
     @abstractmethod
@@ -182,20 +182,21 @@ class ConvStep(ABC):
 
         Args:
             column: the unit's first column. If it is negative, left of the frame, column 0 is read instead.
-            unit: index in the memory "past", which has the two frames before the unit's, then its last two
-                frames, which become the next cache.
+            unit: index of the unit's place in the memory "past". The place has the two frames before the
+                unit's; this call replaces them by the unit's last two, which become the next cache.
             after: sums of a product, which the work waits for, so that it overlaps with the next product.
         """
         sizes, refs = self.sizes, self.refs
         past_at = self._rows(_at_least_zero(column), sizes.unit, 2 * sizes.parts)  # in a row of a cache
         for row in range(ROWS):
             x = self._activated(row, _at_least_zero(column), after)
-            past = refs["past"].at[unit, row]  # the two frames before `x`; replaced below by its last two
+            past = refs["past"].at[unit, row]
             if "cache" in refs:
                 past[...] = pltpu.bitcast(refs["cache"][0, row, past_at], jnp.int32)
             for part in range(sizes.parts):
                 pixels_at = pl.ds(part, sizes.unit, stride=sizes.parts)  # this part of each pixel
                 before = past.at[pixels_at, :] if "cache" in refs else None
+                # Stores all frames, and returns the last two.
                 past[pixels_at, :] = self._store_activated(
                     row, part, unit, column, x[:, lanes_of(part)], before
                 )

@@ -65,11 +65,11 @@ def modulate_pixels(
     `y` and `b` are 1x1x1 convolutions of the latents. `modulate_rows` computes this in the order N T H W C.
 
     A TPU keeps a convolution's activations in the order H W N T C. There repeating a row is a broadcast over
-    an outer axis, which costs nothing inside a fusion. The pass that would combine the two multiply-adds to
-    one costs more than it saves. The barriers keep XLA from moving the reshape past the multiplication: it
-    would then write the broadcast `y` and `b` out, in float32 and at full size (v6e, a block at
-    8 x 480 x 720 x 128: 61 ms instead of 41). Without an activation there is no second barrier, so that the
-    next operation can be fused.
+    an outer axis, which costs nothing inside a fusion. To compute `scale * y` and `shift * y + b` first, for
+    a single multiply-add, costs more than it saves. The barriers keep XLA from moving the reshape past the
+    multiplication: it would then write the broadcast `y` and `b` out, in float32 and at full size (v6e, a
+    block at 8 x 480 x 720 x 128: 61 ms instead of 41). Without an activation there is no second barrier, so
+    that the next operation can be fused.
 
     Args:
         target: the platform that is traced for, and the sharding of columns.
@@ -81,8 +81,8 @@ def modulate_pixels(
         first_frame_alone: whether the first latent frame covers the first frame alone.
     """
     zq = match_frames_and_columns(zq, x.shape, first_frame_alone=first_frame_alone)
-    # `y` and `b` wait for the statistics, in `scale`: the compiler would compute the `y` and `b` of all norms
-    # first, and keep them. One zero for each video, as a device has only its videos' statistics.
+    # A zero made from `scale` has `y` and `b` wait for the statistics: the compiler would compute all norms'
+    # `y` and `b` first, and keep them. A device has its videos' statistics alone: a zero each.
     zero = zero_of(scale_NC[:, :1, None])
     y, b = (
         pointwise("hwntz,zc->hwntc", pixels_first(zq), kernel, bias + zero) for kernel, bias in (to_y, to_b)
