@@ -229,7 +229,7 @@ def test_what_cudnn_takes(channels, dtype, capability, taken, monkeypatch):
     assert xla.cudnn_supports(q) == taken
 
 
-@pytest.mark.parametrize(("queries", "keys", "num_keys"), [(8, 8, 8), (7, 9, 9), (6, 9, 6), (5, 8, 7)])
+@pytest.mark.parametrize(("queries", "keys", "num_keys"), [(7, 9, 9), (6, 8, 7)])
 def test_cudnn_gets_even_lengths_alone(queries, keys, num_keys, monkeypatch):
     in_xla = jax.nn.dot_product_attention
 
@@ -238,8 +238,10 @@ def test_cudnn_gets_even_lengths_alone(queries, keys, num_keys, monkeypatch):
         assert q.shape[1] % 2 == k.shape[1] % 2 == 0
         return in_xla(q, k, v, **options)
 
-    def derived(attend, k, v):
-        return jax.vjp(attend, q, k, v)[1](jnp.sin(q))
+    @functools.partial(jax.jit, static_argnums=0)
+    def with_gradients(attend, q, k, v):
+        y, transposed = jax.vjp(attend, q, k, v)
+        return y, *transposed(jnp.sin(q))
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", in_place_of_cudnn)
     q, k, v = inputs(queries, keys=keys)
@@ -248,9 +250,9 @@ def test_cudnn_gets_even_lengths_alone(queries, keys, num_keys, monkeypatch):
     def want(q, k, v):
         return reference.attention(q, k[:, :num_keys], v[:, :num_keys], scale=0.3)
 
-    assert largest_error(attend(q, k, v), want(q, k, v)) < 1e-5
-    for got_gradient, gradient in zip(derived(attend, k, v), derived(want, k, v), strict=True):
-        assert largest_error(got_gradient, gradient) < 1e-5
+    results = (with_gradients(function, q, k, v) for function in (attend, want))
+    for got, wanted in zip(*results, strict=True):
+        assert largest_error(got, wanted) < 1e-5
 
 
 SPLITS = {
