@@ -170,21 +170,24 @@ def redraw_devices(results: Path, page: Path) -> None:
         else:
             link += beside_torch(report)
         links.append(link)
-    fill(page, "devices", ", ".join(links))
+    fill(page, "devices", "; ".join(links))
 
 
 def beside_torch(report: dict[str, Any]) -> str:
-    """Return ": JOB N s (PyTorch: N s), ..." for the jobs that both the port and PyTorch have run whole."""
-    seconds = {
-        (result["job"], result["way"]): result["whole"]["median_s"]
-        for result in report["results"]
-        if result["status"] == "ok"
-    }
-    jobs = [job for job, way in seconds if way == "torchax" and (job, "torch") in seconds]
+    """Return ": JOB of SIZE, N s (PyTorch, eager: N s); ..." for what the port and PyTorch ran alike.
+
+    These are the jobs that both did at one size, with results within the contract.
+    """
+    port: dict[str, float] = {}  # by job and size, seconds of a whole run
+    torch: dict[str, float] = {}
+    for result in report["results"]:
+        of_way = {"torchax": port, "torch": torch}.get(result["way"])
+        if of_way is not None and result["status"] == "ok" and result["check"]["passed"]:
+            of_way[f"{result['job']} of {Size(**result['size']).name}"] = result["whole"]["median_s"]
     texts = [
-        f"{job} {seconds[job, 'torchax']:.2f} s (PyTorch: {seconds[job, 'torch']:.2f} s)" for job in jobs
+        f"{name}, {port[name]:.3g} s (PyTorch, eager: {torch[name]:.3g} s)" for name in port if name in torch
     ]
-    return f": {', '.join(texts)}" if texts else ""
+    return f": {'; '.join(texts)}" if texts else ""
 
 
 if __name__ == "__main__":

@@ -187,7 +187,7 @@ class _Bench:
         if job.startswith("kernels "):
             off[job.removeprefix("kernels ")] = reason
         elif "not done after" not in reason:  # `Worker` gives this reason for a hang; each try could hang too
-            for name in ladder.row(job).kernels:
+            for name in ladder.kernels_used(job, request["platform"]):
                 if name in off:
                     continue
                 self._say(f"{job}, {way}: without the kernel of {name}")
@@ -233,7 +233,7 @@ class _Bench:
         if platform:
             environment["JAX_PLATFORMS"] = platform
         if request.get("way") == ladder.KERNELS_OFF:
-            environment[SWITCH] = "off"  # leaves the work of all Pallas kernels to XLA
+            environment[SWITCH] = "off"  # leaves the work of all kernels to XLA
         elif off:
             environment[SWITCH] = f"off:{','.join(off)}"
         request = request | {"dp": self._options.dp, "tp": self._options.tp}

@@ -87,7 +87,7 @@ JOBS = {
         KERNELS[4:],
         STOCK_WAYS,
     ),
-    "prompt": JobRow(_NETWORK, (Size("5b", 49, 480, 720),), _NETWORK, KERNELS[4:], STOCK_WAYS),
+    "prompt": JobRow(_NETWORK, (Size("5b", 49, 480, 720),), _NETWORK, (), STOCK_WAYS),
 }
 """By name: all kernels, each alone; the VAE decodes or encodes a video, or decodes a still; a step training
 the VAE; a denoising step; the encoding of a prompt."""
@@ -97,6 +97,16 @@ def row(job: str) -> JobRow:
     """Return a job's row in `JOBS`; a job "kernels OP", which runs one kernel, has the row of "kernels"."""
     name, _, _op = job.partition(" ")
     return JOBS[name]
+
+
+def kernels_used(job: str, platform: str) -> tuple[str, ...]:
+    """Return the names of the kernels that a job may run on JAX's platform "tpu", "gpu" or "cpu".
+
+    A TPU has all kernels, a GPU cuDNN's attention alone, a CPU none.
+    """
+    _kernels, _, op = job.partition(" ")  # of a job "kernels OP"
+    names = (op,) if op else row(job).kernels
+    return tuple(name for name in names if platform == "tpu" or (platform == "gpu" and name == "attention"))
 
 
 def sizes(job: str, on_cpu: bool) -> tuple[Size, ...]:
@@ -118,11 +128,8 @@ def ways(job: str, device: dict[str, Any], several: bool) -> tuple[str, ...]:
         several: whether the devices form a mesh, on which no `STOCK_WAYS` run.
     """
     no_torch = several or device["torch"] is None
-    _name, _, op = job.partition(" ")  # of a job "kernels OP"
-    # A TPU has every kernel, a GPU cuDNN's for attention alone, a CPU none.
-    uses_cudnn = device["platform"] == "gpu" and "attention" in ((op,) if op else row(job).kernels)
-    left_out = {  # by way, whether it cannot be run
-        KERNELS_OFF: device["platform"] != "tpu" and not uses_cudnn,
+    left_out = {  # by way, whether it cannot be run, or is the same as another way
+        KERNELS_OFF: not kernels_used(job, device["platform"]),
         "torchax-stock": several,  # stock modules take an uneven width's padding for picture
         "torch": no_torch,
         "torch-compile": no_torch or device["torch"] == "cpu",

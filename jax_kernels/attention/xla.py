@@ -45,17 +45,19 @@ def _plain_block(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.
 def cudnn_supports(q: jax.Array) -> bool:
     """Return whether cuDNN's attention supports these queries on the GPU that is JAX's backend.
 
-    It takes 16 bits, heads of up to 128 channels, a multiple of 8, and NVIDIA's GPUs since Ampere.
+    It takes 16 bits, NVIDIA's GPUs since Ampere, and heads of a multiple of 8 channels: up to 128, on Hopper
+    and later up to 256.
 
     Tracing cuDNN's kernel queries the GPU, so a machine without one cannot lower it for a GPU.
     """
     channels = q.shape[-1]
-    if q.dtype not in (jnp.float16, jnp.bfloat16) or channels > 128 or channels % 8:
+    if jax.default_backend() != "gpu" or q.dtype not in (jnp.float16, jnp.bfloat16) or channels % 8:
         return False
-    if jax.default_backend() != "gpu":
+    # "8.0" of Ampere, "9.0" of Hopper, "gfx942" of an AMD GPU.
+    generation, *_ = getattr(jax.local_devices()[0], "compute_capability", "").split(".")
+    if not generation.isdigit() or int(generation) < 8:
         return False
-    generation, *_ = jax.devices()[0].compute_capability.split(".")  # "9.0" of Hopper, "gfx942" of an AMD GPU
-    return generation.isdigit() and int(generation) >= 8
+    return channels <= (256 if int(generation) >= 9 else 128)
 
 
 def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float, num_keys: int) -> jax.Array:

@@ -215,7 +215,9 @@ def test_what_the_kernel_takes(channels, dtype, keys, taken):
         (64, jnp.bfloat16, "9.0", True),
         (128, jnp.float16, "12.0", True),
         (60, jnp.bfloat16, "9.0", False),
-        (136, jnp.bfloat16, "9.0", False),
+        (256, jnp.bfloat16, "9.0", True),
+        (264, jnp.bfloat16, "9.0", False),
+        (136, jnp.bfloat16, "8.9", False),
         (64, jnp.float32, "9.0", False),
         (64, jnp.bfloat16, "7.5", False),
         (64, jnp.bfloat16, "gfx942", False),  # an AMD GPU
@@ -225,7 +227,7 @@ def test_what_the_kernel_takes(channels, dtype, keys, taken):
 def test_what_cudnn_takes(channels, dtype, capability, taken, monkeypatch):
     q = jnp.zeros((1, 8, 1, channels), dtype)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu" if capability else "cpu")
-    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(compute_capability=capability)])
+    monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(compute_capability=capability)])
     assert xla.cudnn_supports(q) == taken
 
 

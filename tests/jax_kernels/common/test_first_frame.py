@@ -25,7 +25,7 @@ def as_on_a_tpu(monkeypatch):
 
 @pytest.mark.parametrize(
     ("dtype", "platform", "apart"),
-    [(jnp.bfloat16, "tpu", True), (jnp.bfloat16, "cuda", False), (jnp.float32, "tpu", False)],
+    [(jnp.bfloat16, "tpu", True), (jnp.bfloat16, "default", False), (jnp.float32, "tpu", False)],
 )
 def test_where_a_first_frame_stands_apart(dtype, platform, apart):
     assert over_frames.splits_first_frame(Target(platform), draw(1, 5, 2, 4, 1).astype(dtype)) == apart

@@ -54,3 +54,4 @@ def test_an_image_is_convolved_as_a_tpu_compiles_fast(window, seen, form, start,
 def test_how_a_tpu_convolves_frames(frames, channels, outputs, height, name):
     x, kernel = struct(1, frames, height, 90, channels), struct(3, 3, 3, channels, outputs)
     assert answer(functools.partial(op._fastest, TPU), x, kernel) == name
+    assert answer(functools.partial(op._fastest, Target()), x, kernel) == "summed"
