@@ -63,7 +63,7 @@ def attention(
         scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
         num_keys=k.shape[1] if num_keys is None else num_keys,
         implementation=implementation,
-        platforms=("tpu", "cuda"),
+        platforms=("tpu", "cuda"),  # those with an implementation of their own
     )
 
 
@@ -186,7 +186,7 @@ def _over_mesh(
     """Run `attend(q, k, v)` on every device for its share of videos, heads and queries, with all keys.
 
     XLA cannot split a kernel, and would gather its inputs. The first mesh axis splits videos, the other axes
-    split heads; an axis whose size does not divide these splits the queries, which are padded.
+    split heads; an axis whose size does not divide their number splits the queries, which are padded.
     """
     first_axis, *other_axes = mesh.axis_names
     video_axis = first_axis if q.shape[0] % mesh.shape[first_axis] == 0 else None
@@ -198,7 +198,7 @@ def _over_mesh(
         axes.append(axis)
     query_spec = PartitionSpec(video_axis, tuple(query_axes) or None, tuple(head_axes) or None, None)
     key_spec = PartitionSpec(video_axis, None, tuple(head_axes) or None, None)
-    # Queries that are added to divide over the devices; their results are cut off.
+    # Number of queries that are added for equal shares; their results are cut off.
     padding = -q.shape[1] % math.prod(mesh.shape[axis] for axis in query_axes)
     return jax.shard_map(
         attend,

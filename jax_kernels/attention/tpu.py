@@ -144,7 +144,8 @@ def _attend_block(
         q_ref, k_ref, v_ref: queries (D, S), keys and values (D, K) of a head; keys and values in whole
             blocks.
         y_ref: the result, (D, S).
-        extended_ref: memory for the queries, and below them the rows of `_subtracted_rows`.
+        extended_ref: memory for the queries, and below them `_subtracted_rows`: minus the maximum, minus
+            `PADDING_PENALTY`.
         sums_ref: memory for the sums of weighted values, (D, S).
         totals_ref: memory for the sums of weights, (8, S): partial sums, one in each row of a register.
         queries, num_keys: number of real queries and keys.
@@ -199,11 +200,11 @@ def _attend_block(
         sums = [sums_ref[:, strip] for strip in strips]
         totals = [totals_ref[:, strip] for strip in strips]
         # Pairs of a chunk's start and a strip's index. `scores` holds the next `STRIPS_AHEAD` pairs' scores.
-        units = list(itertools.product(range(0, block, chunk), range(len(strips))))
-        scores = [scores_of(*unit) for unit in units[:STRIPS_AHEAD]]
-        for (start, n), later in itertools.zip_longest(units, units[STRIPS_AHEAD:]):
-            if later:
-                scores.append(scores_of(*later))
+        pairs = list(itertools.product(range(0, block, chunk), range(len(strips))))
+        scores = [scores_of(*pair) for pair in pairs[:STRIPS_AHEAD]]
+        for (start, n), later_pair in itertools.zip_longest(pairs, pairs[STRIPS_AHEAD:]):
+            if later_pair:
+                scores.append(scores_of(*later_pair))
             weights, v = jnp.exp2(scores.pop(0)), values_of(start)
             sums[n] = sums[n] + _product(v, weights.astype(v.dtype), over=1)
             totals[n] = totals[n] + weights.reshape(-1, SUBLANES, weights.shape[1]).sum(0)

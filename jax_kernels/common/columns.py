@@ -56,7 +56,7 @@ class Split:
     def real_columns(self, columns: int) -> int:
         """Return the width of a whole frame without padding; `columns` is a shard's width with padding.
 
-        Of every `padded` columns `real` are the frame's.
+        Of every `padded` columns `real` are the frame's. `shards` devices share a frame's columns.
         """
         return columns * self.shards * self.real // self.padded
 

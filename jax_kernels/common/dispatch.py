@@ -146,9 +146,9 @@ def map_shards(
 def with_derivatives_of(plain: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that computes `kernel` and has the derivatives of `plain`.
 
-    JAX cannot differentiate a Pallas kernel. Both compute the same results from the same arrays.
+    JAX cannot differentiate a Pallas kernel. `plain` and `kernel` compute the same results from equal arrays.
     """
     derived = jax.custom_jvp(kernel)
-    # The rule returns the kernel's result and the plain function's tangent.
+    # The rule returns the kernel's result and the plain function's tangent, the second result of `jvp`.
     derived.defjvp(lambda primals, tangents: (derived(*primals), jax.jvp(plain, primals, tangents)[1]))
     return derived

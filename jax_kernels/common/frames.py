@@ -244,7 +244,7 @@ def conv_patches(
     Args:
         taps: for each of the kernel's taps of time the frames under it, padded in space already. One array
             for a kernel without the axis of time.
-        kernel: one matrix of patches to outputs, when reshaped.
+        kernel: reshaped, it is one matrix from patches to outputs.
         stride: along rows and columns.
     """
     window_rows, window_columns, _, outputs = kernel.shape[-4:]

@@ -151,11 +151,12 @@ def check_conv3d(
 ) -> None:
     """Raise `ValueError` for arrays that `conv3d` does not take."""
     check_convolution("conv3d", x, kernel, bias, "kt kh kw I O")
-    wanted = (x.shape[0], kernel.shape[0] - 1, *x.shape[2:])
-    if cache is not None and (cache.shape, cache.dtype) != (wanted, x.dtype):
+    cache_shape = (x.shape[0], kernel.shape[0] - 1, *x.shape[2:])
+    if cache is not None and (cache.shape, cache.dtype) != (cache_shape, x.dtype):
         raise ValueError(
-            f"conv3d got a cache {cache.dtype}{cache.shape}: {x.dtype}{wanted} goes with x {x.dtype}{x.shape}"
+            f"conv3d got a cache {cache.dtype}{cache.shape}: "
+            f"{x.dtype}{cache_shape} goes with x {x.dtype}{x.shape}"
         )
-    wanted = (*x.shape[:4], kernel.shape[4])
-    if residual is not None and residual.shape != wanted:
-        raise ValueError(f"conv3d got a residual of shape {residual.shape} for a result of {wanted}")
+    result_shape = (*x.shape[:4], kernel.shape[4])
+    if residual is not None and residual.shape != result_shape:
+        raise ValueError(f"conv3d got a residual of shape {residual.shape} for a result of {result_shape}")

@@ -10,6 +10,7 @@ def conv3d(x, kernel, bias=None, cache=None, *, residual=None, start="replicate"
     At a video's start, without a cache, the past repeats the first frame, or is zeros. Return the result and
     the next call's cache, the last frames; None for a kernel of one tap in time.
     """
+    # Numbers of cached frames, and of rows and columns of zeros on each side.
     past, rows, columns = kernel.shape[0] - 1, kernel.shape[1] // 2, kernel.shape[2] // 2
     if cache is None:
         before = x[:, :1] if start == "replicate" else x[:, :1] * 0

@@ -50,7 +50,10 @@ def direct(frames: Array, kernel: Array, columns: Padding) -> Array:
 
 
 def summed(frames: Array, kernel: Array, columns: Padding) -> Array:
-    """Add one 2-D convolution for each tap of time, with `columns` padding the width; return float32 sums."""
+    """Add one 2-D convolution for each tap of time; return float32 sums.
+
+    `columns` is the padding of the width. The convolution of a tap is of the frames under it.
+    """
     return functools.reduce(
         jnp.add,
         (
@@ -111,7 +114,7 @@ def convolve_frames(
 
     `form` is the function that convolves. The result is rounded, with bias and residual added.
     """
-    past = cache.shape[1]
+    past = cache.shape[1]  # number of cached frames
     frames = jnp.concatenate([cache, x], axis=1)
     y = finish(target, convolve_same(target, frames, kernel, form), bias, residual, like=x)
     # The next cache takes the memory of the old one, if that is donated. XLA copies the old cache first if

@@ -260,7 +260,7 @@ def gated_linear(
     *,
     transposed: bool = False,
 ) -> Float[Array, "N S O"]:
-    """Return `gated_residual(residual, linear(x, weight, bias), gate, first)`.
+    """Return `residual + gate * linear(x, weight, bias)`, with a gate for text tokens and one for patches.
 
     On a TPU a Pallas kernel computes it in one pass and rounds once; XLA's operations round twice.
 
@@ -269,7 +269,7 @@ def gated_linear(
         weight, bias: as `linear` takes them.
         residual: the tokens that the gated product is added to.
         gate: two vectors for each video: one for its text tokens, one for its patches.
-        first: index of the first patch; it may be outside of the tokens, as in `adaptive_layer_norm`.
+        first: index of the first patch. It may be negative or beyond the tokens, which then are of one kind.
         transposed: whether channels of `x` come before its tokens, as `attention_transposed` returns them.
 
     Raises:

@@ -231,7 +231,8 @@ def _product_block(
             y = _gelu(y)
         if gated:
             residual_ref, gate_ref = gated
-            boundary = first_patch_ref[0] - pl.program_id(2) * y.shape[0]  # its index in this block
+            # The first patch's index in this block; the grid's axis 2 has the blocks of tokens.
+            boundary = first_patch_ref[0] - pl.program_id(2) * y.shape[0]
             is_patch = jax.lax.broadcasted_iota(jnp.int32, (y.shape[0], 1), 0) >= boundary
             gate = jnp.where(is_patch, gate_ref[1:, outputs], gate_ref[:1, outputs])
             y = residual_ref[:, outputs].astype(jnp.float32) + gate * y

@@ -97,7 +97,7 @@ def moments_of_columns(
 def _shard_column_moments(target: Target, x_NTHWC: Array) -> tuple[Array, Array]:
     """Return mean and M2 (sum of squared deviations) of a shard's columns of pixels, both (N, T, 1, W, C).
 
-    A Pallas kernel computes them if it supports the frames.
+    Pallas kernels compute them for large frames and for images that they support, else XLA does.
     """
     if target.uses_pallas and is_large(x_NTHWC) and tpu.is_supported(x_NTHWC):
         return tpu.column_moments(x_NTHWC)

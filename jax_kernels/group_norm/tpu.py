@@ -49,7 +49,7 @@ def _column_bytes(x: Array) -> int:
     """Return the bytes of VMEM that a column takes besides its pixels, of all videos.
 
     For each frame and channel they are a mean, an M2 (sum of squared deviations from the mean) and an origin
-    (a typical value that is subtracted before numbers are added), in float32.
+    (a typical value that is subtracted before numbers are added), in float32. Frames are padded to tiles.
     """
     videos, length, _, _, channels = x.shape
     return 3 * videos * tiled_sublanes(length, jnp.dtype(jnp.float32)) * channels * 4
@@ -132,8 +132,8 @@ def _image_moments(
     videos, _, height, width, channels = x.shape
     rows = _rows_of_image(x)
     mean, m2 = pl.pallas_call(
-        functools.partial(_moments, together=TOGETHER * SUBLANES),  # a register has 8 columns of an image
-        grid=(videos, 1, height // rows),  # a block has all columns
+        functools.partial(_moments, together=TOGETHER * SUBLANES),  # 8 columns of an image fill a register
+        grid=(videos, 1, height // rows),  # the 1: a block has all columns
         in_specs=[pl.BlockSpec((None, rows, width, channels), lambda video, _, row: (video, row, 0, 0))],
         out_specs=[pl.BlockSpec((None, width, channels), lambda video, _, row: (video, 0, 0))] * 2,
         out_shape=[pltpu.HBM((videos, width, channels), jnp.float32)] * 2,

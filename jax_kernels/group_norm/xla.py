@@ -54,10 +54,10 @@ def median_of_three(first: Array, middle: Array, last: Array) -> Array:
 
 
 def merge_equal(parts: Moments, axis: int) -> Moments:
-    """Merge parts of equal count along `axis` by Chan's formula, all at once.
+    """Merge the moments of parts of equal count, which are along `axis`, by Chan's formula, all at once.
 
-    The means are averaged as differences from the first of them (`origin`): a plain float32 sum of many means
-    near 1000 loses digits.
+    The means are averaged as differences from the first mean (`origin`): a plain float32 sum of many means
+    near 1000 loses digits. `m2` is the sum of squared deviations from the mean.
     """
     origin = jax.lax.slice_in_dim(parts.mean, 0, 1, axis=axis)
     offset = jnp.mean(parts.mean - origin, axis, keepdims=True)
@@ -92,9 +92,10 @@ def column_moments(x: Array) -> tuple[Array, Array]:
 
 
 def _typical_row(x: Array, axis: int) -> Array:
-    """Return for each column of pixels a value close to most of them, for sums of differences from it.
+    """Return for each column of pixels a value close to most of its pixels: the median of three.
 
-    Results depend on it by their rounding alone, so it gets no derivative.
+    Sums are of differences from this value. Results depend on it by their rounding alone: it gets no
+    derivative. `axis` is the axis of rows.
     """
     height = x.shape[axis]
     rows = (jax.lax.slice_in_dim(x, row, row + 1, axis=axis) for row in (0, height // 2, height - 1))
@@ -133,7 +134,7 @@ def scaled(
 ) -> Array:
     """Return `activation((x - mean) * scale + shift)`: GroupNorm's second pass.
 
-    Padding columns (`Split`) are zero. Columns are the last axis of `x` that is not the channels'.
+    Padding columns of the result (`Split`) are zero. Columns are the last axis that is not the channels'.
     """
     channel_axis = channel_axis % x.ndim
 

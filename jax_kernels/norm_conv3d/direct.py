@@ -35,14 +35,14 @@ with 6, 4.00 and 2.2.
 
 
 def tap(kernel: Float[Array, "3 3 3 I O"], row: int, time: int, result_row: int, column: int) -> Array:
-    """Return the weights (I, O) by which an input of a matrix product (`Product`) counts in a result of it.
+    """Return the weights (I, O) from one input of a matrix product (`Product`) to one of its results.
 
     They are zeros where no tap of the kernel connects this input with this result.
 
     Args:
         kernel: taps of time, rows and columns.
-        row, time: the input: its row, 0 to 3 (the row above the block of results is 0), and the tap of time.
-        result_row, column: the result: its row, 0 or 1, of the block, and the tap of columns.
+        row, time: row of the input, 0 to 3 (the row above the block of results is 0), and its tap of time.
+        result_row, column: row of the result in the block, 0 or 1, and its tap of columns.
     """
     row_tap = row - result_row
     inside = 0 <= row_tap < TAPS
@@ -81,8 +81,9 @@ class DirectStep(ConvStep):
     def _convolve(self) -> None:
         """Compute the products of a strip's chunks of columns, from left to right.
 
-        During the products of a chunk, the previous chunk of the next block is modulated. After them, the
-        chunk is moved and the results of the previous chunk are finished.
+        During the products of a chunk, the chunk left of it is modulated, in the rows that this grid step
+        reads. After them, the chunk's columns of the previous grid step's rows are moved to where products
+        load, and the results of the chunk on the left are finished.
         """
         sizes = self.sizes
         chunk, chunks = sizes.chunk, sizes.chunks  # columns of a chunk, and number of chunks
@@ -94,14 +95,14 @@ class DirectStep(ConvStep):
             """Compute the products of `together` chunks, unrolled, with the other work of each."""
             for offset in range(together):
                 column = (index * together + offset) * chunk
-                self._multiply(column)  # modulates the chunk before it
+                self._multiply(column)  # also modulates the chunk left of it
                 self._move(column, chunk)
-                self._finish(column - chunk)  # left of column 0 its results are overwritten later
+                self._finish(column - chunk)  # left of column 0: no results, overwritten later
 
         jax.lax.fori_loop(0, chunks // together, multiply_chunks, None)
         if "edges" in self.refs:
             self._end_right()
-        # The last chunk has no chunk after it.
+        # The last chunk, which is left of no other.
         self._finish(sizes.width - chunk)
         self._modulate_chunk(sizes.width - chunk)
 
@@ -189,7 +190,7 @@ class DirectStep(ConvStep):
         `column` is the chunk's first.
         """
         sizes = self.sizes
-        if row == ROWS + 1:  # the stage begins a chunk left of column 0
+        if row == ROWS + 1:  # row 3; the stage begins a chunk left of column 0
             at = self._rows(column, sizes.chunk, sizes.words, before=sizes.chunk)
             words = self.refs["stage"][time, 0, part, at]
         else:  # the ring has the block of results in its slot `new`, and the block above in `old`
@@ -244,16 +245,16 @@ class DirectStep(ConvStep):
         """
         sizes, words = self.sizes, self.sizes.words
         to = self._rows(column, sizes.unit, words, before=sizes.chunk)
-        now = pltpu.bitcast(x, jnp.int32) if sizes.input_frames > 1 else duplicated_in_words(x)
+        x_words = pltpu.bitcast(x, jnp.int32) if sizes.input_frames > 1 else duplicated_in_words(x)
         # The frames under the three taps of time: two frames (a word) earlier, one frame earlier, the same.
         earlier, shifted, same = (self.refs["stage"].at[time, row, part] for time in range(TAPS))
         firsts = pl.ds(to.start, sizes.unit, stride=words)  # the first word of each pixel
-        same[to, :] = now
+        same[to, :] = x_words
         if words > 1:  # moved by a word; each pixel's first word is replaced below
-            earlier[pl.ds(to.start + 1, sizes.unit * words - 1), :] = now[:-1]
+            earlier[pl.ds(to.start + 1, sizes.unit * words - 1), :] = x_words[:-1]
         earlier[firsts, :] = repeat_earlier_frame(same[firsts, :]) if before is None else before[...]
         # The later frame (high 16 bits) of the word before, then the earlier frame of this word.
-        shifted[to, :] = jax.lax.shift_right_logical(earlier[to, :], 16) | (now << 16)
+        shifted[to, :] = jax.lax.shift_right_logical(earlier[to, :], 16) | (x_words << 16)
         return same[pl.ds(to.start + words - 1, sizes.unit, stride=words), :]
 
     def _finish(self, column: Any) -> None:

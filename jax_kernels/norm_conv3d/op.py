@@ -81,7 +81,7 @@ def norm_conv3d(
 
     Args:
         x: frames.
-        norm: parameters of `group_norm`, or with latents of `spatial_norm`.
+        norm: parameters of `group_norm`, or, with latents `zq`, of `spatial_norm`.
         kernel, bias: the convolution's; the kernel is odd in space, of `x`'s dtype.
         cache: second result of the call on the frames before: activated frames. None at the start of a video.
         moments: third result of the call that computed `x`, or None; it saves a TPU a pass over `x`.
@@ -99,7 +99,7 @@ def norm_conv3d(
         ValueError: anything that `conv3d`, `group_norm` or `spatial_norm` refuse.
     """
     check_conv3d(x, kernel, bias, cache, residual)
-    weight, norm_bias, zq, *convolutions = norm
+    weight, norm_bias, zq, *convolutions = norm  # kernel and bias of two convolutions of `zq`
     if zq is None:
         check_groups("group_norm", x.shape[-1], num_groups, weight=weight, bias=norm_bias)
     else:
@@ -157,12 +157,12 @@ def norm_conv3d_on(
         )
     weight, norm_bias, zq, *convolutions = norm
     if zq is None:
-        norm_form = functools.partial(group_norm_on, channel_axis=x.ndim - 1)
+        norm_on = functools.partial(group_norm_on, channel_axis=x.ndim - 1)
         inputs = x, weight, norm_bias
     else:
-        norm_form = functools.partial(spatial_norm_on, first_frame_alone=first_frame_alone)
+        norm_on = functools.partial(spatial_norm_on, first_frame_alone=first_frame_alone)
         inputs = x, zq, weight, norm_bias, *convolutions
-    hidden = norm_form(target, *inputs, num_groups=num_groups, eps=eps, activation="silu")
+    hidden = norm_on(target, *inputs, num_groups=num_groups, eps=eps, activation="silu")
     y, next_cache = conv3d_on(target, hidden, kernel, bias, cache, residual)
     if not is_supported:
         return y, next_cache, None
@@ -265,7 +265,7 @@ def _convolved(
     scale_NC: Array,
     shift_NC: Array,
 ) -> tuple[Array, ...]:
-    """Run the Pallas kernel for a run (frames that are computed together) on a device's columns.
+    """Compute a run (frames that are computed together) by the Pallas kernel, on a device's columns.
 
     Args:
         target: the target, for one device.
@@ -282,7 +282,7 @@ def _convolved(
     split = target.split
     frames, _, width, _ = x.shape[1:]
     # Without latents the norm has one multiplier and offset (coefficients) for each channel; with latents it
-    # has them for each channel of each latent. `_grid` returns how many frames, rows and columns that are.
+    # has them for each channel of each latent: of so many frames, rows and columns as `_grid` returns.
     _frames, _rows, columns = _grid(split, x, zq)
     coefficients = functools.partial(_coefficients, split, norm, zq, scale_NC, shift_NC, columns)
     multiplier, offset = coefficients(lambda part: tpu.to_registers(part, frames, width))

@@ -83,10 +83,10 @@ class ConvSizes(NamedTuple):
 
     @property
     def turns(self) -> int:
-        """Number of turns that multiply a chunk, each for two parts of the outputs, 128 channels each.
+        """Number of turns (passes) that multiply a chunk, each for two parts (128 channels) of the outputs.
 
-        An odd number of parts has one turn. With two turns instead of one, 512 channels take 8 % longer, and
-        compile for 5 s instead of 11.
+        An odd number of parts has one turn for all. With two turns instead of one, 512 channels take 8 %
+        longer, and compile for 5 s instead of 11.
         """
         parts = self.outputs // tiles.LANES
         return 1 if parts % 2 else parts // 2
@@ -114,7 +114,8 @@ class ConvSizes(NamedTuple):
     def rows_together(self) -> bool:
         """True if each of Winograd's products multiplies the inputs of both rows of a block by one matrix.
 
-        With 128 output channels a product gives two results instead (`winograd_products`).
+        This holds with more than 128 output channels. With 128 a product gives two results instead
+        (`winograd_products`).
         """
         return self.outputs > tiles.LANES
 
@@ -225,7 +226,8 @@ def is_supported(
 
     Args:
         x: frames; only their shape and dtype are read, and the kernel's shape.
-        grid: numbers of frames, rows and columns that have coefficients of their own.
+        grid: numbers of frames, rows and columns that have coefficients (the norm's scale and shift) of their
+            own.
         kernel: (3, 3, 3, I, O).
         residual: whether a residual is added.
         at_start: whether the video starts with these frames: there is no cache.
@@ -253,8 +255,8 @@ def is_supported(
     )
     sizes = sizes_of(x, grid_rows, registers, outputs, residual)
     return (
-        # The two rows of a block have the same coefficients or one row each. A unit has whole cells: a cell
-        # is the columns that share coefficients.
+        # The two rows of a block have a row of coefficients each, or one for both. A unit (columns modulated
+        # together) has whole cells (columns that share coefficients).
         (sizes.cell_rows == 1 or sizes.cell_rows % ROWS == 0)
         and (grid_columns == 1 or sizes.unit % sizes.cell == 0)
         and _vmem_bytes(sizes, residual) <= vmem_limit()
@@ -344,15 +346,17 @@ def _cut_into_strips(sizes: ConvSizes, residual: bool) -> ConvSizes:
 def _chunk(sizes: ConvSizes) -> int:
     """Return the number of columns of a chunk, which one matrix product covers.
 
-    In direct convolution it is `UNITS` units of `UNIT` pixels times frames. In Winograd's it is chosen from a
-    range that keeps the matrix unit busy and whose sums fit into registers: the number that pads a row least,
-    and of equally good numbers the largest.
+    In direct convolution a chunk is `UNITS` units (columns modulated together), each of `UNIT` rows of the
+    product: columns times frames. In Winograd's the number is chosen from a range that keeps the matrix unit
+    busy and whose sums fit into registers: the number that pads a row of pixels least, and of equally good
+    numbers the largest.
     """
-    if not sizes.tile:
+    if not sizes.tile:  # direct convolution
         return UNIT * UNITS // sizes.frames
     # A product of both rows of a block has twice as many rows: its chunk has half as many columns.
     least, most = (24, 48) if sizes.rows_together else (48, 80)
-    step = sizes.unit * sizes.turns  # whole units in each turn
+    # Each turn (a pass for a share of the output channels) modulates an equal number of units.
+    step = sizes.unit * sizes.turns
     lengths = range(-(-least // step) * step, most + 1, step)
     return min(lengths, key=lambda chunk: (-sizes.columns % chunk, -chunk))
 
@@ -363,7 +367,8 @@ def scratch_shapes(sizes: ConvSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
     Direct convolution (`tile` is 0) and Winograd's have different buffers. Both work on a strip of columns,
     in chunks: a chunk's columns are multiplied together, a unit's columns are modulated together. Channels
     are in parts of 128. A buffer of int32 holds words of two bfloat16 frames. Results are written, and in
-    direct convolution inputs modulated, a chunk late: `result_width` has one chunk of columns more.
+    direct convolution inputs modulated, one chunk after their products, at first left of column 0: so
+    `result_width` has one chunk of columns more.
     """
     width, result_width, result_parts = sizes.width, sizes.width + sizes.chunk, sizes.outputs // tiles.LANES
     # Of each column: its first result, then the sum and the sum of squares of the differences from it.
@@ -392,7 +397,8 @@ def scratch_shapes(sizes: ConvSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
         "past": ((*unit_shape, sizes.unit * sizes.parts), jnp.int32),
         # A unit's activated frames, to be read frame by frame.
         "pixels": ((*unit_shape, sizes.parts, unit_rows // 2), jnp.int32),
-        # Sums of the products, until they are transformed back: a row for each of a pixel's `TILES` tiles.
+        # Sums of the products, until they are transformed back: a row for each of a pixel's `TILES` tiles
+        # (frames that are filtered together).
         "components": ((sizes.components, ROWS, result_parts, result_width * TILES), jnp.float32),
         # A unit's sums, transformed back.
         "frames": ((*unit_shape, result_parts, unit_rows), jnp.float32),

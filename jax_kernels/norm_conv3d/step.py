@@ -42,7 +42,7 @@ def lanes_of(part: int) -> slice:
 
 
 def matrices(kernel: Array, product: Product, turns: int, tap: Callable[..., Array]) -> Array:
-    """Return a product's weights, one matrix for each turn: each computes a share of the output channels.
+    """Return a product's weights, one matrix for each turn (a pass for a share of the output channels).
 
     Args:
         kernel: the kernel, or its transform; output channels are the last axis.
@@ -51,12 +51,12 @@ def matrices(kernel: Array, product: Product, turns: int, tap: Callable[..., Arr
         tap: `tap(share, *input, *result)` returns the weights (..., I, O) that connect an input of the
             product to a result; `share` is the kernel with a share of its output channels.
     """
-    of_turns = []
+    turn_matrices = []
     for share in jnp.split(kernel, turns, axis=-1):
         # A row of blocks for each input, a column for each result.
         rows = [[tap(share, *source, *result) for result in product.results] for source in product.inputs]
-        of_turns.append(jnp.concatenate([jnp.concatenate(row, axis=-1) for row in rows], axis=-2))
-    return jnp.stack(of_turns)
+        turn_matrices.append(jnp.concatenate([jnp.concatenate(row, axis=-1) for row in rows], axis=-2))
+    return jnp.stack(turn_matrices)
 
 
 def fill_zeros(refs: Iterable[Any]) -> None:
@@ -132,9 +132,9 @@ class ConvStep(ABC):
 
     @abstractmethod
     def _move(self, column: Any, count: int) -> None:
-        """Move `count` columns, from `column` on, to the memory that the products load from.
+        """Move `count` columns, from `column` on, from the stage to the memory that the products load from.
 
-        They are columns of the block of rows that the previous grid step modulated.
+        The stage is memory that has the block of two rows that the previous grid step modulated.
         """
 
     @abstractmethod
@@ -328,8 +328,8 @@ class ConvStep(ABC):
 def grid_position(indices: tuple[Any, ...]) -> tuple[Any, Any, Any]:
     """Return the indices (video, strip, step) of a position in the kernel's grid.
 
-    `indices` has one for each axis of the grid. A grid of a single strip has no axis for strips: its indices
-    are (video, step).
+    `indices` has one index for each axis of the grid. A grid of a single strip has no axis for strips: its
+    indices are (video, step).
     """
     return indices if len(indices) == 3 else (indices[0], 0, indices[1])
 
@@ -345,9 +345,9 @@ def repeat_earlier_frame(words: Array) -> Array:
 
 
 def zeros_after(sums: Array) -> Array:
-    """Return zeros that are computed from a product's sums; adding them makes an operation wait for it.
+    """Return zeros computed from a product's sums, so that an operation that adds them waits for the sums.
 
-    Without them the compiler would schedule the vector unit's work before all products, not between them.
-    It does not see that the result is zero. The zeros fill one register.
+    Without them the compiler would schedule the vector unit's work before all products, not between products.
+    The compiler does not see that the minimum is always zero. The zeros fill one register.
     """
     return jnp.minimum(jnp.abs(sums[:SUBLANES, : tiles.LANES]), 0.0)

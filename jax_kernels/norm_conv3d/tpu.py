@@ -58,7 +58,7 @@ def to_registers(z: Shaped[Array, "N t h w Z"], frames: int, columns: int) -> Sh
 
     Returns:
         v registers for a row of pixels. There is one for each latent (v = w) if a row has a single latent,
-        or if a latent's pixels fill whole registers, which would be equal. Else there are as many as hold a
+        or if a latent's pixels fill whole registers: these would be equal. Else there are as many as hold a
         value for each pixel.
     """
     register_pixels, cell = SUBLANES // frames, columns // z.shape[3]  # a latent covers `cell` columns
@@ -108,9 +108,9 @@ def _xla_form(
     """Compute in XLA what the kernel computes, for the derivatives; arguments and results as of `_by_kernel`.
 
     The convolution is of `silu(x * multiplier + offset)`. `edges` are sums for the first and the last column
-    of each strip (columns that the kernel computes together): here only the outermost two are added. Columns
-    from `true_width` on are padding
-    and get zeros. Results are the frames, the next cache, and (mean, M2) of each column of the frames.
+    of each strip (columns that the kernel computes together): only those for the first and the last column of
+    `x` are added. Columns from `true_width` on are padding and get zeros. Results are the frames, the next
+    cache, and (mean, M2) of each column of the frames.
     """
     hidden = activated(x, _over_pixels(multiplier, x), _over_pixels(offset, x))
     if cache is None:  # at the start of a video its first frame is repeated
@@ -118,7 +118,7 @@ def _xla_form(
     frames = jnp.concatenate([cache, hidden], axis=1)
     sums = xla.summed(frames, kernel, xla.same_width_padding(kernel))
     if edges is not None:
-        # `sums` contain already what adjacent strips contribute.
+        # `sums` already contain what the strips of `x` add to each other.
         left, right = edges
         sums = add_columns(sums, left[:, :, :, :1], at=0)
         sums = add_columns(sums, right[:, :, :, -1:], at=x.shape[3] - 1)
@@ -419,6 +419,7 @@ def _cache_frames_first(latest: Array, shape: tuple[int, ...]) -> Array:
     """Invert `_cache_pixels_first`: return a cache of this `shape`, (N, 2, H, W, C).
 
     `latest` is (N, H, W P T, 128), for T = 2 frames and P parts of 128 channels each.
+
     Each reshape and transpose is inverted by itself, so that XLA drops both functions where one follows the
     other.
     """

@@ -73,11 +73,11 @@ def _inputs_of_four(frames: Sequence[Any]) -> list[Any]:
 def _four_results(products: Sequence[Any]) -> list[Any]:
     """Return four frames of results from their seven products, by Winograd's filtering.
 
-    It multiplies polynomials at points: m0, m1, m2 and m6 are the products at 0, 1, -1 and infinity. m3, m4
-    and m5 together give the product modulo x^2 + 1.
+    They are products of polynomials: m0, m1, m2 and m6 at the points 0, 1, -1 and infinity. m3, m4 and m5
+    together give the product modulo x^2 + 1.
     """
     m0, m1, m2, m3, m4, m5, m6 = products
-    # The even and the odd part of the products at 1 and -1; the two coefficients modulo x^2 + 1.
+    # The even and the odd part of the products at 1 and -1; the coefficients of 1 and x modulo x^2 + 1.
     even, odd, constant, linear = m1 + m2, m1 - m2, m3 + m5, m4 + m5
     return [m0 + (even + constant), odd + linear, even - constant, m6 + (odd - linear)]
 
@@ -107,9 +107,10 @@ Their products are of polynomials at the points 0, 1, -1 and infinity; for four 
 
 
 def transformed_taps(kernel: Float[Array, "3 ..."], tile: int) -> Float[Array, "components ..."]:
-    """Return for each product (component) of a tile its factor: a combination of a kernel's taps of time.
+    """Return a kernel's transform: for each product (component) of a tile, a combination of the taps of time.
 
-    A factor is rounded to the kernel's dtype once.
+    A tile is the `tile` frames that are computed together. A combination is rounded to the kernel's dtype
+    once.
     """
     # Broadcast and added: XLA compiles a product of matrices, or the components one by one, for up to 15 s.
     factors = jnp.asarray(TRANSFORMS[tile].taps, jnp.float32).reshape(-1, TAPS, *[1] * (kernel.ndim - 1))

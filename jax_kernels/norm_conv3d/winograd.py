@@ -189,13 +189,13 @@ class WinogradStep(ConvStep):
         Args:
             turn: index of the share of the output channels.
             component: index of the component of Winograd's transform.
-            results: (row, column) of each result in the sums; column 1 is the column right of the input's.
+            results: (row, column) of each result in the sums; column 0 is the input's, 1 the one right of it.
                 With `rows_together` the sums have both rows, one after the other, of a single result.
             sums: float32, a row for each tile of a pixel, 128 channels for each result.
             column: first column of the chunk, the columns that the product covers.
         """
         sizes, refs = self.sizes, self.refs
-        count = sizes.chunk * TILES
+        count = sizes.chunk * TILES  # rows of a chunk
         at = self._rows(column, sizes.chunk, TILES, before=sizes.chunk)
         if sizes.rows_together:
             parts = self.result_parts // sizes.turns
@@ -204,9 +204,9 @@ class WinogradStep(ConvStep):
                 refs["components"][component, row, turn * parts + part, at] = row_sums
             return
         # Here there are 128 output channels: the results have a single part, 0.
-        for index, (row, beside) in enumerate(results):
+        for index, (row, is_right) in enumerate(results):
             part_sums = sums[:, lanes_of(index)]
-            if beside:
+            if is_right:
                 # Sums for the columns right of the inputs' columns, so shifted by one column. Before them is
                 # what the last column of the previous chunk adds to this chunk's first.
                 shifted = refs["shifted"].at[component, row]
@@ -214,7 +214,7 @@ class WinogradStep(ConvStep):
                 shifted[pl.ds(TILES, count)] = part_sums
                 component_sums = refs["components"].at[component, row, 0]
                 component_sums[at] = component_sums[at] + shifted[pl.ds(0, count)]
-            elif len({row for row, _ in results}) == 1:  # the first product of its row of results
+            elif len({row for row, _ in results}) == 1:  # inputs above or below the block: multiplied first
                 refs["components"][component, row, 0, at] = part_sums
             else:
                 component_sums = refs["components"].at[component, row, 0]
@@ -256,21 +256,21 @@ class WinogradStep(ConvStep):
         # For each word of a pixel, that word of all pixels; then each frame, from the two before `x` on.
         words = [pixels[pl.ds(index, sizes.unit, stride=sizes.words), :] for index in range(sizes.words)]
         words_before = repeat_earlier_frame(words[0]) if before is None else before[...]
-        frames = [frame for pair in (words_before, *words) for frame in _unpacked(pair)]
+        frames = [frame for word in (words_before, *words) for frame in _unpacked(word)]
         tile_inputs = [  # of both tiles, each a list of its components
             self.transform.inputs(frames[start : start + sizes.tile + TAPS - 1])
             for start in range(0, sizes.input_frames, sizes.tile)
         ]
         at = self._word_columns(column, sizes.unit)
-        for component, pair in enumerate(zip(*tile_inputs, strict=True)):
-            self.refs["stage"][row, component, part, at] = _packed(*pair)
+        for component, of_both_tiles in enumerate(zip(*tile_inputs, strict=True)):
+            self.refs["stage"][row, component, part, at] = _packed(*of_both_tiles)
         return words[-1]
 
     def _finish(self, column: Any, unit: int = 0, after: Array | None = None) -> None:
-        """Transform back and write the results of a unit, the few columns from `column` on.
+        """Transform the sums of a unit (a few columns, from `column` on) back to frames; write these results.
 
-        `unit` is the index of the memory for the transformed results. The work waits for `after`, the sums of
-        a product, if given.
+        `unit` is the index of the memory for the frames. The work waits for `after`, the sums of a product,
+        if given.
         """
         self._write_results(column, self.sizes.unit, partial(self._frames, column, unit), after)
 
@@ -333,7 +333,7 @@ class WinogradStep(ConvStep):
 def _unpacked(words: Array) -> tuple[Array, Array]:
     """Return the two bfloat16 numbers of each word as float32: the low 16 bits, then the high ones.
 
-    A bfloat16 is the high half of a float32.
+    A bfloat16 is the high half of a float32, whose low half is zeros: -(2**16) keeps the high 16 bits.
     """
     return pltpu.bitcast(words << 16, jnp.float32), pltpu.bitcast(words & -(2**16), jnp.float32)
 

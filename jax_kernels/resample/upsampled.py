@@ -81,6 +81,7 @@ def _sizes(x: Array | jax.ShapeDtypeStruct, outputs: int, expand_time: bool) -> 
     `outputs` is the number of output channels. With `expand_time` frames are doubled.
     """
     _, frames, _, columns, channels = x.shape
+    # Frames of `x`, then frames of the result.
     return UpsampleSizes(frames, frames * (1 + expand_time), columns, channels, outputs)
 
 
@@ -172,23 +173,23 @@ class _Step:
             refs["y"][0, 1] = self._rounded(refs["odd"][...], 0)  # 0: the sums begin at the first column
 
     def _add_row(self) -> None:
-        """Add the products of a row of pixels to its results, in chunks of columns from left to right.
+        """Add the products of a row of pixels to the sums of results, in chunks of columns, the left first.
 
-        A chunk's last column is left of the next chunk: its products are kept in "left". Beside the row are
-        the columns of neighbouring shards, or zeros: "beside" holds the left column's frames, then the right
-        column's.
+        "left" is memory for the products of the column left of a chunk. "beside" has the columns of the two
+        neighbouring shards: the left column's frames, then the right column's. Without "beside" both columns
+        are zeros.
         """
         sizes, refs = self.sizes, self.refs
         chunks = -(-sizes.columns // sizes.chunk)
         if "beside" in refs:
             beside = self._repeat_frames(refs["beside"][0, 0])
-            # Each kernel row's products with its left and with its right tap, of both columns.
+            # For each kernel row the products of both columns: by its left tap (0), by its right tap (2).
             by_left_tap, by_right_tap = (
                 [self._product(beside, row, tap) for row in range(TAPS)] for tap in (0, 2)
             )
             for row in range(TAPS):
                 refs["left"][row] = by_left_tap[row][: sizes.frames]
-            # For the last chunk's last column.
+            # The right column's products, which the row's last column needs.
             right = [products[sizes.frames :] for products in by_right_tap]
         else:
             refs["left"][...] = jnp.zeros(refs["left"].shape, jnp.float32)
@@ -204,7 +205,7 @@ class _Step:
         self._add_chunk(last_chunk, sizes.columns - last_chunk, right)
 
     def _add_chunk(self, column: Any, count: int, right: list[Array] | None = None) -> None:
-        """Add the products of `count` columns from `column` on to the results, and write complete ones.
+        """Add the products of `count` columns from `column` on to the sums of results; write complete ones.
 
         `right` has the products of the column beyond the row's last, one array for each kernel row; None for
         a chunk that another follows.
@@ -217,6 +218,7 @@ class _Step:
         rows = count * sizes.frames  # of the products of the chunk alone
         sums = []
         for row in range(TAPS):
+            # The products by the left, the middle and the right tap of the kernel's row.
             tap_0, tap_1, tap_2 = (self._product(x, row, tap) for tap in range(TAPS))
             # For each column: what the column left of it gives by tap 0, the column right of it by tap 2.
             from_left = _concatenate(refs["left"][row], tap_0[: rows - sizes.frames])
@@ -228,12 +230,13 @@ class _Step:
             # Column w is doubled: its even result has columns w - 1, w, w under the three taps, its odd
             # result columns w, w, w + 1.
             sums.append(self._interleave_columns(tap_1 + tap_2 + from_left, tap_0 + tap_1 + from_right))
-        # By the kernel's rows. Rows are doubled too: a row is under two kernel rows of one of its results.
-        # The row above has left its complete even result ("even"), its odd result without `lower` ("odd"),
+        # By the kernel's rows. Rows are doubled too: this row is under the middle and lower kernel row of its
+        # even result, and under the upper and middle kernel row of its odd result. The previous grid step has
+        # left, of the row above: its even result ("even"), its odd result without this row's `lower` ("odd"),
         # and what it adds to this row's even result ("above").
         upper, middle, lower = sums
         at = pl.ds(pl.multiple_of(2 * column * sizes.frames, 2 * COLUMNS), 2 * rows)
-        # The two results of the row above. Step 0 has none: step 1 overwrites what it writes.
+        # The two results of the row above. Step 0 has no row above: step 1 overwrites what step 0 writes.
         refs["y"][0, 0, at] = refs["even"][at]
         refs["y"][0, 1, at] = self._rounded(refs["odd"][at] + lower, column)
         refs["even"][at] = self._rounded(refs["above"][at] + (middle + lower), column)
@@ -320,6 +323,7 @@ def _by_kernel(
     """
     sizes = _sizes(x, kernel.shape[-1], expand_time)
     videos, _, height, *_ = x.shape
+    # The nine taps, (I, O) each, on one axis.
     weights, bias = kernel.reshape(-1, *kernel.shape[2:]), bias.astype(jnp.float32)[None]
     # By name: arrays with the specs of their blocks.
     operands = {
@@ -331,12 +335,13 @@ def _by_kernel(
         operands["beside"] = _row_operand(jnp.concatenate(beside, axis=3))
     if true_width is not None:
         operands["true_width"] = true_width[None], pl.BlockSpec(memory_space=pltpu.SMEM)
-    # Of the last row of pixels: what it adds to the next row's upper results, its lower results so far, and
-    # its upper results. Of the last chunk of columns: what it adds to the next chunk.
     scratch = {
+        # Of the previous grid step's row of pixels: what it adds to the next row's upper results; its lower
+        # results so far; its upper results.
         "above": pltpu.VMEM((sizes.row, sizes.outputs), jnp.float32),
         "odd": pltpu.VMEM((sizes.row, sizes.outputs), jnp.float32),
         "even": pltpu.VMEM((sizes.row, sizes.outputs), jnp.bfloat16),
+        # For each kernel row the products of the column left of a chunk.
         "left": pltpu.VMEM((TAPS, sizes.frames, sizes.outputs), jnp.float32),
     }
     names = [*operands, "y", *scratch]

@@ -35,7 +35,7 @@ def spatial_norm(
     """Return `group_norm(x) * conv_y(zq) + conv_b(zq)`, `zq` upsampled to `x` by nearest neighbour.
 
     MoVQ, arXiv 2209.09002. A 1x1x1 convolution commutes with nearest upsampling: both convolutions are
-    computed for the latents' rows, never more than those of `x`, and their results are repeated.
+    computed for the latents' rows, and their results are repeated for the rows of `x`.
 
     Args:
         x: the activations.
