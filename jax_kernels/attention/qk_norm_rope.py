@@ -136,7 +136,8 @@ def _xla_form(
 ) -> Array:
     """Compute `qk_norm_rope` as XLA compiles it, with the arguments of `qk_norm_rope_on`.
 
-    A channel's partner is the other channel of its pair, (2 i, 2 i + 1).
+    `norm` is (weight, bias), `tables` is (cos, sin with signs); each may be empty. A channel's partner is the
+    other channel of its pair, (2 i, 2 i + 1).
     """
     y = x.astype(jnp.float32).reshape(*x.shape[:2], heads, -1)  # N S H D
     if norm:

@@ -72,10 +72,10 @@ def transposed(
     scale: float,
     num_keys: int,
 ) -> Float[Array, "N S H D"]:
-    """Compute attention by the kernel: transpose and pad arrays that it supports, and its result back.
+    """Transpose and pad queries, keys and values, attend by the kernel, and transpose its result back.
 
     Args:
-        q, k, v: as `attention` takes them. XLA drops the transpose if it follows the opposite one.
+        q, k, v: arrays that `is_supported` accepts. XLA drops the transpose if it follows the opposite one.
         scale: factor of the scores.
         num_keys: number of real keys, at least one, which come first; keys after them may hold anything.
     """
@@ -226,6 +226,7 @@ def _attend_block(
 def _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, factor) -> None:
     """Attend from a block of queries with the maximum over all keys, in two passes.
 
+    `_attend_block` calls it if the maximum over its first chunk of keys is too far from the true maximum.
     The first pass finds the maximum and the sum of weights; the second adds values with weights that are
     divided by that sum already, so that no sum overflows.
 
@@ -282,17 +283,17 @@ def _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, fa
 
 
 def _subtracted_rows(keys: Array, q: Array, factor: float) -> Array:
-    """Return a tile of rows to put below `q` (channels, queries), so that its product subtracts from scores.
+    """Return a tile of rows to put below `q` (channels, queries): they subtract from its scores with keys.
 
-    Row 0 is minus the maximum of the scores with `keys`, rounded: it meets a row of ones below all keys. Row
-    1 is minus `PADDING_PENALTY`: it meets a row of ones below padding keys. The rows after them are zeros.
-    Scores are multiplied by `factor` after the product: if it is negative, the smallest is subtracted, and
-    the penalty is added.
+    Row 0 is minus each query's maximum score with `keys`, rounded: in the product it meets a row of ones
+    below all keys. Row 1 is minus `PADDING_PENALTY`: it meets a row of ones below padding keys. The rows
+    after them are zeros. Scores are multiplied by `factor` after the product: if it is negative, the smallest
+    score is subtracted, and the penalty is added.
     """
     scores = _product(keys, q, over=0)
-    largest = scores.max(0, keepdims=True) if factor > 0 else scores.min(0, keepdims=True)
+    extreme = scores.max(0, keepdims=True) if factor > 0 else scores.min(0, keepdims=True)
     row = jax.lax.broadcasted_iota(jnp.int32, (tile_rows(q.dtype), q.shape[1]), 0)
-    rows = jnp.where(row == 0, -largest, jnp.where(row == 1, -math.copysign(PADDING_PENALTY, factor), 0.0))
+    rows = jnp.where(row == 0, -extreme, jnp.where(row == 1, -math.copysign(PADDING_PENALTY, factor), 0.0))
     return rows.astype(q.dtype)
 
 

@@ -29,9 +29,9 @@ LARGE_FRAME = 16384
 
 
 def splits_first_frame(target: Target, x: jax.Array) -> bool:
-    """Return whether to compute the first frame alone if their number is odd: true for bfloat16 on a TPU.
+    """Return whether to compute the first of an odd number of frames alone: true for bfloat16 on a TPU.
 
-    The number itself is not looked at.
+    The number of frames is not checked.
 
     A TPU keeps frames in the sublanes of its tiles. Nine fill them badly: together they take two and a half
     times as long as eight.
@@ -51,8 +51,8 @@ def split_frames(
     Args:
         target: the platform that is traced for.
         x: frames.
-        others: more arrays of frames, or None. If one has fewer frames than `x`, as latents have, the frames
-            after one that is computed alone are a single run.
+        others: more arrays of frames, or None. If one has fewer frames than `x`, as latents have, all frames
+            are a single run, but for a first frame that is computed alone.
         time_axis: axis of the frames.
 
     Returns:

@@ -92,9 +92,10 @@ def silu(x: Float[Array, "*any"], *, time_axis: int | None = None) -> Float[Arra
 
 
 def silu_on(target: Target, x: Array, *, time_axis: int | None) -> Array:
-    """Compute `silu` on `target`, the platform that is traced for, one run of frames after the other.
+    """Compute `silu` on `target`, the platform that is traced for, by runs of frames (`split_frames`).
 
-    `time_axis` is the axis of frames; None if `x` has none, and is one run.
+    A run is frames that are computed together. `time_axis` is the axis of frames; if it is None, `x` has no
+    frames and is one run.
     """
     runs = [(x,)] if time_axis is None else split_frames(target, x, time_axis=time_axis)
     # `join_frames` returns a single run as it is: without frames the 0 is not used.
@@ -215,7 +216,7 @@ def gated_residual(
     Args:
         x, y: tokens of any float dtype: text first, then patches of frames.
         gate: two vectors for each video: one for its text tokens, one for its patches.
-        first: index of the first patch; it may be outside of the tokens, as in `adaptive_layer_norm`.
+        first: index of the first patch. If negative or beyond the tokens, all tokens are of one kind.
 
     Returns:
         The dtype of `x`; the arithmetic is float32.

@@ -90,7 +90,7 @@ def _column_moments(
         out_specs=[pl.BlockSpec((None, *column_shape), lambda video, column, row: (video, column, 0, 0))] * 2,
         # Declared in HBM: XLA would copy small results into VMEM and back.
         out_shape=[pltpu.HBM((videos, width, length, channels), jnp.float32)] * 2,
-        scratch_shapes=[pltpu.VMEM(column_shape, jnp.float32)],
+        scratch_shapes=[pltpu.VMEM(column_shape, jnp.float32)],  # an origin, a typical value of each column
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         name="column_moments",
     )(x.transpose(0, 2, 3, 1, 4))  # N H W T C: frames are in the sublanes of a tile

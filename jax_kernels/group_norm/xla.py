@@ -35,7 +35,10 @@ class Moments(NamedTuple):
 
 
 def merge(a: Moments, b: Moments) -> Moments:
-    """Merge the moments of two samples (Chan, Golub and LeVeque 1979, eq. 2.1)."""
+    """Merge the moments of two samples (Chan, Golub and LeVeque 1979, eq. 2.1).
+
+    `m2` is the sum of squared deviations from the mean.
+    """
     count = a.count + b.count
     delta = b.mean - a.mean
     return Moments(

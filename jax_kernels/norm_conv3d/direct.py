@@ -65,6 +65,7 @@ class DirectStep(ConvStep):
 
     def _padding(self) -> dict[str, list[Any]]:
         """Return references to the memory of the padding, by its place (`ConvStep._padding`)."""
+        # Axes of "ring": slot, tap of time, row of the block, part (128 channels), word; "stage" has no slot.
         sizes, stage = self.sizes, self.refs["stage"]
         # Words of the column right of the frame's last; the stage begins a chunk left of column 0.
         right = pl.ds((sizes.last_columns + sizes.chunk) * sizes.words, sizes.words)
@@ -120,7 +121,7 @@ class DirectStep(ConvStep):
             fill_zeros([refs["sums"].at[:, :, first]])
             return
         for row, part in itertools.product(range(ROWS), range(self.result_parts)):
-            # "edges" has one video: the frames of the left edge, then those of the right edge.
+            # "edges" has one video (index 0): the frames of the left edge, then those of the right edge.
             refs["sums"][row, part, first] = refs["edges"][0, row, :frames, lanes_of(part)]
 
     def _end_right(self) -> None:
@@ -133,7 +134,7 @@ class DirectStep(ConvStep):
         last = self._rows(self._last_column(), 1, frames, before=self.sizes.chunk)
         for row, part in itertools.product(range(ROWS), range(self.result_parts)):
             sums = refs["sums"].at[row, part]
-            # "edges" has one video: the frames of the left edge, then those of the right edge.
+            # "edges" has one video (index 0): the frames of the left edge, then those of the right edge.
             sums[last] = sums[last] + refs["edges"][0, row, frames : 2 * frames, lanes_of(part)]
 
     def _multiply(self, column: Any) -> None:
@@ -142,11 +143,11 @@ class DirectStep(ConvStep):
         A turn multiplies for a share of the output channels. A single turn also modulates: products and
         modulation are then one piece of code, in which the compiler overlaps them.
         """
-        before, turns = column - self.sizes.chunk, self.sizes.turns
+        previous, turns = column - self.sizes.chunk, self.sizes.turns
         if turns == 1:
-            self._multiply_turn(0, column, modulated=before)
+            self._multiply_turn(0, column, modulated=previous)
         else:
-            self._modulate_chunk(before)
+            self._modulate_chunk(previous)
             jax.lax.fori_loop(0, turns, lambda turn, _: self._multiply_turn(turn, column), None)
 
     def _multiply_turn(self, turn: Any, column: Any, modulated: Any = None) -> None:

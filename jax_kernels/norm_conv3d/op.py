@@ -207,10 +207,10 @@ def _kernel_supports(
 
 
 def _grid(split: Split, x: Array, zq: Array | None) -> tuple[int, ...]:
-    """Return the numbers of frames, rows and columns of a shard that have coefficients of their own.
+    """Return the numbers of frames, rows and columns of the norm's coefficients, on a shard.
 
-    A norm is a multiplier and an offset (the coefficients) of each channel. With latents `zq` each latent has
-    its own; without, all pixels share one, or each column has its own if padding columns get zeros.
+    The coefficients are a multiplier and an offset for each channel. Each latent of `zq` has its own. Without
+    latents all pixels share them, but each column has its own if the width is padded.
     """
     if zq is None:
         return 1, 1, split.shard_of(x).shape[3] if split.is_padded else 1

@@ -121,9 +121,10 @@ class ConvSizes(NamedTuple):
 
     @property
     def products(self) -> "list[Product]":
-        """Matrix products of a chunk; in Winograd's convolution of one component, the same for each.
+        """Matrix products of a chunk, the columns that each of them covers.
 
-        `tile`, the frames that Winograd filters together, is 0 for direct convolution.
+        In Winograd's convolution they are those of one component: all components have the same. `tile`, the
+        frames that Winograd filters together, is 0 for direct convolution.
         """
         return winograd_products(self.outputs) if self.tile else direct_products(self.channels, self.outputs)
 
@@ -332,6 +333,7 @@ def _cut_into_strips(sizes: ConvSizes, residual: bool) -> ConvSizes:
     """Return the sizes with a chunk, and with the fewest strips that fit into VMEM, or with `MOST_STRIPS`.
 
     The frame's width is cut into strips, and a strip into chunks: columns that one matrix product covers.
+    `residual` is whether the kernel adds one, which takes memory too.
     """
     chunk = _chunk(sizes)
     chunks = -(-sizes.columns // chunk)

@@ -149,14 +149,14 @@ class ConvStep(ABC):
     ) -> Array:
         """Store activated frames of a unit's columns in the stage; return the words of their last two frames.
 
-        The stage is memory that the next step moves rows from. A word is 32 bits: two bfloat16 frames of a
-        pixel and channel. A unit is the columns that are activated together.
+        The stage is memory that the next grid step moves rows from. A word is 32 bits: two bfloat16 frames of
+        a pixel and channel. A unit is the columns that are activated together.
 
         Args:
-            row, part: index of the row in the block of two rows, and of the 128 channels.
-            unit: index of the memory for the unit.
+            row, part: index of the row in the block of two rows, and of the part: 128 channels.
+            unit: index of the unit's place in scratch memory.
             column: the unit's first column.
-            x: the activated frames, a row for each frame of a pixel.
+            x: the activated frames, a row for each frame of a pixel, in the channels of the part.
             before: reference to the words of the two frames before `x`. None at a video's start, where the
                 first frame of `x` takes their place, twice.
         """
@@ -178,7 +178,7 @@ class ConvStep(ABC):
     def _modulate(self, column: Any, unit: int = 0, after: Array | None = None) -> None:
         """Modulate (norm and activate) a unit, the `sizes.unit` columns from `column` on, in both rows.
 
-        The result is stored in the stage, memory from which the next step moves it to where products load.
+        The result goes to the stage, memory from which the next grid step moves it to where products load.
 
         Args:
             column: the unit's first column. If it is negative, left of the frame, column 0 is read instead.
@@ -187,10 +187,10 @@ class ConvStep(ABC):
             after: sums of a product, which the work waits for, so that it overlaps with the next product.
         """
         sizes, refs = self.sizes, self.refs
-        past_at = self._rows(_at_least_zero(column), sizes.unit, 2 * sizes.parts)  # in a row of a cache
+        past_at = self._rows(_at_least_zero(column), sizes.unit, 2 * sizes.parts)  # the unit in a cache
         for row in range(ROWS):
             x = self._activated(row, _at_least_zero(column), after)
-            past = refs["past"].at[unit, row]
+            past = refs["past"].at[unit, row]  # words (32 bits): both frames of a pixel and part
             if "cache" in refs:
                 past[...] = pltpu.bitcast(refs["cache"][0, row, past_at], jnp.int32)
             for part in range(sizes.parts):
@@ -231,9 +231,9 @@ class ConvStep(ABC):
         """Round and write the results of `count` columns from `column` on; add them to the columns' moments.
 
         `sums(row, part)` returns the products' sums for a row of the block (two rows) and a part (128
-        channels), with a row for each frame of a pixel. Results are written one chunk (the columns of a
-        product) after their products. So during a row's first chunk `column` is negative: these results have
-        no meaning, and those of the first chunk overwrite them.
+        channels), with a row for each frame of a pixel. Results of a chunk (the columns of a product) are
+        written when the next chunk is multiplied. So at the first chunk `column` is negative: what is written
+        then has no meaning, and the first chunk's results overwrite it.
 
         A column's moments are three arrays: the origin, which is the column's first result; the sum of the
         differences from it; and the sum of their squares. Differences avoid cancellation. The work waits for

@@ -73,20 +73,21 @@ def to_registers(z: Shaped[Array, "N t h w Z"], frames: int, columns: int) -> Sh
 def _over_pixels(
     coefficients: Float[Array, "N h v S C"], x: Float[Array, "N T H W C"]
 ) -> Float[Array, "N T H W C"]:
-    """Return a coefficient for each pixel of `x`, from coefficients in registers (`to_registers`).
+    """Return a coefficient (the norm's multiplier or offset) for each pixel of `x`, from `to_registers`.
 
     The axes of `coefficients` are videos; h rows, each for H / h rows of pixels; the v registers of a row;
     the S sublanes of a register, one for each frame of a pixel, pixel after pixel; and channels.
     """
     frames, height, columns, channels = x.shape[1:]
     videos, rows, registers = coefficients.shape[:3]
-    # The pixels that a register holds, and the columns that it covers: more if they share one value.
+    # Pixels that a register has rows for, and columns that it covers: more if these share one value.
     register_pixels, cell = SUBLANES // frames, columns_of_register(columns, frames, registers)
-    pixels = coefficients.reshape(videos, rows, registers * register_pixels, frames, channels)
+    values = coefficients.reshape(videos, rows, registers * register_pixels, frames, channels)
     if cell != register_pixels:  # all of a register's pixels are equal: the first one is repeated
-        pixels = repeat_nearest(pixels[:, :, ::register_pixels], {2: cell})
-    pixels = repeat_nearest(pixels[:, :, :columns], {1: height // rows})
-    return pixels.transpose(0, 3, 1, 2, 4)
+        values = repeat_nearest(values[:, :, ::register_pixels], {2: cell})
+    # Padding columns of the last register are cut off.
+    values = repeat_nearest(values[:, :, :columns], {1: height // rows})
+    return values.transpose(0, 3, 1, 2, 4)
 
 
 def activated(x: Array, multiplier: Array, offset: Array) -> Array:
@@ -156,8 +157,8 @@ def _by_kernel(
             video, before which its first frame is repeated.
         residual: added to the sums before they are rounded, or None.
         kernel, bias: the convolution's.
-        edges: contributions of the columns left and right of each of E strips (`ConvSizes`) to the sums of
-            its first and its last column, float32; None for a single strip without neighbours.
+        edges: contributions of the columns left and right of each of E strips (parts of the width) to the
+            sums of its first and its last column, float32; None for a single strip without neighbours.
         true_width: columns from this one on are padding and get zeros; None without padding.
 
     Returns:
@@ -179,16 +180,16 @@ def _by_kernel(
     def run(*refs: Any) -> None:
         """Run a grid step. References to weights come first; those after them are passed by name."""
         count = len(refs) - len(names)  # of references to weights
-        step = winograd.WinogradStep if sizes.tile else direct.DirectStep
-        step(sizes, refs[:count], dict(zip(names, refs[count:], strict=True))).run()
+        step_class = winograd.WinogradStep if sizes.tile else direct.DirectStep
+        step_class(sizes, refs[:count], dict(zip(names, refs[count:], strict=True))).run()
 
     # The bytes of the result, which is written, and of a residual of its size, which is read.
     y_bytes = x.nbytes // sizes.channels * sizes.outputs * (1 if residual is None else 2)
-    cache_bytes = x.nbytes // sizes.input_frames * (TAPS - 1)
+    cache_bytes = x.nbytes // sizes.input_frames * (TAPS - 1)  # the last two frames
     aliases = {}
     # Only tests that interpret the kernel turn `RAGGED_IN_PLACE` off, for columns that are no whole chunks.
     if cache is not None and (sizes.width == sizes.columns or RAGGED_IN_PLACE):
-        # The next cache reuses the memory of the last one. Keys are indices of arguments, values of results.
+        # The next cache reuses the memory of `cache`. Keys are indices of arguments, values of results.
         aliases = {len(weights) + names.index("cache"): [*results].index("latest")}
     # A grid of a single strip has no axis for strips. A step modulates one block of rows and computes the
     # results of the block of `LAG` steps before, so the last block takes `LAG` more steps.
@@ -345,19 +346,19 @@ def _finished_block(step: Array) -> Array:
     return jax.lax.max(step - LAG, 0)
 
 
-def _rows_spec(block: Callable[[Any], Any], length: int, lanes: int) -> pl.BlockSpec:
-    """Return the spec of the two rows that a step reads or writes, of an array (N, H, entries, lanes).
+def _rows_spec(block_of: Callable[[Any], Any], length: int, lanes: int) -> pl.BlockSpec:
+    """Return the spec of the block (two rows) that a step reads or writes of an array (N, H, entries, lanes).
 
     Args:
-        block: function of a step that returns the index of its two rows.
-        length: number of a row's entries that are in a strip, the columns that the grid computes together.
+        block_of: returns the index of a step's block.
+        length: number of a row's entries, such as frames of pixels, in a strip (columns computed together).
         lanes: length of the array's last axis.
     """
 
     def index(*indices: Any) -> tuple[Any, ...]:
-        """Return the index of the block with these rows; `indices` are the grid's (`grid_position`)."""
+        """Return the block's index on each axis; `indices` are the grid's (`grid_position`)."""
         video, strip, step = grid_position(indices)
-        return video, block(step), strip, 0
+        return video, block_of(step), strip, 0
 
     return pl.BlockSpec((1, ROWS, length, lanes), index)
 
@@ -387,8 +388,8 @@ def _frames_first(y: Array, sizes: ConvSizes, outputs: int) -> Array:
         y = y.reshape(videos, height, sizes.columns, sizes.input_frames, -1).transpose(0, 3, 1, 2, 4)
         return y[..., :outputs]
     # A product with ones and zeros, exact for finite values, selects the channels and puts pixels last. To
-    # slice them, XLA would transpose the whole tile. It slices an image (above) without a transpose, and
-    # would take 90 s to compile the product for it.
+    # slice the channels, XLA would transpose the whole tile. XLA slices an image (above) without a transpose,
+    # and would take 90 s to compile the product for it.
     few = jnp.einsum("nhpc,co->nohp", y, jnp.eye(sizes.outputs, outputs, dtype=y.dtype))
     return few.reshape(videos, outputs, height, sizes.columns, sizes.input_frames).transpose(0, 4, 2, 3, 1)
 

@@ -34,8 +34,8 @@ def tap(
 ) -> Array:
     """Return the weights (components, I, O) by which one input of a `Product` counts in one of its results.
 
-    They are zeros where no tap connects the two, and where another input of the product has the tap: a result
-    in the column right of the input's own takes the unshifted input alone.
+    They are zeros where no tap connects the two. A result in the column right of the input's own takes only
+    the unshifted input, by its left tap: its other taps count where it is in the input's own column.
 
     Args:
         transformed: a kernel whose taps of time are combined to components (`transformed_taps`).
@@ -80,9 +80,10 @@ class WinogradStep(ConvStep):
     def _padding(self) -> dict[str, list[Any]]:
         """Return references to the memory of the convolution's padding, by its place.
 
-        "stage" holds the rows that the last step modulated, "upper" and "lower" the blocks' upper and lower
-        rows as products load them. Beside a strip, columns that the grid computes together, the padding is
-        `MARGIN` columns wide.
+        "stage" holds the rows that the previous grid step modulated, "upper" and "lower" the blocks' upper
+        and lower rows as products load them. Axes: slot (in "stage" row of the block), component, part (128
+        channels), column. Beside a strip (columns that the grid computes together) the padding is `MARGIN`
+        columns wide.
         """
         # `self.rows` has (memory's name, slot) of each input row; the first is above the block of results.
         refs, ((above, slot), *_) = self.refs, self.rows
@@ -156,8 +157,9 @@ class WinogradStep(ConvStep):
     def _other_work(self, turn: Any, column: Any) -> list[Callable[..., None]]:
         """Return the work of a turn besides its products, in pieces to run between them.
 
-        A piece is a function of `after`, the sums of the product to wait for. It modulates a unit of the
-        chunk from `column` on, or finishes a unit of the chunk before. Each turn has an equal share of units.
+        A turn is a pass over a chunk's products for a share of the output channels. A piece is a function of
+        `after`, the sums of the product to wait for. It modulates a unit (a few columns) of the chunk that
+        begins at `column`, or finishes a unit of the previous chunk. Each turn has an equal share of units.
         """
         sizes = self.sizes
         share = sizes.units // sizes.turns
@@ -170,9 +172,9 @@ class WinogradStep(ConvStep):
     def _input_rows(self, component: int, row: int, shift: int, part: int, column: Any) -> Array:
         """Return one component of the transformed frames of a chunk in one of the four input rows.
 
-        The columns begin at `column`, the chunk's first, shifted by `shift` columns; `part` is the index of
-        128 input channels. If one matrix serves both rows of results (`rows_together`), `row` and the row
-        below it are returned, joined.
+        `row` is 0 (above the block of results) to 3 (below it). The columns begin `shift` columns after
+        `column`, the chunk's first; `part` is the index of 128 input channels. If one matrix serves both rows
+        of results (`rows_together`), `row` and the row below it are returned, joined.
         """
         sizes = self.sizes
         at = self._word_columns(column, sizes.chunk, shift)
@@ -221,7 +223,10 @@ class WinogradStep(ConvStep):
                 component_sums[at] = component_sums[at] + part_sums
 
     def _move(self, column: Any, count: int) -> None:
-        """Move `count` columns of the block modulated last step from the stage to the products' memory."""
+        """Move `count` columns, from `column` on, from the memory "stage" to the memory that products load.
+
+        They are columns of the block (two rows) that the previous grid step modulated.
+        """
         at = self._word_columns(column, count)
         # The memory, and the slot in it, that each of the block's two rows is moved to.
         for row, (name, slot) in enumerate(self.moved):
@@ -277,7 +282,8 @@ class WinogradStep(ConvStep):
     def _frames(self, column: Any, unit: int, row: int, part: int) -> Array:
         """Return the sums of the frames of a unit (a few columns), transformed back, with edges added.
 
-        Winograd's products have components of tiles of frames. Edges are what columns outside the strip add.
+        A tile is half of a pixel's frames; the products computed its components of Winograd's transform.
+        Edges are what columns outside the strip add.
 
         Args:
             column: the first of the unit's columns.
@@ -290,6 +296,7 @@ class WinogradStep(ConvStep):
             self.refs["components"][component, row, part, tiles_at] for component in range(sizes.components)
         ]
         frames = self.refs["frames"].at[unit, row, part]
+        # `sums` are of one frame of every tile; the tiles of a pixel follow each other.
         for frame, sums in enumerate(self.transform.results(components)):
             frames[pl.ds(frame, sizes.unit * TILES, stride=sizes.tile), :] = sums
         if "edges" in self.refs:

@@ -156,8 +156,9 @@ class _Step:
     def run(self) -> None:
         """Compute the products of a row of pixels, and write the two rows of results of the row above it.
 
-        Of the row above, "even" has the complete upper results and "odd" the lower ones, which still lack the
-        products of this row; "above" is what the row above adds to this row's upper results, plus the bias.
+        A row of pixels has an upper and a lower row of results. Of the row above, "even" has the upper
+        results, complete, and "odd" the lower ones, which still lack the products of this row; "above" is
+        what the row above adds to this row's upper results, plus the bias. The last step only writes.
         """
         refs = self.refs
 
@@ -291,7 +292,7 @@ def upsampled(
     true_width: Int[Array, ""] | None,
     expand_time: bool,
 ) -> Float[Array, "N T2 2*H 2*W O"]:
-    """Upsample frames by two (nearest), then convolve them, with the derivatives of XLA's form.
+    """Double rows and columns (nearest), then convolve, by the Pallas kernel; `_xla_form` gives derivatives.
 
     Args:
         x: frames for which `is_supported` holds.
