@@ -106,7 +106,7 @@ def transposed(
         out_specs=query_spec,
         out_shape=jax.ShapeDtypeStruct(q_BDS.shape, q.dtype),
         scratch_shapes=[
-            pltpu.VMEM((rows + tile_rows(q.dtype), query_block), q.dtype),  # queries; rows to mask with
+            pltpu.VMEM((rows + tile_rows(q.dtype), query_block), q.dtype),  # queries, `_subtracted_rows`
             pltpu.VMEM((rows, query_block), jnp.float32),  # sums of weighted values
             pltpu.VMEM((SUBLANES, query_block), jnp.float32),  # sums of weights
         ],

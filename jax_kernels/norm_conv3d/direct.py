@@ -127,7 +127,7 @@ class DirectStep(ConvStep):
     def _end_right(self) -> None:
         """Add the right edge to the sums of a strip's last column.
 
-        A strip is the columns that are computed together. Its right edge is what the column outside adds.
+        A strip is the columns that are computed together. Its right edge is what the column right of it adds.
         """
         frames, refs = self.sizes.frames, self.refs
         # The memory "sums" begins a chunk of columns left of the strip. A part is 128 result channels.

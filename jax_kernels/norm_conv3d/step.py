@@ -288,7 +288,7 @@ class ConvStep(ABC):
         differences from it and of their squares: mean = origin + total / n, M2 = squares - total^2 / n.
         """
         sizes, refs = self.sizes, self.refs
-        share = 1 / (ROWS * sizes.blocks)  # the weight of a pixel in its column's mean
+        share = 1 / (ROWS * sizes.blocks)  # 1 / n, for the n pixels of a column
 
         def write_chunk(chunk: Array, carry: None) -> None:
             """Write the moments of the columns of one chunk, given by its index."""

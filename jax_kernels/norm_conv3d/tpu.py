@@ -73,10 +73,11 @@ def to_registers(z: Shaped[Array, "N t h w Z"], frames: int, columns: int) -> Sh
 def _over_pixels(
     coefficients: Float[Array, "N h v S C"], x: Float[Array, "N T H W C"]
 ) -> Float[Array, "N T H W C"]:
-    """Return a coefficient (the norm's multiplier or offset) for each pixel of `x`, from `to_registers`.
+    """Return a coefficient (the norm's multiplier or offset) for each pixel of `x`, from registers.
 
-    The axes of `coefficients` are videos; h rows, each for H / h rows of pixels; the v registers of a row;
-    the S sublanes of a register, one for each frame of a pixel, pixel after pixel; and channels.
+    The axes of `coefficients` (`to_registers`) are videos; h rows, each for H / h rows of pixels; the v
+    registers of a row; the S sublanes of a register, one for each frame of a pixel, pixel after pixel; and
+    channels.
     """
     frames, height, columns, channels = x.shape[1:]
     videos, rows, registers = coefficients.shape[:3]

@@ -43,8 +43,8 @@ def downsampled_sums_by_patches(x: jax.Array, kernel: jax.Array, columns: tuple[
     """Compute `downsampled_sums` as one matrix product of all windows (patches).
 
     A row of zeros is added below, and `columns` zeros on the (left, right). This is for images on a TPU:
-    XLA compiles their convolution for 14 s (120 x 180 x 256) to a minute (a shard of 768 x 170 x 128) on a
-    core, the product for 5 s.
+    on a core XLA compiles their convolution in 14 s (120 x 180 x 256) to a minute (a shard of 768 x 170 x
+    128), the product in 5 s.
     """
     # A list of one array: the kernel has no axis of time.
     return conv_patches([jnp.pad(x, [(0, 0), (0, 0), (0, 1), columns, (0, 0)])], kernel, stride=2)
