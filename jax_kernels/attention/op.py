@@ -78,7 +78,7 @@ def attention_transposed(
 ) -> Float[Array, "N H D S"]:
     """Compute `attention` with channels before positions, the order that a TPU's kernel computes in.
 
-    The kernel's function transposes to that order too: XLA drops its transposes together with the ones here.
+    The function that calls the kernel transposes to this order again: XLA cancels both transposes.
 
     Args:
         q, k, v: any float dtype, the same for all three.

@@ -78,10 +78,12 @@ def qk_norm_rope_on(
 
     Args:
         target: the target.
-        x: the projection.
+        x: the projection to queries, keys or values, (N, S, heads * D).
         norm: (weight, bias), or () for no norm.
         tables: (cos, signed sin of `_signed`), or () for no rotation.
-        heads, scale, eps: as `qk_norm_rope` takes them.
+        heads: number of heads.
+        scale: factor of the result.
+        eps: added to the variance.
     """
     plain, by_kernel = (
         functools.partial(function, heads=heads, scale=scale, eps=eps) for function in (_xla_form, _by_kernel)
@@ -203,7 +205,8 @@ def _process_block(x_ref, *other_refs: Any, normed: bool, scale: float, eps: flo
     Args:
         x_ref: reference to the projection, (S, H D): its channels are in the lanes.
         other_refs: references to weight and bias, (D, 1), if `normed`; then to cos and the signed sin,
-            (D, S), if positions are rotated; then to the result, (H, D, S): its channels are in the rows.
+            (D, S), if positions are rotated: a channel becomes `channel * cos + partner * signed sin`, where
+            `partner` is the other channel of its pair; then to the result, (H, D, S), channels in the rows.
         normed: whether there is a norm.
         scale: factor of the result.
         eps: added to the variance.

@@ -7,7 +7,10 @@ import jax.numpy as jnp
 
 
 def attention(q, k, v, *, scale=None, num_keys=None):
-    """Compute all scores of the real keys, the first `num_keys`, at once, everything in float32."""
+    """Compute attention in float32; keys from `num_keys` on are padding, and left out.
+
+    `q` is (N, S, H, D), `k` and `v` are (N, K, H, D). `scale` is a factor of the scores.
+    """
     q_f32, k_f32, v_f32 = (x.astype(jnp.float32) for x in (q, k[:, :num_keys], v[:, :num_keys]))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     scores = jnp.einsum("nshd,nkhd->nhsk", q_f32, k_f32, precision=jax.lax.Precision.HIGHEST) * scale

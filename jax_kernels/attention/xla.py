@@ -32,11 +32,14 @@ def plain(
 
 
 def _plain_block(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
-    """Compute attention for a block of queries, with all of its scores in memory at once."""
+    """Compute attention for a block of queries `q` (N, S, H, D), with all of its scores in memory at once.
+
+    `k` and `v` (N, K, H, D) are all keys and values.
+    """
     scores = jnp.einsum(
         "nshd,nkhd->nhsk", q, k, precision=precision_for(q.dtype), preferred_element_type=jnp.float32
     )
-    weights = jax.nn.softmax(scores * scale, axis=-1)  # float32, rounded with the values' sum alone
+    weights = jax.nn.softmax(scores * scale, axis=-1)  # float32: only the result is rounded
     return jnp.einsum(
         "nhsk,nkhd->nshd", weights, v.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
     ).astype(q.dtype)

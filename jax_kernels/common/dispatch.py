@@ -70,7 +70,8 @@ def dispatch(
 ) -> Any:
     """Call `body(target, *operands, **options)` as a compiled function, with a `Target` for each platform.
 
-    Options are static. So are `split` and the value of `pallas_mode`: each value of them is another program.
+    Options are static, and so are `split` and `pallas_mode` (which Pallas kernels run): each combination
+    of their values is another program.
 
     Args:
         body: function of a `Target`, then operands by position and options by name.

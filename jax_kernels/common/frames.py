@@ -275,9 +275,9 @@ def conv_patches(
 def repeat_nearest(x: Array, factors: dict[int, int]) -> Array:
     """Upsample by whole factors (nearest): repeat each element `factors[axis]` times along every `axis`.
 
-    It differs from `jnp.repeat` in two ways: it repeats along several axes, the later ones first, and it
-    takes whole factors alone, no array of counts. For these `jnp.repeat` is a broadcast and a reshape, and no
-    gather by index, which on a mesh would collect all of a sharded axis on every device.
+    Unlike `jnp.repeat` it repeats along several axes, and takes no array of counts. By whole factors
+    `jnp.repeat` is a broadcast and a reshape; by counts it is a gather by index, which on a mesh would
+    collect all of a sharded axis on every device.
     """
     # Columns before rows and frames, while the array is smallest: where the shards of a width and of its
     # multiple do not line up, devices exchange columns.
@@ -316,9 +316,9 @@ def _mix_frames(weights_ST: jax.Array, x_NTHWC: jax.Array) -> jax.Array:
 def average_pairs(target: Target, x_NTHWC: jax.Array, *, first_frame_alone: bool) -> jax.Array:
     """Return the means of pairs of frames; `first_frame_alone` keeps the first frame, before the pairs.
 
-    Frames must be finite. On a TPU the means are a matrix product with 0.5 and 0, which bfloat16 holds
-    exactly; 0 times an infinity would be NaN. The plain mean reduces pairs of sublanes, which takes 25.6 ms
-    there (v6e, 8 x 480 x 720 x 128).
+    Frames must be finite: on a TPU the means are a matrix product with 0.5 and 0, which bfloat16 holds
+    exactly, and 0 times an infinity is NaN. A mean over pairs of sublanes would take 25.6 ms on a TPU (v6e,
+    8 x 480 x 720 x 128).
     """
     if target.on_tpu:
         return _average_by_product(x_NTHWC, first_frame_alone=first_frame_alone)

@@ -37,7 +37,11 @@ FEW = 16
 
 
 def direct(frames: Array, kernel: Array, columns: Padding) -> Array:
-    """Convolve in 3-D at once, with `columns` padding the width; return float32 sums."""
+    """Convolve in 3-D at once; return float32 sums.
+
+    `columns` is the padding (left, right) of the width; rows are padded so that their number stays, frames
+    are not padded.
+    """
     return jax.lax.conv_general_dilated(
         frames,
         kernel,
@@ -208,14 +212,14 @@ def add_bias_and_residual(sums: Array, bias: Array | None, residual: Array | Non
 def finish(target: Target, sums: Array, bias: Array | None, residual: Array | None, *, like: Array) -> Array:
     """Add bias and residual, where given, to a convolution's float32 sums, and round them.
 
-    Padding columns are zero. Large frames, and images, get the memory layout that a TPU's next operation
+    Padding columns get zeros. Large frames, and images, get the memory layout that a TPU's next operation
     reads.
 
     Args:
         target: the target.
         sums: the convolution's result, before it is rounded.
         bias, residual: added to the sums, or None.
-        like: the convolution's input: it has the dtype of the result.
+        like: the convolution's input: the result gets its dtype, and the layout for its size.
     """
     y = with_clear_padding(add_bias_and_residual(sums, bias, residual).astype(like.dtype), target.split)
     if is_image_for_tpu(target, like):
@@ -224,6 +228,6 @@ def finish(target: Target, sums: Array, bias: Array | None, residual: Array | No
         return y
     if y.shape[-1] >= LANES:
         return store_pixels_first(target, y)
-    # Columns in the lanes instead of few channels; but a shard may have fewer columns than lanes.
-    few = y.shape[-1] <= FEW and not target.split.has_neighbours
-    return store_columns_last(target, y) if few else y
+    # Few channels leave most lanes of a tile empty. Columns fill them, but not those of a narrow shard.
+    columns_fill_lanes = y.shape[-1] <= FEW and not target.split.has_neighbours
+    return store_columns_last(target, y) if columns_fill_lanes else y

@@ -193,7 +193,7 @@ def adaptive_layer_norm_on(
     """
 
     def plain(x: Array, factor: Array, offset: Array, first_patch: Array) -> Array:
-        """Compute the norm, then the modulation, as XLA compiles them."""
+        """Compute the norm, then each token's factor and offset, as XLA compiles them."""
         y = standardized(x.astype(jnp.float32), eps)
         y = y * _token_vectors(factor, x, first_patch) + _token_vectors(offset, x, first_patch)
         # Written once, rounded: XLA would fuse it into the products that read it, and compute it in each.
@@ -365,7 +365,7 @@ def gelu(x: Float[Array, "*any"]) -> Float[Array, "*any"]:
 @jax.custom_jvp
 def _gelu(x: jax.Array) -> jax.Array:
     """Compute GELU of float32 by its tanh approximation; `_gelu_jvp` is its derivative."""
-    # x * (1 + tanh(z)) / 2 is x / (1 + exp(-2 z)): the exponential is its one transcendental function.
+    # With z = `_gelu_inner(x)`, x * (1 + tanh(z)) / 2 is x / (1 + exp(-2 z)): one transcendental function.
     return x / (1 + jnp.exp(-2 * _gelu_inner(x)))
 
 

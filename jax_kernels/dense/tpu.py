@@ -59,10 +59,11 @@ def adaptive_layer_norm(
         eps: added to the variance.
     """
     videos, tokens, width = x.shape
-    # Tokens of a block: all, or as many as fit, in whole groups of `ROWS`.
+    # Tokens of a block: all, or as many as fit, at most `TOKENS`, in whole groups of `ROWS`.
     fitting = tiles.BLOCK_BYTES // (width * x.dtype.itemsize) // ROWS * ROWS
     block = max(ROWS, min(TOKENS, fitting, -(-tokens // ROWS) * ROWS))
-    # The scalar `first_patch` is read before the grid, and is the last argument of an index map.
+    # Grid indices: n is the video, i the block of tokens. The scalar `first_patch` is prefetched, and is the
+    # last argument of an index map.
     token_spec = pl.BlockSpec((None, block, width), lambda n, i, _: (n, i, 0))
     vector_spec = pl.BlockSpec((None, 2, width), lambda n, i, _: (n, 0, 0))
     return pl.pallas_call(
@@ -150,40 +151,41 @@ def product(
     videos, outputs = x.shape[0], weight.shape[0] // parts
     inputs, tokens = x.shape[1:] if transposed else (x.shape[2], x.shape[1])
     # Tokens of a block: the choice with the least padding, of equal ones the larger.
-    rows = min(TOKEN_BLOCKS, key=lambda rows: (pl.cdiv(tokens, rows) * rows, -rows))
-    # The last unit may reach beyond the outputs, where nothing is written, but not into another part: where
-    # units do not divide a part, the part is one unit.
+    block_tokens = min(TOKEN_BLOCKS, key=lambda length: (pl.cdiv(tokens, length) * length, -length))
+    # A unit is the outputs that one product in the kernel computes, for a block of tokens. The last unit may
+    # reach beyond the outputs, where nothing is written, but not into another part: where units do not divide
+    # a part, the part is one unit.
     unit = UNIT_OUTPUTS if parts == 1 or outputs % UNIT_OUTPUTS == 0 else outputs
     # Outputs of a block: whole units, whose weights, 2 bytes each in two buffers, take half of VMEM at most.
-    most_columns = min(MOST_OUTPUTS, tiles.vmem_limit() // 2 // (4 * inputs))
-    columns = unit * tiles.largest_divisor(pl.cdiv(outputs, unit), max(1, most_columns // unit))
-    blocks = pl.cdiv(outputs, columns)  # of a part
+    most_outputs = min(MOST_OUTPUTS, tiles.vmem_limit() // 2 // (4 * inputs))
+    block_outputs = unit * tiles.largest_divisor(pl.cdiv(outputs, unit), max(1, most_outputs // unit))
+    blocks = pl.cdiv(outputs, block_outputs)  # of a part
     # Grid indices: j is the block of outputs of all parts, n the video, i the block of tokens. The scalar
     # index of the first patch comes last.
     x_spec = pl.BlockSpec(
-        (None, inputs, rows) if transposed else (None, rows, inputs),
+        (None, inputs, block_tokens) if transposed else (None, block_tokens, inputs),
         lambda j, n, i, _: (n, 0, i) if transposed else (n, i, 0),
     )
     y_spec = pl.BlockSpec(
-        (None, rows, columns),
+        (None, block_tokens, block_outputs),
         lambda j, n, i, _: (n * parts + jax.lax.div(j, blocks), i, jax.lax.rem(j, blocks)),
     )
-    weight_spec = pl.BlockSpec((columns, inputs), lambda j, n, i, _: (j, 0))
-    bias_spec = pl.BlockSpec((1, columns), lambda j, n, i, _: (0, j))
-    gate_spec = pl.BlockSpec((None, 2, columns), lambda j, n, i, _: (n, 0, j))
+    weight_spec = pl.BlockSpec((block_outputs, inputs), lambda j, n, i, _: (j, 0))
+    bias_spec = pl.BlockSpec((1, block_outputs), lambda j, n, i, _: (0, j))
+    gate_spec = pl.BlockSpec((None, 2, block_outputs), lambda j, n, i, _: (n, 0, j))
     *residual_and_gate, first_patch = gated or (jnp.int32(0),)  # an index that is not read, if not gated
     return pl.pallas_call(
         functools.partial(
             _product_block,
             width=unit,
-            # Units of a loop's body.
-            body=tiles.largest_divisor(columns // unit, max(1, MOST_PRODUCTS // inputs // unit)),
+            # Units of a loop's body, at most `MOST_PRODUCTS` inputs times outputs.
+            body=tiles.largest_divisor(block_outputs // unit, max(1, MOST_PRODUCTS // inputs // unit)),
             gelu=gelu,
             transposed=transposed,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(parts * blocks, videos, pl.cdiv(tokens, rows)),
+            grid=(parts * blocks, videos, pl.cdiv(tokens, block_tokens)),
             in_specs=[x_spec, weight_spec, bias_spec, *([y_spec, gate_spec] if gated else [])],
             out_specs=y_spec,
         ),

@@ -104,17 +104,17 @@ column_moments = with_derivatives_of(xla.column_moments, _column_moments)
 def supports_image(x: Float[Array, "N 1 H W C"]) -> bool:
     """Return whether the kernel for one frame supports `x`.
 
-    It supports float32 or bfloat16, channels in whole tiles, and widths of which a grid step holds a row.
+    It supports float32 or bfloat16, and whole tiles of channels, if a grid step can hold a row of pixels.
     """
     return fills_tiles(x) and _rows_of_image(x) > 0
 
 
 def _rows_of_image(x: Float[Array, "N 1 H W C"]) -> int:
-    """Return the rows of an image in a grid step, which divide its height; 0 if not one row fits."""
+    """Return the number of rows that a grid step reads, a divisor of the height; 0 if not one row fits."""
     height, width, channels = x.shape[2:]
-    # In VMEM the pixels of a row fill up whole tiles.
+    # In VMEM a row is padded to whole tiles of pixels.
     row_bytes = tiled_sublanes(width, x.dtype) * channels * x.dtype.itemsize
-    # Mean, M2 and an origin of each column, in float32.
+    # Of each column: mean, M2 (squared deviations) and an origin, three numbers of float32 (4 bytes).
     moment_bytes = 3 * tiled_sublanes(width, jnp.dtype(jnp.float32)) * channels * 4
     return largest_divisor(height, (BLOCK_BYTES - moment_bytes) // row_bytes)
 
@@ -151,11 +151,11 @@ def _moments(x_ref, mean_ref, m2_ref, origin_ref, *, together: int = TOGETHER) -
     """Add a block of rows to the mean and M2 (sum of squared deviations) of each of its columns.
 
     Args:
-        x_ref: the block: rows first, then columns.
-        mean_ref, m2_ref: the results. Until the last block of rows `origin_ref` is subtracted
-            from the mean.
-        origin_ref: memory for a typical value of each column; sums are of differences from it, against
-            cancellation.
+        x_ref: the block, (rows, columns, T, C).
+        mean_ref, m2_ref: the results, (columns, T, C). Until the last block of rows `mean_ref` has the mean
+            of the differences from `origin_ref`.
+        origin_ref: memory for a typical value of each column (frame, channel). Sums are of differences from
+            it, against cancellation.
         together: number of columns in a loop's body.
     """
     # The grid is (videos, blocks of columns, blocks of rows).
@@ -188,7 +188,7 @@ def _moments(x_ref, mean_ref, m2_ref, origin_ref, *, together: int = TOGETHER) -
             return squares + deviation * deviation
 
         squares = jax.lax.fori_loop(0, rows, add_square, jnp.zeros_like(origin), unroll=UNROLLED)
-        # Chan's formula for this block of `rows` and the `blocks_before`, as many rows each.
+        # Chan's formula merges this block with the `blocks_before`; each block has `rows` rows.
         delta = mean - mean_ref[columns]
         mean_ref[columns] += delta * share
         m2_ref[columns] += squares + delta * delta * (share * blocks_before.astype(jnp.float32) * rows)

@@ -51,7 +51,7 @@ def merge(a: Moments, b: Moments) -> Moments:
 def median_of_three(first: Array, middle: Array, last: Array) -> Array:
     """Return the element-wise median of three values.
 
-    It is close to most of the values it is taken from, so sums of their differences from it are small.
+    Of three pixels of a column the median is close to most pixels: sums of differences from it are small.
     """
     return jnp.maximum(jnp.minimum(first, last), jnp.minimum(jnp.maximum(first, last), middle))
 

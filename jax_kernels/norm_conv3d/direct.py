@@ -153,15 +153,15 @@ class DirectStep(ConvStep):
     def _multiply_turn(self, turn: Any, column: Any, modulated: Any = None) -> None:
         """Compute a chunk's products for a share of the output channels; modulate another chunk meanwhile.
 
-        To modulate is to apply the norm's scale and shift, then SiLU.
+        A chunk is the columns of one product. To modulate is to apply the norm's scale and shift, then SiLU.
 
         Args:
-            turn: index of the share.
+            turn: index of the share of the output channels.
             column: first column of the chunk that is multiplied.
             modulated: first column of the chunk that is modulated; None for none.
         """
         sizes, refs = self.sizes, self.refs
-        parts = self.result_parts // sizes.turns  # of the outputs, 128 channels each, in a turn
+        turn_parts = self.result_parts // sizes.turns  # parts (128 output channels) of a turn
         for index, (product, weights) in enumerate(zip(sizes.products, self.weights, strict=True)):
             inputs = [
                 self._input_rows(row, time, part, column)
@@ -169,16 +169,20 @@ class DirectStep(ConvStep):
                 for part in range(sizes.parts)
             ]
             sums = jnp.dot(jnp.concatenate(inputs, axis=1), weights[turn], preferred_element_type=jnp.float32)
-            # `sums` has a row for each frame of a pixel, and 128 columns for each result and part of outputs.
-            for result, (row, tap) in enumerate(product.results):
-                # A column under its left tap (0) belongs to the result right of it, under tap 2 left of it.
-                sums_at = self._rows(column, sizes.chunk, sizes.frames, before=sizes.chunk, shift=1 - tap)
-                for part in range(parts):
-                    part_sums, out_part = sums[:, lanes_of(result * parts + part)], turn * parts + part
-                    if tap:  # tap 0, whose products come first, sets the sums
+            # `sums` has a row for each frame of a pixel, 128 columns for each result and part of the turn.
+            for result, (row, column_tap) in enumerate(product.results):
+                # A column under the left tap (0) counts in the result right of it, under tap 2 left of it.
+                # The memory "sums" begins a chunk left of column 0.
+                sums_at = self._rows(
+                    column, sizes.chunk, sizes.frames, before=sizes.chunk, shift=1 - column_tap
+                )
+                for part in range(turn_parts):
+                    part_sums = sums[:, lanes_of(result * turn_parts + part)]
+                    out_part = turn * turn_parts + part  # its index in all output channels
+                    if column_tap:  # tap 0, whose products come first, sets the sums
                         part_sums = part_sums + refs["sums"][row, out_part, sums_at]
                     refs["sums"][row, out_part, sums_at] = part_sums
-            # The chunk to modulate has `UNITS` units, which are spread evenly over the products.
+            # The chunk to modulate has `UNITS` units of columns, which are spread evenly over the products.
             if modulated is not None and index * UNITS % len(self.weights) == 0:
                 unit = index * UNITS // len(self.weights)
                 self._modulate(modulated + unit * sizes.unit, unit, after=sums)
@@ -201,15 +205,16 @@ class DirectStep(ConvStep):
         return pltpu.bitcast(words, jnp.bfloat16)
 
     def _move(self, column: Any, count: int) -> None:
-        """Move `count` columns, from `column` on, of the block that the previous step modulated.
+        """Move `count` columns, from `column` on, of the block that the previous grid step modulated.
 
-        They go from the memory "stage" to "ring", whose two blocks the products load. There they replace the
-        same columns of the block above the block of results, which no product loads any more.
+        They go from the memory "stage" to "ring", whose two blocks (of two rows) the products load. There
+        they replace the same columns of the block above the results, which no product loads any more.
         """
-        to = self._rows(column, count, self.sizes.words)
+        # A column has a row of memory for each of its words (32 bits: two bfloat16 frames).
+        ring_at = self._rows(column, count, self.sizes.words)
         # The stage begins a chunk left of column 0.
-        at = self._rows(column, count, self.sizes.words, before=self.sizes.chunk)
-        self.refs["ring"][self.old, :, :, :, to] = self.refs["stage"][:, :, :, at]
+        stage_at = self._rows(column, count, self.sizes.words, before=self.sizes.chunk)
+        self.refs["ring"][self.old, :, :, :, ring_at] = self.refs["stage"][:, :, :, stage_at]
 
     def _modulate_chunk(self, column: Any) -> None:
         """Modulate (norm's scale and shift, then SiLU) the columns of the chunk that begins at `column`.

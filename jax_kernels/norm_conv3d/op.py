@@ -313,11 +313,12 @@ def _coefficients(
 
     Args:
         split: the sharding of columns.
-        norm, zq: the parameters of the norm, and the latents of this shard; None without latents.
-        scale_NC, shift_NC: GroupNorm as a multiplication and an addition for each channel.
+        norm: the norm's parameters; with latents it has the kernels and biases of two 1x1x1 convolutions.
+        zq: the latents of this shard, (N, t, h, w, Z), or None.
+        scale_NC, shift_NC: GroupNorm as a factor and an addend of each channel.
         columns: number of columns that have coefficients of their own (`_grid`).
-        repeat: function that repeats an array N t h w Z, with a value for each latent, to where coefficients
-            are needed: the kernel's registers, or the pixels of a column.
+        repeat: function that repeats the values of an array (N, t, h, w, Z), one for each latent, to the
+            kernel's registers, or to the pixels of a column.
     """
     scale, shift = (part[:, None, None, None] for part in (scale_NC, shift_NC))
     if zq is None:
@@ -390,9 +391,13 @@ def _activated_column(
 ) -> Float[Array, "N P H I"]:
     """Return one column of pixels: two frames of the cache, then T frames of `silu(norm(x))`; P = T + 2.
 
-    Without a cache the first activated frame, twice, takes its place. `coefficients(repeat)` returns the
-    norm's multiplier and offset (`_coefficients`); it calls `repeat` with arrays that have a value for each
-    latent.
+    Args:
+        target: the platform that is traced for.
+        x: frames (N, T, H, W, I).
+        cache: the two activated frames before `x`; if None, the first activated frame of `x` is taken twice.
+        coefficients: `coefficients(repeat)` returns the norm's multiplier and offset (`_coefficients`). It
+            calls `repeat` to repeat a value of each latent to the column's pixels.
+        column: index of the column.
     """
     frames, height, columns = x.shape[1:4]
 
@@ -406,8 +411,8 @@ def _activated_column(
     # The layout is fixed: XLA would first copy all of `x` into the order that suits a single column.
     own = slice(column, column + 1)
     now = tpu.activated(store_pixels_first(target, x[:, :, :, own]), *coefficients(repeat_over_column))
-    start = jnp.repeat(now[:, :1], 2, axis=1)
-    past = start if cache is None else tpu.column_of_cache(cache, column)
+    first_twice = jnp.repeat(now[:, :1], 2, axis=1)
+    past = first_twice if cache is None else tpu.column_of_cache(cache, column)
     return jnp.squeeze(jnp.concatenate([past, now], axis=1), 3)
 
 

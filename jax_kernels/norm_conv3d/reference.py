@@ -25,9 +25,9 @@ def norm_conv3d(
 ):
     """Apply the norm, SiLU and the convolution one after the other, in float32.
 
-    Activated frames are rounded, as a cache keeps them. `tile` is the number of frames that Winograd's
-    filtering computes together, whose factors are rounded too; 0 for direct convolution. `moments` is not
-    used: statistics are computed again, and the third result is None.
+    Activated frames are rounded to the dtype of `x`, in which a cache keeps them. `tile` is the number of
+    frames that Winograd's filtering computes together, 0 for direct convolution; its factors are rounded too.
+    `moments` is not used: statistics are computed again, and the third result is None.
     """
     x_f32, norm_f32 = jax.tree.map(lambda part: part.astype(jnp.float32), (x, norm))
     # `zq`, the latents, is None for a GroupNorm; a spatial norm has also kernel and bias of two convolutions.
@@ -43,7 +43,7 @@ def norm_conv3d(
         lambda part: part.astype(x.dtype).astype(jnp.float32), (hidden, kernel, cache)
     )
     y, latest = conv3d(hidden, kernel_f32, bias, cache, residual=residual)
-    if tile:
+    if tile:  # the result of Winograd's filtering, with its rounding, in place of `y`
         # Three taps of time see two frames before `x`: the cache, or at a video's start `x`'s first frame.
         past = cache if cache is not None else jnp.concatenate([hidden[:, :1]] * 2, axis=1)
         frames = jnp.concatenate([past, hidden], axis=1).astype(x.dtype)

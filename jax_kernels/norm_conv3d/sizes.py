@@ -156,11 +156,11 @@ class Product(NamedTuple):
 def direct_products(channels: int, outputs: int) -> list[Product]:
     """Return the products of a block of results by direct convolution.
 
-    With 128 output channels a product gives two results, to fill the width of a matrix unit. The results of
-    column tap 0 come first: they set the sums, to which the results of other column taps are added.
-
     An input is (row, time tap), with rows 0 to 3: the row above the block, its two rows, the row below it. A
     result is (row of the block, column tap).
+
+    With 128 output channels a product gives two results, to fill the width of a matrix unit. The results of
+    column tap 0 come first: they set the sums, to which the results of other column taps are added.
 
     Args:
         channels: input channels.
@@ -172,8 +172,8 @@ def direct_products(channels: int, outputs: int) -> list[Product]:
         for rows in (range(TAPS), range(1, TAPS + 1), range(TAPS + 1))
     )
     if channels == tiles.LANES:
-        # Two inputs of 128 channels fill the depth of a matrix unit: the same pairs in all products. So both
-        # rows of results take all inputs of `shared`, some of them with weights of zero.
+        # Two inputs of 128 channels fill the depth of a matrix unit. All products have the same pairs of
+        # inputs: so both rows of results take all of `shared`, some of them with weights of zero.
         shared = [(1, 0), (1, 1), (2, 0), (2, 1), (1, 2), (2, 2), (0, 2), (3, 2)]
         above, below = [(0, 0), (0, 1)], [(3, 0), (3, 1)]
         upper, lower, both = shared + above, shared + below, shared + above + below
@@ -193,21 +193,23 @@ def direct_products(channels: int, outputs: int) -> list[Product]:
 def winograd_products(outputs: int) -> list[Product]:
     """Return the products of a block (two rows) for each component of Winograd's transform along time.
 
-    With 128 output channels a product gives two results. Inputs above and below the block give results of two
-    columns; inputs in the block give results of both of its rows. With more output channels the products of
-    one row are returned: their matrices multiply the inputs of both rows. Sums of adjacent products with the
-    same results are added.
+    An input is (row, shift by columns), with rows 0 to 3: the row above the block, its two rows, the row
+    below it. A result is (row of the block, column): column 0 is the unshifted input's, 1 is right of it.
+
+    With 128 output channels a product gives two results: by inputs above or below the block in two columns,
+    by inputs in the block in both of its rows. With more output channels only the upper row's products are
+    returned: their matrices multiply the inputs of the lower row too. Sums of adjacent products with the same
+    results are added.
     """
     if outputs == tiles.LANES:
         return [
-            # Inputs are (row, shift), results (row, column). A result in the input's own column (0) takes
-            # shift 0 by its middle tap and shift 1 by its right tap. A result in the next column (1) takes
-            # shift 0 by its left tap.
+            # A result in column 0 takes shift 0 by its middle tap and shift 1 by its right tap. A result in
+            # column 1 takes shift 0 by its left tap.
             Product([(0, 0), (0, 1)], [(0, 0), (0, 1)]),
             Product([(3, 0), (3, 1)], [(1, 0), (1, 1)]),
-            *(Product([(1, column), (2, column)], [(0, 0), (1, 0)]) for column in (-1, 0, 1)),
+            *(Product([(1, shift), (2, shift)], [(0, 0), (1, 0)]) for shift in (-1, 0, 1)),
         ]
-    return [Product([(row, column) for column in (-1, 0, 1)], [(0, 0)]) for row in range(TAPS)]
+    return [Product([(row, shift) for shift in (-1, 0, 1)], [(0, 0)]) for row in range(TAPS)]
 
 
 def is_supported(
@@ -277,9 +279,9 @@ def _register_count(columns: int, frames: int) -> int:
 def columns_of_register(columns: int, frames: int, registers: int) -> int:
     """Return the number of columns that one register of the norm's coefficients covers.
 
-    A register has `SUBLANES` rows, one for each of the `frames` of a pixel. A row of pixels has `columns`
-    columns and this number of `registers` (`tpu.to_registers`). Either these hold a value for each pixel, or
-    they are fewer, and each holds one value for all pixels that it covers.
+    A row of pixels has `columns` columns of `frames` frames each, and a number of `registers`
+    (`tpu.to_registers`). A register has `SUBLANES` rows, one for each frame of a column: it covers as many
+    columns as it has rows for. If registers are fewer, each covers more columns, which share its values.
     """
     return SUBLANES // frames if registers == _register_count(columns, frames) else columns // registers
 
@@ -289,9 +291,9 @@ def sizes_of(
 ) -> ConvSizes:
     """Choose the sizes that the kernel is compiled for.
 
-    Four and eight frames are convolved by Winograd's filtering, unless it is off, does not fit into VMEM, or
-    cannot use the registers of coefficients. Other numbers of frames are convolved directly. Strips (columns
-    that are computed together) are the fewest that fit into VMEM, or `MOST_STRIPS`.
+    Four and eight frames are convolved by Winograd's filtering, unless it is off (`pallas_mode`), does not
+    fit into VMEM, or cannot use the registers of coefficients. Other numbers of frames are convolved
+    directly. Strips (columns that are computed together) are the fewest that fit into VMEM, or `MOST_STRIPS`.
 
     Args:
         x: frames.
@@ -302,7 +304,7 @@ def sizes_of(
     """
     input_frames, height, columns, channels = x.shape[1:]
     outputs += -outputs % tiles.LANES  # padded to whole tiles
-    cell = columns_of_register(columns, input_frames, registers)  # columns that a register serves
+    cell = columns_of_register(columns, input_frames, registers)  # number of columns that a register covers
     direct = ConvSizes(
         input_frames=input_frames,
         columns=columns,
@@ -320,9 +322,10 @@ def sizes_of(
     if input_frames in (TILES * tile for tile in TRANSFORMS) and pallas_mode() != "direct":
         winograd = _cut_into_strips(direct._replace(tile=input_frames // TILES), residual)
         fits = _vmem_bytes(winograd, residual) <= vmem_limit()
-        # A single register serves all columns; else a unit must have whole cells.
+        # One register covers all columns; of several, a unit (columns modulated together) needs whole cells.
         has_cells = registers == 1 or winograd.unit % cell == 0
-        # The first register of a chunk's sums must hold no padding, which may be NaN (`step.zeros_after`).
+        # The first register of a chunk's sums, a row for each of a column's `TILES` tiles, must hold no
+        # padding, which may be NaN (`step.zeros_after`).
         last_chunk = winograd.last_columns - (winograd.chunks - 1) * winograd.chunk  # its columns
         if fits and has_cells and last_chunk * TILES >= SUBLANES:
             return winograd
@@ -419,17 +422,17 @@ def _vmem_bytes(sizes: ConvSizes, residual: bool) -> int:
     """
     row = sizes.width * sizes.input_frames
     input_bytes, output_bytes = row * sizes.channels * 2, row * sizes.outputs * 2  # of a row, in bfloat16
-    # Multiplier and offset, in float32: a register for each cell (the columns that share them).
+    # Multiplier and offset (2), in float32 (4 bytes): a register for each cell (the columns that share them).
     cells = 2 * ROWS * -(-sizes.width // sizes.cell) * SUBLANES * sizes.channels * 4
-    # The last cache and the next, of two frames of bfloat16.
+    # The last cache and the next (2), each of two frames, in bfloat16 (2 bytes).
     caches = 2 * ROWS * sizes.width * 2 * sizes.channels * 2
-    # Sums to add to the first and the last column, in float32.
+    # Sums to add to the first and to the last column (2), in float32.
     edges = 2 * ROWS * sizes.frames * sizes.outputs * 4
-    # Mean and M2, in float32.
+    # Mean and M2 (2), in float32.
     moments = 2 * row * sizes.outputs * 4
     # A residual has the size of the result.
     blocks = ROWS * (input_bytes + output_bytes * (1 + residual)) + cells + caches + edges + moments
-    # Matrices have a block of (I, O) for each input and result.
+    # Matrices have a block of (I, O) weights for each input and result of a product.
     blocks_of_weights = sum(len(product.inputs) * len(product.results) for product in sizes.products)
     weights = sizes.components * blocks_of_weights * sizes.channels * sizes.outputs * 2
     # Scratch buffers have 4 bytes an element, and a last axis of 128 lanes that is not in `shape`.

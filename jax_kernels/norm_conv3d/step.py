@@ -89,23 +89,24 @@ class ConvStep(ABC):
         """
         self.sizes, self.weights, self.refs = sizes, weights, refs
         self.result_parts = sizes.outputs // tiles.LANES  # parts of 128 channels
-        self.axes = 2 if sizes.strips == 1 else 3  # of the grid: videos, strips if several, steps
+        self.axes = 2 if sizes.strips == 1 else 3  # of the grid: videos, strips of columns if several, steps
         _, self.strip, self.step = grid_position(tuple(map(pl.program_id, range(self.axes))))
 
     def run(self) -> None:
-        """Modulate a block of rows; from step `LAG` on, convolve and finish the block of `LAG` steps before.
+        """Modulate a block of two rows; from step `LAG` on, also convolve the block of `LAG` steps before.
 
-        A strip is a range of columns, whose steps go down the rows. Its last step writes the moments of
-        columns. Padding is filled with zeros before it is loaded: beside a strip at its first step; above the
-        first block of results; below the last block; and, as modulation overwrites it, right of an incomplete
-        last chunk at every step.
+        To modulate is to norm and activate. A strip is a range of columns, whose steps go down the rows. Its
+        last step writes the columns' moments (mean and squared deviations). Padding is filled with zeros
+        before it is loaded: beside a strip at its first step; above the first block of results; below the
+        last block; and right of an incomplete last chunk (columns of one product) at every step, as
+        modulation overwrites it.
         """
         last = pl.num_programs(self.axes - 1) - 1  # the grid's last axis counts the steps of a strip
         pl.when(self.step == 0)(partial(self._clear, "beside"))
         pl.when(self.step == LAG)(partial(self._clear, "above"))
         pl.when(self.step == last)(partial(self._clear, "below"))
         pl.when(self.step < LAG)(self._modulate_block)
-        pl.when(self.step >= LAG)(self._convolve)
+        pl.when(self.step >= LAG)(self._convolve)  # modulates a block between its products
         if self.sizes.width > self.sizes.last_columns:
             pl.when(self.strip == self.sizes.strips - 1)(partial(self._clear, "right"))
         pl.when(self.step == last)(self._write_moments)
@@ -124,10 +125,10 @@ class ConvStep(ABC):
 
     @abstractmethod
     def _convolve(self) -> None:
-        """Compute the matrix products of a block's results, chunk by chunk of the strip's columns.
+        """Compute the matrix products of a block of results (two rows), a chunk of columns at a time.
 
-        Between products other columns are prepared for later ones (`_move`, `_modulate`), and sums that are
-        complete get bias and residual and are stored (`_finish`).
+        Between products, rows are prepared for later products (`_move`, `_modulate`), and complete sums get
+        bias and residual and are stored (`_finish`).
         """
 
     @abstractmethod
@@ -203,17 +204,25 @@ class ConvStep(ABC):
             refs["latest"][0, row, past_at] = pltpu.bitcast(past[...], jnp.bfloat16)
 
     def _activated(self, row: int, column: Any, after: Array | None) -> Array:
-        """Return `silu(x * scale + shift)` for a unit's columns in a row of the block, in bfloat16.
+        """Return `silu(x * scale + shift)` of a unit, columns modulated together, in bfloat16.
 
-        The result has a row for each frame of a pixel. A cell is the columns under one register of
-        coefficients. SiLU is `h + h tanh(h)` of half its argument h, so the coefficients are halved: "half"
-        and "half_offset". The work waits for `after`, the sums of a product, if given.
+        SiLU is `h + h tanh(h)` of half its argument h, so the coefficients scale and shift are halved: "half"
+        and "half_offset". A cell is the columns that one register of coefficients covers.
+
+        Args:
+            row: index of the row in the block of two rows.
+            column: the unit's first column.
+            after: sums of a product, which the work waits for; or None.
+
+        Returns:
+            A row for each frame of a pixel.
         """
         sizes, refs = self.sizes, self.refs
         # A register that covers the whole width is one cell, even if a unit has more columns than the width.
         cells = 1 if sizes.cell >= sizes.columns else max(1, sizes.unit // sizes.cell)
         cells_at = pl.ds(jax.lax.div(column, sizes.cell), cells)
-        coefficient_row = row if sizes.cell_rows == 1 else 0  # a row each, or one for both rows
+        # Each row of the block has coefficients of its own, or both rows have the same.
+        coefficient_row = row if sizes.cell_rows == 1 else 0
         half, offset = (
             refs["half"][0, coefficient_row, cells_at],
             refs["half_offset"][0, coefficient_row, cells_at],
@@ -222,8 +231,8 @@ class ConvStep(ABC):
             # Zeros that depend on `after`, for each part (128 channels).
             offset = offset + jnp.concatenate([zeros_after(after)] * sizes.parts, 1)
         x = refs["x"][0, row, self._rows(column, sizes.unit, sizes.input_frames)].astype(jnp.float32)
-        x = x.reshape(cells, -1, SUBLANES, sizes.channels) * half[:, None] + offset[:, None]
-        return (x + x * jnp.tanh(x)).reshape(-1, sizes.channels).astype(jnp.bfloat16)
+        h = x.reshape(cells, -1, SUBLANES, sizes.channels) * half[:, None] + offset[:, None]
+        return (h + h * jnp.tanh(h)).reshape(-1, sizes.channels).astype(jnp.bfloat16)
 
     def _write_results(
         self, column: Any, count: int, sums: Callable[[int, int], Array], after: Array | None = None
@@ -273,8 +282,8 @@ class ConvStep(ABC):
     def _rows_in_frame(self, column: Any, count: int) -> Array:
         """Return a mask of `count` columns from `column` on, which is false in padding columns.
 
-        Each column has a row of the mask for each input frame. "true_width" is the number of the frame's
-        columns without padding.
+        The mask has a row for each input frame of a column. "true_width" is the number of the frame's columns
+        without padding.
         """
         row = jax.lax.broadcasted_iota(jnp.int32, (count * self.sizes.input_frames, tiles.LANES), 0)
         # Counted from the first column of the strip (columns that are computed together), as `column` is.

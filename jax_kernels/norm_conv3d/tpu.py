@@ -234,17 +234,28 @@ def _operands(
 ) -> tuple[dict[str, tuple[Any, pl.BlockSpec]], list[Array]]:
     """Return the kernel's operands by name, each with its `BlockSpec`; and the matrices of its products.
 
-    Optional operands that are None are left out. The arguments are those of `_by_kernel`. The coefficients,
-    `multiplier` and `offset`, are the norm of each channel; a cell is the pixels that share them.
+    Optional operands that are None are left out.
+
+    Args:
+        sizes: the sizes that the kernel is compiled for.
+        x: frames (N, T, H, W, I).
+        multiplier, offset: the norm's coefficients, (N, h, v, 8, I): v registers in each of h rows. A cell is
+            the columns that one register covers.
+        cache: the two activated frames before `x`, (N, 2, H, W, I).
+        residual: added to the convolution's sums, (N, T, H, W, O).
+        kernel, bias: the convolution's.
+        edges: what the columns left and right of each of E strips add to it, both (N, T, H, E, O). A strip
+            is the columns that the grid computes together.
+        true_width: columns from this one on are padding.
     """
-    cells = -(-sizes.width // sizes.cell)  # in the row of a strip (columns computed together)
-    row_frames = sizes.width * sizes.input_frames  # of all pixels in this row
+    cells = -(-sizes.width // sizes.cell)  # in a row of a strip
+    row_frames = sizes.width * sizes.input_frames  # of all pixels in a row of a strip
     # Rows of coefficients for a block, which is two rows of pixels.
     coefficient_rows = ROWS if sizes.cell_rows == 1 else 1
 
-    def in_tiles(part: Array) -> Array:
+    def in_tiles(array: Array) -> Array:
         """Pad the last axis, output channels, to whole tiles."""
-        return jnp.pad(part, [(0, 0)] * (part.ndim - 1) + [(0, sizes.outputs - part.shape[-1])])
+        return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, sizes.outputs - array.shape[-1])])
 
     def coefficient_block(*indices: Any) -> tuple[Any, ...]:
         """Return the index of the block of coefficients that covers the rows of a step.
@@ -284,7 +295,7 @@ def _operands(
         )
         # (N, H, E, 2 T, O): for each strip the frames of its left edge, then those of its right edge.
         both = jnp.concatenate([edge.transpose(0, 2, 3, 1, 4) for edge in padded_edges], axis=3)
-        if sizes.strips > 1 and both.shape[3] % SUBLANES:  # a strip's rows fill whole registers
+        if sizes.strips > 1 and both.shape[3] % SUBLANES:  # each strip's edges fill whole registers
             both = jnp.pad(both, [(0, 0)] * 3 + [(0, SUBLANES - both.shape[3]), (0, 0)])
         length = both.shape[3]  # rows of a strip's two edges
         both = both.reshape(*both.shape[:2], -1, sizes.outputs)
@@ -331,7 +342,7 @@ def _results(
 
 
 def _modulated_block(sizes: ConvSizes, step: Array) -> Array:
-    """Return the index of the block (two rows) that a grid step modulates: norms and activates.
+    """Return the index of the block (two rows) that a grid step modulates (norms and activates).
 
     Results of a block are finished `LAG` steps later. The last `LAG` steps only finish results: in them the
     index stays at the last block, so that nothing is fetched.
@@ -367,7 +378,7 @@ def _rows_spec(block_of: Callable[[Any], Any], length: int, lanes: int) -> pl.Bl
 def _cache_rows_spec(sizes: ConvSizes) -> pl.BlockSpec:
     """Return the spec by which a step reads and writes the cache for the two rows that it modulates.
 
-    Memory has a row of 128 lanes for each column, part of 128 channels and cached frame.
+    Memory has a row of 128 lanes for each column, part of 128 channels and cached frame (`TAPS - 1`).
     """
     block = partial(_modulated_block, sizes)
     return _rows_spec(block, sizes.width * sizes.parts * (TAPS - 1), tiles.LANES)
@@ -409,7 +420,7 @@ def _cache_pixels_first(cache_NTHWC: Array) -> Array:
 def column_of_cache(cache: Float[Array, "N 2 H W I"], column: int) -> Float[Array, "N 2 H 1 I"]:
     """Return `cache[:, :, :, column : column + 1]`, sliced in the order of axes that the kernel takes.
 
-    Before a slice in the order of `cache` XLA would copy the whole cache.
+    For a slice in the order of `cache` XLA would first copy the whole cache.
     """
     videos, frames, height, _, channels = cache.shape
     rows = channels // tiles.LANES * frames  # of (N, H, rows, 128), the reshaped cache, for one column

@@ -33,10 +33,10 @@ class Transform(NamedTuple):
 
 
 def _inputs_of_two(frames: Sequence[Any]) -> list[Any]:
-    """Return the frames' factors of the four products for two results, by Winograd's F(2, 3).
+    """Return the frames' factor in each of the four products for two results, by Winograd's F(2, 3).
 
-    Frames d2 and d3 are the tile, d0 and d1 the two before it. The last factor is the negative of the
-    textbook's d1 - d3; `_two_results` adds its product where the textbook subtracts.
+    Frames d2 and d3 are the tile (convolved together), d0 and d1 the two before the tile. The last factor is
+    the negative of the textbook's d1 - d3; `_two_results` adds its product where the textbook subtracts.
     """
     d0, d1, d2, d3 = frames
     return [d0 - d2, d1 + d2, d2 - d1, d3 - d1]
@@ -52,10 +52,11 @@ def _two_results(products: Sequence[Any]) -> list[Any]:
 
 
 def _inputs_of_four(frames: Sequence[Any]) -> list[Any]:
-    """Return the frames' factors of the seven products for four frames convolved by three taps of time.
+    """Return the frames' factor in each of the seven products for four results, by Winograd's filtering.
 
-    Frames d2 to d5 are the tile, d0 and d1 the two before it. The factors belong to the points 0, 1 and -1,
-    then (three) to the polynomial x^2 + 1, then to infinity.
+    Frames d2 to d5 are the tile (convolved together), d0 and d1 the two before the tile. Winograd's filtering
+    multiplies polynomials: the first three factors are of the points 0, 1 and -1, the next three of the
+    polynomial x^2 + 1, the last of infinity.
     """
     d0, d1, d2, d3, d4, d5 = frames
     even, odd, even_step, odd_step = d2 + d4, d1 + d3, d4 - d2, d3 - d1

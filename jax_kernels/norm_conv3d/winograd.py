@@ -56,7 +56,8 @@ class WinogradStep(ConvStep):
         """Choose the slots of memory that this step's products load, and the slots that its moves store to.
 
         `rows` has (name of the memory, slot) of each of the four input rows, from the row above the block of
-        results to the row below it. `moved` has (name, slot) of the two rows that are moved from the stage.
+        results to the row below it; a block is two rows. `moved` has (name, slot) for the two rows that are
+        moved from the stage, where the previous grid step stored them.
 
         Args:
             sizes: the sizes that the kernel is compiled for.
@@ -66,14 +67,14 @@ class WinogradStep(ConvStep):
         super().__init__(sizes, weights, refs)
         self.transform = TRANSFORMS[sizes.tile]
         step = self.step
-        # Three slots for blocks' lower rows, two for their upper rows. The moved block is the one below the
-        # results. Its upper row is an input, and moved before products load it; its lower row gets the third
-        # slot, which no product of this step loads.
+        # "lower" has three slots for blocks' lower rows, "upper" two; each step loads from the next slots.
+        # The moved block is the one below the results. Its upper row is an input, and moved before products
+        # load it; its lower row gets the third slot, which no product of this step loads.
         self.rows = (
-            ("lower", jax.lax.rem(step, 3)),
+            ("lower", jax.lax.rem(step, 3)),  # of the block above
             ("upper", jax.lax.rem(step, 2)),
             ("lower", jax.lax.rem(step + 1, 3)),
-            ("upper", jax.lax.rem(step + 1, 2)),
+            ("upper", jax.lax.rem(step + 1, 2)),  # of the block below
         )
         self.moved = self.rows[ROWS + 1], ("lower", jax.lax.rem(step + 2, 3))
 
@@ -97,9 +98,9 @@ class WinogradStep(ConvStep):
         }
 
     def _convolve(self) -> None:
-        """Multiply a strip's chunks of columns; finish each during the next one, and the last at the end.
+        """Multiply a strip's chunks; finish each chunk during the products of the next, the last at the end.
 
-        A strip is the columns that the grid computes together, a chunk those of one matrix product.
+        A strip is the columns that the grid computes together, a chunk the columns of one matrix product.
         """
         sizes = self.sizes
         self._move(0, MARGIN)  # a product sees a column right of its chunk: moves are `MARGIN` columns ahead
@@ -114,8 +115,9 @@ class WinogradStep(ConvStep):
             jax.lax.fori_loop(0, sizes.turns, lambda turn, _: self._multiply_turn(turn, column), None)
 
         jax.lax.fori_loop(0, sizes.chunks, multiply_chunk, None)
-        last_chunk, units = sizes.width - sizes.chunk, sizes.chunk // sizes.unit
-        jax.lax.fori_loop(0, units, lambda unit, _: self._finish(last_chunk + unit * sizes.unit), None)
+        last_chunk = sizes.width - sizes.chunk  # its first column
+        # A unit is the columns that are finished together.
+        jax.lax.fori_loop(0, sizes.units, lambda unit, _: self._finish(last_chunk + unit * sizes.unit), None)
 
     def _multiply_turn(self, turn: Any, column: Any) -> None:
         """Compute the products of a chunk for a share of its output channels, and other work between them.
@@ -316,7 +318,7 @@ class WinogradStep(ConvStep):
         """
         sizes = self.sizes
         for side, edge_column in enumerate((0, self._last_column())):
-            # `column` is not known in the trace, so a unit without this column gets zeros.
+            # `column` is traced: to a unit without the edge's column, zeros are added.
             inside = (edge_column >= column) & (edge_column < column + sizes.unit)
             at = self._rows(edge_column % sizes.unit, 1, sizes.input_frames)
             # "edges" has a row for each frame of the left edge, then of the right one.

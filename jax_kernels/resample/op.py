@@ -46,12 +46,12 @@ def upsample(
 ) -> Float[Array, "N T2 2*H 2*W O"]:
     """Double rows and columns (nearest), with `expand_time` frames too, then convolve every frame in 2-D.
 
-    Doubled frames are equal when the convolution sees them, so it runs before the doubling: half the work,
-    the same numbers. On a TPU both are one Pallas kernel if supported (`upsampled.is_supported`).
+    XLA doubles frames after the convolution, which would compute the same numbers twice for doubled frames.
+    On a TPU one Pallas kernel upsamples and convolves, if it supports the frames (`upsampled.is_supported`).
 
     Args:
         x: the activations.
-        kernel: odd in space, `x`'s dtype.
+        kernel: of odd height and width, in `x`'s dtype.
         bias: (O,), or None.
         expand_time: whether frames are doubled.
         first_frame_alone: whether the first frame stays a single one.
@@ -105,13 +105,13 @@ def _split_and_resample(
         in_time: whether the number of frames is doubled or halved too.
         first_frame_alone: whether the first frame stays single, if `in_time`.
     """
-    # `split_frames` makes the first of an odd number of frames a run, and gives each run as a tuple of one
-    # array. If `first_frame_alone` does not agree with that, all frames are one run.
+    # `split_frames` makes the first of an odd number of frames a run. If just one of the two holds, an odd
+    # number or `first_frame_alone`, all frames are one run. A run is a tuple of one array.
     runs = split_frames(target, x) if first_frame_alone == (x.shape[1] % 2 == 1) else [(x,)]
     if len(runs) == 1:
         return resample(x, in_time, first_frame_alone)
-    # Of several runs only the first frame's has a single frame: it is not resampled in time. In no run the
-    # first frame then comes with other frames, so `first_frame_alone` is False.
+    # Of several runs only the first can have a single frame, which is not resampled in time. All others have
+    # pairs of frames alone, so `first_frame_alone` is False.
     return join_frames([resample(frames, in_time and frames.shape[1] > 1, False) for (frames,) in runs])
 
 
@@ -130,10 +130,10 @@ def _kernel_for(
     # Small frames are not supported: `pixels` counts the whole frame's, not the shard's.
     is_supported = functools.partial(upsampled.is_supported, pixels=x.shape[2] * x.shape[3])
     if is_image_for_tpu(target, x) and (first_frame_alone or not expand_time):  # the result is an image too
-        even = height + height % 2  # rows, as `_image_by_kernel` pads them
+        even_height = height + height % 2  # as `_image_by_kernel` pads it
         for bands in upsampled.FRAMES:  # the numbers of frames, here bands, that the kernel supports
-            shape = videos, bands, even // bands + 2 * OVERLAP, columns, channels
-            if even % bands == 0 and is_supported(
+            shape = videos, bands, even_height // bands + 2 * OVERLAP, columns, channels
+            if even_height % bands == 0 and is_supported(
                 jax.ShapeDtypeStruct(shape, x.dtype), kernel, expand_time=False
             ):
                 return functools.partial(_image_by_kernel, bands=bands)
@@ -143,12 +143,12 @@ def _kernel_for(
 
 
 def _by_kernel(target: Target, x: Array, kernel: Array, bias: Array | None, *, expand_time: bool) -> Array:
-    """Run the Pallas kernel on a device's own columns, with the neighbours' columns beside them."""
+    """Upsample a device's own columns by the Pallas kernel, with the neighbours' columns beside them."""
     split = target.split
     bias = jnp.zeros(kernel.shape[-1:], kernel.dtype) if bias is None else bias
     # The neighbours' columns (left, right) of the shard; None for a whole frame, which has zeros beside it.
     beside = neighbours_of(split, x, 1) if split.has_neighbours else None
-    # Columns of the result, which has twice the width, before its padding.
+    # Number of the result's columns before its padding; the result has twice the width of `x`.
     true_width = split.real_columns_here(2 * x.shape[3]) if split.is_padded else None
     return upsampled.upsampled(x, kernel, bias, beside, true_width, expand_time)
 

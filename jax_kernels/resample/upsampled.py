@@ -63,9 +63,12 @@ class UpsampleSizes(NamedTuple):
 
     @property
     def chunk(self) -> int:
-        """Columns of a matrix product, about `PRODUCT` rows; the last product of a row may have fewer."""
-        # The fewest products that cover a row of pixels. They share its columns evenly, rounded up to a
-        # multiple of `COLUMNS`.
+        """Columns of pixels in a matrix product, about `PRODUCT` rows: one for each frame of a column.
+
+        The last product of a row of pixels may have fewer columns.
+        """
+        # The fewest products that cover a row of pixels share its columns evenly, rounded up to a multiple of
+        # `COLUMNS`.
         chunks = -(-self.columns // (PRODUCT // self.frames))
         return -(-self.columns // (chunks * COLUMNS)) * COLUMNS
 
@@ -94,12 +97,12 @@ def is_supported(
 ) -> bool:
     """Return whether the kernel supports these frames.
 
-    It supports two, four or eight frames of bfloat16, if the result has one of these numbers of frames too,
-    and is not small. Channels in and out must be whole tiles, and a row must fit into VMEM.
+    It supports two, four or eight frames of bfloat16. The result must have one of these numbers of frames
+    too, and not be small. Channels in and out must be whole tiles, and a row must fit into VMEM.
 
     Args:
-        x: frames; only their shape and dtype are read, and the kernel's shape.
-        kernel: (3, 3, I, O).
+        x: frames, of which only shape and dtype are read.
+        kernel: (3, 3, I, O), of which only the shape is read.
         expand_time: whether frames are doubled too.
         pixels: pixels of a whole frame, of which `x` may be a shard.
     """
@@ -125,9 +128,10 @@ def _vmem_bytes(sizes: UpsampleSizes) -> int:
         # A row of pixels and two rows of results, each twice, as the next block is transferred meanwhile.
         2 * (input_bytes + 2 * output_bytes)
         + weights
-        # Rows of results between two steps: "above" and "odd" in float32, "even" in bfloat16.
+        # Rows of results that a step keeps for the next one: two in float32, twice `output_bytes` ("above"
+        # and "odd"), and one in bfloat16 ("even").
         + (2 * 2 + 1) * output_bytes
-        # Float32 products of a chunk by all taps, and as much again for their sums: a cautious bound.
+        # Float32 products (4 bytes) of a chunk by all taps, and as much for their sums: a cautious bound.
         + 2 * sizes.chunk * sizes.frames * TAPS**2 * sizes.outputs * 4
     )
 
@@ -372,10 +376,13 @@ def _by_kernel(
 
 
 def _row_operand(x_NTHWC: Array) -> tuple[Array, pl.BlockSpec]:
-    """Return an operand of the kernel: frames as (N, H, W T, C), and the spec by which a step reads a row."""
+    """Return an operand of the kernel: frames as (N, H, W T, C), and the spec by which a step reads a row.
+
+    Step g reads row g.
+    """
     x = x_NTHWC.transpose(0, 2, 3, 1, 4)
     x = x.reshape(*x.shape[:2], -1, x.shape[-1])
-    # The last step reads no row: its index stays at the last row, so that nothing is fetched.
+    # There is one step more than rows: its index stays at the last row, so that nothing is fetched.
     step_spec = pl.BlockSpec(
         (1, 1, *x.shape[2:]), lambda video, step: (video, jax.lax.min(step, x.shape[1] - 1), 0, 0)
     )

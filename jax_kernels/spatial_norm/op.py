@@ -95,19 +95,28 @@ def spatial_norm_on(
 ) -> Array:
     """Compute `spatial_norm`, `group_norm(x) * conv_y(zq) + conv_b(zq)` of activations and latents.
 
-    `target` is the platform that is traced for.
+    Args:
+        target: the platform that is traced for.
+        x: activations (N, T, H, W, C).
+        zq: latents (N, t, h, w, Z).
+        weight, bias: GroupNorm's.
+        kernel_y, bias_y, kernel_b, bias_b: the two 1x1x1 convolutions, conv_y and conv_b.
+        num_groups, eps: GroupNorm's number of groups, and what is added to its variances.
+        activation: "silu", or None.
+        first_frame_alone: whether the first latent frame covers the first frame alone.
+        implementation: a key of `_IMPLEMENTATIONS`; None for the fastest.
     """
     group_moments = moments(target, x, num_groups=num_groups, channel_axis=-1)
     statistics = scale_and_shift(group_moments, weight, bias, eps)
-    # Each run has frames of the activations and of the latents. On a TPU the first frame is a run, elsewhere
-    # all frames are one run, in which `modulated` has to tell the first frame from the others.
+    # A run is (activations, latents) of frames that are computed together. On a TPU the first frame is a run,
+    # elsewhere all frames are one run, in which `modulated` has to tell the first frame from those after it.
     runs = split_frames(target, x, zq) if first_frame_alone else [(x, zq)]
     convolutions = (kernel_y, bias_y), (kernel_b, bias_b)
 
     def modulated(target: Target, x: Array, zq: Array, *operands: Any) -> Array:
-        """Modulate a run of frames on one device, by the fastest form for it.
+        """Modulate a run of frames on one device, by `implementation` or the fastest one for the run.
 
-        `operands` are the two convolutions, then GroupNorm's scale and shift.
+        `operands` are the two convolutions' kernels and biases, then GroupNorm's scale and shift.
         """
         fastest = "pixels_first" if target.on_tpu and x.shape[1] > 1 else "rows"
         return _IMPLEMENTATIONS[implementation or fastest](

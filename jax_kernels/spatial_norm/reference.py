@@ -21,7 +21,10 @@ def spatial_norm(
     activation=None,
     first_frame_alone=False,
 ):
-    """Upsample the latents `zq`, convolve them to y and b, then activate GroupNorm(x) * y + b; in float32."""
+    """Upsample the latents `zq`, convolve them to y and b, then activate GroupNorm(x) * y + b; in float32.
+
+    `first_frame_alone` is whether the first latent frame covers only the first frame.
+    """
     x_f32, latents = x.astype(jnp.float32), upsampled(zq, x.shape, first_frame_alone).astype(jnp.float32)
     y, b = (
         jnp.einsum("nthwz,zc->nthwc", latents, kernel, precision=jax.lax.Precision.HIGHEST) + offset
