@@ -137,6 +137,7 @@ def _kernel_for(
                 jax.ShapeDtypeStruct(shape, x.dtype), kernel, expand_time=False
             ):
                 return functools.partial(_image_by_kernel, bands=bands)
+    # Of several frames the kernel doubles all or none.
     elif not first_frame_alone and is_supported(shard, kernel, expand_time=expand_time):
         return functools.partial(_by_kernel, expand_time=expand_time)
     return None
