@@ -81,8 +81,8 @@ def modulate_pixels(
         first_frame_alone: whether the first latent frame covers the first frame alone.
     """
     zq = match_frames_and_columns(zq, x.shape, first_frame_alone=first_frame_alone)
-    # Adding a zero computed from `scale` makes `y` and `b` wait for the statistics: the compiler would compute
-    # all norms' `y` and `b` first, and keep them. Each video has a zero, as it has statistics of its own.
+    # Adding a zero computed from `scale` has `y` and `b` wait for the statistics: the compiler would compute
+    # every norm's `y` and `b` first, and keep them. Each video has a zero, as it has statistics of its own.
     zero = zero_of(scale_NC[:, :1, None])
     y, b = (
         pointwise("hwntz,zc->hwntc", pixels_first(zq), kernel, bias + zero) for kernel, bias in (to_y, to_b)
