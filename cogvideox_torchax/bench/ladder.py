@@ -115,7 +115,10 @@ def sizes(job: str, on_cpu: bool) -> tuple[Size, ...]:
 
 
 def checked(job: str, on_cpu: bool) -> Size:
-    """Return the size at which a job is compared with PyTorch in float32, which runs on the host's CPU."""
+    """Return the size at which a job is compared with PyTorch, which runs in float32 on the host's CPU.
+
+    If JAX is on the CPU too (`on_cpu`), it is the small size.
+    """
     return row(job).small if on_cpu else row(job).checked
 
 

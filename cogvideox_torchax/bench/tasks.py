@@ -281,11 +281,12 @@ def _op(task: Task, size: Size) -> Run:
     The returned function calls it once, and gives one pair: the op's name and the result.
     """
     name = task.job.removeprefix("kernels ")
-    plain_options = {}
+    reference_options = {}
     if name == "norm_conv3d" and task.platform == "tpu" and task.dtype != "float32":
         # A TPU's kernel convolves by Winograd's algorithm, 2 results at a time; its reference does the same,
         # to round alike.
-        plain_options = {"tile": 2}
-    reference = None if task.way else plain_options  # the way "" is the reference
-    run = ops.load(name, size, runtime.jax_dtype(task.torch_dtype), reference)
+        reference_options = {"tile": 2}
+    # Options, even {}, load the reference, which is the way ""; None loads the op itself.
+    options = None if task.way else reference_options
+    run = ops.load(name, size, runtime.jax_dtype(task.torch_dtype), options)
     return lambda: iter([(name, run())])

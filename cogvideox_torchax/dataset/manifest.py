@@ -181,7 +181,7 @@ class OutputDirectory:
         Raises:
             OutputError: the earlier run's file is broken, or has another config.
         """
-        self._load_state(config)
+        self._load_state(config)  # only for its checks of an earlier run's file
         if state or not (self.directory / self.LIST).exists():
             reports.write_json(self.directory / self.LIST, {"format": self.FORMAT, "config": config, **state})
 

@@ -153,7 +153,7 @@ class BlockStack(nn.Module):
 
 
 def _mean_of_patches(values: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-    """Return the float32 mean of values (N, S, ...) over the patches, without text and padding.
+    """Return one float32 number, the mean of all values (N, S, ...) of patches, without text and padding.
 
     Args:
         values: values at each of S positions.
@@ -282,15 +282,15 @@ class TaylorModules(ReusedModules):
     def _to_keep(self, name: str, y: torch.Tensor, kept: Any) -> tuple[torch.Tensor, ...]:
         """Return the tensor `y` and its divided differences of rising order; `kept` if `name` was skipped.
 
-        `kept` are the tensor and the differences of the last computed step. Of the step's numbers, "since" is
-        the count of steps since then, and "known" the count of arrays of `kept` that have a meaning.
+        `kept` is what the last computed step returned. `self.numbers["since"]` counts the steps since then.
+        Only the first `self.numbers["known"]` arrays of `kept` are valid: the others are zeros still.
         """
         if name in self.skipped:
             return kept
-        factors = [y]  # by order; each further one is the change of the factor below it, for each step
+        factors = [y]  # by order; each next one is the change per step of the one before
         for order, before in enumerate(kept[:-1]):
             change = (factors[order] - before.to(y.dtype)) / self.numbers["since"].to(y.dtype)
-            # With too few steps computed, `before` is the zeros of the start: there is no difference yet.
+            # With too few steps computed, `before` is zeros: there is no difference yet.
             factors.append(torch.where(self.numbers["known"] > order, change, torch.zeros_like(change)))
         return tuple(factor.to(self.form.dtype) for factor in factors)
 

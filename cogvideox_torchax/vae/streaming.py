@@ -188,7 +188,7 @@ class ChunkedVAE:
         """Return the results of a video's chunks as `results` does, all videos of the batch together."""
         raise NotImplementedError
 
-    def _running(self, x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    def _torchax_on_for(self, x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which torchax is on if `x` is on JAX."""
         return runtime.active() if runtime.on_jax(x) else contextlib.nullcontext()
 

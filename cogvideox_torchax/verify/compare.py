@@ -375,18 +375,18 @@ class Verifier:
 
         The slow part, PyTorch in float32, runs once for all candidates. `say` gets a line for each step.
         """
-        torch_bfloat16, baseline = None, {}
+        torch_bfloat16, baseline_errors = None, {}
         if any(candidate.dtype == torch.bfloat16 for candidate in candidates):
             # PyTorch's own bfloat16 errors, which set the tolerances of bfloat16.
             torch_bfloat16 = make_candidate("torch", torch.bfloat16, self.reference)
         layers = self._layers(candidates, torch_bfloat16, say)
         if torch_bfloat16 is not None:
             say("PyTorch's own bfloat16 run")
-            baseline, _contracts = self._whole(torch_bfloat16)
+            baseline_errors, _contracts = self._encode_and_decode(torch_bfloat16)
         results = []
         for candidate, errors in zip(candidates, layers, strict=True):
             say(f"{candidate.name} {candidate.dtype_name}: encode and decode")
-            results.append(self._result(candidate, errors, baseline))
+            results.append(self._result(candidate, errors, baseline_errors))
         return results
 
     def _layers(
@@ -414,7 +414,7 @@ class Verifier:
                 ]
         return errors
 
-    def _whole(self, candidate: Candidate) -> tuple[dict[str, WholeError], list[Contract]]:
+    def _encode_and_decode(self, candidate: Candidate) -> tuple[dict[str, WholeError], list[Contract]]:
         """Run a candidate; return (errors of whole results by direction, contracts on shapes and streaming).
 
         A result of a wrong shape has no entry in the errors, but a contract that is not kept.
@@ -449,7 +449,7 @@ class Verifier:
             baseline: by direction, the error of PyTorch's own whole result in bfloat16; empty if all
                 candidates are in float32.
         """
-        whole, shape_contracts = self._whole(candidate)
+        whole, shape_contracts = self._encode_and_decode(candidate)
         contracts = []
         for direction, error in whole.items():
             # In float32 there is no baseline, and this value is not read.

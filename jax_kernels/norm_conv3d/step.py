@@ -117,10 +117,10 @@ class ConvStep(ABC):
 
     @abstractmethod
     def _padding(self) -> dict[str, list[Any]]:
-        """Return references to the memory of the convolution's padding, by its place.
+        """Return references to memory that gets zeros, as the convolution's padding, by its place.
 
-        The places are "beside" a strip, left and right of its columns; "above" and "below" the frame; and
-        "right" of the frame's columns, where the last chunk of the last strip is incomplete.
+        A frame is computed in strips of columns, a strip in chunks. The places are "beside", on both sides of
+        a strip; "above" and "below", of the frame; "right", after the frame's last column, in the last chunk.
         """
 
     @abstractmethod

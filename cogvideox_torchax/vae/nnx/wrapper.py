@@ -233,7 +233,7 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
 
     def encode(self, x: torch.Tensor, return_dict: bool = True) -> Any:
         """Encode a video (N, C, T, H, W) to its posterior, as diffusers' `encode` does."""
-        with self._running(x):
+        with self._torchax_on_for(x):
             posterior = DiagonalGaussianDistribution(self._whole(ENCODE, x))
         return AutoencoderKLOutput(latent_dist=posterior) if return_dict else (posterior,)
 

@@ -136,7 +136,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
 
     @functools.wraps(DiffusersAutoencoder.encode)
     def encode(self, x: torch.Tensor, return_dict: bool = True) -> Any:
-        with self._running(x):
+        with self._torchax_on_for(x):
             (posterior,) = super().encode(x, return_dict=False)
             # On JAX diffusers' own posterior would lose the gradients.
             if runtime.on_jax(x) and posterior.parameters.requires_grad:
@@ -150,12 +150,12 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
 
     @functools.wraps(DiffusersAutoencoder.decode)
     def decode(self, z: torch.Tensor, return_dict: bool = True) -> Any:
-        with self._running(z):
+        with self._torchax_on_for(z):
             return super().decode(z, return_dict)
 
     def forward(self, sample: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Encode, sample the posterior or take its mode, and decode, as diffusers does."""
-        with self._running(sample):
+        with self._torchax_on_for(sample):
             return super().forward(sample, *args, **kwargs)
 
     def _decode(self, z: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
