@@ -258,7 +258,7 @@ def rotary_tables(pipeline_class: Any, move: Callable[[Any, Any], Any]) -> dict[
 def positions(patch_embed: Any, height: int, width: int, frames: int) -> Any:
     """Return a patch embedding's table of sinusoidal positions (1, S, C) for latents, zeros for the text.
 
-    Needs the method with which diffusers computes the table of a module that is made for that size.
+    Calls diffusers' private method that computes this table when a module is made.
 
     Args:
         patch_embed: diffusers' module, whose numbers of channels and text tokens apply.

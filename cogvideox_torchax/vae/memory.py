@@ -78,15 +78,16 @@ def estimated_bytes(vae: Any, direction: Direction, height: int, width: int, fra
         frames: number of frames of the whole input, a video or latents.
     """
     longest = max(map(len, direction.chunks(vae, frames)))  # frames of the largest chunk
-    # The bytes a pixel were planned for the published model in bfloat16: other models are in proportion.
+    # The constants are bytes per pixel of the published model in bfloat16; other models are in proportion.
     relative_size = (
         vae.config["block_out_channels"][0] / PLANNED_CHANNELS * vae.dtype.itemsize / PLANNED_ITEMSIZE
     )
     mesh = getattr(vae, "mesh", None)
     devices = 1 if mesh is None else mesh.size
     kernel_factor = 1.0 if runtime.dtype_name(vae.dtype) == "bfloat16" else WITHOUT_KERNEL
-    # `FRAME_BYTES` is for the even number of frames that run together; a single frame has `IMAGE_BYTES`.
-    temporaries = FRAME_BYTES[direction] * (longest - longest % 2) or IMAGE_BYTES[direction]
+    # The first of an odd number of frames runs alone, and needs less than the others, which run together.
+    together = longest - longest % 2
+    temporaries = together * FRAME_BYTES[direction] if together else IMAGE_BYTES[direction]
     bytes_a_pixel = CACHE_BYTES[direction] + temporaries
     return math.ceil(bytes_a_pixel * relative_size * kernel_factor * height * width / devices)
 

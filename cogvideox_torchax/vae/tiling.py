@@ -185,12 +185,12 @@ def run_tiles(
             result and keeps the convolutions' cache for the same tiles of the next chunk.
         join: returns a chunk's result from its tiles' results, a list for each row of tiles.
         row_axis: axis of rows in the chunks; columns are the next axis.
-        dp: number of devices that split a batch; as many tiles of one size are run together.
+        dp: number of devices that split a batch. If it does not divide the number of videos, up to `dp` tiles
+            of one size are run as one batch.
     """
     pieces = iter(pieces)
     first = next(pieces)
     videos = first.shape[0]
-    # A batch that "dp" divides is split by videos, else `dp` tiles are run as one batch.
     tile_groups = tile_groups_of(plan, 1 if videos % dp == 0 else dp)
     runs = [start() for _ in tile_groups]  # one for each group, with the cache of its tiles
     for piece in itertools.chain([first], pieces):

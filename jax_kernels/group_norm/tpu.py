@@ -46,10 +46,11 @@ def _pixel_bytes(x: Array) -> int:
 
 
 def _column_bytes(x: Array) -> int:
-    """Return the bytes of VMEM that a column takes besides its pixels, of all videos.
+    """Return the bytes of VMEM that one column of all videos takes besides its pixels.
 
     For each frame and channel they are a mean, an M2 (sum of squared deviations from the mean) and an origin
-    (a typical value that is subtracted before numbers are added), in float32. Frames are padded to tiles.
+    (a typical value that is subtracted before numbers are added), in float32. The number of frames is rounded
+    up to a tile's.
     """
     videos, length, _, _, channels = x.shape
     return 3 * videos * tiled_sublanes(length, jnp.dtype(jnp.float32)) * channels * 4

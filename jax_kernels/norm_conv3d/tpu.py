@@ -244,13 +244,13 @@ def _operands(
         cache: the two activated frames before `x`, (N, 2, H, W, I).
         residual: added to the convolution's sums, (N, T, H, W, O).
         kernel, bias: the convolution's.
-        edges: what the columns left and right of each of E strips add to it, both (N, T, H, E, O). A strip
-            is the columns that the grid computes together.
+        edges: what the columns left and right of each of E strips add to the sums, both (N, T, H, E, O). A
+            strip is the columns that the grid computes together.
         true_width: columns from this one on are padding.
     """
     cells = -(-sizes.width // sizes.cell)  # in a row of a strip
     row_frames = sizes.width * sizes.input_frames  # of all pixels in a row of a strip
-    # Rows of coefficients for a block, which is two rows of pixels.
+    # A row of coefficients serves `cell_rows` rows of pixels, so the two rows of a block need two or one.
     coefficient_rows = ROWS if sizes.cell_rows == 1 else 1
 
     def in_tiles(array: Array) -> Array:

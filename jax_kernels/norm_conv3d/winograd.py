@@ -172,7 +172,7 @@ class WinogradStep(ConvStep):
         return work
 
     def _input_rows(self, component: int, row: int, shift: int, part: int, column: Any) -> Array:
-        """Return one component of the transformed frames of a chunk in one of the four input rows.
+        """Return one component of the transformed frames, for a chunk of columns in one of four input rows.
 
         `row` is 0 (above the block of results) to 3 (below it). The columns begin `shift` columns after
         `column`, the chunk's first; `part` is the index of 128 input channels. If one matrix serves both rows

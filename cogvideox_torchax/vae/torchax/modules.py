@@ -435,7 +435,7 @@ LAYERS = tuple(ported for ported in PORTED.values() if ported is not CogVideoXDe
 
 
 def port_modules(root: nn.Module) -> None:
-    """Give every module below `root` that `PORTED` lists its ported class, in place."""
+    """Give `root` and every module below it that `PORTED` lists its ported class, in place."""
     for module in root.modules():
         ported = PORTED.get(type(module))
         if ported is not None:
