@@ -43,7 +43,8 @@ def locate(
 
     Args:
         name: a directory, a file in one, or a hub id.
-        part: the folder within a pipeline, such as "vae"; a directory that is no pipeline counts as the part.
+        part: the folder within a pipeline, such as "vae"; a directory with neither this folder nor a
+            model_index.json counts as the part.
         files: patterns of the files to download.
         hub_options: of huggingface_hub's `snapshot_download`: `revision`, `token`, `cache_dir`,
             `local_files_only`. Without a network its cache serves.

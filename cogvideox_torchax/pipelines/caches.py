@@ -160,7 +160,7 @@ class StepCache:
         Args:
             model: the transformer.
             batch: number of videos in a step's inputs.
-            steps: an item for each step, taken just before the step is planned: a generator may set the
+            steps: yields once before each step is planned; the items are ignored. A generator may set the
                 timestep that the hooks' callbacks return.
         """
         # Hooks need a context; its name does not matter. They read nothing of the tensors but the batch size.

@@ -98,8 +98,8 @@ class ConvStep(ABC):
         To modulate is to norm and activate. A strip is a range of columns, whose steps go down the rows. Its
         last step writes the columns' moments (mean and squared deviations). Padding is filled with zeros
         before it is loaded: beside a strip at its first step; above the first block of results; below the
-        last block; and right of an incomplete last chunk (columns of one product) at every step, as
-        modulation overwrites it.
+        last block; and, where the last strip is wider than its columns of the frame, right of them at every
+        step, as modulation overwrites it.
         """
         last = pl.num_programs(self.axes - 1) - 1  # the grid's last axis counts the steps of a strip
         pl.when(self.step == 0)(partial(self._clear, "beside"))

@@ -188,7 +188,8 @@ class _Step:
         chunks = -(-sizes.columns // sizes.chunk)
         if "beside" in refs:
             beside = self._repeat_frames(refs["beside"][0, 0])
-            # For each kernel row the products of both columns: by its left tap (0), by its right tap (2).
+            # Each product takes both columns, the left one's frames first. The left column needs only the
+            # products by the left tap (0), the right column only those by the right tap (2).
             by_left_tap, by_right_tap = (
                 [self._product(beside, row, tap) for row in range(TAPS)] for tap in (0, 2)
             )
