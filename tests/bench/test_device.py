@@ -307,6 +307,7 @@ def test_without_libtpu_one_line_stands_for_all_estimates(monkeypatch):
     lines = [line for line in report.markdown(found).splitlines() if "planned" in line]
     assert lines == [f"Not planned: {found['not_planned']}."]
     assert "planning for a TPU needs its compiler" in lines[0]
+    assert f"commit {'a' * 12}+, " in report.markdown(found | {"commit": "a" * 40 + "+"})
 
 
 def test_estimates_stand_beside_what_they_estimate(monkeypatch, tmp_path):
