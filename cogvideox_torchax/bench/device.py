@@ -174,7 +174,8 @@ class _Bench:
             "data": str(self._scratch / "wanted.npy"),
             "platform": self._report["device"]["platform"],
         }
-        # One reference is kept, with one file of results, as all ways of a job run before the next job.
+        # The file `data` holds one job's reference, so only the latest is kept: all ways of a job run before
+        # the next job.
         if job not in self._references:
             self._references = {job: self._ask("reference", request)}
         if self._references[job]["status"] != "ok":

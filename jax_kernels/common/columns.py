@@ -73,7 +73,7 @@ class Split:
     def shard_of(self, x: jax.Array) -> jax.ShapeDtypeStruct:
         """Return shape and dtype of one device's shard of `x`, an activation N T H W C.
 
-        Inside `dispatch.map_shards`, and without a split, `x` is the shard.
+        Inside `dispatch.map_shards`, or without a split, `x` is the shard.
         """
         videos, *frames_and_rows, columns, channels = x.shape
         if self.columns and not self.in_shard:

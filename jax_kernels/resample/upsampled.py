@@ -158,11 +158,11 @@ class _Step:
         self.step, self.last = pl.program_id(1), pl.num_programs(1) - 1
 
     def run(self) -> None:
-        """Compute the products of a row of pixels, and write the two rows of results of the row above it.
+        """Add the products of a row of pixels, and write the two rows of results of the row above it.
 
-        A row of pixels has an upper and a lower row of results. Of the row above, "even" has the upper
-        results, complete, and "odd" the lower ones, which still lack the products of this row; "above" is
-        what the row above adds to this row's upper results, plus the bias. The last step only writes.
+        Row i of pixels, which step i adds, becomes rows 2i and 2i + 1 of the result. When the step begins,
+        "even" is row 2i - 2, complete; "odd" is row 2i - 1, without the products of row i; "above" is what
+        row i - 1 of pixels adds to row 2i, plus the bias. The last step has no row to add: it only writes.
         """
         refs = self.refs
 
@@ -272,14 +272,15 @@ class _Step:
         return jnp.concatenate(pixels, axis=1).reshape(-1, outputs)
 
     def _rounded(self, sums: Array, column: Any) -> Array:
-        """Round a row's sums to bfloat16, with zeros in padding columns.
+        """Round the sums of a row of results to bfloat16, with zeros in padding columns.
 
-        `sums` begin with the two results of the input's column `column`; a result has a row for each frame.
+        `sums` has an entry for each frame of each column of the result, from column `2 * column` on: the
+        first of the two that the input's column `column` becomes.
         """
         if "true_width" in self.refs:
-            row = jax.lax.broadcasted_iota(jnp.int32, sums.shape, 0)
+            entry = jax.lax.broadcasted_iota(jnp.int32, sums.shape, 0)
             # "true_width" counts columns of the result: two for each column of the input.
-            sums = jnp.where(row < (self.refs["true_width"][0] - 2 * column) * self.sizes.frames, sums, 0.0)
+            sums = jnp.where(entry < (self.refs["true_width"][0] - 2 * column) * self.sizes.frames, sums, 0.0)
         return sums.astype(jnp.bfloat16)
 
 
