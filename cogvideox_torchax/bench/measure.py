@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from cogvideox_torchax import backends, runtime
+from cogvideox_torchax import runtime
 from cogvideox_torchax.bench import ops
 from cogvideox_torchax.bench.ladder import Size
 from cogvideox_torchax.bench.tasks import Run, Task, load
@@ -121,10 +121,10 @@ def measure(task: Task) -> dict[str, Any]:
             # the whole first run counts as compilation.
             compiled = part["start_s"] if task.way == "torch-compile" else None
             part.update(lower_s=None, compile_s=compiled)
-    peak, torch_on_gpu = _peak_bytes(), task.torch_device == "cuda"
+    peak = _peak_bytes()
     return {
         "check": verdict,
-        "device": torch.cuda.get_device_name() if torch_on_gpu else backends.backend(task.backend).device(),
+        "device": task.device_name,
         "load_s": load_seconds,
         "whole": parts.pop(WHOLE),
         "parts": [{"part": name, **part, "peak_bytes": peak} for name, part in parts.items()],

@@ -63,10 +63,10 @@ def markdown(report: dict[str, Any]) -> str:
     else:
         head, rows_of, description = HEAD, _backend_rows, _comparison(report)
     host = report["host"]
-    commit = report["commit"] or "unknown"  # with "+" at the end if files had changed
+    commit, changed, _ = (report["commit"] or "unknown").partition("+")  # "+": files had changed
     packages = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     lines = [
-        f"{description}, {report['date'][:10]}, commit {commit[:12]}{'+' * commit.endswith('+')}, "
+        f"{description}, {report['date'][:10]}, commit {commit[:12]}{changed}, "
         f"{host['cpus']} CPUs ({host['machine']}), load {host['load']:.1f}, {packages}."
     ]
     if "not_planned" in report:

@@ -44,8 +44,8 @@ def attention(
         num_keys: number of real keys, which come first; keys after them are padding and may hold anything.
             None if all are real.
         implementation: "plain" is XLA's, a block of queries at a time; "transposed" a Pallas kernel for TPUs,
-            for float32 and bfloat16; "cudnn" cuDNN's, for what `xla.cudnn_supports`. None takes the fastest
-            known that supports `q` and `k` on the platform that is compiled for.
+            for float32 and bfloat16; "cudnn" cuDNN's, for 16 bits and a multiple of 8 channels. None takes
+            the fastest known that supports `q` and `k` on the platform that is compiled for.
 
     Returns:
         The shape and dtype of `q`. Scores and softmax are float32 whatever the dtype.

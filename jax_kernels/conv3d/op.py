@@ -128,8 +128,8 @@ def _fastest(target: Target, x: Array, kernel: Array) -> Implementation:
     time among its channels, "patches" one matrix product.
 
     On a TPU the 3-D convolution is faster for small frames. For large frames its relayouts cost more than the
-    copies of frames that "folded" makes, one for each tap of time. Elsewhere 2-D ones are summed: on a GPU,
-    an H200, a decoder of 3-D ones had not given a chunk after 100 s.
+    copies of frames that "folded" makes, one for each tap of time. Elsewhere 2-D ones are summed: on an
+    H200 decoding by 3-D ones was not done after 100 s, compiling included.
     """
     if not target.on_tpu:
         return "summed"

@@ -83,7 +83,7 @@ def _column_moments(
     rows, columns = _block_shape(x)
     column_shape = (columns, length, channels)
     results = pl.pallas_call(
-        _moments,
+        functools.partial(_moments, blocks=height // rows),
         grid=(videos, -(-width // columns), height // rows),
         in_specs=[
             pl.BlockSpec((None, rows, *column_shape), lambda video, column, row: (video, row, column, 0, 0))
@@ -133,7 +133,8 @@ def _image_moments(
     videos, _, height, width, channels = x.shape
     rows = _rows_of_image(x)
     mean, m2 = pl.pallas_call(
-        functools.partial(_moments, together=TOGETHER * SUBLANES),  # 8 columns of an image fill a register
+        # 8 columns of an image fill a register.
+        functools.partial(_moments, blocks=height // rows, together=TOGETHER * SUBLANES),
         grid=(videos, 1, height // rows),  # the 1: a block has all columns
         in_specs=[pl.BlockSpec((None, rows, width, channels), lambda video, _, row: (video, row, 0, 0))],
         out_specs=[pl.BlockSpec((None, width, channels), lambda video, _, row: (video, 0, 0))] * 2,
@@ -148,7 +149,7 @@ def _image_moments(
 image_moments = with_derivatives_of(xla.column_moments, _image_moments)
 
 
-def _moments(x_ref, mean_ref, m2_ref, origin_ref, *, together: int = TOGETHER) -> None:
+def _moments(x_ref, mean_ref, m2_ref, origin_ref, *, blocks: int, together: int = TOGETHER) -> None:
     """Add a block of rows to the mean and M2 (sum of squared deviations) of each of its columns.
 
     Args:
@@ -157,6 +158,8 @@ def _moments(x_ref, mean_ref, m2_ref, origin_ref, *, together: int = TOGETHER) -
             of the differences from `origin_ref`.
         origin_ref: memory for a typical value of each column (frame, channel). Sums are of differences from
             it, against cancellation.
+        blocks: number of blocks of rows. It is no `pl.num_programs`: JAX 0.11 takes the trace of an equal
+            kernel for blocks of the same shapes, even in a grid of another size.
         together: number of columns in a loop's body.
     """
     # The grid is (videos, blocks of columns, blocks of rows).
@@ -194,7 +197,7 @@ def _moments(x_ref, mean_ref, m2_ref, origin_ref, *, together: int = TOGETHER) -
         mean_ref[columns] += delta * share
         m2_ref[columns] += squares + delta * delta * (share * blocks_before.astype(jnp.float32) * rows)
 
-    @pl.when(blocks_before == pl.num_programs(2) - 1)
+    @pl.when(blocks_before == blocks - 1)
     def _():
         """After the last rows: add the origins to the means."""
         mean_ref[...] += origin_ref[...]

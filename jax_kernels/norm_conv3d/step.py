@@ -75,7 +75,6 @@ class ConvStep(ABC):
             "edges", "true_width"; the optional ones if present), results ("y", "latest", "mean", "m2") and
             scratch (`scratch_shapes`).
         result_parts: number of parts, 128 channels each, of the outputs.
-        axes: number of the grid's axes.
         strip, step: index of the strip, and of this step in it.
     """
 
@@ -89,8 +88,8 @@ class ConvStep(ABC):
         """
         self.sizes, self.weights, self.refs = sizes, weights, refs
         self.result_parts = sizes.outputs // tiles.LANES  # parts of 128 channels
-        self.axes = 2 if sizes.strips == 1 else 3  # of the grid: videos, strips of columns if several, steps
-        _, self.strip, self.step = grid_position(tuple(map(pl.program_id, range(self.axes))))
+        axes = 2 if sizes.strips == 1 else 3  # of the grid: videos, strips of columns if several, steps
+        _, self.strip, self.step = grid_position(tuple(map(pl.program_id, range(axes))))
 
     def run(self) -> None:
         """Modulate a block of two rows; from step `LAG` on, also convolve the block of `LAG` steps before.
@@ -101,7 +100,7 @@ class ConvStep(ABC):
         last block; and, where the last strip is wider than its columns of the frame, right of them at every
         step, as modulation overwrites it.
         """
-        last = pl.num_programs(self.axes - 1) - 1  # the grid's last axis counts the steps of a strip
+        last = self.sizes.blocks + LAG - 1  # a strip's last step
         pl.when(self.step == 0)(partial(self._clear, "beside"))
         pl.when(self.step == LAG)(partial(self._clear, "above"))
         pl.when(self.step == last)(partial(self._clear, "below"))

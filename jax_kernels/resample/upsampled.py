@@ -152,10 +152,10 @@ class _Step:
         step, last: index of this grid step, and of the last one.
     """
 
-    def __init__(self, sizes: UpsampleSizes, refs: dict[str, Any]):
-        """Keep the sizes and the kernel's references by name; read the step's index and the last step's."""
-        self.sizes, self.refs = sizes, refs
-        self.step, self.last = pl.program_id(1), pl.num_programs(1) - 1
+    def __init__(self, sizes: UpsampleSizes, refs: dict[str, Any], last: int):
+        """Keep the sizes, the kernel's references by name and the last step's index; read this step's."""
+        self.sizes, self.refs, self.last = sizes, refs, last
+        self.step = pl.program_id(1)
 
     def run(self) -> None:
         """Add the products of a row of pixels, and write the two rows of results of the row above it.
@@ -353,7 +353,7 @@ def _by_kernel(
     }
     names = [*operands, "y", *scratch]
     y = pl.pallas_call(
-        lambda *refs: _Step(sizes, dict(zip(names, refs, strict=True))).run(),
+        lambda *refs: _Step(sizes, dict(zip(names, refs, strict=True)), last=height).run(),
         grid=(videos, height + 1),  # a row's two rows of results are written by the next step
         in_specs=[spec for _, spec in operands.values()],
         out_specs=pl.BlockSpec(

@@ -411,8 +411,9 @@ def test_a_published_network_is_compared_small_and_measured_large(way, monkeypat
 def test_a_gpu_has_the_weights_of_the_host_that_it_is_compared_with(job, monkeypatch):
     """A GPU draws other random numbers from the same seed."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     task = tasks.Task(job=job, way="torch")
-    assert task.torch_device == "cuda"
+    assert (task.torch_device, task.device_name) == ("cuda", "NVIDIA H200")
     model, _inputs = tasks._untrained(task, Size("small", 5, 16, 16))
     assert {weight.device.type for weight in model.parameters()} == {"cpu"}
 

@@ -134,18 +134,20 @@ def test_a_kernel_with_an_unknown_dump_counts_by_its_bytes_and_is_told(tmp_path)
 
 
 KERNEL = """
+import functools
 import jax, jax.numpy as jnp, numpy as np, os, sys
 from jax.experimental import pallas as pl
 from cogvideox_torchax.plan import chips, schedule
 
-def body(x, w, o):
+def body(x, w, o, *, trips):
     def step(i, sums):
         return jnp.dot(sums.astype(jnp.bfloat16), w[...], preferred_element_type=jnp.float32)
-    o[...] = jax.lax.fori_loop(0, TRIPS, step, x[...].astype(jnp.float32)).astype(o.dtype)
+    o[...] = jax.lax.fori_loop(0, trips, step, x[...].astype(jnp.float32)).astype(o.dtype)
 
 def run(x, w):
     block = pl.BlockSpec((128, 256), lambda i: (i, 0))
-    return pl.pallas_call(body, grid=(GRID,), in_specs=[block, pl.BlockSpec((256, 256), lambda i: (0, 0))],
+    return pl.pallas_call(functools.partial(body, trips=TRIPS), grid=(GRID,),
+                          in_specs=[block, pl.BlockSpec((256, 256), lambda i: (0, 0))],
                           out_specs=block, out_shape=x, name="looped")(x, w)
 
 topology = sys.argv[1]
