@@ -36,14 +36,14 @@ def port(
 
     A pipeline (text, image or video to video, or control) is moved as well: text encoder and transformer
     become a program each, every weight goes to JAX, and the pipeline's own call runs there; a part that is
-    None stays None. torchax is on while its methods run, and not after. From any other pipeline the VAE alone
-    is ported, and not moved.
+    None stays None. torchax is on while the pipeline's methods run, and not after. Of any other pipeline only
+    the VAE is ported, and it is not moved.
 
-    A second call changes nothing.
+    A second call with equal arguments changes nothing.
 
     Args:
-        model_or_pipeline: a diffusers `AutoencoderKLCogVideoX`, or a pipeline whose `vae` is one
-            or, of CogVideoX, None.
+        model_or_pipeline: a diffusers `AutoencoderKLCogVideoX`, or a pipeline whose `vae` is one; a CogVideoX
+            pipeline's `vae` may be None.
         mesh: of `make_mesh`, to split the work over it. None changes nothing: the work runs on one device,
             or on the mesh of an earlier `port`.
         parallel: how a pipeline's transformer uses "tp". "context" splits its tokens, with weights whole on

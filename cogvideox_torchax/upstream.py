@@ -293,7 +293,7 @@ COMPILED_CALL = "_compiled_call_impl"
 
 
 def is_offloaded(network: Any) -> bool:
-    """Return whether accelerate moves a network's weights between devices. Needs its `_hf_hook` there."""
+    """Return whether accelerate moves a network's weights between devices. Needs its attribute `_hf_hook`."""
     return hasattr(network, "_hf_hook")
 
 
@@ -353,7 +353,7 @@ def take_hooks(model: Any) -> list[Hooked]:
         for hook_name, hook in list(registry.hooks.items()):
             if type(hook).__name__.startswith(CACHE_HOOKS):
                 registry.remove_hook(hook_name, recurse=False)
-                hook.fn_ref = None  # it refers to the module
+                hook.fn_ref = None  # drops the hook's reference to the module
                 taken.append(Hooked(name, hook_name, hook))
         # Removing a hook sets the module's attribute `forward` to the method that the hook wrapped. If `port`
         # has made the module a subclass since, the attribute hides the subclass's forward, so it is deleted.
@@ -404,7 +404,7 @@ def record_ratio(hook: Any, ratio: Any) -> None:
     `_advance_step`, which counts steps.
 
     Args:
-        hook: MagCache's, on the last block; `set_context` was called.
+        hook: the last block's MagCache hook, whose context is set (`set_context`).
         ratio: the ratio, a tensor with one value. For the first step 1 is recorded instead, as in diffusers.
     """
     state = hook.state_manager.get_state()

@@ -93,7 +93,7 @@ def measure(task: Task) -> dict[str, Any]:
     start = time.perf_counter()
     run = load(task, checked)
     load_seconds = time.perf_counter() - start
-    first_run, results = _once(run)
+    first_run, results = _once(run)  # times of each part and of the whole, by name; each part's result
     job, _, _op = task.job.partition(" ")  # an op's job is "kernels OP"
     allowed = ALLOWED.get((job, task.dtype))
     want = torch.from_numpy(np.load(task.data))
@@ -111,7 +111,7 @@ def measure(task: Task) -> dict[str, Any]:
     end = time.perf_counter() + task.seconds
     while len(runs) < task.fewest or (len(runs) < task.runs and time.perf_counter() < end):
         runs.append(_once(run)[0])
-    # "start_s" is the wall time of a part; of the first run JAX's compile times are there too.
+    # "start_s" is the wall time of a part. The first run's parts also have JAX's compile times.
     parts = {
         name: part | spread([each[name]["start_s"] for each in runs]) for name, part in first_run.items()
     }

@@ -125,7 +125,7 @@ def load(name: str, size: Size, dtype: Any, reference: dict[str, int] | None) ->
     def draw(struct: Any) -> jax.Array:
         """Return a random operand of a struct's shape and dtype."""
         if struct.dtype == np.int32:
-            return jnp.full(struct.shape, INTEGER, np.int32)
+            return jnp.full(struct.shape, INTEGER, np.int32)  # valid for every integer operand of an op
         numbers = torch.randn(struct.shape, generator=generator).numpy()
         # Operands of 2 and 5 axes, among them the weights of matrix products and convolutions, are scaled
         # down, so that results stay near 1. The mean of 0.3, not 0, shows an error in a norm's mean.

@@ -204,7 +204,10 @@ class Stock(nn.Module):
         self.model = model
 
     def forward(self, tensors: dict[str, Any], cache: None) -> tuple[torch.Tensor, None]:
-        """Return (the model's result for inputs by name, no cache): the form that a program compiles."""
+        """Return (the model's result, None) for `tensors`, the model's arguments by name.
+
+        A program's network takes and returns a cache too: this one has none, and `cache` is None.
+        """
         return self.model(**tensors, return_dict=False)[0], cache
 
 
@@ -212,7 +215,7 @@ def _untrained(task: Task, size: Size) -> tuple[Any, dict[str, Any]]:
     """Return diffusers' network of a task, and a description of its inputs: (shape, dtype) by name.
 
     A small network has random weights on the host, the same for every backend. A published one has random
-    weights on `task.torch_device`; without such a device, that is on JAX, it is on the device "meta".
+    weights on `task.torch_device`, or no weights (the device "meta") for a backend on JAX.
     """
     dtype, published = task.torch_dtype, size.model in networks.TRANSFORMERS
     device = (task.torch_device or "meta") if published else "cpu"

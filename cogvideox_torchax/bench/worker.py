@@ -106,7 +106,7 @@ def answer(do: str, request: dict[str, Any]) -> dict[str, Any]:
 
 def failure(error: BaseException) -> dict[str, Any]:
     """Return the result for an error: "does not fit" where memory ran out, else "failed", and the reason."""
-    from cogvideox_torchax import runtime  # imports torch, which the process that starts workers needs not
+    from cogvideox_torchax import runtime  # imports torch, which starting workers does not need
 
     text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     return {"status": "does not fit" if runtime.out_of_memory(error) else "failed", "reason": text}

@@ -136,7 +136,7 @@ COMMAND = options.Command(
 def check(args: argparse.Namespace) -> None:
     """Raise `ValueError` for options that would have no effect, given the other options."""
     # `ONLY` has, by option, the values of --network that it goes with. None, False and BACKEND are the
-    # defaults of these options: another value was given.
+    # defaults of these options: any other value was passed.
     for name, networks in ONLY.items():
         if args.network not in networks and getattr(args, name) not in (None, False, BACKEND):
             raise ValueError(f"--{name.replace('_', '-')} does not go with --network {args.network}")

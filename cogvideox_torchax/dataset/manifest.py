@@ -286,7 +286,7 @@ class DatasetDirectory(OutputDirectory):
         except ClipError as error:
             raise OutputError(f"{self.directory / self.LIST} is broken ({error})") from error
         last = {name: index for index, name in enumerate(known)}  # the newest number of each id
-        # Clips without a number, and bad clips that are tried again, under another number.
+        # Clips without a number, and bad clips to try again, which get another number.
         new = [name for name in self._clips if name not in last or (self._retry and last[name] in self.bad)]
         if new:
             known += [None] * (-len(known) % self.shard_size)  # up to a multiple of the shard's size

@@ -30,6 +30,7 @@ class ClipActor:
     """
 
     def __init__(self, config: ClipConfig):
+        """Keep the config; the model is loaded for the first clip."""
         self._encode = EncodeClip(config)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:

@@ -546,7 +546,10 @@ class _Mp4Sink(Sink):
             self._written += 1
 
     def _video_stream(self, height: int, width: int) -> Any:
-        """Add the video stream to the file, with its size, shape of pixels and clock; return it."""
+        """Add the video stream to the file and return it.
+
+        It gets the frames' size, the shape of a pixel and, for frames with their own times, the clock.
+        """
         stream = self._container.add_stream("libx264", rate=self._fps, options=self.OPTIONS)
         stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
         if self._source.pixel != 1:

@@ -366,9 +366,9 @@ GUIDED_INPUTS = ("hidden_states", "encoder_hidden_states", "timestep")
 
 
 def low_frequencies(x: Any) -> Any:
-    """Return pictures (..., H, W) with the lowest frequencies alone, as diffusers' FasterCache cuts them.
+    """Return pictures (..., H, W) with only the lowest frequencies, as diffusers' FasterCache cuts them.
 
-    In the spectrum, with its origin in the center, they are a circle whose radius is a fifth of the shorter
+    In the spectrum, with its origin in the center, they are a disk whose radius is a fifth of the shorter
     side.
     """
     height, width = x.shape[-2:]

@@ -168,9 +168,9 @@ class StepCache:
         return [self._plan_step(state, model, tensors) for _ in steps]
 
     def _new_state(self, name: str | None) -> RunState:
-        """Return the state of a new run, with copies of the hooks; from now on `computed` is about this run.
+        """Return the state of a new run, with copies of the hooks; `self.computed` is about it from now on.
 
-        `name` is the name of the run's context, None for none.
+        `name` is the name of the run's context, or None.
         """
         state = RunState(
             runtime.without_torchax(copy.deepcopy, {each.module: each.hook for each in self.hooks})
@@ -223,7 +223,7 @@ class FirstBlockSteps(StepCache):
         return form("first_block"), {"threshold": torch.tensor(head.threshold)}
 
     def _record(self, state: RunState, seen: Any) -> None:
-        """Add `seen`, a bool on the device, whether the step ran all blocks, to the list of the run."""
+        """Append `seen`, a bool on the device, to the run's list: whether the step ran all blocks."""
         state.computed.append(seen)
 
 

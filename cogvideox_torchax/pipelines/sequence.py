@@ -237,7 +237,7 @@ class Sequence:
 def _padded_length(tokens: int, parts: int) -> int:
     """Return the length of a sequence, padded so that `parts` devices get equal shards of whole tiles.
 
-    A tile has `LANES` tokens. A sequence too short for a tile on each device is padded to equal shards alone.
+    A tile has `LANES` tokens. A sequence too short for a tile on each device is padded only to equal shards.
     """
     unit = parts * (LANES if tokens > LANES * parts else 1)
     return -(-tokens // unit) * unit

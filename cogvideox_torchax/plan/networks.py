@@ -106,7 +106,7 @@ class NetworkPlan:
 
 
 def weightless_transformer(model: str | None, dtype: torch.dtype, layers: int) -> Any:
-    """Return the ported transformer of `model` (`transformer_config`) with so many layers and no weights."""
+    """Return the ported transformer of `model` (`transformer_config`) with `layers` layers and no weights."""
     return port_network(transformer({**transformer_config(model), "num_layers": layers}, dtype))
 
 
@@ -433,7 +433,7 @@ def cached_table(plans: list[NetworkPlan], counts: list[int], chip: Chip | None)
 def network_table(plan: NetworkPlan, chip: Chip | None) -> dict[str, Any]:
     """Return a plan's figures per device, by the names that `plan` prints.
 
-    Sizes and times are those of all layers, extrapolated from two programs, of `FEW` layers.
+    Sizes and times are for all layers: they are extrapolated from programs of two numbers of layers, `FEW`.
     """
     program = plan.program
     seconds: dict[str, Any] = {}

@@ -186,8 +186,8 @@ def read_program(
         name, frames, compile_seconds: facts of the program, to go into the plan.
         compiled: the result of `.compile()`.
         chip: the chip whose peaks apply; None, on a CPU, for no times.
-        schedules: schedules of its Pallas kernels, by their instructions' names; kernels that are missing
-            count by bytes alone.
+        schedules: schedules of its Pallas kernels, by their instructions' names; a kernel without one is
+            timed by its bytes only.
     """
     text = compiled.as_text()
     found = list(instructions(text))

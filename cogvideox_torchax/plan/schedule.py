@@ -230,7 +230,7 @@ def _bundles(text: str) -> tuple[list[str], dict[str, int]]:
 
     Returns:
         The text of each bundle, without comments, at the index that is its address; and the address of each
-        region, by its number, a text. A last bundle that follows a guarded region has the key "".
+        region, by its number, a text. A last bundle that follows a predicated region has the key "".
     """
     heads = list(_BUNDLE.finditer(text))
     if not heads or [int(head["address"], 16) for head in heads] != list(range(len(heads))):
@@ -238,8 +238,8 @@ def _bundles(text: str) -> tuple[list[str], dict[str, int]]:
     ends = [head.start() for head in heads[1:]] + [len(text)]
     bodies = [text[head.end() : end] for head, end in zip(heads, ends, strict=True)]
     regions = {number: address for address, body in enumerate(bodies) for number in _REGION.findall(body)}
-    # "PF" marks the bundle after a guarded region. If it is the last bundle, cores without work jump to it,
-    # and the dump has no region number for it.
+    # "PF" marks the bundle after a predicated region. If it is the last bundle, cores without work jump to
+    # it, and the dump has no region number for it.
     if heads[-1]["marker"] == "PF":
         regions[""] = len(bodies) - 1
     # Each core reads its number from memory. The load is replaced by the constant 0: core 0 is followed.

@@ -63,8 +63,8 @@ def whole_video(
         job: the planned job.
         count: number of its chunks.
         tiles: number of tiles of a frame.
-        programs: plans of the first chunk's program and, if there are later chunks, of theirs.
-        chip: the chip that they are compiled for; None for no time and no verdict.
+        programs: plans of the first chunk's program and, if there are later chunks, of their program.
+        chip: the chip that the programs are compiled for; None for no time and no verdict.
     """
     peak = max(program.peak_bytes for program in programs)
     found: dict[str, Any] = {

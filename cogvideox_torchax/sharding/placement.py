@@ -125,12 +125,12 @@ class Placement(MeshPlace):
         return PartitionSpec(*(names.get(i) for i in range(len(shape))))
 
     def padding(self, shape: tuple[int, ...]) -> list[tuple[int, int]]:
-        """Return the padding (before, after) of each axis with which a chunk divides at all resolutions.
+        """Return the padding (before, after) of each axis that makes shards equal at all resolutions.
 
-        Each device must have all columns of a latent pixel: of the width a multiple of `unit`, the number of
-        columns for each latent pixel.
+        Each device must have all columns of a latent pixel: its width is a multiple of `self.unit`, the
+        number of columns for each latent pixel.
         """
-        # `-size % k` is missing to the next multiple of k.
+        # `-size % k` is what `size` lacks to the next multiple of k.
         units = [self.unit if axis == self.axes.index("W") else 1 for axis in range(len(shape))]
         parts = self.parts(self.spec(shape))
         return [(0, -size % (n * unit)) for size, n, unit in zip(shape, parts, units, strict=True)]
@@ -256,7 +256,10 @@ class Placement(MeshPlace):
 
 
 def columns_last_on(target: Target, x_NTHWC: jax.Array) -> jax.Array:
-    """Return `x` unchanged; a TPU stores it with columns, not its few channels, in the lanes of tiles."""
+    """Return `x` unchanged; a TPU stores it with columns, not its few channels, in the lanes of tiles.
+
+    `target` is the platform that the op is traced for, with the sharding of columns (from `dispatch`).
+    """
     return map_shards(target, store_columns_last, (x_NTHWC,))
 
 

@@ -219,10 +219,10 @@ def _sizes(height: int, width: int, needed: int, size: int) -> list[tuple[int, i
     if short < needed:
         raise ValueError(f"is {height} x {width}, at least {needed} are needed")
     # Factors of both sides, and further factors of the width.
-    scales = [(side * size / short, narrowed) for side, narrowed in LEVELS if side * size <= short]
+    scales = [(crops * size / short, narrowing) for crops, narrowing in LEVELS if crops * size <= short]
     scales = scales or [(1.0, 1.0)]
     return [
-        (round(height * scale), max(round(width * scale * narrowed), needed)) for scale, narrowed in scales
+        (round(height * scale), max(round(width * scale * narrowing), needed)) for scale, narrowing in scales
     ]
 
 
@@ -312,7 +312,7 @@ class Sampler:
         source = self._videos[rng.integers(len(self._videos))]
         if source.whole is None:
             raise ValueError(f"{source.part} was loaded without whole frames: give load() their size")
-        start = _start(rng, source, frames, self._cuts)
+        start = _start(rng, source, frames, events=self._cuts)  # with events, a share holds a fast change
         if rng.random() < ALIGNED_SHARE:
             start -= start % chunks.SAMPLE_FRAMES_A_CHUNK  # 8, the length of the VAE's chunks
         return _as_clip(source.whole[start : start + frames])

@@ -158,6 +158,7 @@ class ChunkedVAE:
         self._check(direction, with_time(first), follow_weights=True)  # a piece may be a frame, without time
         check = functools.partial(self._check, direction, follow_weights=True)
         plan = direction.chunks(self, num_frames)
+        # `takes` is "video" or "latents", for errors.
         return regrouped_into_chunks(direction.takes, first, iterator, plan, check), first.shape[-2:]
 
     def results(

@@ -417,7 +417,7 @@ class Verifier:
     def _encode_and_decode(self, candidate: Candidate) -> tuple[dict[str, WholeError], list[Contract]]:
         """Run a candidate; return (errors of whole results by direction, contracts on shapes and streaming).
 
-        A result of a wrong shape has no entry in the errors, but a contract that is not kept.
+        A result of a wrong shape has a failed contract, and no entry in the errors.
         """
         errors: dict[str, WholeError] = {}
         contracts = []

@@ -275,6 +275,7 @@ class Upsample3D(OnColumns, nnx.Module):
     """Twice the height and width, and with `expand_time` twice the frames."""
 
     def __init__(self, channels: int, config: LayerConfig, *, expand_time: bool):
+        """Build a convolution of height and width; `expand_time` is whether frames are doubled too."""
         self.conv = Conv(channels, channels, (3, 3), config)
         self.expand_time = expand_time
 

@@ -91,7 +91,7 @@ def read_state(
 
 
 def torch_shape(path: Keys, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape in diffusers' state dict of the parameter at `path`."""
+    """Return the shape that diffusers gives the parameter at `path`: a kernel (..., I, O) is (O, I, ...)."""
     return shape if path[-1] != "kernel" else (shape[-1], shape[-2], *shape[:-2])
 
 

@@ -87,7 +87,7 @@ class GroupNorm(OnColumns, nn.GroupNorm):
             num_groups=self.num_groups,
             eps=self.eps,
             activation=activation,
-            split=self.split if input.ndim == 5 else WHOLE,  # (N, C, T, H, W) alone has columns to split
+            split=self.split if input.ndim == 5 else WHOLE,  # only (N, C, T, H, W) has columns to split
         )
 
 

@@ -91,6 +91,7 @@ class RecordedLayers(nn.Module):
             outputs[name] = output
             return result
 
+        # `watched` calls `record` with the name and the result of each wanted layer.
         with watched(self.network, lambda name, _: self._wanted(name), given=record):
             _, cache = self.network(chunk, cache)
         return outputs, cache
