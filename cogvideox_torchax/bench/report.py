@@ -83,8 +83,8 @@ def _rows(result: dict[str, Any], rows: Callable[[dict[str, Any]], list[Row]], w
 
     Args:
         result: the job's result. Status "ok" means that it was timed; a peer (a backend to compare with) is
-            timed even if its error is beyond the contract. Any other result has a single row, with the reason
-            and no times.
+            timed even if its error is beyond the contract (the allowed error). Any other result has a single
+            row, with the reason and no times.
         rows: returns the rows of a result that succeeded, from the fifth cell on. The first four are job,
             way, size and error.
         width: number of columns of the table.

@@ -29,7 +29,7 @@ class Worker:
         """Start no process yet: `ask` starts it, with stderr in `scratch` and `limit` seconds a request."""
         self._log, self._limit = scratch / "stderr", limit
         self._process: subprocess.Popen[str] | None = None
-        self._environment: dict[str, str] = {}
+        self._environment: dict[str, str] = {}  # the variables that were set for the process
 
     def ask(self, do: str, request: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
         """Have the process call a function of `measure`; return the answer, with a "status".

@@ -84,7 +84,7 @@ class Sequence:
 
     @property
     def spec(self) -> PartitionSpec:
-        """The sharding of the sequence's tokens (N, S, C)."""
+        """The sharding of the tokens (N, S, C): N over the mesh axis `batch`, S over the mesh axes `axes`."""
         return PartitionSpec(self.batch, self.axes or None, None)
 
     @property

@@ -192,7 +192,7 @@ def smallest_mesh_that_fits(
     peak_bytes: int,
     **options: Any,
 ) -> Change | None:
-    """Return the smallest grid of a topology's generation on which a job fits, its width split by all chips.
+    """Return the generation's smallest grid on which a job fits if all chips split the video's width.
 
     Args:
         model: a published config of `models.CONFIGS`, a directory or a hub id; None for "5b".

@@ -124,7 +124,7 @@ def set_tiles(
         vae: the model.
         tiling: "HEIGHTxWIDTH" in pixels, "auto" for tiles if whole frames do not fit into memory, or None,
             which leaves the model's tiling as it is.
-        direction: `ENCODE` or `DECODE`; used only for "auto", as the sizes are.
+        direction: `ENCODE` or `DECODE`. The direction and the sizes below are used only for "auto".
         height, width: size of the frames, in pixels.
         frames: number of frames of the whole input, a video or latents.
 

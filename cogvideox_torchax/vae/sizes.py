@@ -37,7 +37,7 @@ def parse_size(
 def check_sides(what: str, height: int, width: int, *, multiple: int, least: int = 1) -> None:
     """Raise `SizeError` unless both sides are multiples of `multiple`, and at least `least * multiple`.
 
-    `what` is the name of the sized thing, for the message.
+    `what` is the name of the thing that has this size, for the message.
     """
     good_height, good_width = (max(round(side / multiple), least) * multiple for side in (height, width))
     if (height, width) != (good_height, good_width):

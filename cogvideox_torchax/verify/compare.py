@@ -379,12 +379,12 @@ class Verifier:
         if any(candidate.dtype == torch.bfloat16 for candidate in candidates):
             # PyTorch's own bfloat16 errors, which set the tolerances of bfloat16.
             torch_bfloat16 = make_candidate("torch", torch.bfloat16, self.reference)
-        layers = self._layers(candidates, torch_bfloat16, say)
+        layer_errors = self._layers(candidates, torch_bfloat16, say)
         if torch_bfloat16 is not None:
             say("PyTorch's own bfloat16 run")
             baseline_errors, _contracts = self._encode_and_decode(torch_bfloat16)
         results = []
-        for candidate, errors in zip(candidates, layers, strict=True):
+        for candidate, errors in zip(candidates, layer_errors, strict=True):
             say(f"{candidate.name} {candidate.dtype_name}: encode and decode")
             results.append(self._result(candidate, errors, baseline_errors))
         return results

@@ -101,7 +101,7 @@ class CausalConv3d(OnColumns, nnx.Module):
         """
         return jax_kernels.conv3d(
             x_NTHWC,
-            *self.conv.cast(x_NTHWC.dtype),
+            *self.conv.cast(x_NTHWC.dtype),  # kernel and bias
             cache,
             residual=residual,
             start="replicate",

@@ -95,7 +95,7 @@ class SiLU(nn.SiLU):
     """SiLU in float32, rounded once (`jax_kernels.silu`)."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Apply SiLU by the kernel on JAX; axis 2 of five is time."""
+        """Apply SiLU, on JAX by the kernel; axis 2 is time if there are five axes."""
         if not on_jax(input):
             return super().forward(input)
         return torch_view(jax_kernels.silu)(input, time_axis=2 if input.ndim == 5 else None)
@@ -361,6 +361,7 @@ class Downsample3D(OnColumns, CogVideoXDownsample3D):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Downsample by the kernel; in PyTorch, or if a submodule was changed, by diffusers' forward."""
         if not on_jax(x) or not _as_ported(self):
+            # Columns that pad the width must stay zero.
             return with_zero_padding(super().forward(x), self.split)
         y = torch_view(jax_kernels.downsample)(
             _channels_last(x),
