@@ -34,9 +34,9 @@ class Flax(Backend):
 
     def recorder(self, direction: Direction, wanted: Callable[[str], Any]) -> Recorder:
         """Return a function of a chunk: the outputs of the layers whose names are `wanted`, by name."""
-        # A network whose result is its layers' outputs, by name.
+        # The result of `RecordedLayers` is its layers' outputs, by name.
         network, weights = Network.split(RecordedLayers(self.vae.flax_vae.chunk(direction), wanted))
-        run = compiled(network).begin(weights)
+        run = compiled(network).begin(weights)  # a function of a video's chunks, called in order
         return lambda chunk: {
             name: runtime.to_torch(to_tensor(output)) for name, output in run(to_array(chunk)).items()
         }

@@ -123,16 +123,16 @@ def checked(job: str, on_cpu: bool) -> Size:
 
 
 def ways(job: str, device: dict[str, Any], several: bool) -> tuple[str, ...]:
-    """Return the ways, of `WAYS`, in which a job can be run.
+    """Return the ways in which a job can be run: names of `WAYS`, such as "torchax" or "torch-compile".
 
     Args:
         job: the job's name.
         device: a description by `measure.probe`: "platform" is JAX's, "torch" the device of PyTorch or None.
-        several: whether the devices form a mesh, on which no `STOCK_WAYS` run.
+        several: whether the devices form a mesh, on which diffusers' own modules do not run.
     """
     no_torch = several or device["torch"] is None
     left_out = {  # by way, whether it cannot be run, or is the same as another way
-        KERNELS_OFF: not kernels_used(job, device["platform"]),
+        KERNELS_OFF: not kernels_used(job, device["platform"]),  # then the same as "torchax"
         "torchax-stock": several,  # stock modules take an uneven width's padding for picture
         "torch": no_torch,
         "torch-compile": no_torch or device["torch"] == "cpu",

@@ -263,7 +263,7 @@ def _write_tar(members: Sequence[tuple[int, Path]], path: Path) -> None:
 
 
 def _tar_entries(path: Path) -> list[Entry]:
-    """Return the entries of a WebDataset tar, by the ids in its .json files."""
+    """Return (id, function that reads the latents) of each clip in a WebDataset tar."""
     with tarfile.open(path, "r:") as tar:  # "r:" refuses a compressed tar
         members = {entry.name: entry for entry in tar if entry.isfile()}
         end = tar.offset  # the end of the last member, where a block of zeros ends a complete tar

@@ -390,7 +390,10 @@ class DatasetDirectory(OutputDirectory):
         self.note(index, **manifest_fields(latents))
 
     def _add_clip_line(self, kind: str, key: int, about: dict[str, Any]) -> None:
-        """Add the manifest's line of a clip; write the clip's shard if all its clips are done or bad."""
+        """Add the manifest's line of a clip; write the clip's shard if all the shard's clips are done or bad.
+
+        `kind` is the kind of the line, `key` the clip's number; `about` are further fields of the line.
+        """
         super()._add_clip_line(kind, key, about)
         self._write_shard_if_complete(key // self.shard_size)
 

@@ -47,7 +47,7 @@ def locate(
             model_index.json counts as the part.
         files: patterns of the files to download.
         hub_options: of huggingface_hub's `snapshot_download`: `revision`, `token`, `cache_dir`,
-            `local_files_only`. Without a network its cache serves.
+            `local_files_only`. Without a network huggingface_hub's cache is used.
 
     Raises:
         ModelError: no such directory, or a repository that cannot be downloaded and is not in the cache.

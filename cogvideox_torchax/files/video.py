@@ -372,7 +372,7 @@ class Sink:
         """Write uint8 frames (1, 3, t, H, W); the base class drops them."""
 
     def finish(self) -> None:
-        """Write the end of the output, after the last frame."""
+        """Write the end of the output, if its format has one, after the last frame."""
 
     def close(self) -> None:
         """Close the files that are open, whatever was written."""

@@ -85,7 +85,7 @@ def _config(name: str, value: str, steps: int, timestep: Callable[[], Any]) -> A
 
 
 def _ratios(path: str) -> list[float]:
-    """Return the ratios of MagCache, read from a JSON file; raise `ValueError` for "" or another content."""
+    """Return MagCache's ratios, read from a JSON file; raise `ValueError` for "" or no list of numbers."""
     if not path:
         raise ValueError("its ratios are each model's own")
     values = reports.parse(Path(path).read_bytes())

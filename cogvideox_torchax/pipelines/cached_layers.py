@@ -86,7 +86,7 @@ class BlockStack(nn.Module):
             names = ("head", "tail") if self.form.kind == "first_block" else ("tail",)
             self.kept = dict.fromkeys(names, hidden_states)
         else:
-            x = getattr(self, f"_{self.form.kind}")(x, options)
+            x = getattr(self, f"_{self.form.kind}")(x, options)  # such as `self._first_block`
         return x[0] if joined else x
 
     def _run_blocks(self, blocks: Any, x: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
@@ -213,15 +213,15 @@ class ReusedModules:
             joined: whether the blocks of `model` take text and patches as one sequence.
         """
         dtype, before = tensors["hidden_states"].dtype, self.kept or {}
-        # By module, the tuple of tensors to use as its result; None, where none is kept, for zeros.
+        # By skipped module, the tuple of tensors to use as its result; None, if none is kept, means zeros.
         given: dict[str, Any] = {
             name: self._estimate(name, before[name], dtype) if name in before else None
             for name in self.skipped
         }
-        # By module that runs and is kept, a list that gets the tensors of its result in the trace.
+        # By module that runs and whose result is kept, a list that `run` fills with the result's tensors.
         results: dict[str, list[torch.Tensor]] = {name: [] for name in self.form.kept if name not in given}
         for name in (*given, *results):
-            owner, _, part = name.rpartition(".")
+            owner, _, part = name.rpartition(".")  # such as "transformer_blocks.0" and "attn1"
             if joined and re.fullmatch(r"transformer_blocks\.\d+", owner):
                 # A block on one sequence does not call its parts "attn1" and "ff": it reads these attributes.
                 block: Any = model.get_submodule(owner)

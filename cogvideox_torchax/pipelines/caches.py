@@ -287,9 +287,10 @@ class TaylorSteps(StepCache):
         # diffusers keeps no result of an inactive module: zeros replace it.
         read = results_read_by_skips(hook_states)
         kept = tuple(name for name in read if not hook_states[name].is_inactive)
-        # All hooks compute or skip the same steps: any of them counts for all.
+        # All hooks compute or skip the same steps, so any state will do; a kept module's has factors too.
         hook_state = hook_states[kept[0]] if kept else next(iter(hook_states.values()))
         # `computes_module` makes the hooks count this step. These two are read before, `current_step` after.
+        # `taylor_factors` are by the index of a tensor in the module's result; 0 is the first tensor.
         last_step, known = hook_state.last_update_step, len(hook_state.taylor_factors.get(0, ()))
         (computes,) = {computes_module(hook, torch.zeros(1)) for hook in state.hooks.values()}
         state.computed.append(computes)

@@ -317,7 +317,7 @@ class Generation:
             callback_on_step_end=self._show_step if self.show else None,
             output_type="latent",
         ).frames
-        # The pipelines pad to whole patches by frames at the start, which are cut off.
+        # The pipelines put padding before the first frame, to get whole patches: it is cut off.
         padding = sampled.shape[1] - self.model.latent_frames(self.request.frames)
         return latent_files.Latents(
             tensor=self._plain_latents(sampled)[:, padding:].permute(0, 2, 1, 3, 4).contiguous(),

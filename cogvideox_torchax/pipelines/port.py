@@ -193,7 +193,7 @@ def _ported_class(kind: type) -> type:
 
     members = {
         # `active()` is a decorator too: each call of a method runs with torchax enabled.
-        **{name: runtime.active()(getattr(kind, name)) for name in _public_methods(kind)},
+        **{name: runtime.active()(getattr(kind, name)) for name in _added_methods(kind)},
         "__module__": kind.__module__,
         "__call__": runtime.active()(call),
         "check_inputs": check_inputs,
@@ -205,8 +205,8 @@ def _ported_class(kind: type) -> type:
     return type(kind.__name__, (PortedPipeline, kind), members)
 
 
-def _public_methods(kind: type) -> list[str]:
-    """Return the names of the methods that a pipeline's class adds to diffusers' base, for a user to call."""
+def _added_methods(kind: type) -> list[str]:
+    """Return the names of the methods that a pipeline's class adds to diffusers' base and to our mixin."""
     bases = kind.__mro__[: kind.__mro__.index(DiffusionPipeline)]
     names = {name for base in bases for name, member in vars(base).items() if inspect.isfunction(member)}
     return [name for name in names if not name.startswith("__") and not hasattr(PortedPipeline, name)]

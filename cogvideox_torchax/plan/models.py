@@ -19,7 +19,7 @@ CONFIGS = {
 
 
 def weightless_vae(model: str | None, dtype: torch.dtype, device: str = "meta") -> AutoencoderKLCogVideoX:
-    """Return the ported VAE without its weights.
+    """Return the ported VAE without weights, or with random ones.
 
     Args:
         model: a published config of `CONFIGS`, a directory or a hub id; None for "5b".

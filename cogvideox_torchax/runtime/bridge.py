@@ -154,8 +154,8 @@ def jit_torch(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     import jax
 
-    # `jax_view` makes a function of arrays of a function of tensors, and arrays of tensors. `function` gets
-    # its static argument before, as that is neither.
+    # `jax_view` turns a function of tensors into a function of arrays, and tensors into arrays. The static
+    # argument, which is neither, is bound to `function` before.
     compiled = jax.jit(
         lambda static, *args: import_torchax().interop.jax_view(functools.partial(function, static))(*args),
         static_argnums=0,

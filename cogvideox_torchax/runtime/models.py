@@ -58,11 +58,13 @@ class PicklesAsStock(CopiesWithoutPrograms):
     """Mixin of ported pipelines and schedulers: a pickle has the original class, from before `port`."""
 
     def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes for a pickle: without compiled programs."""
         return self._state()
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
         """Return (function, arguments, state) for pickle: make an empty stock object, set its attributes."""
-        stock = type(self).__bases__[-1]  # pickle could not import the class that `port` made
+        # The last base is the original class; pickle could not import the class that `port` made.
+        stock = type(self).__bases__[-1]
         return object.__new__, (stock,), self.__getstate__()
 
 

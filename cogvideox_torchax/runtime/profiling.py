@@ -61,5 +61,5 @@ def named_layers(network: nn.Module) -> contextlib.AbstractContextManager[Any]:
 
 
 def is_profiling() -> bool:
-    """Return whether a profile is being recorded; programs traced meanwhile carry names."""
+    """Return whether a profile is being recorded; programs traced meanwhile have the layers' names."""
     return _profiling

@@ -106,6 +106,7 @@ class Place:
     """
 
     def __init__(self, device: Any = None):
+        """Keep the device of a program; None is JAX's default device."""
         self._device = device
 
     def weight(self, name: str, array: Any) -> Any:

@@ -23,8 +23,8 @@ def _weight_slots(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]
     The name is the whole one, such as "block.weight"; the dictionary is a submodule's own, to be written to.
     A tied weight is yielded under each of its names.
     """
-    for prefix, part in module.named_modules():
-        for tensors in (part._parameters, part._buffers):
+    for prefix, submodule in module.named_modules():
+        for tensors in (submodule._parameters, submodule._buffers):
             # A list, as the caller may replace the dictionary's values meanwhile.
             for key in [key for key, tensor in tensors.items() if tensor is not None]:
                 yield f"{prefix}.{key}".lstrip("."), tensors, key  # the root's prefix is ""
@@ -76,7 +76,7 @@ def put_weights(module: nn.Module, place: Callable[[str, Any], Any] = on_default
 
 
 # In inference mode torch would make parameters that nobody can train, and that take no in-place change.
-@torch.inference_mode(False)
+@torch.inference_mode(False)  # a parameter that is made in a caller's inference mode could not be trained
 def _replace(module: nn.Module, make: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
     """Replace a module's parameters and buffers by `make(name, tensor)`, once for each tensor."""
     replacements: dict[int, torch.Tensor] = {}

@@ -141,7 +141,7 @@ class Placement(MeshPlace):
         `split` has the ratio of the frame's own columns to all columns; by default there is no padding.
 
         The padded result is constrained to a split by width first. Otherwise XLA would propagate a split by
-        rows or channels (`result_spec`) back into the layers before it, and gather their inputs.
+        rows or channels (`result_spec`) back into earlier layers, and gather their inputs.
         """
         column = self.axes.index("W")
         width = split.real_columns(x.shape[column])
@@ -238,10 +238,11 @@ class Placement(MeshPlace):
     def result_spec(self, shape: tuple[int, ...]) -> PartitionSpec:
         """Return the sharding of a result, which must not have padding.
 
-        It is split by width; if the devices do not divide the width, by rows; if not the rows, by channels.
+        It is split by width; if the devices do not divide the width, by rows; if they do not divide the rows
+        either, by channels.
 
         Raises:
-            ValueError: none of them divides; the message names the sizes that would.
+            ValueError: the devices divide none of the three; the message names the sizes that they divide.
         """
         column, row, channel = map(self.axes.index, "WHC")
         parts = self.parts(self.spec(shape))[column]  # number of devices that split the width

@@ -431,7 +431,7 @@ def _moving_camera(rng: np.random.Generator, source: Source, frames: int, size: 
 
 
 def _flipped(rng: np.random.Generator, clip: torch.Tensor) -> torch.Tensor:
-    """Return a clip (C, T, S, S) that is, each by chance, mirrored, turned upside down and transposed."""
+    """Return a clip (C, T, S, S), mirrored, turned upside down and transposed, each by chance."""
     if rng.random() < 0.5:
         clip = clip.flip(-1)
     if rng.random() < 0.15:

@@ -60,7 +60,7 @@ class Muon(torch.optim.Optimizer):
             if kernel.grad is not None:
                 alike[tuple(kernel.shape)].append(kernel)
         for kernels in alike.values():
-            # Nesterov's: the gradient plus the new momentum, which is multiplied by its factor once more.
+            # Nesterov's momentum: the direction is the gradient plus the factor times the new momentum.
             directions = []
             for kernel in kernels:
                 # The state's tensor is updated in place; the group's "momentum" is the factor.
@@ -81,6 +81,7 @@ def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
     over the longer side are two in all, not two an iteration.
     """
     wide = matrices if matrices.shape[1] <= matrices.shape[2] else matrices.transpose(1, 2)
+    # Frobenius' norm makes the largest singular value at most 1; 1e-7 avoids 0 / 0.
     x = wide / (wide.square().sum((1, 2), keepdim=True).sqrt() + 1e-7)
     square = x @ x.transpose(1, 2)  # x x^T of the iteration's present x
     gathered = identity = torch.eye(square.shape[1], device=square.device).expand_as(square)
@@ -111,7 +112,10 @@ class Optimizers:
     """
 
     def __init__(self, weights: dict[str, nn.Parameter], *, steps: int, rate: float = 1.0):
-        """Make a torch optimizer for each kind of weights, for use outside of JAX programs (not traced)."""
+        """Make a torch optimizer for each kind of weights, for use outside of JAX programs (not traced).
+
+        `steps` is the number of steps of the whole training, `rate` a factor of the learning rates.
+        """
         self._weights = weights
         self._steps = steps
         self._rate_factor = rate

@@ -81,7 +81,10 @@ class Run:
     """
 
     def __init__(self, trainer: Trainer, directory: Path, held_out: list[HeldOut], settings: dict[str, Any]):
-        """Prepare a training that validates with `held_out`; one that it resumes must have its `settings`."""
+        """Prepare a training that validates with `held_out`.
+
+        A checkpoint has its training's `settings`: only one with equal settings can be resumed.
+        """
         self.trainer = trainer
         self._directory = directory
         self._held_out = held_out

@@ -161,7 +161,7 @@ class Trainer:
                 "the checkpoint is of a model with another config: give the same, or another directory"
             )
         with torch.no_grad():
-            # Copied: a tensor keeps its memory layout, by which PyTorch's rounding may depend.
+            # Copied in place: a tensor keeps its memory layout, on which PyTorch's rounding may depend.
             for name, tensor in current.items():
                 tensor.copy_(self._backend.put(state[name]))
         self.step_number = step

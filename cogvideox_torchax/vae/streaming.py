@@ -42,7 +42,7 @@ class ChunkedVAE:
 
     @property
     def spatial_compression_ratio(self) -> int:
-        """Sample pixels to a latent pixel, along one axis."""
+        """The number of a frame's pixels to one latent pixel, along one axis."""
         return 2 ** (len(self.config["block_out_channels"]) - 1)
 
     def encode_stream(
@@ -56,7 +56,7 @@ class ChunkedVAE:
 
         Args:
             frames: a video (N, C, T, H, W), or an iterable of its frames (N, C, H, W); floats in [-1, 1], or
-                uint8. They may be plain tensors whatever the backend, which the weights decide.
+                uint8. They are where the weights are, or plain torch tensors.
             num_frames: number of frames that an iterable gives. The first chunk takes the remainder by 8, so
                 the length has to be known before the first frame is encoded. A video has its own length.
             fetch: brings a chunk's moments from the device to the host; a method of `sharding.Exchange` on a
@@ -87,8 +87,8 @@ class ChunkedVAE:
         """Decode chunk by chunk; the next chunk is computed while one is taken, and at most two are held.
 
         Args:
-            z: latents (N, C, T, H, W), not scaled by `scaling_factor`; on JAX or plain, whatever the backend,
-                which the weights decide. Or an iterable of plain pieces of them, of any lengths.
+            z: latents (N, C, T, H, W), not scaled by `scaling_factor`, where the weights are or as a plain
+                torch tensor; or an iterable of plain pieces of latents, of any lengths.
             num_frames: number of latent frames that an iterable gives in all.
             output_dtype: torch.uint8 for bytes (0 to 255); None for the model's dtype, in about [-1, 1].
             fetch: brings a chunk from the device to the host; a method of `sharding.Exchange` on a mesh of

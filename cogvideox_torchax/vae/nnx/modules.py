@@ -181,9 +181,9 @@ def normed_conv(
         causal: a `CausalConv3d`.
         x_NTHWC: the frames.
         zq_NthwC: latents for a spatial norm; None for a GroupNorm.
-        cache: the convolution's, from the chunk before; None at a video's start.
+        cache: the convolution's, from the previous chunk; None at a video's start.
         moments: column moments of `x_NTHWC` (mean and squared deviations of each column of pixels), from the
-            call that returned it; None computes the norm's statistics from the frames.
+            call that returned `x_NTHWC`; None computes the norm's statistics from the frames.
         residual: frames to add, or None.
 
     Returns:

@@ -252,7 +252,8 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
     ) -> Iterator[torch.Tensor]:
         """Return the results of a video's chunks as torchax tensors, computed by the Flax model.
 
-        The arguments are those of `ChunkedVAE.results`.
+        `pieces` are the chunks in order, `plan` is the tile plan, None for whole frames; with `as_uint8`
+        decoded frames are bytes.
         """
         arrays = map(to_array, pieces)
         return map(to_tensor, self.flax_vae.run_chunks(direction, arrays, plan, as_uint8=as_uint8))

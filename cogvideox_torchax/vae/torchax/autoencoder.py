@@ -144,7 +144,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         return AutoencoderKLOutput(latent_dist=posterior) if return_dict else (posterior,)
 
     def _encode(self, x: torch.Tensor) -> torch.Tensor:
-        """Check a video and return its moments; diffusers' `encode` calls this."""
+        """Check a video; return its posterior's means and log-variances, for diffusers' `encode`."""
         self._check(ENCODE, x)
         return self._run_all_chunks(ENCODE, x)
 
