@@ -305,7 +305,7 @@ class Generation:
     def sample(self, embeddings: dict[str, torch.Tensor | None]) -> latent_files.Latents:
         """Denoise, and return the latents (1, C, T, H, W) as the content of a latent file, not written yet.
 
-        A file of latents that an earlier generation saved is deleted: it must not be taken for this one's.
+        An earlier generation's file of latents is deleted: it must not be taken for this generation's.
 
         Args:
             embeddings: of `encode_text`, or of a saved stage.

@@ -81,7 +81,7 @@ def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
     over the longer side are two in all, not two an iteration.
     """
     wide = matrices if matrices.shape[1] <= matrices.shape[2] else matrices.transpose(1, 2)
-    # Frobenius' norm makes the largest singular value at most 1; 1e-7 avoids 0 / 0.
+    # Division by the Frobenius norm makes singular values at most 1; 1e-7 avoids 0 / 0.
     x = wide / (wide.square().sum((1, 2), keepdim=True).sqrt() + 1e-7)
     square = x @ x.transpose(1, 2)  # x x^T of the iteration's present x
     gathered = identity = torch.eye(square.shape[1], device=square.device).expand_as(square)
