@@ -30,4 +30,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
+    """Return the module's names, and the public names that are not imported yet."""
     return sorted([*globals(), *__all__])

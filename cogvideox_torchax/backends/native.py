@@ -39,6 +39,7 @@ class Torch(Backend):
         )
 
     def recorder(self, direction: Direction, wanted: Callable[[str], Any]) -> Recorder:
+        """Return a function of a chunk to its layers' outputs; `wanted(name)` selects the layers."""
         # `RecordedLayers` is a network whose result is its layers' outputs, by name.
         return runtime.with_kept_cache(RecordedLayers(chunk_network(self.vae, direction), wanted))
 

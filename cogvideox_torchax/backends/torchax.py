@@ -26,6 +26,7 @@ class Torchax(Backend):
 
     @classmethod
     def from_native(cls, native: Any) -> "Torchax":
+        """Return the backend of a PyTorch model, diffusers' or ported, after porting it."""
         return cls(port_vae(native))
 
     @classmethod
@@ -79,6 +80,6 @@ class TorchaxStock(Torchax):
 
     def chunks(self, direction: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:
         """Return an iterator of the results of a video's chunks, as tensors on JAX."""
-        run = self._begin(direction, chunk_network(self.vae, direction))
+        run = self._begin(direction, chunk_network(self.vae, direction))  # keeps the convolutions' cache
         chunks = frames_of_chunks(self.vae, direction, self.put(x))
         return (runtime.tensor_of(run(chunk)) for chunk in chunks)

@@ -180,6 +180,7 @@ class _Bench:
             self._references = {job: self._ask("reference", request)}
         if self._references[job]["status"] != "ok":
             return self._references[job]
+        # A peer, a backend to compare with, is timed even if its error is too large.
         request |= {"way": way, "peer": way in ladder.STOCK_WAYS, "rms": self._references[job]["rms"]}
         result = self._ask("measure", request, off)
         if way != "torchax" or result["status"] not in ("failed", "wrong"):
@@ -240,8 +241,8 @@ class _Bench:
         request = request | {"dp": self._options.dp, "tp": self._options.tp}
         request["dtype"] = self._report.get("dtype", "float32")  # there is no report before `probe`
         for name in request.keys() & {"size", "checked"}:  # each a `ladder.Size`
-            model, *video = request[name]
-            request[name] = [self._options.small if model == "small" else model, *video]
+            model, *frames_height_width = request[name]
+            request[name] = [self._options.small if model == "small" else model, *frames_height_width]
         answer = self._worker.ask(do, request, environment)
         if do == "measure" and not self._on_cpu:  # a new process has a new counter of peak memory
             self._worker.close()

@@ -96,7 +96,7 @@ def bound(name: str, size: Size, dtype: Any) -> tuple[functools.partial[Any], An
         size: of the video, and the model whose transformer gives the number of heads.
         dtype: of the operands for which `OPS` names none.
     """
-    lengths, (operands, options) = axes(size), OPS[name]
+    lengths, (operands, options) = axes(size), OPS[name]  # lengths: by the axis's letter
 
     def struct(operand: str) -> Any:
         """Return the struct of an operand of `OPS`, such as "2 S C" or "S 64: float32"."""

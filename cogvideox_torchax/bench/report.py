@@ -194,7 +194,10 @@ def _estimated(estimates: dict[str, Any], part: dict[str, Any]) -> Row:
 
 
 def draw_device(report: dict[str, Any], path: Path) -> list[Path]:
-    """Plot each part's estimate against its measured time; return the files, none without an estimate."""
+    """Plot the estimate of each part of a job, such as a chunk, against its measured time.
+
+    Return the files: `path`, or none if no part has an estimate.
+    """
     points = [  # (name, measured seconds, estimated seconds)
         (f"{result['job']} {part['part']}", part["median_s"], result["estimate"][part["part"]])
         for result in report["results"]

@@ -179,17 +179,17 @@ def _target(args: argparse.Namespace) -> tuple[Any, list[Any]]:
     return None, jax.devices("cpu")
 
 
-def _printed_programs(programs: Iterable[Any], chip: Any, prefix: str | None = None) -> Iterator[Any]:
+def _printed_programs(plans: Iterable[Any], chip: Any, prefix: str | None = None) -> Iterator[Any]:
     """Print each program's figures as it is compiled, and yield the program's plan.
 
     Args:
-        programs: the plans of programs; an iterator compiles one at each step.
+        plans: the programs' plans; an iterator compiles a program at each step.
         chip: the chip to plan for, None for a CPU.
         prefix: path that the names of files for the compiled texts begin with; None for no files.
     """
-    for program in programs:
-        print(f"{program.name} chunk, {program.frames} frames in")
-        common.print_report(summary.program_rows(program, chip))
+    for plan in plans:
+        print(f"{plan.name} chunk, {plan.frames} frames in")
+        common.print_report(summary.program_rows(plan, chip))
         if prefix:
-            reports.write_text(Path(f"{prefix}_{program.name}.hlo.txt"), program.text)
-        yield program
+            reports.write_text(Path(f"{prefix}_{plan.name}.hlo.txt"), plan.text)
+        yield plan

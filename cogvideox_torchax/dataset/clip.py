@@ -335,6 +335,7 @@ class EncodeClip(_ClipUnit):
         # By a tensor's name in a latent file, the tensor's piece of each chunk.
         kept: dict[str, list[torch.Tensor]] = {}
         with memory.restoring_tiles(vae):
+            # A lambda, as the pieces are made again with smaller tiles if memory runs out.
             for piece in self._with_tiles_and_progress(
                 ENCODE, size, decoded.num_frames, lambda: self.pieces(decoded), decoded.clip.id
             ):

@@ -256,11 +256,11 @@ class DatasetDirectory(OutputDirectory):
     def _scan(self) -> None:
         """Find out which clips of this process's shards are done, bad or missing.
 
-        A shard that a killed run did not write, though no clip of it is missing, is written.
+        A complete shard that a killed run did not write is written.
         """
-        written = list(lines(self.directory))
-        self.bad = {line["index"]: line["error"] for line in written if line["kind"] == BAD}
-        done = {line["index"] for line in written if line["kind"] == DONE}
+        manifest_lines = list(lines(self.directory))
+        self.bad = {line["index"]: line["error"] for line in manifest_lines if line["kind"] == BAD}
+        done = {line["index"] for line in manifest_lines if line["kind"] == DONE}
         self.ids = self._load_ids()
         (self.directory / WORK).mkdir(exist_ok=True)  # for latent files that no shard has yet
         # The latent files of all clips, none of which may be a directory of another.

@@ -49,7 +49,7 @@ class ClipActor:
         Returns:
             JSON of an object with the "index", and "about", the fields of the manifest's line, or an "error".
         """
-        # Errors in `IN_READING` and `CLIPS_OWN` are a bad clip's: `attempt` returns their reason.
+        # `attempt` returns (result, None), or (None, reason) for an error in `IN_READING` or `CLIPS_OWN`.
         path, latents, reason = Path(row["path"]), None, None
         if path.exists():  # written by an actor that died before it could return
             latents = latent_files.load(path)

@@ -209,7 +209,7 @@ def _fields(path: str | Path, metadata: dict[str, str]) -> dict[str, Any]:
 def _fields_of_format_1(metadata: dict[str, str]) -> dict[str, Any]:
     """Return the fields of a file of format 1, in the form of format 2; empty for another file.
 
-    In format 1 each field was a text of its own: "config", "num_frames" and "about" as JSON. Some fields of
+    In format 1 each field was a separate text: "config", "num_frames" and "about" as JSON. Some fields of
     the config were repeated as texts; the repetitions are left out.
     """
     if metadata.get("format") != FORMER:

@@ -144,7 +144,7 @@ class BlockStack(nn.Module):
         y = self._run_blocks(self.blocks, x, options)
         self.kept = {"tail": y[0] - x[0]}
         now, before = (torch.linalg.norm(each.float(), dim=-1) for each in (self.kept["tail"], before))
-        self.seen = _mean_of_patches(now / (before + 1e-8), options)  # as diffusers avoids a norm of 0
+        self.seen = _mean_of_patches(now / (before + 1e-8), options)  # 1e-8 as in diffusers
         return y
 
     def _no_block(self, x: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
@@ -267,10 +267,10 @@ class TaylorModules(ReusedModules):
     """
 
     def _estimate(self, name: str, kept: Any, dtype: torch.dtype) -> tuple[Any, ...]:
-        """Return a module's tensors, of `dtype`, by a Taylor series from the last computed step.
+        """Estimate a module's results, tensors of `dtype`, by a Taylor series from the last computed step.
 
-        `kept` has for each tensor its series' `form.arrays` factors: the last computed result, and its
-        differences of rising order. `name`, the module's, is not used.
+        `kept` has for each result the `form.arrays` factors of its series: the last computed value, and its
+        differences of rising order. `name`, the module's name, is not used.
         """
         since = self.numbers["since"]  # steps since the last computed step
         powers = [(since**order / math.factorial(order)).to(dtype) for order in range(self.form.arrays)]

@@ -269,7 +269,7 @@ class BroadcastSteps(StepCache):
         skipped = tuple(
             name for name, hook in state.hooks.items() if not computes_module(hook, torch.zeros(1))
         )
-        state.computed.append(not skipped)
+        state.computed.append(not skipped)  # whether the step skips nothing
         return form("broadcast", tuple(state.hooks), skipped), {}
 
 
@@ -339,7 +339,7 @@ class FasterSteps(StepCache):
         attention.
         """
         user_hooks = {each.module: each.hook for each in self.hooks}  # the originals, with the callbacks
-        for hook in state.hooks.values():  # copies: they need weights, but decide without their values
+        for hook in state.hooks.values():  # copies: they call for weights, which do not change what they skip
             vars(hook).update(
                 {name: lambda _module: 0.0 for name in vars(hook) if name.endswith("weight_callback")}
             )

@@ -51,7 +51,7 @@ class HostScheduler(PicklesAsStock):
     log: StepLog
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes without the log."""
+        """Return the attributes to pickle, without the log of the last step."""
         return {name: value for name, value in vars(self).items() if name != "log"}
 
 

@@ -92,7 +92,7 @@ def plan_programs(
 
     Args:
         vae: of `weightless_vae`, or any ported VAE; with more than one device it is placed on their mesh.
-        job: the job to plan.
+        job: the direction, the video's size and its tiles.
         devices: devices of a topology, or of this machine.
         chip: the chip whose peaks give the times; None for no times.
         dp, tp: sizes of the mesh, whose axis "dp" splits the batch and "tp" the width; both 1 for one device.

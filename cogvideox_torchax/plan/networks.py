@@ -101,7 +101,7 @@ class NetworkPlan:
         """The estimate of the whole network, without collectives; None if a part of it is not known."""
         if self.program.seconds is None or self.attention_seconds is None:
             return None
-        # `attention_seconds` stands for the kernels' own time, as it may be counted at the chip's peak.
+        # `attention_seconds` replaces the kernels' seconds in `shares`: it may be counted at the chip's peak.
         return self.program.seconds - self.program.shares.get(KERNEL, 0.0) + self.attention_seconds
 
 

@@ -168,7 +168,7 @@ def compile_program(work: Work, mesh: Any, chip: Chip | None) -> ProgramPlan:
     start = time.perf_counter()
     with jax.set_mesh(mesh):  # lowering a kernel for a TPU reads the chip's kind from the mesh
         lowered = work.lower(*work.structs())
-    compiled, schedules = compile_with_schedules(lowered, chip)
+    compiled, schedules = compile_with_schedules(lowered, chip)  # schedules of the Pallas kernels
     return read_program(work.name, work.frames, compiled, chip, time.perf_counter() - start, schedules)
 
 

@@ -75,6 +75,7 @@ def gradient_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any) -> Iterator
         program = vae.build_program(direction)
         if mesh.size == 1:
             program.place = runtime.Place(mesh.devices.item())
+        # One video for each device on the axis "dp".
         shape, dtype = (mesh.shape["dp"], channels, sum(lengths), *size), runtime.jax_dtype(vae.dtype)
         weights, *_ = program.structs((shape, dtype))
         replicated = next(iter(weights.values())).sharding  # weights are whole on every device; so is x

@@ -44,7 +44,7 @@ def import_torchax() -> Any:
 
 
 def enable() -> None:
-    """Turn torchax on for this thread; repeated calls, also after `torchax.enable_globally()`, do nothing."""
+    """Turn torchax on for this thread, if it is off; point JAX's compile cache at the user's directory."""
     torchax = import_torchax()
     if not is_enabled():
         torchax.enable_globally()

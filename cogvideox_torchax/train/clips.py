@@ -400,6 +400,7 @@ def _moving_camera(rng: np.random.Generator, source: Source, frames: int, size: 
     S points around a center, in pixels: a grid that is turned, scaled and moved for each frame, at whose
     points the picture is sampled.
     """
+    # A level is the picture in one size, (1, H, W, C).
     picture = source.levels[rng.integers(len(source.levels))][0]
     height, width = picture.shape[:2]
     speed = rng.choice([0.0, 0.7, 2.0], p=[0.2, 0.5, 0.3])  # pixels a frame; 0 for a camera without drift
@@ -417,7 +418,7 @@ def _moving_camera(rng: np.random.Generator, source: Source, frames: int, size: 
     across = np.stack([cosine, -sine, 2 * (center_x + drift[:, 0]) - width], -1) / width
     down = np.stack([sine, cosine, 2 * (center_y + drift[:, 1]) - height], -1) / height
     seen = functional.grid_sample(
-        _as_clip(picture[None]).transpose(0, 1).expand(frames, -1, -1, -1),
+        _as_clip(picture[None]).transpose(0, 1).expand(frames, -1, -1, -1),  # (T, C, H, W)
         functional.affine_grid(
             torch.from_numpy(np.stack([across, down], 1)).float(),
             [frames, 3, size, size],

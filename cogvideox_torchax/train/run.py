@@ -58,7 +58,7 @@ class HeldOut:
         if count < 1:
             raise ValueError(f"{text} has no frame to validate with: {part.path} has {info.num_frames}")
         pixels = torch.from_numpy(clips.read(part, framing, part.start + count))
-        return cls(part.name, pixels.permute(3, 0, 1, 2)[None].contiguous())
+        return cls(part.name, pixels.permute(3, 0, 1, 2)[None].contiguous())  # (1, C, T, H, W)
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ class Plan:
     settings: TrainingSettings = TrainingSettings()
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` for a size, a length or settings together that cannot be trained."""
+        """Raise `ValueError` for a crop size, a clip length or settings that cannot be trained."""
         if self.size % 16:
             raise ValueError(f"got crops of {self.size} pixels: give a multiple of 16")
         if self.settings.whole and self.frames == 1:

@@ -19,7 +19,7 @@ def check_shape(
     Args:
         direction: `ENCODE` for a video, `DECODE` for latents.
         shape: the input's shape, in the order of `axes`.
-        axes: order of the axes.
+        axes: order of the axes, such as "NCTHW".
         config: the model's config, which has the numbers of channels.
         spatial_compression_ratio: the model's pixels for each latent pixel, along one axis.
     """

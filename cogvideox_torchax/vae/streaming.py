@@ -186,7 +186,10 @@ class ChunkedVAE:
     def _results(
         self, direction: Direction, pieces: Iterable[torch.Tensor], plan: Any, as_uint8: bool
     ) -> Iterator[torch.Tensor]:
-        """Return the results of a video's chunks as `results` does, all videos of the batch together."""
+        """Return the results of a video's chunks, all videos of the batch together.
+
+        `pieces` are the chunks, `plan` is the tile plan or None; `as_uint8` makes decoded frames bytes.
+        """
         raise NotImplementedError
 
     def _torchax_on_for(self, x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -291,7 +294,7 @@ def regrouped_into_chunks(
         ValueError: a piece of another size than the first; more or fewer frames than planned.
     """
     num_frames = plan[-1].stop
-    piece = with_time(first)  # the frames of a piece that no chunk has taken yet
+    piece = with_time(first)  # (N, C, t, H, W): the frames of a piece that no chunk has taken yet
     for chunk in plan:
         parts: list[torch.Tensor] = []
         position = chunk.start

@@ -191,7 +191,7 @@ def run_tiles(
     pieces = iter(pieces)
     first = next(pieces)
     videos = first.shape[0]
-    tile_groups = tile_groups_of(plan, 1 if videos % dp == 0 else dp)
+    tile_groups = tile_groups_of(plan, 1 if videos % dp == 0 else dp)  # (row, column) of a batch's tiles
     runs = [start() for _ in tile_groups]  # one for each group, with the cache of its tiles
     for piece in itertools.chain([first], pieces):
         tiles = (_cut_on_jax if isinstance(piece, jax.Array) else cut)(piece, plan, row_axis)

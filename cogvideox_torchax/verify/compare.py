@@ -465,5 +465,6 @@ class Verifier:
             )
             for direction, count in candidate.backend.program_counts.items()
         ]
+        # `chunk` is the first chunk in which a layer leaves the tolerance, or None.
         first_bad = next((layer for layer in layers if layer.chunk is not None), None)
         return Result(candidate.name, candidate.dtype_name, layers, whole, contracts, first_bad)

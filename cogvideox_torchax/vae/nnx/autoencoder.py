@@ -343,7 +343,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         return self._whole(DECODE, z, frame_by_frame=True)
 
     def encode_stream(self, x: jax.Array) -> Iterator[Posterior]:
-        """Encode chunk by chunk; a chunk's latents are there while the next one is computed."""
+        """Encode chunk by chunk; a chunk's latents are available while the next chunk is computed."""
         return map(Posterior.from_moments, self._stream(ENCODE, x))
 
     def decode_stream(self, z: jax.Array, *, output_dtype: DTypeLike | None = None) -> Iterator[jax.Array]:
@@ -410,7 +410,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         def start(as_uint8: bool) -> Callable[[Any], jax.Array]:
             """Return a new function of a chunk that keeps the cache for the next chunk.
 
-            `as_uint8` is `tiling.run_chunks`'s, which asks for bytes of whole frames but not of tiles.
+            For tiles, `tiling.run_chunks` passes False: it converts to bytes after it has blended the tiles.
             """
             network, weights = Network.split(
                 self.chunk(direction, as_uint8=as_uint8, frame_by_frame=frame_by_frame)

@@ -34,9 +34,9 @@ class RecordedLayers(nnx.Module):
         outputs: dict[str, jax.Array] = {}
         for path, layer in list(nnx.iter_modules(self.network)):
             name = ".".join(map(str, path))
-            # The output of `norm_out` has the activation in it here; diffusers' has not.
+            # The output of the decoder's `norm_out` has the activation in it here, but not in diffusers.
             if self._wanted(name) and name != "decoder.norm_out":
-                # Past NNX's own `__setattr__`, which takes attributes for a part of the module's state.
+                # `__setattr__` of NNX would make the attributes a part of the module's state.
                 object.__setattr__(layer, "__class__", _recording_class(type(layer)))
                 object.__setattr__(layer, "_record", functools.partial(outputs.__setitem__, name))
         _, cache = self.network(chunk_NTHWC, cache)

@@ -46,7 +46,10 @@ def to_nnx(path: Keys, tensor: np.ndarray) -> np.ndarray:
 
 
 def to_torch(path: Keys, parameter: np.ndarray) -> np.ndarray:
-    """Return the parameter at `path` as a torch tensor's array: the inverse of `to_nnx`."""
+    """Return the parameter at `path` as a torch tensor's array: the inverse of `to_nnx`.
+
+    A kernel is transposed from (..., I, O) to torch's (O, I, ...).
+    """
     is_kernel = path[-1] == "kernel"
     return np.ascontiguousarray(np.moveaxis(parameter, (-1, -2), (0, 1))) if is_kernel else parameter
 

@@ -71,7 +71,7 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
         self.register_to_config(**flax_vae.config.to_dict())
         self.flax_vae = flax_vae
         self.use_tiling = self.use_slicing = False
-        self.tile_overlap_factor_height, self.tile_overlap_factor_width = 1 / 6, 1 / 5
+        self.tile_overlap_factor_height, self.tile_overlap_factor_width = 1 / 6, 1 / 5  # diffusers' defaults
         # diffusers' method sets the attributes of the tiles' sizes too.
         self.enable_tiling(flax_vae.config.sample_height // 2, flax_vae.config.sample_width // 2)
         self.disable_tiling()

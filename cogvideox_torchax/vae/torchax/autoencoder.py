@@ -174,7 +174,10 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         return self._run_all_chunks(ENCODE, x, in_tiles=True)
 
     def tiled_decode(self, z: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
-        """Decode in tiles, also if one tile would do; the result's size is right, as `tiled_encode`'s."""
+        """Decode in tiles, also if one tile would do.
+
+        For tile sizes for which diffusers' result has a wrong size, this result has the right one.
+        """
         frames = self._run_all_chunks(DECODE, z, in_tiles=True)
         return DecoderOutput(sample=frames) if return_dict else (frames,)
 

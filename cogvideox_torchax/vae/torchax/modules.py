@@ -270,7 +270,7 @@ class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
         """
         if not isinstance(self.nonlinearity, nn.SiLU) or not _can_fuse(norm, conv):
             activates = isinstance(self.nonlinearity, nn.SiLU) and isinstance(norm, GroupNorm | SpatialNorm3D)
-            keywords = {"activation": "silu"} if activates else {}  # in one call, if the norm takes it
+            keywords = {"activation": "silu"} if activates else {}  # our norms apply SiLU too
             normed = norm(hidden, **keywords) if zq is None else norm(hidden, zq, **keywords)
             normed = normed[0] if isinstance(normed, tuple) else normed  # without a spatial norm's cache
             hidden = normed if activates else self.nonlinearity(normed)
@@ -316,7 +316,8 @@ def _fused_norm_conv(
         The frames; the next cache; the frames' column moments for the next norm, or None.
     """
     conv, group_norm = causal.conv, norm
-    modulation: tuple[Any, ...] = ()  # latents, and (kernel, bias) of both convolutions of them
+    # The latents; kernel and bias of their convolution to the norm's factors (y), then to its addends (b).
+    modulation: tuple[Any, ...] = ()
     if isinstance(norm, SpatialNorm3D):
         group_norm, conv_y, conv_b = norm.norm_layer, norm.conv_y.conv, norm.conv_b.conv
         modulation = (_channels_last(zq), _matrix(conv_y), conv_y.bias, _matrix(conv_b), conv_b.bias)
@@ -331,7 +332,7 @@ def _fused_norm_conv(
         eps=group_norm.eps,
         first_frame_alone=first_frame_is_alone(hidden.shape[2]),
         residual=None if residual is None else _channels_last(residual),
-        split=causal.split,
+        split=causal.split,  # how columns are sharded over devices
     )
     return _channels_first(y), None if new_cache is None else _channels_first(new_cache), new_moments
 

@@ -28,6 +28,7 @@ class EncoderChunk(OnColumns, nn.Module):
     """Network of one chunk of frames, float in [-1, 1] or uint8, to its moments."""
 
     def __init__(self, vae: DiffusersAutoencoder):
+        """Take the modules of `vae` that encode."""
         super().__init__()
         self.encoder = vae.encoder
         self.quant_conv = vae.quant_conv
