@@ -170,7 +170,7 @@ class _Bench:
         request = {
             "job": job,
             "size": size,
-            "checked": ladder.checked(job, self._on_cpu),
+            "checked": ladder.checked(job, self._on_cpu),  # the size at which results are compared
             "data": str(self._scratch / "wanted.npy"),
             "platform": self._report["device"]["platform"],
         }
@@ -180,7 +180,8 @@ class _Bench:
             self._references = {job: self._ask("reference", request)}
         if self._references[job]["status"] != "ok":
             return self._references[job]
-        # A peer, a backend to compare with, is timed even if its error is too large.
+        # A peer, a backend to compare with, is timed even if its error is too large. "rms" is the RMS error
+        # of PyTorch's own run in the dtype.
         request |= {"way": way, "peer": way in ladder.STOCK_WAYS, "rms": self._references[job]["rms"]}
         result = self._ask("measure", request, off)
         if way != "torchax" or result["status"] not in ("failed", "wrong"):

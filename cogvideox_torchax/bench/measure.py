@@ -181,7 +181,7 @@ def check(
     """Compare a job's numbers with the reference's.
 
     Args:
-        got, want: all numbers of the results and of the reference, in one row each.
+        got, want: all numbers of the results and of the reference, each flattened into one vector.
         dtype: the job's dtype, for which `tolerances.contract` has a bound: of the relative error in
             float32, of the RMS error over `torch_rms` in bfloat16.
         torch_rms: the RMS error of PyTorch's own run in that dtype.

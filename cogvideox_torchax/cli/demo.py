@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> None:
     # argument of `_run` is the title of its progress bar.
     clock = CompileClock()
     _run(DECODE, vae, _run(ENCODE, vae, source, args, "compile"), args, "compile")
-    compile_seconds = clock.seconds  # of tracing and compiling alone
+    compile_seconds = clock.seconds  # of tracing and compiling, without running
     clock = CompileClock()
     latents = _run(ENCODE, vae, source, args, args.backend)
     frames = _run(DECODE, vae, latents, args, args.backend)

@@ -103,7 +103,8 @@ def work(
     Args:
         directory: the output; every machine can open it and the clips by the same paths.
         config: settings by which clips are encoded.
-        address: of the cluster, as `_connected` takes it; an open connection is used.
+        address: of the cluster; None for the cluster that RAY_ADDRESS names, or a new one on this machine. If
+            a connection is open, it is used.
         actors: number of models that run at a time; None for as many as the chips allow, or one.
 
     Raises:

@@ -263,7 +263,7 @@ def projections(attn: Any, h_SC: torch.Tensor, sequence: Sequence) -> Iterator[t
 
 
 def modulation(norm: Any, temb_NE: torch.Tensor) -> list[torch.Tensor]:
-    """Return [shift, scale, gate] of diffusers' norm at a timestep, each (N, 2, C): text, then patches."""
+    """Return a norm's [shift, scale, gate] by a timestep's embedding, each (N, 2, C): text, patches."""
     shift, scale, gate, text_shift, text_scale, text_gate = norm.linear(norm.silu(temb_NE)).chunk(6, dim=1)
     pairs = (text_shift, shift), (text_scale, scale), (text_gate, gate)
     return [torch.stack(pair, dim=1) for pair in pairs]

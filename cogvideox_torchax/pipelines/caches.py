@@ -349,9 +349,9 @@ class FasterSteps(StepCache):
         batch, prompted_only, skipped = len(tensors["hidden_states"]), [], []
 
         def denoise(hidden_states: torch.Tensor) -> tuple[torch.Tensor]:
-            """Stand for the transformer: record whether it gets prompted videos alone, and what it skips."""
+            """Stand for the transformer: record whether it gets only prompted videos, and what it skips."""
             prompted_only.append(len(hidden_states) < batch)
-            result = hidden_states  # of each module: the hooks read its number of videos alone
+            result = hidden_states  # for each module's result, of which hooks read the number of videos
             skipped.extend(
                 name for name, hook in attention.items() if not computes_module(hook, result, hidden_states)
             )

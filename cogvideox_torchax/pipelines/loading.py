@@ -115,7 +115,7 @@ def load_pipeline(
 def _directory(name: str, variant: str | None, options: dict[str, Any]) -> Path:
     """Return the directory of a pipeline's files; if `name` is a hub id, download them first.
 
-    `variant` and `options` are as diffusers' `download` takes them.
+    `variant` and `options` are arguments of diffusers' `download`.
     """
     directory = local(name)
     if directory is not None:

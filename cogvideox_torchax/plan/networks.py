@@ -243,7 +243,7 @@ def _plan_cached_run(network: Any, cache: str, batch: int) -> list[Any]:
 
     Args:
         network: the transformer.
-        cache: as `plan_step` takes it.
+        cache: name of a step cache and its value, such as "pab:2".
         batch: number of videos: 2 with guidance, else 1.
 
     Returns:
@@ -339,7 +339,7 @@ def _extended(
 
     Args:
         name: "step" or "prompt".
-        plans: plans of the programs of `FEW` layers.
+        plans: plans of the two programs of few layers, the one of fewer layers first.
         layers: number of layers of the whole network.
         attention_flops: operations of all layers' attention, which count at the chip's peak if a schedule of
             the attention kernel is missing.

@@ -106,7 +106,7 @@ def compile_last_chunk(
 
 
 def report_network(network: Any, tensors: dict[str, Any]) -> ProgramPlan:
-    """Compile a pipeline's ported transformer or text encoder; return its plan, with a `Row` for each layer.
+    """Compile a ported transformer or text encoder; return its plan, with a `Row` (communication) a layer.
 
     Args:
         network: a network with a mesh; in PyTorch, on JAX or on torch's "meta" device.
@@ -131,7 +131,7 @@ def _check_mesh(kind: str, model: Any) -> None:
 
 
 def _read(name: str, frames: int, program: Any, compiled: Any) -> ProgramPlan:
-    """Return the plan of a program, with its layers and without times.
+    """Return the plan of a program, with each layer's communication and without times.
 
     `compiled` is JAX's compiled form of `program`; `name` and `frames` go into the plan.
     """

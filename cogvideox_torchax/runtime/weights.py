@@ -105,7 +105,7 @@ def feed_weights(
     """Assign a module's weights one at a time; its parameters may be on torch's "meta" device.
 
     Args:
-        module: gets the weights; all of its buffers must be saved ones, of its state dict.
+        module: gets the weights; all of its buffers must be in its state dict.
         tensors: (name, array) pairs; the iterator is asked for a pair once the previous array is placed.
         place: function of a name and a NumPy array that returns the placed JAX array.
 

@@ -221,8 +221,9 @@ def _traced(
 
 
 def _optimizers(weights: dict[str, Any], *, traced: bool) -> dict[str, torch.optim.Optimizer]:
-    """Return new optimizers for the weights, "muon" and "adamw" by their names, with moments of 0.
+    """Return new optimizers for the weights, by name, with moments of 0.
 
+    "muon" is for the kernels of all but the networks' first and last convolutions, "adamw" for other weights.
     With `traced`, AdamW is `differentiable`: it computes with its step number and learning rate as tensors,
     so that they are traced, not compiled in as constants.
     """

@@ -37,10 +37,10 @@ class HeldOut:
 
     @classmethod
     def load(cls, text: str, frames: int) -> "HeldOut":
-        """Return a held-out clip: frames of a file, or of a range of one, cropped to sides of multiples of 8.
+        """Return a held-out clip to validate with: frames of a file, cropped to sides of multiples of 8.
 
         Args:
-            text: the file or `file#start-end`, as `clips.parts` takes it.
+            text: the file, or `file#start-end` for a range of its frames.
             frames: most frames to take.
 
         Raises:

@@ -292,7 +292,8 @@ def compare_whole(got: torch.Tensor, want: torch.Tensor, lengths: list[int], pix
         got: the backend's result.
         want: the reference's result.
         lengths: number of the result's frames in each chunk.
-        pixels: whether the results are decoded frames, which get PSNR and SSIM too; false for moments.
+        pixels: whether the results are decoded frames, which get PSNR and SSIM too; false for the encoder's
+            moments (mean and log-variance).
     """
     difference = (got.double() - want.double()).abs()
     by_frame = difference.mean(dim=(0, 1, 3, 4)).numpy()

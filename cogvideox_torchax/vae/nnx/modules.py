@@ -387,7 +387,7 @@ class Encoder3D(nnx.Module):
         self.conv_out = CausalConv3d(widths[-1], 2 * config.latent_channels, 3, layers)  # mean, log-variance
 
     def __call__(self, x_NTHWC: jax.Array, cache: Cache | None = None) -> tuple[jax.Array, Cache]:
-        """Encode a chunk; return its moments and the cache for the next chunk."""
+        """Encode a chunk; return its moments (mean, log-variance) and the cache for the next chunk."""
         old, new = cache or {}, {}  # caches by the name of a layer
         x_NTHWC, new["conv_in"] = self.conv_in(x_NTHWC, old.get("conv_in"))
         for i, block in enumerate(self.down_blocks):
