@@ -338,9 +338,9 @@ class FasterCacheModules(ReusedModules):
     def _estimate(self, name: str, kept: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Return the result of the module `name`, extrapolated from its last two results, in `dtype`.
 
-        A result may have several tensors: `kept` has for each tensor its values in the results (before, now).
+        A result may have several tensors: `kept` has for each tensor its values (before, now) in these two.
         """
-        # "weights" has the factor of each module of `form.kept`, in the same order.
+        # "weights" has the factors of the modules in `form.kept`, in their order.
         weight = self.numbers["weights"][self.form.kept.index(name)].to(dtype)
         return tuple(now + (now - before) * weight for before, now in kept)
 

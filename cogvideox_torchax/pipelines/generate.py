@@ -328,7 +328,7 @@ class Generation:
         )
 
     def _forget_latents(self) -> None:
-        """Delete the latents that an earlier generation saved, if stages are kept."""
+        """Delete the latents that an earlier generation saved in the directory `keep`, if there is one."""
         if self.keep is not None:
             stages.path_of(self.keep, stages.LATENTS).unlink(missing_ok=True)
 

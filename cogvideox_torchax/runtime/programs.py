@@ -326,7 +326,7 @@ class Program:
         return self._compiled.lower(weights, inputs, cache)
 
     def structs(self, inputs: Any, *, before: Any = None) -> tuple[Any, Any, Any]:
-        """Return the structs of the weights, the inputs and the cache that `lower` takes.
+        """Return the `ShapeDtypeStruct`s of the weights, the inputs and the cache that `lower` takes.
 
         Args:
             inputs: (shape, JAX dtype) of the input; for several inputs a dictionary by name, whose values are

@@ -281,6 +281,6 @@ def spread(array: Any, sharding: NamedSharding) -> jax.Array:
     # JAX places it: all devices are this process's, or the array is on all processes' devices already.
     if sharding.is_fully_addressable or (isinstance(array, jax.Array) and not array.is_fully_addressable):
         return jax.device_put(array, sharding)
-    # A local array onto several processes' devices: JAX reads the shards of this process's devices alone.
+    # A local array onto several processes' devices: JAX reads only this process's shards.
     host = np.asarray(array)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])

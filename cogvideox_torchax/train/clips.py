@@ -291,7 +291,7 @@ class Sampler:
         """Return the batch of step `number`, the same at every call: float32 in [-1, 1].
 
         Returns:
-            Crops (N, C, T, S, S) of `shape.size`; whole frames (N, C, T, H, W) where that is None.
+            Crops (N, C, T, S, S) of `shape.size`; if the size is None, whole frames (N, C, T, H, W).
 
         Raises:
             ValueError: `shape` asks for whole frames, which `load` did not keep of a video.
