@@ -284,7 +284,7 @@ def set_saved_package(model: Any, kind: type) -> None:
 
 def is_compiled(module: Any) -> bool:
     """Return whether a module is torch.compile's wrapper of another. Needs the class `OptimizedModule`."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # None: torch.compile has not run
     return dynamo is not None and isinstance(module, _part("torch", dynamo, "OptimizedModule"))
 
 

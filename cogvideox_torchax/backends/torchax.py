@@ -52,7 +52,7 @@ class Torchax(Backend):
 
     def recorder(self, direction: Direction, wanted: Callable[[str], Any]) -> Recorder:
         """Return a function of a chunk to its layers' outputs; `wanted(name)` selects the layers."""
-        # A network whose result is its layers' outputs, by name.
+        # `RecordedLayers` returns its layers' outputs, by name. `run` takes a video's chunks in order.
         run = self._begin(
             f"{direction}, recorded", RecordedLayers(chunk_network(self.vae, direction), wanted)
         )

@@ -217,6 +217,7 @@ class _Bench:
             if result["way"] == "torchax" and result["status"] == "ok" and "estimate" not in result:
                 request = {"job": result["job"], "size": [*result["size"].values()], "topology": topology}
                 answer = self._ask("estimate", request, switched_off)
+                # Seconds by the names of the job's parts, or the reason.
                 result["estimate"] = answer.get("seconds") or {"reason": answer["reason"]}
                 yield result
 

@@ -104,7 +104,7 @@ def kernels_used(job: str, platform: str) -> tuple[str, ...]:
 
     A TPU has all kernels, a GPU cuDNN's attention alone, a CPU none.
     """
-    _kernels, _, op = job.partition(" ")  # of a job "kernels OP"
+    _kernels, _, op = job.partition(" ")  # the job "kernels OP" runs one kernel; other jobs have no `op`
     names = (op,) if op else row(job).kernels
     return tuple(name for name in names if platform == "tpu" or (platform == "gpu" and name == "attention"))
 

@@ -94,10 +94,12 @@ class Task:
 
     @property
     def torch_device(self) -> str | None:
-        """PyTorch's device for a backend in PyTorch, "cpu" for a reference; None for a backend on JAX."""
+        """PyTorch's device for a backend in PyTorch; None for a backend on JAX.
+
+        A reference, which results are compared with, has the `way` "", and runs on the CPU.
+        """
         if self.backend not in ("torch", "torch-compile"):
             return None
-        # `way` is a backend's name, with any option; "" for a reference, which results are compared with.
         return "cuda" if self.way and torch.cuda.is_available() else "cpu"
 
     @property
@@ -182,7 +184,7 @@ def _training_step(task: Task, size: Size) -> Run:
     def gradients(direction: Direction, x: torch.Tensor) -> tuple[str, Any]:
         """Run a direction on `x`, and its backward pass; return a name for it, and gradients by weight."""
         vae.zero_grad()
-        # `measure` runs jobs without gradients, so they are enabled here.
+        # `measure` runs jobs without gradients, so they are enabled here. On JAX torchax is enabled too.
         with torch.enable_grad(), contextlib.nullcontext() if task.torch_device else runtime.active():
             result = vae.encode(x).latent_dist.parameters if direction == ENCODE else vae.decode(x).sample
             (result.square().sum() / 2).backward()

@@ -43,7 +43,7 @@ def mesh_of(args: argparse.Namespace) -> Any:
     Raises:
         ValueError: options that contradict each other, or a mesh that does not fit.
     """
-    _check(args, ("dp", "tp"))
+    _check(args, ("dp", "tp"))  # names of the options that need a mesh
     if (args.dp, args.tp) in ((None, None), (1, 1)):
         return None
     from cogvideox_torchax import sharding

@@ -191,10 +191,10 @@ def _sampled(args: argparse.Namespace) -> tuple[Any, latent_files.Latents]:
         pipe.transformer.enable_cache(cache_config)
     pipe.set_progress_bar_config(disable=args.quiet, desc="denoise", leave=False)
     directory = Path(args.save_stages) if args.save_stages else None
-    # Called with the latents after each step.
+    # A function that is called with the latents after each step, and writes a picture of them.
     show = preview.preview_writer(pipe.vae, args.preview, common.say) if args.preview else None
     generation = generate.Generation(pipe, model, request, directory, show)
-    # By the names of the pipeline's arguments.
+    # The keys are names of the pipeline's arguments.
     embeddings: dict[str, Any] = generation.encode_text() if text is None else dict(text.tensors)
     latents = replace(generation.sample(embeddings), fps=args.fps)
     if directory is not None:

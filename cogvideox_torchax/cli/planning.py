@@ -46,7 +46,7 @@ def _vae(args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: dict
     if args.tiling not in (None, "default"):
         tile = parse_tiles(args.tiling, vae.spatial_compression_ratio)
     job = jobs.Job(ENCODE if args.encode else DECODE, args.frames, args.height, args.width, tile)
-    chunks, _ = job.chunk_shapes(vae)
+    chunks, _input_shape = job.chunk_shapes(vae)
     # There are two programs at most: the first chunk's, and one for all later chunks.
     common.say(f"compiling for {min(len(chunks), 2)} of {len(chunks)} chunks; each can take minutes")
     plans = jobs.plan_programs(vae, job, devices, chip, backend=args.backend, **mesh)

@@ -123,7 +123,7 @@ class ClipConfig:
             )
 
     def fixed_settings(self, model_sha256: str) -> dict[str, Any]:
-        """Return the settings that the latents depend on: a run that resumes another must have the same.
+        """Return the settings that the latents depend on; a run is resumed only with equal ones.
 
         Backend and mesh are left out: they change results by rounding alone, so a run may be resumed on other
         devices. The model counts by its hash, wherever its files lie.
@@ -381,7 +381,7 @@ class EncodeClip(_ClipUnit):
             "width": decoded.framing.width,
             "source_frames": decoded.info.num_frames,
             "variable_frame_rate": decoded.info.variable,
-            "kept": self.config.keep,
+            "kept": self.config.keep,  # "posterior", "mean", "sample" or "both"
             "tiles": "{}x{}".format(*tile) if tile else None,
             "source_sha256": decoded.sha256,
             "model_sha256": self.model_sha256,

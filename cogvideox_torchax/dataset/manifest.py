@@ -68,12 +68,12 @@ def open_manifest(directory: Path, name: str) -> BinaryIO:
 
 
 def lines(directory: Path, name: str = "manifest") -> Iterator[dict[str, Any]]:
-    """Yield the complete lines of all processes' manifests; `name` is "manifest" or "videos", of `KEYS`.
+    """Yield the complete lines of all processes' manifests; `name` is "manifest" or "videos".
 
     Raises:
         OutputError: a line that this program has not written.
     """
-    key, key_type = KEYS[name]
+    key, key_type = KEYS[name]  # the field that names a line's clip, and its type
     # By the kind of a line: the fields that it must have, and their types.
     types_of = {DONE: {key: key_type}, BAD: {key: key_type, "error": str}, SHARD: {}}
     for path in sorted(directory.glob(f"{name}-*.jsonl")):
@@ -189,7 +189,7 @@ class OutputDirectory:
         """Return the JSON object that `begin` wrote; an empty one where there is no file.
 
         Raises:
-            OutputError: the file is broken, or of a config that differs from `config`, unless that is None.
+            OutputError: the file is broken, or its config is not `config`; None takes every config.
         """
         path = self.directory / self.LIST
         if not path.exists():
@@ -409,7 +409,7 @@ class DatasetDirectory(OutputDirectory):
         if encoded and not path.exists():
             formats.write(self.kind, [(index, self.clip_path(index)) for index in encoded], path)
             self.add_line(SHARD, name=path.name, clips=len(encoded))
-        for index in encoded:  # also files that a run left which was killed after it wrote the shard
+        for index in encoded:  # also the files of a run that was killed after it wrote the shard
             self.clip_path(index).unlink(missing_ok=True)
 
 

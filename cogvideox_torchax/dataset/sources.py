@@ -120,7 +120,7 @@ def shards(directory: Path) -> list[Path]:
     """
     suffixes = tuple(formats.SUFFIXES.values())
     files = (path for path in directory.rglob("*") if path.suffix in suffixes and path.is_file())
-    # A file that waits has a clip of a shard that is not complete yet.
+    # Waiting files are left out: each has one clip of a shard that is not complete yet.
     found = sorted(path for path in files if not is_waiting(path.relative_to(directory)))
     if not found:
         raise ClipError(f"{directory} holds no latents: they end in {', '.join(suffixes)}")

@@ -173,12 +173,12 @@ def probe(source: Source) -> VideoInfo:
         stored = count if count >= stream.frames else _count_frames(source)
         if stream.frames > stored:
             raise VideoError(f"{path} is truncated: {stream.frames} frames are announced, {stored} are there")
-        has_times = None not in shown and len(set(shown)) == count  # every frame has a time of its own
+        has_times = None not in shown and len(set(shown)) == count  # each frame has a time, all differ
         ticks = sorted(shown) if has_times else []  # packets come in the order of decoding
         times = tuple((pts - ticks[0]) * stream.time_base for pts in ticks)
         orientation = orientation or Orientation()
         height, width = orientation.sides((stream.height, stream.width))
-        pixel = stream.sample_aspect_ratio or Fraction(1)
+        aspect = stream.sample_aspect_ratio or Fraction(1)  # a stored pixel's width over its height
         return VideoInfo(
             path=path,
             height=height,
@@ -188,7 +188,7 @@ def probe(source: Source) -> VideoInfo:
             times=times,
             tick=stream.time_base or Fraction(0),
             sound=_codec(container.streams.audio[0]) if container.streams.audio else "",
-            pixel=1 / pixel if orientation.swapped else pixel,
+            pixel=1 / aspect if orientation.swapped else aspect,
         )
 
 
@@ -232,7 +232,7 @@ class Orientation(NamedTuple):
 
     def pixels(self, pixels: np.ndarray) -> np.ndarray:
         """Return stored pixels (H, W, 3) set upright."""
-        if not any(self):  # three flags: `swapped` axes; `upward` rows and `leftward` columns, to reverse
+        if not any(self):  # of the three flags: axes `swapped`, rows stored `upward`, columns `leftward`
             return pixels
         pixels = pixels.swapaxes(0, 1) if self.swapped else pixels
         return np.ascontiguousarray(pixels[:: -1 if self.upward else 1, :: -1 if self.leftward else 1])

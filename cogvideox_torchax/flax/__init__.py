@@ -24,7 +24,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public class at its first use, so that importing the package needs no flax."""
+    """Import a public class from its module (`_HOMES`) at first use: importing the package needs no flax."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

@@ -165,7 +165,7 @@ class Block(CogVideoXBlock):
         The caller computes the projection, alone or in one kernel with the residual.
 
         Args:
-            h_NSC: normed tokens: N videos, S positions, C channels.
+            h_NSC: normed tokens: N videos, S positions, C channels (H heads of D).
             tables: the rotary cosines and sines of all positions; () for none.
             sequence: the layout of the positions, and the P devices (`parts`) that share tokens and heads.
         """
@@ -224,7 +224,7 @@ class LastProjection:
         """
         # `self.h` is the projection's input, with channels before tokens if `transposed`.
         fused = functools.partial(jax_kernels.gated_linear, transposed=self.transposed)
-        project = self.layers[0]  # only dropouts come after it
+        project, *_dropouts = self.layers
         return torch_view(fused)(self.h, project.weight, project.bias, x_NSC, gate_N2C, first)
 
 

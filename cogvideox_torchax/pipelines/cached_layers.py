@@ -147,8 +147,11 @@ class BlockStack(nn.Module):
         self.seen = _mean_of_patches(now / (before + 1e-8), options)  # 1e-8 as in diffusers
         return y
 
-    def _no_block(self, x: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-        """Add the last full step's residual to `x`, (patches, text) or (sequence,), and run no block."""
+    def _no_block(self, x: tuple[Any, ...], _options: dict[str, Any]) -> tuple[Any, ...]:
+        """Run no block: add the last full step's residual to the patches or the sequence, the first of `x`.
+
+        `x` is (patches, text) or (sequence,); `_options`, which blocks would take, are not used.
+        """
         return x[0] + self.kept["tail"], *x[1:]
 
 
@@ -401,7 +404,7 @@ def _replace_forward(module: nn.Module, given: dict[str, Any], results: dict[str
                 results[name].extend(y)
         return y if len(y) > 1 else y[0]
 
-    vars(module)["forward"] = call
+    module.forward = call
 
 
 REUSES: dict[str, Any] = {

@@ -71,7 +71,7 @@ class Model:
 
     @property
     def spatial_compression_ratio(self) -> int:
-        """Pixels for each pixel of a latent frame, along one axis."""
+        """Pixels for each pixel of a latent frame, along one axis: each VAE level but the last halves it."""
         return 2 ** (len(self.vae["block_out_channels"]) - 1)
 
     @property

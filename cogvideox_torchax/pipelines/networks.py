@@ -71,6 +71,7 @@ class TransformerStep(nn.Module):
     component = "transformer"
 
     def __init__(self, model: Any, attention_kwargs: dict[str, Any] | None = None):
+        """Take a ported transformer, and the `attention_kwargs` of its call."""
         super().__init__()
         self.model = model
         self.options = dict(attention_kwargs or {})
@@ -108,12 +109,13 @@ class CachedStep(TransformerStep):
     keep_unused = True  # cached arrays that a full step does not read must be donated, or stay alive
 
     def __init__(self, model: Any, attention_kwargs: dict[str, Any] | None, form: caches.Form):
-        """Join text and patches to one sequence if the layers of `model` and the cache's `form` allow it.
+        """Take a ported transformer, the `attention_kwargs` of its call, and the form of a step with a cache.
 
         `form` has the layers that run, and the results that are kept.
         """
         super().__init__(model, attention_kwargs)
         self.form = form
+        # Whether text and patches run as one sequence: model and options allow it, and the form must too.
         self.joined = self.joined and cached_layers.takes_sequences(form)
 
     def forward(self, tensors: dict[str, Any], cache: Any) -> tuple[Any, Any]:
@@ -265,7 +267,7 @@ def parallelism_of(
             request.
     """
     check_mesh(mesh)
-    chosen = sharding.Parallelism()  # a text encoder's: its sequences are short
+    chosen = sharding.Parallelism()  # a text encoder's: weights' channels, as its sequences are short
     if isinstance(network, DiffusersTransformer):
         chosen = sharding.choose_parallelism(
             mesh,
@@ -459,7 +461,7 @@ def step_tensors(
     if config["use_rotary_positional_embeddings"]:
         table = ((patches, config["attention_head_dim"]), jnp.float32)
         tensors["image_rotary_emb"] = (table, table)  # cosines and sines
-    elif transformer.patch_embed.needs_table(height, width, frames):  # its own table has another size
+    elif transformer.patch_embed.needs_table(height, width, frames):  # the module's own table does not fit
         tensors["positions"] = ((1, text + patches, transformer.patch_embed.embed_dim), jnp.float32)
     if config["ofs_embed_dim"]:
         tensors["ofs"] = ((1,), dtype)

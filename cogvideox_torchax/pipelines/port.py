@@ -64,7 +64,7 @@ def _check_network(network: Any, mesh: Any, parallel: Parallel | None) -> None:
     Args:
         network: the transformer or the text encoder of a pipeline.
         mesh: of `make_mesh`; None for the network's present mesh, if it has one.
-        parallel: as `port_pipeline` takes it.
+        parallel: "context" to split tokens, "tensor" to split the weights' channels; None to choose.
     """
     kind = type(network)
     ported_kind = networks.PORTED_CLASSES.get(kind, kind)

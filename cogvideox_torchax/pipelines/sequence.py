@@ -181,7 +181,7 @@ class Sequence:
             # (tokens, weight, bias, scale, shift, index of the first patch)
             in_specs=(by_video, whole, whole, by_video, by_video, whole),
             out_specs=by_video,
-            check_vma=False,
+            check_vma=False,  # a Pallas kernel does not say over which mesh axes its results vary
         )
 
     def first_patch(self) -> Any:

@@ -230,9 +230,12 @@ def cached_steps(model: str | None, dtype: torch.dtype, cache: str, guided: bool
     layers a step runs: its result has one step that runs all blocks, and one that does not.
 
     Args:
-        model, dtype, cache, guided: as `plan_step` takes them.
+        model: as `transformer_config` takes it.
+        dtype: dtype of weights and activations.
+        cache: a step cache, as the command line takes it (`cache_options.CHOICES`).
+        guided: whether the batch has the video twice, for guidance.
     """
-    network = weightless_transformer(model, dtype, FEW[0])
+    network = weightless_transformer(model, dtype, FEW[0])  # the fewest layers `plan_step` takes
     # A form describes the layers that a step runs and the results that it keeps (`caches.Form`).
     forms = [form for form, _numbers in _plan_cached_run(network, cache, 2 if guided else 1)]  # of each step
     return {forms.index(form): count for form, count in Counter(forms).items()}

@@ -276,10 +276,10 @@ def kernel_times(
         chip: the chip whose peaks apply.
         schedules: compiled schedules by kernels' names; a kernel without one counts by bytes alone.
     """
-    times = times_run(found)
+    runs = times_run(found)  # by computation
     total: dict[str, KernelTime] = {}
     for kernel in (instruction for instruction in found if instruction.is_kernel):
-        count, schedule = times[kernel.computation], schedules.get(kernel.name)
+        count, schedule = runs[kernel.computation], schedules.get(kernel.name)
         # By bytes read and written, and by the cycles of the compiled schedule: the longer time counts.
         bytes_seconds, schedule_seconds = (
             count * seconds for seconds in _kernel_seconds(kernel, chip, schedule)

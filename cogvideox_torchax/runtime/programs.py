@@ -131,7 +131,7 @@ class Place:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     def weight_struct(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Return the struct of a weight; without a mesh its `name` does not matter."""
+        """Return the `jax.ShapeDtypeStruct` of a weight; only a subclass for a mesh reads its `name`."""
         return self.struct(shape, dtype)
 
     def cache_struct(self, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -141,8 +141,8 @@ class Place:
     def trace(self, run: Callable[..., Any], inputs: Any, cache: Any) -> Any:
         """Return `run(inputs, cache)`, the result and the next cache; called while a program is traced.
 
-        A subclass may change the arguments and results, for example to shard them. Keywords that the
-        subclass passes to `run` reach its method `watching`, which may change the network before the trace.
+        A subclass may change the arguments and results, for example to shard them. It may pass keywords to
+        `run`, which passes them to the subclass's `watching`; that may change the network before the trace.
         """
         return run(inputs, cache)
 

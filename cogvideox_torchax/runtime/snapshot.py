@@ -23,13 +23,13 @@ class Snapshot:
     def __init__(self, root: nn.Module):
         """Record a module tree as it is now."""
         self._modules = [_ModuleSnapshot(module) for module in _tree(root)]
-        # (container, its items now) of all containers that are attributes.
+        # A pair (container, its present items) for each container in the modules' attributes.
         contents = _contents(seen.attributes for seen in self._modules)
         # Most containers are empty dictionaries of hooks. `holds`, which runs before each call, checks empty
         # containers faster than those with items.
         self._empty = [container for container, items in contents if not items]
         self._contents = [(container, items) for container, items in contents if items]
-        self._weights = _weight_pattern(_tree(root))
+        self._weights = _weight_pattern(_tree(root))  # names of weights, and which are tied
 
     def holds(self, root: nn.Module) -> bool:
         """Return whether a tree is unchanged; its root may be another module with the same attributes."""
@@ -51,7 +51,10 @@ class _ModuleSnapshot:
     """The snapshot of one module."""
 
     def __init__(self, module: nn.Module):
-        """Record a module's type, its attributes without children and weights, and all attributes' ids."""
+        """Record a module's type, the ids of all its attributes, and the attributes that tracing reads.
+
+        Children and weights (`TREE`) are not among these attributes.
+        """
         self.module = weakref.ref(module)
         self._type = type(module)
         self.attributes = {
@@ -74,6 +77,7 @@ class _ModuleSnapshot:
             return False
         for name, value in self.attributes.items():
             found = attributes.get(name, self)  # `self` is no module's attribute: it stands for a missing one
+            # Another object is a change, unless it takes the place of a container with the same items.
             if found is not value and not (type(value) in CONTAINERS and _same(_items(found), _items(value))):
                 return False
         return True

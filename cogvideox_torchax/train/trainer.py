@@ -79,7 +79,7 @@ class Trainer:
         loss, *_ = losses  # the weighted sum
         self.vae.zero_grad()
         loss.backward()
-        gradient_norm = self._optimizers.step(number, self._average)  # updates the average too
+        gradient_norm = self._optimizers.step(number, self._average)  # updates the weights' average too
         self.step_number += 1
         total, l1, mse, kl, mean_color = (self._backend.to_torch(value).item() for value in losses)
         return Losses(total, l1, mse, kl, mean_color, gradient_norm)
@@ -91,6 +91,7 @@ class Trainer:
             x: the batch (N, C, T, H, W), in [-1, 1].
             noise: draws the posterior's sample.
         """
+        # Channels last, because PyTorch then convolves faster.
         x = self._backend.put(x.contiguous(memory_format=torch.channels_last_3d))
         with self._precision():
             posterior = self.vae.encode(x).latent_dist
@@ -107,7 +108,7 @@ class Trainer:
         return total, l1, mse, kl, mean_color
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which layers compute in bfloat16 if the plan is `mixed`; else an idle one."""
+        """Return a context in which layers compute in bfloat16 if the plan is `mixed`, else in float32."""
         # Plans are mixed only in PyTorch, which trains on the CPU.
         return torch.autocast("cpu", torch.bfloat16, enabled=self.plan.mixed)
 

@@ -344,11 +344,14 @@ def fetched_one_behind(results: Iterator[torch.Tensor], fetch: Fetch) -> Iterato
 
 
 def split_videos(pieces: Iterable[torch.Tensor]) -> list[Iterator[torch.Tensor]]:
-    """Return, for each video of a batch, an iterator over its chunks."""
+    """Return, for each video of a batch, an iterator over its chunks.
+
+    `pieces` are the chunks of the batch, in order; the first axis of each has the videos.
+    """
     chunked = iter(pieces)
     first = next(chunked)
     all_chunks = itertools.chain([first], chunked)
     if first.shape[0] == 1:
         return [all_chunks]
-    copies = itertools.tee(all_chunks, first.shape[0])  # all videos' chunks, for each video
+    copies = itertools.tee(all_chunks, first.shape[0])  # for each video an iterator over the batch's chunks
     return [map(lambda chunk, i=i: runtime.take(chunk, 0, i, 1), copy) for i, copy in enumerate(copies)]

@@ -146,7 +146,7 @@ class Network:
         """
         network: Any = nnx.merge(self.graph, weights)
         if split != WHOLE:
-            network.set_attributes(split=split)  # of all modules that are `OnColumns`
+            network.set_attributes(split=split)  # of all modules that have this attribute
         result, cache = network(chunk, jax.tree.map(frames_first, cache))
         # HWNTC is the order that a TPU computes in: see `TorchNetwork.__call__`.
         return result, jax.tree.map(pixels_first, cache)
@@ -420,7 +420,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         return tiling.run_chunks(pieces, plan, start, NTHWC, placement, as_uint8=as_uint8)
 
     def chunk(self, direction: Direction, **options: bool) -> EncoderChunk | DecoderChunk:
-        """Return the module of one chunk; `options` are `DecoderChunk`'s, and unused to encode."""
+        """Return the module of one chunk; `options` are arguments of `DecoderChunk`, unused to encode."""
         return EncoderChunk(self) if direction == ENCODE else DecoderChunk(self, **options)
 
     def build_program(self, direction: Direction) -> runtime.Program:

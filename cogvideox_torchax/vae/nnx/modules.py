@@ -382,7 +382,7 @@ class Encoder3D(nnx.Module):
             )
             for i, width in enumerate(widths)
         )
-        self.mid_block = Block3D(widths[-1], widths[-1], layers, num_layers=2)
+        self.mid_block = Block3D(widths[-1], widths[-1], layers, num_layers=2)  # two in every config
         self.norm_out = GroupNorm(widths[-1], layers)
         self.conv_out = CausalConv3d(widths[-1], 2 * config.latent_channels, 3, layers)  # mean, log-variance
 

@@ -162,7 +162,7 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
         return super().load_state_dict({})
 
     def to(self, *args: Any, **kwargs: Any) -> "FlaxVAEForPipelines":
-        """Cast the weights to a dtype, as `half()`, `bfloat16()`, `float()` and `type(...)` do.
+        """Cast the weights to a dtype, if one is given as torch's `to` takes it; return the model.
 
         The model stays on JAX's devices: moving it to "jax", "cuda" or "cpu" does nothing.
 

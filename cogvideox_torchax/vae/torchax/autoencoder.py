@@ -299,12 +299,15 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
 
 
 def port_vae(vae: Any) -> Any:
-    """Give diffusers' model and its modules their ported classes, in place; a second call changes nothing."""
+    """Give diffusers' model and its modules their ported classes, in place; return the model.
+
+    A second call ports only modules that were added after the first.
+    """
     ported = isinstance(vae, ChunkedVAE)
     if not ported:
         vae.__class__ = _ported_class(type(vae))
         save_as_stock(vae)  # a pipeline that is saved names diffusers' class
-        for module in vae.modules():  # gradient checkpointing that is on already
+        for module in vae.modules():  # if gradient checkpointing is on already, it has torch's function
             if getattr(module, "gradient_checkpointing", False):
                 module._gradient_checkpointing_func = runtime.rematerialized  # pyright: ignore
     port_modules(vae)
