@@ -270,7 +270,7 @@ def positions(patch_embed: Any, height: int, width: int, frames: int) -> Any:
 
 
 def set_saved_package(model: Any, kind: type) -> None:
-    """Set an attribute on a model: a pipeline that is saved with it names the package of `kind` for it.
+    """Set an attribute by which a saved pipeline names the package of `kind` as its model's.
 
     The name is in model_index.json; `from_pretrained` imports the model's class from that package. Needs
     diffusers to read `__module__` of the object (`_fetch_class_library_tuple`). The class stays as it is.

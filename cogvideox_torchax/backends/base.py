@@ -122,5 +122,5 @@ class Backend(abc.ABC):
         return runtime.wait(chunk)
 
     def to_torch(self, chunk: torch.Tensor) -> torch.Tensor:
-        """Return a result as a plain tensor."""
+        """Return a chunk's result as a plain tensor."""
         return runtime.to_torch(chunk)

@@ -50,7 +50,7 @@ class TorchCompile(Torch):
     def __init__(self, vae: Any):
         """Wrap both networks of `vae` by `torch.compile`, which compiles them in their first call."""
         super().__init__(vae)
-        # `super` needs its arguments in a comprehension, a scope of its own.
+        # A comprehension is a separate scope, in which `super` needs its arguments.
         self._networks = {
             direction: torch.compile(super(TorchCompile, self)._network(direction)) for direction in Direction
         }

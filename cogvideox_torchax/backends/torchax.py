@@ -74,8 +74,8 @@ class TorchaxStock(Torchax):
     @classmethod
     def program(cls, vae: AutoencoderKLCogVideoX, direction: Direction) -> runtime.Program:
         """Return the program of diffusers' stock modules for a chunk, to compile ahead of time."""
-        # For `plan` alone; `chunks` runs a program of its own. On a mesh this one would be wrong: stock
-        # modules do not leave out the padding of a width that the devices do not divide.
+        # Only `plan` uses this program; `chunks` makes another. On a mesh it would be wrong: stock modules do
+        # not leave out the padding of a width that the devices do not divide.
         return vae.build_program(direction, stock=True)
 
     def chunks(self, direction: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -147,7 +147,7 @@ class _Bench:
         failure at the smallest size.
         """
         result: dict[str, Any] = {}
-        for size in ladder.sizes(job, self._on_cpu):
+        for size in ladder.sizes(job, self._on_cpu):  # the largest first
             self._say(f"{job}, {way}: {size.name}")
             result = {"job": job, "way": way, "size": size._asdict(), **self._attempt(job, way, size)}
             if result["status"] != "ok":

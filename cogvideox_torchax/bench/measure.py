@@ -58,11 +58,12 @@ def probe(task: Task) -> dict[str, Any]:
 def reference(task: Task) -> dict[str, Any]:
     """Compute a job in float32 on the host, and write the results to the file `task.data`.
 
-    A job runs a network, here diffusers' own in PyTorch, or an op of `jax_kernels`, here without its kernel.
+    A job of a network runs diffusers' own in PyTorch, a job of an op of `jax_kernels` the op without its
+    kernel.
 
     Returns:
-        "rms", the error of the same computation in the job's dtype, and "flops", the floating-point
-        operations that PyTorch counts in the float32 run.
+        "rms", the error of the same computation in the job's dtype (0 for float32), and "flops", the
+        floating-point operations that PyTorch counts in the float32 run.
     """
     size = Size(*task.checked)  # the size at which results are compared
     rounded = replace(task, way="")  # "" is the reference's implementation; in the job's dtype
@@ -134,6 +135,8 @@ def measure(task: Task) -> dict[str, Any]:
 
 def _once(run: Run) -> tuple[dict[str, dict[str, Any]], list[Any]]:
     """Run a job once, part by part; each part is finished before the next begins.
+
+    `run()` gives the name and the result of each part, which may still be computed.
 
     Returns:
         (seconds, results). The seconds are a dictionary for each part's name, and one for the whole run under

@@ -287,9 +287,9 @@ def _random_weight(struct: Any) -> jax.Array:
 
 
 def _op(task: Task, size: Size) -> Run:
-    """Load an op, or for a reference its plain form, with random operands.
+    """Load an op with random operands; for a reference (the way "") load its plain form, without a kernel.
 
-    The returned function calls it once, and gives one pair: the op's name and the result.
+    The returned function calls the op once, and gives one pair: the op's name and the result.
     """
     name = task.job.removeprefix("kernels ")
     reference_options = {}
@@ -297,7 +297,7 @@ def _op(task: Task, size: Size) -> Run:
         # A TPU's kernel convolves by Winograd's algorithm, 2 results at a time; its reference does the same,
         # to round alike.
         reference_options = {"tile": 2}
-    # Options, even {}, load the reference, which is the way ""; None loads the op itself.
+    # None loads the op itself; options, even {}, load its plain form.
     options = None if task.way else reference_options
     run = ops.load(name, size, runtime.jax_dtype(task.torch_dtype), options)
     return lambda: iter([(name, run())])

@@ -71,7 +71,7 @@ def _ended_by_ctrl_c() -> Iterator[None]:
     A `KeyboardInterrupt` that is raised in the import of a C++ module may abort the process with a dump.
     """
     previous_handler = signal.getsignal(signal.SIGINT)
-    # A caller's own handler stays. Python allows handlers in the main thread alone.
+    # A caller's own handler stays. Python sets handlers only in the main thread.
     is_replaced = (
         previous_handler is signal.default_int_handler
         and threading.current_thread() is threading.main_thread()

@@ -242,13 +242,17 @@ class DatasetDirectory(OutputDirectory):
         process_shard: ProcessShard | None = None,
         retry: bool = False,
     ):
-        """Check the clips' ids, without reading the directory: entering `with` finds the missing clips."""
+        """Check the clips' ids, without reading the directory: entering `with` finds the missing clips.
+
+        `kind` is the format of the shards (files of `shard_size` clips each), `process_shard` the part of
+        this process, and `retry` is whether bad clips are tried again.
+        """
         if kind == formats.PARQUET:
             formats.pyarrow()  # raises before the work, not after it
         check_ids((clip.id for clip in clips), "the data set")
         super().__init__(directory, process_shard)
         self.kind = kind
-        self.shard_size = 1 if kind == formats.SAFETENSORS else shard_size
+        self.shard_size = 1 if kind == formats.SAFETENSORS else shard_size  # one clip in a safetensors file
         self._clips = {clip.id: clip for clip in clips}
         self._config = {**config, "format": kind, "shard_size": self.shard_size}
         self._retry = retry

@@ -32,7 +32,7 @@ def load(
             return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
     with readable(path, refused):
-        return without_torchax(read)
+        return without_torchax(read)  # loading goes wrong while torchax is on
 
 
 def metadata(path: str | Path, refused: type[ValueError]) -> dict[str, str]:

@@ -285,15 +285,15 @@ class TaylorModules(ReusedModules):
     def _to_keep(self, name: str, y: torch.Tensor, kept: Any) -> tuple[torch.Tensor, ...]:
         """Return the tensor `y` and its divided differences of rising order; `kept` if `name` was skipped.
 
-        `kept` is what the last computed step returned. `self.numbers["since"]` counts the steps since then.
-        Only the first `self.numbers["known"]` arrays of `kept` are valid: the others are zeros still.
+        `kept` has the last computed step's tensor and differences. `self.numbers["since"]` counts the steps
+        since then. Only the first `self.numbers["known"]` arrays of `kept` are valid: the others are zeros.
         """
         if name in self.skipped:
             return kept
-        factors = [y]  # by order; each next one is the change per step of the one before
-        for order, before in enumerate(kept[:-1]):
-            change = (factors[order] - before.to(y.dtype)) / self.numbers["since"].to(y.dtype)
-            # With too few steps computed, `before` is zeros: there is no difference yet.
+        factors = [y]  # by order: each is the change, per step, of the factor of one order less
+        for order, earlier in enumerate(kept[:-1]):
+            change = (factors[order] - earlier.to(y.dtype)) / self.numbers["since"].to(y.dtype)
+            # With too few steps computed, `earlier` is zeros: there is no difference yet.
             factors.append(torch.where(self.numbers["known"] > order, change, torch.zeros_like(change)))
         return tuple(factor.to(self.form.dtype) for factor in factors)
 

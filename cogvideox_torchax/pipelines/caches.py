@@ -393,7 +393,7 @@ class FasterSteps(StepCache):
 
 
 def computes_module(hook: Any, result: Any, *args: Any, **kwargs: Any) -> bool:
-    """Call a hook, in place of its module, and return whether it calls the module: True, or skips it: False.
+    """Call a hook, and return whether it calls its module (True) or skips it (False).
 
     The hook counts a step, as in a run.
 

@@ -284,7 +284,7 @@ class Generation:
     show: Callable[[torch.Tensor], None] | None = None
 
     def encode_text(self) -> dict[str, torch.Tensor | None]:
-        """Return the prompts' embeddings (1, S, C) by the pipeline's argument names.
+        """Return the prompts' embeddings (1, tokens, channels) by the pipeline's argument names.
 
         Without guidance the negative prompt has None. If the generation has a directory to keep stages in,
         the embeddings are saved there too.

@@ -351,6 +351,7 @@ class CogVideoXTransformer3DModel(CompiledNetwork, DiffusersTransformer):
         """
         if self.step_cache is None:
             return super().run_program(*options, **tensors)
+        # `step` adds the third argument, `form`: which layers run.
         return self.step_cache.step(self, functools.partial(CachedStep, self, *options), tensors)
 
     def forward(

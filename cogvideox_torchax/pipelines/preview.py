@@ -37,7 +37,7 @@ class LinearPreview:
         """Return colors (N, T, H, W, 3), bytes, of plain latents (N, T, C, H, W) as the VAE takes them."""
         # The channel of ones is multiplied by the linear map's constant.
         colors = _with_ones(latents.float().movedim(2, -1)) @ self.weights
-        # The map's colors are in [-1, 1], but for its errors.
+        # Colors from -1 to 1 become bytes; the map's errors may exceed that range.
         return ((colors + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
@@ -83,7 +83,7 @@ def _fit(vae: Any, seed: int) -> LinearPreview:
 
 
 def _with_ones(features: torch.Tensor) -> torch.Tensor:
-    """Append a feature of ones to features (..., C), for the map's constant."""
+    """Append a feature of ones to features (..., C), which the linear map multiplies by its constant."""
     return torch.cat([features, torch.ones_like(features[..., :1])], dim=-1)
 
 

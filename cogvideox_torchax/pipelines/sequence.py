@@ -194,9 +194,9 @@ class Sequence:
         return self.text - (jax.lax.axis_index(self.axes) * local_tokens if self.axes else 0)
 
     def to_heads(self, x_PNC: jax.Array, videos: int) -> jax.Array:
-        """Exchange local tokens with all channels for all tokens with one part of the channels, whole heads.
+        """Exchange local tokens with all channels for all tokens with one part of the channels (whole heads).
 
-        With split tokens call it inside `map_local_tokens`; else nothing is exchanged.
+        If tokens are split, call it inside `map_local_tokens`; if they are not, P is 1, nothing is exchanged.
 
         Args:
             x_PNC: (P, N * S, C / P): local tokens, one video's after the other's, with their channels in P

@@ -57,12 +57,12 @@ class Links:
             found: the program's instructions, in the order of their schedule.
             busy: returns the seconds of an instruction that is no collective.
         """
-        times, total = times_run(found), dict[str, float]()
+        runs, total = times_run(found), dict[str, float]()
         # The text has a computation's instructions one after another, so `groupby` gets them all at once.
-        for computation, own in itertools.groupby(found, lambda instruction: instruction.computation):
+        for computation, members in itertools.groupby(found, lambda instruction: instruction.computation):
             clock = free = 0.0  # the chip's time, and the time at which the links are free again
             sent: dict[str, tuple[str, float]] = {}  # by a collective's name: its kind, the time of its end
-            for instruction in own:
+            for instruction in members:
                 if instruction.collective:
                     kind, seconds = self._kind_and_seconds(instruction)
                     free = max(clock, free) + seconds
@@ -74,7 +74,7 @@ class Links:
                 else:  # no wait: the start of an asynchronous pair, or an instruction that computes
                     clock += 0.0 if instruction.collective else busy(instruction)
                     continue
-                total[kind] = total.get(kind, 0.0) + times[computation] * max(0.0, end - clock)
+                total[kind] = total.get(kind, 0.0) + runs[computation] * max(0.0, end - clock)
                 clock = max(clock, end)
         return total
 

@@ -331,7 +331,8 @@ def plan_prompt(
         program = network.program
         structs = functools.partial(program.structs, prompt_tensors(batch=1, text=tokens))
         plans.append(compile_program(Work("prompt", tokens, program.lower, structs), mesh, chip))
-    plan = _extended("prompt", plans, config["num_layers"], 0.0, chip)  # no attention kernel
+    # Text encoders have no attention kernel, the only use of `attention_flops`.
+    plan = _extended("prompt", plans, config["num_layers"], attention_flops=0.0, chip=chip)
     return replace(plan, parallel=str(network.parallelism))  # equal for both encoders
 
 
@@ -413,7 +414,7 @@ def _extend(fewer: Any, more: Any, layers: int) -> Any:
 
 
 def cached_table(plans: list[NetworkPlan], counts: list[int], chip: Chip | None) -> dict[str, Any]:
-    """Return the figures of a video with a cache: of a full step, kept memory, times of all kinds of steps.
+    """Return the figures of a video with a cache: a full step's, kept memory, and the times of all steps.
 
     Kinds of steps that skip are numbered: "skipping_step_2_s" has the seconds of a step of the second kind.
 
@@ -422,10 +423,12 @@ def cached_table(plans: list[NetworkPlan], counts: list[int], chip: Chip | None)
         counts: number of steps of each kind in a video.
         chip: the chip whose peaks give the times; None for no times.
     """
-    rows = network_table(plans[0], chip)
-    rows["kept_GiB"] = plans[0].kept / GIB
-    skipping = (f"{count} of skipping step {kind}" for kind, count in enumerate(counts[1:], 1))
-    rows["steps"] = ", ".join([f"{counts[0]} in full", *skipping])
+    full, *_ = plans
+    full_steps, *skipping_steps = counts
+    skipping = (f"{count} of skipping step {kind}" for kind, count in enumerate(skipping_steps, 1))
+    steps = ", ".join([f"{full_steps} in full", *skipping])
+    rows = {**network_table(full, chip), "kept_GiB": full.kept / GIB, "steps": steps}
+    # Of a step of each kind, with the time of collectives where the plan has one.
     seconds = [network_table(plan, chip).get("with_collectives_s", plan.seconds) for plan in plans]
     if chip is not None:
         rows |= {f"skipping_step_{kind}_s": each for kind, each in enumerate(seconds[1:], 1)}

@@ -251,7 +251,7 @@ def cycles_by_kind(found: list[Instruction]) -> Counter[str]:
 
     An instruction inside a loop counts once per trip; a fusion that contains a convolution is a convolution.
     """
-    times = times_run(found)
+    runs = times_run(found)  # number of runs of each computation
     # Names of the computations that contain a convolution.
     convolving = {instruction.computation for instruction in found if instruction.op == "convolution"}
     counted: Counter[str] = Counter()
@@ -262,7 +262,7 @@ def cycles_by_kind(found: list[Instruction]) -> Counter[str]:
             kind = CONVOLUTION
         else:
             kind = COPY if instruction.op in COPIES else OTHER
-        counted[kind] += times[instruction.computation] * instruction.cycles
+        counted[kind] += runs[instruction.computation] * instruction.cycles
     return counted
 
 

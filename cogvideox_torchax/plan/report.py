@@ -205,6 +205,7 @@ def _shards(
     found = {array.shape for instruction in computing for array in instruction.results}
     parts = place.parts(place.spec(largest))  # number of shards of each axis, as requested
     # No split was requested, or the compiled program has the whole activation in spite of the request.
+    # `_can_hold` allows for axes that XLA has transposed or joined.
     if math.prod(parts) == 1 or any(_can_hold(shape, largest) for shape in found):
         return 1
     local_shapes = {

@@ -88,14 +88,15 @@ def compile_with_schedules(lowered: Any, chip: Chip | None) -> tuple[Any, dict[s
     if chip is None:
         return lowered.compile(), {}
     _empty_dump_directory()  # of the dumps of programs compiled before
-    cached = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
+    was_enabled = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
     try:
         # A program that comes from the compile cache is not compiled, so that no schedule is written.
+        # JAX reads the option again only after a reset.
         jax.config.update("jax_enable_compilation_cache", False)
         compilation_cache.reset_cache()
         compiled = lowered.compile()
     finally:
-        jax.config.update("jax_enable_compilation_cache", cached)
+        jax.config.update("jax_enable_compilation_cache", was_enabled)
         compilation_cache.reset_cache()
     kernels = [found.name for found in instructions(compiled.as_text()) if found.is_kernel]
     schedules = read_schedules(dump_directory(), kernels, chip.delay_slots)
@@ -115,7 +116,8 @@ def read_schedules(directory: Path, kernels: Iterable[str], delay_slots: int) ->
     Args:
         directory: dump of one program.
         kernels: names of the kernels' instructions.
-        delay_slots: of the chip: bundles behind a branch that run whether it is taken or not.
+        delay_slots: of the chip: bundles (the instructions of one cycle) behind a branch that run whether it
+            is taken or not.
 
     Returns:
         The schedules by the name of a kernel's instruction.
@@ -198,13 +200,15 @@ def read_schedule(text: str, delay_slots: int) -> Schedule:
     Raises:
         UnknownDumpError: another text, a loop whose end depends on data, or more than `LONGEST` steps.
     """
+    # A bundle's index is its address. `regions` has the address of each target of branches by its number in
+    # the dump; a target without a number has the key "".
     bundles, regions = _bundles(text)
     operations: dict[int, list[_Operation]] = {}
     branches: dict[int, _Branch] = {}
     for address, bundle in enumerate(bundles):
         for part in bundle.split(";;"):
             if match := _BRANCH.search(part):
-                target = regions.get(match["region"], regions.get(""))  # "": an unmarked region
+                target = regions.get(match["region"], regions.get(""))
                 if target is None:
                     raise UnknownDumpError(f"a branch goes to region {match['region']}, which nothing starts")
                 # "p23_p0" is the value p23 in register p0; "" for a branch that is always taken.
@@ -271,7 +275,7 @@ def _operation(part: str) -> _Operation | None:
     if guard and compute:
         # A guard may name the result that counts if the instruction has no effect; else the target keeps its
         # value.
-        old = (_operands(guard["old"] or "") or [("", target)])[0]
+        old, *_ = _operands(guard["old"] or "") or [("", target)]
         compute = functools.partial(_guarded, bool(guard["not"]), compute)
         operands = [(guard["name"], guard["register"]), old, *operands]
     reads, values = zip(*operands, strict=True) if operands else ((), ())
@@ -425,16 +429,16 @@ def _follow(
     cycles = steps = start = index = 0
 
     def execute(address: int) -> None:
-        """Run the operations of a bundle."""
-        found = operations.get(address, ())
+        """Run the operations of the bundle at an address: write their results to `state`."""
         # All of a bundle's instructions read before any of them writes.
-        results = [
-            one.compute(*(value if isinstance(value, int) else state.get(value) for value in one.operands))
-            for one in found
+        results = {
+            one.target: one.compute(
+                *(value if isinstance(value, int) else state.get(value) for value in one.operands)
+            )
+            for one in operations.get(address, ())
             if one.compute
-        ]
-        for operation, result in zip(found, results, strict=True):
-            state[operation.target] = result
+        }
+        state.update(results)
 
     while index < len(events):
         address = events[index]
@@ -449,7 +453,8 @@ def _follow(
             raise UnknownDumpError(f"it takes more than {LONGEST} steps")
         if branch is None or taken is False:
             continue
-        # A condition that is not known: a jump back is an error, a jump forward is taken on a check alone.
+        # If the condition is not known, a jump back is an error, and a jump forward counts as taken only if
+        # the condition is one of `checks`.
         if taken is None:
             if branch.target <= address:  # a jump back
                 raise UnknownDumpError("the end of a loop hangs on data")

@@ -104,6 +104,7 @@ def training_table(
         vae: the VAE that was planned.
         chip: the chip that the programs are compiled for; None for no verdict on memory.
     """
+    # The optimizer keeps `MOMENTS` float32 numbers for each weight.
     moments = MOMENTS * FLOAT32_BYTES * sum(math.prod(weight.shape) for weight in vae.parameters())
     temporaries = sum(plan.temp_bytes for plan in plans)
     results = sum(plan.output_bytes for plan in plans)

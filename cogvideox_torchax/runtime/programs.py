@@ -147,7 +147,7 @@ class Place:
         return run(inputs, cache)
 
     def compiler_options(self) -> dict[str, str]:
-        """Return XLA's options for a program."""
+        """Return XLA's options for a program by name; this class has none."""
         return {}
 
     def watching(self, network: nn.Module) -> contextlib.AbstractContextManager[Any]:

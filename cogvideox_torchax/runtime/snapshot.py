@@ -100,13 +100,13 @@ def _contents(modules: Iterable[dict[str, Any]]) -> list[tuple[Any, list[Any]]]:
             value, of_processor = pending.pop()
             container = vars(value) if of_processor and has_state(value) else value
             if type(container) in CONTAINERS and id(container) not in found:
-                found[id(container)] = container, _items(container)
-                pending.extend((item, of_processor) for item in found[id(container)][1])
+                found[id(container)] = container, (items := _items(container))
+                pending.extend((item, of_processor) for item in items)
     return list(found.values())
 
 
 def _items(container: Any) -> list[Any]:
-    """Return the items of a container, with a dictionary's keys; of another object the object itself."""
+    """Return a list of a container's items (a dictionary's keys and values), or of another object alone."""
     if isinstance(container, dict):
         return [*container.keys(), *container.values()]
     return list(container) if isinstance(container, list | set | tuple) else [container]

@@ -156,7 +156,7 @@ class Placement(MeshPlace):
         Args:
             run: returns (result, next cache) of `run(array, cache, split=split)`; `split` is the sharding of
                 columns.
-            inputs: the padded chunk.
+            inputs: the chunk: a padded `array`, and its `shape` without the padding.
             cache: from the chunk before; None at a video's start.
 
         Returns:
@@ -173,7 +173,8 @@ class Placement(MeshPlace):
         )
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             result, cache = run(inputs.array, cache, split=split)
-            # The last kernel's layout, few channels last, would leave most of a TPU's lanes empty.
+            # The result is unchanged, but a TPU stores it with columns in its lanes. The last kernel's layout
+            # has the few channels there, which leave most lanes empty.
             result = dispatch(columns_last_on, jnp.moveaxis(result, self.axes.index("C"), -1), split=split)
             result = jnp.moveaxis(result, -1, self.axes.index("C"))
             return self.result_without_padding(result, split), jax.tree.map(

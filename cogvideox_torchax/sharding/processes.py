@@ -120,7 +120,7 @@ class Exchange:
     def __init__(self, directory: Path):
         self.directory = directory  # all processes see it: they exchange chunks by files in it
         self._chunks = 0  # number of chunks written so far; chunks are numbered from 1
-        self._read: Path | None = None  # this process's file of the last `fetch_to_all`; others may read it
+        self._read: Path | None = None  # this process's last file of `fetch_to_all`; others may be reading it
 
     def fetch_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a chunk, of which each process holds a part, as a plain tensor in every process."""
@@ -137,7 +137,7 @@ class Exchange:
 
         Each process holds a part of the chunk, and writes it to a file. The first process joins the files.
         """
-        array = self._write(tensor)
+        array = self._write(tensor)  # (N, C, T, H, W), of which this process has a part
         if not is_first():
             return runtime.plain_tensor(np.zeros((*array.shape[:2], 0, *array.shape[3:]), array.dtype))
         whole = self._join(array)

@@ -16,8 +16,8 @@ def plan(num_frames: int, frames_a_chunk: int) -> list[range]:
 
     Args:
         num_frames: length of the whole video: latent frames to decode or sample frames to encode.
-        frames_a_chunk: `LATENT_FRAMES_A_CHUNK` or `SAMPLE_FRAMES_A_CHUNK`, unless the model's attributes
-            differ.
+        frames_a_chunk: the model's number of frames in a chunk, by default `LATENT_FRAMES_A_CHUNK` to decode
+            and `SAMPLE_FRAMES_A_CHUNK` to encode.
 
     Raises:
         ValueError: no frames.

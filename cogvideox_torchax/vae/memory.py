@@ -84,6 +84,7 @@ def estimated_bytes(vae: Any, direction: Direction, height: int, width: int, fra
     )
     mesh = getattr(vae, "mesh", None)
     devices = 1 if mesh is None else mesh.size
+    # Only bfloat16 uses the convolution's kernel.
     kernel_factor = 1.0 if runtime.dtype_name(vae.dtype) == "bfloat16" else WITHOUT_KERNEL
     # The first of an odd number of frames runs alone, and needs less than the others, which run together.
     together = longest - longest % 2

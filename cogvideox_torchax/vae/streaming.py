@@ -121,7 +121,7 @@ class ChunkedVAE:
         Args:
             direction: `ENCODE` or `DECODE`.
             given: a whole input or an iterable of its pieces.
-            num_frames: number of frames of all pieces.
+            num_frames: number of frames of all pieces; it may be None for a whole input.
             fetch: copies a result to the host.
             as_uint8: whether decoded frames are bytes.
         """

@@ -162,7 +162,7 @@ def run_chunks(
         join = _join_on_jax if isinstance(tiles[0][0], jax.Array) else _join_and_place
         return join(tiles, plan, row_axis, placement, as_uint8)
 
-    # Devices that split a batch: as many tiles of one size are run together.
+    # `dp` devices split a batch, so `dp` tiles of one size are run together.
     dp = 1 if placement is None else placement.mesh.shape["dp"]
     return run_tiles(pieces, plan, functools.partial(start, False), join_tiles, row_axis, dp=dp)
 
@@ -206,7 +206,7 @@ def run_tiles(
 
 def cut(x: Any, plan: TilePlan, row_axis: int) -> list[list[Any]]:
     """Return the tiles of `x`, a list for each row of tiles; the column axis follows `row_axis`."""
-    axes_before = (slice(None),) * row_axis  # of which tiles have all positions
+    axes_before = (slice(None),) * row_axis  # tiles have all positions of these axes
     # A span is (start, stop).
     return [
         [x[(*axes_before, slice(*row), slice(*column))] for column in plan.columns.spans]

@@ -228,7 +228,8 @@ def compare_layers(
         x: the direction's whole input (N, C, T, H, W): a video, or latents.
 
     Returns:
-        A `Layers` for each candidate, in the candidates' order. Layers that a backend lacks are left out.
+        For each candidate, in order, the differences of each chunk by the name of a layer (`Layers`). Layers
+        that a backend lacks are left out.
     """
     # A recorder runs one chunk and returns the outputs of the layers by name, for names that `LAYER_NAME`
     # matches; it keeps the convolutions' caches for the next chunk.

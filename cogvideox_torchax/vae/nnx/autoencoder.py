@@ -43,7 +43,7 @@ class Posterior(NamedTuple):
     def from_moments(cls, moments: jax.Array) -> "Posterior":
         """Return the posterior of the encoder's output, means and log-variances (N, t, h, w, 2 C).
 
-        Log-variances are clamped to [-30, 20].
+        Log-variances are clamped to [-30, 20], as in diffusers.
         """
         mean, logvar = jnp.split(moments, 2, axis=-1)
         return cls(mean, jnp.clip(logvar, -30.0, 20.0))
@@ -347,10 +347,10 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         return map(Posterior.from_moments, self._stream(ENCODE, x))
 
     def decode_stream(self, z: jax.Array, *, output_dtype: DTypeLike | None = None) -> Iterator[jax.Array]:
-        """Decode chunk by chunk; a chunk's frames are there while the next one is computed.
+        """Decode chunk by chunk; return each chunk's frames while the next chunk is computed.
 
         Args:
-            z: as `decode` takes them.
+            z: latents as `decode` takes them.
             output_dtype: jnp.uint8 for bytes (0 to 255); None for the model's dtype, in about [-1, 1].
 
         Raises:
@@ -424,7 +424,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         return EncoderChunk(self) if direction == ENCODE else DecoderChunk(self, **options)
 
     def build_program(self, direction: Direction) -> runtime.Program:
-        """Return the chunk program of a `weightless` model, to inspect its compiled text."""
+        """Return a chunk's program, of a `weightless` model (only shapes), to inspect its compiled text."""
         network, weights = Network.split(self.chunk(direction))
         return runtime.Program(dataclasses.replace(network, weights=weights), self.placement(direction))
 

@@ -47,7 +47,7 @@ class RecordedLayers(nnx.Module):
 def _recording_class(kind: type[nnx.Module]) -> type[nnx.Module]:
     """Return a subclass of a layer's class, whose call passes its output to the layer's `_record` too.
 
-    A cache that comes with the output is not recorded.
+    Of a call that returns (output, cache) only the output is recorded.
     """
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -52,6 +52,8 @@ class DifferentiablePosterior(DiagonalGaussianDistribution):
 def _from_pipe_with_ported_parts(make: Callable[..., Any], kind: type, pipeline: Any, **options: Any) -> Any:
     """Call diffusers' `from_pipe` so that it accepts ported parts in place of stock ones.
 
+    Diffusers leaves out parts of a subclass, as ported ones are, unless they are passed by name.
+
     Args:
         make: diffusers' `from_pipe`, as a function of the class and the pipeline.
         kind: the class of the pipeline to make.
