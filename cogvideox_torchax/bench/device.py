@@ -150,7 +150,7 @@ class _Bench:
         for size in ladder.sizes(job, self._on_cpu):  # the largest first
             self._say(f"{job}, {way}: {size.name}")
             result = {"job": job, "way": way, "size": size._asdict(), **self._attempt(job, way, size)}
-            if result["status"] != "ok":
+            if result["status"] != "ok":  # a wrong result has its comparison, "check", in place of a reason
                 self._say(f"{job}, {way}: {result['status']}: {result.get('reason', result.get('check'))}")
             if result["status"] != "does not fit":
                 break

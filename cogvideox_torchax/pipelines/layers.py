@@ -137,8 +137,9 @@ class PatchEmbed(CogVideoXPatchEmbed):
         if not self.needs_table(height, width, frames):
             return None
         size = (height, width, frames)
+        # Read at once: other threads may store another size's table at any time.
         known_size, table = _TABLES.get(self, (None, None))
-        if known_size != size:  # other threads may store another size's table at any time
+        if known_size != size:
             table = runtime.to_jax(runtime.without_torchax(upstream.positions, self, *size))
             _TABLES[self] = size, table
         return table

@@ -78,7 +78,7 @@ def differentiable(
     *,
     run: Callable[[], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Call a JAX function of weights and an input, with torch's gradients for those that require one.
+    """Call a JAX function of weights and an input, with torch's gradient for each tensor that requires one.
 
     Args:
         function: returns an array from the arrays of the weights, by name, and of the input.

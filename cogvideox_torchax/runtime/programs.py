@@ -283,7 +283,7 @@ class Program:
         return jax.tree.map(lambda value: self.place.put(as_array(value)), inputs)
 
     def run(self, weights: Any, inputs: Any, cache: Any = None) -> tuple[Any, Any]:
-        """Return (result, cache) for placed `weights` and for inputs of `put`; the given cache is donated."""
+        """Return (result, cache) for placed `weights` and `inputs` from `put`; `cache` is donated."""
         return self._compiled(weights, inputs, cache)
 
     def empty_cache(self, weights: Any, inputs: Any) -> Any:

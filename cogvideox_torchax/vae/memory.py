@@ -78,7 +78,8 @@ def estimated_bytes(vae: Any, direction: Direction, height: int, width: int, fra
         frames: number of frames of the whole input, a video or latents.
     """
     longest = max(map(len, direction.chunks(vae, frames)))  # frames of the largest chunk
-    # The constants are bytes per pixel of the published model in bfloat16; other models are in proportion.
+    # The constants are bytes per pixel of the published model in bfloat16. Other models are in proportion to
+    # the channels at full resolution (the first of `block_out_channels`) and to the bytes of a number.
     relative_size = (
         vae.config["block_out_channels"][0] / PLANNED_CHANNELS * vae.dtype.itemsize / PLANNED_ITEMSIZE
     )
