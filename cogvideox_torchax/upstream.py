@@ -414,9 +414,10 @@ def record_ratio(hook: Any, ratio: Any) -> None:
 
 @functools.cache
 def cached_block(kind: type) -> None:
-    """Register a class of blocks with diffusers' caches, as diffusers does for its CogVideoX block; once.
+    """Register a class of blocks with diffusers' caches, as diffusers does for its CogVideoX block.
 
     The caches look up in the registry which item of a block's result is the patches, and which the text.
+    `functools.cache` registers each class only once.
     """
     from diffusers.hooks import _helpers
 

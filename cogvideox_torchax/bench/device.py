@@ -103,7 +103,8 @@ class _Bench:
     def __init__(self, options: DeviceOptions, scratch: Path, say: Callable[[str], None], worker: Worker):
         """Keep the settings, the directory for references' results, the printer of lines and the worker."""
         self._options, self._scratch, self._say, self._worker = options, scratch, say, worker
-        self._references: dict[str, dict[str, Any]] = {}  # the latest job's name, and its reference's answer
+        # By job, the worker's answer for the job's reference; only the latest job's answer is kept.
+        self._references: dict[str, dict[str, Any]] = {}
         self._report: dict[str, Any] = {}
         self._on_cpu = False  # until `begin` knows the device
 

@@ -48,7 +48,7 @@ def probe(task: Task) -> dict[str, Any]:
         "kind": used[0].device_kind,
         "count": len(jax.devices()),
         "used": len(used),
-        # Of each chip in the grid of TPUs; other devices have none.
+        # (x, y, z) of each chip in the grid of TPUs; other devices have no coordinates.
         "coordinates": [list(getattr(device, "coords", None) or (0, 0, 0)) for device in used],
         "torch": torch_devices.get(platform),
     }
@@ -171,8 +171,13 @@ def _peak_bytes() -> int | None:
 
 def spread(times: list[float]) -> dict[str, Any]:
     """Return times in seconds, their median and extremes, and how many there are."""
-    extremes = {"median_s": statistics.median(times), "min_s": min(times), "max_s": max(times)}
-    return extremes | {"runs": len(times), "all_s": times}
+    return {
+        "median_s": statistics.median(times),
+        "min_s": min(times),
+        "max_s": max(times),
+        "runs": len(times),
+        "all_s": times,
+    }
 
 
 # Compared

@@ -227,7 +227,8 @@ def draw(report: dict[str, Any], path: Path) -> list[Path]:
     succeeded = [result for result in report["results"] if result["status"] == "ok"]
     paths = [_draw_bars(succeeded, path.with_name(f"{path.stem}-bars.png"))] if succeeded else []
     for axis, fixed_fields in (("frames", ("height", "width")), ("size", ("frames",))):
-        lines: dict[str, list[tuple[int, float]]] = {}  # for each job and way: (frames or pixels, seconds)
+        # By job and way (what is measured, and the backend that runs it): (frames or pixels, seconds).
+        lines: dict[str, list[tuple[int, float]]] = {}
         for result in succeeded:
             size = result["size"]
             if all(size[field] == succeeded[0]["size"][field] for field in fixed_fields):

@@ -113,7 +113,7 @@ def _network(args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: 
 def _train_step(
     args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: dict[str, int]
 ) -> Document:
-    """Return the plan of the gradients that a step training the VAE computes.
+    """Return the plan of the gradients of a step that trains the VAE.
 
     There are two programs, encoding and decoding, each with its backward pass.
 

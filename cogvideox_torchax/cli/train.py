@@ -102,7 +102,8 @@ def run(args: argparse.Namespace) -> None:
         stills=args.config is not None,  # weights from scratch learn from stills first
         settings=settings,
     )
-    parts = clips.parts(args.clips, without=directory)  # the output's own pictures are no clips
+    # Files, or ranges of their frames; the output's own pictures are no clips.
+    parts = clips.parts(args.clips, without=directory)
     sources = clips.load_all(parts, common.say, frames=args.frames, size=args.size, whole=settings.whole)
     held_out = [HeldOut.load(clip, args.frames) for clip in args.validate]
     kind, mesh = backends.backend(args.backend), devices.mesh_of(args)
@@ -115,9 +116,9 @@ def run(args: argparse.Namespace) -> None:
         held_out,
         asdict(plan) | {"backend": args.backend, "clips": names},  # settings that --resume must repeat
     )
-    done = training.resume() if args.resume else training.begin()
+    steps_done = training.resume() if args.resume else training.begin()
     with _stop_requests() as stop_is_asked:
-        _run_steps(training, done, stop_is_asked, args)
+        _run_steps(training, steps_done, stop_is_asked, args)
         training.finish()
     if training.trainer.step_number < args.steps:
         common.say(f"ended after {training.trainer.step_number} of {args.steps} steps: go on with --resume")
@@ -154,7 +155,7 @@ def _stop_requests() -> Iterator[Callable[[], bool]]:
     """Yield a function that returns whether Ctrl-C or SIGTERM has come since the block began."""
     asked: list[int] = []  # numbers of the signals that have come
     previous_handlers = {
-        number: signal.signal(number, lambda number, _: asked.append(number))
+        number: signal.signal(number, lambda received, _frame: asked.append(received))
         for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:

@@ -184,6 +184,7 @@ def select_part(clip: Clip, config: "ClipConfig", scale: int) -> DecodedClip:
         VideoError: a video that cannot be read.
         ClipError: a clip with fewer frames or of another size than the config asks for.
     """
+    # The stamp, the file's size and time of change, tells later whether the file was changed.
     stamp, info = _stamp(clip.source), video.probe(clip.source)
     if config.buckets:
         if clip.height or clip.width:
@@ -250,11 +251,16 @@ class _ClipUnit:
             return self._hash
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle, without the model: the process that unpickles it loads its own."""
+        """Return the state to pickle, without the model and its hash: another process loads its own model."""
         return {**vars(self), "_vae": None, "_hash": ""}
 
     def _with_tiles_and_progress(
-        self, direction: Direction, size: tuple[int, int], frames: int, start: Callable[[], Chunks], name: str
+        self,
+        direction: Direction,
+        size: tuple[int, int],
+        frames: int,
+        start: Callable[[], Chunks],
+        clip_id: str,
     ) -> Chunks:
         """Return the iterator `start()`, with tiles set, memory errors handled and progress shown.
 
@@ -266,12 +272,12 @@ class _ClipUnit:
             size: height and width in pixels.
             frames: number of frames to encode, or of latent frames to decode.
             start: returns an iterator over the results of a clip's chunks, from the first on.
-            name: the clip's id, for messages; "" for a clip without one.
+            clip_id: for messages; "" for a clip without an id.
         """
 
         def say(line: str) -> None:
             """Print a message, the clip's id before it."""
-            self._say(f"{name}: {line}" if name else line)
+            self._say(f"{clip_id}: {line}" if clip_id else line)
 
         # A text that describes the tiles if `tiling` is "auto" and the clip needs them, else None.
         auto_tiles = memory.set_tiles(self.vae, self.config.tiling, direction, *size, frames)
@@ -423,7 +429,7 @@ class DecodeClip(_ClipUnit):
         decoding = {"output_dtype": torch.uint8, "fetch": self._fetch}  # `fetch` brings a chunk to the host
         with memory.restoring_tiles(vae):
             yield from self._with_tiles_and_progress(
-                DECODE, size, frames, lambda: vae.decode_stream(start(), frames, **decoding), name=""
+                DECODE, size, frames, lambda: vae.decode_stream(start(), frames, **decoding), clip_id=""
             )
 
 

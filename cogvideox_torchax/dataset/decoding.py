@@ -81,7 +81,7 @@ class VideoDirectory(OutputDirectory):
         A shard that cannot be read, and a clip whose video cannot be written, are added to `bad` instead. If
         the videos of several clips would have one path, the first clip gets it, and the later clips are bad.
         """
-        # Each a shard, a clip's id and the function that reads the clip's latents.
+        # For each clip: its shard, its id, and the function that reads its latents.
         shard_entries: list[tuple[Path, Any, Callable[[], Latents]]] = []
         for shard in self._shards:
             try:
@@ -89,10 +89,11 @@ class VideoDirectory(OutputDirectory):
             except LatentsError as error:
                 self.bad[shard.name] = str(error)
         owners: dict[Path, tuple[str, Path]] = {}  # by a video's path: the clip's id, and its shard
-        for shard, name, _ in shard_entries:
+        for shard, name, _read in shard_entries:
             if isinstance(name, str):  # a broken shard may have any value as an id: `check_id` refuses it
                 owners.setdefault(self._video_path(name), (name, shard))
-        files = {*owners, self.directory / self.LIST}  # the config too is a file that no video may lie below
+        # The videos, and the file with the config: none of them may be a directory of a video's path.
+        files = {*owners, self.directory / self.LIST}
         for shard, name, read in shard_entries:
             try:
                 check_id(name)
@@ -109,9 +110,9 @@ class VideoDirectory(OutputDirectory):
         return self.directory / f"{name.removesuffix('.mp4')}.mp4"
 
     def begin(self, config: dict[str, Any], **state: Any) -> None:
-        """Write the config, and the requested frame rate in it; both must equal those of an earlier run.
+        """Write the config, with the requested frame rate as "fps"; both must equal an earlier run's.
 
-        `state` are further fields of the file.
+        `state` are fields that the file has besides the config.
         """
         super().begin({**config, "fps": None if self._fps is None else str(self._fps)}, **state)
 

@@ -111,7 +111,7 @@ class OutputDirectory:
     FORMAT: str
 
     def __init__(self, directory: str | Path, process_shard: ProcessShard | None):
-        """Take the directory, which `with` opens, and the part of this process; None for a single process."""
+        """Take the directory, which `with` opens, and this process's shard; None for a single process."""
         self.directory = Path(directory)
         self.process_shard = process_shard or ProcessShard()
         self.missing: list[Any] = []  # keys of clips that this process has to make
@@ -137,7 +137,7 @@ class OutputDirectory:
 
     def add_line(self, kind: str, **line: Any) -> None:
         """Append a line to the manifest, and wait until it is on the disk."""
-        self._file.write(json.dumps({"kind": kind, **line}).encode() + b"\n")
+        self._file.write(json.dumps({"kind": kind, **line}).encode() + b"\n")  # unbuffered: needs no flush
         os.fsync(self._file.fileno())
 
     def clip_id(self, key: Any) -> str:
@@ -301,11 +301,11 @@ class DatasetDirectory(OutputDirectory):
     def _count_clip(self, index: int, taken: Container[Path], is_noted: bool) -> None:
         """Count a clip as done, missing or bad.
 
-        A clip whose latents a killed run has written, but not its line of the manifest, gets the line.
+        The line of a done clip is added to the manifest where a run was killed before it wrote the line.
 
         Args:
             index: the clip's number.
-            taken: the latent files of all clips, none of which may be a directory of this clip's file.
+            taken: the latent files of all clips; this clip is bad if its file would be below one of them.
             is_noted: whether the manifest has the clip's line.
         """
         try:
@@ -425,10 +425,10 @@ def save_latents(latents: latent_files.Latents, path: Path) -> None:
 
 def manifest_fields(latents: latent_files.Latents) -> dict[str, Any]:
     """Return the fields of a manifest's line for a clip that is done."""
-    source = ("source_frames", "variable_frame_rate", "source_sha256")
+    source_fields = ("source_frames", "variable_frame_rate", "source_sha256")
     return {
         "latents": list(latents.tensor.shape),
         "frames": latents.num_frames,
         "fps": str(latents.fps),
-        **{name: latents.about[name] for name in source if name in latents.about},
+        **{name: latents.about[name] for name in source_fields if name in latents.about},
     }

@@ -90,7 +90,7 @@ class Block(CogVideoXBlock):
             return array_of(self._run_local_tokens(x_NSC, replaced, temb_NE, tables, sequence))
 
         # A step with a cache has set `replaced`, results to use instead of running attention ("attn1") or the
-        # feed-forward ("ff"), and `collected`, lists that get the results of those that run.
+        # feed-forward ("ff"), and `collected`, lists that get the results of the parts that run.
         x_NSC, results = torch_view(sequence.map_local_tokens(run_local_arrays))(
             (hidden_states, self.replaced), temb, image_rotary_emb
         )

@@ -65,7 +65,7 @@ def _config(name: str, value: str, steps: int, timestep: Callable[[], Any]) -> A
         if value == "calibrate":
             return hooks.MagCacheConfig(calibrate=True, num_inference_steps=steps)
         return hooks.MagCacheConfig(num_inference_steps=steps, mag_ratios=_ratios(value))
-    # The layers that the cache skips are computed in one of so many steps.
+    # Layers that the cache may skip are computed in one of `every` steps.
     every = int(value or (2 if name == "pab" else 5))
     if every < 2:
         raise ValueError("nothing would be skipped")

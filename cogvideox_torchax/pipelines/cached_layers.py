@@ -247,18 +247,18 @@ class ReusedModules:
         return sample
 
     def _estimate(self, name: str, kept: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Return the tensors that replace the result of module `name`: here the kept ones, unchanged.
+        """Return the tensors that replace the result of module `name`: here the kept arrays, unchanged.
 
         `kept` has a tuple of arrays of earlier steps for each tensor; in this class each tuple has one array.
-        Subclasses compute tensors of `dtype` from several.
+        Subclasses compute each tensor, of `dtype`, from several arrays.
         """
         return tuple(arrays[0] for arrays in kept)
 
     def _to_keep(self, name: str, y: torch.Tensor, kept: Any) -> tuple[torch.Tensor, ...]:
-        """Return the arrays to keep for a tensor `y` of module `name`'s result, which may be an estimate.
+        """Return the arrays to keep for a tensor `y` of module `name`'s result: here `y` itself.
 
-        `kept` are the arrays that the previous step kept for this tensor: subclasses, which extrapolate, need
-        them.
+        `y` is an estimate if the step skips the module. Subclasses, which extrapolate, need `kept` too: the
+        arrays that the previous step kept for this tensor.
         """
         return (y,)
 
@@ -311,7 +311,13 @@ class FasterCacheModules(ReusedModules):
 
         The batch has two videos, without the prompt and with it. A step of both keeps the low and high
         frequencies of the difference of its two predictions. A step with the prompt alone adds them to its
-        prediction to get the prediction without the prompt. Arguments are as in the base class.
+        prediction to get the prediction without the prompt.
+
+        Args:
+            model: a program's own copy of the transformer, which is changed.
+            run: runs a step of `model`.
+            tensors: the step's inputs by name; those of `GUIDED_INPUTS` have an entry for each video.
+            joined: whether the blocks of `model` take text and patches as one sequence.
         """
         before = self.kept  # None in a trace that finds the shapes of the arrays that a step keeps
         if self.form.prompted_only is None:  # distilled guidance: no video has a twin without the prompt
@@ -349,6 +355,8 @@ class FasterCacheModules(ReusedModules):
 
     def _to_keep(self, name: str, y: torch.Tensor, kept: Any) -> tuple[torch.Tensor, ...]:
         """Return (new result for the videos with the prompt, result before it).
+
+        The new result comes first: it is written to the memory of the oldest result, which is donated.
 
         Args:
             name: of the module, not used.

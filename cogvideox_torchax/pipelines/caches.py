@@ -184,19 +184,22 @@ class StepCache:
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
         """Return (form, numbers) of the next step, and have the hooks count the step.
 
-        The form is which layers the step skips, and which results it keeps; the numbers are further inputs of
-        its program, by name.
+        The form names the layers that the step skips, and the results that it keeps. The numbers are tensors,
+        by name, that the step's program takes besides `tensors`.
 
         Args:
-            state: the run's state, whose hooks decide what the step skips. Whether it skips nothing is
-                appended to `state.computed`, unless only the device knows it.
+            state: the run's state. Its hooks decide what the step skips. `state.computed` gets a bool,
+                whether the step skips nothing, if the host knows it before the step.
             model: the transformer.
             tensors: inputs of the step, by name.
         """
         raise NotImplementedError
 
     def _record(self, state: RunState, seen: Any) -> None:
-        """Update `state` by `seen`, a scalar that a step's program gave the host, if it gives one."""
+        """Update `state` after a step; the base class changes nothing.
+
+        `seen` is a scalar that the step's program returned for the host, or None.
+        """
 
 
 class FirstBlockSteps(StepCache):
@@ -216,7 +219,8 @@ class FirstBlockSteps(StepCache):
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
         """Return (form, numbers), the same for every step: the one number is the hook's threshold.
 
-        On the device a step runs the later blocks if the first block's residual changed by more than that.
+        On the device a step runs the later blocks if the first block's residual, its result minus its input,
+        changed by more than the threshold.
         """
         head = next(iter(state.hooks.values()))  # the first block's hook
         head.state_manager.get_state()  # raises an error outside of a context

@@ -80,7 +80,7 @@ class Model:
         return int(self.vae["temporal_compression_ratio"])
 
     def latent_frames(self, frames: int) -> int:
-        """Return the number of latent frames of a video of so many frames."""
+        """Return the number of latent frames of a video of `frames` frames."""
         return (frames - 1) // self.temporal_scale + 1
 
     @property

@@ -199,7 +199,7 @@ class CompiledNetwork(PortedModel):
         """Return the result of the program of `network_class(self, *options)`.
 
         Args:
-            options: of the call, in the order of `network_class`.
+            options: further arguments of `network_class`, which differ from call to call.
             tensors: arguments of the forward, by name: tensors, or tuples of them.
         """
         network = self.network_class(self, *options)
@@ -380,7 +380,7 @@ class CogVideoXTransformer3DModel(CompiledNetwork, DiffusersTransformer):
                 attention_kwargs=attention_kwargs,  # by name: diffusers' LoRA scaling reads it there
                 return_dict=return_dict,
             )
-        frames, _, height, width = hidden_states.shape[1:]
+        frames, _channels, height, width = hidden_states.shape[1:]
         patch_embed: Any = self.patch_embed
         run = functools.partial(
             self.run_program,

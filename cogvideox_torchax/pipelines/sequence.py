@@ -74,13 +74,13 @@ class Sequence:
         """
         if placement is None:
             return cls(text, tokens, _padded_length(tokens, 1))
-        mesh, batch = placement.mesh, placement.batch_axis(videos)
+        mesh, batch_axis = placement.mesh, placement.batch_axis(videos)
         if placement.parallelism.kind == TENSOR:
             # XLA's partitioner splits the layers over `shared`; no layer has local tokens.
-            return cls(text, tokens, _padded_length(tokens, mesh.shape["tp"]), batch, shared=mesh)
-        axes = placement.token_axes(videos)
-        length = _padded_length(tokens, math.prod(mesh.shape[axis] for axis in axes))
-        return cls(text, tokens, length, batch, axes, mesh)
+            return cls(text, tokens, _padded_length(tokens, mesh.shape["tp"]), batch_axis, shared=mesh)
+        token_axes = placement.token_axes(videos)
+        length = _padded_length(tokens, math.prod(mesh.shape[axis] for axis in token_axes))
+        return cls(text, tokens, length, batch_axis, token_axes, mesh)
 
     @property
     def spec(self) -> PartitionSpec:

@@ -66,7 +66,10 @@ class Job:
         return self.direction.chunks(vae, frames), (channels, height, width)
 
     def tiles(self, vae: AutoencoderKLCogVideoX) -> int:
-        """Return the number of tiles of a frame; tiles at its edges are smaller."""
+        """Return the number of tiles of a frame; tiles at its edges are smaller.
+
+        `tile` is a tile's (height, width) in pixels, or None for no tiling.
+        """
         if self.tile is None or (self.height <= self.tile[0] and self.width <= self.tile[1]):
             return 1
         scale = vae.spatial_compression_ratio
@@ -126,10 +129,10 @@ def chunk_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any, backend: str =
     if mesh.size == 1:
         program.place = runtime.Place(mesh.devices.item())
     dtype = runtime.jax_dtype(vae.dtype)
-    # Of one video: the shape of the first chunk, and of a later one if there is any.
+    # (shape, dtype) of one video's first chunk, and of a later chunk if there is any.
     inputs = [(ordered((1, channels, len(piece), *size), backend_class.axes), dtype) for piece in pieces[:2]]
     # The later program takes the cache that the first program returns: `before`, the first program's input,
-    # gives the shapes of the cache.
+    # gives the shapes of the cache. `zip` ends after the last of `inputs`.
     for name, piece, chunk, before in zip(("first", "later"), pieces, inputs, (None, *inputs), strict=False):
         structs = functools.partial(program.structs, chunk, before=before)
         yield Work(name, len(piece), program.lower, structs, program)

@@ -172,7 +172,7 @@ def plan_step(
     Compiles two transformers, of 2 and of 3 layers (`FEW`), and extrapolates to all layers.
 
     Args:
-        model: as `transformer_config` takes it.
+        model: a name of `TRANSFORMERS`, such as "5b", a pipeline's directory or hub id; None for "5b".
         dtype: dtype of weights and activations.
         devices: devices of a topology, or of this machine.
         chip: the chip whose peaks give the times; None for no times.
@@ -199,8 +199,8 @@ def plan_step(
     mesh = make_mesh(dp, tp, devices=devices)
     plans, kept = [], []  # of the two transformers: plans, and bytes that a cache keeps for the next step
     for few, network in zip(FEW, networks, strict=True):
-        # A device's memory decides whether it has all weights or gathers them. The few layers get a part of
-        # the memory in proportion, so that the decision is that for all layers.
+        # A device's memory decides whether it has all weights or gathers them. The few layers get a
+        # proportional part of the memory, so that the decision is the same as for all layers.
         network.place_on(mesh, parallel, chip and chip.memory * few / layers)
         tensors = step_tensors(network, batch=batch, frames=frames, height=height, width=width)
         program, before = network.program, None
@@ -219,7 +219,7 @@ def plan_step(
     # With a cache a step after the first may skip attention. 0 FLOPs for it: then only the kernels that the
     # compiled program has, by their schedules, count.
     plan = _extended("step", plans, layers, 0.0 if step else attention_flops, chip)
-    kept_by_all_layers = _extend(kept[0], kept[1], layers) if kept else 0
+    kept_by_all_layers = _extend(*kept, layers) if kept else 0
     return replace(plan, parallel=str(networks[0].parallelism), kept=kept_by_all_layers)
 
 

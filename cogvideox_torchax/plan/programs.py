@@ -236,6 +236,7 @@ def _collective_seconds(
     def busy(instruction: Instruction) -> float:
         """Return the seconds of an instruction that is no collective."""
         if instruction.is_kernel:
+            # The longer of its times by bytes in memory and by its schedule.
             return max(_kernel_seconds(instruction, chip, schedules.get(instruction.name)))
         return (instruction.cycles or 0) / chip.clock
 

@@ -45,7 +45,8 @@ def _kernel(kernel: KernelTime) -> str:
     """Return a table's cell for the kernels of one name: their number, and two estimates of their time in ms.
 
     One is the time to move their bytes, one the cycles of the compiler's schedules. `kernel.by_bytes` is the
-    number of kernels without a known schedule.
+    number of kernels without a known schedule. `kernel.assumed_branches` is the number of branches in the
+    schedules that depend on data: the cycles assume whether they are taken.
     """
     start = f"{kernel.count} of them, by bytes {1e3 * kernel.bytes_seconds:.2f}"
     if kernel.schedule_seconds is None:

@@ -66,7 +66,7 @@ class _Differentiated(torch.autograd.Function):
 
 
 def differentiated(function: Function, *tensors: torch.Tensor) -> torch.Tensor:
-    """Call a JAX function on torchax tensors; the result has gradients for those with `requires_grad`."""
+    """Call a JAX function on torchax tensors; the result has gradients for tensors that require them."""
     return _Differentiated.apply(function, None, *tensors)  # pyright: ignore[reportReturnType]
 
 

@@ -68,7 +68,7 @@ class Programs:
 
 
 def programs_of(model: nn.Module) -> Programs:
-    """Return the programs of a model, which are no part of it or of its copies and are freed with it.
+    """Return the programs of a model; they are freed with the model, and its copies do not get them.
 
     The first call sets them as an attribute of the model. A table outside would keep the model alive: a hook
     that a program was traced with may refer to the model. Python's garbage collector frees the model with an
@@ -180,8 +180,8 @@ class TorchNetwork:
     def __call__(self, place: Place, weights: dict[str, Any], inputs: Any, cache: Any, **how: Any) -> Any:
         """Run the network on `weights`; return the result and the next cache.
 
-        Each call runs a new copy of the module tree, since tracing changes it. `how` are keywords, such as
-        a mesh's `split`, that `place.trace` passes for `place.watching`.
+        Each call runs a new copy of the module tree, since tracing changes it. `how` are the keywords of
+        `place.watching`, which may change the copy: on a mesh `split`, the sharding of the width.
         """
         import jax
 
@@ -220,7 +220,7 @@ class Program:
     """
 
     def __init__(self, network: Any, place: Place | None = None):
-        """Prepare two jitted functions, and trace none yet.
+        """Prepare two jitted functions of `network` for the devices of `place`, and trace none yet.
 
         One is for `run`, which donates the cache; the other is for `run_video`, which may need gradients.
         """
@@ -346,7 +346,10 @@ class Program:
         return weights, self._structs(inputs), cache
 
     def _cache_structs(self, weights: Any, inputs: Any) -> Any:
-        """Return the structs of the cache that a call on these structs, without a cache, returns."""
+        """Return the shapes, dtypes and shardings of the cache that a call without a cache returns.
+
+        The result's leaves are `jax.ShapeDtypeStruct`s; the arguments' leaves may be these, or arrays.
+        """
         import jax
 
         _, cache = jax.eval_shape(self._compiled, weights, inputs, None)

@@ -125,8 +125,8 @@ class Exchange:
     def fetch_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a chunk, of which each process holds a part, as a plain tensor in every process."""
         whole = self._join(self._write(tensor))  # `_write` counts the chunk
-        # Every process has written this chunk, and before that it has read the earlier chunks: this process's
-        # file of the previous chunk that was fetched to all (`_read`) can go.
+        # Every process has written this chunk, and had read the earlier chunks by then. So nobody needs
+        # `_read` any more, this process's file of the previous chunk that was fetched to all.
         if self._read is not None:
             self._read.unlink()
         self._read = self._path(self._chunks, jax.process_index())
@@ -203,7 +203,7 @@ class Exchange:
 def shards_by_process(array: jax.Array) -> dict[int, list[tuple[Any, tuple[slice, ...]]]]:
     """Return, for each process, the (device, index into `array`) of each shard that it holds.
 
-    Of the shards of one index, copies on several devices, only the first is returned.
+    If several devices hold copies of a shard, only the first copy is returned.
     """
     by_process: dict[int, list[tuple[Any, tuple[slice, ...]]]] = {}
     seen: set[str] = set()  # indices as text: slices have no hash before Python 3.12

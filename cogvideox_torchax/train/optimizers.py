@@ -133,7 +133,7 @@ class Optimizers:
         """
         rate = self._rate_factor * schedule(number, self._steps)
         norm = self._advance([average[name] for name in self._weights], rate, average_decay(number))
-        if not math.isfinite(norm):
+        if not math.isfinite(norm):  # then `_advance` has changed nothing
             raise FloatingPointError(f"the gradient of step {number} is {norm}")
         return norm
 
@@ -175,7 +175,7 @@ class CompiledOptimizers(Optimizers):
         weights, moments = list(self._weights.values()), self.moments
         state = [weights, average, list(moments.values())]
         gradients = [weight.grad for weight in weights]
-        # An argument of the program: constants would have it compiled again in each step.
+        # `scalars` is an argument of the program: constants would have it compiled again in each step.
         scalars = runtime.to_jax(torch.tensor([rate, decay]))
         # The first argument, the names of weights and moments, is static: it tells tensors from each other.
         norm, *advanced = self._program((tuple(self._weights), tuple(moments)), scalars, gradients, *state)

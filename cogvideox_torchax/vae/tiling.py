@@ -64,7 +64,7 @@ def tile_groups_of(plan: TilePlan, together: int) -> list[list[tuple[int, int]]]
             by_size.setdefault((bottom - top, right - left), []).append((row, column))
     result = []
     for tiles in by_size.values():
-        grouped = len(tiles) // together * together
+        grouped = len(tiles) // together * together  # number of tiles in whole groups
         result += [tiles[start : start + together] for start in range(0, grouped, together)]
         result += [[tile] for tile in tiles[grouped:]]
     return result

@@ -361,7 +361,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         return self._stream(DECODE, z, as_uint8=output_dtype is not None)
 
     def _whole(self, direction: Direction, x: jax.Array, **options: bool) -> jax.Array:
-        """Return the results of all chunks of `x`, joined; with slicing each video runs alone.
+        """Return the joined results of all chunks of `x` (N, T, H, W, C); with slicing each video runs alone.
 
         `options` are `frame_by_frame`, whether each latent frame is a chunk, and `as_uint8`, whether decoded
         frames are bytes.
@@ -375,7 +375,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
     def _stream(
         self, direction: Direction, x: jax.Array, *, frame_by_frame: bool = False, **options: bool
     ) -> Iterator[jax.Array]:
-        """Check an input and return an iterator over its chunks' results.
+        """Check an input (N, T, H, W, C) and return an iterator over its chunks' results.
 
         With `frame_by_frame` each chunk is one latent frame. The only further option is `as_uint8`, whether
         decoded frames are bytes.

@@ -416,7 +416,7 @@ class Decoder3D(nnx.Module):
         self.mid_block = Block3D(widths[0], widths[0], layers, num_layers=2)
         self.up_blocks = nnx.List(
             Block3D(
-                widths[max(i - 1, 0)],
+                widths[max(i - 1, 0)],  # of the level before; the first level follows `conv_in`
                 width,
                 layers,
                 num_layers=config.layers_per_block + 1,

@@ -171,7 +171,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
     def tiled_encode(self, x: torch.Tensor) -> torch.Tensor:
         """Encode in tiles, also if one tile would do.
 
-        For tile sizes for which diffusers' result has a wrong size, this result has the right one.
+        For some tile sizes diffusers' result has a wrong size; this result has the right one.
         """
         return self._run_all_chunks(ENCODE, x, in_tiles=True)
 
