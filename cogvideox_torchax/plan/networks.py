@@ -219,7 +219,7 @@ def plan_step(
     # With a cache a step after the first may skip attention. 0 FLOPs for it: then only the kernels that the
     # compiled program has, by their schedules, count.
     plan = _extended("step", plans, layers, 0.0 if step else attention_flops, chip)
-    kept_by_all_layers = _extend(*kept, layers) if kept else 0
+    kept_by_all_layers = _extend(kept[0], kept[1], layers) if kept else 0
     return replace(plan, parallel=str(networks[0].parallelism), kept=kept_by_all_layers)
 
 
