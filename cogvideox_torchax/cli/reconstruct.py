@@ -38,6 +38,7 @@ def run(args: argparse.Namespace) -> None:
         video.check_writing(args.output, fps)
         common.take_bundled_model(args)  # sets `args.model` if no --model is given
         vae = common.load_vae(args.model, args.backend, args.dtype, group.mesh)
+        # `results` has the number of frames of each chunk's result.
         latent_frames = sum(ENCODE.results(vae, clip.num_frames))
         frames_out = sum(DECODE.results(vae, latent_frames))
         # What an .mp4 takes over from its source (times, sound, pixel shape), and lines on what it does not.

@@ -417,8 +417,8 @@ class _GifSink(Sink):
             first, *rest = self._images
             # Times, in hundredths of a second, are rounded, not durations: errors of rounding do not add up.
             starts = [round(i * self._hundredths) for i in range(len(self._images) + 1)]
-            # Pillow takes milliseconds; browsers slow down frames of fewer than `SHORTEST`. With loop=0 the GIF
-            # is repeated without end.
+            # Pillow takes milliseconds; browsers slow down frames shorter than `SHORTEST`. With loop=0 the
+            # GIF is repeated without end.
             durations = [max(10 * (end - start), self.SHORTEST) for start, end in itertools.pairwise(starts)]
             first.save(self._path, "GIF", save_all=True, append_images=rest, duration=durations, loop=0)
 
