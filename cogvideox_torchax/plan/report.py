@@ -167,7 +167,7 @@ def _row(name: str, shapes: set[tuple[int, ...]] | None, own: list[Instruction],
 
     Args:
         name: name of the layer.
-        shapes: whole shapes of its activations; None for instructions of no layer.
+        shapes: shapes of its activations before sharding; None for instructions of no layer.
         own: its instructions.
         place: the placement on the mesh, which gives an activation's requested sharding.
     """

@@ -113,7 +113,7 @@ class PortedModel(CopiesWithoutPrograms, nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> "PortedModel":
         """Return a deep copy on the same mesh, without compiled programs."""
         if self._mesh is not None:
-            memo[id(self._mesh)] = self._mesh  # devices have no copies
+            memo[id(self._mesh)] = self._mesh  # JAX's devices cannot be copied
         return super().__deepcopy__(memo)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
     """Draw the losses, and the PSNR of the held-out clips, over the steps, to an image file.
 
     Args:
-        found: the result of `curves`.
+        found: the result of `curves`: "losses", numbers by column, and "validation", a list of lines.
         path: path of the file.
     """
     pyplot = reports.pyplot()

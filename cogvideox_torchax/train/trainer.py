@@ -70,7 +70,7 @@ class Trainer:
         self._average = {name: weight.detach().clone() for name, weight in self._weights.items()}
 
     def step(self) -> Losses:
-        """Make the next step, on the batch and with the noise of its number; return its losses."""
+        """Make the next training step, whose number selects batch and noise; return its losses."""
         plan, number = self.plan, self.step_number
         x = self._sampler.batch(number, plan.shape(number))
         # Below a million steps no two pairs of seed and step have the same noise.

@@ -156,7 +156,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
             return super().decode(z, return_dict)
 
     def forward(self, sample: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Encode, sample the posterior or take its mode, and decode, as diffusers does."""
+        """Encode the video `sample`, and decode its latents; further arguments are diffusers'."""
         with self._torchax_on_for(sample):
             return super().forward(sample, *args, **kwargs)
 

@@ -126,7 +126,7 @@ class CausalConv3d(OnColumns, diffusers_vae.CogVideoXCausalConv3d):
     @property
     def is_plain(self) -> bool:
         """True if the kernels compute this convolution."""
-        if not _as_ported(self):  # a LoRA's layer, for example, which has no `stride`
+        if not _as_ported(self):  # for example `conv` is a LoRA's layer, which has no `stride`
             return False
         is_dense = self.conv.stride == self.conv.dilation == (1, 1, 1)
         # diffusers' "replicate" also repeats edge rows and columns, and has no cache.
