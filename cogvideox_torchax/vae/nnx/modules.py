@@ -257,6 +257,7 @@ class Downsample3D(OnColumns, nnx.Module):
     """Half the height and width, and with `compress_time` half the frames."""
 
     def __init__(self, channels: int, config: LayerConfig, *, compress_time: bool):
+        """Build a convolution of height and width; `compress_time` is whether frames are halved too."""
         self.conv = Conv(channels, channels, (3, 3), config)
         self.compress_time = compress_time
 
