@@ -83,6 +83,7 @@ class BlockStack(nn.Module):
         joined = encoder_hidden_states is None
         x = (hidden_states,) if joined else (hidden_states, encoder_hidden_states)
         if self.kept is None:  # a trace for shapes alone: no block runs, arrays to keep are like the patches
+            # The residuals of the first block, "head", and of the later blocks or of all, "tail".
             names = ("head", "tail") if self.form.kind == "first_block" else ("tail",)
             self.kept = dict.fromkeys(names, hidden_states)
         else:
@@ -347,7 +348,7 @@ class FasterCacheModules(ReusedModules):
     def _estimate(self, name: str, kept: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Return the result of the module `name`, extrapolated from its last two results, in `dtype`.
 
-        A result may have several tensors: `kept` has for each tensor its values (before, now) in these two.
+        A result may have several tensors: `kept` has each tensor's values (before, now) in these two results.
         """
         # "weights" has the factors of the modules in `form.kept`, in their order.
         weight = self.numbers["weights"][self.form.kept.index(name)].to(dtype)

@@ -164,7 +164,7 @@ def load(part: Part, *, frames: int, size: int, whole: tuple[int, ...] | None = 
     if end - part.start < frames:
         raise ValueError(f"has {max(end - part.start, 0)} frames from its start on, {frames} are needed")
     sizes = [*_sizes(info.height, info.width, needed, size), *([whole] if whole else [])]
-    levels = tuple(read(part, video.Framing(*chosen), end) for chosen in sizes)
+    levels = tuple(read(part, video.Framing(height, width), end) for height, width in sizes)
     return Source(part, levels[:-1], levels[-1]) if whole else Source(part, levels)  # `whole` was read last
 
 

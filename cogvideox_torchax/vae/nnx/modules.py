@@ -136,6 +136,7 @@ class SpatialNorm3D(OnColumns, nnx.Module):
     """GroupNorm modulated by the latents, `norm(x) * conv_y(zq) + conv_b(zq)`."""
 
     def __init__(self, channels: int, latent_channels: int, config: LayerConfig):
+        """Make the norm, and the 1x1x1 convolutions from latents to scale (`conv_y`) and shift (`conv_b`)."""
         self.norm_layer = GroupNorm(channels, config)
         self.conv_y = CausalConv3d(latent_channels, channels, 1, config)
         self.conv_b = CausalConv3d(latent_channels, channels, 1, config)
@@ -198,19 +199,19 @@ def normed_conv(
     latents: tuple[Any, ...] = ()
     if isinstance(norm, SpatialNorm3D):
         group_norm = norm.norm_layer
-        # The 1x1x1 convolutions of the latents, to factors and to offsets: each a matrix (I, O) and a bias.
+        # The 1x1x1 convolutions of the latents, to scales and to shifts: each a matrix (I, O) and a bias.
         latents = (zq_NthwC, *norm.conv_y.conv.matrix(dtype), *norm.conv_b.conv.matrix(dtype))
     return jax_kernels.norm_conv3d(
         x_NTHWC,
         jax_kernels.NormParams(group_norm.scale[...], group_norm.bias[...], *latents),
-        *causal.conv.cast(dtype),
+        *causal.conv.cast(dtype),  # kernel and bias
         cache,
         moments,
         num_groups=group_norm.num_groups,
         eps=group_norm.eps,
         first_frame_alone=first_frame_is_alone(x_NTHWC.shape[1]),
         residual=residual,
-        split=causal.split,
+        split=causal.split,  # the sharding of the width
     )
 
 
