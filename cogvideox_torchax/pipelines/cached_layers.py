@@ -135,17 +135,17 @@ class BlockStack(nn.Module):
         return y, *head[1:]  # the text is only passed on: after the blocks nothing reads it
 
     def _all_blocks(self, x: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-        """Run all blocks on `x`, (patches, text) or (sequence,), and keep their residual as "tail".
+        """Run all blocks on `x`, (patches, text) or (sequence,), and keep a residual as "tail".
 
-        A residual is a result minus its input. `self.seen`, for the host, is the mean ratio of the residual's
-        norm to the last step's. `options` are keyword arguments of each block; "sequence" tells which
+        The residual is the first result minus the first input. `self.seen`, for the host, is the mean ratio
+        of its norm to the last step's. `options` are keyword arguments of each block; "sequence" tells which
         positions are patches.
         """
-        before = self.kept["tail"]
+        last_tail = self.kept["tail"]
         y = self._run_blocks(self.blocks, x, options)
         self.kept = {"tail": y[0] - x[0]}
-        now, before = (torch.linalg.norm(each.float(), dim=-1) for each in (self.kept["tail"], before))
-        self.seen = _mean_of_patches(now / (before + 1e-8), options)  # 1e-8 as in diffusers
+        norm, last_norm = (torch.linalg.norm(each.float(), dim=-1) for each in (self.kept["tail"], last_tail))
+        self.seen = _mean_of_patches(norm / (last_norm + 1e-8), options)  # 1e-8 as in diffusers
         return y
 
     def _no_block(self, x: tuple[Any, ...], _options: dict[str, Any]) -> tuple[Any, ...]:

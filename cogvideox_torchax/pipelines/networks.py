@@ -183,7 +183,7 @@ class CompiledNetwork(PortedModel):
         return runtime.programs_of(self).get(key, network, self._compile_for)
 
     def build_program(self) -> runtime.Program:
-        """Return a new program, such as a call without `attention_kwargs` runs, to inspect its text."""
+        """Return a new program to inspect its text: the program of a call without `attention_kwargs`."""
         return self._compile_for(self.network_class(self))
 
     def _compile_for(self, network: Any) -> runtime.Program:

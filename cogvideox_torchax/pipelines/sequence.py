@@ -139,6 +139,7 @@ class Sequence:
         """
         if self.shared is None:  # one device, or local tokens; `shared` is the mesh where XLA shards
             return functools.partial(qk_norm_rope, heads=heads // self.parts)
+        # `batch` is the mesh axis that the videos are split over, or None.
         batch, mesh, tp = self.batch, self.shared, self.shared.shape["tp"]
         by_heads = heads % tp == 0
 

@@ -350,7 +350,7 @@ def _extended(
         chip: the chip whose peaks give the times; None for no times.
     """
     fewer, more = plans
-    whole = _extend_fields(EXTENDED, fewer, more, layers)
+    whole = _extend_fields(EXTENDED, fewer, more, layers)  # by the field's name, the extrapolated value
     whole["temp_bytes"] = max(more.temp_bytes, whole["temp_bytes"])  # reused buffers may make it fall
     # A kernel that the program of fewer layers lacks is taken as it is: no layer adds to it.
     whole["kernel_times"] = {

@@ -111,7 +111,7 @@ def draw_layers(results: list[Result], path: Path) -> None:
     """
     figure, axes = pyplot().subplots(figsize=(12, 6), layout="constrained")
     values = [layer.relative for result in results for layer in result.layers]
-    floor = min((value for value in values if value > 0), default=1e-7) / 3
+    floor = min((value for value in values if value > 0), default=1e-7) / 3  # 1e-7 if all are exact
     markers = "os^Dvx"  # matplotlib's names of shapes: lines that cover each other remain distinct
     for index, result in enumerate(results):
         heights = [max(layer.relative, floor) for layer in result.layers]
