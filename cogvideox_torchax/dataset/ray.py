@@ -118,16 +118,18 @@ def work(
     if not rows:
         return
     with _connected(address) as ray:
-        # Numbers of chips: of the cluster, and of one model's mesh.
-        chips, mesh = int(ray.cluster_resources().get("TPU", 0)), (config.dp or 1) * (config.tp or 1)
+        # Numbers of chips: of the cluster, and those that one model needs.
+        chips, needed = int(ray.cluster_resources().get("TPU", 0)), (config.dp or 1) * (config.tp or 1)
         # With chips no CPU is reserved: the chips alone limit the actors on a host.
-        resources: dict[str, Any] = {"num_cpus": 0, "resources": {"TPU": mesh}} if chips else {"num_cpus": 1}
+        resources: dict[str, Any] = (
+            {"num_cpus": 0, "resources": {"TPU": needed}} if chips else {"num_cpus": 1}
+        )
         # Each clip is a block and a batch: if an actor dies, only one clip is encoded again.
         data = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
             ClipActor,
             fn_constructor_args=(config,),
             batch_size=1,
-            compute=ray.data.ActorPoolStrategy(size=actors or max(chips // mesh, 1)),
+            compute=ray.data.ActorPoolStrategy(size=actors or max(chips // needed, 1)),
             max_restarts=RETRIES,
             max_task_retries=RETRIES,
             **resources,

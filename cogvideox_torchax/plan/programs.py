@@ -161,7 +161,7 @@ class Work:
 
 
 def compile_program(work: Work, mesh: Any, chip: Chip | None) -> ProgramPlan:
-    """Lower a program over a mesh, compile it, and return its figures.
+    """Lower the program of `work` over a mesh, compile it, and return its figures.
 
     The peaks of `chip` give the times; None for no times.
     """

@@ -70,8 +70,8 @@ def gradient_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any) -> Iterator
     trained: Any = vae.train()  # diffusers wraps the next method in a way that pyright cannot follow
     trained.enable_gradient_checkpointing()
     for direction in Direction:
-        pieces, (channels, *size) = replace(job, direction=direction).chunk_shapes(vae)
-        lengths = [len(chunk) for chunk in pieces]
+        chunks, (channels, *size) = replace(job, direction=direction).chunk_shapes(vae)
+        lengths = [len(chunk) for chunk in chunks]
         program = vae.build_program(direction)
         if mesh.size == 1:
             program.place = runtime.Place(mesh.devices.item())

@@ -26,7 +26,7 @@ def locate_vae(
 
     Args:
         name: a directory or a hub id.
-        part: folder of the VAE in a pipeline.
+        part: folder of the VAE in a pipeline; None for a VAE alone.
         variant: of the weight files, such as "fp16".
         hub_options: options of `locate` for the hub, such as `revision` and `token`.
 
