@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,9 @@ PIPELINES = (
     CogVideoXVideoToVideoPipeline,
     CogVideoXFunControlPipeline,
 )
+
+_TOKENIZING = threading.Lock()
+"""Held while prompts are encoded: a tokenizer, which pipelines may share, keeps its padding between calls."""
 
 
 def port_pipeline(pipe: Any, mesh: Any = None, parallel: Parallel | None = None) -> None:
@@ -191,12 +195,19 @@ def _ported_class(kind: type) -> type:
         )
         inherited.check_inputs(self, *args, **kwargs)
 
+    @functools.wraps(inherited.encode_prompt)
+    def encode_prompt(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Encode prompts as diffusers does, for one thread at a time."""
+        with _TOKENIZING:
+            return inherited.encode_prompt(self, *args, **kwargs)
+
     members = {
         # `active()` is a decorator too: each call of a method runs with torchax enabled.
         **{name: runtime.active()(getattr(kind, name)) for name in _added_methods(kind)},
         "__module__": kind.__module__,
         "__call__": runtime.active()(call),
         "check_inputs": check_inputs,
+        "encode_prompt": runtime.active()(encode_prompt),
         # The method that makes rotary tables, on the host; they are then moved to the transformer's device.
         **upstream.rotary_tables(inherited, _on_transformer_device),
         # Methods that load and change LoRAs: they run while the weights are in PyTorch.

@@ -3,7 +3,10 @@
 import contextlib
 import functools
 import inspect
+import threading
+import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import accelerate
 import jax
@@ -18,6 +21,7 @@ from cogvideox_torchax.pipelines import layers, networks
 from cogvideox_torchax.pipelines.scheduler import NonFiniteError, port_scheduler
 from cogvideox_torchax.plan import report
 from cogvideox_torchax.vae.tolerances import relative_error
+from examples.small_pipeline import SENTENCES
 from tests import small_pipelines
 from tests.reference import largest_error, multiplies_exactly
 
@@ -411,6 +415,20 @@ def test_a_table_of_positions_is_that_of_the_size_whatever_other_threads_ask_for
     want = embed.table_for(6, 8, 2)
     monkeypatch.setattr(layers, "_TABLES", Replaced())
     assert torch.equal(runtime.to_torch(embed.table_for(6, 8, 2)), runtime.to_torch(want))
+
+
+def test_a_tokenizer_whose_padding_is_state_is_used_by_one_thread_at_a_time(ported, monkeypatch):
+    tokenizer, in_use = ported.tokenizer, threading.Lock()
+
+    def tokenize(*args, **kwargs):
+        assert in_use.acquire(blocking=False)
+        time.sleep(0.02)
+        in_use.release()
+        return tokenizer(*args, **kwargs)
+
+    monkeypatch.setattr(ported, "tokenizer", tokenize)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(ported.encode_prompt, SENTENCES[:2]))
 
 
 def test_a_report_without_a_mesh_says_what_to_do(ported):
