@@ -43,6 +43,7 @@ def _commit() -> str | None:
     # The paths are given so that git does not search the directories above: an installed package may be
     # inside another project's checkout.
     git = ["git", f"--git-dir={root / '.git'}", f"--work-tree={root}"]
+    # All tags are excluded: so `describe` always gives the hash.
     describe = [*git, "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+"]
     try:
         return subprocess.run(describe, capture_output=True, text=True).stdout.strip() or None

@@ -26,7 +26,7 @@ class Worker:
     """
 
     def __init__(self, scratch: Path, limit: float):
-        """Start no process yet: `ask` starts it, with stderr in `scratch` and `limit` seconds a request."""
+        """Keep the log's path and the seconds that a request may take; `ask` starts the process."""
         self._log, self._limit = scratch / "stderr", limit
         self._process: subprocess.Popen[str] | None = None
         self._environment: dict[str, str] = {}  # the variables that were set for the process

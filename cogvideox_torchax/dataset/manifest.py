@@ -53,6 +53,7 @@ def open_manifest(directory: Path, name: str) -> BinaryIO:
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        # Unbuffered: a line is written as soon as it is added.
         file = open(directory / name, "a+b", buffering=0)  # noqa: SIM115
     except OSError as error:
         raise OutputError(f"cannot write into {directory}: {error.strerror}") from error

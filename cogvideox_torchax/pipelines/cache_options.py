@@ -50,7 +50,8 @@ def _config(name: str, value: str, steps: int, timestep: Callable[[], Any]) -> A
         name: key of `CHOICES`.
         value: text after the name's colon: a threshold, a number of steps, or for MagCache "calibrate" or the
             path of a file of ratios; "" for the default.
-        steps, timestep: as `config_of` takes them.
+        steps: number of denoising steps.
+        timestep: returns the timestep of the present step.
 
     Raises:
         ValueError, OSError: a value that the cache does not take.

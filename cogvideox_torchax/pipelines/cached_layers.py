@@ -292,7 +292,7 @@ class TaylorModules(ReusedModules):
         if name in self.skipped:
             return kept
         factors = [y]  # by order: each is the change, per step, of the factor of one order less
-        for order, earlier in enumerate(kept[:-1]):
+        for order, earlier in enumerate(kept[:-1]):  # the highest order has no next one
             change = (factors[order] - earlier.to(y.dtype)) / self.numbers["since"].to(y.dtype)
             # With too few steps computed, `earlier` is zeros: there is no difference yet.
             factors.append(torch.where(self.numbers["known"] > order, change, torch.zeros_like(change)))

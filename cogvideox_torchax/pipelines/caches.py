@@ -239,7 +239,10 @@ class MagSteps(StepCache):
     """
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        """Return (form, {}): all blocks run, or none, as the first block's hook decides by its ratios."""
+        """Return (form, numbers): the form is to run all blocks or none; its program takes no numbers.
+
+        The first block's hook decides which, by its ratios.
+        """
         head, *_, tail = state.hooks.values()  # hooks of the first block and of the last
         placeholder = torch.zeros(1, 1, 1)  # the hooks need tensors, but decide without their values
         inputs = {"hidden_states": placeholder, "encoder_hidden_states": placeholder}
@@ -343,7 +346,8 @@ class FasterSteps(StepCache):
         attention.
         """
         user_hooks = {each.module: each.hook for each in self.hooks}  # the originals, with the callbacks
-        for hook in state.hooks.values():  # copies: they call for weights, which do not change what they skip
+        # `state.hooks` are copies, which decide what to skip. Weights do not change that: theirs are 0.
+        for hook in state.hooks.values():
             vars(hook).update(
                 {name: lambda _module: 0.0 for name in vars(hook) if name.endswith("weight_callback")}
             )
@@ -355,7 +359,7 @@ class FasterSteps(StepCache):
         def denoise(hidden_states: torch.Tensor) -> tuple[torch.Tensor]:
             """Stand for the transformer: record whether it gets only prompted videos, and what it skips."""
             prompted_only.append(len(hidden_states) < batch)
-            result = hidden_states  # for each module's result, of which hooks read the number of videos
+            result = hidden_states  # in place of a module's result: hooks read only its number of videos
             skipped.extend(
                 name for name, hook in attention.items() if not computes_module(hook, result, hidden_states)
             )

@@ -216,7 +216,7 @@ def _shards(
 
 
 def _can_hold(shape: tuple[int, ...], axes: tuple[int, ...]) -> bool:
-    """Return whether an array of this shape can be an activation with these axes, as XLA may lay it out.
+    """Return whether an array of `shape` can be an activation with axes of these sizes, as XLA lays it out.
 
     XLA transposes axes and joins some of them to one. Weights' arrays seldom have such a shape by chance.
     """
@@ -226,7 +226,8 @@ def _can_hold(shape: tuple[int, ...], axes: tuple[int, ...]) -> bool:
         return True
     first, *rest = shape
     indices = range(len(axes))
-    # Each set of axes, by their indices, is tried as joined to the first one; the other axes make the rest.
+    # Each set of axes, by their indices, is tried as the axes that are joined to the first axis of `shape`.
+    # The others must then be joined to the rest of `shape`.
     sets = (joined for count in range(len(axes) + 1) for joined in itertools.combinations(indices, count))
     return any(
         math.prod(axes[index] for index in joined) == first

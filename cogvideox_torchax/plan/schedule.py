@@ -392,6 +392,7 @@ def _needed(operations: Iterable[_Operation], branches: Iterable[_Branch]) -> se
     for operation in operations:
         sources.setdefault(operation.name, set()).update(operation.reads)
     needed: set[str] = set()
+    # The names of the branches' conditions; a branch that is always taken has none.
     waiting = [branch.name for branch in branches if branch.name]
     while waiting:
         if (name := waiting.pop()) not in needed:

@@ -312,7 +312,7 @@ class Sampler:
         source = self._videos[rng.integers(len(self._videos))]
         if source.whole is None:
             raise ValueError(f"{source.part} was loaded without whole frames: give load() their size")
-        start = _start(rng, source, frames, events=self._cuts)  # with events, a share holds a fast change
+        start = _start(rng, source, frames, events=self._cuts)  # events: a share of clips has fast changes
         if rng.random() < ALIGNED_SHARE:
             start -= start % chunks.SAMPLE_FRAMES_A_CHUNK  # 8, the length of the VAE's chunks
         return _as_clip(source.whole[start : start + frames])

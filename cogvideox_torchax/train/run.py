@@ -41,7 +41,7 @@ class HeldOut:
 
         Args:
             text: the file, or `file#start-end` for a range of its frames.
-            frames: most frames to take.
+            frames: number of frames to take at most.
 
         Raises:
             ValueError: several clips, or a range without frames.

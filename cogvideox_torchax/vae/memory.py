@@ -111,8 +111,8 @@ def fitting_tile(
     whole_bytes = estimated_bytes(vae, direction, height, width, frames)
     if whole_bytes <= MARGIN * free:
         return None
-    # `MARGIN` is the fraction of the free memory that the estimate may take. Memory grows with the area: the
-    # root is for a side. Sides are whole latent pixels.
+    # `MARGIN` is the fraction of the free memory that the estimate may take. Memory grows with the area, so a
+    # side shrinks by the root. A latent pixel is `scale` pixels wide and high; tiles have whole ones.
     shrink, scale = math.sqrt(MARGIN * free / whole_bytes), vae.spatial_compression_ratio
     return tuple(max(int(side * shrink) // scale, SMALLEST_TILE) * scale for side in (height, width))
 

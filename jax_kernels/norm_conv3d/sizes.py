@@ -83,10 +83,10 @@ class ConvSizes(NamedTuple):
 
     @property
     def turns(self) -> int:
-        """Number of turns (passes) that multiply a chunk, each for two parts (128 channels) of the outputs.
+        """Number of turns (passes over a chunk of columns), each for two parts (of 128 output channels).
 
-        An odd number of parts has one turn for all. With two turns instead of one, 512 channels take 8 %
-        longer, and compile for 5 s instead of 11.
+        If the number of parts is odd, one turn computes all. With two turns instead of one, 512 channels take
+        8 % longer, and compile in 5 s instead of 11.
         """
         parts = self.outputs // tiles.LANES
         return 1 if parts % 2 else parts // 2

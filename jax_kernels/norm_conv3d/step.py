@@ -190,7 +190,8 @@ class ConvStep(ABC):
         past_at = self._rows(_at_least_zero(column), sizes.unit, 2 * sizes.parts)  # the unit in a cache
         for row in range(ROWS):
             x = self._activated(row, _at_least_zero(column), after)
-            past = refs["past"].at[unit, row]  # words (32 bits): both frames of a pixel and part
+            # Words (32 bits), each the two frames of one channel of a pixel; a part is 128 channels.
+            past = refs["past"].at[unit, row]
             if "cache" in refs:
                 past[...] = pltpu.bitcast(refs["cache"][0, row, past_at], jnp.int32)
             for part in range(sizes.parts):

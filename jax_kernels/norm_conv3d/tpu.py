@@ -58,8 +58,8 @@ def to_registers(z: Shaped[Array, "N t h w Z"], frames: int, columns: int) -> Sh
 
     Returns:
         v registers for a row of pixels. There is one for each latent (v = w) if a row has a single latent,
-        or if a latent's pixels fill whole registers: these would be equal. Else there are as many as hold a
-        value for each pixel.
+        or if a latent's pixels would fill whole registers, all equal. Else there are as many as hold a value
+        for each pixel.
     """
     register_pixels, cell = SUBLANES // frames, columns // z.shape[3]  # a latent covers `cell` columns
     z = repeat_nearest(z.transpose(0, 2, 3, 1, 4), {3: frames // z.shape[1]})  # N h w T Z

@@ -35,7 +35,7 @@ def tap(
     """Return the weights (components, I, O) by which one input of a `Product` counts in one of its results.
 
     They are zeros where no tap connects the two. A result in the column right of the input's own takes only
-    the unshifted input, by its left tap: its other taps count where it is in the input's own column.
+    the unshifted input, by its left tap: other taps count where that result is in the input's own column.
 
     Args:
         transformed: a kernel whose taps of time are combined to components (`transformed_taps`).
@@ -120,7 +120,7 @@ class WinogradStep(ConvStep):
         jax.lax.fori_loop(0, sizes.units, lambda unit, _: self._finish(last_chunk + unit * sizes.unit), None)
 
     def _multiply_turn(self, turn: Any, column: Any) -> None:
-        """Compute the products of a chunk for a share of its output channels, and other work between them.
+        """Compute the products of a chunk for a share of the output channels, and other work between them.
 
         A chunk is the columns that one matrix product covers. The other work modulates a share of the chunk's
         columns, for a later step, and finishes a share of the results of the previous chunk.
@@ -139,7 +139,7 @@ class WinogradStep(ConvStep):
             for results, group in itertools.groupby(pairs, lambda pair: pair[0].results):
                 sums: Any = None
                 for product, matrices_of_turns in group:
-                    inputs = [
+                    inputs = [  # `shift` is a number of columns; a part has 128 input channels
                         self._input_rows(component, row, shift, part, column)
                         for row, shift in product.inputs
                         for part in range(sizes.parts)
@@ -151,7 +151,8 @@ class WinogradStep(ConvStep):
                     )
                     sums = product_sums if sums is None else sums + product_sums
                     multiplied += 1
-                    # Other work keeps pace with the products: of both, the same share is left.
+                    # Other work keeps pace with the products: of both, the same share is left. It waits for
+                    # these sums, so that it overlaps with the next product.
                     while len(work) * total > (total - multiplied) * pieces:
                         work.pop(0)(after=sums)
                 self._store_components(turn, component, results, sums, column)

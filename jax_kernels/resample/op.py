@@ -132,6 +132,7 @@ def _kernel_for(
     if is_image_for_tpu(target, x) and (first_frame_alone or not expand_time):  # the result is an image too
         even_height = height + height % 2  # as `_image_by_kernel` pads it
         for bands in upsampled.FRAMES:  # the numbers of frames, here bands, that the kernel supports
+            # Above and below its rows a band has `OVERLAP` rows of its neighbours, or zeros.
             shape = videos, bands, even_height // bands + 2 * OVERLAP, columns, channels
             if even_height % bands == 0 and is_supported(
                 jax.ShapeDtypeStruct(shape, x.dtype), kernel, expand_time=False

@@ -146,9 +146,9 @@ def check_spatial_norm(
 ) -> None:
     """Raise `ValueError` for arrays that `spatial_norm` does not take.
 
-    `x` are the activations, `weight` and `bias` those of their group norm, `zq` the latents. The normed
-    activations are multiplied by a 1x1x1 convolution of the latents (`kernel_y`, `bias_y`), and a second one
-    (`kernel_b`, `bias_b`) is added.
+    The activations `x` are normed by groups of channels (`weight`, `bias`) and multiplied by a 1x1x1
+    convolution of the latents `zq` (`kernel_y`, `bias_y`); a second one (`kernel_b`, `bias_b`) is added. With
+    `first_frame_alone` the first latent frame covers the first frame alone.
     """
     channels, latent_channels = x.shape[-1], zq.shape[-1]
     check_groups("spatial_norm", channels, num_groups, weight=weight, bias=bias, bias_y=bias_y, bias_b=bias_b)

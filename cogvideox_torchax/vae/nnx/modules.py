@@ -242,7 +242,7 @@ class ResnetBlock3D(nnx.Module):
 
         `zq_NthwC` are the latents that modulate a spatial norm; None for GroupNorms.
         """
-        old, new = cache or {}, {}
+        old, new = cache or {}, {}  # caches by the name of a layer
         shortcut = x_NTHWC if self.conv_shortcut is None else self.conv_shortcut(x_NTHWC)
         # The first convolution's kernel also returns the moments of its result, which the second norm needs.
         y_NTHWC, new["conv1"], column_moments = normed_conv(
@@ -344,7 +344,7 @@ class Block3D(nnx.Module):
         `first_frame_alone` is whether the upsampler keeps the first frame single in time; if None, it does so
         if the number of frames is odd.
         """
-        old, new = cache or {}, {}
+        old, new = cache or {}, {}  # caches by the name of a layer
         for i, resnet in enumerate(self.resnets):
             name = f"resnet_{i}"
             run = _rematerialized(resnet) if self.rematerialize else resnet
@@ -439,7 +439,7 @@ class Decoder3D(nnx.Module):
         `first_frame_alone` is whether the first frame stays single in time; if None, it does if the number of
         frames is odd.
         """
-        old, new = cache or {}, {}
+        old, new = cache or {}, {}  # caches by the name of a layer
         x_NTHWC, new["conv_in"] = self.conv_in(z_NthwC, old.get("conv_in"))
         x_NTHWC, new["mid_block"] = self.mid_block(x_NTHWC, z_NthwC, old.get("mid_block"))
         for i, block in enumerate(self.up_blocks):
