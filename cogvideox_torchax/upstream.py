@@ -270,14 +270,14 @@ def positions(patch_embed: Any, height: int, width: int, frames: int) -> Any:
 
 
 def set_saved_package(model: Any, kind: type) -> None:
-    """Set an attribute by which a saved pipeline names the package of `kind` as its model's.
+    """Set `__module__` of a model, not of its class, so that a saved pipeline is loaded with `kind` instead.
 
-    The name is in model_index.json; `from_pretrained` imports the model's class from that package. Needs
-    diffusers to read `__module__` of the object (`_fetch_class_library_tuple`). The class stays as it is.
+    `from_pretrained` imports the model's class from the package that model_index.json names. Needs diffusers
+    to take that name from `__module__` of the object (`_fetch_class_library_tuple`).
 
     Args:
-        model: the model, which gets an attribute `__module__`.
-        kind: the class that the model replaces, of the same name.
+        model: an object of a class that replaces `kind`.
+        kind: the replaced class, which has the same name.
     """
     vars(model)["__module__"] = kind.__module__
 

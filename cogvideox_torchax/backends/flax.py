@@ -21,6 +21,7 @@ class Flax(Backend):
 
     @classmethod
     def from_native(cls, native: Any) -> "Flax":
+        """Return the backend of a Flax VAE with a copy of a PyTorch model's weights."""
         return cls(FlaxVAEForPipelines.from_diffusers(native))
 
     @classmethod

@@ -84,13 +84,13 @@ class Block(CogVideoXBlock):
                 hidden_states, encoder_hidden_states, temb, image_rotary_emb, attention_kwargs
             )
 
+        # A step with a cache has set `replaced`, results to use instead of running attention ("attn1") or the
+        # feed-forward ("ff"), and `collected`, lists that get the results of the parts that run.
         def run_local_arrays(*arrays: Any) -> Any:
             """Run the layer on a device's shards, JAX arrays, of (tokens, `replaced`), `temb` and tables."""
             (x_NSC, replaced), temb_NE, tables = cast(Any, tensor_of(arrays))
             return array_of(self._run_local_tokens(x_NSC, replaced, temb_NE, tables, sequence))
 
-        # A step with a cache has set `replaced`, results to use instead of running attention ("attn1") or the
-        # feed-forward ("ff"), and `collected`, lists that get the results of the parts that run.
         x_NSC, results = torch_view(sequence.map_local_tokens(run_local_arrays))(
             (hidden_states, self.replaced), temb, image_rotary_emb
         )

@@ -227,7 +227,8 @@ class ReusedModules:
         for name in (*given, *results):
             owner, _, part = name.rpartition(".")  # such as "transformer_blocks.0" and "attn1"
             if joined and re.fullmatch(r"transformer_blocks\.\d+", owner):
-                # A block on one sequence does not call its parts "attn1" and "ff": it reads these attributes.
+                # A block on one sequence does not call its parts "attn1" and "ff": it reads these attributes,
+                # set anew because their empty defaults are the class's.
                 block: Any = model.get_submodule(owner)
                 if name in given:  # a tuple of one tensor, for the whole sequence, or None for zeros
                     block.replaced = {**block.replaced, part: given[name] and given[name][0]}
@@ -235,7 +236,7 @@ class ReusedModules:
                     block.collected = {**block.collected, part: results[name]}
             else:
                 _replace_forward(model.get_submodule(name), given, results, name)
-        sample = run(tensors)
+        prediction = run(tensors)
         self.kept = {}
         for name in self.form.kept:
             tensors_of_result = given.get(name) or results.get(name, ())
@@ -245,7 +246,7 @@ class ReusedModules:
             self.kept[name] = tuple(
                 self._to_keep(name, y, arrays) for y, arrays in zip(tensors_of_result, kept, strict=True)
             )
-        return sample
+        return prediction
 
     def _estimate(self, name: str, kept: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Return the tensors that replace the result of module `name`: here the kept arrays, unchanged.
@@ -332,18 +333,18 @@ class FasterCacheModules(ReusedModules):
             tensors = {
                 name: each.chunk(2)[1] if name in GUIDED_INPUTS else each for name, each in tensors.items()
             }
-        sample = super().step(model, run, tensors, joined)
+        prediction = super().step(model, run, tensors, joined)
         if before is None:  # in the trace for shapes: the frequencies have the prediction's shape
-            low = high = sample.float()
+            low = high = prediction.float()
         elif prompted_only:
             low, high = low * self.numbers["low"], high * self.numbers["high"]
-            sample = torch.cat([(sample.float() + low + high).to(sample.dtype), sample])
+            prediction = torch.cat([(prediction.float() + low + high).to(prediction.dtype), prediction])
         else:
-            unprompted, prompted = sample.float().chunk(2)
+            unprompted, prompted = prediction.float().chunk(2)
             low = torch_view(low_frequencies)(unprompted - prompted)
             high = unprompted - prompted - low
         self.kept["frequencies"] = low, high
-        return sample
+        return prediction
 
     def _estimate(self, name: str, kept: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Return the result of the module `name`, extrapolated from its last two results, in `dtype`.

@@ -128,8 +128,8 @@ class CachedStep(TransformerStep):
         inputs = dict(tensors)
         numbers = {name: inputs.pop(name) for name in cached_layers.NUMBERS if name in inputs}
         reuse = cached_layers.REUSES[self.form.kind](self.form, cache, numbers)
-        sample = reuse.step(self.model, self.predict, inputs, self.joined)
-        return (sample, reuse.seen), reuse.kept
+        prediction = reuse.step(self.model, self.predict, inputs, self.joined)
+        return (prediction, reuse.seen), reuse.kept
 
 
 class TextEncoding(nn.Module):

@@ -198,8 +198,8 @@ def _traced(
     moments are returned as they were before the step.
 
     Args:
-        names: (names of the weights, names of the moments such as `muon/3/momentum`: the optimizer, the index
-            of its parameter, and the tensor's name in the parameter's state).
+        names: (names of the weights, names of the moments). A moment's name such as `muon/3/momentum` has the
+            optimizer, the index of its parameter, and the tensor's name in the parameter's state.
         scalars: (factor of the learning rates, fraction of the average to keep).
         gradients, weights, average: in the order of the weights' names.
         moments: in the order of the moments' names.

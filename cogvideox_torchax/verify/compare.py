@@ -324,7 +324,7 @@ def _mean(values: np.ndarray) -> float | None:
 
 
 def _stream(candidate: Candidate, z: torch.Tensor, want: torch.Tensor) -> Contract:
-    """Return a contract, a measured number and its limit: the error of `decode_stream` relative to `decode`.
+    """Return the contract for `decode_stream`: its error relative to `decode`, and the limit of that error.
 
     Only the order of work differs, so the tolerance of float32 holds in every dtype.
 
@@ -333,8 +333,8 @@ def _stream(candidate: Candidate, z: torch.Tensor, want: torch.Tensor) -> Contra
         z: latents.
         want: the frames that `decode` gives for `z`.
     """
-    parts = list(candidate.vae.decode_stream(z.to(candidate.dtype)))
-    error = tolerances.relative_error(torch.cat(parts, dim=2), want)
+    chunks = list(candidate.vae.decode_stream(z.to(candidate.dtype)))
+    error = tolerances.relative_error(torch.cat(chunks, dim=2), want)
     allowed = tolerances.FLOAT32_RELATIVE
     return Contract("decode_stream: relative error to decode", error, allowed, error <= allowed)
 

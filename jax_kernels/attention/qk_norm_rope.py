@@ -38,7 +38,7 @@ def qk_norm_rope(
 ) -> Float[Array, "N H D S"]:
     """Apply a LayerNorm over each head's channels, rotary positions and a scale, for `attention_transposed`.
 
-    On a TPU one pass by a Pallas kernel. The result is rounded once.
+    On a TPU one Pallas kernel does it in one pass. The result is rounded once.
 
     Args:
         x: a projection to queries, keys or values, any float dtype; head h has the channels from h D on.

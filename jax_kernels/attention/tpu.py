@@ -150,7 +150,7 @@ def _attend_block(
         totals_ref: memory for the sums of weights, (8, S): partial sums, one in each row of a register.
         queries, num_keys: number of real queries and keys.
         block: keys of a loop's body.
-        factor: factor of the scores, by which a weight is two to the power of its score.
+        factor: factor of the scores: a key's weight is 2 ** (factor * score).
     """
     channels, length = q_ref.shape
     chunk = min(CHUNK, block)
@@ -236,7 +236,7 @@ def _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, fa
         sums_ref: memory for the sums of weighted values, (D, S).
         totals_ref: memory of (8, S), whose first two rows get the maximum and the sum of weights.
         num_keys: number of real keys.
-        factor: factor of the scores, so that a weight is a power of two of its score.
+        factor: factor of the scores: a key's weight is 2 ** (factor * score).
     """
     queries = q_ref.shape[1]
     strip, chunk = min(STRIP, queries), min(CHUNK, k_ref.shape[1])

@@ -229,8 +229,7 @@ def is_supported(
 
     Args:
         x: frames; only their shape and dtype are read, and the kernel's shape.
-        grid: numbers of frames, rows and columns that have coefficients (the norm's scale and shift) of their
-            own.
+        grid: numbers of frames, rows and columns of the norm's coefficients, its scale and shift.
         kernel: (3, 3, 3, I, O).
         residual: whether a residual is added.
         at_start: whether the video starts with these frames: there is no cache.

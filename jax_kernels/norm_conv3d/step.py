@@ -260,7 +260,7 @@ class ConvStep(ABC):
             for row in range(ROWS):
                 bias = refs["bias"][:, lanes]
                 if after is not None:
-                    bias = bias + zeros_after(after)[:1]
+                    bias = bias + zeros_after(after)[:1]  # zeros that depend on `after`
                 y = sums(row, part) + bias
                 if "residual" in refs:
                     y = y + refs["residual"][0, row, at, lanes].astype(jnp.float32)

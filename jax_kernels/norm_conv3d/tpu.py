@@ -112,7 +112,7 @@ def _xla_form(
     The convolution is of `silu(x * multiplier + offset)`. `edges` are sums for the first and the last column
     of each strip (columns that the kernel computes together): only those for the first and the last column of
     `x` are added. Columns from `true_width` on are padding and get zeros. Results are the frames, the next
-    cache, and (mean, M2) of each column of the frames.
+    cache, and (mean, M2: sum of squared deviations) of each column of the frames.
     """
     hidden = activated(x, _over_pixels(multiplier, x), _over_pixels(offset, x))
     if cache is None:  # at the start of a video its first frame is repeated

@@ -265,7 +265,7 @@ class WinogradStep(ConvStep):
         words = [pixels[pl.ds(index, sizes.unit, stride=sizes.words), :] for index in range(sizes.words)]
         words_before = repeat_earlier_frame(words[0]) if before is None else before[...]
         frames = [frame for word in (words_before, *words) for frame in _unpacked(word)]
-        tile_inputs = [  # of both tiles, each a list of its components
+        tile_inputs = [  # of both tiles (halves of a pixel's frames), for each a list of its components
             self.transform.inputs(frames[start : start + sizes.tile + TAPS - 1])
             for start in range(0, sizes.input_frames, sizes.tile)
         ]

@@ -73,6 +73,7 @@ class Conv3d(Conv):
     """A 1x1x1 convolution: no padding, no cache."""
 
     def __init__(self, in_channels: int, out_channels: int, config: LayerConfig):
+        """Make a convolution with a kernel of one tap."""
         super().__init__(in_channels, out_channels, (1, 1, 1), config)
 
     def __call__(self, x_NTHWC: jax.Array) -> jax.Array:
