@@ -185,7 +185,7 @@ def _by_xla(
     y = add_from_neighbours(target.split, y, doubled, kernel, convolve)
     y = with_clear_padding(add_bias_and_residual(y, bias).astype(x.dtype), target.split)
     length, alone = x.shape[1], int(first_frame_alone)
-    if not expand_time or length == alone:
+    if not expand_time or length == alone:  # no frame is doubled
         return y
     # Each frame twice, but for the first one if it stays alone.
     return select_frames(
