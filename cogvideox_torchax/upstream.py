@@ -391,7 +391,7 @@ def set_context(hook: Any, name: str | None) -> None:
 def call_hook(hook: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Call a hook that is on no module, with `forward` in place of a module's, and drop the result.
 
-    Needs the hook's `fn_ref`, from which it takes the forward, and which is replaced.
+    Needs the hook's `fn_ref`, from which a hook takes the forward; this call replaces it.
     """
     hook.fn_ref = SimpleNamespace(original_forward=forward)
     hook.new_forward(None, *args, **kwargs)  # None in place of the module, which the hook does not read
@@ -400,8 +400,8 @@ def call_hook(hook: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any)
 def record_ratio(hook: Any, ratio: Any) -> None:
     """Record a step's ratio for the calibration of MagCache, and count the step.
 
-    Diffusers prints the recorded ratios after the last step. Needs its `calibration_ratios`, and the method
-    `_advance_step`, which counts steps.
+    Diffusers prints the recorded ratios after the last step. Needs `calibration_ratios` of the hook's state,
+    and the hook's method `_advance_step`, which counts steps.
 
     Args:
         hook: the last block's MagCache hook, whose context is set (`set_context`).

@@ -85,10 +85,10 @@ def measure(task: Task) -> dict[str, Any]:
 
     Returns:
         "check", the comparison. If it fails, "status" is "wrong", and nothing is timed; a peer (another
-        backend, with diffusers' modules) is timed with any finite error. Else also the device, the seconds to
-        load, the peak memory, and times: a dictionary for the "whole" run, and a list of them for its
-        "parts". Each has the times of the first run, which compiles, and the `spread` of the runs after the
-        warm-ups.
+        backend, with diffusers' modules) is timed with any finite error. A timed job also has the device, the
+        seconds to load, the peak memory, and times: a dictionary for the "whole" run, and a list of them for
+        its "parts". Each has the times of the first run, which compiles, and the `spread` of the runs after
+        the warm-ups.
     """
     checked, size = Size(*task.checked), Size(*task.size)  # the sizes to compare at, and to time at
     start = time.perf_counter()
@@ -96,9 +96,9 @@ def measure(task: Task) -> dict[str, Any]:
     load_seconds = time.perf_counter() - start
     first_run, results = _once(run)  # times of each part and of the whole, by name; each part's result
     job, _, _op = task.job.partition(" ")  # an op's job is "kernels OP"
-    allowed = ALLOWED.get((job, task.dtype))
+    allowed_error = ALLOWED.get((job, task.dtype))  # None: the bound of `tolerances.contract`
     want = torch.from_numpy(np.load(task.data))
-    verdict = check(_flat(results), want, task.dtype, task.rms, allowed)
+    verdict = check(_flat(results), want, task.dtype, task.rms, allowed_error)
     del results  # frees the device's memory for the runs below
     is_finite = isinstance(verdict.get("rms_error"), float)  # `check` gives text for any other number
     if not (verdict["passed"] or (task.peer and is_finite)):

@@ -103,7 +103,7 @@ def process_shard(args: argparse.Namespace) -> Iterator[ProcessShard]:
     With `--process` and `--processes` but no `--coordinator` the processes work without a connection.
 
     Raises:
-        ValueError: options that contradict each other, or processes that cannot meet.
+        ValueError: options that contradict each other, or processes that cannot connect.
     """
     # `--dp` and `--tp` need a backend that runs on a mesh. `--distributed` goes with any backend: here each
     # process has a model of its own.

@@ -245,8 +245,9 @@ class DatasetDirectory(OutputDirectory):
     ):
         """Check the clips' ids, without reading the directory: entering `with` finds the missing clips.
 
-        `kind` is the format of the shards (files of `shard_size` clips each), `process_shard` the part of
-        this process, and `retry` is whether bad clips are tried again.
+        `config` has the settings that the latents depend on, `kind` is the format of the shards (files of
+        `shard_size` clips each), `process_shard` the part of this process, and `retry` is whether bad clips
+        are tried again.
         """
         if kind == formats.PARQUET:
             formats.pyarrow()  # raises before the work, not after it

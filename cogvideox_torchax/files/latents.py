@@ -114,8 +114,8 @@ def load(path: str | Path) -> Latents:
     """Read a latent file.
 
     Raises:
-        LatentsError: no file, no safetensors, truncated, without the tensor or the metadata of `save`, or
-            with a field that is broken, which is named.
+        LatentsError: no file, or one that is truncated, no safetensors, without the tensor or the metadata
+            that `save` writes, or with a broken field, which the message names.
     """
     if not Path(path).is_file():
         raise LatentsError(f"there is no file {path}")

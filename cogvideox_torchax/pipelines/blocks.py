@@ -135,7 +135,7 @@ class Block(CogVideoXBlock):
             if part in replaced:
                 y_NSC = torch.zeros_like(h_NSC) if replaced[part] is None else replaced[part]
             else:
-                projection = run_part(h_NSC)  # the part's last linear layer and dropouts, not computed yet
+                projection = run_part(h_NSC)  # the part's last layers (linear, dropouts) are not computed yet
                 if part not in self.collected and supports_fused(projection.layers[0], sequence):
                     x_NSC = projection.added(x_NSC, gate, first_patch)  # fused with the gate and the residual
                     continue

@@ -137,9 +137,9 @@ class BlockStack(nn.Module):
     def _all_blocks(self, x: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
         """Run all blocks on `x`, (patches, text) or (sequence,), and keep a residual as "tail".
 
-        The residual is the first result minus the first input. `self.seen`, for the host, is the mean ratio
-        of its norm to the last step's. `options` are keyword arguments of each block; "sequence" tells which
-        positions are patches.
+        The residual is the first result minus the first input. The host reads `self.seen`: the ratio of the
+        residual's norm to the last step's, averaged over patches. `options` are keyword arguments of each
+        block; "sequence" tells which positions are patches.
         """
         last_tail = self.kept["tail"]
         y = self._run_blocks(self.blocks, x, options)

@@ -284,21 +284,20 @@ class TaylorSteps(StepCache):
     """TaylorSeer: results are extrapolated from earlier steps."""
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        """Return (form, numbers): what the step skips and keeps, and further inputs of its program, by name.
+        """Return the step's form (what it skips and keeps), and two further inputs of its program, by name.
 
-        diffusers' hooks decide whether the step computes all hooked modules or skips them all. The numbers
-        are "since", the steps since the last computed step, and "known", how many arrays of each tensor are
-        kept by then: the result, its first difference, and so on.
+        "since" is the number of steps since the last computed step. "known" is the number of arrays that are
+        kept of each tensor before this step: the result, its first difference, and so on.
         """
         hook_states = {name: hook.state_manager.get_state() for name, hook in state.hooks.items()}
         # diffusers keeps no result of an inactive module: zeros replace it.
-        read = results_read_by_skips(hook_states)
-        kept = tuple(name for name in read if not hook_states[name].is_inactive)
-        # All hooks compute or skip the same steps, so any state will do; a kept module's has factors too.
-        hook_state = hook_states[kept[0]] if kept else next(iter(hook_states.values()))
-        # `computes_module` makes the hooks count this step. These two are read before, `current_step` after.
-        # `taylor_factors` are by the index of a tensor in the module's result; 0 is the first tensor.
+        kept = tuple(name for name in results_read_by_skips(hook_states) if not hook_states[name].is_inactive)
+        # The numbers of steps are equal in all states. Only the state of a kept module has factors too.
+        hook_state = hook_states[kept[0] if kept else next(iter(hook_states))]
+        # Read now: `computes_module`, below, has the hooks count this step. The factors are by the index of a
+        # tensor in the module's result; each tensor has the same number of them.
         last_step, known = hook_state.last_update_step, len(hook_state.taylor_factors.get(0, ()))
+        # The set has one value: all hooks compute their modules, or all skip them.
         (computes,) = {computes_module(hook, torch.zeros(1)) for hook in state.hooks.values()}
         state.computed.append(computes)
         # Without a computed step before, no difference is kept: 1 only avoids a division by 0.

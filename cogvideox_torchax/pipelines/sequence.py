@@ -167,9 +167,9 @@ class Sequence:
     def shard_norm(self, adaptive_layer_norm: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         """Return a norm of the signature of `jax_kernels.adaptive_layer_norm`, sharded as the layers are.
 
-        The norm is the argument itself on one device, and if each device runs the layers on local tokens. If
-        XLA shards the layers over the mesh `self.shared`, the norm is sharded here, by videos: XLA cannot
-        shard a kernel.
+        If XLA shards the layers over the mesh `self.shared`, the norm is sharded here, by videos: XLA cannot
+        shard a kernel. On one device, and if each device runs the layers on local tokens, the result is
+        `adaptive_layer_norm` itself.
 
         Args:
             adaptive_layer_norm: the kernel, with its options (`eps`) bound.

@@ -81,8 +81,8 @@ class Links:
     def _kind_and_seconds(self, instruction: Instruction) -> tuple[str, float]:
         """Return a collective's kind, such as "all-reduce", and the seconds of its messages.
 
-        An all-reduce of which each device keeps only a part of the result counts as a reduce-scatter: its
-        computation's name begins with `SCATTERED`.
+        An all-reduce in a computation whose name begins with `SCATTERED` counts as a reduce-scatter: each
+        device keeps only a part of the result.
         """
         kind, size = str(instruction.collective), instruction.bytes
         # Groups of device numbers; an instruction without groups has one of all devices.

@@ -72,7 +72,7 @@ def merge_equal(parts: Moments, axis: int) -> Moments:
 def column_moments(x: Array) -> tuple[Array, Array]:
     """Return mean and M2 (sum of squared deviations) of each column of pixels, in float32.
 
-    Blocks of at most `ROWS` rows are summed, and their moments merged: float32 keeps the digits of so many.
+    Blocks of at most `ROWS` rows, few enough for sums in float32, are summed, and their moments merged.
 
     Args:
         x: (..., rows, columns, channels), with one axis or more before the rows; or (N, rows, channels).

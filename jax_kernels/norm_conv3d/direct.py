@@ -171,8 +171,8 @@ class DirectStep(ConvStep):
             sums = jnp.dot(jnp.concatenate(inputs, axis=1), weights[turn], preferred_element_type=jnp.float32)
             # `sums` has a row for each frame of a pixel, 128 columns for each result and part of the turn.
             for result, (row, column_tap) in enumerate(product.results):
-                # A column under the left tap (0) counts in the result right of it, under tap 2 left of it.
-                # The memory "sums" begins a chunk left of column 0.
+                # Tap 0 adds a column to the result on its right, tap 1 to its own, tap 2 to the one on its
+                # left. The memory "sums" begins a chunk left of column 0.
                 sums_at = self._rows(
                     column, sizes.chunk, sizes.frames, before=sizes.chunk, shift=1 - column_tap
                 )

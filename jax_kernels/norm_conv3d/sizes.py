@@ -370,9 +370,10 @@ def scratch_shapes(sizes: ConvSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
 
     Direct convolution (`tile` is 0) and Winograd's have different buffers. Both work on a strip of columns,
     in chunks: a chunk's columns are multiplied together, a unit's columns are modulated together. Channels
-    are in parts of 128. A buffer of int32 holds words of two bfloat16 frames. Results are written, and in
-    direct convolution inputs modulated, one chunk after their products, at first left of column 0: so
-    `result_width` has one chunk of columns more.
+    are in parts of 128. A buffer of int32 holds words of two bfloat16 frames.
+
+    Writing results, and in direct convolution modulating inputs, is one chunk behind the products. It begins
+    left of column 0: so `result_width` has one chunk of columns more.
     """
     width, result_width, result_parts = sizes.width, sizes.width + sizes.chunk, sizes.outputs // tiles.LANES
     # Of each column: its first result, then the sum and the sum of squares of the differences from it.

@@ -309,8 +309,8 @@ class WinogradStep(ConvStep):
     def _add_edges(self, frames: Any, column: Any, row: int, part: int) -> None:
         """Add the edges to the results of the strip's first and last column.
 
-        A strip is columns that the grid computes together. An edge is what the columns just outside it add to
-        the column beside them.
+        A strip is columns that the grid computes together. An edge is what the columns outside the strip add
+        to its first or to its last column.
 
         Args:
             frames: reference to the results of a unit (a few columns), a row for each frame of a pixel.
@@ -322,7 +322,7 @@ class WinogradStep(ConvStep):
             # `column` is traced: to a unit without the edge's column, zeros are added.
             inside = (edge_column >= column) & (edge_column < column + sizes.unit)
             at = self._rows(edge_column % sizes.unit, 1, sizes.input_frames)
-            # "edges" has a row for each frame of the left edge, then of the right one.
+            # "edges" has one video (index 0): the frames of the left edge, then those of the right edge.
             edge = self.refs["edges"][
                 0, row, side * sizes.input_frames : (side + 1) * sizes.input_frames, lanes_of(part)
             ]

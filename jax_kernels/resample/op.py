@@ -105,13 +105,13 @@ def _split_and_resample(
         in_time: whether the number of frames is doubled or halved too.
         first_frame_alone: whether the first frame stays single, if `in_time`.
     """
-    # `split_frames` makes the first of an odd number of frames a run. If just one of the two holds, an odd
-    # number or `first_frame_alone`, all frames are one run. A run is a tuple of one array.
+    # `split_frames` makes the first frame a run if the number of frames is odd. Where `first_frame_alone`
+    # contradicts that, all frames are one run. A run is a tuple of one array.
     runs = split_frames(target, x) if first_frame_alone == (x.shape[1] % 2 == 1) else [(x,)]
     if len(runs) == 1:
         return resample(x, in_time, first_frame_alone)
-    # Of several runs only the first can have a single frame, which is not resampled in time. All others have
-    # pairs of frames alone, so `first_frame_alone` is False.
+    # Of several runs only the first can have a single frame, which is not resampled in time. All other runs
+    # have whole pairs of frames: `first_frame_alone` is False.
     return join_frames([resample(frames, in_time and frames.shape[1] > 1, False) for (frames,) in runs])
 
 

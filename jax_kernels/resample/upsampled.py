@@ -63,9 +63,9 @@ class UpsampleSizes(NamedTuple):
 
     @property
     def chunk(self) -> int:
-        """Columns of pixels in a matrix product, about `PRODUCT` rows: one for each frame of a column.
+        """The number of columns of pixels in a matrix product, which has a row for each frame of a column.
 
-        The last product of a row of pixels may have fewer columns.
+        A product has about `PRODUCT` rows. The last one of a row of pixels may have fewer columns.
         """
         # The fewest products that cover a row of pixels share its columns evenly, rounded up to a multiple of
         # `COLUMNS`.
@@ -153,7 +153,7 @@ class _Step:
     """
 
     def __init__(self, sizes: UpsampleSizes, refs: dict[str, Any], last: int):
-        """Keep the sizes, the kernel's references by name and the last step's index; read this step's."""
+        """Keep the sizes, the references by name and the index of the last step; read this step's index."""
         self.sizes, self.refs, self.last = sizes, refs, last
         self.step = pl.program_id(1)
 

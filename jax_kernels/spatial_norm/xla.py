@@ -66,10 +66,7 @@ def modulate_pixels(
 
     A TPU keeps a convolution's activations in the order H W N T C. There repeating a row is a broadcast over
     an outer axis, which costs nothing inside a fusion. To compute `scale * y` and `shift * y + b` first, for
-    a single multiply-add, costs more than it saves. The barriers keep XLA from moving the reshape past the
-    multiplication: it would then write the broadcast `y` and `b` out, in float32 and at full size (v6e, a
-    block at 8 x 480 x 720 x 128: 61 ms instead of 41). Without an activation there is no second barrier, so
-    that the next operation can be fused.
+    a single multiply-add, costs more than it saves.
 
     Args:
         target: the platform that is traced for, and the sharding of columns.
@@ -88,11 +85,13 @@ def modulate_pixels(
         pointwise("hwntz,zc->hwntc", pixels_first(zq), kernel, bias + zero) for kernel, bias in (to_y, to_b)
     )
     h, w, n, t, c = y.shape  # h rows of latents, each of which covers `x.shape[2] // h` rows of pixels
+    # The barriers keep XLA from moving the reshapes past the multiplication: it would then write out the
+    # broadcast `y` and `b`, in float32 at full size (v6e, a block at 8 x 480 x 720 x 128: 61 ms, not 41).
     rows = jax.lax.optimization_barrier(pixels_first(x).reshape(h, x.shape[2] // h, w, n, t, c))
     normed = rows.astype(jnp.float32) * scale_NC[:, None] + shift_NC[:, None]
     result = activate(normed * y[:, None] + b[:, None], activation)
     result = with_clear_padding(result.astype(x.dtype), target.split, column_axis=2)
-    if activation is not None:
+    if activation is not None:  # without one the next operation can be fused
         result = jax.lax.optimization_barrier(result)
     return frames_first(result.reshape(x.shape[2], w, n, t, c))
 
