@@ -68,7 +68,7 @@ class VideoDirectory(OutputDirectory):
             else:
                 self._readers[name] = read
         self.missing = list(self._readers)
-        # A run writes its config before its first video. `_load_state(None)` returns it, whatever it says.
+        # A run writes its config before its first video. None: the config is not compared with this run's.
         if not self._load_state(None) and self.done_before:
             raise OutputError(
                 f"{self.directory} holds videos of these names that were not decoded there: give another "

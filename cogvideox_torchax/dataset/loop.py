@@ -52,8 +52,8 @@ def attempt(
     Args:
         step: a function of one argument.
         given: its argument.
-        errors: errors that the argument causes, not the machine. Two of them are raised all the same: an
-            `OutputError`, and a `RuntimeError` for another reason than exhausted memory.
+        errors: errors that the argument causes, not the machine. An `OutputError` is raised even so, and a
+            `RuntimeError` unless it reports exhausted memory.
     """
     try:
         return step(given), None
@@ -61,6 +61,7 @@ def attempt(
         exhausted = runtime.out_of_memory(error)
         if isinstance(error, OutputError) or (isinstance(error, RuntimeError) and not exhausted):
             raise
+        # In one line. A `MemoryError` may have no message.
         return None, " ".join(str(error).split()) or "out of memory"
 
 

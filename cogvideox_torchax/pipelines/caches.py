@@ -168,7 +168,7 @@ class StepCache:
         return [self._plan_step(state, model, tensors) for _ in steps]
 
     def _new_state(self, name: str | None) -> RunState:
-        """Return the state of a new run, with copies of the hooks; `self.computed` is about it from now on.
+        """Return the state of a new run, with copies of the hooks; have `self.computed` report this run.
 
         `name` is the name of the run's context, or None.
         """
@@ -212,7 +212,7 @@ class FirstBlockSteps(StepCache):
         reuses runs the first block, and adds the kept residual of the later blocks. In a run the device
         decides between the two; in a plan each is a program.
         """
-        # One step is planned, `range(1)`, for its threshold: all steps have the same plan.
+        # `numbers` is the threshold, the same for all steps: one step is planned, `range(1)`, to get it.
         ((_form, numbers),) = super().plan_run(model, batch, range(1))
         return [(form("first_block", reuses=reuses), numbers) for reuses in (False, True)]
 

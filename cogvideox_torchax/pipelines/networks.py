@@ -192,8 +192,10 @@ class CompiledNetwork(PortedModel):
         if self.mesh is None:
             return runtime.Program(network)
         types = SPLIT_LAYERS  # modules whose inputs and outputs are constrained to the sharding
-        if self.parallelism.kind == sharding.CONTEXT:  # a transformer's blocks take and return local tokens
-            types = (Block,) if network.joined else ()  # `joined`: text and patches are one sequence
+        if self.parallelism.kind == sharding.CONTEXT:
+            # Blocks take and return local tokens if text and patches are one sequence (`joined`). If not, no
+            # module is constrained.
+            types = (Block,) if network.joined else ()
         return runtime.Program(network, replace(self.placement, types=types))
 
     def run_program(self, *options: Any, **tensors: Any) -> torch.Tensor:

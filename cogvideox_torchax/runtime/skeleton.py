@@ -135,7 +135,7 @@ def host_skeleton(module: Module) -> Module:
 
 
 def _with_weights(module: Module, make: Callable[[torch.Tensor], torch.Tensor]) -> Module:
-    """Return a copy (`skeleton`) whose weights are `make(tensor)` of the module's; tied weights stay tied."""
+    """Return a copy (`skeleton`) with `make(weight)` in place of each weight; tied weights stay tied."""
     copied = skeleton(module)
     without_torchax(replace_weights, copied, make)
     return copied

@@ -409,7 +409,9 @@ def _moving_camera(rng: np.random.Generator, source: Source, frames: int, size: 
     path = np.cumsum(velocity, 0)
     zoom = rng.uniform(0.75, 1.15) * np.exp(np.arange(frames) * rng.normal(0, 0.006))
     angle = rng.normal(0, 0.1) + np.arange(frames) * rng.normal(0, 0.004)
-    margin = 0.6 * size  # of the center from the edges, if the picture has it: more than half a crop
+    # Least distance of the center from the edges: more than half a crop. In a picture too small for it the
+    # center is drawn from [margin, margin + 1].
+    margin = 0.6 * size
     center_x, center_y = (rng.uniform(margin, max(side - margin, margin + 1)) for side in (width, height))
     drift = path - path[frames // 2]  # in the middle frame the camera looks at the center
     cosine, sine = np.cos(angle) * zoom * size, np.sin(angle) * zoom * size

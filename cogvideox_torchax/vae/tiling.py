@@ -181,8 +181,8 @@ def run_tiles(
     Args:
         pieces: the chunks, videos on axis 0.
         plan: the tiles.
-        start: returns a new function of a tile of a chunk, or of several tiles as a batch, that returns the
-            result and keeps the convolutions' cache for the same tiles of the next chunk.
+        start: returns a new function that runs a tile of a chunk, or several tiles as a batch, and keeps the
+            convolutions' cache for the same tiles of the next chunk.
         join: returns a chunk's result from its tiles' results, a list for each row of tiles.
         row_axis: axis of rows in the chunks; columns are the next axis.
         dp: number of devices that split a batch. If it does not divide the number of videos, up to `dp` tiles

@@ -174,9 +174,9 @@ def attention_on(
 
 def _fastest(target: Target, q: Array, k: Array) -> Implementation:
     """Return the fastest implementation that supports `q` and `k` on the platform of `target`."""
-    if target.uses_pallas and tpu.is_supported(q, k):  # true on a TPU only
+    if target.uses_pallas and tpu.is_supported(q, k):  # `uses_pallas` is true on a TPU only
         return "transposed"
-    # `target.pallas` is whether kernels may be used, and counts for cuDNN's too.
+    # `target.pallas` is whether kernels may be used, cuDNN's too.
     return "cudnn" if target.platform == "cuda" and target.pallas and xla.cudnn_supports(q) else "plain"
 
 

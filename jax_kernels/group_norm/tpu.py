@@ -158,8 +158,8 @@ def _moments(x_ref, mean_ref, m2_ref, origin_ref, *, blocks: int, together: int 
             of the differences from `origin_ref`.
         origin_ref: memory for a typical value of each column (frame, channel). Sums are of differences from
             it, against cancellation.
-        blocks: number of blocks of rows. It is no `pl.num_programs`: JAX 0.11 takes the trace of an equal
-            kernel for blocks of the same shapes, even in a grid of another size.
+        blocks: number of blocks of rows. `pl.num_programs` could be wrong: JAX 0.11 reuses a kernel's trace
+            for blocks of the same shapes, even in a grid of another size.
         together: number of columns in a loop's body.
     """
     # The grid is (videos, blocks of columns, blocks of rows).

@@ -146,8 +146,8 @@ def norm_conv3d_on(
 
     `moments`, the statistics of the columns of `x`, are used by the TPU's kernel alone.
     """
-    # Checked for a TPU on every platform: the branches of a program must return the same shapes, and so
-    # moments wherever the TPU's kernel returns them.
+    # Checked as for a TPU: a program has a branch for each platform, and all branches must return moments if
+    # the TPU's kernel does.
     is_supported = _kernel_supports(
         replace(target, platform="tpu"), x, norm, kernel, bias, cache, residual, first_frame_alone
     )
@@ -316,9 +316,10 @@ def _coefficients(
         norm: the norm's parameters; with latents it has the kernels and biases of two 1x1x1 convolutions.
         zq: the latents of this shard, (N, t, h, w, Z), or None.
         scale_NC, shift_NC: GroupNorm as a factor and an addend of each channel.
-        columns: number of columns that have coefficients of their own (`_grid`).
-        repeat: function that repeats the values of an array (N, t, h, w, Z), one for each latent, to the
-            kernel's registers, or to the pixels of a column.
+        columns: number of columns of coefficients: w with latents; without them the width if it is padded,
+            else 1, as all pixels share the coefficients.
+        repeat: a function of an array, such as `zq`, that repeats its values to the rows of the kernel's
+            registers, or to the pixels of a column.
     """
     scale, shift = (part[:, None, None, None] for part in (scale_NC, shift_NC))
     if zq is None:

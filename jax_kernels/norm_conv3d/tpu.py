@@ -214,8 +214,9 @@ def _by_kernel(
         ),
         name="norm_conv3d",
     )(*weights, *(array for array, _ in operands.values()))
-    pixels = x.shape[0], sizes.columns, sizes.input_frames
-    mean, m2 = (part[..., :outputs].reshape(*pixels, -1).swapaxes(1, 2) for part in moments)
+    # From (N, W T, channels), whose channels are padded to `sizes.outputs`, to (N, T, W, O).
+    grouped = x.shape[0], sizes.columns, sizes.input_frames, outputs
+    mean, m2 = (part[..., :outputs].reshape(grouped).swapaxes(1, 2) for part in moments)
     cache_shape = (x.shape[0], TAPS - 1, *x.shape[2:])
     return _frames_first(y, sizes, outputs), _cache_frames_first(latest, cache_shape), (mean, m2)
 

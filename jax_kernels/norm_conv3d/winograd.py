@@ -219,7 +219,9 @@ class WinogradStep(ConvStep):
                 shifted[pl.ds(TILES, count)] = part_sums
                 component_sums = refs["components"].at[component, row, 0]
                 component_sums[at] = component_sums[at] + shifted[pl.ds(0, count)]
-            elif len({row for row, _ in results}) == 1:  # inputs above or below the block: multiplied first
+            elif len({row for row, _ in results}) == 1:
+                # Both results are in one row, as of inputs above or below the block only. These products come
+                # first: they set the sums, to which later products add.
                 refs["components"][component, row, 0, at] = part_sums
             else:
                 component_sums = refs["components"].at[component, row, 0]
@@ -283,10 +285,10 @@ class WinogradStep(ConvStep):
         self._write_results(column, self.sizes.unit, partial(self._frames, column, unit), after)
 
     def _frames(self, column: Any, unit: int, row: int, part: int) -> Array:
-        """Return the sums of the frames of a unit (a few columns), transformed back, with edges added.
+        """Transform the sums of a unit (a few columns) back to frames; return them with edges added.
 
-        A tile is half of a pixel's frames; the products computed its components of Winograd's transform.
-        Edges are what columns outside the strip add.
+        The sums are the components of each tile, half of a pixel's frames, in Winograd's transform. Edges are
+        what columns outside the strip add.
 
         Args:
             column: the first of the unit's columns.

@@ -328,7 +328,7 @@ def _by_kernel(
         true_width: columns of the result from this one on are padding and get zeros; None without padding.
         expand_time: whether frames are doubled too.
     """
-    sizes = _sizes(x, kernel.shape[-1], expand_time)
+    sizes = _sizes(x, kernel.shape[-1], expand_time)  # `row`: entries of a row of results, 2 W times frames
     videos, _, height, *_ = x.shape
     # The nine taps, (I, O) each, on one axis.
     weights, bias = kernel.reshape(-1, *kernel.shape[2:]), bias.astype(jnp.float32)[None]
@@ -343,8 +343,8 @@ def _by_kernel(
     if true_width is not None:
         operands["true_width"] = true_width[None], pl.BlockSpec(memory_space=pltpu.SMEM)
     scratch = {
-        # Of the previous grid step's row of pixels: what it adds to the next row's upper results; its lower
-        # results so far; its upper results.
+        # A row of pixels becomes an upper and a lower row of results. Of the previous grid step's row of
+        # pixels: what it adds to the next row's upper results; its lower results so far; its upper results.
         "above": pltpu.VMEM((sizes.row, sizes.outputs), jnp.float32),
         "odd": pltpu.VMEM((sizes.row, sizes.outputs), jnp.float32),
         "even": pltpu.VMEM((sizes.row, sizes.outputs), jnp.bfloat16),

@@ -262,7 +262,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
 
         Args:
             name: a local directory or a hub id.
-            subfolder: folder of the VAE in it, "vae" for a whole pipeline.
+            subfolder: the VAE's folder in `name`, "vae" for a whole pipeline.
             variant: variant of the weight files, such as "fp16".
             dtype, param_dtype: dtypes of the computation and of the stored parameters.
             revision, token, cache_dir, local_files_only: the hub's options.
