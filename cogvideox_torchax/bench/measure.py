@@ -66,7 +66,7 @@ def reference(task: Task) -> dict[str, Any]:
         floating-point operations that PyTorch counts in the float32 run.
     """
     size = Size(*task.checked)  # the size at which results are compared
-    rounded = replace(task, way="")  # "" is the reference's implementation; in the job's dtype
+    rounded = replace(task, way="")  # the reference's implementation, in the job's dtype
     exact = replace(rounded, dtype="float32")
     with FlopCounterMode(display=False) as counter:
         _seconds, results = _once(load(exact, size))

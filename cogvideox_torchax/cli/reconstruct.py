@@ -119,7 +119,7 @@ def _alongside(
         messages.append("the sound is left out: it is kept in an .mp4 at the source's own rate")
     times = info.times[: clip.num_frames] if keeps_times else ()
     # The sound, which is kept only at the source's rate, is cut at the end of the frames that were read. The
-    # last of them is shown for 1 / fps.
+    # last frame is shown for 1 / fps.
     seconds = times[-1] + 1 / info.fps if times else clip.num_frames / info.fps
     size, source_size = (clip.framing.height, clip.framing.width), (info.height, info.width)
     # Resized frames have square pixels; cropped frames, and frames of the source's size, have the source's.

@@ -453,7 +453,7 @@ def choose(buckets: Sequence[Bucket], info: video.VideoInfo, frames: int | None 
         raise ClipError(f"{info.path} has {frames} frames, the shortest bucket {shortest}")
 
     def rank(bucket: Bucket) -> tuple[float, int, int]:
-        """Return a key that is lowest for the best bucket: distance of shapes, then frames, then pixels."""
+        """Return a key, lowest for the best bucket: distance of width / height, then frames, then pixels."""
         distance = abs(math.log(bucket.width / bucket.height / float(info.shape)))
         # Rounded, so that buckets of one shape and different sizes are equally near.
         return round(distance, 6), -bucket.frames, -bucket.height * bucket.width

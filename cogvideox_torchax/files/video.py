@@ -108,7 +108,7 @@ def frame_rate(text: str) -> Fraction:
 
 
 def _av() -> Any:
-    """Return PyAV's package; `VideoError` where it is not installed."""
+    """Return PyAV's package; raise `VideoError` if it is not installed."""
     try:
         import av
     except ImportError as error:
@@ -375,7 +375,7 @@ class Sink:
         """Write the end of the output, if its format has one, after the last frame."""
 
     def close(self) -> None:
-        """Close the files that are open, whatever was written."""
+        """Close the files that are open, whatever was written; the base class has none."""
 
 
 def write_all(sink: Sink, pieces: Iterable[torch.Tensor]) -> int:

@@ -76,7 +76,7 @@ class _ThreadStates(threading.local):
     """The states of this thread's runs, by cache and name of a context, and the current context's name."""
 
     def __init__(self) -> None:
-        # A context is a name under which a pipeline makes calls, such as those with the prompt; None for no
+        # A context is a pipeline's name for some of its calls, such as the calls with the prompt; None for no
         # context. States are by cache, then by context.
         self.states: MutableMapping[StepCache, dict[str | None, RunState]] = WeakKeyDictionary()
         self.context: str | None = None

@@ -54,7 +54,7 @@ def _in_pytorch(method: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _weights_on_host(network: Any) -> Iterator[None]:
-    """Move a network's weights to PyTorch for a `with` block; then put all, also added ones, on JAX again.
+    """Move a network's weights to PyTorch for a `with` block; then put all weights, new ones too, on JAX.
 
     Layers that the block adds are ported, and the next call compiles a program with them. A network that is
     in PyTorch before the block stays there.

@@ -106,7 +106,7 @@ def compile_last_chunk(
 
 
 def report_network(network: Any, tensors: dict[str, Any]) -> ProgramPlan:
-    """Compile a ported transformer or text encoder; return its plan, with a `Row` (communication) a layer.
+    """Compile a ported transformer or text encoder; return its plan, with each layer's communication.
 
     Args:
         network: a network with a mesh; in PyTorch, on JAX or on torch's "meta" device.
@@ -153,7 +153,7 @@ def layers(program: runtime.Program, text: str) -> list[Row]:
     shapes = getattr(place, "layers", {})  # by a layer's name, its activations' shapes in the last tracing
     if not shapes:
         return []
-    # By the name of a row: each layer has one, and ELSEWHERE is for instructions outside of every layer.
+    # Instructions of each layer; those outside of every layer are in ELSEWHERE.
     owned: dict[str, list[Instruction]] = {name: [] for name in [*shapes, ELSEWHERE]}
     for instruction in instructions(text):
         # The innermost layer that the instruction was traced in: a scope is names from the outside in, "a/b".

@@ -251,7 +251,7 @@ def _bundles(text: str) -> tuple[list[str], dict[str, int]]:
 
 
 def _operation(part: str) -> _Operation | None:
-    """Parse one instruction of a bundle (those of one cycle); None if it is no scalar instruction to follow.
+    """Parse `part`, one instruction of a cycle; return None if it is no scalar instruction to follow.
 
     A guard, a predicate in parentheses before the operands, decides whether the instruction has effect.
     """
@@ -273,8 +273,8 @@ def _operation(part: str) -> _Operation | None:
         slot = _SLOT.search(rest)
         compute, operands = (_same, [(slot[1], slot[1])]) if slot else (_unknown, [])
     if guard and compute:
-        # A guard may name the result that counts if the instruction has no effect; else the target keeps its
-        # value.
+        # The result without effect: a guard may name it; else the target keeps its value, whose name is not
+        # known.
         old, *_ = _operands(guard["old"] or "") or [("", target)]
         compute = functools.partial(_guarded, bool(guard["not"]), compute)
         operands = [(guard["name"], guard["register"]), old, *operands]

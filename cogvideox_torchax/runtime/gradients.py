@@ -105,7 +105,10 @@ def differentiable(
 def without_gradient(
     network: nn.Module, x: torch.Tensor, run: Callable[[], torch.Tensor], why: str
 ) -> torch.Tensor:
-    """Return the result of `run`; a backward pass through it raises `ValueError` with the message `why`."""
+    """Return the result of `run`, which `network` computes from `x`.
+
+    A backward pass through it raises `ValueError` with the message `why`.
+    """
     if not wants_gradient(network, x):
         return run()
 

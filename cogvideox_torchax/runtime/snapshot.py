@@ -40,7 +40,7 @@ class Snapshot:
             and all(  # the same objects, except for the root
                 seen.module() is module for seen, module in zip(self._modules[1:], modules[1:], strict=True)
             )
-            # The lists and dictionaries in attributes: those that were empty, and those that had items.
+            # Lists and dictionaries that were empty are empty, and others have the items that they had.
             and not any(self._empty)
             and all(_same(_items(container), items) for container, items in self._contents)
             and self._weights == _weight_pattern(modules)  # names of weights, and which are tied

@@ -89,7 +89,7 @@ def _replace(module: nn.Module, make: Callable[[str, torch.Tensor], torch.Tensor
 
 
 def _replaced(tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Return `make(tensor)`: for a parameter a parameter, whose gradient is `make` of the old gradient."""
+    """Return `make(tensor)`, a parameter if `tensor` is one; `make` is applied to the gradient too."""
     made = make(tensor)
     if made is tensor or not isinstance(tensor, nn.Parameter):
         return made

@@ -74,10 +74,10 @@ def qk_norm_rope_on(
     scale: float,
     eps: float,
 ) -> Array:
-    """Compute `qk_norm_rope` on `target`, the platform that is traced for.
+    """Norm, rotate and scale each head (`qk_norm_rope`); return (N, heads, D, S).
 
     Args:
-        target: the target.
+        target: the platform that is traced for.
         x: the projection to queries, keys or values, (N, S, heads * D).
         norm: (weight, bias), or () for no norm.
         tables: (cos, signed sin of `_signed`), or () for no rotation.

@@ -80,7 +80,7 @@ def split_frames(
 
 
 def join_frames(parts: Sequence[jax.Array], time_axis: int = 1) -> jax.Array:
-    """Concatenate the results of the runs of `split_frames` along time."""
+    """Concatenate along time the results for runs of successive frames (`split_frames`)."""
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=time_axis)
 
 

@@ -44,8 +44,8 @@ DTYPES = jnp.float32, jnp.bfloat16
 def pallas_mode(op: str | None = None) -> str:
     """Return the value of the environment variable that `SWITCH` names, "on" if it is not set.
 
-    The value "off:OP,OP" turns Pallas kernels off for the listed ops. Given the name of an
-    `op`, the result is "off" in place of such a value if the op is listed, else "on".
+    The value "off:OP,OP" turns Pallas kernels off for the listed ops. For the name `op` of an op such a value
+    is returned as "off" if the op is listed, else as "on".
     """
     mode = os.environ.get(SWITCH, "on")
     if op is None or not mode.startswith("off:"):

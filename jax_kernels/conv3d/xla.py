@@ -185,7 +185,7 @@ def convolve_same(target: Target, frames: Array, kernel: Array, form: Form) -> A
 
 
 def _taps(frames: Array, kernel: Array) -> list[Array]:
-    """Return for each of the kernel's taps of time the frames under it."""
+    """Return the frames under each of the kernel's taps of time."""
     taps = kernel.shape[0]
     length = frames.shape[1] - taps + 1
     return [frames[:, tap : tap + length] for tap in range(taps)]

@@ -148,7 +148,7 @@ def product(
     Returns:
         (N * parts, S, O / parts): the parts of the first video, then those of the second, and so on.
     """
-    videos, outputs = x.shape[0], weight.shape[0] // parts
+    videos, outputs = x.shape[0], weight.shape[0] // parts  # `outputs` are a part's
     inputs, tokens = x.shape[1:] if transposed else (x.shape[2], x.shape[1])
     # Tokens of a block: the choice with the least padding, of equal ones the larger.
     block_tokens = min(TOKEN_BLOCKS, key=lambda length: (pl.cdiv(tokens, length) * length, -length))

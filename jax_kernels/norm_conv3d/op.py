@@ -396,22 +396,22 @@ def _activated_column(
         target: the platform that is traced for.
         x: frames (N, T, H, W, I).
         cache: the two activated frames before `x`; if None, the first activated frame of `x` is taken twice.
-        coefficients: `coefficients(repeat)` returns the norm's multiplier and offset (`_coefficients`). It
-            calls `repeat` to repeat a value of each latent to the column's pixels.
+        coefficients: `coefficients(repeat)` returns the norm's multiplier and offset for the pixels to which
+            `repeat` repeats a value of each latent (`_coefficients`).
         column: index of the column.
     """
     frames, height, columns = x.shape[1:4]
 
-    def repeat_over_column(part: Array) -> Array:
-        """Repeat the column's values in `part`, (N, t, h, w, Z), to all of its frames and rows."""
-        index = column * part.shape[3] // columns  # of the latent that covers the column
-        return repeat_nearest(
-            part[:, :, :, index : index + 1], {1: frames // part.shape[1], 2: height // part.shape[2]}
-        )
+    def repeat_over_column(values: Array) -> Array:
+        """Repeat the column's values in an array (N, t, h, w, Z) to all of its frames and rows."""
+        _, t, h, w, _ = values.shape
+        index = column * w // columns  # of the latent that covers the column
+        return repeat_nearest(values[:, :, :, index : index + 1], {1: frames // t, 2: height // h})
 
     # The layout is fixed: XLA would first copy all of `x` into the order that suits a single column.
-    own = slice(column, column + 1)
-    now = tpu.activated(store_pixels_first(target, x[:, :, :, own]), *coefficients(repeat_over_column))
+    now = tpu.activated(
+        store_pixels_first(target, x[:, :, :, column : column + 1]), *coefficients(repeat_over_column)
+    )
     first_twice = jnp.repeat(now[:, :1], 2, axis=1)
     past = first_twice if cache is None else tpu.column_of_cache(cache, column)
     return jnp.squeeze(jnp.concatenate([past, now], axis=1), 3)

@@ -164,7 +164,8 @@ class ConvStep(ABC):
     def _modulate_block(self) -> None:
         """Modulate (norm and activate) a block, two rows; move the block above it to where products load.
 
-        The first `LAG` steps of a strip do only this: they have no results, and so no products.
+        The first `LAG` steps down a strip (a range of columns) do only this: products of a block are computed
+        `LAG` steps after its modulation.
         """
 
         def modulate_unit(index: Array, carry: None) -> None:

@@ -235,7 +235,8 @@ def _operands(
 ) -> tuple[dict[str, tuple[Any, pl.BlockSpec]], list[Array]]:
     """Return the kernel's operands by name, each with its `BlockSpec`; and the matrices of its products.
 
-    Optional operands that are None are left out.
+    Optional operands that are None are left out. A product has a matrix for each turn, a share of the output
+    channels.
 
     Args:
         sizes: the sizes that the kernel is compiled for.
@@ -318,7 +319,7 @@ def _results(
     `operands` are those of `_operands`: also shapes and dtypes with their `BlockSpec`.
     """
     x, _ = operands["x"]
-    videos, height, row, _ = x.shape  # `row`: frames times pixels of a row, one entry for each
+    videos, height, row, _ = x.shape  # `row` is W T: a row's pixels times frames
     strip_row = sizes.width * sizes.input_frames  # the part of `row` that a strip (adjacent columns) has
     # The next cache: the last two frames (`TAPS - 1`), 128 channels (`LANES`) of a pixel and frame in a row.
     latest = (videos, height, sizes.columns * sizes.parts * (TAPS - 1), tiles.LANES)

@@ -277,10 +277,10 @@ class WinogradStep(ConvStep):
         return words[-1]
 
     def _finish(self, column: Any, unit: int = 0, after: Array | None = None) -> None:
-        """Transform the sums of a unit (a few columns, from `column` on) back to frames; write these results.
+        """Transform the sums of a unit (a few columns) back to frames, and write these results.
 
-        `unit` is the index of the memory for the frames. The work waits for `after`, the sums of a product,
-        if given.
+        `column` is the unit's first column, `unit` the index of its place in the memory "frames". The work
+        waits for `after`, the sums of a product, if given.
         """
         self._write_results(column, self.sizes.unit, partial(self._frames, column, unit), after)
 
@@ -331,10 +331,9 @@ class WinogradStep(ConvStep):
             frames[at, :] = frames[at, :] + jnp.where(inside, edge, 0.0)
 
     def _word_columns(self, column: Any, count: int, shift: int = 0) -> Any:
-        """Return the slice of `count` columns in the memory that products read.
+        """Return the slice of `count` columns, from `column + shift` on, in the memory that products read.
 
-        The slice begins `shift` columns after `column`, a multiple of 8 (a register's rows). The first
-        `MARGIN` columns of the memory are padding.
+        `column` is a multiple of 8, a register's rows. The first `MARGIN` columns of the memory are padding.
         """
         start = column + MARGIN
         if isinstance(start, jax.Array):  # traced: the compiler needs to know that it is aligned

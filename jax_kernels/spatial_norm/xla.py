@@ -36,7 +36,7 @@ def modulate_rows(
         activation: applied to the result, or None.
         first_frame_alone: whether the first latent frame covers the first frame alone.
     """
-    zq = match_frames_and_columns(zq, x.shape, first_frame_alone=first_frame_alone)
+    zq = match_frames_and_columns(zq, x.shape, first_frame_alone=first_frame_alone)  # N T h W Z
     y = pointwise("nthwz,zc->nthwc", zq, *to_y)
     multiplier = y * scale_NC[:, None, None, None]
     offset = y * shift_NC[:, None, None, None] + pointwise("nthwz,zc->nthwc", zq, *to_b)

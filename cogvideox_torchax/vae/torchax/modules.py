@@ -56,7 +56,7 @@ def _as_ported(module: nn.Module) -> bool:
 def with_zero_padding(x_NCTHW: torch.Tensor, split: Split) -> torch.Tensor:
     """Return `x_NCTHW` with zeros in the padding columns of `split`, the sharding of the width.
 
-    PyTorch's operations may have overwritten the zeros.
+    PyTorch's operations may have overwritten the zeros. Only tensors on JAX have padding.
     """
     return torch_view(with_clear_padding)(x_NCTHW, split, COLUMN_AXIS) if on_jax(x_NCTHW) else x_NCTHW
 
