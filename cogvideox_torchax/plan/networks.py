@@ -230,7 +230,7 @@ def cached_steps(model: str | None, dtype: torch.dtype, cache: str, guided: bool
     layers a step runs: its result has one step that runs all blocks, and one that does not.
 
     Args:
-        model: as `transformer_config` takes it.
+        model: a name of `TRANSFORMERS`, such as "5b", a pipeline's directory or hub id; None for "5b".
         dtype: dtype of weights and activations.
         cache: a step cache, as the command line takes it (`cache_options.CHOICES`).
         guided: whether the batch has the video twice, for guidance.

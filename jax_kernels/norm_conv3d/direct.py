@@ -57,7 +57,7 @@ class DirectStep(ConvStep):
 
         Slot `new` has the block at which this step computes results, and slot `old` the block above. Once a
         chunk (some columns) of slot `old` is multiplied, the block below replaces it, moved from the memory
-        "stage". The arguments are those of `ConvStep`.
+        "stage". `weights` are references to each product's matrices, `refs` to all other memory by name.
         """
         super().__init__(sizes, weights, refs)
         # The slots swap roles at each step of the grid.

@@ -248,9 +248,10 @@ def downsample_on(
     compress_time: bool,
     first_frame_alone: bool,
 ) -> Array:
-    """Compute `downsample` on `target`, the platform that is traced for, by runs of frames.
+    """Average pairs of frames if `compress_time`, then convolve with stride 2, by runs of frames.
 
     A run is frames that are computed together: on a TPU the first of an odd number alone, then 2, 4 or 8.
+    `target` is the platform that is traced for.
     """
 
     def downsample_run(frames: Array, compress_time: bool, first_frame_alone: bool) -> Array:

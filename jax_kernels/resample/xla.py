@@ -40,10 +40,10 @@ def downsampled_sums(x: jax.Array, kernel: jax.Array, columns: tuple[int, int]) 
 
 
 def downsampled_sums_by_patches(x: jax.Array, kernel: jax.Array, columns: tuple[int, int]) -> jax.Array:
-    """Compute `downsampled_sums` as one matrix product of all windows (patches).
+    """Convolve with stride 2 by one matrix product of all windows (patches); return float32 sums.
 
-    A row of zeros is added below, and `columns` zeros on the (left, right). This is for images on a TPU:
-    on a core XLA compiles their convolution in 14 s (120 x 180 x 256) to a minute (a shard of 768 x 170 x
+    A row of zeros is added below, and `columns` zeros on the (left, right). This is for images on a TPU: on
+    one CPU core XLA compiles their convolution in 14 s (120 x 180 x 256) to a minute (a shard of 768 x 170 x
     128), the product in 5 s.
     """
     # A list of one array: the kernel has no axis of time.
