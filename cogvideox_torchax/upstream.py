@@ -19,7 +19,7 @@ from torch import nn
 from cogvideox_torchax.versions import TESTED, installed
 
 
-def _part(package: str, owner: Any, name: str) -> Any:
+def _attribute(package: str, owner: Any, name: str) -> Any:
     """Return the attribute `name` of `owner`, a module or a class of `package`; a new release may lack it.
 
     Raises:
@@ -42,8 +42,8 @@ def torchax_is_on() -> bool:
     """
     if "torchax" not in sys.modules:
         return False
-    mode = _part("torchax", sys.modules["torchax.tensor"], "XLAFunctionMode")
-    stack = _part("torch", torch.overrides, "_get_current_function_mode_stack")
+    mode = _attribute("torchax", sys.modules["torchax.tensor"], "XLAFunctionMode")
+    stack = _attribute("torch", torch.overrides, "_get_current_function_mode_stack")
     return any(isinstance(active, mode) for active in stack())
 
 
@@ -65,9 +65,11 @@ def torchax_off() -> Iterator[None]:
     )
     with contextlib.ExitStack() as restored:
         for owner, reader, kind in stacks:
-            current, push, pop = (_part("torch", owner, name) for name in (reader, "_push_mode", "_pop_mode"))
+            current, push, pop = (
+                _attribute("torch", owner, name) for name in (reader, "_push_mode", "_pop_mode")
+            )
             before = current()  # the stack's modes, the outermost first
-            torchax_mode = _part("torchax", sys.modules["torchax.tensor"], kind)
+            torchax_mode = _attribute("torchax", sys.modules["torchax.tensor"], kind)
 
             # Default arguments keep this stack's functions: at the exit, when `put` runs again, the loop's
             # variables are those of the last stack.
@@ -89,15 +91,15 @@ def replace_array(tensor: Any, move: Callable[[Any], Any]) -> Any:
     Needs `apply_jax_` of torchax's tensors: with public functions of `torchax.interop` a parameter would
     become another object.
     """
-    return _part("torchax", type(tensor), "apply_jax_")(tensor, move)
+    return _attribute("torchax", type(tensor), "apply_jax_")(tensor, move)
 
 
 def teach_copying(kind: Any, tensor_of: Any, to_torch: Any, without_torchax: Any) -> None:
-    """Make a torchax tensor class, that of whole tensors or that of views, copyable and picklable.
+    """Make a class of torchax's tensors copyable and picklable, as torchax does not.
 
-    By themselves torchax's tensors support neither. A copy, alone or inside any module or state dict, shares
-    its array, which nothing writes into. A pickle holds a plain torch tensor: the loaded tensor is in
-    PyTorch, with torchax installed or not. The class must define neither `__deepcopy__` nor `__reduce_ex__`.
+    A copy, also inside a copied module, shares the tensor's JAX array, which nothing writes into. A pickle
+    holds a plain torch tensor, which loads with torchax installed or not. The class must define neither
+    `__deepcopy__` nor `__reduce_ex__`.
 
     Args:
         kind: the class; it gets a `__deepcopy__`, and an entry of `copyreg`.
@@ -142,7 +144,7 @@ def one_program_each(registry: Any) -> None:
     """
     import jax
 
-    table = _part("torchax", registry, "all_aten_ops")
+    table = _attribute("torchax", registry, "all_aten_ops")
     # (operator, its arguments that are Python numbers to compile in)
     for name, static_arguments in (("add", ("alpha",)), ("sub", ("alpha",)), ("mul", ())):
         operator = table[getattr(torch.ops.aten, name).Tensor]
@@ -153,7 +155,7 @@ def is_traced(array: Any) -> bool:
     """Return whether JAX is tracing the array, so that it has no value. Needs `jax.core.Tracer`."""
     import jax.core
 
-    return isinstance(array, _part("jax", jax.core, "Tracer"))
+    return isinstance(array, _attribute("jax", jax.core, "Tracer"))
 
 
 def _wrap_class_method(kind: Any, name: str, around: Callable[..., Any]) -> None:
@@ -165,7 +167,7 @@ def _wrap_class_method(kind: Any, name: str, around: Callable[..., Any]) -> None
         around: called with the original as a plain function, the class, and the call's arguments.
     """
     # `_part` raises if diffusers has no such method any more. `__func__` is not bound: it takes the class.
-    method = _part("diffusers", kind, name).__func__
+    method = _attribute("diffusers", kind, name).__func__
 
     @functools.wraps(method)
     def call(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -222,7 +224,7 @@ def parts_for(pipeline_class: Any, pipeline: Any) -> dict[str, Any]:
         The parts by their name in both pipelines.
     """
     # Diffusers' private method returns the types of each part, by the part's name; some are no classes.
-    kinds = _part("diffusers", pipeline_class, "_get_signature_types")()
+    kinds = _attribute("diffusers", pipeline_class, "_get_signature_types")()
     return {
         name: part
         for name, part in pipeline.components.items()
@@ -245,7 +247,7 @@ def rotary_tables(pipeline_class: Any, move: Callable[[Any, Any], Any]) -> dict[
         move: called with the pipeline and a table; returns the table on the pipeline's device.
     """
     name = "_prepare_rotary_positional_embeddings"
-    inherited = _part("diffusers", pipeline_class, name)
+    inherited = _attribute("diffusers", pipeline_class, name)
 
     @functools.wraps(inherited)
     def tables(self: Any, height: int, width: int, num_frames: int, device: Any) -> Any:
@@ -265,7 +267,7 @@ def positions(patch_embed: Any, height: int, width: int, frames: int) -> Any:
         height, width, frames: size of the latents.
     """
     pixel_frames = (frames - 1) * patch_embed.temporal_compression_ratio + 1
-    table = _part("diffusers", type(patch_embed), "_get_positional_embeddings")
+    table = _attribute("diffusers", type(patch_embed), "_get_positional_embeddings")
     return table(patch_embed, height, width, pixel_frames)
 
 
@@ -285,7 +287,7 @@ def set_saved_package(model: Any, kind: type) -> None:
 def is_compiled(module: Any) -> bool:
     """Return whether a module is torch.compile's wrapper of another. Needs the class `OptimizedModule`."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # None: torch.compile has not run
-    return dynamo is not None and isinstance(module, _part("torch", dynamo, "OptimizedModule"))
+    return dynamo is not None and isinstance(module, _attribute("torch", dynamo, "OptimizedModule"))
 
 
 COMPILED_CALL = "_compiled_call_impl"
@@ -315,7 +317,7 @@ def scaling_loras(step: Callable[..., Any]) -> Callable[..., Any]:
     from diffusers.utils import peft_utils
 
     # `_part` gets the attribute, or names the release of diffusers that has it.
-    return _part("diffusers", peft_utils, "apply_lora_scale")("attention_kwargs")(step)
+    return _attribute("diffusers", peft_utils, "apply_lora_scale")("attention_kwargs")(step)
 
 
 CACHE_HOOKS = ("FBC", "Mag", "PyramidAttention", "FasterCache", "TaylorSeer", "SeaCache", "TextKVCache")
@@ -409,7 +411,7 @@ def record_ratio(hook: Any, ratio: Any) -> None:
     """
     state = hook.state_manager.get_state()
     state.calibration_ratios.append(float(ratio) if state.calibration_ratios else 1.0)
-    _part("diffusers", type(hook), "_advance_step")(hook, state)
+    _attribute("diffusers", type(hook), "_advance_step")(hook, state)
 
 
 @functools.cache
@@ -421,6 +423,6 @@ def cached_block(kind: type) -> None:
     """
     from diffusers.hooks import _helpers
 
-    registry = _part("diffusers", _helpers, "TransformerBlockRegistry")
-    metadata = _part("diffusers", _helpers, "TransformerBlockMetadata")
+    registry = _attribute("diffusers", _helpers, "TransformerBlockRegistry")
+    metadata = _attribute("diffusers", _helpers, "TransformerBlockMetadata")
     registry.register(kind, metadata(return_hidden_states_index=0, return_encoder_hidden_states_index=1))

@@ -51,8 +51,11 @@ class Torchax(Backend):
         return program.begin(program.weights(network))
 
     def recorder(self, direction: Direction, wanted: Callable[[str], Any]) -> Recorder:
-        """Return a function of a chunk to its layers' outputs; `wanted(name)` selects the layers."""
-        # `RecordedLayers` returns its layers' outputs, by name. `run` takes a video's chunks in order.
+        """Return a function from a chunk to its layers' outputs, by name; `wanted(name)` selects the layers.
+
+        Call the function with a video's chunks in order.
+        """
+        # The text names the compiled program; `RecordedLayers` is a network that returns the layers' outputs.
         run = self._begin(
             f"{direction}, recorded", RecordedLayers(chunk_network(self.vae, direction), wanted)
         )

@@ -136,7 +136,7 @@ def measure(task: Task) -> dict[str, Any]:
 def _once(run: Run) -> tuple[dict[str, dict[str, Any]], list[Any]]:
     """Run a job once, part by part; each part is finished before the next begins.
 
-    `run()` gives the name and the result of each part, which may still be computed.
+    `run()` yields each part's name and result; a device may still be computing the result.
 
     Returns:
         (seconds, results). The seconds are a dictionary for each part's name, and one for the whole run under

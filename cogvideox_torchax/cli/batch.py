@@ -34,8 +34,8 @@ def encode(args: argparse.Namespace) -> int:
     """Encode the clips that the output directory lacks; return 1 where some cannot be encoded, else 0.
 
     `unit`, an `EncodeClip`, is the model and its settings. It checks the settings before the loop over clips
-    begins; in the loop it encodes one clip at a time. With `--ray` actors on the cluster encode, each with a
-    unit of its own.
+    begins; in the loop it encodes one clip at a time. With `--ray` actors on the cluster encode, each with
+    its own unit.
     """
     if args.seed is not None and args.keep in (None, clip.POSTERIOR, clip.MEAN):
         raise ValueError("--seed draws samples: add --keep sample, or both")
@@ -96,7 +96,7 @@ def decode(args: argparse.Namespace) -> int:
         )
         if first:
             unit.check(first)
-            # Writes the settings there; raises if an earlier run's videos were made with other settings.
+            # Writes the settings to the directory; raises if an earlier run's videos have other settings.
             directory.begin(unit.config.fixed_settings(unit.model_sha256))
         return _run_loop(args, directory.work(unit, readers=args.workers or loop.READERS), directory)
 

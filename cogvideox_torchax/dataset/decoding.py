@@ -43,7 +43,7 @@ class VideoDirectory(OutputDirectory):
         *,
         retry: bool = False,
     ):
-        """Keep this process's files of all `shards` of latents; `with` then finds which videos are missing.
+        """Keep the `shards` (files of latents) that this process decodes; `with` finds the missing videos.
 
         Without `fps` a video has the rate in its latents; `retry` tries clips again that were bad before.
         """

@@ -24,7 +24,7 @@ def save(tensors: Mapping[str, torch.Tensor], path: str | Path, metadata: dict[s
 def load(
     path: str | Path, refused: type[ValueError] = ValueError
 ) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
-    """Return the metadata and the tensors of a file; raise the error class `refused` if it is broken."""
+    """Return a safetensors file's metadata and tensors; raise the error class `refused` if it is broken."""
 
     # One opening: a file that is replaced meanwhile is read in one version.
     def read() -> tuple[dict[str, str], dict[str, torch.Tensor]]:

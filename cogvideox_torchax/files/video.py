@@ -125,7 +125,7 @@ def _name_for_messages(source: Source) -> Path:
 
 @contextlib.contextmanager
 def _opened(source: Source, **options: str) -> Iterator[Any]:
-    """Open a container that has a video stream, for the block; raise `VideoError` in place of PyAV's errors.
+    """Open a container with a video stream, for a `with` block; raise `VideoError` in place of PyAV's errors.
 
     `options` are options of FFmpeg's demuxer for the format.
     """

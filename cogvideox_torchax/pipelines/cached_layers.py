@@ -109,8 +109,8 @@ class BlockStack(nn.Module):
             options: keyword arguments of each block; "sequence" tells which positions are patches.
         """
         kept, reuses = self.kept, self.form.reuses
-        head = self._run_blocks(self.blocks[:1], x, options)
-        residual = head[0] - x[0]
+        first_result = self._run_blocks(self.blocks[:1], x, options)
+        residual = first_result[0] - x[0]
         change, size = (
             _mean_of_patches(each.abs(), options).to(residual.dtype)  # diffusers rounds its means too
             for each in (residual - kept["head"], kept["head"])
@@ -119,20 +119,20 @@ class BlockStack(nn.Module):
 
         def reuse() -> Any:
             """Return (patches by the kept residual, and both kept residuals again)."""
-            return head[0] + kept["tail"], kept["head"], kept["tail"]
+            return first_result[0] + kept["tail"], kept["head"], kept["tail"]
 
         def compute() -> Any:
             """Return (patches after all blocks, first block's residual, later blocks' residual)."""
-            y = self._run_blocks(self.blocks[1:], head, options)[0]
-            return y, residual, y - head[0]
+            y = self._run_blocks(self.blocks[1:], first_result, options)[0]
+            return y, residual, y - first_result[0]
 
         if reuses is None:  # in a run the device decides
-            y, first, later = torch_view(jax.lax.cond)(is_similar, reuse, compute)
+            y, head, tail = torch_view(jax.lax.cond)(is_similar, reuse, compute)
         else:  # in a plan, which compiles each branch alone
-            y, first, later = reuse() if reuses else compute()
-        self.kept = {"head": first, "tail": later}
+            y, head, tail = reuse() if reuses else compute()
+        self.kept = {"head": head, "tail": tail}
         self.seen = ~is_similar
-        return y, *head[1:]  # the text is only passed on: after the blocks nothing reads it
+        return y, *first_result[1:]  # the text is only passed on: after the blocks nothing reads it
 
     def _all_blocks(self, x: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
         """Run all blocks on `x`, (patches, text) or (sequence,), and keep a residual as "tail".
@@ -397,7 +397,7 @@ def _replace_forward(module: nn.Module, given: dict[str, Any], results: dict[str
         module: a module of a program's own copy of the transformer.
         given: results to return, by a module's name: a tuple of tensors, or None for zeros of the shapes of
             the module's own result.
-        results: lists by a module's name; that of a module not in `given` gets the tensors of its result.
+        results: a list by each module's name; a module not in `given` adds its result's tensors to its list.
         name: the module's name.
     """
     forward = module.forward

@@ -188,8 +188,8 @@ class StepCache:
         by name, that the step's program takes besides `tensors`.
 
         Args:
-            state: the run's state. Its hooks decide what the step skips. `state.computed` gets a bool,
-                whether the step skips nothing, if the host knows it before the step.
+            state: the run's state, whose hooks decide what the step skips. `state.computed` is set to whether
+                the step skips nothing, if the host knows it before the step.
             model: the transformer.
             tensors: inputs of the step, by name.
         """

@@ -202,17 +202,17 @@ def _shards(
         computing: the layer's instructions, whose results have the shapes on one device.
         place: the mesh, and the sharding of activations that is requested.
     """
-    found = {array.shape for instruction in computing for array in instruction.results}
-    parts = place.parts(place.spec(largest))  # number of shards of each axis, as requested
+    result_shapes = {array.shape for instruction in computing for array in instruction.results}
+    shards = place.parts(place.spec(largest))  # number of shards of each axis, as requested
     # No split was requested, or the compiled program has the whole activation in spite of the request.
     # `_can_hold` allows for axes that XLA has transposed or joined.
-    if math.prod(parts) == 1 or any(_can_hold(shape, largest) for shape in found):
+    if math.prod(shards) == 1 or any(_can_hold(shape, largest) for shape in result_shapes):
         return 1
     local_shapes = {
-        tuple(-(-size // count) for size, count in zip(shape, parts, strict=True)) for shape in shapes
+        tuple(-(-size // count) for size, count in zip(shape, shards, strict=True)) for shape in shapes
     }
-    is_split = any(_can_hold(shape, local) for shape in found for local in local_shapes)
-    return math.prod(parts) if is_split else None
+    is_split = any(_can_hold(shape, local) for shape in result_shapes for local in local_shapes)
+    return math.prod(shards) if is_split else None
 
 
 def _can_hold(shape: tuple[int, ...], axes: tuple[int, ...]) -> bool:

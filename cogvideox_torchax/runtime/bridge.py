@@ -124,7 +124,7 @@ def to_torch(tensor: torch.Tensor) -> torch.Tensor:
 
 def plain_tensor(host: np.ndarray) -> torch.Tensor:
     """Return a NumPy array as a plain torch tensor, without a copy: the inverse of `host_array`."""
-    if host.dtype.name == "bfloat16":  # ml_dtypes', which torch does not take
+    if host.dtype.name == "bfloat16":  # the dtype of ml_dtypes, which `from_numpy` refuses
         return torch.from_numpy(host.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(host)
 

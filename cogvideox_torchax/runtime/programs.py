@@ -297,7 +297,7 @@ class Program:
         )
 
     def begin(self, weights: Any) -> Callable[[Any], Any]:
-        """Return a function of a video's chunks, called in order, that returns their results."""
+        """Return a function to call with each chunk of a video in order, which returns the chunk's result."""
         return with_kept_cache(lambda chunk, cache: self.run(weights, self.put(chunk), cache))
 
     def run_video(self, weights: Any, video: Any, lengths: Sequence[int]) -> Any:

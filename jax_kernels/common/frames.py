@@ -98,7 +98,7 @@ def split_bands(x: Float[Array, "N 1 H W C"], overlap: int, bands: int) -> Float
 
     Args:
         x: an image.
-        overlap: rows of the bands above and below that each band has too, zeros beyond the image.
+        overlap: number of rows that a band repeats of each neighbouring band; zeros beyond the image.
         bands: number of bands B, which must divide the rows.
 
     Returns:
@@ -134,7 +134,7 @@ def is_large(x_NTHWC: jax.Array) -> bool:
     """Return whether frames are so large that a layout constraint on them helps a TPU; an image never is.
 
     The limit is between 192 x 44 and 120 x 180 pixels. A steady-state chunk of CogVideoX's VAE takes, by the
-    v6e compiler's estimate, 178 ms with constraints on frames larger than 120 x 180 alone, and 156 ms with
+    v6e compiler's estimate, 178 ms with constraints only on frames larger than 120 x 180, and 156 ms with
     constraints on 120 x 180 too. With constraints on a shard's 192 x 44 too it compiles for longer than
     twelve minutes.
     """

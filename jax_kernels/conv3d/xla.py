@@ -56,13 +56,13 @@ def direct(frames: Array, kernel: Array, columns: Padding) -> Array:
 def summed(frames: Array, kernel: Array, columns: Padding) -> Array:
     """Add one 2-D convolution for each tap of time; return float32 sums.
 
-    `columns` is the padding of the width. The convolution of a tap is of the frames under it.
+    `columns` is the padding of the width. Each tap has the frames that lie under it.
     """
     return functools.reduce(
         jnp.add,
         (
-            conv_frames(tap, kernel[index], padding=_padding(kernel, columns))
-            for index, tap in enumerate(_taps(frames, kernel))
+            conv_frames(frames_under, kernel[tap], padding=_padding(kernel, columns))
+            for tap, frames_under in enumerate(_taps(frames, kernel))
         ),
     )
 

@@ -33,7 +33,7 @@ def moments(target: Target, x: Float[Array, "N *rest"], *, num_groups: int, chan
         `Moments` of shape (N, G), float32.
     """
     x = jnp.moveaxis(x, channel_axis, -1)
-    row_axis = max(1, x.ndim - 3)  # of rank 3, the only axis of pixels
+    row_axis = max(1, x.ndim - 3)  # rank 3 has one axis of pixels, taken for the rows
     mean, m2 = column_moments(target, x) if x.ndim == 5 else _squeezed(*xla.column_moments(x), row_axis)
     return moments_of_columns(target, mean, m2, x.shape[row_axis], num_groups=num_groups)
 

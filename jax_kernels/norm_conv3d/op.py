@@ -209,8 +209,8 @@ def _kernel_supports(
 def _grid(split: Split, x: Array, zq: Array | None) -> tuple[int, ...]:
     """Return the numbers of frames, rows and columns of the norm's coefficients, on a shard.
 
-    The coefficients are a multiplier and an offset for each channel. Each latent of `zq` has its own. Without
-    latents all pixels share them, but each column has its own if the width is padded.
+    The coefficients are a multiplier and an offset for each channel: a pair for each latent of `zq`. Without
+    latents one pair serves all pixels, or one column if the width is padded, as padding columns get zeros.
     """
     if zq is None:
         return 1, 1, split.shard_of(x).shape[3] if split.is_padded else 1
@@ -441,7 +441,7 @@ def _column_sums(
 def _component_sums(
     hidden: Float[Array, "N P H I"], kernel: Float[Array, "3 I O"]
 ) -> Float[Array, "N P H O"]:
-    """Convolve one component of Winograd's filtering (`filtered`) over rows; return float32 sums.
+    """Convolve one component of Winograd's filtering (`filtered`) over a column's rows; return float32 sums.
 
     A component multiplies one combination of a tile's frames by one combination of the taps of time. So
     `hidden` has a combination for each of P tiles, and `kernel` has only taps of rows.

@@ -53,6 +53,6 @@ def norm_conv3d(
 
 
 def _convolved_component(frames, taps):
-    """Convolve a component of Winograd's filtering over pixels: taps of time are combined already."""
-    y, _ = conv3d(frames.astype(jnp.float32), taps[None])
+    """Convolve a component of Winograd's filtering; `taps` (kh, kw, I, O) combine the taps of time."""
+    y, _cache = conv3d(frames.astype(jnp.float32), taps[None])
     return y

@@ -271,18 +271,21 @@ def fills_registers(cell: int, frames: int) -> bool:
 
 
 def _register_count(columns: int, frames: int) -> int:
-    """Return the number of registers for a row of pixels, each column's frames in a sublane each."""
+    """Return the number of registers for a row of pixels, where each frame of a column takes a sublane."""
     return -(-columns * frames // SUBLANES)
 
 
 def columns_of_register(columns: int, frames: int, registers: int) -> int:
     """Return the number of columns that one register of the norm's coefficients covers.
 
-    A row of pixels has `columns` columns of `frames` frames each, and a number of `registers`
-    (`tpu.to_registers`). A register has `SUBLANES` rows, one for each frame of a column: it covers as many
-    columns as it has rows for. If registers are fewer, each covers more columns, which share its values.
+    A row of pixels has `columns` columns of `frames` frames each, and `registers` registers of `SUBLANES`
+    values.
     """
-    return SUBLANES // frames if registers == _register_count(columns, frames) else columns // registers
+    return (
+        SUBLANES // frames  # a register has a value for each frame of each column
+        if registers == _register_count(columns, frames)
+        else columns // registers  # fewer registers: a register's columns share its values
+    )
 
 
 def sizes_of(

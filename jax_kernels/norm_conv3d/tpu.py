@@ -380,7 +380,7 @@ def _rows_spec(block_of: Callable[[Any], Any], length: int, lanes: int) -> pl.Bl
 def _cache_rows_spec(sizes: ConvSizes) -> pl.BlockSpec:
     """Return the spec by which a step reads and writes the cache for the two rows that it modulates.
 
-    Memory has a row of 128 lanes for each column, part of 128 channels and cached frame (`TAPS - 1`).
+    The cache has a row of 128 lanes for each column, each part of 128 channels, each of `TAPS - 1` frames.
     """
     block = partial(_modulated_block, sizes)
     return _rows_spec(block, sizes.width * sizes.parts * (TAPS - 1), tiles.LANES)

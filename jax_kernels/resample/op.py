@@ -80,8 +80,8 @@ def upsample_on(
 ) -> Array:
     """Compute `upsample` on `target`, the platform that is traced for, by runs of frames.
 
-    A run is frames that are computed together: on a TPU the first of an odd number alone, then 2, 4 or 8.
-    With `expand_time` frames are doubled too, but for the first one if `first_frame_alone`.
+    A run is frames that are computed together: on a TPU 2, 4 or 8, after a single first frame if the number
+    is odd. With `expand_time` frames are doubled too, but for the first one if `first_frame_alone`.
     """
 
     def upsample_run(frames: Array, expand_time: bool, first_frame_alone: bool) -> Array:

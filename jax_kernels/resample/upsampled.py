@@ -399,7 +399,7 @@ def _xla_form(
     true_width: Array | None,
     expand_time: bool,
 ) -> Array:
-    """Compute the result of `_by_kernel` by XLA's operations, which JAX can differentiate.
+    """Upsample as `_by_kernel` does, but by XLA's operations, which JAX can differentiate.
 
     Pixels are repeated to twice the height and width, and convolved with taps of 3 x 3.
 

@@ -117,6 +117,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         hub_options = {
             option: diffusers_options.pop(option) for option in HUB_OPTIONS & diffusers_options.keys()
         }
+        # Only the download needs `hub_options`: `directory` is local.
         directory = checkpoint.locate_vae(name, subfolder, variant, **hub_options)
         try:
             vae, info = runtime.without_torchax(
