@@ -174,7 +174,7 @@ def _training_step(task: Task, size: Size) -> Run:
 
     The loss is half the sum of the squares of the direction's result. Gradient checkpointing is on.
     """
-    backend, inputs = _backend(task, size, *Direction)
+    backend, inputs = _backend(task, size, *Direction)  # an input for each direction
     vae = backend.vae.train()
     vae.enable_gradient_checkpointing()
     if task.way == "torch-compile":

@@ -237,9 +237,9 @@ def supports_fused(project: Any, sequence: Sequence) -> bool:
 
 
 def projections(attn: Any, h_SC: torch.Tensor, sequence: Sequence) -> Iterator[torch.Tensor]:
-    """Yield queries, keys and values of tokens, (P, S, C / P) each, for P devices that share tokens.
+    """Yield queries, keys and values, (P, S, C / P) each: a part of the channels for each of P devices.
 
-    Each part of the channels has whole heads, and is for one of the devices.
+    A part has whole heads.
 
     Args:
         attn: diffusers' attention, with three projections or with one that is fused.

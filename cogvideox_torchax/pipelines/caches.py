@@ -227,7 +227,7 @@ class FirstBlockSteps(StepCache):
         return form("first_block"), {"threshold": torch.tensor(head.threshold)}
 
     def _record(self, state: RunState, seen: Any) -> None:
-        """Append `seen`, a bool on the device, to the run's list: whether the step ran all blocks."""
+        """Append to the run's list whether the step ran all blocks: `seen`, a bool on the device."""
         state.computed.append(seen)
 
 

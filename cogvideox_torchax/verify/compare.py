@@ -394,7 +394,7 @@ class Verifier:
     def _layers(
         self, candidates: list[Candidate], torch_bfloat16: Candidate | None, say: Callable[[str], None]
     ) -> list[list[LayerError]]:
-        """Return for each candidate, in order, the errors of its layers in both directions.
+        """Return the errors of each candidate's layers in both directions, a list for each candidate.
 
         Args:
             candidates: the backends to compare.
