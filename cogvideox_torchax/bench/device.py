@@ -160,12 +160,10 @@ class _Bench:
     def _attempt(self, job: str, way: str, size: ladder.Size) -> dict[str, Any]:
         """Measure a job at one size by a way (a backend, perhaps with an option); return the result.
 
-        If the port itself ("torchax") fails or is wrong, find the kernel to blame and switch it off.
-        If the job runs one kernel alone, that kernel is to blame. Any other job is run again without one of
-        its kernels, each in turn. If it then passes, the kernel left out is to blame, and the result of that
-        run is returned. A job that hung is not run again.
-
-        A kernel that is switched off stays off for later jobs. The report's "switched_off" has the reason.
+        If the port itself ("torchax") fails or is wrong, find the kernel to blame and switch it off for later
+        jobs too; the report's "switched_off" has the reason. If the job runs one kernel alone, that kernel is
+        to blame. Any other job that did not hang is run again without one of its kernels, each in turn. If it
+        then passes, the kernel left out is to blame, and the result of that run is returned.
         """
         off = self._report["switched_off"]  # by a kernel's name, the reason
         request = {

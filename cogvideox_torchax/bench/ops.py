@@ -111,14 +111,14 @@ def bound(name: str, size: Size, dtype: Any) -> tuple[functools.partial[Any], An
 
 
 def load(name: str, size: Size, dtype: Any, reference: dict[str, int] | None) -> Callable[[], Any]:
-    """Load an op with random operands; return the function that runs it once.
+    """Load an op of `jax_kernels` with random operands; return the function that runs it once.
 
     Args:
         name: of the op, in `OPS`.
         size: of the video, and the model whose transformer gives the number of heads.
         dtype: of the operands for which `OPS` names none.
-        reference: None to load the op itself, compiled. A dictionary loads the op's plain form, not compiled,
-            and holds options that the plain form takes besides the op's.
+        reference: None loads the op itself, compiled. A dictionary loads the op's plain form, not compiled,
+            and has the options that only the plain form takes.
     """
     op, structs = bound(name, size, dtype)  # a partial of the op with its options; its operands' structs
     generator = torch.Generator().manual_seed(1)

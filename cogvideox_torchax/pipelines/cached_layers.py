@@ -309,11 +309,10 @@ class FasterCacheModules(ReusedModules):
     """
 
     def step(self, model: Any, run: RunStep, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
-        """Run a step with and without the prompt, or with the prompt alone; return the prediction of both.
+        """Run a step of two videos, without and with the prompt, or of the second; return both predictions.
 
-        The batch has two videos, without the prompt and with it. A step of both keeps the low and high
-        frequencies of the difference of its two predictions. A step with the prompt alone adds them to its
-        prediction to get the prediction without the prompt.
+        A step of both videos keeps the low and high frequencies of the difference of their predictions. A
+        step of the second video adds them, weighted, to its prediction: this estimates the first video's.
 
         Args:
             model: a program's own copy of the transformer, which is changed.
@@ -324,7 +323,7 @@ class FasterCacheModules(ReusedModules):
         before = self.kept  # None in a trace that finds the shapes of the arrays that a step keeps
         if self.form.prompted_only is None:  # distilled guidance: no video has a twin without the prompt
             return super().step(model, run, tensors, joined)
-        # Arrays are kept for the video with the prompt alone, so the trace for shapes runs on it.
+        # Arrays are kept for the video with the prompt, so the trace for shapes runs on that video alone.
         prompted_only = before is None or self.form.prompted_only
         # Taken out of `before`: the base class expects arrays of modules alone. In the trace for shapes these
         # zeros are replaced below.

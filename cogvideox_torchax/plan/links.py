@@ -121,8 +121,9 @@ class Links:
     def _ring(self, group: Sequence[int]) -> list[int]:
         """Order a group of devices so that consecutive ones are neighbours, if possible last and first too.
 
-        A group that is a grid runs along its first column, and back through the rest of each row; with an
-        even number of rows that ends beside the start. A group that is no grid keeps its order.
+        In a grid the order is down the first column, then from the last row to the first through the other
+        columns, to and fro; with an even number of rows it ends beside its start. A group that is no grid
+        keeps its order.
         """
         # Along each axis of the positions, the number of different coordinates that the devices have.
         lengths = [
@@ -135,7 +136,6 @@ class Links:
         # `_snake` lists the devices of an array so that consecutive ones are neighbours.
         axes = sorted(range(grid.ndim), key=lambda axis: (lengths[axis] == 1, lengths[axis] % 2))
         rows = np.array([_snake(row) for row in grid.transpose(axes)])
-        # Down the first column, and from the last row to the first through the other columns, to and fro.
         return [*rows[:, 0].tolist(), *_snake(rows[::-1, 1:])]
 
     def _seconds_per_byte(self, pairs: Iterable[Sequence[int]]) -> float:
@@ -178,8 +178,8 @@ class Links:
     def _axes(self) -> list[tuple[int, bool]]:
         """(length, whether its last chip is linked to its first) of each axis of the chips' grid.
 
-        `Chip.wraps` is the rule. 16: an axis of 16 chips is closed. Another number: all axes are closed if it
-        divides every length, else none.
+        `Chip.wraps` tells which axes have that link. If it is 16, each axis of 16 chips; if another number,
+        all axes where it divides every length, else none.
         """
         *axes, _cores = zip(*self.places, strict=True)  # each place is a chip's coordinates, then a core
         lengths = [max(values) + 1 for values in axes]

@@ -121,9 +121,10 @@ def text_encoder(config: dict[str, Any], dtype: torch.dtype, device: str = "meta
 
 
 def transformer_config(model: str | None) -> dict[str, Any]:
-    """Return the transformer's config of `model`: a name of `TRANSFORMERS`, a pipeline's directory or hub id.
+    """Return a transformer's config.
 
-    None is "5b".
+    Args:
+        model: a name of `TRANSFORMERS`, or a pipeline's directory or hub id; None is "5b".
     """
     name = model or "5b"
     if name in TRANSFORMERS:

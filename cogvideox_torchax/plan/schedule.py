@@ -420,7 +420,7 @@ def _follow(
     Raises:
         UnknownDumpError: a loop whose end depends on data, or more than `LONGEST` steps.
     """
-    state: dict[str | int, Value] = {}  # values by register or slot
+    state: dict[str, Value] = {}  # values by register or slot
     assumed: set[int] = set()  # addresses of branches that depend on data
     events = sorted({*operations, *branches})  # addresses of bundles with a branch or an operation
     # By a bundle's address, the index of the first event from there on.
@@ -433,11 +433,11 @@ def _follow(
         """Run the operations of the bundle at an address: write their results to `state`."""
         # All of a bundle's instructions read before any of them writes.
         results = {
-            one.target: one.compute(
-                *(value if isinstance(value, int) else state.get(value) for value in one.operands)
+            operation.target: operation.compute(
+                *(each if isinstance(each, int) else state.get(each) for each in operation.operands)
             )
-            for one in operations.get(address, ())
-            if one.compute
+            for operation in operations.get(address, ())
+            if operation.compute
         }
         state.update(results)
 
@@ -471,7 +471,7 @@ def _follow(
     return Schedule(cycles + count - start, len(assumed))
 
 
-def _is_taken(branch: _Branch, state: dict[str | int, Value]) -> bool | None:
+def _is_taken(branch: _Branch, state: dict[str, Value]) -> bool | None:
     """Return whether a branch is taken, by the registers' values in `state`; None if that depends on data."""
     if branch.register is None:  # an unconditional branch
         return True

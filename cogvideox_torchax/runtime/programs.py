@@ -142,7 +142,7 @@ class Place:
         """Return `run(inputs, cache)`, the result and the next cache; called while a program is traced.
 
         A subclass may change the arguments and results, for example to shard them. It may pass keywords to
-        `run`, which passes them to the subclass's `watching`; that may change the network before the trace.
+        `run`, which traces the network in the context `self.watching(network, **keywords)`.
         """
         return run(inputs, cache)
 

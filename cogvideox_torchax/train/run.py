@@ -93,7 +93,7 @@ class Run:
 
     def begin(self) -> int:
         """Remove a killed training's tables from the directory; return 0, the number of steps done."""
-        for name in HEADS:  # the tables' heads by file name
+        for name in HEADS:  # file names of the tables
             (self._directory / name).unlink(missing_ok=True)
         return 0
 

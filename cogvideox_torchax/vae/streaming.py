@@ -199,12 +199,11 @@ class ChunkedVAE:
     def _all_results(
         self, direction: Direction, x: torch.Tensor, plan: tiling.TilePlan | None
     ) -> torch.Tensor:
-        """Return the results of all chunks of `x` in one tensor, on the host if `x` is there.
+        """Return the results of all chunks of `x` in one tensor, on the host if `x` is on the host.
 
         `plan` has the tiles; None is for whole frames.
-
-        All chunks are queued before the first is fetched, so that fetching does not delay them.
         """
+        # All chunks are queued before the first is fetched, so that fetching does not delay them.
         results = list(self.results(direction, frames_of_chunks(self, direction, x), plan))
         if not runtime.on_jax(x):
             for result in results:

@@ -125,7 +125,7 @@ def _image_moments(
 ) -> tuple[Float[Array, "N 1 1 W C"], Float[Array, "N 1 1 W C"]]:
     """Return the mean and M2 (sum of squared deviations) of each column of pixels of an image, in float32.
 
-    Columns are in the sublanes of a tile, where `_column_moments` has frames.
+    Columns are in the sublanes of a tile.
 
     Args:
         x: an image that the kernel supports.
@@ -133,7 +133,7 @@ def _image_moments(
     videos, _, height, width, channels = x.shape
     rows = _rows_of_image(x)
     mean, m2 = pl.pallas_call(
-        # 8 columns of an image fill a register.
+        # `together`: columns in a loop's body. `SUBLANES` columns of an image fill a register.
         functools.partial(_moments, blocks=height // rows, together=TOGETHER * SUBLANES),
         grid=(videos, 1, height // rows),  # the 1: a block has all columns
         in_specs=[pl.BlockSpec((None, rows, width, channels), lambda video, _, row: (video, row, 0, 0))],

@@ -138,7 +138,7 @@ class DirectStep(ConvStep):
             sums[last] = sums[last] + refs["edges"][0, row, frames : 2 * frames, lanes_of(part)]
 
     def _multiply(self, column: Any) -> None:
-        """Multiply a chunk (columns from `column` on), and modulate (norm and activate) the chunk left of it.
+        """Compute a chunk's products (columns from `column` on); modulate (norm, activate) the chunk before.
 
         A turn multiplies for a share of the output channels. A single turn also modulates: products and
         modulation are then one piece of code, in which the compiler overlaps them.

@@ -270,9 +270,9 @@ def _convolved(
     Args:
         target: the target, for one device.
         x: the device's columns of the frames.
-        cache, residual, zq: their cache, residual and latents, for the same columns; or None.
+        cache, residual, zq: cache, residual and latents of the device's columns; each may be None.
         kernel, bias: the convolution's.
-        norm: parameters of the norm, without latents: these are `zq`, sharded as the frames are.
+        norm: parameters of the norm, without the latents, which are `zq`.
         scale_NC, shift_NC: GroupNorm as a multiplication and an addition.
 
     Returns:

@@ -121,10 +121,9 @@ class ConvSizes(NamedTuple):
 
     @property
     def products(self) -> "list[Product]":
-        """Matrix products of a chunk, the columns that each of them covers.
+        """Matrix products of a chunk of columns; by Winograd's convolution, of each of its components.
 
-        In Winograd's convolution they are those of one component: all components have the same. `tile`, the
-        frames that Winograd filters together, is 0 for direct convolution.
+        `tile`, the number of frames that Winograd's filtering computes together, is 0 for direct convolution.
         """
         return winograd_products(self.outputs) if self.tile else direct_products(self.channels, self.outputs)
 

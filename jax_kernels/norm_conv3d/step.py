@@ -95,18 +95,18 @@ class ConvStep(ABC):
         """Modulate a block of two rows; from step `LAG` on, also convolve the block of `LAG` steps before.
 
         To modulate is to norm and activate. A strip is a range of columns, whose steps go down the rows. Its
-        last step writes the columns' moments (mean and squared deviations). Padding is filled with zeros
-        before it is loaded: beside a strip at its first step; above the first block of results; below the
-        last block; and, where the last strip is wider than its columns of the frame, right of them at every
-        step, as modulation overwrites it.
+        last step writes the columns' moments (mean and squared deviations).
         """
         last = self.sizes.blocks + LAG - 1  # a strip's last step
+        # Padding is cleared before it is loaded: on both sides of the strip, above its first block of results
+        # and below its last block.
         pl.when(self.step == 0)(partial(self._clear, "beside"))
         pl.when(self.step == LAG)(partial(self._clear, "above"))
         pl.when(self.step == last)(partial(self._clear, "below"))
         pl.when(self.step < LAG)(self._modulate_block)
         pl.when(self.step >= LAG)(self._convolve)  # modulates a block between its products
-        if self.sizes.width > self.sizes.last_columns:
+        if self.sizes.width > self.sizes.last_columns:  # the last strip reaches beyond the frame
+            # At every step, as modulation overwrites the padding right of the frame.
             pl.when(self.strip == self.sizes.strips - 1)(partial(self._clear, "right"))
         pl.when(self.step == last)(self._write_moments)
 
@@ -330,7 +330,7 @@ class ConvStep(ABC):
         `column` and `before` are multiples of `count`, so that the compiler can align the slice.
         """
         start = (column + before) * rows_per_column
-        if isinstance(start, jax.Array):
+        if isinstance(start, jax.Array):  # traced: the compiler does not know its value
             start = pl.multiple_of(start, count * rows_per_column)
         return pl.ds(start + shift * rows_per_column, count * rows_per_column)
 

@@ -68,15 +68,15 @@ class WinogradStep(ConvStep):
         self.transform = TRANSFORMS[sizes.tile]
         step = self.step
         # "lower" has three slots for blocks' lower rows, "upper" two; each step loads from the next slots.
-        # The moved block is the one below the results. Its upper row is an input, and moved before products
-        # load it; its lower row gets the third slot, which no product of this step loads.
-        self.rows = (
+        self.rows = _, _, _, below = (
             ("lower", jax.lax.rem(step, 3)),  # of the block above
             ("upper", jax.lax.rem(step, 2)),
             ("lower", jax.lax.rem(step + 1, 3)),
             ("upper", jax.lax.rem(step + 1, 2)),  # of the block below
         )
-        self.moved = self.rows[ROWS + 1], ("lower", jax.lax.rem(step + 2, 3))
+        # The moved block is the one below the results. Its upper row is an input, and moved before products
+        # load it; its lower row gets the third slot, which no product of this step loads.
+        self.moved = below, ("lower", jax.lax.rem(step + 2, 3))
 
     def _padding(self) -> dict[str, list[Any]]:
         """Return references to the memory of the convolution's padding, by its place.
@@ -87,14 +87,15 @@ class WinogradStep(ConvStep):
         columns wide.
         """
         # `self.rows` has (memory's name, slot) of each input row; the first is above the block of results.
-        refs, ((above, slot), *_) = self.refs, self.rows
+        (above, slot), *_ = self.rows
+        # Of each memory, the first column of the padding left of the strip, and of the padding right of it.
         sides = itertools.product(("stage", "upper", "lower"), (0, MARGIN + self.sizes.width))
         return {
-            "beside": [refs[name].at[:, :, :, pl.ds(start, MARGIN)] for name, start in sides],
-            "above": [refs[above].at[slot]],
-            "below": [refs["stage"].at[0]],  # the upper row of the block below
+            "beside": [self.refs[name].at[:, :, :, pl.ds(start, MARGIN)] for name, start in sides],
+            "above": [self.refs[above].at[slot]],
+            "below": [self.refs["stage"].at[0]],  # the upper row of the block below
             # A single column: products of the frame's last column see no further one.
-            "right": [refs["stage"].at[:, :, :, pl.ds(MARGIN + self.sizes.last_columns, 1)]],
+            "right": [self.refs["stage"].at[:, :, :, pl.ds(MARGIN + self.sizes.last_columns, 1)]],
         }
 
     def _convolve(self) -> None:

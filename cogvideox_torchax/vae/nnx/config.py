@@ -75,7 +75,7 @@ class FlaxAutoencoderKLCogVideoXConfig:
 
     @property
     def spatial_compression_ratio(self) -> int:
-        """Sample pixels to a latent pixel, along one axis."""
+        """Number of pixels of a video for each latent pixel, along height or width."""
         return 2 ** (len(self.block_out_channels) - 1)
 
     @classmethod

@@ -98,7 +98,7 @@ class SiLU(nn.SiLU):
     """SiLU in float32, rounded once (`jax_kernels.silu`)."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Apply SiLU, on JAX by the kernel; axis 2 is time if there are five axes."""
+        """Apply SiLU, by `jax_kernels` if the input is on JAX; of five axes the third is time."""
         if not on_jax(input):
             return super().forward(input)
         return torch_view(jax_kernels.silu)(input, time_axis=2 if input.ndim == 5 else None)
@@ -108,7 +108,7 @@ class SafeConv3d(OnColumns, diffusers_vae.CogVideoXSafeConv3d):
     """A 3-D convolution. On JAX a 1x1x1 window is one product, which diffusers would cut to save memory."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Convolve a 1x1x1 window by the kernel on JAX, any other by diffusers' forward."""
+        """Convolve by `jax_kernels` if the window is 1x1x1 and the input is on JAX, else as diffusers."""
         if not on_jax(input) or self.kernel_size != (1, 1, 1) or self.stride != (1, 1, 1):
             return super().forward(input)
         y, _no_cache = torch_view(jax_kernels.conv3d)(
@@ -178,7 +178,7 @@ class SpatialNorm3D(OnColumns, diffusers_vae.CogVideoXSpatialNorm3D):
         *,
         activation: str | None = None,
     ) -> tuple[torch.Tensor, Cache]:
-        """Norm and modulate `f` by the latents `zq`, by the kernel if no part of this module was changed.
+        """Norm `f` and modulate it by the latents `zq`; on JAX by one kernel, unless a part was changed.
 
         The cache of diffusers' interface is empty: 1x1x1 convolutions need none. `activation`, "silu" or
         None, is applied to the result; for a tensor in PyTorch it must be None.
