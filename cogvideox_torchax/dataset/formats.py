@@ -89,7 +89,7 @@ def _naming_errors(name: str | Path) -> Iterator[None]:
     """Turn an error of a broken file in a `with` block into `LatentsError` with the file's `name`."""
     try:
         yield
-    except LatentsError:
+    except LatentsError:  # a `ValueError`, and so one of `_BROKEN`, but with a message already
         raise
     except _BROKEN as error:
         raise LatentsError(f"{name} is truncated or holds no latents ({error}): make it again") from error

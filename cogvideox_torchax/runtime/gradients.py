@@ -95,7 +95,7 @@ def differentiable(
     def of_differentiated(*arrays: Any) -> Any:
         """Call `function`; `arrays` are `x`'s, if it requires a gradient, and then the trained weights'."""
         trained_arrays = dict(zip(trained, arrays[len(inputs) :], strict=True))
-        return function(weights | trained_arrays, *(arrays[: len(inputs)] or (x_array,)))
+        return function(weights | trained_arrays, arrays[0] if inputs else x_array)
 
     return _Differentiated.apply(  # pyright: ignore[reportReturnType]
         of_differentiated, run, *inputs, *trained.values()

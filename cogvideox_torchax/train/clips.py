@@ -219,10 +219,14 @@ def _sizes(height: int, width: int, needed: int, size: int) -> list[tuple[int, i
     if short < needed:
         raise ValueError(f"is {height} x {width}, at least {needed} are needed")
     # Factors of both sides, and further factors of the width.
-    scales = [(crops * size / short, narrowing) for crops, narrowing in LEVELS if crops * size <= short]
-    scales = scales or [(1.0, 1.0)]
+    scales = [
+        (multiple * size / short, width_factor)
+        for multiple, width_factor in LEVELS
+        if multiple * size <= short
+    ]
     return [
-        (round(height * scale), max(round(width * scale * narrowing), needed)) for scale, narrowing in scales
+        (round(height * scale), max(round(width * scale * width_factor), needed))
+        for scale, width_factor in scales or [(1.0, 1.0)]
     ]
 
 

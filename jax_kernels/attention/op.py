@@ -186,7 +186,7 @@ def _over_mesh(
     """Run `attend(q, k, v)` on every device for its share of videos, heads and queries, with all keys.
 
     XLA cannot split a kernel, and would gather its inputs. The first mesh axis splits videos, the other axes
-    split heads; an axis whose size does not divide their number splits the queries, which are padded.
+    split heads. An axis that does not divide the videos, or the heads, splits the queries, which are padded.
     """
     first_axis, *other_axes = mesh.axis_names
     video_axis = first_axis if q.shape[0] % mesh.shape[first_axis] == 0 else None

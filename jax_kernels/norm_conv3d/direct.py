@@ -195,7 +195,7 @@ class DirectStep(ConvStep):
         `column` is the chunk's first.
         """
         sizes = self.sizes
-        if row == ROWS + 1:  # row 3; the stage begins a chunk left of column 0
+        if row == ROWS + 1:  # row 3, the upper row (0) of the stage, which begins a chunk left of column 0
             at = self._rows(column, sizes.chunk, sizes.words, before=sizes.chunk)
             words = self.refs["stage"][time, 0, part, at]
         else:  # the ring has the block of results in its slot `new`, and the block above in `old`
