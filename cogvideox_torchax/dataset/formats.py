@@ -115,7 +115,8 @@ def pyarrow() -> Any:
 def _schema(arrow: Any) -> Any:
     """Return the schema of a Parquet shard: the columns that FastVideo's loader reads, then our own.
 
-    FastVideo's columns are its schema for text to video, in `fastvideo/dataset/dataloader/schema.py`.
+    FastVideo's columns are its schema for text to video, in `fastvideo/dataset/dataloader/schema.py`. `arrow`
+    is the module pyarrow.
     """
     text, count, numbers, data = arrow.string(), arrow.int64(), arrow.list_(arrow.int64()), arrow.binary()
 

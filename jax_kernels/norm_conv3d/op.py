@@ -281,8 +281,8 @@ def _convolved(
     """
     split = target.split
     frames, _, width, _ = x.shape[1:]
-    # Without latents the norm has one multiplier and offset (coefficients) for each channel; with latents it
-    # has them for each channel of each latent: of so many frames, rows and columns as `_grid` returns.
+    # The norm has coefficients, a multiplier and an offset, for each channel; with latents, for each channel
+    # of each latent. `columns` is the number of coefficients along the width.
     _frames, _rows, columns = _grid(split, x, zq)
     coefficients = functools.partial(_coefficients, split, norm, zq, scale_NC, shift_NC, columns)
     multiplier, offset = coefficients(lambda part: tpu.to_registers(part, frames, width))
