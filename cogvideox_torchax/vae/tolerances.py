@@ -26,17 +26,17 @@ def rms_error(got: torch.Tensor, reference: torch.Tensor) -> float:
     return (got.double() - reference.double()).square().mean().sqrt().item()
 
 
-def contract(dtype: torch.dtype, relative: float, rms: float, torchs: float) -> tuple[str, float, float]:
+def contract(dtype: torch.dtype, relative: float, rms: float, torch_rms: float) -> tuple[str, float, float]:
     """Return (name, value, largest allowed value) of the error that decides whether a result is accepted.
 
     Args:
         dtype: of the computation; in float32 the relative error decides, else the RMS error.
         relative, rms: the result's `relative_error` and `rms_error`.
-        torchs: the root-mean-square error of PyTorch's own run in this dtype.
+        torch_rms: the root-mean-square error of PyTorch's own run in this dtype.
     """
     if dtype == torch.float32:
         return "relative error", relative, FLOAT32_RELATIVE
-    return "RMS error over PyTorch's own", ratio(rms, torchs), BFLOAT16_RMS_RATIO
+    return "RMS error over PyTorch's own", ratio(rms, torch_rms), BFLOAT16_RMS_RATIO
 
 
 def ratio(error: float, scale: float) -> float:
