@@ -15,6 +15,7 @@ from cogvideox_torchax.train.clips import Sampler, Shape, load, parts
 from cogvideox_torchax.train.optimizers import OTHERS_RATE, orthogonal, schedule
 from cogvideox_torchax.train.stages import Plan, TrainingSettings
 from cogvideox_torchax.train.trainer import Trainer
+from tests.reference import TWO_LEVELS
 from tests.train.conftest import TINY
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
@@ -37,7 +38,7 @@ def sampler(material):
 
 @pytest.fixture(scope="module")
 def stock():
-    vae = AutoencoderKLCogVideoX(**TINY)
+    vae = AutoencoderKLCogVideoX(**{**TINY, **TWO_LEVELS, "block_out_channels": (4, 8), "norm_num_groups": 2})
     start.initialize(vae, seed=0)
     return vae
 
