@@ -9,6 +9,10 @@ from importlib.metadata import version
 
 from packaging.version import Version
 
+# Importing and tracing make millions of objects that live on: at Python's own thresholds, looking through
+# them for garbage takes a tenth of the time.
+gc.set_threshold(100_000, 20, 100)
+
 os.environ["JAX_PLATFORMS"] = "cpu"
 # One thread for PyTorch in each test process: two processes with two threads each spin against each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -51,10 +55,6 @@ jaxtyping.install_import_hook("jax_kernels", "beartype.beartype")  # annotated s
 
 GROWTH = 3 * 2**29
 """Bytes that a test process may grow by before it forgets what it has compiled."""
-
-# Tracing makes millions of objects that live on: at Python's own thresholds, looking through them for garbage
-# takes a tenth of the time.
-gc.set_threshold(100_000, 20, 100)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses

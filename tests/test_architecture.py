@@ -4,6 +4,7 @@ An import inside a function counts as one at the top of a file; one for type che
 """
 
 import ast
+import functools
 import importlib
 import re
 import sys
@@ -88,6 +89,13 @@ def nodes(tree: ast.AST) -> Iterator[ast.AST]:
         yield from nodes(child)
 
 
+@functools.cache
+def parsed(source: str) -> tuple[ast.Module, list[ast.AST]]:
+    """Return a module's tree and its `nodes`."""
+    tree = ast.parse(source)
+    return tree, [*nodes(tree)]
+
+
 def imported(node: ast.AST, modules: dict[str, str]) -> Iterator[tuple[str, str, str]]:
     """Yield for each imported name: its module, its name there, or "", and the name bound here."""
     if isinstance(node, ast.Import):
@@ -119,11 +127,11 @@ def complaints(modules: dict[str, str]) -> list[str]:
 
 
 def _complaints_of(module: str, modules: dict[str, str]) -> Iterator[str]:
-    tree, part = ast.parse(modules[module]), part_of(module)
+    (tree, found), part = parsed(modules[module]), part_of(module)
     if not (ast.get_docstring(tree) or "").partition("\n")[0].strip():
         yield f"{module}: its first line does not say what it is"
     bound: dict[str, str] = {}
-    for node in nodes(tree):
+    for node in found:
         for source, name, binds in imported(node, modules):
             package = source.partition(".")[0]
             if package in PACKAGES:
@@ -135,7 +143,7 @@ def _complaints_of(module: str, modules: dict[str, str]) -> Iterator[str]:
             owners = OWNERS.get(package, (module,))
             if not any(f"{module}.".startswith(f"{owner}.") for owner in owners):
                 yield f"{module}: {package} is imported by {' and '.join(owners)} alone"
-    for node in nodes(tree):
+    for node in found:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and is_private(node.attr):
             source = bound.get(node.value.id)
             if source in modules and part_of(source) != part:
@@ -235,7 +243,7 @@ def riddles(modules: dict[str, str]) -> list[str]:
     return [
         f"{module}: {text.partition(chr(10))[0]}"
         for module, source in modules.items()
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(parsed(source)[0])
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if isinstance(text := node.value.value, str) and text.split()[0] in FIRST_WORDS
     ]
@@ -245,7 +253,7 @@ def doubled_classes(modules: dict[str, str]) -> list[str]:
     """Return the names of two classes; the layers of both builds of the VAE are named alike."""
     homes: dict[str, list[str]] = {}
     for module, source in modules.items():
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parsed(source)[0]):
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(module)
     builds = ["cogvideox_torchax.vae.nnx", "cogvideox_torchax.vae.torchax"]

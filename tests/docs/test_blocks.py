@@ -80,7 +80,7 @@ def small(text: str, models) -> str:
 @pytest.mark.usefixtures("as_a_reader", "torchax_off")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("page", RUN)
-@pytest.mark.slow_cases(but=["docs/command-line.md"])
+@pytest.mark.slow
 def test_the_blocks_of_a_page_run(page, models):
     namespace: dict[str, object] = {"__name__": "__main__"}
     for block in RUN[page]:

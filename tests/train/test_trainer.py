@@ -15,7 +15,6 @@ from cogvideox_torchax.train.clips import Sampler, Shape, load, parts
 from cogvideox_torchax.train.optimizers import OTHERS_RATE, orthogonal, schedule
 from cogvideox_torchax.train.stages import Plan, TrainingSettings
 from cogvideox_torchax.train.trainer import Trainer
-from tests.reference import TWO_LEVELS
 from tests.train.conftest import TINY
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
@@ -38,7 +37,7 @@ def sampler(material):
 
 @pytest.fixture(scope="module")
 def stock():
-    vae = AutoencoderKLCogVideoX(**{**TINY, **TWO_LEVELS, "block_out_channels": (4, 8), "norm_num_groups": 2})
+    vae = AutoencoderKLCogVideoX(**TINY)
     start.initialize(vae, seed=0)
     return vae
 

@@ -464,11 +464,9 @@ def test_what_torch_compile_makes_of_it_is_neither_traced_nor_traced_for(vae):
 
 
 AS_USERS = {
-    "one device": (
+    "programs without and with a cache": (f"{__file__}::test_a_subclass_is_ported_with_what_it_adds",),
+    "encoding, meshes and Flax": (
         f"{__file__}::test_a_thread_that_enabled_nothing_streams_one_video_at_a_time_and_draws_of_the_posterior",
-        f"{__file__}::test_a_subclass_is_ported_with_what_it_adds",  # programs without and with a cache
-    ),
-    "meshes and Flax": (
         f"{__file__}::test_a_copy_stays_on_its_mesh_and_a_pickle_leaves_it",
         "tests/vae/test_first_frame.py::test_a_chunk_is_that_of_stock_diffusers"
         "[decode 5 over a mesh whose shards are padded-flax]",
@@ -483,7 +481,7 @@ USERS = {
 
 
 @pytest.mark.parametrize("tests", AS_USERS.values(), ids=AS_USERS)
-@pytest.mark.slow_cases("meshes and Flax")
+@pytest.mark.slow_cases("encoding*")
 def test_the_contract_holds_as_users_run_it(tests):
     """In a process of its own: XLA reads its flags once."""
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:xdist", "-p", "no:cacheprovider"]
