@@ -192,18 +192,19 @@ def merge(rounds: list[dict[str, Any]], frames: int, flops: int, dtype: str) -> 
     if failure is not None:
         return failure
     first_round = rounds[0]
-    cold_run, *warm_runs = [result["whole"] for result in rounds]  # times of whole runs, one for each round
-    steady = spread([seconds for run in (cold_run, *warm_runs) for seconds in run["all_s"]])
+    # Of each round: the times of its start, and of its whole runs after that ("all_s").
+    cold, *warm = [result["whole"] for result in rounds]
+    steady = spread([seconds for times in (cold, *warm) for seconds in times["all_s"]])
     # The first part of a run is the first chunk; the second part, if any, is all later chunks.
     first_chunks = [seconds for result in rounds for seconds in result["parts"][0]["all_s"]]
-    warm_starts = [run["start_s"] for run in warm_runs]
+    warm_starts = [times["start_s"] for times in warm]
     generation = DEVICE_KINDS.get(first_round["device"])  # of the TPU; None for another device
     rate = flops / steady["median_s"]
     share = rate / CHIPS[generation].flops if generation and dtype == "bfloat16" else None
     return {
         **{name: first_round[name] for name in ("status", "check", "device", "load_s")},
-        **{name: cold_run[name] for name in ("lower_s", "compile_s")},
-        "start_cold_s": cold_run["start_s"],
+        **{name: cold[name] for name in ("lower_s", "compile_s")},
+        "start_cold_s": cold["start_s"],
         "start_warm_s": statistics.median(warm_starts) if warm_starts else None,
         "first_chunk_s": statistics.median(first_chunks),
         "steady": steady,

@@ -154,7 +154,7 @@ def _backend(task: Task, size: Size, *directions: Direction) -> tuple[Any, list[
         x = torch.randn((videos, channels, frames, height, width), generator=generator).to(dtype)
         inputs.append(x.to(device) if device else runtime.to_jax(x))
     backend = backends.backend(task.backend).from_native(nn.Module.to(vae, device) if device else vae)
-    if task.way and (task.dp or task.tp):  # a way is a backend's name; the reference has none, and no mesh
+    if task.way and (task.dp or task.tp):  # the reference, whose `way` is "", runs on one device
         backend.vae.place_on(task.mesh())
     return backend, inputs
 

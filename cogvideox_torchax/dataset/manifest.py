@@ -169,7 +169,7 @@ class OutputDirectory:
 
     def _add_clip_line(self, kind: str, key: Any, about: dict[str, Any]) -> None:
         """Add the manifest's line of a clip: its kind, the clip's key and id, and the fields `about`."""
-        key_name, _ = KEYS[self.NAME]  # "index" for a number, "id" for an id
+        key_name, _ = KEYS[self.NAME]  # "index" if keys are numbers; "id" if the key is the clip's id
         self.add_line(kind, **{key_name: key, "id": self.clip_id(key)}, **about)
 
     def begin(self, config: dict[str, Any], **state: Any) -> None:

@@ -320,7 +320,7 @@ class Generation:
         # The pipelines put padding before the first frame, to get whole patches: it is cut off.
         padding = sampled.shape[1] - self.model.latent_frames(self.request.frames)
         return latent_files.Latents(
-            tensor=self._plain_latents(sampled)[:, padding:].permute(0, 2, 1, 3, 4).contiguous(),
+            tensor=self._unscaled_on_host(sampled)[:, padding:].permute(0, 2, 1, 3, 4).contiguous(),
             config=dict(self.pipe.vae.config),
             model=self.model.name,
             fps=Fraction(8),  # the rate of the videos that the models were trained on
@@ -367,9 +367,9 @@ class Generation:
         The pipeline replaces its variables by those that the callback returns: here none.
         """
         if self.show is not None:
-            self.show(self._plain_latents(kwargs["latents"]))
+            self.show(self._unscaled_on_host(kwargs["latents"]))
         return {}
 
-    def _plain_latents(self, latents: torch.Tensor) -> torch.Tensor:
-        """Return latents of the pipeline on the host, scaled as the VAE takes them."""
+    def _unscaled_on_host(self, latents: torch.Tensor) -> torch.Tensor:
+        """Return the pipeline's latents on the host, divided by the VAE's scaling factor, to be decoded."""
         return 1 / self.model.vae["scaling_factor"] * to_torch(latents)

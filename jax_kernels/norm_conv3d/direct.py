@@ -207,8 +207,8 @@ class DirectStep(ConvStep):
     def _move(self, column: Any, count: int) -> None:
         """Move `count` columns, from `column` on, of the block that the previous grid step modulated.
 
-        They go from the memory "stage" to "ring", whose two blocks (of two rows) the products load. There
-        they replace the same columns of the block above the results, which no product loads any more.
+        They go from the memory "stage" to "ring", which holds two blocks of two rows. There they replace the
+        same columns of the older block, `self.old`: the products that load those columns are done.
         """
         # A column has a row of memory for each of its words (32 bits: two bfloat16 frames).
         ring_at = self._rows(column, count, self.sizes.words)

@@ -340,10 +340,10 @@ def _cut_into_strips(sizes: ConvSizes, residual: bool) -> ConvSizes:
     `residual` is whether the kernel adds one, which takes memory too.
     """
     chunk = _chunk(sizes)
-    chunks = -(-sizes.columns // chunk)
-    for strips in range(1, min(MOST_STRIPS, chunks) + 1):
-        strip_chunks = -(-chunks // strips)  # rounded up, so fewer strips may do
-        sizes = sizes._replace(chunk=chunk, strips=-(-chunks // strip_chunks), chunks=strip_chunks)
+    frame_chunks = -(-sizes.columns // chunk)
+    for strips in range(1, min(MOST_STRIPS, frame_chunks) + 1):
+        chunks = -(-frame_chunks // strips)  # of a strip; rounded up, so fewer strips may do
+        sizes = sizes._replace(chunk=chunk, strips=-(-frame_chunks // chunks), chunks=chunks)
         if _vmem_bytes(sizes, residual) <= vmem_limit():
             break
     return sizes
@@ -352,16 +352,17 @@ def _cut_into_strips(sizes: ConvSizes, residual: bool) -> ConvSizes:
 def _chunk(sizes: ConvSizes) -> int:
     """Return the number of columns of a chunk, which one matrix product covers.
 
-    In direct convolution a chunk is `UNITS` units (columns modulated together), each of `UNIT` rows of the
-    product: columns times frames. In Winograd's the number is chosen from a range that keeps the matrix unit
-    busy and whose sums fit into registers: the number that pads a row of pixels least, and of equally good
-    numbers the largest.
+    In direct convolution the product's left matrix has `UNIT * UNITS` rows: one for each column and frame of
+    the chunk. In Winograd's convolution the number is from a range that keeps the matrix unit busy and whose
+    sums fit into registers: the number that pads the frame's width least, and of equally good numbers the
+    largest.
     """
     if not sizes.tile:  # direct convolution
         return UNIT * UNITS // sizes.frames
-    # A product of both rows of a block has twice as many rows: its chunk has half as many columns.
+    # With one product for both pixel rows of a block, a chunk has half as many columns.
     least, most = (24, 48) if sizes.rows_together else (48, 80)
-    # Each turn (a pass for a share of the output channels) modulates an equal number of units.
+    # A unit is the columns modulated together. Each turn (a pass for a share of the output channels) has
+    # an equal number of units.
     step = sizes.unit * sizes.turns
     lengths = range(-(-least // step) * step, most + 1, step)
     return min(lengths, key=lambda chunk: (-sizes.columns % chunk, -chunk))
