@@ -45,7 +45,7 @@ def local_share(tensor):
 @pytest.mark.product_cases(but=["torchax-(4, 2)", "flax-(2, 4)"])
 def test_a_video_over_any_mesh_is_diffusers_video(small_vae, build, mesh):
     vae = sharded(small_vae, *mesh, build=build)
-    for width, batch, frames in ((85, 1, 1), (90, 2, 3), (96, 1, 5), (170, 2, 1)):
+    for width, batch, frames in ((85, 1, 1), (90, 2, 5), (170, 2, 1)):
         z, x = inputs(frames, batch, width, height=2)  # frames of 85 x 4 columns are split by rows
         decoded = vae.decode(runtime.to_jax(z)).sample
         encoded = vae.encode(runtime.to_jax(x)).latent_dist.parameters

@@ -83,7 +83,7 @@ def vae(request, small_vae, traced):
 # chunk: 1, 4 and 5 latent frames have all of them. Most lengths and builds are left out of `make test-all`.
 @pytest.mark.parametrize("frames", range(1, 14))
 @each_build
-@pytest.mark.product_cases(but=["torchax-[15]", "flax-1", "flax on a mesh-2"])
+@pytest.mark.product_cases(but=["torchax-5", "flax-1", "flax on a mesh-1"])
 @pytest.mark.slow
 def test_every_length_decodes(frames, vae, small_vae, traced):
     z = reference.latents(frames, height=2, width=6)
@@ -93,7 +93,7 @@ def test_every_length_decodes(frames, vae, small_vae, traced):
 
 @pytest.mark.parametrize(("frames", "larger"), [(1, 3), (9, 1), (10, 1), (13, 1), (16, 1)])
 @each_build
-@pytest.mark.product_cases(but=["torchax-1-3", "torchax-9-1", "flax-16-1", "torchax on a mesh-10-1"])
+@pytest.mark.product_cases(but=["torchax-1-3", "flax-16-1", "torchax on a mesh-10-1"])
 @pytest.mark.slow
 def test_every_kind_of_length_encodes(frames, larger, vae, small_vae, traced):
     # A still of 8 x 24 has too few latents for two errors to compare: 1.13 times, less when larger.

@@ -90,7 +90,7 @@ CONFIGS = {
 @pytest.mark.parametrize("name", [*BACKENDS][1:])
 @pytest.mark.parametrize(("options", "channels"), CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.slow_cases(but=["four levels-torchax", "four levels-flax"])
-@pytest.mark.product_cases("full depth-flax*", "quant*-torchax*", "[fq]u*eight devices")
+@pytest.mark.product_cases("full depth-flax*", "quant*-torchax*", "*flax over*", "[fq]u*eight devices")
 def test_other_configs_equal_diffusers(name, options, channels):
     stock = reference.small_vae(**options)
     build, _, over_mesh = name.partition(" ")

@@ -470,7 +470,6 @@ AS_USERS = {
         f"{__file__}::test_a_copy_stays_on_its_mesh_and_a_pickle_leaves_it",
         "tests/vae/test_first_frame.py::test_a_chunk_is_that_of_stock_diffusers"
         "[decode 5 over a mesh whose shards are padded-flax]",
-        "tests/vae/test_first_frame.py::test_a_chunk_is_that_of_stock_diffusers[encode 13-flax]",
     ),
 }
 USERS = {
