@@ -582,7 +582,7 @@ def _copied_sound(source: SourceTiming, container: Any) -> Generator[Fraction]:
     """Copy the source's sound into a container, one packet for each step of the generator.
 
     The generator yields a packet's time, in seconds after the first frame, before it copies the packet: the
-    caller first writes the frames before that time. Sound from `source.seconds`, the output's end, on is cut.
+    caller first writes the frames before that time. Sound after the output's end, `source.seconds`, is cut.
     """
     if source.sound is None:
         return

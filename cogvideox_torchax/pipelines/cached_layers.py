@@ -198,7 +198,7 @@ class ReusedModules:
         Args:
             form: which modules the step skips, and whose results it keeps.
             kept: results of earlier steps; None in the trace that finds the shapes of results to keep.
-            numbers: tensors that the program takes as inputs, by name.
+            numbers: scalar tensors that the step's program takes besides the transformer's inputs, by name.
         """
         self.form = form
         self.kept: Any = kept

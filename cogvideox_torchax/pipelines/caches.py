@@ -406,7 +406,7 @@ def computes_module(hook: Any, result: Any, *args: Any, **kwargs: Any) -> bool:
 
     Args:
         hook: a hook of diffusers' caches, which is on no module.
-        result: what the function that stands for the module returns to the hook.
+        result: what the module's stand-in returns to the hook.
         args, kwargs: arguments of the module.
     """
     ran: list[bool] = []

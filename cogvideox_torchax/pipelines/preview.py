@@ -34,7 +34,7 @@ class LinearPreview:
     explained: float
 
     def __call__(self, latents: torch.Tensor) -> torch.Tensor:
-        """Return colors (N, T, H, W, 3), bytes, of plain latents (N, T, C, H, W) as the VAE takes them."""
+        """Return colors (N, T, H, W, 3), bytes, of latents (N, T, C, H, W) on the host, not scaled."""
         # The channel of ones is multiplied by the linear map's constant.
         colors = _with_ones(latents.float().movedim(2, -1)) @ self.weights
         # Colors from -1 to 1 become bytes; the map's errors may exceed that range.

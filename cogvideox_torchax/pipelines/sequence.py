@@ -125,9 +125,9 @@ class Sequence:
     def shard_heads(self, qk_norm_rope: Callable[..., jax.Array], heads: int) -> Callable[..., jax.Array]:
         """Return the kernel `qk_norm_rope`, sharded as the attention after it.
 
-        If each device calls the layers on its local tokens, the kernel runs with the device's heads. If XLA
-        shards the layers, the kernel is sharded here, as XLA cannot shard a kernel: by heads, or by tokens if
-        the mesh's axis "tp" does not divide the heads.
+        If each device calls the layers on its local tokens, they are exchanged before the kernel, which gets
+        all tokens of the device's heads. If XLA shards the layers, the kernel is sharded here, as XLA cannot
+        shard a kernel: by heads, or by tokens if the mesh's axis "tp" does not divide the heads.
 
         Args:
             qk_norm_rope: the kernel.

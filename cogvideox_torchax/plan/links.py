@@ -132,8 +132,8 @@ class Links:
         if math.prod(lengths) != len(group):  # no grid
             return list(group)
         grid = np.array(sorted(group, key=lambda device: self.places[device])).reshape(lengths)
-        # Rows are counted along an axis of even length, if there is one; axes of one device come last.
-        # `_snake` lists the devices of an array so that consecutive ones are neighbours.
+        # A matrix: rows along an axis of even length, if there is one, columns through all other axes, as
+        # `_snake` lists them, from neighbour to neighbour. Axes of one device come last.
         axes = sorted(range(grid.ndim), key=lambda axis: (lengths[axis] == 1, lengths[axis] % 2))
         rows = np.array([_snake(row) for row in grid.transpose(axes)])
         return [*rows[:, 0].tolist(), *_snake(rows[::-1, 1:])]

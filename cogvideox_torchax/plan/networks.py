@@ -251,8 +251,8 @@ def _plan_cached_run(network: Any, cache: str, batch: int) -> list[Any]:
         batch: number of videos: 2 with guidance, else 1.
 
     Returns:
-        For each step (form, numbers), a `caches.StepPlan`: the layers that run and the results that are kept,
-        and tensors that the program takes as inputs, by name.
+        For each step (form, numbers), a `caches.StepPlan`: the layers that run and the results that are kept;
+        and scalar tensors, by name, that the step's program takes besides the transformer's inputs.
     """
     # A list, so that `steps` can set its one item, the present step's timestep, and the cache's configuration
     # reads it: some caches skip only steps in a range of timesteps.

@@ -227,7 +227,7 @@ def _can_hold(shape: tuple[int, ...], axes: tuple[int, ...]) -> bool:
     first, *rest = shape
     indices = range(len(axes))
     # Each set of axes, by their indices, is tried as the axes that are joined to the first axis of `shape`.
-    # The others must then be joined to the rest of `shape`.
+    # The other axes must then be joined to the rest of `shape`.
     sets = (joined for count in range(len(axes) + 1) for joined in itertools.combinations(indices, count))
     return any(
         math.prod(axes[index] for index in joined) == first

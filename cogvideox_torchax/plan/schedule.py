@@ -431,7 +431,8 @@ def _follow(
 
     def execute(address: int) -> None:
         """Run the operations of the bundle at an address: write their results to `state`."""
-        # All of a bundle's instructions read before any of them writes.
+        # All of a bundle's instructions read before any of them writes. An operand is a number, or the name
+        # of a register or a slot.
         results = {
             operation.target: operation.compute(
                 *(each if isinstance(each, int) else state.get(each) for each in operation.operands)

@@ -71,14 +71,15 @@ def gradient_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any) -> Iterator
     trained.enable_gradient_checkpointing()
     for direction in Direction:
         chunks, (channels, *size) = replace(job, direction=direction).chunk_shapes(vae)
-        lengths = [len(chunk) for chunk in chunks]
+        lengths = [len(chunk) for chunk in chunks]  # numbers of frames
         program = vae.build_program(direction)
-        if mesh.size == 1:
+        if mesh.size == 1:  # otherwise `place_on` has chosen the program's devices
             program.place = runtime.Place(mesh.devices.item())
-        # One video for each device on the axis "dp".
+        # The input x is one video for each device on the axis "dp".
         shape, dtype = (mesh.shape["dp"], channels, sum(lengths), *size), runtime.jax_dtype(vae.dtype)
-        weights, *_ = program.structs((shape, dtype))
-        replicated = next(iter(weights.values())).sharding  # weights are whole on every device; so is x
+        weights, _input, _cache = program.structs((shape, dtype))
+        # Weights are whole on every device. So is x: `run_video` splits each of its chunks over the mesh.
+        replicated = next(iter(weights.values())).sharding
         x = jax.ShapeDtypeStruct(shape, dtype, sharding=replicated)
 
         # Defaults keep this direction's program and lengths: it may be traced after the loop has gone on.

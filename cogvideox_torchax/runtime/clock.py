@@ -37,7 +37,7 @@ class CompileClock:
         now = time.perf_counter()
         self.spans.append((event, now - duration_secs, now))
         name = str(kwargs.get("fun_name")).removeprefix("jit(").removesuffix(")")
-        # The last of these events is lowering, which compilation follows.
+        # The last of `TRACING_EVENTS` is lowering; compilation comes next.
         if event == TRACING_EVENTS[-1] and duration_secs >= LONG and name not in self._announced:
             self._announced.add(name)
             self._announce(

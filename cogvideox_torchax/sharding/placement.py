@@ -82,7 +82,7 @@ class MeshPlace(Place):
         return NamedSharding(self.mesh, PartitionSpec())
 
     def constrain(self, x: jax.Array) -> jax.Array:
-        """Return `x`, constrained to its `sharding`; inside a program."""
+        """Return `x`, a traced array, with its sharding constrained to that of `sharding(x.shape)`."""
         return jax.lax.with_sharding_constraint(x, self.sharding(x.shape))
 
     def _add_shape(self, name: str, x: Any) -> None:

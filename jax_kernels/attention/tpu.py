@@ -106,7 +106,8 @@ def transposed(
         out_specs=query_spec,
         out_shape=jax.ShapeDtypeStruct(q_BDS.shape, q.dtype),
         scratch_shapes=[
-            pltpu.VMEM((rows + tile_rows(q.dtype), query_block), q.dtype),  # queries, `_subtracted_rows`
+            # Queries, and below them rows that subtract from their scores (`_subtracted_rows`).
+            pltpu.VMEM((rows + tile_rows(q.dtype), query_block), q.dtype),
             pltpu.VMEM((rows, query_block), jnp.float32),  # sums of weighted values
             pltpu.VMEM((SUBLANES, query_block), jnp.float32),  # sums of weights
         ],

@@ -216,7 +216,7 @@ def finish(target: Target, sums: Array, bias: Array | None, residual: Array | No
     reads.
 
     Args:
-        target: the target.
+        target: the platform, and the sharding of columns.
         sums: the convolution's result, before it is rounded.
         bias, residual: added to the sums, or None.
         like: the convolution's input: the result gets its dtype, and the layout for its size.
@@ -228,6 +228,6 @@ def finish(target: Target, sums: Array, bias: Array | None, residual: Array | No
         return y
     if y.shape[-1] >= LANES:
         return store_pixels_first(target, y)
-    # Few channels leave most lanes of a tile empty. Columns fill them, but not those of a narrow shard.
+    # Few channels leave most lanes of a tile empty: columns fill them. A shard has too few columns for that.
     columns_fill_lanes = y.shape[-1] <= FEW and not target.split.has_neighbours
     return store_columns_last(target, y) if columns_fill_lanes else y

@@ -207,13 +207,14 @@ class DirectStep(ConvStep):
     def _move(self, column: Any, count: int) -> None:
         """Move `count` columns, from `column` on, of the block that the previous grid step modulated.
 
-        They go from the memory "stage" to "ring", which holds two blocks of two rows. There they replace the
-        same columns of the older block, `self.old`: the products that load those columns are done.
+        A block is two rows of pixels. The columns go from the memory "stage" to "ring", which holds two
+        blocks. There they replace the same columns of the older block, in slot `self.old`: their products, if
+        this step has any, are computed before the move.
         """
-        # A column has a row of memory for each of its words (32 bits: two bfloat16 frames).
         ring_at = self._rows(column, count, self.sizes.words)
         # The stage begins a chunk left of column 0.
         stage_at = self._rows(column, count, self.sizes.words, before=self.sizes.chunk)
+        # Axes: slot (only of "ring"), tap of time, row of the block, part (128 channels), word (two frames).
         self.refs["ring"][self.old, :, :, :, ring_at] = self.refs["stage"][:, :, :, stage_at]
 
     def _modulate_chunk(self, column: Any) -> None:
@@ -242,7 +243,7 @@ class DirectStep(ConvStep):
             unit: not used; other kinds of steps need it.
             column: the unit's first column. A negative one is left of the frame: what is stored there is
                 never read.
-            x: the activated frames, a row for each frame of a pixel.
+            x: the activated frames, (columns times frames, 128): the frames of a pixel are neighbours.
             before: reference to the words of the two frames before `x`. None at a video's start, where the
                 first frame of `x` takes their place, twice.
 
@@ -250,18 +251,18 @@ class DirectStep(ConvStep):
             The words of the last two frames of each pixel.
         """
         sizes, words = self.sizes, self.sizes.words
-        to = self._rows(column, sizes.unit, words, before=sizes.chunk)
+        unit_at = self._rows(column, sizes.unit, words, before=sizes.chunk)
         x_words = pltpu.bitcast(x, jnp.int32) if sizes.input_frames > 1 else duplicated_in_words(x)
         # The frames under the three taps of time: two frames (a word) earlier, one frame earlier, the same.
         earlier, shifted, same = (self.refs["stage"].at[time, row, part] for time in range(TAPS))
-        firsts = pl.ds(to.start, sizes.unit, stride=words)  # the first word of each pixel
-        same[to, :] = x_words
+        firsts = pl.ds(unit_at.start, sizes.unit, stride=words)  # the first word of each pixel
+        same[unit_at, :] = x_words
         if words > 1:  # moved by a word; each pixel's first word is replaced below
-            earlier[pl.ds(to.start + 1, sizes.unit * words - 1), :] = x_words[:-1]
+            earlier[pl.ds(unit_at.start + 1, sizes.unit * words - 1), :] = x_words[:-1]
         earlier[firsts, :] = repeat_earlier_frame(same[firsts, :]) if before is None else before[...]
         # The later frame (high 16 bits) of the word before, then the earlier frame of this word.
-        shifted[to, :] = jax.lax.shift_right_logical(earlier[to, :], 16) | (x_words << 16)
-        return same[pl.ds(to.start + words - 1, sizes.unit, stride=words), :]
+        shifted[unit_at, :] = jax.lax.shift_right_logical(earlier[unit_at, :], 16) | (x_words << 16)
+        return same[pl.ds(unit_at.start + words - 1, sizes.unit, stride=words), :]
 
     def _finish(self, column: Any) -> None:
         """Finish the results of a chunk (columns from `column` on): add bias and residual, round, write."""

@@ -172,7 +172,7 @@ def direct_products(channels: int, outputs: int) -> list[Product]:
     )
     if channels == tiles.LANES:
         # Two inputs of 128 channels fill the depth of a matrix unit. All products have the same pairs of
-        # inputs: so both rows of results take all of `shared`, some of them with weights of zero.
+        # inputs: so both rows of results take all of `shared`. Inputs out of a row's reach have zero weights.
         shared = [(1, 0), (1, 1), (2, 0), (2, 1), (1, 2), (2, 2), (0, 2), (3, 2)]
         above, below = [(0, 0), (0, 1)], [(3, 0), (3, 1)]
         upper, lower, both = shared + above, shared + below, shared + above + below

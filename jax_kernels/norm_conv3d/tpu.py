@@ -380,14 +380,15 @@ def _rows_spec(block_of: Callable[[Any], Any], length: int, lanes: int) -> pl.Bl
 def _cache_rows_spec(sizes: ConvSizes) -> pl.BlockSpec:
     """Return the spec by which a step reads and writes the cache for the two rows that it modulates.
 
-    The cache has a row of 128 lanes for each column, each part of 128 channels, each of `TAPS - 1` frames.
+    A row of pixels has an entry of 128 lanes for each column, each part (128 channels) and each of the
+    `TAPS - 1` frames of the cache.
     """
     block = partial(_modulated_block, sizes)
     return _rows_spec(block, sizes.width * sizes.parts * (TAPS - 1), tiles.LANES)
 
 
 def _pixels_first(x_NTHWC: Array) -> Array:
-    """Reshape frames to (N, H, W T, C), with a row for each frame of a pixel."""
+    """Reshape frames to (N, H, W T, C): the T frames of a pixel become neighbours."""
     x = kernel_layout(x_NTHWC).transpose(0, 2, 3, 1, 4)
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 

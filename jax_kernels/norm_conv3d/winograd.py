@@ -257,7 +257,7 @@ class WinogradStep(ConvStep):
             row, part: index of the row in the block of two rows, and of the 128 channels.
             unit: index of the memory in which the unit's words are sorted by frame.
             column: the unit's first column.
-            x: the activated frames, a row for each frame of a pixel.
+            x: the activated frames, (columns times frames, 128): the frames of a pixel are neighbours.
             before: reference to the words of the two frames before `x`. None at a video's start, where the
                 first frame of `x` takes their place, twice.
         """

@@ -507,9 +507,9 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         self.tile_settings = None
 
     def _tile_plan(self, direction: Direction, size: tuple[int, ...]) -> tiling.TilePlan | None:
-        """Return the tiles of inputs of this (rows, columns); None if one is enough, or tiling is off."""
-        tiles = self.tile_settings
-        return None if tiles is None else tiles.plan(direction, size, self.config.spatial_compression_ratio)
+        """Return the tiles of an input of `size` (height, width); None if one is enough, or tiling is off."""
+        settings, scale = self.tile_settings, self.config.spatial_compression_ratio
+        return None if settings is None else settings.plan(direction, size, scale)
 
     def _check(self, direction: Direction, x: jax.Array) -> None:
         """Raise `ValueError` for an input of a wrong shape, or with NaN or Inf."""
