@@ -166,7 +166,7 @@ def _wrap_class_method(kind: Any, name: str, around: Callable[..., Any]) -> None
         name: of the method.
         around: called with the original as a plain function, the class, and the call's arguments.
     """
-    # `_part` raises if diffusers has no such method any more. `__func__` is not bound: it takes the class.
+    # `_attribute` raises if diffusers has no such method. `__func__` is not bound: it takes the class.
     method = _attribute("diffusers", kind, name).__func__
 
     @functools.wraps(method)
@@ -201,8 +201,8 @@ def wrap_from_pipe(around: Callable[..., Any]) -> None:
     """Replace diffusers' `from_pipe` by `around(make, cls, pipeline, ...)`.
 
     `make` is the original method, and `cls, pipeline, ...` are its arguments. By the cache a second call with
-    the same `around` does nothing.
-    Needs `from_pipe` to be a class method of `DiffusionPipeline` alone.
+    the same `around` does nothing. Needs `from_pipe` to be a class method of `DiffusionPipeline`, which its
+    subclasses inherit.
     """
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 

@@ -114,7 +114,7 @@ class Backend(abc.ABC):
         return {}
 
     def put(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a plain tensor on the device of the model."""
+        """Return a plain tensor as the model takes it; the base class leaves it unchanged."""
         return x
 
     def wait(self, chunk: torch.Tensor) -> torch.Tensor:

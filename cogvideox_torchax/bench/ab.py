@@ -125,7 +125,7 @@ def _measured(
         say: gets a line for each request to a process.
 
     Returns:
-        Results by (direction, name of the backend). A `Task` calls a backend a "way".
+        Results by (direction, name of the backend).
     """
     requests: dict[Direction, dict[str, Any]] = {}  # the fields of `measure.Task` that all backends share
     # By (direction, backend), the worker's answers, one for each round.
@@ -145,33 +145,34 @@ def _measured(
                 "fewest": options.repetitions,  # as many as "runs", so a slow backend has no fewer
             }
             answer = worker.ask("reference", request, {})  # no environment variables
-            requests[direction] = request | {"rms": answer.get("rms")}
+            requests[direction] = request | {"rms": answer.get("rms")}  # PyTorch's own error in this dtype
             flops[direction] = answer.get("flops")
             # If the reference failed, its failure is each backend's result, and no backend is run.
             failures = [] if answer["status"] == "ok" else [answer]
-            rounds_of |= {(direction, way): list(failures) for way in options.backends}
+            rounds_of |= {(direction, backend): list(failures) for backend in options.backends}
         for number in range(options.rounds):
-            for way in options.backends:
+            for backend in options.backends:
                 worker.close()  # the next request starts a new process
                 environment = {  # by default JAX would not cache quick or small programs
-                    "JAX_COMPILATION_CACHE_DIR": str(scratch / "compiled" / way),
+                    "JAX_COMPILATION_CACHE_DIR": str(scratch / "compiled" / backend),
                     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
                     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
                     "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
                 }
                 for direction in Direction:
-                    rounds = rounds_of[direction, way]
+                    rounds = rounds_of[direction, backend]
                     if rounds and rounds[-1]["status"] != "ok":  # failed in an earlier round
                         continue
-                    say(f"{size.video}: round {number + 1} of {options.rounds}: {direction}, {way}")
-                    answer = worker.ask("measure", requests[direction] | {"way": way}, environment)
+                    say(f"{size.video}: round {number + 1} of {options.rounds}: {direction}, {backend}")
+                    # A `Task` calls a backend a "way".
+                    answer = worker.ask("measure", requests[direction] | {"way": backend}, environment)
                     rounds.append(answer)
                     if answer["status"] != "ok":
                         reason = answer.get("reason", "an answer misses its tolerance")
-                        say(f"{size.video}: {direction}, {way}: {answer['status']}: {reason}")
+                        say(f"{size.video}: {direction}, {backend}: {answer['status']}: {reason}")
     return {
-        (direction, way): merge(rounds, size.frames, flops[direction], options.dtype)
-        for (direction, way), rounds in rounds_of.items()
+        (direction, backend): merge(rounds, size.frames, flops[direction], options.dtype)
+        for (direction, backend), rounds in rounds_of.items()
     }
 
 

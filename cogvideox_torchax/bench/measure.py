@@ -251,12 +251,12 @@ def _works(task: Task, size: Size, mesh: Any) -> Iterable[Work]:
     """Return the programs of a job that runs a kernel or the VAE, to be compiled for the mesh's devices."""
     if task.job.startswith("kernels "):
         name = task.job.removeprefix("kernels ")
-        op, structs = ops.bound(name, size, runtime.jax_dtype(task.torch_dtype))
+        op, operands = ops.bound(name, size, runtime.jax_dtype(task.torch_dtype))  # operands: shape structs
         device = jax.sharding.SingleDeviceSharding(mesh.devices.item())  # a kernel's mesh has one device
-        placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), structs)
+        placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), operands)
         return [Work(name, frames=size.frames, lower=jax.jit(op).lower, structs=lambda: placed)]
     vae = models.weightless_vae(size.model, task.torch_dtype)
-    # Training encodes and decodes, and does not read the job's direction.
-    job = jobs.Job(task.direction, size.frames, size.height, size.width)
+    # One video to encode or decode; training does both, and does not read the direction.
+    video = jobs.Job(task.direction, size.frames, size.height, size.width)
     works = training.gradient_works if task.job == "train" else jobs.chunk_works
-    return works(vae, job, mesh)
+    return works(vae, video, mesh)

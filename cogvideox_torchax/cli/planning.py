@@ -98,8 +98,8 @@ def _network(args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: 
         options |= {"guided": not args.no_guidance, "parallel": args.parallel}
         step = functools.partial(networks.plan_step, args.model, vae.dtype, devices, chip, **options)
         if args.cache:
-            # A video has several kinds of steps: steps computed in full, and steps that skip some blocks. By
-            # the number of a kind's first step, `steps_of_kind` has the number of steps of that kind.
+            # A video has several kinds of steps: steps computed in full, and steps that skip some blocks.
+            # `steps_of_kind` maps the index of each kind's first step to the number of steps of that kind.
             steps_of_kind = networks.cached_steps(args.model, vae.dtype, args.cache, not args.no_guidance)
             plans = [step(cache=args.cache, step=first) for first in steps_of_kind]
             if args.skips is not None:  # a first-block cache decides at run time: the user gives the number

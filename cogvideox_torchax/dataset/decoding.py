@@ -119,7 +119,7 @@ class VideoDirectory(OutputDirectory):
     def first_latents(self) -> Latents | None:
         """Return the latents of the first missing clip that can be read; None if there is none."""
         for name in self.missing:
-            with contextlib.suppress(*loop.IN_READING):  # `work` gets the error again, and reports it
+            with contextlib.suppress(*loop.IN_READING):  # `work`, which decodes all, meets the error again
                 return self._readers[name]()
         return None
 

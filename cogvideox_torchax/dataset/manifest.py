@@ -176,7 +176,7 @@ class OutputDirectory:
         """Write the config of the clips, as JSON, to a file of the directory.
 
         Args:
-            config: the config, which must be that of an earlier run in the directory.
+            config: the config, which must equal that of an earlier run in the directory, if there was one.
             state: further fields of the file. Without them a file that an earlier run wrote stays as it is.
 
         Raises:
@@ -420,7 +420,7 @@ class DatasetDirectory(OutputDirectory):
 
 
 def save_latents(latents: latent_files.Latents, path: Path) -> None:
-    """Write a clip's latent file, and make the directories that its id names."""
+    """Write a clip's latent file, and make its directories, which an id such as "a/b" names."""
     path.parent.mkdir(parents=True, exist_ok=True)
     latent_files.save(latents, path)
 

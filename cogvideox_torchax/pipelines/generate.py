@@ -286,8 +286,8 @@ class Generation:
     def encode_text(self) -> dict[str, torch.Tensor | None]:
         """Return the prompts' embeddings (1, tokens, channels) by the pipeline's argument names.
 
-        Without guidance the negative prompt has None. If the generation has a directory to keep stages in,
-        the embeddings are saved there too.
+        Without guidance the negative prompt has None. If the generation has a directory for stages, files to
+        resume from, the embeddings are saved there too.
         """
         with torch.no_grad():
             positive, negative = self.pipe.encode_prompt(

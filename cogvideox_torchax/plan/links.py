@@ -102,7 +102,7 @@ class Links:
             groups: groups of devices that exchange, by their index in the mesh; all of one size.
         """
         count = len(groups[0])  # number of devices in each group
-        if kind == "all-to-all":  # each device sends a part of its array to each other one
+        if kind == "all-to-all":  # each device sends a part of its array to each other device
             pairs = [pair for group in groups for pair in itertools.permutations(group, 2)]
             return size / count * self._seconds_per_byte(pairs)
         # The array goes round a ring in `count` parts. In each round every device passes one part on, half of
@@ -112,8 +112,8 @@ class Links:
         rounds = (2 if kind == "all-reduce" else 1) * (count - 1)
         passes = [  # (sender, receiver) of all messages of a round
             pair
-            for group in groups
-            for device, neighbour in itertools.pairwise([*self._ring(group), self._ring(group)[0]])
+            for first, *others in map(self._ring, groups)
+            for device, neighbour in itertools.pairwise([first, *others, first])
             for pair in ((device, neighbour), (neighbour, device))
         ]
         return rounds * whole / count / 2 * self._seconds_per_byte(passes)

@@ -135,7 +135,7 @@ class Place:
         return self.struct(shape, dtype)
 
     def cache_struct(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Return the struct of one of a cache's arrays."""
+        """Return the struct (shape, dtype, sharding) of one of a cache's arrays."""
         return self.struct(shape, dtype)
 
     def trace(self, run: Callable[..., Any], inputs: Any, cache: Any) -> Any:

@@ -43,10 +43,10 @@ def make_mesh(dp: int = 1, tp: int | None = None, *, devices: Any = None) -> Mes
 
 
 def check_mesh(mesh: Any) -> Mesh:
-    """Return `mesh`, checked: a mesh as `make_mesh` makes it.
+    """Return `mesh` if it is one that `make_mesh` can make.
 
     Raises:
-        ValueError: not a mesh, other axes, or axes that are not Auto.
+        ValueError: not a mesh; a mesh whose axes are not `AXES`, or not of type Auto.
     """
     if not isinstance(mesh, Mesh):
         raise ValueError(f"got a mesh of type {type(mesh).__name__}: make one with make_mesh(dp, tp)")

@@ -143,11 +143,11 @@ def set_tiles(
         return None
     free = runtime.free_memory(getattr(vae, "mesh", None))
     tile = fitting_tile(vae, direction, height, width, frames, free)
-    if tile is None:
+    if tile is None:  # whole frames fit
         vae.disable_tiling()
         return None
     vae.enable_tiling(*tile)
-    return f"tiles of {tile[0]} x {tile[1]} pixels, as {free / 2**30:.1f} GiB are free"
+    return f"tiles of {' x '.join(map(str, tile))} pixels, as {free / 2**30:.1f} GiB are free"
 
 
 def tile_of(vae: Any) -> tuple[int, int] | None:

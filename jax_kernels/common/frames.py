@@ -252,14 +252,14 @@ def conv_patches(
         (size - window) // stride + 1
         for size, window in zip(taps[0].shape[2:4], (window_rows, window_columns), strict=True)
     )
-    patches = [  # for each tap of the kernel, the pixels under it in all windows
-        tap[
+    patches = [  # for each tap of the kernel (of time, row, column), the pixels under it in all windows
+        frames[
             :,
             :,
             row : row + stride * (height - 1) + 1 : stride,
             column : column + stride * (width - 1) + 1 : stride,
         ]
-        for tap in taps
+        for frames in taps
         for row in range(window_rows)
         for column in range(window_columns)
     ]

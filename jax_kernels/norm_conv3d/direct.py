@@ -111,8 +111,8 @@ class DirectStep(ConvStep):
         """Set the sums of a strip's first column to the left edge, or to zeros without edges.
 
         A strip is the columns that are computed together. An edge is what the columns just outside the strip
-        add to its first or last column. No product sets these sums: a product sets only the sums right of its
-        columns, and adds to all others.
+        add to its first or last column. A product sets only the sums one column right of its inputs, and adds
+        to its other sums: so no product sets the first column's.
         """
         frames, refs = self.sizes.frames, self.refs
         # The rows of column 0, a row for each frame: the memory begins a chunk of columns left of it.

@@ -186,7 +186,7 @@ def _kernel_supports(
     that are computed together, and must support all runs.
     """
     runs = split_frames(target, x, norm.zq, residual)  # of each run: frames, latents, residual
-    (first_frames, *_), *_ = runs  # the frames of the first run
+    (first_frames, _zq, _residual), *_later_runs = runs
     return (
         target.pallas
         and all(vector is not None for vector in (bias, norm.weight, norm.bias))

@@ -89,7 +89,7 @@ class ConvStep(ABC):
         self.sizes, self.weights, self.refs = sizes, weights, refs
         self.result_parts = sizes.outputs // tiles.LANES  # parts of 128 channels
         axes = 2 if sizes.strips == 1 else 3  # of the grid: videos, strips of columns if several, steps
-        _, self.strip, self.step = grid_position(tuple(map(pl.program_id, range(axes))))
+        _video, self.strip, self.step = grid_position(tuple(map(pl.program_id, range(axes))))
 
     def run(self) -> None:
         """Modulate a block of two rows; from step `LAG` on, also convolve the block of `LAG` steps before.

@@ -197,11 +197,12 @@ class WinogradStep(ConvStep):
             component: index of the component of Winograd's transform.
             results: (row, column) of each result in the sums; column 0 is the input's, 1 the one right of it.
                 With `rows_together` the sums have both rows, one after the other, of a single result.
-            sums: float32, a row for each tile of a pixel, 128 channels for each result.
+            sums: float32 (tiles of the chunk's pixels, channels), 128 channels for each result, or for each
+                part of the single one.
             column: first column of the chunk, the columns that the product covers.
         """
         sizes, refs = self.sizes, self.refs
-        count = sizes.chunk * TILES  # rows of a chunk
+        count = sizes.chunk * TILES  # tiles in a row of the chunk
         at = self._rows(column, sizes.chunk, TILES, before=sizes.chunk)
         if sizes.rows_together:
             parts = self.result_parts // sizes.turns
@@ -286,10 +287,10 @@ class WinogradStep(ConvStep):
         self._write_results(column, self.sizes.unit, partial(self._frames, column, unit), after)
 
     def _frames(self, column: Any, unit: int, row: int, part: int) -> Array:
-        """Transform the sums of a unit (a few columns) back to frames; return them with edges added.
+        """Transform a unit's components back to frames; return them with edges added.
 
-        The sums are the components of each tile, half of a pixel's frames, in Winograd's transform. Edges are
-        what columns outside the strip add.
+        A unit is a few columns. Components are sums in Winograd's transform, for each tile, half of a pixel's
+        frames. Edges are what columns outside the strip add.
 
         Args:
             column: the first of the unit's columns.
@@ -302,9 +303,9 @@ class WinogradStep(ConvStep):
             self.refs["components"][component, row, part, tiles_at] for component in range(sizes.components)
         ]
         frames = self.refs["frames"].at[unit, row, part]
-        # `sums` are of one frame of every tile; the tiles of a pixel follow each other.
-        for frame, sums in enumerate(self.transform.results(components)):
-            frames[pl.ds(frame, sizes.unit * TILES, stride=sizes.tile), :] = sums
+        # `result` is one frame of every tile; the tiles of a pixel follow each other.
+        for frame, result in enumerate(self.transform.results(components)):
+            frames[pl.ds(frame, sizes.unit * TILES, stride=sizes.tile), :] = result
         if "edges" in self.refs:
             self._add_edges(frames, column, row, part)
         return frames[...]

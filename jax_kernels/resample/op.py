@@ -173,15 +173,15 @@ def _by_xla(
     target: Target, x: Array, kernel: Array, bias: Array | None, *, expand_time: bool, first_frame_alone: bool
 ) -> Array:
     """Upsample a device's own columns by XLA's operations: double pixels, convolve, then double frames."""
-    rows, columns = (size // 2 for size in kernel.shape[:2])  # of zeros on each side
+    zero_rows, zero_columns = (size // 2 for size in kernel.shape[:2])  # on each side
     has_pixels_outside = target.on_tpu and x.shape[1] > 1  # a tile then holds frames and channels
     doubled = xla.double_pixels_outside(x) if has_pixels_outside else xla.double_pixels(x)
 
     def convolve(x: Array, kernel: Array, columns: tuple[int, int]) -> Array:
         """Convolve frames with zeros above and below, and `columns` zeros on the left and right."""
-        return conv_frames(x, kernel, padding=((rows, rows), columns))
+        return conv_frames(x, kernel, padding=((zero_rows, zero_rows), columns))
 
-    y = convolve(doubled, kernel, (columns, columns))
+    y = convolve(doubled, kernel, (zero_columns, zero_columns))
     y = add_from_neighbours(target.split, y, doubled, kernel, convolve)
     y = with_clear_padding(add_bias_and_residual(y, bias).astype(x.dtype), target.split)
     length, alone = x.shape[1], int(first_frame_alone)

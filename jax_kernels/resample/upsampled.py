@@ -120,7 +120,8 @@ def is_supported(
 
 def _vmem_bytes(sizes: UpsampleSizes) -> int:
     """Return a bound of the bytes of VMEM that the kernel uses."""
-    # A row of pixels and a row of results, in bfloat16 (2 bytes a number).
+    # A row of pixels, each of `taken` frames, and a row of results: `row` entries, one for each frame of a
+    # pixel. A bfloat16 number has 2 bytes.
     input_bytes = sizes.columns * sizes.taken * sizes.channels * 2
     output_bytes = sizes.row * sizes.outputs * 2
     weights = TAPS**2 * sizes.channels * sizes.outputs * 2
@@ -262,6 +263,7 @@ class _Step:
         return (
             x
             if self.sizes.taken == self.sizes.frames
+            # Read as bfloat16, a word that holds a number twice has it in two successive rows.
             else pltpu.bitcast(tiles.duplicated_in_words(x), x.dtype)
         )
 

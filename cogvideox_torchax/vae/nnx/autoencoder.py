@@ -319,7 +319,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         Raises:
             ValueError: another rank, channel count or size, or NaN or Inf.
         """
-        return Posterior.from_moments(self._whole(ENCODE, x))
+        return Posterior.from_moments(self._joined_results(ENCODE, x))
 
     def decode(self, z: jax.Array) -> jax.Array:
         """Decode latents (N, t, h, w, C), not scaled by `scaling_factor`, to frames in about [-1, 1].
@@ -327,7 +327,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         Raises:
             ValueError: another rank or channel count, or NaN or Inf.
         """
-        return self._whole(DECODE, z)
+        return self._joined_results(DECODE, z)
 
     def decode_frame_by_frame(self, z: jax.Array) -> jax.Array:
         """Decode one latent frame a step, at about half the memory: ANOTHER FUNCTION than `decode`.
@@ -340,7 +340,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         Args:
             z: latents (N, t, h, w, C), not scaled by `scaling_factor`.
         """
-        return self._whole(DECODE, z, frame_by_frame=True)
+        return self._joined_results(DECODE, z, frame_by_frame=True)
 
     def encode_stream(self, x: jax.Array) -> Iterator[Posterior]:
         """Encode chunk by chunk; a chunk's latents are available while the next chunk is computed."""
@@ -360,7 +360,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
             raise ValueError(f"decode_stream got output_dtype {output_dtype}: None or jnp.uint8")
         return self._stream(DECODE, z, as_uint8=output_dtype is not None)
 
-    def _whole(self, direction: Direction, x: jax.Array, **options: bool) -> jax.Array:
+    def _joined_results(self, direction: Direction, x: jax.Array, **options: bool) -> jax.Array:
         """Return the joined results of all chunks of `x` (N, T, H, W, C); with slicing each video runs alone.
 
         `options` are `frame_by_frame`, whether each latent frame is a chunk, and `as_uint8`, whether decoded

@@ -234,15 +234,15 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
     def encode(self, x: torch.Tensor, return_dict: bool = True) -> Any:
         """Encode a video (N, C, T, H, W) to its posterior, as diffusers' `encode` does."""
         with self._torchax_on_for(x):
-            posterior = DiagonalGaussianDistribution(self._whole(ENCODE, x))
+            posterior = DiagonalGaussianDistribution(self._joined_results(ENCODE, x))
         return AutoencoderKLOutput(latent_dist=posterior) if return_dict else (posterior,)
 
     def decode(self, z: torch.Tensor, return_dict: bool = True) -> Any:
         """Decode latents (N, C, T, H, W) to frames, as diffusers' `decode` does."""
-        frames = self._whole(DECODE, z)
+        frames = self._joined_results(DECODE, z)
         return DecoderOutput(sample=frames) if return_dict else (frames,)
 
-    def _whole(self, direction: Direction, x: torch.Tensor) -> torch.Tensor:
+    def _joined_results(self, direction: Direction, x: torch.Tensor) -> torch.Tensor:
         """Check an input, and return the results of all of its chunks joined."""
         self._check(direction, x)
         return self._all_results(direction, x, self._tile_plan(direction, x.shape[3:]))
