@@ -86,7 +86,7 @@ def _norm_block(first_patch_ref, x_ref, factor_ref, offset_ref, y_ref, *, eps: f
     """Norm and modulate (multiply by a factor, add an offset) a block of tokens, `ROWS` at a time.
 
     Args:
-        first_patch_ref: index of the first patch in the sequence.
+        first_patch_ref: (1,), the index of the sequence's first patch.
         x_ref: the block of tokens.
         factor_ref, offset_ref: two vectors each, for text tokens and for patches.
         y_ref: the result.
@@ -202,11 +202,11 @@ def _product_block(
 ) -> None:
     """Compute a block of tokens and outputs, a unit of outputs at a time.
 
-    Each unit of a loop's body is multiplied before the epilogue (bias, GELU or gated sum) of the unit before
-    it, so that they overlap.
+    In a loop's body a unit is multiplied before the previous unit's epilogue (bias, GELU or gated sum), so
+    that the two overlap.
 
     Args:
-        first_patch_ref: index of the first patch in the sequence; read only for a gated sum.
+        first_patch_ref: (1,), the index of the sequence's first patch; read only for a gated sum.
         x_ref, weight_ref, bias_ref: blocks of the arguments of `product`.
         refs: references to residual and gate (two rows: for text tokens, for patches), if there is a gated
             sum, and to the result.

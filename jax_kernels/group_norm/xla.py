@@ -97,7 +97,7 @@ def column_moments(x: Array) -> tuple[Array, Array]:
 def _typical_row(x: Array, axis: int) -> Array:
     """Return for each column of pixels a value close to most of its pixels: the median of three.
 
-    Sums are of differences from this value. Results depend on it by their rounding alone: it gets no
+    The moments are summed as differences from this value. It changes them by rounding alone, so it gets no
     derivative. `axis` is the axis of rows.
     """
     height = x.shape[axis]

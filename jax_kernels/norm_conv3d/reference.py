@@ -52,7 +52,7 @@ def norm_conv3d(
     return y.astype(x.dtype), None if latest is None else latest.astype(x.dtype), None
 
 
-def _convolved_component(frames, taps):
-    """Convolve a component of Winograd's filtering; `taps` (kh, kw, I, O) combine the taps of time."""
-    y, _cache = conv3d(frames.astype(jnp.float32), taps[None])
+def _convolved_component(frames, kernel):
+    """Convolve a component of Winograd's filtering; `kernel` (kh, kw, I, O) combines the taps of time."""
+    y, _cache = conv3d(frames.astype(jnp.float32), kernel[None])
     return y
