@@ -117,7 +117,7 @@ class VideoDirectory(OutputDirectory):
         super().begin({**config, "fps": None if self._fps is None else str(self._fps)}, **state)
 
     def first_latents(self) -> Latents | None:
-        """Return the latents of the first missing clip that can be read; None if there is none."""
+        """Return the first readable latents of a clip that has no video yet; None if there are none."""
         for name in self.missing:
             with contextlib.suppress(*loop.IN_READING):  # `work`, which decodes all, meets the error again
                 return self._readers[name]()
