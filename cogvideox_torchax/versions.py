@@ -16,8 +16,9 @@ class Tested:
     def holds(self, version: str) -> bool:
         """Return whether a version is in the range.
 
-        A build for a device (`2.13.0+cpu`) counts as its version (`2.13.0`). Later patches of `newest`, final
-        releases with its first two numbers, are in the range too, but not of 0.0: they may change anything.
+        A build for a device (`2.13.0+cpu`) counts as its version (`2.13.0`). Later patches of `newest` (final
+        releases with its first two numbers) are in the range too, unless these are 0.0: such patches may
+        change anything.
         """
         found, newest = Version(Version(version).public), Version(self.newest)
         is_patch = found.release[:2] == newest.release[:2] != (0, 0) and not found.is_prerelease

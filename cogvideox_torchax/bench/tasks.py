@@ -253,7 +253,7 @@ def _network(task: Task, size: Size) -> Run:
 
     inputs = jax.tree.map(draw, described, is_leaf=describes_one_input)
     if task.torch_device:
-        if task.way == "torch-compile":
+        if task.backend == "torch-compile":
             model.compile()
         nn.Module.to(model, task.torch_device)
         on_device = jax.tree.map(lambda x: x.to(task.torch_device), inputs)
@@ -287,9 +287,9 @@ def _random_weight(struct: Any) -> jax.Array:
 
 
 def _op(task: Task, size: Size) -> Run:
-    """Load an op with random operands; for a reference (the way "") load its plain form, without a kernel.
+    """Load an op with random operands; for the reference (`task.way` is "") load its form without a kernel.
 
-    The returned function calls the op once, and gives one pair: the op's name and the result.
+    The returned function runs it once, and gives one pair: the op's name and the result.
     """
     name = task.job.removeprefix("kernels ")
     reference_options = {}
@@ -297,7 +297,7 @@ def _op(task: Task, size: Size) -> Run:
         # A TPU's kernel convolves by Winograd's algorithm, 2 results at a time; its reference does the same,
         # to round alike.
         reference_options = {"tile": 2}
-    # None loads the op itself; options, even {}, load its plain form.
+    # None loads the op itself; options, even {}, load its form without a kernel.
     options = None if task.way else reference_options
     run = ops.load(name, size, runtime.jax_dtype(task.torch_dtype), options)
     return lambda: iter([(name, run())])

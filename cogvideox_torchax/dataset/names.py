@@ -21,7 +21,7 @@ class ClipError(ValueError):
 
 
 def is_waiting(path: PurePath) -> bool:
-    """Return whether a path in a data set's directory belongs to a clip that waits for its shard."""
+    """Return whether a path in a data set's directory is of a clip whose shard is not written yet."""
     return _WAITING.fullmatch(path.as_posix()) is not None
 
 

@@ -252,14 +252,14 @@ def load_generator(model: Model, dtype: torch.dtype, mesh: Any, *, with_text: bo
     from cogvideox_torchax.pipelines.loading import load_pipeline
 
     # Components that are None are not loaded.
-    without = {} if with_text else {"text_encoder": None, "tokenizer": None}
+    omitted = {} if with_text else {"text_encoder": None, "tokenizer": None}
     try:
         return load_pipeline(
             model.name,
             pipeline_class=getattr(diffusers, CLASSES[model.kind]),
             mesh=mesh,
             torch_dtype=dtype,
-            **without,
+            **omitted,
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise RequestError(f"cannot load {model.name}: {' '.join(str(error).split())[:300]}") from error

@@ -245,10 +245,9 @@ class CompiledNetwork(PortedModel):
         Raises:
             ValueError: a mesh not made by `make_mesh`, or one that does not divide the weights.
         """
-        # On the same mesh, and without a request, the earlier choice stays.
-        chosen = self.parallelism
-        if mesh != self._mesh or parallel is not None or memory is not None:
-            chosen = parallelism_of(self, mesh, parallel, memory)
+        if mesh == self._mesh and parallel is None and memory is None:
+            return  # the earlier choice stays
+        chosen = parallelism_of(self, mesh, parallel, memory)
         if (mesh, chosen) != (self._mesh, self.parallelism):
             self._mesh, self.parallelism = mesh, chosen
             runtime.forget_programs(self)

@@ -36,8 +36,8 @@ class CopiesWithoutPrograms:
 
     def _state(self) -> dict[str, Any]:
         """Return the attributes for a copy: without compiled programs."""
-        own = vars(self).copy()  # in one step: another thread may add its first program meanwhile
-        return {name: value for name, value in own.items() if name not in DERIVED_ATTRIBUTES}
+        attributes = vars(self).copy()  # in one step: another thread may add its first program meanwhile
+        return {name: value for name, value in attributes.items() if name not in DERIVED_ATTRIBUTES}
 
     def __copy__(self) -> Any:
         """Return a shallow copy with the same weights, and without compiled programs."""

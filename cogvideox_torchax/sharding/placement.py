@@ -226,6 +226,7 @@ class Placement(MeshPlace):
         return PaddedChunk(jax.ShapeDtypeStruct(padded, dtype, sharding=self.sharding(shape)), shape)
 
     def cache_struct(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        """Return the shape, dtype and sharding of one array of the convolutions' cache."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.cache_placement.sharding(shape))
 
     def weight(self, name: str, array: Any) -> jax.Array:

@@ -116,14 +116,14 @@ class Trainer:
     def averaged(self) -> Iterator[Any]:
         """Yield the VAE with the weights' average in its parameters; put the weights back after the block."""
         with torch.no_grad():
-            own = {name: weight.detach().clone() for name, weight in self._weights.items()}
+            saved = {name: weight.detach().clone() for name, weight in self._weights.items()}
             for name, weight in self._weights.items():
                 weight.copy_(self._average[name])
             try:
                 yield self.vae
             finally:
                 for name, weight in self._weights.items():
-                    weight.copy_(own[name])
+                    weight.copy_(saved[name])
 
     def reconstruct(self, video: torch.Tensor) -> torch.Tensor:
         """Encode and decode a video (N, C, T, H, W) in [-1, 1] with the average of the weights; return it."""

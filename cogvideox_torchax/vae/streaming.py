@@ -125,12 +125,12 @@ class ChunkedVAE:
             fetch: copies a result to the host.
             as_uint8: whether decoded frames are bytes.
         """
-        pieces, size = self._pieces(direction, given, num_frames)
+        chunks, size = self._checked_chunks(direction, given, num_frames)
         return fetched_one_behind(
-            self.results(direction, pieces, self._tile_plan(direction, size), as_uint8), fetch
+            self.results(direction, chunks, self._tile_plan(direction, size), as_uint8), fetch
         )
 
-    def _pieces(
+    def _checked_chunks(
         self, direction: Direction, given: torch.Tensor | Iterable[torch.Tensor], num_frames: int | None
     ) -> tuple[Iterator[torch.Tensor], torch.Size]:
         """Check an input; return an iterator over its chunks, and its (rows, columns).
@@ -164,7 +164,7 @@ class ChunkedVAE:
     def results(
         self,
         direction: Direction,
-        pieces: Iterable[torch.Tensor],
+        chunks: Iterable[torch.Tensor],
         plan: tiling.TilePlan | None = None,
         as_uint8: bool = False,
     ) -> Iterator[torch.Tensor]:
@@ -174,21 +174,21 @@ class ChunkedVAE:
 
         Args:
             direction: `ENCODE` or `DECODE`.
-            pieces: the chunks, in order.
+            chunks: the chunks, in order.
             plan: the tile plan; None for whole frames.
             as_uint8: whether decoded frames are bytes.
         """
         if not self.use_slicing:
-            return self._results(direction, pieces, plan, as_uint8)
-        streams = [self._results(direction, video, plan, as_uint8) for video in split_videos(pieces)]
+            return self._results(direction, chunks, plan, as_uint8)
+        streams = [self._results(direction, video, plan, as_uint8) for video in split_videos(chunks)]
         return (runtime.concatenate(parts, 0) for parts in zip(*streams, strict=True))
 
     def _results(
-        self, direction: Direction, pieces: Iterable[torch.Tensor], plan: Any, as_uint8: bool
+        self, direction: Direction, chunks: Iterable[torch.Tensor], plan: Any, as_uint8: bool
     ) -> Iterator[torch.Tensor]:
         """Return the results of a video's chunks, all videos of the batch together.
 
-        `pieces` are the chunks, `plan` is the tile plan or None; `as_uint8` makes decoded frames bytes.
+        `chunks` are in order, `plan` is the tile plan or None; `as_uint8` makes decoded frames bytes.
         """
         raise NotImplementedError
 
@@ -342,12 +342,12 @@ def fetched_one_behind(results: Iterator[torch.Tensor], fetch: Fetch) -> Iterato
         result = following
 
 
-def split_videos(pieces: Iterable[torch.Tensor]) -> list[Iterator[torch.Tensor]]:
+def split_videos(chunks: Iterable[torch.Tensor]) -> list[Iterator[torch.Tensor]]:
     """Return, for each video of a batch, an iterator over its chunks.
 
-    `pieces` are the chunks of the batch, in order; the first axis of each has the videos.
+    `chunks` are the batch's, in order; the first axis of each has the videos.
     """
-    chunked = iter(pieces)
+    chunked = iter(chunks)
     first = next(chunked)
     all_chunks = itertools.chain([first], chunked)
     if first.shape[0] == 1:

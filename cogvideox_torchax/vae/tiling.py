@@ -220,7 +220,10 @@ _cut_on_jax = functools.partial(jax.jit, static_argnums=(1, 2))(cut)  # static: 
 def _join_and_place(
     tiles: list[list[Any]], plan: TilePlan, row_axis: int, placement: "Placement | None", as_uint8: bool
 ) -> Any:
-    """Blend the tiles' outputs to frames; as bytes if `as_uint8`, and sharded by `placement` if given."""
+    """Blend the tiles' outputs to frames; as bytes if `as_uint8`, and sharded by `placement` if given.
+
+    `tiles` has a list for each row of tiles; axis `row_axis` of the outputs has rows of pixels.
+    """
     frames = join(tiles, plan, row_axis)
     frames = to_uint8(frames) if as_uint8 else frames
     return frames if placement is None else placement.result_without_padding(frames)

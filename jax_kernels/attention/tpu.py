@@ -122,8 +122,8 @@ def transposed(
 def _block_length(length: int, sizes: tuple[int, ...]) -> int:
     """Return the block length for a sequence of `length` positions: the one of `sizes` that pads it least.
 
-    Of several that pad it equally it is the largest. A sequence shorter than all `sizes` is one block, of
-    whole chunks or of a tile's lanes. The last block may reach beyond the sequence.
+    Of several that pad it equally it is the largest. A sequence no longer than any of `sizes` is one block,
+    of whole chunks or of a tile's lanes. The last block may reach beyond the sequence.
     """
     if length <= min(sizes):
         unit = LANES if length <= LANES else CHUNK

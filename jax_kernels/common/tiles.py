@@ -44,8 +44,8 @@ DTYPES = jnp.float32, jnp.bfloat16
 def pallas_mode(op: str | None = None) -> str:
     """Return the value of the environment variable that `SWITCH` names, "on" if it is not set.
 
-    The value "off:OP,OP" turns Pallas kernels off for the listed ops. For the name `op` of an op such a value
-    is returned as "off" if the op is listed, else as "on".
+    The value "off:OP,OP" turns Pallas kernels off for the listed ops. With `op`, an op's name, "off" is
+    returned for this value if the op is listed, else "on".
     """
     mode = os.environ.get(SWITCH, "on")
     if op is None or not mode.startswith("off:"):

@@ -16,7 +16,7 @@ def split_linear(x, weight, bias=None, *, parts):
 
 
 def layer_norm(x, weight, bias, eps=1e-5):
-    """Subtract the mean, then divide by the standard deviation, in float32."""
+    """Normalize the last axis in float32, then apply `weight` and `bias`, each of which may be None."""
     y = x.astype(jnp.float32)
     y = (y - y.mean(-1, keepdims=True)) / jnp.sqrt(y.var(-1, keepdims=True) + eps)
     y = y if weight is None else y * weight

@@ -143,7 +143,7 @@ def product(
             (N, 2, O), float32, one vector for text tokens and one for patches; the index of the first patch.
         gelu: whether GELU follows.
         transposed: whether `x` is (N, I, S); else it is (N, S, I).
-        parts: number of arrays that the outputs are written to; 1 with `gated`.
+        parts: number of equal parts, returned one after the other, that O is split into; 1 with `gated`.
 
     Returns:
         (N * parts, S, O / parts): the parts of the first video, then those of the second, and so on.

@@ -131,13 +131,15 @@ def _image_moments(
         x: an image that the kernel supports.
     """
     videos, _, height, width, channels = x.shape
-    rows = _rows_of_image(x)
+    block_rows = _rows_of_image(x)
     mean, m2 = pl.pallas_call(
         # `together`: columns in a loop's body. `SUBLANES` columns of an image fill a register.
-        functools.partial(_moments, blocks=height // rows, together=TOGETHER * SUBLANES),
-        grid=(videos, 1, height // rows),  # the 1: a block has all columns
-        in_specs=[pl.BlockSpec((None, rows, width, channels), lambda video, _, row: (video, row, 0, 0))],
-        out_specs=[pl.BlockSpec((None, width, channels), lambda video, _, row: (video, 0, 0))] * 2,
+        functools.partial(_moments, blocks=height // block_rows, together=TOGETHER * SUBLANES),
+        grid=(videos, 1, height // block_rows),  # the 1: a block has all columns
+        in_specs=[
+            pl.BlockSpec((None, block_rows, width, channels), lambda video, _, block: (video, block, 0, 0))
+        ],
+        out_specs=[pl.BlockSpec((None, width, channels), lambda video, _, block: (video, 0, 0))] * 2,
         out_shape=[pltpu.HBM((videos, width, channels), jnp.float32)] * 2,
         scratch_shapes=[pltpu.VMEM((width, channels), jnp.float32)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),

@@ -409,12 +409,12 @@ def _activated_column(
         return repeat_nearest(values[:, :, :, index : index + 1], {1: frames // t, 2: height // h})
 
     # The layout is fixed: XLA would first copy all of `x` into the order that suits a single column.
-    now = tpu.activated(
+    activated = tpu.activated(
         store_pixels_first(target, x[:, :, :, column : column + 1]), *coefficients(repeat_over_column)
     )
-    first_twice = jnp.repeat(now[:, :1], 2, axis=1)
+    first_twice = jnp.repeat(activated[:, :1], 2, axis=1)
     past = first_twice if cache is None else tpu.column_of_cache(cache, column)
-    return jnp.squeeze(jnp.concatenate([past, now], axis=1), 3)
+    return jnp.squeeze(jnp.concatenate([past, activated], axis=1), 3)
 
 
 def _column_sums(

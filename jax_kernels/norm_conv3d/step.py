@@ -254,7 +254,7 @@ class ConvStep(ABC):
         # The memory "moments" begins a chunk left of column 0.
         moments_at = self._rows(column, count, sizes.input_frames, before=sizes.chunk)
         is_first = self.step == LAG  # the first block of results, which sets the moments
-        in_frame = self._rows_in_frame(_at_least_zero(column), count) if "true_width" in refs else None
+        in_frame = self._mask_of_columns(_at_least_zero(column), count) if "true_width" in refs else None
         for part in range(self.result_parts):
             lanes = lanes_of(part)
             rounded = []
@@ -280,11 +280,11 @@ class ConvStep(ABC):
                 upper * upper + lower * lower
             )
 
-    def _rows_in_frame(self, column: Any, count: int) -> Array:
+    def _mask_of_columns(self, column: Any, count: int) -> Array:
         """Return a mask of `count` columns from `column` on, which is false in padding columns.
 
-        The mask has a row for each input frame of a column. "true_width" is the number of the frame's columns
-        without padding.
+        The mask has a row for each input frame of a column. "true_width" is the number of columns that are
+        no padding.
         """
         row = jax.lax.broadcasted_iota(jnp.int32, (count * self.sizes.input_frames, tiles.LANES), 0)
         # Counted from the first column of the strip (columns that are computed together), as `column` is.

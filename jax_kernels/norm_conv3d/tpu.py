@@ -235,8 +235,8 @@ def _operands(
 ) -> tuple[dict[str, tuple[Any, pl.BlockSpec]], list[Array]]:
     """Return the kernel's operands by name, each with its `BlockSpec`; and the matrices of its products.
 
-    Optional operands that are None are left out. A product has a matrix for each turn, a share of the output
-    channels.
+    Optional operands that are None are left out. A product has a matrix for each turn (a share of the output
+    channels).
 
     Args:
         sizes: the sizes that the kernel is compiled for.

@@ -181,10 +181,11 @@ class WinogradStep(ConvStep):
         of results (`rows_together`), `row` and the row below it are returned, joined.
         """
         sizes = self.sizes
-        at = self._word_columns(column, sizes.chunk, shift)
-        # (name of a buffer, slot in it) of each input row.
-        rows = [self.rows[row + result] for result in range(ROWS if sizes.rows_together else 1)]
-        words = jnp.concatenate([self.refs[name][slot, component, part, at] for name, slot in rows])
+        columns = self._word_columns(column, sizes.chunk, shift)
+        # `self.rows` has (name of a buffer, slot in it) of each input row.
+        rows = self.rows[row : row + (ROWS if sizes.rows_together else 1)]
+        # A word is two bfloat16 numbers: the component of each of a pixel's two tiles (halves of its frames).
+        words = jnp.concatenate([self.refs[name][slot, component, part, columns] for name, slot in rows])
         return pltpu.bitcast(words, jnp.bfloat16)
 
     def _store_components(

@@ -190,12 +190,12 @@ class _Step:
         if "beside" in refs:
             beside = self._repeat_frames(refs["beside"][0, 0])
             # Each product takes both columns, the left one's frames first. The left column needs only the
-            # products by the left tap (0), the right column only those by the right tap (2).
+            # products by the left tap (0) of each kernel row, the right column only those by the right (2).
             by_left_tap, by_right_tap = (
-                [self._product(beside, row, tap) for row in range(TAPS)] for tap in (0, 2)
+                [self._product(beside, kernel_row, tap) for kernel_row in range(TAPS)] for tap in (0, 2)
             )
-            for row in range(TAPS):
-                refs["left"][row] = by_left_tap[row][: sizes.frames]
+            for kernel_row, products in enumerate(by_left_tap):
+                refs["left"][kernel_row] = products[: sizes.frames]
             # The right column's products, which the row's last column needs.
             right = [products[sizes.frames :] for products in by_right_tap]
         else:
@@ -416,8 +416,8 @@ def _xla_form(
     if beside is not None:
         # Each is what one neighbouring column, of doubled height, adds to a single column of the result.
         left, right = (
-            conv_frames(repeat_nearest(part, {2: 2}), taps, padding=((1, 1), (0, 0)))
-            for part, taps in zip(beside, (kernel[:, :1], kernel[:, 2:]), strict=True)
+            conv_frames(repeat_nearest(column, {2: 2}), taps, padding=((1, 1), (0, 0)))
+            for column, taps in zip(beside, (kernel[:, :1], kernel[:, 2:]), strict=True)
         )
         sums = add_columns(add_columns(sums, left, at=0), right, at=sums.shape[3] - 1)
     sums = sums + bias.astype(jnp.float32)

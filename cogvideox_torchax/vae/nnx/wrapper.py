@@ -248,12 +248,12 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
         return self._all_results(direction, x, self._tile_plan(direction, x.shape[3:]))
 
     def _results(
-        self, direction: Direction, pieces: Iterable[torch.Tensor], plan: Any, as_uint8: bool
+        self, direction: Direction, chunks: Iterable[torch.Tensor], plan: Any, as_uint8: bool
     ) -> Iterator[torch.Tensor]:
         """Return the results of a video's chunks as torchax tensors, computed by the Flax model.
 
-        `pieces` are the chunks in order, `plan` is the tile plan, None for whole frames; with `as_uint8`
-        decoded frames are bytes.
+        `chunks` are in order, `plan` is the tile plan, None for whole frames; with `as_uint8` decoded frames
+        are bytes.
         """
-        arrays = map(to_array, pieces)
+        arrays = map(to_array, chunks)
         return map(to_tensor, self.flax_vae.run_chunks(direction, arrays, plan, as_uint8=as_uint8))

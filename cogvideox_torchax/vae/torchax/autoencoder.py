@@ -187,13 +187,13 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
     # Running chunks
 
     def _results(
-        self, direction: Direction, pieces: Iterable[torch.Tensor], plan: Any, as_uint8: bool
+        self, direction: Direction, chunks: Iterable[torch.Tensor], plan: Any, as_uint8: bool
     ) -> Iterator[torch.Tensor]:
         """Return the results of the chunks, by compiled programs for weights on JAX, else by PyTorch.
 
         Args:
             direction: `ENCODE` or `DECODE`.
-            pieces: the chunks, in order.
+            chunks: the chunks, in order.
             plan: the tiles (`tiling.TilePlan`); None for whole frames.
             as_uint8: whether results are bytes.
         """
@@ -212,8 +212,8 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
             return program.begin(program.weights(network))
 
         placement = Placement(self.mesh) if on_jax and self.mesh is not None else None
-        chunks = map(runtime.as_array, pieces) if on_jax else pieces
-        results = tiling.run_chunks(chunks, plan, start, NCTHW, placement, as_uint8=as_uint8)
+        inputs = map(runtime.as_array, chunks) if on_jax else chunks
+        results = tiling.run_chunks(inputs, plan, start, NCTHW, placement, as_uint8=as_uint8)
         return map(runtime.tensor_of, results) if on_jax else results
 
     def _run_all_chunks(

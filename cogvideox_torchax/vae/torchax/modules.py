@@ -42,9 +42,9 @@ def _channels_first(x_NTHWC: torch.Tensor) -> torch.Tensor:
     return x_NTHWC.permute(0, 4, 1, 2, 3)
 
 
-def _kernel_last(kernel_OI: torch.Tensor) -> torch.Tensor:
-    """Return a torch kernel (O, I, *window) as the JAX kernels take it, (*window, I, O)."""
-    return kernel_OI.permute(*range(2, kernel_OI.ndim), 1, 0)
+def _window_first(weight_OI: torch.Tensor) -> torch.Tensor:
+    """Return a torch convolution's weight (O, I, *window) in the order of `jax_kernels`, (*window, I, O)."""
+    return weight_OI.permute(*range(2, weight_OI.ndim), 1, 0)
 
 
 def _as_ported(module: nn.Module) -> bool:
@@ -112,7 +112,7 @@ class SafeConv3d(OnColumns, diffusers_vae.CogVideoXSafeConv3d):
         if not on_jax(input) or self.kernel_size != (1, 1, 1) or self.stride != (1, 1, 1):
             return super().forward(input)
         y, _no_cache = torch_view(jax_kernels.conv3d)(
-            _channels_last(input), _kernel_last(self.weight), self.bias, split=self.split
+            _channels_last(input), _window_first(self.weight), self.bias, split=self.split
         )
         return _channels_first(y)
 
@@ -157,7 +157,7 @@ class CausalConv3d(OnColumns, diffusers_vae.CogVideoXCausalConv3d):
         cache, residual = (None if x is None else _channels_last(x) for x in (conv_cache, residual))
         y, new_cache = torch_view(jax_kernels.conv3d)(
             _channels_last(inputs),
-            _kernel_last(conv.weight),
+            _window_first(conv.weight),
             conv.bias,
             cache,
             residual=residual,
@@ -327,7 +327,7 @@ def _fused_norm_conv(
     y, new_cache, new_moments = torch_view(jax_kernels.norm_conv3d)(
         _channels_last(hidden),
         jax_kernels.NormParams(group_norm.weight, group_norm.bias, *modulation),
-        _kernel_last(conv.weight),
+        _window_first(conv.weight),
         conv.bias,
         None if conv_cache is None else _channels_last(conv_cache),
         moments,
@@ -350,7 +350,7 @@ class Upsample3D(OnColumns, CogVideoXUpsample3D):
             return with_zero_padding(super().forward(inputs), self.split)
         y = torch_view(jax_kernels.upsample)(
             _channels_last(inputs),
-            _kernel_last(self.conv.weight),
+            _window_first(self.conv.weight),
             self.conv.bias,
             expand_time=self.compress_time,
             first_frame_alone=first_frame_is_alone(inputs.shape[2]),
@@ -369,7 +369,7 @@ class Downsample3D(OnColumns, CogVideoXDownsample3D):
             return with_zero_padding(super().forward(x), self.split)
         y = torch_view(jax_kernels.downsample)(
             _channels_last(x),
-            _kernel_last(self.conv.weight),
+            _window_first(self.conv.weight),
             self.conv.bias,
             compress_time=self.compress_time,
             first_frame_alone=first_frame_is_alone(x.shape[2]),
