@@ -267,8 +267,8 @@ def positions(patch_embed: Any, height: int, width: int, frames: int) -> Any:
         height, width, frames: size of the latents.
     """
     pixel_frames = (frames - 1) * patch_embed.temporal_compression_ratio + 1
-    table = _attribute("diffusers", type(patch_embed), "_get_positional_embeddings")
-    return table(patch_embed, height, width, pixel_frames)
+    compute_table = _attribute("diffusers", type(patch_embed), "_get_positional_embeddings")
+    return compute_table(patch_embed, height, width, pixel_frames)
 
 
 def set_saved_package(model: Any, kind: type) -> None:

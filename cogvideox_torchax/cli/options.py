@@ -120,7 +120,7 @@ def clip_options(frames: int | None = None) -> tuple[Option, ...]:
     only printed in the help: the command itself applies it.
     """
     shown = "" if frames is None else f" (default: {frames}, or all of a shorter clip)"
-    follows = "resize to this {} in pixels; the {} follows if it is not given"
+    resize_help = "resize to this {} in pixels; the {} follows if it is not given"
     return (
         Option(
             "--frames",
@@ -128,8 +128,12 @@ def clip_options(frames: int | None = None) -> tuple[Option, ...]:
             type=positive,
             help=f"read only the first so many frames{shown}",
         ),
-        Option("--height", group="part of the clip", type=positive, help=follows.format("height", "width")),
-        Option("--width", group="part of the clip", type=positive, help=follows.format("width", "height")),
+        Option(
+            "--height", group="part of the clip", type=positive, help=resize_help.format("height", "width")
+        ),
+        Option(
+            "--width", group="part of the clip", type=positive, help=resize_help.format("width", "height")
+        ),
         Option(
             "--crop",
             group="part of the clip",

@@ -130,21 +130,21 @@ def instructions(text: str) -> Iterator[Instruction]:
             computation = head[1]
         elif match := _INSTRUCTION.match(line):
             cycles = _number(_CYCLES, line)
-            branches = _found(_BRANCHES, line) or ""  # "%one, %other"
+            branches = _first_group(_BRANCHES, line) or ""  # "%one, %other"
             yield Instruction(
                 name=match["name"],
                 op=match["op"],
                 results=_arrays(match["result"]),
-                operands=_arrays(_found(_OPERANDS, line) or ""),
-                scope=_found(_SCOPE, line) or "",
+                operands=_arrays(_first_group(_OPERANDS, line) or ""),
+                scope=_first_group(_SCOPE, line) or "",
                 computation=computation,
-                called=_found(_CALLED, line),
+                called=_first_group(_CALLED, line),
                 cycles=None if cycles == NO_ESTIMATE else cycles,
                 is_kernel=match["op"] == "custom-call" and PALLAS in line,
                 runs=(*_RUNS.findall(line), *re.findall(r"[\w.\-]+", branches)),
                 trips=_number(_TRIPS, line) if match["op"] == "while" else 1,
-                groups=_groups(_found(_GROUPS, line) or ""),
-                started=_found(_STARTED, line),
+                groups=_groups(_first_group(_GROUPS, line) or ""),
+                started=_first_group(_STARTED, line),
             )
 
 
@@ -189,7 +189,7 @@ def times_run(found: Sequence[Instruction]) -> dict[str, int]:
     return {instruction.computation: count(instruction.computation) for instruction in found}
 
 
-def _found(pattern: re.Pattern[str], line: str) -> str | None:
+def _first_group(pattern: re.Pattern[str], line: str) -> str | None:
     """Return the text that a pattern's first group matches in a line; None without a match."""
     match = pattern.search(line)
     return match[1] if match else None
@@ -197,7 +197,7 @@ def _found(pattern: re.Pattern[str], line: str) -> str | None:
 
 def _number(pattern: re.Pattern[str], line: str) -> int | None:
     """Return the number that a pattern's first group matches in a line; None without a match."""
-    text = _found(pattern, line)
+    text = _first_group(pattern, line)
     return int(text) if text else None
 
 

@@ -98,7 +98,8 @@ def compile_last_chunk(
     """
     program, dtype = vae.build_program(direction), runtime.jax_dtype(vae.dtype)
     videos, channels, frames, *size = shape
-    ranges = Direction(direction).chunks(vae, frames)  # of the frames of each chunk
+    # Each chunk's range of frames; `direction` may be a name.
+    ranges = Direction(direction).chunks(vae, frames)
     chunks = [((videos, channels, len(frames_of_chunk), *size), dtype) for frames_of_chunk in ranges]
     # A later chunk takes a cache. Its shapes are the same after every chunk: the first chunk gives them.
     structs = program.structs(chunks[-1], before=chunks[0] if len(chunks) > 1 else None)

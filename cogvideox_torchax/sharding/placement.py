@@ -119,10 +119,10 @@ class Placement(MeshPlace):
         If "dp" does not divide the number of videos, the array is split along `axis` over "dp" and "tp".
         """
         if shape[self.axes.index("N")] % self.mesh.shape["dp"] == 0:
-            names = {self.axes.index("N"): "dp", axis: "tp"}
+            mesh_axes = {self.axes.index("N"): "dp", axis: "tp"}
         else:
-            names = {axis: AXES}
-        return PartitionSpec(*(names.get(i) for i in range(len(shape))))
+            mesh_axes = {axis: AXES}
+        return PartitionSpec(*(mesh_axes.get(i) for i in range(len(shape))))
 
     def padding(self, shape: tuple[int, ...]) -> list[tuple[int, int]]:
         """Return the padding (before, after) of each axis that makes shards equal at all resolutions.

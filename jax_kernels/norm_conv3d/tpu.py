@@ -50,7 +50,7 @@ set this to False; others compile it for TPUs without running it.
 def to_registers(z: Shaped[Array, "N t h w Z"], frames: int, columns: int) -> Shaped[Array, "N h v S Z"]:
     """Repeat `z`, one value for each latent, to registers: the form in which the kernel reads coefficients.
 
-    A register (S = 8 rows) has a row for each frame of a pixel, for as many pixels as fit.
+    A register has S = 8 sublanes: one for each frame of a pixel, for as many pixels as fit.
 
     Args:
         z: latents, or coefficients of them, channels last.
@@ -426,8 +426,9 @@ def column_of_cache(cache: Float[Array, "N 2 H W I"], column: int) -> Float[Arra
     For a slice in the order of `cache` XLA would first copy the whole cache.
     """
     videos, frames, height, _, channels = cache.shape
-    rows = channels // tiles.LANES * frames  # of (N, H, rows, 128), the reshaped cache, for one column
-    cut = _cache_pixels_first(cache)[:, :, column * rows : (column + 1) * rows]
+    # Entries of a column in the reshaped cache, (N, H, W * entries, 128).
+    entries = channels // tiles.LANES * frames
+    cut = _cache_pixels_first(cache)[:, :, column * entries : (column + 1) * entries]
     return _cache_frames_first(cut, (videos, frames, height, 1, channels))
 
 

@@ -34,8 +34,8 @@ def tap(
 ) -> Array:
     """Return the weights (components, I, O) by which one input of a `Product` counts in one of its results.
 
-    They are zeros where no tap connects the two. A result in the column right of the input's own takes only
-    the unshifted input, by its left tap: other taps count where that result is in the input's own column.
+    They are zeros where no tap connects the two. The result in the column right of the input's own gets only
+    its left tap, of the unshifted input: its other taps count where its column is the input's own.
 
     Args:
         transformed: a kernel whose taps of time are combined to components (`transformed_taps`).
@@ -45,8 +45,8 @@ def tap(
             own, else 0.
     """
     row_tap, column_tap = row - result_row, shift - beside + 1
-    inside = 0 <= row_tap < TAPS and 0 <= column_tap < TAPS and (beside == 0 or shift == 0)
-    return transformed[:, row_tap, column_tap] if inside else jnp.zeros_like(transformed[:, 0, 0])
+    connected = 0 <= row_tap < TAPS and 0 <= column_tap < TAPS and (beside == 0 or shift == 0)
+    return transformed[:, row_tap, column_tap] if connected else jnp.zeros_like(transformed[:, 0, 0])
 
 
 class WinogradStep(ConvStep):
