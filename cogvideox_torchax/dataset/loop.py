@@ -61,8 +61,8 @@ def attempt(
         exhausted = runtime.out_of_memory(error)
         if isinstance(error, OutputError) or (isinstance(error, RuntimeError) and not exhausted):
             raise
-        # In one line. A `MemoryError` may have no message.
-        return None, " ".join(str(error).split()) or "out of memory"
+        # In one line. An error may have no message, as `MemoryError` from Python itself.
+        return None, " ".join(str(error).split()) or ("out of memory" if exhausted else type(error).__name__)
 
 
 def work(

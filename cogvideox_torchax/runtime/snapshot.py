@@ -78,7 +78,8 @@ class _ModuleSnapshot:
         for name, value in self.attributes.items():
             found = attributes.get(name, self)  # `self` is no module's attribute: it stands for a missing one
             # Another object is a change, unless it takes the place of a container with the same items.
-            if found is not value and not (type(value) in CONTAINERS and _same(_items(found), _items(value))):
+            same_container = type(found) is type(value) and type(value) in CONTAINERS
+            if found is not value and not (same_container and _same(_items(found), _items(value))):
                 return False
         return True
 
@@ -113,9 +114,10 @@ def _items(container: Any) -> list[Any]:
 
 
 def _same(found: list[Any], before: list[Any]) -> bool:
-    """Return whether two lists of items hold the same objects, or equal strings and numbers."""
+    """Return whether two lists of items hold the same objects, or equal strings and numbers of one type."""
     return len(found) == len(before) and all(
-        a is b or (isinstance(b, str | int | float) and a == b) for a, b in zip(found, before, strict=True)
+        a is b or (isinstance(b, str | int | float) and type(a) is type(b) and a == b)
+        for a, b in zip(found, before, strict=True)
     )
 
 

