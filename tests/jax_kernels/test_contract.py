@@ -362,6 +362,7 @@ def test_modulation_of_every_length_is_the_reference(scale, activation, latent_f
 
 
 @every_way
+@pytest.mark.slow_cases("norm_conv3d, *-on a TPU")
 def test_bfloat16_sums_in_float32_and_is_rounded_once(name, way):
     for got, want in results(CASES[name], jnp.bfloat16, way):
         assert got.dtype == jnp.bfloat16

@@ -31,6 +31,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize(("folder", "saving", "loading"), LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("torchax_on", [False, True])
+@pytest.mark.slow_cases("False-[sv]*")
 def test_every_layout_loads_whether_or_not_torchax_is_on(
     small_vae, tmp_path, folder, saving, loading, torchax_on
 ):

@@ -92,7 +92,7 @@ def width(request, monkeypatch):
 
 @pytest.mark.parametrize("rows", [8, 113, 480, 1080])
 @pytest.mark.parametrize("devices", [1, 8])
-@pytest.mark.slow_cases("pallas-1-113")
+@pytest.mark.slow_cases("pallas-1-113", "*-480")
 def test_outliers_cost_no_accuracy(devices, rows, width):
     x = np.concatenate([frames_of(rows, width, *case) for case in CASES])
     want_mean, want_variance, want_y = exact(x)
