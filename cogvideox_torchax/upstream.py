@@ -285,7 +285,7 @@ def set_saved_package(model: Any, kind: type) -> None:
 
 
 def is_compiled(module: Any) -> bool:
-    """Return whether a module is torch.compile's wrapper of another. Needs the class `OptimizedModule`."""
+    """Return whether a module is torch.compile's wrapper of another. Needs torch's `OptimizedModule`."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # None: torch.compile has not run
     return dynamo is not None and isinstance(module, _attribute("torch", dynamo, "OptimizedModule"))
 
@@ -316,7 +316,7 @@ def scaling_loras(step: Callable[..., Any]) -> Callable[..., Any]:
     """
     from diffusers.utils import peft_utils
 
-    # `_part` gets the attribute, or names the release of diffusers that has it.
+    # `_attribute` gets the attribute, or names the release of diffusers that has it.
     return _attribute("diffusers", peft_utils, "apply_lora_scale")("attention_kwargs")(step)
 
 

@@ -40,8 +40,11 @@ class Torch(Backend):
         )
 
     def recorder(self, direction: Direction, wanted: Callable[[str], Any]) -> Recorder:
-        """Return a function of a chunk to its layers' outputs; `wanted(name)` selects the layers."""
-        # `RecordedLayers` is a network whose result is its layers' outputs, by name.
+        """Return a function from a chunk to its layers' outputs, by name; `wanted(name)` selects the layers.
+
+        Call the function with a video's chunks in order.
+        """
+        # `RecordedLayers` is a network that returns the layers' outputs.
         return runtime.with_kept_cache(RecordedLayers(chunk_network(self.vae, direction), wanted))
 
 

@@ -165,17 +165,17 @@ def _device_rows(result: dict[str, Any]) -> list[Row]:
         (
             part["part"],
             _cell(part["compile_s"]),
-            _cell(part["median_s"], 1e-3),
-            f"{_cell(part['min_s'], 1e-3)} to {_cell(part['max_s'], 1e-3)}",
+            _cell(part["median_s"], unit=1e-3),
+            f"{_cell(part['min_s'], unit=1e-3)} to {_cell(part['max_s'], unit=1e-3)}",
             str(part["runs"]),
             _megabytes(part["peak_bytes"]),
-            *_estimated(result.get("estimate", {}), part),
+            *_estimate_cells(result.get("estimate", {}), part),
         )
         for part in result["parts"]
     ]
 
 
-def _estimated(estimates: dict[str, Any], part: dict[str, Any]) -> Row:
+def _estimate_cells(estimates: dict[str, Any], part: dict[str, Any]) -> Row:
     """Return two cells: a part's estimate in ms, and the ratio of the estimate to the measured time.
 
     Without an estimate the first cell has the reason, if there is one, and the second cell is empty.
@@ -188,7 +188,7 @@ def _estimated(estimates: dict[str, Any], part: dict[str, Any]) -> Row:
     if seconds is None:
         reason = f"not planned: {estimates['reason']}" if "reason" in estimates else ""
         return reason.replace("|", "/"), ""  # "|" would end the cell
-    return _cell(seconds, 1e-3), f"{seconds / part['median_s']:.2f}"
+    return _cell(seconds, unit=1e-3), f"{seconds / part['median_s']:.2f}"
 
 
 # Plots

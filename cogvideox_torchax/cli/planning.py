@@ -25,19 +25,20 @@ def planned(args: argparse.Namespace) -> Document:
     # `_target` comes first: libtpu writes the schedules of kernels only if `_target` is what loads libtpu.
     chip, devices = _target(args)
     vae = models.weightless_vae(args.model, common.parse_dtype(args.dtype))
-    # `_network` plans the two other choices of --network, "step" and "prompt".
-    plan = {"vae": _vae, "train-step": _train_step}.get(args.network, _network)
+    # `_plan_network` plans the two other choices of --network, "step" and "prompt".
+    plan = {"vae": _plan_vae, "train-step": _plan_train_step}.get(args.network, _plan_network)
     return plan(args, vae, chip, devices, {"dp": args.dp, "tp": args.tp})
 
 
-def _vae(args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: dict[str, int]) -> Document:
-    """Return the plan of encoding or decoding; for a video that does not fit, also what would fit.
+def _plan_vae(args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: dict[str, int]) -> Document:
+    """Print and return the plan of encoding or decoding, and what would fit if the video does not.
 
     Args:
         args: the command's options.
         vae: the model without weights, on the meta device.
-        chip, devices: the chip to plan for, None for a CPU; the devices to compile for.
-        mesh: the sizes of its axes "dp" and "tp".
+        chip: the chip to plan for; None for a CPU.
+        devices: the devices to compile for.
+        mesh: the sizes of the mesh's axes "dp" and "tp".
     """
     if args.save_hlo:
         Path(args.save_hlo).mkdir(parents=True, exist_ok=True)
@@ -69,18 +70,21 @@ def _vae(args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: dict
         figures["would_fit"] = {change.what: change.peak_bytes / 2**30 for change in changes if change}  # GiB
         advice = {f"with {what}": f"{size:.2f} GiB" for what, size in figures["would_fit"].items()}
         common.print_report(advice or {"would fit": "nothing that was tried"})
-    layers = [vars(row) for row in layers]
-    return _document(args, vars(job), programs, figures, backend=args.backend, layers=layers)
+    fields = [vars(layer) for layer in layers]
+    return _document(args, vars(job), programs, figures, backend=args.backend, layers=fields)
 
 
-def _network(args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: dict[str, int]) -> Document:
+def _plan_network(
+    args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: dict[str, int]
+) -> Document:
     """Return the plan of the text encoder, of a denoising step, or of all steps of a video with `--cache`.
 
     Args:
         args: the command's options.
         vae: the VAE, of which only the dtype and the compression ratios are used.
-        chip, devices: the chip to plan for, None for a CPU; the devices to compile for.
-        mesh: the sizes of its axes "dp" and "tp".
+        chip: the chip to plan for; None for a CPU.
+        devices: the devices to compile for.
+        mesh: the sizes of the mesh's axes "dp" and "tp".
     """
     from cogvideox_torchax.plan import networks  # needs transformers, as the VAE does not
 
@@ -110,7 +114,7 @@ def _network(args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: 
     return _printed(args, [plan.program], networks.network_table(plan, chip))
 
 
-def _train_step(
+def _plan_train_step(
     args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: dict[str, int]
 ) -> Document:
     """Return the plan of the gradients of a step that trains the VAE.

@@ -174,9 +174,10 @@ class DecodedClip:
 
 
 def select_part(clip: Clip, config: "ClipConfig", scale: int) -> DecodedClip:
-    """Choose how many of a clip's first frames to encode, and in which size, without reading them.
+    """Return how many of a clip's first frames to encode, and in which size, without reading the frames.
 
-    A config with buckets chooses a bucket. Else the clip's own number and size count, then the config's.
+    If the config has buckets, one of them gives number and size. Else the clip's own ones are taken, or the
+    config's, or the video's.
 
     `scale` is the number of pixels to a latent pixel along a side: it must divide the height and the width.
 

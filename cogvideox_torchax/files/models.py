@@ -26,7 +26,7 @@ def local(name: str | Path) -> Path | None:
         name: a directory, a file in one, or a hub id; "~" is the home directory.
 
     Raises:
-        ModelError: a name that is neither.
+        ModelError: a name that is none of these.
     """
     path = Path(name).expanduser()
     if path.exists():

@@ -67,7 +67,7 @@ class VideoInfo:
 
     @property
     def shape(self) -> Fraction:
-        """A frame's width over its height, as it is shown."""
+        """A frame's width over its height, as it is shown; `pixel` is the same ratio of one pixel."""
         return self.width * self.pixel / self.height
 
     @property

@@ -328,7 +328,7 @@ def results_read_by_skips(names: Iterable[str]) -> list[str]:
         return (float(block["index"]), not block["inside"]) if block else (math.inf, name == "proj_out")
 
     positions = {name: position(name) for name in names}
-    # Without a whole module all names are kept: -1 is before the first block.
+    # Without a whole module all names are returned: -1 is before the first block.
     last_whole = max(((index, whole) for index, whole in positions.values() if whole), default=(-1.0, False))
     return [name for name in names if positions[name] >= last_whole]
 
@@ -439,14 +439,14 @@ WITHOUT_EFFECT = (
 
 
 def cache_of(hooks: list[upstream.Hooked]) -> StepCache | None:
-    """Return the cache that diffusers' hooks, taken off a transformer, make; None if they skip nothing.
+    """Return the step cache that replaces diffusers' hooks; None if these hooks skip nothing.
 
     Raises:
         ValueError: hooks of several caches.
     """
-    names = {type(each.hook).__name__ for each in hooks}
+    class_names = {type(each.hook).__name__ for each in hooks}
     # `KINDS` has the class of each cache, by the prefix of its hooks' classes.
-    kinds = {kind for prefix, kind in KINDS.items() for name in names if name.startswith(prefix)}
+    kinds = {kind for prefix, kind in KINDS.items() for name in class_names if name.startswith(prefix)}
     if len(kinds) > 1:
         raise ValueError(f"got hooks of {len(kinds)} caches: disable one before another is enabled")
     return kinds.pop()(hooks) if kinds else None

@@ -217,9 +217,10 @@ def _ported_class(kind: type) -> type:
 
 
 def _added_methods(kind: type) -> list[str]:
-    """Return the names of the methods that a pipeline's class adds to diffusers' base and to our mixin."""
-    bases = kind.__mro__[: kind.__mro__.index(DiffusionPipeline)]
-    names = {name for base in bases for name, member in vars(base).items() if inspect.isfunction(member)}
+    """Return the names of the methods of a pipeline's class that `PortedPipeline`, our mixin, lacks."""
+    # `kind`, and its bases below diffusers' base.
+    classes = kind.__mro__[: kind.__mro__.index(DiffusionPipeline)]
+    names = {name for each in classes for name, member in vars(each).items() if inspect.isfunction(member)}
     return [name for name in names if not name.startswith("__") and not hasattr(PortedPipeline, name)]
 
 

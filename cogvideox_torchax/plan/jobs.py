@@ -165,7 +165,10 @@ def largest_tile_that_fits(
     a twentieth; the tile's programs are compiled, and the tile is made smaller until they fit.
 
     Args:
-        vae, job, devices, chip: as `plan_programs` takes them.
+        vae: the model without weights.
+        job: the job to plan: encoding or decoding one video.
+        devices: the devices to compile for.
+        chip: the chip, whose memory is the limit.
         peak_bytes: peak memory of the job as it is, which is too much.
         options: further keywords of `plan_programs`: `dp`, `tp`, `backend`.
 

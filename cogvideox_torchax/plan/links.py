@@ -57,7 +57,7 @@ class Links:
             found: the program's instructions, in the order of their schedule.
             busy: returns the seconds of an instruction that is no collective.
         """
-        runs, total = times_run(found), dict[str, float]()
+        runs, waits = times_run(found), dict[str, float]()
         # The text has a computation's instructions one after another, so `groupby` gets them all at once.
         for computation, members in itertools.groupby(found, lambda instruction: instruction.computation):
             clock = free = 0.0  # the chip's time, and the time at which the links are free again
@@ -74,9 +74,9 @@ class Links:
                 else:  # no wait: the start of an asynchronous pair, or an instruction that computes
                     clock += 0.0 if instruction.collective else busy(instruction)
                     continue
-                total[kind] = total.get(kind, 0.0) + runs[computation] * max(0.0, end - clock)
+                waits[kind] = waits.get(kind, 0.0) + runs[computation] * max(0.0, end - clock)
                 clock = max(clock, end)
-        return total
+        return waits
 
     def _kind_and_seconds(self, instruction: Instruction) -> tuple[str, float]:
         """Return a collective's kind, such as "all-reduce", and the seconds of its messages.

@@ -46,6 +46,6 @@ def build(make: Callable[[], Any], dtype: torch.dtype, device: str) -> Any:
 
     def built() -> Any:
         with torch.device(device):
-            return torch.nn.Module.to(make(), dtype).eval()
+            return make().to(dtype).eval()
 
     return runtime.without_torchax(built)

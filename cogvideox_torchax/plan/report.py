@@ -78,7 +78,7 @@ def report(vae: Any, shape: tuple[int, ...], *, direction: Direction = DECODE) -
     _check_mesh("model", vae)
     _, _, frames, *_ = shape
     program, compiled = compile_last_chunk(vae, shape, direction=direction)
-    return _read(direction, frames, program, compiled)
+    return _read_plan(direction, frames, program, compiled)
 
 
 def compile_last_chunk(
@@ -122,7 +122,7 @@ def report_network(network: Any, tensors: dict[str, Any]) -> ProgramPlan:
     compiled = program.lower(*program.structs(tensors)).compile()
     # The first argument is a step's latents (N, T, C, H, W), or a prompt's token numbers (N, S).
     (_, frames_or_tokens, *_), _dtype = next(iter(tensors.values()))
-    return _read(type(network).__name__, frames_or_tokens, program, compiled)
+    return _read_plan(type(network).__name__, frames_or_tokens, program, compiled)
 
 
 def _check_mesh(kind: str, model: Any) -> None:
@@ -131,7 +131,7 @@ def _check_mesh(kind: str, model: Any) -> None:
         raise ValueError(f"report got a {kind} without a mesh: port(..., mesh=make_mesh(dp, tp)) first")
 
 
-def _read(name: str, frames: int, program: Any, compiled: Any) -> ProgramPlan:
+def _read_plan(name: str, frames: int, program: Any, compiled: Any) -> ProgramPlan:
     """Return the plan of a program, with each layer's communication and without times.
 
     `compiled` is JAX's compiled form of `program`; `name` and `frames` go into the plan.
@@ -147,7 +147,7 @@ def layers(program: runtime.Program, text: str) -> list[Row]:
     The list is empty for a program on one device and for a program of the Flax build: neither names layers.
 
     Args:
-        program: a program over a mesh, traced before.
+        program: a program that was traced before.
         text: the compiled text of its last tracing.
     """
     place: Any = program.place

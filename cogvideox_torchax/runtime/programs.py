@@ -68,11 +68,11 @@ class Programs:
 
 
 def programs_of(model: nn.Module) -> Programs:
-    """Return the programs of a model; they are freed with the model, and its copies do not get them.
+    """Return the programs of a model; they are freed with the model.
 
-    The first call sets them as an attribute of the model. A table outside would keep the model alive: a hook
-    that a program was traced with may refer to the model. Python's garbage collector frees the model with an
-    attribute that refers to it.
+    The first call sets them as an attribute of the model, which its copies leave out. A table outside would
+    keep the model alive: a hook that a program was traced with may refer to the model. Python's garbage
+    collector frees the model with an attribute that refers to it.
     """
     return vars(model).setdefault(PROGRAMS, Programs())  # `setdefault` is atomic among threads
 
@@ -330,7 +330,7 @@ class Program:
 
         Args:
             inputs: (shape, JAX dtype) of the input; for several inputs a dictionary by name, whose values are
-                such a pair or a tuple of two such pairs.
+                such a pair, or two of them: for tables of cosines and sines.
             before: the inputs of the previous call, whose cache this call takes, described as `inputs`; None
                 for a call without a cache.
         """

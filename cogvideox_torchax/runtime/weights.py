@@ -55,7 +55,7 @@ def replace_weights(module: nn.Module, make: Callable[[torch.Tensor], torch.Tens
         module: the module; its old tensors are left as they are.
         make: returns a new plain tensor for an old tensor.
     """
-    _replace(module, lambda _, tensor: make(tensor))
+    _replace(module, lambda _name, tensor: make(tensor))
 
 
 def put_weights(module: nn.Module, place: Callable[[str, Any], Any] = on_default_device) -> None:

@@ -48,7 +48,7 @@ class Muon(torch.optim.Optimizer):
     ):
         """Keep the settings, and begin with a momentum of 0 for each kernel."""
         super().__init__(kernels, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-        for kernel in self.param_groups[0]["params"]:
+        for kernel in self.param_groups[0]["params"]:  # all kernels are in one group
             self.state[kernel] = {"momentum": torch.zeros_like(kernel, requires_grad=False)}
 
     @torch.no_grad()
@@ -177,7 +177,7 @@ class CompiledOptimizers(Optimizers):
         gradients = [weight.grad for weight in weights]
         # `scalars` is an argument of the program: constants would have it compiled again in each step.
         scalars = runtime.to_jax(torch.tensor([rate, decay]))
-        # The first argument, the names of weights and moments, is static: it tells tensors from each other.
+        # The first argument, static, has the names of weights and moments: they tell which tensor is which.
         norm, *advanced = self._program((tuple(self._weights), tuple(moments)), scalars, gradients, *state)
         for tensor, value in zip(itertools.chain(*state), advanced, strict=True):
             runtime.assign(tensor, value)

@@ -353,4 +353,7 @@ def split_videos(chunks: Iterable[torch.Tensor]) -> list[Iterator[torch.Tensor]]
     if first.shape[0] == 1:
         return [all_chunks]
     copies = itertools.tee(all_chunks, first.shape[0])  # for each video an iterator over the batch's chunks
-    return [map(lambda chunk, i=i: runtime.take(chunk, 0, i, 1), copy) for i, copy in enumerate(copies)]
+    return [
+        map(lambda chunk, i=i: runtime.take(chunk, axis=0, start=i, length=1), copy)
+        for i, copy in enumerate(copies)
+    ]

@@ -247,7 +247,7 @@ def compare_layers(
     return found
 
 
-def _error(
+def _layer_error(
     name: str, dtype: torch.dtype, chunks: list[Differences], torch_bfloat16: list[Differences]
 ) -> LayerError:
     """Return a layer's error over all chunks, with the first chunk that leaves the tolerance.
@@ -323,7 +323,7 @@ def _mean(values: np.ndarray) -> float | None:
 # The contracts
 
 
-def _stream(candidate: Candidate, z: torch.Tensor, want: torch.Tensor) -> Contract:
+def _stream_contract(candidate: Candidate, z: torch.Tensor, want: torch.Tensor) -> Contract:
     """Return the contract for `decode_stream`: its error relative to `decode`, and the limit of that error.
 
     Only the order of work differs, so the tolerance of float32 holds in every dtype.
@@ -381,7 +381,7 @@ class Verifier:
         if any(candidate.dtype == torch.bfloat16 for candidate in candidates):
             # PyTorch's own bfloat16 errors, which set the tolerances of bfloat16.
             torch_bfloat16 = make_candidate("torch", torch.bfloat16, self.reference)
-        layer_errors = self._layers(candidates, torch_bfloat16, say)
+        layer_errors = self._layer_errors(candidates, torch_bfloat16, say)
         if torch_bfloat16 is not None:
             say("PyTorch's own bfloat16 run")
             baseline_errors, _contracts = self._encode_and_decode(torch_bfloat16)
@@ -391,7 +391,7 @@ class Verifier:
             results.append(self._result(candidate, errors, baseline_errors))
         return results
 
-    def _layers(
+    def _layer_errors(
         self, candidates: list[Candidate], torch_bfloat16: Candidate | None, say: Callable[[str], None]
     ) -> list[list[LayerError]]:
         """Return the errors of each candidate's layers in both directions, a list for each candidate.
@@ -408,11 +408,11 @@ class Verifier:
             say(f"{direction}: layer by layer")
             found = compare_layers(self.reference, compared, direction, self.inputs[direction])
             torch_layers = {} if torch_bfloat16 is None else found.pop()  # `torch_bfloat16` is compared last
-            # `layers` has, by a layer's name, the differences of its outputs from the reference's by chunk.
-            for candidate, layers, layer_errors in zip(candidates, found, errors, strict=True):
-                layer_errors += [
-                    _error(name, candidate.dtype, chunks, torch_layers.get(name, []))
-                    for name, chunks in layers.items()
+            # `layers` has, by a layer's name, a list: for each chunk, the differences from the reference.
+            for candidate, layers, candidate_errors in zip(candidates, found, errors, strict=True):
+                candidate_errors += [
+                    _layer_error(name, candidate.dtype, differences, torch_layers.get(name, []))
+                    for name, differences in layers.items()
                 ]
         return errors
 
@@ -435,7 +435,7 @@ class Verifier:
                 continue
             errors[direction] = compare_whole(got, want, self.lengths[direction], pixels=direction == DECODE)
             if direction == DECODE and hasattr(candidate.vae, "decode_stream"):
-                contracts.append(_stream(candidate, self.inputs[direction], got))
+                contracts.append(_stream_contract(candidate, self.inputs[direction], got))
         return errors, contracts
 
     def _result(

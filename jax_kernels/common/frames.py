@@ -144,9 +144,9 @@ def is_large(x_NTHWC: jax.Array) -> bool:
 def kernel_layout(x_NTHWC: jax.Array) -> jax.Array:
     """Return `x` in the memory layout of the Pallas kernels; for a TPU.
 
-    The layout is H W N T C, as `pixels_first` returns it; of an image (T = 1) it is N T H W C. For several
-    videos the cost of the constraint is not known: a kernel that processes them one after the other would
-    have N first.
+    The layout is H W N T C, as `pixels_first` returns it; of an image (T = 1) it is N T H W C. A kernel
+    that processes several videos one after the other would rather have N first: what the constraint costs it
+    is not known.
 
     Without the constraint XLA copies frames that are sliced from a concatenation, such as the frames after
     the first in a first chunk, into another order and back (v6e, 8 x 480 x 720 x 128: 4.3 ms).

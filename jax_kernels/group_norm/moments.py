@@ -34,7 +34,9 @@ def moments(target: Target, x: Float[Array, "N *rest"], *, num_groups: int, chan
     """
     x = jnp.moveaxis(x, channel_axis, -1)
     row_axis = max(1, x.ndim - 3)  # rank 3 has one axis of pixels, taken for the rows
-    mean, m2 = column_moments(target, x) if x.ndim == 5 else _squeezed(*xla.column_moments(x), row_axis)
+    mean, m2 = (
+        column_moments(target, x) if x.ndim == 5 else _without_row_axis(*xla.column_moments(x), row_axis)
+    )
     return moments_of_columns(target, mean, m2, x.shape[row_axis], num_groups=num_groups)
 
 
@@ -43,13 +45,13 @@ def column_moments(
 ) -> tuple[Float[Array, "N T W C"], Float[Array, "N T W C"]]:
     """Return mean and M2 (sum of squared deviations) of each column of pixels, along H, in float32."""
     parts = [  # mean and M2 of each run of frames
-        _squeezed(*map_shards(target, _shard_column_moments, (frames,)), row_axis=2)
+        _without_row_axis(*map_shards(target, _shard_column_moments, (frames,)), row_axis=2)
         for (frames,) in split_frames(target, x)
     ]
     return join_frames([mean for mean, _ in parts]), join_frames([m2 for _, m2 in parts])
 
 
-def _squeezed(mean: Array, m2: Array, row_axis: int) -> tuple[Array, Array]:
+def _without_row_axis(mean: Array, m2: Array, row_axis: int) -> tuple[Array, Array]:
     """Return mean and M2 of columns without the axis of rows, which has length one."""
     return jnp.squeeze(mean, row_axis), jnp.squeeze(m2, row_axis)
 

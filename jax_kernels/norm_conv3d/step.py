@@ -240,14 +240,17 @@ class ConvStep(ABC):
     ) -> None:
         """Round and write the results of `count` columns from `column` on; add them to the columns' moments.
 
-        `sums(row, part)` returns the products' sums for a row of the block (two rows) and a part (128
-        channels), with a row for each frame of a pixel. Results of a chunk (the columns of a product) are
-        written when the next chunk is multiplied. So at the first chunk `column` is negative: what is written
-        then has no meaning, and the first chunk's results overwrite it.
-
         A column's moments are three arrays: the origin, which is the column's first result; the sum of the
-        differences from it; and the sum of their squares. Differences avoid cancellation. The work waits for
-        `after`, the sums of a product, if given.
+        differences from it; and the sum of their squares. Differences avoid cancellation.
+
+        Args:
+            column: the first column. A chunk (the columns of a product) is written when the next chunk is
+                multiplied. So at the first chunk `column` is negative: what is written then has no meaning,
+                and the first chunk's results overwrite it.
+            count: number of columns.
+            sums: `sums(row, part)` returns the products' sums for one of the block's two rows and one part
+                (128 channels): along its first axis are the frames of each pixel, pixel after pixel.
+            after: sums of a product that the work waits for, or None.
         """
         sizes, refs = self.sizes, self.refs
         at = self._rows(_at_least_zero(column), count, sizes.input_frames)
@@ -292,7 +295,7 @@ class ConvStep(ABC):
         return row < (true_width - column) * self.sizes.input_frames
 
     def _write_moments(self) -> None:
-        """Write mean and M2 (squared deviations from it) of the strip's columns.
+        """Write mean and M2 (the sum of squared deviations) of each column of the strip.
 
         `_write_results` has kept each column's origin, which is the first of its results, and the sums of the
         differences from it and of their squares: mean = origin + total / n, M2 = squares - total^2 / n.
@@ -301,7 +304,7 @@ class ConvStep(ABC):
         share = 1 / (ROWS * sizes.blocks)  # 1 / n, for the n pixels of a column
 
         def write_chunk(chunk: Array, carry: None) -> None:
-            """Write the moments of the columns of one chunk, given by its index."""
+            """Write mean and M2 of the columns of one chunk, given by its index."""
             to = self._rows(chunk * sizes.chunk, sizes.chunk, sizes.input_frames)
             # The memory "moments" begins a chunk left of column 0.
             moments_at = self._rows(chunk * sizes.chunk, sizes.chunk, sizes.input_frames, before=sizes.chunk)
@@ -336,7 +339,7 @@ class ConvStep(ABC):
 
 
 def grid_position(indices: tuple[Any, ...]) -> tuple[Any, Any, Any]:
-    """Return the indices (video, strip, step) of a position in the kernel's grid.
+    """Return the indices (video, strip of columns, step) of a position in the kernel's grid.
 
     `indices` has one index for each axis of the grid. A grid of a single strip has no axis for strips: its
     indices are (video, step).

@@ -81,7 +81,7 @@ def _over_pixels(
     """
     frames, height, columns, channels = x.shape[1:]
     videos, rows, registers = coefficients.shape[:3]
-    # A register has rows for `register_pixels` pixels and covers `cell` columns: more if these share values.
+    # A register holds `register_pixels` pixels, and covers `cell` columns: more if columns share values.
     register_pixels, cell = SUBLANES // frames, columns_of_register(columns, frames, registers)
     values = coefficients.reshape(videos, rows, registers * register_pixels, frames, channels)
     if cell != register_pixels:  # all of a register's pixels are equal: the first one is repeated

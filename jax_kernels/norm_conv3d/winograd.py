@@ -152,8 +152,8 @@ class WinogradStep(ConvStep):
                     )
                     sums = product_sums if sums is None else sums + product_sums
                     multiplied += 1
-                    # Other work keeps pace with the products: of both, the same share is left. It waits for
-                    # these sums, so that it overlaps with the next product.
+                    # Other work keeps pace with the products: of both, the same fraction is left. A piece
+                    # waits for these sums, so that it overlaps with the next product.
                     while len(work) * total > (total - multiplied) * pieces:
                         work.pop(0)(after=sums)
                 self._store_components(turn, component, results, sums, column)

@@ -69,8 +69,8 @@ class UpsampleSizes(NamedTuple):
         """
         # The fewest products that cover a row of pixels share its columns evenly, rounded up to a multiple of
         # `COLUMNS`.
-        chunks = -(-self.columns // (PRODUCT // self.frames))
-        return -(-self.columns // (chunks * COLUMNS)) * COLUMNS
+        products = -(-self.columns // (PRODUCT // self.frames))
+        return -(-self.columns // (products * COLUMNS)) * COLUMNS
 
     @property
     def row(self) -> int:

@@ -407,13 +407,14 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         """
         placement = self.placement(direction)
 
-        def start(as_uint8: bool) -> Callable[[Any], jax.Array]:
+        def start(gives_uint8: bool) -> Callable[[Any], jax.Array]:
             """Return a new function of a chunk that keeps the cache for the next chunk.
 
-            For tiles, `tiling.run_chunks` passes False: it converts to bytes after it has blended the tiles.
+            `gives_uint8` is whether its results are bytes. `tiling.run_chunks` passes False for tiles, which
+            it blends as floats, even if `as_uint8`.
             """
             network, weights = Network.split(
-                self.chunk(direction, as_uint8=as_uint8, frame_by_frame=frame_by_frame)
+                self.chunk(direction, as_uint8=gives_uint8, frame_by_frame=frame_by_frame)
             )
             return compiled(network, placement).begin(weights)
 

@@ -243,7 +243,7 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
         return DecoderOutput(sample=frames) if return_dict else (frames,)
 
     def _joined_results(self, direction: Direction, x: torch.Tensor) -> torch.Tensor:
-        """Check an input, and return the results of all of its chunks joined."""
+        """Check an input (N, C, T, H, W), and return the results of all of its chunks joined."""
         self._check(direction, x)
         return self._all_results(direction, x, self._tile_plan(direction, x.shape[3:]))
 

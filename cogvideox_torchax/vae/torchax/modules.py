@@ -161,7 +161,7 @@ class CausalConv3d(OnColumns, diffusers_vae.CogVideoXCausalConv3d):
             conv.bias,
             cache,
             residual=residual,
-            start="replicate",  # the first frame again before a video's start; not diffusers' `pad_mode`
+            start="replicate",  # only in time, unlike diffusers' `pad_mode` of this name
             split=self.split,
         )
         return _channels_first(y), None if new_cache is None else _channels_first(new_cache)
