@@ -34,7 +34,7 @@ class Torch(Backend):
         return chunk_network(self.vae, direction)
 
     def chunks(self, direction: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Return an iterator of the results of a video's chunks."""
+        """Return an iterator of the results of a video's chunks, each run with the previous chunk's cache."""
         return map(
             runtime.with_kept_cache(self._network(direction)), frames_of_chunks(self.vae, direction, x)
         )

@@ -128,7 +128,7 @@ class _Bench:
             "device": device,
             "dtype": self._options.dtype or ("float32" if self._on_cpu else "bfloat16"),
             "mesh": {"dp": self._options.dp, "tp": self._options.tp},
-            "switched_off": {},
+            "switched_off": {},  # by a kernel's name, the reason
             "results": [],
         }
         if before is not None:  # results of two settings do not go into one report

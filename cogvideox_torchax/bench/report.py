@@ -74,27 +74,28 @@ def markdown(report: dict[str, Any]) -> str:
         lines.append(f"Not planned: {report['not_planned']}.")
     switched_off = report.get("switched_off", {})
     lines += [f"Kernel of {op} switched off: {why}." for op, why in switched_off.items()]
-    # `rows_of` returns the rows of a result that succeeded; `_rows` also makes those of failed results.
-    rows = [row for result in report["results"] for row in _rows(result, rows_of, len(head))]
+    # `rows_of` returns the rows of a timed result; `_job_rows` also makes those of failed results.
+    rows = [row for result in report["results"] for row in _job_rows(result, rows_of, len(head))]
     return "\n\n".join([*lines, table(head, rows)]) + "\n"
 
 
-def _rows(result: dict[str, Any], rows: Callable[[dict[str, Any]], list[Row]], width: int) -> list[Row]:
+def _job_rows(
+    result: dict[str, Any], timed_rows: Callable[[dict[str, Any]], list[Row]], width: int
+) -> list[Row]:
     """Return the table's rows for one job, run in one way (by a backend, or by this project without kernels).
 
     Args:
         result: the job's result. Status "ok" means that it was timed; a peer (a backend to compare with) is
             timed even if its error is beyond the contract (the allowed error). Any other result has a single
             row, with the reason and no times.
-        rows: returns the rows of a result that succeeded, from the fifth cell on. The first four are job,
-            way, size and error.
+        timed_rows: returns the rows of a timed result, without the first four cells: job, way, size, error.
         width: number of columns of the table.
     """
     labels = (result["job"], result["way"], Size(**result["size"]).name)
     if result["status"] == "ok":
         beyond = "" if result["check"]["passed"] else ", beyond the contract"
         error = f"{result['check']['relative_error']:.1e}{beyond}"
-        return [(*labels, error, *row) for row in rows(result)]
+        return [(*labels, error, *row) for row in timed_rows(result)]
     reason = result.get("reason") or result["check"].get("reason")
     reason = reason or f"relative error {float(result['check']['relative_error']):.1e}"
     # "|" would end the cell.

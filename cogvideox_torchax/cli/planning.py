@@ -22,8 +22,8 @@ Document = dict[str, Any]
 
 def planned(args: argparse.Namespace) -> Document:
     """Compile the programs of `--network`, and print their figures; return the plan as a JSON document."""
-    # `_target` comes first: libtpu writes the schedules of kernels only if `_target` is what loads libtpu.
-    chip, devices = _target(args)
+    # First of all: libtpu writes the schedules of kernels only if `_chip_and_devices` is what loads it.
+    chip, devices = _chip_and_devices(args)
     vae = models.weightless_vae(args.model, common.parse_dtype(args.dtype))
     # `_plan_network` plans the two other choices of --network, "step" and "prompt".
     plan = {"vae": _plan_vae, "train-step": _plan_train_step}.get(args.network, _plan_network)
@@ -171,7 +171,7 @@ def _document(
     }
 
 
-def _target(args: argparse.Namespace) -> tuple[Any, list[Any]]:
+def _chip_and_devices(args: argparse.Namespace) -> tuple[Any, list[Any]]:
     """Return the chip to plan for, None for a CPU, and the devices to compile for.
 
     The chip holds the peak rates and the memory of one device. A TPU's devices are those of `--topology`,

@@ -93,7 +93,7 @@ def whole_file(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def reserved(path: str | Path, suffix: str) -> Iterator[tuple[Path, int]]:
-    """Make and lock the empty directory `hidden(path, suffix)` for the block; then remove it.
+    """Make and lock an empty directory, `hidden(path, suffix)` beside `path`, for the block; then remove it.
 
     Yields:
         The directory, and its open descriptor, which holds the lock.

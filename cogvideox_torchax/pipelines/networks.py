@@ -427,7 +427,7 @@ class T5EncoderModel(CompiledNetwork, TransformersT5Encoder):
         """
         on_torch = not runtime.is_on_jax(self)
         if on_torch or any(value is not None for value in options.values()):
-            with contextlib.nullcontext() if on_torch else runtime.active():
+            with contextlib.nullcontext() if on_torch else runtime.active():  # weights on JAX need torchax
                 return super().forward(input_ids, attention_mask, inputs_embeds, **options)
         hidden = self.run_program(
             input_ids=input_ids,

@@ -76,7 +76,7 @@ class Sequence:
             return cls(text, tokens, _padded_length(tokens, 1))
         mesh, batch_axis = placement.mesh, placement.batch_axis(videos)
         if placement.parallelism.kind == TENSOR:
-            # XLA's partitioner splits the layers over `shared`; no layer has local tokens.
+            # No `token_axes`: XLA's partitioner shards the layers over the mesh `shared`.
             return cls(text, tokens, _padded_length(tokens, mesh.shape["tp"]), batch_axis, shared=mesh)
         token_axes = placement.token_axes(videos)
         length = _padded_length(tokens, math.prod(mesh.shape[axis] for axis in token_axes))
@@ -260,7 +260,7 @@ class SequencePlacement(MeshPlace):
     heads: int = 1
 
     def batch_axis(self, videos: int) -> str | None:
-        """Return the mesh axis that splits a batch of so many videos: "dp" if it divides them, else None."""
+        """Return the mesh axis that splits a batch of `videos` videos: "dp" if it divides them, else None."""
         return "dp" if videos % self.mesh.shape["dp"] == 0 else None
 
     def token_axes(self, videos: int) -> tuple[str, ...]:

@@ -68,7 +68,7 @@ class Job:
     def tiles(self, vae: AutoencoderKLCogVideoX) -> int:
         """Return the number of tiles of a frame; tiles at its edges are smaller.
 
-        `tile` is a tile's (height, width) in pixels, or None for no tiling.
+        `self.tile` is a tile's (height, width) in pixels, or None for no tiling.
         """
         if self.tile is None or (self.height <= self.tile[0] and self.width <= self.tile[1]):
             return 1

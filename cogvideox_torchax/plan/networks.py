@@ -106,7 +106,7 @@ class NetworkPlan:
 
 
 def weightless_transformer(model: str | None, dtype: torch.dtype, layers: int) -> Any:
-    """Return the ported transformer of `model` (`transformer_config`) with `layers` layers and no weights."""
+    """Return a ported transformer of `layers` layers and no weights; `model` as for `transformer_config`."""
     return port_network(transformer({**transformer_config(model), "num_layers": layers}, dtype))
 
 

@@ -28,7 +28,7 @@ def program_rows(program: ProgramPlan, chip: Chip | None) -> dict[str, Any]:
             "share of peak": f"{100 * program.floor_seconds / program.seconds:.0f} %",
             "time goes to": shares,
         }
-    rows |= {f"kernel {name} ms": _kernel(kernel) for name, kernel in program.kernel_times.items()}
+    rows |= {f"kernel {name} ms": _kernel_cell(kernel) for name, kernel in program.kernel_times.items()}
     if program.kernels_by_bytes:
         rows["kernels by bytes"] = f"{program.kernels_by_bytes}: their schedule is not known"
     if program.open_loops:
@@ -41,12 +41,12 @@ def program_rows(program: ProgramPlan, chip: Chip | None) -> dict[str, Any]:
     }
 
 
-def _kernel(kernel: KernelTime) -> str:
+def _kernel_cell(kernel: KernelTime) -> str:
     """Return a table's cell for the kernels of one name: their number, and two estimates of their time in ms.
 
-    One is the time to move their bytes, one the cycles of the compiler's schedules. `kernel.by_bytes` is the
-    number of kernels without a known schedule. `kernel.assumed_branches` is the number of branches in the
-    schedules that depend on data: the cycles assume whether they are taken.
+    "by bytes" is the time to move their bytes, "by schedule" the time of the compiler's schedules, in cycles.
+    `kernel.by_bytes` is the number of kernels without a known schedule, `kernel.assumed_branches` the number
+    of branches in the schedules that depend on data: the cycles assume whether they are taken.
     """
     start = f"{kernel.count} of them, by bytes {1e3 * kernel.bytes_seconds:.2f}"
     if kernel.schedule_seconds is None:

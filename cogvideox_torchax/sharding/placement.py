@@ -143,9 +143,9 @@ class Placement(MeshPlace):
         The padded result is constrained to a split by width first. Otherwise XLA would propagate a split by
         rows or channels (`result_spec`) back into earlier layers, and gather their inputs.
         """
-        column = self.axes.index("W")
-        width = split.real_columns(x.shape[column])
-        result = jax.lax.slice_in_dim(self.constrain(x), 0, width, axis=column)
+        width_axis = self.axes.index("W")
+        width = split.real_columns(x.shape[width_axis])
+        result = jax.lax.slice_in_dim(self.constrain(x), 0, width, axis=width_axis)
         return jax.lax.with_sharding_constraint(
             result, NamedSharding(self.mesh, self.result_spec(result.shape))
         )

@@ -158,7 +158,7 @@ def load(part: Part, *, frames: int, size: int, whole: tuple[int, ...] | None = 
     """
     needed = math.ceil(size * LARGEST_CROP)  # side of the largest crop
     if part.path.suffix.lower() in PICTURES:
-        return Source(part, _picture(part, needed, size))  # a picture has no size of whole frames
+        return Source(part, _read_picture(part, needed, size))  # a picture has no size of whole frames
     info = video.probe(part.path)
     end = min(part.end or info.num_frames, info.num_frames)
     if end - part.start < frames:
@@ -237,7 +237,7 @@ def read(part: Part, framing: video.Framing, end: int) -> np.ndarray:
     return np.stack([frame[0].permute(1, 2, 0).numpy() for i, frame in frames if i >= part.start])
 
 
-def _picture(part: Part, needed: int, size: int) -> tuple[np.ndarray, ...]:
+def _read_picture(part: Part, needed: int, size: int) -> tuple[np.ndarray, ...]:
     """Read a picture in each size that crops are cut from (`_sizes`), uint8 (1, H, W, C).
 
     Args:
@@ -284,7 +284,8 @@ class Sampler:
     def __init__(self, sources: Sequence[Source], *, seed: int, cuts: bool = False):
         """Keep the sources, videos and pictures apart.
 
-        `cuts` is whether some clips cut to another scene, and more are taken where a video changes fast.
+        `cuts` is whether some clips cut to another scene, and more clips are taken where a video changes
+        fast.
         """
         self._videos = [source for source in sources if source.frames > 1]
         self._pictures = [source for source in sources if source.frames == 1]

@@ -132,7 +132,7 @@ class Trainer:
             return self._backend.to_torch(vae.decode(latents).sample).float()
 
     def state(self) -> State:
-        """Return weights, average and moments, plain tensors by their names in a checkpoint."""
+        """Return weights, their average and optimizer moments: plain tensors by name in a checkpoint."""
         return {name: self._backend.to_torch(tensor.detach()) for name, tensor in self._tensors().items()}
 
     def _tensors(self) -> State:

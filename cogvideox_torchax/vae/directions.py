@@ -52,7 +52,7 @@ class Direction(StrEnum):
         return chunks.plan(frames, self.frames_a_chunk(vae))
 
     def results(self, vae: Any, frames: int) -> list[int]:
-        """Return the number of frames of each chunk's result, for an input of so many frames."""
+        """Return the number of frames of each chunk's result, for an input of `frames` frames."""
         result_length = chunks.encoded_length if self is ENCODE else chunks.decoded_length
         # How often the frames are halved to encode, and doubled to decode.
         steps = chunks.temporal_steps(vae.config["temporal_compression_ratio"])

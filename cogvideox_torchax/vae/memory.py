@@ -112,7 +112,7 @@ def fitting_tile(
     if whole_bytes <= MARGIN * free:
         return None
     # `MARGIN` is the fraction of the free memory that the estimate may take. Memory grows with the area, so a
-    # side shrinks by the root. A latent pixel is `scale` pixels wide and high; tiles have whole ones.
+    # side shrinks by the root. Tiles have whole latent pixels, which are `scale` pixels wide and high.
     shrink, scale = math.sqrt(MARGIN * free / whole_bytes), vae.spatial_compression_ratio
     return tuple(max(int(side * shrink) // scale, SMALLEST_TILE) * scale for side in (height, width))
 

@@ -29,15 +29,15 @@ def _similarity(a: np.ndarray, b: np.ndarray, peak: float) -> float:
 
     `peak` is the range of the pixels' values, such as 255.
     """
-    mean_a, mean_b = _windowed(a), _windowed(b)
-    var_a, var_b = _windowed(a * a) - mean_a**2, _windowed(b * b) - mean_b**2
-    covariance = _windowed(a * b) - mean_a * mean_b
+    mean_a, mean_b = _window_means(a), _window_means(b)
+    var_a, var_b = _window_means(a * a) - mean_a**2, _window_means(b * b) - mean_b**2
+    covariance = _window_means(a * b) - mean_a * mean_b
     c1, c2 = (K1 * peak) ** 2, (K2 * peak) ** 2  # SSIM's constants, which keep the quotient finite
     similarity = (2 * mean_a * mean_b + c1) * (2 * covariance + c2)
     return float((similarity / ((mean_a**2 + mean_b**2 + c1) * (var_a + var_b + c2))).mean())
 
 
-def _windowed(image: np.ndarray) -> np.ndarray:
+def _window_means(image: np.ndarray) -> np.ndarray:
     """Return the Gaussian-weighted means of all windows of an image (..., H, W)."""
     for axis in (-2, -1):
         taps = min(WINDOW, image.shape[axis])

@@ -63,9 +63,9 @@ def tile_rows(dtype: jnp.dtype) -> int:
     return 32 // dtype.itemsize  # a tile is 32 bytes high in every dtype
 
 
-def tiled_sublanes(frames: int, dtype: jnp.dtype) -> int:
-    """Return the sublanes (rows) of the whole tiles that hold `frames` rows."""
-    return pl.cdiv(frames, tile_rows(dtype)) * tile_rows(dtype)
+def tiled_sublanes(rows: int, dtype: jnp.dtype) -> int:
+    """Return the number of sublanes of the whole tiles that hold `rows` rows, one in a sublane."""
+    return pl.cdiv(rows, tile_rows(dtype)) * tile_rows(dtype)
 
 
 def largest_divisor(count: int, limit: int) -> int:

@@ -62,7 +62,7 @@ def summed(frames: Array, kernel: Array, columns: Padding) -> Array:
         jnp.add,
         (
             conv_frames(frames_under, kernel[tap], padding=_padding(kernel, columns))
-            for tap, frames_under in enumerate(_taps(frames, kernel))
+            for tap, frames_under in enumerate(_frames_under_taps(frames, kernel))
         ),
     )
 
@@ -73,8 +73,8 @@ def folded(frames: Array, kernel: Array, columns: Padding) -> Array:
     Its input channels are those of the frames at all taps of time, concatenated. `kernel` is (T, H, W, C, O);
     `columns` is the padding of the width.
     """
-    taps = jnp.concatenate(_taps(frames, kernel), axis=-1)
-    return conv_frames(taps, jnp.concatenate(list(kernel), axis=2), padding=_padding(kernel, columns))
+    inputs = jnp.concatenate(_frames_under_taps(frames, kernel), axis=-1)
+    return conv_frames(inputs, jnp.concatenate(list(kernel), axis=2), padding=_padding(kernel, columns))
 
 
 def patches(frames: Array, kernel: Array, columns: Padding) -> Array:
@@ -83,7 +83,7 @@ def patches(frames: Array, kernel: Array, columns: Padding) -> Array:
     `columns` is the padding (left, right) of the width; rows are padded so that their number stays.
     """
     padded = jnp.pad(frames, [(0, 0), (0, 0), *_padding(kernel, columns), (0, 0)])
-    return conv_patches(_taps(padded, kernel), kernel)
+    return conv_patches(_frames_under_taps(padded, kernel), kernel)
 
 
 def suits_patches(x: Array, kernel: Array) -> bool:
@@ -184,7 +184,7 @@ def convolve_same(target: Target, frames: Array, kernel: Array, form: Form) -> A
     return add_from_neighbours(target.split, own_sums, frames, kernel, form)
 
 
-def _taps(frames: Array, kernel: Array) -> list[Array]:
+def _frames_under_taps(frames: Array, kernel: Array) -> list[Array]:
     """Return the frames under each of the kernel's taps of time."""
     taps = kernel.shape[0]
     length = frames.shape[1] - taps + 1

@@ -67,10 +67,10 @@ def moments_of_columns(
     """Merge the moments of columns of pixels to those of each video's groups of channels, by Chan's formula.
 
     The means are averaged as differences from one of them (`origin`): a float32 sum of many means that are
-    far from zero would lose digits. Padding columns (`Split`) are left out.
+    far from zero would lose digits.
 
     Args:
-        target: the target.
+        target: its `split` tells which columns are padding; they are left out.
         mean, m2: of each column and channel, M2 the sum of squared deviations; channels are the last axis,
             columns the axis before it.
         length: number of pixels of a column.
@@ -83,10 +83,10 @@ def moments_of_columns(
     mean, m2 = (part.reshape(*part.shape[:-1], *groups) for part in (mean, m2))  # (N, ..., W, G, C / G)
     axes = (*range(1, mean.ndim - 2), mean.ndim - 1)  # all but videos and groups: the axes to merge
     column_axis = mean.ndim - 3
-    split = target.split if column_axis in axes else WHOLE  # else activations have no axis of columns
+    split = target.split if column_axis in axes else WHOLE  # else there is no axis of columns
     without_padding = functools.partial(with_clear_padding, split=split, column_axis=column_axis)
-    columns = split.real_columns(mean.shape[column_axis])
-    count = math.prod(columns if axis == column_axis else mean.shape[axis] for axis in axes)  # of columns
+    width = split.real_columns(mean.shape[column_axis])
+    count = math.prod(width if axis == column_axis else mean.shape[axis] for axis in axes)  # of columns
     origin = mean
     for axis in axes:
         origin = jax.lax.slice_in_dim(origin, 0, 1, axis=axis)

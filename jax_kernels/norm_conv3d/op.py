@@ -285,7 +285,7 @@ def _convolved(
     # of each latent. `columns` is the number of coefficients along the width.
     _frames, _rows, columns = _grid(split, x, zq)
     coefficients = functools.partial(_coefficients, split, norm, zq, scale_NC, shift_NC, columns)
-    multiplier, offset = coefficients(lambda part: tpu.to_registers(part, frames, width))
+    multiplier, offset = coefficients(lambda values: tpu.to_registers(values, frames, width))
     _, rows, registers, *_ = multiplier.shape  # rows of coefficients, and registers for a row
     conv_sizes = sizes.sizes_of(x, rows, registers, kernel.shape[-1], residual is not None)
     # What the columns beside each strip (columns that the kernel computes together) add to its first and last

@@ -107,7 +107,7 @@ class ConvSizes(NamedTuple):
 
     @property
     def components(self) -> int:
-        """Number of components of a tile's transform, each with products of its own."""
+        """Number of components of a tile: the products of Winograd's filtering; 1 in direct convolution."""
         return len(TRANSFORMS[self.tile].taps) if self.tile else 1
 
     @property
@@ -277,8 +277,8 @@ def _register_count(columns: int, frames: int) -> int:
 def columns_of_register(columns: int, frames: int, registers: int) -> int:
     """Return the number of columns that one register of the norm's coefficients covers.
 
-    A row of pixels has `columns` columns of `frames` frames each, and `registers` registers of `SUBLANES`
-    values.
+    A row of pixels has `columns` columns of `frames` frames each. Its coefficients are in `registers`
+    registers of `SUBLANES` values.
     """
     return (
         SUBLANES // frames  # a register has a value for each frame of each column
@@ -288,7 +288,7 @@ def columns_of_register(columns: int, frames: int, registers: int) -> int:
 
 
 def sizes_of(
-    x: Array | jax.ShapeDtypeStruct, rows: int, registers: int, outputs: int, residual: bool
+    x: Array | jax.ShapeDtypeStruct, coefficient_rows: int, registers: int, outputs: int, residual: bool
 ) -> ConvSizes:
     """Choose the sizes that the kernel is compiled for.
 
@@ -297,23 +297,23 @@ def sizes_of(
     directly. Strips (columns that are computed together) are the fewest that fit into VMEM, or `MOST_STRIPS`.
 
     Args:
-        x: frames.
-        rows: number of rows of the norm's coefficients, which are a coarser grid than the frames.
+        x: frames N T H W C.
+        coefficient_rows: number of rows of the norm's coefficients, which are a coarser grid than the frames.
         registers: number of vector registers that hold one of these rows (`tpu.to_registers`).
         outputs: output channels.
         residual: whether a residual is added.
     """
     input_frames, height, columns, channels = x.shape[1:]
     outputs += -outputs % tiles.LANES  # padded to whole tiles
-    cell = columns_of_register(columns, input_frames, registers)  # number of columns that a register covers
+    cell = columns_of_register(columns, input_frames, registers)  # columns that a register covers
     direct = ConvSizes(
         input_frames=input_frames,
         columns=columns,
         strips=1,
-        chunk=0,  # chunk and chunks follow from the others (`_cut_into_strips`)
+        chunk=0,  # `_cut_into_strips` sets chunk and chunks
         chunks=0,
         cell=cell,
-        cell_rows=height // rows,
+        cell_rows=height // coefficient_rows,
         blocks=height // ROWS,
         channels=channels,
         outputs=outputs,
@@ -323,7 +323,8 @@ def sizes_of(
     if input_frames in (TILES * tile for tile in TRANSFORMS) and pallas_mode() != "direct":
         winograd = _cut_into_strips(direct._replace(tile=input_frames // TILES), residual)
         fits = _vmem_bytes(winograd, residual) <= vmem_limit()
-        # One register covers all columns; of several, a unit (columns modulated together) needs whole cells.
+        # A single register covers all columns. Of several, those of a unit (columns modulated together)
+        # must cover no other unit's columns.
         has_cells = registers == 1 or winograd.unit % cell == 0
         # The first register of a chunk's sums, a row for each of a column's `TILES` tiles, must hold no
         # padding, which may be NaN (`step.zeros_after`).

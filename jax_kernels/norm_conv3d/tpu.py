@@ -171,7 +171,7 @@ def _by_kernel(
     operands, weights = _operands(
         sizes, x, multiplier, offset, cache, residual, kernel, bias, edges, true_width
     )
-    results = _results(sizes, operands)
+    results = _result_specs(sizes, operands)
     scratch = {
         name: pltpu.VMEM((*shape, tiles.LANES), dtype)
         for name, (shape, dtype) in scratch_shapes(sizes).items()
@@ -311,12 +311,12 @@ def _operands(
     return operands, [matrices(kernel, product, sizes.turns, tap) for product in sizes.products]
 
 
-def _results(
+def _result_specs(
     sizes: ConvSizes, operands: dict[str, tuple[Any, pl.BlockSpec]]
 ) -> dict[str, tuple[Any, pl.BlockSpec]]:
     """Return shapes and dtypes of the kernel's results by name, each with its `BlockSpec`.
 
-    `operands` are those of `_operands`: also shapes and dtypes with their `BlockSpec`.
+    `operands` are the kernel's arrays by name, each with its `BlockSpec`.
     """
     x, _ = operands["x"]
     videos, height, row, _ = x.shape  # `row` is W T: a row's pixels times frames

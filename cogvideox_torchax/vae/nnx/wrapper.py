@@ -233,7 +233,7 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
 
     def encode(self, x: torch.Tensor, return_dict: bool = True) -> Any:
         """Encode a video (N, C, T, H, W) to its posterior, as diffusers' `encode` does."""
-        with self._torchax_on_for(x):
+        with self._torchax_on_for(x):  # the posterior's constructor computes
             posterior = DiagonalGaussianDistribution(self._joined_results(ENCODE, x))
         return AutoencoderKLOutput(latent_dist=posterior) if return_dict else (posterior,)
 
