@@ -48,7 +48,10 @@ class BlockStack(nn.Module):
     """
 
     def __init__(self, form: Form, kept: Any, numbers: dict[str, torch.Tensor]):
-        """Keep the step's form (what it skips), residuals of the last step by name, and scalars by name."""
+        """Keep the step's form (what it skips), the last step's residuals by name, and scalars by name.
+
+        `kept`, the residuals, is None in a trace for shapes alone.
+        """
         super().__init__()
         self.form = form
         self.blocks: tuple[nn.Module, ...] = ()  # the transformer's own; `step` sets them

@@ -163,8 +163,8 @@ def load(part: Part, *, frames: int, size: int, whole: tuple[int, ...] | None = 
     end = min(part.end or info.num_frames, info.num_frames)
     if end - part.start < frames:
         raise ValueError(f"has {max(end - part.start, 0)} frames from its start on, {frames} are needed")
-    sizes = [*_sizes(info.height, info.width, needed, size), *([whole] if whole else [])]
-    levels = tuple(read(part, video.Framing(height, width), end) for height, width in sizes)
+    level_sizes = [*_sizes(info.height, info.width, needed, size), *([whole] if whole else [])]
+    levels = tuple(read(part, video.Framing(height, width), end) for height, width in level_sizes)
     return Source(part, levels[:-1], levels[-1]) if whole else Source(part, levels)  # `whole` was read last
 
 
