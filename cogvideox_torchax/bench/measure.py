@@ -120,7 +120,7 @@ def measure(task: Task) -> dict[str, Any]:
         for part in parts.values():
             # JAX compiled nothing here. `torch.compile` compiles within the first run and does not time it:
             # the whole first run counts as compilation.
-            compiled = part["start_s"] if task.way == "torch-compile" else None
+            compiled = part["start_s"] if task.backend == "torch-compile" else None
             part.update(lower_s=None, compile_s=compiled)
     peak = _peak_bytes()
     return {

@@ -42,8 +42,8 @@ def run(args: argparse.Namespace) -> None:
         latent_frames = sum(ENCODE.results(vae, clip.num_frames))
         frames_out = sum(DECODE.results(vae, latent_frames))
         # What an .mp4 takes over from its source (times, sound, pixel shape), and lines on what it does not.
-        alongside, messages = _alongside(args, clip, frames_out)
-        with group.writing(args.output, fps, alongside) as sink:
+        timing, messages = _source_timing(args, clip, frames_out)
+        with group.writing(args.output, fps, timing) as sink:
             clock = common.announcing_clock(args)
             written = video.write_all(sink, _reconstruction(vae, clip, latent_frames, args, group))
     if group.is_first:
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> None:
         results = {
             "frames_in": clip.num_frames,
             "frames_out": written,
-            "sound": "copied" if alongside.sound else "left out" if clip.info.sound else "none",
+            "sound": "copied" if timing.sound else "left out" if clip.info.sound else "none",
             "size": f"{clip.framing.height} x {clip.framing.width}",
         }
         common.print_results(args, clock, results)
@@ -85,7 +85,7 @@ def _reconstruction(
     return decoder.pieces(encoded, shape)
 
 
-def _alongside(
+def _source_timing(
     args: argparse.Namespace, clip: DecodedClip, frames_out: int
 ) -> tuple[video.SourceTiming, list[str]]:
     """Return the times, sound and pixel shape that an .mp4 takes over from its source, and lines to print.

@@ -45,7 +45,8 @@ class VideoDirectory(OutputDirectory):
     ):
         """Keep the `shards` (files of latents) that this process decodes; `with` finds the missing videos.
 
-        Without `fps` a video has the rate in its latents; `retry` tries clips again that were bad before.
+        Without `fps` a video has the rate that its latent file records. With `retry` clips that were bad
+        before are tried again.
         """
         super().__init__(directory, process_shard)
         self._shards = shards[self.process_shard.index :: self.process_shard.count]

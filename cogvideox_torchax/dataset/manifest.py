@@ -169,7 +169,7 @@ class OutputDirectory:
 
     def _add_clip_line(self, kind: str, key: Any, about: dict[str, Any]) -> None:
         """Add the manifest's line of a clip: its kind, the clip's key and id, and the fields `about`."""
-        key_name, _ = KEYS[self.NAME]  # "index" if keys are numbers; "id" if the key is the clip's id
+        key_name, _key_type = KEYS[self.NAME]  # "index" if keys are numbers; "id" if the key is the clip's id
         self.add_line(kind, **{key_name: key, "id": self.clip_id(key)}, **about)
 
     def begin(self, config: dict[str, Any], **state: Any) -> None:
@@ -190,7 +190,7 @@ class OutputDirectory:
         """Return the JSON object that `begin` wrote; an empty one where there is no file.
 
         Raises:
-            OutputError: the file is broken, or its config is not `config`; None takes every config.
+            OutputError: the file is broken, or differs from `config` in a value; None takes every file.
         """
         path = self.directory / self.LIST
         if not path.exists():

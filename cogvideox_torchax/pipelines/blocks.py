@@ -173,8 +173,8 @@ class Block(CogVideoXBlock):
         videos = h_NSC.shape[0]
         qk_norm_rope = torch_view(sequence.shard_heads(jax_kernels.qk_norm_rope, attn.heads))
         q, k, v = (
-            torch_view(sequence.to_heads)(part_PSC, videos)
-            for part_PSC in projections(attn, h_NSC.flatten(0, 1), sequence)
+            torch_view(sequence.to_heads)(y_PSC, videos)  # P devices exchange their parts of the channels
+            for y_PSC in projections(attn, h_NSC.flatten(0, 1), sequence)
         )
         # A device has q.shape[-1] channels, of attn.heads / sequence.parts heads.
         # The queries carry the scores' scale, 1 / sqrt(channels of a head), times log2(e), for a softmax by

@@ -188,8 +188,8 @@ class StepCache:
         by name, that the step's program takes besides `tensors`.
 
         Args:
-            state: the run's state, whose hooks decide what the step skips. `state.computed` is set to whether
-                the step skips nothing, if the host knows it before the step.
+            state: the run's state, whose hooks decide what the step skips. If the host knows before the step
+                whether it skips nothing, this is appended to `state.computed`.
             model: the transformer.
             tensors: inputs of the step, by name.
         """
@@ -297,7 +297,8 @@ class TaylorSteps(StepCache):
         # Read now: `computes_module`, below, has the hooks count this step. The factors are by the index of a
         # tensor in the module's result; each tensor has the same number of them.
         last_step, known = hook_state.last_update_step, len(hook_state.taylor_factors.get(0, ()))
-        # The set has one value: all hooks compute their modules, or all skip them.
+        # The set has one value: all hooks compute their modules, or all skip them. They decide without the
+        # values of a module's result: a zero stands for it.
         (computes,) = {computes_module(hook, torch.zeros(1)) for hook in state.hooks.values()}
         state.computed.append(computes)
         # Without a computed step before, no difference is kept: 1 only avoids a division by 0.

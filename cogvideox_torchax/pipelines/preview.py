@@ -102,7 +102,7 @@ def preview_writer(vae: Any, path: str | Path, say: Callable[[str], None]) -> Ca
 
     def show(latents: torch.Tensor) -> None:
         """Write some frames of the first video, side by side and enlarged, to the file."""
-        (frames,) = colors_of(latents[:1])
+        (frames,) = colors_of(latents[:1])  # the first video's, (T, H, W, 3)
         # Indices of frames at equal distances, the first and the last among them; a short video has fewer.
         chosen = sorted({round(i * (len(frames) - 1) / (SHOWN - 1)) for i in range(SHOWN)})
         # (T, H, W, 3) to (H, T * W, 3).

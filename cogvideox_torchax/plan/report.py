@@ -47,7 +47,7 @@ def figures(
 
 
 def table(rows: list[Row]) -> list[list[str]]:
-    """Return the layers as rows of cells, the header first."""
+    """Return a table of layers: a list of cells for the header, then one for each of `rows`."""
     cells = [["layer", "shape", "spec", "shards", "bytes a device", "collectives"]]
     for row in rows:
         shape = " x ".join(map(str, row.shape or ()))

@@ -38,7 +38,7 @@ CUT_SHARE = 0.1
 """Share of crops that cut to another scene at any frame, if cuts are requested."""
 
 EVENT_SHARE = 0.5
-"""Share of a video's windows of frames that hold an event, a fast change (`Source.events`), with cuts."""
+"""Share of a video's windows of frames that hold an event (a fast change), if cuts are requested."""
 
 ALIGNED_SHARE = 0.5
 """Share of windows of whole frames that begin at a multiple of 8 frames, the length of the VAE's chunks.
@@ -131,11 +131,11 @@ class Source:
 
     @property
     def frames(self) -> int:
-        """The number of frames; each level, a size in which frames are kept, has all of them."""
+        """The number of frames, equal in all levels (the sizes in which the frames are kept)."""
         return len(self.levels[0])
 
     @functools.cached_property
-    def events(self) -> np.ndarray:
+    def event_probabilities(self) -> np.ndarray:
         """Probabilities to draw each frame but the first, (T - 1,), by the square of the frame's change."""
         # The frames in their first size; every second pixel is enough.
         frames = self.levels[0][:, ::2, ::2].astype(np.float32)
@@ -387,7 +387,7 @@ def _start(rng: np.random.Generator, source: Source, span: int, events: bool) ->
     """
     last = source.frames - span  # the last index at which a window can begin
     if events and rng.random() < EVENT_SHARE and span > 1:
-        probabilities = source.events  # from frame 1 on: frame 0 has no frame before it
+        probabilities = source.event_probabilities  # from frame 1 on: frame 0 has no frame before it
         event = 1 + rng.choice(len(probabilities), p=probabilities)
         return int(min(max(event - rng.integers(span), 0), last))  # the event at any place in the window
     return int(rng.integers(last + 1))

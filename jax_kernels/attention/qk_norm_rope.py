@@ -203,7 +203,8 @@ def _process_block(x_ref, *other_refs: Any, normed: bool, scale: float, eps: flo
     """Norm, rotate and scale a block of positions, as many heads at a time as fill whole tiles of lanes.
 
     Args:
-        x_ref: reference to the projection, (S, H D): its channels are in the lanes.
+        x_ref: reference to the projection, (S, H D), of S positions and H heads of D channels: channels are
+            in the lanes.
         other_refs: references to weight and bias, (D, 1), if `normed`; then to cos and the signed sin,
             (D, S), if positions are rotated: a channel becomes `channel * cos + partner * signed sin`, where
             `partner` is the other channel of its pair; then to the result, (H, D, S), channels in the rows.

@@ -89,8 +89,9 @@ def patches(frames: Array, kernel: Array, columns: Padding) -> Array:
 def suits_patches(x: Array, kernel: Array) -> bool:
     """Return whether to convolve frames by one matrix product of all windows (patches).
 
-    The frames must be small, with few channels in or out, and their patches must fit into memory. XLA would
-    compile a convolution to few channels for half a minute, one from few channels for ten seconds.
+    The frames must be small, with at most `FEW` (16) channels in or fewer than 128 out, and their patches
+    must fit into memory. XLA would compile a convolution to few channels for half a minute, one from few
+    channels for ten seconds.
     """
     return (
         (x.shape[-1] <= FEW or kernel.shape[-1] < LANES)

@@ -69,5 +69,5 @@ def silu(x, *, time_axis=None):
 
 
 def gelu(x):
-    """Compute JAX's own GELU, in float32."""
+    """Compute JAX's own GELU, by its tanh approximation, in float32."""
     return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)

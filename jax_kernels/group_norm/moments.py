@@ -44,11 +44,14 @@ def column_moments(
     target: Target, x: Float[Array, "N T H W C"]
 ) -> tuple[Float[Array, "N T W C"], Float[Array, "N T W C"]]:
     """Return mean and M2 (sum of squared deviations) of each column of pixels, along H, in float32."""
-    parts = [  # mean and M2 of each run of frames
-        _without_row_axis(*map_shards(target, _shard_column_moments, (frames,)), row_axis=2)
-        for (frames,) in split_frames(target, x)
-    ]
-    return join_frames([mean for mean, _ in parts]), join_frames([m2 for _, m2 in parts])
+    means, m2s = zip(  # for each run (frames that are computed together)
+        *(
+            _without_row_axis(*map_shards(target, _shard_column_moments, (run,)), row_axis=2)
+            for (run,) in split_frames(target, x)
+        ),
+        strict=True,
+    )
+    return join_frames(means), join_frames(m2s)
 
 
 def _without_row_axis(mean: Array, m2: Array, row_axis: int) -> tuple[Array, Array]:

@@ -65,14 +65,15 @@ class DirectStep(ConvStep):
 
     def _padding(self) -> dict[str, list[Any]]:
         """Return references to the memory of the padding, by its place (`ConvStep._padding`)."""
-        # Axes of "ring": slot, tap of time, row of the block, part (128 channels), word; "stage" has no slot.
+        # Axes of "ring": slot (`self.old` has the block above), tap of time, row of the block, part (128
+        # channels), word. "stage" has the block below, and no slots.
         sizes, stage = self.sizes, self.refs["stage"]
         # Words of the column right of the frame's last; the stage begins a chunk left of column 0.
         right = pl.ds((sizes.last_columns + sizes.chunk) * sizes.words, sizes.words)
         return {
             "beside": [],  # no product loads columns beside a strip
-            "above": [self.refs["ring"].at[self.old, :, 1]],  # the lower row of the block above
-            "below": [stage.at[:, 0]],  # the upper row of the block below
+            "above": [self.refs["ring"].at[self.old, :, 1]],  # the lower row
+            "below": [stage.at[:, 0]],  # the upper row
             # If the last chunk is complete, the memory ends with the frame's last column.
             "right": [
                 stage.at[:, :, part, right] for part in range(sizes.parts) if sizes.width > sizes.last_columns

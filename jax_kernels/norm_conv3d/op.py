@@ -418,20 +418,23 @@ def _activated_column(
 
 
 def _column_sums(
-    hidden: Float[Array, "N P H I"], kernel: Float[Array, "times 3 I O"]
-) -> Float[Array, "N P-times+1 H O"]:
+    hidden: Float[Array, "N P H I"], kernel: Float[Array, "kt 3 I O"]
+) -> Float[Array, "N P-kt+1 H O"]:
     """Convolve one column of pixels over time and rows as one product; return float32 sums.
 
     Rows are padded with zeros, so their number H stays.
 
     Args:
-        hidden: P activated frames of the column; the first `times` - 1 come before the frames of the result.
-        kernel: the kernel's taps of time and of rows, at a single tap of columns.
+        hidden: P activated frames of the column; the first kt - 1 come before the frames of the result.
+        kernel: the kernel's kt taps of time and 3 taps of rows, at a single tap of columns.
     """
-    times = kernel.shape[0]
-    frames, height = hidden.shape[1] - times + 1, hidden.shape[2]
+    time_taps = kernel.shape[0]
+    frames, height = hidden.shape[1] - time_taps + 1, hidden.shape[2]
     hidden = jnp.pad(hidden, [(0, 0), (0, 0), (1, 1), (0, 0)])
-    taps = [hidden[:, time : time + frames, row : row + height] for time in range(times) for row in range(3)]
+    # For each tap of the kernel, the pixels under it.
+    taps = [
+        hidden[:, time : time + frames, row : row + height] for time in range(time_taps) for row in range(3)
+    ]
     weights = kernel.reshape(-1, kernel.shape[-1])
     return jnp.einsum(
         "nthi,io->ntho", jnp.concatenate(taps, axis=-1), weights, preferred_element_type=jnp.float32

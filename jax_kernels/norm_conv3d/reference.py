@@ -26,7 +26,7 @@ def norm_conv3d(
     """Apply the norm, SiLU and the convolution one after the other, in float32.
 
     Activated frames are rounded to the dtype of `x`, in which a cache keeps them. `tile` is the number of
-    frames that Winograd's filtering computes together, 0 for direct convolution; its factors are rounded too.
+    frames that Winograd's filtering, with rounded factors, computes together; 0 is direct convolution.
     `moments` is not used: statistics are computed again, and the third result is None.
     """
     x_f32, norm_f32 = jax.tree.map(lambda part: part.astype(jnp.float32), (x, norm))

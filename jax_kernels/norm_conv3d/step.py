@@ -156,7 +156,7 @@ class ConvStep(ABC):
             row, part: index of the row in the block of two rows, and of the part: 128 channels.
             unit: index of the unit's place in scratch memory.
             column: the unit's first column.
-            x: the activated frames, a row for each frame of a pixel, in the channels of the part.
+            x: the activated frames, (columns times frames, 128): the frames of a pixel are neighbours.
             before: reference to the words of the two frames before `x`. None at a video's start, where the
                 first frame of `x` takes their place, twice.
         """

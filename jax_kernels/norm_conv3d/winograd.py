@@ -55,9 +55,9 @@ class WinogradStep(ConvStep):
     def __init__(self, sizes: ConvSizes, weights: tuple[Any, ...], refs: dict[str, Any]):
         """Choose the slots of memory that this step's products load, and the slots that its moves store to.
 
-        `rows` has (name of the memory, slot) of each of the four input rows, from the row above the block of
-        results to the row below it; a block is two rows. `moved` has (name, slot) for the two rows that are
-        moved from the stage, where the previous grid step stored them.
+        `self.rows` has (name of the memory, slot) of each of the four input rows, from the row above the
+        block of results to the row below it; a block is two rows. `self.moved` has (name, slot) for the two
+        rows that are moved from the stage, where the previous grid step stored them.
 
         Args:
             sizes: the sizes that the kernel is compiled for.

@@ -9,8 +9,8 @@ def upsample(x, kernel, bias, *, expand_time, first_frame_alone=False):
     if expand_time:  # `first_frame_alone` is 0 or 1 here: the number of frames that are not doubled
         x = jnp.concatenate([x[:, :first_frame_alone], jnp.repeat(x[:, first_frame_alone:], 2, 1)], 1)
     x = jnp.repeat(jnp.repeat(x, 2, axis=2), 2, axis=3)
-    rows, columns = kernel.shape[0] // 2, kernel.shape[1] // 2
-    return convolved(x, kernel, bias, ((rows, rows), (columns, columns)), stride=1)
+    pad_rows, pad_columns = kernel.shape[0] // 2, kernel.shape[1] // 2  # keep the doubled size
+    return convolved(x, kernel, bias, ((pad_rows, pad_rows), (pad_columns, pad_columns)), stride=1)
 
 
 def downsample(x, kernel, bias, *, compress_time, first_frame_alone=False):

@@ -125,7 +125,7 @@ def test_stills_are_not_cut():
 
 
 def test_a_frame_is_drawn_by_how_much_it_changes():
-    events = turning(5).events
+    events = turning(5).event_probabilities
     assert (len(events), events.argmax()) == (199, 4)
     assert events[4] > 0.99
 

@@ -425,7 +425,10 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         return EncoderChunk(self) if direction == ENCODE else DecoderChunk(self, **options)
 
     def build_program(self, direction: Direction) -> runtime.Program:
-        """Return a chunk's program, of a `weightless` model (only shapes), to inspect its compiled text."""
+        """Return a chunk's program, to inspect its compiled text.
+
+        The model is a `weightless` one: its weights are `jax.ShapeDtypeStruct`s.
+        """
         network, weights = Network.split(self.chunk(direction))
         return runtime.Program(dataclasses.replace(network, weights=weights), self.placement(direction))
 
