@@ -312,15 +312,17 @@ class FasterCacheModules(ReusedModules):
     """
 
     def step(self, model: Any, run: RunStep, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
-        """Run a step of two videos, without and with the prompt, or of the second; return both predictions.
+        """Run a step without and with the prompt, or only with it; return both predictions.
 
-        A step of both videos keeps the low and high frequencies of the difference of their predictions. A
-        step of the second video adds them, weighted, to its prediction: this estimates the first video's.
+        A step without and with the prompt keeps the low and high frequencies of the predictions' difference.
+        A step with the prompt only adds them, weighted, to its prediction: the sum estimates the prediction
+        without the prompt.
 
         Args:
             model: a program's own copy of the transformer, which is changed.
             run: runs a step of `model`.
-            tensors: the step's inputs by name; those of `GUIDED_INPUTS` have an entry for each video.
+            tensors: the step's inputs by name; those of `GUIDED_INPUTS` have the videos without the prompt,
+                then those with it.
             joined: whether the blocks of `model` take text and patches as one sequence.
         """
         before = self.kept  # None in a trace that finds the shapes of the arrays that a step keeps
