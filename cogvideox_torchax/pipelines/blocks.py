@@ -307,12 +307,12 @@ def joined_step(
     image_rotary_emb: Any = None,
     attention_kwargs: dict[str, Any] | None = None,
 ) -> torch.Tensor:
-    """Return diffusers' transformer's result for these tensors, with the layers run on one sequence.
+    """Return the result of diffusers' transformer, with the layers run on one sequence: text, then patches.
 
     Args:
         model: a ported transformer for which `takes_sequences` holds.
         hidden_states: latents (N, T, C, H, W).
-        encoder_hidden_states: embedded prompt, (N, S, C).
+        encoder_hidden_states: embedded prompt (N, tokens of text, channels).
         timestep, timestep_cond, ofs, image_rotary_emb: as the transformer takes them.
         attention_kwargs: {"scale": scale of its LoRAs} or None; the decorator reads it.
 

@@ -272,7 +272,7 @@ def _operation(part: str) -> _Operation | None:
     if op == "sld":  # a load: the slot of scalar memory is its operand, name and register in one
         slot = _SLOT.search(rest)
         compute, operands = (_same, [(slot[1], slot[1])]) if slot else (_unknown, [])
-    if guard and compute:  # None is a phi, which does nothing
+    if guard and compute:  # a phi, which does nothing, has no function
         # The result without effect: a guard may name it; else the target keeps its value, whose name is not
         # known.
         old, *_ = _operands(guard["old"] or "") or [("", target)]

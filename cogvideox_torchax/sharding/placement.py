@@ -130,9 +130,9 @@ class Placement(MeshPlace):
         Each device must have all columns of a latent pixel: its width is a multiple of `self.unit`, the
         number of columns for each latent pixel.
         """
-        # `-size % k` is what `size` lacks to the next multiple of k.
         units = [self.unit if axis == self.axes.index("W") else 1 for axis in range(len(shape))]
         parts = self.parts(self.spec(shape))
+        # `-size % k` is what `size` lacks to the next multiple of k.
         return [(0, -size % (n * unit)) for size, n, unit in zip(shape, parts, units, strict=True)]
 
     def result_without_padding(self, x: jax.Array, split: Split = WHOLE) -> jax.Array:

@@ -62,7 +62,7 @@ class Split:
 
     def real_columns_here(self, columns: int) -> Int[Array, ""]:
         """Return how many of this shard's `columns` belong to the frame; padding is on their right."""
-        # `self.columns` names the mesh axes that the width is split over; `real_columns` is of a whole frame.
+        # `real_columns` counts in the whole frame; `self.columns` names the mesh axes that split the width.
         columns_before = jax.lax.axis_index(self.columns) * columns if self.in_shard else 0
         return jnp.clip(jnp.int32(self.real_columns(columns)) - columns_before, 0, columns)
 

@@ -203,7 +203,7 @@ class DirectStep(ConvStep):
             slot, block_row = (self.old, 1) if row == 0 else (self.new, row - 1)
             at = self._rows(column, sizes.chunk, sizes.words)
             words = self.refs["ring"][slot, time, block_row, part, at]
-        return pltpu.bitcast(words, jnp.bfloat16)
+        return pltpu.bitcast(words, jnp.bfloat16)  # a word of 32 bits holds two frames
 
     def _move(self, column: Any, count: int) -> None:
         """Move `count` columns, from `column` on, of the block that the previous grid step modulated.

@@ -222,7 +222,7 @@ class ConvStep(ABC):
         # A register that covers the whole width is one cell, even if a unit has more columns than the width.
         cells = 1 if sizes.cell >= sizes.columns else max(1, sizes.unit // sizes.cell)
         cells_at = pl.ds(jax.lax.div(column, sizes.cell), cells)
-        # Each row of the block has coefficients of its own, or both rows have the same.
+        # The two rows of the block have a row of coefficients each, or share one.
         coefficient_row = row if sizes.cell_rows == 1 else 0
         half, offset = (
             refs["half"][0, coefficient_row, cells_at],

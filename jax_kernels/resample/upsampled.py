@@ -276,8 +276,8 @@ class _Step:
     def _rounded(self, sums: Array, column: Any) -> Array:
         """Round the sums of a row of results to bfloat16, with zeros in padding columns.
 
-        `sums` has an entry for each frame of each column of the result, from column `2 * column` on: the
-        first of the two that the input's column `column` becomes.
+        `column` is a column of the input, which becomes two of the result. `sums` has an entry for each frame
+        of each of the result's columns from `2 * column` on.
         """
         if "true_width" in self.refs:
             entry = jax.lax.broadcasted_iota(jnp.int32, sums.shape, 0)
