@@ -58,7 +58,7 @@ def probe(task: Task) -> dict[str, Any]:
 def reference(task: Task) -> dict[str, Any]:
     """Compute a job in float32 on the host, and write the results to the file `task.data`.
 
-    A job of a network runs diffusers' own in PyTorch, a job of an op of `jax_kernels` the op without its
+    The reference of a network is diffusers' network in PyTorch, of an op of `jax_kernels` the op without its
     kernel.
 
     Returns:

@@ -132,7 +132,7 @@ def load(task: Task, size: Size) -> Run:
     return loaders.get(job, _chunks)(task, size)  # "encode" and "decode" run in chunks
 
 
-def _backend(task: Task, size: Size, *directions: Direction) -> tuple[Any, list[torch.Tensor]]:
+def _backend_and_inputs(task: Task, size: Size, *directions: Direction) -> tuple[Any, list[torch.Tensor]]:
     """Return a VAE on the task's backend, and a list of random inputs, one for each of the directions.
 
     The inputs are on the VAE's device. A published config gets random weights. An input has one video; to
@@ -141,7 +141,8 @@ def _backend(task: Task, size: Size, *directions: Direction) -> tuple[Any, list[
     dtype, device = task.torch_dtype, task.torch_device  # no device: arrays are JAX's
     torch.manual_seed(0)
     if size.model in models.CONFIGS:
-        # Not `vae.to(dtype)`: diffusers wraps that method in a way that pyright cannot follow.
+        # On "cpu" the weights are random. Not `vae.to(dtype)`: diffusers wraps that method in a way that
+        # pyright cannot follow.
         vae: Any = nn.Module.to(models.weightless_vae(size.model, torch.float32, "cpu"), dtype)
     else:
         vae = AutoencoderKLCogVideoX.from_pretrained(locate_vae(size.model), torch_dtype=dtype)
@@ -165,7 +166,7 @@ def _chunks(task: Task, size: Size) -> Run:
 
     The name is "first" for the first chunk, "later" for every later one.
     """
-    backend, (x,) = _backend(task, size, task.direction)
+    backend, (x,) = _backend_and_inputs(task, size, task.direction)
     names = "first", *["later"] * size.frames  # more than there are chunks: `zip` drops the excess
     return lambda: zip(names, backend.chunks(task.direction, x), strict=False)
 
@@ -175,7 +176,7 @@ def _training_step(task: Task, size: Size) -> Run:
 
     The loss is half the sum of the squares of the direction's result. Gradient checkpointing is on.
     """
-    backend, inputs = _backend(task, size, *Direction)  # an input for each direction
+    backend, inputs = _backend_and_inputs(task, size, *Direction)  # an input for each direction
     vae = backend.vae.train()
     vae.enable_gradient_checkpointing()
     if task.way == "torch-compile":

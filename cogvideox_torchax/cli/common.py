@@ -108,7 +108,7 @@ def unit_of(kind: type[Unit], args: argparse.Namespace, vae: Any, fetch: Fetch, 
 
 
 def encoder_of(args: argparse.Namespace, vae: Any, fetch: Fetch) -> EncodeClip:
-    """Return the encoder of a clip to its posterior's mode, or with `--seed` to a sample of the posterior.
+    """Return the encoder of a clip to its posterior's mean, or with `--seed` to a sample of the posterior.
 
     `vae` is the loaded model; `fetch` brings a chunk's result to the host.
     """

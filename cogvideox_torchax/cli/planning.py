@@ -109,9 +109,9 @@ def _plan_network(
             if args.skips is not None:  # a first-block cache decides at run time: the user gives the number
                 steps_of_kind = {0: networks.STEPS - args.skips, 1: args.skips}
             table = networks.cached_table(plans, list(steps_of_kind.values()), chip)
-            return _printed(args, [plan.program for plan in plans], table)
+            return _print_and_document(args, [plan.program for plan in plans], table)
         plan = step()
-    return _printed(args, [plan.program], networks.network_table(plan, chip))
+    return _print_and_document(args, [plan.program], networks.network_table(plan, chip))
 
 
 def _plan_train_step(
@@ -131,17 +131,17 @@ def _plan_train_step(
     job = jobs.Job(ENCODE, args.frames, args.height, args.width)  # planned in both directions
     common.say("compiling 2 programs; each takes minutes")
     plans = list(_printed_programs(training.plan_train_step(vae, job, devices, chip, **mesh), chip))
-    return _printed(args, plans, training.training_table(plans, vae, chip))
+    return _print_and_document(args, plans, training.training_table(plans, vae, chip))
 
 
-def _printed(args: argparse.Namespace, programs: list[Any], table: dict[str, Any]) -> Document:
-    """Print the figures of a network, `table`; return the document of its plan.
+def _print_and_document(args: argparse.Namespace, programs: list[Any], figures: dict[str, Any]) -> Document:
+    """Print the figures of a network's plan; return the plan as a JSON document.
 
-    `programs` are the plans of the compiled programs.
+    `programs` are the plans of the compiled programs; `figures` are values by their printed names.
     """
-    common.print_report(table)
+    common.print_report(figures)
     job = {name: getattr(args, name) for name in ("network", "frames", "height", "width")}
-    return _document(args, job, programs, table)
+    return _document(args, job, programs, figures)
 
 
 def _document(

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> None:
         video.check_writing(args.output, fps)
         common.take_bundled_model(args)  # sets `args.model` if no --model is given
         vae = common.load_vae(args.model, args.backend, args.dtype, group.mesh)
-        # `results` has the number of frames of each chunk's result.
+        # A direction's `results` are the numbers of frames of each chunk's result.
         latent_frames = sum(ENCODE.results(vae, clip.num_frames))
         frames_out = sum(DECODE.results(vae, latent_frames))
         # What an .mp4 takes over from its source (times, sound, pixel shape), and lines on what it does not.
@@ -49,13 +49,13 @@ def run(args: argparse.Namespace) -> None:
     if group.is_first:
         for line in messages:
             common.say(line)
-        results = {
+        report = {
             "frames_in": clip.num_frames,
             "frames_out": written,
             "sound": "copied" if timing.sound else "left out" if clip.info.sound else "none",
             "size": f"{clip.framing.height} x {clip.framing.width}",
         }
-        common.print_results(args, clock, results)
+        common.print_results(args, clock, report)
 
 
 def _reconstruction(

@@ -425,12 +425,16 @@ class DecodeClip(_ClipUnit):
             shape: (latent frames, rows, columns) of all pieces together.
         """
         vae = self.vae
-        frames, rows, columns = shape
+        latent_frames, rows, columns = shape
         size = rows * vae.spatial_compression_ratio, columns * vae.spatial_compression_ratio  # in pixels
         decoding = {"output_dtype": torch.uint8, "fetch": self._fetch}  # `fetch` brings a chunk to the host
         with memory.restoring_tiles(vae):
             yield from self._with_tiles_and_progress(
-                DECODE, size, frames, lambda: vae.decode_stream(start(), frames, **decoding), clip_id=""
+                DECODE,
+                size,
+                latent_frames,
+                lambda: vae.decode_stream(start(), latent_frames, **decoding),
+                clip_id="",
             )
 
 

@@ -111,9 +111,9 @@ class VideoDirectory(OutputDirectory):
         return self.directory / f"{name.removesuffix('.mp4')}.mp4"
 
     def begin(self, config: dict[str, Any], **state: Any) -> None:
-        """Write the config, with the requested frame rate as "fps"; both must equal an earlier run's.
+        """Write the config, with the requested frame rate as "fps", to a file of the directory.
 
-        `state` are fields that the file has besides the config.
+        An earlier run's config in that file must be equal. `state` are further fields of the file.
         """
         super().begin({**config, "fps": None if self._fps is None else str(self._fps)}, **state)
 

@@ -130,7 +130,10 @@ class OutputDirectory:
         return self
 
     def _scan(self) -> None:
-        """Fill `missing`, `bad` and `done_before` from the directory's files; each subclass has its own."""
+        """Find the clips that are `missing` or `bad`, and count those `done_before`.
+
+        Each subclass overrides this.
+        """
 
     def __exit__(self, *_: object) -> None:
         """Close the manifest, which unlocks it."""

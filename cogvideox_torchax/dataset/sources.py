@@ -34,7 +34,7 @@ def clips(path: str | Path) -> list[Clip]:
         ClipError: no such directory or list, no clip in it, a wrong line, or an id that comes twice.
     """
     path = Path(path)
-    found = _in_directory(path) if path.is_dir() else list(_in_list(path))
+    found = _clips_below(path) if path.is_dir() else list(_listed_clips(path))
     if not found:
         raise ClipError(
             f"{path} names no clips: a video ends in {', '.join(video.SUFFIXES)}; of pictures, make a video "
@@ -44,7 +44,7 @@ def clips(path: str | Path) -> list[Clip]:
     return found
 
 
-def _in_directory(directory: Path) -> list[Clip]:
+def _clips_below(directory: Path) -> list[Clip]:
     """Return the clips of a directory and of the directories below it, ordered by their paths in it."""
     files = (
         path for path in directory.rglob("*") if path.suffix.lower() in video.SUFFIXES and path.is_file()
@@ -71,7 +71,7 @@ def _read_text(path: Path) -> str:
         ) from error
 
 
-def _in_list(path: Path) -> Iterator[Clip]:
+def _listed_clips(path: Path) -> Iterator[Clip]:
     """Yield the clips of a .txt or .jsonl list; errors name the line."""
     if not path.is_file():
         raise ClipError(f"there is no file {path}")

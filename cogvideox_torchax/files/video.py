@@ -535,7 +535,7 @@ class _Mp4Sink(Sink):
         times, av = self._source.times, _av()
         for pixels in _frames_NHWC(frames):
             if self._stream is None:
-                self._stream = self._video_stream(*pixels.shape[:2])
+                self._stream = self._add_video_stream(*pixels.shape[:2])
             frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
             shown = times[self._written] if times else Fraction(self._written) / self._fps
             if times:  # at an even rate the encoder counts the frames itself
@@ -546,7 +546,7 @@ class _Mp4Sink(Sink):
                 self._next_sound = next(self._sound, None)
             self._written += 1
 
-    def _video_stream(self, height: int, width: int) -> Any:
+    def _add_video_stream(self, height: int, width: int) -> Any:
         """Add the video stream to the file and return it.
 
         It gets the frames' size, the shape of a pixel and, for frames with their own times, the clock.

@@ -126,9 +126,9 @@ def hidden(path: str | Path, suffix: str) -> Path:
 
 
 def _make_locked(place: Path) -> int:
-    """Make and lock an empty directory; return its descriptor, with which the lock lasts until it is closed.
+    """Make and lock an empty directory; return its open descriptor, which holds the lock.
 
-    A directory that a killed run has left, with its files, is removed first.
+    A directory that a killed run has left there is removed first, with its files.
 
     Raises:
         BlockingIOError: another run holds the lock.

@@ -353,23 +353,23 @@ class FasterCacheModules(ReusedModules):
     def _estimate(self, name: str, kept: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Return the result of the module `name`, extrapolated from its last two results, in `dtype`.
 
-        A result may have several tensors: `kept` has each tensor's values (before, now) in these two results.
+        A result may have several tensors: `kept` has (older, newer) of each tensor.
         """
-        # "weights" has the factors of the modules in `form.kept`, in their order.
+        # "weights" has a factor for each name in `form.kept`, the modules whose results are kept.
         weight = self.numbers["weights"][self.form.kept.index(name)].to(dtype)
-        return tuple(now + (now - before) * weight for before, now in kept)
+        return tuple(newer + (newer - older) * weight for older, newer in kept)
 
     def _to_keep(self, name: str, y: torch.Tensor, kept: Any) -> tuple[torch.Tensor, ...]:
         """Return (new result for the videos with the prompt, result before it).
 
-        The new result comes first: it is written to the memory of the oldest result, which is donated.
+        The new result comes first: it is written to the memory of the older kept result, which is donated.
 
         Args:
             name: of the module, not used.
             y: the new result, for the videos with the prompt, after those without it if these ran too.
             kept: (older, newer) of the last two results, for the videos with the prompt.
         """
-        _oldest, newer = kept
+        _older, newer = kept
         if len(y) > len(newer):  # both videos: take the second half of the batch
             y, length = y.chunk(2)[1], newer.shape[1]
             # A mesh may pad the sequences of two videos to another length than that of one: cut or pad to the

@@ -101,7 +101,7 @@ class Sequence:
 
     def pad_table(self, table_PD: jax.Array, value: float) -> jax.Array:
         """Pad a rotary table of patches (P, D) to all tokens (S, D), with `value` for text and padding."""
-        # `tokens` are text, then patches; `length` has the padding after them too.
+        # `tokens` counts text, then patches; `length` counts the padding after them too.
         before, after = self.tokens - table_PD.shape[0], self.length - self.tokens
         return jnp.pad(table_PD, ((before, after), (0, 0)), constant_values=value)
 
@@ -350,8 +350,9 @@ class SequencePlacement(MeshPlace):
 
     def weight_struct(self, name: str, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         """Return the shape, dtype and sharding of the weight `name`."""
-        wanted = weight_sharding(self.mesh, name, shape, self.parallelism)
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=wanted)
+        return jax.ShapeDtypeStruct(
+            shape, dtype, sharding=weight_sharding(self.mesh, name, shape, self.parallelism)
+        )
 
     def put(self, array: Any) -> jax.Array:
         """Put an input of a program on the mesh, whole on every device."""

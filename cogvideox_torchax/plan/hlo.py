@@ -155,7 +155,8 @@ def _groups(text: str) -> tuple[tuple[int, ...], ...]:
     `arange(8).reshape(2, 4).transpose(1, 0).reshape(4, 2)`, 4 groups of 2. "T" may be missing.
     """
     if iota := _IOTA.match(text):
-        # The numbers in each pair of brackets: `sizes` ends with a group's; without "T" the order is empty.
+        # The numbers in each pair of brackets; `sizes` ends with the size of a group. Without "T" `order` is
+        # empty.
         sizes, shape, order = (
             [int(size) for size in numbers.split(",") if size] for numbers in iota.groups(default="")
         )

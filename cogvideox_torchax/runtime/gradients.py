@@ -67,6 +67,7 @@ class _Differentiated(torch.autograd.Function):
 
 def differentiated(function: Function, *tensors: torch.Tensor) -> torch.Tensor:
     """Call a JAX function on torchax tensors; the result has gradients for tensors that require them."""
+    # None: arrays are kept for the backward pass, which does not compute `function` again.
     return _Differentiated.apply(function, None, *tensors)  # pyright: ignore[reportReturnType]
 
 

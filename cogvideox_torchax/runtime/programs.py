@@ -112,7 +112,8 @@ class Place:
     def weight(self, name: str, array: Any) -> Any:
         """Return a weight, an array on JAX, on the program's devices.
 
-        One device has it already. A subclass for a mesh may choose a sharding by `name`.
+        This class, for one device, returns `array` itself. A subclass for a mesh may choose a sharding by
+        `name`.
         """
         return array
 

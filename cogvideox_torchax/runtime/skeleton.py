@@ -56,7 +56,7 @@ def _copied(module: Module, done: dict[int, Any]) -> Module:
         copied = done[id(module)] = object.__new__(type(module))
         attributes = {  # an attention's processor, which may have a state, is copied too
             name: _copy_value(value, done, of_processor=name == PROCESSOR)
-            for name, value in vars(module).copy().items()
+            for name, value in vars(module).copy().items()  # a copy: another thread may add an attribute
             if name not in UNTRACED_ATTRIBUTES
         }
         # A forward that is set on the instance must run the copy.

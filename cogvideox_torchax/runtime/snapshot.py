@@ -42,7 +42,7 @@ class Snapshot:
             )
             # Lists and dictionaries that were empty are empty, and others have the items that they had.
             and not any(self._empty)
-            and all(_same(_items(container), items) for container, items in self._contents)
+            and all(_same_items(_items(container), items) for container, items in self._contents)
             and self._weights == _weight_pattern(modules)  # names of weights, and which are tied
         )
 
@@ -79,7 +79,7 @@ class _ModuleSnapshot:
             found = attributes.get(name, self)  # `self` is no module's attribute: it stands for a missing one
             # Another object is a change, unless it takes the place of a container with the same items.
             same_container = type(found) is type(value) and type(value) in CONTAINERS
-            if found is not value and not (same_container and _same(_items(found), _items(value))):
+            if found is not value and not (same_container and _same_items(_items(found), _items(value))):
                 return False
         return True
 
@@ -113,7 +113,7 @@ def _items(container: Any) -> list[Any]:
     return list(container) if isinstance(container, list | set | tuple) else [container]
 
 
-def _same(found: list[Any], before: list[Any]) -> bool:
+def _same_items(found: list[Any], before: list[Any]) -> bool:
     """Return whether two lists of items hold the same objects, or equal strings and numbers of one type."""
     return len(found) == len(before) and all(
         a is b or (isinstance(b, str | int | float) and type(a) is type(b) and a == b)

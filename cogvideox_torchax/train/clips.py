@@ -231,7 +231,7 @@ def _sizes(height: int, width: int, needed: int, size: int) -> list[tuple[int, i
 
 
 def read(part: Part, framing: video.Framing, end: int) -> np.ndarray:
-    """Read the frames of a video from the part's first to `end`, not included, uint8 (T, H, W, C)."""
+    """Read the frames `part.start` to `end` (not included) of the part's file, uint8 (T, H, W, C)."""
     frames = enumerate(video.read_frames(part.path, framing, end))
     # A frame is (1, C, H, W).
     return np.stack([frame[0].permute(1, 2, 0).numpy() for i, frame in frames if i >= part.start])

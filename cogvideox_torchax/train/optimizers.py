@@ -158,8 +158,8 @@ class CompiledOptimizers(Optimizers):
 
     @functools.cached_property
     def _program(self) -> Any:
-        """The function `_traced`, compiled at its first use."""
-        return runtime.jit_torch(_traced)
+        """The function `_traced_step`, compiled at its first use."""
+        return runtime.jit_torch(_traced_step)
 
     def _advance(self, average: list[torch.Tensor], rate: float, decay: float) -> float:
         """Make the step as one program, and assign its results to weights, average and moments.
@@ -184,7 +184,7 @@ class CompiledOptimizers(Optimizers):
         return runtime.to_torch(norm).item()
 
 
-def _traced(
+def _traced_step(
     names: tuple[tuple[str, ...], tuple[str, ...]],
     scalars: Any,
     gradients: list[Any],

@@ -126,10 +126,10 @@ class TileSettings:
         fits = rows <= self.latent_height * scale_in and columns <= self.latent_width * scale_in
         if fits and not always:
             return None
-        plan = functools.partial(plan_axis, scale_in=scale_in, scale_out=scale // scale_in)
+        axis_plan = functools.partial(plan_axis, scale_in=scale_in, scale_out=scale // scale_in)
         return TilePlan(
-            plan(rows, tile=self.latent_height, overlap=self.overlap_height),
-            plan(columns, tile=self.latent_width, overlap=self.overlap_width),
+            axis_plan(rows, tile=self.latent_height, overlap=self.overlap_height),
+            axis_plan(columns, tile=self.latent_width, overlap=self.overlap_width),
         )
 
 
@@ -249,7 +249,7 @@ def join(tiles: Sequence[Sequence[Any]], plan: TilePlan, row_axis: int) -> Any:
             if j > 0:
                 tile = _blend_edge(blended[i][j - 1], tile, plan.columns.blend, column_axis)
             blended[i].append(tile)
-    rows = [
+    joined_rows = [
         arrays.concatenate(
             [
                 _slice_of(_slice_of(tile, row_axis, 0, plan.rows.keep), column_axis, 0, plan.columns.keep)
@@ -259,7 +259,7 @@ def join(tiles: Sequence[Sequence[Any]], plan: TilePlan, row_axis: int) -> Any:
         )
         for row in blended
     ]
-    return arrays.concatenate(rows, row_axis)
+    return arrays.concatenate(joined_rows, row_axis)
 
 
 def _blend_edge(before: Any, tile: Any, extent: int, axis: int) -> Any:

@@ -50,7 +50,7 @@ def whole_table(results: list[Result]) -> str:
             # Moments, the result of encoding, have no PSNR and SSIM.
             lowest = (f"{min(error.psnr):.1f}", f"{min(error.ssim):.6f}") if error.psnr else ("", "")
             errors = (error.mean, error.largest, error.relative, error.at_borders, error.inside)
-            rows.append((f"{result.backend} {result.dtype}", direction, *map(_number, errors), *lowest))
+            rows.append((f"{result.backend} {result.dtype}", direction, *map(_error_text, errors), *lowest))
     head = ("backend", "direction", "mean", "max", "relative", "mean at chunk borders", "mean inside")
     return table((*head, "lowest PSNR, dB", "lowest SSIM"), rows)
 
@@ -60,9 +60,9 @@ def layers_table(result: Result) -> str:
     rows = [
         (
             layer.name,
-            _number(layer.mean),
-            _number(layer.largest),
-            _number(layer.relative),
+            _error_text(layer.mean),
+            _error_text(layer.largest),
+            _error_text(layer.relative),
             "" if layer.chunk is None else f"from chunk {layer.chunk}",
         )
         for layer in result.layers
@@ -98,7 +98,7 @@ def markdown(results: list[Result], about: dict[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _number(value: float | None) -> str:
+def _error_text(value: float | None) -> str:
     """Return an error as text; empty for None."""
     return "" if value is None else f"{value:.2e}"
 

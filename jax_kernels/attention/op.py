@@ -159,11 +159,15 @@ def attention_on(
     num_keys: int,
     implementation: Implementation | None,
 ) -> Array:
-    """Compute `attention` on `target`, the platform that is traced for, over the mesh if there is one."""
+    """Compute `attention` on `target`, the platform that is traced for, over the mesh if there is one.
+
+    Keys from `num_keys` on are padding. With `implementation` None the fastest for these arrays is chosen.
+    """
     plain, by_kernel, cudnn = (
         functools.partial(form, scale=scale, num_keys=num_keys)
         for form in (xla.plain, tpu.transposed, xla.cudnn)
     )
+    # JAX cannot differentiate a Pallas kernel: it gets the derivatives of `plain`.
     forms = {"plain": plain, "transposed": with_derivatives_of(plain, by_kernel), "cudnn": cudnn}
     attend = forms[implementation or _fastest(target, q, k)]
     mesh = jax.sharding.get_abstract_mesh()

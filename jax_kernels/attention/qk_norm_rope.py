@@ -244,7 +244,8 @@ def _process_block(x_ref, *other_refs: Any, normed: bool, scale: float, eps: flo
 def _partners(y_HDS: Array) -> Array:
     """Return `y` with the two channels of each pair, (2 i, 2 i + 1), swapped; inside the kernel."""
     y = y_HDS.reshape(-1, y_HDS.shape[-1])
-    rows = y.shape[0]
-    is_first_of_pair = jax.lax.broadcasted_iota(jnp.int32, (rows, 1), 0) % 2 == 0
-    next_row, row_before = pltpu.roll(y, rows - 1, 0), pltpu.roll(y, 1, 0)  # `roll` takes no negative shift
-    return jnp.where(is_first_of_pair, next_row, row_before).reshape(y_HDS.shape)
+    channels = y.shape[0]  # of all heads
+    is_first_of_pair = jax.lax.broadcasted_iota(jnp.int32, (channels, 1), 0) % 2 == 0
+    # `roll` takes no negative shift: `channels - 1` is a shift by -1.
+    next_channel, channel_before = pltpu.roll(y, channels - 1, 0), pltpu.roll(y, 1, 0)
+    return jnp.where(is_first_of_pair, next_channel, channel_before).reshape(y_HDS.shape)

@@ -103,8 +103,8 @@ def _compiled(body: Callable[..., Any], platforms: tuple[str, ...]) -> Callable[
         return platform_dependent(*operands, **branches)
 
     traced.__name__ = body.__name__.removesuffix("_on")
-    options = [p.name for p in inspect.signature(body).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    return jax.jit(traced, static_argnames=("split", "pallas", *options))
+    option_names = [p.name for p in inspect.signature(body).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    return jax.jit(traced, static_argnames=("split", "pallas", *option_names))
 
 
 def map_shards(

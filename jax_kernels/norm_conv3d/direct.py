@@ -165,12 +165,12 @@ class DirectStep(ConvStep):
         turn_parts = self.result_parts // sizes.turns  # parts (128 output channels) of a turn
         for index, (product, weights) in enumerate(zip(sizes.products, self.weights, strict=True)):
             inputs = [
-                self._input_rows(row, time, part, column)
-                for row, time in product.inputs
-                for part in range(sizes.parts)
+                self._input_rows(in_row, time, in_part, column)
+                for in_row, time in product.inputs
+                for in_part in range(sizes.parts)
             ]
             sums = jnp.dot(jnp.concatenate(inputs, axis=1), weights[turn], preferred_element_type=jnp.float32)
-            # `sums` has a row for each frame of a pixel, 128 columns for each result and part of the turn.
+            # Axis 0 of `sums` has the frames of each pixel, axis 1 128 channels for each result and part.
             for result, (row, column_tap) in enumerate(product.results):
                 # Tap 0 adds a column to the result on its right, tap 1 to its own, tap 2 to the one on its
                 # left. The memory "sums" begins a chunk left of column 0.

@@ -355,8 +355,9 @@ def _edge_sums(
     beside it or in a neighbour's shard; beside the frame they are zeros.
 
     Args:
-        target: the target, for one device.
-        x, cache: the device's frames, and its cache or None.
+        target: the platform that is traced for, and the sharding of the width.
+        x: the device's frames (N, T, H, W, I).
+        cache: the two activated frames before `x`, or None.
         kernel: the convolution's.
         coefficients: `coefficients(repeat)` returns the norm's multiplier and offset (`_coefficients`).
         conv_sizes: the kernel's sizes, which have the strips.

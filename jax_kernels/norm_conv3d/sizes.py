@@ -203,7 +203,7 @@ def winograd_products(outputs: int) -> list[Product]:
     if outputs == tiles.LANES:
         return [
             # A result in column 0 takes shift 0 by its middle tap and shift 1 by its right tap. A result in
-            # column 1 takes shift 0 by its left tap.
+            # column 1 takes shift 0 by its left tap; for shift 1 it has weights of zero.
             Product([(0, 0), (0, 1)], [(0, 0), (0, 1)]),
             Product([(3, 0), (3, 1)], [(1, 0), (1, 1)]),
             *(Product([(1, shift), (2, shift)], [(0, 0), (1, 0)]) for shift in (-1, 0, 1)),
@@ -249,7 +249,9 @@ def is_supported(
     )
     if not is_suitable:
         return False
-    registers = (  # number of them for a row of coefficients, as `tpu.to_registers` makes them
+    # Vector registers that hold a row of coefficients (`tpu.to_registers`): one for each coefficient, or as
+    # many as hold a copy for each frame of each pixel.
+    registers = (
         grid_columns
         if grid_columns == 1 or fills_registers(columns // grid_columns, frames)
         else _register_count(columns, frames)
@@ -340,7 +342,7 @@ def _cut_into_strips(sizes: ConvSizes, residual: bool) -> ConvSizes:
     The frame's width is cut into strips, and a strip into chunks: columns that one matrix product covers.
     `residual` is whether the kernel adds one, which takes memory too.
     """
-    chunk = _chunk(sizes)
+    chunk = _chunk(sizes)  # number of columns
     frame_chunks = -(-sizes.columns // chunk)
     for strips in range(1, min(MOST_STRIPS, frame_chunks) + 1):
         chunks = -(-frame_chunks // strips)  # of a strip; rounded up, so fewer strips may do

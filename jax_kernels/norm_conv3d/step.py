@@ -188,7 +188,7 @@ class ConvStep(ABC):
             after: sums of a product, which the work waits for, so that it overlaps with the next product.
         """
         sizes, refs = self.sizes, self.refs
-        past_at = self._rows(_at_least_zero(column), sizes.unit, 2 * sizes.parts)  # the unit in a cache
+        past_at = self._rows(_at_least_zero(column), sizes.unit, 2 * sizes.parts)  # the unit in either cache
         for row in range(ROWS):
             x = self._activated(row, _at_least_zero(column), after)
             # Words (32 bits), each the two frames of one channel of a pixel; a part is 128 channels.
@@ -353,7 +353,7 @@ def _at_least_zero(column: Any) -> Any:
 
 
 def repeat_earlier_frame(words: Array) -> Array:
-    """Return words of two equal frames: the earlier frame of each of `words`, its low 16 bits."""
+    """Copy the low 16 bits of each word, the earlier of its two frames, into its high 16 bits."""
     return (words & 0xFFFF) | (words << 16)
 
 

@@ -104,8 +104,10 @@ class WinogradStep(ConvStep):
         A strip is the columns that the grid computes together, a chunk the columns of one matrix product.
         """
         sizes = self.sizes
-        self._move(0, MARGIN)  # a product sees a column right of its chunk: moves are `MARGIN` columns ahead
-        # "shifted" keeps what a chunk's last column adds to the next chunk; the first chunk gets nothing.
+        # A product loads a column right of its chunk: so columns are moved `MARGIN` columns ahead of it.
+        self._move(0, MARGIN)
+        # The last `TILES` entries of "shifted" are what a chunk's last column adds to the next chunk. Nothing
+        # is added to the first chunk.
         if "shifted" in self.refs:
             fill_zeros([self.refs["shifted"].at[:, :, pl.ds(sizes.chunk * TILES, TILES)]])
 

@@ -380,10 +380,7 @@ def _by_kernel(
 
 
 def _row_operand(x_NTHWC: Array) -> tuple[Array, pl.BlockSpec]:
-    """Return an operand of the kernel: frames as (N, H, W T, C), and the spec by which a step reads a row.
-
-    Step g reads row g.
-    """
+    """Return frames as the kernel's operand (N, H, W T, C), and the spec by which step g reads row g."""
     x = x_NTHWC.transpose(0, 2, 3, 1, 4)
     x = x.reshape(*x.shape[:2], -1, x.shape[-1])
     # There is one step more than rows: its index stays at the last row, so that nothing is fetched.
