@@ -106,8 +106,8 @@ class WinogradStep(ConvStep):
         sizes = self.sizes
         # A product loads a column right of its chunk: so columns are moved `MARGIN` columns ahead of it.
         self._move(0, MARGIN)
-        # The last `TILES` entries of "shifted" are what a chunk's last column adds to the next chunk. Nothing
-        # is added to the first chunk.
+        # These `TILES` entries of "shifted" are what a chunk's last column adds to the next chunk. Nothing is
+        # added to the first chunk.
         if "shifted" in self.refs:
             fill_zeros([self.refs["shifted"].at[:, :, pl.ds(sizes.chunk * TILES, TILES)]])
 
