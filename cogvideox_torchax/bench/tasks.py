@@ -215,7 +215,7 @@ class Stock(nn.Module):
         return self.model(**tensors, return_dict=False)[0], cache
 
 
-def _untrained(task: Task, size: Size) -> tuple[Any, dict[str, Any]]:
+def _network_and_inputs(task: Task, size: Size) -> tuple[Any, dict[str, Any]]:
     """Return diffusers' network of a task, and a description of its inputs: (shape, dtype) by name.
 
     A small network has random weights on the host, the same for every backend. A published one has random
@@ -243,7 +243,8 @@ def _network(task: Task, size: Size) -> Run:
     "torchax", as diffusers' own for "torchax-stock". On JAX a network of a published size gets random JAX
     arrays as weights; a small one's own weights are moved to JAX.
     """
-    model, described = _untrained(task, size)  # diffusers' network; (shape, dtype) of each input by name
+    # diffusers' network, and (shape, dtype) of each input by name.
+    model, described = _network_and_inputs(task, size)
     generator = torch.Generator().manual_seed(1)
 
     def draw(pair: tuple[Any, ...]) -> torch.Tensor:

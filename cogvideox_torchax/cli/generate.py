@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> None:
         else:
             whole.check_file(_kept_path(args))
         clock = common.announcing_clock(args)
-        vae, latents = _sampled(args) if latents is None else (_vae_for(args, latents), latents)
+        vae, latents = _sample_latents(args) if latents is None else (_vae_for(args, latents), latents)
         if not args.save_stages:
             keeping.enter_context(_kept(args, latents))
         written = common.decode_to(sink, vae, latents, args, runtime.to_torch)
@@ -163,7 +163,7 @@ def _kept(args: argparse.Namespace, latents: latent_files.Latents) -> Iterator[N
     path.unlink()
 
 
-def _sampled(args: argparse.Namespace) -> tuple[Any, latent_files.Latents]:
+def _sample_latents(args: argparse.Namespace) -> tuple[Any, latent_files.Latents]:
     """Check the request, then run the pipeline up to its VAE; return the VAE and the sampled latents.
 
     The prompt's embeddings and the latents are written to the directory of `--save-stages`, if it is given.

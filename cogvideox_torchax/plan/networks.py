@@ -217,8 +217,8 @@ def plan_step(
     layer_flops = 2 * 2 * batch * config["num_attention_heads"] * config["attention_head_dim"] * tokens**2
     # Without kernels, as on a CPU, attention is in the compiler's own figures.
     attention_flops = layer_flops * layers / (dp * tp) if plans[0].kernels else 0.0
-    # With a cache a step after the first may skip attention. With 0 FLOPs for it only the kernels in the
-    # compiled program count, by their schedules.
+    # With a cache a step after the first may skip attention. With 0 FLOPs for attention only the kernels in
+    # the compiled program count, by their schedules.
     plan = _extended("step", plans, layers, 0.0 if step else attention_flops, chip)
     kept_by_all_layers = _extend(kept[0], kept[1], layers) if kept else 0
     return replace(plan, parallel=str(networks[0].parallelism), kept=kept_by_all_layers)

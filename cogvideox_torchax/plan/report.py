@@ -188,11 +188,11 @@ def _row(name: str, shapes: set[tuple[int, ...]] | None, own: list[Instruction],
     if shapes is not None:
         row.shape = max(shapes, key=math.prod)
         row.spec = str(place.spec(row.shape))
-        row.shards = _shards(shapes, row.shape, computing, place)
+        row.shards = _shard_count(shapes, row.shape, computing, place)
     return row
 
 
-def _shards(
+def _shard_count(
     shapes: set[tuple[int, ...]], largest: tuple[int, ...], computing: list[Instruction], place: MeshPlace
 ) -> int | None:
     """Return the number of devices that split a layer's activations: 1 for no split, None if not known.
@@ -204,16 +204,16 @@ def _shards(
         place: the mesh, and the sharding of activations that is requested.
     """
     result_shapes = {array.shape for instruction in computing for array in instruction.results}
-    shards = place.parts(place.spec(largest))  # number of shards of each axis, as requested
+    axis_shards = place.parts(place.spec(largest))  # number of shards of each axis, as requested
     # No split was requested, or the compiled program has the whole activation in spite of the request.
     # `_can_hold` allows for axes that XLA has transposed or joined.
-    if math.prod(shards) == 1 or any(_can_hold(shape, largest) for shape in result_shapes):
+    if math.prod(axis_shards) == 1 or any(_can_hold(shape, largest) for shape in result_shapes):
         return 1
     local_shapes = {
-        tuple(-(-size // count) for size, count in zip(shape, shards, strict=True)) for shape in shapes
+        tuple(-(-size // count) for size, count in zip(shape, axis_shards, strict=True)) for shape in shapes
     }
     is_split = any(_can_hold(shape, local) for shape in result_shapes for local in local_shapes)
-    return math.prod(shards) if is_split else None
+    return math.prod(axis_shards) if is_split else None
 
 
 def _can_hold(shape: tuple[int, ...], axes: tuple[int, ...]) -> bool:

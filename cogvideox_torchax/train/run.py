@@ -119,7 +119,7 @@ class Run:
         """
         total = self.trainer.plan.steps
         since = time.perf_counter()  # when the training last went on after a checkpoint
-        with _table(self._directory / LOSSES) as losses_file:
+        with _open_table(self._directory / LOSSES) as losses_file:
             table = csv.writer(losses_file)
             while self.trainer.step_number < total:
                 losses = self.trainer.step()
@@ -143,7 +143,7 @@ class Run:
         A picture of each clip and its reconstruction is written too.
         """
         validations, minutes = [], f"{self._seconds / 60:.2f}"
-        with _table(self._directory / VALIDATION) as file:
+        with _open_table(self._directory / VALIDATION) as file:
             for clip in self._held_out:
                 got = to_uint8(self.trainer.reconstruct(from_uint8(clip.frames, "float32")))
                 validation = Validation(clip.name, psnr(got, clip.frames), ssim(got, clip.frames))
@@ -175,7 +175,7 @@ class Run:
         )
 
 
-def _table(path: Path) -> TextIO:
+def _open_table(path: Path) -> TextIO:
     """Open a table, a CSV file, to append lines; begin an empty one with its column names, from `HEADS`."""
     file = path.open("a", newline="")
     if not file.tell():  # the file is empty

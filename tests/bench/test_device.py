@@ -414,7 +414,7 @@ def test_a_gpu_has_the_weights_of_the_host_that_it_is_compared_with(job, monkeyp
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     task = tasks.Task(job=job, way="torch")
     assert (task.torch_device, task.device_name) == ("cuda", "NVIDIA H200")
-    model, _inputs = tasks._untrained(task, Size("small", 5, 16, 16))
+    model, _inputs = tasks._network_and_inputs(task, Size("small", 5, 16, 16))
     assert {weight.device.type for weight in model.parameters()} == {"cpu"}
 
 

@@ -105,7 +105,7 @@ def test_a_command_that_fills_the_disk_is_one_line_and_exit_code_1(
     write_video(Path("clip.mp4"))
     z = latents.Latents(torch.rand(1, 16, 3, 3, 5), dict(native_vae.config), "vae", Fraction(8), 9)
     latents.save(z, "z.safetensors")
-    monkeypatch.setattr(generate_command, "_sampled", lambda args: (native_vae, z))
+    monkeypatch.setattr(generate_command, "_sample_latents", lambda args: (native_vae, z))
     output = {"encode": "new.safetensors"}.get(command, "new.mp4")
     given = {
         "encode": ("clip.mp4", "--frames", "9", "--model", "vae"),
