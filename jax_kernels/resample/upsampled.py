@@ -345,11 +345,10 @@ def _by_kernel(
     if true_width is not None:
         operands["true_width"] = true_width[None], pl.BlockSpec(memory_space=pltpu.SMEM)
     scratch = {
-        # A row of pixels becomes an upper and a lower row of results. Of the previous grid step's row of
-        # pixels: what it adds to the next row's upper results; its lower results so far; its upper results.
-        "above": pltpu.VMEM((sizes.row, sizes.outputs), jnp.float32),
-        "odd": pltpu.VMEM((sizes.row, sizes.outputs), jnp.float32),
-        "even": pltpu.VMEM((sizes.row, sizes.outputs), jnp.bfloat16),
+        # Of the previous grid step's row of pixels, which becomes an upper and a lower row of results:
+        "above": pltpu.VMEM((sizes.row, sizes.outputs), jnp.float32),  # to add to the next upper row
+        "odd": pltpu.VMEM((sizes.row, sizes.outputs), jnp.float32),  # its lower row so far
+        "even": pltpu.VMEM((sizes.row, sizes.outputs), jnp.bfloat16),  # its upper row
         # For each kernel row the products of the column left of a chunk.
         "left": pltpu.VMEM((TAPS, sizes.frames, sizes.outputs), jnp.float32),
     }
