@@ -34,7 +34,7 @@ class Flax(Backend):
         return weightless.build_program(direction)
 
     def recorder(self, direction: Direction, wanted: Callable[[str], Any]) -> Recorder:
-        """Return a function of a chunk: the outputs of the layers whose names are `wanted`, by name."""
+        """Return a function from a chunk to outputs of layers by name; `wanted(name)` selects the layers."""
         # The result of `RecordedLayers` is its layers' outputs, by name.
         network, weights = Network.split(RecordedLayers(self.vae.flax_vae.chunk(direction), wanted))
         run = compiled(network).begin(weights)  # a function of a video's chunks, called in order

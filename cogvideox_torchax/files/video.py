@@ -77,7 +77,7 @@ class VideoInfo:
 
     @property
     def gaps(self) -> tuple[Fraction, Fraction]:
-        """The shortest and the longest time between two frames, in seconds; (0, 0) without `times`."""
+        """The shortest and longest time between frames, in seconds; (0, 0) for fewer than two `times`."""
         found = [b - a for a, b in itertools.pairwise(self.times)]
         return (min(found), max(found)) if found else (Fraction(0), Fraction(0))
 

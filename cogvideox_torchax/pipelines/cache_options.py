@@ -24,8 +24,7 @@ def config_of(choice: str, *, steps: int, guided: bool, timestep: Callable[[], A
         choice: one of `CHOICES`, such as "first-block:0.1".
         steps: number of denoising steps.
         guided: whether steps run with classifier-free guidance: with the prompt and without it.
-        timestep: returns the timestep of the present step; it is called in each step, so the default will do
-            to check a choice only.
+        timestep: called in each step, for the step's timestep; the default serves only to check a choice.
 
     Raises:
         ValueError: no such cache, a value that it does not take, or FasterCache without guidance.

@@ -125,15 +125,13 @@ def _image_moments(
 ) -> tuple[Float[Array, "N 1 1 W C"], Float[Array, "N 1 1 W C"]]:
     """Return the mean and M2 (sum of squared deviations) of each column of pixels of an image, in float32.
 
-    Columns are in the sublanes of a tile.
-
     Args:
         x: an image that the kernel supports.
     """
     videos, _, height, width, channels = x.shape
     block_rows = _rows_of_step(x)
     mean, m2 = pl.pallas_call(
-        # `together`: columns in a loop's body. `SUBLANES` columns of an image fill a register.
+        # `together`: columns in a loop's body. An image's column fills one sublane of a register.
         functools.partial(_moments, blocks=height // block_rows, together=TOGETHER * SUBLANES),
         grid=(videos, 1, height // block_rows),  # the 1: a block has all columns
         in_specs=[

@@ -421,7 +421,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         return tiling.run_chunks(pieces, plan, start, NTHWC, placement, as_uint8=as_uint8)
 
     def chunk(self, direction: Direction, **options: bool) -> EncoderChunk | DecoderChunk:
-        """Return the module of one chunk; `options` are arguments of `DecoderChunk`, unused to encode."""
+        """Return the module that runs a chunk; `options` are `DecoderChunk`'s arguments, unused to encode."""
         return EncoderChunk(self) if direction == ENCODE else DecoderChunk(self, **options)
 
     def build_program(self, direction: Direction) -> runtime.Program:

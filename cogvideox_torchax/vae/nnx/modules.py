@@ -283,7 +283,7 @@ class Upsample3D(OnColumns, nnx.Module):
         self.expand_time = expand_time
 
     def __call__(self, x_NTHWC: jax.Array, *, first_frame_alone: bool | None = None) -> jax.Array:
-        """Double height and width, with `expand_time` the frames too; then convolve.
+        """Double height and width, and the frames if `expand_time`; then convolve.
 
         `first_frame_alone` is whether the first frame stays single in time; if None, it does if the number of
         frames is odd.
