@@ -71,7 +71,7 @@ def device_name(backend: str) -> str:
 
 
 def config_of(args: argparse.Namespace, **options: Any) -> ClipConfig:
-    """Return the `ClipConfig` of a command, from those of the command's options that are fields of the class.
+    """Return the `ClipConfig` of a command, from the command's options that are fields of the class.
 
     `options` are further fields of `ClipConfig`; they take precedence over the command's options.
     """

@@ -83,7 +83,7 @@ def differentiable(
 
     Args:
         function: returns an array from the arrays of the weights, by name, and of the input.
-        network: the network that has these weights as parameters; those with `requires_grad` get a gradient.
+        network: the network of these weights; parameters with `requires_grad` get a gradient.
         weights: the arrays of the parameters, by name, as the function takes them.
         x: the input, a torchax tensor; it gets a gradient if it has `requires_grad`.
         run: returns the same result without keeping anything; the backward pass then runs `function` first.

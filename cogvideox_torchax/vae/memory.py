@@ -87,7 +87,7 @@ def estimated_bytes(vae: Any, direction: Direction, height: int, width: int, fra
     devices = 1 if mesh is None else mesh.size
     # Only bfloat16 uses the convolution's kernel.
     kernel_factor = 1.0 if runtime.dtype_name(vae.dtype) == "bfloat16" else WITHOUT_KERNEL
-    # The first of an odd number of frames runs alone, and needs less than the others, which run together.
+    # The first of an odd number of frames runs alone, and needs less than the frames after it, run together.
     together = longest - longest % 2
     temporaries = together * FRAME_BYTES[direction] if together else IMAGE_BYTES[direction]
     bytes_a_pixel = CACHE_BYTES[direction] + temporaries

@@ -131,7 +131,7 @@ def _image_moments(
     videos, _, height, width, channels = x.shape
     block_rows = _rows_of_step(x)
     mean, m2 = pl.pallas_call(
-        # `together`: columns in a loop's body. An image's column fills one sublane of a register.
+        # `together`: columns in a loop's body. A column is in one sublane: `SUBLANES` fill a register.
         functools.partial(_moments, blocks=height // block_rows, together=TOGETHER * SUBLANES),
         grid=(videos, 1, height // block_rows),  # the 1: a block has all columns
         in_specs=[

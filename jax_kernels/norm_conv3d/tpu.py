@@ -110,9 +110,9 @@ def _xla_form(
     """Compute in XLA what the kernel computes, for the derivatives; arguments and results as of `_by_kernel`.
 
     The convolution is of `silu(x * multiplier + offset)`. `edges` are sums for the first and the last column
-    of each strip (columns that the kernel computes together): only those for the first and the last column of
-    `x` are added. Columns from `true_width` on are padding and get zeros. Results are the frames, the next
-    cache, and (mean, M2: sum of squared deviations) of each column of the frames.
+    of each strip (columns that the kernel computes together): the sums for the first and the last column of
+    `x` are added, no others. Columns from `true_width` on are padding and get zeros. Results are the frames,
+    the next cache, and (mean, M2: sum of squared deviations) of each column of the frames.
     """
     hidden = activated(x, _over_pixels(multiplier, x), _over_pixels(offset, x))
     if cache is None:  # at the start of a video its first frame is repeated
