@@ -1,6 +1,6 @@
 """Jobs of `bench device`, ways to run each, and sizes, of which the first that fits into memory is taken."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -141,7 +141,7 @@ def ways(job: str, device: dict[str, Any], several: bool) -> tuple[str, ...]:
     return tuple(way for way in candidates if not left_out.get(way))
 
 
-def all_jobs(chosen: Iterable[str], several: bool) -> list[str]:
+def all_jobs(chosen: Collection[str], several: bool) -> list[str]:
     """Return the jobs of a run: "kernels" becomes a job "kernels OP" for each kernel.
 
     Args:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from fractions import Fraction
 from pathlib import Path
 from unittest.mock import Mock
@@ -218,8 +219,10 @@ def test_a_program_that_takes_long_is_announced_once_before_it_is_compiled(monke
     announced = []
     watch = clock.CompileClock(lambda line: announced.append((line, len(watch.spans))))
 
+    factor = time.time()  # a program that no earlier run has compiled
+
     def step(x):
-        return 3 * x
+        return factor * x
 
     for size in (5, 6):
         jax.jit(step)(jax.numpy.ones(size))
