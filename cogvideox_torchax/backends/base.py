@@ -101,7 +101,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def recorder(self, direction: Direction, wanted: Callable[[str], Any]) -> Recorder:
-        """Return a function for the chunks of one video, which returns the outputs of a chunk's layers.
+        """Return a function from a chunk to outputs of layers, to call with one video's chunks in order.
 
         Args:
             direction: whether the video is encoded, or latents are decoded.

@@ -137,8 +137,7 @@ class Sequence:
             A function of the kernel's arguments but `heads`: queries, keys or values (N, S, C), vectors (D,),
             tables (S, D), and options. It returns (N, H, D, S).
         """
-        # `shared` is the mesh where XLA shards the layers; `parts` devices have local tokens.
-        if self.shared is None:
+        if self.shared is None:  # no mesh over which XLA shards: the layers run on each of `parts` devices
             return functools.partial(qk_norm_rope, heads=heads // self.parts)
         # `batch` is the mesh axis that the videos are split over, or None.
         batch, mesh, tp = self.batch, self.shared, self.shared.shape["tp"]

@@ -114,8 +114,8 @@ class ConvSizes(NamedTuple):
     def rows_together(self) -> bool:
         """True if each of Winograd's products multiplies the inputs of both rows of a block by one matrix.
 
-        This holds with more than 128 output channels. With 128 a product gives two results instead
-        (`winograd_products`).
+        This holds with more than 128 output channels. With 128, which fill half of the matrix unit, a product
+        has a matrix of 256 columns instead: the weights of two results side by side.
         """
         return self.outputs > tiles.LANES
 

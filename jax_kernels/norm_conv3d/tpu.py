@@ -57,13 +57,13 @@ def to_registers(z: Shaped[Array, "N t h w Z"], frames: int, columns: int) -> Sh
         frames, columns: of the activations, whole multiples of t and w.
 
     Returns:
-        v registers for a row of pixels. There is one for each latent (v = w) if a row has a single latent,
-        or if a latent's pixels would fill whole registers, all equal. Else there are as many as hold a value
-        for each pixel.
+        The v registers of each row of latents. Where all pixels of a register have one latent (as the row has
+        a single latent, or a latent's pixels fill whole registers), a register for each latent: v = w. Else
+        registers with a value for each pixel.
     """
     register_pixels, cell = SUBLANES // frames, columns // z.shape[3]  # a latent covers `cell` columns
     z = repeat_nearest(z.transpose(0, 2, 3, 1, 4), {3: frames // z.shape[1]})  # N h w T Z
-    if z.shape[2] == 1 or fills_registers(cell, frames):  # all pixels of a register have one latent
+    if z.shape[2] == 1 or fills_registers(cell, frames):
         return jnp.concatenate([z] * register_pixels, axis=3)
     z = repeat_nearest(z, {2: cell})  # a value for each pixel; the padding completes the last register
     z = jnp.pad(z, [(0, 0), (0, 0), (0, -columns % register_pixels), (0, 0), (0, 0)])

@@ -138,7 +138,7 @@ class WinogradStep(ConvStep):
         total, multiplied = sizes.components * len(self.weights), 0  # numbers of products
         pairs = list(zip(sizes.products, self.weights, strict=True))  # each product with its matrices
         for component in range(sizes.components):
-            # Adjacent products with the same results are a group, whose sums are added.
+            # Adjacent products that contribute to the same results are a group: their sums are added.
             for results, group in itertools.groupby(pairs, lambda pair: pair[0].results):
                 sums: Any = None
                 for product, matrices_of_turns in group:

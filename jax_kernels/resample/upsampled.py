@@ -345,11 +345,14 @@ def _by_kernel(
     if true_width is not None:
         operands["true_width"] = true_width[None], pl.BlockSpec(memory_space=pltpu.SMEM)
     scratch = {
-        # Of the previous grid step's row of pixels, which becomes an upper and a lower row of results:
-        "above": pltpu.VMEM((sizes.row, sizes.outputs), jnp.float32),  # to add to the next upper row
-        "odd": pltpu.VMEM((sizes.row, sizes.outputs), jnp.float32),  # its lower row so far
-        "even": pltpu.VMEM((sizes.row, sizes.outputs), jnp.bfloat16),  # its upper row
-        # For each kernel row the products of the column left of a chunk.
+        # A row of pixels gives an even (upper) and an odd (lower) row of results.
+        "above": pltpu.VMEM((sizes.row, sizes.outputs), jnp.float32),  # previous row's share of this even row
+        "odd": pltpu.VMEM(
+            (sizes.row, sizes.outputs), jnp.float32
+        ),  # previous odd row without this row's share
+        "even": pltpu.VMEM((sizes.row, sizes.outputs), jnp.bfloat16),  # previous even row, complete
+        # A step goes over its row in chunks of columns. This has, for each kernel row, the products of the
+        # column left of the chunk.
         "left": pltpu.VMEM((TAPS, sizes.frames, sizes.outputs), jnp.float32),
     }
     names = [*operands, "y", *scratch]
