@@ -93,7 +93,7 @@ class VideoDirectory(OutputDirectory):
         for shard, name, _read in shard_entries:
             if isinstance(name, str):  # a broken shard may have any value as an id: `check_id` refuses it
                 owners.setdefault(self._video_path(name), (name, shard))
-        # The videos, and the file with the config: none of them may be a directory of a video's path.
+        # The files to be written: a video's path must not lead through one of them, as through a directory.
         files = {*owners, self.directory / self.LIST}
         for shard, name, read in shard_entries:
             try:

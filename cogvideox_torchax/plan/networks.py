@@ -251,8 +251,8 @@ def _plan_cached_run(network: Any, cache: str, batch: int) -> list[Any]:
         batch: number of videos: 2 with guidance, else 1.
 
     Returns:
-        For each step (form, numbers), a `caches.StepPlan`: the layers that run and the results that are kept;
-        and scalar tensors, by name, that the step's program takes besides the transformer's inputs.
+        A `caches.StepPlan` for each step. `form` names the layers that run and the results that are kept.
+        `numbers` are scalar tensors, by name, that the step's program takes besides the transformer's inputs.
     """
     # A list, so that `steps` can set its one item, the present step's timestep, and the cache's configuration
     # reads it: some caches skip only steps in a range of timesteps.
@@ -293,7 +293,7 @@ def cached_program(
 
 def cache_bytes(program: runtime.Program, tensors: TensorSpecs) -> int:
     """Return the bytes on one device of the cache that a program returns for these inputs."""
-    # `structs` describes the cache that a call takes from the call before it, here one of the same inputs.
+    # What a call returns, the next call takes: `structs` describes the next call, with equal inputs.
     _weights, _inputs, cache = program.structs(tensors, before=tensors)
     return sum(
         math.prod(each.sharding.shard_shape(each.shape) if each.sharding else each.shape)

@@ -142,8 +142,8 @@ class Place:
     def trace(self, run: Callable[..., Any], inputs: Any, cache: Any) -> Any:
         """Return `run(inputs, cache)`, the result and the next cache; called while a program is traced.
 
-        A subclass may change the arguments and results, for example to shard them. It may pass keywords to
-        `run`, which traces the network in the context `self.watching(network, **keywords)`.
+        A subclass may change the arguments and results, for example to shard them. `run` traces the network
+        in the context `self.watching(network, **keywords)`, with the keywords that it is called with.
         """
         return run(inputs, cache)
 

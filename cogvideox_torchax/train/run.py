@@ -191,9 +191,10 @@ def _remove_lines_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     with path.open(newline="") as file:
-        lines = list(csv.reader(file))[1:]  # without the head
+        complete_lines = [line for line in file if line.endswith("\n")]
     head = HEADS[path.name]
     # The number of the step is the first column.
-    kept = [line for line in lines if len(line) == len(head) and int(line[0]) <= step]
+    cells_of_lines = csv.reader(complete_lines[1:])  # without the head
+    kept = [cells for cells in cells_of_lines if len(cells) == len(head) and int(cells[0]) <= step]
     with whole_file(path) as temporary, temporary.open("w", newline="") as file:
         csv.writer(file).writerows([head, *kept])

@@ -428,7 +428,8 @@ def _vmem_bytes(sizes: ConvSizes, residual: bool) -> int:
     """
     row = sizes.width * sizes.input_frames
     input_bytes, output_bytes = row * sizes.channels * 2, row * sizes.outputs * 2  # of a row, in bfloat16
-    # Multiplier and offset (2), in float32 (4 bytes): a register for each cell (the columns that share them).
+    # Multiplier and offset (2), in float32 (4 bytes). A cell, the columns that share them, has a register for
+    # each 128 channels.
     cells = 2 * ROWS * -(-sizes.width // sizes.cell) * SUBLANES * sizes.channels * 4
     # The last cache and the next (2), each of two frames, in bfloat16 (2 bytes).
     caches = 2 * ROWS * sizes.width * 2 * sizes.channels * 2

@@ -199,9 +199,9 @@ class WinogradStep(ConvStep):
             turn: index of the share of the output channels.
             component: index of the component of Winograd's transform.
             results: (row, column) of each result in the sums; column 0 is the input's, 1 the one right of it.
-                With `rows_together` the sums have both rows, one after the other, of a single result.
-            sums: float32 (tiles of the chunk's pixels, channels), 128 channels for each result, or for each
-                part of the single one.
+                Not used with `rows_together`.
+            sums: float32 (tiles of the chunk's pixels, channels), 128 channels for each result. With
+                `rows_together`: row 0's tiles, then row 1's, and 128 channels for each part of the outputs.
             column: first column of the chunk, the columns that the product covers.
         """
         sizes, refs = self.sizes, self.refs
@@ -225,8 +225,8 @@ class WinogradStep(ConvStep):
                 component_sums = refs["components"].at[component, row, 0]
                 component_sums[at] = component_sums[at] + shifted[pl.ds(0, count)]
             elif len({row for row, _ in results}) == 1:
-                # Both results are in one row, as of inputs above or below the block only. These products come
-                # first: they set the sums, to which later products add.
+                # Both results are in one row: the inputs are a row above or below the block. These products
+                # come first: they set the sums, to which later products add.
                 refs["components"][component, row, 0, at] = part_sums
             else:
                 component_sums = refs["components"].at[component, row, 0]

@@ -154,7 +154,10 @@ def test_killed_and_resumed_every_loss_is_that_of_a_training_left_alone(whole, m
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
-@pytest.mark.parametrize("left", ["", "step,min", "step,minutes,clip,psnr,ssim\r\n1,0.1,a,20,0.5\r\n2,0.2,a"])
+HEAD = ",".join(run.HEADS[run.VALIDATION]) + "\r\n"
+
+
+@pytest.mark.parametrize("left", ["", "step,min", f"{HEAD}1,0.1,a,20,0.5\r\n1,0.2,a", f"{HEAD}1,0.2,a,20,0."])
 def test_a_table_that_a_full_disk_cut_short_goes_on(tmp_path, left):
     (tmp_path / run.VALIDATION).write_text(left)
     run._remove_lines_after(tmp_path / run.VALIDATION, 1)
