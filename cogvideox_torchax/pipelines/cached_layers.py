@@ -262,8 +262,8 @@ class ReusedModules:
     def _to_keep(self, name: str, y: torch.Tensor, kept: Any) -> tuple[torch.Tensor, ...]:
         """Return the arrays to keep for a tensor `y` of module `name`'s result: here `y` itself.
 
-        `y` is an estimate if the step skips the module. Subclasses, which extrapolate, need `kept` too: the
-        arrays that the previous step kept for this tensor.
+        If the step skips the module, `y` is what was used in place of its result. Subclasses extrapolate from
+        `kept`, the arrays that the previous step kept for this tensor.
         """
         return (y,)
 

@@ -189,9 +189,9 @@ class _Branch:
 
 
 def read_schedule(text: str, delay_slots: int) -> Schedule:
-    """Follow a kernel's final schedule from its first bundle to its last.
+    """Count the cycles of a kernel's final schedule: follow its branches from the first bundle to the last.
 
-    A bundle is the instructions that the core issues in one cycle.
+    A bundle is the instructions that the core issues in one cycle. Only what branches depend on is computed.
 
     Args:
         text: libtpu's `final_bundles` dump of one kernel.
@@ -200,8 +200,8 @@ def read_schedule(text: str, delay_slots: int) -> Schedule:
     Raises:
         UnknownDumpError: another text, a loop whose end depends on data, or more than `LONGEST` steps.
     """
-    # A bundle's index is its address. `regions` has the address of each target of branches by its number in
-    # the dump; a target without a number has the key "".
+    # A bundle's index is its address. `regions` has the addresses of branches' targets by their numbers in the
+    # dump. A number that it lacks is of the last bundle, to which the dump gives no number: key "".
     bundles, regions = _bundles(text)
     operations: dict[int, list[_Operation]] = {}
     branches: dict[int, _Branch] = {}
@@ -222,7 +222,7 @@ def read_schedule(text: str, delay_slots: int) -> Schedule:
     needed = _needed((one for found in operations.values() for one in found), branches.values())
     for address, found in operations.items():
         operations[address] = [one for one in found if one.name in needed and one.compute]
-    # Names of the results of comparisons of floats, on which branches count as taken (`Schedule.assumed`).
+    # The names of float comparisons' results: a branch on one of them counts as taken (`Schedule.assumed`).
     checks = {one.name for found in operations.values() for one in found if one.compute is _float_comparison}
     return _follow(len(bundles), operations, branches, delay_slots, checks)
 

@@ -41,8 +41,10 @@ def tap(kernel: Float[Array, "3 3 3 I O"], row: int, time: int, result_row: int,
 
     Args:
         kernel: taps of time, rows and columns.
-        row, time: row of the input, 0 to 3 (the row above the block of results is 0), and its tap of time.
-        result_row, column: row of the result in the block, 0 or 1, and its tap of columns.
+        row: row of the input, 0 to 3; row 0 is above the block of results.
+        time: the kernel's tap of time for this input.
+        result_row: row of the result in the block, 0 or 1.
+        column: the kernel's tap of columns for this result.
     """
     row_tap = row - result_row
     inside = 0 <= row_tap < TAPS

@@ -241,8 +241,9 @@ def _operands(
     Args:
         sizes: the sizes that the kernel is compiled for.
         x: frames (N, T, H, W, I).
-        multiplier, offset: the norm's coefficients, (N, h, v, 8, I): v registers in each of h rows. A cell is
-            the columns that one register covers.
+        multiplier, offset: the norm's coefficients, (N, h, v, 8, I): h x v registers (8, I), one for each
+            cell: a rectangle of `sizes.cell_rows` rows and `sizes.cell` columns of pixels. A register's 8
+            rows are the frames of a pixel, for as many pixels as fit.
         cache: the two activated frames before `x`, (N, 2, H, W, I).
         residual: added to the convolution's sums, (N, T, H, W, O).
         kernel, bias: the convolution's.
@@ -252,7 +253,7 @@ def _operands(
     """
     cells = -(-sizes.width // sizes.cell)  # in a row of a strip
     row_frames = sizes.width * sizes.input_frames  # of all pixels in a row of a strip
-    # A row of coefficients serves `cell_rows` rows of pixels, so the two rows of a block need two or one.
+    # The block's two rows of pixels are in one row of cells, unless a cell has a single row.
     coefficient_rows = ROWS if sizes.cell_rows == 1 else 1
 
     def in_tiles(array: Array) -> Array:
