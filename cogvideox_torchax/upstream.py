@@ -95,11 +95,11 @@ def replace_array(tensor: Any, move: Callable[[Any], Any]) -> Any:
 
 
 def teach_copying(kind: Any, tensor_of: Any, to_torch: Any, without_torchax: Any) -> None:
-    """Make a class of torchax's tensors copyable and picklable, as torchax does not.
+    """Make a class of torchax's tensors, whole ones or views, copyable and picklable; torchax has neither.
 
-    A copy, also inside a copied module, shares the tensor's JAX array, which nothing writes into. A pickle
-    holds a plain torch tensor, which loads with torchax installed or not. The class must define neither
-    `__deepcopy__` nor `__reduce_ex__`.
+    A copy, also inside a copied module or state dict, shares the tensor's JAX array, which nothing writes
+    into. A pickle holds a plain torch tensor, which loads with torchax installed or not. The class must
+    define neither `__deepcopy__` nor `__reduce_ex__`.
 
     Args:
         kind: the class; it gets a `__deepcopy__`, and an entry of `copyreg`.

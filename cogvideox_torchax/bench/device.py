@@ -179,8 +179,8 @@ class _Bench:
             self._references = {job: self._ask("reference", request)}
         if self._references[job]["status"] != "ok":
             return self._references[job]
-        # A peer, a backend to compare with, is timed even if its error is too large. "rms" is the RMS error
-        # of PyTorch's own run in the dtype.
+        # A peer, a backend with diffusers' own modules, is timed even if its error is too large. "rms" is the
+        # RMS error of the reference itself when it runs in the dtype.
         request |= {"way": way, "peer": way in ladder.STOCK_WAYS, "rms": self._references[job]["rms"]}
         result = self._ask("measure", request, off)
         if way != "torchax" or result["status"] not in ("failed", "wrong"):

@@ -58,8 +58,7 @@ def probe(task: Task) -> dict[str, Any]:
 def reference(task: Task) -> dict[str, Any]:
     """Compute a job in float32 on the host, and write the results to the file `task.data`.
 
-    The reference of a network is diffusers' network in PyTorch, of an op of `jax_kernels` the op without its
-    kernel.
+    A network's reference is diffusers' network in PyTorch; an op's is the op without its kernel.
 
     Returns:
         "rms", the error of the same computation in the job's dtype (0 for float32), and "flops", the
@@ -192,7 +191,7 @@ def check(
         got, want: all numbers of the results and of the reference, each flattened into one vector.
         dtype: the job's dtype, for which `tolerances.contract` has a bound: of the relative error in
             float32, of the RMS error over `torch_rms` in bfloat16.
-        torch_rms: the RMS error of PyTorch's own run in that dtype.
+        torch_rms: the RMS error of the reference itself when it runs in that dtype.
         allowed: a bound in place of the contract's.
 
     Returns:

@@ -43,7 +43,7 @@ def _commit() -> str | None:
     # The paths are given so that git does not search the directories above: an installed package may be
     # inside another project's checkout.
     git = ["git", f"--git-dir={root / '.git'}", f"--work-tree={root}"]
-    # All tags are excluded: so `describe` always gives the hash.
+    # All tags are excluded, so that `describe` always gives the hash.
     describe = [*git, "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+"]
     try:
         return subprocess.run(describe, capture_output=True, text=True).stdout.strip() or None
@@ -85,9 +85,9 @@ def _job_rows(
     """Return the table's rows for one job, run in one way (by a backend, or by this project without kernels).
 
     Args:
-        result: the job's result. Status "ok" means that it was timed; a peer (a backend to compare with) is
-            timed even if its error is beyond the contract (the allowed error). Any other result has a single
-            row, with the reason and no times.
+        result: the job's result. Status "ok" means that it was timed; a peer (a backend with diffusers' own
+            modules) is timed even if its error is beyond the contract (the allowed error). Any other result
+            has a single row, with the reason and no times.
         timed_rows: returns the rows of a timed result, without the first four cells: job, way, size, error.
         width: number of columns of the table.
     """

@@ -96,8 +96,8 @@ class Task:
     def torch_device(self) -> str | None:
         """PyTorch's device for a backend in PyTorch; None for a backend on JAX.
 
-        `way` names the backend; it is "" for the reference that results are compared with, which runs in
-        PyTorch on the CPU.
+        `way` names the backend. It is "" for the reference that results are compared with: a network's
+        reference runs in PyTorch on the CPU.
         """
         if self.backend not in ("torch", "torch-compile"):
             return None

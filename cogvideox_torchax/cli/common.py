@@ -187,7 +187,7 @@ def make_directory(name: str, purpose: str = "write into") -> Path:
 
 
 def report_directory(name: str) -> Path:
-    """Make a directory for a report with plots; `ValueError` where matplotlib is not installed."""
+    """Make and return a directory for a report with plots; `ValueError` where matplotlib is not installed."""
     reports.pyplot()  # raises before the work, not after it
     return make_directory(name)
 

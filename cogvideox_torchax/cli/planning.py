@@ -77,7 +77,7 @@ def _plan_vae(args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh:
 def _plan_network(
     args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: dict[str, int]
 ) -> Document:
-    """Return the plan of the text encoder, of a denoising step, or of all steps of a video with `--cache`.
+    """Print and return the plan of the text encoder, of a denoising step, or with `--cache` of all steps.
 
     Args:
         args: the command's options.
@@ -117,7 +117,7 @@ def _plan_network(
 def _plan_train_step(
     args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: dict[str, int]
 ) -> Document:
-    """Return the plan of the gradients of a step that trains the VAE.
+    """Print and return the plan of the gradients of a step that trains the VAE.
 
     There are two programs, encoding and decoding, each with its backward pass.
 

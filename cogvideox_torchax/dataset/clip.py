@@ -174,10 +174,10 @@ class DecodedClip:
 
 
 def select_part(clip: Clip, config: "ClipConfig", scale: int) -> DecodedClip:
-    """Return how many of a clip's first frames to encode, and in which size, without reading the frames.
+    """Return the part of a clip to encode: how many of its first frames, in which size. No frame is read.
 
-    If the config has buckets, one of them gives number and size. Else the clip's own ones are taken, or the
-    config's, or the video's.
+    With buckets in the config, one of them gives the number and the size. Otherwise each comes from the clip,
+    else from the config, else from the video.
 
     `scale` is the number of pixels to a latent pixel along a side: it must divide the height and the width.
 

@@ -43,7 +43,7 @@ class VideoDirectory(OutputDirectory):
         *,
         retry: bool = False,
     ):
-        """Keep the `shards` (files of latents) that this process decodes; `with` finds the missing videos.
+        """Keep this process's share of `shards`, files of latents; `with` finds the missing videos.
 
         Without `fps` a video has the rate that its latent file records. With `retry` clips that were bad
         before are tried again.

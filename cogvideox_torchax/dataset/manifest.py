@@ -193,7 +193,7 @@ class OutputDirectory:
         """Return the JSON object that `begin` wrote; an empty one where there is no file.
 
         Raises:
-            OutputError: the file is broken, or differs from `config` in a value; None takes every file.
+            OutputError: the file is broken, or its config is not `config`, if one is given.
         """
         path = self.directory / self.LIST
         if not path.exists():
@@ -246,12 +246,7 @@ class DatasetDirectory(OutputDirectory):
         process_shard: ProcessShard | None = None,
         retry: bool = False,
     ):
-        """Check the clips' ids, without reading the directory: entering `with` finds the missing clips.
-
-        `config` has the settings that the latents depend on, `kind` is the format of the shards (files of
-        `shard_size` clips each), `process_shard` the part of this process, and `retry` is whether bad clips
-        are tried again.
-        """
+        """Check the clips' ids, without reading the directory: entering `with` finds the missing clips."""
         if kind == formats.PARQUET:
             formats.pyarrow()  # raises before the work, not after it
         check_ids((clip.id for clip in clips), "the data set")

@@ -77,7 +77,7 @@ class VideoInfo:
 
     @property
     def gaps(self) -> tuple[Fraction, Fraction]:
-        """The shortest and longest time between frames, in seconds; (0, 0) for fewer than two `times`."""
+        """Shortest and longest time from frame to frame, in seconds; (0, 0) for fewer than two `times`."""
         found = [b - a for a, b in itertools.pairwise(self.times)]
         return (min(found), max(found)) if found else (Fraction(0), Fraction(0))
 
@@ -232,7 +232,7 @@ class Orientation(NamedTuple):
 
     def pixels(self, pixels: np.ndarray) -> np.ndarray:
         """Return stored pixels (H, W, 3) set upright."""
-        if not any(self):  # of the three flags: axes `swapped`, rows stored `upward`, columns `leftward`
+        if not any(self):  # none of the flags `swapped`, `upward` and `leftward` is set
             return pixels
         pixels = pixels.swapaxes(0, 1) if self.swapped else pixels
         return np.ascontiguousarray(pixels[:: -1 if self.upward else 1, :: -1 if self.leftward else 1])

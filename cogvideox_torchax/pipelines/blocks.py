@@ -173,7 +173,9 @@ class Block(CogVideoXBlock):
         videos = h_NSC.shape[0]
         qk_norm_rope = torch_view(sequence.shard_heads(jax_kernels.qk_norm_rope, attn.heads))
         q, k, v = (
-            torch_view(sequence.to_heads)(y_PSC, videos)  # P devices exchange their parts of the channels
+            torch_view(sequence.to_heads)(
+                y_PSC, videos
+            )  # P devices exchange tokens for parts of the channels
             for y_PSC in projections(attn, h_NSC.flatten(0, 1), sequence)
         )
         # A device has q.shape[-1] channels, of attn.heads / sequence.parts heads.
@@ -263,7 +265,7 @@ def projections(attn: Any, h_SC: torch.Tensor, sequence: Sequence) -> Iterator[t
 
 
 def modulation(norm: Any, temb_NE: torch.Tensor) -> list[torch.Tensor]:
-    """Return a norm's [shift, scale, gate] by a timestep's embedding, each (N, 2, C): text, patches."""
+    """Return a norm's [shift, scale, gate] for an embedded timestep, each (N, 2, C): text, then patches."""
     shift, scale, gate, text_shift, text_scale, text_gate = norm.linear(norm.silu(temb_NE)).chunk(6, dim=1)
     pairs = (text_shift, shift), (text_scale, scale), (text_gate, gate)
     return [torch.stack(pair, dim=1) for pair in pairs]

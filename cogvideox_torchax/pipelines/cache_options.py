@@ -48,7 +48,7 @@ def _config(name: str, value: str, steps: int, timestep: Callable[[], Any]) -> A
     Args:
         name: key of `CHOICES`.
         value: text after the name's colon: a threshold, a number of steps, or for MagCache "calibrate" or the
-            path of a file of ratios; "" for diffusers' default, which MagCache lacks.
+            path of a file of ratios; "" for the default in `CHOICES`, which MagCache lacks.
         steps: number of denoising steps.
         timestep: returns the timestep of the present step.
 

@@ -140,15 +140,15 @@ class BlockStack(nn.Module):
     def _all_blocks(self, x: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
         """Run all blocks on `x`, (patches, text) or (sequence,), and keep a residual as "tail".
 
-        The residual is the first result minus the first input. The host reads `self.seen`: the ratio of the
-        residual's norm to the last step's, averaged over patches. `options` are keyword arguments of each
-        block; "sequence" tells which positions are patches.
+        The residual is of the patches or of the sequence: result minus input. The host reads `self.seen`: the
+        ratio of the residual's norm to the last step's, averaged over patches. `options` are keyword
+        arguments of each block; "sequence" tells which positions are patches.
         """
         last_tail = self.kept["tail"]
         y = self._run_blocks(self.blocks, x, options)
         self.kept = {"tail": y[0] - x[0]}
         norm, last_norm = (torch.linalg.norm(each.float(), dim=-1) for each in (self.kept["tail"], last_tail))
-        self.seen = _mean_of_patches(norm / (last_norm + 1e-8), options)  # 1e-8 as in diffusers
+        self.seen = _mean_of_patches(norm / (last_norm + 1e-8), options)  # no division by 0, as in diffusers
         return y
 
     def _no_block(self, x: tuple[Any, ...], _options: dict[str, Any]) -> tuple[Any, ...]:
@@ -201,7 +201,8 @@ class ReusedModules:
         Args:
             form: which modules the step skips, and whose results it keeps.
             kept: results of earlier steps; None in the trace that finds the shapes of results to keep.
-            numbers: scalar tensors that the step's program takes besides the transformer's inputs, by name.
+            numbers: tensors of `NUMBERS`, by name, that the step's program takes besides the transformer's
+                inputs.
         """
         self.form = form
         self.kept: Any = kept
@@ -275,9 +276,9 @@ class TaylorModules(ReusedModules):
     """
 
     def _estimate(self, name: str, kept: Any, dtype: torch.dtype) -> tuple[Any, ...]:
-        """Estimate a module's results, tensors of `dtype`, by a Taylor series from the last computed step.
+        """Estimate a module's result, tensors of `dtype`, by a Taylor series from the last computed step.
 
-        `kept` has for each result the `form.arrays` factors of its series: the last computed value, and its
+        `kept` has for each tensor the `form.arrays` factors of its series: the last computed value, and its
         differences of rising order. `name`, the module's name, is not used.
         """
         since = self.numbers["since"]  # steps since the last computed step
@@ -295,7 +296,7 @@ class TaylorModules(ReusedModules):
         """
         if name in self.skipped:
             return kept
-        factors = [y]  # by order: each is the change, per step, of the factor of one order less
+        factors = [y]  # by order: each after `y` is the change, per step, of the one before
         for order, earlier in enumerate(kept[:-1]):  # the highest order has no next one
             change = (factors[order] - earlier.to(y.dtype)) / self.numbers["since"].to(y.dtype)
             # With too few steps computed, `earlier` is zeros: there is no difference yet.
@@ -315,8 +316,8 @@ class FasterCacheModules(ReusedModules):
         """Run a step without and with the prompt, or only with it; return both predictions.
 
         A step without and with the prompt keeps the low and high frequencies of the predictions' difference.
-        A step with the prompt only adds them, weighted, to its prediction: the sum estimates the prediction
-        without the prompt.
+        A step with only the prompt adds these frequencies, weighted, to its prediction: the sum estimates the
+        prediction without the prompt.
 
         Args:
             model: a program's own copy of the transformer, which is changed.

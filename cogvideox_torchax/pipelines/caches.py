@@ -76,8 +76,8 @@ class _ThreadStates(threading.local):
     """The states of this thread's runs, by cache and name of a context, and the current context's name."""
 
     def __init__(self) -> None:
-        # A context is a pipeline's name for some of its calls, such as the calls with the prompt; None for no
-        # context. States are by cache, then by context.
+        # A context is a group of a pipeline's calls, such as those with the prompt. States are by cache, then
+        # by the context's name, None outside of any.
         self.states: MutableMapping[StepCache, dict[str | None, RunState]] = WeakKeyDictionary()
         self.context: str | None = None
 
@@ -184,7 +184,7 @@ class StepCache:
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
         """Return (form, numbers) of the next step, and have the hooks count the step.
 
-        The form names the layers that the step skips, and the results that it keeps. The numbers are tensors,
+        The form tells which layers the step skips, and which results it keeps. The numbers are tensors,
         by name, that the step's program takes besides `tensors`.
 
         Args:
@@ -212,7 +212,7 @@ class FirstBlockSteps(StepCache):
         reuses runs the first block, and adds the kept residual of the later blocks. In a run the device
         decides between the two; in a plan each is a program.
         """
-        # `numbers` is the threshold, the same for all steps: one step is planned, `range(1)`, to get it.
+        # `numbers` has only the threshold, the same for all steps: `range(1)` plans one step to get it.
         ((_form, numbers),) = super().plan_run(model, batch, range(1))
         return [(form("first_block", reuses=reuses), numbers) for reuses in (False, True)]
 
@@ -239,7 +239,7 @@ class MagSteps(StepCache):
     """
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        """Return (form, numbers): the form is to run all blocks or none; its program takes no numbers.
+        """Return (form, numbers): the form runs all blocks or none; its program takes no numbers.
 
         The first block's hook decides which, by its ratios.
         """
@@ -286,13 +286,14 @@ class TaylorSteps(StepCache):
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
         """Return the step's form (what it skips and keeps), and two further inputs of its program, by name.
 
-        "since" is the number of steps since the last computed step. "known" is the number of arrays that are
-        kept of each tensor before this step: the result, its first difference, and so on.
+        "since" is the number of steps since the last computed step. "known" is the number of arrays of
+        each tensor that are valid before this step: the result, its first difference, and so on.
         """
         hook_states = {name: hook.state_manager.get_state() for name, hook in state.hooks.items()}
         # diffusers keeps no result of an inactive module: zeros replace it.
         kept = tuple(name for name in results_read_by_skips(hook_states) if not hook_states[name].is_inactive)
-        # The numbers of steps are equal in all states. Only the state of a kept module has factors too.
+        # All states count the same steps. An inactive module's state has no factors: a kept module's is
+        # taken, if there is one.
         hook_state = hook_states[kept[0] if kept else next(iter(hook_states))]
         # Read now: `computes_module`, below, has the hooks count this step. The factors are by the index of a
         # tensor in the module's result; each tensor has the same number of them.

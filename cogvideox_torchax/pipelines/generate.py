@@ -71,7 +71,7 @@ class Model:
 
     @property
     def spatial_compression_ratio(self) -> int:
-        """Pixels for each pixel of a latent frame, along one axis: each VAE level but the last halves it."""
+        """Pixels of a frame for each latent pixel, along one axis; each VAE level but the last halves it."""
         return 2 ** (len(self.vae["block_out_channels"]) - 1)
 
     @property
@@ -273,8 +273,8 @@ class Generation:
         pipe: the pipeline of `load_generator`.
         model, request: the model and the request.
         keep: directory to save stages in; None for none.
-        show: called with each step's latents (N, T, C, H, W) on the host, scaled as the VAE takes them; None
-            for no call.
+        show: called with each step's latents (N, T, C, H, W) on the host, divided by the VAE's scaling
+            factor; None for no call.
     """
 
     pipe: Any
@@ -286,8 +286,8 @@ class Generation:
     def encode_text(self) -> dict[str, torch.Tensor | None]:
         """Return the prompts' embeddings (1, tokens, channels) by the pipeline's argument names.
 
-        Without guidance the negative prompt has None. If the generation has a directory for stages, files to
-        resume from, the embeddings are saved there too.
+        Without guidance the negative prompt has None. If `keep` is a directory, the embeddings are saved
+        there too, to resume from.
         """
         with torch.no_grad():
             positive, negative = self.pipe.encode_prompt(
@@ -371,5 +371,5 @@ class Generation:
         return {}
 
     def _unscaled_on_host(self, latents: torch.Tensor) -> torch.Tensor:
-        """Return the pipeline's latents on the host, divided by the VAE's scaling factor, to be decoded."""
+        """Return the pipeline's latents on the host, divided by the VAE's scaling factor."""
         return 1 / self.model.vae["scaling_factor"] * to_torch(latents)

@@ -137,7 +137,7 @@ class PatchEmbed(CogVideoXPatchEmbed):
         if not self.needs_table(height, width, frames):
             return None
         size = (height, width, frames)
-        # Both are read by one look-up: other threads may store another size's table at any time.
+        # Size and table are read by one look-up: other threads may store another size's table at any time.
         known_size, table = _TABLES.get(self, (None, None))
         if known_size != size:
             table = runtime.to_jax(runtime.without_torchax(upstream.positions, self, *size))

@@ -115,7 +115,8 @@ class CachedStep(TransformerStep):
         """
         super().__init__(model, attention_kwargs)
         self.form = form
-        # Whether text and patches run as one sequence: model and options allow it, and the form must too.
+        # Whether text and patches run as one sequence: if the model and its options allow it, and the form
+        # too.
         self.joined = self.joined and cached_layers.takes_sequences(form)
 
     def forward(self, tensors: dict[str, Any], cache: Any) -> tuple[Any, Any]:
@@ -202,7 +203,7 @@ class CompiledNetwork(PortedModel):
         """Return the result of the program of `network_class(self, *options)`.
 
         Args:
-            options: further arguments of `network_class`, which differ from call to call.
+            options: further arguments of `network_class`, which may differ between calls.
             tensors: arguments of the forward, by name: tensors, or tuples of them.
         """
         network = self.network_class(self, *options)

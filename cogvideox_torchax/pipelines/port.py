@@ -27,8 +27,9 @@ PIPELINES = (
     CogVideoXFunControlPipeline,
 )
 
-_TOKENIZING = threading.Lock()
-"""Held while prompts are encoded: a tokenizer, which pipelines may share, keeps its padding between calls."""
+_ENCODING = threading.RLock()
+"""Held while a prompt is encoded, T5's run included: a tokenizer, which pipelines may share, keeps the padding
+of its last call. The lock can be taken again, as a subclass may encode a prompt in parts."""
 
 
 def port_pipeline(pipe: Any, mesh: Any = None, parallel: Parallel | None = None) -> None:
@@ -198,7 +199,7 @@ def _ported_class(kind: type) -> type:
     @functools.wraps(inherited.encode_prompt)
     def encode_prompt(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Encode prompts as diffusers does, for one thread at a time."""
-        with _TOKENIZING:
+        with _ENCODING:
             return inherited.encode_prompt(self, *args, **kwargs)
 
     members = {
@@ -217,7 +218,7 @@ def _ported_class(kind: type) -> type:
 
 
 def _added_methods(kind: type) -> list[str]:
-    """Return the names of the methods of a pipeline's class that `PortedPipeline`, our mixin, lacks."""
+    """Return the names of a pipeline class's methods, special ones aside, that `PortedPipeline` lacks."""
     # `kind`, and its bases below diffusers' base.
     classes = kind.__mro__[: kind.__mro__.index(DiffusionPipeline)]
     names = {name for each in classes for name, member in vars(each).items() if inspect.isfunction(member)}

@@ -34,10 +34,10 @@ class LinearPreview:
     explained: float
 
     def __call__(self, latents: torch.Tensor) -> torch.Tensor:
-        """Return colors (N, T, H, W, 3), bytes, of latents (N, T, C, H, W) on the host, not scaled."""
+        """Return colors (N, T, H, W, 3), bytes, of unscaled latents (N, T, C, H, W) on the host."""
         # The channel of ones is multiplied by the linear map's constant.
         colors = _with_ones(latents.float().movedim(2, -1)) @ self.weights
-        # Colors from -1 to 1 become bytes; the map's errors may exceed that range.
+        # Colors in [-1, 1] become bytes; the map's colors may exceed that range.
         return ((colors + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
@@ -83,7 +83,7 @@ def _fit(vae: Any, seed: int) -> LinearPreview:
 
 
 def _with_ones(features: torch.Tensor) -> torch.Tensor:
-    """Append a feature of ones to features (..., C), which the linear map multiplies by its constant."""
+    """Append to features (..., C) a feature of ones, for the linear map's constant."""
     return torch.cat([features, torch.ones_like(features[..., :1])], dim=-1)
 
 

@@ -125,8 +125,9 @@ class Sequence:
     def shard_heads(self, qk_norm_rope: Callable[..., jax.Array], heads: int) -> Callable[..., jax.Array]:
         """Return the kernel `qk_norm_rope`, sharded as the attention after it.
 
-        If each device calls the layers on its local tokens, they are exchanged before the kernel, which gets
-        all tokens of the device's heads. If XLA shards the layers, the kernel is sharded here, as XLA cannot
+        If each device calls the layers on its local tokens, the tokens are exchanged before the kernel, which
+        gets all tokens of the device's heads. If XLA shards the layers, the kernel is sharded here, as XLA
+        cannot
         shard a kernel: by heads, or by tokens if the mesh's axis "tp" does not divide the heads.
 
         Args:
@@ -197,7 +198,7 @@ class Sequence:
     def to_heads(self, x_PNC: jax.Array, videos: int) -> jax.Array:
         """Exchange local tokens with all channels for all tokens with one part of the channels (whole heads).
 
-        If tokens are split, call it inside `map_local_tokens`; if they are not, P is 1, nothing is exchanged.
+        If tokens are split, call it inside `map_local_tokens`; if not, P is 1 and nothing is exchanged.
 
         Args:
             x_PNC: (P, N * S, C / P): local tokens, one video's after the other's, with their channels in P

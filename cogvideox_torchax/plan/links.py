@@ -178,8 +178,8 @@ class Links:
     def _axes(self) -> list[tuple[int, bool]]:
         """(length, whether its last chip is linked to its first) of each axis of the chips' grid.
 
-        `Chip.wraps` tells which axes have that link. If it is 16, each axis of 16 chips has one. If it is
-        another number that divides every axis's length, all axes have one; if it divides not all, none has.
+        `Chip.wraps` tells which axes have that link. If it is 16, each axis of 16 chips has one. For another
+        number all axes have one if it divides every axis's length, else none.
         """
         *axes, _cores = zip(*self.places, strict=True)  # each place is a chip's coordinates, then a core
         lengths = [max(values) + 1 for values in axes]

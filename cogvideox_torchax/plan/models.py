@@ -46,6 +46,7 @@ def build(make: Callable[[], Any], dtype: torch.dtype, device: str) -> Any:
 
     def built() -> Any:
         with torch.device(device):
-            return make().to(dtype).eval()
+            # Not `.to(dtype)`: diffusers' own method warns at every cast.
+            return torch.nn.Module.to(make(), dtype).eval()
 
     return runtime.without_torchax(built)

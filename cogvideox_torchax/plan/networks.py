@@ -247,7 +247,7 @@ def _plan_cached_run(network: Any, cache: str, batch: int) -> list[Any]:
 
     Args:
         network: the transformer.
-        cache: name of a step cache and its value, such as "pab:2".
+        cache: name of a step cache, and its value if one is given, such as "pab:2".
         batch: number of videos: 2 with guidance, else 1.
 
     Returns:
@@ -415,7 +415,7 @@ def _extend(fewer: Any, more: Any, layers: int) -> Any:
 
 
 def cached_table(plans: list[NetworkPlan], counts: list[int], chip: Chip | None) -> dict[str, Any]:
-    """Return the figures of a video with a cache: a full step's, kept memory, and the times of all steps.
+    """Return the figures of a video with a cache: of a full step, the memory kept, and the steps' times.
 
     Kinds of steps that skip are numbered: "skipping_step_2_s" has the seconds of a step of the second kind.
 

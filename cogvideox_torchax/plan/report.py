@@ -107,7 +107,7 @@ def compile_last_chunk(
 
 
 def report_network(network: Any, tensors: dict[str, Any]) -> ProgramPlan:
-    """Compile a ported transformer or text encoder; return its plan, with each layer's communication.
+    """Compile a ported transformer or text encoder; return its plan, with each layer's sharding.
 
     Args:
         network: a network with a mesh; in PyTorch, on JAX or on torch's "meta" device.
@@ -132,7 +132,7 @@ def _check_mesh(kind: str, model: Any) -> None:
 
 
 def _read_plan(name: str, frames: int, program: Any, compiled: Any) -> ProgramPlan:
-    """Return the plan of a program, with each layer's communication and without times.
+    """Return the plan of a program, with each layer's sharding and communication, and without times.
 
     `compiled` is JAX's compiled form of `program`; `name` and `frames` go into the plan.
     """

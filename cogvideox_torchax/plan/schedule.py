@@ -200,8 +200,8 @@ def read_schedule(text: str, delay_slots: int) -> Schedule:
     Raises:
         UnknownDumpError: another text, a loop whose end depends on data, or more than `LONGEST` steps.
     """
-    # A bundle's index is its address. `regions` has the addresses of branches' targets by their numbers in the
-    # dump. A number that it lacks is of the last bundle, to which the dump gives no number: key "".
+    # A bundle's index is its address. `regions` has the addresses of branches' targets by their numbers in
+    # the dump. A number that it lacks is of the last bundle, to which the dump gives no number: key "".
     bundles, regions = _bundles(text)
     operations: dict[int, list[_Operation]] = {}
     branches: dict[int, _Branch] = {}
@@ -273,8 +273,8 @@ def _operation(part: str) -> _Operation | None:
         slot = _SLOT.search(rest)
         compute, operands = (_same, [(slot[1], slot[1])]) if slot else (_unknown, [])
     if guard and compute:  # a phi, which does nothing, has no function
-        # The result without effect: a guard may name it; else the target keeps its value, whose name is not
-        # known.
+        # The result if the instruction has no effect: the guard may name it; else the target keeps its value,
+        # whose name is not known.
         old, *_ = _operands(guard["old"] or "") or [("", target)]
         compute = functools.partial(_guarded, bool(guard["not"]), compute)
         operands = [(guard["name"], guard["register"]), old, *operands]

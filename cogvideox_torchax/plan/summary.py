@@ -44,9 +44,9 @@ def program_rows(program: ProgramPlan, chip: Chip | None) -> dict[str, Any]:
 def _kernel_cell(kernel: KernelTime) -> str:
     """Return a table's cell for the kernels of one name: their number, and two estimates of their time in ms.
 
-    "by bytes" is the time to move their bytes, "by schedule" the time of the compiler's schedules, in cycles.
-    `kernel.by_bytes` is the number of kernels without a known schedule, `kernel.assumed_branches` the number
-    of branches in the schedules that depend on data: the cycles assume whether they are taken.
+    "by bytes" is the time to move their bytes, "by schedule" the time of the cycles in the compiler's
+    schedules. `kernel.by_bytes` is the number of kernels without a known schedule, `kernel.assumed_branches`
+    the number of branches that depend on data: each is assumed to be taken or not.
     """
     start = f"{kernel.count} of them, by bytes {1e3 * kernel.bytes_seconds:.2f}"
     if kernel.schedule_seconds is None:

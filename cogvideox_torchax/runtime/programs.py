@@ -112,8 +112,8 @@ class Place:
     def weight(self, name: str, array: Any) -> Any:
         """Return a weight, an array on JAX, on the program's devices.
 
-        This class, for one device, returns `array` itself. A subclass for a mesh may choose a sharding by
-        `name`.
+        For one device, which has it already, this is `array` itself. A subclass for a mesh may choose a
+        sharding by `name`.
         """
         return array
 
@@ -142,13 +142,13 @@ class Place:
     def trace(self, run: Callable[..., Any], inputs: Any, cache: Any) -> Any:
         """Return `run(inputs, cache)`, the result and the next cache; called while a program is traced.
 
-        A subclass may change the arguments and results, for example to shard them. `run` traces the network
-        in the context `self.watching(network, **keywords)`, with the keywords that it is called with.
+        A subclass may change the arguments and results, for example to shard them. Keywords that it passes to
+        `run` reach the network's call; a `TorchNetwork` passes them to `self.watching`.
         """
         return run(inputs, cache)
 
     def compiler_options(self) -> dict[str, str]:
-        """Return XLA's options for a program by name; this class has none."""
+        """Return XLA's options, by name, for a program; this class has none."""
         return {}
 
     def watching(self, network: nn.Module) -> contextlib.AbstractContextManager[Any]:
@@ -182,7 +182,8 @@ class TorchNetwork:
         """Run the network on `weights`; return the result and the next cache.
 
         Each call runs a new copy of the module tree, since tracing changes it. `how` are the keywords of
-        `place.watching`, which may change the copy: on a mesh `split`, the sharding of the width.
+        `place.watching`, which may change the copy, such as a VAE's `split` on a mesh: the sharding of the
+        width.
         """
         import jax
 
@@ -331,7 +332,7 @@ class Program:
 
         Args:
             inputs: (shape, JAX dtype) of the input; for several inputs a dictionary by name, whose values are
-                such a pair, or two of them: for tables of cosines and sines.
+                such a pair, or a tuple of two such pairs (cosines and sines).
             before: the inputs of the previous call, whose cache this call takes, described as `inputs`; None
                 for a call without a cache.
         """

@@ -119,7 +119,7 @@ def weightless(module: Module) -> Module:
 
     copied = _with_weights(module, empty)
     for name, part in copied.named_modules():
-        # A ported model has a `forward` for users, which no program calls.
+        # A `forward` that a user sets on a ported model itself does not matter: no program calls it.
         forward = None if isinstance(part, PortedModel) else vars(part).get("forward")
         if forward is not None and getattr(forward, "__self__", None) is not part:
             raise ValueError(

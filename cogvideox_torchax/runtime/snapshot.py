@@ -114,7 +114,7 @@ def _items(container: Any) -> list[Any]:
 
 
 def _same_items(found: list[Any], before: list[Any]) -> bool:
-    """Return whether two lists of items hold the same objects, or equal strings and numbers of one type."""
+    """Return whether two lists hold the same objects, or equal strings or numbers of the same type."""
     return len(found) == len(before) and all(
         a is b or (isinstance(b, str | int | float) and type(a) is type(b) and a == b)
         for a, b in zip(found, before, strict=True)

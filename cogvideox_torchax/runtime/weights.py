@@ -76,7 +76,7 @@ def put_weights(module: nn.Module, place: Callable[[str, Any], Any] = on_default
 
 
 # In inference mode torch would make parameters that nobody can train, and that take no in-place change.
-@torch.inference_mode(False)  # a parameter that is made in a caller's inference mode could not be trained
+@torch.inference_mode(False)
 def _replace(module: nn.Module, make: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
     """Replace a module's parameters and buffers by `make(name, tensor)`, once for each tensor."""
     replacements: dict[int, torch.Tensor] = {}
@@ -89,7 +89,7 @@ def _replace(module: nn.Module, make: Callable[[str, torch.Tensor], torch.Tensor
 
 
 def _replaced(tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Return `make(tensor)`, a parameter if `tensor` is one; `make` is applied to the gradient too."""
+    """Return `make(tensor)`, a parameter if `tensor` is one; a new one gets the gradient by `make` too."""
     made = make(tensor)
     if made is tensor or not isinstance(tensor, nn.Parameter):
         return made

@@ -82,7 +82,7 @@ class MeshPlace(Place):
         return NamedSharding(self.mesh, PartitionSpec())
 
     def constrain(self, x: jax.Array) -> jax.Array:
-        """Return `x`, a traced array, with its sharding constrained to that of `sharding(x.shape)`."""
+        """Return `x`, a traced array, constrained to `sharding(x.shape)`."""
         return jax.lax.with_sharding_constraint(x, self.sharding(x.shape))
 
     def _add_shape(self, name: str, x: Any) -> None:
@@ -127,8 +127,8 @@ class Placement(MeshPlace):
     def padding(self, shape: tuple[int, ...]) -> list[tuple[int, int]]:
         """Return the padding (before, after) of each axis that makes shards equal at all resolutions.
 
-        Each device must have all columns of a latent pixel: its width is a multiple of `self.unit`, the
-        number of columns for each latent pixel.
+        A device must have all columns of a latent pixel: the width of a shard is a multiple of `self.unit`,
+        the number of columns for each latent pixel.
         """
         units = [self.unit if axis == self.axes.index("W") else 1 for axis in range(len(shape))]
         parts = self.parts(self.spec(shape))
@@ -162,12 +162,12 @@ class Placement(MeshPlace):
         Returns:
             The result, without padding, and the next cache.
         """
-        column = self.axes.index("W")
+        width_axis = self.axes.index("W")
         spec = self.spec(inputs.shape)
-        mesh_axes = spec[column]
+        mesh_axes = spec[width_axis]
         split = Split(
-            real=inputs.shape[column],
-            padded=inputs.array.shape[column],
+            real=inputs.shape[width_axis],
+            padded=inputs.array.shape[width_axis],
             videos=spec[self.axes.index("N")],
             columns=(mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes,
         )

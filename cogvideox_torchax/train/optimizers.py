@@ -133,7 +133,7 @@ class Optimizers:
         """
         rate = self._rate_factor * schedule(number, self._steps)
         norm = self._advance([average[name] for name in self._weights], rate, average_decay(number))
-        if not math.isfinite(norm):  # then `_advance` has changed nothing
+        if not math.isfinite(norm):  # then weights, average and moments are unchanged
             raise FloatingPointError(f"the gradient of step {number} is {norm}")
         return norm
 

@@ -91,7 +91,6 @@ class Trainer:
             x: the batch (N, C, T, H, W), in [-1, 1].
             noise: draws the posterior's sample.
         """
-        # Channels last, because PyTorch then convolves faster.
         x = self._backend.put(x.contiguous(memory_format=torch.channels_last_3d))
         with self._precision():
             posterior = self.vae.encode(x).latent_dist

@@ -16,8 +16,8 @@ def plan(num_frames: int, frames_a_chunk: int) -> list[range]:
 
     Args:
         num_frames: length of the whole video: latent frames to decode or sample frames to encode.
-        frames_a_chunk: the model's number of frames in a chunk, by default `LATENT_FRAMES_A_CHUNK` to decode
-            and `SAMPLE_FRAMES_A_CHUNK` to encode.
+        frames_a_chunk: number of frames in a chunk: usually the model's, by default `LATENT_FRAMES_A_CHUNK`
+            to decode and `SAMPLE_FRAMES_A_CHUNK` to encode; 1 to decode frame by frame.
 
     Raises:
         ValueError: no frames.

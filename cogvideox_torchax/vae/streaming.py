@@ -42,7 +42,7 @@ class ChunkedVAE:
 
     @property
     def spatial_compression_ratio(self) -> int:
-        """The number of a frame's pixels to one latent pixel, along one axis."""
+        """Pixels of a frame for each latent pixel, along one axis."""
         return 2 ** (len(self.config["block_out_channels"]) - 1)
 
     def encode_stream(
@@ -186,7 +186,7 @@ class ChunkedVAE:
     def _results(
         self, direction: Direction, chunks: Iterable[torch.Tensor], plan: Any, as_uint8: bool
     ) -> Iterator[torch.Tensor]:
-        """Return the results of a video's chunks, all videos of the batch together.
+        """Return the results of a batch's chunks, all videos together.
 
         `chunks` are in order, `plan` is the tile plan or None; `as_uint8` makes decoded frames bytes.
         """

@@ -134,7 +134,7 @@ class TileSettings:
 
 
 def run_chunks(
-    pieces: Iterable[Any],
+    chunks: Iterable[Any],
     plan: TilePlan | None,
     start: Callable[[bool], Callable[[Any], Any]],
     axes: Axes,
@@ -145,7 +145,7 @@ def run_chunks(
     """Return the result of each chunk, run whole or in tiles.
 
     Args:
-        pieces: the chunks, videos on axis 0: torch tensors, or arrays of JAX or NumPy.
+        chunks: videos on axis 0: torch tensors, or arrays of JAX or NumPy.
         plan: the tiles; None for whole frames.
         start: `start(as_uint8)` returns a new function of a chunk, called in order, that returns the chunk's
             result, as bytes if `as_uint8`, and keeps the convolutions' cache for the next chunk.
@@ -154,7 +154,7 @@ def run_chunks(
         as_uint8: whether results are bytes; tiles are run and blended as floats before.
     """
     if plan is None:
-        return map(start(as_uint8), pieces)
+        return map(start(as_uint8), chunks)
     row_axis = axes.index("H")
 
     def join_tiles(tiles: list[list[Any]]) -> Any:
@@ -162,13 +162,13 @@ def run_chunks(
         join = _join_on_jax if isinstance(tiles[0][0], jax.Array) else _join_and_place
         return join(tiles, plan, row_axis, placement, as_uint8)
 
-    # `dp` devices split a batch, so `dp` tiles of one size are run together.
+    # `dp` devices split a batch: `run_tiles` may run `dp` tiles of one size together.
     dp = 1 if placement is None else placement.mesh.shape["dp"]
-    return run_tiles(pieces, plan, functools.partial(start, False), join_tiles, row_axis, dp=dp)
+    return run_tiles(chunks, plan, functools.partial(start, False), join_tiles, row_axis, dp=dp)
 
 
 def run_tiles(
-    pieces: Iterable[Any],
+    chunks: Iterable[Any],
     plan: TilePlan,
     start: Callable[[], Callable[[Any], Any]],
     join: Callable[[list[list[Any]]], Any],
@@ -179,7 +179,7 @@ def run_tiles(
     """Yield the result of each chunk, run in tiles.
 
     Args:
-        pieces: the chunks, videos on axis 0.
+        chunks: videos on axis 0.
         plan: the tiles.
         start: returns a new function that runs a tile of a chunk, or several tiles as a batch, and keeps the
             convolutions' cache for the same tiles of the next chunk.
@@ -188,13 +188,13 @@ def run_tiles(
         dp: number of devices that split a batch. If it does not divide the number of videos, up to `dp` tiles
             of one size are run as one batch.
     """
-    pieces = iter(pieces)
-    first = next(pieces)
+    chunks = iter(chunks)
+    first = next(chunks)
     videos = first.shape[0]
     tile_groups = tile_groups_of(plan, 1 if videos % dp == 0 else dp)  # (row, column) of a batch's tiles
     runs = [start() for _ in tile_groups]  # one for each group, with the cache of its tiles
-    for piece in itertools.chain([first], pieces):
-        tiles = (_cut_on_jax if isinstance(piece, jax.Array) else cut)(piece, plan, row_axis)
+    for chunk in itertools.chain([first], chunks):
+        tiles = (_cut_on_jax if isinstance(chunk, jax.Array) else cut)(chunk, plan, row_axis)
         outputs: list[list[Any]] = [[None] * len(row) for row in tiles]
         for group, run in zip(tile_groups, runs, strict=True):
             batch = run(arrays.concatenate([tiles[row][column] for row, column in group], 0))

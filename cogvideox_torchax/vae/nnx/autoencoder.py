@@ -343,11 +343,11 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         return self._joined_results(DECODE, z, frame_by_frame=True)
 
     def encode_stream(self, x: jax.Array) -> Iterator[Posterior]:
-        """Encode chunk by chunk; a chunk's latents are available while the next chunk is computed."""
+        """Encode chunk by chunk; a chunk is computed when its latents are asked for."""
         return map(Posterior.from_moments, self._stream(ENCODE, x))
 
     def decode_stream(self, z: jax.Array, *, output_dtype: DTypeLike | None = None) -> Iterator[jax.Array]:
-        """Decode chunk by chunk; return each chunk's frames while the next chunk is computed.
+        """Decode chunk by chunk; a chunk is computed when its frames are asked for.
 
         Args:
             z: latents as `decode` takes them.
@@ -383,14 +383,14 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         self._check(direction, x)
         plan = chunks.plan(x.shape[1], 1) if frame_by_frame else direction.chunks(self, x.shape[1])
         # If `x` is a NumPy array, only one chunk's frames at a time go to the device.
-        pieces = (runtime.take(x, 1, chunk.start, len(chunk)) for chunk in plan)
+        cut_chunks = (runtime.take(x, 1, chunk.start, len(chunk)) for chunk in plan)
         tiles = self._tile_plan(direction, x.shape[2:4])
-        return self.run_chunks(direction, pieces, tiles, frame_by_frame=frame_by_frame, **options)
+        return self.run_chunks(direction, cut_chunks, tiles, frame_by_frame=frame_by_frame, **options)
 
     def run_chunks(
         self,
         direction: Direction,
-        pieces: Iterable[Any],
+        chunks: Iterable[Any],
         plan: tiling.TilePlan | None = None,
         *,
         as_uint8: bool = False,
@@ -400,7 +400,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
 
         Args:
             direction: `ENCODE` or `DECODE`.
-            pieces: the chunks of frames or latents, arrays of JAX or NumPy.
+            chunks: of frames or latents, arrays of JAX or NumPy.
             plan: the tiles of a frame; None for whole frames.
             as_uint8: whether decoded frames are bytes.
             frame_by_frame: whether each chunk is one latent frame, see `decode_frame_by_frame`.
@@ -418,7 +418,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
             )
             return compiled(network, placement).begin(weights)
 
-        return tiling.run_chunks(pieces, plan, start, NTHWC, placement, as_uint8=as_uint8)
+        return tiling.run_chunks(chunks, plan, start, NTHWC, placement, as_uint8=as_uint8)
 
     def chunk(self, direction: Direction, **options: bool) -> EncoderChunk | DecoderChunk:
         """Return the module that runs a chunk; `options` are `DecoderChunk`'s arguments, unused to encode."""
@@ -427,7 +427,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
     def build_program(self, direction: Direction) -> runtime.Program:
         """Return a chunk's program, to inspect its compiled text.
 
-        The model is a `weightless` one: its weights are `jax.ShapeDtypeStruct`s.
+        Call it on a `weightless` model, whose weights are `jax.ShapeDtypeStruct`s.
         """
         network, weights = Network.split(self.chunk(direction))
         return runtime.Program(dataclasses.replace(network, weights=weights), self.placement(direction))

@@ -385,7 +385,7 @@ class Encoder3D(nnx.Module):
             )
             for i, width in enumerate(widths)
         )
-        self.mid_block = Block3D(widths[-1], widths[-1], layers, num_layers=2)  # two in every config
+        self.mid_block = Block3D(widths[-1], widths[-1], layers, num_layers=2)  # always two, as in diffusers
         self.norm_out = GroupNorm(widths[-1], layers)
         self.conv_out = CausalConv3d(widths[-1], 2 * config.latent_channels, 3, layers)  # mean, log-variance
 
@@ -419,7 +419,7 @@ class Decoder3D(nnx.Module):
         self.mid_block = Block3D(widths[0], widths[0], layers, num_layers=2)
         self.up_blocks = nnx.List(
             Block3D(
-                widths[max(i - 1, 0)],  # of the level before; the first level follows `conv_in`
+                widths[max(i - 1, 0)],  # of the level before; `mid_block`, before the first, has `widths[0]`
                 width,
                 layers,
                 num_layers=config.layers_per_block + 1,

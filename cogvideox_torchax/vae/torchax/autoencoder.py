@@ -52,7 +52,8 @@ class DifferentiablePosterior(DiagonalGaussianDistribution):
 def _from_pipe_with_ported_parts(make: Callable[..., Any], kind: type, pipeline: Any, **options: Any) -> Any:
     """Call diffusers' `from_pipe` so that it accepts ported parts in place of stock ones.
 
-    Diffusers leaves out parts of a subclass, as ported ones are, unless they are passed by name.
+    Diffusers leaves out a part whose class is a subclass of the expected one, as a ported part's is, unless
+    it is passed by name.
 
     Args:
         make: diffusers' `from_pipe`, as a function of the class and the pipeline.
@@ -179,7 +180,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
     def tiled_decode(self, z: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
         """Decode in tiles, also if one tile would do.
 
-        For tile sizes for which diffusers' result has a wrong size, this result has the right one.
+        For some tile sizes diffusers' result has a wrong size; this result has the right one.
         """
         frames = self._run_all_chunks(DECODE, z, in_tiles=True)
         return DecoderOutput(sample=frames) if return_dict else (frames,)

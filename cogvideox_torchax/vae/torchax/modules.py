@@ -108,7 +108,7 @@ class SafeConv3d(OnColumns, diffusers_vae.CogVideoXSafeConv3d):
     """A 3-D convolution. On JAX a 1x1x1 window is one product, which diffusers would cut to save memory."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Convolve by `jax_kernels` if the window is 1x1x1 and the input is on JAX, else as diffusers."""
+        """Convolve by `jax_kernels` if window and stride are 1x1x1, on JAX; else as diffusers."""
         if not on_jax(input) or self.kernel_size != (1, 1, 1) or self.stride != (1, 1, 1):
             return super().forward(input)
         y, _no_cache = torch_view(jax_kernels.conv3d)(
