@@ -105,8 +105,8 @@ def process_shard(args: argparse.Namespace) -> Iterator[ProcessShard]:
     Raises:
         ValueError: options that contradict each other, or processes that cannot connect.
     """
-    # The options that need a backend which runs on a mesh; `--distributed` is not one of them, as here each
-    # process has its own model.
+    # Refuses `--dp` and `--tp` for a backend that does not run on a mesh. `--distributed` is allowed, as here
+    # each process has its own model.
     _check(args, ("dp", "tp"))
     if not args.distributed:
         yield ProcessShard()

@@ -299,13 +299,14 @@ class DatasetDirectory(OutputDirectory):
         return known
 
     def _count_clip(self, index: int, taken: Container[Path], is_noted: bool) -> None:
-        """Count a clip as done, missing or bad.
+        """Count a clip as done, missing (not encoded yet) or bad.
 
         The line of a done clip is added to the manifest where a run was killed before it wrote the line.
 
         Args:
             index: the clip's number.
-            taken: the latent files of all clips; this clip is bad if its file would be below one of them.
+            taken: the latent files of all clips; this clip is bad if one of them would have to be a directory
+                of its path.
             is_noted: whether the manifest has the clip's line.
         """
         try:

@@ -283,7 +283,7 @@ def _operation(part: str) -> _Operation | None:
 
 
 def _operands(text: str) -> list[tuple[str, str | int]]:
-    """Parse operands into pairs: (name of a value, its register), or ("", number)."""
+    """Parse operands, such as "%s7_s3, -1", into pairs: (name of a value, its register), or ("", number)."""
     return [
         # A negative number is taken as the 32-bit word (two's complement) that a register would hold.
         (name, register) if name else ("", int(number, 0) % WORD)
@@ -438,7 +438,7 @@ def _follow(
                 *(each if isinstance(each, int) else state.get(each) for each in operation.operands)
             )
             for operation in operations.get(address, ())
-            if operation.compute
+            if operation.compute  # without one it changes nothing
         }
         state.update(results)
 

@@ -167,7 +167,7 @@ def attention_on(
         functools.partial(form, scale=scale, num_keys=num_keys)
         for form in (xla.plain, tpu.transposed, xla.cudnn)
     )
-    # JAX cannot differentiate a Pallas kernel: it gets the derivatives of `plain`.
+    # JAX cannot differentiate a Pallas kernel: the kernel gets the derivatives of `plain`.
     forms = {"plain": plain, "transposed": with_derivatives_of(plain, by_kernel), "cudnn": cudnn}
     attend = forms[implementation or _fastest(target, q, k)]
     mesh = jax.sharding.get_abstract_mesh()
@@ -190,7 +190,8 @@ def _over_mesh(
     """Run `attend(q, k, v)` on every device for its share of videos, heads and queries, with all keys.
 
     XLA cannot split a kernel, and would gather its inputs. The first mesh axis splits videos, the other axes
-    split heads. An axis that does not divide the videos, or the heads, splits the queries, which are padded.
+    split heads. An axis whose size does not divide its number, of videos or heads, splits the queries,
+    which are padded.
     """
     first_axis, *other_axes = mesh.axis_names
     video_axis = first_axis if q.shape[0] % mesh.shape[first_axis] == 0 else None

@@ -244,7 +244,7 @@ def _process_block(x_ref, *other_refs: Any, normed: bool, scale: float, eps: flo
 def _partners(y_HDS: Array) -> Array:
     """Return `y` with the two channels of each pair, (2 i, 2 i + 1), swapped; inside the kernel."""
     y = y_HDS.reshape(-1, y_HDS.shape[-1])
-    channels = y.shape[0]  # of all heads
+    channels = y.shape[0]  # of all heads in `y`
     is_first_of_pair = jax.lax.broadcasted_iota(jnp.int32, (channels, 1), 0) % 2 == 0
     # `roll` takes no negative shift: `channels - 1` is a shift by -1.
     next_channel, channel_before = pltpu.roll(y, channels - 1, 0), pltpu.roll(y, 1, 0)

@@ -46,8 +46,8 @@ def apply_rotary(x, cos, sin):
     `x` is (N, S, H, D); the tables `cos` and `sin` (P, D) are of its last P positions, the patches. The text
     before them is not rotated.
     """
-    x_f32, text = x.astype(jnp.float32), x.shape[1] - cos.shape[0]  # number of text positions
-    a, b = x_f32[:, text:, :, ::2], x_f32[:, text:, :, 1::2]
+    x_f32, num_text = x.astype(jnp.float32), x.shape[1] - cos.shape[0]
+    a, b = x_f32[:, num_text:, :, ::2], x_f32[:, num_text:, :, 1::2]
     cos, sin = (table[:, None, ::2] for table in (cos, sin))  # tables have each angle twice
     pairs = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1)
-    return jnp.concatenate([x_f32[:, :text], pairs.reshape(*pairs.shape[:3], -1)], axis=1).astype(x.dtype)
+    return jnp.concatenate([x_f32[:, :num_text], pairs.reshape(*pairs.shape[:3], -1)], axis=1).astype(x.dtype)

@@ -151,7 +151,7 @@ def _attend_block(
         totals_ref: memory for the sums of weights, (8, S): partial sums, one in each row of a register.
         queries, num_keys: number of real queries and keys.
         block: keys of a loop's body.
-        factor: factor of the scores: a key's weight is 2 ** (factor * score).
+        factor: of the scores: a key's weight is 2 ** (factor * (score - maximum)).
     """
     channels, length = q_ref.shape
     chunk = min(CHUNK, block)
@@ -237,7 +237,7 @@ def _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, fa
         sums_ref: memory for the sums of weighted values, (D, S).
         totals_ref: memory of (8, S), whose first two rows get the maximum and the sum of weights.
         num_keys: number of real keys.
-        factor: factor of the scores: a key's weight is 2 ** (factor * score).
+        factor: of the products of queries and keys; weights are powers of two of the results.
     """
     queries = q_ref.shape[1]
     strip, chunk = min(STRIP, queries), min(CHUNK, k_ref.shape[1])

@@ -48,8 +48,8 @@ def _plain_block(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.
 def cudnn_supports(q: jax.Array) -> bool:
     """Return whether cuDNN's attention supports these queries on the GPU that is JAX's backend.
 
-    It takes 16-bit numbers, NVIDIA's GPUs since Ampere, and heads of a multiple of 8 channels: up to 128, on
-    Hopper and later up to 256.
+    It takes float16 and bfloat16, NVIDIA's GPUs since Ampere, and heads of a multiple of 8 channels: up to
+    128, on Hopper and later up to 256.
 
     Tracing cuDNN's kernel queries the GPU, so a machine without one cannot lower it for a GPU.
     """

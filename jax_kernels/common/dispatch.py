@@ -81,7 +81,7 @@ def dispatch(
         options: further arguments of the body.
     """
     compiled = _compiled(body, platforms)
-    # By the name of the op, as the mode may turn off the kernels of some ops only.
+    # The mode may turn off the kernels of some ops only: it is read by the op's name.
     return compiled(*operands, split=split, pallas=pallas_mode(compiled.__name__), **options)
 
 

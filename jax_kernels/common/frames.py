@@ -59,7 +59,7 @@ def split_frames(
         For each run a tuple of its frames in `x` and in each of the others, None for None.
     """
     arrays, frames = (x, *others), x.shape[time_axis]
-    if not splits_first_frame(target, x):  # true only for bfloat16 on a TPU
+    if not splits_first_frame(target, x):  # anything but bfloat16 on a TPU
         return [arrays]
     alone = frames % 2  # frames that are computed alone: none, or the first
     length = next(length for length in RUNS if (frames - alone) % length == 0)  # of a run
@@ -80,7 +80,7 @@ def split_frames(
 
 
 def join_frames(parts: Sequence[jax.Array], time_axis: int = 1) -> jax.Array:
-    """Concatenate along time the results for runs of successive frames (`split_frames`)."""
+    """Concatenate the results of successive runs of frames (`split_frames`) along time."""
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=time_axis)
 
 
@@ -159,8 +159,8 @@ def store_pixels_first(target: Target, x_NTHWC: jax.Array) -> jax.Array:
     """Return `x`, kept in memory in the order (H, W, N, T, C) of `pixels_first` on a TPU.
 
     XLA finds that order by itself for most large frames. If it does not, an activation is written in float32,
-    copied, and rounded in separate passes (v6e, one of 8 x 480 x 720 x 128: 11 ms). Call this for large
-    frames: with constraints on all small ones too, XLA compiles for longer than ten minutes. On a mesh, call
+    copied, and rounded in separate passes (v6e, one of 8 x 480 x 720 x 128: 11 ms). Small frames are better
+    left to XLA: with constraints on all of them it compiles for longer than ten minutes. On a mesh, call
     it inside `dispatch.map_shards`: outside of it XLA's partitioner would gather the array.
     """
     if not target.on_tpu:

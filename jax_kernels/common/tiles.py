@@ -64,7 +64,7 @@ def tile_rows(dtype: jnp.dtype) -> int:
 
 
 def tiled_sublanes(rows: int, dtype: jnp.dtype) -> int:
-    """Return the number of sublanes of the whole tiles that hold `rows` rows, one in a sublane."""
+    """Return the number of rows of the whole tiles that hold `rows` rows."""
     return pl.cdiv(rows, tile_rows(dtype)) * tile_rows(dtype)
 
 

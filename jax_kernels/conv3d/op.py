@@ -105,9 +105,9 @@ def _causal(
 ) -> tuple[Array, Array | None]:
     """Convolve frames after the frames of `cache`, on one device; return the result and the next cache.
 
-    A kernel of one tap in time has no cache. A video's first frame alone is convolved as an image, unless
-    `implementation`, an algorithm's name, is given; None takes the fastest one. `x` is (N, T, H, W, I),
-    `kernel` (kt, kh, kw, I, O); `start` is what precedes a video: its first frame again, or zeros.
+    A kernel of one tap in time has no cache, and ignores `implementation`, an algorithm's name. With None a
+    video's first frame alone is convolved as an image, other frames by the fastest algorithm. `x` is (N, T,
+    H, W, I), `kernel` (kt, kh, kw, I, O); `start` is what precedes a video: its first frame again, or zeros.
     """
     if kernel.shape[0] == 1:
         y = xla.convolve_same(target, x, kernel, xla.image_form(target, x, kernel))

@@ -56,13 +56,13 @@ def direct(frames: Array, kernel: Array, columns: Padding) -> Array:
 def summed(frames: Array, kernel: Array, columns: Padding) -> Array:
     """Add one 2-D convolution for each tap of time; return float32 sums.
 
-    `columns` is the padding of the width. Each tap has the frames that lie under it.
+    `columns` is the padding of the width. A tap's convolution is of the frames under it.
     """
     return functools.reduce(
         jnp.add,
         (
-            conv_frames(frames_under, kernel[tap], padding=_padding(kernel, columns))
-            for tap, frames_under in enumerate(_frames_under_taps(frames, kernel))
+            conv_frames(tap_frames, kernel[tap], padding=_padding(kernel, columns))
+            for tap, tap_frames in enumerate(_frames_under_taps(frames, kernel))
         ),
     )
 
@@ -229,6 +229,6 @@ def finish(target: Target, sums: Array, bias: Array | None, residual: Array | No
         return y
     if y.shape[-1] >= LANES:
         return store_pixels_first(target, y)
-    # Few channels leave most lanes of a tile empty: columns fill them. A shard has too few columns for that.
+    # Few channels leave most lanes of a tile empty. Columns fill them, but a shard may have too few columns.
     columns_fill_lanes = y.shape[-1] <= FEW and not target.split.has_neighbours
     return store_columns_last(target, y) if columns_fill_lanes else y

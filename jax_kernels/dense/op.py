@@ -174,7 +174,7 @@ def adaptive_layer_norm(
         offset = offset + factor * bias.astype(jnp.float32)
     if weight is not None:
         factor = factor * weight.astype(jnp.float32)
-    # `dispatch` passes the platform as the first argument: on a TPU a Pallas kernel may run.
+    # `dispatch` passes a `Target` first, which names the platform: on a TPU a Pallas kernel may run.
     return dispatch(adaptive_layer_norm_on, x, factor, offset, jnp.asarray(first, jnp.int32), eps=eps)
 
 

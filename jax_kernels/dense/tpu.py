@@ -143,12 +143,12 @@ def product(
             (N, 2, O), float32, one vector for text tokens and one for patches; the index of the first patch.
         gelu: whether GELU follows.
         transposed: whether `x` is (N, I, S); else it is (N, S, I).
-        parts: number of equal parts, returned one after the other, that O is split into; 1 with `gated`.
+        parts: number of equal parts that O is split into; 1 with `gated`.
 
     Returns:
         (N * parts, S, O / parts): the parts of the first video, then those of the second, and so on.
     """
-    videos, outputs = x.shape[0], weight.shape[0] // parts  # `outputs` are a part's
+    videos, outputs = x.shape[0], weight.shape[0] // parts  # `outputs` of a part
     inputs, tokens = x.shape[1:] if transposed else (x.shape[2], x.shape[1])
     # Tokens of a block: the choice with the least padding, of equal ones the larger.
     block_tokens = min(TOKEN_BLOCKS, key=lambda length: (pl.cdiv(tokens, length) * length, -length))

@@ -82,13 +82,13 @@ def group_norm_on(
     if weight is not None:
         scale = scale * weight.astype(jnp.float32)
     shift = jnp.zeros_like(mean) if bias is None else jnp.broadcast_to(bias.astype(jnp.float32), mean.shape)
-    if x.ndim != 5:  # no video: without runs of frames and a split over devices
+    if x.ndim != 5:  # no video: neither runs of frames nor a split over devices
         return xla.scaled(target, x, mean, scale, shift, activation=activation, channel_axis=channel_axis)
     x = jnp.moveaxis(x, channel_axis, -1)
     scaled = functools.partial(xla.scaled, activation=activation)
-    # A run is the frames that are computed together, by each device on its columns.
-    runs = [
+    # Each run, frames that are computed together, is scaled by each device on its columns.
+    results = [
         map_shards(target, scaled, (frames,), statistics=(mean, scale, shift))
         for (frames,) in split_frames(target, x)
     ]
-    return jnp.moveaxis(join_frames(runs), -1, channel_axis)
+    return jnp.moveaxis(join_frames(results), -1, channel_axis)

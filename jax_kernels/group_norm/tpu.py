@@ -107,10 +107,10 @@ def supports_image(x: Float[Array, "N 1 H W C"]) -> bool:
 
     It supports float32 or bfloat16, and whole tiles of channels, if a grid step can hold a row of pixels.
     """
-    return fills_tiles(x) and _rows_of_step(x) > 0
+    return fills_tiles(x) and _image_rows_of_step(x) > 0
 
 
-def _rows_of_step(x: Float[Array, "N 1 H W C"]) -> int:
+def _image_rows_of_step(x: Float[Array, "N 1 H W C"]) -> int:
     """Return the number of rows that a grid step reads, a divisor of the height; 0 if not one row fits."""
     height, width, channels = x.shape[2:]
     # In VMEM a row is padded to whole tiles of pixels.
@@ -129,7 +129,7 @@ def _image_moments(
         x: an image that the kernel supports.
     """
     videos, _, height, width, channels = x.shape
-    block_rows = _rows_of_step(x)
+    block_rows = _image_rows_of_step(x)
     mean, m2 = pl.pallas_call(
         # `together`: columns in a loop's body. A column is in one sublane: `SUBLANES` fill a register.
         functools.partial(_moments, blocks=height // block_rows, together=TOGETHER * SUBLANES),

@@ -72,7 +72,8 @@ def merge_equal(parts: Moments, axis: int) -> Moments:
 def column_moments(x: Array) -> tuple[Array, Array]:
     """Return mean and M2 (sum of squared deviations) of each column of pixels, in float32.
 
-    Blocks of at most `ROWS` rows, few enough for sums in float32, are summed, and their moments merged.
+    Blocks of at most `ROWS` rows, so few that float32 sums keep their digits, are summed; their moments are
+    merged.
 
     Args:
         x: (..., rows, columns, channels), with one axis or more before the rows; or (N, rows, channels).
@@ -97,8 +98,8 @@ def column_moments(x: Array) -> tuple[Array, Array]:
 def _typical_row(x: Array, axis: int) -> Array:
     """Return for each column of pixels a value close to most of its pixels: the median of three.
 
-    The moments are summed as differences from this value. It changes them by rounding alone, so it gets no
-    derivative. `axis` is the axis of rows.
+    Sums are of differences from this value. Results depend on it only by rounding, so it gets no derivative.
+    `axis` is the axis of rows.
     """
     height = x.shape[axis]
     rows = (jax.lax.slice_in_dim(x, row, row + 1, axis=axis) for row in (0, height // 2, height - 1))

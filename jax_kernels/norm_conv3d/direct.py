@@ -134,14 +134,14 @@ class DirectStep(ConvStep):
         """
         frames, refs = self.sizes.frames, self.refs
         # The memory "sums" begins a chunk of columns left of the strip. A part is 128 result channels.
-        last = self._rows(self._last_column(), 1, frames, before=self.sizes.chunk)
+        last = self._memory_rows(self._last_column(), 1, frames, before=self.sizes.chunk)
         for row, part in itertools.product(range(ROWS), range(self.result_parts)):
             sums = refs["sums"].at[row, part]
             # "edges" has one video (index 0): the frames of the left edge, then those of the right edge.
             sums[last] = sums[last] + refs["edges"][0, row, frames : 2 * frames, lanes_of(part)]
 
     def _multiply(self, column: Any) -> None:
-        """Compute a chunk's products (columns from `column` on); modulate (norm, activate) the chunk before.
+        """Compute the products of the chunk at `column`; modulate (norm, activate) the chunk left of it.
 
         A turn multiplies for a share of the output channels. A single turn also modulates: products and
         modulation are then one piece of code, in which the compiler overlaps them.
@@ -172,11 +172,12 @@ class DirectStep(ConvStep):
                 for in_part in range(sizes.parts)
             ]
             sums = jnp.dot(jnp.concatenate(inputs, axis=1), weights[turn], preferred_element_type=jnp.float32)
-            # Axis 0 of `sums` has the frames of each pixel, axis 1 128 channels for each result and part.
+            # Axis 0 of `sums` has the frames of each pixel. Axis 1 has, for each result and part of the turn,
+            # 128 channels.
             for result, (row, column_tap) in enumerate(product.results):
-                # Tap 0 adds a column to the result on its right, tap 1 to its own, tap 2 to the one on its
-                # left. The memory "sums" begins a chunk left of column 0.
-                sums_at = self._rows(
+                # By tap 0 a column counts in the result right of it, by tap 1 in its own, by tap 2 in the
+                # result left of it. The memory "sums" begins a chunk left of column 0.
+                sums_at = self._memory_rows(
                     column, sizes.chunk, sizes.frames, before=sizes.chunk, shift=1 - column_tap
                 )
                 for part in range(turn_parts):
@@ -199,11 +200,11 @@ class DirectStep(ConvStep):
         """
         sizes = self.sizes
         if row == ROWS + 1:  # row 3, the upper row (0) of the stage, which begins a chunk left of column 0
-            at = self._rows(column, sizes.chunk, sizes.words, before=sizes.chunk)
+            at = self._memory_rows(column, sizes.chunk, sizes.words, before=sizes.chunk)
             words = self.refs["stage"][time, 0, part, at]
         else:  # the ring has the block of results in its slot `new`, and the block above in `old`
             slot, block_row = (self.old, 1) if row == 0 else (self.new, row - 1)
-            at = self._rows(column, sizes.chunk, sizes.words)
+            at = self._memory_rows(column, sizes.chunk, sizes.words)
             words = self.refs["ring"][slot, time, block_row, part, at]
         return pltpu.bitcast(words, jnp.bfloat16)  # a word of 32 bits holds two frames
 
@@ -214,9 +215,9 @@ class DirectStep(ConvStep):
         blocks. There they replace the same columns of the older block, in slot `self.old`: their products, if
         this step has any, are computed before the move.
         """
-        ring_at = self._rows(column, count, self.sizes.words)
+        ring_at = self._memory_rows(column, count, self.sizes.words)
         # The stage begins a chunk left of column 0.
-        stage_at = self._rows(column, count, self.sizes.words, before=self.sizes.chunk)
+        stage_at = self._memory_rows(column, count, self.sizes.words, before=self.sizes.chunk)
         # Axes: slot (only of "ring"), tap of time, row of the block, part (128 channels), word (two frames).
         self.refs["ring"][self.old, :, :, :, ring_at] = self.refs["stage"][:, :, :, stage_at]
 
@@ -254,7 +255,7 @@ class DirectStep(ConvStep):
             The words of the last two frames of each pixel.
         """
         sizes, words = self.sizes, self.sizes.words
-        unit_at = self._rows(column, sizes.unit, words, before=sizes.chunk)
+        unit_at = self._memory_rows(column, sizes.unit, words, before=sizes.chunk)
         x_words = pltpu.bitcast(x, jnp.int32) if sizes.input_frames > 1 else duplicated_in_words(x)
         # The frames under the three taps of time: two frames (a word) earlier, one frame earlier, the same.
         earlier, shifted, same = (self.refs["stage"].at[time, row, part] for time in range(TAPS))
@@ -271,7 +272,7 @@ class DirectStep(ConvStep):
         """Finish the results of a chunk (columns from `column` on): add bias and residual, round, write."""
         sizes = self.sizes
         # Where the memory "sums" has the chunk's sums: it begins a chunk left of column 0.
-        sums_at = self._rows(column, sizes.chunk, sizes.frames, before=sizes.chunk)
+        sums_at = self._memory_rows(column, sizes.chunk, sizes.frames, before=sizes.chunk)
         if sizes.input_frames == 1:  # multiplied as two equal frames: every second sum is a result
             sums_at = pl.ds(sums_at.start, sizes.chunk, stride=sizes.frames)
         # The sums are given by a row of the block and a part (128 output channels).

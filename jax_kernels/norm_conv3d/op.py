@@ -146,8 +146,8 @@ def norm_conv3d_on(
 
     `moments`, the statistics of the columns of `x`, are used by the TPU's kernel alone.
     """
-    # Checked as for a TPU: a program has a branch for each platform, and all branches must return moments if
-    # the TPU's kernel does.
+    # Checked as for a TPU: a program has a branch for each platform. All must return the same shapes, so
+    # moments wherever the TPU's kernel returns them.
     is_supported = _kernel_supports(
         replace(target, platform="tpu"), x, norm, kernel, bias, cache, residual, first_frame_alone
     )
@@ -209,8 +209,10 @@ def _kernel_supports(
 def _grid(split: Split, x: Array, zq: Array | None) -> tuple[int, ...]:
     """Return the numbers of frames, rows and columns of the norm's coefficients, on a shard.
 
-    The coefficients are a multiplier and an offset for each channel: a pair for each latent of `zq`. Without
-    latents one pair serves all pixels, or one column if the width is padded, as padding columns get zeros.
+    The coefficients are a multiplier and an offset (a pair) for each channel. Each latent of `zq` has its
+    own.
+    Without latents all pixels share them, but if the width is padded each column has its own: padding columns
+    get zeros.
     """
     if zq is None:
         return 1, 1, split.shard_of(x).shape[3] if split.is_padded else 1
@@ -355,7 +357,7 @@ def _edge_sums(
     beside it or in a neighbour's shard; beside the frame they are zeros.
 
     Args:
-        target: the platform that is traced for, and the sharding of the width.
+        target: the platform that is traced for, on one device, and the sharding of the width.
         x: the device's frames (N, T, H, W, I).
         cache: the two activated frames before `x`, or None.
         kernel: the convolution's.

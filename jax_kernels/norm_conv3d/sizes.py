@@ -107,7 +107,7 @@ class ConvSizes(NamedTuple):
 
     @property
     def components(self) -> int:
-        """Number of components of a tile: the products of Winograd's filtering; 1 in direct convolution."""
+        """Number of components of a tile's transform, each with its own products; 1 in direct convolution."""
         return len(TRANSFORMS[self.tile].taps) if self.tile else 1
 
     @property
@@ -121,7 +121,7 @@ class ConvSizes(NamedTuple):
 
     @property
     def products(self) -> "list[Product]":
-        """Matrix products of a chunk of columns; by Winograd's convolution, of each of its components.
+        """Matrix products of a chunk of columns: in Winograd's convolution, of each component the same ones.
 
         `tile`, the number of frames that Winograd's filtering computes together, is 0 for direct convolution.
         """
@@ -249,8 +249,8 @@ def is_supported(
     )
     if not is_suitable:
         return False
-    # Vector registers that hold a row of coefficients (`tpu.to_registers`): one for each coefficient, or as
-    # many as hold a copy for each frame of each pixel.
+    # Number of vector registers for a row of coefficients (`tpu.to_registers`): one for each coefficient, or
+    # as many as hold a copy for each frame of each pixel.
     registers = (
         grid_columns
         if grid_columns == 1 or fills_registers(columns // grid_columns, frames)
@@ -325,8 +325,8 @@ def sizes_of(
     if input_frames in (TILES * tile for tile in TRANSFORMS) and pallas_mode() != "direct":
         winograd = _cut_into_strips(direct._replace(tile=input_frames // TILES), residual)
         fits = _vmem_bytes(winograd, residual) <= vmem_limit()
-        # A single register covers all columns. Of several, those of a unit (columns modulated together)
-        # must cover no other unit's columns.
+        # A single register covers all columns. Of several, a unit (columns modulated together) needs whole
+        # cells.
         has_cells = registers == 1 or winograd.unit % cell == 0
         # The first register of a chunk's sums, a row for each of a column's `TILES` tiles, must hold no
         # padding, which may be NaN (`step.zeros_after`).
@@ -337,7 +337,7 @@ def sizes_of(
 
 
 def _cut_into_strips(sizes: ConvSizes, residual: bool) -> ConvSizes:
-    """Return the sizes with a chunk, and with the fewest strips that fit into VMEM, or with `MOST_STRIPS`.
+    """Return the sizes with a chunk, and the fewest strips of which each fits into VMEM, or the most allowed.
 
     The frame's width is cut into strips, and a strip into chunks: columns that one matrix product covers.
     `residual` is whether the kernel adds one, which takes memory too.
@@ -362,7 +362,7 @@ def _chunk(sizes: ConvSizes) -> int:
     """
     if not sizes.tile:  # direct convolution
         return UNIT * UNITS // sizes.frames
-    # With one product for both pixel rows of a block, a chunk has half as many columns.
+    # A product of both rows of a block has two rows for each of one row's: its chunk has fewer columns.
     least, most = (24, 48) if sizes.rows_together else (48, 80)
     # A unit is the columns modulated together. Each turn (a pass for a share of the output channels) has
     # an equal number of units.

@@ -188,7 +188,9 @@ class ConvStep(ABC):
             after: sums of a product, which the work waits for, so that it overlaps with the next product.
         """
         sizes, refs = self.sizes, self.refs
-        past_at = self._rows(_at_least_zero(column), sizes.unit, 2 * sizes.parts)  # the unit in either cache
+        past_at = self._memory_rows(
+            _at_least_zero(column), sizes.unit, 2 * sizes.parts
+        )  # the unit in either cache
         for row in range(ROWS):
             x = self._activated(row, _at_least_zero(column), after)
             # Words (32 bits), each the two frames of one channel of a pixel; a part is 128 channels.
@@ -231,7 +233,7 @@ class ConvStep(ABC):
         if after is not None:
             # Zeros that depend on `after`, for each part (128 channels).
             offset = offset + jnp.concatenate([zeros_after(after)] * sizes.parts, 1)
-        x = refs["x"][0, row, self._rows(column, sizes.unit, sizes.input_frames)].astype(jnp.float32)
+        x = refs["x"][0, row, self._memory_rows(column, sizes.unit, sizes.input_frames)].astype(jnp.float32)
         h = x.reshape(cells, -1, SUBLANES, sizes.channels) * half[:, None] + offset[:, None]
         return (h + h * jnp.tanh(h)).reshape(-1, sizes.channels).astype(jnp.bfloat16)
 
@@ -253,9 +255,9 @@ class ConvStep(ABC):
             after: sums of a product that the work waits for, or None.
         """
         sizes, refs = self.sizes, self.refs
-        at = self._rows(_at_least_zero(column), count, sizes.input_frames)
+        at = self._memory_rows(_at_least_zero(column), count, sizes.input_frames)
         # The memory "moments" begins a chunk left of column 0.
-        moments_at = self._rows(column, count, sizes.input_frames, before=sizes.chunk)
+        moments_at = self._memory_rows(column, count, sizes.input_frames, before=sizes.chunk)
         is_first = self.step == LAG  # the first block of results, which sets the moments
         in_frame = self._mask_of_columns(_at_least_zero(column), count) if "true_width" in refs else None
         for part in range(self.result_parts):
@@ -286,8 +288,8 @@ class ConvStep(ABC):
     def _mask_of_columns(self, column: Any, count: int) -> Array:
         """Return a mask of `count` columns from `column` on, which is false in padding columns.
 
-        The mask has a row for each input frame of a column. "true_width" is the number of columns that are
-        no padding.
+        The mask has a row for each input frame of a column. "true_width" is the number of the frame's
+        columns without padding.
         """
         row = jax.lax.broadcasted_iota(jnp.int32, (count * self.sizes.input_frames, tiles.LANES), 0)
         # Counted from the first column of the strip (columns that are computed together), as `column` is.
@@ -305,14 +307,17 @@ class ConvStep(ABC):
 
         def write_chunk(chunk: Array, carry: None) -> None:
             """Write mean and M2 of the columns of one chunk, given by its index."""
-            to = self._rows(chunk * sizes.chunk, sizes.chunk, sizes.input_frames)
+            # In memory each column has a row for each input frame.
+            results_at = self._memory_rows(chunk * sizes.chunk, sizes.chunk, sizes.input_frames)
             # The memory "moments" begins a chunk left of column 0.
-            moments_at = self._rows(chunk * sizes.chunk, sizes.chunk, sizes.input_frames, before=sizes.chunk)
+            moments_at = self._memory_rows(
+                chunk * sizes.chunk, sizes.chunk, sizes.input_frames, before=sizes.chunk
+            )
             for part in range(self.result_parts):  # of 128 output channels
                 origin, total, squares = (refs["moments"][index, part, moments_at] for index in range(3))
-                refs["mean"][0, to, lanes_of(part)] = origin + total * share
+                refs["mean"][0, results_at, lanes_of(part)] = origin + total * share
                 # Rounding may make the M2 of nearly equal results negative.
-                refs["m2"][0, to, lanes_of(part)] = jnp.maximum(squares - total * total * share, 0.0)
+                refs["m2"][0, results_at, lanes_of(part)] = jnp.maximum(squares - total * total * share, 0.0)
 
         jax.lax.fori_loop(0, sizes.chunks, write_chunk, None)
 
@@ -326,7 +331,9 @@ class ConvStep(ABC):
             return sizes.last_columns - 1
         return jnp.where(self.strip == sizes.strips - 1, sizes.last_columns, sizes.width) - 1
 
-    def _rows(self, column: Any, count: int, rows_per_column: int, before: int = 0, shift: int = 0) -> Any:
+    def _memory_rows(
+        self, column: Any, count: int, rows_per_column: int, before: int = 0, shift: int = 0
+    ) -> Any:
         """Return the slice of a memory that holds `count` columns, each of them in `rows_per_column` rows.
 
         The memory begins `before` columns left of column 0. The slice begins `shift` columns after `column`.
@@ -353,7 +360,7 @@ def _at_least_zero(column: Any) -> Any:
 
 
 def repeat_earlier_frame(words: Array) -> Array:
-    """Copy the low 16 bits of each word, the earlier of its two frames, into its high 16 bits."""
+    """Return words whose two halves are the low 16 bits of `words`: the earlier of two frames, twice."""
     return (words & 0xFFFF) | (words << 16)
 
 

@@ -57,9 +57,9 @@ def to_registers(z: Shaped[Array, "N t h w Z"], frames: int, columns: int) -> Sh
         frames, columns: of the activations, whole multiples of t and w.
 
     Returns:
-        The v registers of each row of latents. Where all pixels of a register have one latent (as the row has
-        a single latent, or a latent's pixels fill whole registers), a register for each latent: v = w. Else
-        registers with a value for each pixel.
+        The v registers of each row of latents: one for each latent (v = w) if all pixels of a register have
+        one latent, as in a row of a single latent or where a latent's pixels fill whole registers; else as
+        many as hold a value for each frame of each pixel.
     """
     register_pixels, cell = SUBLANES // frames, columns // z.shape[3]  # a latent covers `cell` columns
     z = repeat_nearest(z.transpose(0, 2, 3, 1, 4), {3: frames // z.shape[1]})  # N h w T Z
@@ -235,8 +235,8 @@ def _operands(
 ) -> tuple[dict[str, tuple[Any, pl.BlockSpec]], list[Array]]:
     """Return the kernel's operands by name, each with its `BlockSpec`; and the matrices of its products.
 
-    Optional operands that are None are left out. A product has a matrix for each turn (a share of the output
-    channels).
+    Optional operands that are None are left out. A product has a matrix for each turn (a pass for a share of
+    the output channels).
 
     Args:
         sizes: the sizes that the kernel is compiled for.

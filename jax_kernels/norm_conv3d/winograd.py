@@ -34,8 +34,8 @@ def tap(
 ) -> Array:
     """Return the weights (components, I, O) by which one input of a `Product` counts in one of its results.
 
-    They are zeros where no tap connects the two. The result in the column right of the input's own gets only
-    its left tap, of the unshifted input: its other taps count where its column is the input's own.
+    They are zeros where no tap connects the two. A result right of the input's column takes only the
+    unshifted input, by the left tap; its other taps take the inputs of its own column.
 
     Args:
         transformed: a kernel whose taps of time are combined to components (`transformed_taps`).
@@ -206,7 +206,7 @@ class WinogradStep(ConvStep):
         """
         sizes, refs = self.sizes, self.refs
         count = sizes.chunk * TILES  # tiles in a row of the chunk
-        at = self._rows(column, sizes.chunk, TILES, before=sizes.chunk)
+        at = self._memory_rows(column, sizes.chunk, TILES, before=sizes.chunk)
         if sizes.rows_together:
             parts = self.result_parts // sizes.turns
             for row, part in itertools.product(range(ROWS), range(parts)):
@@ -292,8 +292,8 @@ class WinogradStep(ConvStep):
     def _frames(self, column: Any, unit: int, row: int, part: int) -> Array:
         """Transform a unit's components back to frames; return them with edges added.
 
-        A unit is a few columns. Components are sums in Winograd's transform, for each tile, half of a pixel's
-        frames. Edges are what columns outside the strip add.
+        A unit is a few columns, a tile half of a pixel's frames. A tile's components are the products' sums,
+        before they are transformed back. Edges are what columns outside the strip add.
 
         Args:
             column: the first of the unit's columns.
@@ -301,7 +301,7 @@ class WinogradStep(ConvStep):
             row, part: index of the row in the block of two rows, and of the 128 output channels.
         """
         sizes = self.sizes
-        tiles_at = self._rows(column, sizes.unit, TILES, before=sizes.chunk)
+        tiles_at = self._memory_rows(column, sizes.unit, TILES, before=sizes.chunk)
         components = [
             self.refs["components"][component, row, part, tiles_at] for component in range(sizes.components)
         ]
@@ -328,7 +328,7 @@ class WinogradStep(ConvStep):
         for side, edge_column in enumerate((0, self._last_column())):
             # `column` is traced: to a unit without the edge's column, zeros are added.
             inside = (edge_column >= column) & (edge_column < column + sizes.unit)
-            at = self._rows(edge_column % sizes.unit, 1, sizes.input_frames)
+            at = self._memory_rows(edge_column % sizes.unit, 1, sizes.input_frames)
             # "edges" has one video (index 0): the frames of the left edge, then those of the right edge.
             edge = self.refs["edges"][
                 0, row, side * sizes.input_frames : (side + 1) * sizes.input_frames, lanes_of(part)

@@ -80,8 +80,8 @@ def upsample_on(
 ) -> Array:
     """Compute `upsample` on `target`, the platform that is traced for, by runs of frames.
 
-    A run is frames that are computed together: on a TPU 2, 4 or 8, after a single first frame if the number
-    is odd. With `expand_time` frames are doubled too, but for the first one if `first_frame_alone`.
+    A run is frames that are computed together: on a TPU 2, 4 or 8; the first of an odd number of frames is a
+    run by itself. With `expand_time` frames are doubled too, but for the first one if `first_frame_alone`.
     """
 
     def upsample_run(frames: Array, expand_time: bool, first_frame_alone: bool) -> Array:
@@ -174,8 +174,10 @@ def _by_xla(
 ) -> Array:
     """Upsample a device's own columns by XLA's operations: double pixels, convolve, then double frames."""
     zero_rows, zero_columns = (size // 2 for size in kernel.shape[:2])  # on each side
-    has_pixels_outside = target.on_tpu and x.shape[1] > 1  # a tile then holds frames and channels
-    doubled = xla.double_pixels_outside(x) if has_pixels_outside else xla.double_pixels(x)
+    # Both forms give the same. On a TPU the first is faster for several frames, as a tile then holds frames
+    # and channels.
+    tiles_of_frames = target.on_tpu and x.shape[1] > 1
+    doubled = xla.double_pixels_outside(x) if tiles_of_frames else xla.double_pixels(x)
 
     def convolve(x: Array, kernel: Array, columns: tuple[int, int]) -> Array:
         """Convolve frames with zeros above and below, and `columns` zeros on the left and right."""

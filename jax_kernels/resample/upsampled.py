@@ -63,7 +63,7 @@ class UpsampleSizes(NamedTuple):
 
     @property
     def chunk(self) -> int:
-        """The number of columns of pixels in a matrix product, which has a row for each frame of a column.
+        """Number of columns of pixels in a matrix product, which has a row for each frame of a column.
 
         A product has about `PRODUCT` rows. The last one of a row of pixels may have fewer columns.
         """
@@ -346,11 +346,11 @@ def _by_kernel(
         operands["true_width"] = true_width[None], pl.BlockSpec(memory_space=pltpu.SMEM)
     scratch = {
         # A row of pixels gives an even (upper) and an odd (lower) row of results.
-        "above": pltpu.VMEM((sizes.row, sizes.outputs), jnp.float32),  # previous row's share of this even row
-        "odd": pltpu.VMEM(
-            (sizes.row, sizes.outputs), jnp.float32
-        ),  # previous odd row without this row's share
-        "even": pltpu.VMEM((sizes.row, sizes.outputs), jnp.bfloat16),  # previous even row, complete
+        # What the previous row of pixels adds to this row's even results, plus bias:
+        "above": pltpu.VMEM((sizes.row, sizes.outputs), jnp.float32),
+        # The previous row's odd results, without what this row adds, and its even results, complete:
+        "odd": pltpu.VMEM((sizes.row, sizes.outputs), jnp.float32),
+        "even": pltpu.VMEM((sizes.row, sizes.outputs), jnp.bfloat16),
         # A step goes over its row in chunks of columns. This has, for each kernel row, the products of the
         # column left of the chunk.
         "left": pltpu.VMEM((TAPS, sizes.frames, sizes.outputs), jnp.float32),

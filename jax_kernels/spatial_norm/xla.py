@@ -96,46 +96,48 @@ def modulate_pixels(
     return frames_first(result.reshape(x.shape[2], w, n, t, c))
 
 
-def match_frames_and_columns(z_NTHWC: Array, shape: tuple[int, ...], *, first_frame_alone: bool) -> Array:
+def match_frames_and_columns(z_NTHWC: Array, x_shape: tuple[int, ...], *, first_frame_alone: bool) -> Array:
     """Upsample latents (nearest) to the frames and columns of activations; rows stay.
 
     Args:
         z_NTHWC: the latents.
-        shape: (N, T, H, W, C) of the activations.
+        x_shape: (N, T, H, W, C) of the activations.
         first_frame_alone: whether the first latent frame covers the first frame alone, and the latent frames
             after it all frames after the first.
     """
     # Each part of the latents covers `length` frames; a number of repetitions by axis: 1 is T, 3 is W.
     resized = [
-        repeat_nearest(part, {1: length // part.shape[1], 3: shape[3] // part.shape[3]})
-        for part, length in _frame_parts(z_NTHWC, shape, first_frame_alone)
+        repeat_nearest(part, {1: length // part.shape[1], 3: x_shape[3] // part.shape[3]})
+        for part, length in _frame_parts(z_NTHWC, x_shape, first_frame_alone)
     ]
     return join_frames(resized)
 
 
-def _frame_parts(z_NTHWC: Array, shape: tuple[int, ...], first_frame_alone: bool) -> list[tuple[Array, int]]:
+def _frame_parts(
+    z_NTHWC: Array, x_shape: tuple[int, ...], first_frame_alone: bool
+) -> list[tuple[Array, int]]:
     """Return parts of the latents along time, each with the number of frames of the activations it covers.
 
-    There are two parts if the first latent frame covers the first frame alone, else one. `shape` is
+    There are two parts if the first latent frame covers the first frame alone, else one. `x_shape` is
     (N, T, H, W, C) of the activations.
     """
-    frames = shape[1]
+    frames = x_shape[1]
     if first_frame_alone and frames > 1:
         return [(z_NTHWC[:, :1], 1), (z_NTHWC[:, 1:], frames - 1)]
     return [(z_NTHWC, frames)]
 
 
-def check_sizes(z_NTHWC: Array, shape: tuple[int, ...], *, first_frame_alone: bool) -> None:
+def check_sizes(z_NTHWC: Array, x_shape: tuple[int, ...], *, first_frame_alone: bool) -> None:
     """Raise `ValueError` unless the activations' frames, rows and columns are multiples of the latents'.
 
-    `shape` is (N, T, H, W, C) of the activations.
+    `x_shape` is (N, T, H, W, C) of the activations.
     """
     # `z_part` is the latents that cover `frames` of the activations.
-    for z_part, frames in _frame_parts(z_NTHWC, shape, first_frame_alone):
-        sizes = zip((frames, *shape[2:4]), z_part.shape[1:4], strict=True)  # a pair for each axis
+    for z_part, frames in _frame_parts(z_NTHWC, x_shape, first_frame_alone):
+        sizes = zip((frames, *x_shape[2:4]), z_part.shape[1:4], strict=True)  # a pair for each axis
         if any(z_size == 0 or size % z_size for size, z_size in sizes):
             raise ValueError(
-                f"spatial_norm got latents {z_NTHWC.shape} for activations {shape}: frames, rows and "
+                f"spatial_norm got latents {z_NTHWC.shape} for activations {x_shape}: frames, rows and "
                 "columns of the activations must be whole multiples of the latents'"
             )
 

@@ -46,11 +46,11 @@ def test_sums_are_those_of_a_reduction(videos, length, height, width, rows, dtyp
 )
 def test_an_images_sums_are_those_of_a_reduction(videos, height, width, rows, dtype, monkeypatch):
     x = jax.random.normal(jax.random.key(0), (videos, 1, height, width, 128), dtype) + 3
-    whole = tpu._rows_of_step(x)
+    whole = tpu._image_rows_of_step(x)
     assert whole == height
     row, kept = (tiled_sublanes(width, jnp.dtype(kind)) * 128 for kind in (dtype, jnp.float32))
     monkeypatch.setattr(tpu, "BLOCK_BYTES", 3 * kept * 4 + rows * row * x.dtype.itemsize)
-    assert tpu._rows_of_step(x) == rows
+    assert tpu._image_rows_of_step(x) == rows
     with pltpu.force_tpu_interpret_mode():
         got = image_moments(x)
     for mine, plain in zip(got, xla.column_moments(x), strict=True):
