@@ -188,9 +188,8 @@ class ConvStep(ABC):
             after: sums of a product, which the work waits for, so that it overlaps with the next product.
         """
         sizes, refs = self.sizes, self.refs
-        past_at = self._memory_rows(
-            _at_least_zero(column), sizes.unit, 2 * sizes.parts
-        )  # the unit in either cache
+        # The unit in either cache.
+        past_at = self._memory_rows(_at_least_zero(column), sizes.unit, 2 * sizes.parts)
         for row in range(ROWS):
             x = self._activated(row, _at_least_zero(column), after)
             # Words (32 bits), each the two frames of one channel of a pixel; a part is 128 channels.

@@ -411,8 +411,8 @@ class CogVideoXDecoder3D(diffusers_vae.CogVideoXDecoder3D):
             hidden, _no_cache = norm(hidden, sample, activation="silu")
             hidden, new_cache["conv_out"] = conv(hidden, conv_cache=out_cache)
         else:
-            # `as_layer` counts the call as one of `conv`, for what looks at layers. `[:2]`: the frames and
-            # the cache, as the convolution returns them, without moments.
+            # What runs here has `conv`'s name. `[:2]`: the frames and the cache, as the convolution returns
+            # them, without moments.
             together = as_layer(
                 conv, lambda hidden: _fused_norm_conv(norm, conv, hidden, sample, out_cache)[:2]
             )
