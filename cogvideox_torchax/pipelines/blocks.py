@@ -172,10 +172,9 @@ class Block(CogVideoXBlock):
         attn: Any = self.attn1
         videos = h_NSC.shape[0]
         qk_norm_rope = torch_view(sequence.shard_heads(jax_kernels.qk_norm_rope, attn.heads))
+        # P devices exchange tokens for parts of the channels.
         q, k, v = (
-            torch_view(sequence.to_heads)(
-                y_PSC, videos
-            )  # P devices exchange tokens for parts of the channels
+            torch_view(sequence.to_heads)(y_PSC, videos)
             for y_PSC in projections(attn, h_NSC.flatten(0, 1), sequence)
         )
         # A device has q.shape[-1] channels, of attn.heads / sequence.parts heads.
