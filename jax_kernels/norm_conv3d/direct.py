@@ -1,16 +1,16 @@
 """A step by direct convolution: the products of all taps.
 
-`step` defines the terms. A row of a matrix product is a frame of a pixel.
+`step` defines the terms. On axis 0 of a matrix product's inputs and sums are the frames of each pixel.
 
 - Modulated rows are kept as words of two frames, with two copies, shifted by one frame (half a word) and by
   two (a word): the frames under the three taps of time.
-- A product contracts the taps of rows and of time. The taps of columns are added in the memory of the sums,
+- A product contracts the taps of rows and of time. The taps of columns are added in the buffer "sums",
   where eight frames of a pixel fill registers, so that a shift by a column costs nothing. Two columns' taps
   of 128 output channels fill a matrix unit that is 256 wide.
 - A video's first frame alone is multiplied as two equal frames: its words hold it twice, and every second sum
   is a result.
 
-Memory is used again behind the products: a step stores columns left of those that it still loads.
+Buffers are used again behind the products: a step stores columns left of those that it still loads.
 """
 
 import itertools
@@ -34,65 +34,73 @@ with 6, 4.00 and 2.2.
 """
 
 
-def tap(kernel: Float[Array, "3 3 3 I O"], row: int, time: int, result_row: int, column: int) -> Array:
-    """Return the weights (I, O) from one input of a matrix product (`Product`) to one of its results.
+def tap(
+    kernel: Float[Array, "3 3 3 I O"], row: int, time_tap: int, result_row: int, column_tap: int
+) -> Array:
+    """Return the weights (I, O) by which one input of a matrix product (`Product`) counts in one result.
 
     They are zeros where no tap of the kernel connects this input with this result.
 
     Args:
         kernel: taps of time, rows and columns.
         row: row of the input, 0 to 3; row 0 is above the block of results.
-        time: the kernel's tap of time for this input.
+        time_tap: the kernel's tap of time for this input.
         result_row: row of the result in the block, 0 or 1.
-        column: the kernel's tap of columns for this result.
+        column_tap: the kernel's tap of columns for this result.
     """
     row_tap = row - result_row
-    inside = 0 <= row_tap < TAPS
-    return kernel[time, row_tap, column] if inside else jnp.zeros_like(kernel[0, 0, 0])
+    connected = 0 <= row_tap < TAPS
+    return kernel[time_tap, row_tap, column_tap] if connected else jnp.zeros_like(kernel[0, 0, 0])
 
 
 class DirectStep(ConvStep):
     """A step that multiplies by every tap."""
 
     def __init__(self, sizes: ConvSizes, weights: tuple[Any, ...], refs: dict[str, Any]):
-        """Choose the two slots of the memory "ring", which hold one block (two rows of pixels) each.
+        """Choose the two slots of the buffer "ring", each of which holds a block: two rows of pixels.
 
-        Slot `new` has the block at which this step computes results, and slot `old` the block above. Once a
-        chunk (some columns) of slot `old` is multiplied, the block below replaces it, moved from the memory
-        "stage". `weights` are references to each product's matrices, `refs` to all other memory by name.
+        Slot `new` has the block whose results this step computes, slot `old` the block above. As soon as a
+        chunk (the columns of one product) of slot `old` is multiplied, the same columns of the block below
+        replace it, moved from the buffer "stage".
+
+        Args:
+            sizes: the sizes that the kernel is compiled for.
+            weights: references to the matrices of each product.
+            refs: references to operands, results and scratch buffers, by name.
         """
         super().__init__(sizes, weights, refs)
         # The slots swap roles at each step of the grid.
         self.old, self.new = jax.lax.rem(self.step + 1, 2), jax.lax.rem(self.step, 2)
 
     def _padding(self) -> dict[str, list[Any]]:
-        """Return references to the memory of the padding, by its place (`ConvStep._padding`)."""
-        # Axes of "ring": slot (`self.old` has the block above), tap of time, row of the block, part (128
-        # channels), word. "stage" has the block below, and no slots.
+        """Return references to the convolution's padding in buffers, by its place (`ConvStep._padding`).
+
+        Axes of the buffer "ring": slot, tap of time, row of the block (two rows), part (128 channels), word
+        (two frames). "stage" has a single block, and no slots.
+        """
         sizes, stage = self.sizes, self.refs["stage"]
+        is_incomplete = sizes.width > sizes.last_columns  # the last chunk reaches beyond the frame
         # Words of the column right of the frame's last; the stage begins a chunk left of column 0.
         right = pl.ds((sizes.last_columns + sizes.chunk) * sizes.words, sizes.words)
         return {
             "beside": [],  # no product loads columns beside a strip
-            "above": [self.refs["ring"].at[self.old, :, 1]],  # the lower row
-            "below": [stage.at[:, 0]],  # the upper row
-            # If the last chunk is complete, the memory ends with the frame's last column.
-            "right": [
-                stage.at[:, :, part, right] for part in range(sizes.parts) if sizes.width > sizes.last_columns
-            ],
+            "above": [self.refs["ring"].at[self.old, :, 1]],  # the lower row of the block above
+            "below": [stage.at[:, 0]],  # the upper row of the block below
+            # The buffer ends with the last chunk: if that is complete, it has no column right of the frame.
+            "right": [stage.at[:, :, part, right] for part in range(sizes.parts) if is_incomplete],
         }
 
     def _convolve(self) -> None:
         """Compute the products of a strip's chunks of columns, from left to right.
 
-        During the products of a chunk, the chunk left of it is modulated, in the rows that this grid step
-        reads. After them, the chunk's columns of the previous grid step's rows are moved to where products
-        load, and the results of the chunk on the left are finished.
+        During the products of a chunk, the chunk left of it is modulated, in the block (two rows) that this
+        grid step reads. After them, the chunk's columns of the block that the previous grid step modulated
+        are moved to where products load, and the results of the chunk on the left are finished.
         """
         sizes = self.sizes
         chunk, chunks = sizes.chunk, sizes.chunks  # columns of a chunk, and number of chunks
         self._begin_left()
-        # Chunks of a loop's body, which has at most `UNROLLED` products, so that it compiles in seconds.
+        # Number of chunks in a loop's body: with at most `UNROLLED` products it compiles in seconds.
         together = largest_divisor(chunks, UNROLLED // len(self.weights))
 
         def multiply_chunks(index: Array, carry: None) -> None:
@@ -118,11 +126,12 @@ class DirectStep(ConvStep):
         to its other sums: so no product sets the first column's.
         """
         frames, refs = self.sizes.frames, self.refs
-        # The rows of column 0, a row for each frame: the memory begins a chunk of columns left of it.
+        # Column 0, with its frames: the buffer "sums" begins a chunk of columns left of it.
         first = pl.ds(self.sizes.chunk * frames, frames)
         if "edges" not in refs:
             fill_zeros([refs["sums"].at[:, :, first]])
             return
+        # For each row of the block, and each part of the output channels: 128 of them.
         for row, part in itertools.product(range(ROWS), range(self.result_parts)):
             # "edges" has one video (index 0): the frames of the left edge, then those of the right edge.
             refs["sums"][row, part, first] = refs["edges"][0, row, :frames, lanes_of(part)]
@@ -133,8 +142,9 @@ class DirectStep(ConvStep):
         A strip is the columns that are computed together. Its right edge is what the column right of it adds.
         """
         frames, refs = self.sizes.frames, self.refs
-        # The memory "sums" begins a chunk of columns left of the strip. A part is 128 result channels.
-        last = self._memory_rows(self._last_column(), 1, frames, before=self.sizes.chunk)
+        # The buffer "sums" begins a chunk of columns left of the strip.
+        last = self._entries(self._last_column(), 1, frames, before=self.sizes.chunk)
+        # For each row of the block, and each part of the output channels: 128 of them.
         for row, part in itertools.product(range(ROWS), range(self.result_parts)):
             sums = refs["sums"].at[row, part]
             # "edges" has one video (index 0): the frames of the left edge, then those of the right edge.
@@ -163,61 +173,76 @@ class DirectStep(ConvStep):
             column: first column of the chunk that is multiplied.
             modulated: first column of the chunk that is modulated; None for none.
         """
-        sizes, refs = self.sizes, self.refs
-        turn_parts = self.result_parts // sizes.turns  # parts (128 output channels) of a turn
+        sizes = self.sizes
         for index, (product, weights) in enumerate(zip(sizes.products, self.weights, strict=True)):
             inputs = [
-                self._input_rows(in_row, time, in_part, column)
-                for in_row, time in product.inputs
-                for in_part in range(sizes.parts)
+                self._input(row, time_tap, part, column)
+                for row, time_tap in product.inputs
+                for part in range(sizes.parts)
             ]
             sums = jnp.dot(jnp.concatenate(inputs, axis=1), weights[turn], preferred_element_type=jnp.float32)
-            # Axis 0 of `sums` has the frames of each pixel. Axis 1 has, for each result and part of the turn,
-            # 128 channels.
-            for result, (row, column_tap) in enumerate(product.results):
-                # By tap 0 a column counts in the result right of it, by tap 1 in its own, by tap 2 in the
-                # result left of it. The memory "sums" begins a chunk left of column 0.
-                sums_at = self._memory_rows(
-                    column, sizes.chunk, sizes.frames, before=sizes.chunk, shift=1 - column_tap
-                )
-                for part in range(turn_parts):
-                    part_sums = sums[:, lanes_of(result * turn_parts + part)]
-                    out_part = turn * turn_parts + part  # its index in all output channels
-                    if column_tap:  # tap 0, whose products come first, sets the sums
-                        part_sums = part_sums + refs["sums"][row, out_part, sums_at]
-                    refs["sums"][row, out_part, sums_at] = part_sums
+            self._add_sums(turn, product.results, sums, column)
             # The chunk to modulate has `UNITS` units of columns, which are spread evenly over the products.
             if modulated is not None and index * UNITS % len(self.weights) == 0:
                 unit = index * UNITS // len(self.weights)
                 self._modulate(modulated + unit * sizes.unit, unit, after=sums)
 
-    def _input_rows(self, row: int, time: int, part: int, column: Any) -> Array:
-        """Return a chunk of one of the four input rows as the tap `time` sees it: a row for each frame.
+    def _add_sums(self, turn: Any, results: list[tuple[int, int]], sums: Array, column: Any) -> None:
+        """Add a product's sums to the buffer "sums", at the columns that they count in by a tap of columns.
 
-        Row 0 is above the block of results, 1 and 2 are the block, all in the memory "ring". Row 3 is below,
-        still in "stage", the memory that `_move` moves rows from. `part` is the index of 128 input channels;
-        `column` is the chunk's first.
+        Args:
+            turn: index of the share of the output channels.
+            results: (row, column tap) of each of the product's results; row 0 is the upper one of the block.
+            sums: (columns times frames, channels), of the inputs' columns; the share's channels for each
+                result.
+            column: first column of the product's inputs, a chunk of columns.
+        """
+        sizes, refs = self.sizes, self.refs
+        turn_parts = self.result_parts // sizes.turns  # parts of the share: 128 output channels each
+        for result, (row, column_tap) in enumerate(results):
+            # By tap 0 a column counts in the result right of it, by tap 1 in its own, by tap 2 in the result
+            # left of it. The buffer begins a chunk left of column 0.
+            shift = 1 - column_tap
+            at = self._entries(column, sizes.chunk, sizes.frames, before=sizes.chunk, shift=shift)
+            for part in range(turn_parts):
+                part_sums = sums[:, lanes_of(result * turn_parts + part)]
+                out_part = turn * turn_parts + part  # its index in all output channels
+                if column_tap:  # tap 0, whose products come first, sets the sums
+                    part_sums = part_sums + refs["sums"][row, out_part, at]
+                refs["sums"][row, out_part, at] = part_sums
+
+    def _input(self, row: int, time_tap: int, part: int, column: Any) -> Array:
+        """Return one input of a product: a chunk of columns of an input row, as a tap of time sees it.
+
+        Args:
+            row: 0 for the row above the block of results, 1 and 2 for the block, 3 for the row below.
+            time_tap: index of the tap, for each of which the buffers have a copy of the frames.
+            part: index of 128 input channels.
+            column: first column of the chunk.
+
+        Returns:
+            (columns times frames, 128): the frames of a pixel are neighbours.
         """
         sizes = self.sizes
-        if row == ROWS + 1:  # row 3, the upper row (0) of the stage, which begins a chunk left of column 0
-            at = self._memory_rows(column, sizes.chunk, sizes.words, before=sizes.chunk)
-            words = self.refs["stage"][time, 0, part, at]
+        if row == ROWS + 1:  # still in the stage, as its upper row (0); it begins a chunk left of column 0
+            at = self._entries(column, sizes.chunk, sizes.words, before=sizes.chunk)
+            words = self.refs["stage"][time_tap, 0, part, at]
         else:  # the ring has the block of results in its slot `new`, and the block above in `old`
             slot, block_row = (self.old, 1) if row == 0 else (self.new, row - 1)
-            at = self._memory_rows(column, sizes.chunk, sizes.words)
-            words = self.refs["ring"][slot, time, block_row, part, at]
+            at = self._entries(column, sizes.chunk, sizes.words)
+            words = self.refs["ring"][slot, time_tap, block_row, part, at]
         return pltpu.bitcast(words, jnp.bfloat16)  # a word of 32 bits holds two frames
 
     def _move(self, column: Any, count: int) -> None:
         """Move `count` columns, from `column` on, of the block that the previous grid step modulated.
 
-        A block is two rows of pixels. The columns go from the memory "stage" to "ring", which holds two
-        blocks. There they replace the same columns of the older block, in slot `self.old`: their products, if
-        this step has any, are computed before the move.
+        A block is two rows of pixels. The columns go from the buffer "stage" to "ring", which has two slots
+        for a block each. There they replace the same columns of the older block, in slot `self.old`: their
+        products, if this step has any, are computed before the move.
         """
-        ring_at = self._memory_rows(column, count, self.sizes.words)
+        ring_at = self._entries(column, count, self.sizes.words)
         # The stage begins a chunk left of column 0.
-        stage_at = self._memory_rows(column, count, self.sizes.words, before=self.sizes.chunk)
+        stage_at = self._entries(column, count, self.sizes.words, before=self.sizes.chunk)
         # Axes: slot (only of "ring"), tap of time, row of the block, part (128 channels), word (two frames).
         self.refs["ring"][self.old, :, :, :, ring_at] = self.refs["stage"][:, :, :, stage_at]
 
@@ -232,19 +257,19 @@ class DirectStep(ConvStep):
         self,
         row: int,
         part: int,
-        unit: int,
+        slot: int,
         column: Any,
         x: Array,
         before: Any | None,
     ) -> Array:
-        """Store activated frames of a few columns (a unit) in the stage, once for each tap of time.
+        """Store activated frames of a few columns (a unit) in "stage", once for each tap of time.
 
-        The stage is memory that the next step moves rows from. A word is two bfloat16 frames of a pixel and
-        channel; a single frame fills both halves.
+        The next grid step moves them from this buffer. A word is two bfloat16 frames of a pixel and channel,
+        the earlier one in the low 16 bits; a single frame fills both halves.
 
         Args:
             row, part: index of the row in the block of two rows, and of the 128 channels.
-            unit: not used; other kinds of steps need it.
+            slot: not used; other kinds of steps need it.
             column: the unit's first column. A negative one is left of the frame: what is stored there is
                 never read.
             x: the activated frames, (columns times frames, 128): the frames of a pixel are neighbours.
@@ -254,25 +279,28 @@ class DirectStep(ConvStep):
         Returns:
             The words of the last two frames of each pixel.
         """
-        sizes, words = self.sizes, self.sizes.words
-        unit_at = self._memory_rows(column, sizes.unit, words, before=sizes.chunk)
+        sizes, words = self.sizes, self.sizes.words  # words of a pixel
+        unit_at = self._entries(column, sizes.unit, words, before=sizes.chunk)
         x_words = pltpu.bitcast(x, jnp.int32) if sizes.input_frames > 1 else duplicated_in_words(x)
-        # The frames under the three taps of time: two frames (a word) earlier, one frame earlier, the same.
-        earlier, shifted, same = (self.refs["stage"].at[time, row, part] for time in range(TAPS))
+        # The frames under the taps of time: those two frames before `x`, those one frame before it, and `x`.
+        two_before, one_before, same = (
+            self.refs["stage"].at[time_tap, row, part] for time_tap in range(TAPS)
+        )
         firsts = pl.ds(unit_at.start, sizes.unit, stride=words)  # the first word of each pixel
         same[unit_at, :] = x_words
-        if words > 1:  # moved by a word; each pixel's first word is replaced below
-            earlier[pl.ds(unit_at.start + 1, sizes.unit * words - 1), :] = x_words[:-1]
-        earlier[firsts, :] = repeat_earlier_frame(same[firsts, :]) if before is None else before[...]
-        # The later frame (high 16 bits) of the word before, then the earlier frame of this word.
-        shifted[unit_at, :] = jax.lax.shift_right_logical(earlier[unit_at, :], 16) | (x_words << 16)
+        if words > 1:  # two frames are one word: all words move by one; each pixel's first is replaced below
+            two_before[pl.ds(unit_at.start + 1, sizes.unit * words - 1), :] = x_words[:-1]
+        two_before[firsts, :] = repeat_earlier_frame(same[firsts, :]) if before is None else before[...]
+        # The later frame of the word before this one, then the earlier frame of this word.
+        later_of_word_before = jax.lax.shift_right_logical(two_before[unit_at, :], 16)
+        one_before[unit_at, :] = later_of_word_before | (x_words << 16)
         return same[pl.ds(unit_at.start + words - 1, sizes.unit, stride=words), :]
 
     def _finish(self, column: Any) -> None:
         """Finish the results of a chunk (columns from `column` on): add bias and residual, round, write."""
         sizes = self.sizes
-        # Where the memory "sums" has the chunk's sums: it begins a chunk left of column 0.
-        sums_at = self._memory_rows(column, sizes.chunk, sizes.frames, before=sizes.chunk)
+        # Where the buffer "sums" has the chunk's sums: it begins a chunk left of column 0.
+        sums_at = self._entries(column, sizes.chunk, sizes.frames, before=sizes.chunk)
         if sizes.input_frames == 1:  # multiplied as two equal frames: every second sum is a result
             sums_at = pl.ds(sums_at.start, sizes.chunk, stride=sizes.frames)
         # The sums are given by a row of the block and a part (128 output channels).

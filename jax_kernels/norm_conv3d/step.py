@@ -11,12 +11,16 @@ Terms of this package:
     part       128 channels, which fill the lanes of a register
     word       32 bits: two bfloat16 frames of one pixel and channel
     edges      the products of the columns just outside a strip, added to its first and last column
-    stage      memory that a step stores modulated rows to; the next step moves them to where products load
+    row        a row of pixels
+    buffer     scratch memory in VMEM, by its name
+    slot       one index of a buffer's first axis, for one of several blocks or units
+    entry      one index of the axis before the lanes: a frame, word or tile of a pixel
+    stage      the buffer of modulated rows; the next step moves them to where products load
 
 Rows are modulated once and kept in VMEM as the products load them. While the matrix unit multiplies, the next
 rows are modulated and the results of the columns before are finished. Rows lag: step g modulates
-block g, moves block g - 1 from the stage to the memory of the products, and finishes results of block g - 2.
-A stage is needed because the compiler makes loads from a memory wait for stores to it.
+block g, moves block g - 1 from the stage to the buffers that products load, and finishes results of block
+g - 2. A stage is needed because the compiler makes loads from a buffer wait for stores to it.
 
 A video's first frame alone is stored and read as one frame, and multiplied as two equal ones.
 """
@@ -41,21 +45,27 @@ def lanes_of(part: int) -> slice:
     return slice(part * tiles.LANES, (part + 1) * tiles.LANES)
 
 
-def matrices(kernel: Array, product: Product, turns: int, tap: Callable[..., Array]) -> Array:
-    """Return a product's weights, one matrix for each turn (a pass for a share of the output channels).
+def matrices(kernel: Array, product: Product, turns: int, weights_between: Callable[..., Array]) -> Array:
+    """Return the matrices that a product's inputs are multiplied by: for each turn one, stacked.
+
+    A turn is a pass over the products for a share of the output channels.
 
     Args:
-        kernel: the kernel, or its transform; output channels are the last axis.
-        product: inputs and results of the product, two indices each (`Product`).
-        turns: number of shares of the output channels.
-        tap: `tap(share, *input, *result)` returns the weights (..., I, O) that connect an input of the
-            product to a result; `share` is the kernel with a share of its output channels.
+        kernel: the convolution's kernel, or its transform; output channels are the last axis.
+        product: has a list of inputs and one of results, each given by two indices (`Product`).
+        turns: number of turns.
+        weights_between: `weights_between(share, *input, *result)` returns the weights (..., I, O) by which an
+            input counts in a result; `share` is the kernel with the output channels of a turn.
     """
     turn_matrices = []
     for share in jnp.split(kernel, turns, axis=-1):
-        # A row of blocks for each input, a column for each result.
-        rows = [[tap(share, *source, *result) for result in product.results] for source in product.inputs]
-        turn_matrices.append(jnp.concatenate([jnp.concatenate(row, axis=-1) for row in rows], axis=-2))
+        weights = [
+            [weights_between(share, *source, *result) for result in product.results]
+            for source in product.inputs
+        ]
+        # The weights of all results side by side, and those of all inputs one below the other.
+        of_inputs = [jnp.concatenate(of_results, axis=-1) for of_results in weights]
+        turn_matrices.append(jnp.concatenate(of_inputs, axis=-2))
     return jnp.stack(turn_matrices)
 
 
@@ -73,7 +83,7 @@ class ConvStep(ABC):
         weights: references to the matrices of each product.
         refs: references to memory by name: operands ("x", "cache", "half", "half_offset", "bias", "residual",
             "edges", "true_width"; the optional ones if present), results ("y", "latest", "mean", "m2") and
-            scratch (`scratch_shapes`).
+            scratch buffers (`scratch_shapes`).
         result_parts: number of parts, 128 channels each, of the outputs.
         strip, step: index of the strip, and of this step in it.
     """
@@ -84,11 +94,12 @@ class ConvStep(ABC):
         Args:
             sizes: the sizes that the kernel is compiled for.
             weights: references to the matrices of each product.
-            refs: references to memory by name: operands, results and scratch.
+            refs: references to memory by name: operands, results and scratch buffers.
         """
         self.sizes, self.weights, self.refs = sizes, weights, refs
         self.result_parts = sizes.outputs // tiles.LANES  # parts of 128 channels
-        axes = 2 if sizes.strips == 1 else 3  # of the grid: videos, strips of columns if several, steps
+        # The grid's axes: videos; strips, the columns computed together, if there are several; steps.
+        axes = 2 if sizes.strips == 1 else 3
         _video, self.strip, self.step = grid_position(tuple(map(pl.program_id, range(axes))))
 
     def run(self) -> None:
@@ -127,14 +138,14 @@ class ConvStep(ABC):
         """Compute the matrix products of a block of results (two rows), a chunk of columns at a time.
 
         Between products, rows are prepared for later products (`_move`, `_modulate`), and complete sums get
-        bias and residual and are stored (`_finish`).
+        bias and residual and are written (`_finish`).
         """
 
     @abstractmethod
     def _move(self, column: Any, count: int) -> None:
-        """Move `count` columns, from `column` on, from the stage to the memory that the products load from.
+        """Move `count` columns, from `column` on, from the buffer "stage" to the buffers that products load.
 
-        The stage is memory that has the block of two rows that the previous grid step modulated.
+        The stage has the block (two rows) that the previous grid step modulated.
         """
 
     @abstractmethod
@@ -142,19 +153,19 @@ class ConvStep(ABC):
         self,
         row: int,
         part: int,
-        unit: int,
+        slot: int,
         column: Any,
         x: Array,
         before: Any | None,
     ) -> Array:
-        """Store activated frames of a unit's columns in the stage; return the words of their last two frames.
+        """Store activated frames of a few columns (a unit) in "stage"; return words of their last two frames.
 
-        The stage is memory that the next grid step moves rows from. A word is 32 bits: two bfloat16 frames of
-        a pixel and channel. A unit is the columns that are activated together.
+        From the buffer "stage" the next grid step moves them to where products load. A word is 32 bits: two
+        bfloat16 frames of a pixel and channel.
 
         Args:
             row, part: index of the row in the block of two rows, and of the part: 128 channels.
-            unit: index of the unit's place in scratch memory.
+            slot: the unit's index in a buffer that has a slot for each unit of a chunk.
             column: the unit's first column.
             x: the activated frames, (columns times frames, 128): the frames of a pixel are neighbours.
             before: reference to the words of the two frames before `x`. None at a video's start, where the
@@ -176,40 +187,39 @@ class ConvStep(ABC):
 
         jax.lax.fori_loop(0, self.sizes.width // self.sizes.unit, modulate_unit, None)
 
-    def _modulate(self, column: Any, unit: int = 0, after: Array | None = None) -> None:
-        """Modulate (norm and activate) a unit, the `sizes.unit` columns from `column` on, in both rows.
+    def _modulate(self, column: Any, slot: int = 0, after: Array | None = None) -> None:
+        """Modulate (norm and activate) a unit, the `sizes.unit` columns from `column` on, in a block's rows.
 
-        The result goes to the stage, memory from which the next grid step moves it to where products load.
+        The activated frames go to the buffer "stage", from which the next grid step moves them to where
+        products load. The last two of each pixel go to "latest", the next cache.
 
         Args:
             column: the unit's first column. If it is negative, left of the frame, column 0 is read instead.
-            unit: index of the unit's place in the memory "past". The place has the two frames before the
-                unit's; this call replaces them by the unit's last two, which become the next cache.
+            slot: the unit's index in the buffer "past", which has a slot for each unit of a chunk.
             after: sums of a product, which the work waits for, so that it overlaps with the next product.
         """
         sizes, refs = self.sizes, self.refs
-        # The unit in either cache.
-        past_at = self._memory_rows(_at_least_zero(column), sizes.unit, 2 * sizes.parts)
+        # The unit in "cache" and "latest": two frames for each part (128 channels) of a pixel. Their first
+        # index is the video's.
+        cache_at = self._entries(_at_least_zero(column), sizes.unit, 2 * sizes.parts)
         for row in range(ROWS):
             x = self._activated(row, _at_least_zero(column), after)
-            # Words (32 bits), each the two frames of one channel of a pixel; a part is 128 channels.
-            past = refs["past"].at[unit, row]
+            # The two frames before the unit's, then its last two, as words (32 bits, for both frames).
+            past = refs["past"].at[slot, row]
             if "cache" in refs:
-                past[...] = pltpu.bitcast(refs["cache"][0, row, past_at], jnp.int32)
+                past[...] = pltpu.bitcast(refs["cache"][0, row, cache_at], jnp.int32)
             for part in range(sizes.parts):
-                pixels_at = pl.ds(part, sizes.unit, stride=sizes.parts)  # this part of each pixel
-                before = past.at[pixels_at, :] if "cache" in refs else None
-                # Stores all frames, and returns the last two.
-                past[pixels_at, :] = self._store_activated(
-                    row, part, unit, column, x[:, lanes_of(part)], before
-                )
-            refs["latest"][0, row, past_at] = pltpu.bitcast(past[...], jnp.bfloat16)
+                words_at = pl.ds(part, sizes.unit, stride=sizes.parts)  # this part of each pixel
+                before = past.at[words_at, :] if "cache" in refs else None
+                last = self._store_activated(row, part, slot, column, x[:, lanes_of(part)], before)
+                past[words_at, :] = last
+            refs["latest"][0, row, cache_at] = pltpu.bitcast(past[...], jnp.bfloat16)
 
     def _activated(self, row: int, column: Any, after: Array | None) -> Array:
-        """Return `silu(x * scale + shift)` of a unit, columns modulated together, in bfloat16.
+        """Return `silu(x * scale + shift)` of a unit, the `sizes.unit` columns from `column` on, in bfloat16.
 
-        SiLU is `h + h tanh(h)` of half its argument h, so the coefficients scale and shift are halved: "half"
-        and "half_offset". A cell is the columns that one register of coefficients covers.
+        SiLU is `h + h tanh(h)` of half its argument h, so scale and shift are given as halves: "half" and
+        "half_offset". A cell is the columns for which one register has these coefficients.
 
         Args:
             row: index of the row in the block of two rows.
@@ -217,32 +227,31 @@ class ConvStep(ABC):
             after: sums of a product, which the work waits for; or None.
 
         Returns:
-            A row for each frame of a pixel.
+            (columns times frames, channels): the frames of a pixel are neighbours.
         """
         sizes, refs = self.sizes, self.refs
-        # A register that covers the whole width is one cell, even if a unit has more columns than the width.
+        # The number of the unit's cells: one if a cell has all columns, which may be fewer than a unit's.
         cells = 1 if sizes.cell >= sizes.columns else max(1, sizes.unit // sizes.cell)
         cells_at = pl.ds(jax.lax.div(column, sizes.cell), cells)
         # The two rows of the block have a row of coefficients each, or share one.
         coefficient_row = row if sizes.cell_rows == 1 else 0
-        half, offset = (
-            refs["half"][0, coefficient_row, cells_at],
-            refs["half_offset"][0, coefficient_row, cells_at],
-        )
+        half = refs["half"][0, coefficient_row, cells_at]
+        offset = refs["half_offset"][0, coefficient_row, cells_at]
         if after is not None:
             # Zeros that depend on `after`, for each part (128 channels).
             offset = offset + jnp.concatenate([zeros_after(after)] * sizes.parts, 1)
-        x = refs["x"][0, row, self._memory_rows(column, sizes.unit, sizes.input_frames)].astype(jnp.float32)
+        x = refs["x"][0, row, self._entries(column, sizes.unit, sizes.input_frames)].astype(jnp.float32)
+        # Axes: cell, register of the cell, sublane, channel. All registers of a cell use one of coefficients.
         h = x.reshape(cells, -1, SUBLANES, sizes.channels) * half[:, None] + offset[:, None]
         return (h + h * jnp.tanh(h)).reshape(-1, sizes.channels).astype(jnp.bfloat16)
 
     def _write_results(
         self, column: Any, count: int, sums: Callable[[int, int], Array], after: Array | None = None
     ) -> None:
-        """Round and write the results of `count` columns from `column` on; add them to the columns' moments.
+        """Add bias and residual to the sums of `count` columns from `column` on; round and write the results.
 
-        A column's moments are three arrays: the origin, which is the column's first result; the sum of the
-        differences from it; and the sum of their squares. Differences avoid cancellation.
+        The results are of a block, two rows. They are also added to the columns' running moments, from which
+        the strip's last step computes mean and squared deviations.
 
         Args:
             column: the first column. A chunk (the columns of a product) is written when the next chunk is
@@ -254,14 +263,14 @@ class ConvStep(ABC):
             after: sums of a product that the work waits for, or None.
         """
         sizes, refs = self.sizes, self.refs
-        at = self._memory_rows(_at_least_zero(column), count, sizes.input_frames)
-        # The memory "moments" begins a chunk left of column 0.
-        moments_at = self._memory_rows(column, count, sizes.input_frames, before=sizes.chunk)
-        is_first = self.step == LAG  # the first block of results, which sets the moments
+        at = self._entries(_at_least_zero(column), count, sizes.input_frames)
+        # The buffer "moments" begins a chunk left of column 0.
+        moments_at = self._entries(column, count, sizes.input_frames, before=sizes.chunk)
+        is_first = self.step == LAG  # the first block of results, which sets the running moments
         in_frame = self._mask_of_columns(_at_least_zero(column), count) if "true_width" in refs else None
         for part in range(self.result_parts):
             lanes = lanes_of(part)
-            rounded = []
+            rounded = []  # the results of each row
             for row in range(ROWS):
                 bias = refs["bias"][:, lanes]
                 if after is not None:
@@ -274,49 +283,66 @@ class ConvStep(ABC):
                 y = y.astype(jnp.bfloat16)
                 refs["y"][0, row, at, lanes] = y
                 rounded.append(y.astype(jnp.float32))
-            origin, total, squares = (refs["moments"].at[index, part] for index in range(3))
-            first_row, _ = rounded
-            shared_origin = jnp.where(is_first, first_row, origin[moments_at])
-            upper, lower = (y - shared_origin for y in rounded)  # of the block's two rows
-            origin[moments_at] = shared_origin
-            total[moments_at] = jnp.where(is_first, 0.0, total[moments_at]) + (upper + lower)
-            squares[moments_at] = jnp.where(is_first, 0.0, squares[moments_at]) + (
-                upper * upper + lower * lower
-            )
+            self._add_to_running_moments(part, moments_at, is_first, *rounded)
+
+    def _add_to_running_moments(
+        self, part: int, at: Any, is_first: Array, upper: Array, lower: Array
+    ) -> None:
+        """Add a block's results, two rows, to the running moments of their columns.
+
+        They are three arrays: a column's origin, which is its first result; the sum of the differences from
+        it; and the sum of their squares. Differences avoid cancellation.
+
+        Args:
+            part: index of the results' 128 channels.
+            at: the columns' slice in the buffer "moments".
+            is_first: whether the block is the first one, which sets the running moments.
+            upper, lower: results of the two rows, rounded as written, in float32.
+        """
+        origin, total, squares = (self.refs["moments"].at[index, part] for index in range(3))
+        shared_origin = jnp.where(is_first, upper, origin[at])
+        upper, lower = upper - shared_origin, lower - shared_origin
+        origin[at] = shared_origin
+        total[at] = jnp.where(is_first, 0.0, total[at]) + (upper + lower)
+        squares[at] = jnp.where(is_first, 0.0, squares[at]) + (upper * upper + lower * lower)
 
     def _mask_of_columns(self, column: Any, count: int) -> Array:
         """Return a mask of `count` columns from `column` on, which is false in padding columns.
 
-        The mask has a row for each input frame of a column. "true_width" is the number of the frame's
-        columns without padding.
+        "true_width" is the number of the frame's columns without padding.
+
+        Returns:
+            (columns times input frames, 128): the frames of a column are neighbours.
         """
-        row = jax.lax.broadcasted_iota(jnp.int32, (count * self.sizes.input_frames, tiles.LANES), 0)
+        frames = self.sizes.input_frames
+        index = jax.lax.broadcasted_iota(jnp.int32, (count * frames, tiles.LANES), 0)  # on axis 0
         # Counted from the first column of the strip (columns that are computed together), as `column` is.
         true_width = self.refs["true_width"][0] - self.strip * self.sizes.width
-        return row < (true_width - column) * self.sizes.input_frames
+        return index < (true_width - column) * frames
 
     def _write_moments(self) -> None:
         """Write mean and M2 (the sum of squared deviations) of each column of the strip.
 
-        `_write_results` has kept each column's origin, which is the first of its results, and the sums of the
+        The buffer "moments" has each column's origin, which is the first of its results, and the sums of the
         differences from it and of their squares: mean = origin + total / n, M2 = squares - total^2 / n.
         """
         sizes, refs = self.sizes, self.refs
-        share = 1 / (ROWS * sizes.blocks)  # 1 / n, for the n pixels of a column
+        inverse_count = 1 / (ROWS * sizes.blocks)  # 1 / n, for the n pixels of a column
 
         def write_chunk(chunk: Array, carry: None) -> None:
             """Write mean and M2 of the columns of one chunk, given by its index."""
-            # In memory each column has a row for each input frame.
-            results_at = self._memory_rows(chunk * sizes.chunk, sizes.chunk, sizes.input_frames)
-            # The memory "moments" begins a chunk left of column 0.
-            moments_at = self._memory_rows(
+            # In "mean" and "m2", as in "moments", a column has an entry for each input frame.
+            results_at = self._entries(chunk * sizes.chunk, sizes.chunk, sizes.input_frames)
+            # The buffer "moments" begins a chunk left of column 0.
+            moments_at = self._entries(
                 chunk * sizes.chunk, sizes.chunk, sizes.input_frames, before=sizes.chunk
             )
             for part in range(self.result_parts):  # of 128 output channels
                 origin, total, squares = (refs["moments"][index, part, moments_at] for index in range(3))
-                refs["mean"][0, results_at, lanes_of(part)] = origin + total * share
+                refs["mean"][0, results_at, lanes_of(part)] = origin + total * inverse_count
                 # Rounding may make the M2 of nearly equal results negative.
-                refs["m2"][0, results_at, lanes_of(part)] = jnp.maximum(squares - total * total * share, 0.0)
+                m2 = jnp.maximum(squares - total * total * inverse_count, 0.0)
+                refs["m2"][0, results_at, lanes_of(part)] = m2
 
         jax.lax.fori_loop(0, sizes.chunks, write_chunk, None)
 
@@ -326,22 +352,22 @@ class ConvStep(ABC):
         The last strip has the remainder of the frame's columns, which may be narrower than `width`.
         """
         sizes = self.sizes
-        if sizes.strips == 1:  # no index of the strip is in the grid, and the result is static
+        if sizes.strips == 1:  # known when the kernel is compiled
             return sizes.last_columns - 1
         return jnp.where(self.strip == sizes.strips - 1, sizes.last_columns, sizes.width) - 1
 
-    def _memory_rows(
-        self, column: Any, count: int, rows_per_column: int, before: int = 0, shift: int = 0
-    ) -> Any:
-        """Return the slice of a memory that holds `count` columns, each of them in `rows_per_column` rows.
+    def _entries(self, column: Any, count: int, per_column: int, before: int = 0, shift: int = 0) -> Any:
+        """Return the slice of `count` columns, in a buffer that has `per_column` entries for each column.
 
-        The memory begins `before` columns left of column 0. The slice begins `shift` columns after `column`.
-        `column` and `before` are multiples of `count`, so that the compiler can align the slice.
+        An entry, one index of the slice's axis, is a frame, a word (two frames) or a tile (half of the
+        frames) of a pixel. The buffer begins `before` columns left of column 0. The slice begins `shift`
+        columns after `column`. `column` and `before` are multiples of `count`, so that the compiler can align
+        the slice.
         """
-        start = (column + before) * rows_per_column
+        start = (column + before) * per_column
         if isinstance(start, jax.Array):  # traced: the compiler does not know its value
-            start = pl.multiple_of(start, count * rows_per_column)
-        return pl.ds(start + shift * rows_per_column, count * rows_per_column)
+            start = pl.multiple_of(start, count * per_column)
+        return pl.ds(start + shift * per_column, count * per_column)
 
 
 def grid_position(indices: tuple[Any, ...]) -> tuple[Any, Any, Any]:
@@ -359,7 +385,7 @@ def _at_least_zero(column: Any) -> Any:
 
 
 def repeat_earlier_frame(words: Array) -> Array:
-    """Return words whose two halves are the low 16 bits of `words`: the earlier of two frames, twice."""
+    """Return words that hold the earlier frame of `words`, their low 16 bits, in both halves."""
     return (words & 0xFFFF) | (words << 16)
 
 

@@ -139,12 +139,12 @@ def filtered(
     """
     transform = TRANSFORMS[tile]
     last_tile = frames.shape[1] - tile - TAPS + 1  # index of the first frame under the last tile's taps
-    # For each position under a tile's taps the frames at that position in all tiles.
+    # For each position under a tile's taps, the frames at that position in all tiles.
     under_taps = [frames[:, start : start + last_tile + 1 : tile] for start in range(tile + TAPS - 1)]
-    inputs = transform.inputs([part.astype(jnp.float32) for part in under_taps])
+    inputs = transform.inputs([of_tiles.astype(jnp.float32) for of_tiles in under_taps])
     products = [
         multiply(frames_factor.astype(frames.dtype), taps_factor)
         for frames_factor, taps_factor in zip(inputs, transformed_taps(kernel, tile), strict=True)
     ]
-    results = jnp.stack(transform.results(products), axis=2)
+    results = jnp.stack(transform.results(products), axis=2)  # (N, tiles, tile, ...)
     return results.reshape(results.shape[0], -1, *results.shape[3:])

@@ -1,13 +1,13 @@
 """A step by Winograd's minimal filtering along time: 7 products instead of 12, or 4 instead of 6.
 
 `transforms` has the transforms, and `step` the terms. A tile is half of a pixel's frames, which are filtered
-together; its transform has several components, each with products of its own. A row of a matrix product is a
-component of a tile. A word holds one component of both tiles of a pixel.
+together; its transform has several components, each with products of its own. On axis 0 of a product's inputs
+and sums are both tiles of each pixel. A word holds one component of both tiles of a pixel.
 
 - Activated frames, rounded as a cache keeps them, are transformed in float32 and rounded for the products;
   so are the taps, outside of the kernel. Products are summed and transformed back in float32.
-- Rows are in VMEM as words, one component after the other. A shift by a column is a shift by a word, so that
-  products contract the taps of columns and of rows.
+- Rows of pixels are in VMEM as words, one component after the other. A shift by a column is a shift by one
+  word, so that products contract the taps of columns and of rows.
 - With 128 output channels a product gives two results, to fill a matrix unit that is 256 wide: two columns of
   the outer rows, or both rows of the inner ones. With more channels both rows are multiplied by one matrix.
 - The sums of a chunk are kept until the next one is multiplied, and transformed back meanwhile.
@@ -30,7 +30,11 @@ from jax_kernels.norm_conv3d.transforms import TRANSFORMS
 
 
 def tap(
-    transformed: Float[Array, "components 3 3 I O"], row: int, shift: int, result_row: int, beside: int
+    transformed: Float[Array, "components 3 3 I O"],
+    row: int,
+    shift: int,
+    result_row: int,
+    result_column: int,
 ) -> Array:
     """Return the weights (components, I, O) by which one input of a `Product` counts in one of its results.
 
@@ -39,13 +43,13 @@ def tap(
 
     Args:
         transformed: a kernel whose taps of time are combined to components (`transformed_taps`).
-        row, shift: the input: its row, 0 to 3 (the row above the block of results is 0), and the number of
-            columns that it is shifted by.
-        result_row, beside: the result: its row, 0 or 1, of the block; 1 for the column right of the input's
-            own, else 0.
+        row: row of the input, 0 to 3; row 0 is above the block of results.
+        shift: number of columns that the input is shifted by.
+        result_row: row of the result in the block, 0 or 1.
+        result_column: 0 for a result in the unshifted input's column, 1 for one in the column right of it.
     """
-    row_tap, column_tap = row - result_row, shift - beside + 1
-    connected = 0 <= row_tap < TAPS and 0 <= column_tap < TAPS and (beside == 0 or shift == 0)
+    row_tap, column_tap = row - result_row, shift - result_column + 1
+    connected = 0 <= row_tap < TAPS and 0 <= column_tap < TAPS and (result_column == 0 or shift == 0)
     return transformed[:, row_tap, column_tap] if connected else jnp.zeros_like(transformed[:, 0, 0])
 
 
@@ -53,66 +57,67 @@ class WinogradStep(ConvStep):
     """A step that multiplies transformed frames."""
 
     def __init__(self, sizes: ConvSizes, weights: tuple[Any, ...], refs: dict[str, Any]):
-        """Choose the slots of memory that this step's products load, and the slots that its moves store to.
+        """Choose the slots of buffers that this step's products load, and the slots that its moves store to.
 
-        `self.rows` has (name of the memory, slot) of each of the four input rows, from the row above the
-        block of results to the row below it; a block is two rows. `self.moved` has (name, slot) for the two
-        rows that are moved from the stage, where the previous grid step stored them.
+        The buffers "lower" and "upper" have the lower and the upper rows of blocks: two rows of pixels each.
+        `self.rows` has (buffer, slot) for each of the four input rows, from top to bottom. `self.moved` has
+        (buffer, slot) for the upper and the lower row that are moved from the buffer "stage", where the
+        previous grid step stored them.
 
         Args:
             sizes: the sizes that the kernel is compiled for.
             weights: references to the matrices of each product.
-            refs: references to operands, results and scratch memory, by name.
+            refs: references to operands, results and scratch buffers, by name.
         """
         super().__init__(sizes, weights, refs)
         self.transform = TRANSFORMS[sizes.tile]
         step = self.step
-        # "lower" has three slots for blocks' lower rows, "upper" two; each step loads from the next slots.
-        self.rows = _, _, _, below = (
-            ("lower", jax.lax.rem(step, 3)),  # of the block above
-            ("upper", jax.lax.rem(step, 2)),
-            ("lower", jax.lax.rem(step + 1, 3)),
-            ("upper", jax.lax.rem(step + 1, 2)),  # of the block below
-        )
+        # "lower" has three slots, "upper" two; each step loads from the next ones.
+        above = "lower", jax.lax.rem(step, 3)  # of the block above the results
+        upper = "upper", jax.lax.rem(step, 2)
+        lower = "lower", jax.lax.rem(step + 1, 3)
+        below = "upper", jax.lax.rem(step + 1, 2)  # of the block below the results
+        self.rows = above, upper, lower, below
         # The moved block is the one below the results. Its upper row is an input, and moved before products
         # load it; its lower row gets the third slot, which no product of this step loads.
         self.moved = below, ("lower", jax.lax.rem(step + 2, 3))
 
     def _padding(self) -> dict[str, list[Any]]:
-        """Return references to the memory of the convolution's padding, by its place.
+        """Return references to the convolution's padding in buffers, by its place.
 
-        "stage" holds the rows that the previous grid step modulated, "upper" and "lower" the blocks' upper
-        and lower rows as products load them. Axes: slot (in "stage" row of the block), component, part (128
-        channels), column. Beside a strip (columns that the grid computes together) the padding is `MARGIN`
-        columns wide.
+        The buffer "stage" has the block (two rows) that the previous grid step modulated, "upper" and "lower"
+        have the blocks' upper and lower rows as products load them. Axes: slot (in "stage" row of the block),
+        component, part (128 channels), column. Beside a strip (columns that the grid computes together) the
+        padding is `MARGIN` columns wide.
         """
-        # `self.rows` has (memory's name, slot) of each input row; the first is above the block of results.
-        (above, slot), *_ = self.rows
-        # Of each memory, the first column of the padding left of the strip, and of the padding right of it.
+        above_name, above_slot = self.rows[0]  # the input row above the block of results
+        # Of each buffer, the first column of the padding left of the strip, and of the padding right of it.
         sides = itertools.product(("stage", "upper", "lower"), (0, MARGIN + self.sizes.width))
         return {
             "beside": [self.refs[name].at[:, :, :, pl.ds(start, MARGIN)] for name, start in sides],
-            "above": [self.refs[above].at[slot]],
+            "above": [self.refs[above_name].at[above_slot]],
             "below": [self.refs["stage"].at[0]],  # the upper row of the block below
             # A single column: products of the frame's last column see no further one.
             "right": [self.refs["stage"].at[:, :, :, pl.ds(MARGIN + self.sizes.last_columns, 1)]],
         }
 
     def _convolve(self) -> None:
-        """Multiply a strip's chunks; finish each chunk during the products of the next, the last at the end.
+        """Multiply a strip's chunks; between products, modulate columns and finish the previous chunk.
 
-        A strip is the columns that the grid computes together, a chunk the columns of one matrix product.
+        A strip is the columns that the grid computes together, a chunk the columns of one matrix product. To
+        modulate is to apply the norm's scale and shift, then SiLU. The last chunk is finished at the end.
         """
         sizes = self.sizes
-        # A product loads a column right of its chunk: so columns are moved `MARGIN` columns ahead of it.
+        # A product loads a column right of its chunk: so columns are moved to where it loads them `MARGIN`
+        # columns ahead.
         self._move(0, MARGIN)
-        # These `TILES` entries of "shifted" are what a chunk's last column adds to the next chunk. Nothing is
-        # added to the first chunk.
+        # These `TILES` entries of the buffer "shifted" are what a chunk's last column adds to the next chunk.
+        # Nothing is added to the first chunk.
         if "shifted" in self.refs:
             fill_zeros([self.refs["shifted"].at[:, :, pl.ds(sizes.chunk * TILES, TILES)]])
 
         def multiply_chunk(index: Array, carry: None) -> None:
-            """Multiply one chunk in turns, each with other work between its products."""
+            """Multiply one chunk in turns: passes for a share of the output channels each."""
             column = index * sizes.chunk
             self._move(column + MARGIN, sizes.chunk)
             jax.lax.fori_loop(0, sizes.turns, lambda turn, _: self._multiply_turn(turn, column), None)
@@ -125,38 +130,31 @@ class WinogradStep(ConvStep):
     def _multiply_turn(self, turn: Any, column: Any) -> None:
         """Compute the products of a chunk for a share of the output channels, and other work between them.
 
-        A chunk is the columns that one matrix product covers. The other work modulates a share of the chunk's
-        columns, for a later step, and finishes a share of the results of the previous chunk.
+        A chunk is the columns that one matrix product covers. Its tiles, halves of a pixel's frames, are
+        transformed to components, each with products of its own. The other work modulates a share of the
+        chunk's columns, for a later step, and finishes a share of the results of the previous chunk.
 
         Args:
             turn: index of the share.
             column: the chunk's first column.
         """
         sizes = self.sizes
-        work = self._other_work(turn, column)
-        pieces = len(work)  # of other work, functions that are called in order
-        total, multiplied = sizes.components * len(self.weights), 0  # numbers of products
+        work = self._other_work(turn, column)  # pieces: functions to call in this order
+        pieces, products = len(work), sizes.components * len(self.weights)  # how many there are in all
+        products_left = products
         pairs = list(zip(sizes.products, self.weights, strict=True))  # each product with its matrices
         for component in range(sizes.components):
             # Adjacent products that contribute to the same results are a group: their sums are added.
             for results, group in itertools.groupby(pairs, lambda pair: pair[0].results):
                 sums: Any = None
-                for product, matrices_of_turns in group:
-                    inputs = [  # `shift` is a number of columns; a part has 128 input channels
-                        self._input_rows(component, row, shift, part, column)
-                        for row, shift in product.inputs
-                        for part in range(sizes.parts)
-                    ]
-                    product_sums = jnp.dot(
-                        jnp.concatenate(inputs, axis=1),
-                        matrices_of_turns[turn, component],
-                        preferred_element_type=jnp.float32,
-                    )
+                for product, weights in group:
+                    product_sums = self._multiplied(component, product.inputs, weights, turn, column)
                     sums = product_sums if sums is None else sums + product_sums
-                    multiplied += 1
-                    # Other work keeps pace with the products: of both, the same fraction is left. A piece
-                    # waits for these sums, so that it overlaps with the next product.
-                    while len(work) * total > (total - multiplied) * pieces:
+                    products_left -= 1
+                    # Other work keeps pace: pieces are done until the fraction of them that is left is at
+                    # most that of the products. A piece waits for these sums, so that it overlaps with the
+                    # next product.
+                    while len(work) / pieces > products_left / products:
                         work.pop(0)(after=sums)
                 self._store_components(turn, component, results, sums, column)
 
@@ -165,35 +163,68 @@ class WinogradStep(ConvStep):
 
         A turn is a pass over a chunk's products for a share of the output channels. A piece is a function of
         `after`, the sums of the product to wait for. It modulates a unit (a few columns) of the chunk that
-        begins at `column`, or finishes a unit of the previous chunk. Each turn has an equal share of units.
+        begins at `column`, or finishes a unit of the previous chunk. Each turn has equally many units.
         """
         sizes = self.sizes
-        share = sizes.units // sizes.turns
+        turn_units = sizes.units // sizes.turns
         work = []
-        for unit in range(share):
-            at = column + (turn * share + unit) * sizes.unit
-            work += [partial(self._modulate, at, unit), partial(self._finish, at - sizes.chunk, unit)]
+        for unit in range(turn_units):
+            unit_column = column + (turn * turn_units + unit) * sizes.unit  # its first
+            work += [
+                partial(self._modulate, unit_column, unit),
+                partial(self._finish, unit_column - sizes.chunk, unit),
+            ]
         return work
 
-    def _input_rows(self, component: int, row: int, shift: int, part: int, column: Any) -> Array:
-        """Return one component of the transformed frames, for a chunk of columns in one of four input rows.
+    def _multiplied(
+        self, component: int, inputs: list[tuple[int, int]], weights: Any, turn: Any, column: Any
+    ) -> Array:
+        """Return the sums of one matrix product, float32.
 
-        `row` is 0 (above the block of results) to 3 (below it). The columns begin `shift` columns after
-        `column`, the chunk's first; `part` is the index of 128 input channels. If one matrix serves both rows
-        of results (`rows_together`), `row` and the row below it are returned, joined.
+        Args:
+            component: index of the component of Winograd's transform.
+            inputs: (row, number of columns that the row is shifted by) of each of the product's inputs.
+            weights: reference to the product's matrices, one for each turn and component.
+            turn: index of the share of the output channels.
+            column: first column of the chunk, the columns that the product covers.
+        """
+        chunks = [
+            self._input(component, row, shift, part, column)
+            for row, shift in inputs
+            for part in range(self.sizes.parts)
+        ]
+        return jnp.dot(
+            jnp.concatenate(chunks, axis=1), weights[turn, component], preferred_element_type=jnp.float32
+        )
+
+    def _input(self, component: int, row: int, shift: int, part: int, column: Any) -> Array:
+        """Return one input of a product: one component of a chunk of columns of an input row.
+
+        If one matrix serves both rows of results (`rows_together`), the chunk of the row below `row` follows.
+
+        Args:
+            component: index of the component of the transformed frames.
+            row: index of the input row, from 0 (above the block of results) to 3 (below it).
+            shift: the columns begin `shift` columns after `column`.
+            part: index of 128 input channels.
+            column: the chunk's first column.
+
+        Returns:
+            (columns times tiles, 128): the two tiles of a pixel, halves of its frames, are neighbours.
         """
         sizes = self.sizes
         columns = self._word_columns(column, sizes.chunk, shift)
-        # `self.rows` has (name of a buffer, slot in it) of each input row.
-        rows = self.rows[row : row + (ROWS if sizes.rows_together else 1)]
-        # A word is two bfloat16 numbers: the component of each of a pixel's two tiles (halves of its frames).
+        rows = self.rows[row : row + (ROWS if sizes.rows_together else 1)]  # (buffer, slot) of each
+        # A word is two bfloat16 numbers: the component of each of a pixel's two tiles.
         words = jnp.concatenate([self.refs[name][slot, component, part, columns] for name, slot in rows])
         return pltpu.bitcast(words, jnp.bfloat16)
 
     def _store_components(
         self, turn: Any, component: int, results: list[tuple[int, int]], sums: Array, column: Any
     ) -> None:
-        """Store a product's sums as a component of the results, or add them to it.
+        """Store a product's sums as a component of the results, or add them to what is stored.
+
+        A tile is half of a pixel's frames. The buffer "components" has sums for each component of a tile.
 
         Args:
             turn: index of the share of the output channels.
@@ -206,39 +237,41 @@ class WinogradStep(ConvStep):
         """
         sizes, refs = self.sizes, self.refs
         count = sizes.chunk * TILES  # tiles in a row of the chunk
-        at = self._memory_rows(column, sizes.chunk, TILES, before=sizes.chunk)
+        at = self._entries(column, sizes.chunk, TILES, before=sizes.chunk)
         if sizes.rows_together:
-            parts = self.result_parts // sizes.turns
+            parts = self.result_parts // sizes.turns  # of a turn
             for row, part in itertools.product(range(ROWS), range(parts)):
                 row_sums = sums[row * count : (row + 1) * count, lanes_of(part)]
                 refs["components"][component, row, turn * parts + part, at] = row_sums
             return
+        # The inputs are either one row, above or below the block, with two results in one row of the block;
+        # or the block's rows, with a result in each of them.
+        first_row, second_row = (row for row, _ in results)
         # Here there are 128 output channels: the results have a single part, 0.
-        for index, (row, is_right) in enumerate(results):
-            part_sums = sums[:, lanes_of(index)]
-            if is_right:
-                # Sums for the columns right of the inputs' columns, so shifted by one column. Before them is
-                # what the last column of the previous chunk adds to this chunk's first.
+        for index, (row, result_column) in enumerate(results):
+            result_sums = sums[:, lanes_of(index)]
+            if result_column == 1:
+                # Sums for the columns right of the inputs' columns, so stored one column (`TILES` entries)
+                # later. Before them goes what the previous chunk's last column, still stored, adds to this
+                # chunk's first.
                 shifted = refs["shifted"].at[component, row]
                 shifted[pl.ds(0, TILES)] = shifted[pl.ds(count, TILES)]
-                shifted[pl.ds(TILES, count)] = part_sums
+                shifted[pl.ds(TILES, count)] = result_sums
                 component_sums = refs["components"].at[component, row, 0]
                 component_sums[at] = component_sums[at] + shifted[pl.ds(0, count)]
-            elif len({row for row, _ in results}) == 1:
-                # Both results are in one row: the inputs are a row above or below the block. These products
-                # come first: they set the sums, to which later products add.
-                refs["components"][component, row, 0, at] = part_sums
+            elif first_row == second_row:  # these products come first: they set the sums
+                refs["components"][component, row, 0, at] = result_sums
             else:
                 component_sums = refs["components"].at[component, row, 0]
-                component_sums[at] = component_sums[at] + part_sums
+                component_sums[at] = component_sums[at] + result_sums
 
     def _move(self, column: Any, count: int) -> None:
-        """Move `count` columns, from `column` on, from the memory "stage" to the memory that products load.
+        """Move `count` columns, from `column` on, from the buffer "stage" to the buffers that products load.
 
         They are columns of the block (two rows) that the previous grid step modulated.
         """
         at = self._word_columns(column, count)
-        # The memory, and the slot in it, that each of the block's two rows is moved to.
+        # The buffer, and the slot in it, that each of the block's two rows is moved to.
         for row, (name, slot) in enumerate(self.moved):
             self.refs[name][slot, :, :, at] = self.refs["stage"][row, :, :, at]
 
@@ -246,69 +279,78 @@ class WinogradStep(ConvStep):
         self,
         row: int,
         part: int,
-        unit: int,
+        slot: int,
         column: Any,
         x: Array,
         before: Any | None,
     ) -> Array:
-        """Store the transform of a unit's activated frames, and of the two frames before them.
+        """Store the transform of activated frames of a few columns (a unit), and of the two frames before.
 
-        A unit is a few columns of pixels. Its transform is stored in "stage", memory that the next step moves
-        rows from. A word is two bfloat16 frames of a pixel and channel. The result is the words of the last
-        two frames.
+        It is stored in the buffer "stage", from which the next grid step moves it. Winograd's filtering
+        transforms tiles, halves of a pixel's frames, to components.
 
         Args:
             row, part: index of the row in the block of two rows, and of the 128 channels.
-            unit: index of the memory in which the unit's words are sorted by frame.
+            slot: the unit's index in the buffer "pixels", which has a slot for each unit of a chunk.
             column: the unit's first column.
             x: the activated frames, (columns times frames, 128): the frames of a pixel are neighbours.
-            before: reference to the words of the two frames before `x`. None at a video's start, where the
-                first frame of `x` takes their place, twice.
+            before: reference to the words of the two frames before `x`; a word is two bfloat16 frames of a
+                pixel and channel. None at a video's start, where the first frame of `x` takes their place,
+                twice.
+
+        Returns:
+            The words of the last two frames.
         """
         sizes = self.sizes
-        pixels = self.refs["pixels"].at[unit, row, part]
+        # Words are stored to be loaded by strides: for each word of a pixel, that word of all pixels.
+        pixels = self.refs["pixels"].at[slot, row, part]
         pixels[...] = pltpu.bitcast(x, jnp.int32)
-        # For each word of a pixel, that word of all pixels; then each frame, from the two before `x` on.
         words = [pixels[pl.ds(index, sizes.unit, stride=sizes.words), :] for index in range(sizes.words)]
         words_before = repeat_earlier_frame(words[0]) if before is None else before[...]
+        # Each frame of all pixels, from the two before `x` on; then the components of each of the two tiles.
         frames = [frame for word in (words_before, *words) for frame in _unpacked(word)]
-        tile_inputs = [  # of both tiles (halves of a pixel's frames), for each a list of its components
-            self.transform.inputs(frames[start : start + sizes.tile + TAPS - 1])
-            for start in range(0, sizes.input_frames, sizes.tile)
-        ]
+        earlier, later = (
+            self.transform.inputs(frames[start : start + sizes.tile + TAPS - 1]) for start in (0, sizes.tile)
+        )
         at = self._word_columns(column, sizes.unit)
-        for component, of_both_tiles in enumerate(zip(*tile_inputs, strict=True)):
+        for component, of_both_tiles in enumerate(zip(earlier, later, strict=True)):
             self.refs["stage"][row, component, part, at] = _packed(*of_both_tiles)
         return words[-1]
 
-    def _finish(self, column: Any, unit: int = 0, after: Array | None = None) -> None:
+    def _finish(self, column: Any, slot: int = 0, after: Array | None = None) -> None:
         """Transform the sums of a unit (a few columns) back to frames, and write these results.
 
-        `column` is the unit's first column, `unit` the index of its place in the memory "frames". The work
-        waits for `after`, the sums of a product, if given.
+        Args:
+            column: the unit's first column.
+            slot: the unit's index in the buffer "frames", which has a slot for each unit of a chunk.
+            after: sums of a product that the work waits for, or None.
         """
-        self._write_results(column, self.sizes.unit, partial(self._frames, column, unit), after)
+        self._write_results(column, self.sizes.unit, partial(self._frames, column, slot), after)
 
-    def _frames(self, column: Any, unit: int, row: int, part: int) -> Array:
+    def _frames(self, column: Any, slot: int, row: int, part: int) -> Array:
         """Transform a unit's components back to frames; return them with edges added.
 
         A unit is a few columns, a tile half of a pixel's frames. A tile's components are the products' sums,
-        before they are transformed back. Edges are what columns outside the strip add.
+        before they are transformed back. Edges are what the columns outside the strip add to it; a strip is
+        the columns that the grid computes together.
 
         Args:
             column: the first of the unit's columns.
-            unit: index of the unit's place in "frames", which has a row for each frame of a pixel.
+            slot: the unit's index in the buffer "frames", which has a slot for each unit of a chunk.
             row, part: index of the row in the block of two rows, and of the 128 output channels.
+
+        Returns:
+            (columns times frames, 128): the frames of a pixel are neighbours.
         """
         sizes = self.sizes
-        tiles_at = self._memory_rows(column, sizes.unit, TILES, before=sizes.chunk)
+        tiles_at = self._entries(column, sizes.unit, TILES, before=sizes.chunk)
         components = [
             self.refs["components"][component, row, part, tiles_at] for component in range(sizes.components)
         ]
-        frames = self.refs["frames"].at[unit, row, part]
-        # `result` is one frame of every tile; the tiles of a pixel follow each other.
-        for frame, result in enumerate(self.transform.results(components)):
-            frames[pl.ds(frame, sizes.unit * TILES, stride=sizes.tile), :] = result
+        frames = self.refs["frames"].at[slot, row, part]
+        # The transform returns each frame of all tiles; the tiles of a pixel follow each other.
+        for index, frame_of_tiles in enumerate(self.transform.results(components)):
+            frames[pl.ds(index, sizes.unit * TILES, stride=sizes.tile), :] = frame_of_tiles
         if "edges" in self.refs:
             self._add_edges(frames, column, row, part)
         return frames[...]
@@ -320,25 +362,25 @@ class WinogradStep(ConvStep):
         to its first or to its last column.
 
         Args:
-            frames: reference to the results of a unit (a few columns), a row for each frame of a pixel.
+            frames: reference to the results of a unit (a few columns): (columns times frames, 128), where the
+                frames of a pixel are neighbours.
             column: the unit's first column.
             row, part: index of the row in the block of two rows, and of the part: 128 output channels.
         """
-        sizes = self.sizes
+        sizes, count = self.sizes, self.sizes.input_frames  # frames of a pixel
         for side, edge_column in enumerate((0, self._last_column())):
             # `column` is traced: to a unit without the edge's column, zeros are added.
             inside = (edge_column >= column) & (edge_column < column + sizes.unit)
-            at = self._memory_rows(edge_column % sizes.unit, 1, sizes.input_frames)
+            at = self._entries(edge_column % sizes.unit, 1, count)  # in its unit
             # "edges" has one video (index 0): the frames of the left edge, then those of the right edge.
-            edge = self.refs["edges"][
-                0, row, side * sizes.input_frames : (side + 1) * sizes.input_frames, lanes_of(part)
-            ]
+            edge = self.refs["edges"][0, row, side * count : (side + 1) * count, lanes_of(part)]
             frames[at, :] = frames[at, :] + jnp.where(inside, edge, 0.0)
 
     def _word_columns(self, column: Any, count: int, shift: int = 0) -> Any:
-        """Return the slice of `count` columns, from `column + shift` on, in the memory that products read.
+        """Return the slice of `count` columns, from `column + shift` on, in a buffer of transformed frames.
 
-        `column` is a multiple of 8, a register's rows. The first `MARGIN` columns of the memory are padding.
+        The buffers "stage", "upper" and "lower" have one word of each column, and begin with `MARGIN` columns
+        of padding. `column` is a multiple of 8, the sublanes of a register.
         """
         start = column + MARGIN
         if isinstance(start, jax.Array):  # traced: the compiler needs to know that it is aligned
