@@ -50,7 +50,7 @@ def test_a_hook_sees_what_its_layer_gives(module, devices, small_vae):
         vae.place_on(make_mesh(1, devices, devices=jax.devices()[:devices]))
     seen = []
     vae.decoder.get_submodule(module).register_forward_hook(lambda *_: seen.append(1))
-    z = reference.latents(2, height=2, width=6)
+    z = reference.latents(1, height=2, width=6)
     with reference.interpreted_kernels(**LARGE, on_mesh=devices > 1) as traced:
         got = vae.decode(runtime.to_jax(z.bfloat16())).sample
     check_decoded(got, z, small_vae)
