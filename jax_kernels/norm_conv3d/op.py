@@ -180,13 +180,13 @@ def _kernel_supports(
     residual: Array | None,
     first_frame_alone: bool,
 ) -> bool:
-    """Return whether a TPU's kernel supports these arguments of `norm_conv3d`.
+    """Return whether the TPU's kernel supports these arguments of `norm_conv3d`.
 
-    `norm` has the norm's weight and bias, and the latents `zq`. The kernel is called for each run, the frames
-    that are computed together, and must support all runs.
+    The kernel is called once for each run (frames that are computed together), with a device's columns of
+    it, and must support all runs.
     """
-    runs = split_frames(target, x, norm.zq, residual)  # of each run: frames, latents, residual
-    (first_frames, _zq, _residual), *_later_runs = runs
+    runs = split_frames(target, x, norm.zq, residual)  # of each run: frames, latents `zq`, residual
+    first_frames, *_ = runs[0]
     return (
         target.pallas
         and all(vector is not None for vector in (bias, norm.weight, norm.bias))
@@ -195,24 +195,23 @@ def _kernel_supports(
         and all(
             sizes.is_supported(
                 target.split.shard_of(frames),
-                _grid(target.split, frames, zq),
+                _coefficient_grid(target.split, frames, zq),
                 kernel,
                 residual=run_residual is not None,
                 at_start=cache is None,
-                pixels=x.shape[2] * x.shape[3],
+                pixels=x.shape[2] * x.shape[3],  # of a whole frame, not of a shard
             )
             for frames, zq, run_residual in runs
         )
     )
 
 
-def _grid(split: Split, x: Array, zq: Array | None) -> tuple[int, ...]:
-    """Return the numbers of frames, rows and columns of the norm's coefficients, on a shard.
+def _coefficient_grid(split: Split, x: Array, zq: Array | None) -> tuple[int, ...]:
+    """Return the numbers of frames, rows and columns for which one device has coefficients of the norm.
 
-    The coefficients are a multiplier and an offset (a pair) for each channel. Each latent of `zq` has its
-    own.
-    Without latents all pixels share them, but if the width is padded each column has its own: padding columns
-    get zeros.
+    The norm is `x * multiplier + offset`; these two are its coefficients. Each latent of `zq` has its own.
+    Without latents (None) all pixels of `x` share them. But if the width is padded, each column has its own:
+    those of padding columns are zeros.
     """
     if zq is None:
         return 1, 1, split.shard_of(x).shape[3] if split.is_padded else 1
@@ -236,22 +235,23 @@ def _by_kernel(
 
     A run is a first frame alone, or two, four or eight frames (`split_frames`).
     """
-    # Statistics span all frames: they are computed first, and are the same for every run. M2 is the sum of
-    # squared deviations from the mean.
+    # Mean and M2 (the sum of squared deviations) of each column of pixels. Statistics span all frames: they
+    # are computed before the first run, and are the same for every run.
     mean, m2 = column_moments(target, x) if moments is None else moments
-    groups = moments_of_columns(target, mean, m2, x.shape[2], num_groups=num_groups)
-    statistics = scale_and_shift(groups, norm.weight, norm.bias, eps)
-    # The latents `zq` are sharded as the frames are; the weights are the same on every device.
+    group_moments = moments_of_columns(target, mean, m2, x.shape[2], num_groups=num_groups)
+    # GroupNorm as `x * scale + shift`: both for each video and channel.
+    scale_shift = scale_and_shift(group_moments, norm.weight, norm.bias, eps)
+    # These are the same on every device, but the latents `zq` are sharded as the frames are.
     weights = kernel, bias, norm._replace(zq=None)
-    results = []
+    results = []  # of each run: frames, and mean and M2 of their columns
     for frames, zq, run_residual in split_frames(target, x, norm.zq, residual):
-        # A run's last activated frames are the cache of the next run. The moments of its result have an axis
-        # of one row.
+        # A run's last activated frames are the cache of the next run.
         y, cache, y_mean, y_m2 = map_shards(
-            target, _convolved, (frames, cache, run_residual, zq), weights, statistics
+            target, _convolved, (frames, cache, run_residual, zq), weights, scale_shift
         )
+        # Axis 2 is of rows, and of length 1.
         results.append((y, jnp.squeeze(y_mean, 2), jnp.squeeze(y_m2, 2)))
-    y, y_mean, y_m2 = (join_frames(parts) for parts in zip(*results, strict=True))
+    y, y_mean, y_m2 = (join_frames(of_all_runs) for of_all_runs in zip(*results, strict=True))
     return y, cache, ColumnMoments(y_mean, y_m2)
 
 
@@ -267,35 +267,34 @@ def _convolved(
     scale_NC: Array,
     shift_NC: Array,
 ) -> tuple[Array, ...]:
-    """Compute a run (frames that are computed together) by the Pallas kernel, on a device's columns.
+    """Compute a run (frames that are computed together) by the Pallas kernel, on one device.
 
     Args:
-        target: the target, for one device.
-        x: the device's columns of the frames.
-        cache, residual, zq: cache, residual and latents of the device's columns; each may be None.
+        target: the platform that is traced for, on one device, and the sharding of the width.
+        x: the device's columns of the frames, (N, T, H, W, I).
+        cache, residual, zq: the device's columns of the cache, the residual and the latents; None for none.
         kernel, bias: the convolution's.
-        norm: parameters of the norm, without the latents, which are `zq`.
-        scale_NC, shift_NC: GroupNorm as a multiplication and an addition.
+        norm: the norm's parameters, without the latents, which are passed as `zq`.
+        scale_NC, shift_NC: GroupNorm as `x * scale + shift`.
 
     Returns:
-        The frames; the next cache; mean and M2 of the frames' columns of pixels, (N, T, 1, W, O): five axes,
-        as `map_shards` needs.
+        The convolved frames; the next cache; mean and M2 (sum of squared deviations) of the convolved frames'
+        columns of pixels, both (N, T, 1, W, O): five axes, as `map_shards` needs.
     """
     split = target.split
-    frames, _, width, _ = x.shape[1:]
-    # The norm has coefficients, a multiplier and an offset, for each channel; with latents, for each channel
-    # of each latent. `columns` is the number of coefficients along the width.
-    _frames, _rows, columns = _grid(split, x, zq)
-    coefficients = functools.partial(_coefficients, split, norm, zq, scale_NC, shift_NC, columns)
-    multiplier, offset = coefficients(lambda values: tpu.to_registers(values, frames, width))
-    _, rows, registers, *_ = multiplier.shape  # rows of coefficients, and registers for a row
-    conv_sizes = sizes.sizes_of(x, rows, registers, kernel.shape[-1], residual is not None)
-    # What the columns beside each strip (columns that the kernel computes together) add to its first and last
-    # column: nothing without strips and neighbours, as the columns beside the frame are zeros.
+    frames, _, columns, _ = x.shape[1:]
+    # The norm has coefficients, a multiplier and an offset: for each column of latents, if it has any.
+    *_, coefficient_columns = _coefficient_grid(split, x, zq)
+    coefficients = functools.partial(_coefficients, split, norm, zq, scale_NC, shift_NC, coefficient_columns)
+    multiplier, offset = coefficients(lambda values: tpu.to_registers(values, frames, columns))
+    _, coefficient_rows, registers, *_ = multiplier.shape  # rows of coefficients, and registers that hold one
+    conv_sizes = sizes.sizes_of(x, coefficient_rows, registers, kernel.shape[-1], residual is not None)
+    # Edges are what the columns beside a strip (columns that the kernel computes together) add to its first
+    # and last column. Beside a whole frame the columns are zeros: if it is one strip, it has no edges.
     edges = None
     if conv_sizes.strips > 1 or split.has_neighbours:
         edges = _edge_sums(target, x, cache, kernel, coefficients, conv_sizes)
-    true_width = split.real_columns_here(width) if split.is_padded else None  # columns without padding
+    true_width = split.real_columns_here(columns) if split.is_padded else None  # columns without padding
     y, next_cache, (mean, m2) = tpu.convolved(
         x, multiplier, offset, cache, residual, kernel, bias, edges, true_width
     )
@@ -308,38 +307,39 @@ def _coefficients(
     zq: Array | None,
     scale_NC: Array,
     shift_NC: Array,
-    columns: int,
+    coefficient_columns: int,
     repeat: Callable[[Array], Array],
 ) -> tuple[Array, Array]:
-    """Return the norm as multipliers and offsets, zeros in padding columns: `x * multiplier + offset`.
+    """Return the norm as `x * multiplier + offset`: these two, with zeros for padding columns.
 
     Args:
         split: the sharding of columns.
         norm: the norm's parameters; with latents it has the kernels and biases of two 1x1x1 convolutions.
         zq: the latents of this shard, (N, t, h, w, Z), or None.
-        scale_NC, shift_NC: GroupNorm as a factor and an addend of each channel.
-        columns: number of columns of coefficients: w with latents; without them the width if it is padded,
-            else 1, as all pixels share the coefficients.
-        repeat: a function of an array, such as `zq`, that repeats its values to the rows of the kernel's
-            registers, or to the pixels of a column.
+        scale_NC, shift_NC: GroupNorm as `x * scale + shift`.
+        coefficient_columns: number of columns that have a multiplier and an offset of their own: w with
+            latents; without them the width if it is padded, else 1.
+        repeat: `repeat(values)` returns an array (N, t, h, w, channels), its values repeated to what uses
+            them: to the sublanes of the kernel's registers, or to the pixels of one column.
     """
-    scale, shift = (part[:, None, None, None] for part in (scale_NC, shift_NC))
+    scale, shift = scale_NC[:, None, None, None], shift_NC[:, None, None, None]
     if zq is None:
-        multiplier, offset = (repeat(jnp.repeat(part, columns, axis=3)) for part in (scale, shift))
+        multiplier = repeat(jnp.repeat(scale, coefficient_columns, axis=3))
+        offset = repeat(jnp.repeat(shift, coefficient_columns, axis=3))
     else:
         zq = repeat(zq)  # before the convolutions, as it has fewer channels than their results
-        # Rows of all registers on one axis: XLA takes 47 s to compile a product of 23 registers of 8 rows,
-        # and 7 s for one of 184 rows.
-        rows = zq.reshape(*zq.shape[:2], -1, zq.shape[-1])
+        # Two axes become one, such as registers and sublanes: XLA takes 47 s to compile a product of 23 x 8
+        # latents, and 7 s for one of 184.
+        merged = zq.reshape(*zq.shape[:2], -1, zq.shape[-1])
+        # With latents the norm is (x * scale + shift) * y + b, where y and b are convolutions of the latents.
         y, b = (
-            spatial_xla.pointwise("nabz,zo->nabo", rows, kernel, bias).reshape(*zq.shape[:-1], -1)
+            spatial_xla.pointwise("nabz,zo->nabo", merged, kernel, bias).reshape(*zq.shape[:-1], -1)
             for kernel, bias in ((norm.kernel_y, norm.bias_y), (norm.kernel_b, norm.bias_b))
         )
-        # With latents the norm is (x * scale + shift) * y + b.
         multiplier, offset = y * scale, y * shift + b
     if split.is_padded:
-        mask = repeat(split.mask(columns)[None, None, None, :, None])
-        multiplier, offset = (jnp.where(mask, part, 0) for part in (multiplier, offset))
+        mask = repeat(split.mask(coefficient_columns)[None, None, None, :, None])
+        multiplier, offset = jnp.where(mask, multiplier, 0), jnp.where(mask, offset, 0)
     return multiplier, offset
 
 
@@ -351,10 +351,10 @@ def _edge_sums(
     coefficients: Callable[..., tuple[Array, Array]],
     conv_sizes: sizes.ConvSizes,
 ) -> tuple[Array, Array]:
-    """Return the contributions of the columns left and right of each strip to its first and last column.
+    """Return the edges: what the columns left and right of each strip add to its first and last column.
 
-    The kernel computes a strip (a part of the width) without the columns beside it. These are in the strip
-    beside it or in a neighbour's shard; beside the frame they are zeros.
+    A strip is columns that the kernel computes together, without the columns beside it. These are in another
+    strip or in a neighbour's shard; beside the frame they are zeros.
 
     Args:
         target: the platform that is traced for, on one device, and the sharding of the width.
@@ -362,28 +362,31 @@ def _edge_sums(
         cache: the two activated frames before `x`, or None.
         kernel: the convolution's.
         coefficients: `coefficients(repeat)` returns the norm's multiplier and offset (`_coefficients`).
-        conv_sizes: the kernel's sizes, which have the strips.
+        conv_sizes: the kernel's sizes: strips are `width` columns wide, but for the last one.
 
     Returns:
         What is added to the strips' first columns, and to their last columns: each (N, T, H, E, O) for E
         strips, float32.
     """
-    starts = range(0, conv_sizes.columns, conv_sizes.width)  # the first column of each strip
-    # By the same algorithm as the kernel, for the same rounding. With a `tile` it is Winograd's.
+    # The first column of each strip but the leftmost one.
+    starts = range(conv_sizes.width, conv_sizes.columns, conv_sizes.width)
+    # By the same algorithm as the kernel, for the same rounding. With a `tile`, the number of frames that are
+    # filtered together, it is Winograd's.
     winograd = functools.partial(filtered, tile=conv_sizes.tile, multiply=_component_sums)
     convolve = winograd if conv_sizes.tile else _column_sums
     # `activated(column)` returns one column of pixels, normed and activated.
     activated = functools.partial(_activated_column, target, x, cache, coefficients)
-    # At each boundary of two strips the left strip's last column adds to the right strip by the first taps of
-    # the width, and the right strip's first column adds to the left strip by the last taps.
-    to_right = [convolve(activated(start - 1), kernel[:, :, 0]) for start in starts[1:]]
-    to_left = [convolve(activated(start), kernel[:, :, -1]) for start in starts[1:]]
+    # By the first of the kernel's three taps of columns a column adds to the one right of it; by the last
+    # tap, to the one left of it.
+    to_first = [convolve(activated(start - 1), kernel[:, :, 0]) for start in starts]
+    to_last = [convolve(activated(start), kernel[:, :, -1]) for start in starts]
+    # What is added to the outermost columns of `x`.
     if target.split.has_neighbours:
         left, right = exchanged(target.split, activated(0), activated(x.shape[3] - 1))
-        first, last = convolve(left, kernel[:, :, 0]), convolve(right, kernel[:, :, -1])
-    else:  # zeros are beside the frame; it has several strips, else no edges are computed
-        first = last = jnp.zeros_like(to_right[0])
-    return jnp.stack([first, *to_right], axis=3), jnp.stack([*to_left, last], axis=3)
+        to_leftmost, to_rightmost = convolve(left, kernel[:, :, 0]), convolve(right, kernel[:, :, -1])
+    else:  # there are several strips, else no edges are computed
+        to_leftmost = to_rightmost = jnp.zeros_like(to_first[0])
+    return jnp.stack([to_leftmost, *to_first], axis=3), jnp.stack([*to_last, to_rightmost], axis=3)
 
 
 def _activated_column(
@@ -399,25 +402,24 @@ def _activated_column(
         target: the platform that is traced for.
         x: frames (N, T, H, W, I).
         cache: the two activated frames before `x`; if None, the first activated frame of `x` is taken twice.
-        coefficients: `coefficients(repeat)` returns the norm's multiplier and offset for the pixels to which
-            `repeat` repeats a value of each latent (`_coefficients`).
+        coefficients: `coefficients(repeat)` returns the norm's multiplier and offset, for each pixel that
+            `repeat` repeats a latent's value to (`_coefficients`).
         column: index of the column.
     """
     frames, height, columns = x.shape[1:4]
 
     def repeat_over_column(values: Array) -> Array:
-        """Repeat the column's values in an array (N, t, h, w, Z) to all of its frames and rows."""
+        """Take the column's values from an array (N, t, h, w, Z); repeat them to all its frames and rows."""
         _, t, h, w, _ = values.shape
-        index = column * w // columns  # of the latent that covers the column
+        index = column * w // columns  # on the axis w, which is coarser than the columns of `x`
         return repeat_nearest(values[:, :, :, index : index + 1], {1: frames // t, 2: height // h})
 
     # The layout is fixed: XLA would first copy all of `x` into the order that suits a single column.
-    activated = tpu.activated(
-        store_pixels_first(target, x[:, :, :, column : column + 1]), *coefficients(repeat_over_column)
-    )
+    pixels = store_pixels_first(target, x[:, :, :, column : column + 1])
+    activated = tpu.activated(pixels, *coefficients(repeat_over_column))
     first_twice = jnp.repeat(activated[:, :1], 2, axis=1)
     past = first_twice if cache is None else tpu.column_of_cache(cache, column)
-    return jnp.squeeze(jnp.concatenate([past, activated], axis=1), 3)
+    return jnp.squeeze(jnp.concatenate([past, activated], axis=1), 3)  # without the axis of columns
 
 
 def _column_sums(
@@ -434,22 +436,22 @@ def _column_sums(
     time_taps = kernel.shape[0]
     frames, height = hidden.shape[1] - time_taps + 1, hidden.shape[2]
     hidden = jnp.pad(hidden, [(0, 0), (0, 0), (1, 1), (0, 0)])
-    # For each tap of the kernel, the pixels under it.
-    taps = [
+    under_taps = [  # for each tap of the kernel, the pixels under it
         hidden[:, time : time + frames, row : row + height] for time in range(time_taps) for row in range(3)
     ]
     weights = kernel.reshape(-1, kernel.shape[-1])
     return jnp.einsum(
-        "nthi,io->ntho", jnp.concatenate(taps, axis=-1), weights, preferred_element_type=jnp.float32
+        "nthi,io->ntho", jnp.concatenate(under_taps, axis=-1), weights, preferred_element_type=jnp.float32
     )
 
 
 def _component_sums(
-    hidden: Float[Array, "N P H I"], kernel: Float[Array, "3 I O"]
-) -> Float[Array, "N P H O"]:
+    hidden: Float[Array, "N tiles H I"], kernel: Float[Array, "3 I O"]
+) -> Float[Array, "N tiles H O"]:
     """Convolve one component of Winograd's filtering (`filtered`) over a column's rows; return float32 sums.
 
-    A component multiplies one combination of a tile's frames by one combination of the taps of time. So
-    `hidden` has a combination for each of P tiles, and `kernel` has only taps of rows.
+    A tile is 2 or 4 frames that are filtered together. A component is the product of one linear combination
+    of a tile's frames, here in place of a frame, and one of the taps of time: so `kernel` has only taps of
+    rows.
     """
     return _column_sums(hidden, kernel[None])  # `_column_sums` takes an axis of time: here of one tap

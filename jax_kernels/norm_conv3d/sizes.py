@@ -1,7 +1,7 @@
 """The frames that the kernel for TPUs supports, and the sizes that it is compiled for.
 
-`step` defines the terms: block, strip, chunk, unit, turn, part, word. A cell is the columns with the same
-coefficients (the norm's scale and shift) in one register; a tile the frames that Winograd filters together.
+`step` defines the terms: block, strip, chunk, unit, turn, part, word. A cell is the columns that one register
+of coefficients (the norm's multiplier and offset) covers; a tile the frames that Winograd filters together.
 """
 
 import math
@@ -21,8 +21,8 @@ ROWS = 2
 LAG = 2
 """Grid steps from the modulation of a block to its results."""
 
-UNIT = 64
-"""Pixels times frames of a unit, in direct convolution."""
+UNIT_ROWS = 64
+"""Rows of a unit in a product of direct convolution: one for each frame of each of its columns."""
 
 UNITS = 3
 """Units of a chunk, in direct convolution."""
@@ -31,7 +31,7 @@ MARGIN = SUBLANES
 """Columns of zeros on both sides of a row in Winograd's memory; whole registers, to keep slices aligned."""
 
 TILES = 2
-"""Tiles of a pixel's frames."""
+"""Tiles (frames that Winograd filters together) of a pixel's frames."""
 
 MOST_STRIPS = 8
 """Most strips of a frame that is too wide for the chip's VMEM."""
@@ -47,7 +47,7 @@ class ConvSizes(NamedTuple):
             narrower.
         chunk: columns of a chunk, which one matrix product covers.
         chunks: chunks of a strip's row; the last one may be incomplete.
-        cell: columns of a cell: those with the same coefficients, or as many as a register has rows for.
+        cell: columns that one register of coefficients, the norm's multiplier and offset, covers.
         cell_rows: rows of pixels that have the same coefficients.
         blocks: blocks of the frame, of two rows each.
         channels, outputs: channels into the convolution and out of it, in whole tiles.
@@ -68,12 +68,12 @@ class ConvSizes(NamedTuple):
 
     @property
     def frames(self) -> int:
-        """Rows of a product for each pixel: one for each frame, but at least the two of a 32-bit word."""
+        """Number of frames that are multiplied: a single frame is multiplied twice, as a word holds two."""
         return max(self.input_frames, 2)
 
     @property
     def words(self) -> int:
-        """Number of words (32 bits: two frames each) of a pixel and channel."""
+        """Number of words of a pixel and channel; a word is 32 bits, two bfloat16 frames."""
         return self.frames // 2
 
     @property
@@ -83,22 +83,22 @@ class ConvSizes(NamedTuple):
 
     @property
     def turns(self) -> int:
-        """Number of turns (passes over a chunk of columns), each for two parts (of 128 output channels).
+        """Number of turns: passes over the products of a chunk of columns, each for two parts of the outputs.
 
-        If the number of parts is odd, one turn computes all. With two turns instead of one, 512 channels take
-        8 % longer, and compile in 5 s instead of 11.
+        A part is 128 channels. If the number of parts is odd, there is one turn for all of them. With two
+        turns instead of one, 512 channels take 8 % longer, and compile in 5 s instead of 11.
         """
         parts = self.outputs // tiles.LANES
         return 1 if parts % 2 else parts // 2
 
     @property
     def unit(self) -> int:
-        """Columns of a unit: those that are modulated (normed and activated) together.
+        """Number of columns of a unit: those that are modulated (normed and activated) together.
 
-        In Winograd's convolution, whose `tile` is not 0, it has as many columns as a register has rows. In
-        direct convolution its columns times frames are `UNIT`.
+        With Winograd's filtering (`tile` is not 0) a unit has as many columns as a register has sublanes. In
+        direct convolution its columns times their frames are `UNIT_ROWS`.
         """
-        return SUBLANES if self.tile else UNIT // self.frames
+        return SUBLANES if self.tile else UNIT_ROWS // self.frames
 
     @property
     def units(self) -> int:
@@ -107,29 +107,33 @@ class ConvSizes(NamedTuple):
 
     @property
     def components(self) -> int:
-        """Number of components of a tile's transform, each with its own products; 1 in direct convolution."""
+        """Number of components of Winograd's transform, each with its own products; 1 in direct convolution.
+
+        The transform is of a tile: `tile` frames that are filtered together, 0 for direct convolution.
+        """
         return len(TRANSFORMS[self.tile].taps) if self.tile else 1
 
     @property
     def rows_together(self) -> bool:
-        """True if each of Winograd's products multiplies the inputs of both rows of a block by one matrix.
+        """True if each of Winograd's products multiplies the inputs of both rows of results by one matrix.
 
-        This holds with more than 128 output channels. With 128, which fill half of the matrix unit, a product
-        has a matrix of 256 columns instead: the weights of two results side by side.
+        This holds with more than 128 output channels. With 128, which fill half of the matrix unit's width, a
+        product has a matrix of 256 output channels instead: the weights of two results side by side.
         """
         return self.outputs > tiles.LANES
 
     @property
     def products(self) -> "list[Product]":
-        """Matrix products of a chunk of columns: in Winograd's convolution, of each component the same ones.
+        """Matrix products that give a block of results (two rows), for a chunk of its columns.
 
-        `tile`, the number of frames that Winograd's filtering computes together, is 0 for direct convolution.
+        Winograd's filtering has these products for each component of its transform. `tile`, the number of
+        frames that it computes together, is 0 for direct convolution.
         """
         return winograd_products(self.outputs) if self.tile else direct_products(self.channels, self.outputs)
 
     @property
     def width(self) -> int:
-        """Number of columns of a strip, as if its last chunk were complete."""
+        """Number of columns of a strip (which is computed together), as if its last chunk were complete."""
         return self.chunk * self.chunks
 
     @property
@@ -139,11 +143,11 @@ class ConvSizes(NamedTuple):
 
 
 class Product(NamedTuple):
-    """One matrix product of a chunk: which of its inputs it contracts, and which results it adds to.
+    """One matrix product of a chunk of columns: inputs that it contracts, and results that it adds to.
 
     Attributes:
         inputs: in direct convolution (row, time tap); in Winograd's, which has no taps of time, (row, shift
-            by columns). Input rows are 0 to 3: above the block of results, its two rows, and below it.
+            by columns). Row 0 is above the block of results, rows 1 and 2 are the block, row 3 is below it.
         results: in direct convolution (row of the block, column tap); in Winograd's (row of the block,
             column): 0 for the inputs' own column, 1 for the column right of it.
     """
@@ -153,7 +157,7 @@ class Product(NamedTuple):
 
 
 def direct_products(channels: int, outputs: int) -> list[Product]:
-    """Return the products of a block of results by direct convolution.
+    """Return the products of a block of results (two rows) by direct convolution.
 
     An input is (row, time tap), with rows 0 to 3: the row above the block, its two rows, the row below it. A
     result is (row of the block, column tap).
@@ -162,19 +166,18 @@ def direct_products(channels: int, outputs: int) -> list[Product]:
     column tap 0 come first: they set the sums, to which the results of other column taps are added.
 
     Args:
-        channels: input channels.
-        outputs: output channels.
+        channels: number of input channels.
+        outputs: number of output channels.
     """
-    # (row, time tap) of the inputs of the upper row of results, of the lower row, and of both.
-    upper, lower, both = (
-        [(row, time) for row in rows for time in range(TAPS)]
-        for rows in (range(TAPS), range(1, TAPS + 1), range(TAPS + 1))
-    )
+    # The inputs in each of the four rows.
+    above, row_1, row_2, below = ([(row, time) for time in range(TAPS)] for row in range(TAPS + 1))
+    # The inputs of the block's upper row of results, of its lower row, and of both.
+    upper, lower, both = above + row_1 + row_2, row_1 + row_2 + below, above + row_1 + row_2 + below
     if channels == tiles.LANES:
         # Two inputs of 128 channels fill the depth of a matrix unit. All products have the same pairs of
         # inputs: so both rows of results take all of `shared`. Inputs out of a row's reach have zero weights.
         shared = [(1, 0), (1, 1), (2, 0), (2, 1), (1, 2), (2, 2), (0, 2), (3, 2)]
-        above, below = [(0, 0), (0, 1)], [(3, 0), (3, 1)]
+        above, below = [(0, 0), (0, 1)], [(3, 0), (3, 1)]  # the other inputs of row 0, and of row 3
         upper, lower, both = shared + above, shared + below, shared + above + below
     if outputs == tiles.LANES:
         return [
@@ -190,15 +193,16 @@ def direct_products(channels: int, outputs: int) -> list[Product]:
 
 
 def winograd_products(outputs: int) -> list[Product]:
-    """Return the products of a block (two rows) for each component of Winograd's transform along time.
+    """Return the products of a block of results (two rows) for one component of Winograd's transform.
 
-    An input is (row, shift by columns), with rows 0 to 3: the row above the block, its two rows, the row
-    below it. A result is (row of the block, column): column 0 is the unshifted input's, 1 is right of it.
+    All components have the same products. An input is (row, shift by columns), with rows 0 to 3: the row
+    above the block, its two rows, the row below it. A result is (row of the block, column): column 0 is the
+    unshifted input's, 1 is right of it.
 
-    With 128 output channels a product gives two results: by inputs above or below the block in two columns,
-    by inputs in the block in both of its rows. With more output channels only the upper row's products are
-    returned: their matrices multiply the inputs of the lower row too. Sums of adjacent products with the same
-    results are added.
+    With 128 output channels a product gives two results: of inputs above or below the block, in two columns
+    of the nearest row; of inputs in the block, in both of its rows. With more output channels only the upper
+    row's products are returned: their matrices multiply the inputs of the lower row, each a row below, too.
+    Sums of adjacent products with the same results are added.
     """
     if outputs == tiles.LANES:
         return [
@@ -213,7 +217,7 @@ def winograd_products(outputs: int) -> list[Product]:
 
 def is_supported(
     x: Float[Array | jax.ShapeDtypeStruct, "N T H W I"],
-    grid: tuple[int, ...],
+    coefficient_grid: tuple[int, ...],
     kernel: Float[Array, "kt kh kw I O"],
     *,
     residual: bool,
@@ -228,14 +232,15 @@ def is_supported(
 
     Args:
         x: frames; only their shape and dtype are read, and the kernel's shape.
-        grid: numbers of frames, rows and columns of the norm's coefficients, its scale and shift.
-        kernel: (3, 3, 3, I, O).
+        coefficient_grid: numbers of frames, rows and columns that have coefficients (the norm's multiplier
+            and offset) of their own.
+        kernel: it must be (3, 3, 3, I, O).
         residual: whether a residual is added.
         at_start: whether the video starts with these frames: there is no cache.
         pixels: pixels of a whole frame, of which `x` may be a shard.
     """
     frames, height, columns = x.shape[1:4]
-    grid_frames, grid_rows, grid_columns = grid
+    coefficient_frames, coefficient_rows, coefficient_columns = coefficient_grid
     outputs = kernel.shape[4]
     is_suitable = (
         fills_tiles(x)
@@ -245,34 +250,31 @@ def is_supported(
         and (outputs <= tiles.LANES or outputs % tiles.LANES == 0)
         and frames in ((1, 2, 4, 8) if at_start else (2, 4, 8))
         and height % ROWS == 0
-        and frames % grid_frames == height % grid_rows == columns % grid_columns == 0
+        and frames % coefficient_frames == height % coefficient_rows == columns % coefficient_columns == 0
     )
     if not is_suitable:
         return False
     # Number of vector registers for a row of coefficients (`tpu.to_registers`): one for each coefficient, or
     # as many as hold a copy for each frame of each pixel.
-    registers = (
-        grid_columns
-        if grid_columns == 1 or fills_registers(columns // grid_columns, frames)
-        else _register_count(columns, frames)
-    )
-    sizes = sizes_of(x, grid_rows, registers, outputs, residual)
+    one_for_each = coefficient_columns == 1 or fills_registers(columns // coefficient_columns, frames)
+    registers = coefficient_columns if one_for_each else _register_count(columns, frames)
+    sizes = sizes_of(x, coefficient_rows, registers, outputs, residual)
     return (
-        # The two rows of a block have a row of coefficients each, or one for both. A unit (columns modulated
-        # together) has whole cells (columns that share coefficients).
+        # The two rows of a block have a row of coefficients each, or one for both.
         (sizes.cell_rows == 1 or sizes.cell_rows % ROWS == 0)
-        and (grid_columns == 1 or sizes.unit % sizes.cell == 0)
+        # A unit (columns modulated together) has whole cells (columns that one register covers).
+        and (coefficient_columns == 1 or sizes.unit % sizes.cell == 0)
         and _vmem_bytes(sizes, residual) <= vmem_limit()
     )
 
 
-def fills_registers(cell: int, frames: int) -> bool:
-    """Return whether `cell` columns, with a register's row for each of their frames, fill whole registers."""
-    return cell * frames % SUBLANES == 0
+def fills_registers(columns: int, frames: int) -> bool:
+    """Return whether so many columns, with a sublane for each of their frames, fill whole registers."""
+    return columns * frames % SUBLANES == 0
 
 
 def _register_count(columns: int, frames: int) -> int:
-    """Return the number of registers for a row of pixels, where each frame of a column takes a sublane."""
+    """Return the number of registers for a row of pixels, with a sublane for each frame of each column."""
     return -(-columns * frames // SUBLANES)
 
 
@@ -280,7 +282,7 @@ def columns_of_register(columns: int, frames: int, registers: int) -> int:
     """Return the number of columns that one register of the norm's coefficients covers.
 
     A row of pixels has `columns` columns of `frames` frames each. Its coefficients are in `registers`
-    registers of `SUBLANES` values.
+    registers of `SUBLANES` values for a channel.
     """
     return (
         SUBLANES // frames  # a register has a value for each frame of each column
@@ -300,8 +302,9 @@ def sizes_of(
 
     Args:
         x: frames N T H W C.
-        coefficient_rows: number of rows of the norm's coefficients, which are a coarser grid than the frames.
-        registers: number of vector registers that hold one of these rows (`tpu.to_registers`).
+        coefficient_rows: number of rows of coefficients (the norm's multiplier and offset); each covers an
+            equal number of rows of pixels.
+        registers: number of vector registers that hold one row of coefficients (`tpu.to_registers`).
         outputs: output channels.
         residual: whether a residual is added.
     """
@@ -321,17 +324,18 @@ def sizes_of(
         outputs=outputs,
         tile=0,  # no tiles of Winograd's filtering
     )
-    # `TILES` tiles of 2 or 4 frames are 4 or 8 frames.
+    # `TILES` tiles of 2 or 4 frames, the keys of `TRANSFORMS`, are 4 or 8 frames.
     if input_frames in (TILES * tile for tile in TRANSFORMS) and pallas_mode() != "direct":
         winograd = _cut_into_strips(direct._replace(tile=input_frames // TILES), residual)
         fits = _vmem_bytes(winograd, residual) <= vmem_limit()
-        # A single register covers all columns. Of several, a unit (columns modulated together) needs whole
-        # cells.
+        # A unit (columns modulated together) needs whole cells, but a single register covers all columns.
         has_cells = registers == 1 or winograd.unit % cell == 0
-        # The first register of a chunk's sums, a row for each of a column's `TILES` tiles, must hold no
+        # Columns of the last chunk (columns multiplied together) that are the frame's.
+        last_chunk_columns = winograd.last_columns - (winograd.chunks - 1) * winograd.chunk
+        # The first register of a chunk's sums, a sublane for each of a column's `TILES` tiles, must hold no
         # padding, which may be NaN (`step.zeros_after`).
-        last_chunk = winograd.last_columns - (winograd.chunks - 1) * winograd.chunk  # its columns
-        if fits and has_cells and last_chunk * TILES >= SUBLANES:
+        is_wide_enough = last_chunk_columns * TILES >= SUBLANES
+        if fits and has_cells and is_wide_enough:
             return winograd
     return _cut_into_strips(direct, residual)
 
@@ -344,8 +348,8 @@ def _cut_into_strips(sizes: ConvSizes, residual: bool) -> ConvSizes:
     """
     chunk = _chunk(sizes)  # number of columns
     frame_chunks = -(-sizes.columns // chunk)
-    for strips in range(1, min(MOST_STRIPS, frame_chunks) + 1):
-        chunks = -(-frame_chunks // strips)  # of a strip; rounded up, so fewer strips may do
+    for most_strips in range(1, min(MOST_STRIPS, frame_chunks) + 1):
+        chunks = -(-frame_chunks // most_strips)  # of a strip; rounded up, so fewer strips may do
         sizes = sizes._replace(chunk=chunk, strips=-(-frame_chunks // chunks), chunks=chunks)
         if _vmem_bytes(sizes, residual) <= vmem_limit():
             break
@@ -355,49 +359,49 @@ def _cut_into_strips(sizes: ConvSizes, residual: bool) -> ConvSizes:
 def _chunk(sizes: ConvSizes) -> int:
     """Return the number of columns of a chunk, which one matrix product covers.
 
-    In direct convolution the product's left matrix has `UNIT * UNITS` rows: one for each column and frame of
-    the chunk. In Winograd's convolution the number is from a range that keeps the matrix unit busy and whose
-    sums fit into registers: the number that pads the frame's width least, and of equally good numbers the
-    largest.
+    In direct convolution a product has `UNIT_ROWS * UNITS` rows: one for each frame of the chunk's columns.
+    In Winograd's convolution the number is from a range that keeps the matrix unit busy and whose sums fit
+    into registers: the number that pads the frame's width least, and of equally good numbers the largest.
     """
     if not sizes.tile:  # direct convolution
-        return UNIT * UNITS // sizes.frames
-    # A product of both rows of a block has two rows for each of one row's: its chunk has fewer columns.
+        return UNIT_ROWS * UNITS // sizes.frames
+    # A product that takes both rows of a block together has fewer columns of each.
     least, most = (24, 48) if sizes.rows_together else (48, 80)
     # A unit is the columns modulated together. Each turn (a pass for a share of the output channels) has
     # an equal number of units.
-    step = sizes.unit * sizes.turns
-    lengths = range(-(-least // step) * step, most + 1, step)
-    return min(lengths, key=lambda chunk: (-sizes.columns % chunk, -chunk))
+    multiple = sizes.unit * sizes.turns
+    candidates = range(-(-least // multiple) * multiple, most + 1, multiple)
+    return min(candidates, key=lambda chunk: (-sizes.columns % chunk, -chunk))
 
 
 def scratch_shapes(sizes: ConvSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
     """Return (shape, dtype) of each scratch buffer by name; the kernel adds a last axis of 128 lanes.
 
-    Direct convolution (`tile` is 0) and Winograd's have different buffers. Both work on a strip of columns,
-    in chunks: a chunk's columns are multiplied together, a unit's columns are modulated together. Channels
-    are in parts of 128. A buffer of int32 holds words of two bfloat16 frames.
-
-    Writing results, and in direct convolution modulating inputs, is one chunk behind the products. It begins
-    left of column 0: so `result_width` has one chunk of columns more.
+    Buffers hold a strip (columns that are computed together), a chunk (those of one matrix product) or a unit
+    (those that are modulated, that is normed and activated, together). Channels are in parts of 128. A buffer
+    of int32 holds words of two bfloat16 numbers. Direct convolution (`tile` is 0) and Winograd's filtering of
+    tiles (`tile` frames together) have different buffers.
     """
-    width, result_width, result_parts = sizes.width, sizes.width + sizes.chunk, sizes.outputs // tiles.LANES
+    width, result_parts = sizes.width, sizes.outputs // tiles.LANES
+    # Results are written, and in direct convolution inputs modulated, one chunk behind the products. Buffers
+    # for this begin a chunk left of column 0.
+    width_and_chunk = width + sizes.chunk
     # Of each column: its first result, then the sum and the sum of squares of the differences from it.
-    moments = {"moments": ((3, result_parts, result_width * sizes.input_frames), jnp.float32)}
+    moments = {"moments": ((3, result_parts, width_and_chunk * sizes.input_frames), jnp.float32)}
     if not sizes.tile:  # direct convolution
-        block_shape = (TAPS, ROWS, sizes.parts)  # a copy for each tap of time
+        block_shape = (TAPS, ROWS, sizes.parts)  # a copy of the block's two rows for each tap of time
         return moments | {
             # Modulated rows that the products load: two blocks, in turn.
             "ring": ((2, *block_shape, width * sizes.words), jnp.int32),
             # The block that this step modulates.
-            "stage": ((*block_shape, result_width * sizes.words), jnp.int32),
+            "stage": ((*block_shape, width_and_chunk * sizes.words), jnp.int32),
             # The last two activated frames of each unit: the next call's cache.
             "past": ((UNITS, ROWS, sizes.unit * sizes.parts), jnp.int32),
-            # Sums of the products, a chunk more on both sides: column taps reach beyond the strip.
-            "sums": ((ROWS, result_parts, (result_width + sizes.chunk) * sizes.frames), jnp.float32),
+            # Sums of the products, with a chunk on the right too: column taps reach beyond the strip.
+            "sums": ((ROWS, result_parts, (width_and_chunk + sizes.chunk) * sizes.frames), jnp.float32),
         }
     row_shape = (sizes.components, sizes.parts, width + 2 * MARGIN)  # with padding on both sides
-    unit_shape, unit_rows = (sizes.units, ROWS), sizes.unit * sizes.input_frames
+    unit_frames = sizes.unit * sizes.input_frames  # of all pixels in a row of a unit
     shapes = moments | {
         # Transformed rows that the products load: lower rows of three blocks, upper rows of two.
         "lower": ((3, *row_shape), jnp.int32),
@@ -405,18 +409,17 @@ def scratch_shapes(sizes: ConvSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
         # The block that this step modulates, transformed.
         "stage": ((ROWS, *row_shape), jnp.int32),
         # The last two activated frames of each unit: the next call's cache.
-        "past": ((*unit_shape, sizes.unit * sizes.parts), jnp.int32),
+        "past": ((sizes.units, ROWS, sizes.unit * sizes.parts), jnp.int32),
         # A unit's activated frames, to be read frame by frame.
-        "pixels": ((*unit_shape, sizes.parts, unit_rows // 2), jnp.int32),
-        # Sums of the products, until they are transformed back: a row for each of a pixel's `TILES` tiles
-        # (frames that are filtered together).
-        "components": ((sizes.components, ROWS, result_parts, result_width * TILES), jnp.float32),
+        "pixels": ((sizes.units, ROWS, sizes.parts, unit_frames // 2), jnp.int32),
+        # Sums of the products, until they are transformed back: one for each of a pixel's `TILES` tiles.
+        "components": ((sizes.components, ROWS, result_parts, width_and_chunk * TILES), jnp.float32),
         # A unit's sums, transformed back.
-        "frames": ((*unit_shape, result_parts, unit_rows), jnp.float32),
+        "frames": ((sizes.units, ROWS, result_parts, unit_frames), jnp.float32),
     }
     if not sizes.rows_together:
-        # What each column of a chunk adds to the column right of it. The first `TILES` rows, for which the
-        # memory has a whole register, are what the last column of the previous chunk adds.
+        # What each column of a chunk adds to the column right of it. Before these are the `TILES` sums that
+        # the last column of the previous chunk adds, for which the buffer has a whole register.
         shapes["shifted"] = ((sizes.components, ROWS, sizes.chunk * TILES + SUBLANES), jnp.float32)
     return shapes
 
@@ -424,24 +427,28 @@ def scratch_shapes(sizes: ConvSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
 def _vmem_bytes(sizes: ConvSizes, residual: bool) -> int:
     """Return the bytes of VMEM that the kernel uses, with a residual or without one.
 
-    Blocks of operands and results count twice: the next step's blocks are fetched during a step.
+    A grid step reads and writes two rows of a strip, which is columns that are computed together. float32 has
+    4 bytes, bfloat16 has 2.
     """
-    row = sizes.width * sizes.input_frames
-    input_bytes, output_bytes = row * sizes.channels * 2, row * sizes.outputs * 2  # of a row, in bfloat16
-    # Multiplier and offset (2), in float32 (4 bytes). A cell, the columns that share them, has a register for
-    # each 128 channels.
-    cells = 2 * ROWS * -(-sizes.width // sizes.cell) * SUBLANES * sizes.channels * 4
-    # The last cache and the next (2), each of two frames, in bfloat16 (2 bytes).
+    row_frames = sizes.width * sizes.input_frames  # of all pixels in a row of a strip
+    inputs = ROWS * row_frames * sizes.channels * 2
+    results = ROWS * row_frames * sizes.outputs * 2
+    # Multiplier and offset (2), in float32. A cell, the columns that share them, has a register for each 128
+    # channels.
+    cells = -(-sizes.width // sizes.cell)
+    coefficients = 2 * ROWS * cells * SUBLANES * sizes.channels * 4
+    # The last cache and the next (2), each of two frames, in bfloat16.
     caches = 2 * ROWS * sizes.width * 2 * sizes.channels * 2
     # Sums to add to the first and to the last column (2), in float32.
     edges = 2 * ROWS * sizes.frames * sizes.outputs * 4
-    # Mean and M2 (2), in float32.
-    moments = 2 * row * sizes.outputs * 4
-    # A residual has the size of the result.
-    blocks = ROWS * (input_bytes + output_bytes * (1 + residual)) + cells + caches + edges + moments
-    # Matrices have a block of (I, O) weights for each input and result of a product.
-    blocks_of_weights = sum(len(product.inputs) * len(product.results) for product in sizes.products)
-    weights = sizes.components * blocks_of_weights * sizes.channels * sizes.outputs * 2
-    # Scratch buffers have 4 bytes an element, and a last axis of 128 lanes that is not in `shape`.
-    scratch = sum(4 * math.prod(shape) * tiles.LANES for shape, _ in scratch_shapes(sizes).values())
-    return 2 * blocks + weights + scratch
+    # Mean and M2 (2) of each column, in float32.
+    moments = 2 * row_frames * sizes.outputs * 4
+    residuals = results if residual else 0
+    operands_and_results = inputs + results + residuals + coefficients + caches + edges + moments
+    # A product's matrix has (I, O) weights for each of its inputs and results, in bfloat16.
+    pairs = sum(len(product.inputs) * len(product.results) for product in sizes.products)
+    weights = sizes.components * pairs * sizes.channels * sizes.outputs * 2
+    # Elements of scratch buffers have 4 bytes, int32 too. The last axis of 128 lanes is not in `shape`.
+    scratch = sum(4 * math.prod(shape) * tiles.LANES for shape, _dtype in scratch_shapes(sizes).values())
+    # Operands and results count twice: the next step's are fetched during a step.
+    return 2 * operands_and_results + weights + scratch

@@ -8,7 +8,7 @@ For 128 channels of 8 x 480 x 720 the schedule for a v6e takes 2.5 ms, and 3.85 
 which its matrix units at their peak would take 2.7. XLA's convolution alone takes 5.4 ms.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -54,18 +54,20 @@ def to_registers(z: Shaped[Array, "N t h w Z"], frames: int, columns: int) -> Sh
 
     Args:
         z: latents, or coefficients of them, channels last.
-        frames, columns: of the activations, whole multiples of t and w.
+        frames, columns: numbers T and W of the activations, whole multiples of t and w.
 
     Returns:
         The v registers of each row of latents: one for each latent (v = w) if all pixels of a register have
         one latent, as in a row of a single latent or where a latent's pixels fill whole registers; else as
         many as hold a value for each frame of each pixel.
     """
-    register_pixels, cell = SUBLANES // frames, columns // z.shape[3]  # a latent covers `cell` columns
+    register_pixels = SUBLANES // frames
+    latent_columns = columns // z.shape[3]  # columns of pixels that a latent covers
     z = repeat_nearest(z.transpose(0, 2, 3, 1, 4), {3: frames // z.shape[1]})  # N h w T Z
-    if z.shape[2] == 1 or fills_registers(cell, frames):
+    if z.shape[2] == 1 or fills_registers(latent_columns, frames):
         return jnp.concatenate([z] * register_pixels, axis=3)
-    z = repeat_nearest(z, {2: cell})  # a value for each pixel; the padding completes the last register
+    z = repeat_nearest(z, {2: latent_columns})  # N h W T Z
+    # Padding columns complete the last register.
     z = jnp.pad(z, [(0, 0), (0, 0), (0, -columns % register_pixels), (0, 0), (0, 0)])
     return z.reshape(*z.shape[:2], -1, SUBLANES, z.shape[-1])
 
@@ -80,15 +82,16 @@ def _over_pixels(
     channels.
     """
     frames, height, columns, channels = x.shape[1:]
-    videos, rows, registers = coefficients.shape[:3]
-    # A register holds `register_pixels` pixels, and covers `cell` columns: more if columns share values.
-    register_pixels, cell = SUBLANES // frames, columns_of_register(columns, frames, registers)
-    values = coefficients.reshape(videos, rows, registers * register_pixels, frames, channels)
+    videos, coefficient_rows, registers = coefficients.shape[:3]
+    register_pixels = SUBLANES // frames  # pixels that a register has values for
+    # Columns that a register covers: more than `register_pixels` if they share its values.
+    cell = columns_of_register(columns, frames, registers)
+    values = coefficients.reshape(videos, coefficient_rows, registers * register_pixels, frames, channels)
     if cell != register_pixels:  # all of a register's pixels are equal: the first one is repeated
         values = repeat_nearest(values[:, :, ::register_pixels], {2: cell})
     # Padding columns of the last register are cut off.
-    values = repeat_nearest(values[:, :, :columns], {1: height // rows})
-    return values.transpose(0, 3, 1, 2, 4)
+    values = repeat_nearest(values[:, :, :columns], {1: height // coefficient_rows})
+    return values.transpose(0, 3, 1, 2, 4)  # from N H W T C
 
 
 def activated(x: Array, multiplier: Array, offset: Array) -> Array:
@@ -109,10 +112,10 @@ def _xla_form(
 ) -> Any:
     """Compute in XLA what the kernel computes, for the derivatives; arguments and results as of `_by_kernel`.
 
-    The convolution is of `silu(x * multiplier + offset)`. `edges` are sums for the first and the last column
-    of each strip (columns that the kernel computes together): the sums for the first and the last column of
-    `x` are added, no others. Columns from `true_width` on are padding and get zeros. Results are the frames,
-    the next cache, and (mean, M2: sum of squared deviations) of each column of the frames.
+    The convolution is of `silu(x * multiplier + offset)`. `edges` are sums to add to the first and to the
+    last column of each strip (columns that the kernel computes together): here only those for the first and
+    the last column of `x` are added. Columns from `true_width` on are padding and get zeros. Results are the
+    frames, the next cache, and (mean, M2: sum of squared deviations) of each column of the frames.
     """
     hidden = activated(x, _over_pixels(multiplier, x), _over_pixels(offset, x))
     if cache is None:  # at the start of a video its first frame is repeated
@@ -121,9 +124,9 @@ def _xla_form(
     sums = xla.summed(frames, kernel, xla.same_width_padding(kernel))
     if edges is not None:
         # `sums` already contain what the strips of `x` add to each other.
-        left, right = edges
-        sums = add_columns(sums, left[:, :, :, :1], at=0)
-        sums = add_columns(sums, right[:, :, :, -1:], at=x.shape[3] - 1)
+        to_first, to_last = edges  # each with an axis of strips, which is axis 3
+        sums = add_columns(sums, to_first[:, :, :, :1], at=0)
+        sums = add_columns(sums, to_last[:, :, :, -1:], at=x.shape[3] - 1)
     sums = xla.add_bias_and_residual(sums, bias, residual)
     if true_width is not None:
         sums = jnp.where(jax.lax.iota(jnp.int32, x.shape[3])[:, None] < true_width, sums, 0.0)
@@ -152,22 +155,24 @@ def _by_kernel(
 
     Args:
         x: frames, of sizes that the kernel supports (`sizes.is_supported`).
-        multiplier, offset: the norm, float32, as `to_registers` makes them: v registers of S = 8 rows for
-            each of h latent rows. A latent row covers H / h rows of pixels.
+        multiplier, offset: the norm, float32, as `to_registers` makes them: v registers of S = 8 sublanes
+            for each of h rows of coefficients. Such a row covers H / h rows of pixels.
         cache: the two activated frames before `x`, whose memory the next cache reuses; None at the start of a
             video, before which its first frame is repeated.
         residual: added to the sums before they are rounded, or None.
         kernel, bias: the convolution's.
-        edges: contributions of the columns left and right of each of E strips (parts of the width) to the
-            sums of its first and its last column, float32; None for a single strip without neighbours.
+        edges: contributions of the columns left and right of each of E strips (columns that are computed
+            together) to the sums of its first and its last column, float32; None for a single strip without
+            neighbours.
         true_width: columns from this one on are padding and get zeros; None without padding.
 
     Returns:
-        The convolved frames; the next cache; (mean, M2) of each column of pixels of the convolved frames.
+        The convolved frames; the next cache; mean and M2 (sum of squared deviations) of each column of pixels
+        of the convolved frames.
     """
-    _, latent_rows, registers, *_ = multiplier.shape
+    _, coefficient_rows, registers, *_ = multiplier.shape
     outputs = kernel.shape[-1]
-    sizes = sizes_of(x, latent_rows, registers, outputs, residual is not None)
+    sizes = sizes_of(x, coefficient_rows, registers, outputs, residual is not None)
     operands, weights = _operands(
         sizes, x, multiplier, offset, cache, residual, kernel, bias, edges, true_width
     )
@@ -176,13 +181,13 @@ def _by_kernel(
         name: pltpu.VMEM((*shape, tiles.LANES), dtype)
         for name, (shape, dtype) in scratch_shapes(sizes).items()
     }
-    names = [*operands, *results, *scratch]  # of references, in the order of a Pallas kernel's arguments
+    names = [*operands, *results, *scratch]  # in the order of a Pallas kernel's arguments, after the weights
 
-    def run(*refs: Any) -> None:
-        """Run a grid step. References to weights come first; those after them are passed by name."""
-        count = len(refs) - len(names)  # of references to weights
+    def run_step(*refs: Any) -> None:
+        """Run a grid step with references to the weights, then to what `names` lists."""
         step_class = winograd.WinogradStep if sizes.tile else direct.DirectStep
-        step_class(sizes, refs[:count], dict(zip(names, refs[count:], strict=True))).run()
+        weight_refs, named_refs = refs[: len(weights)], refs[len(weights) :]
+        step_class(sizes, weight_refs, dict(zip(names, named_refs, strict=True))).run()
 
     # The bytes of the result, which is written, and of a residual of its size, which is read.
     y_bytes = x.nbytes // sizes.channels * sizes.outputs * (1 if residual is None else 2)
@@ -192,11 +197,11 @@ def _by_kernel(
     if cache is not None and (sizes.width == sizes.columns or RAGGED_IN_PLACE):
         # The next cache reuses the memory of `cache`. Keys are indices of arguments, values of results.
         aliases = {len(weights) + names.index("cache"): [*results].index("latest")}
-    # A grid of a single strip has no axis for strips. A step modulates one block of rows and computes the
-    # results of the block of `LAG` steps before, so the last block takes `LAG` more steps.
+    # The axes are videos, strips if there are several, and steps. A step modulates (norms and activates) one
+    # block of two rows and finishes results of the block `LAG` steps before: so there are `LAG` more steps.
     grid = x.shape[0], *([sizes.strips] if sizes.strips > 1 else []), sizes.blocks + LAG
     y, latest, *moments = pl.pallas_call(
-        run,
+        run_step,
         grid=grid,
         in_specs=[*map(tiles.whole_spec, weights), *(spec for _, spec in operands.values())],
         out_specs=[spec for _, spec in results.values()],
@@ -215,8 +220,8 @@ def _by_kernel(
         name="norm_conv3d",
     )(*weights, *(array for array, _ in operands.values()))
     # From (N, W T, channels), whose channels are padded to `sizes.outputs`, to (N, T, W, O).
-    grouped = x.shape[0], sizes.columns, sizes.input_frames, outputs
-    mean, m2 = (part[..., :outputs].reshape(grouped).swapaxes(1, 2) for part in moments)
+    frames_last = x.shape[0], sizes.columns, sizes.input_frames, outputs  # N W T O
+    mean, m2 = (moment[..., :outputs].reshape(frames_last).swapaxes(1, 2) for moment in moments)
     cache_shape = (x.shape[0], TAPS - 1, *x.shape[2:])
     return _frames_first(y, sizes, outputs), _cache_frames_first(latest, cache_shape), (mean, m2)
 
@@ -243,7 +248,7 @@ def _operands(
         x: frames (N, T, H, W, I).
         multiplier, offset: the norm's coefficients, (N, h, v, 8, I): h x v registers (8, I), one for each
             cell: a rectangle of `sizes.cell_rows` rows and `sizes.cell` columns of pixels. A register's 8
-            rows are the frames of a pixel, for as many pixels as fit.
+            sublanes are the frames of a pixel, for as many pixels as fit.
         cache: the two activated frames before `x`, (N, 2, H, W, I).
         residual: added to the convolution's sums, (N, T, H, W, O).
         kernel, bias: the convolution's.
@@ -251,58 +256,33 @@ def _operands(
             strip is the columns that the grid computes together.
         true_width: columns from this one on are padding.
     """
-    cells = -(-sizes.width // sizes.cell)  # in a row of a strip
     row_frames = sizes.width * sizes.input_frames  # of all pixels in a row of a strip
-    # The block's two rows of pixels are in one row of cells, unless a cell has a single row.
-    coefficient_rows = ROWS if sizes.cell_rows == 1 else 1
 
-    def in_tiles(array: Array) -> Array:
-        """Pad the last axis, output channels, to whole tiles."""
+    def padded_outputs(array: Array) -> Array:
+        """Pad the last axis, output channels, to a multiple of 128."""
         return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, sizes.outputs - array.shape[-1])])
 
-    def coefficient_block(*indices: Any) -> tuple[Any, ...]:
-        """Return the index of the block of coefficients that covers the rows of a step.
-
-        `indices` are the grid's (`grid_position`).
-        """
-        video, strip, step = grid_position(indices)
-        strip = strip if multiplier.shape[2] > 1 else 0  # one register serves all strips
-        return (
-            video,
-            # The step's first row of pixels, over the rows of pixels that a block of coefficients covers.
-            jax.lax.div(_modulated_block(sizes, step) * ROWS, max(ROWS, sizes.cell_rows)),
-            strip,
-            0,
-            0,
-        )
-
-    cell_spec = pl.BlockSpec((1, coefficient_rows, cells, SUBLANES, sizes.channels), coefficient_block)
-    kernel, bias = in_tiles(kernel), in_tiles(bias.astype(jnp.float32)[None])
-    x_spec = _rows_spec(partial(_modulated_block, sizes), row_frames, sizes.channels)
-    operands = {"x": (_pixels_first(x), x_spec)}
+    # A step modulates (norms and activates) one block, two rows, and finishes another block's results.
+    modulated_block = partial(_modulated_block, sizes)
+    coefficient_spec = _coefficient_spec(sizes, multiplier.shape[2])
+    kernel, bias = padded_outputs(kernel), padded_outputs(bias.astype(jnp.float32)[None])
+    operands = {"x": (_pixels_first(x), _rows_spec(modulated_block, row_frames, sizes.channels))}
     if cache is not None:
         operands["cache"] = _cache_pixels_first(cache), _cache_rows_spec(sizes)
     operands |= {
-        "half": (multiplier / 2, cell_spec),  # SiLU is h + h tanh(h) of half its argument h
-        "half_offset": (offset / 2, cell_spec),
+        "half": (multiplier / 2, coefficient_spec),  # SiLU is h + h tanh(h) of half its argument h
+        "half_offset": (offset / 2, coefficient_spec),
         "bias": (bias, tiles.whole_spec(bias)),
     }
     if residual is not None:
         operands["residual"] = (
-            _pixels_first(in_tiles(residual)),
+            _pixels_first(padded_outputs(residual)),
             _rows_spec(_finished_block, row_frames, sizes.outputs),
         )
     if edges is not None:
-        padded_edges = (  # a single frame twice, as it is multiplied as two
-            jnp.repeat(in_tiles(edge), sizes.frames // sizes.input_frames, axis=1) for edge in edges
-        )
-        # (N, H, E, 2 T, O): for each strip the frames of its left edge, then those of its right edge.
-        both = jnp.concatenate([edge.transpose(0, 2, 3, 1, 4) for edge in padded_edges], axis=3)
-        if sizes.strips > 1 and both.shape[3] % SUBLANES:  # each strip's edges fill whole registers
-            both = jnp.pad(both, [(0, 0)] * 3 + [(0, SUBLANES - both.shape[3]), (0, 0)])
-        length = both.shape[3]  # rows of a strip's two edges
-        both = both.reshape(*both.shape[:2], -1, sizes.outputs)
-        operands["edges"] = both, _rows_spec(_finished_block, length, sizes.outputs)
+        joined_edges = _joined_edges(sizes, map(padded_outputs, edges))
+        strip_entries = joined_edges.shape[2] // sizes.strips
+        operands["edges"] = joined_edges, _rows_spec(_finished_block, strip_entries, sizes.outputs)
     if true_width is not None:
         operands["true_width"] = true_width[None], pl.BlockSpec(memory_space=pltpu.SMEM)
     # A function that returns the weights between an input and a result of a product.
@@ -312,35 +292,77 @@ def _operands(
     return operands, [matrices(kernel, product, sizes.turns, tap) for product in sizes.products]
 
 
+def _joined_edges(sizes: ConvSizes, edges: Iterable[Array]) -> Float[Array, "N H entries O"]:
+    """Return the edges of all strips in one array, in the order of axes in which the kernel reads them.
+
+    Edges are what the columns left and right of a strip (columns that the grid computes together) add to its
+    first and last column. For each strip the result has an entry for each frame of its left edge, then of its
+    right edge.
+
+    Args:
+        sizes: the sizes that the kernel is compiled for.
+        edges: the left edges and the right edges, each (N, T, H, E, O) for E strips.
+    """
+    copies = sizes.frames // sizes.input_frames  # a single frame is multiplied as two equal ones
+    repeated = (jnp.repeat(edge, copies, axis=1) for edge in edges)
+    joined = jnp.concatenate([edge.transpose(0, 2, 3, 1, 4) for edge in repeated], axis=3)  # N H E 2T O
+    if sizes.strips > 1 and joined.shape[3] % SUBLANES:  # each strip's edges fill whole registers
+        joined = jnp.pad(joined, [(0, 0)] * 3 + [(0, SUBLANES - joined.shape[3]), (0, 0)])
+    return joined.reshape(*joined.shape[:2], -1, sizes.outputs)
+
+
+def _coefficient_spec(sizes: ConvSizes, registers: int) -> pl.BlockSpec:
+    """Return the spec of the coefficients (N, h, v, 8, I) that a grid step reads: for two rows of a strip.
+
+    Coefficients are the norm's multipliers, or its offsets. A register (8, I) of them covers a cell: a
+    rectangle of `sizes.cell_rows` rows and `sizes.cell` columns of pixels. `registers` is v, their number for
+    a whole row. A strip is columns that the grid computes together.
+    """
+    cells = -(-sizes.width // sizes.cell)  # in a row of a strip
+    # The step's two rows of pixels are in one row of cells, unless a cell has a single row.
+    rows_of_cells = ROWS if sizes.cell_rows == 1 else 1
+
+    def index(*indices: Any) -> tuple[Any, ...]:
+        """Return the spec's block index on each axis; `indices` are the grid's (`grid_position`)."""
+        video, strip, step = grid_position(indices)
+        strip = strip if registers > 1 else 0  # a single register serves all strips
+        first_row = _modulated_block(sizes, step) * ROWS  # of pixels
+        spec_rows = max(ROWS, sizes.cell_rows)  # rows of pixels that one block of the spec covers
+        return video, jax.lax.div(first_row, spec_rows), strip, 0, 0
+
+    return pl.BlockSpec((1, rows_of_cells, cells, SUBLANES, sizes.channels), index)
+
+
 def _result_specs(
     sizes: ConvSizes, operands: dict[str, tuple[Any, pl.BlockSpec]]
 ) -> dict[str, tuple[Any, pl.BlockSpec]]:
     """Return shapes and dtypes of the kernel's results by name, each with its `BlockSpec`.
 
-    `operands` are the kernel's arrays by name, each with its `BlockSpec`.
+    The results are the convolved frames "y", the next cache "latest", and the moments (mean, M2) of the
+    columns of "y". `operands` are the kernel's arrays by name, each with its `BlockSpec`.
     """
     x, _ = operands["x"]
-    videos, height, row, _ = x.shape  # `row` is W T: a row's pixels times frames
-    strip_row = sizes.width * sizes.input_frames  # the part of `row` that a strip (adjacent columns) has
-    # The next cache: the last two frames (`TAPS - 1`), 128 channels (`LANES`) of a pixel and frame in a row.
-    latest = (videos, height, sizes.columns * sizes.parts * (TAPS - 1), tiles.LANES)
-    moments = jax.ShapeDtypeStruct((videos, row, sizes.outputs), jnp.float32)
+    videos, height, row_frames, _ = x.shape  # W T: the frames of all pixels in a row
+    strip_frames = sizes.width * sizes.input_frames  # of the pixels in a row of a strip (adjacent columns)
+    # 128 channels (`LANES`) for each column, each part of the channels and each of two frames (`TAPS - 1`).
+    latest_shape = (videos, height, sizes.columns * sizes.parts * (TAPS - 1), tiles.LANES)
+    moments = jax.ShapeDtypeStruct((videos, row_frames, sizes.outputs), jnp.float32)
 
-    def strip_block(*indices: Any) -> tuple[Any, ...]:
-        """Return the index of the block of a strip's moments; `indices` are the grid's."""
-        video, strip, _ = grid_position(indices)
+    def index(*indices: Any) -> tuple[Any, ...]:
+        """Return the block index of a strip's moments on each axis; `indices` are the grid's."""
+        # Steps go down a strip's rows, and share its moments.
+        video, strip, _step = grid_position(indices)
         return video, strip, 0
 
-    # All steps of a strip, which go down its rows, share one block of moments.
-    strip_spec = pl.BlockSpec((1, strip_row, sizes.outputs), strip_block)
+    moments_spec = pl.BlockSpec((1, strip_frames, sizes.outputs), index)
     return {
         "y": (
-            jax.ShapeDtypeStruct((videos, height, row, sizes.outputs), x.dtype),
-            _rows_spec(_finished_block, strip_row, sizes.outputs),
+            jax.ShapeDtypeStruct((videos, height, row_frames, sizes.outputs), x.dtype),
+            _rows_spec(_finished_block, strip_frames, sizes.outputs),
         ),
-        "latest": (jax.ShapeDtypeStruct(latest, x.dtype), _cache_rows_spec(sizes)),
-        "mean": (moments, strip_spec),
-        "m2": (moments, strip_spec),
+        "latest": (jax.ShapeDtypeStruct(latest_shape, x.dtype), _cache_rows_spec(sizes)),
+        "mean": (moments, moments_spec),
+        "m2": (moments, moments_spec),
     }
 
 
@@ -361,12 +383,13 @@ def _finished_block(step: Array) -> Array:
     return jax.lax.max(step - LAG, 0)
 
 
-def _rows_spec(block_of: Callable[[Any], Any], length: int, lanes: int) -> pl.BlockSpec:
+def _rows_spec(block_of: Callable[[Any], Any], strip_entries: int, lanes: int) -> pl.BlockSpec:
     """Return the spec of the block (two rows) that a step reads or writes of an array (N, H, entries, lanes).
 
     Args:
-        block_of: returns the index of a step's block.
-        length: number of a row's entries, such as frames of pixels, in a strip (columns computed together).
+        block_of: `block_of(step)` returns the index of a step's block.
+        strip_entries: number of entries, such as the frames of each pixel, that a row of a strip has. A strip
+            is columns that the grid computes together.
         lanes: length of the array's last axis.
     """
 
@@ -375,21 +398,21 @@ def _rows_spec(block_of: Callable[[Any], Any], length: int, lanes: int) -> pl.Bl
         video, strip, step = grid_position(indices)
         return video, block_of(step), strip, 0
 
-    return pl.BlockSpec((1, ROWS, length, lanes), index)
+    return pl.BlockSpec((1, ROWS, strip_entries, lanes), index)
 
 
 def _cache_rows_spec(sizes: ConvSizes) -> pl.BlockSpec:
     """Return the spec by which a step reads and writes the cache for the two rows that it modulates.
 
-    A row of pixels has an entry of 128 lanes for each column, each part (128 channels) and each of the
-    `TAPS - 1` frames of the cache.
+    To modulate is to norm and activate. A row of a strip (columns that the grid computes together) has an
+    entry of 128 lanes for each column, each part (128 channels) and each of the `TAPS - 1` cached frames.
     """
-    block = partial(_modulated_block, sizes)
-    return _rows_spec(block, sizes.width * sizes.parts * (TAPS - 1), tiles.LANES)
+    strip_entries = sizes.width * sizes.parts * (TAPS - 1)
+    return _rows_spec(partial(_modulated_block, sizes), strip_entries, tiles.LANES)
 
 
 def _pixels_first(x_NTHWC: Array) -> Array:
-    """Reshape frames to (N, H, W T, C): the T frames of a pixel become neighbours."""
+    """Return frames as (N, H, W T, C): the T frames of a pixel become neighbours."""
     x = kernel_layout(x_NTHWC).transpose(0, 2, 3, 1, 4)
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
@@ -397,21 +420,21 @@ def _pixels_first(x_NTHWC: Array) -> Array:
 def _frames_first(y: Array, sizes: ConvSizes, outputs: int) -> Array:
     """Return frames (N, T, H, W, O) of the kernel's result `y`, (N, H, W T, channels).
 
-    O is `outputs`: any channels after these are padding of a tile.
+    O is `outputs`: any channels after these are padding, up to 128.
     """
     videos, height, *_ = y.shape
     if outputs == sizes.outputs or sizes.input_frames == 1:
         y = y.reshape(videos, height, sizes.columns, sizes.input_frames, -1).transpose(0, 3, 1, 2, 4)
         return y[..., :outputs]
     # A product with ones and zeros, exact for finite values, selects the channels and puts pixels last. To
-    # slice the channels, XLA would transpose the whole tile. XLA slices an image (above) without a transpose,
-    # and would take 90 s to compile the product for it.
+    # slice the channels, XLA would transpose all 128. XLA slices an image (above) without a transpose, and
+    # would take 90 s to compile the product for it.
     few = jnp.einsum("nhpc,co->nohp", y, jnp.eye(sizes.outputs, outputs, dtype=y.dtype))
     return few.reshape(videos, outputs, height, sizes.columns, sizes.input_frames).transpose(0, 4, 2, 3, 1)
 
 
 def _cache_pixels_first(cache_NTHWC: Array) -> Array:
-    """Reshape a cache to (N, H, W P T, 128), for T = 2 frames and P parts of 128 channels each.
+    """Return a cache as (N, H, W P T, 128), for T = 2 frames and P parts of 128 channels each.
 
     That is the order in which a TPU keeps two frames in memory.
     """
@@ -427,7 +450,7 @@ def column_of_cache(cache: Float[Array, "N 2 H W I"], column: int) -> Float[Arra
     For a slice in the order of `cache` XLA would first copy the whole cache.
     """
     videos, frames, height, _, channels = cache.shape
-    # Entries of a column in the reshaped cache, (N, H, W * entries, 128).
+    # Entries of 128 channels that a column has in the reshaped cache, (N, H, W * entries, 128).
     entries = channels // tiles.LANES * frames
     cut = _cache_pixels_first(cache)[:, :, column * entries : (column + 1) * entries]
     return _cache_frames_first(cut, (videos, frames, height, 1, channels))
@@ -438,7 +461,7 @@ def _cache_frames_first(latest: Array, shape: tuple[int, ...]) -> Array:
 
     `latest` is (N, H, W P T, 128), for T = 2 frames and P parts of 128 channels each.
 
-    Each reshape and transpose is inverted by itself, so that XLA drops both functions where one follows the
+    Each reshape and transpose is inverted separately, so that XLA drops both functions where one follows the
     other.
     """
     videos, frames, height, columns, channels = shape
