@@ -283,9 +283,10 @@ def _convolved(
     """
     split = target.split
     frames, _, columns, _ = x.shape[1:]
-    # The norm has coefficients, a multiplier and an offset: for each column of latents, if it has any.
+    # The norm's coefficients are a multiplier and an offset, with latents for each column of them.
     *_, coefficient_columns = _coefficient_grid(split, x, zq)
     coefficients = functools.partial(_coefficients, split, norm, zq, scale_NC, shift_NC, coefficient_columns)
+    # They are repeated to the registers that the kernel reads.
     multiplier, offset = coefficients(lambda values: tpu.to_registers(values, frames, columns))
     _, coefficient_rows, registers, *_ = multiplier.shape  # rows of coefficients, and registers that hold one
     conv_sizes = sizes.sizes_of(x, coefficient_rows, registers, kernel.shape[-1], residual is not None)
@@ -362,7 +363,7 @@ def _edge_sums(
         cache: the two activated frames before `x`, or None.
         kernel: the convolution's.
         coefficients: `coefficients(repeat)` returns the norm's multiplier and offset (`_coefficients`).
-        conv_sizes: the kernel's sizes: strips are `width` columns wide, but for the last one.
+        conv_sizes: the kernel's sizes: a strip is `width` columns wide, the last one may be narrower.
 
     Returns:
         What is added to the strips' first columns, and to their last columns: each (N, T, H, E, O) for E

@@ -50,7 +50,7 @@ class ConvSizes(NamedTuple):
         cell: columns that one register of coefficients, the norm's multiplier and offset, covers.
         cell_rows: rows of pixels that have the same coefficients.
         blocks: blocks of the frame, of two rows each.
-        channels, outputs: channels into the convolution and out of it, in whole tiles.
+        channels, outputs: channels into the convolution and out of it, padded to a multiple of 128.
         tile: frames of a tile, 2 or 4; 0 for direct convolution.
     """
 
@@ -133,7 +133,7 @@ class ConvSizes(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Number of columns of a strip (which is computed together), as if its last chunk were complete."""
+        """Number of columns of a strip (computed together), as if its last chunk were complete."""
         return self.chunk * self.chunks
 
     @property
@@ -174,8 +174,9 @@ def direct_products(channels: int, outputs: int) -> list[Product]:
     # The inputs of the block's upper row of results, of its lower row, and of both.
     upper, lower, both = above + row_1 + row_2, row_1 + row_2 + below, above + row_1 + row_2 + below
     if channels == tiles.LANES:
-        # Two inputs of 128 channels fill the depth of a matrix unit. All products have the same pairs of
-        # inputs: so both rows of results take all of `shared`. Inputs out of a row's reach have zero weights.
+        # Two adjacent inputs of 128 channels fill the depth of a matrix unit. All products have the same
+        # pairs of inputs: so both rows of results take all of `shared`. Inputs out of a row's reach have zero
+        # weights.
         shared = [(1, 0), (1, 1), (2, 0), (2, 1), (1, 2), (2, 2), (0, 2), (3, 2)]
         above, below = [(0, 0), (0, 1)], [(3, 0), (3, 1)]  # the other inputs of row 0, and of row 3
         upper, lower, both = shared + above, shared + below, shared + above + below
@@ -201,8 +202,8 @@ def winograd_products(outputs: int) -> list[Product]:
 
     With 128 output channels a product gives two results: of inputs above or below the block, in two columns
     of the nearest row; of inputs in the block, in both of its rows. With more output channels only the upper
-    row's products are returned: their matrices multiply the inputs of the lower row, each a row below, too.
-    Sums of adjacent products with the same results are added.
+    row's products are returned: the lower row's have the same matrices, and inputs one row below. Sums of
+    adjacent products with the same results are added.
     """
     if outputs == tiles.LANES:
         return [
@@ -227,8 +228,8 @@ def is_supported(
     """Return whether the kernel supports these frames.
 
     It supports two, four or eight frames of bfloat16, or a video's first frame. They must not be small, and
-    must have an even number of rows. Input channels must be whole tiles, output channels too if they are more
-    than one tile. VMEM must hold a frame, or a strip of a frame that is cut into at most `MOST_STRIPS`.
+    must have an even number of rows. Input channels must be a multiple of 128, output channels too if they
+    are more than 128. VMEM must hold a frame, or a strip of a frame that is cut into at most `MOST_STRIPS`.
 
     Args:
         x: frames; only their shape and dtype are read, and the kernel's shape.
@@ -254,10 +255,10 @@ def is_supported(
     )
     if not is_suitable:
         return False
-    # Number of vector registers for a row of coefficients (`tpu.to_registers`): one for each coefficient, or
-    # as many as hold a copy for each frame of each pixel.
-    one_for_each = coefficient_columns == 1 or fills_registers(columns // coefficient_columns, frames)
-    registers = coefficient_columns if one_for_each else _register_count(columns, frames)
+    # Number of vector registers for a row of coefficients (`tpu.to_registers`): one for each of its columns,
+    # or as many as hold a copy for each frame of each pixel.
+    is_shared = coefficient_columns == 1 or fills_registers(columns // coefficient_columns, frames)
+    registers = coefficient_columns if is_shared else _register_count(columns, frames)
     sizes = sizes_of(x, coefficient_rows, registers, outputs, residual)
     return (
         # The two rows of a block have a row of coefficients each, or one for both.
@@ -297,8 +298,9 @@ def sizes_of(
     """Choose the sizes that the kernel is compiled for.
 
     Four and eight frames are convolved by Winograd's filtering, unless it is off (`pallas_mode`), does not
-    fit into VMEM, or cannot use the registers of coefficients. Other numbers of frames are convolved
-    directly. Strips (columns that are computed together) are the fewest that fit into VMEM, or `MOST_STRIPS`.
+    fit into VMEM, or cannot take the registers of coefficients or the number of columns. Other numbers of
+    frames are convolved directly. Strips (columns that are computed together) are the fewest that fit into
+    VMEM, or `MOST_STRIPS`.
 
     Args:
         x: frames N T H W C.
@@ -309,7 +311,7 @@ def sizes_of(
         residual: whether a residual is added.
     """
     input_frames, height, columns, channels = x.shape[1:]
-    outputs += -outputs % tiles.LANES  # padded to whole tiles
+    outputs += -outputs % tiles.LANES  # padded to a multiple of 128
     cell = columns_of_register(columns, input_frames, registers)  # columns that a register covers
     direct = ConvSizes(
         input_frames=input_frames,

@@ -327,8 +327,8 @@ def _coefficient_spec(sizes: ConvSizes, registers: int) -> pl.BlockSpec:
         video, strip, step = grid_position(indices)
         strip = strip if registers > 1 else 0  # a single register serves all strips
         first_row = _modulated_block(sizes, step) * ROWS  # of pixels
-        spec_rows = max(ROWS, sizes.cell_rows)  # rows of pixels that one block of the spec covers
-        return video, jax.lax.div(first_row, spec_rows), strip, 0, 0
+        covered_rows = max(ROWS, sizes.cell_rows)  # rows of pixels that a step's coefficients cover
+        return video, jax.lax.div(first_row, covered_rows), strip, 0, 0
 
     return pl.BlockSpec((1, rows_of_cells, cells, SUBLANES, sizes.channels), index)
 
