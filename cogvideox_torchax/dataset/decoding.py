@@ -58,19 +58,21 @@ class VideoDirectory(OutputDirectory):
         Raises:
             OutputError: videos of these clips are there, but no config of a run that decoded them.
         """
-        manifest = lines(self.directory, self.NAME)
-        bad_before = {line["id"]: line["error"] for line in manifest if line["kind"] == BAD}
+        manifest_lines = lines(self.directory, self.NAME)  # of all processes
+        bad_before = {line["id"]: line["error"] for line in manifest_lines if line["kind"] == BAD}
         self._readers: dict[str, Callable[[], Latents]] = {}  # read a missing clip's latents, by its id
-        for name, read in self._own_entries():
-            if self._video_path(name).exists():  # whether or not a manifest lists the clip, even as bad
+        for clip_id, read in self._own_entries():
+            if self._video_path(clip_id).exists():  # whether or not a manifest lists the clip, even as bad
                 self.done_before += 1
-            elif name in bad_before and not self._retry:
-                self.bad[name] = bad_before[name]
+            elif clip_id in bad_before and not self._retry:
+                self.bad[clip_id] = bad_before[clip_id]
             else:
-                self._readers[name] = read
+                self._readers[clip_id] = read
         self.missing = list(self._readers)
-        # A run writes its config before its first video. None: the config is not compared with this run's.
-        if not self._load_state(None) and self.done_before:
+        # The config of earlier runs; None: it need not equal this run's. A run writes it before its first
+        # video.
+        state = self._load_state(None)
+        if self.done_before and not state:
             raise OutputError(
                 f"{self.directory} holds videos of these names that were not decoded there: give another "
                 "directory"
@@ -83,32 +85,35 @@ class VideoDirectory(OutputDirectory):
         the videos of several clips would have one path, the first clip gets it, and the later clips are bad.
         """
         # For each clip: its shard, its id, and the function that reads its latents.
-        shard_entries: list[tuple[Path, Any, Callable[[], Latents]]] = []
+        clips: list[tuple[Path, Any, Callable[[], Latents]]] = []
         for shard in self._shards:
             try:
-                shard_entries += [(shard, name, read) for name, read in formats.entries(shard)]
+                clips += [(shard, clip_id, read) for clip_id, read in formats.entries(shard)]
             except LatentsError as error:
                 self.bad[shard.name] = str(error)
-        owners: dict[Path, tuple[str, Path]] = {}  # by a video's path: the clip's id, and its shard
-        for shard, name, _read in shard_entries:
-            if isinstance(name, str):  # a broken shard may have any value as an id: `check_id` refuses it
-                owners.setdefault(self._video_path(name), (name, shard))
+        owners: dict[Path, tuple[str, Path]] = {}  # by a video's path: the first clip's id, and its shard
+        for shard, clip_id, _read in clips:
+            if isinstance(clip_id, str):  # a broken shard may have any value as an id: `check_id` refuses it
+                owners.setdefault(self._video_path(clip_id), (clip_id, shard))
         # The files to be written: a video's path must not lead through one of them, as through a directory.
         files = {*owners, self.directory / self.LIST}
-        for shard, name, read in shard_entries:
+        for shard, clip_id, read in clips:
             try:
-                check_id(name)
-                check_file(name, self._video_path(name), self.directory, files)
-                owner, owner_shard = owners[self._video_path(name)]
-                if (owner, owner_shard) != (name, shard):
-                    raise ClipError(f"its video would replace {owner}'s in {owner_shard}: give it another id")
-                yield name, read
+                check_id(clip_id)
+                path = self._video_path(clip_id)
+                check_file(clip_id, path, self.directory, files)
+                owner_id, owner_shard = owners[path]
+                if (owner_id, owner_shard) != (clip_id, shard):
+                    raise ClipError(
+                        f"its video would replace {owner_id}'s in {owner_shard}: give it another id"
+                    )
+                yield clip_id, read
             except ClipError as error:
-                self.bad[str(name)] = f"{shard}: {error}"
+                self.bad[str(clip_id)] = f"{shard}: {error}"
 
-    def _video_path(self, name: str) -> Path:
+    def _video_path(self, clip_id: str) -> Path:
         """Return the path of a clip's video; an id may end in .mp4 already."""
-        return self.directory / f"{name.removesuffix('.mp4')}.mp4"
+        return self.directory / f"{clip_id.removesuffix('.mp4')}.mp4"
 
     def begin(self, config: dict[str, Any], **state: Any) -> None:
         """Write the config, with the requested frame rate as "fps", to a file of the directory.
@@ -119,9 +124,9 @@ class VideoDirectory(OutputDirectory):
 
     def first_latents(self) -> Latents | None:
         """Return the first readable latents of a clip that has no video yet; None if there are none."""
-        for name in self.missing:
+        for clip_id in self.missing:
             with contextlib.suppress(*loop.IN_READING):  # `work`, which decodes all, meets the error again
-                return self._readers[name]()
+                return self._readers[clip_id]()
         return None
 
     def work(self, unit: DecodeClip, *, readers: int) -> Iterator[loop.Step]:
@@ -136,8 +141,8 @@ class VideoDirectory(OutputDirectory):
 
         def compute(given: tuple[str, Latents]) -> dict[str, Any]:
             """Decode a clip, given its (id, latents), into its video; return fields of its manifest line."""
-            name, latents = given
-            path = self._video_path(name)
+            clip_id, latents = given
+            path = self._video_path(clip_id)
             path.parent.mkdir(parents=True, exist_ok=True)
             with video.writing(path, self._fps or latents.fps) as sink:
                 written = video.write_all(sink, unit.stream(latents))
@@ -145,9 +150,9 @@ class VideoDirectory(OutputDirectory):
 
         return loop.work(
             jobs=self.missing,
-            read=lambda name: (name, self._readers[name]()),
+            read=lambda clip_id: (clip_id, self._readers[clip_id]()),
             compute=compute,
-            keep=lambda name, about: self.note(name, **about),
+            keep=lambda clip_id, about: self.note(clip_id, **about),
             refuse=self.refuse,
             readers=readers,
         )

@@ -74,16 +74,16 @@ def lines(directory: Path, name: str = "manifest") -> Iterator[dict[str, Any]]:
     Raises:
         OutputError: a line that this program has not written.
     """
-    key, key_type = KEYS[name]  # the field that names a line's clip, and its type
+    key_name, key_type = KEYS[name]  # the field that names a line's clip, and its type
     # By the kind of a line: the fields that it must have, and their types.
-    types_of = {DONE: {key: key_type}, BAD: {key: key_type, "error": str}, SHARD: {}}
+    types = {DONE: {key_name: key_type}, BAD: {key_name: key_type, "error": str}, SHARD: {}}
     for path in sorted(directory.glob(f"{name}-*.jsonl")):
         # After the last newline there is nothing, or the incomplete line of a killed run.
         *complete, _ = path.read_bytes().split(b"\n")
         for number, text in enumerate(complete, 1):
             try:
                 line = reports.parse(text)
-                if not all(isinstance(line[field], kind) for field, kind in types_of[line["kind"]].items()):
+                if not all(isinstance(line[field], type_) for field, type_ in types[line["kind"]].items()):
                     raise TypeError("a field is of another type")
             except (KeyError, TypeError, ValueError) as error:
                 raise OutputError(
@@ -202,8 +202,10 @@ class OutputDirectory:
         saved = state.get("config")
         if not isinstance(saved, dict):
             raise OutputError(f"{path} is broken (its config is no object): give another directory")
-        wanted = saved if config is None else json.loads(json.dumps(config))  # tuples as lists, as in `saved`
-        differing = sorted(key for key in wanted if saved.get(key) != wanted[key])
+        if config is None:
+            return state
+        wanted = json.loads(json.dumps(config))  # as `saved` was: tuples become lists
+        differing = sorted(setting for setting in wanted if saved.get(setting) != wanted[setting])
         if differing:
             raise OutputError(
                 f"{self.directory} holds clips that were made with other settings "
@@ -268,7 +270,7 @@ class DatasetDirectory(OutputDirectory):
         self.ids = self._load_ids()
         (self.directory / WORK).mkdir(exist_ok=True)  # for latent files that no shard has yet
         # The latent files of all clips, none of which may be a directory of another.
-        taken = {self.clip_path(index) for index, name in enumerate(self.ids) if name is not None}
+        taken = {self.clip_path(index) for index, clip_id in enumerate(self.ids) if clip_id is not None}
         for shard in self.shards:
             for index in self.members(shard):
                 if index not in self.bad:
@@ -280,23 +282,28 @@ class DatasetDirectory(OutputDirectory):
 
         New clips begin a new shard: None stands for each number that is left in the last shard before them.
         """
-        known = (self._load_state(self._config) or {"clips": []}).get("clips")  # the ids of earlier runs
+        state = self._load_state(self._config)
+        ids = state.get("clips") if state else []  # of earlier runs' clips
         try:
-            if not isinstance(known, list):
+            if not isinstance(ids, list):
                 raise ClipError("its clips are no list")
-            for name in known:
-                if name is not None:
-                    check_id(name)
+            for clip_id in ids:
+                if clip_id is not None:
+                    check_id(clip_id)
         except ClipError as error:
             raise OutputError(f"{self.directory / self.LIST} is broken ({error})") from error
-        last = {name: index for index, name in enumerate(known)}  # the newest number of each id
-        # Clips without a number, and bad clips to try again, which get another number.
-        new = [name for name in self._clips if name not in last or (self._retry and last[name] in self.bad)]
+        newest = {clip_id: index for index, clip_id in enumerate(ids)}  # the newest number of each id
+        # Ids without a number, and those of bad clips to try again, which get another number.
+        new = [
+            clip_id
+            for clip_id in self._clips
+            if clip_id not in newest or (self._retry and newest[clip_id] in self.bad)
+        ]
         if new:
-            known += [None] * (-len(known) % self.shard_size)  # up to a multiple of the shard's size
-            known += new
-            self.begin(self._config, clips=known)
-        return known
+            ids += [None] * (-len(ids) % self.shard_size)  # up to a multiple of the shard's size
+            ids += new
+            self.begin(self._config, clips=ids)
+        return ids
 
     def _count_clip(self, index: int, taken: Container[Path], is_noted: bool) -> None:
         """Count a clip as done, missing (not encoded yet) or bad.
@@ -305,8 +312,8 @@ class DatasetDirectory(OutputDirectory):
 
         Args:
             index: the clip's number.
-            taken: the latent files of all clips; this clip is bad if one of them would have to be a directory
-                of its path.
+            taken: the latent files of all clips; this clip is bad if its own file would be below one of them,
+                as if below a directory.
             is_noted: whether the manifest has the clip's line.
         """
         try:
@@ -331,10 +338,11 @@ class DatasetDirectory(OutputDirectory):
 
         A clip that was tried again has several numbers, of which the newest counts.
         """
-        # `self.bad` has reasons by number, of all processes' clips. `own` has this process's bad numbers.
-        own = {index for shard in self.shards for index in self.members(shard)} & {*self.bad}
-        newest = {name: index for index, name in enumerate(self.ids) if name}
-        return {name: self.bad[index] for name, index in newest.items() if index in own}
+        # `self.bad` has the reasons by number, for clips of all processes; `own` are this process's numbers.
+        own = {index for shard in self.shards for index in self.members(shard)}
+        newest = {clip_id: index for index, clip_id in enumerate(self.ids) if clip_id}
+        bad = {clip_id: index for clip_id, index in newest.items() if index in self.bad and index in own}
+        return {clip_id: self.bad[index] for clip_id, index in bad.items()}
 
     def members(self, shard: int) -> list[int]:
         """Return the numbers of a shard's clips; a number without a clip, whose id is None, is left out."""
@@ -350,7 +358,8 @@ class DatasetDirectory(OutputDirectory):
     def shard_path(self, shard: int) -> Path:
         """Return the path of a shard by its number.
 
-        With a file for each clip (safetensors) `shard` is the clip's number, and its id names the file.
+        With a file for each clip (safetensors) a shard has one clip, whose number is the shard's number too;
+        the clip's id names the file.
         """
         suffix = formats.SUFFIXES[self.kind]
         if self.kind == formats.SAFETENSORS:
@@ -365,7 +374,8 @@ class DatasetDirectory(OutputDirectory):
 
     def is_done(self, index: int) -> bool:
         """Return whether a clip's latent file, or the shard that it belongs to, exists."""
-        return self.clip_path(index).exists() or self.shard_path(index // self.shard_size).exists()
+        shard = index // self.shard_size  # its number
+        return self.clip_path(index).exists() or self.shard_path(shard).exists()
 
     def work(self, unit: EncodeClip, *, readers: int = loop.READERS) -> Iterator[loop.Step]:
         """Encode the missing clips on this machine with `unit`; yield the outcome of each.
@@ -407,14 +417,16 @@ class DatasetDirectory(OutputDirectory):
 
         Bad clips are left out. With a file for each clip (safetensors) there is nothing to do.
         """
-        members, path = self.members(shard), self.shard_path(shard)
-        encoded = [index for index in members if index not in self.bad]
-        if self.kind == formats.SAFETENSORS or not all(self.is_done(index) for index in encoded):
+        if self.kind == formats.SAFETENSORS:
             return
-        if encoded and not path.exists():
-            formats.write(self.kind, [(index, self.clip_path(index)) for index in encoded], path)
-            self.add_line(SHARD, name=path.name, clips=len(encoded))
-        for index in encoded:  # also the files of a run that was killed after it wrote the shard
+        path = self.shard_path(shard)
+        good = [index for index in self.members(shard) if index not in self.bad]  # done or missing
+        if not all(self.is_done(index) for index in good):
+            return
+        if good and not path.exists():
+            formats.write(self.kind, [(index, self.clip_path(index)) for index in good], path)
+            self.add_line(SHARD, name=path.name, clips=len(good))
+        for index in good:  # also the files of a run that was killed after it wrote the shard
             self.clip_path(index).unlink(missing_ok=True)
 
 

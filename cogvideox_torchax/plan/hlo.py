@@ -33,7 +33,7 @@ _STARTED = re.compile(r"-done\((?:\(.*\) |[^%]\S* )?%?([\w.\-]+)\)")
 _OPERANDS = re.compile(r"operand_layout_constraints=\{(.*?\})\}")
 
 LANES, SUBLANES = 128, 8
-"""A TPU's tile, in numbers along the last axis of an array and along the axis before it."""
+"""Size of a TPU's tile along the last axis of an array, and along the axis before it."""
 
 NO_ESTIMATE = 2**63 - 1
 """The compiler's cycle count for an instruction without an estimate (some copies on tpu7x)."""
@@ -54,14 +54,14 @@ class ArrayType:
 
     @property
     def tiled_bytes(self) -> int:
-        """Bytes in the layout of a TPU's kernels: row-major, in tiles of 128 lanes and up to 8 sublanes.
+        """Bytes in the layout of a TPU's kernels: row-major, in tiles of up to 8 rows and 128 columns.
 
-        The last axis is padded to whole tiles of lanes, the axis before it to whole tiles of sublanes.
+        Columns are the last axis, rows the axis before it; both are padded to whole tiles.
         """
-        *outer, sublanes, lanes = [1, 1, *self.shape]  # a scalar or a vector has axes of 1 before it
-        tile = min(SUBLANES, 1 << (sublanes - 1).bit_length())  # few sublanes: the next power of two
-        padded = *outer, -(-sublanes // tile) * tile, -(-lanes // LANES) * LANES
-        return ArrayType(self.dtype, padded).bytes
+        *outer, rows, columns = [1, 1, *self.shape]  # a scalar or a vector has axes of 1 before it
+        tile_rows = min(SUBLANES, 1 << (rows - 1).bit_length())  # with few rows the next power of two
+        padded_rows, padded_columns = -(-rows // tile_rows) * tile_rows, -(-columns // LANES) * LANES
+        return ArrayType(self.dtype, (*outer, padded_rows, padded_columns)).bytes
 
 
 @dataclass(frozen=True)
@@ -114,12 +114,13 @@ class Instruction:
     def bytes(self) -> int:
         """Bytes of its result on one device."""
         sizes = [array.bytes for array in self.results]
+        if not self.op.endswith("-start"):
+            return sum(sizes)
         # The start of an asynchronous pair returns its operand beside its result. The result is the larger of
         # the two arrays; for a reduce-scatter it is the smaller one, as a device keeps a part of the operand.
-        # Scalars among the results are no data.
         if self.op == "reduce-scatter-start":
-            return min(array.bytes for array in self.results if array.shape)
-        return max(sizes, default=0) if self.op.endswith("-start") else sum(sizes)
+            return min(array.bytes for array in self.results if array.shape)  # scalars are no data
+        return max(sizes, default=0)
 
 
 def instructions(text: str) -> Iterator[Instruction]:
@@ -130,7 +131,7 @@ def instructions(text: str) -> Iterator[Instruction]:
             computation = head[1]
         elif match := _INSTRUCTION.match(line):
             cycles = _number(_CYCLES, line)
-            branches = _first_group(_BRANCHES, line) or ""  # "%one, %other"
+            branches = _first_group(_BRANCHES, line) or ""  # a conditional's, such as "%one, %other"
             yield Instruction(
                 name=match["name"],
                 op=match["op"],
@@ -155,16 +156,18 @@ def _groups(text: str) -> tuple[tuple[int, ...], ...]:
     `arange(8).reshape(2, 4).transpose(1, 0).reshape(4, 2)`, 4 groups of 2. "T" may be missing.
     """
     if iota := _IOTA.match(text):
-        # The numbers in each pair of brackets; `sizes` ends with the size of a group. Without "T" `order` is
-        # empty.
-        sizes, shape, order = (
-            [int(size) for size in numbers.split(",") if size] for numbers in iota.groups(default="")
-        )
+        # The numbers in the three pairs of brackets: [4, 2], [2, 4] and [1, 0]. Without "T" `order` is empty.
+        result_shape, shape, order = map(_integers, iota.groups(default=""))
         axes = order or range(len(shape))
-        devices = np.arange(math.prod(shape)).reshape(shape).transpose(axes).reshape(-1, sizes[-1])
-        return tuple(map(tuple, devices.tolist()))
+        devices = np.arange(math.prod(shape)).reshape(shape).transpose(axes)
+        return tuple(map(tuple, devices.reshape(-1, result_shape[-1]).tolist()))  # a group is a row
     groups = re.findall(r"\{([\d,]+)\}", text)
-    return tuple(tuple(map(int, group.split(","))) for group in groups)
+    return tuple(tuple(_integers(group)) for group in groups)
+
+
+def _integers(text: str) -> list[int]:
+    """Parse numbers, such as "2,4"; an empty text has none."""
+    return [int(number) for number in text.split(",") if number]
 
 
 def times_run(found: Sequence[Instruction]) -> dict[str, int]:
@@ -204,10 +207,7 @@ def _number(pattern: re.Pattern[str], line: str) -> int | None:
 
 def _arrays(types: str) -> tuple[ArrayType, ...]:
     """Parse types, such as "(bf16[2,3]{1,0}, f32[])", into arrays."""
-    return tuple(
-        ArrayType(dtype, tuple(int(size) for size in sizes.split(",") if size))
-        for dtype, sizes in _ARRAY.findall(types)
-    )
+    return tuple(ArrayType(dtype, tuple(_integers(shape))) for dtype, shape in _ARRAY.findall(types))
 
 
 @dataclass(frozen=True)

@@ -72,13 +72,15 @@ class Job:
         """
         if self.tile is None or (self.height <= self.tile[0] and self.width <= self.tile[1]):
             return 1
-        scale = vae.spatial_compression_ratio
-        overlaps = (vae.tile_overlap_factor_height, vae.tile_overlap_factor_width)
-        rows, columns = (
-            len(tiling.plan_axis(size // scale, tile=side // scale, overlap=overlap).spans)
-            for size, side, overlap in zip((self.height, self.width), self.tile, overlaps, strict=True)
+        scale = vae.spatial_compression_ratio  # tiles are planned in latent pixels
+        tile_height, tile_width = (side // scale for side in self.tile)
+        rows = tiling.plan_axis(
+            self.height // scale, tile=tile_height, overlap=vae.tile_overlap_factor_height
         )
-        return rows * columns
+        columns = tiling.plan_axis(
+            self.width // scale, tile=tile_width, overlap=vae.tile_overlap_factor_width
+        )
+        return len(rows.spans) * len(columns.spans)
 
 
 def plan_programs(
@@ -123,19 +125,20 @@ def chunk_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any, backend: str =
     """
     if mesh.size > 1:
         vae.place_on(mesh)
-    pieces, (channels, *size) = job.chunk_shapes(vae)
+    ranges, (channels, *size) = job.chunk_shapes(vae)  # each chunk's range of frames
     backend_class = backends.backend(backend)
     program = backend_class.program(vae, job.direction)
-    if mesh.size == 1:
+    if mesh.size == 1:  # otherwise `place_on` has chosen the program's devices
         program.place = runtime.Place(mesh.devices.item())
     dtype = runtime.jax_dtype(vae.dtype)
-    # (shape, dtype) of one video's first chunk, and of a later chunk if there is any.
-    inputs = [(ordered((1, channels, len(piece), *size), backend_class.axes), dtype) for piece in pieces[:2]]
-    # The later program takes the cache that the first program returns: `before`, the first program's input,
-    # gives the shapes of the cache. `zip` ends after the last of `inputs`.
-    for name, piece, chunk, before in zip(("first", "later"), pieces, inputs, (None, *inputs), strict=False):
+    before = None
+    # `zip` ends after the second chunk: all later chunks have one length, and share a program.
+    for name, frames in zip(("first", "later"), map(len, ranges), strict=False):
+        # (shape, dtype) of the chunk of one video.
+        chunk = ordered((1, channels, frames, *size), backend_class.axes), dtype
         structs = functools.partial(program.structs, chunk, before=before)
-        yield Work(name, len(piece), program.lower, structs, program)
+        yield Work(name, frames, program.lower, structs, program)
+        before = chunk  # the later program takes the first one's cache, whose shapes depend on this input
 
 
 @dataclass(frozen=True)
@@ -178,8 +181,9 @@ def largest_tile_that_fits(
     scale, weights = vae.spatial_compression_ratio, _weight_bytes(vae, job.direction)
     height, width = job.tile or (job.height, job.width)
     while True:
+        # `peak_bytes`, `height` and `width` are the last round's, at first the job's as it is.
         share_of_pixels = 0.95 * max(chip.memory - weights, 0) / (peak_bytes - weights)
-        shrink = min(share_of_pixels, 0.9) ** 0.5  # of each side; each round makes the tile smaller
+        shrink = min(share_of_pixels, 0.9) ** 0.5  # of each side; at most 0.9, so that the tile gets smaller
         height, width = (int(size * shrink) // scale * scale for size in (height, width))
         if min(height, width) < SMALLEST_TILE * scale:  # `SMALLEST_TILE` is in latent pixels
             return None
@@ -219,9 +223,10 @@ def smallest_mesh_that_fits(
     chip, vae = CHIPS[generation], weightless_vae(model, dtype)
     weights = _weight_bytes(vae, job.direction)
     for count, name in GRIDS.items():
-        # Skip a grid that is no larger than the present one. Skip also a grid that is too small by a rough
-        # estimate: each chip has all weights, and an even part of the other memory; 1.1 is a margin.
-        if count <= tp or weights + (peak_bytes - weights) * tp / count > 1.1 * chip.memory:
+        # Each chip has all weights, and an even part of the other memory.
+        rough_peak = weights + (peak_bytes - weights) * tp / count
+        # Skip a grid that is no larger than the present one, or clearly too small; 1.1 is a margin.
+        if count <= tp or rough_peak > 1.1 * chip.memory:
             continue
         devices = topology_devices(f"{generation}:{name}")
         peak = max(plan.peak_bytes for plan in plan_programs(vae, job, devices, chip, tp=count, **options))

@@ -57,7 +57,8 @@ class Links:
             found: the program's instructions, in the order of their schedule.
             busy: returns the seconds of an instruction that is no collective.
         """
-        runs, waits = times_run(found), dict[str, float]()
+        runs = times_run(found)  # how often each computation runs
+        waits: dict[str, float] = {}  # the result
         # The text has a computation's instructions one after another, so `groupby` gets them all at once.
         for computation, members in itertools.groupby(found, lambda instruction: instruction.computation):
             clock = free = 0.0  # the chip's time, and the time at which the links are free again
@@ -67,13 +68,14 @@ class Links:
                     kind, seconds = self._kind_and_seconds(instruction)
                     free = max(clock, free) + seconds
                     sent[instruction.name] = kind, free
-                if instruction.collective and not instruction.op.endswith("-start"):
-                    kind, end = sent.pop(instruction.name)  # a synchronous one: the chip waits at once
-                elif instruction.started in sent:
-                    kind, end = sent.pop(instruction.started)  # the end of an asynchronous pair
-                else:  # no wait: the start of an asynchronous pair, or an instruction that computes
-                    clock += 0.0 if instruction.collective else busy(instruction)
+                    if instruction.op.endswith("-start"):
+                        continue  # the chip waits only at the end of the asynchronous pair
+                # The collective that the chip waits for: this one, or the one whose asynchronous pair ends.
+                awaited = instruction.name if instruction.collective else instruction.started
+                if awaited not in sent:  # none: an instruction that computes
+                    clock += busy(instruction)
                     continue
+                kind, end = sent.pop(awaited)
                 waits[kind] = waits.get(kind, 0.0) + runs[computation] * max(0.0, end - clock)
                 clock = max(clock, end)
         return waits
@@ -103,20 +105,18 @@ class Links:
         """
         count = len(groups[0])  # number of devices in each group
         if kind == "all-to-all":  # each device sends a part of its array to each other device
-            pairs = [pair for group in groups for pair in itertools.permutations(group, 2)]
-            return size / count * self._seconds_per_byte(pairs)
-        # The array goes round a ring in `count` parts. In each round every device passes one part on, half of
-        # the part to each neighbour. An all-reduce is a reduce-scatter and then an all-gather: twice the
-        # rounds.
+            messages = [pair for group in groups for pair in itertools.permutations(group, 2)]
+            return size / count * self._seconds_per_byte(messages)
+        # The whole array goes round a ring of a group's devices in `count` parts. In each round every device
+        # passes one part on, half of the part to each neighbour. An all-reduce is a reduce-scatter and then
+        # an all-gather: twice the rounds.
         whole = size * count if kind == "reduce-scatter" else size
         rounds = (2 if kind == "all-reduce" else 1) * (count - 1)
-        passes = [  # (sender, receiver) of all messages of a round
-            pair
-            for first, *others in map(self._ring, groups)
-            for device, neighbour in itertools.pairwise([first, *others, first])
-            for pair in ((device, neighbour), (neighbour, device))
-        ]
-        return rounds * whole / count / 2 * self._seconds_per_byte(passes)
+        rings = [self._ring(group) for group in groups]
+        neighbours = [pair for ring in rings for pair in itertools.pairwise([*ring, ring[0]])]
+        # (sender, receiver) of all messages of a round, in both directions; each is half of a part.
+        messages = neighbours + [(after, before) for before, after in neighbours]
+        return rounds * whole / count / 2 * self._seconds_per_byte(messages)
 
     def _ring(self, group: Sequence[int]) -> list[int]:
         """Order a group of devices so that consecutive ones are neighbours, if possible last and first too.
@@ -125,22 +125,21 @@ class Links:
         columns, to and fro; with an even number of rows it ends beside its start. A group that is no grid
         keeps its order.
         """
-        # Along each axis of the positions, the number of different coordinates that the devices have.
-        lengths = [
-            len(set(values)) for values in zip(*(self.places[device] for device in group), strict=True)
-        ]
+        places = [self.places[device] for device in group]
+        # Along each axis, the number of different coordinates that the devices have.
+        lengths = [len(set(coordinates)) for coordinates in zip(*places, strict=True)]
         if math.prod(lengths) != len(group):  # no grid
             return list(group)
         grid = np.array(sorted(group, key=lambda device: self.places[device])).reshape(lengths)
-        # A matrix: rows along an axis of even length, if there is one, columns through all other axes, as
-        # `_snake` lists them, from neighbour to neighbour. Axes of one device come last.
+        # The axis of the rows is first: one of even length, if there is one. Axes of one device come last.
         axes = sorted(range(grid.ndim), key=lambda axis: (lengths[axis] == 1, lengths[axis] % 2))
-        rows = np.array([_snake(row) for row in grid.transpose(axes)])
-        return [*rows[:, 0].tolist(), *_snake(rows[::-1, 1:])]
+        # All other axes become the columns, as `_snake` lists them, from neighbour to neighbour.
+        matrix = np.array([_snake(row) for row in grid.transpose(axes)])
+        return [*matrix[:, 0].tolist(), *_snake(matrix[::-1, 1:])]
 
     def _seconds_per_byte(self, pairs: Iterable[Sequence[int]]) -> float:
         """Return the seconds of the busiest link if each pair (sender, receiver) sends one byte."""
-        carried = Counter[Any]()  # bytes by link: (axis, source chip, direction)
+        carried = Counter[Any]()  # by link, (axis, source chip, direction): the bytes that it carries
         for sender, receiver in pairs:
             carried.update(self._route(self.places[sender], self.places[receiver]))
         # Infinity only satisfies the type checker: `from_devices` makes no `Links` without a bandwidth.
@@ -148,8 +147,8 @@ class Links:
         return max(
             (
                 # No axis: the interface between a chip's two cores, `CORES_LINK` times as fast as a link.
-                size / (bandwidth * (CORES_LINK if axis is None else 1))
-                for (axis, *_), size in carried.items()
+                count / (bandwidth * (CORES_LINK if axis is None else 1))
+                for (axis, _chip, _direction), count in carried.items()
             ),
             default=0.0,
         )
@@ -181,8 +180,9 @@ class Links:
         `Chip.wraps` tells which axes have that link. If it is 16, each axis of 16 chips has one. For another
         number all axes have one if it divides every axis's length, else none.
         """
-        *axes, _cores = zip(*self.places, strict=True)  # each place is a chip's coordinates, then a core
-        lengths = [max(values) + 1 for values in axes]
+        # A place is a chip's coordinates, then a core. By axis: all chips' coordinates.
+        *axes, _cores = zip(*self.places, strict=True)
+        lengths = [max(coordinates) + 1 for coordinates in axes]
         if self.chip.wraps == 16:
             return [(length, length == 16) for length in lengths]
         all_closed = all(length % self.chip.wraps == 0 for length in lengths)

@@ -198,7 +198,7 @@ def plan_step(
     frames = -(-frames // patch_t) * patch_t  # padded to whole patches, as diffusers' pipelines do
     batch = 2 if guided else 1
     mesh = make_mesh(dp, tp, devices=devices)
-    plans, kept = [], []  # of the two transformers: plans, and bytes that a cache keeps for the next step
+    plans, kept = [], []  # of each transformer: its plan, and the bytes that a cache keeps for the next step
     for few, network in zip(FEW, networks, strict=True):
         # A device's memory decides whether it has all weights or gathers them. The few layers get a
         # proportional part of the memory, so that the decision is the same as for all layers.
@@ -207,20 +207,23 @@ def plan_step(
         program, before = network.program, None
         if cache is not None:
             program, tensors = cached_program(network, tensors, cache, batch, step)
-            before = tensors  # the inputs of the previous step, whose kept arrays the program takes too
+            # The program takes arrays that the previous step, with equal inputs, has kept.
+            before = tensors
             kept.append(cache_bytes(program, tensors))
         structs = functools.partial(program.structs, tensors, before=before)
         work = Work(name="step", frames=frames, lower=program.lower, structs=structs)
         plans.append(compile_program(work, mesh, chip))
-    tokens = config["max_text_seq_length"] + frames // patch_t * (height // patch) * (width // patch)
+    video_tokens = frames // patch_t * (height // patch) * (width // patch)  # one for each patch
+    tokens = config["max_text_seq_length"] + video_tokens
     # Attention has two products, queries by keys and scores by values, of 2 operations for a multiply-add.
     layer_flops = 2 * 2 * batch * config["num_attention_heads"] * config["attention_head_dim"] * tokens**2
-    # Without kernels, as on a CPU, attention is in the compiler's own figures.
-    attention_flops = layer_flops * layers / (dp * tp) if plans[0].kernels else 0.0
-    # With a cache a step after the first may skip attention. With 0 FLOPs for attention only the kernels in
-    # the compiled program count, by their schedules.
-    plan = _extended("step", plans, layers, 0.0 if step else attention_flops, chip)
-    kept_by_all_layers = _extend(kept[0], kept[1], layers) if kept else 0
+    attention_flops = layer_flops * layers / (dp * tp)  # of a device; they count where a schedule is missing
+    # None are added without kernels, as on a CPU: attention is in the compiler's own figures. Nor for a step
+    # after the first, which may skip attention: only the kernels of the compiled program count.
+    if not plans[0].kernels or step > 0:
+        attention_flops = 0.0
+    plan = _extrapolated_plan("step", plans, layers, attention_flops, chip)
+    kept_by_all_layers = _extrapolate(kept[0], kept[1], layers) if kept else 0
     return replace(plan, parallel=str(networks[0].parallelism), kept=kept_by_all_layers)
 
 
@@ -237,8 +240,9 @@ def cached_steps(model: str | None, dtype: torch.dtype, cache: str, guided: bool
         guided: whether the batch has the video twice, for guidance.
     """
     network = weightless_transformer(model, dtype, FEW[0])  # the fewest layers `plan_step` takes
-    # A form describes the layers that a step runs and the results that it keeps (`caches.Form`).
-    forms = [form for form, _numbers in _plan_cached_run(network, cache, 2 if guided else 1)]  # of each step
+    step_plans = _plan_cached_run(network, cache, 2 if guided else 1)
+    # Each step's form: the layers that it runs and the results that it keeps (`caches.Form`), its kind.
+    forms = [form for form, _numbers in step_plans]
     return {forms.index(form): count for form, count in Counter(forms).items()}
 
 
@@ -251,8 +255,8 @@ def _plan_cached_run(network: Any, cache: str, batch: int) -> list[Any]:
         batch: number of videos: 2 with guidance, else 1.
 
     Returns:
-        A `caches.StepPlan` for each step. `form` names the layers that run and the results that are kept.
-        `numbers` are scalar tensors, by name, that the step's program takes besides the transformer's inputs.
+        (form, numbers) of each step. The form names the layers that run and the results that are kept. The
+        numbers are scalar tensors, by name, that the step's program takes besides the transformer's inputs.
     """
     # A list, so that `steps` can set its one item, the present step's timestep, and the cache's configuration
     # reads it: some caches skip only steps in a range of timesteps.
@@ -285,8 +289,8 @@ def cached_program(
     # The layers that the step runs, and scalar inputs that the cache adds, such as a threshold.
     form, numbers = _plan_cached_run(network, cache, batch)[step]
     number_specs = {
-        name: (tuple(each.shape), jax.dtypes.canonicalize_dtype(runtime.jax_dtype(each.dtype)))
-        for name, each in numbers.items()
+        name: (tuple(number.shape), jax.dtypes.canonicalize_dtype(runtime.jax_dtype(number.dtype)))
+        for name, number in numbers.items()
     }
     return network.program_of(CachedStep(network, attention_kwargs=None, form=form)), tensors | number_specs
 
@@ -295,11 +299,11 @@ def cache_bytes(program: runtime.Program, tensors: TensorSpecs) -> int:
     """Return the bytes on one device of the cache that a program returns for these inputs."""
     # What a call returns, the next call takes: `structs` describes the next call, with equal inputs.
     _weights, _inputs, cache = program.structs(tensors, before=tensors)
-    return sum(
-        math.prod(each.sharding.shard_shape(each.shape) if each.sharding else each.shape)
-        * each.dtype.itemsize
-        for each in jax.tree.leaves(cache)
-    )
+    total = 0
+    for array in jax.tree.leaves(cache):
+        shape = array.sharding.shard_shape(array.shape) if array.sharding else array.shape  # on one device
+        total += math.prod(shape) * array.dtype.itemsize
+    return total
 
 
 def plan_prompt(
@@ -333,45 +337,46 @@ def plan_prompt(
         structs = functools.partial(program.structs, prompt_tensors(batch=1, text=tokens))
         plans.append(compile_program(Work("prompt", tokens, program.lower, structs), mesh, chip))
     # Text encoders have no attention kernel, the only use of `attention_flops`.
-    plan = _extended("prompt", plans, config["num_layers"], attention_flops=0.0, chip=chip)
+    plan = _extrapolated_plan("prompt", plans, config["num_layers"], attention_flops=0.0, chip=chip)
     return replace(plan, parallel=str(network.parallelism))  # equal for both encoders
 
 
-def _extended(
+def _extrapolated_plan(
     name: str, plans: list[ProgramPlan], layers: int, attention_flops: float, chip: Chip | None
 ) -> NetworkPlan:
     """Extrapolate from the plans of a few layers to the plan of the whole network.
 
     Args:
         name: "step" or "prompt".
-        plans: plans of the two programs of few layers, the one of fewer layers first.
+        plans: plans of the programs with the two numbers of layers in `FEW`, the one of fewer layers first.
         layers: number of layers of the whole network.
-        attention_flops: operations of all layers' attention, which count at the chip's peak if a schedule of
-            the attention kernel is missing.
+        attention_flops: operations of all layers' attention on one device, which count at the chip's peak if
+            a schedule of the attention kernel is missing.
         chip: the chip whose peaks give the times; None for no times.
     """
     fewer, more = plans
-    whole = _extend_fields(EXTENDED, fewer, more, layers)  # by the field's name, the extrapolated value
-    whole["temp_bytes"] = max(more.temp_bytes, whole["temp_bytes"])  # reused buffers may make it fall
-    # A kernel that the program of fewer layers lacks is taken as it is: no layer adds to it.
-    whole["kernel_times"] = {
-        kernel: replace(
-            time, **_extend_fields(EXTENDED_TIMES, fewer.kernel_times.get(kernel, time), time, layers)
-        )
-        for kernel, time in more.kernel_times.items()
-    }
-    program = replace(more, compile_seconds=fewer.compile_seconds + more.compile_seconds, **whole)
+    values = _extrapolate_fields(GROWING, fewer, more, layers)  # for all layers, by the plan's fields
+    values["temp_bytes"] = max(more.temp_bytes, values["temp_bytes"])  # reused buffers may make it fall
+    values["kernel_times"] = {}
+    for kernel, time in more.kernel_times.items():
+        # A kernel that the program of fewer layers lacks is taken as it is: no layer adds to it.
+        time_of_fewer = fewer.kernel_times.get(kernel, time)
+        grown = _extrapolate_fields(GROWING_TIMES, time_of_fewer, time, layers)
+        values["kernel_times"][kernel] = replace(time, **grown)
+    program = replace(more, compile_seconds=fewer.compile_seconds + more.compile_seconds, **values)
     if chip is None:
-        return NetworkPlan(name, program, layers, None)
-    # `shares` has the seconds of each kind of instruction; without Pallas kernels it has none of KERNEL.
-    kernel_seconds, attention = program.shares.get(KERNEL, 0.0), program.kernel_times.get("attention")
+        return NetworkPlan(name, program, layers, attention_seconds=None)
+    # The seconds of all Pallas kernels, attention's among them; 0 for a program without any.
+    seconds = program.shares.get(KERNEL, 0.0)
+    attention = program.kernel_times.get("attention")
     # `by_bytes` is the number of attention kernels whose schedule is missing.
     by_schedule = attention is None or attention.by_bytes == 0
-    seconds = kernel_seconds if by_schedule else max(kernel_seconds, attention_flops / chip.flops)
-    return NetworkPlan(name, program, layers, seconds, by_schedule)
+    if not by_schedule:
+        seconds = max(seconds, attention_flops / chip.flops)
+    return NetworkPlan(name, program, layers, attention_seconds=seconds, by_schedule=by_schedule)
 
 
-EXTENDED = (
+GROWING = (
     "flops",
     "bytes_accessed",
     "seconds",
@@ -384,19 +389,19 @@ EXTENDED = (
     "output_bytes",
 )
 """Fields of a `ProgramPlan` that grow with each layer."""
-EXTENDED_TIMES = ("count", "bytes_seconds", "schedule_seconds", "seconds")
+GROWING_TIMES = ("count", "bytes_seconds", "schedule_seconds", "seconds")
 """Fields of a `KernelTime` that grow with each layer."""
 
 
-def _extend_fields(fields: tuple[str, ...], fewer: Any, more: Any, layers: int) -> dict[str, Any]:
-    """Return values of `fields` for `layers` layers, extrapolated by `_extend`, by the fields' names.
+def _extrapolate_fields(fields: tuple[str, ...], fewer: Any, more: Any, layers: int) -> dict[str, Any]:
+    """Return values of `fields` for `layers` layers, extrapolated by `_extrapolate`, by the fields' names.
 
     `fewer` and `more` are plans, or `KernelTime`s, of programs with the two numbers of layers in `FEW`.
     """
-    return {field: _extend(getattr(fewer, field), getattr(more, field), layers) for field in fields}
+    return {field: _extrapolate(getattr(fewer, field), getattr(more, field), layers) for field in fields}
 
 
-def _extend(fewer: Any, more: Any, layers: int) -> Any:
+def _extrapolate(fewer: Any, more: Any, layers: int) -> Any:
     """Extrapolate a figure linearly from the two numbers of layers in `FEW` to `layers`.
 
     Args:
@@ -410,7 +415,7 @@ def _extend(fewer: Any, more: Any, layers: int) -> Any:
     if fewer is None or more is None:
         return None
     if isinstance(more, dict):
-        return {kind: _extend(fewer.get(kind, 0.0), part, layers) for kind, part in more.items()}
+        return {key: _extrapolate(fewer.get(key, 0.0), number, layers) for key, number in more.items()}
     return type(more)(more + (layers - FEW[1]) / (FEW[1] - FEW[0]) * (more - fewer))
 
 
@@ -424,16 +429,15 @@ def cached_table(plans: list[NetworkPlan], counts: list[int], chip: Chip | None)
         counts: number of steps of each kind in a video.
         chip: the chip whose peaks give the times; None for no times.
     """
-    full, *_ = plans
-    full_steps, *skipping_steps = counts
-    skipping = (f"{count} of skipping step {kind}" for kind, count in enumerate(skipping_steps, 1))
-    steps = ", ".join([f"{full_steps} in full", *skipping])
-    rows = {**network_table(full, chip), "kept_GiB": full.kept / GIB, "steps": steps}
-    # Of a step of each kind, with the time of collectives where the plan has one.
-    seconds = [network_table(plan, chip).get("with_collectives_s", plan.seconds) for plan in plans]
+    steps = [f"{counts[0]} in full"]
+    steps += [f"{count} of skipping step {kind}" for kind, count in enumerate(counts[1:], 1)]
+    rows = network_table(plans[0], chip)  # of the full step
+    rows |= {"kept_GiB": plans[0].kept / GIB, "steps": ", ".join(steps)}
     if chip is not None:
-        rows |= {f"skipping_step_{kind}_s": each for kind, each in enumerate(seconds[1:], 1)}
-        rows["all_steps_s"] = sum(count * each for count, each in zip(counts, seconds, strict=True))
+        # Of a step of each kind, with the time of collectives where the plan has one.
+        seconds = [network_table(plan, chip).get("with_collectives_s", plan.seconds) for plan in plans]
+        rows |= {f"skipping_step_{kind}_s": skipping for kind, skipping in enumerate(seconds[1:], 1)}
+        rows["all_steps_s"] = sum(count * of_one for count, of_one in zip(counts, seconds, strict=True))
     return rows
 
 

@@ -122,9 +122,10 @@ class ProgramPlan:
     def traffic(self) -> dict[str, dict[str, int]]:
         """The "count" and "bytes" of all layers' collectives, by kind, such as "all-reduce"."""
         total: dict[str, dict[str, int]] = {}
-        for kind, of_layer in (item for row in self.layers for item in row.collectives.items()):
-            before = total.get(kind, {"count": 0, "bytes": 0})
-            total[kind] = {key: before[key] + value for key, value in of_layer.items()}
+        for row in self.layers:
+            for kind, of_layer in row.collectives.items():
+                before = total.get(kind, {"count": 0, "bytes": 0})
+                total[kind] = {key: before[key] + value for key, value in of_layer.items()}
         return total
 
     @property
@@ -252,7 +253,7 @@ def cycles_by_kind(found: list[Instruction]) -> Counter[str]:
 
     An instruction inside a loop counts once per trip; a fusion that contains a convolution is a convolution.
     """
-    runs = times_run(found)  # number of runs of each computation
+    runs = times_run(found)  # how often each computation runs
     # Names of the computations that contain a convolution.
     convolving = {instruction.computation for instruction in found if instruction.op == "convolution"}
     counted: Counter[str] = Counter()
@@ -277,21 +278,23 @@ def kernel_times(
         chip: the chip whose peaks apply.
         schedules: compiled schedules by kernels' names; a kernel without one counts by bytes alone.
     """
-    runs = times_run(found)  # by computation
+    runs = times_run(found)  # how often each computation runs
     total: dict[str, KernelTime] = {}
     for kernel in (instruction for instruction in found if instruction.is_kernel):
         count, schedule = runs[kernel.computation], schedules.get(kernel.name)
-        # By bytes read and written, and by the cycles of the compiled schedule: the longer time counts.
+        # Of all runs: by bytes read and written, and by the compiled schedule, 0 where that is not known.
         bytes_seconds, schedule_seconds = (
             count * seconds for seconds in _kernel_seconds(kernel, chip, schedule)
         )
         name = re.sub(r"[.\d]+$", "", kernel.name)  # without the number that tells equal names apart
         before = total.get(name, KernelTime(0, 0.0, 0.0, 0.0, 0, 0))  # the sum so far, first zeros
-        scheduled = before.schedule_seconds  # None once a kernel's schedule is not known
+        schedule_total = before.schedule_seconds  # None once a kernel's schedule is not known
+        if schedule_total is not None:
+            schedule_total = schedule_total + schedule_seconds if schedule else None
         total[name] = KernelTime(
             count=before.count + count,
             bytes_seconds=before.bytes_seconds + bytes_seconds,
-            schedule_seconds=None if schedule is None or scheduled is None else scheduled + schedule_seconds,
+            schedule_seconds=schedule_total,
             seconds=before.seconds + max(bytes_seconds, schedule_seconds),
             by_bytes=before.by_bytes + (0 if schedule else count),
             assumed_branches=before.assumed_branches + (schedule.assumed if schedule else 0),

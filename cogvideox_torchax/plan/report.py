@@ -158,9 +158,10 @@ def layers(program: runtime.Program, text: str) -> list[Row]:
     owned: dict[str, list[Instruction]] = {name: [] for name in [*shapes, ELSEWHERE]}
     for instruction in instructions(text):
         # The innermost layer that the instruction was traced in: a scope is names from the outside in, "a/b".
-        owner = next((part for part in reversed(instruction.scope.split("/")) if part in owned), ELSEWHERE)
+        names = reversed(instruction.scope.split("/"))
+        owner = next((name for name in names if name in owned), ELSEWHERE)
         owned[owner].append(instruction)
-    return [_row(name, shapes.get(name), found, place) for name, found in owned.items()]
+    return [_row(name, shapes.get(name), own, place) for name, own in owned.items()]
 
 
 def _row(name: str, shapes: set[tuple[int, ...]] | None, own: list[Instruction], place: MeshPlace) -> Row:
@@ -203,35 +204,38 @@ def _shard_count(
         computing: the layer's instructions, whose results have the shapes on one device.
         place: the mesh, and the sharding of activations that is requested.
     """
-    result_shapes = {array.shape for instruction in computing for array in instruction.results}
+    results = {array.shape for instruction in computing for array in instruction.results}
     axis_shards = place.parts(place.spec(largest))  # number of shards of each axis, as requested
+    shards = math.prod(axis_shards)
     # No split was requested, or the compiled program has the whole activation in spite of the request.
     # `_can_hold` allows for axes that XLA has transposed or joined.
-    if math.prod(axis_shards) == 1 or any(_can_hold(shape, largest) for shape in result_shapes):
+    if shards == 1 or any(_can_hold(result, largest) for result in results):
         return 1
-    local_shapes = {
-        tuple(-(-size // count) for size, count in zip(shape, axis_shards, strict=True)) for shape in shapes
-    }
-    is_split = any(_can_hold(shape, local) for shape in result_shapes for local in local_shapes)
-    return math.prod(axis_shards) if is_split else None
+    for shape in shapes:
+        # The activation's shape on one device.
+        local = tuple(-(-size // count) for size, count in zip(shape, axis_shards, strict=True))
+        if any(_can_hold(result, local) for result in results):
+            return shards
+    return None
 
 
-def _can_hold(shape: tuple[int, ...], axes: tuple[int, ...]) -> bool:
-    """Return whether an array of `shape` can be an activation with axes of these sizes, as XLA lays it out.
+def _can_hold(result: tuple[int, ...], activation: tuple[int, ...]) -> bool:
+    """Return whether an array of shape `result` can be an activation of shape `activation`.
 
-    XLA transposes axes and joins some of them to one. Weights' arrays seldom have such a shape by chance.
+    XLA transposes an activation's axes, and joins some of them to one. Weights' arrays seldom have such a
+    shape by chance.
     """
-    if math.prod(shape) != math.prod(axes):
+    if math.prod(result) != math.prod(activation):
         return False
-    if not shape:
+    if not result:
         return True
-    first, *rest = shape
-    indices = range(len(axes))
-    # Each set of axes, by their indices, is tried as the axes that are joined to the first axis of `shape`.
-    # The other axes must then be joined to the rest of `shape`.
-    sets = (joined for count in range(len(axes) + 1) for joined in itertools.combinations(indices, count))
+    first, *rest = result
+    axes = range(len(activation))
+    # Each set of the activation's axes is tried as the axes that are joined to the first axis of `result`.
+    # The other axes must then be joined to the rest of `result`.
+    sets = (joined for count in range(len(axes) + 1) for joined in itertools.combinations(axes, count))
     return any(
-        math.prod(axes[index] for index in joined) == first
-        and _can_hold(tuple(rest), tuple(axes[index] for index in indices if index not in joined))
+        math.prod(activation[axis] for axis in joined) == first
+        and _can_hold(tuple(rest), tuple(activation[axis] for axis in axes if axis not in joined))
         for joined in sets
     )

@@ -9,9 +9,10 @@ for a result of the matrix unit, for another chip.
     0x6 LB: > { %s21_s2 = sadd.s32 1, %s22_s2  ;;  %24 = sbr.rel (!%p23_p0) target = $region5 } /* comment */
 
 is the bundle at address 6, the beginning of a loop's body ("LB"), of an addition and a branch. `%s21_s2` is
-the value named s21, in register s2; a name is given to one result, a register holds many in turn. An
-instruction with a guard, `(!%p23_p0)` or `(%p23_p0)`, has effect only where the predicate is false, or true.
-A branch goes to the bundle with the comment "Start region 5".
+the value named s21, in register s2; a name is given to one result, a register holds many in turn. A cell is
+a register, or an allocation in scalar memory. An instruction with a guard, `(!%p23_p0)` or `(%p23_p0)`, has
+effect only where the predicate, a cell's true or false, is false, or true. A branch goes to its target, the
+bundle with the comment "Start region 5".
 """
 
 import bisect
@@ -28,7 +29,7 @@ from cogvideox_torchax.plan.chips import Chip, dump_directory
 from cogvideox_torchax.plan.hlo import instructions
 
 LONGEST = 20_000_000
-"""Number of bundles with a followed instruction after which a schedule is given up, as not known."""
+"""Number of bundles with an operation or a branch after which a schedule is given up, as not known."""
 
 WORD = 2**32
 """Number of values of a register, which has 32 bits."""
@@ -47,7 +48,7 @@ _GUARD = re.compile(
     r"^\((?P<not>!?)%(?P<name>[sp]\d+)_(?P<register>[sp]\d+)(?:, (?P<old>%\w+|-?\d+))?\),?\s*"
 )
 _OPERAND = re.compile(r"%([sp]\d+)_([sp]\d+)|(?<![\w%#])(-?(?:0x[0-9a-f]+|\d+))(?!\w)")
-_SLOT = re.compile(r"\[smem:\[(#allocation\w+)\]\]")
+_ALLOCATION = re.compile(r"\[smem:\[(#allocation\w+)\]\]")
 _FILE = re.compile(r"\d+-(.+)-\d+-final_bundles\.txt")
 _EQUIVALENT = re.compile(r"^key:(.*)\n.*\n.*\n((?: +\S+\n?)*)", re.M)
 
@@ -116,8 +117,8 @@ def read_schedules(directory: Path, kernels: Iterable[str], delay_slots: int) ->
     Args:
         directory: dump of one program.
         kernels: names of the kernels' instructions.
-        delay_slots: of the chip: bundles (the instructions of one cycle) behind a branch that run whether it
-            is taken or not.
+        delay_slots: number of bundles (the instructions of one cycle) behind a branch that run whether it is
+            taken or not; a figure of the chip.
 
     Returns:
         The schedules by the name of a kernel's instruction.
@@ -125,7 +126,7 @@ def read_schedules(directory: Path, kernels: Iterable[str], delay_slots: int) ->
     # Names of files begin with the time: of two schedules of a kernel the later one replaces the earlier.
     paths = sorted(directory.iterdir())
     written = {match[1]: path for path in paths if (match := _FILE.fullmatch(path.name))}
-    # The compiler schedules one of several equal kernels: from each kernel's name to the scheduled kernel's.
+    # The compiler schedules one of several equal kernels. By each kernel's name: the scheduled one's name.
     scheduled: dict[str, str] = {}
     for path in directory.glob("*deduplication-map.txt"):
         for name, equal_names in _EQUIVALENT.findall(path.read_text()):
@@ -148,7 +149,7 @@ def read_schedules(directory: Path, kernels: Iterable[str], delay_slots: int) ->
 
 
 Value = int | bool | None
-"""Value of a register, a word or a predicate: None if it depends on data."""
+"""Value of a cell, a word or a predicate: None if it depends on data."""
 
 
 @dataclass(frozen=True)
@@ -156,16 +157,17 @@ class _Operation:
     """A scalar instruction.
 
     Attributes:
-        name: the name of its result, which no other result of a schedule has; for a store the slot's name.
-        target: the register, or the slot of scalar memory, that holds the result.
+        name: the name of its result, which no other result of a schedule has; for a store the allocation's
+            name.
+        cell: the cell that holds the result: a register, or an allocation in scalar memory.
         compute: function of the operands' values to the result; None for a phi, which does nothing, as the
             values that it joins are in its own register already.
-        operands: registers and slots to read, and numbers.
+        operands: cells to read, and numbers.
         reads: for each operand the name of the result that it depends on; "" for a number.
     """
 
     name: str
-    target: str
+    cell: str
     compute: Callable[..., Value] | None
     operands: tuple[str | int, ...]
     reads: tuple[str, ...]
@@ -177,7 +179,7 @@ class _Branch:
 
     Attributes:
         register: the condition's register; None for a branch that is always taken.
-        name: the name of the condition's value; None as `register`.
+        name: the name of the condition's value; None for a branch that is always taken.
         negated: whether the condition must be false.
         target: address of the bundle to go on at.
     """
@@ -195,91 +197,111 @@ def read_schedule(text: str, delay_slots: int) -> Schedule:
 
     Args:
         text: libtpu's `final_bundles` dump of one kernel.
-        delay_slots: bundles behind a branch that run whether it is taken or not.
+        delay_slots: number of bundles behind a branch that run whether it is taken or not.
 
     Raises:
-        UnknownDumpError: another text, a loop whose end depends on data, or more than `LONGEST` steps.
+        UnknownDumpError: another text, a loop whose end depends on data, or more than `LONGEST` bundles to
+            follow.
     """
-    # A bundle's index is its address. `regions` has the addresses of branches' targets by their numbers in
-    # the dump. A number that it lacks is of the last bundle, to which the dump gives no number: key "".
-    bundles, regions = _bundles(text)
-    operations: dict[int, list[_Operation]] = {}
-    branches: dict[int, _Branch] = {}
+    bundles, targets = _bundles(text)  # a bundle's index is its address; `targets` are where branches go
+    operations: dict[int, list[_Operation]] = {}  # by the address of a bundle: its scalar instructions
+    branches: dict[int, _Branch] = {}  # by the address of a bundle
     for address, bundle in enumerate(bundles):
-        for part in bundle.split(";;"):
-            if match := _BRANCH.search(part):
-                target = regions.get(match["region"], regions.get(""))
-                if target is None:
-                    raise UnknownDumpError(f"a branch goes to region {match['region']}, which nothing starts")
-                # "p23_p0" is the value p23 in register p0; "" for a branch that is always taken.
-                name, _, register = (match["condition"] or "").rpartition("_")
-                branches[address] = _Branch(register or None, name or None, bool(match["not"]), target)
-            elif "sbr" in part:  # the opcode of all branches
-                raise UnknownDumpError(f"got a branch of another form: {part.strip()[:80]}")
-            elif operation := _operation(part):
+        for instruction in bundle.split(";;"):
+            if branch := _branch(instruction, targets):
+                branches[address] = branch
+            elif operation := _operation(instruction):
                 operations.setdefault(address, []).append(operation)
     # Keep the operations that branches depend on; a phi (no `compute`) changes nothing.
-    needed = _needed((one for found in operations.values() for one in found), branches.values())
+    needed = _needed((each for found in operations.values() for each in found), branches.values())
     for address, found in operations.items():
-        operations[address] = [one for one in found if one.name in needed and one.compute]
+        operations[address] = [each for each in found if each.name in needed and each.compute]
     # The names of float comparisons' results: a branch on one of them counts as taken (`Schedule.assumed`).
-    checks = {one.name for found in operations.values() for one in found if one.compute is _float_comparison}
-    return _follow(len(bundles), operations, branches, delay_slots, checks)
+    float_conditions = {
+        each.name for found in operations.values() for each in found if each.compute is _float_comparison
+    }
+    return _follow(len(bundles), operations, branches, delay_slots, float_conditions)
 
 
 def _bundles(text: str) -> tuple[list[str], dict[str, int]]:
     """Cut a schedule into bundles: the instructions that are issued in one cycle.
 
-    A region is a target of branches: a comment in a bundle marks it with its number.
+    A region begins at a bundle that branches go to. A comment in that bundle has the region's number.
 
     Returns:
-        The text of each bundle, without comments, at the index that is its address; and the address of each
-        region, by its number, a text. A last bundle that follows a predicated region has the key "".
+        The text of each bundle, without comments, at the index that is its address; and the address at which
+        each region begins, by the region's number as text. The key "" has the address of a last bundle that
+        branches go to by a number that no comment has.
     """
-    heads = list(_BUNDLE.finditer(text))
+    heads = list(_BUNDLE.finditer(text))  # the beginning of each bundle: its address and its marker
     if not heads or [int(head["address"], 16) for head in heads] != list(range(len(heads))):
         raise UnknownDumpError("got no bundles, or not one after the other")
     ends = [head.start() for head in heads[1:]] + [len(text)]
     bodies = [text[head.end() : end] for head, end in zip(heads, ends, strict=True)]
-    regions = {number: address for address, body in enumerate(bodies) for number in _REGION.findall(body)}
+    targets = {number: address for address, body in enumerate(bodies) for number in _REGION.findall(body)}
     # "PF" marks the bundle after a predicated region. If it is the last bundle, cores without work jump to
     # it, and the dump has no region number for it.
     if heads[-1]["marker"] == "PF":
-        regions[""] = len(bodies) - 1
+        targets[""] = len(bodies) - 1
     # Each core reads its number from memory. The load is replaced by the constant 0: core 0 is followed.
-    return [_COMMENT.sub("", _CORE.sub("= smov 0", body)) for body in bodies], regions
+    return [_COMMENT.sub("", _CORE.sub("= smov 0", body)) for body in bodies], targets
 
 
-def _operation(part: str) -> _Operation | None:
-    """Parse `part`, one instruction of a cycle; return None if it is no scalar instruction to follow.
+def _branch(instruction: str, targets: dict[str, int]) -> _Branch | None:
+    """Parse an instruction; return None if it is no branch.
+
+    Args:
+        instruction: its text.
+        targets: the addresses of the bundles that branches go to, by the number in the branch's text. The key
+            "", if there is one, is for numbers that have no key.
+
+    Raises:
+        UnknownDumpError: a branch of another form, or to a number without an address.
+    """
+    if match := _BRANCH.search(instruction):
+        target = targets.get(match["region"], targets.get(""))
+        if target is None:
+            raise UnknownDumpError(f"a branch goes to region {match['region']}, which nothing starts")
+        # "p23_p0" is the value p23 in register p0; "" for a branch that is always taken.
+        name, _, register = (match["condition"] or "").rpartition("_")
+        return _Branch(register or None, name or None, negated=bool(match["not"]), target=target)
+    if "sbr" in instruction:  # the opcode of all branches
+        raise UnknownDumpError(f"got a branch of another form: {instruction.strip()[:80]}")
+    return None
+
+
+def _operation(instruction: str) -> _Operation | None:
+    """Parse an instruction of a cycle; return None if it is no scalar instruction.
 
     A guard, a predicate in parentheses before the operands, decides whether the instruction has effect.
     """
-    # `name` is the result's name, `target` the register or slot that gets it, `op` the opcode with its
-    # comparison, `type_` the suffix such as ".f32", `rest` the guard and the operands.
-    if match := _STORE.search(part):  # a move into a slot of scalar memory
-        name, target, op, type_, rest = match[1], match[1], "smov", "", match[2]
-    elif match := _SCALAR.search(part):
-        name, target, op, type_, rest = match.groups()
+    # `name` is the result's name, and `cell` gets the result: a register, or an allocation in scalar memory.
+    # `op` is the opcode with its comparison, `type_` the suffix such as ".f32", `rest` the guard and the
+    # operands.
+    if match := _STORE.search(instruction):  # a move into an allocation
+        name, cell, op, type_, rest = match[1], match[1], "smov", "", match[2]
+    elif match := _SCALAR.search(instruction):
+        name, cell, op, type_, rest = match.groups()
     else:
         return None
     guard = _GUARD.match(rest)
     rest = rest[guard.end() :] if guard else rest
-    # An operand is (name of the result that it reads, register or slot), or ("", number).
+    # An operand is (name of the result that it reads, the result's cell), or ("", number).
     compute, operands = _OPERATIONS.get(op, _unknown), _operands(rest)
     if op.startswith("scmp") and ".f32" in type_:
         compute = _float_comparison
-    if op == "sld":  # a load: the slot of scalar memory is its operand, name and register in one
-        slot = _SLOT.search(rest)
-        compute, operands = (_same, [(slot[1], slot[1])]) if slot else (_unknown, [])
+    if op == "sld":  # a load from an allocation, which is the name of the operand and its cell
+        allocation = _ALLOCATION.search(rest)
+        compute, operands = (_same, [(allocation[1], allocation[1])]) if allocation else (_unknown, [])
     if guard and compute:  # a phi, which does nothing, has no function
-        # The result if the instruction has no effect: the guard may name it; else the target keeps its value,
+        # The result if the instruction has no effect: the guard may name it; else the cell keeps its value,
         # whose name is not known.
-        old, *_ = _operands(guard["old"] or "") or [("", target)]
+        old, *_ = _operands(guard["old"] or "") or [("", cell)]
         compute = functools.partial(_guarded, bool(guard["not"]), compute)
         operands = [(guard["name"], guard["register"]), old, *operands]
-    reads, values = zip(*operands, strict=True) if operands else ((), ())
-    return _Operation(name, target, compute, values, reads)
+    reads = tuple(read for read, _cell_or_number in operands)
+    cells_and_numbers = tuple(cell_or_number for _read, cell_or_number in operands)
+    return _Operation(name, cell, compute, cells_and_numbers, reads)
 
 
 def _operands(text: str) -> list[tuple[str, str | int]]:
@@ -371,7 +393,7 @@ _OPERATIONS: dict[str, Callable[..., Value] | None] = {
     "sshll": functools.partial(_known, operator.lshift),
     "sshrl": functools.partial(_known, operator.rshift),
     "sshra": functools.partial(_known, lambda a, b: _signed(a) >> b),
-    "scalar_select": lambda guard, one, other: None if guard is None else one if guard else other,
+    "scalar_select": lambda chosen, one, other: None if chosen is None else one if chosen else other,
     "por": _or,
     "pand": _and,
     "pneg": _not,
@@ -406,7 +428,7 @@ def _follow(
     operations: dict[int, list[_Operation]],
     branches: dict[int, _Branch],
     delay_slots: int,
-    checks: set[str],
+    float_conditions: set[str],
 ) -> Schedule:
     """Run a schedule's branches and the operations that they need, and count the bundles that run.
 
@@ -415,66 +437,64 @@ def _follow(
         operations: by a bundle's address, the operations that branches need.
         branches: branches by their bundle's address.
         delay_slots: number of bundles behind a branch that run whether it is taken or not.
-        checks: names of the results of comparisons of floats; a jump forward on one counts as taken.
+        float_conditions: names of the results of comparisons of floats, which are not computed. A branch
+            forward on one of them counts as taken.
 
     Raises:
-        UnknownDumpError: a loop whose end depends on data, or more than `LONGEST` steps.
+        UnknownDumpError: a loop whose end depends on data, or more than `LONGEST` bundles to follow.
     """
-    state: dict[str, Value] = {}  # values by register or slot
+    values: dict[str, Value] = {}  # by cell: a register, or an allocation in scalar memory
     assumed: set[int] = set()  # addresses of branches that depend on data
-    events = sorted({*operations, *branches})  # addresses of bundles with a branch or an operation
-    # By a bundle's address, the index of the first event from there on.
-    index_of = [bisect.bisect_left(events, address) for address in range(count)]
-    # `start` is the target of the last branch taken. `cycles` counts the bundles that ran before that jump;
-    # the bundles from `start` on are counted at the next jump, or at the end.
-    cycles = steps = start = index = 0
+    stops = sorted({*operations, *branches})  # addresses of the bundles to follow; the others only count
+    next_stop = followed = 0  # index in `stops` of the bundle to follow next, and number of those followed
+    # `start` is where the last jump went. `cycles` has the bundles that ran before that jump; those from
+    # `start` on are added at the next jump, or at the end.
+    cycles = start = 0
 
     def execute(address: int) -> None:
-        """Run the operations of the bundle at an address: write their results to `state`."""
-        # All of a bundle's instructions read before any of them writes. An operand is a number, or the name
-        # of a register or a slot.
+        """Run the operations of the bundle at an address: write their results to `values`."""
+        # All of a bundle's instructions read before any of them writes. An operand is a number or a cell.
         results = {
-            operation.target: operation.compute(
-                *(each if isinstance(each, int) else state.get(each) for each in operation.operands)
+            operation.cell: operation.compute(
+                *(each if isinstance(each, int) else values.get(each) for each in operation.operands)
             )
             for operation in operations.get(address, ())
             if operation.compute  # without one it changes nothing
         }
-        state.update(results)
+        values.update(results)
 
-    while index < len(events):
-        address = events[index]
+    while next_stop < len(stops):
+        address = stops[next_stop]
         branch = branches.get(address)
         # A branch reads its condition before the bundle's operations write their results. `taken` is None if
         # the condition is not known.
-        taken = _is_taken(branch, state) if branch else False
+        taken = _is_taken(branch, values) if branch else False
         execute(address)
-        index += 1
-        steps += 1
-        if steps > LONGEST:
+        next_stop += 1
+        followed += 1
+        if followed > LONGEST:
             raise UnknownDumpError(f"it takes more than {LONGEST} steps")
         if branch is None or taken is False:
             continue
-        # If the condition is not known, a jump back is an error, and a jump forward counts as taken only if
-        # the condition is one of `checks`.
         if taken is None:
             if branch.target <= address:  # a jump back
                 raise UnknownDumpError("the end of a loop hangs on data")
             assumed.add(address)
-            if branch.name not in checks:
+            if branch.name not in float_conditions:
                 continue  # as not taken, see `Schedule.assumed`
         last = min(address + delay_slots, count - 1)  # the delay slots run before the jump
-        while index < len(events) and events[index] <= last:
-            execute(events[index])
-            index += 1
+        while next_stop < len(stops) and stops[next_stop] <= last:
+            execute(stops[next_stop])
+            next_stop += 1
         cycles += last - start + 1
-        start, index = branch.target, index_of[branch.target]
+        start = branch.target
+        next_stop = bisect.bisect_left(stops, start)  # the first from there on
     return Schedule(cycles + count - start, len(assumed))
 
 
-def _is_taken(branch: _Branch, state: dict[str, Value]) -> bool | None:
-    """Return whether a branch is taken, by the registers' values in `state`; None if that depends on data."""
+def _is_taken(branch: _Branch, values: dict[str, Value]) -> bool | None:
+    """Return whether a branch is taken, by the values of registers; None if that depends on data."""
     if branch.register is None:  # an unconditional branch
         return True
-    condition = state.get(branch.register)
+    condition = values.get(branch.register)
     return None if condition is None else bool(condition) is not branch.negated

@@ -75,10 +75,11 @@ def gradient_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any) -> Iterator
         program = vae.build_program(direction)
         if mesh.size == 1:  # otherwise `place_on` has chosen the program's devices
             program.place = runtime.Place(mesh.devices.item())
-        # The input x is one video for each device on the axis "dp".
+        # The input x is a video for each device on the axis "dp".
         shape, dtype = (mesh.shape["dp"], channels, sum(lengths), *size), runtime.jax_dtype(vae.dtype)
         weights, _input, _cache = program.structs((shape, dtype))
-        # Weights are whole on every device. So is x: `run_video` splits each of its chunks over the mesh.
+        # All weights have one sharding: they are whole on every device. So is x: `run_video` splits each of
+        # its chunks over the mesh.
         replicated = next(iter(weights.values())).sharding
         x = jax.ShapeDtypeStruct(shape, dtype, sharding=replicated)
 

@@ -142,7 +142,7 @@ def program(layers, *, by_bytes=0):
 
 
 def test_attention_and_collectives_are_those_of_all_layers():
-    plan = networks._extended("step", [program(2), program(3)], 5, 7 * CHIP.flops, CHIP)
+    plan = networks._extrapolated_plan("step", [program(2), program(3)], 5, 7 * CHIP.flops, CHIP)
     assert (plan.by_schedule, plan.attention_seconds, plan.seconds) == (True, 5.0, 1 + 2 * 5 + 5)
     rows = networks.network_table(plan, CHIP)
     assert (rows["attention_counted"], rows["of_it_attention_s"]) == ("by schedule", 5.0)
@@ -151,14 +151,14 @@ def test_attention_and_collectives_are_those_of_all_layers():
 
 
 def test_attention_without_a_schedule_counts_at_the_peak_and_is_told():
-    plan = networks._extended("step", [program(2), program(3, by_bytes=1)], 5, 7 * CHIP.flops, CHIP)
+    plan = networks._extrapolated_plan("step", [program(2), program(3, by_bytes=1)], 5, 7 * CHIP.flops, CHIP)
     assert (plan.attention_seconds, plan.seconds) == (7.0, 1 + 2 * 5 + 7)
     assert networks.network_table(plan, CHIP)["attention_counted"] == "at the chip's peak"
 
 
 def test_what_each_layer_gives_and_takes_is_counted_for_all():
     few = [dataclasses.replace(program(n), output_bytes=10 * n, argument_bytes=100 * n) for n in (2, 3)]
-    plan = networks._extended("step", few, 5, 0.0, CHIP)
+    plan = networks._extrapolated_plan("step", few, 5, 0.0, CHIP)
     assert (plan.program.output_bytes, plan.program.argument_bytes) == (50, 500)
 
 
