@@ -4,7 +4,8 @@ diffusers' own forward keeps the two apart and joins them in every attention. He
 sequence, which may be split over devices (`pipelines.sequence.Sequence`); the result is the same.
 
 Axis letters: N videos, S positions of a sequence (text first, then patches), C channels, H heads, D channels
-of a head, P parts of the channels, one for each device that has some of the tokens.
+of a head, P parts of the channels, one for each device that has some of the tokens. In names with SC but no
+N, S is the tokens of all videos, one video's after the other's.
 """
 
 import functools
@@ -84,13 +85,14 @@ class Block(CogVideoXBlock):
                 hidden_states, encoder_hidden_states, temb, image_rotary_emb, attention_kwargs
             )
 
-        # A step with a cache has set `replaced`, results to use instead of running attention ("attn1") or the
-        # feed-forward ("ff"), and `collected`, lists that get the results of the parts that run.
         def run_local_arrays(*arrays: Any) -> Any:
-            """Run the layer on a device's shards, JAX arrays, of (tokens, `replaced`), `temb` and tables."""
+            """Run the layer on a device's shards: JAX arrays, nested as the arguments of the call below."""
             (x_NSC, replaced), temb_NE, tables = cast(Any, tensor_of(arrays))
             return array_of(self._run_local_tokens(x_NSC, replaced, temb_NE, tables, sequence))
 
+        # A part of a layer is its attention ("attn1") or its feed-forward ("ff"). A step with a cache has set
+        # `replaced`, results to use instead of running a part, and `collected`, lists for the results of
+        # parts that run. Like the tokens, results are (N, S, C), split by videos and tokens.
         x_NSC, results = torch_view(sequence.map_local_tokens(run_local_arrays))(
             (hidden_states, self.replaced), temb, image_rotary_emb
         )
@@ -119,24 +121,24 @@ class Block(CogVideoXBlock):
             The layer's tokens, and by name the results of the parts that a cache wants (`self.collected`).
         """
         # Tokens before the first patch are text: a norm has other shifts, scales and gates for them.
-        first_patch, results = sequence.first_patch(), {}
+        first_patch = sequence.first_patch()
+        results: dict[str, Any] = {}
         for part, norm, run_part in (
             ("attn1", self.norm1, lambda h_NSC: self._attend(h_NSC, tables, sequence)),
             ("ff", self.norm2, lambda h_NSC: self._feed_forward(h_NSC, sequence)),
         ):
             shift, scale, gate = modulation(norm, temb_NE)
             layer_norm: Any = norm.norm
-            modulated_norm = sequence.shard_norm(
-                functools.partial(jax_kernels.adaptive_layer_norm, eps=layer_norm.eps)
-            )
-            h_NSC = torch_view(modulated_norm)(
+            norm_kernel = functools.partial(jax_kernels.adaptive_layer_norm, eps=layer_norm.eps)
+            h_NSC = torch_view(sequence.shard_norm(norm_kernel))(
                 x_NSC, layer_norm.weight, layer_norm.bias, scale, shift, first_patch
             )
             if part in replaced:
                 y_NSC = torch.zeros_like(h_NSC) if replaced[part] is None else replaced[part]
             else:
-                projection = run_part(h_NSC)  # the part's last layers (linear, dropouts) are not computed yet
-                if part not in self.collected and supports_fused(projection.layers[0], sequence):
+                projection = run_part(h_NSC)  # the part's last linear layer, not computed yet, and its input
+                linear, *_dropouts = projection.layers
+                if part not in self.collected and supports_fused(linear, sequence):
                     x_NSC = projection.added(x_NSC, gate, first_patch)  # fused with the gate and the residual
                     continue
                 y_NSC = projection.result()
@@ -165,22 +167,22 @@ class Block(CogVideoXBlock):
         The caller computes the projection, alone or in one kernel with the residual.
 
         Args:
-            h_NSC: normed tokens: N videos, S positions, C channels (H heads of D).
+            h_NSC: normed local tokens: N videos, S positions, C channels (H heads of D).
             tables: the rotary cosines and sines of all positions; () for none.
             sequence: the layout of the positions, and the P devices (`parts`) that share tokens and heads.
         """
         attn: Any = self.attn1
         videos = h_NSC.shape[0]
         qk_norm_rope = torch_view(sequence.shard_heads(jax_kernels.qk_norm_rope, attn.heads))
-        # P devices exchange tokens for parts of the channels.
+        # P devices exchange local tokens for parts of the channels (whole heads).
         q, k, v = (
             torch_view(sequence.to_heads)(y_PSC, videos)
             for y_PSC in projections(attn, h_NSC.flatten(0, 1), sequence)
         )
-        # A device has q.shape[-1] channels, of attn.heads / sequence.parts heads.
-        # The queries carry the scores' scale, 1 / sqrt(channels of a head), times log2(e), for a softmax by
-        # powers of two. The kernel's own scale, ln(2) = 1 / log2(e), undoes that factor.
-        scale = math.log2(math.e) / math.sqrt(q.shape[-1] * sequence.parts / attn.heads)
+        head_channels = q.shape[-1] * sequence.parts / attn.heads  # `q` has one of `parts` parts
+        # The queries carry the scores' scale, 1 / sqrt(head_channels), times log2(e), for a softmax by powers
+        # of two. The kernel's own scale, ln(2) = 1 / log2(e), undoes that factor.
+        scale = math.log2(math.e) / math.sqrt(head_channels)
         norm_q, norm_k = attn.norm_q, attn.norm_k
         q = qk_norm_rope(q, norm_q.weight, norm_q.bias, *tables, eps=norm_q.eps, scale=scale)
         k = qk_norm_rope(k, norm_k.weight, norm_k.bias, *tables, eps=norm_k.eps)
@@ -191,9 +193,8 @@ class Block(CogVideoXBlock):
             scale=math.log(2),
             num_keys=sequence.tokens,
         )
-        return LastProjection(
-            list(attn.to_out), torch_view(sequence.to_tokens)(y_NHDS.flatten(1, 2)), transposed=True
-        )
+        y_NCS = torch_view(sequence.to_tokens)(y_NHDS.flatten(1, 2))  # all channels of local tokens again
+        return LastProjection(list(attn.to_out), y_NCS, transposed=True)
 
 
 @dataclass(frozen=True)
@@ -212,21 +213,21 @@ class LastProjection:
 
     def result(self) -> torch.Tensor:
         """Return the result (N, S, C), computed by the layers one after the other."""
-        # `h` is (N, S, C), or (N, C, S) if `transposed`. The layers get the tokens of all videos on one axis.
-        y_SC = (self.h.transpose(1, 2) if self.transposed else self.h).flatten(0, 1)
+        h_NSC = self.h.transpose(1, 2) if self.transposed else self.h  # (N, C, S) if `transposed`
+        y_SC = h_NSC.flatten(0, 1)  # the tokens of all videos on one axis
         for layer in self.layers:
             y_SC = layer(y_SC)
         return y_SC.unflatten(0, (self.h.shape[0], -1))
 
-    def added(self, x_NSC: torch.Tensor, gate_N2C: torch.Tensor, first: Any) -> torch.Tensor:
-        """Return `x_NSC + gate * projection` by one kernel; `supports_fused` must hold for the projection.
+    def added(self, x_NSC: torch.Tensor, gate_N2C: torch.Tensor, first_patch: Any) -> torch.Tensor:
+        """Return `x_NSC + gate * linear(h)` by one kernel; `supports_fused` must hold for the linear layer.
 
-        `gate_N2C` has a vector for text and one for patches; `first` is the index of the first patch.
+        `gate_N2C` has a vector for text and one for patches; `first_patch` is the index of the first patch.
         """
-        # `self.h` is the projection's input, with channels before tokens if `transposed`.
+        # `self.h` is the linear layer's input, with channels before tokens if `transposed`.
         fused = functools.partial(jax_kernels.gated_linear, transposed=self.transposed)
-        project, *_dropouts = self.layers
-        return torch_view(fused)(self.h, project.weight, project.bias, x_NSC, gate_N2C, first)
+        linear, *_dropouts = self.layers
+        return torch_view(fused)(self.h, linear.weight, linear.bias, x_NSC, gate_N2C, first_patch)
 
 
 def supports_fused(project: Any, sequence: Sequence) -> bool:
@@ -244,7 +245,7 @@ def projections(attn: Any, h_SC: torch.Tensor, sequence: Sequence) -> Iterator[t
 
     Args:
         attn: diffusers' attention, with three projections or with one that is fused.
-        h_SC: tokens of all videos.
+        h_SC: tokens of all videos, on one axis.
         sequence: layout of the tokens; P is its `parts`.
     """
 
@@ -346,12 +347,14 @@ def joined_patches(y_NPC: torch.Tensor, shape: torch.Size, config: Any) -> torch
     """Join patches (N, P, C), P for each video, to latents (N, T, C, H, W).
 
     Args:
-        y_NPC: the patches. C of a patch has all channels of p_t frames of p x p latent pixels.
+        y_NPC: the patches. A patch has p_t frames of p x p latent pixels, with their channels, on its axis C.
         shape: shape of the latents; its channels are not read.
         config: of the transformer.
     """
     p, p_t = config["patch_size"], config["patch_size_t"] or 1
     videos, frames, _, height, width = shape
-    y = y_NPC.unflatten(1, (-(-frames // p_t), height // p, width // p)).unflatten(-1, (-1, p_t, p, p))
-    # (N, T, H, W, C, t, h, w): t, h, w are inside a patch.
+    grid = -(-frames // p_t), height // p, width // p  # patches along time (rounded up), height and width
+    # (N, T, H, W, C, t, h, w): T, H, W number the patches; t, h, w are inside a patch.
+    y = y_NPC.unflatten(1, grid).unflatten(-1, (-1, p_t, p, p))
+    # To (N, T, t, C, H, h, W, w), where neighbors join.
     return y.permute(0, 1, 5, 4, 2, 6, 3, 7).reshape(videos, -1, y.shape[4], height, width)

@@ -21,7 +21,7 @@ from torch import nn
 from cogvideox_torchax.pipelines.caches import Form
 from cogvideox_torchax.runtime import torch_view
 
-RunStep = Callable[[dict[str, Any]], torch.Tensor]
+Predict = Callable[[dict[str, Any]], torch.Tensor]
 """Function of a step's tensors, by name, to its prediction."""
 
 NUMBERS = ("threshold", "since", "known", "low", "high", "weights")
@@ -48,9 +48,9 @@ class BlockStack(nn.Module):
     """
 
     def __init__(self, form: Form, kept: Any, numbers: dict[str, torch.Tensor]):
-        """Keep the step's form (what it skips), the last step's residuals by name, and scalars by name.
+        """Keep the step's form (what it skips), the last step's kept residuals, and scalars, both by name.
 
-        `kept`, the residuals, is None in a trace for shapes alone.
+        A residual of blocks is their result minus their input. `kept` is None in a trace for shapes alone.
         """
         super().__init__()
         self.form = form
@@ -59,18 +59,18 @@ class BlockStack(nn.Module):
         self.numbers = numbers
         self.seen: Any = None  # a scalar for the host, which `forward` may set
 
-    def step(self, model: Any, run: RunStep, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
-        """Return the prediction `run(tensors)`, after putting this module in place of the blocks of `model`.
+    def step(self, model: Any, predict: Predict, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
+        """Return the prediction `predict(tensors)`, with this module in place of all blocks of `model`.
 
         Args:
             model: a program's own copy of the transformer, which is changed.
-            run: runs a step of `model`.
+            predict: runs a denoising step of `model`.
             tensors: the step's inputs by name.
             joined: not used; `ReusedModules.step`, which is called the same way, needs it.
         """
         self.blocks = tuple(model.transformer_blocks)
         model.transformer_blocks = nn.ModuleList([self])
-        return run(tensors)
+        return predict(tensors)
 
     def forward(self, hidden_states: Any, encoder_hidden_states: Any = None, **options: Any) -> Any:
         """Run the blocks that the step's form asks for, in place of all of them.
@@ -85,12 +85,14 @@ class BlockStack(nn.Module):
         """
         joined = encoder_hidden_states is None
         x = (hidden_states,) if joined else (hidden_states, encoder_hidden_states)
-        if self.kept is None:  # a trace for shapes alone: no block runs, arrays to keep are like the patches
-            # The residuals of the first block, "head", and of the later blocks or of all, "tail".
+        if self.kept is None:  # a trace for the shapes of arrays to keep alone: no block needs to run
+            # A kept residual, of the first block ("head") or of later or all blocks ("tail"), has the shape
+            # of `hidden_states`, which stand for it.
             names = ("head", "tail") if self.form.kind == "first_block" else ("tail",)
             self.kept = dict.fromkeys(names, hidden_states)
         else:
-            x = getattr(self, f"_{self.form.kind}")(x, options)  # such as `self._first_block`
+            # The kind of the step's form names a method: `_first_block`, `_all_blocks` or `_no_block`.
+            x = getattr(self, f"_{self.form.kind}")(x, options)
         return x[0] if joined else x
 
     def _run_blocks(self, blocks: Any, x: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
@@ -103,37 +105,37 @@ class BlockStack(nn.Module):
     def _first_block(self, x: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
         """Run the first block, and the later blocks only if its residual has changed beyond the threshold.
 
-        A residual is a result minus its input. If the later blocks do not run, their residual of the last
-        full step is added. The first block's residual is kept as "head", the later blocks' as "tail";
-        `self.seen` tells the host whether the later blocks ran.
+        A residual is a result minus its input, of the patches or of the sequence. If the later blocks do not
+        run, their residual of the last full step is added. The first block's residual is kept as "head", the
+        later blocks' as "tail". `self.seen`, a bool for the host, is whether the later blocks ran.
 
         Args:
             x: (patches, text) or (sequence,).
             options: keyword arguments of each block; "sequence" tells which positions are patches.
         """
-        kept, reuses = self.kept, self.form.reuses
+        last_head, last_tail = self.kept["head"], self.kept["tail"]
         first_result = self._run_blocks(self.blocks[:1], x, options)
-        residual = first_result[0] - x[0]
-        change, size = (
-            _mean_of_patches(each.abs(), options).to(residual.dtype)  # diffusers rounds its means too
-            for each in (residual - kept["head"], kept["head"])
-        )
+        head = first_result[0] - x[0]
+        # Means of absolute values, in the residual's dtype, as diffusers rounds its means too.
+        change = _mean_of_patches((head - last_head).abs(), options).to(head.dtype)
+        size = _mean_of_patches(last_head.abs(), options).to(head.dtype)
         is_similar = change / size <= self.numbers["threshold"]  # false in the first step, where `size` is 0
 
         def reuse() -> Any:
-            """Return (patches by the kept residual, and both kept residuals again)."""
-            return first_result[0] + kept["tail"], kept["head"], kept["tail"]
+            """Return (first block's result plus the kept "tail", "head" and "tail" as they were kept)."""
+            return first_result[0] + last_tail, last_head, last_tail
 
         def compute() -> Any:
-            """Return (patches after all blocks, first block's residual, later blocks' residual)."""
+            """Return (result of all blocks, new "head", new "tail")."""
             y = self._run_blocks(self.blocks[1:], first_result, options)[0]
-            return y, residual, y - first_result[0]
+            return y, head, y - first_result[0]
 
+        reuses = self.form.reuses
         if reuses is None:  # in a run the device decides
-            y, head, tail = torch_view(jax.lax.cond)(is_similar, reuse, compute)
+            y, next_head, next_tail = torch_view(jax.lax.cond)(is_similar, reuse, compute)
         else:  # in a plan, which compiles each branch alone
-            y, head, tail = reuse() if reuses else compute()
-        self.kept = {"head": head, "tail": tail}
+            y, next_head, next_tail = reuse() if reuses else compute()
+        self.kept = {"head": next_head, "tail": next_tail}
         self.seen = ~is_similar
         return y, *first_result[1:]  # the text is only passed on: after the blocks nothing reads it
 
@@ -147,14 +149,16 @@ class BlockStack(nn.Module):
         last_tail = self.kept["tail"]
         y = self._run_blocks(self.blocks, x, options)
         self.kept = {"tail": y[0] - x[0]}
-        norm, last_norm = (torch.linalg.norm(each.float(), dim=-1) for each in (self.kept["tail"], last_tail))
+        norm = torch.linalg.norm(self.kept["tail"].float(), dim=-1)
+        last_norm = torch.linalg.norm(last_tail.float(), dim=-1)
         self.seen = _mean_of_patches(norm / (last_norm + 1e-8), options)  # no division by 0, as in diffusers
         return y
 
     def _no_block(self, x: tuple[Any, ...], _options: dict[str, Any]) -> tuple[Any, ...]:
-        """Run no block: add the last full step's residual to the patches or the sequence, the first of `x`.
+        """Run no block: add the residual of all blocks in the last full step to `x[0]`, and return `x`.
 
-        `x` is (patches, text) or (sequence,); `_options`, which blocks would take, are not used.
+        A residual is result minus input; the kept one is "tail". `x` is (patches, text) or (sequence,).
+        `_options`, which blocks would take, are not used.
         """
         return x[0] + self.kept["tail"], *x[1:]
 
@@ -167,14 +171,16 @@ def _mean_of_patches(values: torch.Tensor, options: dict[str, Any]) -> torch.Ten
         options: keyword arguments of a block. "sequence" is the layout of the positions: `text` tokens first,
             then patches up to `tokens`, then padding. Without it all positions are patches.
     """
-    sequence, values = options.get("sequence"), values.float()
+    values = values.float()
+    sequence = options.get("sequence")
     if sequence is None:
         return values.mean()
     position = torch.arange(values.shape[1], device=values.device)
-    patches = (position >= sequence.text) & (position < sequence.tokens)
-    patches = patches.reshape(1, -1, *(1,) * (values.ndim - 2))  # broadcasts over N and the last axes
-    count = values.numel() // values.shape[1] * (sequence.tokens - sequence.text)
-    return torch.where(patches, values, torch.zeros_like(values)).sum() / count
+    is_patch = (position >= sequence.text) & (position < sequence.tokens)
+    is_patch = is_patch.reshape(1, -1, *(1,) * (values.ndim - 2))  # broadcasts over N and the last axes
+    values_per_position = values.numel() // values.shape[1]
+    count = values_per_position * (sequence.tokens - sequence.text)
+    return torch.where(is_patch, values, torch.zeros_like(values)).sum() / count
 
 
 class ReusedModules:
@@ -209,46 +215,38 @@ class ReusedModules:
         self.numbers = numbers
         self.skipped = () if kept is None else form.skipped
 
-    def step(self, model: Any, run: RunStep, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
-        """Return the prediction `run(tensors)`, with kept results in place of the skipped modules of `model`.
+    def step(self, model: Any, predict: Predict, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
+        """Return the prediction `predict(tensors)`, with estimates in place of skipped modules' results.
 
         The arrays to keep for the next step are in `self.kept` afterwards.
 
         Args:
             model: a program's own copy of the transformer, which is changed.
-            run: runs a step of `model`.
+            predict: runs a denoising step of `model`.
             tensors: the step's inputs by name.
             joined: whether the blocks of `model` take text and patches as one sequence.
         """
-        dtype, before = tensors["hidden_states"].dtype, self.kept or {}
-        # By skipped module, the tuple of tensors to use as its result; None, if none is kept, means zeros.
-        given: dict[str, Any] = {
-            name: self._estimate(name, before[name], dtype) if name in before else None
+        dtype = tensors["hidden_states"].dtype
+        last_kept = self.kept or {}  # by a module's name; empty in a trace for the shapes of arrays to keep
+        # By skipped module, the tuple of tensors that replace its result; None, if none is kept, means zeros.
+        replaced: dict[str, Any] = {
+            name: self._estimate(name, last_kept[name], dtype) if name in last_kept else None
             for name in self.skipped
         }
-        # By module that runs and whose result is kept, a list that `run` fills with the result's tensors.
-        results: dict[str, list[torch.Tensor]] = {name: [] for name in self.form.kept if name not in given}
-        for name in (*given, *results):
-            owner, _, part = name.rpartition(".")  # such as "transformer_blocks.0" and "attn1"
-            if joined and re.fullmatch(r"transformer_blocks\.\d+", owner):
-                # A block on one sequence does not call its parts "attn1" and "ff": it reads these attributes,
-                # set anew because their empty defaults are the class's.
-                block: Any = model.get_submodule(owner)
-                if name in given:  # a tuple of one tensor, for the whole sequence, or None for zeros
-                    block.replaced = {**block.replaced, part: given[name] and given[name][0]}
-                else:
-                    block.collected = {**block.collected, part: results[name]}
-            else:
-                _replace_forward(model.get_submodule(name), given, results, name)
-        prediction = run(tensors)
+        # By module that runs and whose result is kept, a list that `predict` fills with the result's tensors.
+        collected: dict[str, list[torch.Tensor]] = {
+            name: [] for name in self.form.kept if name not in replaced
+        }
+        _replace_and_collect(model, replaced, collected, joined)
+        prediction = predict(tensors)
         self.kept = {}
         for name in self.form.kept:
-            tensors_of_result = given.get(name) or results.get(name, ())
+            result = replaced.get(name) or collected.get(name, ())  # the tensors of the module's result
             # For each tensor, the arrays that the last step kept. A trace for shapes has none: copies of the
             # tensor, as many as are kept, stand for them.
-            kept = before.get(name) or [self.form.arrays * (y,) for y in tensors_of_result]
+            last_arrays = last_kept.get(name) or [self.form.arrays * (y,) for y in result]
             self.kept[name] = tuple(
-                self._to_keep(name, y, arrays) for y, arrays in zip(tensors_of_result, kept, strict=True)
+                self._to_keep(name, y, arrays) for y, arrays in zip(result, last_arrays, strict=True)
             )
         return prediction
 
@@ -260,11 +258,11 @@ class ReusedModules:
         """
         return tuple(arrays[0] for arrays in kept)
 
-    def _to_keep(self, name: str, y: torch.Tensor, kept: Any) -> tuple[torch.Tensor, ...]:
+    def _to_keep(self, name: str, y: torch.Tensor, arrays: Any) -> tuple[torch.Tensor, ...]:
         """Return the arrays to keep for a tensor `y` of module `name`'s result: here `y` itself.
 
-        If the step skips the module, `y` is what was used in place of its result. Subclasses extrapolate from
-        `kept`, the arrays that the previous step kept for this tensor.
+        If the step skips the module, `y` is what replaced its result. Subclasses use `arrays` too, the tuple
+        of arrays that the last step kept for this tensor.
         """
         return (y,)
 
@@ -276,31 +274,38 @@ class TaylorModules(ReusedModules):
     """
 
     def _estimate(self, name: str, kept: Any, dtype: torch.dtype) -> tuple[Any, ...]:
-        """Estimate a module's result, tensors of `dtype`, by a Taylor series from the last computed step.
+        """Return a module's result, tensors of `dtype`, by a Taylor series from the last computed step.
 
         `kept` has for each tensor the `form.arrays` factors of its series: the last computed value, and its
-        differences of rising order. `name`, the module's name, is not used.
+        divided differences of rising order. `name`, the module's name, is not used.
         """
         since = self.numbers["since"]  # steps since the last computed step
         powers = [(since**order / math.factorial(order)).to(dtype) for order in range(self.form.arrays)]
         return tuple(
-            sum(each.to(dtype) * power for each, power in zip(factors, powers, strict=True))
+            sum(factor.to(dtype) * power for factor, power in zip(factors, powers, strict=True))
             for factors in kept
         )
 
-    def _to_keep(self, name: str, y: torch.Tensor, kept: Any) -> tuple[torch.Tensor, ...]:
-        """Return the tensor `y` and its divided differences of rising order; `kept` if `name` was skipped.
+    def _to_keep(self, name: str, y: torch.Tensor, arrays: Any) -> tuple[torch.Tensor, ...]:
+        """Return the factors of a Taylor series: `y`, and its divided differences of rising order.
 
-        `kept` has the last computed step's tensor and differences. `self.numbers["since"]` counts the steps
-        since then. Only the first `self.numbers["known"]` arrays of `kept` are valid: the others are zeros.
+        A difference is the change of the factor before it, divided by "since", the steps since the last
+        computed step.
+
+        Args:
+            name: of a module; if it was skipped, `arrays` are returned.
+            y: a tensor of the module's result.
+            arrays: the factors of the last computed step. Only the first `self.numbers["known"]` are valid:
+                the others are zeros.
         """
         if name in self.skipped:
-            return kept
-        factors = [y]  # by order: each after `y` is the change, per step, of the one before
-        for order, earlier in enumerate(kept[:-1]):  # the highest order has no next one
-            change = (factors[order] - earlier.to(y.dtype)) / self.numbers["since"].to(y.dtype)
-            # With too few steps computed, `earlier` is zeros: there is no difference yet.
-            factors.append(torch.where(self.numbers["known"] > order, change, torch.zeros_like(change)))
+            return arrays
+        factors = [y]
+        for order, last_factor in enumerate(arrays[:-1]):  # the highest order has no next one
+            difference = (factors[order] - last_factor.to(y.dtype)) / self.numbers["since"].to(y.dtype)
+            # If `last_factor` is not valid, the difference is not known either: it is zeros.
+            is_valid = self.numbers["known"] > order
+            factors.append(torch.where(is_valid, difference, torch.zeros_like(difference)))
         return tuple(factor.to(self.form.dtype) for factor in factors)
 
 
@@ -312,38 +317,37 @@ class FasterCacheModules(ReusedModules):
     returns (newer, older): its new result is written to the memory of the oldest one, which is donated.
     """
 
-    def step(self, model: Any, run: RunStep, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
-        """Run a step without and with the prompt, or only with it; return both predictions.
+    def step(self, model: Any, predict: Predict, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
+        """Run a step for the videos without and with the prompt, or only with it; return both predictions.
 
-        A step without and with the prompt keeps the low and high frequencies of the predictions' difference.
-        A step with only the prompt adds these frequencies, weighted, to its prediction: the sum estimates the
-        prediction without the prompt.
+        A step for both keeps the low and high frequencies of the predictions' difference, without minus with
+        the prompt. A step for only the videos with the prompt adds these frequencies, weighted, to its
+        prediction: the sum estimates the prediction without the prompt.
 
         Args:
             model: a program's own copy of the transformer, which is changed.
-            run: runs a step of `model`.
+            predict: runs a denoising step of `model`.
             tensors: the step's inputs by name; those of `GUIDED_INPUTS` have the videos without the prompt,
                 then those with it.
             joined: whether the blocks of `model` take text and patches as one sequence.
         """
-        before = self.kept  # None in a trace that finds the shapes of the arrays that a step keeps
         if self.form.prompted_only is None:  # distilled guidance: no video has a twin without the prompt
-            return super().step(model, run, tensors, joined)
-        # Arrays are kept for the video with the prompt, so the trace for shapes runs on that video alone.
-        prompted_only = before is None or self.form.prompted_only
-        # Taken out of `before`: the base class expects arrays of modules alone. In the trace for shapes these
-        # zeros are replaced below.
-        low, high = before.pop("frequencies") if before else (torch.zeros(0), torch.zeros(0))
+            return super().step(model, predict, tensors, joined)
+        last_kept = self.kept  # None in a trace that finds the shapes of the arrays that a step keeps
+        # A module's arrays are kept for the videos with the prompt: the trace for shapes runs on them alone.
+        prompted_only = last_kept is None or self.form.prompted_only
         if prompted_only:  # the second half of the batch
             tensors = {
                 name: each.chunk(2)[1] if name in GUIDED_INPUTS else each for name, each in tensors.items()
             }
-        prediction = super().step(model, run, tensors, joined)
-        if before is None:  # in the trace for shapes: the frequencies have the prediction's shape
+        prediction = super().step(model, predict, tensors, joined)
+        if last_kept is None:  # in the trace for shapes: the frequencies have the prediction's shape
             low = high = prediction.float()
         elif prompted_only:
+            low, high = last_kept["frequencies"]
             low, high = low * self.numbers["low"], high * self.numbers["high"]
-            prediction = torch.cat([(prediction.float() + low + high).to(prediction.dtype), prediction])
+            estimate = (prediction.float() + low + high).to(prediction.dtype)
+            prediction = torch.cat([estimate, prediction])
         else:
             unprompted, prompted = prediction.float().chunk(2)
             low = torch_view(low_frequencies)(unprompted - prompted)
@@ -356,11 +360,11 @@ class FasterCacheModules(ReusedModules):
 
         A result may have several tensors: `kept` has (older, newer) of each tensor.
         """
-        # "weights" has a factor for each name in `form.kept`, the modules whose results are kept.
+        # "weights" has a number for each name in `form.kept`, the modules whose results are kept.
         weight = self.numbers["weights"][self.form.kept.index(name)].to(dtype)
         return tuple(newer + (newer - older) * weight for older, newer in kept)
 
-    def _to_keep(self, name: str, y: torch.Tensor, kept: Any) -> tuple[torch.Tensor, ...]:
+    def _to_keep(self, name: str, y: torch.Tensor, arrays: Any) -> tuple[torch.Tensor, ...]:
         """Return (new result for the videos with the prompt, result before it).
 
         The new result comes first: it is written to the memory of the older kept result, which is donated.
@@ -368,13 +372,14 @@ class FasterCacheModules(ReusedModules):
         Args:
             name: of the module, not used.
             y: the new result, for the videos with the prompt, after those without it if these ran too.
-            kept: (older, newer) of the last two results, for the videos with the prompt.
+            arrays: (older, newer) of the last two results, for the videos with the prompt.
         """
-        _older, newer = kept
-        if len(y) > len(newer):  # both videos: take the second half of the batch
-            y, length = y.chunk(2)[1], newer.shape[1]
+        _older, newer = arrays
+        if len(y) > len(newer):  # both ran: the videos with the prompt are the second half of the batch
+            y = y.chunk(2)[1]
             # A mesh may pad the sequences of two videos to another length than that of one: cut or pad to the
             # length of `newer`.
+            length = newer.shape[1]
             y = torch.nn.functional.pad(y[:, :length], (0, 0, 0, max(length - y.shape[1], 0)))
         return y, newer
 
@@ -390,34 +395,64 @@ def low_frequencies(x: Any) -> Any:
     side.
     """
     height, width = x.shape[-2:]
-    rows, columns = jnp.arange(height)[:, None] - height // 2, jnp.arange(width) - width // 2
-    inside = rows**2 + columns**2 <= (min(height, width) // 5) ** 2
-    return jnp.fft.ifft2(jnp.fft.fft2(x) * jnp.fft.ifftshift(inside)).real
+    rows = jnp.arange(height)[:, None] - height // 2  # distances from the center
+    columns = jnp.arange(width) - width // 2
+    is_low = rows**2 + columns**2 <= (min(height, width) // 5) ** 2
+    return jnp.fft.ifft2(jnp.fft.fft2(x) * jnp.fft.ifftshift(is_low)).real
 
 
-def _replace_forward(module: nn.Module, given: dict[str, Any], results: dict[str, Any], name: str) -> None:
-    """Replace a module's forward by one that returns a given result, or that records its own result.
+def _replace_and_collect(
+    model: Any, replaced: dict[str, Any], collected: dict[str, list[torch.Tensor]], joined: bool
+) -> None:
+    """Have skipped modules of `model` return replacements, and others add their results to lists.
 
     Args:
-        module: a module of a program's own copy of the transformer.
-        given: results to return, by a module's name: a tuple of tensors, or None for zeros of the shapes of
-            the module's own result.
-        results: a list by each module's name; a module not in `given` adds its result's tensors to its list.
-        name: the module's name.
+        model: a program's own copy of the transformer, which is changed.
+        replaced: by skipped module, a tuple of tensors to return as its result; None for zeros.
+        collected: by other module, the list to which its result's tensors are added.
+        joined: whether the blocks of `model` take text and patches as one sequence.
+    """
+    for name in (*replaced, *collected):
+        owner, _, part = name.rpartition(".")  # such as "transformer_blocks.0" and "attn1"
+        if joined and re.fullmatch(r"transformer_blocks\.\d+", owner):
+            # A block on one sequence does not call its parts "attn1" and "ff": it reads these attributes,
+            # set anew because their empty defaults are the class's.
+            block: Any = model.get_submodule(owner)
+            if name in replaced:  # a tuple of one tensor, for the whole sequence, or None for zeros
+                block.replaced = {**block.replaced, part: replaced[name] and replaced[name][0]}
+            else:
+                block.collected = {**block.collected, part: collected[name]}
+        elif name in replaced:
+            _replace_result(model.get_submodule(name), replaced[name])
+        else:
+            _collect_result(model.get_submodule(name), collected[name])
+
+
+def _replace_result(module: nn.Module, tensors: tuple[torch.Tensor, ...] | None) -> None:
+    """Replace a module's forward by one that returns `tensors`: one of them alone, several as a tuple.
+
+    If `tensors` is None, the new forward returns zeros of the shapes of the module's own result.
     """
     forward = module.forward
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        """Return the given result or the module's own, a tuple only if it has several tensors."""
-        y: Any = given.get(name)
+        y: Any = tensors
         if y is None:
             y = forward(*args, **kwargs)
-            y = y if isinstance(y, tuple) else (y,)
-            if name in given:
-                y = tuple(map(torch.zeros_like, y))
-            else:
-                results[name].extend(y)
+            y = tuple(map(torch.zeros_like, y if isinstance(y, tuple) else (y,)))
         return y if len(y) > 1 else y[0]
+
+    module.forward = call
+
+
+def _collect_result(module: nn.Module, collected: list[torch.Tensor]) -> None:
+    """Replace a module's forward by one that also adds its result's tensors to the list `collected`."""
+    forward = module.forward
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        y = forward(*args, **kwargs)
+        collected.extend(y if isinstance(y, tuple) else (y,))
+        return y
 
     module.forward = call
 

@@ -125,14 +125,17 @@ class StepCache:
         """Drop the states of this thread's runs: the next step begins a run."""
         _THREAD.states.pop(self, None)
 
-    def step(self, model: Any, network: Callable[[Form], nn.Module], tensors: dict[str, Any]) -> torch.Tensor:
+    def step(
+        self, model: Any, make_network: Callable[[Form], nn.Module], tensors: dict[str, Any]
+    ) -> torch.Tensor:
         """Run a step and return its prediction; keep its arrays for this thread's next step in this context.
 
         A context (diffusers' `cache_context`) separates the calls with the prompt from those without it.
 
         Args:
             model: the transformer.
-            network: returns the network for a form (the layers that a step runs), to compile a program from.
+            make_network: returns the network to compile, for a form: the layers that a step runs, and the
+                results that it keeps.
             tensors: inputs of the step, by name.
         """
         # Hooks without a state manager do not tell contexts apart, in diffusers either.
@@ -141,16 +144,16 @@ class StepCache:
         state = states.pop(name, None) or self._new_state(name)  # a step that fails leaves no state behind
         # `numbers` are scalars that the step's program takes besides the tensors.
         form, numbers = runtime.without_torchax(self._plan_step, state, model, tensors)
-        network_of_form = network(form)
-        program = model.program_of(network_of_form)
-        weights, inputs = program.weights(network_of_form), program.put({**tensors, **numbers})
+        network = make_network(form)
+        program = model.program_of(network)
+        weights, inputs = program.weights(network), program.put({**tensors, **numbers})
         if state.kept is None:
             state.kept = program.empty_cache(weights, inputs)
         # The kept arrays are donated, and replaced by the step's; `seen` is a scalar for the host, or None.
-        (sample, seen), state.kept = program.run(weights, inputs, state.kept)
+        (prediction, seen), state.kept = program.run(weights, inputs, state.kept)
         self._record(state, seen)
         states[name] = state
-        return runtime.tensor_of(sample)
+        return runtime.tensor_of(prediction)
 
     def plan_run(self, model: Any, batch: int, steps: Iterable[Any]) -> list[StepPlan]:
         """Return (form, numbers) of each step of a run, without running any.
@@ -163,8 +166,8 @@ class StepCache:
             steps: yields once before each step is planned; the items are ignored. A generator may set the
                 timestep that the hooks' callbacks return.
         """
-        # Hooks need a context; its name does not matter. They read nothing of the tensors but the batch size.
-        state, tensors = self._new_state("a plan"), {"hidden_states": torch.empty(batch, 0)}
+        state = self._new_state("a plan")  # hooks need a context; its name does not matter
+        tensors = {"hidden_states": torch.empty(batch, 0)}  # hooks read nothing of them but the batch size
         return [self._plan_step(state, model, tensors) for _ in steps]
 
     def _new_state(self, name: str | None) -> RunState:
@@ -172,9 +175,8 @@ class StepCache:
 
         `name` is the name of the run's context, or None.
         """
-        state = RunState(
-            runtime.without_torchax(copy.deepcopy, {each.module: each.hook for each in self.hooks})
-        )
+        hooks = {each.module: each.hook for each in self.hooks}
+        state = RunState(runtime.without_torchax(copy.deepcopy, hooks))
         for hook in state.hooks.values():
             hook.reset_state(None)  # its argument is the hooked module, which no cache's hook reads
             upstream.set_context(hook, name)
@@ -222,9 +224,9 @@ class FirstBlockSteps(StepCache):
         On the device a step runs the later blocks if the first block's residual, its result minus its input,
         changed by more than the threshold.
         """
-        head = next(iter(state.hooks.values()))  # the first block's hook
-        head.state_manager.get_state()  # raises an error outside of a context
-        return form("first_block"), {"threshold": torch.tensor(head.threshold)}
+        first_hook = next(iter(state.hooks.values()))  # the first block's
+        first_hook.state_manager.get_state()  # raises an error outside of a context
+        return form("first_block"), {"threshold": torch.tensor(first_hook.threshold)}
 
     def _record(self, state: RunState, seen: Any) -> None:
         """Append to the run's list whether the step ran all blocks: `seen`, a bool on the device."""
@@ -243,24 +245,25 @@ class MagSteps(StepCache):
 
         The first block's hook decides which, by its ratios.
         """
-        head, *_, tail = state.hooks.values()  # hooks of the first block and of the last
-        placeholder = torch.zeros(1, 1, 1)  # the hooks need tensors, but decide without their values
-        inputs = {"hidden_states": placeholder, "encoder_hidden_states": placeholder}
-        # A block's result is a pair, (patches, text).
-        computes = computes_module(head, 2 * (placeholder,), **inputs)
-        if not head.config.calibrate:  # else `_record` counts the step, once its ratio is measured
-            computes_module(tail, 2 * (placeholder,), **inputs)  # the last block's hook counts the step
+        first_hook, *_, last_hook = state.hooks.values()  # in the order of the blocks
+        # The hooks need arguments and a result of a block, (patches, text), but decide without the values.
+        zeros = torch.zeros(1, 1, 1)
+        arguments, result = {"hidden_states": zeros, "encoder_hidden_states": zeros}, (zeros, zeros)
+        computes = computes_module(first_hook, result, **arguments)
+        if not first_hook.config.calibrate:  # else `_record` counts the step, once its ratio is measured
+            computes_module(last_hook, result, **arguments)  # called because this hook counts the step
         state.computed.append(computes)
         return form("all_blocks" if computes else "no_block"), {}
 
     def _record(self, state: RunState, seen: Any) -> None:
         """If the run calibrates, have the last block's hook record `seen`, the measured ratio of the step.
 
-        The ratio is the norm of the residual of all blocks over its norm in the step before.
+        The ratio is the norm of the residual of all blocks (result minus input) over its norm in the step
+        before.
         """
-        *_earlier, tail = state.hooks.values()  # the last block's hook comes last
-        if tail.config.calibrate:
-            runtime.without_torchax(upstream.record_ratio, tail, seen)
+        *_, last_hook = state.hooks.values()
+        if last_hook.config.calibrate:
+            runtime.without_torchax(upstream.record_ratio, last_hook, seen)
 
 
 class BroadcastSteps(StepCache):
@@ -292,14 +295,13 @@ class TaylorSteps(StepCache):
         hook_states = {name: hook.state_manager.get_state() for name, hook in state.hooks.items()}
         # diffusers keeps no result of an inactive module: zeros replace it.
         kept = tuple(name for name in results_read_by_skips(hook_states) if not hook_states[name].is_inactive)
-        # All states count the same steps. An inactive module's state has no factors: a kept module's is
-        # taken, if there is one.
+        # Any state tells "since", as all count the same steps. "known" is a kept module's: an inactive
+        # module's state has no factors, the arrays that diffusers keeps.
         hook_state = hook_states[kept[0] if kept else next(iter(hook_states))]
-        # Read now: `computes_module`, below, has the hooks count this step. The factors are by the index of a
-        # tensor in the module's result; each tensor has the same number of them.
-        last_step, known = hook_state.last_update_step, len(hook_state.taylor_factors.get(0, ()))
-        # The set has one value: all hooks compute their modules, or all skip them. They decide without the
-        # values of a module's result: a zero stands for it.
+        # Both are read before `computes_module`, which has the hooks count this step.
+        known = len(hook_state.taylor_factors.get(0, ()))  # factors of a result's tensor 0, as of each tensor
+        last_step = hook_state.last_update_step  # the last computed one
+        # Each hook is called, to count the step; all give one answer, whatever the module's result (a zero).
         (computes,) = {computes_module(hook, torch.zeros(1)) for hook in state.hooks.values()}
         state.computed.append(computes)
         # Without a computed step before, no difference is kept: 1 only avoids a division by 0.
@@ -315,10 +317,10 @@ class TaylorSteps(StepCache):
 
 
 def results_read_by_skips(names: Iterable[str]) -> list[str]:
-    """Return the names of the modules whose kept results matter in a step that skips all modules `names`.
+    """Return the names of the modules whose kept results a step reads if it skips all modules `names`.
 
     The kept result of a whole block, or of the last layer "proj_out", replaces all that is computed before
-    it: the modules before the last such module are left out.
+    it. So the modules before the last such one are left out: nothing reads their results.
     """
 
     def position(name: str) -> tuple[float, bool]:
@@ -330,8 +332,8 @@ def results_read_by_skips(names: Iterable[str]) -> list[str]:
         return (float(block["index"]), not block["inside"]) if block else (math.inf, name == "proj_out")
 
     positions = {name: position(name) for name in names}
-    # Without a whole module all names are returned: -1 is before the first block.
-    last_whole = max(((index, whole) for index, whole in positions.values() if whole), default=(-1.0, False))
+    # The default is before the first block: without a whole module all names are returned.
+    last_whole = max((each for each in positions.values() if each[1]), default=(-1.0, False))
     return [name for name in names if positions[name] >= last_whole]
 
 
@@ -341,64 +343,75 @@ class FasterSteps(StepCache):
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
         """Return the step's form (what it skips and keeps), and the weights by which it extrapolates.
 
-        The transformer's hook decides whether to skip the videos without a prompt, attention's hooks whether
-        to skip their module. The user's callbacks give the weights: `low` and `high`, for the low and the
-        high frequencies of the difference that the prompt makes, and `weights`, one for each hooked module of
-        attention.
+        The user's callbacks give the weights: `low` and `high`, for the low and the high frequencies of the
+        difference that the prompt makes, and `weights`, one for each hooked module of attention.
         """
-        user_hooks = {each.module: each.hook for each in self.hooks}  # the originals, with the callbacks
-        # `state.hooks` are copies, which decide what to skip. Weights do not change that: theirs are 0.
-        for hook in state.hooks.values():
-            vars(hook).update(
-                {name: lambda _module: 0.0 for name in vars(hook) if name.endswith("weight_callback")}
-            )
         # The hook of the transformer has the name "", hooks of attention modules have the modules' names.
-        denoiser, attention = state.hooks[""], {name: hook for name, hook in state.hooks.items() if name}
-        # `denoise` appends to both lists: one bool, and names of modules.
-        batch, prompted_only, skipped = len(tensors["hidden_states"]), [], []
-
-        def denoise(hidden_states: torch.Tensor) -> tuple[torch.Tensor]:
-            """Stand for the transformer: record whether it gets only prompted videos, and what it skips."""
-            prompted_only.append(len(hidden_states) < batch)
-            result = hidden_states  # in place of a module's result: hooks read only its number of videos
-            skipped.extend(
-                name for name, hook in attention.items() if not computes_module(hook, result, hidden_states)
-            )
-            return (result,)
-
+        attention = tuple(name for name in state.hooks if name)
+        denoiser = state.hooks[""]
         has_two_results = denoiser.state.iteration > 1  # else there is nothing to extrapolate: weight 0
-        # The hook calls `denoise` with all videos, or with those that it does not skip.
-        upstream.call_hook(denoiser, denoise, hidden_states=torch.zeros(batch, 1, 1, 1, 1))
+        prompted_only, skipped = self._ask_hooks(state, len(tensors["hidden_states"]))
+        callbacks = {each.module: each.hook for each in self.hooks}  # the original hooks have the user's
         weights = [
-            has_two_results * float(user_hooks[name].weight_callback(model.get_submodule(name)))
+            has_two_results * float(callbacks[name].weight_callback(model.get_submodule(name)))
             if name in skipped
             else 0.0
             for name in attention
         ]
         low, high = 1.0, 1.0
-        if prompted_only[0]:
-            low = float(user_hooks[""].low_frequency_weight_callback(model))
-            high = float(user_hooks[""].high_frequency_weight_callback(model))
-        state.computed.append(not (prompted_only[0] or skipped))  # whether the step skips nothing
+        if prompted_only:
+            low = float(callbacks[""].low_frequency_weight_callback(model))
+            high = float(callbacks[""].high_frequency_weight_callback(model))
+        state.computed.append(not (prompted_only or skipped))  # whether the step skips nothing
         faster_form = form(
             "faster",
-            tuple(attention),
-            tuple(skipped),
+            attention,
+            skipped,
             arrays=2,  # the last two results are kept
             # None: in a distilled model no video has a twin without the prompt.
-            prompted_only=None if denoiser.is_guidance_distilled else prompted_only[0],
+            prompted_only=None if denoiser.is_guidance_distilled else prompted_only,
         )
         numbers = {"low": low, "high": high, "weights": weights}
         return faster_form, {name: torch.tensor(value) for name, value in numbers.items()}
 
+    def _ask_hooks(self, state: RunState, batch: int) -> tuple[bool, tuple[str, ...]]:
+        """Return (whether a step runs only the videos with the prompt, names of the modules that it skips).
+
+        The transformer's hook, named "", decides the first, the attention modules' hooks the second. They
+        also count the step. `batch` is the number of videos, without and with the prompt.
+        """
+        # These hooks are copies, and weights do not change what they skip: their callbacks return 0.
+        for hook in state.hooks.values():
+            vars(hook).update(
+                {name: lambda _module: 0.0 for name in vars(hook) if name.endswith("weight_callback")}
+            )
+        prompted_only: bool = False
+        skipped: tuple[str, ...] = ()
+
+        def denoise(hidden_states: torch.Tensor) -> tuple[torch.Tensor]:
+            """Stand for the transformer: ask the hooks of attention, which it would call."""
+            nonlocal prompted_only, skipped
+            prompted_only = len(hidden_states) < batch
+            result = hidden_states  # in place of a module's result: hooks read only its number of videos
+            skipped = tuple(
+                name
+                for name, hook in state.hooks.items()
+                if name and not computes_module(hook, result, hidden_states)
+            )
+            return (result,)
+
+        # The hook calls `denoise` once, with all videos or with those that it does not skip.
+        upstream.call_hook(state.hooks[""], denoise, hidden_states=torch.zeros(batch, 1, 1, 1, 1))
+        return prompted_only, skipped
+
     def _record(self, state: RunState, seen: Any) -> None:
         """Put the two kept results of each tensor in order again, the older one first; `seen` is not used."""
-        # The program returns the newer result first: it is written to the donated memory of the older one.
+        # The program returns (newer, older): the newer result is written to the donated memory of the oldest.
         # The hook named "" is the transformer's: it keeps no such pairs.
-        swapped = {
+        in_order = {
             name: tuple((older, newer) for newer, older in state.kept[name]) for name in state.hooks if name
         }
-        state.kept = {**state.kept, **swapped}
+        state.kept = {**state.kept, **in_order}
 
 
 def computes_module(hook: Any, result: Any, *args: Any, **kwargs: Any) -> bool:

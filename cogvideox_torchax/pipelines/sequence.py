@@ -6,7 +6,8 @@ tokens for heads, so that each has all tokens of some heads, and after it back (
 Ulysses").
 
 Axis letters: N videos, S positions of a sequence, C channels, H heads, D channels of a head, P parts, one for
-each device that shares a video's tokens (in `pad_table` P is patches).
+each device that shares a video's tokens (in `pad_table` P is patches). In names with PSC, S is the tokens
+of all videos, one video's after the other's.
 """
 
 import contextlib
@@ -75,12 +76,12 @@ class Sequence:
         if placement is None:
             return cls(text, tokens, _padded_length(tokens, 1))
         mesh, batch_axis = placement.mesh, placement.batch_axis(videos)
-        if placement.parallelism.kind == TENSOR:
-            # No `token_axes`: XLA's partitioner shards the layers over the mesh `shared`.
-            return cls(text, tokens, _padded_length(tokens, mesh.shape["tp"]), batch_axis, shared=mesh)
+        if placement.parallelism.kind == TENSOR:  # XLA's partitioner shards the layers over the mesh `shared`
+            length = _padded_length(tokens, mesh.shape["tp"])
+            return cls(text, tokens, length, batch=batch_axis, shared=mesh)
         token_axes = placement.token_axes(videos)
         length = _padded_length(tokens, math.prod(mesh.shape[axis] for axis in token_axes))
-        return cls(text, tokens, length, batch_axis, token_axes, mesh)
+        return cls(text, tokens, length, batch=batch_axis, axes=token_axes, mesh=mesh)
 
     @property
     def spec(self) -> PartitionSpec:
@@ -127,8 +128,7 @@ class Sequence:
 
         If each device calls the layers on its local tokens, the tokens are exchanged before the kernel, which
         gets all tokens of the device's heads. If XLA shards the layers, the kernel is sharded here, as XLA
-        cannot
-        shard a kernel: by heads, or by tokens if the mesh's axis "tp" does not divide the heads.
+        cannot shard a kernel: by heads, or by tokens if the mesh's axis "tp" does not divide the heads.
 
         Args:
             qk_norm_rope: the kernel.
@@ -140,25 +140,28 @@ class Sequence:
         """
         if self.shared is None:  # no mesh over which XLA shards: the layers run on each of `parts` devices
             return functools.partial(qk_norm_rope, heads=heads // self.parts)
-        # `batch` is the mesh axis that the videos are split over, or None.
-        batch, mesh, tp = self.batch, self.shared, self.shared.shape["tp"]
-        by_heads = heads % tp == 0
+        tp = self.shared.shape["tp"]
+        whole = PartitionSpec()
+        # `self.batch` is the mesh axis that the videos are split over, or None.
+        if heads % tp == 0:  # a device has all tokens of some heads
+            local_heads, table_spec = heads // tp, whole
+            x_spec = PartitionSpec(self.batch, None, "tp")  # (N, S, C)
+            result_spec = PartitionSpec(self.batch, "tp", None, None)  # (N, H, D, S)
+        else:  # a device has some tokens of all heads
+            local_heads, table_spec = heads, PartitionSpec("tp", None)
+            x_spec = PartitionSpec(self.batch, "tp", None)
+            result_spec = PartitionSpec(self.batch, None, None, "tp")
 
         def sharded_qk_norm_rope(x_NSC: jax.Array, *others: jax.Array, **options: Any) -> jax.Array:
             """Run `qk_norm_rope` on each device's heads, or tokens, of the device's videos.
 
             `others` are the norm's vectors (D,), on every device, and the rotary tables (S, D).
             """
-            table_spec = PartitionSpec() if by_heads else PartitionSpec("tp", None)
             return jax.shard_map(
-                functools.partial(qk_norm_rope, heads=heads // tp if by_heads else heads, **options),
-                mesh=mesh,
-                in_specs=(
-                    PartitionSpec(batch, None, "tp") if by_heads else PartitionSpec(batch, "tp", None),
-                    *(PartitionSpec() if other.ndim == 1 else table_spec for other in others),
-                ),
-                # (N, H, D, S): the kernel puts tokens last.
-                out_specs=PartitionSpec(batch, *(("tp", None, None) if by_heads else (None, None, "tp"))),
+                functools.partial(qk_norm_rope, heads=local_heads, **options),
+                mesh=self.shared,
+                in_specs=(x_spec, *(whole if other.ndim == 1 else table_spec for other in others)),
+                out_specs=result_spec,
                 check_vma=False,  # a Pallas kernel does not say over which mesh axes its results vary
             )(x_NSC, *others)
 
@@ -192,41 +195,46 @@ class Sequence:
         It is 0 or negative on a device that has patches alone, and the number of its tokens or more where all
         are text. With split tokens call it inside `map_local_tokens`.
         """
+        if not self.axes:  # tokens are not split: this device has the first one
+            return self.text
         local_tokens = self.length // self.parts
-        return self.text - (jax.lax.axis_index(self.axes) * local_tokens if self.axes else 0)
+        return self.text - jax.lax.axis_index(self.axes) * local_tokens
 
-    def to_heads(self, x_PNC: jax.Array, videos: int) -> jax.Array:
+    def to_heads(self, x_PSC: jax.Array, videos: int) -> jax.Array:
         """Exchange local tokens with all channels for all tokens with one part of the channels (whole heads).
 
         If tokens are split, call it inside `map_local_tokens`; if not, P is 1 and nothing is exchanged.
 
         Args:
-            x_PNC: (P, N * S, C / P): local tokens, one video's after the other's, with their channels in P
-                parts, one for each device that shares a video's tokens.
-            videos: number of videos.
+            x_PSC: (P, N * S, C / P): local tokens, one video's after the other's, with their channels in P
+                parts, one for each device that shares a video's tokens. A video has S local tokens.
+            videos: number N of videos.
 
         Returns:
-            (N, P * S, C / P): all tokens, one part of the channels. A video has S local tokens.
+            (N, P * S, C / P): all tokens, one part of the channels.
         """
         if self.axes:
             # Without the barrier the communication is float32, not the rounded values.
-            x_PNC = jax.lax.optimization_barrier(x_PNC)
-            x_PNC = jax.lax.all_to_all(x_PNC, self.axes, split_axis=0, concat_axis=0, tiled=True)
-        parts, _, channels = x_PNC.shape  # the parts are of the tokens now
+            x_PSC = jax.lax.optimization_barrier(x_PSC)
+            # Before, axis 0 is the parts of the channels; after, it is the devices that the tokens come from.
+            x_PSC = jax.lax.all_to_all(x_PSC, self.axes, split_axis=0, concat_axis=0, tiled=True)
+        parts, _, channels = x_PSC.shape
         if videos == 1:  # XLA would keep an axis of 1 in the middle, and pad it to a tile
-            return x_PNC.reshape(1, -1, channels)
-        return x_PNC.reshape(parts, videos, -1, channels).swapaxes(0, 1).reshape(videos, -1, channels)
+            return x_PSC.reshape(1, -1, channels)
+        x_NPSC = x_PSC.reshape(parts, videos, -1, channels).swapaxes(0, 1)
+        return x_NPSC.reshape(videos, -1, channels)
 
     def to_tokens(self, y_NCS: jax.Array) -> jax.Array:
         """Exchange all tokens of one part of the channels for all channels of local tokens.
 
-        This undoes the exchange of `to_heads`. Argument and result are (N, C, S), the attention kernel's
-        layout; P in names of arrays is an axis for the devices that exchange. With split tokens call it
-        inside `map_local_tokens`; else nothing is exchanged.
+        This undoes the exchange of `to_heads`. Argument (N, C / P, P * S) and result (N, C, S) have the
+        attention kernel's layout; P is the devices (`parts`) that share a video's tokens, S a video's local
+        tokens. With split tokens call it inside `map_local_tokens`; else nothing is exchanged.
         """
-        videos, channels, _ = y_NCS.shape
         if not self.axes:
             return y_NCS
+        videos, channels, _ = y_NCS.shape
+        # Before the exchange axis P is the parts of the tokens, after it the parts of the channels.
         if videos == 1:  # XLA would keep the axis of 1 in the middle, and pad it to a tile
             y_PCS = y_NCS.reshape(channels, self.parts, -1).swapaxes(0, 1)
             y_PCS = jax.lax.all_to_all(y_PCS, self.axes, split_axis=0, concat_axis=0, tiled=True)
@@ -241,8 +249,8 @@ def _padded_length(tokens: int, parts: int) -> int:
 
     A tile has `LANES` tokens. A sequence too short for a tile on each device is padded only to equal shards.
     """
-    unit = parts * (LANES if tokens > LANES * parts else 1)
-    return -(-tokens // unit) * unit
+    divisor = parts * LANES if tokens > parts * LANES else parts
+    return -(-tokens // divisor) * divisor  # the next multiple
 
 
 @dataclass(frozen=True)
@@ -295,7 +303,7 @@ class SequencePlacement(MeshPlace):
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             result, cache = run(inputs, cache)
         return jax.lax.with_sharding_constraint(result, self.replicated), jax.tree.map(
-            lambda part: jax.lax.with_sharding_constraint(part, self._cache_sharding(part.shape)), cache
+            lambda array: jax.lax.with_sharding_constraint(array, self._cache_sharding(array.shape)), cache
         )
 
     def _cache_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
@@ -304,10 +312,11 @@ class SequencePlacement(MeshPlace):
         A sequence (N, S, C) is sharded as in the layers if the mesh divides it; other arrays are whole on
         every device.
         """
-        spec = self.spec(shape) if len(shape) == 3 else PartitionSpec()
-        # `strict=False`: an empty spec has no parts.
-        divides = all(size % parts == 0 for size, parts in zip(shape, self.parts(spec), strict=False))
-        return NamedSharding(self.mesh, spec if divides else PartitionSpec())
+        if len(shape) != 3:
+            return self.replicated
+        spec = self.spec(shape)
+        divides = all(size % devices == 0 for size, devices in zip(shape, self.parts(spec), strict=True))
+        return NamedSharding(self.mesh, spec) if divides else self.replicated
 
     def cache_struct(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         """Return the shape, dtype and sharding of an array that a step keeps for the next step."""
@@ -319,16 +328,18 @@ class SequencePlacement(MeshPlace):
         Pass a program's own copy of the network, as it is changed: where "tp" splits the channels of weights,
         each module gets an attribute `inputs_split`, whether its weight is split by inputs.
         """
-        self.layers.clear()  # forgets the shapes that `_split` recorded in an earlier trace
+        self.layers.clear()  # the shapes that `_constrain_sequences` recorded in an earlier trace
         if self.parallelism.kind == TENSOR:
             for name, module in network.named_modules():
                 vars(module)["inputs_split"] = weight_spec(f"{name}.weight") == BY_INPUTS
-        # `taken` constrains a layer's arguments, `given` its result.
         return watched(
-            network, lambda _, module: type(module) in self.types, taken=self._split, given=self._split
+            network,
+            lambda _name, module: type(module) in self.types,
+            taken=self._constrain_sequences,  # of a layer's arguments
+            given=self._constrain_sequences,  # of its result
         )
 
-    def _split(self, name: str, value: Any) -> Any:
+    def _constrain_sequences(self, name: str, value: Any) -> Any:
         """Return a value, which may be nested, with its sequences (N, S, C) constrained to their sharding.
 
         The sequences' shapes are recorded in `layers` under the layer's `name`.
@@ -339,8 +350,10 @@ class SequencePlacement(MeshPlace):
             self._add_shape(name, value)
             return runtime.torch_view(self.constrain)(value)
         if isinstance(value, dict):
-            return {key: self._split(name, part) for key, part in value.items()}
-        return tuple(self._split(name, part) for part in value) if isinstance(value, tuple) else value
+            return {key: self._constrain_sequences(name, item) for key, item in value.items()}
+        if isinstance(value, tuple):
+            return tuple(self._constrain_sequences(name, item) for item in value)
+        return value
 
     def weight(self, name: str, array: Any) -> jax.Array:
         """Return a weight, a NumPy or a JAX array, put on the mesh; the same array if it is there already."""

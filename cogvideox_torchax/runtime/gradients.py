@@ -29,13 +29,14 @@ class _Differentiated(torch.autograd.Function):
         """
         import jax
 
-        # A tree: the inputs, or the function of `jax.vjp`, whose leaves are the arrays that it keeps.
-        saved: Any = tuple(map(array_of, tensors))
+        inputs = tuple(map(array_of, tensors))
+        saved: Any  # a JAX tree: the function of `jax.vjp` is one, of the arrays that it keeps
         if run is None:
-            array, saved = jax.vjp(function, *saved)
+            array, saved = jax.vjp(function, *inputs)
             result = tensor_of(array)
         else:
             result = run()
+            saved = inputs
         ctx.recomputed = None if run is None else function
         # torch frees saved tensors after the backward pass, so arrays are saved as tensors. `ctx.leaves` has
         # the other leaves of the tree, and None in the place of each array: no leaf of a JAX tree is None.
@@ -57,12 +58,13 @@ class _Differentiated(torch.autograd.Function):
         arrays = map(array_of, ctx.saved_tensors)
         leaves = [next(arrays) if leaf is None else leaf for leaf in ctx.leaves]
         saved = jax.tree.unflatten(ctx.structure, leaves)
+        # `pull_back` computes the inputs' gradients from the result's.
         if ctx.recomputed is None:  # `forward` has saved the function of `jax.vjp`
             pull_back = saved
-        else:  # `forward` has saved the inputs
+        else:  # `forward` has saved the inputs, and its function in `ctx.recomputed`
             _result, pull_back = jax.vjp(ctx.recomputed, *saved)
-        (gradient,) = map(array_of, gradients)
-        return None, None, *map(tensor_of, pull_back(gradient))
+        (gradient,) = gradients
+        return None, None, *map(tensor_of, pull_back(array_of(gradient)))
 
 
 def differentiated(function: Function, *tensors: torch.Tensor) -> torch.Tensor:
@@ -93,13 +95,14 @@ def differentiable(
     inputs = [x] if x.requires_grad else []
     x_array = array_of(x)
 
-    def of_differentiated(*arrays: Any) -> Any:
+    def call(*arrays: Any) -> Any:
         """Call `function`; `arrays` are `x`'s, if it requires a gradient, and then the trained weights'."""
-        trained_arrays = dict(zip(trained, arrays[len(inputs) :], strict=True))
-        return function(weights | trained_arrays, arrays[0] if inputs else x_array)
+        x_arrays, trained_arrays = arrays[: len(inputs)], arrays[len(inputs) :]
+        trained_by_name = dict(zip(trained, trained_arrays, strict=True))
+        return function(weights | trained_by_name, x_arrays[0] if x_arrays else x_array)
 
     return _Differentiated.apply(  # pyright: ignore[reportReturnType]
-        of_differentiated, run, *inputs, *trained.values()
+        call, run, *inputs, *trained.values()
     )
 
 

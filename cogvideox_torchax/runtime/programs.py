@@ -178,32 +178,43 @@ class TorchNetwork:
             for name, tensor in named_tensors(self._module).items()
         }
 
-    def __call__(self, place: Place, weights: dict[str, Any], inputs: Any, cache: Any, **how: Any) -> Any:
-        """Run the network on `weights`; return the result and the next cache.
+    def __call__(
+        self, place: Place, weights: dict[str, Any], inputs: Any, cache: Any, **watching_options: Any
+    ) -> Any:
+        """Run the network, while a program is traced; return the result and the next cache.
 
-        Each call runs a new copy of the module tree, since tracing changes it. `how` are the keywords of
-        `place.watching`, which may change the copy, such as a VAE's `split` on a mesh: the sharding of the
-        width.
+        Each call runs a new copy of the module tree, since tracing changes it.
+
+        Args:
+            place: the devices of the program.
+            weights: arrays by name.
+            inputs: of the network.
+            cache: arrays that the previous call returned; None in a first call.
+            watching_options: keywords of `place.watching`, which may change the copy, such as a VAE's `split`
+                on a mesh: the sharding of the width.
         """
         import jax
 
         # Between two chunks a VAE's cache has the axes (H, W, N, T, C), in the order that a TPU computes in:
         # in any other order each program would rearrange it on its way in and out. torch's order is NCTHW.
-        # The cache of a denoising step has no arrays of five axes, and is not transposed.
-        cache = jax.tree.map(lambda kept: kept.transpose(2, 4, 3, 0, 1) if kept.ndim == 5 else kept, cache)
+        # In a denoising step's cache only FasterCache's frequencies have five axes; they are transposed too.
+        cache = jax.tree.map(
+            lambda array: array.transpose(2, 4, 3, 0, 1) if array.ndim == 5 else array, cache
+        )
         network = _check_deterministic(skeleton(self._module))
         call = import_torchax().interop.jax_view(functools.partial(torch.func.functional_call, network))
         # By default a TPU multiplies float32 in bfloat16, and a recent GPU in TF32. Vectors do not count: a
         # bfloat16 model may have norms in float32.
         exact = any(array.dtype == "float32" for array in weights.values() if array.ndim > 1)
         precision = jax.default_matmul_precision("highest" if exact else "default")
-        watching = place.watching(network, **how)
+        watching = place.watching(network, **watching_options)
         with TRACING, named_layers(network), watching, precision, warnings.catch_warnings():
             # torch's int64 becomes JAX's int32, which positions and token ids fit into.
             warnings.filterwarnings("ignore", "Explicitly requested dtype int64")
             result, cache = call(weights, (inputs, cache))
+        # From NCTHW back to (H, W, N, T, C).
         return result, jax.tree.map(
-            lambda kept: kept.transpose(3, 4, 0, 2, 1) if kept.ndim == 5 else kept, cache
+            lambda array: array.transpose(3, 4, 0, 2, 1) if array.ndim == 5 else array, cache
         )
 
 
@@ -294,7 +305,7 @@ class Program:
         import jax.numpy as jnp
 
         return jax.tree.map(
-            lambda part: jnp.zeros(part.shape, part.dtype, device=part.sharding),
+            lambda struct: jnp.zeros(struct.shape, struct.dtype, device=struct.sharding),
             self._cache_structs(weights, inputs),
         )
 
@@ -314,12 +325,12 @@ class Program:
         """
         import jax.numpy as jnp
 
-        run = with_kept_cache(  # a function of a chunk; it keeps the cache for its next call
+        run_chunk = with_kept_cache(  # keeps the cache for its next call
             lambda chunk, cache: self._differentiable(weights, self.place.put(chunk), cache)
         )
-        ends = list(itertools.accumulate(lengths))
+        ends = itertools.accumulate(lengths)
         chunks = (video[:, :, end - length : end] for end, length in zip(ends, lengths, strict=True))
-        return jnp.concatenate(list(map(run, chunks)), axis=2)
+        return jnp.concatenate(list(map(run_chunk, chunks)), axis=2)
 
     # Ahead of time
 
@@ -328,7 +339,7 @@ class Program:
         return self._compiled.lower(weights, inputs, cache)
 
     def structs(self, inputs: Any, *, before: Any = None) -> tuple[Any, Any, Any]:
-        """Return the `ShapeDtypeStruct`s of the weights, the inputs and the cache that `lower` takes.
+        """Return structs (`ShapeDtypeStruct`) of the weights, the inputs and the cache that `lower` takes.
 
         Args:
             inputs: (shape, JAX dtype) of the input; for several inputs a dictionary by name, whose values are
@@ -338,12 +349,12 @@ class Program:
         """
         import jax
 
-        weights = jax.tree_util.tree_map_with_path(
-            lambda path, weight: self.place.weight_struct(
-                jax.tree_util.keystr(path, simple=True), weight.shape, weight.dtype
-            ),
-            self._network.weights,
-        )
+        def place_weight(path: Any, weight: Any) -> Any:
+            """Return a weight's struct on the place; its name is its path in the tree of weights."""
+            name = jax.tree_util.keystr(path, simple=True)
+            return self.place.weight_struct(name, weight.shape, weight.dtype)
+
+        weights = jax.tree_util.tree_map_with_path(place_weight, self._network.weights)
         cache = None if before is None else self._cache_structs(weights, self._structs(before))
         return weights, self._structs(inputs), cache
 
@@ -355,7 +366,7 @@ class Program:
         import jax
 
         _, cache = jax.eval_shape(self._compiled, weights, inputs, None)
-        return jax.tree.map(lambda part: self.place.cache_struct(part.shape, part.dtype), cache)
+        return jax.tree.map(lambda struct: self.place.cache_struct(struct.shape, struct.dtype), cache)
 
     def _structs(self, described: Any) -> Any:
         """Return sharded shape-dtype structs of inputs.

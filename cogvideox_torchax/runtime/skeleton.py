@@ -47,27 +47,32 @@ class _Uncompiled(nn.Module):
 
 
 def _copied(module: Module, done: dict[int, Any]) -> Module:
-    """Copy a module and its children; `done` maps ids of originals to copies, so that each is copied once."""
-    if id(module) not in done and upstream.is_compiled(module):
+    """Copy a module and its children; `done` maps ids of originals to copies, so that each is copied once.
+
+    `done` gets a copy before the children are copied: a child may refer to its parent.
+    """
+    if id(module) in done:
+        return done[id(module)]
+    if upstream.is_compiled(module):
         # The copy of torch.compile's wrapper runs the wrapped module itself, for XLA to compile.
-        done[id(module)] = _Uncompiled()
-        done[id(module)].add_module("_orig_mod", _copied(module.get_submodule("_orig_mod"), done))
-    elif id(module) not in done:
-        copied = done[id(module)] = object.__new__(type(module))
-        attributes = {  # an attention's processor, which may have a state, is copied too
-            name: _copy_value(value, done, of_processor=name == PROCESSOR)
-            for name, value in vars(module).copy().items()  # a copy: another thread may add an attribute
-            if name not in UNTRACED_ATTRIBUTES
-        }
-        # A forward that is set on the instance must run the copy.
-        forward = attributes.get("forward")
-        if isinstance(forward, MethodType) and forward.__self__ is module:
-            attributes["forward"] = MethodType(forward.__func__, copied)
-        attributes["_modules"] = {
-            name: None if child is None else _copied(child, done) for name, child in module._modules.items()
-        }
-        vars(copied).update(attributes)
-    return done[id(module)]
+        done[id(module)] = wrapper = _Uncompiled()
+        wrapper.add_module("_orig_mod", _copied(module.get_submodule("_orig_mod"), done))
+        return done[id(module)]
+    copied = done[id(module)] = object.__new__(type(module))
+    attributes = {  # an attention's processor, which may have a state, is copied too
+        name: _copy_value(value, done, of_processor=name == PROCESSOR)
+        for name, value in vars(module).copy().items()  # a copy: another thread may add an attribute
+        if name not in UNTRACED_ATTRIBUTES
+    }
+    # A forward that is set on the instance must run the copy.
+    forward = attributes.get("forward")
+    if isinstance(forward, MethodType) and forward.__self__ is module:
+        attributes["forward"] = MethodType(forward.__func__, copied)
+    attributes["_modules"] = {
+        name: None if child is None else _copied(child, done) for name, child in module._modules.items()
+    }
+    vars(copied).update(attributes)
+    return copied
 
 
 def has_state(value: Any) -> bool:
@@ -118,10 +123,11 @@ def weightless(module: Module) -> Module:
         return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
 
     copied = _with_weights(module, empty)
-    for name, part in copied.named_modules():
-        # A `forward` that a user sets on a ported model itself does not matter: no program calls it.
-        forward = None if isinstance(part, PortedModel) else vars(part).get("forward")
-        if forward is not None and getattr(forward, "__self__", None) is not part:
+    for name, each in copied.named_modules():
+        if isinstance(each, PortedModel):  # a `forward` that a user sets on it: no program calls it
+            continue
+        forward = vars(each).get("forward")
+        if forward is not None and getattr(forward, "__self__", None) is not each:
             raise ValueError(
                 f"{name}.forward is a function of its own, and the weights that it holds would be "
                 f"compiled in as they are: set types.MethodType(function, {name}), or register a hook"

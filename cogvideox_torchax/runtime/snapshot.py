@@ -24,7 +24,7 @@ class Snapshot:
         """Record a module tree as it is now."""
         self._modules = [_ModuleSnapshot(module) for module in _tree(root)]
         # A pair (container, its present items) for each container in the modules' attributes.
-        contents = _contents(seen.attributes for seen in self._modules)
+        contents = _contents(recorded.attributes for recorded in self._modules)
         # Most containers are empty dictionaries of hooks. `holds`, which runs before each call, checks empty
         # containers faster than those with items.
         self._empty = [container for container, items in contents if not items]
@@ -34,13 +34,14 @@ class Snapshot:
     def holds(self, root: nn.Module) -> bool:
         """Return whether a tree is unchanged; its root may be another module with the same attributes."""
         modules = list(_tree(root))
+        if len(modules) != len(self._modules):
+            return False
+        pairs = list(zip(self._modules, modules, strict=True))  # (recorded module, module now)
         return (
-            len(modules) == len(self._modules)
-            and all(seen.is_unchanged(module) for seen, module in zip(self._modules, modules, strict=True))
-            and all(  # the same objects, except for the root
-                seen.module() is module for seen, module in zip(self._modules[1:], modules[1:], strict=True)
-            )
-            # Lists and dictionaries that were empty are empty, and others have the items that they had.
+            all(recorded.is_unchanged(module) for recorded, module in pairs)
+            # Modules are the same objects, except for the root.
+            and all(recorded.module() is module for recorded, module in pairs[1:])
+            # Containers that were empty are empty, and others have the items that they had.
             and not any(self._empty)
             and all(_same_items(_items(container), items) for container, items in self._contents)
             and self._weights == _weight_pattern(modules)  # names of weights, and which are tied
@@ -67,19 +68,23 @@ class _ModuleSnapshot:
 
     def is_unchanged(self, module: nn.Module) -> bool:
         """Return whether a module has the recorded type and attributes."""
+        if type(module) is not self._type:
+            return False
         attributes = vars(module)
         # Equal ids of all attributes prove it quickly; other ids prove nothing, as containers may be equal.
-        if type(module) is self._type and tuple(map(id, attributes.values())) == self._ids:
+        if tuple(map(id, attributes.values())) == self._ids:
             return True
-        untraced = len(attributes.keys() & UNTRACED_ATTRIBUTES)  # not recorded: they may be set or deleted
-        # `TREE`, the attributes with a module's children and weights, is not recorded either.
-        if type(module) is not self._type or len(attributes) != len(self.attributes) + len(TREE) + untraced:
+        # Not recorded: `TREE` (children and weights), and untraced attributes, which may be set or deleted.
+        untraced = attributes.keys() & UNTRACED_ATTRIBUTES
+        if len(attributes) - len(TREE) - len(untraced) != len(self.attributes):
             return False
         for name, value in self.attributes.items():
             found = attributes.get(name, self)  # `self` is no module's attribute: it stands for a missing one
-            # Another object is a change, unless it takes the place of a container with the same items.
+            if found is value:
+                continue
+            # Another object is a change, unless it is a container with the same items.
             same_container = type(found) is type(value) and type(value) in CONTAINERS
-            if found is not value and not (same_container and _same_items(_items(found), _items(value))):
+            if not (same_container and _same_items(_items(found), _items(value))):
                 return False
         return True
 
@@ -93,7 +98,7 @@ def _contents(modules: Iterable[dict[str, Any]]) -> list[tuple[Any, list[Any]]]:
     Args:
         modules: the attributes of each module, by name.
     """
-    found: dict[int, tuple[Any, list[Any]]] = {}
+    found: dict[int, tuple[Any, list[Any]]] = {}  # by a container's id
     for attributes in modules:
         # Values to visit, each with whether it is an attention processor or in one.
         pending = [(value, name == PROCESSOR) for name, value in attributes.items()]
@@ -101,23 +106,24 @@ def _contents(modules: Iterable[dict[str, Any]]) -> list[tuple[Any, list[Any]]]:
             value, of_processor = pending.pop()
             container = vars(value) if of_processor and has_state(value) else value
             if type(container) in CONTAINERS and id(container) not in found:
-                found[id(container)] = container, (items := _items(container))
+                items = _items(container)
+                found[id(container)] = container, items
                 pending.extend((item, of_processor) for item in items)
     return list(found.values())
 
 
 def _items(container: Any) -> list[Any]:
-    """Return a list of a container's items (a dictionary's keys and values), or of another object alone."""
+    """Return a list of a container's items (a dictionary's keys and values); [object] for another object."""
     if isinstance(container, dict):
         return [*container.keys(), *container.values()]
     return list(container) if isinstance(container, list | set | tuple) else [container]
 
 
-def _same_items(found: list[Any], before: list[Any]) -> bool:
+def _same_items(items: list[Any], others: list[Any]) -> bool:
     """Return whether two lists hold the same objects, or equal strings or numbers of the same type."""
-    return len(found) == len(before) and all(
+    return len(items) == len(others) and all(
         a is b or (isinstance(b, str | int | float) and type(a) is type(b) and a == b)
-        for a, b in zip(found, before, strict=True)
+        for a, b in zip(items, others, strict=True)
     )
 
 

@@ -68,9 +68,9 @@ class MeshPlace(Place):
 
     def parts(self, spec: PartitionSpec) -> list[int]:
         """Return, for each axis of a spec, the number of devices that split it."""
-        # A spec has the name of one mesh axis, a tuple of several names, or None for an axis.
-        axes = [(names,) if isinstance(names, str) else names or () for names in spec]
-        return [math.prod(self.mesh.shape[name] for name in names) for names in axes]
+        # An axis has in a spec the name of one mesh axis, a tuple of several names, or None.
+        names_by_axis = [(names,) if isinstance(names, str) else names or () for names in spec]
+        return [math.prod(self.mesh.shape[name] for name in names) for names in names_by_axis]
 
     def sharding(self, shape: tuple[int, ...]) -> NamedSharding:
         """Return the sharding of an activation of this shape on the mesh."""
@@ -111,18 +111,19 @@ class Placement(MeshPlace):
 
     def spec(self, shape: tuple[int, ...]) -> PartitionSpec:
         """Return the sharding of an activation of this shape, split along its width."""
-        return self._split(shape, self.axes.index("W"))
+        return self._spec_along(shape, self.axes.index("W"))
 
-    def _split(self, shape: tuple[int, ...], axis: int) -> PartitionSpec:
+    def _spec_along(self, shape: tuple[int, ...], axis: int) -> PartitionSpec:
         """Return the sharding of an array of this shape: by video over "dp" and along `axis` over "tp".
 
         If "dp" does not divide the number of videos, the array is split along `axis` over "dp" and "tp".
         """
-        if shape[self.axes.index("N")] % self.mesh.shape["dp"] == 0:
-            mesh_axes = {self.axes.index("N"): "dp", axis: "tp"}
+        video_axis = self.axes.index("N")
+        if shape[video_axis] % self.mesh.shape["dp"] == 0:
+            mesh_axes = {video_axis: "dp", axis: "tp"}
         else:
-            mesh_axes = {axis: AXES}
-        return PartitionSpec(*(mesh_axes.get(i) for i in range(len(shape))))
+            mesh_axes = {axis: AXES}  # ("dp", "tp")
+        return PartitionSpec(*(mesh_axes.get(each) for each in range(len(shape))))
 
     def padding(self, shape: tuple[int, ...]) -> list[tuple[int, int]]:
         """Return the padding (before, after) of each axis that makes shards equal at all resolutions.
@@ -130,10 +131,10 @@ class Placement(MeshPlace):
         A device must have all columns of a latent pixel: the width of a shard is a multiple of `self.unit`,
         the number of columns for each latent pixel.
         """
-        units = [self.unit if axis == self.axes.index("W") else 1 for axis in range(len(shape))]
-        parts = self.parts(self.spec(shape))
-        # `-size % k` is what `size` lacks to the next multiple of k.
-        return [(0, -size % (n * unit)) for size, n, unit in zip(shape, parts, units, strict=True)]
+        divisors = self.parts(self.spec(shape))  # for each axis, the number of devices that split it
+        divisors[self.axes.index("W")] *= self.unit
+        # `-size % divisor` is what `size` lacks to the next multiple.
+        return [(0, -size % divisor) for size, divisor in zip(shape, divisors, strict=True)]
 
     def result_without_padding(self, x: jax.Array, split: Split = WHOLE) -> jax.Array:
         """Return a result without the padding columns, sharded by `result_spec`; for traced code.
@@ -162,24 +163,22 @@ class Placement(MeshPlace):
         Returns:
             The result, without padding, and the next cache.
         """
-        width_axis = self.axes.index("W")
+        video_axis, channel_axis, width_axis = map(self.axes.index, "NCW")
         spec = self.spec(inputs.shape)
-        mesh_axes = spec[width_axis]
+        mesh_axes = spec[width_axis]  # the name of the mesh axis that splits the width, or a tuple of names
         split = Split(
             real=inputs.shape[width_axis],
             padded=inputs.array.shape[width_axis],
-            videos=spec[self.axes.index("N")],
+            videos=spec[video_axis],
             columns=(mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes,
         )
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             result, cache = run(inputs.array, cache, split=split)
             # The result is unchanged, but a TPU stores it with columns in its lanes. The last kernel's layout
             # has the few channels there, which leave most lanes empty.
-            result = dispatch(columns_last_on, jnp.moveaxis(result, self.axes.index("C"), -1), split=split)
-            result = jnp.moveaxis(result, -1, self.axes.index("C"))
-            return self.result_without_padding(result, split), jax.tree.map(
-                self.cache_placement.constrain, cache
-            )
+            result = dispatch(columns_last_on, jnp.moveaxis(result, channel_axis, -1), split=split)
+            result = self.result_without_padding(jnp.moveaxis(result, -1, channel_axis), split)
+            return result, jax.tree.map(self.cache_placement.constrain, cache)
 
     def watching(self, network: nn.Module, *, split: Split) -> contextlib.AbstractContextManager[Any]:
         """Give `split`, the sharding of the width, to a network's modules, and return a recording context.
@@ -246,15 +245,15 @@ class Placement(MeshPlace):
         Raises:
             ValueError: the devices divide none of the three; the message names the sizes that they divide.
         """
-        column, row, channel = map(self.axes.index, "WHC")
-        parts = self.parts(self.spec(shape))[column]  # number of devices that split the width
-        for axis in (column, row, channel):
-            if shape[axis] % parts == 0:
-                return self._split(shape, axis)
+        width_axis, height_axis, channel_axis = map(self.axes.index, "WHC")
+        devices = self.parts(self.spec(shape))[width_axis]  # number of devices that split the width
+        for axis in (width_axis, height_axis, channel_axis):
+            if shape[axis] % devices == 0:
+                return self._spec_along(shape, axis)
         raise ValueError(
-            f"got a result of {shape[row]} x {shape[column]} pixels (height x width), {shape[channel]} "
-            f"channels: it cannot be split over {parts} devices; make its height or width a multiple of "
-            f"{parts}, or the mesh smaller"
+            f"got a result of {shape[height_axis]} x {shape[width_axis]} pixels (height x width), "
+            f"{shape[channel_axis]} channels: it cannot be split over {devices} devices; make its height or "
+            f"width a multiple of {devices}, or the mesh smaller"
         )
 
 

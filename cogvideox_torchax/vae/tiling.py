@@ -42,7 +42,12 @@ class AxisPlan:
 
 @dataclass(frozen=True)
 class TilePlan:
-    """The tiles of a frame: all pairs of a row and a column of tiles."""
+    """The tiles of a frame: all pairs of a row and a column of tiles.
+
+    Attributes:
+        rows: the plan along the height.
+        columns: the plan along the width.
+    """
 
     rows: AxisPlan
     columns: AxisPlan
@@ -58,16 +63,16 @@ def tile_groups_of(plan: TilePlan, together: int) -> list[list[tuple[int, int]]]
     Returns:
         Groups of tiles, each tile given as its (row, column) in the plan.
     """
-    by_size: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    by_size: dict[tuple[int, int], list[tuple[int, int]]] = {}  # tiles by (height, width) in pixels
     for row, (top, bottom) in enumerate(plan.rows.spans):
         for column, (left, right) in enumerate(plan.columns.spans):
             by_size.setdefault((bottom - top, right - left), []).append((row, column))
-    result = []
+    groups = []
     for tiles in by_size.values():
-        grouped = len(tiles) // together * together  # number of tiles in whole groups
-        result += [tiles[start : start + together] for start in range(0, grouped, together)]
-        result += [[tile] for tile in tiles[grouped:]]
-    return result
+        grouped = len(tiles) // together * together  # number of tiles in groups of `together`
+        groups += [tiles[first : first + together] for first in range(0, grouped, together)]
+        groups += [[tile] for tile in tiles[grouped:]]
+    return groups
 
 
 def plan_axis(size: int, *, tile: int, overlap: float, scale_in: int = 1, scale_out: int = 1) -> AxisPlan:
@@ -89,14 +94,17 @@ def plan_axis(size: int, *, tile: int, overlap: float, scale_in: int = 1, scale_
             f"got tiles that overlap by {overlap:.3f} of their size: at least 0 and less than 1 is wanted; "
             "diffusers takes 1/6 of the height and 1/5 of the width"
         )
-    step = int(tile * (1 - overlap) + 1e-6)  # 1e-6: for a product rounded to just below a whole number
+    # Latent pixels from a tile's start to the next tile's. 1e-6: for a product rounded to just below a whole
+    # number.
+    step = int(tile * (1 - overlap) + 1e-6)
     if tile < 1 or step < 1:
         smallest = math.ceil(1 / (1 - overlap) - 1e-6)
         raise ValueError(
             f"got a tile of {tile} latent pixels with overlap {overlap:.3f}: a tile must advance by at least "
             f"one latent pixel; with this overlap use a tile of {smallest} at least, or a smaller overlap"
         )
-    spans = tuple((start, min(start + tile * scale_in, size)) for start in range(0, size, step * scale_in))
+    starts = range(0, size, step * scale_in)  # in input pixels, as `spans`
+    spans = tuple((start, min(start + tile * scale_in, size)) for start in starts)
     # In output pixels: the part of a tile up to the next tile, and the overlap of both, which is blended.
     return AxisPlan(spans, keep=step * scale_out, blend=(tile - step) * scale_out)
 
@@ -117,19 +125,19 @@ class TileSettings:
 
         Args:
             direction: `ENCODE` or `DECODE`.
-            size: rows and columns of the input.
+            size: height and width of the input, in its pixels.
             scale: video pixels for each latent pixel, along one axis.
             always: whether an input of one tile has a plan too.
         """
-        rows, columns = size
+        height, width = size
         scale_in = direction.scale(scale)  # input pixels for each latent pixel
-        fits = rows <= self.latent_height * scale_in and columns <= self.latent_width * scale_in
-        if fits and not always:
+        is_one_tile = height <= self.latent_height * scale_in and width <= self.latent_width * scale_in
+        if is_one_tile and not always:
             return None
         axis_plan = functools.partial(plan_axis, scale_in=scale_in, scale_out=scale // scale_in)
         return TilePlan(
-            axis_plan(rows, tile=self.latent_height, overlap=self.overlap_height),
-            axis_plan(columns, tile=self.latent_width, overlap=self.overlap_width),
+            rows=axis_plan(height, tile=self.latent_height, overlap=self.overlap_height),
+            columns=axis_plan(width, tile=self.latent_width, overlap=self.overlap_width),
         )
 
 
@@ -155,16 +163,17 @@ def run_chunks(
     """
     if plan is None:
         return map(start(as_uint8), chunks)
-    row_axis = axes.index("H")
+    height_axis = axes.index("H")
 
     def join_tiles(tiles: list[list[Any]]) -> Any:
         """Return a chunk's result from its tiles' results, a list for each row of tiles."""
-        join = _join_on_jax if isinstance(tiles[0][0], jax.Array) else _join_and_place
-        return join(tiles, plan, row_axis, placement, as_uint8)
+        join_and_place = _join_on_jax if isinstance(tiles[0][0], jax.Array) else _join_and_place
+        return join_and_place(tiles, plan, height_axis, placement, as_uint8)
 
+    start_floats = functools.partial(start, False)  # not as bytes: `join_tiles` converts, after blending
     # `dp` devices split a batch: `run_tiles` may run `dp` tiles of one size together.
     dp = 1 if placement is None else placement.mesh.shape["dp"]
-    return run_tiles(chunks, plan, functools.partial(start, False), join_tiles, row_axis, dp=dp)
+    return run_tiles(chunks, plan, start_floats, join_tiles, height_axis, dp=dp)
 
 
 def run_tiles(
@@ -172,7 +181,7 @@ def run_tiles(
     plan: TilePlan,
     start: Callable[[], Callable[[Any], Any]],
     join: Callable[[list[list[Any]]], Any],
-    row_axis: int,
+    height_axis: int,
     *,
     dp: int = 1,
 ) -> Iterator[Any]:
@@ -184,33 +193,34 @@ def run_tiles(
         start: returns a new function that runs a tile of a chunk, or several tiles as a batch, and keeps the
             convolutions' cache for the same tiles of the next chunk.
         join: returns a chunk's result from its tiles' results, a list for each row of tiles.
-        row_axis: axis of rows in the chunks; columns are the next axis.
+        height_axis: axis of the height in the chunks; the width is the next axis.
         dp: number of devices that split a batch. If it does not divide the number of videos, up to `dp` tiles
             of one size are run as one batch.
     """
     chunks = iter(chunks)
-    first = next(chunks)
-    videos = first.shape[0]
-    tile_groups = tile_groups_of(plan, 1 if videos % dp == 0 else dp)  # (row, column) of a batch's tiles
-    runs = [start() for _ in tile_groups]  # one for each group, with the cache of its tiles
-    for chunk in itertools.chain([first], chunks):
-        tiles = (_cut_on_jax if isinstance(chunk, jax.Array) else cut)(chunk, plan, row_axis)
+    first_chunk = next(chunks)
+    videos = first_chunk.shape[0]
+    # A group is the tiles of a batch, each by its (row, column).
+    groups = tile_groups_of(plan, 1 if videos % dp == 0 else dp)
+    runs = [start() for _ in groups]  # one for each group, with the cache of its tiles
+    for chunk in itertools.chain([first_chunk], chunks):
+        cut_chunk = _cut_on_jax if isinstance(chunk, jax.Array) else cut
+        tiles = cut_chunk(chunk, plan, height_axis)
         outputs: list[list[Any]] = [[None] * len(row) for row in tiles]
-        for group, run in zip(tile_groups, runs, strict=True):
-            batch = run(arrays.concatenate([tiles[row][column] for row, column in group], 0))
+        for group, run in zip(groups, runs, strict=True):
+            output = run(arrays.concatenate([tiles[row][column] for row, column in group], 0))
             is_alone = len(group) == 1
             for index, (row, column) in enumerate(group):  # each tile has `videos` entries of the batch
-                outputs[row][column] = batch if is_alone else arrays.take(batch, 0, index * videos, videos)
+                outputs[row][column] = output if is_alone else arrays.take(output, 0, index * videos, videos)
         yield join(outputs)
 
 
-def cut(x: Any, plan: TilePlan, row_axis: int) -> list[list[Any]]:
-    """Return the tiles of `x`, a list for each row of tiles; the column axis follows `row_axis`."""
-    axes_before = (slice(None),) * row_axis  # tiles have all positions of these axes
-    # A span is (start, stop).
+def cut(x: Any, plan: TilePlan, height_axis: int) -> list[list[Any]]:
+    """Return the tiles of `x`, a list for each row of tiles; the axis of the width follows `height_axis`."""
+    axes_before = (slice(None),) * height_axis  # tiles have all positions of these axes
     return [
-        [x[(*axes_before, slice(*row), slice(*column))] for column in plan.columns.spans]
-        for row in plan.rows.spans
+        [x[(*axes_before, slice(top, bottom), slice(left, right))] for left, right in plan.columns.spans]
+        for top, bottom in plan.rows.spans
     ]
 
 
@@ -218,13 +228,13 @@ _cut_on_jax = functools.partial(jax.jit, static_argnums=(1, 2))(cut)  # static: 
 
 
 def _join_and_place(
-    tiles: list[list[Any]], plan: TilePlan, row_axis: int, placement: "Placement | None", as_uint8: bool
+    tiles: list[list[Any]], plan: TilePlan, height_axis: int, placement: "Placement | None", as_uint8: bool
 ) -> Any:
-    """Blend the tiles' outputs to frames; as bytes if `as_uint8`, and sharded by `placement` if given.
+    """Join the tiles' outputs to frames; as bytes if `as_uint8`, and sharded by `placement` if given.
 
-    `tiles` has a list for each row of tiles; axis `row_axis` of the outputs has rows of pixels.
+    `tiles` has the outputs, a list for each row of tiles; their axis of the width follows `height_axis`.
     """
-    frames = join(tiles, plan, row_axis)
+    frames = join(tiles, plan, height_axis)
     frames = to_uint8(frames) if as_uint8 else frames
     return frames if placement is None else placement.result_without_padding(frames)
 
@@ -232,42 +242,48 @@ def _join_and_place(
 _join_on_jax = functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))(_join_and_place)  # all but the tiles
 
 
-def join(tiles: Sequence[Sequence[Any]], plan: TilePlan, row_axis: int) -> Any:
-    """Return a frame of the tiles' outputs: blend them at their edges, crop them and concatenate them.
+def join(tiles: Sequence[Sequence[Any]], plan: TilePlan, height_axis: int) -> Any:
+    """Return frames of the tiles' outputs: blend them at their edges, crop them and concatenate them.
 
-    `tiles` has a list for each row of tiles; the column axis follows `row_axis`. Each tile is blended with
-    the blended tile above it, then with the blended tile to its left, as in diffusers. For each axis `plan`
-    has the number of pixels to `blend` at a tile's start, and to `keep` of a tile.
+    Each tile is blended with the blended tile above it, then with the blended tile to its left, as in
+    diffusers.
+
+    Args:
+        tiles: the outputs, a list for each row of tiles.
+        plan: has for each axis the number of pixels to `blend` at a tile's start, and to `keep` of a tile.
+        height_axis: axis of the height in the outputs; the width is the next axis.
     """
-    column_axis = row_axis + 1
+    width_axis = height_axis + 1
     blended: list[list[Any]] = []
-    for i, row in enumerate(tiles):
+    for row, row_tiles in enumerate(tiles):
         blended.append([])
-        for j, tile in enumerate(row):
-            if i > 0:
-                tile = _blend_edge(blended[i - 1][j], tile, plan.rows.blend, row_axis)
-            if j > 0:
-                tile = _blend_edge(blended[i][j - 1], tile, plan.columns.blend, column_axis)
-            blended[i].append(tile)
-    joined_rows = [
-        arrays.concatenate(
-            [
-                _slice_of(_slice_of(tile, row_axis, 0, plan.rows.keep), column_axis, 0, plan.columns.keep)
-                for tile in row
-            ],
-            column_axis,
-        )
-        for row in blended
-    ]
-    return arrays.concatenate(joined_rows, row_axis)
+        for column, tile in enumerate(row_tiles):
+            if row > 0:
+                above = blended[row - 1][column]
+                tile = _blend_edge(above, tile, plan.rows.blend, height_axis)
+            if column > 0:
+                left = blended[row][column - 1]
+                tile = _blend_edge(left, tile, plan.columns.blend, width_axis)
+            blended[row].append(tile)
+
+    def crop(tile: Any) -> Any:
+        """Return the pixels that a tile contributes; an axis's last tile has no more than `keep`."""
+        tile = _slice_of(tile, height_axis, 0, plan.rows.keep)
+        return _slice_of(tile, width_axis, 0, plan.columns.keep)
+
+    joined_rows = [arrays.concatenate(list(map(crop, row_tiles)), width_axis) for row_tiles in blended]
+    return arrays.concatenate(joined_rows, height_axis)
 
 
 def _blend_edge(before: Any, tile: Any, extent: int, axis: int) -> Any:
-    """Return `tile` with its first `extent` pixels blended linearly with the last ones of `before`."""
+    """Return `tile` with its first `extent` pixels along `axis` blended with the last ones of `before`.
+
+    `before` is the tile before it along the axis. From 0 the weight of `tile` rises linearly.
+    """
     extent = min(before.shape[axis], tile.shape[axis], extent)
     if extent == 0:
         return tile
-    shape = [1] * len(tile.shape)
+    shape = [1] * len(tile.shape)  # broadcasts over all axes but `axis`
     shape[axis] = extent
     weight: Any = np.linspace(0, 1, extent, endpoint=False, dtype=np.float32).reshape(shape)
     if isinstance(tile, torch.Tensor):

@@ -123,7 +123,7 @@ def test_tiles_of_a_size_run_together_where_a_mesh_splits_batches(videos, dp, ba
 
         return run
 
-    join = functools.partial(tiling.join, plan=plan, row_axis=2)
+    join = functools.partial(tiling.join, plan=plan, height_axis=2)
     results = list(tiling.run_tiles((chunk[:, None] for chunk in chunks), plan, start, join, 2, dp=dp))
     assert seen == batches
     assert all(len(own) == 2 and len(set(own)) == 1 for own in runs), "a run keeps the cache of its tiles"
