@@ -1,7 +1,8 @@
 """The frames that the kernel for TPUs supports, and the sizes that it is compiled for.
 
-`step` defines the terms: block, strip, chunk, unit, turn, part, word. A cell is the columns that one register
-of coefficients (the norm's multiplier and offset) covers; a tile the frames that Winograd filters together.
+`step` defines the terms: block, strip, chunk, unit, turn, part, word, buffer, entry. A cell is the columns
+that one register of coefficients (the norm's multiplier and offset) covers; a tile the frames that Winograd's
+filtering computes together.
 """
 
 import math
@@ -21,14 +22,14 @@ ROWS = 2
 LAG = 2
 """Grid steps from the modulation of a block to its results."""
 
-UNIT_ROWS = 64
-"""Rows of a unit in a product of direct convolution: one for each frame of each of its columns."""
+UNIT_ENTRIES = 64
+"""Entries of a unit, in direct convolution: one for each frame of each of its columns."""
 
 UNITS = 3
 """Units of a chunk, in direct convolution."""
 
 MARGIN = SUBLANES
-"""Columns of zeros on both sides of a row in Winograd's memory; whole registers, to keep slices aligned."""
+"""Columns of zeros on both sides of a row in Winograd's buffers; whole registers, to keep slices aligned."""
 
 TILES = 2
 """Tiles (frames that Winograd filters together) of a pixel's frames."""
@@ -96,9 +97,9 @@ class ConvSizes(NamedTuple):
         """Number of columns of a unit: those that are modulated (normed and activated) together.
 
         With Winograd's filtering (`tile` is not 0) a unit has as many columns as a register has sublanes. In
-        direct convolution its columns times their frames are `UNIT_ROWS`.
+        direct convolution its columns times their frames are `UNIT_ENTRIES`.
         """
-        return SUBLANES if self.tile else UNIT_ROWS // self.frames
+        return SUBLANES if self.tile else UNIT_ENTRIES // self.frames
 
     @property
     def units(self) -> int:
@@ -361,12 +362,12 @@ def _cut_into_strips(sizes: ConvSizes, residual: bool) -> ConvSizes:
 def _chunk(sizes: ConvSizes) -> int:
     """Return the number of columns of a chunk, which one matrix product covers.
 
-    In direct convolution a product has `UNIT_ROWS * UNITS` rows: one for each frame of the chunk's columns.
+    In direct convolution a chunk has `UNIT_ENTRIES * UNITS` entries: one for each frame of each column.
     In Winograd's convolution the number is from a range that keeps the matrix unit busy and whose sums fit
     into registers: the number that pads the frame's width least, and of equally good numbers the largest.
     """
     if not sizes.tile:  # direct convolution
-        return UNIT_ROWS * UNITS // sizes.frames
+        return UNIT_ENTRIES * UNITS // sizes.frames
     # A product that takes both rows of a block together has fewer columns of each.
     least, most = (24, 48) if sizes.rows_together else (48, 80)
     # A unit is the columns modulated together. Each turn (a pass for a share of the output channels) has
