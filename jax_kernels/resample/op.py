@@ -85,10 +85,11 @@ def upsample_on(
     """
 
     def upsample_run(frames: Array, expand_time: bool, first_frame_alone: bool) -> Array:
-        """Upsample a run of frames by the Pallas kernel if it supports them, else as XLA compiles it."""
-        by_xla = functools.partial(_by_xla, expand_time=expand_time, first_frame_alone=first_frame_alone)
-        by_kernel = _kernel_for(target, frames, kernel, expand_time, first_frame_alone)  # None: unsupported
-        return map_shards(target, by_kernel or by_xla, (frames,), (kernel, bias))
+        """Upsample a run of frames on each device; the flags are this run's, and may differ among runs."""
+        form = _kernel_for(target, frames, kernel, expand_time, first_frame_alone)
+        if form is None:  # the Pallas kernel does not support these frames
+            form = functools.partial(_by_xla, expand_time=expand_time, first_frame_alone=first_frame_alone)
+        return map_shards(target, form, (frames,), (kernel, bias))
 
     return _split_and_resample(target, upsample_run, x, expand_time, first_frame_alone)
 
@@ -105,14 +106,15 @@ def _split_and_resample(
         in_time: whether the number of frames is doubled or halved too.
         first_frame_alone: whether the first frame stays single, if `in_time`.
     """
-    # `split_frames` makes the first frame a run if the number of frames is odd. Where `first_frame_alone`
-    # contradicts that, all frames are one run. A run is a tuple of one array.
-    runs = split_frames(target, x) if first_frame_alone == (x.shape[1] % 2 == 1) else [(x,)]
+    is_odd = x.shape[1] % 2 == 1
+    # `split_frames` makes the first frame a run by itself if their number is odd. That suits only an odd
+    # number with a single first frame, and an even number without: else all frames are one run.
+    runs = [run for (run,) in split_frames(target, x)] if is_odd == first_frame_alone else [x]
     if len(runs) == 1:
         return resample(x, in_time, first_frame_alone)
-    # Of several runs only the first can have a single frame, which is not resampled in time. All other runs
-    # have whole pairs of frames: `first_frame_alone` is False.
-    return join_frames([resample(frames, in_time and frames.shape[1] > 1, False) for (frames,) in runs])
+    # A run of one frame is the single first frame, which is not resampled in time. All other runs have whole
+    # pairs of frames: `first_frame_alone` is False.
+    return join_frames([resample(run, in_time and run.shape[1] > 1, False) for run in runs])
 
 
 def _kernel_for(
@@ -120,27 +122,37 @@ def _kernel_for(
 ) -> Callable[..., Array] | None:
     """Return the function that upsamples these frames by the Pallas kernel; None if it does not support them.
 
-    The function takes a target, a device's frames, kernel and bias. The Pallas kernel computes several frames
-    together; an image, one frame, is cut into bands of rows, which take the place of frames.
+    The function takes a target, a device's frames, kernel and bias. With `expand_time` the frames of `x` are
+    doubled, but for the first one if `first_frame_alone`.
     """
     if not target.uses_pallas:
         return None
     shard = target.split.shard_of(x)
-    videos, _, height, columns, channels = shard.shape
-    # Small frames are not supported: `pixels` counts the whole frame's, not the shard's.
-    is_supported = functools.partial(upsampled.is_supported, pixels=x.shape[2] * x.shape[3])
+    pixels = x.shape[2] * x.shape[3]  # of a whole frame, not of the shard: small frames are not supported
     if is_image_for_tpu(target, x) and (first_frame_alone or not expand_time):  # the result is an image too
-        even_height = height + height % 2  # as `_image_by_kernel` pads it
-        for bands in upsampled.FRAMES:  # the numbers of frames, here bands, that the kernel supports
-            # Above and below its rows a band has `OVERLAP` rows of its neighbours, or zeros.
-            shape = videos, bands, even_height // bands + 2 * OVERLAP, columns, channels
-            if even_height % bands == 0 and is_supported(
-                jax.ShapeDtypeStruct(shape, x.dtype), kernel, expand_time=False
-            ):
-                return functools.partial(_image_by_kernel, bands=bands)
-    # Of several frames the kernel doubles all or none.
-    elif not first_frame_alone and is_supported(shard, kernel, expand_time=expand_time):
-        return functools.partial(_by_kernel, expand_time=expand_time)
+        bands = _bands_of(shard, kernel, pixels)
+        return functools.partial(_image_by_kernel, bands=bands) if bands else None
+    # The kernel doubles all of several frames or none.
+    if first_frame_alone or not upsampled.is_supported(shard, kernel, expand_time=expand_time, pixels=pixels):
+        return None
+    return functools.partial(_by_kernel, expand_time=expand_time)
+
+
+def _bands_of(image: jax.ShapeDtypeStruct, kernel: Array, pixels: int) -> int | None:
+    """Return the number of bands of rows into which an image (N, 1, H, W, C) is cut for the Pallas kernel.
+
+    The kernel computes several frames together: the bands of an image take their place. None if it supports
+    no number of bands. `image` may be a shard; `pixels` counts the whole image's.
+    """
+    videos, _, height, columns, channels = image.shape
+    even_height = height + height % 2  # as `_image_by_kernel` pads it
+    for bands in upsampled.FRAMES:  # the numbers of frames that the kernel supports, the largest first
+        # Above and below its rows a band has `OVERLAP` rows of its neighbours, or zeros.
+        rows = even_height // bands + 2 * OVERLAP
+        frames = jax.ShapeDtypeStruct((videos, bands, rows, columns, channels), image.dtype)
+        fits = even_height % bands == 0
+        if fits and upsampled.is_supported(frames, kernel, expand_time=False, pixels=pixels):
+            return bands
     return None
 
 
@@ -172,27 +184,29 @@ def _image_by_kernel(target: Target, x: Array, kernel: Array, bias: Array | None
 def _by_xla(
     target: Target, x: Array, kernel: Array, bias: Array | None, *, expand_time: bool, first_frame_alone: bool
 ) -> Array:
-    """Upsample a device's own columns by XLA's operations: double pixels, convolve, then double frames."""
-    zero_rows, zero_columns = (size // 2 for size in kernel.shape[:2])  # on each side
+    """Upsample a device's own columns by XLA's operations: double pixels, convolve, then double frames.
+
+    With `expand_time` frames are doubled, but for the first one if `first_frame_alone`.
+    """
+    # Rows and columns of zeros on each side, which keep the doubled size.
+    zero_rows, zero_columns = kernel.shape[0] // 2, kernel.shape[1] // 2
     # Both forms give the same. On a TPU the first is faster for several frames, as a tile then holds frames
     # and channels.
     tiles_of_frames = target.on_tpu and x.shape[1] > 1
     doubled = xla.double_pixels_outside(x) if tiles_of_frames else xla.double_pixels(x)
 
-    def convolve(x: Array, kernel: Array, columns: tuple[int, int]) -> Array:
-        """Convolve frames with zeros above and below, and `columns` zeros on the left and right."""
-        return conv_frames(x, kernel, padding=((zero_rows, zero_rows), columns))
+    def convolve(columns: Array, taps: Array, padding: tuple[int, int]) -> Array:
+        """Convolve columns with zeros above and below, and `padding` zero columns on the left and right."""
+        return conv_frames(columns, taps, padding=((zero_rows, zero_rows), padding))
 
     y = convolve(doubled, kernel, (zero_columns, zero_columns))
     y = add_from_neighbours(target.split, y, doubled, kernel, convolve)
     y = with_clear_padding(add_bias_and_residual(y, bias).astype(x.dtype), target.split)
-    length, alone = x.shape[1], int(first_frame_alone)
-    if not expand_time or length == alone:  # no frame is doubled
+    frames = list(range(x.shape[1]))
+    single, to_double = (frames[:1], frames[1:]) if first_frame_alone else ([], frames)
+    if not expand_time or not to_double:
         return y
-    # Each frame twice, but for the first one if it stays alone.
-    return select_frames(
-        target, y, [*range(alone), *(frame for frame in range(alone, length) for _ in range(2))]
-    )
+    return select_frames(target, y, [*single, *(frame for frame in to_double for _ in range(2))])
 
 
 def downsample(
@@ -250,14 +264,15 @@ def downsample_on(
     compress_time: bool,
     first_frame_alone: bool,
 ) -> Array:
-    """Average pairs of frames if `compress_time`, then convolve with stride 2, by runs of frames.
+    """Compute `downsample` on `target`, the platform that is traced for, by runs of frames.
 
-    A run is frames that are computed together: on a TPU the first of an odd number alone, then 2, 4 or 8.
-    `target` is the platform that is traced for.
+    A run is frames that are computed together: on a TPU 2, 4 or 8; the first of an odd number of frames is a
+    run by itself. With `compress_time` pairs of frames are averaged first; with `first_frame_alone` pairs
+    begin after the first frame.
     """
 
     def downsample_run(frames: Array, compress_time: bool, first_frame_alone: bool) -> Array:
-        """Downsample a run of frames."""
+        """Downsample a run of frames on each device; the flags are this run's, and may differ among runs."""
         downsample_shard = functools.partial(
             _downsample_shard, compress_time=compress_time, first_frame_alone=first_frame_alone
         )
@@ -275,8 +290,12 @@ def _downsample_shard(
     compress_time: bool,
     first_frame_alone: bool,
 ) -> Array:
-    """Average pairs of frames if `compress_time`, then convolve with stride 2, on a device's own columns."""
-    if compress_time and x.shape[1] > first_frame_alone:  # True is 1: a single first frame has no pair
+    """Average pairs of frames if `compress_time`, then convolve with stride 2, on a device's own columns.
+
+    With `first_frame_alone` pairs begin after the first frame.
+    """
+    has_pairs = x.shape[1] > int(first_frame_alone)  # a single first frame has no pair
+    if compress_time and has_pairs:
         x = average_pairs(target, x, first_frame_alone=first_frame_alone)
     # As one matrix product of all 3 x 3 windows (patches), which XLA compiles faster for an image on a TPU.
     by_patches = is_image_for_tpu(target, x) and xla.suits_patches(x)
@@ -287,7 +306,8 @@ def _downsample_shard(
             raise ValueError(
                 f"downsample got shards of {x.shape[3]} columns: over several an even number is needed"
             )
-        # The last window's third column is the right neighbour's first; no window reaches to the left.
+        # The last window's third column is the right neighbour's first; no window reaches to the left. `y`
+        # has a zero in its place.
         _, right = neighbours_of(target.split, x, 1)
         y = add_columns(y, halve(right, kernel[:, 2:], (0, 0)), at=y.shape[3] - 1)
     return with_clear_padding(add_bias_and_residual(y, bias).astype(x.dtype), target.split)

@@ -14,6 +14,7 @@ For 8 x 240 x 360 x 256 doubled the schedule for a v6e takes 1.4 ms. At their pe
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -49,33 +50,33 @@ class UpsampleSizes(NamedTuple):
     """The sizes that a kernel is compiled for.
 
     Attributes:
-        taken: frames of the input.
-        frames: frames of the result: as many, or twice as many.
-        columns: columns of the frame, or of a shard.
+        frames_in, frames_out: frames of the input and of the result: as many, or twice as many.
+        columns: columns of pixels of the input, a whole frame or a shard.
         channels, outputs: channels into the convolution and out of it.
     """
 
-    taken: int
-    frames: int
+    frames_in: int
+    frames_out: int
     columns: int
     channels: int
     outputs: int
 
     @property
     def chunk(self) -> int:
-        """Number of columns of pixels in a matrix product, which has a row for each frame of a column.
+        """Number of columns of a chunk, the part of a row of pixels that is multiplied at a time.
 
-        A product has about `PRODUCT` rows. The last one of a row of pixels may have fewer columns.
+        The matrix product has a row for each frame of a column, about `PRODUCT` rows. The last chunk of a row
+        of pixels may have fewer columns.
         """
-        # The fewest products that cover a row of pixels share its columns evenly, rounded up to a multiple of
-        # `COLUMNS`.
-        products = -(-self.columns // (PRODUCT // self.frames))
-        return -(-self.columns // (products * COLUMNS)) * COLUMNS
+        # The fewest chunks that cover a row of pixels, as equal as multiples of `COLUMNS` allow. -(-a // b)
+        # rounds a / b up.
+        chunks = -(-self.columns // (PRODUCT // self.frames_out))
+        return -(-self.columns // (chunks * COLUMNS)) * COLUMNS
 
     @property
-    def row(self) -> int:
-        """Entries of a row of results: its pixels, 2 W, times their frames."""
-        return 2 * self.columns * self.frames
+    def result_entries(self) -> int:
+        """Entries of a row of results: one for each frame of each of its 2 W pixels."""
+        return 2 * self.columns * self.frames_out
 
 
 def _sizes(x: Array | jax.ShapeDtypeStruct, outputs: int, expand_time: bool) -> UpsampleSizes:
@@ -84,8 +85,7 @@ def _sizes(x: Array | jax.ShapeDtypeStruct, outputs: int, expand_time: bool) -> 
     `outputs` is the number of output channels. With `expand_time` frames are doubled.
     """
     _, frames, _, columns, channels = x.shape
-    # Frames of `x`, then frames of the result.
-    return UpsampleSizes(frames, frames * (1 + expand_time), columns, channels, outputs)
+    return UpsampleSizes(frames, 2 * frames if expand_time else frames, columns, channels, outputs)
 
 
 def is_supported(
@@ -113,43 +113,40 @@ def is_supported(
         and 4 * pixels >= tiles.SMALLEST  # a pixel becomes four
         and kernel.shape[:2] == (TAPS, TAPS)
         and kernel.shape[3] % tiles.LANES == 0
-        and {sizes.taken, sizes.frames} <= {*FRAMES}  # frames in and out
+        and {sizes.frames_in, sizes.frames_out} <= {*FRAMES}
         and _vmem_bytes(sizes) <= tiles.vmem_limit()
     )
 
 
 def _vmem_bytes(sizes: UpsampleSizes) -> int:
     """Return a bound of the bytes of VMEM that the kernel uses."""
-    # A row of pixels, each of `taken` frames, and a row of results: `row` entries, one for each frame of a
-    # pixel. A bfloat16 number has 2 bytes.
-    input_bytes = sizes.columns * sizes.taken * sizes.channels * 2
-    output_bytes = sizes.row * sizes.outputs * 2
+    # A bfloat16 number has 2 bytes, a float32 number 4.
+    pixel_row = sizes.columns * sizes.frames_in * sizes.channels * 2
+    result_row = sizes.result_entries * sizes.outputs * 2
     weights = TAPS**2 * sizes.channels * sizes.outputs * 2
-    return (
-        # A row of pixels and two rows of results, each twice, as the next block is transferred meanwhile.
-        2 * (input_bytes + 2 * output_bytes)
-        + weights
-        # Rows of results that a step keeps for the next one: two in float32, twice `output_bytes` ("above"
-        # and "odd"), and one in bfloat16 ("even").
-        + (2 * 2 + 1) * output_bytes
-        # Float32 products (4 bytes) of a chunk by all taps, and as much for their sums: a cautious bound.
-        + 2 * sizes.chunk * sizes.frames * TAPS**2 * sizes.outputs * 4
-    )
+    # A step keeps three rows of results for the next one: "lower_sums" and "next_upper_sums" in float32,
+    # "upper_results" in bfloat16.
+    kept = (2 + 2 + 1) * result_row
+    # Products of a chunk by all taps, and as much for their sums: a cautious bound.
+    products = 2 * sizes.chunk * sizes.frames_out * TAPS**2 * sizes.outputs * 4
+    # A row of pixels and two rows of results, each twice, as the next block is transferred meanwhile.
+    return 2 * (pixel_row + 2 * result_row) + weights + kept + products
 
 
 class _Step:
     """A grid step of the kernel.
 
-    A row of pixels becomes two rows of results: an upper one (even) and a lower one (odd). An upper result
-    has products of the row of pixels above, a lower one of the row below.
+    A row of pixels becomes two rows of results, an upper and a lower one. Upper results need products of the
+    row of pixels above too, lower results of the row below. An entry, a row of the kernel's matrices, is one
+    frame of one pixel, or of one result.
 
     Attributes:
         sizes: the sizes that the kernel is compiled for.
         refs: references to memory by name. Operands: "x", a row of pixels; "weights", "bias"; "beside", the
             neighbours' columns, and "true_width", if needed. Result: "y", two rows of results. Scratch, of
-            the row of pixels before this step's: "even", its upper results, rounded; "odd", the sums of its
-            lower results so far; "above", what it adds to the upper results of the row after it, plus bias.
-            "left": the products of the column left of a chunk, for each kernel row.
+            the row of pixels before this step's: "upper_results", finished; "lower_sums", its lower results
+            so far; "next_upper_sums", what it adds to the upper results of the row after it, plus bias.
+            "left_products": the products of the column left of a chunk, for each kernel row.
         step, last: index of this grid step, and of the last one.
     """
 
@@ -161,128 +158,132 @@ class _Step:
     def run(self) -> None:
         """Add the products of a row of pixels, and write the two rows of results of the row above it.
 
-        Row i of pixels, which step i adds, becomes rows 2i and 2i + 1 of the result. When the step begins,
-        "even" is row 2i - 2, complete; "odd" is row 2i - 1, without the products of row i; "above" is what
-        row i - 1 of pixels adds to row 2i, plus the bias. The last step has no row to add: it only writes.
+        A row of pixels becomes an upper and a lower row of results. When step i begins, "upper_results" are
+        those of row i - 1, finished; "lower_sums" are its lower results without the products of row i;
+        "next_upper_sums" is what row i - 1 adds to the upper results of row i, plus the bias. There is one
+        step more than rows of pixels: the last step only writes.
         """
         refs = self.refs
 
         @pl.when(self.step == 0)
         def _():  # nothing is above the first row
-            refs["above"][...] = jnp.broadcast_to(refs["bias"][...], refs["above"].shape)
+            refs["next_upper_sums"][...] = jnp.broadcast_to(refs["bias"][...], refs["next_upper_sums"].shape)
 
         pl.when(self.step < self.last)(self._add_row)
 
         @pl.when(self.step == self.last)
         def _():  # nothing is below the last row
-            refs["y"][0, 0] = refs["even"][...]
-            refs["y"][0, 1] = self._rounded(refs["odd"][...], 0)  # 0: the sums begin at the first column
+            refs["y"][0, 0] = refs["upper_results"][...]
+            refs["y"][0, 1] = self._rounded(refs["lower_sums"][...], 0)  # 0: from the first column on
 
     def _add_row(self) -> None:
         """Add the products of a row of pixels to the sums of results, in chunks of columns, the left first.
 
-        "left" is memory for the products of the column left of a chunk. "beside" has the columns of the two
-        neighbouring shards: the left column's frames, then the right column's. Without "beside" both columns
-        are zeros.
+        The results at a chunk's edges need products of the columns beside it. Those of the column on its left
+        are in "left_products". The column on its right is multiplied with the chunk; only the last chunk gets
+        its products as an argument.
         """
         sizes, refs = self.sizes, self.refs
-        chunks = -(-sizes.columns // sizes.chunk)
         if "beside" in refs:
+            # The columns of the neighbouring shards: all frames of the left one, then of the right one.
             beside = self._repeat_frames(refs["beside"][0, 0])
-            # Each product takes both columns, the left one's frames first. The left column needs only the
-            # products by the left tap (0) of each kernel row, the right column only those by the right (2).
+            # Of each kernel row the left column meets only the left tap (0), the right column only the right
+            # tap (2). One product takes both columns: half of it is not used.
             by_left_tap, by_right_tap = (
                 [self._product(beside, kernel_row, tap) for kernel_row in range(TAPS)] for tap in (0, 2)
             )
             for kernel_row, products in enumerate(by_left_tap):
-                refs["left"][kernel_row] = products[: sizes.frames]
-            # The right column's products, which the row's last column needs.
-            right = [products[sizes.frames :] for products in by_right_tap]
-        else:
-            refs["left"][...] = jnp.zeros(refs["left"].shape, jnp.float32)
-            right = [jnp.zeros((sizes.frames, sizes.outputs), jnp.float32)] * TAPS
+                refs["left_products"][kernel_row] = products[: sizes.frames_out]
+            right_products = [products[sizes.frames_out :] for products in by_right_tap]
+        else:  # zeros are beside a whole frame
+            refs["left_products"][...] = jnp.zeros(refs["left_products"].shape, jnp.float32)
+            right_products = [jnp.zeros((sizes.frames_out, sizes.outputs), jnp.float32)] * TAPS
 
         def add_whole_chunk(index: Array, carry: None) -> None:
             """Add one chunk of full size; `fori_loop` wants a carry."""
             self._add_chunk(index * sizes.chunk, sizes.chunk)
 
+        chunks = -(-sizes.columns // sizes.chunk)
         if chunks > 1:
             jax.lax.fori_loop(0, chunks - 1, add_whole_chunk, None)
         last_chunk = (chunks - 1) * sizes.chunk  # its first column
-        self._add_chunk(last_chunk, sizes.columns - last_chunk, right)
+        self._add_chunk(last_chunk, sizes.columns - last_chunk, right_products)
 
-    def _add_chunk(self, column: Any, count: int, right: list[Array] | None = None) -> None:
-        """Add the products of `count` columns from `column` on to the sums of results; write complete ones.
+    def _add_chunk(self, first: Any, count: int, right_products: list[Array] | None = None) -> None:
+        """Add the products of `count` columns of pixels, from column `first` on, to the sums of results.
 
-        `right` has the products of the column beyond the row's last, one array for each kernel row; None for
-        a chunk that another follows.
+        Results of the row of pixels above that are finished by them are written.
+
+        `right_products` are of the column right of the row of pixels by the right tap, for each kernel row.
+        Only the row's last chunk gets them; None for the others.
         """
         sizes, refs = self.sizes, self.refs
-        # A column has a row for each frame: `taken` input frames in "x", `frames` result frames in a product.
-        loaded = count + (right is None)  # columns; the one right of the chunk too, if the row goes on
-        start = pl.multiple_of(column * sizes.taken, 2 * COLUMNS)
-        x = self._repeat_frames(refs["x"][0, 0, pl.ds(start, loaded * sizes.taken)])
-        rows = count * sizes.frames  # of the products of the chunk alone
+        # An entry, a row of the arrays here, is one frame of a column's pixel.
+        frames = sizes.frames_out
+        entries = count * frames
+        loaded = count if right_products else count + 1  # columns, with the one right of the chunk
+        start = pl.multiple_of(first * sizes.frames_in, 2 * COLUMNS)
+        x = self._repeat_frames(refs["x"][0, 0, pl.ds(start, loaded * sizes.frames_in)])
         sums = []
-        for row in range(TAPS):
-            # The products by the left, the middle and the right tap of the kernel's row.
-            tap_0, tap_1, tap_2 = (self._product(x, row, tap) for tap in range(TAPS))
-            # For each column: what the column left of it gives by tap 0, the column right of it by tap 2.
-            from_left = _concatenate(refs["left"][row], tap_0[: rows - sizes.frames])
-            from_right = _concatenate(
-                tap_2[sizes.frames : rows + sizes.frames], *([] if right is None else [right[row]])
-            )
-            refs["left"][row] = tap_0[rows - sizes.frames : rows]  # for the next chunk
-            tap_0, tap_1, tap_2 = (products[:rows] for products in (tap_0, tap_1, tap_2))
-            # Column w is doubled: its even result has columns w - 1, w, w under the three taps, its odd
+        for kernel_row in range(TAPS):
+            by_left, by_middle, by_right = (self._product(x, kernel_row, tap) for tap in range(TAPS))
+            # For each column of the chunk: the products of the column before it by the left tap, and of the
+            # column after it by the right tap.
+            of_column_before = _concatenate(refs["left_products"][kernel_row], by_left[: entries - frames])
+            beyond_row = [right_products[kernel_row]] if right_products else []
+            of_column_after = _concatenate(by_right[frames : entries + frames], *beyond_row)
+            refs["left_products"][kernel_row] = by_left[entries - frames : entries]  # for the next chunk
+            by_left, by_middle, by_right = (products[:entries] for products in (by_left, by_middle, by_right))
+            # Column w is doubled. Its left result has columns w - 1, w, w under the three taps, its right
             # result columns w, w, w + 1.
-            sums.append(self._interleave_columns(tap_1 + tap_2 + from_left, tap_0 + tap_1 + from_right))
-        # By the kernel's rows. Rows are doubled too: this row is under the middle and lower kernel row of its
-        # even result, and under the upper and middle kernel row of its odd result. The previous grid step has
-        # left, of the row above: its even result ("even"), its odd result without this row's `lower` ("odd"),
-        # and what it adds to this row's even result ("above").
-        upper, middle, lower = sums
-        at = pl.ds(pl.multiple_of(2 * column * sizes.frames, 2 * COLUMNS), 2 * rows)
-        # The two results of the row above. Step 0 has no row above: step 1 overwrites what step 0 writes.
-        refs["y"][0, 0, at] = refs["even"][at]
-        refs["y"][0, 1, at] = self._rounded(refs["odd"][at] + lower, column)
-        refs["even"][at] = self._rounded(refs["above"][at] + (middle + lower), column)
-        upper = upper + refs["bias"][...]
-        refs["above"][at] = upper
-        refs["odd"][at] = upper + middle
+            left_results = by_middle + by_right + of_column_before
+            right_results = by_left + by_middle + of_column_after
+            sums.append(self._interleave_columns(left_results, right_results))
+        # Row i is doubled too. Its upper result has rows i - 1, i, i under the three kernel rows, its lower
+        # result rows i, i, i + 1.
+        by_upper_row, by_middle_row, by_lower_row = sums
+        at = pl.ds(pl.multiple_of(2 * first * frames, 2 * COLUMNS), 2 * entries)
+        # The results of the row above. Step 0 has no row above: step 1 overwrites what step 0 writes.
+        refs["y"][0, 0, at] = refs["upper_results"][at]
+        refs["y"][0, 1, at] = self._rounded(refs["lower_sums"][at] + by_lower_row, first)
+        # What the next step finds of this row.
+        upper_sums = refs["next_upper_sums"][at] + (by_middle_row + by_lower_row)
+        refs["upper_results"][at] = self._rounded(upper_sums, first)
+        by_upper_row = by_upper_row + refs["bias"][...]
+        refs["next_upper_sums"][at] = by_upper_row
+        refs["lower_sums"][at] = by_upper_row + by_middle_row
 
-    def _product(self, x: Array, row: int, column: int) -> Array:
-        """Multiply `x`, (pixels * frames, I), by the tap at `row` and `column`; return float32 products."""
-        return jnp.dot(x, self.refs["weights"][TAPS * row + column], preferred_element_type=jnp.float32)
+    def _product(self, x: Array, kernel_row: int, tap: int) -> Array:
+        """Multiply `x` by a kernel row's left (0), middle or right (2) tap; return float32 products.
+
+        `x` (entries, channels) has an entry for each frame of a pixel, the result (entries, outputs) too.
+        """
+        weights = self.refs["weights"][TAPS * kernel_row + tap]
+        return jnp.dot(x, weights, preferred_element_type=jnp.float32)
 
     def _repeat_frames(self, x: Array) -> Array:
-        """Return `x`, a row for each frame of a pixel, with every row twice if frames are doubled.
-
-        Frames are doubled if a result has more frames (`frames`) than are taken of `x` (`taken`).
-        """
-        return (
-            x
-            if self.sizes.taken == self.sizes.frames
-            # Read as bfloat16, a word that holds a number twice has it in two successive rows.
-            else pltpu.bitcast(tiles.duplicated_in_words(x), x.dtype)
-        )
+        """Return `x`, a matrix row for each frame of a pixel, with every row twice if frames are doubled."""
+        if self.sizes.frames_in == self.sizes.frames_out:
+            return x
+        # Each 32-bit word holds a number twice. Read as bfloat16, a row of words is two equal rows.
+        return pltpu.bitcast(tiles.duplicated_in_words(x), x.dtype)
 
     def _interleave_columns(self, left: Array, right: Array) -> Array:
-        """Interleave the results of even columns, `left`, and of odd columns, `right`, pixel by pixel."""
-        frames, outputs = self.sizes.frames, self.sizes.outputs
-        pixels = [part.reshape(-1, 1, frames, outputs) for part in (left, right)]
-        return jnp.concatenate(pixels, axis=1).reshape(-1, outputs)
+        """Interleave the left and the right results of pixels, (pixels * frames, outputs) each, by pixel."""
+        frames, outputs = self.sizes.frames_out, self.sizes.outputs
+        by_pixel = [results.reshape(-1, 1, frames, outputs) for results in (left, right)]
+        return jnp.concatenate(by_pixel, axis=1).reshape(-1, outputs)
 
-    def _rounded(self, sums: Array, column: Any) -> Array:
-        """Round the sums of a row of results to bfloat16, with zeros in padding columns.
+    def _rounded(self, sums: Array, first: Any) -> Array:
+        """Round the sums of results to bfloat16, with zeros in padding columns.
 
-        `column` is a column of the input, which becomes two of the result. `sums` has an entry for each frame
-        of each of the result's columns from `2 * column` on.
+        `sums` has a matrix row for each frame of each of the result's columns, from column 2 * `first` on:
+        `first` counts columns of the input, which become two each.
         """
         if "true_width" in self.refs:
-            entry = jax.lax.broadcasted_iota(jnp.int32, sums.shape, 0)
-            # "true_width" counts columns of the result: two for each column of the input.
-            sums = jnp.where(entry < (self.refs["true_width"][0] - 2 * column) * self.sizes.frames, sums, 0.0)
+            matrix_row = jax.lax.broadcasted_iota(jnp.int32, sums.shape, 0)
+            real_columns = self.refs["true_width"][0] - 2 * first  # those of `sums` that are not padding
+            sums = jnp.where(matrix_row < real_columns * self.sizes.frames_out, sums, 0.0)
         return sums.astype(jnp.bfloat16)
 
 
@@ -330,7 +331,7 @@ def _by_kernel(
         true_width: columns of the result from this one on are padding and get zeros; None without padding.
         expand_time: whether frames are doubled too.
     """
-    sizes = _sizes(x, kernel.shape[-1], expand_time)  # `row`: entries of a row of results, 2 W times frames
+    sizes = _sizes(x, kernel.shape[-1], expand_time)
     videos, _, height, *_ = x.shape
     # The nine taps, (I, O) each, on one axis.
     weights, bias = kernel.reshape(-1, *kernel.shape[2:]), bias.astype(jnp.float32)[None]
@@ -344,52 +345,54 @@ def _by_kernel(
         operands["beside"] = _row_operand(jnp.concatenate(beside, axis=3))
     if true_width is not None:
         operands["true_width"] = true_width[None], pl.BlockSpec(memory_space=pltpu.SMEM)
+    # A row of pixels becomes two rows of results, an upper and a lower one, of 2 W T2 entries each.
+    result_row = sizes.result_entries, sizes.outputs
+    # What a step keeps of its row of pixels for the next step.
     scratch = {
-        # A row of pixels gives an even (upper) and an odd (lower) row of results.
-        # What the previous row of pixels adds to this row's even results, plus bias:
-        "above": pltpu.VMEM((sizes.row, sizes.outputs), jnp.float32),
-        # The previous row's odd results, without what this row adds, and its even results, complete:
-        "odd": pltpu.VMEM((sizes.row, sizes.outputs), jnp.float32),
-        "even": pltpu.VMEM((sizes.row, sizes.outputs), jnp.bfloat16),
+        # What it adds to the upper results of the next row, plus bias:
+        "next_upper_sums": pltpu.VMEM(result_row, jnp.float32),
+        # Its lower results, without what the next row adds, and its upper results, finished:
+        "lower_sums": pltpu.VMEM(result_row, jnp.float32),
+        "upper_results": pltpu.VMEM(result_row, jnp.bfloat16),
         # A step goes over its row in chunks of columns. This has, for each kernel row, the products of the
         # column left of the chunk.
-        "left": pltpu.VMEM((TAPS, sizes.frames, sizes.outputs), jnp.float32),
+        "left_products": pltpu.VMEM((TAPS, sizes.frames_out, sizes.outputs), jnp.float32),
     }
     names = [*operands, "y", *scratch]
     y = pl.pallas_call(
         lambda *refs: _Step(sizes, dict(zip(names, refs, strict=True)), last=height).run(),
-        grid=(videos, height + 1),  # a row's two rows of results are written by the next step
+        grid=(videos, height + 1),  # a row's results are written by the next step
         in_specs=[spec for _, spec in operands.values()],
         out_specs=pl.BlockSpec(
-            (1, 2, sizes.row, sizes.outputs), lambda video, step: (video, jax.lax.max(step - 1, 0), 0, 0)
+            (1, 2, *result_row), lambda video, step: (video, jax.lax.max(step - 1, 0), 0, 0)
         ),
         # Declared in HBM: XLA would copy small results into VMEM and back.
-        out_shape=pltpu.HBM((videos, 2 * height, sizes.row, sizes.outputs), x.dtype),
+        out_shape=pltpu.HBM((videos, 2 * height, *result_row), x.dtype),
         scratch_shapes=[*scratch.values()],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=tiles.vmem_limit()
         ),
         cost_estimate=pl.CostEstimate(
-            flops=2 * kernel.size * videos * height * sizes.columns * sizes.frames,
+            flops=2 * kernel.size * videos * height * sizes.columns * sizes.frames_out,
             # A row of pixels has two rows of results, in bfloat16: 4 bytes.
-            bytes_accessed=x.nbytes + kernel.nbytes + 4 * videos * height * sizes.row * sizes.outputs,
+            bytes_accessed=x.nbytes + kernel.nbytes + 4 * videos * height * math.prod(result_row),
             transcendentals=0,
         ),
         name="upsampled",
     )(*(array for array, _ in operands.values()))
-    y = y.reshape(videos, 2 * height, 2 * sizes.columns, sizes.frames, sizes.outputs)
+    y = y.reshape(videos, 2 * height, 2 * sizes.columns, sizes.frames_out, sizes.outputs)
     return y.transpose(0, 3, 1, 2, 4)
 
 
 def _row_operand(x_NTHWC: Array) -> tuple[Array, pl.BlockSpec]:
-    """Return frames as the kernel's operand (N, H, W T, C), and the spec by which step g reads row g."""
+    """Return frames as the kernel's operand (N, H, W T, C), and the spec by which a grid step reads a row."""
     x = x_NTHWC.transpose(0, 2, 3, 1, 4)
     x = x.reshape(*x.shape[:2], -1, x.shape[-1])
-    # There is one step more than rows: its index stays at the last row, so that nothing is fetched.
-    step_spec = pl.BlockSpec(
-        (1, 1, *x.shape[2:]), lambda video, step: (video, jax.lax.min(step, x.shape[1] - 1), 0, 0)
-    )
-    return x, step_spec
+    last_row = x.shape[1] - 1
+    # Step g reads row g. There is one step more than rows: it stays at the last row, so that nothing is
+    # fetched.
+    spec = pl.BlockSpec((1, 1, *x.shape[2:]), lambda video, step: (video, jax.lax.min(step, last_row), 0, 0))
+    return x, spec
 
 
 def _xla_form(
@@ -400,20 +403,19 @@ def _xla_form(
     true_width: Array | None,
     expand_time: bool,
 ) -> Array:
-    """Upsample as `_by_kernel` does, but by XLA's operations, which JAX can differentiate.
-
-    Pixels are repeated to twice the height and width, and convolved with taps of 3 x 3.
+    """Double rows and columns (nearest) and convolve by XLA's operations, which JAX can differentiate.
 
     Args:
         x: frames (N, T, H, W, I).
         kernel, bias: the convolution's, (3, 3, I, O) and (O,).
-        beside: the columns of pixels left and right of `x`; None for zeros.
+        beside: the neighbours' columns (left, right) of a shard; None for zeros.
         true_width: columns of the result from this one on are padding and get zeros; None without padding.
-        expand_time: whether each frame of the result is repeated.
+        expand_time: whether frames are doubled too.
     """
     sums = conv_frames(xla.double_pixels(x), kernel, padding=((1, 1), (1, 1)))
     if beside is not None:
-        # Each is what one neighbouring column, of doubled height, adds to a single column of the result.
+        # A neighbour's column, of doubled height, is under one tap of each kernel row. `left` and `right` are
+        # what the two columns add to the first and the last column of the result.
         left, right = (
             conv_frames(repeat_nearest(column, {2: 2}), taps, padding=((1, 1), (0, 0)))
             for column, taps in zip(beside, (kernel[:, :1], kernel[:, 2:]), strict=True)
