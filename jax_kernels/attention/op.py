@@ -193,22 +193,23 @@ def _over_mesh(
     split heads. An axis whose size does not divide its number, of videos or heads, splits the queries,
     which are padded.
     """
+    videos, queries, heads, _ = q.shape
     first_axis, *other_axes = mesh.axis_names
-    video_axis = first_axis if q.shape[0] % mesh.shape[first_axis] == 0 else None
+    video_axis = first_axis if videos % mesh.shape[first_axis] == 0 else None
     query_axes = [] if video_axis else [first_axis]
     head_axes: list[str] = []
     for axis in other_axes:
-        size = math.prod(mesh.shape[name] for name in (*head_axes, axis))
-        axes = head_axes if q.shape[2] % size == 0 else query_axes
+        parts = math.prod(mesh.shape[name] for name in (*head_axes, axis))  # of the heads, with this axis
+        axes = head_axes if heads % parts == 0 else query_axes
         axes.append(axis)
     query_spec = PartitionSpec(video_axis, tuple(query_axes) or None, tuple(head_axes) or None, None)
     key_spec = PartitionSpec(video_axis, None, tuple(head_axes) or None, None)
     # Number of queries that are added for equal shares; their results are cut off.
-    padding = -q.shape[1] % math.prod(mesh.shape[axis] for axis in query_axes)
+    padding = -queries % math.prod(mesh.shape[axis] for axis in query_axes)
     return jax.shard_map(
         attend,
         mesh=mesh,
         in_specs=(query_spec, key_spec, key_spec),
         out_specs=query_spec,
         check_vma=False,  # a Pallas kernel does not say over which mesh axes its results vary
-    )(jnp.pad(q, ((0, 0), (0, padding), (0, 0), (0, 0))), k, v)[:, : q.shape[1]]
+    )(jnp.pad(q, ((0, 0), (0, padding), (0, 0), (0, 0))), k, v)[:, :queries]

@@ -178,19 +178,20 @@ def _by_kernel(
     """
     videos, positions, width = x.shape
     channels = width // heads
-    # Positions of a block: `POSITIONS`, or fewer if `BLOCK_BYTES` hold fewer, in whole tiles of lanes.
-    step = min(POSITIONS, max(LANES, BLOCK_BYTES // (width * x.dtype.itemsize) // LANES * LANES))
+    # Positions of a block: as many as `BLOCK_BYTES` hold, in whole tiles of lanes, up to `POSITIONS`.
+    fitting = BLOCK_BYTES // (width * x.dtype.itemsize)
+    block = min(POSITIONS, max(LANES, fitting // LANES * LANES))
     norm_spec = pl.BlockSpec((channels, 1), lambda n, i: (0, 0))
-    table_spec = pl.BlockSpec((channels, step), lambda n, i: (0, i))
+    table_spec = pl.BlockSpec((channels, block), lambda n, i: (0, i))
     return pl.pallas_call(
         functools.partial(_process_block, normed=bool(norm), scale=scale, eps=eps),
-        grid=(videos, pl.cdiv(positions, step)),
+        grid=(videos, pl.cdiv(positions, block)),  # a step (n, i) computes block i of video n
         in_specs=[
-            pl.BlockSpec((None, step, width), lambda n, i: (n, i, 0)),
+            pl.BlockSpec((None, block, width), lambda n, i: (n, i, 0)),
             *[norm_spec] * len(norm),
             *[table_spec] * len(tables),
         ],
-        out_specs=pl.BlockSpec((None, heads, channels, step), lambda n, i: (n, 0, 0, i)),
+        out_specs=pl.BlockSpec((None, heads, channels, block), lambda n, i: (n, 0, 0, i)),
         out_shape=jax.ShapeDtypeStruct((videos, heads, channels, positions), x.dtype),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=KERNEL_VMEM
@@ -212,20 +213,20 @@ def _process_block(x_ref, *other_refs: Any, normed: bool, scale: float, eps: flo
         scale: factor of the result.
         eps: added to the variance.
     """
-    *operands, y_ref = other_refs
+    *operand_refs, y_ref = other_refs
     heads, channels, _ = y_ref.shape
-    norm, tables = (operands[:2], operands[2:]) if normed else ([], operands)
+    norm_refs, table_refs = (operand_refs[:2], operand_refs[2:]) if normed else ([], operand_refs)
 
     def process_heads(first_head: Any, count: int) -> None:
         """Norm, rotate and scale `count` heads, from `first_head` on."""
         lanes = pl.ds(pl.multiple_of(first_head * channels, LANES), count * channels)
-        y = x_ref[:, lanes].astype(jnp.float32).T.reshape(count, channels, -1)
-        if norm:
-            weight_ref, bias_ref = norm
+        y = x_ref[:, lanes].astype(jnp.float32).T.reshape(count, channels, -1)  # heads, channels, positions
+        if norm_refs:
+            weight_ref, bias_ref = norm_refs
             y = standardized(y, eps, axis=1)
             y = y * weight_ref[...] + bias_ref[...]
-        if tables:
-            cos_ref, signed_sin_ref = tables
+        if table_refs:
+            cos_ref, signed_sin_ref = table_refs
             y = y * cos_ref[...] + _partners(y) * signed_sin_ref[...]
         y_ref[pl.ds(first_head, count)] = (y * scale).astype(y_ref.dtype)
 

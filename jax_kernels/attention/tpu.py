@@ -80,25 +80,26 @@ def transposed(
         num_keys: number of real keys, at least one, which come first; keys after them may hold anything.
     """
     videos, queries, heads, channels = q.shape
-    rows = tiled_sublanes(channels, q.dtype)  # channels, padded with zeros to whole tiles
+    padded_channels = tiled_sublanes(channels, q.dtype)  # zeros fill whole tiles
     # B: heads of all videos; D: padded channels; S queries, K keys.
     q_BDS, k_BDK, v_BDK = (
-        jnp.pad(x.transpose(0, 2, 3, 1), [(0, 0), (0, 0), (0, rows - channels), (0, 0)]).reshape(
-            videos * heads, rows, x.shape[1]
+        jnp.pad(x.transpose(0, 2, 3, 1), [(0, 0), (0, 0), (0, padded_channels - channels), (0, 0)]).reshape(
+            videos * heads, padded_channels, x.shape[1]
         )
         for x in (q, k, v)
     )
     if scale == 0:  # it would make the penalty of padding keys 0 too; queries of 0 give the same scores
         q_BDS, scale = jnp.zeros_like(q_BDS), 1.0
     query_block, key_block = _block_length(queries, QUERIES), _block_length(num_keys, KEYS)
-    query_spec = pl.BlockSpec((None, rows, query_block), lambda b, i: (b, 0, i))
-    key_spec = pl.BlockSpec((None, rows, pl.cdiv(num_keys, key_block) * key_block), lambda b, i: (b, 0, 0))
+    all_keys = pl.cdiv(num_keys, key_block) * key_block  # the keys that a grid step has, in whole blocks
+    query_spec = pl.BlockSpec((None, padded_channels, query_block), lambda head, block: (head, 0, block))
+    key_spec = pl.BlockSpec((None, padded_channels, all_keys), lambda head, block: (head, 0, 0))
     y_BDS = pl.pallas_call(
         functools.partial(
             _attend_block,
-            queries=queries,
+            num_queries=queries,
             num_keys=num_keys,
-            block=key_block,
+            key_block=key_block,
             factor=scale * math.log2(math.e),  # exp(scale * score) is 2 ** (factor * score)
         ),
         grid=(videos * heads, pl.cdiv(queries, query_block)),
@@ -107,8 +108,8 @@ def transposed(
         out_shape=jax.ShapeDtypeStruct(q_BDS.shape, q.dtype),
         scratch_shapes=[
             # Queries, and below them rows that subtract from their scores (`_subtracted_rows`).
-            pltpu.VMEM((rows + tile_rows(q.dtype), query_block), q.dtype),
-            pltpu.VMEM((rows, query_block), jnp.float32),  # sums of weighted values
+            pltpu.VMEM((padded_channels + tile_rows(q.dtype), query_block), q.dtype),
+            pltpu.VMEM((padded_channels, query_block), jnp.float32),  # sums of weighted values
             pltpu.VMEM((SUBLANES, query_block), jnp.float32),  # sums of weights
         ],
         compiler_params=pltpu.CompilerParams(
@@ -116,7 +117,8 @@ def transposed(
         ),
         name="attention",
     )(q_BDS, k_BDK, v_BDK)
-    return y_BDS.reshape(videos, heads, rows, queries)[:, :, :channels].transpose(0, 3, 1, 2)
+    y = y_BDS.reshape(videos, heads, padded_channels, queries)[:, :, :channels]
+    return y.transpose(0, 3, 1, 2)
 
 
 def _block_length(length: int, sizes: tuple[int, ...]) -> int:
@@ -127,19 +129,31 @@ def _block_length(length: int, sizes: tuple[int, ...]) -> int:
     """
     if length <= min(sizes):
         unit = LANES if length <= LANES else CHUNK
-        return -(-length // unit) * unit
-    return min(sizes, key=lambda block: (-(-length // block) * block, -block))
+        return pl.cdiv(length, unit) * unit
+    # By the padded length; by minus the block, where that is equal.
+    return min(sizes, key=lambda block: (pl.cdiv(length, block) * block, -block))
 
 
 def _attend_block(
-    q_ref, k_ref, v_ref, y_ref, extended_ref, sums_ref, totals_ref, *, queries, num_keys, block, factor
+    q_ref,
+    k_ref,
+    v_ref,
+    y_ref,
+    extended_ref,
+    sums_ref,
+    totals_ref,
+    *,
+    num_queries,
+    num_keys,
+    key_block,
+    factor,
 ) -> None:
     """Attend from a block of queries to all keys, a block of keys at a time.
 
-    The maximum over the first chunk of keys, not over all keys, is subtracted from the scores: softmax takes
-    any number near the true maximum. If sums of weights show that it is far off, `_attend_again` computes the
-    block. The scores of `STRIPS_AHEAD` strips of queries are multiplied before the weights of one strip are
-    computed, so that the matrix unit does not wait for weights.
+    A key's weight for a query is two to the power of its score. Scores are computed for a chunk of keys and a
+    strip of queries at a time. The maximum that is subtracted from them is the one over the first chunk of
+    keys, not over all keys: softmax takes any number near the true maximum. If sums of weights show that it
+    is far off, `_attend_again` computes the block of queries.
 
     Args:
         q_ref, k_ref, v_ref: queries (D, S), keys and values (D, K) of a head; keys and values in whole
@@ -149,13 +163,13 @@ def _attend_block(
             `PADDING_PENALTY`.
         sums_ref: memory for the sums of weighted values, (D, S).
         totals_ref: memory for the sums of weights, (8, S): partial sums, one in each row of a register.
-        queries, num_keys: number of real queries and keys.
-        block: keys of a loop's body.
+        num_queries, num_keys: number of real queries and keys; padding follows them.
+        key_block: keys of a loop's body.
         factor: of the scores: a key's weight is 2 ** (factor * (score - maximum)).
     """
-    channels, length = q_ref.shape
-    chunk = min(CHUNK, block)
-    strips = [slice(at, min(at + STRIP, length)) for at in range(0, length, STRIP)]
+    channels, query_block = q_ref.shape
+    chunk = min(CHUNK, key_block)
+    strips = [slice(at, min(at + STRIP, query_block)) for at in range(0, query_block, STRIP)]
     sums_ref[...] = jnp.zeros_like(sums_ref)
     totals_ref[...] = jnp.zeros_like(totals_ref)
     first_keys = _replace_padding(k_ref[:, :chunk], 0, num_keys, k_ref[:, :1])
@@ -163,8 +177,8 @@ def _attend_block(
         extended_ref[:channels, strip] = q_ref[:, strip]
         extended_ref[channels:, strip] = _subtracted_rows(first_keys, q_ref[:, strip], factor)
 
-    @pl.loop(0, pl.cdiv(num_keys, block))
-    def _(index: Array) -> None:
+    @pl.loop(0, pl.cdiv(num_keys, key_block))
+    def _(block: Array) -> None:
         """Add the values of a block of keys, weighted, to the sums of all strips of queries."""
 
         @functools.cache  # loaded once for all strips of queries
@@ -174,49 +188,50 @@ def _attend_block(
             Its first row, of ones, meets the queries' row of minus their maximum; its second, of ones at
             padding keys alone, meets the queries' row of minus `PADDING_PENALTY`.
             """
-            at = pl.multiple_of(index * block + start, LANES)
+            at = pl.multiple_of(block * key_block + start, LANES)
             k = k_ref[:, pl.ds(at, chunk)]
             row = jax.lax.broadcasted_iota(jnp.int32, (tile_rows(k.dtype), chunk), 0)
-            ones = row == 0
-            if num_keys % block:  # else no block has padding
-                ones |= (row == 1) & (_positions(at, chunk) >= num_keys)
+            is_one = row == 0
+            if num_keys % key_block:  # else no block has padding
+                is_one |= (row == 1) & (_positions(at, chunk) >= num_keys)
                 k = _replace_padding(k, at, num_keys, k_ref[:, :1])
-            return jnp.concatenate([k, ones.astype(k.dtype)])
+            return jnp.concatenate([k, is_one.astype(k.dtype)])
 
         @functools.cache
         def values_of(start: int) -> Array:
             """Return the values of the block's chunk at `start`, with zeros for padding keys."""
-            at = pl.multiple_of(index * block + start, LANES)
+            at = pl.multiple_of(block * key_block + start, LANES)
             v = v_ref[:, pl.ds(at, chunk)]
-            return _replace_padding(v, at, num_keys, 0) if num_keys % block else v
+            return _replace_padding(v, at, num_keys, 0) if num_keys % key_block else v
 
         def scores_of(start: int, n: int) -> Array:
-            """Return the scores of the chunk of keys at `start` with strip `n` of queries, less the maximum.
-
-            A weight is two to the power of its score.
-            """
+            """Return scores less the maximum, of the chunk of keys at `start` with strip `n` of queries."""
             scores = _product(keys_of(start), extended_ref[:, strips[n]], over=0)
             return scores if factor == 1.0 else scores * factor  # scaled queries (`attention`) need no pass
 
         sums = [sums_ref[:, strip] for strip in strips]
         totals = [totals_ref[:, strip] for strip in strips]
-        # Pairs of a chunk's start and a strip's index. `scores` holds the next `STRIPS_AHEAD` pairs' scores.
-        pairs = list(itertools.product(range(0, block, chunk), range(len(strips))))
-        scores = [scores_of(*pair) for pair in pairs[:STRIPS_AHEAD]]
+        # Each chunk's start with each strip's index. Scores of the next `STRIPS_AHEAD` pairs are multiplied
+        # before the weights of a pair are computed, so that the matrix unit does not wait for weights.
+        pairs = list(itertools.product(range(0, key_block, chunk), range(len(strips))))
+        waiting = [scores_of(*pair) for pair in pairs[:STRIPS_AHEAD]]
         for (start, n), later_pair in itertools.zip_longest(pairs, pairs[STRIPS_AHEAD:]):
             if later_pair:
-                scores.append(scores_of(*later_pair))
-            weights, v = jnp.exp2(scores.pop(0)), values_of(start)
+                waiting.append(scores_of(*later_pair))
+            weights, v = jnp.exp2(waiting.pop(0)), values_of(start)
             sums[n] = sums[n] + _product(v, weights.astype(v.dtype), over=1)
+            # Eight partial sums of the weights of each query: whole registers are added.
             totals[n] = totals[n] + weights.reshape(-1, SUBLANES, weights.shape[1]).sum(0)
-        for strip, weighted, total in zip(strips, sums, totals, strict=True):
-            sums_ref[:, strip], totals_ref[:, strip] = weighted, total
+        for n, strip in enumerate(strips):
+            sums_ref[:, strip], totals_ref[:, strip] = sums[n], totals[n]
 
-    total, weighted = totals_ref[...].sum(0, keepdims=True), sums_ref[...]
-    y_ref[...] = (weighted / total).astype(y_ref.dtype)
+    total, sums = totals_ref[...].sum(0, keepdims=True), sums_ref[...]
+    y_ref[...] = (sums / total).astype(y_ref.dtype)
     # Padding queries, after the last real one, may hold anything: their sums are not checked.
-    is_query = pl.program_id(1) * length + jax.lax.broadcasted_iota(jnp.int32, total.shape, 1) < queries
-    is_correct = (total > 1 / LARGEST_SUM) & (total < LARGEST_SUM) & (jnp.abs(weighted) < jnp.inf) | ~is_query
+    first_query = pl.program_id(1) * query_block
+    is_query = first_query + jax.lax.broadcasted_iota(jnp.int32, total.shape, 1) < num_queries
+    is_trusted = (total > 1 / LARGEST_SUM) & (total < LARGEST_SUM) & (jnp.abs(sums) < jnp.inf)
+    is_correct = is_trusted | ~is_query
 
     attend_again = functools.partial(
         _attend_again, q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, factor
@@ -227,7 +242,10 @@ def _attend_block(
 def _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, factor) -> None:
     """Attend from a block of queries with the maximum over all keys, in two passes.
 
-    `_attend_block` calls it if the maximum over its first chunk of keys is too far from the true maximum.
+    `_attend_block` calls it if the maximum over its first chunk of keys is too far from the true maximum. A
+    key's weight for a query is two to the power of its score. Scores are computed for a chunk of keys and a
+    strip of queries at a time.
+
     The first pass finds the maximum and the sum of weights; the second adds values with weights that are
     divided by that sum already, so that no sum overflows.
 
@@ -237,10 +255,10 @@ def _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, fa
         sums_ref: memory for the sums of weighted values, (D, S).
         totals_ref: memory of (8, S), whose first two rows get the maximum and the sum of weights.
         num_keys: number of real keys.
-        factor: of the products of queries and keys; weights are powers of two of the results.
+        factor: of the products of queries and keys, which gives the scores.
     """
-    queries = q_ref.shape[1]
-    strip, chunk = min(STRIP, queries), min(CHUNK, k_ref.shape[1])
+    query_block = q_ref.shape[1]
+    strip, chunk = min(STRIP, query_block), min(CHUNK, k_ref.shape[1])
     maximum_ref, total_ref = totals_ref.at[:1], totals_ref.at[1:2]  # one row each
     maximum_ref[...] = jnp.full_like(maximum_ref, jnp.finfo(jnp.float32).min)
     total_ref[...] = jnp.zeros_like(total_ref)
@@ -253,22 +271,23 @@ def _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, fa
         """
 
         @pl.loop(0, pl.cdiv(num_keys, chunk))
-        def _(i: Array) -> None:
+        def _(chunk_index: Array) -> None:
             """Visit one chunk of keys with all strips of queries."""
-            keys_at = pl.ds(pl.multiple_of(i * chunk, LANES), chunk)
-            is_key = i * chunk + jax.lax.broadcasted_iota(jnp.int32, (chunk, 1), 0) < num_keys
+            keys_at = pl.ds(pl.multiple_of(chunk_index * chunk, LANES), chunk)
+            is_key = chunk_index * chunk + jax.lax.broadcasted_iota(jnp.int32, (chunk, 1), 0) < num_keys
 
-            @pl.loop(0, queries // strip)
-            def _(n: Array) -> None:
+            @pl.loop(0, query_block // strip)
+            def _(strip_index: Array) -> None:
                 """Visit the scores of one strip of queries."""
-                queries_at = pl.ds(pl.multiple_of(n * strip, LANES), strip)
+                queries_at = pl.ds(pl.multiple_of(strip_index * strip, LANES), strip)
                 scores = _product(k_ref[:, keys_at], q_ref[:, queries_at], over=0) * factor
                 visit(queries_at, keys_at, jnp.where(is_key, scores, -jnp.inf))
 
     def update_maximum_and_total(queries_at: Any, _: Any, scores: Array) -> None:
-        """Update the maximum by these scores, rescale the sum of weights to it, and add these weights."""
+        """Update the maximum by these scores, rescale the sum of weights to it, and add their weights."""
         before = maximum_ref[:, queries_at]
-        maximum_ref[:, queries_at] = maximum = jnp.maximum(before, scores.max(0, keepdims=True))
+        maximum = jnp.maximum(before, scores.max(0, keepdims=True))
+        maximum_ref[:, queries_at] = maximum
         chunk_total = jnp.exp2(scores - maximum).sum(0, keepdims=True)
         total_ref[:, queries_at] = total_ref[:, queries_at] * jnp.exp2(before - maximum) + chunk_total
 

@@ -24,8 +24,9 @@ def plain(
     length = q.shape[1]
     if length <= QUERY_BLOCK:
         return _plain_block(q, k, v, scale)
-    blocks = -(-length // QUERY_BLOCK)
+    blocks = -(-length // QUERY_BLOCK)  # rounded up
     padded = jnp.pad(q, ((0, 0), (0, blocks * QUERY_BLOCK - length), (0, 0), (0, 0)))
+    # `map` goes over the first axis: the blocks.
     stacked = jnp.moveaxis(padded.reshape(q.shape[0], blocks, QUERY_BLOCK, *q.shape[2:]), 1, 0)
     y = jax.lax.map(lambda block: _plain_block(block, k, v, scale), stacked)
     return jnp.moveaxis(y, 0, 1).reshape(padded.shape)[:, :length]
