@@ -127,7 +127,8 @@ def apply_rotary(
     padding = ((x.shape[1] - positions, 0), (0, 0))  # positions without a rotation: cos is 1 and sin 0
     cos_SHD = jnp.pad(cos, padding, constant_values=1.0)[:, None]
     sin_SHD = jnp.pad(sin, padding)[:, None]
-    # The product of `x` with this matrix has channels (-b, a) for each pair (a, b).
+    # The product of `x` with this matrix, 2 x 2 blocks on the diagonal, has channels (-b, a) for each pair
+    # (a, b).
     rotation_DD = jnp.asarray(np.kron(np.eye(channels // 2), [[0, 1], [-1, 0]]), x.dtype)
     partners = jnp.einsum("nshd,de->nshe", x, rotation_DD, precision=precision_for(x.dtype))
     return (x.astype(jnp.float32) * cos_SHD + partners.astype(jnp.float32) * sin_SHD).astype(x.dtype)

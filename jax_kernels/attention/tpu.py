@@ -81,11 +81,10 @@ def transposed(
     """
     videos, queries, heads, channels = q.shape
     padded_channels = tiled_sublanes(channels, q.dtype)  # zeros fill whole tiles
+    padding = [(0, 0), (0, 0), (0, padded_channels - channels), (0, 0)]
     # B: heads of all videos; D: padded channels; S queries, K keys.
     q_BDS, k_BDK, v_BDK = (
-        jnp.pad(x.transpose(0, 2, 3, 1), [(0, 0), (0, 0), (0, padded_channels - channels), (0, 0)]).reshape(
-            videos * heads, padded_channels, x.shape[1]
-        )
+        jnp.pad(x.transpose(0, 2, 3, 1), padding).reshape(videos * heads, padded_channels, x.shape[1])
         for x in (q, k, v)
     )
     if scale == 0:  # it would make the penalty of padding keys 0 too; queries of 0 give the same scores
@@ -150,10 +149,10 @@ def _attend_block(
 ) -> None:
     """Attend from a block of queries to all keys, a block of keys at a time.
 
-    A key's weight for a query is two to the power of its score. Scores are computed for a chunk of keys and a
-    strip of queries at a time. The maximum that is subtracted from them is the one over the first chunk of
-    keys, not over all keys: softmax takes any number near the true maximum. If sums of weights show that it
-    is far off, `_attend_again` computes the block of queries.
+    A key's weight for a query is 2 ** (factor * (score - maximum)), computed for a chunk of keys and a strip
+    of queries at a time. The maximum is the one over the first chunk of keys, not over all keys: softmax
+    takes any number near the true maximum. If sums of weights show that it is far off, `_attend_again`
+    computes the block of queries.
 
     Args:
         q_ref, k_ref, v_ref: queries (D, S), keys and values (D, K) of a head; keys and values in whole
@@ -165,7 +164,7 @@ def _attend_block(
         totals_ref: memory for the sums of weights, (8, S): partial sums, one in each row of a register.
         num_queries, num_keys: number of real queries and keys; padding follows them.
         key_block: keys of a loop's body.
-        factor: of the scores: a key's weight is 2 ** (factor * (score - maximum)).
+        factor: of the scores, the products of queries and keys.
     """
     channels, query_block = q_ref.shape
     chunk = min(CHUNK, key_block)
@@ -204,20 +203,21 @@ def _attend_block(
             v = v_ref[:, pl.ds(at, chunk)]
             return _replace_padding(v, at, num_keys, 0) if num_keys % key_block else v
 
-        def scores_of(start: int, n: int) -> Array:
-            """Return scores less the maximum, of the chunk of keys at `start` with strip `n` of queries."""
-            scores = _product(keys_of(start), extended_ref[:, strips[n]], over=0)
-            return scores if factor == 1.0 else scores * factor  # scaled queries (`attention`) need no pass
+        def exponents_of(start: int, n: int) -> Array:
+            """Return the weights' exponents, of the chunk of keys at `start` for strip `n` of queries."""
+            differences = _product(keys_of(start), extended_ref[:, strips[n]], over=0)  # score - maximum
+            # Queries that are scaled already (`attention`) need no pass.
+            return differences if factor == 1.0 else differences * factor
 
         sums = [sums_ref[:, strip] for strip in strips]
         totals = [totals_ref[:, strip] for strip in strips]
-        # Each chunk's start with each strip's index. Scores of the next `STRIPS_AHEAD` pairs are multiplied
-        # before the weights of a pair are computed, so that the matrix unit does not wait for weights.
+        # Each chunk's start with each strip's index. The exponents of `STRIPS_AHEAD` pairs wait in a queue,
+        # multiplied before the weights of earlier pairs: so the matrix unit does not wait for weights.
         pairs = list(itertools.product(range(0, key_block, chunk), range(len(strips))))
-        waiting = [scores_of(*pair) for pair in pairs[:STRIPS_AHEAD]]
+        waiting = [exponents_of(*pair) for pair in pairs[:STRIPS_AHEAD]]
         for (start, n), later_pair in itertools.zip_longest(pairs, pairs[STRIPS_AHEAD:]):
             if later_pair:
-                waiting.append(scores_of(*later_pair))
+                waiting.append(exponents_of(*later_pair))
             weights, v = jnp.exp2(waiting.pop(0)), values_of(start)
             sums[n] = sums[n] + _product(v, weights.astype(v.dtype), over=1)
             # Eight partial sums of the weights of each query: whole registers are added.
@@ -243,8 +243,8 @@ def _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, fa
     """Attend from a block of queries with the maximum over all keys, in two passes.
 
     `_attend_block` calls it if the maximum over its first chunk of keys is too far from the true maximum. A
-    key's weight for a query is two to the power of its score. Scores are computed for a chunk of keys and a
-    strip of queries at a time.
+    key's weight for a query is 2 ** (factor * score - maximum), the maximum of `factor * score`. Weights are
+    computed for a chunk of keys and a strip of queries at a time.
 
     The first pass finds the maximum and the sum of weights; the second adds values with weights that are
     divided by that sum already, so that no sum overflows.
@@ -255,7 +255,7 @@ def _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, fa
         sums_ref: memory for the sums of weighted values, (D, S).
         totals_ref: memory of (8, S), whose first two rows get the maximum and the sum of weights.
         num_keys: number of real keys.
-        factor: of the products of queries and keys, which gives the scores.
+        factor: of the scores, the products of queries and keys.
     """
     query_block = q_ref.shape[1]
     strip, chunk = min(STRIP, query_block), min(CHUNK, k_ref.shape[1])
@@ -265,9 +265,10 @@ def _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, fa
     sums_ref[...] = jnp.zeros_like(sums_ref)
 
     def over_scores(visit: Callable[[Any, Any, Array], None]) -> None:
-        """Call `visit(queries_at, keys_at, scores)` for every chunk of keys and strip of queries.
+        """Call `visit(queries_at, keys_at, scaled)` for every chunk of keys and strip of queries.
 
-        `queries_at` is the strip's slice, `keys_at` the chunk's. Padding keys score minus infinity.
+        `queries_at` is the strip's slice, `keys_at` the chunk's. `scaled` are the scores times `factor`,
+        minus infinity for padding keys.
         """
 
         @pl.loop(0, pl.cdiv(num_keys, chunk))
@@ -280,20 +281,20 @@ def _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, fa
             def _(strip_index: Array) -> None:
                 """Visit the scores of one strip of queries."""
                 queries_at = pl.ds(pl.multiple_of(strip_index * strip, LANES), strip)
-                scores = _product(k_ref[:, keys_at], q_ref[:, queries_at], over=0) * factor
-                visit(queries_at, keys_at, jnp.where(is_key, scores, -jnp.inf))
+                scaled = _product(k_ref[:, keys_at], q_ref[:, queries_at], over=0) * factor
+                visit(queries_at, keys_at, jnp.where(is_key, scaled, -jnp.inf))
 
-    def update_maximum_and_total(queries_at: Any, _: Any, scores: Array) -> None:
+    def update_maximum_and_total(queries_at: Any, _: Any, scaled: Array) -> None:
         """Update the maximum by these scores, rescale the sum of weights to it, and add their weights."""
         before = maximum_ref[:, queries_at]
-        maximum = jnp.maximum(before, scores.max(0, keepdims=True))
+        maximum = jnp.maximum(before, scaled.max(0, keepdims=True))
         maximum_ref[:, queries_at] = maximum
-        chunk_total = jnp.exp2(scores - maximum).sum(0, keepdims=True)
+        chunk_total = jnp.exp2(scaled - maximum).sum(0, keepdims=True)
         total_ref[:, queries_at] = total_ref[:, queries_at] * jnp.exp2(before - maximum) + chunk_total
 
-    def add_values(queries_at: Any, keys_at: Any, scores: Array) -> None:
+    def add_values(queries_at: Any, keys_at: Any, scaled: Array) -> None:
         """Add the values of these keys, weighted by the final softmax; padding values may be NaN."""
-        weights = jnp.exp2(scores - maximum_ref[:, queries_at]) / total_ref[:, queries_at]
+        weights = jnp.exp2(scaled - maximum_ref[:, queries_at]) / total_ref[:, queries_at]
         v = _replace_padding(v_ref[:, keys_at], keys_at.start, num_keys, 0)
         sums_ref[:, queries_at] = sums_ref[:, queries_at] + _product(v, weights.astype(v.dtype), over=1)
 
@@ -313,7 +314,8 @@ def _subtracted_rows(keys: Array, q: Array, factor: float) -> Array:
     scores = _product(keys, q, over=0)
     extreme = scores.max(0, keepdims=True) if factor > 0 else scores.min(0, keepdims=True)
     row = jax.lax.broadcasted_iota(jnp.int32, (tile_rows(q.dtype), q.shape[1]), 0)
-    rows = jnp.where(row == 0, -extreme, jnp.where(row == 1, -math.copysign(PADDING_PENALTY, factor), 0.0))
+    penalty = math.copysign(PADDING_PENALTY, factor)
+    rows = jnp.where(row == 0, -extreme, jnp.where(row == 1, -penalty, 0.0))
     return rows.astype(q.dtype)
 
 

@@ -115,7 +115,8 @@ def _causal(
     if cache is None and x.shape[1] == 1 and implementation is None:
         return xla.convolve_image(target, x, residual, kernel, bias, replicate=start == "replicate")
     if cache is None:
-        before = x[:, :1] if start == "replicate" else jnp.zeros_like(x[:, :1])
+        first_frame = x[:, :1]
+        before = first_frame if start == "replicate" else jnp.zeros_like(first_frame)
         cache = jnp.repeat(before, kernel.shape[0] - 1, axis=1)
     # The function that returns the convolution's sums in float32.
     form = _IMPLEMENTATIONS[implementation or _fastest(target, x, kernel)]

@@ -34,9 +34,10 @@ def moments(target: Target, x: Float[Array, "N *rest"], *, num_groups: int, chan
     """
     x = jnp.moveaxis(x, channel_axis, -1)
     row_axis = max(1, x.ndim - 3)  # rank 3 has one axis of pixels, taken for the rows
-    mean, m2 = (
-        column_moments(target, x) if x.ndim == 5 else _without_row_axis(*xla.column_moments(x), row_axis)
-    )
+    if x.ndim == 5:
+        mean, m2 = column_moments(target, x)
+    else:  # no video: neither runs of frames nor a split over devices
+        mean, m2 = _without_row_axis(*xla.column_moments(x), row_axis)
     return moments_of_columns(target, mean, m2, x.shape[row_axis], num_groups=num_groups)
 
 
@@ -44,13 +45,11 @@ def column_moments(
     target: Target, x: Float[Array, "N T H W C"]
 ) -> tuple[Float[Array, "N T W C"], Float[Array, "N T W C"]]:
     """Return mean and M2 (sum of squared deviations) of each column of pixels, along H, in float32."""
-    means, m2s = zip(  # for each run (frames that are computed together)
-        *(
-            _without_row_axis(*map_shards(target, _shard_column_moments, (run,)), row_axis=2)
-            for (run,) in split_frames(target, x)
-        ),
-        strict=True,
-    )
+    of_runs = [  # a run is frames that are computed together
+        _without_row_axis(*map_shards(target, _shard_column_moments, (run,)), row_axis=2)
+        for (run,) in split_frames(target, x)
+    ]
+    means, m2s = zip(*of_runs, strict=True)
     return join_frames(means), join_frames(m2s)
 
 
@@ -82,17 +81,20 @@ def moments_of_columns(
     Returns:
         `Moments` of shape (N, G).
     """
-    groups = num_groups, mean.shape[-1] // num_groups
-    mean, m2 = (part.reshape(*part.shape[:-1], *groups) for part in (mean, m2))  # (N, ..., W, G, C / G)
-    axes = (*range(1, mean.ndim - 2), mean.ndim - 1)  # all but videos and groups: the axes to merge
+    group_shape = num_groups, mean.shape[-1] // num_groups
+    mean, m2 = (moment.reshape(*moment.shape[:-1], *group_shape) for moment in (mean, m2))
+    # Now (N, ..., W, G, C / G); all axes but N and G are merged. Moments (N, C) have no axis of columns W.
+    axes = (*range(1, mean.ndim - 2), mean.ndim - 1)
     column_axis = mean.ndim - 3
-    split = target.split if column_axis in axes else WHOLE  # else there is no axis of columns
+    split = target.split if column_axis in axes else WHOLE
     without_padding = functools.partial(with_clear_padding, split=split, column_axis=column_axis)
     width = split.real_columns(mean.shape[column_axis])
-    count = math.prod(width if axis == column_axis else mean.shape[axis] for axis in axes)  # of columns
+    # Number of merged columns; padding does not count.
+    count = math.prod(width if axis == column_axis else mean.shape[axis] for axis in axes)
     origin = mean
     for axis in axes:
         origin = jax.lax.slice_in_dim(origin, 0, 1, axis=axis)
+    # The merged mean is `origin + offset`.
     offset = jnp.sum(without_padding(mean - origin), axes, keepdims=True) / count
     deviation = without_padding(mean - origin - offset)
     m2 = jnp.sum(without_padding(m2), axes) + length * jnp.sum(deviation * deviation, axes)

@@ -63,7 +63,7 @@ def _block_shape(x: Array) -> tuple[int, int]:
     """
     height, width = x.shape[2:4]
     columns = min(COLUMNS, width)
-    # A column takes bytes for its moments, and for each of its pixels.
+    # A column takes bytes for its moments, and for its pixels, one in each row.
     fitting_rows = (BLOCK_BYTES // columns - _column_bytes(x)) // _pixel_bytes(x)
     return largest_divisor(height, fitting_rows), columns
 
@@ -95,7 +95,7 @@ def _column_moments(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         name="column_moments",
     )(x.transpose(0, 2, 3, 1, 4))  # N H W T C: frames are in the sublanes of a tile
-    mean, m2 = (part.swapaxes(1, 2)[:, :, None] for part in results)  # frames first, and an axis of one row
+    mean, m2 = (moment.swapaxes(1, 2)[:, :, None] for moment in results)  # frames first, an axis of one row
     return mean, m2
 
 
@@ -154,8 +154,8 @@ def _moments(x_ref, mean_ref, m2_ref, origin_ref, *, blocks: int, together: int 
 
     Args:
         x_ref: the block, (rows, columns, T, C).
-        mean_ref, m2_ref: the results, (columns, T, C). Until the last block of rows `mean_ref` has the mean
-            of the differences from `origin_ref`.
+        mean_ref, m2_ref: the results, (columns, T, C). Until the last block of rows `mean_ref` has offsets:
+            means less the values in `origin_ref`.
         origin_ref: memory for a typical value of each column (frame, channel). Sums are of differences from
             it, against cancellation.
         blocks: number of blocks of rows. `pl.num_programs` could be wrong: JAX 0.11 reuses a kernel's trace
@@ -168,9 +168,8 @@ def _moments(x_ref, mean_ref, m2_ref, origin_ref, *, blocks: int, together: int 
     @pl.when(blocks_before == 0)
     def _():
         """Before the first rows: choose origins, and clear the moments."""
-        origin_ref[...] = xla.median_of_three(
-            *(x_ref[row].astype(jnp.float32) for row in (0, rows // 2, rows - 1))
-        )
+        typical_rows = (x_ref[row].astype(jnp.float32) for row in (0, rows // 2, rows - 1))
+        origin_ref[...] = xla.median_of_three(*typical_rows)
         mean_ref[...] = jnp.zeros_like(mean_ref)
         m2_ref[...] = jnp.zeros_like(m2_ref)
 
@@ -179,25 +178,26 @@ def _moments(x_ref, mean_ref, m2_ref, origin_ref, *, blocks: int, together: int 
         columns = slice(column, column + together)
         origin = origin_ref[columns]
 
+        # The loop's variables are bound as defaults.
         def add_row(row: Array, total: Array, columns=columns, origin=origin) -> Array:
             """Add a row's differences from the origin to their total."""
             return total + (x_ref[row, columns].astype(jnp.float32) - origin)
 
-        mean = jax.lax.fori_loop(0, rows, add_row, jnp.zeros_like(origin), unroll=UNROLLED) / rows
-        centre = origin + mean
+        offset = jax.lax.fori_loop(0, rows, add_row, jnp.zeros_like(origin), unroll=UNROLLED) / rows
+        block_mean = origin + offset
 
-        def add_square(row: Array, squares: Array, columns=columns, centre=centre) -> Array:
-            """Add the squares of a row's deviations from the mean."""
-            deviation = x_ref[row, columns].astype(jnp.float32) - centre
+        def add_square(row: Array, squares: Array, columns=columns, block_mean=block_mean) -> Array:
+            """Add the squares of a row's deviations from the block's mean."""
+            deviation = x_ref[row, columns].astype(jnp.float32) - block_mean
             return squares + deviation * deviation
 
         squares = jax.lax.fori_loop(0, rows, add_square, jnp.zeros_like(origin), unroll=UNROLLED)
         # Chan's formula merges this block with the `blocks_before`; each block has `rows` rows.
-        delta = mean - mean_ref[columns]
+        delta = offset - mean_ref[columns]
         mean_ref[columns] += delta * share
         m2_ref[columns] += squares + delta * delta * (share * blocks_before.astype(jnp.float32) * rows)
 
     @pl.when(blocks_before == blocks - 1)
     def _():
-        """After the last rows: add the origins to the means."""
+        """After the last rows: add the origins, which makes the offsets means."""
         mean_ref[...] += origin_ref[...]

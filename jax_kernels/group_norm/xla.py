@@ -83,14 +83,16 @@ def column_moments(x: Array) -> tuple[Array, Array]:
     """
     axis = max(1, x.ndim - 3)  # of rows
     height = x.shape[axis]
-    # Rows of a block: the fewest blocks of at most `ROWS`, as equal as possible; -(-a // b) rounds a / b up.
-    rows = -(-height // max(1, -(-height // ROWS)))
-    in_blocks = height // rows * rows  # rows in full blocks; the remainder is a smaller block
+    # The fewest blocks of at most `ROWS` rows, as equal as possible; -(-a // b) rounds a / b up.
+    blocks = max(1, -(-height // ROWS))
+    block_rows = -(-height // blocks)
+    in_full_blocks = height // block_rows * block_rows  # rows; the remainder is a smaller block
     origin = _typical_row(x, axis)  # a value close to most of a column's: subtracted against cancellation
-    moments = _block_moments(jax.lax.slice_in_dim(x, 0, in_blocks, axis=axis), origin, axis, rows)
-    if height > in_blocks:
-        remainder = jax.lax.slice_in_dim(x, in_blocks, height, axis=axis)
-        moments = merge(moments, _block_moments(remainder, origin, axis, height - in_blocks))
+    full_blocks = jax.lax.slice_in_dim(x, 0, in_full_blocks, axis=axis)
+    moments = _block_moments(full_blocks, origin, axis, block_rows)
+    if height > in_full_blocks:
+        remainder = jax.lax.slice_in_dim(x, in_full_blocks, height, axis=axis)
+        moments = merge(moments, _block_moments(remainder, origin, axis, height - in_full_blocks))
     # The moments are those of `x - origin`.
     return origin + jnp.expand_dims(moments.mean, axis), jnp.expand_dims(moments.m2, axis)
 
@@ -106,24 +108,27 @@ def _typical_row(x: Array, axis: int) -> Array:
     return jax.lax.stop_gradient(median_of_three(*rows).astype(jnp.float32))
 
 
-def _block_moments(x: Array, origin: Array, axis: int, rows: int) -> Moments:
-    """Return the moments (count, mean, M2) of `x - origin` along `axis`, merged from blocks of `rows` rows.
+def _block_moments(x: Array, origin: Array, axis: int, block_rows: int) -> Moments:
+    """Return the moments (count, mean, M2) of `x - origin` along `axis`, the axis of rows.
 
-    A block's sums are of differences from a typical row of its own (`shift`), against cancellation; `origin`
-    is the typical row of all blocks.
+    They are merged from those of blocks of `block_rows` rows. A block's sums are of differences from a
+    typical row of its own (`shift`), against cancellation; `origin` is the typical row of all blocks.
     """
-    x = x.reshape(*x.shape[:axis], x.shape[axis] // rows, rows, *x.shape[axis + 1 :])
-    shift = _typical_row(x, axis + 1)
+    blocks = x.shape[axis] // block_rows
+    x = x.reshape(*x.shape[:axis], blocks, block_rows, *x.shape[axis + 1 :])
+    row_axis = axis + 1  # `axis` is that of blocks now
+    shift = _typical_row(x, row_axis)
     shifted = x.astype(jnp.float32) - shift
     # One reduction to the sums of values and of squares (index 0 and 1 of its pairs): two reductions would
     # make XLA's CPU backend write `shifted` out.
     zero = jnp.zeros((), jnp.float32)
     total, squares = jax.lax.reduce(
-        (shifted, shifted * shifted), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), (axis + 1,)
+        (shifted, shifted * shifted), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), (row_axis,)
     )
-    mean = jnp.squeeze(shift, axis + 1) - origin + total / rows
+    mean = jnp.squeeze(shift, row_axis) - origin + total / block_rows
     # M2, the sum of squared deviations, must not become negative by rounding.
-    return merge_equal(Moments(rows, mean, jnp.maximum(squares - total * total / rows, 0.0)), axis)
+    m2 = jnp.maximum(squares - total * total / block_rows, 0.0)
+    return merge_equal(Moments(block_rows, mean, m2), axis)
 
 
 def scaled(
@@ -151,5 +156,6 @@ def scaled(
     y = (x.astype(jnp.float32) - along_channels(mean_NC)) * along_channels(scale_NC)
     y = y + along_channels(shift_NC)
     y = activate(y, activation)
-    column_axis = x.ndim - (2 if channel_axis == x.ndim - 1 else 1)
+    last_axis = x.ndim - 1
+    column_axis = last_axis - 1 if channel_axis == last_axis else last_axis
     return with_clear_padding(y.astype(x.dtype), target.split, column_axis)

@@ -210,18 +210,20 @@ class _Step:
         self._add_chunk(last_chunk, sizes.columns - last_chunk, right_products)
 
     def _add_chunk(self, first: Any, count: int, right_products: list[Array] | None = None) -> None:
-        """Add the products of `count` columns of pixels, from column `first` on, to the sums of results.
+        """Add the products of a chunk of a row of pixels to the sums of results.
 
-        Results of the row of pixels above that are finished by them are written.
+        They finish lower results of the row of pixels above, which are written with its upper results.
 
-        `right_products` are of the column right of the row of pixels by the right tap, for each kernel row.
-        Only the row's last chunk gets them; None for the others.
+        Args:
+            first, count: the first column of the chunk, and its number of columns.
+            right_products: for the row's last chunk the products of the column right of it by the right tap,
+                one array for each kernel row; None for other chunks, which load that column of "x" too.
         """
         sizes, refs = self.sizes, self.refs
-        # An entry, a row of the arrays here, is one frame of a column's pixel.
+        # An entry, a row of the arrays here, is one frame of a pixel, or of a result.
         frames = sizes.frames_out
-        entries = count * frames
-        loaded = count if right_products else count + 1  # columns, with the one right of the chunk
+        entries = count * frames  # of the chunk's pixels
+        loaded = count if right_products else count + 1  # columns
         start = pl.multiple_of(first * sizes.frames_in, 2 * COLUMNS)
         x = self._repeat_frames(refs["x"][0, 0, pl.ds(start, loaded * sizes.frames_in)])
         sums = []
@@ -236,17 +238,17 @@ class _Step:
             by_left, by_middle, by_right = (products[:entries] for products in (by_left, by_middle, by_right))
             # Column w is doubled. Its left result has columns w - 1, w, w under the three taps, its right
             # result columns w, w, w + 1.
-            left_results = by_middle + by_right + of_column_before
-            right_results = by_left + by_middle + of_column_after
-            sums.append(self._interleave_columns(left_results, right_results))
+            left_sums = by_middle + by_right + of_column_before
+            right_sums = by_left + by_middle + of_column_after
+            sums.append(self._interleave_columns(left_sums, right_sums))
         # Row i is doubled too. Its upper result has rows i - 1, i, i under the three kernel rows, its lower
         # result rows i, i, i + 1.
         by_upper_row, by_middle_row, by_lower_row = sums
-        at = pl.ds(pl.multiple_of(2 * first * frames, 2 * COLUMNS), 2 * entries)
+        at = pl.ds(pl.multiple_of(2 * first * frames, 2 * COLUMNS), 2 * entries)  # of the chunk's results
         # The results of the row above. Step 0 has no row above: step 1 overwrites what step 0 writes.
         refs["y"][0, 0, at] = refs["upper_results"][at]
         refs["y"][0, 1, at] = self._rounded(refs["lower_sums"][at] + by_lower_row, first)
-        # What the next step finds of this row.
+        # What the next step finds of this row. Each result gets the bias once: with the upper kernel row.
         upper_sums = refs["next_upper_sums"][at] + (by_middle_row + by_lower_row)
         refs["upper_results"][at] = self._rounded(upper_sums, first)
         by_upper_row = by_upper_row + refs["bias"][...]
@@ -262,28 +264,28 @@ class _Step:
         return jnp.dot(x, weights, preferred_element_type=jnp.float32)
 
     def _repeat_frames(self, x: Array) -> Array:
-        """Return `x`, a matrix row for each frame of a pixel, with every row twice if frames are doubled."""
+        """Return `x`, a row for each frame of a pixel, with every row twice if frames are doubled."""
         if self.sizes.frames_in == self.sizes.frames_out:
             return x
         # Each 32-bit word holds a number twice. Read as bfloat16, a row of words is two equal rows.
         return pltpu.bitcast(tiles.duplicated_in_words(x), x.dtype)
 
     def _interleave_columns(self, left: Array, right: Array) -> Array:
-        """Interleave the left and the right results of pixels, (pixels * frames, outputs) each, by pixel."""
+        """Interleave sums of pixels' left and right results, (pixels * frames, outputs) each, by pixel."""
         frames, outputs = self.sizes.frames_out, self.sizes.outputs
-        by_pixel = [results.reshape(-1, 1, frames, outputs) for results in (left, right)]
+        by_pixel = [sums.reshape(-1, 1, frames, outputs) for sums in (left, right)]
         return jnp.concatenate(by_pixel, axis=1).reshape(-1, outputs)
 
     def _rounded(self, sums: Array, first: Any) -> Array:
         """Round the sums of results to bfloat16, with zeros in padding columns.
 
-        `sums` has a matrix row for each frame of each of the result's columns, from column 2 * `first` on:
-        `first` counts columns of the input, which become two each.
+        `sums` has an entry, a row, for each frame of each of the result's columns, from column 2 * `first`
+        on: `first` counts columns of the input, which become two each.
         """
         if "true_width" in self.refs:
-            matrix_row = jax.lax.broadcasted_iota(jnp.int32, sums.shape, 0)
+            entry = jax.lax.broadcasted_iota(jnp.int32, sums.shape, 0)
             real_columns = self.refs["true_width"][0] - 2 * first  # those of `sums` that are not padding
-            sums = jnp.where(matrix_row < real_columns * self.sizes.frames_out, sums, 0.0)
+            sums = jnp.where(entry < real_columns * self.sizes.frames_out, sums, 0.0)
         return sums.astype(jnp.bfloat16)
 
 
