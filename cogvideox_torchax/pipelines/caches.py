@@ -175,7 +175,7 @@ class StepCache:
 
         `name` is the name of the run's context, or None.
         """
-        hooks = {each.module: each.hook for each in self.hooks}
+        hooks = {each.module: each.hook for each in self.hooks}  # by the module's name
         state = RunState(runtime.without_torchax(copy.deepcopy, hooks))
         for hook in state.hooks.values():
             hook.reset_state(None)  # its argument is the hooked module, which no cache's hook reads
@@ -241,9 +241,9 @@ class MagSteps(StepCache):
     """
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        """Return (form, numbers): the form runs all blocks or none; its program takes no numbers.
+        """Return (form, numbers) of a step: whether it runs all blocks or none, and no numbers.
 
-        The first block's hook decides which, by its ratios.
+        The first block's hook decides, by its ratios.
         """
         first_hook, *_, last_hook = state.hooks.values()  # in the order of the blocks
         # The hooks need arguments and a result of a block, (patches, text), but decide without the values.

@@ -271,30 +271,30 @@ def cycles_by_kind(found: list[Instruction]) -> Counter[str]:
 def kernel_times(
     found: list[Instruction], chip: Chip, schedules: Mapping[str, Schedule]
 ) -> dict[str, KernelTime]:
-    """Return the time of a program's Pallas kernels by their name.
+    """Return the summed times of a program's Pallas kernels by name, without the number of each.
 
     Args:
         found: the program's instructions.
         chip: the chip whose peaks apply.
-        schedules: compiled schedules by kernels' names; a kernel without one counts by bytes alone.
+        schedules: compiled schedules by kernels' names with their numbers; a kernel without one counts by
+            bytes alone.
     """
     runs = times_run(found)  # how often each computation runs
     total: dict[str, KernelTime] = {}
     for kernel in (instruction for instruction in found if instruction.is_kernel):
         count, schedule = runs[kernel.computation], schedules.get(kernel.name)
-        # Of all runs: by bytes read and written, and by the compiled schedule, 0 where that is not known.
+        # Of all runs: by bytes read and written, and by the compiled schedule, 0 without one.
         bytes_seconds, schedule_seconds = (
             count * seconds for seconds in _kernel_seconds(kernel, chip, schedule)
         )
         name = re.sub(r"[.\d]+$", "", kernel.name)  # without the number that tells equal names apart
         before = total.get(name, KernelTime(0, 0.0, 0.0, 0.0, 0, 0))  # the sum so far, first zeros
-        schedule_total = before.schedule_seconds  # None once a kernel's schedule is not known
-        if schedule_total is not None:
-            schedule_total = schedule_total + schedule_seconds if schedule else None
+        # One kernel without a schedule makes the sum by schedules unknown.
+        is_known = schedule is not None and before.schedule_seconds is not None
         total[name] = KernelTime(
             count=before.count + count,
             bytes_seconds=before.bytes_seconds + bytes_seconds,
-            schedule_seconds=schedule_total,
+            schedule_seconds=before.schedule_seconds + schedule_seconds if is_known else None,
             seconds=before.seconds + max(bytes_seconds, schedule_seconds),
             by_bytes=before.by_bytes + (0 if schedule else count),
             assumed_branches=before.assumed_branches + (schedule.assumed if schedule else 0),

@@ -47,9 +47,10 @@ class _Uncompiled(nn.Module):
 
 
 def _copied(module: Module, done: dict[int, Any]) -> Module:
-    """Copy a module and its children; `done` maps ids of originals to copies, so that each is copied once.
+    """Copy a module and its children, around the same weights.
 
-    `done` gets a copy before the children are copied: a child may refer to its parent.
+    `done` maps ids of originals to copies, so that each is copied once. It gets a copy before the children
+    are copied: a child may refer to its parent.
     """
     if id(module) in done:
         return done[id(module)]

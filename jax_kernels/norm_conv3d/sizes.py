@@ -112,7 +112,7 @@ class ConvSizes(NamedTuple):
 
         The transform is of a tile: `tile` frames that are filtered together, 0 for direct convolution.
         """
-        return len(TRANSFORMS[self.tile].taps) if self.tile else 1
+        return len(TRANSFORMS[self.tile].taps) if self.tile else 1  # `taps` has a row for each component
 
     @property
     def rows_together(self) -> bool:

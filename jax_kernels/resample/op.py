@@ -170,9 +170,10 @@ def _by_kernel(target: Target, x: Array, kernel: Array, bias: Array | None, *, e
 def _image_by_kernel(target: Target, x: Array, kernel: Array, bias: Array | None, *, bands: int) -> Array:
     """Upsample one frame, (N, 1, H, W, C), by the Pallas kernel, which needs several frames.
 
-    The image is cut into `bands` bands of rows, which overlap and take the place of frames. XLA takes 52 s to
-    compile its own convolution of 120 x 180 x 512, and 3 s for this. An odd number of rows is padded with a
-    row of zeros, which the convolution sees below an image anyway.
+    The image is cut into `bands` bands of rows, a number that divides them (`_bands_of`). The bands overlap
+    and take the place of frames. XLA takes 52 s to compile its own convolution of 120 x 180 x 512, and 3 s
+    for this. An odd number of rows is padded with a row of zeros, which the convolution sees below an image
+    anyway.
     """
     height = x.shape[2]
     even = jnp.pad(kernel_layout(x), [(0, 0), (0, 0), (0, height % 2), (0, 0), (0, 0)])
