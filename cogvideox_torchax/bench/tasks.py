@@ -94,10 +94,10 @@ class Task:
 
     @property
     def torch_device(self) -> str | None:
-        """PyTorch's device for a backend in PyTorch; None for a backend on JAX.
+        """PyTorch's device for a backend in PyTorch, the GPU if there is one; None for a backend on JAX.
 
-        `way` names the backend. It is "" for the reference that results are compared with: a network's
-        reference runs in PyTorch on the CPU.
+        The reference that results are compared with, whose `way` is "" and whose backend is "torch", runs on
+        the CPU.
         """
         if self.backend not in ("torch", "torch-compile"):
             return None

@@ -471,7 +471,7 @@ def model_sha256(vae: Any) -> str:
     shaping = {name: vae.config.get(name) for name in latent_files.SHAPING_FIELDS}
     digest = hashlib.sha256(json.dumps(shaping, sort_keys=True).encode())
     for name, value in sorted(vae.state_dict().items()):
-        # With torchax on, torch's methods would make JAX's arrays of plain tensors.
+        # With torchax on, torch's methods would turn plain tensors into JAX's arrays.
         array = runtime.without_torchax(lambda tensor: runtime.host_array(runtime.to_torch(tensor)), value)
         digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
         digest.update(array.tobytes())

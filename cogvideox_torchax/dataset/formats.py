@@ -182,7 +182,7 @@ def _row_of_file(file: Path) -> dict[str, Any]:
     }
     for name, tensor in latents.tensors.items():  # (1, C, T, H, W), of one clip
         # Stored in float32: NumPy has no bfloat16. The dtype is in `described`. With torchax on, torch's
-        # methods would make JAX's arrays of plain tensors.
+        # methods would turn plain tensors into JAX's arrays.
         array = without_torchax(lambda tensor=tensor: tensor[0].float().contiguous().numpy())
         fields = {"bytes": array.tobytes(), "shape": list(array.shape), "dtype": "float32"}
         row |= {f"{COLUMNS[name]}_{part}": value for part, value in fields.items()}

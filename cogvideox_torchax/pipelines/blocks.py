@@ -180,8 +180,8 @@ class Block(CogVideoXBlock):
             for y_PSC in projections(attn, h_NSC.flatten(0, 1), sequence)
         )
         head_channels = q.shape[-1] * sequence.parts / attn.heads  # `q` has one of `parts` parts
-        # The queries carry the scores' scale, 1 / sqrt(head_channels), times log2(e), for a softmax by powers
-        # of two. The kernel's own scale, ln(2) = 1 / log2(e), undoes that factor.
+        # The softmax is of 2 ** (score * scale * log2(e)). With the scale ln(2) that factor is 1: the
+        # queries carry log2(e) / sqrt(head_channels) instead, which saves a multiplication of all scores.
         scale = math.log2(math.e) / math.sqrt(head_channels)
         norm_q, norm_k = attn.norm_q, attn.norm_k
         q = qk_norm_rope(q, norm_q.weight, norm_q.bias, *tables, eps=norm_q.eps, scale=scale)

@@ -241,7 +241,8 @@ class ReusedModules:
         prediction = predict(tensors)
         self.kept = {}
         for name in self.form.kept:
-            result = replaced.get(name) or collected.get(name, ())  # the tensors of the module's result
+            # The tensors of the module's result; none if zeros replace it.
+            result = replaced.get(name) or collected.get(name, ())
             # For each tensor, the arrays that the last step kept. A trace for shapes has none: copies of the
             # tensor, as many as are kept, stand for them.
             last_arrays = last_kept.get(name) or [self.form.arrays * (y,) for y in result]
@@ -289,8 +290,8 @@ class TaylorModules(ReusedModules):
     def _to_keep(self, name: str, y: torch.Tensor, arrays: Any) -> tuple[torch.Tensor, ...]:
         """Return the factors of a Taylor series: `y`, and its divided differences of rising order.
 
-        A difference is the change of the factor before it, divided by "since", the steps since the last
-        computed step.
+        The factor of order n + 1 is the change of factor n since the last computed step, divided by "since",
+        the number of steps.
 
         Args:
             name: of a module; if it was skipped, `arrays` are returned.

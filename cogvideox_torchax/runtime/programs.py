@@ -300,7 +300,7 @@ class Program:
         return self._compiled(weights, inputs, cache)
 
     def empty_cache(self, weights: Any, inputs: Any) -> Any:
-        """Return zeros of the shapes of the cache that a call without a cache returns."""
+        """Return zeros, shaped and placed like the cache that the first call, without a cache, returns."""
         import jax
         import jax.numpy as jnp
 

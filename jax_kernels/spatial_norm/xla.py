@@ -102,10 +102,10 @@ def match_frames_and_columns(z_NTHWC: Array, x_shape: tuple[int, ...], *, first_
     Args:
         z_NTHWC: the latents.
         x_shape: (N, T, H, W, C) of the activations.
-        first_frame_alone: whether the first latent frame covers the first frame alone, and the latent frames
-            after it all frames after the first.
+        first_frame_alone: whether the first latent frame covers only the first frame, and the other latent
+            frames cover the other frames.
     """
-    # Each part of the latents covers `length` frames; a number of repetitions by axis: 1 is T, 3 is W.
+    # A part of the latents covers `length` frames. The dictionary has repetitions by axis: 1 is T, 3 is W.
     resized = [
         repeat_nearest(part, {1: length // part.shape[1], 3: x_shape[3] // part.shape[3]})
         for part, length in _frame_parts(z_NTHWC, x_shape, first_frame_alone)

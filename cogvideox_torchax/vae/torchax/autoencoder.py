@@ -242,7 +242,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
             network,
             program.weights(network),
             x,
-            run=None if self.training else run,
+            run=None if self.training else run,  # with `run`, the forward pass keeps only the input
         )
 
     @functools.wraps(DiffusersAutoencoder.enable_gradient_checkpointing)
