@@ -63,8 +63,8 @@ def _reconstruction(
 ) -> Iterator[torch.Tensor]:
     """Encode and decode a clip; yield each chunk's frames, uint8 (1, 3, t, H, W).
 
-    Latents are decoded as soon as there are enough for a chunk: memory does not grow with the clip. If there
-    are several processes, each gets the latents, which all decode together; only the first gets the frames.
+    Latents are decoded as soon as there are enough for a chunk: memory does not grow with the clip. Several
+    processes decode together: each gets the latents, only the first gets the frames.
 
     Args:
         vae: the loaded model.

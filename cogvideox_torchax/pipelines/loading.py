@@ -156,7 +156,7 @@ def _load_network(
     missing, unexpected = runtime.feed_weights(
         network, _cast(read_tensors(files), dtype, tuple(float32_modules or ())), network.put_weight
     )
-    port_network(network)  # ties weights again that have two names, of which a file has one
+    port_network(network)  # ties shared weights again: the files may have one of a weight's two names
     # A tied weight is not missing if a file has it under its other name: then it is not on "meta" any more.
     without_weight = {name for name, weight in network.named_parameters() if weight.is_meta}
     check_loading_info({"missing_keys": missing & without_weight, "unexpected_keys": unexpected}, directory)

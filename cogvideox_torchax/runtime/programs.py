@@ -342,8 +342,8 @@ class Program:
         """Return structs (`ShapeDtypeStruct`) of the weights, the inputs and the cache that `lower` takes.
 
         Args:
-            inputs: (shape, JAX dtype) of the input; for several inputs a dictionary by name, whose values are
-                such a pair, or a tuple of two such pairs (cosines and sines).
+            inputs: the input's pair (shape, JAX dtype). For several inputs, a dictionary from a name to such a
+                pair, or for cosines and sines to a tuple of two pairs.
             before: the inputs of the previous call, whose cache this call takes, described as `inputs`; None
                 for a call without a cache.
         """

@@ -120,16 +120,18 @@ class Exchange:
     def __init__(self, directory: Path):
         self.directory = directory  # all processes see it: they exchange chunks by files in it
         self._chunks = 0  # number of chunks written so far; chunks are numbered from 1
-        self._read: Path | None = None  # this process's last file of `fetch_to_all`; others may be reading it
+        self._previous_file: Path | None = (
+            None  # of `fetch_to_all`, by this process; others may be reading it
+        )
 
     def fetch_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a chunk, of which each process holds a part, as a plain tensor in every process."""
         whole = self._join(self._write(tensor))  # `_write` counts the chunk
-        # Every process has written this chunk, and had read all earlier chunks by then. So `_read`, this
-        # process's file of the previous chunk that was fetched to all, is not needed any more.
-        if self._read is not None:
-            self._read.unlink()
-        self._read = self._path(self._chunks, jax.process_index())
+        # Every process has written this chunk, and had read all earlier chunks by then. So this process's file
+        # of the previous chunk that was fetched to all is not needed any more.
+        if self._previous_file is not None:
+            self._previous_file.unlink()
+        self._previous_file = self._path(self._chunks, jax.process_index())
         return whole
 
     def fetch_to_first(self, tensor: torch.Tensor) -> torch.Tensor:

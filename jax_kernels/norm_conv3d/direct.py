@@ -224,7 +224,8 @@ class DirectStep(ConvStep):
             (columns times frames, 128): the frames of a pixel are neighbours.
         """
         sizes = self.sizes
-        if row == ROWS + 1:  # still in the stage, as its upper row (0); it begins a chunk left of column 0
+        if row == ROWS + 1:  # the row below is not in the ring yet, but in the upper row (0) of the stage
+            # The stage's columns begin a chunk before column 0.
             at = self._entries(column, sizes.chunk, sizes.words, before=sizes.chunk)
             words = self.refs["stage"][time_tap, 0, part, at]
         else:  # the ring has the block of results in its slot `new`, and the block above in `old`
