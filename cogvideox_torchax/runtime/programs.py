@@ -342,7 +342,8 @@ class Program:
         """Return structs (`ShapeDtypeStruct`) of the weights, the inputs and the cache that `lower` takes.
 
         Args:
-            inputs: the input's pair (shape, JAX dtype). For several inputs, a dictionary from a name to such a
+            inputs: the input's pair (shape, JAX dtype). For several inputs, a dictionary from a name to such
+            a
                 pair, or for cosines and sines to a tuple of two pairs.
             before: the inputs of the previous call, whose cache this call takes, described as `inputs`; None
                 for a call without a cache.

@@ -127,8 +127,8 @@ class Exchange:
     def fetch_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a chunk, of which each process holds a part, as a plain tensor in every process."""
         whole = self._join(self._write(tensor))  # `_write` counts the chunk
-        # Every process has written this chunk, and had read all earlier chunks by then. So this process's file
-        # of the previous chunk that was fetched to all is not needed any more.
+        # Every process has written this chunk, and had read all earlier chunks by then. So this process's
+        # file of the previous chunk that was fetched to all is not needed any more.
         if self._previous_file is not None:
             self._previous_file.unlink()
         self._previous_file = self._path(self._chunks, jax.process_index())
