@@ -37,7 +37,7 @@ HEAD = (
     "arrays kept, one chip, GiB",
     "on each of eight, GiB",
     f"{STEPS} steps on one v6e, estimate, s",
-    f"small model: steps skipped in part, of {STEPS}",
+    f"small model: steps partly skipped, of {STEPS}",
     "small model: PSNR, dB",
 )
 

@@ -95,7 +95,7 @@ def replace_array(tensor: Any, move: Callable[[Any], Any]) -> Any:
 
 
 def teach_copying(kind: Any, tensor_of: Any, to_torch: Any, without_torchax: Any) -> None:
-    """Make a class of torchax's tensors, whole ones or views, copyable and picklable; torchax has neither.
+    """Make a class of torchax's tensors, whole ones or views, copyable and picklable, which torchax does not.
 
     A copy, also inside a copied module or state dict, shares the tensor's JAX array, which nothing writes
     into. A pickle holds a plain torch tensor, which loads with torchax installed or not. The class must

@@ -17,8 +17,8 @@ class Tested:
         """Return whether a version is in the range.
 
         A build for a device (`2.13.0+cpu`) counts as its version (`2.13.0`). Later patches of `newest` (final
-        releases with its first two numbers) are in the range too, unless those numbers are
-        0.0, where a patch may change anything.
+        releases with its first two numbers) are in the range too, unless those numbers are 0.0, where a patch
+        may change anything.
         """
         found, newest = Version(Version(version).public), Version(self.newest)
         is_patch = found.release[:2] == newest.release[:2] != (0, 0) and not found.is_prerelease

@@ -133,7 +133,7 @@ def ways(job: str, device: dict[str, Any], several: bool) -> tuple[str, ...]:
     no_torch = several or device["torch"] is None
     left_out = {  # by way, whether it cannot be run, or is the same as another way
         KERNELS_OFF: not kernels_used(job, device["platform"]),  # then the same as "torchax"
-        "torchax-stock": several,  # stock modules take an uneven width's padding for picture
+        "torchax-stock": several,  # stock modules treat the padding of an uneven width as picture
         "torch": no_torch,
         "torch-compile": no_torch or device["torch"] == "cpu",
     }

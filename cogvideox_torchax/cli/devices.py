@@ -124,9 +124,10 @@ def process_shard(args: argparse.Namespace) -> Iterator[ProcessShard]:
 
 @contextlib.contextmanager
 def _connected(args: argparse.Namespace) -> Iterator[Any]:
-    """Connect this process to the command's other processes for the block; yield the package `sharding`.
+    """Connect this process to the command's other processes; yield the package `sharding`.
 
-    Inside the block stdout goes to stderr: gloo, which connects CPUs, prints lines about its connections.
+    Until the block ends, stdout goes to stderr: gloo, which connects CPUs, prints lines about its
+    connections.
     """
     from cogvideox_torchax import sharding
 

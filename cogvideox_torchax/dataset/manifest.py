@@ -193,7 +193,8 @@ class OutputDirectory:
         """Return the JSON object that `begin` wrote; an empty one where there is no file.
 
         Raises:
-            OutputError: the file is broken, or its config is not `config`, if one is given.
+            OutputError: the file is broken, or its config differs from `config`, if given, in one of its
+            values.
         """
         path = self.directory / self.LIST
         if not path.exists():

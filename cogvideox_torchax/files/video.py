@@ -375,7 +375,7 @@ class Sink:
         """Write the end of the output, if its format has one, after the last frame."""
 
     def close(self) -> None:
-        """Close the files that are open, whatever was written; the base class has none."""
+        """Close the open files, even if writing was not completed; the base class has none."""
 
 
 def write_all(sink: Sink, pieces: Iterable[torch.Tensor]) -> int:

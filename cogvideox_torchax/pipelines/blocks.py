@@ -356,5 +356,5 @@ def joined_patches(y_NPC: torch.Tensor, shape: torch.Size, config: Any) -> torch
     grid = -(-frames // p_t), height // p, width // p  # patches along time (rounded up), height and width
     # (N, T, H, W, C, t, h, w): T, H, W number the patches; t, h, w are inside a patch.
     y = y_NPC.unflatten(1, grid).unflatten(-1, (-1, p_t, p, p))
-    # To (N, T, t, C, H, h, W, w), where neighbors join.
+    # To (N, T, t, C, H, h, W, w), where neighbours join.
     return y.permute(0, 1, 5, 4, 2, 6, 3, 7).reshape(videos, -1, y.shape[4], height, width)

@@ -341,6 +341,7 @@ class FasterCacheModules(ReusedModules):
             tensors = {
                 name: each.chunk(2)[1] if name in GUIDED_INPUTS else each for name, each in tensors.items()
             }
+        # The base class does not read "frequencies" of what was kept: that is no module's name.
         prediction = super().step(model, predict, tensors, joined)
         if last_kept is None:  # in the trace for shapes: the frequencies have the prediction's shape
             low = high = prediction.float()
@@ -372,7 +373,8 @@ class FasterCacheModules(ReusedModules):
 
         Args:
             name: of the module, not used.
-            y: the new result, for the videos with the prompt, after those without it if these ran too.
+            y: the new result: of the videos with the prompt; if both ran, of the videos without and then with
+            it.
             arrays: (older, newer) of the last two results, for the videos with the prompt.
         """
         _older, newer = arrays

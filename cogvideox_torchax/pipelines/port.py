@@ -28,8 +28,11 @@ PIPELINES = (
 )
 
 _ENCODING = threading.RLock()
-"""Held while a prompt is encoded, T5's run included: a tokenizer, which pipelines may share, keeps the
-padding of its last call. The lock can be taken again, as a subclass may encode a prompt in parts."""
+"""Held while a prompt is encoded, T5's run included.
+
+A tokenizer, which pipelines may share, keeps the padding of its last call. A subclass may encode a prompt in
+parts, so the lock can be taken again.
+"""
 
 
 def port_pipeline(pipe: Any, mesh: Any = None, parallel: Parallel | None = None) -> None:

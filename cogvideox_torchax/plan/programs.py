@@ -289,12 +289,13 @@ def kernel_times(
         )
         name = re.sub(r"[.\d]+$", "", kernel.name)  # without the number that tells equal names apart
         before = total.get(name, KernelTime(0, 0.0, 0.0, 0.0, 0, 0))  # the sum so far, first zeros
-        # One kernel without a schedule makes the sum by schedules unknown.
-        is_known = schedule is not None and before.schedule_seconds is not None
+        schedule_total = before.schedule_seconds  # None, unknown, once a kernel has no schedule
+        if schedule_total is not None:
+            schedule_total = schedule_total + schedule_seconds if schedule else None
         total[name] = KernelTime(
             count=before.count + count,
             bytes_seconds=before.bytes_seconds + bytes_seconds,
-            schedule_seconds=before.schedule_seconds + schedule_seconds if is_known else None,
+            schedule_seconds=schedule_total,
             seconds=before.seconds + max(bytes_seconds, schedule_seconds),
             by_bytes=before.by_bytes + (0 if schedule else count),
             assumed_branches=before.assumed_branches + (schedule.assumed if schedule else 0),

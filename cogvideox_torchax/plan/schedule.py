@@ -9,10 +9,10 @@ for a result of the matrix unit, for another chip.
     0x6 LB: > { %s21_s2 = sadd.s32 1, %s22_s2  ;;  %24 = sbr.rel (!%p23_p0) target = $region5 } /* comment */
 
 is the bundle at address 6, the beginning of a loop's body ("LB"), of an addition and a branch. `%s21_s2` is
-the value named s21, in register s2; a name is given to one result, a register holds many in turn. A cell is
-a register, or an allocation in scalar memory. An instruction with a guard, `(!%p23_p0)` or `(%p23_p0)`, has
-effect only where the predicate, a cell's true or false, is false, or true. A branch goes to its target, the
-bundle with the comment "Start region 5".
+the value named s21, in register s2; a name is given to one result, a register holds many in turn. A cell is a
+register, or an allocation in scalar memory. A predicate is a cell that is true or false. An instruction with
+a guard, `(!%p23_p0)` or `(%p23_p0)`, has effect only where the predicate is false, or true. A branch goes to
+its target, the bundle with the comment "Start region 5".
 """
 
 import bisect
@@ -212,7 +212,7 @@ def read_schedule(text: str, delay_slots: int) -> Schedule:
                 branches[address] = branch
             elif operation := _operation(instruction):
                 operations.setdefault(address, []).append(operation)
-    # Keep the operations that branches depend on; a phi (no `compute`) changes nothing.
+    # Keep the operations that branches depend on. Phis (no `compute`) only connect names for `_needed`.
     needed = _needed((each for found in operations.values() for each in found), branches.values())
     for address, found in operations.items():
         operations[address] = [each for each in found if each.name in needed and each.compute]

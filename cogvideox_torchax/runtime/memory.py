@@ -49,7 +49,7 @@ def free_memory(mesh: "Mesh | None" = None) -> int:
 
 
 def _free_memory(devices: int) -> int:
-    """Return the free bytes of the first local device; on a CPU, the host's by the number `devices`."""
+    """Return the free bytes of the first local device; on a CPU, the host's divided by `devices`."""
     import jax
 
     stats = jax.local_devices()[0].memory_stats()

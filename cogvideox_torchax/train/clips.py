@@ -284,8 +284,7 @@ class Sampler:
     def __init__(self, sources: Sequence[Source], *, seed: int, cuts: bool = False):
         """Keep the sources, videos and pictures apart.
 
-        `cuts` is whether some clips cut to another scene, and more clips are taken where a video changes
-        fast.
+        With `cuts`, some clips cut to another scene, and more clips are taken where a video changes fast.
         """
         self._videos = [source for source in sources if source.frames > 1]
         self._pictures = [source for source in sources if source.frames == 1]

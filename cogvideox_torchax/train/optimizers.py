@@ -76,9 +76,9 @@ class Muon(torch.optim.Optimizer):
 def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
     """Return matrices (N, R, C) with their singular values drawn towards 1, by five Newton-Schulz iterations.
 
-    With x a matrix (R, C), transposed if R > C, each iteration multiplies x by a polynomial of x x^T. These
-    polynomials commute: their product is gathered in square matrices of the shorter side, so that products
-    over the longer side are two in all, not two an iteration.
+    With x a matrix (R, C), transposed if R > C, each iteration multiplies x by a polynomial of x x^T. The
+    product of these polynomials is gathered in square matrices of the shorter side, so that products over the
+    longer side are two in all, not two an iteration.
     """
     wide = matrices if matrices.shape[1] <= matrices.shape[2] else matrices.transpose(1, 2)
     # Division by the Frobenius norm makes singular values at most 1; 1e-7 avoids 0 / 0.

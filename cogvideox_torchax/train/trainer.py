@@ -91,6 +91,7 @@ class Trainer:
             x: the batch (N, C, T, H, W), in [-1, 1].
             noise: draws the posterior's sample.
         """
+        # Channels last, as `start` stores the kernels for PyTorch.
         x = self._backend.put(x.contiguous(memory_format=torch.channels_last_3d))
         with self._precision():
             posterior = self.vae.encode(x).latent_dist

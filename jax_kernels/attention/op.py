@@ -191,8 +191,8 @@ def _over_mesh(
     """Run `attend(q, k, v)` on every device for its share of videos, heads and queries, with all keys.
 
     XLA cannot split a kernel, and would gather its inputs. The first mesh axis splits videos, the other axes
-    split heads. An axis whose size does not divide its number, of videos or heads, splits the queries,
-    which are padded.
+    split heads. An axis that cannot split videos, or heads, into equal shares splits the queries, which
+    are padded.
     """
     videos, queries, heads, _ = q.shape
     first_axis, *other_axes = mesh.axis_names

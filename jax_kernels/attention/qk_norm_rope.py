@@ -178,7 +178,8 @@ def _by_kernel(
     """
     videos, positions, width = x.shape
     channels = width // heads
-    # Positions of a block: as many as `BLOCK_BYTES` hold, in whole tiles of lanes, up to `POSITIONS`.
+    # Positions of a block: as many as `BLOCK_BYTES` hold, in whole tiles of lanes (at least one tile), up to
+    # `POSITIONS`.
     fitting = BLOCK_BYTES // (width * x.dtype.itemsize)
     block = min(POSITIONS, max(LANES, fitting // LANES * LANES))
     norm_spec = pl.BlockSpec((channels, 1), lambda n, i: (0, 0))

@@ -36,7 +36,7 @@ CHUNK, STRIP = 256, 256
 """Keys (a chunk) and queries (a strip) whose weights are computed at a time."""
 
 STRIPS_AHEAD = 4
-"""Strips of queries whose scores are computed before the weights of the current one."""
+"""Pairs of a chunk and a strip whose exponents are computed before the weights of the current pair."""
 
 CHANNELS = 256
 """Most supported channels of a head."""
@@ -225,12 +225,12 @@ def _attend_block(
         for n, strip in enumerate(strips):
             sums_ref[:, strip], totals_ref[:, strip] = sums[n], totals[n]
 
-    total, sums = totals_ref[...].sum(0, keepdims=True), sums_ref[...]
-    y_ref[...] = (sums / total).astype(y_ref.dtype)
+    total, weighted = totals_ref[...].sum(0, keepdims=True), sums_ref[...]
+    y_ref[...] = (weighted / total).astype(y_ref.dtype)
     # Padding queries, after the last real one, may hold anything: their sums are not checked.
     first_query = pl.program_id(1) * query_block
     is_query = first_query + jax.lax.broadcasted_iota(jnp.int32, total.shape, 1) < num_queries
-    is_trusted = (total > 1 / LARGEST_SUM) & (total < LARGEST_SUM) & (jnp.abs(sums) < jnp.inf)
+    is_trusted = (total > 1 / LARGEST_SUM) & (total < LARGEST_SUM) & (jnp.abs(weighted) < jnp.inf)
     is_correct = is_trusted | ~is_query
 
     attend_again = functools.partial(

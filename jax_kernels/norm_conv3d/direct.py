@@ -131,7 +131,7 @@ class DirectStep(ConvStep):
         if "edges" not in refs:
             fill_zeros([refs["sums"].at[:, :, first]])
             return
-        # For each row of the block, and each part of the output channels: 128 of them.
+        # For each row of the block, and each part (128 output channels).
         for row, part in itertools.product(range(ROWS), range(self.result_parts)):
             # "edges" has one video (index 0): the frames of the left edge, then those of the right edge.
             refs["sums"][row, part, first] = refs["edges"][0, row, :frames, lanes_of(part)]
@@ -144,7 +144,7 @@ class DirectStep(ConvStep):
         frames, refs = self.sizes.frames, self.refs
         # The buffer "sums" begins a chunk of columns left of the strip.
         last = self._entries(self._last_column(), 1, frames, before=self.sizes.chunk)
-        # For each row of the block, and each part of the output channels: 128 of them.
+        # For each row of the block, and each part (128 output channels).
         for row, part in itertools.product(range(ROWS), range(self.result_parts)):
             sums = refs["sums"].at[row, part]
             # "edges" has one video (index 0): the frames of the left edge, then those of the right edge.
@@ -188,7 +188,7 @@ class DirectStep(ConvStep):
                 self._modulate(modulated + unit * sizes.unit, unit, after=sums)
 
     def _add_sums(self, turn: Any, results: list[tuple[int, int]], sums: Array, column: Any) -> None:
-        """Add a product's sums to the buffer "sums", at the columns that they count in by a tap of columns.
+        """Add a product's sums to the buffer "sums", each at its result's columns; column tap 0 sets them.
 
         Args:
             turn: index of the share of the output channels.

@@ -320,8 +320,8 @@ def _coefficients(
         scale_NC, shift_NC: GroupNorm as `x * scale + shift`.
         coefficient_columns: number of columns that have a multiplier and an offset of their own: w with
             latents; without them the width if it is padded, else 1.
-        repeat: `repeat(values)` returns an array (N, t, h, w, channels), its values repeated to what uses
-            them: to the sublanes of the kernel's registers, or to the pixels of one column.
+        repeat: `repeat(values)` takes an array (N, t, h, w, channels) and returns its values repeated to what
+            uses them: to the sublanes of the kernel's registers, or to the pixels of one column.
     """
     scale, shift = scale_NC[:, None, None, None], shift_NC[:, None, None, None]
     if zq is None:
@@ -412,7 +412,7 @@ def _activated_column(
     def repeat_over_column(values: Array) -> Array:
         """Take the column's values from an array (N, t, h, w, Z); repeat them to all its frames and rows."""
         _, t, h, w, _ = values.shape
-        index = column * w // columns  # on the axis w, which is coarser than the columns of `x`
+        index = column * w // columns  # on the axis w, which may be coarser than the columns of `x`
         return repeat_nearest(values[:, :, :, index : index + 1], {1: frames // t, 2: height // h})
 
     # The layout is fixed: XLA would first copy all of `x` into the order that suits a single column.
@@ -451,8 +451,8 @@ def _component_sums(
 ) -> Float[Array, "N tiles H O"]:
     """Convolve one component of Winograd's filtering (`filtered`) over a column's rows; return float32 sums.
 
-    A tile is 2 or 4 frames that are filtered together. A component is the product of one linear combination
-    of a tile's frames, here in place of a frame, and one of the taps of time: so `kernel` has only taps of
-    rows.
+    A tile is 2 or 4 frames that are filtered together. A component is the product of a linear combination of
+    these frames and the two before them, which `hidden` has in place of frames, and a combination of the taps
+    of time: so `kernel` has only taps of rows.
     """
     return _column_sums(hidden, kernel[None])  # `_column_sums` takes an axis of time: here of one tap

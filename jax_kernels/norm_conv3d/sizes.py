@@ -118,8 +118,8 @@ class ConvSizes(NamedTuple):
     def rows_together(self) -> bool:
         """True if each of Winograd's products multiplies the inputs of both rows of results by one matrix.
 
-        This holds with more than 128 output channels. With 128, which fill half of the matrix unit's width, a
-        product has a matrix of 256 output channels instead: the weights of two results side by side.
+        This holds with more than 128 output channels. 128 fill only half of the matrix unit's width: there a
+        matrix has the weights of two results side by side.
         """
         return self.outputs > tiles.LANES
 
@@ -179,8 +179,8 @@ def direct_products(channels: int, outputs: int) -> list[Product]:
         # pairs of inputs: so both rows of results take all of `shared`. Inputs out of a row's reach have zero
         # weights.
         shared = [(1, 0), (1, 1), (2, 0), (2, 1), (1, 2), (2, 2), (0, 2), (3, 2)]
-        above, below = [(0, 0), (0, 1)], [(3, 0), (3, 1)]  # the other inputs of row 0, and of row 3
-        upper, lower, both = shared + above, shared + below, shared + above + below
+        rest_above, rest_below = [(0, 0), (0, 1)], [(3, 0), (3, 1)]  # the other inputs of rows 0 and 3
+        upper, lower, both = shared + rest_above, shared + rest_below, shared + rest_above + rest_below
     if outputs == tiles.LANES:
         return [
             Product(upper, [(0, 0), (0, 1)]),

@@ -14,7 +14,7 @@ Terms of this package:
     row        a row of pixels
     buffer     scratch memory in VMEM, by its name
     slot       one index of a buffer's first axis, for one of several blocks or units
-    entry      one index of the axis before the lanes: a frame, word or tile of a pixel
+    entry      one index of the axis before the lanes: a frame, word or tile of a pixel, or of a part of it
     stage      the buffer of modulated rows; the next step moves them to where products load
 
 Rows are modulated once and kept in VMEM as the products load them. While the matrix unit multiplies, the next
@@ -357,10 +357,10 @@ class ConvStep(ABC):
         return jnp.where(self.strip == sizes.strips - 1, sizes.last_columns, sizes.width) - 1
 
     def _entries(self, column: Any, count: int, per_column: int, before: int = 0, shift: int = 0) -> Any:
-        """Return the slice of `count` columns, in a buffer that has `per_column` entries for each column.
+        """Return the slice of `count` columns on an axis that has `per_column` entries for each column.
 
-        An entry, one index of the slice's axis, is a frame, a word (two frames) or a tile (half of the
-        frames) of a pixel. The buffer begins `before` columns left of column 0. The slice begins `shift`
+        An entry, one index of the axis, is a frame, a word (two frames) or a tile (half of the frames) of a
+        pixel, or of a part of it. The axis begins `before` columns left of column 0. The slice begins `shift`
         columns after `column`. `column` and `before` are multiples of `count`, so that the compiler can align
         the slice.
         """

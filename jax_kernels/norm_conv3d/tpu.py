@@ -220,8 +220,8 @@ def _by_kernel(
         name="norm_conv3d",
     )(*weights, *(array for array, _ in operands.values()))
     # From (N, W T, channels), whose channels are padded to `sizes.outputs`, to (N, T, W, O).
-    frames_last = x.shape[0], sizes.columns, sizes.input_frames, outputs  # N W T O
-    mean, m2 = (moment[..., :outputs].reshape(frames_last).swapaxes(1, 2) for moment in moments)
+    shape_NWTO = x.shape[0], sizes.columns, sizes.input_frames, outputs
+    mean, m2 = (moment[..., :outputs].reshape(shape_NWTO).swapaxes(1, 2) for moment in moments)
     cache_shape = (x.shape[0], TAPS - 1, *x.shape[2:])
     return _frames_first(y, sizes, outputs), _cache_frames_first(latest, cache_shape), (mean, m2)
 

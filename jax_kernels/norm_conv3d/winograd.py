@@ -232,7 +232,7 @@ class WinogradStep(ConvStep):
             results: (row, column) of each result in the sums; column 0 is the input's, 1 the one right of it.
                 Not used with `rows_together`.
             sums: float32 (tiles of the chunk's pixels, channels), 128 channels for each result. With
-                `rows_together`: row 0's tiles, then row 1's, and 128 channels for each part of the outputs.
+                `rows_together`: row 0's tiles, then row 1's, and 128 channels for each part of the turn.
             column: first column of the chunk, the columns that the product covers.
         """
         sizes, refs = self.sizes, self.refs

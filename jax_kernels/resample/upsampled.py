@@ -156,12 +156,12 @@ class _Step:
         self.step = pl.program_id(1)
 
     def run(self) -> None:
-        """Add the products of a row of pixels, and write the two rows of results of the row above it.
+        """Add the products of row i of pixels in step i, and write both rows of results of row i - 1.
 
         A row of pixels becomes an upper and a lower row of results. When step i begins, "upper_results" are
         those of row i - 1, finished; "lower_sums" are its lower results without the products of row i;
-        "next_upper_sums" is what row i - 1 adds to the upper results of row i, plus the bias. There is one
-        step more than rows of pixels: the last step only writes.
+        "next_upper_sums" is what row i - 1 adds to the upper results of row i, plus the bias. `_add_row` does
+        both. There is one step more than rows of pixels: the last step only writes.
         """
         refs = self.refs
 
@@ -258,7 +258,7 @@ class _Step:
     def _product(self, x: Array, kernel_row: int, tap: int) -> Array:
         """Multiply `x` by a kernel row's left (0), middle or right (2) tap; return float32 products.
 
-        `x` (entries, channels) has an entry for each frame of a pixel, the result (entries, outputs) too.
+        `x` is (entries, channels), the result (entries, outputs); an entry is one frame of one pixel.
         """
         weights = self.refs["weights"][TAPS * kernel_row + tap]
         return jnp.dot(x, weights, preferred_element_type=jnp.float32)

@@ -390,7 +390,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
     def run_chunks(
         self,
         direction: Direction,
-        chunks: Iterable[Any],
+        inputs: Iterable[Any],
         plan: tiling.TilePlan | None = None,
         *,
         as_uint8: bool = False,
@@ -400,7 +400,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
 
         Args:
             direction: `ENCODE` or `DECODE`.
-            chunks: of frames or latents, arrays of JAX or NumPy.
+            inputs: the chunks of frames or latents, arrays of JAX or NumPy.
             plan: the tiles of a frame; None for whole frames.
             as_uint8: whether decoded frames are bytes.
             frame_by_frame: whether each chunk is one latent frame, see `decode_frame_by_frame`.
@@ -418,7 +418,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
             )
             return compiled(network, placement).begin(weights)
 
-        return tiling.run_chunks(chunks, plan, start, NTHWC, placement, as_uint8=as_uint8)
+        return tiling.run_chunks(inputs, plan, start, NTHWC, placement, as_uint8=as_uint8)
 
     def chunk(self, direction: Direction, **options: bool) -> EncoderChunk | DecoderChunk:
         """Return the module that runs a chunk; `options` are `DecoderChunk`'s arguments, unused to encode."""
