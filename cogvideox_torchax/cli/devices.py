@@ -19,7 +19,7 @@ Fetch = Callable[[torch.Tensor], torch.Tensor]
 """Brings the result of a chunk from the devices to the host."""
 
 
-def _check(args: argparse.Namespace, need_mesh: tuple[str, ...]) -> None:
+def _check_options(args: argparse.Namespace, need_mesh: tuple[str, ...]) -> None:
     """Raise `ValueError` for options that cannot go together.
 
     Args:
@@ -43,7 +43,7 @@ def mesh_of(args: argparse.Namespace) -> Any:
     Raises:
         ValueError: options that contradict each other, or a mesh that does not fit.
     """
-    _check(args, ("dp", "tp"))  # names of the options that need a mesh
+    _check_options(args, ("dp", "tp"))  # names of the options that need a mesh
     if (args.dp, args.tp) in ((None, None), (1, 1)):
         return None
     from cogvideox_torchax import sharding
@@ -85,7 +85,7 @@ def process_group(args: argparse.Namespace) -> Iterator[ProcessGroup]:
         ValueError: contradictory options, a mesh that does not fit, processes that cannot connect.
     """
     if args.distributed:
-        _check(args, ("dp", "tp", "distributed"))  # names of the options that need a mesh
+        _check_options(args, ("dp", "tp", "distributed"))  # names of the options that need a mesh
         with _connected(args) as sharding:
             mesh = sharding.make_mesh(args.dp or 1, args.tp)
             sharding.check_all_take_part(mesh)
@@ -107,7 +107,7 @@ def process_shard(args: argparse.Namespace) -> Iterator[ProcessShard]:
     """
     # Refuses `--dp` and `--tp` for a backend that does not run on a mesh. `--distributed` is allowed, as here
     # each process has its own model.
-    _check(args, ("dp", "tp"))
+    _check_options(args, ("dp", "tp"))
     if not args.distributed:
         yield ProcessShard()
     elif args.processes is not None and args.process is not None and args.coordinator is None:

@@ -76,7 +76,7 @@ def attention_transposed(
     num_keys: int | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "N H D S"]:
-    """Compute `attention` with channels before positions, the order that a TPU's kernel computes in.
+    """Compute `attention` of arrays (N, H, D, S), with positions last, as a TPU's kernel computes.
 
     The function that calls the kernel transposes to this order again: XLA cancels both transposes.
 

@@ -108,10 +108,11 @@ def _norm_block(first_patch_ref, x_ref, factor_ref, offset_ref, y_ref, *, eps: f
 
 
 def supports_product(x: Float[Array, "N S_or_I I_or_S"], weight: Float[Array, "O I"], parts: int = 1) -> bool:
-    """Return whether `product` supports the arrays: bfloat16, inputs and each part's outputs in whole tiles.
+    """Return whether `product` supports the arrays.
 
-    A block of tokens, and the weights of the outputs that are computed together, must fit into half of VMEM.
-    `x` has S tokens of I inputs, or is transposed; the O outputs are cut into `parts`.
+    `x` has S tokens of I inputs, or is transposed; the O outputs are cut into `parts`. Both arrays must be
+    bfloat16, I and O / `parts` multiples of a tile's lanes. A block of tokens, and the weights of the outputs
+    that are computed together, must fit into half of VMEM.
     """
     outputs, inputs = weight.shape
     return (

@@ -402,10 +402,10 @@ def _rows_spec(block_of: Callable[[Any], Any], strip_entries: int, lanes: int) -
 
 
 def _cache_rows_spec(sizes: ConvSizes) -> pl.BlockSpec:
-    """Return the spec by which a step reads and writes the cache for the two rows that it modulates.
+    """Return the spec of a step's block of the cache: the two rows that it modulates (norms and activates).
 
-    To modulate is to norm and activate. A row of a strip (columns that the grid computes together) has an
-    entry of 128 lanes for each column, each part (128 channels) and each of the `TAPS - 1` cached frames.
+    Each row of the block has `strip_entries` entries of 128 lanes: one for each column of the strip (columns
+    that the grid computes together), part (128 channels) and cached frame, of which there are `TAPS - 1`.
     """
     strip_entries = sizes.width * sizes.parts * (TAPS - 1)
     return _rows_spec(partial(_modulated_block, sizes), strip_entries, tiles.LANES)

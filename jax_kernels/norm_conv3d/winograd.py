@@ -364,14 +364,14 @@ class WinogradStep(ConvStep):
         Args:
             frames: reference to the results of a unit (a few columns): (columns times frames, 128), where the
                 frames of a pixel are neighbours.
-            column: the unit's first column.
+            column: the unit's first column, counted from the strip's first.
             row, part: index of the row in the block of two rows, and of the part: 128 output channels.
         """
         sizes, count = self.sizes, self.sizes.input_frames  # frames of a pixel
         for side, edge_column in enumerate((0, self._last_column())):
             # `column` is traced: to a unit without the edge's column, zeros are added.
             inside = (edge_column >= column) & (edge_column < column + sizes.unit)
-            at = self._entries(edge_column % sizes.unit, 1, count)  # in its unit
+            at = self._entries(edge_column % sizes.unit, 1, count)  # counted from the unit's first column
             # "edges" has one video (index 0): the frames of the left edge, then those of the right edge.
             edge = self.refs["edges"][0, row, side * count : (side + 1) * count, lanes_of(part)]
             frames[at, :] = frames[at, :] + jnp.where(inside, edge, 0.0)

@@ -78,10 +78,11 @@ def upsample(
 def upsample_on(
     target: Target, x: Array, kernel: Array, bias: Array | None, *, expand_time: bool, first_frame_alone: bool
 ) -> Array:
-    """Compute `upsample` on `target`, the platform that is traced for, by runs of frames.
+    """Compute `upsample` on `target`, the platform that is traced for, one run of frames after another.
 
-    A run is frames that are computed together: on a TPU 2, 4 or 8; the first of an odd number of frames is a
-    run by itself. With `expand_time` frames are doubled too, but for the first one if `first_frame_alone`.
+    On a TPU a run has 2, 4 or 8 frames, and the first of an odd number of frames is a run by itself;
+    elsewhere all frames are one run. With `expand_time` the number of frames is doubled too, except the first
+    one if `first_frame_alone`.
     """
 
     def upsample_run(frames: Array, expand_time: bool, first_frame_alone: bool) -> Array:
