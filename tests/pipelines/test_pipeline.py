@@ -14,7 +14,7 @@ import jax.monitoring
 import jax.numpy as jnp
 import pytest
 import torch
-from diffusers import CogVideoXDPMScheduler, DDIMScheduler, DPMSolverMultistepScheduler
+from diffusers import CogVideoXDPMScheduler, CogVideoXPipeline, DDIMScheduler, DPMSolverMultistepScheduler
 
 from cogvideox_torchax import make_mesh, port, runtime
 from cogvideox_torchax.pipelines import layers, networks
@@ -429,6 +429,22 @@ def test_a_tokenizer_whose_padding_is_state_is_used_by_one_thread_at_a_time(port
     monkeypatch.setattr(ported, "tokenizer", tokenize)
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(ported.encode_prompt, SENTENCES[:2]))
+
+
+def test_a_subclass_may_encode_a_prompt_in_parts():
+    class InParts(CogVideoXPipeline):
+        def encode_prompt(self, prompt, *args, **kwargs):
+            if isinstance(prompt, str):
+                return super().encode_prompt(prompt, *args, **kwargs)
+            return [self.encode_prompt(part, *args, **kwargs)[0] for part in prompt]
+
+    pipe, found = pipeline(placement="one device"), []
+    pipe.__class__ = InParts
+    port(pipe)
+    encode = threading.Thread(target=lambda: found.extend(pipe.encode_prompt(SENTENCES[:2])), daemon=True)
+    encode.start()
+    encode.join(60)  # a lock that it waits for is never given
+    assert len(found) == 2
 
 
 def test_a_report_without_a_mesh_says_what_to_do(ported):
