@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cogvideox_torchax.cli import common, devices
 from cogvideox_torchax.dataset import clip, decoding, formats, loop, manifest, sources
-from cogvideox_torchax.files.whole import refuse
+from cogvideox_torchax.files.whole import OutputError
 
 FOR_MANY = ("format", "shard_size", "keep", "buckets", "ray", "actors", "workers", "retry_failed")
 """Options that a single clip has no use for."""
@@ -25,9 +25,10 @@ def check_one(args: argparse.Namespace) -> None:
 def _check_output(path: str) -> None:
     """Raise `OutputError` for an output directory with a file's suffix, unless that directory exists."""
     suffix = Path(path).suffix.lower()
-    fault = f"many clips go into a directory: give a name without {suffix}"
-    is_file_name = suffix in (*formats.SUFFIXES.values(), ".mp4", ".gif")
-    refuse(path, {fault: is_file_name and not Path(path).is_dir()})  # raises if the value is True
+    if suffix in (*formats.SUFFIXES.values(), ".mp4", ".gif") and not Path(path).is_dir():
+        raise OutputError(
+            f"cannot write {path}: many clips go into a directory: give a name without {suffix}"
+        )
 
 
 def encode(args: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from cogvideox_torchax import backends
+from cogvideox_torchax import backends, runtime
 from cogvideox_torchax.cli.devices import Fetch
 from cogvideox_torchax.cli.options import DTYPES
 from cogvideox_torchax.dataset.clip import (
@@ -122,7 +122,7 @@ def decode_to(sink: video.Sink, vae: Any, latents: Latents, args: argparse.Names
     `args` are the command's options; `fetch` brings a chunk's frames to the host.
     """
     # `args` may have no model and no dtype: the latents name their model, and the loaded VAE has the dtype.
-    options = {"model": latents.model, "dtype": str(vae.dtype).removeprefix("torch.")}
+    options = {"model": latents.model, "dtype": runtime.dtype_name(vae.dtype)}
     return video.write_all(sink, unit_of(DecodeClip, args, vae, fetch, **options).stream(latents))
 
 

@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _vae_for(args: argparse.Namespace, latents: latent_files.Latents) -> Any:
     """Return the model's VAE to decode latents with, in `--dtype` or else in the latents' dtype."""
-    dtype = args.dtype or str(latents.tensor.dtype).removeprefix("torch.")
+    dtype = args.dtype or runtime.dtype_name(latents.tensor.dtype)
     return common.load_vae(args.model, "torchax", dtype, devices.mesh_of(args))
 
 
@@ -143,8 +143,8 @@ def _load_latents_stage(args: argparse.Namespace) -> latent_files.Latents:
 
 def _kept_path(args: argparse.Namespace) -> Path:
     """Return the path, beside the output, of the file that keeps latents until their video is complete."""
-    output = Path(args.output)  # drops the slash that a directory's name may end in
-    return output.with_name(f"{output.name}.latents.safetensors")
+    # `Path` drops the slash that a directory's name may end in.
+    return Path(f"{Path(args.output)}.latents.safetensors")
 
 
 @contextlib.contextmanager

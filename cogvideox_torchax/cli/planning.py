@@ -70,8 +70,9 @@ def _plan_vae(args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh:
         figures["would_fit"] = {change.what: change.peak_bytes / 2**30 for change in changes if change}  # GiB
         advice = {f"with {what}": f"{size:.2f} GiB" for what, size in figures["would_fit"].items()}
         common.print_report(advice or {"would fit": "nothing that was tried"})
-    fields = [vars(layer) for layer in layers]
-    return _document(args, vars(job), programs, figures, backend=args.backend, layers=fields)
+    return _document(
+        args, vars(job), programs, figures, backend=args.backend, layers=[vars(layer) for layer in layers]
+    )
 
 
 def _plan_network(

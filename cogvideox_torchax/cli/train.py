@@ -109,12 +109,12 @@ def run(args: argparse.Namespace) -> None:
     backend_class, mesh = backends.backend(args.backend), devices.mesh_of(args)
     backend = start.load(backend_class, mesh, model=args.model, config=args.config, seed=args.seed)
     sampler = clips.Sampler(sources, seed=args.seed, cuts=settings.cuts)
-    names = [source.part.name for source in sources]
     training = Run(
         trainer.Trainer(backend, sampler, plan),
         directory,
         held_out,
-        asdict(plan) | {"backend": args.backend, "clips": names},  # settings that --resume must repeat
+        # Settings that --resume must repeat.
+        asdict(plan) | {"backend": args.backend, "clips": [source.part.name for source in sources]},
     )
     steps_done = training.resume() if args.resume else training.begin()
     with _stop_requests() as stop_is_asked:

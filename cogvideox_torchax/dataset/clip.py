@@ -339,21 +339,19 @@ class EncodeClip(_ClipUnit):
         """Return the latents of a clip that was read; their `about` is empty for a clip without an id."""
         config, vae, framing = self.config, self.vae, decoded.framing
         size = framing.height, framing.width
-        # By a tensor's name in a latent file, the tensor's piece of each chunk.
-        kept: dict[str, list[torch.Tensor]] = {}
         with memory.restoring_tiles(vae):
             # A lambda, as the pieces are made again with smaller tiles if memory runs out.
-            for piece in self._with_tiles_and_progress(
-                ENCODE, size, decoded.num_frames, lambda: self.pieces(decoded), decoded.clip.id
-            ):
-                for name, tensor in piece.items():
-                    kept.setdefault(name, []).append(tensor)
+            chunks = list(
+                self._with_tiles_and_progress(
+                    ENCODE, size, decoded.num_frames, lambda: self.pieces(decoded), decoded.clip.id
+                )
+            )
             about = self._about(decoded) if decoded.clip.id else {}  # while the tiles are set: it names them
         if _stamp(decoded.clip.source) != decoded.stamp:  # the file's size and time of change
             raise ClipError(
                 f"{decoded.info.path} was changed while it was read: run again when it is complete"
             )
-        tensors = {name: torch.cat(pieces, dim=2) for name, pieces in kept.items()}
+        tensors = {name: torch.cat([chunk[name] for chunk in chunks], dim=2) for name in KEEP[config.keep]}
         return Latents(
             tensor=tensors[latent_files.TENSOR],
             config=dict(vae.config),
@@ -427,13 +425,14 @@ class DecodeClip(_ClipUnit):
         vae = self.vae
         latent_frames, rows, columns = shape
         size = rows * vae.spatial_compression_ratio, columns * vae.spatial_compression_ratio  # in pixels
-        decoding = {"output_dtype": torch.uint8, "fetch": self._fetch}  # `fetch` brings a chunk to the host
         with memory.restoring_tiles(vae):
             yield from self._with_tiles_and_progress(
                 DECODE,
                 size,
                 latent_frames,
-                lambda: vae.decode_stream(start(), latent_frames, **decoding),
+                lambda: vae.decode_stream(
+                    start(), latent_frames, output_dtype=torch.uint8, fetch=self._fetch
+                ),
                 clip_id="",
             )
 

@@ -69,9 +69,8 @@ class VideoDirectory(OutputDirectory):
             else:
                 self._readers[clip_id] = read
         self.missing = list(self._readers)
-        # The config of earlier runs; None: it need not equal this run's. A run writes it before its first
-        # video.
-        state = self._load_state(None)
+        # A run writes its config before its first video. Here none of its values is compared.
+        state = self._load_state({})
         if self.done_before and not state:
             raise OutputError(
                 f"{self.directory} holds videos of these names that were not decoded there: give another "
@@ -115,12 +114,15 @@ class VideoDirectory(OutputDirectory):
         """Return the path of a clip's video; an id may end in .mp4 already."""
         return self.directory / f"{clip_id.removesuffix('.mp4')}.mp4"
 
-    def begin(self, config: dict[str, Any], **state: Any) -> None:
+    def begin(self, config: dict[str, Any]) -> None:
         """Write the config, with the requested frame rate as "fps", to a file of the directory.
 
-        An earlier run's config in that file must be equal. `state` are further fields of the file.
+        Raises:
+            OutputError: the file of an earlier run is broken, or has another config.
         """
-        super().begin({**config, "fps": None if self._fps is None else str(self._fps)}, **state)
+        config = {**config, "fps": None if self._fps is None else str(self._fps)}
+        if not self._load_state(config):
+            self._save_state(config=config)
 
     def first_latents(self) -> Latents | None:
         """Return the first readable latents of a clip that has no video yet; None if there are none."""

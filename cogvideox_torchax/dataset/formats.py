@@ -184,8 +184,11 @@ def _row_of_file(file: Path) -> dict[str, Any]:
         # Stored in float32: NumPy has no bfloat16. The dtype is in `described`. With torchax on, torch's
         # methods would turn plain tensors into JAX's arrays.
         array = without_torchax(lambda tensor=tensor: tensor[0].float().contiguous().numpy())
-        fields = {"bytes": array.tobytes(), "shape": list(array.shape), "dtype": "float32"}
-        row |= {f"{COLUMNS[name]}_{part}": value for part, value in fields.items()}
+        row |= {
+            f"{COLUMNS[name]}_bytes": array.tobytes(),
+            f"{COLUMNS[name]}_shape": list(array.shape),
+            f"{COLUMNS[name]}_dtype": "float32",
+        }
     return row
 
 

@@ -175,26 +175,15 @@ class OutputDirectory:
         key_name, _key_type = KEYS[self.NAME]  # "index" if keys are numbers; "id" if the key is the clip's id
         self.add_line(kind, **{key_name: key, "id": self.clip_id(key)}, **about)
 
-    def begin(self, config: dict[str, Any], **state: Any) -> None:
-        """Write the config of the clips, as JSON, to a file of the directory.
+    def _save_state(self, **state: Any) -> None:
+        """Write the config of the clips and further fields, as JSON, to a file of the directory."""
+        reports.write_json(self.directory / self.LIST, {"format": self.FORMAT, **state})
 
-        Args:
-            config: the config, which must equal that of an earlier run in the directory, if there was one.
-            state: further fields of the file. Without them a file that an earlier run wrote stays as it is.
-
-        Raises:
-            OutputError: the earlier run's file is broken, or has another config.
-        """
-        self._load_state(config)  # only for its checks of an earlier run's file
-        if state or not (self.directory / self.LIST).exists():
-            reports.write_json(self.directory / self.LIST, {"format": self.FORMAT, "config": config, **state})
-
-    def _load_state(self, config: dict[str, Any] | None) -> dict[str, Any]:
-        """Return the JSON object that `begin` wrote; an empty one where there is no file.
+    def _load_state(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return the JSON object that an earlier run wrote; an empty one where there is no file.
 
         Raises:
-            OutputError: the file is broken, or its config differs from `config`, if given, in one of its
-            values.
+            OutputError: the file is broken, or its config differs from `config` in one of its values.
         """
         path = self.directory / self.LIST
         if not path.exists():
@@ -203,8 +192,6 @@ class OutputDirectory:
         saved = state.get("config")
         if not isinstance(saved, dict):
             raise OutputError(f"{path} is broken (its config is no object): give another directory")
-        if config is None:
-            return state
         wanted = json.loads(json.dumps(config))  # as `saved` was: tuples become lists
         differing = sorted(setting for setting in wanted if saved.get(setting) != wanted[setting])
         if differing:
@@ -303,7 +290,7 @@ class DatasetDirectory(OutputDirectory):
         if new:
             ids += [None] * (-len(ids) % self.shard_size)  # up to a multiple of the shard's size
             ids += new
-            self.begin(self._config, clips=ids)
+            self._save_state(config=self._config, clips=ids)
         return ids
 
     def _count_clip(self, index: int, taken: Container[Path], is_noted: bool) -> None:
@@ -342,8 +329,11 @@ class DatasetDirectory(OutputDirectory):
         # `self.bad` has the reasons by number, for clips of all processes; `own` are this process's numbers.
         own = {index for shard in self.shards for index in self.members(shard)}
         newest = {clip_id: index for index, clip_id in enumerate(self.ids) if clip_id}
-        bad = {clip_id: index for clip_id, index in newest.items() if index in self.bad and index in own}
-        return {clip_id: self.bad[index] for clip_id, index in bad.items()}
+        return {
+            clip_id: self.bad[index]
+            for clip_id, index in newest.items()
+            if index in self.bad and index in own
+        }
 
     def members(self, shard: int) -> list[int]:
         """Return the numbers of a shard's clips; a number without a clip, whose id is None, is left out."""

@@ -19,8 +19,7 @@ FIELDS: dict[str, type] = {
 
 def is_many(path: str | Path) -> bool:
     """Return whether a path names many clips: a directory, or a list in .txt or .jsonl."""
-    path = Path(path)
-    return path.is_dir() or path.suffix in LISTS
+    return Path(path).is_dir() or Path(path).suffix in LISTS
 
 
 def clips(path: str | Path) -> list[Clip]:

@@ -82,7 +82,7 @@ class Latents:
         fields = {
             "format": FORMAT,
             "model": self.model,
-            "config": {name: _plain(self.config.get(name)) for name in SHAPING_FIELDS},
+            "config": {name: self.config.get(name) for name in SHAPING_FIELDS},
             "fps": str(self.fps),
             "num_frames": self.num_frames,
             "about": self.about,
@@ -194,13 +194,10 @@ def _fields(path: str | Path, metadata: dict[str, str]) -> dict[str, Any]:
         raise LatentsError(f"{path} is broken: its metadata is no JSON ({error})") from error
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         raise _foreign(path)
-    config = fields.get("config")
-    checked = {**fields}
-    if isinstance(config, dict):
-        checked |= {name: config[name] for name in FACTORS if name in config}
     for name, (is_valid, wanted) in _CHECKS.items():
-        if not is_valid(checked.get(name)):
-            shown = reprlib.repr(checked[name]) if name in checked else "missing"
+        given = fields["config"] if name in FACTORS else fields  # the config itself is checked first
+        if not is_valid(given.get(name)):
+            shown = reprlib.repr(given[name]) if name in given else "missing"
             raise LatentsError(f"{path} is broken: its {name} is {shown}, {wanted} is wanted")
     arguments = {name: fields[name] for name in ("model", "config", "num_frames", "about")}
     return {**arguments, "fps": video.frame_rate(fields["fps"])}

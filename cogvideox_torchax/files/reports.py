@@ -52,12 +52,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def pyplot() -> Any:
     """Return `matplotlib.pyplot`, set to draw without a display; `ValueError` where it is not installed."""
     try:
-        import matplotlib
+        import matplotlib.pyplot
     except ImportError as error:
         raise ValueError("drawing needs matplotlib: pip install 'cogvideox-torchax[bench]'") from error
     matplotlib.use("Agg")
-    import matplotlib.pyplot
-
     return matplotlib.pyplot
 
 

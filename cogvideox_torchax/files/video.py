@@ -163,7 +163,7 @@ def probe(source: Source) -> VideoInfo:
         shown, orientation = [], None  # times of the frames that are shown, in ticks of the stream's clock
         for packet in container.demux(stream):
             if orientation is None:  # packets are decoded until the first frame comes out
-                orientation = next(map(_orientation, packet.decode()), None)
+                orientation = next(map(Orientation.of, packet.decode()), None)
             if packet.size and not packet.is_discard:  # no empty packet at the end, and no hidden frame
                 shown.append(packet.pts)
         count = len(shown)
@@ -212,14 +212,16 @@ class Orientation(NamedTuple):
     leftward: bool = False
 
     @classmethod
-    def parse(cls, matrix: bytes | None) -> Self:
-        """Return the orientation of a display matrix of ISO/IEC 14496-12: nine integers, row by row.
+    def of(cls, frame: Any) -> Self:
+        """Return the orientation of a decoded frame, by its display matrix; upright if it has none.
 
-        A pixel at (x, y) is shown at x' = a x + c y and y' = b x + d y. None is an upright frame.
+        The matrix is that of ISO/IEC 14496-12: nine integers, row by row. A pixel at (x, y) is shown at
+        x' = a x + c y and y' = b x + d y.
         """
+        matrix = frame.side_data.get("DISPLAYMATRIX")
         if matrix is None:
             return cls()
-        a, b, _, c, d, *_ = struct.unpack("=9i", matrix)
+        a, b, _, c, d, *_ = struct.unpack("=9i", bytes(matrix))
         swapped = abs(b) > abs(a)
         return cls(swapped, upward=(b if swapped else d) < 0, leftward=(c if swapped else a) < 0)
 
@@ -232,16 +234,8 @@ class Orientation(NamedTuple):
 
     def pixels(self, pixels: np.ndarray) -> np.ndarray:
         """Return stored pixels (H, W, 3) set upright."""
-        if not any(self):  # none of the flags `swapped`, `upward` and `leftward` is set
-            return pixels
         pixels = pixels.swapaxes(0, 1) if self.swapped else pixels
         return np.ascontiguousarray(pixels[:: -1 if self.upward else 1, :: -1 if self.leftward else 1])
-
-
-def _orientation(frame: Any) -> Orientation:
-    """Return the orientation of a decoded frame, by its display matrix; upright if it has none."""
-    matrix = frame.side_data.get("DISPLAYMATRIX")
-    return Orientation.parse(matrix and bytes(matrix))
 
 
 def _codec(stream: Any) -> str:
@@ -347,7 +341,7 @@ def read_frames(source: Source, size: Framing, num_frames: int) -> Iterator[torc
 
 def _framed_pixels(frame: Any, size: Framing) -> Any:
     """Return a decoded frame's RGB bytes (H, W, 3), upright, resized and cropped as `size` says."""
-    orientation = _orientation(frame)
+    orientation = Orientation.of(frame)
     # Upright (height, width) to resize to, before the middle is cut out; None for a crop without resizing.
     resized = size.resized if size.crop else (size.height, size.width)
     if resized is None:
