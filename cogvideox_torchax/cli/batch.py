@@ -47,8 +47,9 @@ def encode(args: argparse.Namespace) -> int:
     buckets = tuple(clip.Bucket.parse(text) for text in args.buckets.split(",")) if args.buckets else ()
     with devices.process_shard(args) as process_shard:  # checks the options
         common.take_bundled_model(args)
-        keep = args.keep or clip.POSTERIOR
-        config = common.config_of(args, buckets=buckets, keep=keep, seed=args.seed or 0)
+        config = common.config_of(
+            args, buckets=buckets, keep=args.keep or clip.POSTERIOR, seed=args.seed or 0
+        )
         unit = clip.EncodeClip(config, common.say)
         if args.ray is not None:
             # This unit only checks the config and hashes the model; this host may have no chips.

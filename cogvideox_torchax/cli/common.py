@@ -103,8 +103,9 @@ def unit_of(kind: type[Unit], args: argparse.Namespace, vae: Any, fetch: Fetch, 
         fetch: brings a chunk's result to the host.
         options: fields of `ClipConfig`; they take precedence over the command's options.
     """
-    follow = functools.partial(progress, args=args)
-    return kind(config_of(args, **options), say, vae=vae, fetch=fetch, follow=follow)
+    return kind(
+        config_of(args, **options), say, vae=vae, fetch=fetch, follow=functools.partial(progress, args=args)
+    )
 
 
 def encoder_of(args: argparse.Namespace, vae: Any, fetch: Fetch) -> EncodeClip:

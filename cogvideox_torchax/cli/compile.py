@@ -12,7 +12,6 @@ from cogvideox_torchax.runtime.clock import CompileClock
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.sizes import parse_size
 
-SIZE = functools.partial(parse_size, what="a video", frames=True, multiple=common.SPATIAL_SCALE)
 COMMAND = options.Command(
     "compile the VAE's programs for given sizes, before the first request",
     "49x480x720 81x768x1360 --model zai-org/CogVideoX-5b --dtype bfloat16",
@@ -20,7 +19,9 @@ COMMAND = options.Command(
         options.Option(
             "sizes",
             nargs="+",
-            type=options.argument(SIZE),
+            type=options.argument(
+                functools.partial(parse_size, what="a video", frames=True, multiple=common.SPATIAL_SCALE)
+            ),
             metavar="FRAMESxHEIGHTxWIDTH",
             help="of the videos",
         ),

@@ -135,8 +135,9 @@ def _connected(args: argparse.Namespace) -> Iterator[Any]:
     stdout = os.dup(1)  # by descriptors, as gloo is C++ and knows no `sys.stdout`
     os.dup2(2, 1)
     try:
-        timeout = args.timeout or sharding.TIMEOUT
-        sharding.connect(args.coordinator, args.processes, args.process, timeout=timeout)
+        sharding.connect(
+            args.coordinator, args.processes, args.process, timeout=args.timeout or sharding.TIMEOUT
+        )
         yield sharding
     finally:
         sys.stdout.flush()

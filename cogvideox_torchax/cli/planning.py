@@ -99,8 +99,14 @@ def _plan_network(
         scale = vae.spatial_compression_ratio
         frames = (args.frames - 1) // vae.config["temporal_compression_ratio"] + 1
         # The transformer's input is latents, and so are these sizes.
-        options = {"frames": frames, "height": args.height // scale, "width": args.width // scale, **mesh}
-        options |= {"guided": not args.no_guidance, "parallel": args.parallel}
+        options = {
+            "frames": frames,
+            "height": args.height // scale,
+            "width": args.width // scale,
+            "guided": not args.no_guidance,
+            "parallel": args.parallel,
+            **mesh,
+        }
         step = functools.partial(networks.plan_step, args.model, vae.dtype, devices, chip, **options)
         if args.cache:
             # A video has several kinds of steps: steps computed in full, and steps that skip some blocks.

@@ -106,8 +106,13 @@ def run(args: argparse.Namespace) -> None:
     parts = clips.parts(args.clips, without=directory)
     sources = clips.load_all(parts, common.say, frames=args.frames, size=args.size, whole=settings.whole)
     held_out = [HeldOut.load(clip, args.frames) for clip in args.validate]
-    backend_class, mesh = backends.backend(args.backend), devices.mesh_of(args)
-    backend = start.load(backend_class, mesh, model=args.model, config=args.config, seed=args.seed)
+    backend = start.load(
+        backends.backend(args.backend),
+        devices.mesh_of(args),
+        model=args.model,
+        config=args.config,
+        seed=args.seed,
+    )
     sampler = clips.Sampler(sources, seed=args.seed, cuts=settings.cuts)
     training = Run(
         trainer.Trainer(backend, sampler, plan),

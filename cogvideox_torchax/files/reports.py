@@ -30,7 +30,8 @@ def load(path: Path, wanted: str) -> dict[str, Any]:
 
 def write_text(path: Path, text: str) -> Path:
     """Write a file, whole or not at all; return its path."""
-    with whole_file(check_file(path)) as temporary:
+    check_file(path)
+    with whole_file(path) as temporary:
         temporary.write_text(text)
     return path
 

@@ -488,9 +488,9 @@ def check_writing(path: str | Path, fps: Fraction | float, times: Sequence[Fract
     refuse(path, {f"it has {fps} frames a second: give a rate above 0": not fps > 0})  # NaN is refused, too
     suffix = path.suffix.lower()
     longest = max([1 / Fraction(fps), *(b - a for a, b in itertools.pairwise(times))])  # seconds of a frame
-    lasting = f"a frame would last for {float(longest):.0f} s, at most {LONGEST} s are possible"
     faults = {  # by an error's message, whether the output has the fault
-        f"{lasting}; give another --fps": longest > LONGEST,
+        f"a frame would last for {float(longest):.0f} s, at most {LONGEST} s are possible; "
+        "give another --fps": longest > LONGEST,
         "give a name in .mp4 or .gif, or a directory for frames": suffix not in (".mp4", ".gif", ""),
         "it is a directory": path.is_dir() and bool(suffix),
         "it is a directory that is not empty": path.is_dir() and any(path.iterdir()),
@@ -545,8 +545,9 @@ class _Mp4Sink(Sink):
 
         It gets the frames' size, the shape of a pixel and, for frames with their own times, the clock.
         """
-        stream = self._container.add_stream("libx264", rate=self._fps, options=self.OPTIONS)
-        stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
+        stream = self._container.add_stream(
+            "libx264", self._fps, self.OPTIONS, height=height, width=width, pix_fmt="yuv420p"
+        )
         if self._source.pixel != 1:
             stream.codec_context.sample_aspect_ratio = self._source.pixel
         if self._source.times:

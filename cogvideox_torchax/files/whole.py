@@ -48,11 +48,9 @@ def check_output(path: str | Path) -> Path:
     return path
 
 
-def check_file(path: str | Path) -> Path:
-    """Return the path if a file can be written there; raise `OutputError` if not, or for a directory."""
-    path = check_output(path)
-    refuse(path, {"it is a directory": path.is_dir()})
-    return path
+def check_file(path: str | Path) -> None:
+    """Raise `OutputError` for a directory, and for a path at which no file can be written."""
+    refuse(path, {"it is a directory": check_output(path).is_dir()})
 
 
 def resolved(path: str | Path) -> Path:
@@ -104,10 +102,12 @@ def reserved(path: str | Path, suffix: str) -> Iterator[tuple[Path, int]]:
     place = hidden(check_output(path), suffix)
     try:
         handle = _make_locked(place)
+    except BlockingIOError as error:
+        raise OutputError(
+            f"cannot write {path}: another run is writing it; wait for it, or end it"
+        ) from error
     except OSError as error:
-        is_locked = isinstance(error, BlockingIOError)
-        reason = "another run is writing it; wait for it, or end it" if is_locked else error.strerror
-        raise OutputError(f"cannot write {path}: {reason}") from error
+        raise OutputError(f"cannot write {path}: {error.strerror}") from error
     try:
         yield place, handle
     finally:
