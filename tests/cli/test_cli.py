@@ -53,7 +53,8 @@ def run(*arguments):
 def report(capsys, *arguments):
     capsys.readouterr()
     assert run(*arguments, "--json") == 0
-    return json.loads(capsys.readouterr().out)
+    (line,) = capsys.readouterr().out.splitlines()
+    return json.loads(line)
 
 
 def pixels(clip):
@@ -161,20 +162,18 @@ def test_doctor_names_devices_and_versions(capsys, monkeypatch):
     assert report(capsys, "doctor") == result | {"devices": devices}
 
 
-def test_doctor_advises_where_an_untested_version_is_installed(capsys, monkeypatch):
+def test_doctor_names_an_untested_version_and_what_is_optional_and_how_to_install_it(capsys, monkeypatch):
     monkeypatch.setitem(versions.TESTED, "jax", versions.Tested("0.1.0", "0.2.0"))
-    line = f"jax {versions.installed('jax')} is installed, 0.1.0 to 0.2.0 is tested"
-    assert run("doctor") == 0
-    assert f"  - {line}" in capsys.readouterr().out.splitlines()
-    assert line in report(capsys, "doctor")["advice"]
-
-
-def test_doctor_says_what_is_optional_and_how_a_checkout_installs_it(capsys, monkeypatch):
     monkeypatch.setattr(
         doctor, "installed", lambda name: None if name == "flax" else versions.installed(name)
     )
-    line = "optional, for the Flax build: flax; in the checkout pip install -c constraints.txt -e '.[flax]'"
-    assert line in report(capsys, "doctor")["advice"]
+    lines = {
+        f"jax {versions.installed('jax')} is installed, 0.1.0 to 0.2.0 is tested",
+        "optional, for the Flax build: flax; in the checkout pip install -c constraints.txt -e '.[flax]'",
+    }
+    assert run("doctor") == 0
+    assert {f"  - {line}" for line in lines} <= set(capsys.readouterr().out.splitlines())
+    assert lines <= set(report(capsys, "doctor")["advice"])
 
 
 def test_doctor_works_where_jax_does_not():
@@ -191,12 +190,6 @@ def test_doctor_names_a_broken_pair(capsys, monkeypatch):
     monkeypatch.setattr(doctor, "import_torchax", doctor.import_torchax.__wrapped__)  # without its cache
     assert run("doctor") == 1
     assert re.search("does not import with torch.*pip install 'torchax>=0.0.14", capsys.readouterr().out)
-
-
-def test_the_prefix_of_an_option_is_no_option(capsys):
-    with pytest.raises(SystemExit, match=f"^{cli.USER_ERROR}$"):
-        cli.main(["generate", "--model", "any", "--prompt", "a panda", "-o", "any.mp4", "--guidance", "1"])
-    assert "unrecognized arguments: --guidance 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
@@ -397,19 +390,33 @@ def test_tiles_are_those_that_are_asked_for(clip, latent_file, native_vae):
     vae.enable_tiling(tile_sample_min_height=16, tile_sample_min_width=16)
     found = latents.load("tiled.safetensors").tensor
     assert reference.largest_error(found, vae.encode(pixels(clip)).latent_dist.mode()) < 1e-5
-    assert found.shape == (1, 16, 3, 6, 10)
     assert not torch.equal(found, latents.load(latent_file).tensor)
 
 
-@pytest.mark.parametrize("command", ["decode", "reconstruct", "generate"])
-@pytest.mark.parametrize(
-    "rate", ["0", "-3", "0/1", "1/0", "nan", "inf", "fast", "1e-9", "1e12", "1e99999999"]
-)
-def test_a_frame_rate_that_is_none_is_refused_before_anything_is_read(command, rate, capsys):
-    with pytest.raises(SystemExit, match="^2$"):
-        cli.main([command, *(() if command == "generate" else ("no.file",)), "-o", "new.mp4", "--fps", rate])
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert f"--fps: {rate} is no frame rate: give a number above 0" in said
+RATES = ["0", "-3", "0/1", "1/0", "nan", "inf", "fast", "1e-9", "1e12", "1e99999999"]
+NO_ARGUMENTS = [
+    *(
+        ((*command, "-o", "new.mp4", "--fps", rate), f"--fps: {rate} is no frame rate: give a number above 0")
+        for command in (("decode", "no.file"), ("reconstruct", "no.file"), ("generate",))
+        for rate in RATES
+    ),
+    *(
+        (("compile", size), "argument FRAMESxHEIGHTxWIDTH: got a video of")
+        for size in ("49x480", "0x16x24", "5x15x24", "axbxc")
+    ),
+    # The prefix of an option is no option.
+    (
+        ("generate", "--model", "any", "--prompt", "a panda", "-o", "any.mp4", "--guidance", "1"),
+        "unrecognized arguments: --guidance 1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), NO_ARGUMENTS)
+def test_an_argument_that_is_none_is_refused_before_anything_is_read(arguments, words, capsys):
+    with pytest.raises(SystemExit, match=f"^{cli.USER_ERROR}$"):
+        cli.main([*arguments])
+    assert words in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("rate", ["8", "29.97", "30000/1001"])

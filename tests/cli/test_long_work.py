@@ -1,6 +1,5 @@
 """Support of long work: a profile, programs compiled beforehand, completion, JSON for a program."""
 
-import json
 import re
 from pathlib import Path
 from types import MappingProxyType
@@ -15,6 +14,7 @@ from cogvideox_torchax.cli import common, compile
 from cogvideox_torchax.runtime import COMPILE_CACHE_VARIABLE
 from cogvideox_torchax.vae.directions import DECODE, ENCODE
 from tests import small_pipelines
+from tests.cli.test_cli import report
 from tests.files.test_video import write
 
 pytestmark = pytest.mark.usefixtures("torchax_off", "in_an_empty_directory")
@@ -35,13 +35,6 @@ def fresh_cache(tmp_path, restored_cache):
     return tmp_path / "cache"
 
 
-def report(capsys, *arguments):
-    capsys.readouterr()
-    assert cli.main([str(argument) for argument in arguments]) == 0
-    (line,) = capsys.readouterr().out.splitlines()
-    return json.loads(line)
-
-
 @pytest.mark.slow
 def test_a_profile_names_what_ran_after_the_models_layers(clip, fresh_cache):
     assert cli.main(["encode", clip, "-o", "z.safetensors", "--quiet", "--profile", "profile"]) == 0
@@ -59,7 +52,7 @@ def test_a_profile_that_cannot_be_written_is_one_line_before_the_work(clip, refu
 
 @pytest.mark.slow
 def test_what_compile_has_compiled_no_later_process_compiles(clip, fresh_cache, capsys):
-    found = report(capsys, "compile", "5x16x24", "--json")
+    found = report(capsys, "compile", "5x16x24")
     kinds = [(program["kind"], program["size"]) for program in found["programs"]]
     assert kinds == [("decode", "5x16x24"), ("encode", "5x16x24")]
     assert found["compile_cache"] == str(fresh_cache)
@@ -119,19 +112,12 @@ def test_a_longer_video_has_a_second_program_and_no_third():
     ]
 
 
-@pytest.mark.parametrize("size", ["49x480", "0x16x24", "5x15x24", "axbxc"])
-def test_a_size_that_no_video_has_is_refused(size, capsys):
-    with pytest.raises(SystemExit, match="^2$"):
-        cli.main(["compile", size])
-    assert "argument FRAMESxHEIGHTxWIDTH: got a video of" in capsys.readouterr().err
-
-
 def test_compiling_for_nothing_is_refused(restored_cache, monkeypatch, capsys, refused):
     monkeypatch.setenv(COMPILE_CACHE_VARIABLE, "off")
     jax.config.update("jax_compilation_cache_dir", None)
     assert "--backend torch has no compile cache" in refused("compile", "5x16x24", "--backend", "torch")
     assert f"the compile cache is off: set {COMPILE_CACHE_VARIABLE}" in refused("compile", "5x16x24")
-    assert report(capsys, "doctor", "--json")["compile cache"] == "off"
+    assert report(capsys, "doctor")["compile cache"] == "off"
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])

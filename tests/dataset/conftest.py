@@ -28,6 +28,7 @@ def write_clips(directory):
     for number, name in enumerate(GOOD):
         write_clip(directory / name, shift=9 * number)
     (directory / "a.txt").write_text("A ball — é.\n")
+    (directory / "frame_00000.png").touch()  # a picture is no clip
     (directory / BAD[0]).write_bytes(b"x" * 99)
     whole = write_clip(directory / BAD[1]).read_bytes()
     (directory / BAD[1]).write_bytes(whole[: len(whole) // 2])

@@ -1,7 +1,6 @@
 """One machine's loop over clips: what overlaps, and which errors are a clip's own."""
 
 import threading
-from unittest.mock import Mock
 
 import pytest
 
@@ -64,9 +63,3 @@ def test_an_error_of_one_clip_is_its_own_and_one_of_the_program_ends_the_loop(er
     elif (half, type(error)) != ("read", OutputError):
         with pytest.raises(type(error)):
             list(loop.work(*given))
-
-
-def test_a_failure_to_keep_ends_the_loop():
-    keep = Mock(side_effect=OSError(28, "No space left on device"))
-    with pytest.raises(OSError, match="No space"):
-        list(loop.work(range(50), lambda job: job, lambda job: job, keep, lambda *_: None))

@@ -11,11 +11,11 @@ import torch
 from cogvideox_torchax import cli
 from cogvideox_torchax.cli import generate as generate_command
 from cogvideox_torchax.dataset import formats
-from cogvideox_torchax.files import latents, reports, video
+from cogvideox_torchax.files import latents, reports
 from cogvideox_torchax.pipelines import stages
 from cogvideox_torchax.train import checkpoints
 from tests.files.test_latents import MADE
-from tests.files.test_video import moving_frames
+from tests.files.test_video import moving_frames, write
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
 
@@ -35,9 +35,7 @@ def files_of_at_most(size):
 
 
 def write_video(path):
-    with video.writing(path, 10) as sink:
-        for frame in moving_frames(60 if path.suffix == ".mp4" else 9).unbind(2):
-            sink.write(frame[:, :, None])
+    write(path, moving_frames(60 if path.suffix == ".mp4" else 9))
 
 
 def write_shard(kind):

@@ -11,7 +11,6 @@ import pytest
 
 from cogvideox_torchax.files import whole
 from cogvideox_torchax.files.whole import OutputError, whole_file
-from tests.conftest import umask_of
 
 WRITER = """
 import sys
@@ -160,13 +159,6 @@ def test_what_was_written_is_on_the_disk_before_its_name_and_then_the_name(tmp_p
             (place / "1.png").touch()
             names[(place / "1.png").stat().st_ino] = "frame"
     assert done == [*(["frame"] if directory else []), "output", "named", "parent"]
-
-
-@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
-def test_a_file_has_the_umasks_mode(tmp_path, umask, mode):
-    with umask_of(umask):
-        write(tmp_path / "a")
-    assert (tmp_path / "a").stat().st_mode & 0o777 == mode
 
 
 def test_the_directory_of_an_exchange_goes_with_its_run_or_with_the_next_one_of_the_output(tmp_path):
