@@ -338,12 +338,15 @@ class EncodeClip(_ClipUnit):
     def encode(self, decoded: DecodedClip) -> Latents:
         """Return the latents of a clip that was read; their `about` is empty for a clip without an id."""
         config, vae, framing = self.config, self.vae, decoded.framing
-        size = framing.height, framing.width
         with memory.restoring_tiles(vae):
             # A lambda, as the pieces are made again with smaller tiles if memory runs out.
             chunks = list(
                 self._with_tiles_and_progress(
-                    ENCODE, size, decoded.num_frames, lambda: self.pieces(decoded), decoded.clip.id
+                    ENCODE,
+                    (framing.height, framing.width),
+                    decoded.num_frames,
+                    lambda: self.pieces(decoded),
+                    decoded.clip.id,
                 )
             )
             about = self._about(decoded) if decoded.clip.id else {}  # while the tiles are set: it names them

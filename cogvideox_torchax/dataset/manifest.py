@@ -365,8 +365,7 @@ class DatasetDirectory(OutputDirectory):
 
     def is_done(self, index: int) -> bool:
         """Return whether a clip's latent file, or the shard that it belongs to, exists."""
-        shard = index // self.shard_size  # its number
-        return self.clip_path(index).exists() or self.shard_path(shard).exists()
+        return self.clip_path(index).exists() or self.shard_path(index // self.shard_size).exists()
 
     def work(self, unit: EncodeClip, *, readers: int = loop.READERS) -> Iterator[loop.Step]:
         """Encode the missing clips on this machine with `unit`; yield the outcome of each.

@@ -488,16 +488,18 @@ def check_writing(path: str | Path, fps: Fraction | float, times: Sequence[Fract
     refuse(path, {f"it has {fps} frames a second: give a rate above 0": not fps > 0})  # NaN is refused, too
     suffix = path.suffix.lower()
     longest = max([1 / Fraction(fps), *(b - a for a, b in itertools.pairwise(times))])  # seconds of a frame
-    faults = {  # by an error's message, whether the output has the fault
-        f"a frame would last for {float(longest):.0f} s, at most {LONGEST} s are possible; "
-        "give another --fps": longest > LONGEST,
-        "give a name in .mp4 or .gif, or a directory for frames": suffix not in (".mp4", ".gif", ""),
-        "it is a directory": path.is_dir() and bool(suffix),
-        "it is a directory that is not empty": path.is_dir() and any(path.iterdir()),
-        "it is a file; frames go into a directory": path.is_file() and not suffix,
-        "something is mounted there; give a directory in it": path.is_dir() and resolved(path).is_mount(),
-    }
-    refuse(path, faults)
+    refuse(
+        path,
+        {
+            f"a frame would last for {float(longest):.0f} s, at most {LONGEST} s are possible; "
+            "give another --fps": longest > LONGEST,
+            "give a name in .mp4 or .gif, or a directory for frames": suffix not in (".mp4", ".gif", ""),
+            "it is a directory": path.is_dir() and bool(suffix),
+            "it is a directory that is not empty": path.is_dir() and any(path.iterdir()),
+            "it is a file; frames go into a directory": path.is_file() and not suffix,
+            "something is mounted there; give a directory in it": path.is_dir() and resolved(path).is_mount(),
+        },
+    )
     return suffix
 
 

@@ -39,12 +39,14 @@ def check_output(path: str | Path) -> Path:
         is_special = path.exists() and not (path.is_file() or path.is_dir())
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror}") from error
-    faults = {  # by an error's message, whether the path has the fault
-        "it is a device or a pipe; give a file": is_special,
-        f"there is no directory {parent}": not parent.is_dir(),
-        f"{parent} is not writable": not os.access(parent, os.W_OK),
-    }
-    refuse(path, faults)
+    refuse(
+        path,
+        {
+            "it is a device or a pipe; give a file": is_special,
+            f"there is no directory {parent}": not parent.is_dir(),
+            f"{parent} is not writable": not os.access(parent, os.W_OK),
+        },
+    )
     return path
 
 

@@ -29,7 +29,7 @@ from cogvideox_torchax.vae.quality import ssim
 from cogvideox_torchax.vae.tolerances import psnr
 from tests import reference
 from tests.conftest import umask_of
-from tests.files.test_video import TIMES, encode, heard, moving_frames, with_sound, write
+from tests.files.test_video import TIMES, encode, heard, moving_frames, read_all, with_sound, write
 
 pytestmark = pytest.mark.usefixtures("torchax_off", "in_an_empty_directory")
 
@@ -59,7 +59,7 @@ def report(capsys, *arguments):
 
 def pixels(clip):
     """Return the clip's frames (1, 3, 9, 24, 40) in [-1, 1]."""
-    return torch.stack(list(video.read_frames(clip, video.Framing(24, 40), 9)), 2) / 127.5 - 1
+    return read_all(clip) / 127.5 - 1
 
 
 @pytest.mark.parametrize("backend", ["torch", "torchax", "flax"])
@@ -135,8 +135,7 @@ def test_the_bundled_model_is_small_and_has_every_kind_of_tensor_of_the_real_one
 def test_the_bundled_model_gives_back_a_clip_that_it_was_not_trained_on():
     shown, size = video.probe(demo_clip()), video.Framing(96, 96, crop=True)
     assert (shown.height, shown.width, shown.num_frames) == (720, 1280, 132)
-    frames = video.read_frames(demo_clip().with_name("carphone_pristine.mp4"), size, 9)
-    source = torch.stack(list(frames), 2)
+    source = read_all(demo_clip().with_name("carphone_pristine.mp4"), size, 9)
     vae = common.load_vae(str(DEMO_MODEL), "torch", "float32")
     latents = vae.encode(from_uint8(source, "float32")).latent_dist.mode()
     got = to_uint8(vae.decode(latents).sample)
@@ -239,10 +238,6 @@ def _truncate(name):
     Path(name).write_bytes(data[: len(data) // 2])
 
 
-def _other_model():
-    reference.small_vae(block_out_channels=(8, 16, 16)).save_pretrained("other")
-
-
 def _late():
     """Write a video whose last frame is shown 10^12 ms after the first."""
     with av.open("late.mkv", "w") as container:
@@ -289,13 +284,14 @@ WRONG = {
         r"floats of shape (N, C, T, H, W)",
     ),
     "latents of another model": (
-        _other_model,
+        lambda: reference.small_vae(block_out_channels=(8, 16, 16)).save_pretrained("other"),
         (*DECODE, "--model", "other"),
         "their block_out_channels is [8, 8, 16], the model's is [8, 16, 16]",
     ),
     "tiles of no size": (lambda: None, (*ENCODE, "--tiling", "18x32"), "16x32 is near"),
     "unknown suffix": (lambda: None, (*DECODE[:3], "new.avi"), "give a name in .mp4 or .gif"),
     "sizes for one clip": (lambda: None, (*ENCODE, "--buckets", "9x24x40"), "--buckets is for many clips"),
+    "Ray for one clip": (lambda: None, (*ENCODE, "--ray"), "--ray is for many clips"),
     "readers of one file": (lambda: None, (*DECODE, "--workers", 3), "--workers is for many clips"),
     "latents into a directory": (
         lambda: Path("taken.safetensors").mkdir(),

@@ -64,8 +64,6 @@ def test_on_ray_a_cluster_that_is_not_there_and_shares_are_refused(small, tmp_pa
     given = command(small, tmp_path / "out")
     assert "no Ray cluster at here:1" in refused(*given, "--ray", "here:1")
     assert "leave out" in refused(*given, "--ray", "--distributed")
-    one = ("encode", small.clips / "a.mp4", "-o", tmp_path / "a.safetensors", "--ray")
-    assert "--ray is for many clips" in refused(*one)
 
 
 def test_an_actor_refuses_a_clip_that_cannot_be_read_and_ends_where_the_output_cannot_be_written(

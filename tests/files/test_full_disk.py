@@ -38,14 +38,11 @@ def write_video(path):
     write(path, moving_frames(60 if path.suffix == ".mp4" else 9))
 
 
-def write_shard(kind):
-    def write(path):
-        member = path.parent.parent / "member.safetensors"
-        if not member.exists():
-            latents.save(latents.Latents(**{**vars(MADE), "about": ABOUT}), member)
-        formats.write(kind, [(0, member)] * 3, path)
-
-    return write
+def write_shard(path):
+    member = path.parent.parent / "member.safetensors"
+    if not member.exists():
+        latents.save(latents.Latents(**{**vars(MADE), "about": ABOUT}), member)
+    formats.write("parquet" if path.suffix == ".parquet" else "webdataset", [(0, member)] * 3, path)
 
 
 def write_figure(path):
@@ -71,8 +68,8 @@ WRITERS = {
     checkpoints.NAME: write_checkpoint,
     "report.json": lambda path: reports.write_json(path, {"text": "x" * 9999}),
     "figure.png": write_figure,
-    "shard.parquet": write_shard("parquet"),
-    "shard.tar": write_shard("webdataset"),
+    "shard.parquet": write_shard,
+    "shard.tar": write_shard,
 }
 
 

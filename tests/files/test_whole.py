@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -131,16 +132,9 @@ def test_a_writer_that_ends_while_the_next_one_opens_its_place_is_left_alone(
 
 
 def test_without_locks_the_later_writer_writes_and_the_earlier_one_fails(tmp_path, monkeypatch):
-    def flock(*_):
-        raise OSError("no locks available")
-
-    def write_both():
-        with whole_file(tmp_path / "a"):
-            write(tmp_path / "a")
-
-    monkeypatch.setattr(whole.fcntl, "flock", flock)
-    with pytest.raises(OutputError, match="cannot be locked"):
-        write_both()
+    monkeypatch.setattr(whole.fcntl, "flock", Mock(side_effect=OSError("no locks available")))
+    with pytest.raises(OutputError, match="cannot be locked"), whole_file(tmp_path / "a"):
+        write(tmp_path / "a")
     assert files_in(tmp_path) == {"a": "mine"}
 
 
