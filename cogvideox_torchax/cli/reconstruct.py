@@ -112,8 +112,8 @@ def _source_timing(
             f"the frame rate varies, {shortest:.0f} to {longest:.0f} ms from frame to frame: "
             + ("frames keep their times" if keeps_times else "the output's does not")
         )
-    sound = info.path if info.can_copy_sound and at_own_rate and is_mp4 else None
-    if info.sound and not info.can_copy_sound:
+    sound = info.path if info.sound in video.COPIED and at_own_rate and is_mp4 else None
+    if info.sound and info.sound not in video.COPIED:
         messages.append(f"the sound is left out: an .mp4 takes {', '.join(video.COPIED)}, not {info.sound}")
     elif info.sound and sound is None:
         messages.append("the sound is left out: it is kept in an .mp4 at the source's own rate")

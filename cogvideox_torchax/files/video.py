@@ -71,11 +71,6 @@ class VideoInfo:
         return self.width * self.pixel / self.height
 
     @property
-    def can_copy_sound(self) -> bool:
-        """True if an .mp4 can hold the sound as it is."""
-        return self.sound in COPIED
-
-    @property
     def gaps(self) -> tuple[Fraction, Fraction]:
         """Shortest and longest time from frame to frame, in seconds; (0, 0) for fewer than two `times`."""
         found = [b - a for a, b in itertools.pairwise(self.times)]

@@ -43,13 +43,6 @@ def test_a_profile_names_what_ran_after_the_models_layers(clip, fresh_cache):
     assert not jax.config.jax_compilation_cache_include_metadata_in_key
 
 
-def test_a_profile_that_cannot_be_written_is_one_line_before_the_work(clip, refused):
-    Path("taken").touch()
-    said = refused("reconstruct", clip, "-o", "again.mp4", "--profile", "taken")
-    assert "cannot write a profile into taken" in said
-    assert not Path("again.mp4").exists()
-
-
 @pytest.mark.slow
 def test_what_compile_has_compiled_no_later_process_compiles(clip, fresh_cache, capsys):
     found = report(capsys, "compile", "5x16x24")

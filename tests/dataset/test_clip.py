@@ -15,6 +15,7 @@ from cogvideox_torchax.dataset import Bucket, Clip, ClipConfig, ClipError, Decod
 from cogvideox_torchax.dataset.clip import choose
 from cogvideox_torchax.files import video
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
+from tests import reference
 from tests.dataset.conftest import write_clip
 from tests.files.test_video import read_all
 
@@ -36,6 +37,7 @@ def test_bytes_of_a_file_are_the_file_and_what_is_about_it_says_where_it_comes_f
     given = small.unit(Clip("a.mp4", data, caption="A ball."))
     assert torch.equal(given.tensor, small.wanted["a.mp4"].tensor)
     about = {"source_sha256": hashlib.sha256(data).hexdigest(), "height": 16, "width": 24}
+    about |= {"source_frames": 9, "variable_frame_rate": False}
     assert small.wanted["a.mp4"].about == small.wanted["a.mp4"].about | about
     assert given.about == small.wanted["a.mp4"].about | {"caption": "A ball."}
     assert (given.num_frames, given.fps) == (9, 10)
@@ -145,6 +147,9 @@ def test_tiles_of_one_clip_are_put_back_before_the_next_and_written_down(small, 
     assert latents.about["tiles"] == "8x12"
     assert not torch.equal(latents.tensor, small.wanted["a.mp4"].tensor)
     assert not unit.vae.use_tiling
+    with reference.tiled(unit.vae, tile_sample_min_height=8, tile_sample_min_width=12):
+        wanted = unit.vae.encode(read_all(small.clips / "a.mp4") / 127.5 - 1).latent_dist.mode()
+    assert relative_error(latents.tensor, wanted) < FLOAT32_RELATIVE
     decoder, out = DecodeClip(small.config), RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
     real = decoder.vae.decode_stream
 
