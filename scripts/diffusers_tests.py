@@ -64,13 +64,13 @@ def outcomes(checkout: Path, tests: list[str], place: str | None) -> dict[str, s
         tests: paths of tests in it.
         place: "torch" or "jax", where this package's classes run; None for diffusers' own classes.
     """
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
         "DIFFUSERS_TEST_DEVICE": "jax" if place == "jax" else "cpu",
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         PLACE: place or "",
     }
-    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         command = [sys.executable, "-m", "pytest", "-q", "-p", Path(__file__).stem, f"--junitxml={report}"]

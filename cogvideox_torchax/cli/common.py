@@ -123,8 +123,8 @@ def decode_to(sink: video.Sink, vae: Any, latents: Latents, args: argparse.Names
     `args` are the command's options; `fetch` brings a chunk's frames to the host.
     """
     # `args` may have no model and no dtype: the latents name their model, and the loaded VAE has the dtype.
-    options = {"model": latents.model, "dtype": runtime.dtype_name(vae.dtype)}
-    return video.write_all(sink, unit_of(DecodeClip, args, vae, fetch, **options).stream(latents))
+    unit = unit_of(DecodeClip, args, vae, fetch, model=latents.model, dtype=runtime.dtype_name(vae.dtype))
+    return video.write_all(sink, unit.stream(latents))
 
 
 # Messages and reports

@@ -48,10 +48,13 @@ def run(args: argparse.Namespace) -> int:
         if not group.is_first:
             return 0
         latents.save(encoded, args.output)
-    results = {
-        "frames": clip.num_frames,
-        "size": f"{clip.framing.height} x {clip.framing.width}",
-        "latents": " x ".join(map(str, encoded.tensor.shape)),
-    }
-    common.print_results(args, clock, results)
+    common.print_results(
+        args,
+        clock,
+        {
+            "frames": clip.num_frames,
+            "size": f"{clip.framing.height} x {clip.framing.width}",
+            "latents": " x ".join(map(str, encoded.tensor.shape)),
+        },
+    )
     return 0

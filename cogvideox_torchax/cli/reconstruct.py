@@ -49,13 +49,16 @@ def run(args: argparse.Namespace) -> None:
     if group.is_first:
         for line in messages:
             common.say(line)
-        report = {
-            "frames_in": clip.num_frames,
-            "frames_out": written,
-            "sound": "copied" if timing.sound else "left out" if clip.info.sound else "none",
-            "size": f"{clip.framing.height} x {clip.framing.width}",
-        }
-        common.print_results(args, clock, report)
+        common.print_results(
+            args,
+            clock,
+            {
+                "frames_in": clip.num_frames,
+                "frames_out": written,
+                "sound": "copied" if timing.sound else "left out" if clip.info.sound else "none",
+                "size": f"{clip.framing.height} x {clip.framing.width}",
+            },
+        )
 
 
 def _reconstruction(
