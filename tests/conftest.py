@@ -42,6 +42,7 @@ import contextlib
 import copy
 import ctypes
 import itertools
+from collections import Counter
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -53,12 +54,25 @@ from tests import reference
 
 jaxtyping.install_import_hook("jax_kernels", "beartype.beartype")  # annotated shapes are checked
 
+A_SLOW_ONE = 20
+"""Work of a slow test, as a number of others."""
+
 GROWTH = 3 * 2**29
 """Bytes that a test process may grow by before it forgets what it has compiled."""
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+@pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config, items):
+    mark_cases(config, items)
+    yield  # here `-m` chooses
+    # The file that starts last may run alone, on one core: files of much work start first.
+    work = Counter()
+    for item in items:
+        work[item.path] += A_SLOW_ONE if item.get_closest_marker("slow") else 1
+    items.sort(key=lambda item: (-work[item.path], item.path))
+
+
+def mark_cases(config, items):
     """Mark cases as `slow` or `product`.
 
     They are those that `slow_cases("pattern")` names, or that `slow_cases(but=["pattern"])` does not.

@@ -38,6 +38,14 @@ TWO_LEVELS = {
 }
 """The fewest levels that have every kind of block: half the frames, and half the pixels along each side."""
 
+SHALLOW = {"layers_per_block": 0, "block_out_channels": (8, 8, 8)}
+"""Quick to compile: one ResNet block in a level of the decoder and none in one of the encoder.
+
+Without one, a level of the encoder has to keep the number of channels.
+"""
+
+TWO_SHALLOW_LEVELS = {**TWO_LEVELS, **SHALLOW, "block_out_channels": (8, 8)}
+
 
 def small_vae(seed: int = 0, **overrides) -> AutoencoderKLCogVideoX:
     """Return stock diffusers with random weights, biases and affine parameters too: none can be lost."""

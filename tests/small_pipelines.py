@@ -62,7 +62,7 @@ def transformer(version: str, seed: int = 0, **overrides):
 
 
 def vae(version: str = "5b"):
-    return configured(reference.small_vae(**reference.TWO_LEVELS), version)
+    return configured(reference.small_vae(**reference.TWO_SHALLOW_LEVELS), version)
 
 
 def configured(model, version: str):

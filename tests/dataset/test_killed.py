@@ -23,7 +23,8 @@ STEPS = {
 }
 KILLED = """
 import os, signal, sys
-import torch
+import pyarrow.parquet, torch
+from diffusers import AutoencoderKLCogVideoX
 from cogvideox_torchax import cli
 from cogvideox_torchax.dataset import formats, manifest
 from cogvideox_torchax.files import latents as latent_files

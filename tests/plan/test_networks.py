@@ -169,7 +169,7 @@ def test_a_size_that_no_patches_fit_is_refused():
 
 @pytest.mark.slow
 def test_a_training_step_is_planned_by_its_halves_with_what_the_optimizer_keeps(monkeypatch, capsys):
-    monkeypatch.setitem(models.CONFIGS, "5b", {**reference.SMALL, **reference.TWO_LEVELS})
+    monkeypatch.setitem(models.CONFIGS, "5b", {**reference.SMALL, **reference.TWO_SHALLOW_LEVELS})
     document = planned("train-step", "--frames", "1", "--height", "8", "--width", "8")
     assert "train-step" in capsys.readouterr().out
     encode, decode = document["programs"]

@@ -63,7 +63,7 @@ def finish(processes, within):
 def directory(tmp_path, monkeypatch):
     """Write a clip of 9 frames and a model of three levels, whose latents are 10 wide: no multiple of 8."""
     monkeypatch.chdir(tmp_path)
-    reference.small_vae().save_pretrained("vae")
+    reference.small_vae(**reference.SHALLOW).save_pretrained("vae")
     write("clip.mp4", moving_frames(9))
     return tmp_path
 

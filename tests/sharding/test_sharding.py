@@ -40,22 +40,20 @@ def local_share(tensor):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("width", "batch", "frames"), [(85, 1, 1), (90, 2, 5), (170, 2, 1)])
 @pytest.mark.parametrize("mesh", [(1, 8), (2, 4), (4, 2), (8, 1)], ids=str)
 @pytest.mark.parametrize("build", ["torchax", "flax"])
-@pytest.mark.product_cases(but=["torchax-(4, 2)", "flax-(2, 4)"])
-def test_a_video_over_any_mesh_is_diffusers_video(small_vae, build, mesh):
+@pytest.mark.product_cases(but=["torchax-(4, 2)-85*", "torchax-(1, 8)-90*", "flax-(2, 4)-90*", "flax-(4, 2)-170*"])
+def test_a_video_over_any_mesh_is_diffusers_video(small_vae, build, mesh, width, batch, frames):
     vae = sharded(small_vae, *mesh, build=build)
-    for width, batch, frames in ((85, 1, 1), (90, 2, 5), (170, 2, 1)):
-        z, x = inputs(frames, batch, width, height=2)  # frames of 85 x 4 columns are split by rows
-        decoded = vae.decode(runtime.to_jax(z)).sample
-        encoded = vae.encode(runtime.to_jax(x)).latent_dist.parameters
-        assert local_share(decoded) == local_share(encoded) == 1 / 8
-        for got in (decoded, torch.cat(list(vae.decode_stream(z)), 2)):
-            error = relative_error(runtime.to_torch(got), reference.decoded(small_vae, z))
-            assert error < FLOAT32_RELATIVE, width
-        for got in (encoded, torch.cat([part.parameters for part in vae.encode_stream(x)], 2)):
-            error = relative_error(runtime.to_torch(got), reference.encoded(small_vae, x))
-            assert error < FLOAT32_RELATIVE, width
+    z, x = inputs(frames, batch, width, height=2)  # frames of 85 x 4 columns are split by rows
+    decoded = vae.decode(runtime.to_jax(z)).sample
+    encoded = vae.encode(runtime.to_jax(x)).latent_dist.parameters
+    assert local_share(decoded) == local_share(encoded) == 1 / 8
+    for got in (decoded, torch.cat(list(vae.decode_stream(z)), 2)):
+        assert relative_error(runtime.to_torch(got), reference.decoded(small_vae, z)) < FLOAT32_RELATIVE
+    for got in (encoded, torch.cat([part.parameters for part in vae.encode_stream(x)], 2)):
+        assert relative_error(runtime.to_torch(got), reference.encoded(small_vae, x)) < FLOAT32_RELATIVE
 
 
 def test_a_batch_that_dp_does_not_divide_changes_no_number(small_vae):

@@ -7,12 +7,12 @@ import pytest
 from PIL import Image
 
 from tests.files.test_video import moving_frames, write
-from tests.reference import SMALL, TWO_LEVELS
+from tests.reference import SMALL, TWO_SHALLOW_LEVELS
 
 TINY = {
     **SMALL,
-    **TWO_LEVELS,
-    "block_out_channels": (4, 8),
+    **TWO_SHALLOW_LEVELS,
+    "block_out_channels": (4, 4),
     "norm_num_groups": 2,
     "latent_channels": 4,
 }
