@@ -156,16 +156,15 @@ def load(part: Part, *, frames: int, size: int, whole: tuple[int, ...] | None = 
     Raises:
         ValueError: a file that cannot be read, with fewer frames than `frames`, or too small.
     """
-    needed = math.ceil(size * LARGEST_CROP)  # side of the largest crop
     if part.path.suffix.lower() in PICTURES:
-        return Source(part, _read_picture(part, needed, size))  # a picture has no size of whole frames
+        return Source(part, _read_picture(part, size))  # a picture has no size of whole frames
     info = video.probe(part.path)
     end = min(part.end or info.num_frames, info.num_frames)
     if end - part.start < frames:
         raise ValueError(f"has {max(end - part.start, 0)} frames from its start on, {frames} are needed")
-    level_sizes = [*_sizes(info.height, info.width, needed, size), *([whole] if whole else [])]
+    level_sizes = _sizes(info.height, info.width, size)
     levels = tuple(read(part, video.Framing(height, width), end) for height, width in level_sizes)
-    return Source(part, levels[:-1], levels[-1]) if whole else Source(part, levels)  # `whole` was read last
+    return Source(part, levels, read(part, video.Framing(*whole), end) if whole else None)
 
 
 def load_all(
@@ -201,7 +200,7 @@ def load_all(
     return sources
 
 
-def _sizes(height: int, width: int, needed: int, size: int) -> list[tuple[int, int]]:
+def _sizes(height: int, width: int, size: int) -> list[tuple[int, int]]:
     """Return the sizes (height, width) to keep a source in: those of `LEVELS` that are no larger than it.
 
     At a level the shorter side is a multiple of `size`, and the width is then multiplied by the level's
@@ -209,13 +208,12 @@ def _sizes(height: int, width: int, needed: int, size: int) -> list[tuple[int, i
 
     Args:
         height, width: of the source.
-        needed: the side of the largest crop; no side may be shorter.
         size: the side of a usual crop.
 
     Raises:
-        ValueError: a source whose shorter side is below `needed`.
+        ValueError: a source whose shorter side is below that of the largest crop.
     """
-    short = min(height, width)
+    short, needed = min(height, width), math.ceil(size * LARGEST_CROP)
     if short < needed:
         raise ValueError(f"is {height} x {width}, at least {needed} are needed")
     # Factors of both sides, and further factors of the width.
@@ -237,12 +235,12 @@ def read(part: Part, framing: video.Framing, end: int) -> np.ndarray:
     return np.stack([frame[0].permute(1, 2, 0).numpy() for i, frame in frames if i >= part.start])
 
 
-def _read_picture(part: Part, needed: int, size: int) -> tuple[np.ndarray, ...]:
+def _read_picture(part: Part, size: int) -> tuple[np.ndarray, ...]:
     """Read a picture in each size that crops are cut from (`_sizes`), uint8 (1, H, W, C).
 
     Args:
         part: the picture.
-        needed, size: sides, in pixels, of the largest crop and of a usual crop.
+        size: side, in pixels, of a usual crop.
 
     Raises:
         ValueError: a file that cannot be read, or a picture that is too small.
@@ -256,7 +254,7 @@ def _read_picture(part: Part, needed: int, size: int) -> tuple[np.ndarray, ...]:
         raise ValueError(f"cannot be read as a picture ({error})") from error
     return tuple(
         np.asarray(picture.resize((width, height), Image.Resampling.LANCZOS))[None]
-        for height, width in _sizes(picture.height, picture.width, needed, size)
+        for height, width in _sizes(picture.height, picture.width, size)
     )
 
 

@@ -101,56 +101,69 @@ A name has the optimizer, the index of one of its parameters, and the tensor's n
 
 
 class Optimizers:
-    """Muon for kernels of inner convolutions, AdamW for all other weights, along one schedule.
+    """Muon for kernels of inner convolutions, AdamW for all other weights.
 
-    The norm of all gradients together is clipped to 1.
+    Inner convolutions are all but the networks' first and last ones. The norm of all gradients together is
+    clipped to 1.
 
     Args:
         weights: parameters by their names.
-        steps: number of steps of the whole training.
-        rate: factor of the learning rates.
+        traced: whether JAX traces the weights.
     """
 
-    def __init__(self, weights: dict[str, nn.Parameter], *, steps: int, rate: float = 1.0):
-        """Make a torch optimizer for each kind of weights, for use outside of JAX programs (not traced).
+    def __init__(self, weights: dict[str, nn.Parameter], *, traced: bool = False):
+        """Make a torch optimizer for each kind of weights, with moments of 0.
 
-        `steps` is the number of steps of the whole training, `rate` a factor of the learning rates.
+        With `traced`, AdamW is `differentiable`: it computes with its step number and learning rate as
+        tensors, so that they are traced, not compiled in as constants.
         """
         self._weights = weights
-        self._steps = steps
-        self._rate_factor = rate
-        self._by_kind = _optimizers(weights, traced=False)
+        self._traced = traced
+        kernels = [weight for name, weight in weights.items() if _is_inner_kernel(name, weight)]
+        others = [weight for name, weight in weights.items() if not _is_inner_kernel(name, weight)]
+        adamw = torch.optim.AdamW(
+            others, lr=OTHERS_RATE, betas=(0.9, 0.98), weight_decay=1e-3, differentiable=traced
+        )
+        for weight in others:  # AdamW makes its state in the first step; a checkpoint needs it before
+            adamw.state[weight] = {
+                "step": torch.zeros((), device=weight.device),
+                "exp_avg": torch.zeros_like(weight, requires_grad=False),
+                "exp_avg_sq": torch.zeros_like(weight, requires_grad=False),
+            }
+        self._by_kind = {"muon": Muon(kernels, lr=KERNELS_RATE), "adamw": adamw}
 
-    def step(self, number: int, average: dict[str, torch.Tensor]) -> float:
-        """Update the weights and their average; return the norm of all gradients before it is clipped.
+    def step(self, average: list[torch.Tensor], rate: Any, decay: Any) -> torch.Tensor:
+        """Step the optimizers, then the average; return the norm of all gradients before it is clipped to 1.
 
-        Args:
-            number: of the step, from 0 on.
-            average: the averaged weights by name, updated in place.
-
-        Raises:
-            FloatingPointError: a gradient that was not finite; everything stays as it was.
-        """
-        rate = self._rate_factor * schedule(number, self._steps)
-        norm = self._advance([average[name] for name in self._weights], rate, average_decay(number))
-        if not math.isfinite(norm):  # then weights, average and moments are unchanged
-            raise FloatingPointError(f"the gradient of step {number} is {norm}")
-        return norm
-
-    def _advance(self, average: list[torch.Tensor], rate: float, decay: float) -> float:
-        """Update weights, average and moments (the optimizers' state) in place; return the gradients' norm.
+        Weights, average and moments change in place. If the norm is not finite, nothing changes; a traced
+        step cannot branch on the norm, and its caller chooses between the results and the old tensors.
 
         Args:
             average: the averaged weights, in the order of the weights.
-            rate: factor of the learning rates in this step.
+            rate: factor of both optimizers' largest learning rates, which they were made with.
             decay: fraction of the average that this step keeps.
         """
-        return _advance(self._by_kind, list(self._weights.values()), average, rate, decay).item()
+        weights = list(self._weights.values())
+        norm = nn.utils.clip_grad_norm_(weights, 1.0)
+        if not self._traced and not math.isfinite(norm):
+            return norm
+        for optimizer in self._by_kind.values():
+            optimizer.param_groups[0]["lr"] = optimizer.defaults["lr"] * rate  # of its only group
+            optimizer.step()
+        with torch.no_grad():
+            for averaged, weight in zip(average, weights, strict=True):
+                averaged.lerp_(weight, 1 - decay)
+        return norm
 
     @property
     def moments(self) -> Moments:
         """The tensors of the optimizers' state, such as momenta, by names such as `muon/3/momentum`."""
-        return _moments(self._by_kind)
+        return {
+            f"{kind}/{index}/{name}": moment
+            for kind, optimizer in self._by_kind.items()
+            for index, weight in enumerate(optimizer.param_groups[0]["params"])  # its only group
+            for name, moment in optimizer.state[weight].items()
+        }
 
 
 class CompiledOptimizers(Optimizers):
@@ -161,31 +174,25 @@ class CompiledOptimizers(Optimizers):
         """The function `_traced_step`, compiled at its first use."""
         return runtime.jit_torch(_traced_step)
 
-    def _advance(self, average: list[torch.Tensor], rate: float, decay: float) -> float:
+    def step(self, average: list[torch.Tensor], rate: float, decay: float) -> torch.Tensor:
         """Make the step as one program, and assign its results to weights, average and moments.
 
-        Args:
-            average: the averaged weights, in the order of the weights.
-            rate: factor of the learning rates in this step.
-            decay: fraction of the average that this step keeps.
-
-        Returns:
-            The gradients' norm.
+        Arguments and result are those of `Optimizers.step`.
         """
-        weights, moments = list(self._weights.values()), self.moments
-        state = [weights, average, list(moments.values())]
+        weights = list(self._weights.values())
         gradients = [weight.grad for weight in weights]
+        state = [weights, average, list(self.moments.values())]
         # `scalars` is an argument of the program: constants would have it compiled again in each step.
         scalars = runtime.to_jax(torch.tensor([rate, decay]))
-        # The first argument, static, has the names of weights and moments: they tell which tensor is which.
-        norm, *advanced = self._program((tuple(self._weights), tuple(moments)), scalars, gradients, *state)
+        # The first argument, the names of the weights, is static.
+        norm, *advanced = self._program(tuple(self._weights), scalars, gradients, *state)
         for tensor, value in zip(itertools.chain(*state), advanced, strict=True):
             runtime.assign(tensor, value)
-        return runtime.to_torch(norm).item()
+        return runtime.to_torch(norm)
 
 
 def _traced_step(
-    names: tuple[tuple[str, ...], tuple[str, ...]],
+    names: tuple[str, ...],
     scalars: Any,
     gradients: list[Any],
     weights: list[Any],
@@ -198,91 +205,21 @@ def _traced_step(
     moments are returned as they were before the step.
 
     Args:
-        names: (names of the weights, names of the moments). A moment's name such as `muon/3/momentum` has the
-            optimizer, the index of its parameter, and the tensor's name in the parameter's state.
+        names: names of the weights.
         scalars: (factor of the learning rates, fraction of the average to keep).
         gradients, weights, average: in the order of the weights' names.
-        moments: in the order of the moments' names.
+        moments: in the order of `Optimizers.moments`.
     """
-    weight_names, moment_names = names
     for weight, gradient in zip(weights, gradients, strict=True):
         weight.grad = gradient
-    optimizers = _optimizers(dict(zip(weight_names, weights, strict=True)), traced=True)
-    # The new optimizers have moments of 0, by parameter and name in `state`: the arguments replace them.
-    for moment_name, tensor in zip(moment_names, moments, strict=True):
-        kind, index, moment = moment_name.split("/")
-        optimizers[kind].state[optimizers[kind].param_groups[0]["params"][int(index)]][moment] = tensor
+    optimizers = Optimizers(dict(zip(names, weights, strict=True)), traced=True)
+    for zeros, moment in zip(optimizers.moments.values(), moments, strict=True):
+        zeros.copy_(moment)
     before = [tensor.clone() for tensor in (*weights, *average, *moments)]  # the step changes them in place
-    rate, decay = scalars[0], scalars[1]
-    norm = _advance(optimizers, weights, average, rate, decay, traced=True)
-    after = [*weights, *average, *_moments(optimizers).values()]
+    norm = optimizers.step(average, scalars[0], scalars[1])
+    after = [*weights, *average, *optimizers.moments.values()]
     is_finite = torch.isfinite(norm)
     return norm, *(torch.where(is_finite, new, old) for new, old in zip(after, before, strict=True))
-
-
-def _optimizers(weights: dict[str, Any], *, traced: bool) -> dict[str, torch.optim.Optimizer]:
-    """Return new optimizers for the weights, by name, with moments of 0.
-
-    "muon" is for the kernels of all but the networks' first and last convolutions, "adamw" for other weights.
-    With `traced`, AdamW is `differentiable`: it computes with its step number and learning rate as tensors,
-    so that they are traced, not compiled in as constants.
-    """
-    kernels = [weight for name, weight in weights.items() if _is_inner_kernel(name, weight)]
-    others = [weight for name, weight in weights.items() if not _is_inner_kernel(name, weight)]
-    adamw = torch.optim.AdamW(
-        others, lr=OTHERS_RATE, betas=(0.9, 0.98), weight_decay=1e-3, differentiable=traced
-    )
-    for weight in others:  # AdamW makes its state in the first step; a checkpoint needs it before
-        adamw.state[weight] = {
-            "step": torch.zeros((), device=weight.device),
-            "exp_avg": torch.zeros_like(weight, requires_grad=False),
-            "exp_avg_sq": torch.zeros_like(weight, requires_grad=False),
-        }
-    return {"muon": Muon(kernels, lr=KERNELS_RATE), "adamw": adamw}
-
-
-def _moments(optimizers: dict[str, torch.optim.Optimizer]) -> Moments:
-    """Return the tensors of the optimizers' state, by names such as `muon/3/momentum` (`Moments`)."""
-    return {
-        f"{kind}/{index}/{name}": moment
-        for kind, optimizer in optimizers.items()
-        for index, weight in enumerate(optimizer.param_groups[0]["params"])  # its only group
-        for name, moment in optimizer.state[weight].items()
-    }
-
-
-def _advance(
-    optimizers: dict[str, torch.optim.Optimizer],
-    weights: list[Any],
-    average: list[torch.Tensor],
-    rate: Any,
-    decay: Any,
-    *,
-    traced: bool = False,
-) -> torch.Tensor:
-    """Step the optimizers, then the average; return the norm of all gradients before it is clipped to 1.
-
-    Weights, average and moments change in place. If the norm is not finite, nothing changes; a traced step
-    cannot branch on the norm, and its caller chooses between the results and the old tensors.
-
-    Args:
-        optimizers: Muon and AdamW.
-        weights: all parameters.
-        average: their averages, in the same order.
-        rate: factor of both optimizers' largest learning rates, which they were made with.
-        decay: fraction of the average that this step keeps.
-        traced: whether the tensors are traced by JAX.
-    """
-    norm = nn.utils.clip_grad_norm_(weights, 1.0)
-    if not traced and not math.isfinite(norm):
-        return norm
-    for optimizer in optimizers.values():
-        optimizer.param_groups[0]["lr"] = optimizer.defaults["lr"] * rate  # of its only group
-        optimizer.step()
-    with torch.no_grad():
-        for averaged, weight in zip(average, weights, strict=True):
-            averaged.lerp_(weight, 1 - decay)
-    return norm
 
 
 def _is_inner_kernel(name: str, weight: torch.Tensor) -> bool:

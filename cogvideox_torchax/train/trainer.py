@@ -1,6 +1,7 @@
 """The loop: a step, the weights' average, and all that goes into a checkpoint."""
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from cogvideox_torchax import runtime
 from cogvideox_torchax.backends import Backend
 from cogvideox_torchax.train.checkpoints import State
 from cogvideox_torchax.train.clips import Sampler
-from cogvideox_torchax.train.optimizers import CompiledOptimizers, Optimizers
+from cogvideox_torchax.train.optimizers import CompiledOptimizers, Optimizers, average_decay, schedule
 from cogvideox_torchax.train.stages import Plan
 
 L1, MSE, KL = 1.0, 4.0, 1e-3
@@ -66,11 +67,15 @@ class Trainer:
         if backend.compiled_by_jax:
             runtime.enable()  # for PyTorch's operations of a step, on weights that are on JAX
         kind = CompiledOptimizers if backend.compiled_by_jax else Optimizers
-        self._optimizers = kind(self._weights, steps=plan.steps, rate=plan.settings.learning_rate_factor)
+        self._optimizers = kind(self._weights)
         self._average = {name: weight.detach().clone() for name, weight in self._weights.items()}
 
     def step(self) -> Losses:
-        """Make the next training step, whose number selects batch and noise; return its losses."""
+        """Make the next training step, whose number selects batch and noise; return its losses.
+
+        Raises:
+            FloatingPointError: a gradient that was not finite; everything stays as it was.
+        """
         plan, number = self.plan, self.step_number
         x = self._sampler.batch(number, plan.shape(number))
         # Below a million steps no two pairs of seed and step have the same noise.
@@ -79,7 +84,11 @@ class Trainer:
         loss, *_ = losses  # the weighted sum
         self.vae.zero_grad()
         loss.backward()
-        gradient_norm = self._optimizers.step(number, self._average)  # updates the weights' average too
+        rate = plan.settings.learning_rate_factor * schedule(number, plan.steps)
+        average = list(self._average.values())  # in the order of the weights; the step updates it too
+        gradient_norm = self._optimizers.step(average, rate, average_decay(number)).item()
+        if not math.isfinite(gradient_norm):  # then weights, average and moments are unchanged
+            raise FloatingPointError(f"the gradient of step {number} is {gradient_norm}")
         self.step_number += 1
         total, l1, mse, kl, mean_color = (self._backend.to_torch(value).item() for value in losses)
         return Losses(total, l1, mse, kl, mean_color, gradient_norm)
