@@ -41,33 +41,18 @@ class LinearPreview:
         return ((colors + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
-def fit(vae: Any, *, seed: int = 0) -> LinearPreview:
+@torch.no_grad()
+def fit(vae: Any) -> LinearPreview:
     """Fit a preview's map to a VAE by least squares, on the latents of patches of random colors.
 
     Each picture is a video of one frame, of patches blurred into each other; the color of a latent is the
     mean of the pixels that it stands for. Three quarters of the pictures are fitted to. The other quarter
-    gives the result's `explained`, the share of the colors' variance that the map explains. The encoder runs
-    in PyTorch, on the host, for some seconds.
+    gives the result's `explained`, the share of the colors' variance that the map explains.
 
     Args:
-        vae: a ported `AutoencoderKLCogVideoX`, with weights on JAX or in PyTorch.
-        seed: seed of the pictures.
+        vae: the VAE, in PyTorch, whose encoder runs for some seconds.
     """
-    return without_torchax(_fit, host_skeleton(vae), seed)
-
-
-@torch.no_grad()
-def _fit(vae: Any, seed: int) -> LinearPreview:
-    """Fit a linear map from a latent's channels to a color, in PyTorch.
-
-    Each picture is a video of one frame, of patches of random colors blurred into each other. Three quarters
-    of the pictures are fitted to; the others measure the share of the variance that the map explains.
-
-    Args:
-        vae: the VAE, on the host.
-        seed: seed of the pictures.
-    """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     # Colors are in [-1, 1], as the VAE takes them.
     patches = torch.rand(PICTURES, 3, PATCHES, PATCHES, generator=generator) * 2 - 1
     pictures = torch.nn.functional.interpolate(patches, (PIXELS, PIXELS), mode="bilinear")
@@ -91,13 +76,14 @@ def preview_writer(vae: Any, path: str | Path, say: Callable[[str], None]) -> Ca
     """Return a function of latents (N, T, C, H, W) that writes frames of the first video to a PNG file.
 
     Args:
-        vae: the VAE of the latents, to which `fit` fits a linear map from latents to colors.
+        vae: the VAE of the latents, with weights on JAX or in PyTorch. A copy of it on the host is used, to
+            which `fit` fits a linear map from latents to colors.
         path: path of the file, which each call replaces.
         say: called with a message of how well the map fits.
     """
     from PIL import Image
 
-    colors_of = fit(vae)
+    colors_of = without_torchax(fit, host_skeleton(vae))
     say(f"preview: a linear map of latents that explains {colors_of.explained:.0%} of colors")
 
     def show(latents: torch.Tensor) -> None:
