@@ -428,7 +428,7 @@ def _replace_and_collect(
         elif name in replaced:
             _replace_result(model.get_submodule(name), replaced[name])
         else:
-            _collect_result(model.get_submodule(name), collected[name])
+            _collect_results(model.get_submodule(name), collected[name])
 
 
 def _replace_result(module: nn.Module, tensors: tuple[torch.Tensor, ...] | None) -> None:
@@ -448,16 +448,13 @@ def _replace_result(module: nn.Module, tensors: tuple[torch.Tensor, ...] | None)
     module.forward = call
 
 
-def _collect_result(module: nn.Module, collected: list[torch.Tensor]) -> None:
-    """Replace a module's forward by one that also adds its result's tensors to the list `collected`."""
-    forward = module.forward
+def _collect_results(module: nn.Module, collected: list[torch.Tensor]) -> None:
+    """Add the tensors of a module's result to the list `collected` when the module has run."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        y = forward(*args, **kwargs)
-        collected.extend(y if isinstance(y, tuple) else (y,))
-        return y
+    def collect(_module: nn.Module, _args: Any, result: Any) -> None:
+        collected.extend(result if isinstance(result, tuple) else (result,))
 
-    module.forward = call
+    module.register_forward_hook(collect, prepend=True)  # a user's hooks, which may change it, come after
 
 
 REUSES: dict[str, Any] = {

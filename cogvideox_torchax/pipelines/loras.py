@@ -1,8 +1,7 @@
 """LoRAs loaded into a ported network, merged, and taken out again: PEFT's own code, on plain tensors."""
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from cogvideox_torchax import runtime
@@ -41,29 +40,22 @@ def methods_in_pytorch(kind: Any, names: Iterable[str]) -> dict[str, Callable[..
 
 
 def _in_pytorch(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method of a network, or of a pipeline around one: the weights are in PyTorch while it runs."""
+    """Wrap a method of a network, or of a pipeline around one: the weights are in PyTorch while it runs.
+
+    Layers that the method adds are ported, and the next call compiles a program with them. A network that is
+    in PyTorch before the call stays there.
+    """
 
     @functools.wraps(method)
     def call(owner: Any, *args: Any, **options: Any) -> Any:
         """Call the method of `owner`, a network or a pipeline with a `transformer`."""
-        with _weights_on_host(getattr(owner, "transformer", owner)):
+        network: Any = getattr(owner, "transformer", owner)
+        was_on_jax = any(map(runtime.on_jax, network.parameters()))
+        runtime.without_torchax(runtime.replace_weights, network, runtime.to_torch)
+        try:
             return runtime.without_torchax(method, owner, *args, **options)
+        finally:
+            if was_on_jax:
+                network.place()  # all weights, new ones too
 
     return call
-
-
-@contextlib.contextmanager
-def _weights_on_host(network: Any) -> Iterator[None]:
-    """Move a network's weights to PyTorch for a `with` block; then put all weights, new ones too, on JAX.
-
-    Layers that the block adds are ported, and the next call compiles a program with them. A network that is
-    in PyTorch before the block stays there.
-    """
-    if not any(map(runtime.on_jax, network.parameters())):
-        yield
-        return
-    runtime.without_torchax(runtime.replace_weights, network, runtime.to_torch)
-    try:
-        yield
-    finally:
-        network.place()

@@ -103,10 +103,9 @@ def _port_from_pipe(make: Callable[..., Any], kind: type, pipeline: Any, **optio
     made = make(kind, pipeline, **options)
     if not isinstance(pipeline, PortedPipeline) or not isinstance(made, PIPELINES):
         return made
-    parts = [part for part in (pipeline.transformer, pipeline.vae, pipeline.text_encoder) if part is not None]
-    # All parts are on the same devices: the first one tells the mesh. A transformer, which comes first, has a
-    # parallelism too, its use of the mesh's "tp".
-    first = next(iter(parts), None)
+    # All parts are on the same devices: the first one that is not None tells the mesh. A transformer, which
+    # comes first, has a parallelism too, its use of the mesh's "tp".
+    first = pipeline.transformer or pipeline.vae or pipeline.text_encoder
     if first is not None and runtime.is_on_jax(first):
         parallelism = getattr(first, "parallelism", None)
         port_pipeline(made, first.mesh, parallelism.kind if parallelism else None)

@@ -32,7 +32,7 @@ from cogvideox_torchax.pipelines.sharding import (
     weight_spec,
 )
 from cogvideox_torchax.runtime.layers import watched
-from cogvideox_torchax.sharding import MeshPlace
+from cogvideox_torchax.sharding import MeshPlace, spread
 
 LANES = 128
 """Lanes of a kernel's tile: a device's number of tokens is a multiple of it, if larger."""
@@ -344,22 +344,18 @@ class SequencePlacement(MeshPlace):
 
         The sequences' shapes are recorded in `layers` under the layer's `name`.
         """
-        if isinstance(value, torch.Tensor):
-            if value.ndim != 3 or not runtime.on_jax(value):
-                return value
-            self._add_shape(name, value)
-            return runtime.torch_view(self.constrain)(value)
         if isinstance(value, dict):
             return {key: self._constrain_sequences(name, item) for key, item in value.items()}
         if isinstance(value, tuple):
             return tuple(self._constrain_sequences(name, item) for item in value)
-        return value
+        if not isinstance(value, torch.Tensor) or value.ndim != 3 or not runtime.on_jax(value):
+            return value
+        self._add_shape(name, value)
+        return runtime.torch_view(self.constrain)(value)
 
     def weight(self, name: str, array: Any) -> jax.Array:
         """Return a weight, a NumPy or a JAX array, put on the mesh; the same array if it is there already."""
-        wanted = weight_sharding(self.mesh, name, array.shape, self.parallelism)
-        is_placed = isinstance(array, jax.Array) and array.sharding.is_equivalent_to(wanted, array.ndim)
-        return array if is_placed else jax.device_put(array, wanted)
+        return spread(array, weight_sharding(self.mesh, name, array.shape, self.parallelism))
 
     def weight_struct(self, name: str, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         """Return the shape, dtype and sharding of the weight `name`."""
