@@ -125,16 +125,6 @@ def test_what_is_unpickled_is_in_pytorch_until_it_is_ported_again(ported, stock,
     assert relative_error(latents(port(pipe)), want) < TOLERANCE
 
 
-def test_a_scheduler_alone_is_copied_as_it_is_and_pickled_as_diffusers(ported, stock):
-    scheduler = ported.scheduler
-    copied, loaded = copy.deepcopy(scheduler), pickle.loads(pickle.dumps(scheduler))
-    assert (type(copied), type(loaded)) == (type(scheduler), type(stock.scheduler))
-    for made in (copied, loaded):
-        assert made is not scheduler
-        assert dict(made.config) == dict(scheduler.config)
-        assert torch.equal(made.alphas_cumprod, scheduler.alphas_cumprod)
-
-
 ELSEWHERE = """
 import sys
 sys.modules["torchax"] = sys.modules["jax"] = sys.modules["cogvideox_torchax"] = None

@@ -11,6 +11,7 @@ import torchax
 from cogvideox_torchax import make_mesh, port, runtime
 from cogvideox_torchax.vae.tolerances import BFLOAT16_RMS_RATIO, relative_error, rms_error
 from tests import small_pipelines
+from tests.pipelines.test_pipeline import frames, port_to
 
 EXAMPLES = {
     "text": "pipeline_cogvideox",
@@ -70,10 +71,6 @@ def loaded(directory, kind="text"):
     return pipe
 
 
-def frames(pipe, kind="text", **overrides):
-    return pipe(**small_pipelines.inputs(kind, **overrides)).frames
-
-
 @pytest.mark.usefixtures("torchax_off")
 @pytest.mark.parametrize("when", ["before loading", "after loading", "after porting"])
 @pytest.mark.slow_cases("after*")
@@ -125,15 +122,11 @@ def lora(directory, tmp_path):
     return tmp_path
 
 
-PLACES = {"one device": (None, None), "1x8": ((1, 8), "context"), "2x4": ((2, 4), "context")}
-PLACES["2x4 tensor"] = (2, 4), "tensor"
-
-
 @pytest.mark.usefixtures("torchax_off")
-@pytest.mark.parametrize(("mesh", "parallel"), PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("placement", ["one device", "1x8", "2x4", "2x4 tensor"])
 @pytest.mark.slow_cases(but=["2x4"])
 @pytest.mark.product_cases("1x8")
-def test_a_lora_loaded_before_porting_scaled_after_it_and_one_unloaded(directory, lora, mesh, parallel):
+def test_a_lora_loaded_before_porting_scaled_after_it_and_one_unloaded(directory, lora, placement):
     def run(pipe, **options):
         return runtime.to_torch(frames(pipe, output_type="latent", guidance_scale=1.0, **options))
 
@@ -148,7 +141,7 @@ def test_a_lora_loaded_before_porting_scaled_after_it_and_one_unloaded(directory
         pipe.load_lora_weights(lora, adapter_name="drawn")
     unloaded.unload_lora_weights()
     for pipe in (unloaded, ported):
-        port(pipe, mesh=mesh and make_mesh(*mesh), parallel=parallel)
+        port_to(placement, pipe)
     want = [run(plain), *scaled(stock)]
     assert min(relative_error(other, want[1]) for other in (want[0], want[2])) > 0.01
     for ours, theirs in zip([run(unloaded), *scaled(ported)], want, strict=True):
