@@ -162,9 +162,8 @@ def load(part: Part, *, frames: int, size: int, whole: tuple[int, ...] | None = 
     end = min(part.end or info.num_frames, info.num_frames)
     if end - part.start < frames:
         raise ValueError(f"has {max(end - part.start, 0)} frames from its start on, {frames} are needed")
-    level_sizes = _sizes(info.height, info.width, size)
-    levels = tuple(read(part, video.Framing(height, width), end) for height, width in level_sizes)
-    return Source(part, levels, read(part, video.Framing(*whole), end) if whole else None)
+    levels = tuple(read(part, video.Framing(*level), end) for level in _sizes(info.height, info.width, size))
+    return Source(part, levels, read(part, video.Framing(whole[0], whole[1]), end) if whole else None)
 
 
 def load_all(

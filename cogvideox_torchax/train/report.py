@@ -23,10 +23,8 @@ def curves(losses_table: Path, validation_table: Path) -> dict[str, Any]:
         "losses": by column of the table, the list of its means; the mean "step" is the middle of a part.
         "validation": a list of the table's lines.
     """
-    with losses_table.open(newline="") as file:
-        head, *lines = csv.reader(file)
-    # At most `POINTS` parts, each an array (steps, columns).
-    parts = np.array_split(np.array(lines, float), min(POINTS, len(lines)))
+    lines: Any = np.genfromtxt(losses_table, delimiter=",", names=True, ndmin=1)  # records of columns
+    parts = np.array_split(lines, min(POINTS, len(lines)))
     with validation_table.open(newline="") as file:
         validation = [
             {
@@ -38,9 +36,8 @@ def curves(losses_table: Path, validation_table: Path) -> dict[str, Any]:
             }
             for line in csv.DictReader(file)
         ]
-    columns = zip(head, np.array([part.mean(0) for part in parts]).T, strict=True)
     # Rounded to five digits, for a short file.
-    losses = {name: [float(f"{value:.5g}") for value in means] for name, means in columns}
+    losses = {name: [float(f"{part[name].mean():.5g}") for part in parts] for name in lines.dtype.names}
     return {"losses": losses, "validation": validation}
 
 
@@ -51,8 +48,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
         found: the result of `curves`: "losses", numbers by column, and "validation", a list of lines.
         path: path of the file.
     """
-    pyplot = reports.pyplot()
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    figure, (left, right) = reports.pyplot().subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     losses = found["losses"]
     for name in ("loss", "l1"):
         left.plot(losses["step"], losses[name], label=name, linewidth=1)

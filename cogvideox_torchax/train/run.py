@@ -70,31 +70,28 @@ class Validation:
     ssim: float
 
 
+@dataclass
 class Run:
     """A training in a directory of its own.
 
-    Args:
+    Attributes:
         trainer: makes the steps.
         directory: gets the tables, pictures, the checkpoint and the trained model.
         held_out: clips to validate with.
-        settings: settings that a resumed training must have too.
+        settings: settings that a resumed training must have too; the checkpoint has them.
+        seconds: time of the training so far, without validations; `resume` restores it.
     """
 
-    def __init__(self, trainer: Trainer, directory: Path, held_out: list[HeldOut], settings: dict[str, Any]):
-        """Prepare a training that validates with `held_out`.
-
-        A checkpoint has its training's `settings`: only one with equal settings can be resumed.
-        """
-        self.trainer = trainer
-        self._directory = directory
-        self._held_out = held_out
-        self._settings = settings
-        self._seconds = 0.0  # of training so far, without validations; `resume` restores it
+    trainer: Trainer
+    directory: Path
+    held_out: list[HeldOut]
+    settings: dict[str, Any]
+    seconds: float = 0.0
 
     def begin(self) -> int:
         """Remove a killed training's tables from the directory; return 0, the number of steps done."""
         for name in HEADS:  # file names of the tables
-            (self._directory / name).unlink(missing_ok=True)
+            (self.directory / name).unlink(missing_ok=True)
         return 0
 
     def resume(self) -> int:
@@ -102,10 +99,10 @@ class Run:
 
         Lines of later steps are removed from the tables of losses and validations, the files of `HEADS`.
         """
-        state, step, self._seconds = checkpoints.load(self._directory, settings=self._settings)
+        state, step, self.seconds = checkpoints.load(self.directory, settings=self.settings)
         self.trainer.restore(state, step)
         for name in HEADS:
-            _remove_lines_after(self._directory / name, step)
+            _remove_lines_after(self.directory / name, step)
         return step
 
     def go(self, *, every: int, stopped: Callable[[], bool]) -> Iterator[tuple[Losses, list[Validation]]]:
@@ -119,7 +116,7 @@ class Run:
         """
         total = self.trainer.plan.steps
         since = time.perf_counter()  # when the training last went on after a checkpoint
-        with _open_table(self._directory / LOSSES) as losses_file:
+        with _open_table(self.directory / LOSSES) as losses_file:
             table = csv.writer(losses_file)
             while self.trainer.step_number < total:
                 losses = self.trainer.step()
@@ -129,7 +126,7 @@ class Run:
                 validations: list[Validation] = []
                 if last or step % every == 0:
                     losses_file.flush()  # so that a checkpoint never has more steps than the table
-                    self._seconds += time.perf_counter() - since  # the time of validations is left out
+                    self.seconds += time.perf_counter() - since  # the time of validations is left out
                     validations = self.validate()
                     self.save()
                     since = time.perf_counter()
@@ -142,36 +139,36 @@ class Run:
 
         A picture of each clip and its reconstruction is written too.
         """
-        validations, minutes = [], f"{self._seconds / 60:.2f}"
-        with _open_table(self._directory / VALIDATION) as file:
-            for clip in self._held_out:
+        validations, minutes = [], f"{self.seconds / 60:.2f}"
+        with _open_table(self.directory / VALIDATION) as file:
+            for clip in self.held_out:
                 got = to_uint8(self.trainer.reconstruct(from_uint8(clip.frames, "float32")))
                 validation = Validation(clip.name, psnr(got, clip.frames), ssim(got, clip.frames))
                 validations.append(validation)
                 csv.writer(file).writerow((self.trainer.step_number, minutes, *astuple(validation)))
-                with whole_file(self._directory / f"{clip.name}.png") as temporary:
+                with whole_file(self.directory / f"{clip.name}.png") as temporary:
                     contact_sheet(clip.frames, got).save(temporary, "PNG")
         return validations
 
     def finish(self) -> None:
         """Write the averaged weights as a model, the directory "vae", and draw the tables' curves."""
-        model = self._directory / "vae"
+        model = self.directory / "vae"
         with self.trainer.averaged() as vae, whole_file(model, directory=True) as temporary:
             vae.save_pretrained(temporary)  # renamed to `model` when the block ends
             shutil.rmtree(model, ignore_errors=True)  # an earlier run's, which this one has resumed
         report.draw(
-            report.curves(self._directory / LOSSES, self._directory / VALIDATION),
-            self._directory / "curves.png",
+            report.curves(self.directory / LOSSES, self.directory / VALIDATION),
+            self.directory / "curves.png",
         )
 
     def save(self) -> None:
         """Write the checkpoint in place of the last one."""
         checkpoints.save(
-            self._directory,
+            self.directory,
             self.trainer.state(),
             step=self.trainer.step_number,
-            seconds=self._seconds,
-            settings=self._settings,
+            seconds=self.seconds,
+            settings=self.settings,
         )
 
 

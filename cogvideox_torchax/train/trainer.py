@@ -81,9 +81,8 @@ class Trainer:
         # Below a million steps no two pairs of seed and step have the same noise.
         noise = torch.Generator().manual_seed(plan.seed * 1_000_003 + number)
         losses = self._losses(x, noise)
-        loss, *_ = losses  # the weighted sum
         self.vae.zero_grad()
-        loss.backward()
+        losses[0].backward()  # the weighted sum
         rate = plan.settings.learning_rate_factor * schedule(number, plan.steps)
         average = list(self._average.values())  # in the order of the weights; the step updates it too
         gradient_norm = self._optimizers.step(average, rate, average_decay(number)).item()

@@ -171,11 +171,10 @@ def test_what_a_training_writes_is_none_of_its_clips(material):
     Path("clips").mkdir()
     for name in ("clip.mp4", "picture.png"):
         Path(name).rename(f"clips/{name}")
-    some = arguments("clips/run", "--steps", 2, "--validate", "clips/clip.mp4#0-9", clips=["clips"])
-    assert cli.main(some) == 0
+    common = ("clips/run", "--steps", 2)
+    assert cli.main(arguments(*common, "--validate", "clips/clip.mp4#0-9", clips=["clips"])) == 0
     assert len(list(Path("clips").rglob("*.png"))) > 1
-    more = arguments("clips/run", "--steps", 2, "--resume", clips=["clips"])
-    assert cli.main(more) == 0  # of the same clips: nothing is left to do
+    assert cli.main(arguments(*common, "--resume", clips=["clips"])) == 0  # of the same clips: all is done
 
 
 def test_a_signal_ends_it_with_a_checkpoint_of_the_last_step(material, monkeypatch):

@@ -3,6 +3,7 @@
 import copy
 import math
 from dataclasses import replace
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -74,19 +75,15 @@ def test_on_jax_a_training_has_the_state_that_it_has_in_pytorch(stock, sampler):
     assert all(torch.equal(state[name], tensor) for name, tensor in wanted.items())
 
 
-def test_half_of_the_steps_with_clips_take_whole_frames(stock, material, monkeypatch):
-    source = load(parts(["clip.mp4"])[0], frames=9, size=16, whole=(32, 48))
-    plan = replace(PLAN, stills=False, settings=TrainingSettings(whole=(32, 48)))
-    training = trainer_of(stock, Sampler([source], seed=0), plan)
-    taken = []
-    monkeypatch.setattr(
-        training, "_losses", lambda x, _: taken.append(x) or (torch.zeros((), requires_grad=True),) * 5
-    )
-    for _ in range(40):
+def test_a_step_takes_the_batch_of_its_number_and_of_its_shape_in_the_plan(stock, monkeypatch):
+    training = trainer_of(stock, Mock())
+    losses = (torch.zeros((), requires_grad=True),) * 5
+    monkeypatch.setattr(training, "_losses", Mock(return_value=losses))
+    for _ in range(PLAN.steps):
         training.step()
-    sizes = [tuple(x.shape[2:]) for x in taken if x.shape[2] > 1]
-    assert set(sizes) <= {(9, 16, 16), (9, 24, 24), (9, 32, 48)}
-    assert 0.3 < sizes.count((9, 32, 48)) / len(sizes) < 0.7
+    asked = [call(number, PLAN.shape(number)) for number in range(PLAN.steps)]
+    assert training._sampler.batch.call_args_list == asked
+    assert training._losses.call_args.args[0] is training._sampler.batch.return_value
 
 
 def test_losses_are_what_they_are_called(stock, sampler):
@@ -148,8 +145,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(stock, sampler, only, kin
     monkeypatch.setattr(Trainer, "_losses", lambda *args: (real(*args)[0] * math.inf, *real(*args)[1:]))
     with pytest.raises(FloatingPointError, match="the gradient of step 1 is"):
         training.step()
-    after = training.state()
-    assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in training.state().items())
 
 
 @pytest.mark.parametrize("shape", [(2, 8, 50), (2, 50, 8)])
