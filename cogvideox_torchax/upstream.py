@@ -118,15 +118,10 @@ def teach_copying(kind: Any, tensor_of: Any, to_torch: Any, without_torchax: Any
 
     def reduce(tensor: Any) -> Any:
         """Return the pickle protocol's description of the tensor: that of a plain copy on the host."""
-
-        def plain() -> Any:
-            """Copy the tensor to the host, a parameter as a parameter, and return what its pickle needs."""
-            host = to_torch(tensor)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            copied = nn.Parameter(host, tensor.requires_grad) if is_parameter else host
-            return copied.__reduce_ex__(2)  # the default protocol of `torch.save`
-
-        return without_torchax(plain)
+        host = without_torchax(to_torch, tensor)
+        if isinstance(tensor, nn.Parameter):
+            host = without_torchax(nn.Parameter, host, tensor.requires_grad)
+        return without_torchax(host.__reduce_ex__, 2)  # 2 is the default protocol of `torch.save`
 
     kind.__deepcopy__ = deepcopy
     copyreg.pickle(kind, reduce)

@@ -371,8 +371,11 @@ class FasterSteps(StepCache):
             # None: in a distilled model no video has a twin without the prompt.
             prompted_only=None if denoiser.is_guidance_distilled else prompted_only,
         )
-        numbers = {"low": low, "high": high, "weights": weights}
-        return faster_form, {name: torch.tensor(value) for name, value in numbers.items()}
+        return faster_form, {
+            "low": torch.tensor(low),
+            "high": torch.tensor(high),
+            "weights": torch.tensor(weights),
+        }
 
     def _ask_hooks(self, state: RunState, batch: int) -> tuple[bool, tuple[str, ...]]:
         """Return (whether a step runs only the videos with the prompt, names of the modules that it skips).
