@@ -35,10 +35,7 @@ def bar(monkeypatch):
         def update_absolute(self, value, total=None, preview=None):
             seen.append((value, total, preview))
 
-    comfy, utils = types.ModuleType("comfy"), types.ModuleType("comfy.utils")
-    comfy.utils, utils.ProgressBar = utils, ProgressBar
-    monkeypatch.setitem(sys.modules, "comfy", comfy)
-    monkeypatch.setitem(sys.modules, "comfy.utils", utils)
+    monkeypatch.setitem(sys.modules, "comfy.utils", types.SimpleNamespace(ProgressBar=ProgressBar))
     return seen
 
 

@@ -13,6 +13,7 @@ from cogvideox_torchax.files import video
 from cogvideox_torchax.pipelines import generate
 from tests import reference, small_pipelines
 from tests.files.test_video import read_all, write
+from tests.pipelines.test_pipeline_examples import save_lora
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -49,15 +50,9 @@ def test_text_to_video_on_a_mesh_writes_the_video(monkeypatch, capsys):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
 def test_image_to_video_with_a_lora_differs_from_the_one_without(monkeypatch):
-    from peft import LoraConfig
-    from peft.utils import get_peft_model_state_dict
-
     pipe = small_pipelines.one_layer("image")
     model = saved(pipe, "image")
-    matrices = ["to_q", "to_k", "to_v", "to_out.0"]
-    pipe.transformer.add_adapter(LoraConfig(r=2, lora_alpha=4, target_modules=matrices))
-    layers = get_peft_model_state_dict(pipe.transformer)
-    pipe.save_lora_weights("lora", transformer_lora_layers={n: torch.ones_like(v) for n, v in layers.items()})
+    save_lora(pipe, "lora")
     small_pipelines.picture().save("cat.png")
     given = ("--model", model, "--lora", "lora", "--frames", 5, "--steps", 2, "-o", "cat.mp4")
     run("image_to_video_with_a_lora.py", monkeypatch, "cat.png", "a panda", *given)

@@ -59,8 +59,7 @@ def test_a_pipeline_made_from_a_ported_one_is_ported_and_shares_its_parts(stock,
     assert all(clip.components[name] is part for name, part in ported.components.items())
     assert relative_error(latents(clip, "video"), latents(stock_clip, "video")) < TOLERANCE
     assert named_as_in(clip) == NAMES
-    again = type(clip).from_pipe(clip)  # by the ported class, too
-    assert again.transformer is ported.transformer
+    assert type(clip).from_pipe(clip).transformer is ported.transformer  # by the ported class, too
 
 
 def test_a_pipeline_made_from_one_on_a_mesh_stays_there_and_compiles_nothing_again(stock):
@@ -207,8 +206,7 @@ def test_prompts_encoded_by_themselves_give_the_same_video_and_leave_torchax_off
         pipe = port(build(text_encoder=None, tokenizer=None))
         assert not runtime.is_enabled()
         for made in (pipe, type(pipe).from_pipe(pipe), pipe.to("jax")):
-            got = latents(made, prompt=None, prompt_embeds=prompt_embeds)
-            assert relative_error(got, want) < TOLERANCE
+            assert relative_error(latents(made, prompt=None, prompt_embeds=prompt_embeds), want) < TOLERANCE
             assert not runtime.is_enabled()
         frames = pipe.decode_latents(pipe.prepare_latents(1, 16, 5, 8, 16, torch.float32, "jax", None))
         assert (frames.device.type, runtime.is_enabled()) == ("cpu", False)

@@ -95,19 +95,14 @@ def clip(kind, version):
     return {name: [small_pipelines.picture(i) for i in range(small_pipelines.FRAMES + 2)]}
 
 
-class Steps:
-    """Recording of each step of a stock transformer: the parts that ran, and their numbers of videos."""
-
-    def __init__(self, model):
-        self.seen = []
-        model.patch_embed.register_forward_pre_hook(lambda _, args: self.seen.append([args[1].shape[0]]))
-        parts = [(block.attn1.to_q, block.ff.net[0].proj) for block in model.transformer_blocks]
-        for part in (*[part for pair in parts for part in pair], model.proj_out):
-            part.register_forward_pre_hook(lambda *_: self.seen[-1].append(1))
-
-    @property
-    def computed(self):
-        return [step == self.seen[0] for step in self.seen]
+def recorded_steps(model):
+    """Return a list of a stock transformer's steps to come: each the number of videos, and a 1 a part run."""
+    seen = []
+    model.patch_embed.register_forward_pre_hook(lambda _, args: seen.append([args[1].shape[0]]))
+    parts = [(block.attn1.to_q, block.ff.net[0].proj) for block in model.transformer_blocks]
+    for part in (*itertools.chain(*parts), model.proj_out):
+        part.register_forward_pre_hook(lambda *_: seen[-1].append(1))
+    return seen
 
 
 @functools.cache
@@ -117,8 +112,8 @@ def reference(kind, version, name):
     def run():
         pipe = build(kind, version)
         pipe.transformer.enable_cache(CONFIGS[name](pipe))
-        steps = Steps(pipe.transformer)
-        return frames(pipe, kind, **clip(kind, version)), steps.computed
+        steps = recorded_steps(pipe.transformer)
+        return frames(pipe, kind, **clip(kind, version)), [step == steps[0] for step in steps]
 
     return runtime.without_torchax(run)
 
