@@ -54,10 +54,7 @@ class TorchCompile(Torch):
     def __init__(self, vae: Any):
         """Wrap both networks of `vae` by `torch.compile`, which compiles them in their first call."""
         super().__init__(vae)
-        # A comprehension is a separate scope, in which `super` needs its arguments.
-        self._networks = {
-            direction: torch.compile(super(TorchCompile, self)._network(direction)) for direction in Direction
-        }
+        self._networks = {direction: torch.compile(chunk_network(vae, direction)) for direction in Direction}
 
     def _network(self, direction: Direction) -> Any:
         """Return the direction's network, compiled on its first call."""

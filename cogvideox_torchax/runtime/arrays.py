@@ -72,13 +72,11 @@ def first_nonfinite_of(array: Any) -> tuple[int, ...] | None:
 
     if not jnp.issubdtype(array.dtype, jnp.floating) or is_traced(array):
         return None
-    if not isinstance(array, jax.Array):
-        finite = np.isfinite(array)
-        return None if finite.all() else tuple(int(i) for i in np.argwhere(~finite)[0])
-    if bool(_jitted_all_finite()(array)):
+    on_devices = isinstance(array, jax.Array)
+    if bool(_jitted_all_finite()(array) if on_devices else np.isfinite(array).all()):
         return None
     # The search is on the host: on the devices it would gather a sharded array on each of them.
-    if array.is_fully_addressable:
+    if not on_devices or array.is_fully_addressable:
         return tuple(int(i) for i in np.argwhere(~np.isfinite(np.asarray(array)))[0])
     for shard in array.addressable_shards:
         for index in np.argwhere(~np.isfinite(np.asarray(shard.data))):  # returns at the first, if any

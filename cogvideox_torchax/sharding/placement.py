@@ -34,6 +34,7 @@ from jax_kernels.common.dispatch import Target, dispatch, map_shards
 from jax_kernels.common.frames import store_columns_last
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PaddedChunk:
     """A chunk that is padded to split evenly, and its shape without the padding.
@@ -42,10 +43,7 @@ class PaddedChunk:
     """
 
     array: Any
-    shape: tuple[int, ...]
-
-
-jax.tree_util.register_dataclass(PaddedChunk, data_fields=["array"], meta_fields=["shape"])
+    shape: tuple[int, ...] = field(metadata={"static": True})
 
 
 @dataclass(frozen=True)
@@ -119,10 +117,8 @@ class Placement(MeshPlace):
         If "dp" does not divide the number of videos, the array is split along `axis` over "dp" and "tp".
         """
         video_axis = self.axes.index("N")
-        if shape[video_axis] % self.mesh.shape["dp"] == 0:
-            mesh_axes = {video_axis: "dp", axis: "tp"}
-        else:
-            mesh_axes = {axis: AXES}  # ("dp", "tp")
+        by_video = shape[video_axis] % self.mesh.shape["dp"] == 0
+        mesh_axes = {video_axis: "dp", axis: "tp"} if by_video else {axis: AXES}  # AXES: ("dp", "tp")
         return PartitionSpec(*(mesh_axes.get(each) for each in range(len(shape))))
 
     def padding(self, shape: tuple[int, ...]) -> list[tuple[int, int]]:

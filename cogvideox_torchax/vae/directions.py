@@ -43,13 +43,9 @@ class Direction(StrEnum):
         """Return the number of input pixels for each latent pixel, along one axis: 1 to decode."""
         return spatial_compression_ratio if self is ENCODE else 1
 
-    def frames_a_chunk(self, vae: Any) -> int:
-        """Return the number of frames of every chunk but the first, an attribute of the model `vae`."""
-        return getattr(vae, self._frames)
-
     def chunks(self, vae: Any, frames: int) -> list[range]:
         """Return the range of frames of each chunk of a video, or of latents, of so many frames."""
-        return chunks.plan(frames, self.frames_a_chunk(vae))
+        return chunks.plan(frames, getattr(vae, self._frames))
 
     def results(self, vae: Any, frames: int) -> list[int]:
         """Return the number of frames of each chunk's result, for an input of `frames` frames."""

@@ -363,8 +363,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
     def _joined_results(self, direction: Direction, x: jax.Array, **options: bool) -> jax.Array:
         """Return the joined results of all chunks of `x` (N, T, H, W, C); with slicing each video runs alone.
 
-        `options` are `frame_by_frame`, whether each latent frame is a chunk, and `as_uint8`, whether decoded
-        frames are bytes.
+        The only option is `frame_by_frame`, whether each latent frame is a chunk.
         """
         batches = [x] if not self.use_slicing or x.shape[0] == 1 else [video[None] for video in x]
         results = [
@@ -380,11 +379,14 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         With `frame_by_frame` each chunk is one latent frame. The only further option is `as_uint8`, whether
         decoded frames are bytes.
         """
-        self._check(direction, x)
+        scale = self.config.spatial_compression_ratio
+        check_shape(direction, x.shape, NTHWC, vars(self.config), scale)
+        check_finite(direction, runtime.first_nonfinite_of(x), NTHWC)
         plan = chunks.plan(x.shape[1], 1) if frame_by_frame else direction.chunks(self, x.shape[1])
         # If `x` is a NumPy array, only one chunk's frames at a time go to the device.
         cut_chunks = (runtime.take(x, 1, chunk.start, len(chunk)) for chunk in plan)
-        tiles = self._tile_plan(direction, x.shape[2:4])
+        settings = self.tile_settings  # None: tiling is off
+        tiles = None if settings is None else settings.plan(direction, x.shape[2:4], scale)
         return self.run_chunks(direction, cut_chunks, tiles, frame_by_frame=frame_by_frame, **options)
 
     def run_chunks(
@@ -462,9 +464,12 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         """Return the sharding of a direction's arrays on the mesh; None for one device."""
         if self.mesh is None:
             return None
-        unit = direction.scale(self.config.spatial_compression_ratio)  # input columns of a latent pixel
-        # Chunks have the axes NTHWC, caches HWNTC: the order that a TPU computes in.
-        return Placement(self.mesh, NTHWC, HWNTC, unit)
+        return Placement(
+            self.mesh,
+            axes=NTHWC,
+            cache_axes=HWNTC,  # the order that a TPU computes in
+            unit=direction.scale(self.config.spatial_compression_ratio),  # input columns of a latent pixel
+        )
 
     # Training
 
@@ -509,13 +514,3 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
     def disable_tiling(self) -> None:
         """Run each frame whole from now on, not in tiles."""
         self.tile_settings = None
-
-    def _tile_plan(self, direction: Direction, size: tuple[int, ...]) -> tiling.TilePlan | None:
-        """Return the tiles of an input of `size` (height, width); None if one is enough, or tiling is off."""
-        settings, scale = self.tile_settings, self.config.spatial_compression_ratio
-        return None if settings is None else settings.plan(direction, size, scale)
-
-    def _check(self, direction: Direction, x: jax.Array) -> None:
-        """Raise `ValueError` for an input of a wrong shape, or with NaN or Inf."""
-        check_shape(direction, x.shape, NTHWC, vars(self.config), self.config.spatial_compression_ratio)
-        check_finite(direction, runtime.first_nonfinite_of(x), NTHWC)

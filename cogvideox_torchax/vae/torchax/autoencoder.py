@@ -269,9 +269,13 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         if self.mesh is None:
             return runtime.Program(network)
         direction = ENCODE if isinstance(network, EncoderChunk) else DECODE
-        unit = direction.scale(self.spatial_compression_ratio)  # input columns of a latent: 8 or 1
-        # `LAYERS` are the types of modules whose activations' shapes are recorded, for reports.
-        place = Placement(self.mesh, axes=NCTHW, cache_axes=HWNTC, unit=unit, types=LAYERS)
+        place = Placement(
+            self.mesh,
+            axes=NCTHW,
+            cache_axes=HWNTC,
+            unit=direction.scale(self.spatial_compression_ratio),  # input columns of a latent: 8 or 1
+            types=LAYERS,  # types of modules whose activations' shapes are recorded, for reports
+        )
         return runtime.Program(network, place)
 
     def place_on(self, mesh: Mesh) -> None:
@@ -307,8 +311,7 @@ def port_vae(vae: Any) -> Any:
 
     A second call ports only modules that were added after the first.
     """
-    ported = isinstance(vae, ChunkedVAE)
-    if not ported:
+    if not isinstance(vae, ChunkedVAE):
         vae.__class__ = _ported_class(type(vae))
         save_as_stock(vae)  # a pipeline that is saved names diffusers' class
         for module in vae.modules():  # if gradient checkpointing is on already, it has torch's function
@@ -334,5 +337,4 @@ def _ported_class(kind: type[DiffusersAutoencoder]) -> Any:
 
 def _revived(kind: type[DiffusersAutoencoder]) -> Any:
     """Return a blank instance of the ported class of `kind`, for unpickling."""
-    ported = _ported_class(kind)
-    return ported.__new__(ported)
+    return object.__new__(_ported_class(kind))
