@@ -13,9 +13,7 @@ from cogvideox_torchax.vae.checkpoint import ModelError
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
-def load(directory, **options):
-    return AutoencoderKLCogVideoX.from_pretrained(directory, **options)
-
+load = AutoencoderKLCogVideoX.from_pretrained
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
 

@@ -1,6 +1,7 @@
 """Tiles chosen by memory, and going on in tiles where it runs out."""
 
 import copy
+import itertools
 import json
 import os
 from pathlib import Path
@@ -126,22 +127,19 @@ def quick_vae():
 
 def failing(vae, monkeypatch, at, error):
     """Make a program of the whole picture fail once, at a chunk of the first run."""
-    real, calls = runtime.with_kept_cache, []
+    real, calls = runtime.with_kept_cache, itertools.count()
 
     def with_kept_cache(network):
         own = real(network)
 
         def chunk(piece):
-            if not vae.use_tiling:
-                calls.append(piece)
-                if len(calls) == at + 1:
-                    raise error
+            if not vae.use_tiling and next(calls) == at:
+                raise error
             return own(piece)
 
         return chunk
 
     monkeypatch.setattr(runtime, "with_kept_cache", with_kept_cache)
-    return calls
 
 
 OUT = RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 12345 bytes.")

@@ -43,16 +43,18 @@ def test_a_tile_fades_in_from_the_one_before():
     np.testing.assert_allclose(joined.ravel(), [0, 0, 0, 0.5, 1, 1])
 
 
-@pytest.mark.parametrize(("tile", "overlap"), [(0, 0.1), (1, 0.5), (4, 0.9)])
-def test_a_tile_that_does_not_advance_is_an_error(tile, overlap):
-    with pytest.raises(ValueError, match="at least one latent pixel"):
+BAD = {
+    "at least one latent pixel": ((0, 0.1), (1, 0.5), (4, 0.9)),
+    "at least 0 and less than 1": ((4, -0.1), (4, 1.0), (4, 1.5)),
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "tile", "overlap"), [(words, *case) for words, cases in BAD.items() for case in cases]
+)
+def test_a_tile_that_does_not_advance_or_an_overlap_that_is_none_is_an_error(words, tile, overlap):
+    with pytest.raises(ValueError, match=words):
         tiling.plan_axis(10, tile=tile, overlap=overlap)
-
-
-@pytest.mark.parametrize("overlap", [-0.1, 1.0, 1.5])
-def test_an_overlap_that_is_none_is_an_error(overlap):
-    with pytest.raises(ValueError, match="at least 0 and less than 1"):
-        tiling.plan_axis(10, tile=4, overlap=overlap)
 
 
 @hypothesis.given(overlap=strategies.floats(0, 0.99), tile=strategies.integers(1, 200))

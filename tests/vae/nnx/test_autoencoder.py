@@ -78,29 +78,32 @@ def test_frame_by_frame_is_another_function_of_the_documented_length(vae):
     assert float(jnp.abs(got[:, :9] - usual).max() / jnp.abs(usual).max()) > 1e-2
 
 
+LATENTS = jnp.zeros((1, 3, 3, 5, 16))
 BAD = {
-    "rank": (jnp.zeros((1, 3, 24, 3)), "rank 4"),
-    "channels": (jnp.zeros((1, 1, 24, 40, 4)), "4 channels"),
-    "size": (jnp.zeros((1, 1, 22, 40, 3)), "22 x 40 pixels.*multiples of 4; crop it to 20 x 40"),
-    "empty": (jnp.zeros((1, 0, 24, 40, 3)), "empty video"),
-    "NumPy's": (np.full((1, 1, 24, 40, 3), np.nan, np.float32), "NaN or Inf"),
+    "rank": ("encode", jnp.zeros((1, 3, 24, 3)), "rank 4"),
+    "channels": ("encode", jnp.zeros((1, 1, 24, 40, 4)), "4 channels"),
+    "size": ("encode", jnp.zeros((1, 1, 22, 40, 3)), "22 x 40 pixels.*multiples of 4; crop it to 20 x 40"),
+    "empty": ("encode", jnp.zeros((1, 0, 24, 40, 3)), "empty video"),
+    "NumPy's": ("encode", np.full((1, 1, 24, 40, 3), np.nan, np.float32), "NaN or Inf"),
+    "rank of latents": ("decode", LATENTS[0, 0], "latents of rank 3"),
+    "latents": (
+        "decode",
+        LATENTS.at[0, 2, 1, 0, 3].set(jnp.nan),
+        "latents: video 0, frame 2, channel 3, row 1, column 0",
+    ),
 }
 
 
-@pytest.mark.parametrize(("x", "words"), BAD.values(), ids=BAD)
-def test_bad_videos_are_named(vae, x, words):
-    for encode in (vae.encode, vae.encode_stream):  # the latter by the call itself, with no `next`
+@pytest.mark.parametrize(("direction", "x", "words"), BAD.values(), ids=BAD)
+def test_bad_input_is_named_by_the_call_itself(vae, direction, x, words):
+    for call in (getattr(vae, direction), getattr(vae, f"{direction}_stream")):  # with no `next`
         with pytest.raises(ValueError, match=words):
-            encode(x)
-    nan = channels_last(reference.latents(3)).at[0, 2, 1, 0, 3].set(jnp.nan)
-    for z, said in (
-        (jnp.zeros((1, 1, 16)), "latents of rank 3"),
-        (nan, "latents: video 0, frame 2, channel 3, row 1, column 0"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            vae.decode_stream(z)
+            call(x)
+
+
+def test_another_output_dtype_is_refused(vae):
     with pytest.raises(ValueError, match="output_dtype .*int32.*: None or jnp.uint8"):
-        vae.decode_stream(channels_last(reference.latents(1)), output_dtype=jnp.int32)
+        vae.decode_stream(LATENTS, output_dtype=jnp.int32)
 
 
 def test_of_a_numpy_array_only_a_chunk_goes_to_the_device(vae, monkeypatch):

@@ -79,10 +79,9 @@ def test_gradients_equal_pytorchs(small_vae, run, x, first_frame, anew, devices)
 
 
 @pytest.mark.slow
-def test_a_torch_optimizer_trains_it_without_compiling_again():
-    stock = reference.small_vae(**reference.TWO_LEVELS)
+def test_a_torch_optimizer_trains_it_without_compiling_again(small_vae):
+    stock, x = copy.deepcopy(small_vae), reference.video(1)
     vae = reference.on_jax(copy.deepcopy(stock)).train()
-    x = reference.video(1)
 
     def losses(vae, x):
         optimizer, values = torch.optim.AdamW(vae.encoder.parameters(), lr=1e-3), []
