@@ -153,6 +153,13 @@ def largest_error(got, want) -> float:
     return np.abs(got - want).max() / np.abs(want).max()
 
 
+def live_bytes() -> int:
+    """Return the bytes of all arrays that JAX holds."""
+    import jax
+
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
 _times_anew = itertools.count()
 
 

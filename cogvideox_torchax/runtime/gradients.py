@@ -30,14 +30,13 @@ class _Differentiated(torch.autograd.Function):
         import jax
 
         inputs = tuple(map(array_of, tensors))
-        saved: Any  # a JAX tree: the function of `jax.vjp` is one, of the arrays that it keeps
         if run is None:
             array, saved = jax.vjp(function, *inputs)
             result = tensor_of(array)
         else:
-            result = run()
-            saved = inputs
+            result, saved = run(), inputs
         ctx.recomputed = None if run is None else function
+        # `saved` is a JAX tree: the function of `jax.vjp` is one too, of the arrays that it keeps.
         # torch frees saved tensors after the backward pass, so arrays are saved as tensors. `ctx.leaves` has
         # the other leaves of the tree, and None in the place of each array: no leaf of a JAX tree is None.
         leaves, ctx.structure = jax.tree.flatten(saved)

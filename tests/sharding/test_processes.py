@@ -1,5 +1,6 @@
 """Two processes of four devices each, over loopback: the numbers of one, and an end in time when one dies."""
 
+import itertools
 import os
 import re
 import socket
@@ -188,12 +189,10 @@ def test_a_directory_that_is_gone_is_awaited_no_longer(tmp_path):
 
 def test_what_came_before_a_failure_is_read(tmp_path, monkeypatch):
     exchange, part = Exchange(tmp_path), tmp_path / "000001.1"
-    real = Path.exists
-    seen = []
+    real, looks = Path.exists, itertools.count()
 
     def exists(path):
-        seen.append(path)
-        if len(seen) == 1:  # the other process writes its part, and fails, as soon as this one has looked
+        if next(looks) == 0:  # the other process writes its part, and fails, as soon as this one has looked
             part.touch()
             (tmp_path / "1.failed").write_text("the disk is full")
             return False

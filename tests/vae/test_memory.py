@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cogvideox_torchax import make_mesh, port, runtime
+from cogvideox_torchax import make_mesh, runtime
 from cogvideox_torchax.vae import memory
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.sizes import SizeError
@@ -119,12 +119,6 @@ def test_free_memory_of_a_cpu_is_what_the_system_calls_available_or_what_the_mac
     assert runtime.free_memory() == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-@pytest.fixture(scope="module")
-def quick_vae():
-    """Return a VAE in PyTorch, four pixels to a latent one."""
-    return port(reference.small_vae())
-
-
 def failing(vae, monkeypatch, at, error):
     """Make a program of the whole picture fail once, at a chunk of the first run."""
     real, calls = runtime.with_kept_cache, itertools.count()
@@ -147,8 +141,8 @@ OUT = RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 12345 bytes.")
 
 @pytest.mark.parametrize("at", [0, 2])
 @pytest.mark.slow_cases("0")
-def test_out_of_memory_is_said_once_and_the_rest_comes_in_tiles(quick_vae, monkeypatch, at):
-    vae = copy.copy(quick_vae)
+def test_out_of_memory_is_said_once_and_the_rest_comes_in_tiles(native_vae, monkeypatch, at):
+    vae = copy.copy(native_vae)
     z = reference.latents(7, height=4, width=6)
     whole = list(vae.decode_stream(z))
     failing(vae, monkeypatch, at, OUT)
@@ -162,12 +156,12 @@ def test_out_of_memory_is_said_once_and_the_rest_comes_in_tiles(quick_vae, monke
     assert not torch.equal(whole[-1], tiled[-1])
 
 
-def test_another_error_passes_and_a_second_end_of_memory_does(quick_vae, monkeypatch):
+def test_another_error_passes_and_a_second_end_of_memory_does(native_vae, monkeypatch):
     def always_out():
         raise OUT
         yield  # a generator, as streams are: it raises when its results are taken
 
-    vae, z = copy.copy(quick_vae), reference.latents(3)
+    vae, z = copy.copy(native_vae), reference.latents(3)
     with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
         list(memory.retry_tiled_on_oom(copy.copy(vae), (16, 24), always_out, lambda line: None))
     with monkeypatch.context() as patch:
@@ -176,7 +170,7 @@ def test_another_error_passes_and_a_second_end_of_memory_does(quick_vae, monkeyp
         failing(vae, patch, 0, OUT)
         with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
             list(memory.retry_tiled_on_oom(vae, (12, 20), lambda: vae.decode_stream(z), print))
-    failing(vae := copy.copy(quick_vae), monkeypatch, 0, RuntimeError("something else"))
+    failing(vae := copy.copy(native_vae), monkeypatch, 0, RuntimeError("something else"))
     with pytest.raises(RuntimeError, match="something else"):
         list(memory.retry_tiled_on_oom(vae, (12, 20), lambda: vae.decode_stream(z), print))
     assert not vae.use_tiling

@@ -138,20 +138,17 @@ def test_gradients_equal_pytorchs(run, x, first_frame, anew, devices):
     assert want[:, :, 0].abs().max() > 0, "the loss reaches the first frame"
     graph, parameters, rest = nnx.split(vae, nnx.Param, ...)
 
-    @jax.jit
-    def gradients(parameters, x):
-        def loss(parameters, x):
-            model = nnx.merge(graph, parameters, rest)
-            if run is decoded:
-                result = model.decode(x)
-            else:
-                posterior = model.encode(x)
-                result = posterior.mean + jnp.exp(0.5 * posterior.logvar)
-            weight = weighed(jnp.moveaxis(result, -1, 1).shape, first_frame)
-            return (result * np.moveaxis(weight.numpy(), 1, -1)).sum()
+    def loss(parameters, x):
+        model = nnx.merge(graph, parameters, rest)
+        if run is decoded:
+            result = model.decode(x)
+        else:
+            posterior = model.encode(x)
+            result = posterior.mean + jnp.exp(0.5 * posterior.logvar)
+        weight = weighed(jnp.moveaxis(result, -1, 1).shape, first_frame)
+        return (result * np.moveaxis(weight.numpy(), 1, -1)).sum()
 
-        return jax.grad(loss, argnums=(0, 1))(parameters, x)
-
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))
     of_weights, of_x = gradients(parameters, np.moveaxis(x.numpy(), 1, -1))
     assert largest_error(np.moveaxis(of_x, -1, 1), want) < RELATIVE
     found = weights.state_dict(of_weights)

@@ -182,38 +182,31 @@ def in_flax(make: Callable[[], nnx.Module], module: torch.nn.Module) -> nnx.Modu
     )
 
 
-def inputs(layer: Layer, frames: int) -> list[torch.Tensor]:
-    """Return a chunk of frames, and their latents for layers that take both."""
+def inputs(layer: Layer, frames: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return a chunk of frames, and for layers that take both their latents as `zq`."""
     if "zq" not in layer.call:
-        return [torch.randn(1, layer.channels, frames, 8, 16)]
+        return torch.randn(1, layer.channels, frames, 8, 16), {}
     time, space = layer.scale
     full = 1 + (frames - 1) * time if frames % 2 else frames * time
-    return [
-        torch.randn(1, layer.channels, full, 6 * space, 10 * space),
-        torch.randn(1, LATENTS, frames, 6, 10),
-    ]
+    x = torch.randn(1, layer.channels, full, 6 * space, 10 * space)
+    return x, {"zq": torch.randn(1, LATENTS, frames, 6, 10)}
 
 
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 def test_a_layer_equals_diffusers(layer):
     torch.manual_seed(0)
     theirs = randomized(layer.stock())
-    ours = in_flax(lambda: layer.ours(nnx.Rngs(0)), theirs)
-    graph, state = nnx.split(ours)
-    run = jax.jit(lambda state, *inputs: nnx.merge(graph, state)(*inputs))
-    cached = "cache" in layer.call
-    # A block takes its latents before its cache even where it has none.
-    is_block = isinstance(ours, modules.ResnetBlock3D | modules.Block3D)
-    between = (None,) if layer.call == "x, cache" and is_block else ()
-    their_cache, our_cache = {}, ()
+    graph, state = nnx.split(in_flax(lambda: layer.ours(nnx.Rngs(0)), theirs))
+    run = jax.jit(lambda state, *inputs, **cache: nnx.merge(graph, state)(*inputs, **cache))
+    their_cache, our_cache = {}, {}
     for frames in layer.frames:
-        x, *latents = inputs(layer, frames)
-        arrays = [jnp.asarray(tensor.permute(0, 2, 3, 4, 1).numpy()) for tensor in (x, *latents)]
-        want = theirs(x, *((None, *latents) if latents and cached else latents), **their_cache)
-        got = run(state, *arrays, *(between if our_cache else ()), *our_cache)
-        if cached:
+        x, latents = inputs(layer, frames)
+        arrays = [jnp.asarray(tensor.permute(0, 2, 3, 4, 1).numpy()) for tensor in (x, *latents.values())]
+        want = theirs(x, **latents, **their_cache)
+        got = run(state, *arrays, **our_cache)
+        if "cache" in layer.call:
             want, their_cache["conv_cache"] = want
-            got, *our_cache = got
+            got, our_cache["cache"] = got
         elif isinstance(want, tuple):
             want = want[0]
         assert largest_error(np.moveaxis(np.asarray(got), -1, 1), want) < layer.tolerance

@@ -2,7 +2,6 @@
 
 import copy
 
-import jax
 import pytest
 import torch
 
@@ -112,10 +111,6 @@ def test_frozen_weights_get_none_and_where_nothing_is_trained_nothing_is_recorde
     assert trained == ["encoder.conv_out.conv.weight", "encoder.conv_out.conv.bias"]
 
 
-def alive():
-    return sum(array.nbytes for array in jax.live_arrays())
-
-
 def test_only_training_keeps_activations_and_fewer_where_blocks_are_computed_anew(small_vae):
     vae = copy.deepcopy(small_vae)
     vae.enable_gradient_checkpointing()
@@ -123,10 +118,10 @@ def test_only_training_keeps_activations_and_fewer_where_blocks_are_computed_ane
 
     def kept():
         vae.encode(x)  # what the first call makes stays
-        before = alive()
+        before = reference.live_bytes()
         posterior = vae.encode(x).latent_dist
         results = (posterior.parameters, posterior.mean, posterior.logvar, posterior.std, posterior.var)
-        return alive() - before - sum(runtime.array_of(result).nbytes for result in results)
+        return reference.live_bytes() - before - sum(runtime.array_of(result).nbytes for result in results)
 
     with torch.enable_grad():
         in_evaluation = kept()
@@ -145,12 +140,12 @@ def test_a_backward_pass_lets_go_what_the_forward_pass_kept(jax_vae):
     with torch.enable_grad():
         vae.encode(x).latent_dist.mean.sum().backward()  # gradients, and what the first call makes, stay
         vae.zero_grad()
-        before = alive()
+        before = reference.live_bytes()
         loss = vae.encode(x).latent_dist.mean.sum()
-        kept = alive() - before
+        kept = reference.live_bytes() - before
         loss.backward()
         vae.zero_grad()
-        assert alive() - before < 0.05 * kept
+        assert reference.live_bytes() - before < 0.05 * kept
         with pytest.raises(RuntimeError, match="second time"):
             loss.backward()
 
