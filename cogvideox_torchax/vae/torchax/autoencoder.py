@@ -311,7 +311,7 @@ def port_vae(vae: Any) -> Any:
 
     A second call ports only modules that were added after the first.
     """
-    if not isinstance(vae, ChunkedVAE):
+    if not isinstance(vae, PortedModel):
         vae.__class__ = _ported_class(type(vae))
         save_as_stock(vae)  # a pipeline that is saved names diffusers' class
         for module in vae.modules():  # if gradient checkpointing is on already, it has torch's function
