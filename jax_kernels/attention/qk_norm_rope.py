@@ -88,10 +88,9 @@ def qk_norm_rope_on(
     plain, by_kernel = (
         functools.partial(function, heads=heads, scale=scale, eps=eps) for function in (_xla_form, _by_kernel)
     )
-    if not (target.uses_pallas and is_supported(x, heads)):
-        return plain(x, norm, tables)
+    uses_kernel = target.uses_pallas and is_supported(x, heads)
     # JAX cannot differentiate a Pallas kernel: derivatives are those of the plain function.
-    return with_derivatives_of(plain, by_kernel)(x, norm, tables)
+    return (with_derivatives_of(plain, by_kernel) if uses_kernel else plain)(x, norm, tables)
 
 
 def is_supported(x: Float[Array, "N S C"], heads: int) -> bool:

@@ -28,12 +28,8 @@ def jitted(*static_argnames: str) -> Callable[[Function], Function]:
 
     The cast keeps the function's signature for type checkers: the result of `jax.jit` hides it.
     """
-
-    def decorate(function: Function) -> Function:
-        """Return `function`, compiled."""
-        return cast(Function, jax.jit(function, static_argnames=static_argnames))
-
-    return decorate
+    decorator = functools.partial(jax.jit, static_argnames=static_argnames)
+    return cast(Callable[[Function], Function], decorator)
 
 
 @dataclass(frozen=True)

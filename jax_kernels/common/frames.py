@@ -321,18 +321,13 @@ def average_pairs(target: Target, x_NTHWC: jax.Array, *, first_frame_alone: bool
     8 x 480 x 720 x 128).
     """
     if target.on_tpu:
-        return _average_by_product(x_NTHWC, first_frame_alone=first_frame_alone)
+        length = x_NTHWC.shape[1]
+        alone = int(first_frame_alone)  # frames that are kept
+        weights = np.zeros((alone + length // 2, length))  # of each frame in each result
+        weights[:alone, :alone] = 1
+        # A row for each pair: 0.5 for its two frames.
+        weights[alone:, alone:] = np.kron(np.eye(length // 2), [0.5, 0.5])
+        return _mix_frames(jnp.asarray(weights, x_NTHWC.dtype), x_NTHWC)
     kept, paired = ([x_NTHWC[:, :1]], x_NTHWC[:, 1:]) if first_frame_alone else ([], x_NTHWC)
     pairs = paired.reshape(paired.shape[0], paired.shape[1] // 2, 2, *paired.shape[2:])
     return jnp.concatenate([*kept, jnp.mean(pairs.astype(jnp.float32), axis=2).astype(paired.dtype)], axis=1)
-
-
-def _average_by_product(x_NTHWC: jax.Array, *, first_frame_alone: bool) -> jax.Array:
-    """Compute `average_pairs` as a matrix product over the frames."""
-    length = x_NTHWC.shape[1]
-    alone = int(first_frame_alone)  # frames that are kept
-    weights = np.zeros((alone + length // 2, length))  # of each frame in each result
-    weights[:alone, :alone] = 1
-    # A row for each pair: 0.5 for its two frames.
-    weights[alone:, alone:] = np.kron(np.eye(length // 2), [0.5, 0.5])
-    return _mix_frames(jnp.asarray(weights, x_NTHWC.dtype), x_NTHWC)

@@ -37,7 +37,7 @@ def moments(target: Target, x: Float[Array, "N *rest"], *, num_groups: int, chan
     if x.ndim == 5:
         mean, m2 = column_moments(target, x)
     else:  # no video: neither runs of frames nor a split over devices
-        mean, m2 = _without_row_axis(*xla.column_moments(x), row_axis)
+        mean, m2 = (jnp.squeeze(moment, row_axis) for moment in xla.column_moments(x))
     return moments_of_columns(target, mean, m2, x.shape[row_axis], num_groups=num_groups)
 
 
@@ -45,17 +45,12 @@ def column_moments(
     target: Target, x: Float[Array, "N T H W C"]
 ) -> tuple[Float[Array, "N T W C"], Float[Array, "N T W C"]]:
     """Return mean and M2 (sum of squared deviations) of each column of pixels, along H, in float32."""
-    of_runs = [  # a run is frames that are computed together
-        _without_row_axis(*map_shards(target, _shard_column_moments, (run,)), row_axis=2)
+    of_runs = [  # a run is frames that are computed together; the axis of rows has length one
+        [jnp.squeeze(moment, 2) for moment in map_shards(target, _shard_column_moments, (run,))]
         for (run,) in split_frames(target, x)
     ]
     means, m2s = zip(*of_runs, strict=True)
     return join_frames(means), join_frames(m2s)
-
-
-def _without_row_axis(mean: Array, m2: Array, row_axis: int) -> tuple[Array, Array]:
-    """Return mean and M2 of columns without the axis of rows, which has length one."""
-    return jnp.squeeze(mean, row_axis), jnp.squeeze(m2, row_axis)
 
 
 def moments_of_columns(

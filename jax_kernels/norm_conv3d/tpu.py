@@ -263,10 +263,11 @@ def _operands(
         return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, sizes.outputs - array.shape[-1])])
 
     # A step modulates (norms and activates) one block, two rows, and finishes another block's results.
-    modulated_block = partial(_modulated_block, sizes)
     coefficient_spec = _coefficient_spec(sizes, multiplier.shape[2])
     kernel, bias = padded_outputs(kernel), padded_outputs(bias.astype(jnp.float32)[None])
-    operands = {"x": (_pixels_first(x), _rows_spec(modulated_block, row_frames, sizes.channels))}
+    operands = {
+        "x": (_pixels_first(x), _rows_spec(partial(_modulated_block, sizes), row_frames, sizes.channels))
+    }
     if cache is not None:
         operands["cache"] = _cache_pixels_first(cache), _cache_rows_spec(sizes)
     operands |= {

@@ -87,9 +87,8 @@ def upsample_on(
 
     def upsample_run(frames: Array, expand_time: bool, first_frame_alone: bool) -> Array:
         """Upsample a run of frames on each device; the flags are this run's, and may differ among runs."""
-        form = _kernel_for(target, frames, kernel, expand_time, first_frame_alone)
-        if form is None:  # the Pallas kernel does not support these frames
-            form = functools.partial(_by_xla, expand_time=expand_time, first_frame_alone=first_frame_alone)
+        by_xla = functools.partial(_by_xla, expand_time=expand_time, first_frame_alone=first_frame_alone)
+        form = _kernel_for(target, frames, kernel, expand_time, first_frame_alone) or by_xla
         return map_shards(target, form, (frames,), (kernel, bias))
 
     return _split_and_resample(target, upsample_run, x, expand_time, first_frame_alone)

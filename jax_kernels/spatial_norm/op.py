@@ -106,8 +106,9 @@ def spatial_norm_on(
         first_frame_alone: whether the first latent frame covers the first frame alone.
         implementation: a key of `_IMPLEMENTATIONS`; None for the fastest.
     """
-    group_moments = moments(target, x, num_groups=num_groups, channel_axis=-1)
-    statistics = scale_and_shift(group_moments, weight, bias, eps)
+    statistics = scale_and_shift(
+        moments(target, x, num_groups=num_groups, channel_axis=-1), weight, bias, eps
+    )
     # A run is (activations, latents) of frames that are computed together. On a TPU the first frame is a run,
     # elsewhere all frames are one run, in which `modulated` has to tell the first frame from those after it.
     runs = split_frames(target, x, zq) if first_frame_alone else [(x, zq)]
@@ -118,15 +119,9 @@ def spatial_norm_on(
 
         `operands` are the two convolutions' kernels and biases, then GroupNorm's scale and shift.
         """
+        zq = xla.match_frames_and_columns(zq, x.shape, first_frame_alone=first_frame_alone and len(runs) == 1)
         fastest = "pixels_first" if target.on_tpu and x.shape[1] > 1 else "rows"
-        return _IMPLEMENTATIONS[implementation or fastest](
-            target,
-            x,
-            zq,
-            *operands,
-            activation=activation,
-            first_frame_alone=first_frame_alone and len(runs) == 1,
-        )
+        return _IMPLEMENTATIONS[implementation or fastest](target, x, zq, *operands, activation=activation)
 
     return join_frames([map_shards(target, modulated, run, convolutions, statistics) for run in runs])
 

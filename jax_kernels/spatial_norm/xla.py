@@ -20,7 +20,6 @@ def modulate_rows(
     shift_NC: Array,
     *,
     activation: Activation | None,
-    first_frame_alone: bool,
 ) -> Array:
     """Return `activation((x * scale + shift) * y + b)`, computed as one multiply-add.
 
@@ -30,13 +29,11 @@ def modulate_rows(
     Args:
         target: the platform that is traced for, and the sharding of columns.
         x: activations N T H W C.
-        zq: latents N t h w Z.
+        zq: latents N T h W Z (`match_frames_and_columns`).
         to_y, to_b: (kernel, bias) of each convolution.
         scale_NC, shift_NC: GroupNorm as a multiplication and an addition.
         activation: applied to the result, or None.
-        first_frame_alone: whether the first latent frame covers the first frame alone.
     """
-    zq = match_frames_and_columns(zq, x.shape, first_frame_alone=first_frame_alone)  # N T h W Z
     y = pointwise("nthwz,zc->nthwc", zq, *to_y)
     multiplier = y * scale_NC[:, None, None, None]
     offset = y * shift_NC[:, None, None, None] + pointwise("nthwz,zc->nthwc", zq, *to_b)
@@ -58,7 +55,6 @@ def modulate_pixels(
     shift_NC: Array,
     *,
     activation: Activation | None,
-    first_frame_alone: bool,
 ) -> Array:
     """Compute `activation((x * scale + shift) * y + b)` in the order H W N T C, as two multiply-adds.
 
@@ -71,13 +67,11 @@ def modulate_pixels(
     Args:
         target: the platform that is traced for, and the sharding of columns.
         x: activations N T H W C.
-        zq: latents N t h w Z.
+        zq: latents N T h W Z (`match_frames_and_columns`).
         to_y, to_b: (kernel, bias) of each convolution.
         scale_NC, shift_NC: GroupNorm as a multiplication and an addition.
         activation: applied to the result, or None.
-        first_frame_alone: whether the first latent frame covers the first frame alone.
     """
-    zq = match_frames_and_columns(zq, x.shape, first_frame_alone=first_frame_alone)
     # Adding a zero computed from `scale` has `y` and `b` wait for the statistics: the compiler would compute
     # every norm's `y` and `b` first, and keep them. Each video has a zero, as it has statistics of its own.
     zero = zero_of(scale_NC[:, :1, None])
