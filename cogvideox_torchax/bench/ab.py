@@ -98,8 +98,13 @@ def run(
         backends.backend(name)  # raises before the work, not after it
     # A report is read on other machines: it has the model's name, and no path of this machine.
     model = Path(options.model).expanduser().resolve().name
-    report = {"format": FORMAT, **about(), "model_name": model, "options": asdict(options) | {"model": model}}
-    report["results"] = []
+    report: dict[str, Any] = {
+        "format": FORMAT,
+        **about(),
+        "model_name": model,
+        "options": asdict(options) | {"model": model},
+        "results": [],
+    }
     for size in sizes:
         with tempfile.TemporaryDirectory() as scratch:
             report["results"] += [

@@ -72,8 +72,7 @@ def markdown(report: dict[str, Any]) -> str:
     ]
     if "not_planned" in report:
         lines.append(f"Not planned: {report['not_planned']}.")
-    switched_off = report.get("switched_off", {})
-    lines += [f"Kernel of {op} switched off: {why}." for op, why in switched_off.items()]
+    lines += [f"Kernel of {op} switched off: {why}." for op, why in report.get("switched_off", {}).items()]
     # `rows_of` returns the rows of a timed result; `_job_rows` also makes those of failed results.
     rows = [row for result in report["results"] for row in _job_rows(result, rows_of, len(head))]
     return "\n\n".join([*lines, table(head, rows)]) + "\n"
@@ -96,8 +95,11 @@ def _job_rows(
         beyond = "" if result["check"]["passed"] else ", beyond the contract"
         error = f"{result['check']['relative_error']:.1e}{beyond}"
         return [(*labels, error, *row) for row in timed_rows(result)]
-    reason = result.get("reason") or result["check"].get("reason")
-    reason = reason or f"relative error {float(result['check']['relative_error']):.1e}"
+    reason = (
+        result.get("reason")
+        or result["check"].get("reason")
+        or f"relative error {float(result['check']['relative_error']):.1e}"
+    )
     # "|" would end the cell.
     return [(*labels, f"{result['status']}: {reason}".replace("|", "/"), *[""] * (width - 4))]
 
@@ -277,9 +279,13 @@ def _draw_lines(lines: dict[str, list[tuple[int, float]]], axis: str, path: Path
     for name, points in lines.items():
         x, seconds = zip(*sorted(points), strict=True)
         panel.plot(x, seconds, marker="o", label=name)
-    label = "frames" if axis == "frames" else "pixels a frame"
     panel.xaxis.get_major_locator().set_params(integer=True)
-    panel.set(title="steady run, median", xlabel=label, ylabel="s", ylim=(0, None))
+    panel.set(
+        title="steady run, median",
+        xlabel="frames" if axis == "frames" else "pixels a frame",
+        ylabel="s",
+        ylim=(0, None),
+    )
     panel.legend()
     save_figure(figure, path)
     return path

@@ -74,8 +74,10 @@ class Worker:
             return json.loads(answer)
         # An empty answer is the end of the pipe: the process has ended.
         if process.wait() == -signal.SIGKILL:
-            why = "killed, as the system does when host memory runs out"
-            return {"status": "does not fit", "reason": why}
+            return {
+                "status": "does not fit",
+                "reason": "killed, as the system does when host memory runs out",
+            }
         # The log's last line; "no message" if the log is empty.
         *_, last_line = ["no message", *self._log.read_text(errors="replace").strip().splitlines()]
         return {"status": "failed", "reason": f"exit code {process.returncode}: {last_line[:300]}"}

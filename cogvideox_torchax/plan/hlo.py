@@ -161,8 +161,7 @@ def _groups(text: str) -> tuple[tuple[int, ...], ...]:
         axes = order or range(len(shape))
         devices = np.arange(math.prod(shape)).reshape(shape).transpose(axes)
         return tuple(map(tuple, devices.reshape(-1, result_shape[-1]).tolist()))  # a group is a row
-    groups = re.findall(r"\{([\d,]+)\}", text)
-    return tuple(tuple(_integers(group)) for group in groups)
+    return tuple(tuple(_integers(group)) for group in re.findall(r"\{([\d,]+)\}", text))
 
 
 def _integers(text: str) -> list[int]:

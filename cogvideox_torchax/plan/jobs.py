@@ -130,12 +130,11 @@ def chunk_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any, backend: str =
     program = backend_class.program(vae, job.direction)
     if mesh.size == 1:  # otherwise `place_on` has chosen the program's devices
         program.place = runtime.Place(mesh.devices.item())
-    dtype = runtime.jax_dtype(vae.dtype)
     before = None
     # `zip` ends after the second chunk: all later chunks have one length, and share a program.
     for name, frames in zip(("first", "later"), map(len, ranges), strict=False):
         # (shape, dtype) of the chunk of one video.
-        chunk = ordered((1, channels, frames, *size), backend_class.axes), dtype
+        chunk = ordered((1, channels, frames, *size), backend_class.axes), runtime.jax_dtype(vae.dtype)
         structs = functools.partial(program.structs, chunk, before=before)
         yield Work(name, frames, program.lower, structs, program)
         before = chunk  # the later program takes the first one's cache, whose shapes depend on this input

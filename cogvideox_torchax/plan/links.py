@@ -112,8 +112,9 @@ class Links:
         # an all-gather: twice the rounds.
         whole = size * count if kind == "reduce-scatter" else size
         rounds = (2 if kind == "all-reduce" else 1) * (count - 1)
-        rings = [self._ring(group) for group in groups]
-        neighbours = [pair for ring in rings for pair in itertools.pairwise([*ring, ring[0]])]
+        neighbours = [
+            pair for ring in map(self._ring, groups) for pair in itertools.pairwise([*ring, ring[0]])
+        ]
         # (sender, receiver) of all messages of a round, in both directions; each is half of a part.
         messages = neighbours + [(after, before) for before, after in neighbours]
         return rounds * whole / count / 2 * self._seconds_per_byte(messages)

@@ -211,10 +211,9 @@ def plan_step(
             before = tensors
             kept.append(cache_bytes(program, tensors))
         structs = functools.partial(program.structs, tensors, before=before)
-        work = Work(name="step", frames=frames, lower=program.lower, structs=structs)
-        plans.append(compile_program(work, mesh, chip))
-    video_tokens = frames // patch_t * (height // patch) * (width // patch)  # one for each patch
-    tokens = config["max_text_seq_length"] + video_tokens
+        plans.append(compile_program(Work("step", frames, program.lower, structs), mesh, chip))
+    patches = frames // patch_t * (height // patch) * (width // patch)
+    tokens = config["max_text_seq_length"] + patches
     # Attention has two products, queries by keys and scores by values, of 2 operations for a multiply-add.
     layer_flops = 2 * 2 * batch * config["num_attention_heads"] * config["attention_head_dim"] * tokens**2
     attention_flops = layer_flops * layers / (dp * tp)  # of a device; they count where a schedule is missing
@@ -240,9 +239,8 @@ def cached_steps(model: str | None, dtype: torch.dtype, cache: str, guided: bool
         guided: whether the batch has the video twice, for guidance.
     """
     network = weightless_transformer(model, dtype, FEW[0])  # the fewest layers `plan_step` takes
-    step_plans = _plan_cached_run(network, cache, 2 if guided else 1)
     # Each step's form: the layers that it runs and the results that it keeps (`caches.Form`), its kind.
-    forms = [form for form, _numbers in step_plans]
+    forms = [form for form, _numbers in _plan_cached_run(network, cache, 2 if guided else 1)]
     return {forms.index(form): count for form, count in Counter(forms).items()}
 
 

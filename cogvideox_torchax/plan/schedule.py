@@ -162,15 +162,14 @@ class _Operation:
         cell: the cell that holds the result: a register, or an allocation in scalar memory.
         compute: function of the operands' values to the result; None for a phi, which does nothing, as the
             values that it joins are in its own register already.
-        operands: cells to read, and numbers.
-        reads: for each operand the name of the result that it depends on; "" for a number.
+        operands: for each the name of the result that it depends on, "" for a number; and the cell to read,
+            or the number.
     """
 
     name: str
     cell: str
     compute: Callable[..., Value] | None
-    operands: tuple[str | int, ...]
-    reads: tuple[str, ...]
+    operands: list[tuple[str, str | int]]
 
 
 @dataclass(frozen=True)
@@ -299,9 +298,7 @@ def _operation(instruction: str) -> _Operation | None:
         old, *_ = _operands(guard["old"] or "") or [("", cell)]
         compute = functools.partial(_guarded, bool(guard["not"]), compute)
         operands = [(guard["name"], guard["register"]), old, *operands]
-    reads = tuple(read for read, _cell_or_number in operands)
-    cells_and_numbers = tuple(cell_or_number for _read, cell_or_number in operands)
-    return _Operation(name, cell, compute, cells_and_numbers, reads)
+    return _Operation(name, cell, compute, operands)
 
 
 def _operands(text: str) -> list[tuple[str, str | int]]:
@@ -356,9 +353,8 @@ def _known(function: Callable[..., Any], *values: Value) -> Value:
     return None if None in values else function(*values) % WORD
 
 
-def _compared(function: Callable[[int, int], bool], *values: Value) -> Value:
+def _compared(function: Callable[[int, int], bool], one: Value, other: Value) -> Value:
     """Return the comparison of two words as signed numbers; None, unknown, if one of the words is unknown."""
-    one, other = values
     return None if one is None or other is None else function(_signed(one), _signed(other))
 
 
@@ -412,7 +408,7 @@ def _needed(operations: Iterable[_Operation], branches: Iterable[_Branch]) -> se
     """Return the names of the results that branches depend on, directly or through other operations."""
     sources: dict[str, set[str]] = {}  # by a result's name, the names of the results that it is made from
     for operation in operations:
-        sources.setdefault(operation.name, set()).update(operation.reads)
+        sources.setdefault(operation.name, set()).update(read for read, _ in operation.operands)
     needed: set[str] = set()
     # The names of the branches' conditions; a branch that is always taken has none.
     waiting = [branch.name for branch in branches if branch.name]
@@ -456,7 +452,7 @@ def _follow(
         # All of a bundle's instructions read before any of them writes. An operand is a number or a cell.
         results = {
             operation.cell: operation.compute(
-                *(each if isinstance(each, int) else values.get(each) for each in operation.operands)
+                *(each if isinstance(each, int) else values.get(each) for _, each in operation.operands)
             )
             for operation in operations.get(address, ())
             if operation.compute  # without one it changes nothing
