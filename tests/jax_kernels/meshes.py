@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_kernels.common.columns import Split
+from tests.reference import largest_error
 
 
 def on_mesh(kernel: Callable[..., Any], real: int, padded: int, dp: int, tp: int) -> Callable[..., Any]:
@@ -34,3 +35,16 @@ def on_mesh(kernel: Callable[..., Any], real: int, padded: int, dp: int, tp: int
             return kernel(*operands, **named, split=split)
 
     return lambda *operands, **named: traced(*jax.tree.map(put, (operands, named)))
+
+
+def check_gradients(alone: Callable[..., Any], sharded: Callable[..., Any], operands: Any, real: int) -> None:
+    """Check that a kernel over a mesh has the gradients of one device, for results of `real` columns."""
+
+    def loss(operands, kernel):
+        y = kernel(*operands)[:, :, :, :real].astype(jnp.float32)
+        return jnp.sum(y * np.random.default_rng(1).normal(size=y.shape))
+
+    want, got = (jax.tree.leaves(jax.grad(loss)(operands, kernel)) for kernel in (alone, sharded))
+    for mine, plain in zip(got, want, strict=True):
+        assert mine.shape == plain.shape
+        assert largest_error(mine, plain) < 0.02

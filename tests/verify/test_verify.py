@@ -27,11 +27,6 @@ def torchax_candidate(small_vae):
     return compare.make_candidate("torchax", torch.float32, small_vae)
 
 
-def only(results):
-    (result,) = results
-    return result
-
-
 def failed_of(result):
     return [contract.name for contract in result.contracts if not contract.passed]
 
@@ -70,7 +65,7 @@ def test_flax_passes_layer_by_layer_and_a_transposed_weight_of_it_is_named(small
         assert {"encoder.conv_in", "decoder.mid_block.resnets.0", "decoder.up_blocks.2.resnets.1"} < names
     kernel = candidates[0].vae.flax_vae.decoder.up_blocks[1].resnets[1].conv1.conv.kernel
     kernel[...] = kernel[...].swapaxes(-1, -2)
-    result = only(verifier.verify(candidates[:1]))
+    (result,) = verifier.verify(candidates[:1])
     assert (result.passed, result.first_bad_layer.name) == (False, "decoder.up_blocks.1.resnets.1")
 
 
@@ -86,7 +81,7 @@ def test_a_broken_weight_fails_and_is_named(verifier, torchax_candidate, layer, 
     parameter = torchax_candidate.vae.get_parameter(f"{layer}.{weight}")
     with runtime.active():
         monkeypatch.setattr(parameter, "data", change(parameter.data))
-    result = only(verifier.verify([torchax_candidate]))
+    (result,) = verifier.verify([torchax_candidate])
     assert (result.passed, result.first_bad_layer.name) == (False, layer)
     assert layer in report.verdict(result)
 
@@ -100,7 +95,7 @@ def test_a_dropped_cache_fails_and_is_named_with_its_chunk(verifier, small_vae):
         return type(self).forward(self, inputs, conv_cache=None, **more)
 
     conv.forward = types.MethodType(without_cache, conv)
-    result = only(verifier.verify([candidate]))
+    (result,) = verifier.verify([candidate])
     bad = result.first_bad_layer
     assert (result.passed, bad.name, bad.chunk) == (False, "decoder.mid_block.resnets.1", 1)
     assert failed_of(result) == ["decode: relative error"]
@@ -128,7 +123,7 @@ class WrongAsAWhole(Torch):
 )
 def test_a_whole_answer_is_compared_too(verifier, small_vae, options, failed):
     backend = WrongAsAWhole(small_vae, **options)
-    result = only(verifier.verify([compare.Candidate("other", torch.float32, backend)]))
+    (result,) = verifier.verify([compare.Candidate("other", torch.float32, backend)])
     assert (result.first_bad_layer, failed_of(result)) == (None, failed)
     assert json.loads(json.dumps(report.as_json([result], {}), allow_nan=False))["passed"] == (not failed)
 

@@ -18,7 +18,7 @@ from jax_kernels.common.columns import Split
 from jax_kernels.common.tiles import SWITCH
 from jax_kernels.norm_conv3d import reference, sizes, tpu
 from tests.jax_kernels.chips import answer, compiled_for, pixels_first, struct
-from tests.jax_kernels.meshes import on_mesh
+from tests.jax_kernels.meshes import check_gradients, on_mesh
 from tests.reference import largest_error, traced_anew
 
 GROUPS = 4
@@ -187,19 +187,18 @@ def test_strips_of_few_frames_have_blocks_that_a_tpu_takes(frames, monkeypatch):
     assert "norm_conv3d" in traced.lower(lowering_platforms=("tpu",)).as_text()
 
 
-def test_as_few_strips_as_fit_into_vmem():
+def test_as_few_strips_as_fit_into_vmem(monkeypatch):
     def strips(columns, inputs, outputs):
         found = sizes.sizes_of(struct(1, 8, 720, columns, inputs), 90, columns // 8, outputs, True)
         starts = [*range(0, columns, found.width), columns]
         assert found.last_columns == starts[-1] - starts[-2]
         return len(starts) - 1, found.strips
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sizes, "vmem_limit", lambda: 127 * 2**20)
-        assert strips(720, 128, 128) == (1, 1)
-        assert strips(1280, 128, 128) == strips(1360, 256, 128) == (2, 2)
-        patch.setattr(sizes, "vmem_limit", lambda: 63 * 2**20)
-        assert strips(720, 128, 128) == (2, 2)
+    monkeypatch.setattr(sizes, "vmem_limit", lambda: 127 * 2**20)
+    assert strips(720, 128, 128) == (1, 1)
+    assert strips(1280, 128, 128) == strips(1360, 256, 128) == (2, 2)
+    monkeypatch.setattr(sizes, "vmem_limit", lambda: 63 * 2**20)
+    assert strips(720, 128, 128) == (2, 2)
 
 
 @pytest.mark.parametrize(
@@ -253,18 +252,11 @@ def test_shards_give_what_one_device_gives(
 @pytest.mark.slow
 def test_shards_have_the_gradients_of_one_device(interpreted_on_mesh):
     operands = inputs((1, 2, 4, 20, 16), 16, cell=2)
-    weigh = jnp.asarray(np.random.default_rng(1).normal(size=(1, 2, 4, 20, 16)), jnp.float32)
 
-    def loss(operands, convolve):
-        y, *_ = convolve(*operands)
-        return jnp.sum(y[:, :, :, :20].astype(jnp.float32) * weigh)
+    def frames(*operands, **split):
+        return norm_conv3d(*operands, num_groups=GROUPS, **split)[0]
 
-    alone = functools.partial(norm_conv3d, num_groups=GROUPS)
-    want = jax.grad(loss)(operands, alone)
-    got = jax.grad(loss)(operands, on_mesh(alone, 5, 8, 1, 4))
-    for mine, plain in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert mine.shape == plain.shape
-        assert largest_error(mine, plain) < 0.02
+    check_gradients(frames, on_mesh(frames, 5, 8, 1, 4), operands, real=20)
 
 
 @pytest.mark.parametrize(

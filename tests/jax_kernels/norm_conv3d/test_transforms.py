@@ -31,10 +31,7 @@ def test_it_is_exact_where_nothing_is_rounded(tile, tiles):
 
 
 @pytest.mark.parametrize("tile", TRANSFORMS)
-def test_a_product_has_an_input_and_taps(tile):
-    transform = TRANSFORMS[tile]
-    assert len(transform.inputs(range(tile + 2))) == len(transform.taps)
-    assert len(transform.results(range(len(transform.taps)))) == tile
+def test_taps_are_transformed_in_their_dtype_without_a_product(tile):
     kernel = jnp.ones((3, 1, 1), jnp.bfloat16) * 1.01
     assert transformed_taps(kernel, tile).dtype == jnp.bfloat16
     text = jax.jit(transformed_taps, static_argnums=1).lower(kernel, tile).as_text()

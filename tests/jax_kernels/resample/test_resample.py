@@ -11,7 +11,7 @@ from jax_kernels import downsample, upsample
 from jax_kernels.common.dispatch import Target
 from jax_kernels.resample import op, reference, upsampled, xla
 from tests.jax_kernels.chips import answer, compiled_for, pixels_first, struct
-from tests.jax_kernels.meshes import on_mesh
+from tests.jax_kernels.meshes import check_gradients, on_mesh
 from tests.reference import largest_error
 
 A_UNIT = 2.0**-7
@@ -40,31 +40,19 @@ CASES = {
     "eight frames, a column left over": ((1, 8, 1, 161, 16), 16, False),
     "two frames": ((2, 2, 1, 5, 16), 16, False),
     "one column": ((1, 8, 2, 1, 16), 16, False),
+    "five frames, the first alone": ((1, 5, 2, 8, 16), 16, True),
+    **{f"an image in bands, {rows} rows": ((2, 1, rows, 9, 16), 32, True) for rows in (16, 12, 10, 9)},
 }
 
 
 @pytest.mark.parametrize(("shape", "outputs", "expand_time"), CASES.values(), ids=CASES)
+@pytest.mark.slow_cases("*16 rows", "*12 rows")
 def test_the_kernel_equals_doubling_and_a_convolution(shape, outputs, expand_time, interpreted):
-    operands = inputs(shape, outputs)
-    got = upsample(*operands, expand_time=expand_time)
-    assert interpreted == ["upsampled"]
-    check(got, reference.upsample(*operands, expand_time=expand_time))
-
-
-def test_an_odd_number_of_frames_goes_through_it_in_two_parts(interpreted):
-    operands = inputs((1, 5, 2, 8, 16), 16)
-    got = upsample(*operands, expand_time=True, first_frame_alone=True)
-    assert interpreted == ["upsampled"] * 2
-    check(got, reference.upsample(*operands, expand_time=True, first_frame_alone=True))
-
-
-@pytest.mark.parametrize("rows", [16, 12, 10, 9], ids="{} rows".format)
-@pytest.mark.slow_cases(but=["9 rows", "10 rows"])
-def test_an_image_goes_through_it_in_bands(rows, interpreted):
-    operands = inputs((2, 1, rows, 9, 16), 32)
-    got = upsample(*operands, expand_time=True, first_frame_alone=True)
-    assert interpreted == ["upsampled"]
-    check(got, reference.upsample(*operands, expand_time=False))
+    operands, frames = inputs(shape, outputs), shape[1]
+    options = {"expand_time": expand_time, "first_frame_alone": frames % 2 == 1}
+    got = upsample(*operands, **options)
+    assert interpreted == ["upsampled"] * (2 if frames == 5 else 1)
+    check(got, reference.upsample(*operands, **options))
 
 
 SHARDS = {
@@ -90,17 +78,7 @@ def test_shards_give_what_one_device_gives(shape, expand_time, width, mesh, inte
 def test_shards_have_the_gradients_of_one_device(frames, interpreted_on_mesh):
     operands = inputs((1, frames, 4 // frames, 20, 16), 16)
     alone = functools.partial(upsample, expand_time=True, first_frame_alone=frames == 1)
-    shape = jax.eval_shape(alone, *operands).shape
-    weigh = jnp.asarray(np.random.default_rng(1).normal(size=shape), jnp.float32)
-
-    def loss(operands, function):
-        return jnp.sum(function(*operands)[:, :, :, :40].astype(jnp.float32) * weigh)
-
-    want = jax.grad(loss)(operands, alone)
-    got = jax.grad(loss)(operands, on_mesh(alone, 5, 8, 1, 4))
-    for mine, plain in zip(got, want, strict=True):
-        assert mine.shape == plain.shape
-        assert largest_error(mine, plain) < 0.02
+    check_gradients(alone, on_mesh(alone, 5, 8, 1, 4), operands, real=40)
 
 
 @pytest.mark.parametrize(("width", "bands"), [(360, 8), (1200, 4), (2400, 2), (3200, None)])
