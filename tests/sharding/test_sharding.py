@@ -22,6 +22,11 @@ from tests import reference
 VIDEO, BATCH = (None, None, None, None, ("dp", "tp")), ("dp", None, None, None, "tp")
 
 
+@pytest.fixture(scope="module")
+def small_vae():
+    return reference.small_vae(**reference.SHALLOW)
+
+
 def sharded(small_vae, dp, tp, *, move=True, build="torchax"):
     given = FlaxVAEForPipelines.from_diffusers(small_vae) if build == "flax" else copy.deepcopy(small_vae)
     vae = port(given, mesh=make_mesh(dp, tp))
