@@ -204,7 +204,7 @@ def check(
     _name, measured, bound = tolerances.contract(getattr(torch, dtype), error, rms, torch_rms)
     errors = {"relative_error": error, "rms_error": rms}
     shown = {name: value if np.isfinite(value) else str(value) for name, value in errors.items()}
-    return {"passed": measured <= (allowed or bound), **shown}
+    return {"passed": measured <= (bound if allowed is None else allowed), **shown}
 
 
 def _flat(results: list[Any]) -> torch.Tensor:

@@ -39,8 +39,11 @@ class _Uncompiled(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         """Look an attribute up in the wrapped module if this one lacks it."""
-        wrapped = super().__getattr__("_orig_mod")  # `self._orig_mod` would call this method
-        return wrapped if name == "_orig_mod" else getattr(wrapped, name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            # `self._orig_mod` would recurse as long as it is not set.
+            return getattr(super().__getattr__("_orig_mod"), name)
 
 
 def _copied(module: Module, done: dict[int, Any]) -> Module:
