@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cogvideox_torchax.cli import common, devices
 from cogvideox_torchax.dataset import clip, decoding, formats, loop, manifest, sources
-from cogvideox_torchax.files.whole import OutputError
+from cogvideox_torchax.files.whole import refuse
 
 FOR_MANY = ("format", "shard_size", "keep", "buckets", "ray", "actors", "workers", "retry_failed")
 """Options that a single clip has no use for."""
@@ -25,10 +25,8 @@ def check_one(args: argparse.Namespace) -> None:
 def _check_output(path: str) -> None:
     """Raise `OutputError` for an output directory with a file's suffix, unless that directory exists."""
     suffix = Path(path).suffix.lower()
-    if suffix in (*formats.SUFFIXES.values(), ".mp4", ".gif") and not Path(path).is_dir():
-        raise OutputError(
-            f"cannot write {path}: many clips go into a directory: give a name without {suffix}"
-        )
+    is_file_name = suffix in (*formats.SUFFIXES.values(), ".mp4", ".gif") and not Path(path).is_dir()
+    refuse(path, {f"many clips go into a directory: give a name without {suffix}": is_file_name})
 
 
 def encode(args: argparse.Namespace) -> int:

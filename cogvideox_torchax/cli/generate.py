@@ -143,8 +143,8 @@ def _load_latents_stage(args: argparse.Namespace) -> latent_files.Latents:
 
 def _kept_path(args: argparse.Namespace) -> Path:
     """Return the path, beside the output, of the file that keeps latents until their video is complete."""
-    # `Path` drops the slash that a directory's name may end in.
-    return Path(f"{Path(args.output)}.latents.safetensors")
+    output = Path(args.output)  # drops the slash that a directory's name may end in
+    return output.with_name(f"{output.name}.latents.safetensors")
 
 
 @contextlib.contextmanager

@@ -69,9 +69,9 @@ class VideoDirectory(OutputDirectory):
             else:
                 self._readers[clip_id] = read
         self.missing = list(self._readers)
-        # A run writes its config before its first video. Here none of its values is compared.
-        state = self._load_state({})
-        if self.done_before and not state:
+        # A run writes its config before its first video. An empty config equals any: this run's is compared
+        # in `begin`.
+        if not self._load_state({}) and self.done_before:
             raise OutputError(
                 f"{self.directory} holds videos of these names that were not decoded there: give another "
                 "directory"
@@ -117,12 +117,14 @@ class VideoDirectory(OutputDirectory):
     def begin(self, config: dict[str, Any]) -> None:
         """Write the config, with the requested frame rate as "fps", to a file of the directory.
 
+        An earlier run's file, whose config must be equal, stays as it is.
+
         Raises:
             OutputError: the file of an earlier run is broken, or has another config.
         """
         config = {**config, "fps": None if self._fps is None else str(self._fps)}
         if not self._load_state(config):
-            self._save_state(config=config)
+            self._save_state(config)
 
     def first_latents(self) -> Latents | None:
         """Return the first readable latents of a clip that has no video yet; None if there are none."""

@@ -175,9 +175,9 @@ class OutputDirectory:
         key_name, _key_type = KEYS[self.NAME]  # "index" if keys are numbers; "id" if the key is the clip's id
         self.add_line(kind, **{key_name: key, "id": self.clip_id(key)}, **about)
 
-    def _save_state(self, **state: Any) -> None:
+    def _save_state(self, config: dict[str, Any], **state: Any) -> None:
         """Write the config of the clips and further fields, as JSON, to a file of the directory."""
-        reports.write_json(self.directory / self.LIST, {"format": self.FORMAT, **state})
+        reports.write_json(self.directory / self.LIST, {"format": self.FORMAT, "config": config, **state})
 
     def _load_state(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return the JSON object that an earlier run wrote; an empty one where there is no file.
@@ -290,7 +290,7 @@ class DatasetDirectory(OutputDirectory):
         if new:
             ids += [None] * (-len(ids) % self.shard_size)  # up to a multiple of the shard's size
             ids += new
-            self._save_state(config=self._config, clips=ids)
+            self._save_state(self._config, clips=ids)
         return ids
 
     def _count_clip(self, index: int, taken: Container[Path], is_noted: bool) -> None:

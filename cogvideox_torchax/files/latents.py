@@ -199,8 +199,8 @@ def _fields(path: str | Path, metadata: dict[str, str]) -> dict[str, Any]:
         if not is_valid(given.get(name)):
             shown = reprlib.repr(given[name]) if name in given else "missing"
             raise LatentsError(f"{path} is broken: its {name} is {shown}, {wanted} is wanted")
-    arguments = {name: fields[name] for name in ("model", "config", "num_frames", "about")}
-    return {**arguments, "fps": video.frame_rate(fields["fps"])}
+    fields["fps"] = video.frame_rate(fields["fps"])
+    return {name: fields[name] for name in ("model", "config", "num_frames", "about", "fps")}
 
 
 def _fields_of_format_1(metadata: dict[str, str]) -> dict[str, Any]:

@@ -449,7 +449,7 @@ def _replace_result(module: nn.Module, tensors: tuple[torch.Tensor, ...] | None)
 
 
 def _collect_results(module: nn.Module, collected: list[torch.Tensor]) -> None:
-    """Add the tensors of a module's result to the list `collected` when the module has run."""
+    """Have a module add the tensors of its result, each time it has run, to the list `collected`."""
 
     def collect(_module: nn.Module, _args: Any, result: Any) -> None:
         collected.extend(result if isinstance(result, tuple) else (result,))

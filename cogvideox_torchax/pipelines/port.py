@@ -105,7 +105,8 @@ def _port_from_pipe(make: Callable[..., Any], kind: type, pipeline: Any, **optio
         return made
     # All parts are on the same devices: the first one that is not None tells the mesh. A transformer, which
     # comes first, has a parallelism too, its use of the mesh's "tp".
-    first = pipeline.transformer or pipeline.vae or pipeline.text_encoder
+    parts = (pipeline.transformer, pipeline.vae, pipeline.text_encoder)
+    first = next((part for part in parts if part is not None), None)
     if first is not None and runtime.is_on_jax(first):
         parallelism = getattr(first, "parallelism", None)
         port_pipeline(made, first.mesh, parallelism.kind if parallelism else None)

@@ -162,8 +162,8 @@ class _Operation:
         cell: the cell that holds the result: a register, or an allocation in scalar memory.
         compute: function of the operands' values to the result; None for a phi, which does nothing, as the
             values that it joins are in its own register already.
-        operands: for each the name of the result that it depends on, "" for a number; and the cell to read,
-            or the number.
+        operands: pairs (name of the result that it depends on, cell to read). The name is "" for a cell whose
+            value has no known name, and for a number, which takes the cell's place.
     """
 
     name: str

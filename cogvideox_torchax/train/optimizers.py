@@ -215,7 +215,8 @@ def _traced_step(
     optimizers = Optimizers(dict(zip(names, weights, strict=True)), traced=True)
     for zeros, moment in zip(optimizers.moments.values(), moments, strict=True):
         zeros.copy_(moment)
-    before = [tensor.clone() for tensor in (*weights, *average, *moments)]  # the step changes them in place
+    # The step changes weights and average in place, and of the moments the optimizers' copies.
+    before = [*(tensor.clone() for tensor in (*weights, *average)), *moments]
     norm = optimizers.step(average, scalars[0], scalars[1])
     after = [*weights, *average, *optimizers.moments.values()]
     is_finite = torch.isfinite(norm)

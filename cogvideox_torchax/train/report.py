@@ -23,7 +23,8 @@ def curves(losses_table: Path, validation_table: Path) -> dict[str, Any]:
         "losses": by column of the table, the list of its means; the mean "step" is the middle of a part.
         "validation": a list of the table's lines.
     """
-    lines: Any = np.genfromtxt(losses_table, delimiter=",", names=True, ndmin=1)  # records of columns
+    # A record for each step, with a field for each column; cut into at most `POINTS` parts.
+    lines: Any = np.genfromtxt(losses_table, delimiter=",", names=True, ndmin=1, loose=False)
     parts = np.array_split(lines, min(POINTS, len(lines)))
     with validation_table.open(newline="") as file:
         validation = [

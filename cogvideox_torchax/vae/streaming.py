@@ -293,36 +293,31 @@ def regrouped_into_chunks(
         ValueError: a piece of another size than the first; more or fewer frames than planned.
     """
     num_frames = plan[-1].stop
-    frames = frames_of_pieces(first, rest)
+    piece = with_time(first)  # (N, C, t, H, W): the frames of a piece that no chunk has taken yet
     for chunk in plan:
-        parts = list(itertools.islice(frames, len(chunk)))
-        if len(parts) < len(chunk):
-            raise ValueError(
-                f"the {what} ended after {chunk.start + len(parts)} frames where {num_frames} were announced"
-            )
-        joined = torch.stack(parts, dim=2)
+        parts: list[torch.Tensor] = []
+        position = chunk.start
+        while position < chunk.stop:
+            if not piece.shape[2]:
+                following = next(rest, None)
+                if following is None:
+                    raise ValueError(
+                        f"the {what} ended after {position} frames where {num_frames} were announced"
+                    )
+                piece = with_time(following)
+            # All axes but the frames'; `first` may be a single frame, without that axis.
+            if (*piece.shape[:2], *piece.shape[3:]) != (*first.shape[:2], *first.shape[-2:]):
+                raise ValueError(
+                    f"frame {position} is {tuple(piece.shape)}, the ones before it {tuple(first.shape)}"
+                )
+            count = min(chunk.stop - position, piece.shape[2])
+            parts.append(piece[:, :, :count])
+            piece, position = piece[:, :, count:], position + count
+        joined = torch.cat(parts, dim=2)
         check(joined, first_frame=chunk.start)
         yield joined
-    if next(frames, None) is not None:
+    if piece.shape[2] or next(rest, None) is not None:
         raise ValueError(f"the {what} goes on after the {num_frames} frames that were announced")
-
-
-def frames_of_pieces(first: torch.Tensor, rest: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the frames (N, C, H, W) of pieces (N, C, t, H, W), or single frames, of one size.
-
-    Raises:
-        ValueError: a piece of another size than the first.
-    """
-    position = 0  # number of frames before the piece
-    for piece in itertools.chain([first], rest):
-        # All axes but the frames', which a single frame does not have.
-        if (*piece.shape[:2], *piece.shape[-2:]) != (*first.shape[:2], *first.shape[-2:]):
-            raise ValueError(
-                f"frame {position} is {tuple(piece.shape)}, the ones before it {tuple(first.shape)}"
-            )
-        frames = with_time(piece).unbind(2)
-        yield from frames
-        position += len(frames)
 
 
 @torch.no_grad()

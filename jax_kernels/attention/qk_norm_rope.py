@@ -90,7 +90,8 @@ def qk_norm_rope_on(
     )
     uses_kernel = target.uses_pallas and is_supported(x, heads)
     # JAX cannot differentiate a Pallas kernel: derivatives are those of the plain function.
-    return (with_derivatives_of(plain, by_kernel) if uses_kernel else plain)(x, norm, tables)
+    form = with_derivatives_of(plain, by_kernel) if uses_kernel else plain
+    return form(x, norm, tables)
 
 
 def is_supported(x: Float[Array, "N S C"], heads: int) -> bool:

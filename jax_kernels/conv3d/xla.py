@@ -154,8 +154,8 @@ def convolve_image(
         rounding_error = (taps_sum - rounded.astype(taps_sum.dtype)).astype(x.dtype)
         both = convolve_same(target, x, jnp.concatenate([rounded, rounding_error], axis=-1), form)
         sums = functools.reduce(jnp.add, jnp.split(both, 2, axis=-1))
+    # The next cache has kt - 1 frames: these, then `x`.
     earlier = [x if replicate else jnp.zeros_like(x)] * (kernel.shape[0] - 2)
-    # The next cache has kt - 1 frames.
     return finish(target, sums, bias, residual, like=x), jnp.concatenate([*earlier, x], axis=1)
 
 

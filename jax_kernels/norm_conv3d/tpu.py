@@ -262,9 +262,9 @@ def _operands(
         """Pad the last axis, output channels, to a multiple of 128."""
         return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, sizes.outputs - array.shape[-1])])
 
-    # A step modulates (norms and activates) one block, two rows, and finishes another block's results.
     coefficient_spec = _coefficient_spec(sizes, multiplier.shape[2])
     kernel, bias = padded_outputs(kernel), padded_outputs(bias.astype(jnp.float32)[None])
+    # A step modulates (norms and activates) one block, two rows, and finishes another block's results.
     operands = {
         "x": (_pixels_first(x), _rows_spec(partial(_modulated_block, sizes), row_frames, sizes.channels))
     }

@@ -360,14 +360,17 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
             raise ValueError(f"decode_stream got output_dtype {output_dtype}: None or jnp.uint8")
         return self._stream(DECODE, z, as_uint8=output_dtype is not None)
 
-    def _joined_results(self, direction: Direction, x: jax.Array, **options: bool) -> jax.Array:
+    def _joined_results(
+        self, direction: Direction, x: jax.Array, *, frame_by_frame: bool = False
+    ) -> jax.Array:
         """Return the joined results of all chunks of `x` (N, T, H, W, C); with slicing each video runs alone.
 
-        The only option is `frame_by_frame`, whether each latent frame is a chunk.
+        With `frame_by_frame` each chunk is one latent frame.
         """
         batches = [x] if not self.use_slicing or x.shape[0] == 1 else [video[None] for video in x]
         results = [
-            runtime.concatenate(list(self._stream(direction, batch, **options)), 1) for batch in batches
+            runtime.concatenate(list(self._stream(direction, batch, frame_by_frame=frame_by_frame)), 1)
+            for batch in batches
         ]
         return runtime.concatenate(results, 0)
 
@@ -385,8 +388,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         plan = chunks.plan(x.shape[1], 1) if frame_by_frame else direction.chunks(self, x.shape[1])
         # If `x` is a NumPy array, only one chunk's frames at a time go to the device.
         cut_chunks = (runtime.take(x, 1, chunk.start, len(chunk)) for chunk in plan)
-        settings = self.tile_settings  # None: tiling is off
-        tiles = None if settings is None else settings.plan(direction, x.shape[2:4], scale)
+        tiles = self.tile_settings and self.tile_settings.plan(direction, x.shape[2:4], scale)
         return self.run_chunks(direction, cut_chunks, tiles, frame_by_frame=frame_by_frame, **options)
 
     def run_chunks(

@@ -3,6 +3,8 @@
 Array axes are N T H W C.
 """
 
+import copy
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,6 +51,15 @@ def test_slices_and_bytes_and_streams_are_the_same_video():
     assert jnp.array_equal(as_bytes, to_uint8(np.asarray(whole)))
     vae.enable_slicing()
     assert jnp.array_equal(vae.decode(z)[1:], whole)
+
+
+def test_in_tiles_it_decodes_as_diffusers(small_vae, vae):
+    z = reference.latents(1, height=4, width=9)
+    options = {"tile_sample_min_height": 48, "tile_sample_min_width": 48, "tile_overlap_factor_width": 1 / 2}
+    with reference.tiled(vae, stock := copy.deepcopy(small_vae), **options):
+        got, want = vae.decode(channels_last(z)), stock.decode(z).sample
+    assert largest_error(np.moveaxis(got, -1, 1), want) < FLOAT32_RELATIVE
+    assert vae.tile_settings is None
 
 
 def test_a_key_samples_and_repeats():

@@ -162,6 +162,10 @@ def test_a_tile_size_that_diffusers_gets_wrong_gives_the_right_size(small_vae, n
     with tiled(stock := copy.deepcopy(small_vae), native_vae, **options):
         assert stock.decode(z).sample.shape[3:] != (32, 36)
         assert native_vae.decode(z).sample.shape[3:] == (32, 36)
+        x = reference.video(1, height=32, width=36)
+        encoded = native_vae.tiled_encode(x)
+        assert encoded.shape[3:] == (8, 9)
+        assert torch.equal(encoded, native_vae.encode(x).latent_dist.parameters)
 
 
 def test_slicing_equals_the_batch(small_vae, backend):
