@@ -55,7 +55,7 @@ from tests import reference
 jaxtyping.install_import_hook("jax_kernels", "beartype.beartype")  # annotated shapes are checked
 
 A_SLOW_ONE = 20
-"""Work of a slow test, as a number of others."""
+"""Work of a slow test, as a number of quick ones."""
 
 GROWTH = 3 * 2**29
 """Bytes that a test process may grow by before it forgets what it has compiled."""
@@ -123,6 +123,12 @@ def _bounded_memory(kept_bytes):
 def small_vae():
     """Stock diffusers, small, in float32: the reference."""
     return reference.small_vae()
+
+
+@pytest.fixture(scope="session")
+def shallow_vae():
+    """Return stock diffusers with the fewest ResNet blocks, for what compiles long."""
+    return reference.small_vae(**reference.SHALLOW)
 
 
 @pytest.fixture(scope="session")

@@ -86,9 +86,10 @@ def made_up_report(*results, sizes=SIZES[:1]):
 @pytest.mark.usefixtures("torchax_off")
 @pytest.mark.slow
 def test_a_tiny_run_writes_every_field(model_directory, tmp_path, capsys):
-    video = "--frames 1 --height 16 --width 16 --backends torch torchax"
-    arguments = f"{video} --repetitions 1 --warmups 0 --rounds 1 --quiet --json".split()
-    assert cli.main(["bench", *arguments, "--model", str(model_directory), "-o", str(tmp_path)]) == 0
+    video = "--frames 1 --height 16 --width 16"
+    options = "--backends torch torchax --repetitions 1 --warmups 0 --rounds 1 --quiet --json"
+    paths = ["--model", str(model_directory), "-o", str(tmp_path)]
+    assert cli.main(["bench", *video.split(), *options.split(), *paths]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found == json.loads((tmp_path / "ab.json").read_text())
     assert found.keys() >= {"format", "date", "commit", "versions", "host", "options", "results"}

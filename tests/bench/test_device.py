@@ -120,7 +120,7 @@ FEW = ["kernels", "prompt"]
 @pytest.mark.parametrize("jobs", [FEW, [job for job in ladder.JOBS if job not in FEW]], ids=["few", "others"])
 @pytest.mark.slow_cases("others")
 def test_a_run_measures_its_jobs_by_the_port_and_its_peers(jobs, tiny, monkeypatch, tmp_path, capsys):
-    """One kernel in a process of its own; the other jobs in this one, which has imported everything."""
+    """A kernel of the few in a process of its own; all else in this one, which has imported everything."""
     started, alone = [], worker.Worker.ask
 
     def ask(self, do, request, environment):

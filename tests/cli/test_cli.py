@@ -92,8 +92,8 @@ def test_the_small_model_is_named_where_none_is_given(clip, capsys, source, outp
 
 
 def test_a_seed_samples_as_diffusers_does(clip, model_directory, small_vae):
-    assert run(*ENCODE, "--backend", "torch", "--seed", 1) == 0
-    want = small_vae.encode(pixels(clip)).latent_dist.sample(torch.Generator("cpu").manual_seed(1))
+    assert run(*ENCODE, "--backend", "torch", "--seed", 7) == 0
+    want = small_vae.encode(pixels(clip)).latent_dist.sample(torch.Generator("cpu").manual_seed(7))
     assert reference.largest_error(latents.load("new.safetensors").tensor, want) < 1e-5
 
 
@@ -378,29 +378,34 @@ def test_reconstruct_keeps_times_and_sound_and_says_what_it_cannot(model_directo
 
 
 RATES = ["0", "-3", "0/1", "1/0", "nan", "inf", "fast", "1e-9", "1e12", "1e99999999"]
-NO_ARGUMENTS = [
-    *(
-        ((*command, "-o", "new.mp4", "--fps", rate), f"--fps: {rate} is no frame rate: give a number above 0")
-        for command in (("decode", "no.file"), ("reconstruct", "no.file"), ("generate",))
-        for rate in RATES
-    ),
-    *(
-        (("compile", size), "argument FRAMESxHEIGHTxWIDTH: got a video of")
-        for size in ("49x480", "0x16x24", "5x15x24", "axbxc")
-    ),
-    # The prefix of an option is no option.
-    (
-        ("generate", "--model", "any", "--prompt", "a panda", "-o", "any.mp4", "--guidance", "1"),
+WRONG_ARGUMENTS = {
+    "no height": ("compile 49x480", "argument FRAMESxHEIGHTxWIDTH: got a video of"),
+    "no frames": ("compile 0x16x24", "argument FRAMESxHEIGHTxWIDTH: got a video of"),
+    "an odd height": ("compile 5x15x24", "argument FRAMESxHEIGHTxWIDTH: got a video of"),
+    "letters": ("compile axbxc", "argument FRAMESxHEIGHTxWIDTH: got a video of"),
+    "the prefix of an option": (
+        "generate --model any --prompt panda -o any.mp4 --guidance 1",
         "unrecognized arguments: --guidance 1",
     ),
-]
+}
 
 
-@pytest.mark.parametrize(("arguments", "words"), NO_ARGUMENTS)
-def test_an_argument_that_is_none_is_refused_before_anything_is_read(arguments, words, capsys):
+def check_refused(capsys, arguments, words):
     with pytest.raises(SystemExit, match=f"^{cli.USER_ERROR}$"):
-        cli.main([*arguments])
+        cli.main(arguments.split())
     assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("arguments", "words"), WRONG_ARGUMENTS.values(), ids=WRONG_ARGUMENTS)
+def test_a_wrong_argument_is_refused_before_anything_is_read(arguments, words, capsys):
+    check_refused(capsys, arguments, words)
+
+
+@pytest.mark.parametrize("command", ["decode no.file", "reconstruct no.file", "generate"])
+@pytest.mark.parametrize("rate", RATES)
+def test_a_frame_rate_that_is_none_is_refused_before_anything_is_read(command, rate, capsys):
+    words = f"--fps: {rate} is no frame rate: give a number above 0"
+    check_refused(capsys, f"{command} -o new.mp4 --fps {rate}", words)
 
 
 @pytest.mark.parametrize("rate", ["8", "29.97", "30000/1001"])
@@ -409,12 +414,12 @@ def test_a_frame_rate_is_taken_as_a_number_or_a_fraction(rate):
 
 
 def test_what_is_written_may_be_read_by_those_whom_the_umask_lets(latent_file, clip):
-    with umask_of(0o027):
+    with umask_of(0o007):
         for command in (ENCODE, DECODE, ("demo", clip, "--frames", 5, "-o", "out")):
             assert run(*command, "--backend", "torch") == 0
     written = [Path("new.safetensors"), Path("new.mp4"), *Path("out").iterdir()]
     assert {path.name: oct(path.stat().st_mode & 0o777) for path in written} == dict.fromkeys(
-        ["new.safetensors", "new.mp4", "demo.safetensors", "demo.mp4", "demo.png"], "0o640"
+        ["new.safetensors", "new.mp4", "demo.safetensors", "demo.mp4", "demo.png"], "0o660"
     )
 
 

@@ -1,5 +1,6 @@
 """Support of long work: a profile, programs compiled beforehand, completion, JSON for a program."""
 
+import json
 import re
 from pathlib import Path
 from types import MappingProxyType
@@ -45,7 +46,8 @@ def test_a_profile_names_what_ran_after_the_models_layers(clip, fresh_cache):
 
 @pytest.mark.slow
 def test_what_compile_has_compiled_no_later_process_compiles(clip, fresh_cache, capsys):
-    found = report(capsys, "compile", "5x16x24")
+    assert cli.main(["compile", "5x16x24", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)  # one line without `--quiet` too
     kinds = [(program["kind"], program["size"]) for program in found["programs"]]
     assert kinds == [("decode", "5x16x24"), ("encode", "5x16x24")]
     assert found["compile_cache"] == str(fresh_cache)

@@ -35,6 +35,7 @@ def bar(monkeypatch):
         def update_absolute(self, value, total=None, preview=None):
             seen.append((value, total, preview))
 
+    # `from comfy.utils import ...` asks for this entry alone.
     monkeypatch.setitem(sys.modules, "comfy.utils", types.SimpleNamespace(ProgressBar=ProgressBar))
     return seen
 

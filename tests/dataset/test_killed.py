@@ -23,13 +23,12 @@ STEPS = {
 }
 KILLED = """
 import os, signal, sys
-import pyarrow.parquet, torch
+import pyarrow.parquet, torch  # these here once, not in each child
 from diffusers import AutoencoderKLCogVideoX
 from cogvideox_torchax import cli
 from cogvideox_torchax.dataset import formats, manifest
 from cogvideox_torchax.files import latents as latent_files
 from cogvideox_torchax.files import video
-from cogvideox_torchax.files.whole import OutputError
 
 die = lambda: os.kill(os.getpid(), signal.SIGKILL)
 done = []

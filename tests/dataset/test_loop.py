@@ -54,14 +54,16 @@ def test_an_error_of_one_clip_is_its_own_and_one_of_the_program_ends_the_loop(er
         return job
 
     halves, kept, refused = {"read": lambda job: job, "compute": lambda job: job, half: fail}, [], []
-    given = (
-        *(range(3), halves["read"], halves["compute"]),
-        *(lambda job, _: kept.append(job), lambda job, reason: refused.append((job, reason))),
-    )
+    given = {
+        "jobs": range(3),
+        **halves,
+        "keep": lambda job, _: kept.append(job),
+        "refuse": lambda job, reason: refused.append((job, reason)),
+    }
     if own:
         words = "out of memory" if isinstance(error, MemoryError) else type(error).__name__
-        assert [step.error is None for step in loop.work(*given)] == [True, False, True]
+        assert [step.error is None for step in loop.work(**given)] == [True, False, True]
         assert (kept, refused) == ([0, 2], [(1, str(error) or words)])
     elif (half, type(error)) != ("read", OutputError):
         with pytest.raises(type(error)):
-            list(loop.work(*given))
+            list(loop.work(**given))

@@ -13,7 +13,6 @@ from cogvideox_torchax.files import video
 from cogvideox_torchax.pipelines import generate
 from tests import reference, small_pipelines
 from tests.files.test_video import read_all, write
-from tests.pipelines.test_pipeline_examples import save_lora
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -52,7 +51,7 @@ def test_text_to_video_on_a_mesh_writes_the_video(monkeypatch, capsys):
 def test_image_to_video_with_a_lora_differs_from_the_one_without(monkeypatch):
     pipe = small_pipelines.one_layer("image")
     model = saved(pipe, "image")
-    save_lora(pipe, "lora")
+    small_pipelines.save_lora(pipe, "lora")
     small_pipelines.picture().save("cat.png")
     given = ("--model", model, "--lora", "lora", "--frames", 5, "--steps", 2, "-o", "cat.mp4")
     run("image_to_video_with_a_lora.py", monkeypatch, "cat.png", "a panda", *given)

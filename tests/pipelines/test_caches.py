@@ -96,7 +96,10 @@ def clip(kind, version):
 
 
 def recorded_steps(model):
-    """Return a list of a stock transformer's steps to come: each the number of videos, and a 1 a part run."""
+    """Return a list that gets an entry for each step of a stock transformer.
+
+    An entry is the number of videos, then a 1 for each part that runs.
+    """
     seen = []
     model.patch_embed.register_forward_pre_hook(lambda _, args: seen.append([args[1].shape[0]]))
     parts = [(block.attn1.to_q, block.ff.net[0].proj) for block in model.transformer_blocks]
@@ -113,7 +116,8 @@ def reference(kind, version, name):
         pipe = build(kind, version)
         pipe.transformer.enable_cache(CONFIGS[name](pipe))
         steps = recorded_steps(pipe.transformer)
-        return frames(pipe, kind, **clip(kind, version)), [step == steps[0] for step in steps]
+        found = frames(pipe, kind, **clip(kind, version))
+        return found, [step == steps[0] for step in steps]  # the first step computes everything
 
     return runtime.without_torchax(run)
 

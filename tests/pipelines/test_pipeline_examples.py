@@ -105,23 +105,9 @@ def test_weights_that_were_moved_and_untied_by_hand_are_tied_again_and_stay_so(d
         assert encoder.shared.weight is encoder.encoder.embed_tokens.weight
 
 
-def save_lora(pipe, path):
-    """Add a LoRA to a pipeline's transformer, and save one like it, all its matrices drawn at random."""
-    from peft import LoraConfig
-    from peft.utils import get_peft_model_state_dict
-
-    model, generator = pipe.transformer, torch.Generator().manual_seed(7)
-    model.add_adapter(LoraConfig(r=2, lora_alpha=4, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
-    layers = {
-        name: torch.randn(value.shape, generator=generator) * 0.3
-        for name, value in get_peft_model_state_dict(model).items()
-    }
-    pipe.save_lora_weights(path, transformer_lora_layers=layers)
-
-
 @pytest.fixture
 def lora(directory, tmp_path):
-    save_lora(loaded(directory), tmp_path)
+    small_pipelines.save_lora(loaded(directory), tmp_path)
     return tmp_path
 
 

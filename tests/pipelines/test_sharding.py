@@ -54,7 +54,6 @@ def test_on_tpus_a_program_is_compiled_to_compute_while_it_exchanges():
 WEIGHTS = {
     "transformer_blocks.3.attn1.to_q.weight": P("tp"),
     "transformer_blocks.3.attn1.to_k.base_layer.bias": P("tp"),
-    "transformer_blocks.3.attn1.to_v.weight": P("tp"),
     "transformer_blocks.3.ff.net.0.proj.weight": P("tp"),
     "transformer_blocks.3.attn1.to_out.0.weight": P(None, "tp"),
     "transformer_blocks.3.attn1.to_out.0.bias": P(),
@@ -62,11 +61,7 @@ WEIGHTS = {
     "transformer_blocks.3.norm1.linear.weight": P(None, "tp"),
     "transformer_blocks.3.attn1.norm_q.weight": P(),
     "norm_out.linear.weight": P(),
-    "encoder.block.0.layer.1.DenseReluDense.wi_0.weight": P("tp"),
     "encoder.block.0.layer.1.DenseReluDense.wi_1.weight": P("tp"),
-    "encoder.block.0.layer.1.DenseReluDense.wo.weight": P(None, "tp"),
-    "encoder.block.0.layer.0.SelfAttention.q.weight": P("tp"),
-    "encoder.block.0.layer.0.SelfAttention.o.weight": P(None, "tp"),
     "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight": P(None, "tp"),
     "shared.weight": P(None, "tp"),
 }
@@ -84,6 +79,13 @@ def spread():
 
 
 def test_matrices_are_split_by_their_names(spread):
+    block, layer = spread.transformer.transformer_blocks[0], spread.text_encoder.encoder.block[0].layer
+    attention, feed_forward, dense = block.attn1, block.ff.net, layer[1].DenseReluDense
+    split = [attention.to_q, attention.to_k, attention.to_v, attention.to_out[0], feed_forward[0].proj]
+    split += [feed_forward[2], block.norm1.linear, layer[0].SelfAttention.q, layer[0].SelfAttention.o]
+    for module in (*split, dense.wi_0, dense.wo, spread.text_encoder.shared):
+        array = runtime.array_of(module.weight)
+        assert {shard.data.size for shard in array.addressable_shards} == {array.size // 4}, module
     for network in (spread.transformer, spread.text_encoder):
         for name, weight in network.named_parameters():
             spec = tuple(runtime.array_of(weight).sharding.spec)

@@ -14,7 +14,7 @@ TINY = {
     **TWO_SHALLOW_LEVELS,
     "block_out_channels": (4, 4),
     "norm_num_groups": 2,
-    "latent_channels": 4,
+    "latent_channels": 2,
 }
 
 

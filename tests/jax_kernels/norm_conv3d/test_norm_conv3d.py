@@ -253,10 +253,10 @@ def test_shards_give_what_one_device_gives(
 def test_shards_have_the_gradients_of_one_device(interpreted_on_mesh):
     operands = inputs((1, 2, 4, 20, 16), 16, cell=2)
 
-    def frames(*operands, **split):
+    def convolved(*operands, **split):
         return norm_conv3d(*operands, num_groups=GROUPS, **split)[0]
 
-    check_gradients(frames, on_mesh(frames, 5, 8, 1, 4), operands, real=20)
+    check_gradients(convolved, on_mesh(convolved, 5, 8, 1, 4), operands, real=20)
 
 
 @pytest.mark.parametrize(

@@ -206,10 +206,17 @@ def test_what_changes_a_part_within_a_layer_is_not_passed_over(stock, change, me
 
 
 def test_an_activation_that_a_norm_would_leave_out_is_refused(stock):
-    model, x = port(copy.deepcopy(stock)), torch.zeros(1, 16, 1, 2, 2)
-    for norm, given in ((model.encoder.norm_out, (x,)), (model.decoder.norm_out, (x[:, :8], x))):
+    model, x = port(copy.deepcopy(stock)), torch.zeros(1, 16, 1, 2, 2)  # latents, and eight channels
+    for norm, given in ((model.encoder.norm_out, (x[:, :8],)), (model.decoder.norm_out, (x[:, :8], x))):
         with pytest.raises(ValueError, match="got activation='silu'"):
             norm(*given, activation="silu")
+
+
+def test_a_changed_epsilon_is_seen(vae, stock):
+    decoded(vae)
+    for model in (vae, stock := copy.deepcopy(stock)):
+        model.decoder.norm_out.norm_layer.eps = 0.5
+    assert decodes_as(vae, stock)
 
 
 @pytest.mark.parametrize(
