@@ -106,7 +106,7 @@ def test_every_length_decodes(frames, decoder, shallow_vae, traced):
 
 @pytest.mark.parametrize(("frames", "larger"), [(1, 3), (9, 1), (10, 1), (13, 1), (16, 1)])
 @pytest.mark.parametrize("encoder", BUILDS, indirect=True)
-@pytest.mark.product_cases(but=["torchax on a mesh-1-3", "torchax-16-1"])
+@pytest.mark.product_cases(but=["torchax-1-3", "flax-16-1", "torchax on a mesh-10-1"])
 @pytest.mark.slow
 def test_every_kind_of_length_encodes(frames, larger, encoder, small_vae, traced):
     # A still of 8 x 24 has too few latents for two errors to compare: 1.13 times, less when larger.
