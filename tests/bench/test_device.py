@@ -302,6 +302,17 @@ def test_without_libtpu_one_line_stands_for_all_estimates(monkeypatch):
     assert f"commit {'a' * 12}+, " in report.markdown(found | {"commit": "a" * 40 + "+"})
 
 
+def test_plan_estimates_the_parts_of_a_job_without_a_device():
+    small = ladder.row("kernels").small
+    task = tasks.Task("kernels group_norm", size=small, dtype="bfloat16", topology="v6e:1x1")
+    assert measure.estimate(task)["seconds"].keys() == {"group_norm"}
+    chunks = tasks.Task("decode", size=Size("5b", 17, 96, 128), dtype="bfloat16", topology="v6e:1x1")
+    works = measure._works(chunks, chunks.size, chunks.mesh(chips.topology_devices(chunks.topology)))
+    assert [work.name for work in works] == ["first", "later"]
+    with pytest.raises(chips.PlanError, match="published shapes alone"):
+        measure.estimate(replace(task, job="step"))
+
+
 def test_estimates_stand_beside_what_they_estimate(monkeypatch, tmp_path):
     monkeypatch.setitem(CPU, "kind", "TPU v6 lite")
     monkeypatch.setattr(ladder, "KERNELS", ("group_norm",))
