@@ -323,6 +323,13 @@ def test_a_rate_varies_where_a_gap_does_by_more_than_rounding(clip, times, tick,
     assert info.variable == is_variable
 
 
+def test_an_even_rate_in_a_files_coarse_ticks_does_not_vary(tmp_path):
+    with av.open(tmp_path / "a.mkv", "w") as container:  # its clock has milliseconds
+        encode(container, moving_frames(), rate=Fraction(30000, 1001))
+    info = video.probe(tmp_path / "a.mkv")
+    assert (info.gaps, info.variable) == ((Fraction(33, 1000), Fraction(34, 1000)), False)
+
+
 @pytest.mark.parametrize("codec", ["aac", "mp3"])  # FFmpeg's decoder of the second is called mp3float
 def test_sound_that_mp4_knows_is_copied_packet_for_packet(tmp_path, codec):
     source = with_sound(tmp_path / "a.mp4", codec=codec)
