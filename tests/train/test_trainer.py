@@ -10,10 +10,16 @@ import torch
 from diffusers import AutoencoderKLCogVideoX
 from torch.nn import functional
 
-from cogvideox_torchax import backends, make_mesh, port
+from cogvideox_torchax import backends, make_mesh, port, runtime
 from cogvideox_torchax.train import start
 from cogvideox_torchax.train.clips import Sampler, Shape, load, parts
-from cogvideox_torchax.train.optimizers import OTHERS_RATE, orthogonal, schedule
+from cogvideox_torchax.train.optimizers import (
+    OTHERS_RATE,
+    CompiledOptimizers,
+    Optimizers,
+    orthogonal,
+    schedule,
+)
 from cogvideox_torchax.train.stages import Plan, TrainingSettings
 from cogvideox_torchax.train.trainer import Trainer
 from tests.train.conftest import TINY
@@ -146,6 +152,28 @@ def test_a_gradient_that_is_not_finite_changes_nothing(stock, sampler, only, kin
     with pytest.raises(FloatingPointError, match="the gradient of step 1 is"):
         training.step()
     assert all(torch.equal(tensor, before[name]) for name, tensor in training.state().items())
+
+
+def test_compiled_optimizers_step_as_the_others():
+    def stepped(kind, move):
+        runtime.enable()
+        generator = torch.Generator().manual_seed(0)
+        shapes = {"conv_in.weight": (4, 2, 3), "tall.weight": (8, 2, 2), "wide.weight": (2, 8), "bias": (4,)}
+        drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        weights = {name: torch.nn.Parameter(move(value)) for name, value in drawn.items()}
+        average = [weight.detach().clone() for weight in weights.values()]
+        optimizers = kind(weights)
+        for _ in range(3):
+            for weight in weights.values():
+                weight.grad = move(torch.randn(weight.shape, generator=generator))
+            optimizers.step(average, 0.5, 0.9)
+        return [
+            runtime.to_torch(value) for value in (*weights.values(), *average, *optimizers.moments.values())
+        ]
+
+    found = stepped(CompiledOptimizers, runtime.to_jax)
+    for got, want in zip(found, runtime.without_torchax(stepped, Optimizers, lambda x: x), strict=True):
+        assert torch.allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(2, 8, 50), (2, 50, 8)])
