@@ -24,9 +24,11 @@ def clip_of(small, name="a.mp4", **options):
     return Clip(name, small.clips / name, **options)
 
 
-def test_a_clip_gives_the_mean_and_the_log_variance_of_diffusers(small, small_vae):
-    found = small.wanted["a.mp4"]
-    wanted = small_vae.encode(read_all(small.clips / "a.mp4") / 127.5 - 1).latent_dist
+@pytest.mark.parametrize("frames", [9, 17], ids=["one chunk", "two chunks"])
+def test_a_clip_gives_the_mean_and_the_log_variance_of_diffusers(small, small_vae, tmp_path, frames):
+    clip = write_clip(tmp_path / "a.mp4", frames=frames)
+    found = small.unit(Clip("a.mp4", clip))
+    wanted = small_vae.encode(read_all(clip) / 127.5 - 1).latent_dist
     assert relative_error(found.tensor, wanted.mean) < FLOAT32_RELATIVE
     assert relative_error(found.logvar, wanted.logvar) < FLOAT32_RELATIVE
     assert found.sample is None

@@ -219,6 +219,9 @@ def test_a_changed_epsilon_of_each_norm_is_seen(vae, stock):
             if isinstance(module, torch.nn.GroupNorm):
                 module.eps = 0.5
     assert decodes_as(vae, stock)
+    given = (torch.randn(1, 8, 1, 2, 4), Z)  # a norm that no convolution follows, as where it has a hook
+    got, _ = vae.decoder.norm_out(*map(runtime.to_jax, given))
+    assert relative_error(runtime.to_torch(got), stock.decoder.norm_out(*given)[0]) < FLOAT32_RELATIVE
 
 
 @pytest.mark.parametrize(
