@@ -192,6 +192,18 @@ def test_a_cache_skips_what_it_skips_in_stock_diffusers(kind, version, placement
     assert all(donated)
 
 
+@pytest.mark.parametrize("name", ["broadcast", "taylor"])
+def test_beside_a_hook_on_attention_a_cache_skips_what_it_skips_without(name):
+    want, computed = reference("text", "5b", name)
+    pipe = port(build(placement="one device"))
+    seen = []
+    pipe.transformer.transformer_blocks[1].attn1.register_forward_hook(lambda *_: seen.append(1))
+    pipe.transformer.enable_cache(CONFIGS[name](pipe))
+    assert relative_error(frames(pipe), want) < TOLERANCE
+    assert pipe.transformer.step_cache.computed == computed
+    assert seen
+
+
 @functools.cache
 def without():
     """Frames of stock diffusers without a cache."""
