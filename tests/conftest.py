@@ -35,7 +35,8 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
         "--xla_backend_optimization_level=0 "
         "--xla_cpu_parallel_codegen_split_count=1 --xla_cpu_collective_call_terminate_timeout_seconds=900"
     )
-    if Version(version("jaxlib")).release < (0, 11):  # a later XLA refuses the flag
+    # XLA of a later jaxlib, or of a later libtpu, refuses the flag: it ends the process.
+    if Version(version("jaxlib")).release < (0, 11) and Version(version("libtpu")).release < (0, 0, 43):
         os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 import contextlib
