@@ -185,6 +185,7 @@ def test_an_answer_is_judged_by_the_contract_of_its_dtype():
         (want + 1.2e-2, "bfloat16", False),
     ):
         assert measure.check(got, want, dtype, 1e-2 if dtype == "bfloat16" else 0.0)["passed"] == passes
+    assert not measure.check(want + 5e-6, want, "float32", 0.0, allowed=0.0)["passed"]
 
 
 def test_nested_compile_spans_count_once():

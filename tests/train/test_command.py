@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from cogvideox_torchax import cli
 from cogvideox_torchax.files import video
-from cogvideox_torchax.train import checkpoints, clips, run
+from cogvideox_torchax.train import checkpoints, clips, report, run
 from cogvideox_torchax.train.stages import TrainingSettings
 from cogvideox_torchax.train.trainer import Trainer
 from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
@@ -233,3 +233,18 @@ def test_a_full_disk_ends_a_training_in_one_line_and_leaves_nothing_half_written
         assert cli.main(arguments("full", *few)) == 1
     assert re.fullmatch(".*too large.*\n", capsys.readouterr().err)
     assert sorted(path.name for path in Path("full").iterdir()) == ["losses.csv", "validation.csv"]
+
+
+def test_curves_are_means_over_equal_parts_of_a_table_of_numbers(tmp_path, monkeypatch):
+    losses, validation = tmp_path / run.LOSSES, tmp_path / run.VALIDATION
+    validation.write_text("step,minutes,clip,psnr,ssim\n")
+    losses.write_text("step,l1,mean_color\n1,0.5,4\n2,0.25,5\n3,1e-7,6\n4,3,7\n")
+    monkeypatch.setattr(report, "POINTS", 2)
+    found = report.curves(losses, validation)
+    assert found == {
+        "losses": {"step": [1.5, 3.5], "l1": [0.375, 1.5], "mean_color": [4.5, 6.5]},
+        "validation": [],
+    }
+    losses.write_text("step,l1\n1,0.5\n2,x\n")
+    with pytest.raises(ValueError, match="could not convert"):
+        report.curves(losses, validation)
