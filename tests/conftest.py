@@ -55,8 +55,8 @@ from tests import reference
 
 jaxtyping.install_import_hook("jax_kernels", "beartype.beartype")  # annotated shapes are checked
 
-A_SLOW_ONE = 20
-"""Work of a slow test, as a number of quick ones."""
+SLOW_WEIGHT = 20
+"""Work of a slow test, counted in quick ones."""
 
 GROWTH = 3 * 2**29
 """Bytes that a test process may grow by before it forgets what it has compiled."""
@@ -69,7 +69,7 @@ def pytest_collection_modifyitems(config, items):
     # The file that starts last may run alone, on one core: files of much work start first.
     work = Counter()
     for item in items:
-        work[item.path] += A_SLOW_ONE if item.get_closest_marker("slow") else 1
+        work[item.path] += SLOW_WEIGHT if item.get_closest_marker("slow") else 1
     items.sort(key=lambda item: (-work[item.path], item.path))
 
 
