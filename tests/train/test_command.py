@@ -246,5 +246,5 @@ def test_curves_are_means_over_equal_parts_of_a_table_of_numbers(tmp_path, monke
         "validation": [],
     }
     losses.write_text("step,l1\n1,0.5\n2,x\n")
-    with pytest.raises(ValueError, match="could not convert"):
+    with pytest.raises(ValueError, match="Cannot convert string 'x'"):
         report.curves(losses, validation)
