@@ -40,6 +40,9 @@ KERNEL_VMEM = 64 * 2**20
 DTYPES = jnp.float32, jnp.bfloat16
 """Dtypes that a Pallas kernel loads."""
 
+PARTLY_UNROLLED = jax.__version_info__ >= (0, 10, 1)
+"""A kernel's loop can be unrolled in part; JAX before 0.10.1 takes 1 or the whole loop."""
+
 
 def pallas_mode(op: str | None = None) -> str:
     """Return the value of the environment variable that `SWITCH` names, "on" if it is not set.

@@ -23,7 +23,7 @@ TOKENS = 512
 ROWS = 16
 """Tokens that are normed at a time: a tile of bfloat16."""
 
-UNROLLED = 4
+UNROLLED = 4 if tiles.PARTLY_UNROLLED else 1
 """Groups of `ROWS` tokens in a loop's body."""
 
 TOKEN_BLOCKS = 512, 384

@@ -13,7 +13,14 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from jax_kernels.common.dispatch import with_derivatives_of
-from jax_kernels.common.tiles import BLOCK_BYTES, SUBLANES, fills_tiles, largest_divisor, tiled_sublanes
+from jax_kernels.common.tiles import (
+    BLOCK_BYTES,
+    PARTLY_UNROLLED,
+    SUBLANES,
+    fills_tiles,
+    largest_divisor,
+    tiled_sublanes,
+)
 from jax_kernels.group_norm import xla
 
 COLUMNS = 16
@@ -22,7 +29,7 @@ COLUMNS = 16
 TOGETHER = 4
 """Columns that a loop reduces together: as many as have their sums in registers."""
 
-UNROLLED = 5
+UNROLLED = 5 if PARTLY_UNROLLED else 1
 """Rows of a loop's body."""
 
 
