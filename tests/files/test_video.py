@@ -163,19 +163,22 @@ def test_a_crop_is_rounded_down_and_cut_out_of_no_smaller_video(clip):
         ("nowhere/clip.mp4", 10, "there is no directory"),
         ("taken.mp4", 10, "it is a directory"),
         ("full", 10, "that is not empty"),
+        ("here", 10, "it is the current directory"),
         ("file", 10, "it is a file"),
         ("file/clip.mp4", 10, "there is no directory"),
         *(("a.mp4", fps, "give a rate above 0") for fps in (0, -3, Fraction(-1, 2), float("nan"))),
     ],
 )
-def test_an_output_that_cannot_be_written_is_named(tmp_path, name, fps, words):
+def test_an_output_that_cannot_be_written_is_named(tmp_path, monkeypatch, name, fps, words):
     (tmp_path / "taken.mp4").mkdir()
     (tmp_path / "full").mkdir()
     (tmp_path / "full/x").touch()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     (tmp_path / "file").touch()
     with pytest.raises(OutputError, match=words), video.writing(tmp_path / name, fps):
         pass
-    assert {path.name for path in tmp_path.iterdir()} == {"taken.mp4", "full", "file"}
+    assert {path.name for path in tmp_path.iterdir()} == {"taken.mp4", "full", "here", "file"}
 
 
 def test_a_video_that_changes_size_midway_is_an_error_that_says_where(tmp_path):
