@@ -290,8 +290,13 @@ COMPILED_CALL = "_compiled_call_impl"
 
 
 def is_offloaded(network: Any) -> bool:
-    """Return whether accelerate moves a network's weights between devices. Needs its attribute `_hf_hook`."""
-    return hasattr(network, "_hf_hook")
+    """Return whether a network's weights are moved between devices, or cast, layer by layer.
+
+    Needs accelerate's attribute `_hf_hook`, and the names of diffusers' hooks in `_diffusers_hook`.
+    """
+    registries = (vars(module).get("_diffusers_hook") for module in network.modules())
+    hooks = {name for registry in registries if registry is not None for name in registry.hooks}
+    return hasattr(network, "_hf_hook") or not hooks.isdisjoint({"group_offloading", "layerwise_casting"})
 
 
 TRACING_EVENTS = (

@@ -137,11 +137,13 @@ class PatchEmbed(CogVideoXPatchEmbed):
         if not self.needs_table(height, width, frames):
             return None
         size = (height, width, frames)
-        # Size and table are read by one look-up: other threads may store another size's table at any time.
-        known_size, table = _TABLES.get(self, (None, None))
-        if known_size != size:
+        # The table depends on the module's numbers too, such as its scales of interpolation.
+        key = (*size, *(value for value in vars(self).values() if isinstance(value, int | float)))
+        # Key and table are read by one look-up: other threads may store another table at any time.
+        known_key, table = _TABLES.get(self, (None, None))
+        if known_key != key:
             table = runtime.to_jax(runtime.without_torchax(upstream.positions, self, *size))
-            _TABLES[self] = size, table
+            _TABLES[self] = key, table
         return table
 
     def use_table(self, table: torch.Tensor) -> None:
@@ -172,5 +174,5 @@ class PatchEmbed(CogVideoXPatchEmbed):
         return embeds if self.table is None else embeds + self.table.to(embeds.dtype)
 
 
-_TABLES: MutableMapping[PatchEmbed, tuple[tuple[int, int, int], torch.Tensor]] = WeakKeyDictionary()
-"""The last size and table of each module; kept here, so that they are neither saved nor copied with it."""
+_TABLES: MutableMapping[PatchEmbed, tuple[tuple[float, ...], torch.Tensor]] = WeakKeyDictionary()
+"""The last table of each module, with its key; kept here, to be neither saved nor copied with the module."""

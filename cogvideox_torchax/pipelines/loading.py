@@ -93,7 +93,7 @@ def load_pipeline(
     directory = _directory(str(pretrained_model_name_or_path), variant, diffusers_options)
     index = read_json(directory / INDEX)
     kind: Any = pipeline_class or getattr(diffusers, index["_class_name"], None)
-    if kind not in PIPELINES:
+    if not (isinstance(kind, type) and issubclass(kind, PIPELINES)):
         raise ModelError(
             f"{directory} holds a {index['_class_name']}: load it by its own class, and port the VAE alone"
         )

@@ -178,11 +178,9 @@ class CompiledNetwork(PortedModel):
     def program_of(self, network: nn.Module) -> runtime.Program:
         """Return the program of `network`, a `network_class` or `CachedStep` around this model.
 
-        The model keeps its programs, by the network's options and its form (what a cached step skips).
+        The model keeps its programs by the network's form, what a cached step skips.
         """
-        options = tuple(sorted(getattr(network, "options", {}).items()))
-        key = (options, getattr(network, "form", None))
-        return runtime.programs_of(self).get(key, network, self._compile_for)
+        return runtime.programs_of(self).get(getattr(network, "form", None), network, self._compile_for)
 
     def build_program(self) -> runtime.Program:
         """Return a new program to inspect its text: the program of a call without `attention_kwargs`."""
@@ -294,7 +292,6 @@ class CogVideoXTransformer3DModel(CompiledNetwork, DiffusersTransformer):
 
     def enable_cache(self, config: Any) -> None:
         """Enable a cache as diffusers does; on JAX, take its hooks off the modules (`take_cache`)."""
-        upstream.cached_block(Block)  # registers the class, which diffusers' caches look up
         super().enable_cache(config)
         if runtime.is_on_jax(self):
             self.take_cache()
@@ -373,6 +370,8 @@ class CogVideoXTransformer3DModel(CompiledNetwork, DiffusersTransformer):
         On JAX a backward pass raises `ValueError`.
         """
         if not on_jax(hidden_states):
+            if runtime.is_on_jax(self):
+                raise ValueError('got a plain tensor for weights on jax: move the inputs .to("jax")')
             return super().forward(
                 hidden_states,
                 encoder_hidden_states,
@@ -509,6 +508,7 @@ def port_network(network: Any) -> Any:
         processor = getattr(module, "processor", None)
         if type(processor) in PROCESSORS:
             processor.__class__ = PROCESSORS[type(processor)]
+    upstream.cached_block(Block)  # registers the class, which diffusers' caches look up
     save_as_stock(network)  # a saved pipeline names the original class: it loads without this package
     if isinstance(network, TransformersT5Encoder):
         # The token embedding is one weight under two names. torch's own `to` with torchax, before `port`, and

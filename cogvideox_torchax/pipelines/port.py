@@ -16,7 +16,7 @@ from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.pipelines import loras, networks
 from cogvideox_torchax.pipelines.scheduler import port_scheduler
-from cogvideox_torchax.runtime.models import PicklesAsStock
+from cogvideox_torchax.runtime.models import PicklesAsStock, PortedModel
 from cogvideox_torchax.sharding import Parallel
 from cogvideox_torchax.vae.torchax.autoencoder import port_vae
 
@@ -79,16 +79,21 @@ def _check_network(network: Any, mesh: Any, parallel: Parallel | None) -> None:
     if not issubclass(ported_kind, networks.CompiledNetwork):
         raise ValueError(
             f"port got a pipeline with a {kind.__name__}: it takes CogVideoXTransformer3DModel and "
-            "T5EncoderModel, unquantized, and before torch.compile"
+            "T5EncoderModel, unquantized, and without torch.compile, as JAX compiles them"
         )
-    if upstream.is_offloaded(network):
-        raise ValueError(
-            "port got a pipeline whose weights are offloaded to the CPU: load it again without "
-            "enable_model_cpu_offload(); a mesh splits the weights"
-        )
+    _check_in_place(network)
     mesh = mesh if mesh is not None else getattr(network, "mesh", None)
     if mesh is not None:
         networks.parallelism_of(network, mesh, parallel)  # for its errors alone
+
+
+def _check_in_place(model: Any) -> None:
+    """Raise `ValueError` for a model with hooks that move or cast its weights."""
+    if upstream.is_offloaded(model):
+        raise ValueError(
+            f"the weights of a {type(model).__name__} are offloaded, or cast layer by layer, which does not "
+            "work on JAX: load the pipeline again without it; a mesh splits the weights"
+        )
 
 
 def _port_from_pipe(make: Callable[..., Any], kind: type, pipeline: Any, **options: Any) -> Any:
@@ -161,10 +166,14 @@ class PortedPipeline(PicklesAsStock, DiffusionPipeline):
 
         Each chunk goes to the host while the next is computed.
         """
-        self.transformer._reset_stateful_cache()  # frees the steps' kept arrays for the decoder
+        # Between two steps, where a callback may decode, diffusers' `_current_timestep` is set.
+        if self.transformer is not None and getattr(self, "_current_timestep", None) is None:
+            self.transformer._reset_stateful_cache()  # frees the steps' kept arrays for the decoder
         with runtime.active():
             # The pipelines call the VAE's scaling factor `vae_scaling_factor_image`, for videos too.
             z = 1 / self.vae_scaling_factor_image * latents.permute(0, 2, 1, 3, 4)
+            if _is_users_own(self.vae.decode):  # set on the model, or in a subclass
+                return runtime.to_torch(self.vae.decode(z).sample)
         return torch.cat(list(self.vae.decode_stream(z)), dim=2)
 
 
@@ -180,6 +189,7 @@ def _ported_class(kind: type) -> type:
         Raises:
             NonFiniteError: a step gave NaN or Inf.
         """
+        _check_ported(self)
         port_scheduler(self.scheduler)  # the user may have replaced it
         if runtime.is_on_jax(self.transformer):
             # A step cache may be set by hooks alone, as by diffusers' `apply_first_block_cache`. The model's
@@ -207,7 +217,7 @@ def _ported_class(kind: type) -> type:
 
     members = {
         # `active()` is a decorator too: each call of a method runs with torchax enabled.
-        **{name: runtime.active()(getattr(kind, name)) for name in _added_methods(kind)},
+        **{name: runtime.active()(getattr(kind, name)) for name in _own_methods(kind)},
         "__module__": kind.__module__,
         "__call__": runtime.active()(call),
         "check_inputs": check_inputs,
@@ -220,12 +230,35 @@ def _ported_class(kind: type) -> type:
     return type(kind.__name__, (PortedPipeline, kind), members)
 
 
-def _added_methods(kind: type) -> list[str]:
-    """Return the names of a pipeline class's methods, special ones aside, that `PortedPipeline` lacks."""
+def _check_ported(pipe: Any) -> None:
+    """Raise `ValueError` if a model was replaced, or had its weights offloaded, after `port`."""
+    for name in ("text_encoder", "transformer", "vae"):
+        part = getattr(pipe, name)
+        if not isinstance(part, PortedModel | None):
+            raise ValueError(
+                f"the pipeline's {name}, a {type(part).__name__}, was set after port: call port(pipe) again"
+            )
+        if part is not None and runtime.is_on_jax(part):
+            _check_in_place(part)
+
+
+def _is_users_own(method: Any) -> bool:
+    """Return whether a method is neither diffusers' nor of this package."""
+    return method.__module__.partition(".")[0] not in ("diffusers", __name__.partition(".")[0])
+
+
+def _own_methods(kind: Any) -> list[str]:
+    """Return the names of a pipeline class's methods, special ones aside, that come before our mixin's.
+
+    They are those that `PortedPipeline` lacks, and the user's own decoding.
+    """
     # `kind`, and its bases below diffusers' base.
     classes = kind.__mro__[: kind.__mro__.index(DiffusionPipeline)]
     names = {name for each in classes for name, member in vars(each).items() if inspect.isfunction(member)}
-    return [name for name in names if not name.startswith("__") and not hasattr(PortedPipeline, name)]
+    own = {"decode_latents"} if _is_users_own(kind.decode_latents) else set()
+    return [
+        name for name in names if name in own or not (name.startswith("__") or hasattr(PortedPipeline, name))
+    ]
 
 
 def _on_transformer_device(pipe: Any, table: torch.Tensor) -> torch.Tensor:

@@ -98,7 +98,8 @@ def _host_class(kind: Any) -> type:
         given = bound.arguments
         # A step draws noise in CogVideoX's DPM scheduler (it has this argument), and in DDIM with `eta`.
         draws_noise = "old_pred_original_sample" in given or bool(given.get("eta"))
-        if not draws_noise:  # noise is drawn in the latents' dtype, which then has to stay
+        # Noise is drawn in the latents' dtype, which then has to stay. A subclass may name no arguments.
+        if not draws_noise and "sample" in given:
             # JAX rounds a Python number to the array's dtype before it multiplies, PyTorch does not.
             given["sample"] = given["sample"].float()
         result = kind.step(*bound.args, **bound.kwargs)
@@ -106,7 +107,7 @@ def _host_class(kind: Any) -> type:
         self.log = replace(
             self.log,
             done=self.log.done + 1,
-            timestep=given["timestep"],
+            timestep=given.get("timestep"),
             dtype=latents.dtype,
             # A bool on the device, queued before the next step's network: a device runs in order.
             finite=runtime.all_finite(latents),

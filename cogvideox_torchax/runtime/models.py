@@ -97,6 +97,10 @@ class PortedModel(CopiesWithoutPrograms, nn.Module):
             without_torchax(replace_weights, self, to_torch)
         return super().to(*args, **kwargs)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model; on JAX without what `compile()` made of it, as XLA compiles."""
+        return (self._call_impl if is_on_jax(self) else super().__call__)(*args, **kwargs)
+
     def place(self) -> None:
         """Put the weights on JAX's default device."""
         put_weights(self)

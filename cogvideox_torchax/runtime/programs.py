@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 from cogvideox_torchax.runtime.arrays import jax_dtype
-from cogvideox_torchax.runtime.bridge import array_of, as_array, import_torchax, tensor_of
+from cogvideox_torchax.runtime.bridge import array_of, as_array, import_torchax, on_jax, tensor_of
 from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
 from cogvideox_torchax.runtime.models import PROGRAMS
 from cogvideox_torchax.runtime.profiling import is_profiling, named_layers
 from cogvideox_torchax.runtime.skeleton import skeleton, weightless
 from cogvideox_torchax.runtime.snapshot import Snapshot
-from cogvideox_torchax.runtime.weights import assign, named_tensors
+from cogvideox_torchax.runtime.weights import assign, named_tensors, put_weights
 from cogvideox_torchax.upstream import is_traced
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -273,9 +273,13 @@ class Program:
         """Return the arrays of a network's weights, by name, on the devices where the program takes them.
 
         The network must have the modules of the one that was compiled. Weights on other devices, as after
-        `load_state_dict`, are moved; the network then holds the moved ones.
+        `load_state_dict`, and plain ones, as of a replaced submodule, are moved; the network then holds the
+        moved ones.
         """
         named = named_tensors(network)
+        if not all(map(on_jax, named.values())):
+            put_weights(network)
+            named = named_tensors(network)
         for name, tensor in named.items():
             array = array_of(tensor)
             # An array that is traced, as by a user's `jax.grad`, has no devices.

@@ -255,6 +255,14 @@ def test_what_a_run_kept_that_failed_is_not_reused(ported):
     assert is_as_stock(ported)
 
 
+def test_a_callback_may_decode_between_steps(ported):
+    def decode(pipe, step, timestep, kwargs):
+        assert torch.isfinite(pipe.decode_latents(kwargs["latents"])).all()
+        return {}
+
+    assert is_as_stock(ported, callback_on_step_end=decode)
+
+
 def test_threads_do_not_mix_with_a_transformer_each_or_one_for_both(ported):
     sharing = copy.copy(ported)
     sharing.scheduler = copy.deepcopy(ported.scheduler)

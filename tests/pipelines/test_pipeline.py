@@ -14,7 +14,14 @@ import jax.monitoring
 import jax.numpy as jnp
 import pytest
 import torch
-from diffusers import CogVideoXDPMScheduler, CogVideoXPipeline, DDIMScheduler, DPMSolverMultistepScheduler
+from diffusers import (
+    CogVideoXDDIMScheduler,
+    CogVideoXDPMScheduler,
+    CogVideoXPipeline,
+    DDIMScheduler,
+    DPMSolverMultistepScheduler,
+)
+from diffusers.models.autoencoders.vae import DecoderOutput
 
 from cogvideox_torchax import make_mesh, port, runtime
 from cogvideox_torchax.pipelines import layers, networks
@@ -278,7 +285,22 @@ def test_gradients_of_the_transformer_are_refused_in_words(ported):
             sample.sum().backward()
 
 
-SCHEDULERS = {"DPM": CogVideoXDPMScheduler, "diffusers' DDIM": DDIMScheduler, "a ported one's class": None}
+def test_plain_inputs_for_weights_on_jax_are_refused_in_words(ported):
+    with pytest.raises(ValueError, match="got a plain tensor for weights on jax: move"):
+        ported.transformer(torch.zeros(1, 2, 16, 4, 8), torch.zeros(1, 16, 32), torch.zeros(1))
+
+
+class Forwarding(CogVideoXDDIMScheduler):
+    def step(self, *args, **kwargs):
+        return super().step(*args, **kwargs)
+
+
+SCHEDULERS = {
+    "one that passes arguments on": Forwarding,
+    "DPM": CogVideoXDPMScheduler,
+    "diffusers' DDIM": DDIMScheduler,
+    "a ported one's class": None,
+}
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS.values(), ids=SCHEDULERS)
@@ -364,12 +386,61 @@ def test_frames_leave_chunk_by_chunk(ported, monkeypatch):
 def test_offloaded_or_foreign_weights_are_refused():
     pipe = small_pipelines.build()
     accelerate.cpu_offload(pipe.text_encoder, torch.device("cpu"))
-    with pytest.raises(ValueError, match="load it again without"):
+    with pytest.raises(ValueError, match="^the weights of a T5EncoderModel are offloaded, or cast"):
         port(pipe)
     pipe = small_pipelines.build()
+    host = torch.device("cpu")
+    pipe.transformer.enable_group_offload(host, offload_device=host, offload_type="leaf_level")
+    with pytest.raises(ValueError, match="^the weights of a CogVideoXTransformer3DModel are offloaded, or"):
+        port(pipe)
+    assert not runtime.is_on_jax(pipe.text_encoder)
     pipe.register_modules(transformer=torch.nn.Linear(1, 1))
     with pytest.raises(ValueError, match="with a Linear: it takes CogVideoXTransformer3DModel"):
         port(pipe)
+
+
+def test_what_is_set_after_the_port_is_refused_before_anything_runs():
+    pipe = pipeline(placement="one device")
+    for name, part in (("vae", shared(None)[0]), ("transformer", torch.compile(pipe.transformer))):
+        before = getattr(pipe, name)
+        setattr(pipe, name, part)
+        with pytest.raises(ValueError, match=f"^the pipeline's {name}, a .*, was set after port: call port"):
+            frames(pipe)
+        setattr(pipe, name, before)
+    pipe = port(small_pipelines.one_layer())
+    with runtime.active():
+        pipe.transformer.enable_layerwise_casting(torch.bfloat16, torch.float32)
+    with pytest.raises(ValueError, match="^the weights of a CogVideoXTransformer3DModel are offloaded"):
+        frames(pipe)
+
+
+@pytest.mark.usefixtures("torchax_off")
+def test_a_decode_of_the_users_own_is_used():
+    class Dark(CogVideoXPipeline):
+        def decode_latents(self, latents):
+            return super().decode_latents(latents) / 2
+
+    pipe = runtime.without_torchax(small_pipelines.build, transformer=None)
+    z = torch.full((1, 2, 16, 4, 8), 0.5)
+    want = pipe.decode_latents(z)
+    assert relative_error(port(pipe).decode_latents(runtime.to_jax(z)), want) < TOLERANCE
+    dark = port(Dark(**pipe.components))
+    assert relative_error(runtime.to_torch(dark.decode_latents(runtime.to_jax(z))), want / 2) < TOLERANCE
+    pipe.vae.decode = lambda z: DecoderOutput(sample=z[:, :3] * 0 + 3)
+    assert bool(pipe.decode_latents(runtime.to_jax(z)).eq(3).all())
+
+
+def test_options_of_a_call_are_compiled_in_and_only_the_last_ones_kept(ported):
+    def program(**options):
+        return model.program_of(networks.TransformerStep(model, options))
+
+    model = ported.transformer
+    first, listed = program(scale=0), [1]
+    assert program(scale=0) is first
+    assert program(other=listed) is program(other=listed) is not first
+    for scale in range(1, 5):
+        program(scale=scale)
+    assert program(scale=0) is not first
 
 
 @pytest.mark.parametrize(
@@ -415,6 +486,9 @@ def test_a_table_of_positions_is_that_of_the_size_whatever_other_threads_ask_for
 
     embed = pipeline("text", "2b", "one device").transformer.patch_embed
     want = embed.table_for(6, 8, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(embed, "spatial_interpolation_scale", 4.0)
+        assert not torch.equal(runtime.to_torch(embed.table_for(6, 8, 2)), runtime.to_torch(want))
     monkeypatch.setattr(layers, "_TABLES", Replaced())
     assert torch.equal(runtime.to_torch(embed.table_for(6, 8, 2)), runtime.to_torch(want))
 

@@ -42,7 +42,7 @@ def test_every_layout_loads_whether_or_not_torchax_is_on(
 
 
 def test_dtype_is_the_one_asked_for(model_directory):
-    assert load(model_directory, torch_dtype=torch.bfloat16).dtype == torch.bfloat16
+    assert load(model_directory, torch_dtype=torch.bfloat16, use_safetensors=True).dtype == torch.bfloat16
 
 
 def _edit_config(directory, **changes):

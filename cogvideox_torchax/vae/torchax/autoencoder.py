@@ -115,6 +115,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
             ModelError: a `ValueError` that says what is missing or wrong, and what to do.
         """
         name = pretrained_model_name_or_path
+        diffusers_options.pop("use_safetensors", None)  # nothing else is read
         hub_options = {
             option: diffusers_options.pop(option) for option in HUB_OPTIONS & diffusers_options.keys()
         }

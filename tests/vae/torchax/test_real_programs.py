@@ -128,6 +128,11 @@ def test_a_replaced_part_is_run_and_the_one_before_is_let_go(vae):
     vae.decoder.mid_block.resnets[0] = reference.on_jax(copy.deepcopy(inner)).decoder.mid_block.resnets[0]
     other.decoder.mid_block.resnets[0] = inner.decoder.mid_block.resnets[0]
     assert decodes_as(vae, other)
+    vae.decoder.conv_out, other.decoder.conv_out = (
+        copy.deepcopy(inner.decoder.conv_out),
+        inner.decoder.conv_out,
+    )
+    assert decodes_as(vae, other)  # a plain, stock part
 
 
 @pytest.mark.usefixtures("torchax_off")
@@ -470,6 +475,7 @@ def test_what_torch_compile_makes_of_it_is_neither_traced_nor_traced_for(vae):
     assert torch.equal(decoded(vae), before)
     assert vars(vae)[PROGRAMS] is programs
     assert [len(kept) for kept in programs._kept.values()] == [1]
+    assert runtime.on_jax(vae(runtime.to_jax(reference.video(1, height=16, width=16))).sample)
     copied, pickled = copy.deepcopy(vae), pickle.loads(pickle.dumps(vae))
     assert copied._compiled_call_impl is pickled._compiled_call_impl is None
 
