@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from cogvideox_torchax.cli import common, devices
 from cogvideox_torchax.dataset import clip, decoding, formats, loop, manifest, sources
@@ -70,7 +71,8 @@ def encode(args: argparse.Namespace) -> int:
 
                 # "" is `--ray` without an address.
                 steps = ray.work(directory, config, args.ray or None, actors=args.actors)
-            return _run_loop(args, steps, directory)
+            found = _run_loop(args, steps, directory)
+    return _print_report(args, *found)  # after the block, in which stdout may go to stderr
 
 
 def decode(args: argparse.Namespace) -> int:
@@ -98,13 +100,14 @@ def decode(args: argparse.Namespace) -> int:
             unit.check(first)
             # Writes the settings to the directory; raises if an earlier run's videos have other settings.
             directory.begin(unit.config.fixed_settings(unit.model_sha256))
-        return _run_loop(args, directory.work(unit, readers=args.workers or loop.READERS), directory)
+        found = _run_loop(args, directory.work(unit, readers=args.workers or loop.READERS), directory)
+    return _print_report(args, *found)
 
 
 def _run_loop(
     args: argparse.Namespace, steps: Iterable[loop.Step], directory: manifest.OutputDirectory
-) -> int:
-    """Run a loop over clips under a progress bar; print each bad clip, and the report.
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Run a loop over clips under a progress bar; print each bad clip.
 
     Args:
         args: the command's options.
@@ -112,7 +115,7 @@ def _run_loop(
         directory: the output that the loop writes.
 
     Returns:
-        The exit code: 1 where clips are bad, of this run or of an earlier one, else 0.
+        The report, and the reasons of clips that are bad, of this run or of an earlier one, by id.
     """
     clock = common.announcing_clock(args)
     count = 0
@@ -138,6 +141,11 @@ def _run_loop(
         "total_s": seconds,
         "clips_a_second": count / seconds,
     }
+    return report, bad
+
+
+def _print_report(args: argparse.Namespace, report: dict[str, Any], bad: dict[str, str]) -> int:
+    """Print the results of `_run_loop`; return the exit code: 1 where clips are bad, else 0."""
     common.print_report(report, args.json)
     if bad:
         # The first five ids and the number of further ones: the line stays short.

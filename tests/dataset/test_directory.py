@@ -76,6 +76,21 @@ def test_two_shares_make_what_one_process_makes(small, encoded, tmp_path, monkey
     assert len(list(out.glob("manifest-*.jsonl"))) == 2
 
 
+def test_connected_processes_report_when_the_block_that_redirects_stdout_has_ended(
+    small, tmp_path, monkeypatch, capsys
+):
+    within = []
+    monkeypatch.setattr("cogvideox_torchax.sharding.connect", lambda *_, **__: None)
+    monkeypatch.setattr(
+        "cogvideox_torchax.sharding.wait_for_all", lambda: within.append(capsys.readouterr().out)
+    )
+    assert encode(small, tmp_path / "out", "--distributed", "--json") == 1
+    assert (within, json.loads(capsys.readouterr().out)["clips"]) == ([""], len(GOOD))
+    decode = ["decode", str(tmp_path / "out"), "-o", str(tmp_path / "videos"), *OPTIONS]
+    assert cli.main([*decode, "--distributed", "--json"]) == 0
+    assert (within, json.loads(capsys.readouterr().out)["clips"]) == (["", ""], len(GOOD))
+
+
 def test_a_list_gives_captions_sizes_and_ids(small, tmp_path):
     lines = [
         {"path": str(small.clips / "a.mp4"), "caption": "One.", "frames": 5},
