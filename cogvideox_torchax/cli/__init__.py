@@ -53,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parser().parse_args(argv)  # imports every command's module, and so torch
     try:
         quiet_libraries(bars=not args.quiet)
+        if args.distributed and args.profile is not None:  # a profile starts JAX, before processes connect
+            raise ValueError("--profile records a single process: leave out --distributed")
         with contextlib.nullcontext() if args.profile is None else profiling(args.profile):
             return args.run(args) or 0
     except (KeyboardInterrupt, Exception) as error:
