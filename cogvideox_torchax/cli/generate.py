@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import functools
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
@@ -14,6 +15,7 @@ from cogvideox_torchax.cli import common, devices, options
 from cogvideox_torchax.files import latents as latent_files
 from cogvideox_torchax.files import video, whole
 from cogvideox_torchax.pipelines import cache_options, generate, preview, stages
+from cogvideox_torchax.vae import memory
 
 FPS = Fraction(8)
 
@@ -49,14 +51,14 @@ COMMAND = options.Command(
         options.Option(
             "--dp",
             group="several devices",
-            type=int,
+            type=options.positive,
             default=1,
             help="mesh: devices for the two batches of guidance (default: 1)",
         ),
         options.Option(
             "--tp",
             group="several devices",
-            type=int,
+            type=options.positive,
             default=1,
             help="mesh: devices for the transformer's tokens (its weights, where this does not divide the "
             "heads), T5's weights and frames' width (default: 1)",
@@ -158,7 +160,10 @@ def _kept(args: argparse.Namespace, latents: latent_files.Latents) -> Iterator[N
     try:
         yield
     except BaseException:
-        common.say(f"the latents are kept: cogvideox-torchax decode {path} -o {args.output}")
+        given = ["-o", args.output, "--dtype", runtime.dtype_name(latents.tensor.dtype)]
+        given += ["--tiling", args.tiling] if args.tiling else []
+        command = shlex.join(["cogvideox-torchax", "decode", str(path), *given])
+        common.say(f"the latents are kept: {command}")
         raise
     path.unlink()
 
@@ -178,6 +183,7 @@ def _sample_latents(args: argparse.Namespace) -> tuple[Any, latent_files.Latents
     request = stages.request_from_options(vars(args), model.size, text)
     dtype = common.parse_dtype(request.dtype)
     generate.check(request, model)
+    memory.check_tiling(args.tiling, model.spatial_compression_ratio)
     cache_config = None
     if args.cache:  # before the weights are loaded, so that a wrong --cache is refused at once
         cache_config = cache_options.config_of(

@@ -383,6 +383,7 @@ WRONG_ARGUMENTS = {
     "no frames": ("compile 0x16x24", "argument FRAMESxHEIGHTxWIDTH: got a video of"),
     "an odd height": ("compile 5x15x24", "argument FRAMESxHEIGHTxWIDTH: got a video of"),
     "letters": ("compile axbxc", "argument FRAMESxHEIGHTxWIDTH: got a video of"),
+    "no device": ("generate --dp 0", "argument --dp: 0 is not a positive number"),
     "the prefix of an option": (
         "generate --model any --prompt panda -o any.mp4 --guidance 1",
         "unrecognized arguments: --guidance 1",

@@ -165,12 +165,13 @@ def test_a_failed_decode_loses_nothing(models, monkeypatch, capsys):
         patch.setattr(
             "cogvideox_torchax.cli.common.decode_to", Mock(side_effect=RuntimeError("out of memory"))
         )
-        assert generate(models("text"), output="frames/") == 1
+        assert generate(models("text"), "--tiling", "8x16", output="my frames/") == 1
         assert generate(models("text"), "--save-stages", "kept") == 1
-    said, kept = capsys.readouterr().err, Path("frames.latents.safetensors")
+    said, kept = capsys.readouterr().err, Path("my frames.latents.safetensors")
     assert said.count("out of memory") == 2
-    assert f"the latents are kept: cogvideox-torchax decode {kept} -o frames/" in said
-    assert not Path("frames").exists()
+    advised = f"cogvideox-torchax decode '{kept}' -o 'my frames/' --dtype float32 --tiling 8x16"
+    assert f"the latents are kept: {advised}\n" in said
+    assert not Path("my frames").exists()
     assert torch.equal(latents.load(kept).tensor, latents.load(stages.path_of("kept", "latents")).tensor)
     kept.unlink()
     assert generate(models("text"), "--save-stages", "kept", "--from-stage", "latents") == 0
@@ -221,6 +222,7 @@ BAD = {
     "no such image": ("image", ["--image", "none.png"], "No such file"),
     "not a clip": ("text", ["--video", "picture.png"], r"1 frames, 5 are wanted|cannot be read as a video"),
     "too few frames": ("text", ["--video", "clip.mp4", "--frames", 11], "has 9 frames, 11 are wanted"),
+    "tiles": ("text", ["--tiling", "9x16"], "got tiles of 9 x 16 pixels"),
     "mesh": ("text", ["--tp", 99], "99 devices, where there are 8"),
     "dtype": ("text", ["--dtype", "int8"], "unknown dtype"),
     "a preview in JPEG": ("text", ["--preview", "steps.jpg"], "goes into a .png file"),

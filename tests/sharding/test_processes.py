@@ -208,7 +208,7 @@ def test_what_came_before_a_failure_is_read(tmp_path, monkeypatch):
 WRONG = {
     "no --distributed": (["--processes", 2], "got --processes 2 for a single process: add --distributed"),
     "one of two": (["--distributed", "--processes", 2], "pass both"),
-    "a profile": (["--distributed", "--profile", "prof"], "--profile records a single process: leave out --d"),
+    "a profile": (["--distributed", "--profile", "prof"], "--profile records a single process"),
     "torch": (["--backend", "torch", "--tp", 8], "torch runs on one device: leave out --tp"),
     "too many devices": (["--tp", 9], "a mesh of dp=1 x tp=9, 9 devices, where there are 8"),
 }
