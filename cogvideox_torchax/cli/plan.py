@@ -11,10 +11,11 @@ from cogvideox_torchax.cli import options
 from cogvideox_torchax.files import reports, whole
 from cogvideox_torchax.pipelines.cache_options import config_of
 
-BACKEND, TOPOLOGY = "torchax", "v6e:1x1"
+TOPOLOGY = "v6e:1x1"
 ONLY = {
     **dict.fromkeys(("backend", "tiling", "no_advice", "layers", "encode", "save_hlo"), ("vae",)),
     **dict.fromkeys(("no_guidance", "parallel", "cache", "skips"), ("step",)),
+    **dict.fromkeys(("frames", "height", "width"), ("vae", "step", "train-step")),
 }
 """By option, the values of `--network` that it goes with; other options go with all."""
 
@@ -51,7 +52,7 @@ COMMAND = options.Command(
             "--tp", group="chips", type=int, default=1, help="mesh: devices that a width is split over"
         ),
         options.Option(
-            "--backend", group="program", choices=names(Use.PLAN), default=BACKEND, help="whose programs"
+            "--backend", group="program", choices=names(Use.PLAN), default="torchax", help="whose programs"
         ),
         options.Option(
             "--tiling",
@@ -135,11 +136,13 @@ COMMAND = options.Command(
 
 def check(args: argparse.Namespace) -> None:
     """Raise `ValueError` for options that would have no effect, given the other options."""
-    # `ONLY` has, by option, the values of --network that it goes with. None, False and BACKEND are the
-    # defaults of these options: any other value was passed.
+    # `ONLY` has, by option, the values of --network that it goes with. A value other than the default shows
+    # that an option was passed.
+    defaults = {option.flags[0]: option.settings.get("default") for option in COMMAND.options}
     for name, networks in ONLY.items():
-        if args.network not in networks and getattr(args, name) not in (None, False, BACKEND):
-            raise ValueError(f"--{name.replace('_', '-')} does not go with --network {args.network}")
+        flag = f"--{name.replace('_', '-')}"
+        if args.network not in networks and (getattr(args, name) or None) != defaults[flag]:
+            raise ValueError(f"{flag} does not go with --network {args.network}")
     if args.cache:
         config_of(args.cache, steps=50, guided=not args.no_guidance)  # raises for an unknown cache
     has_skips, is_first_block = args.skips is not None, (args.cache or "").startswith("first-block")

@@ -96,13 +96,12 @@ def _plan_network(
         tokens = networks.transformer_config(args.model).get("max_text_seq_length", 226)  # diffusers' default
         plan = networks.plan_prompt(args.model, vae.dtype, devices, chip, tokens=tokens, **mesh)
     else:
-        scale = vae.spatial_compression_ratio
-        frames = (args.frames - 1) // vae.config["temporal_compression_ratio"] + 1
-        # The transformer's input is latents, and so are these sizes.
+        # The transformer's input is latents, and so are these sizes. A job checks the size of its video.
+        _chunks, (_, height, width) = jobs.Job(DECODE, args.frames, args.height, args.width).chunk_shapes(vae)
         options = {
-            "frames": frames,
-            "height": args.height // scale,
-            "width": args.width // scale,
+            "frames": (args.frames - 1) // vae.config["temporal_compression_ratio"] + 1,
+            "height": height,
+            "width": width,
             "guided": not args.no_guidance,
             "parallel": args.parallel,
             **mesh,

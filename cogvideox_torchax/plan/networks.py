@@ -106,8 +106,17 @@ class NetworkPlan:
 
 
 def weightless_transformer(model: str | None, dtype: torch.dtype, layers: int) -> Any:
-    """Return a ported transformer of `layers` layers and no weights; `model` as for `transformer_config`."""
-    return port_network(transformer({**transformer_config(model), "num_layers": layers}, dtype))
+    """Return a ported transformer of `layers` layers and no weights; `model` as for `transformer_config`.
+
+    Raises:
+        PlanError: a model that has no transformer.
+    """
+    config = transformer_config(model)
+    if "num_layers" not in config:  # of a VAE
+        raise PlanError(
+            f"{model} has no transformer: give a whole pipeline, or one of {', '.join(TRANSFORMERS)}"
+        )
+    return port_network(transformer({**config, "num_layers": layers}, dtype))
 
 
 def transformer(config: dict[str, Any], dtype: torch.dtype, device: str = "meta") -> Any:

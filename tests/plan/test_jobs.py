@@ -204,6 +204,13 @@ def test_the_kept_plans_are_of_commands_that_are_taken(words):
             ["--platform", "cpu", "--model", str(DEMO_MODEL), "--network", "prompt"],
             "has no T5 text encoder: give a whole pipeline",
         ),
+        (
+            ["--platform", "cpu", "--model", str(DEMO_MODEL), "--network", "step"],
+            "has no transformer: give a whole pipeline",
+        ),
+        (["--platform", "cpu", "--network", "step", "--height", "70"], "both must be multiples of 8"),
+        (["--platform", "cpu", "--network", "step", "--frames", "0"], "at least one is needed"),
+        (["--network", "prompt", "--frames", "0"], "--frames does not go with --network prompt"),
         (["--parallel", "context"], "--parallel does not go with --network vae"),
     ],
 )
