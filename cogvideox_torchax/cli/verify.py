@@ -75,7 +75,10 @@ def run(args: argparse.Namespace) -> int:
         "video": args.video or "noise",
         "frames": x.shape[2],
         "size": f"{x.shape[3]} x {x.shape[4]}",
-        "device": common.device_name("torchax" if "torchax" in args.backends else "torch"),
+        # JAX's device if a backend runs on it.
+        "device": common.device_name(
+            max(args.backends, key=lambda name: backends.backend(name).compiled_by_jax)
+        ),
     }
     found, page = report.as_json(results, about), report.markdown(results, about)
     if output is not None:

@@ -113,9 +113,12 @@ def draw_layers(results: list[Result], path: Path) -> None:
     values = [layer.relative for result in results for layer in result.layers]
     floor = min((value for value in values if value > 0), default=1e-7) / 3  # 1e-7 if all are exact
     markers = "os^Dvx"  # matplotlib's names of shapes: lines that cover each other remain distinct
+    # A build may lack a layer of the other builds: a layer's place is the one in the longest list.
+    names = [layer.name for layer in max((result.layers for result in results), key=len)]
     for index, result in enumerate(results):
         heights = [max(layer.relative, floor) for layer in result.layers]
         axes.semilogy(
+            [names.index(layer.name) for layer in result.layers],
             heights,
             marker=markers[index % len(markers)],
             markersize=4,
@@ -123,7 +126,6 @@ def draw_layers(results: list[Result], path: Path) -> None:
         )
     axes.axhline(floor, color="0.8", linewidth=0.8)
     axes.text(0, floor, "exact", va="bottom", color="0.5", fontsize=8)
-    names = [layer.name for layer in results[0].layers]
     axes.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
     axes.set(
         ylabel="largest difference / largest reference value",

@@ -139,13 +139,31 @@ def test_psnr_of_known_values():
     assert psnr(torch.full((4,), 0.2), torch.zeros(4), 2.0) == pytest.approx(20)
 
 
-def test_the_command_writes_json_tables_and_a_picture(model_directory, tmp_path, capsys, torchax_off):
-    arguments = ["verify", "--model", str(model_directory), "--backends", "torch", "--frames", "5"]
+def test_a_layers_error_is_drawn_at_its_own_name(monkeypatch):
+    """The Flax build has no `decoder.norm_out`; its list is the shorter one, and the first."""
+    drawn, named = [], types.SimpleNamespace
+    monkeypatch.setattr(report, "save_figure", lambda figure, _: drawn.append(figure.axes[0]))
+    results = [
+        named(backend="any", dtype="any", layers=[named(name=name, relative=0.1) for name in names])
+        for names in ("ac", "abc")
+    ]
+    report.draw_layers(results, "any.png")
+    (axes,) = drawn
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["a", "b", "c"]
+    assert [list(line.get_xdata()) for line in axes.lines[:2]] == [[0, 2], [0, 1, 2]]
+
+
+def test_the_command_writes_json_tables_and_a_picture(
+    model_directory, tmp_path, capsys, torchax_off, monkeypatch
+):
+    make = compare.make_candidate
+    monkeypatch.setattr(compare, "make_candidate", lambda _, *more: make("torch", *more))  # for Flax too
+    arguments = ["verify", "--model", str(model_directory), "--backends", "torch", "flax", "--frames", "5"]
     arguments += ["--height", "16", "--width", "24", "--quiet"]
     assert cli.main([*arguments, "-o", str(tmp_path / "out"), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads((tmp_path / "out" / "verify.json").read_text())
-    assert printed["format"] == report.FORMAT
+    assert (printed["format"], printed["device"]) == (report.FORMAT, "8 x cpu"), "JAX's device"
     fields = {"name", "mean", "largest", "relative", "rms", "chunk"}
     assert printed["results"][0]["layers"][0].keys() == fields
     assert (tmp_path / "out" / "verify.png").read_bytes().startswith(b"\x89PNG")
