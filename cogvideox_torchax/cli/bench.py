@@ -67,7 +67,9 @@ DEVICE = (
     _device(
         "--tp", type=options.positive, help="mesh: devices that a width is split over (default: one device)"
     ),
-    _device("--limit", type=float, metavar="SECONDS", default=1800.0, help="for one job (default: 1800)"),
+    _device(
+        "--limit", type=options.positive, metavar="SECONDS", default=1800, help="for one job (default: 1800)"
+    ),
 )
 """Options of the measurement of a device."""
 

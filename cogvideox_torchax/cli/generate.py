@@ -33,7 +33,7 @@ COMMAND = options.Command(
         _request("--strength", type=float, help="how far from --video to go, 0 to 1 (default: 0.8)"),
         _sampling("--num-inference-steps", type=int, help="denoising steps (default: 50)"),
         _sampling("--guidance-scale", type=float, help="classifier-free guidance, 1 for none (default: 6)"),
-        _sampling("--seed", type=int, help="of the noise (default: 0)"),
+        _sampling("--seed", type=options.seed, help="of the noise (default: 0)"),
         options.Option("--frames", group="size", type=int, help="how many (default: the model's)"),
         options.Option(
             "--height", group="size", type=options.positive, help="in pixels (default: the model's)"

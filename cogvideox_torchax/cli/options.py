@@ -79,6 +79,14 @@ def positive(text: str) -> int:
     return value
 
 
+def seed(text: str) -> int:
+    """Return the seed that a text names, a whole number that PyTorch's generators and NumPy's take."""
+    value = int(text)
+    if not 0 <= value < 2**64:
+        raise argparse.ArgumentTypeError(f"got {value}: give 0 to {2**64 - 1}")
+    return value
+
+
 def argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
     """Return `read` as a `type` for argparse, which then prints the message of a `ValueError` of `read`."""
 
@@ -152,7 +160,7 @@ JSON = Option("--json", group=REPORT, action="store_true", help="print the repor
 QUIET = Option("--quiet", group=REPORT, action="store_true", help="no progress bars")
 VIDEO_OUTPUT = output("an .mp4 or .gif file, or a directory for PNG frames", required=True)
 FPS = Option("--fps", type=frame_rate, help="frames a second (default: the source's)")
-SEED = Option("--seed", type=int, help="sample the posterior with this seed instead of its mode")
+SEED = Option("--seed", type=seed, help="sample the posterior with this seed instead of its mode")
 TILING = Option(
     "--tiling",
     nargs="?",

@@ -52,7 +52,9 @@ COMMAND = options.Command(
             default=64,
             help="of the square crops, in pixels, a multiple of 16 (default: 64)",
         ),
-        _batches("--seed", type=int, default=0, help="of first weights, batches and noise (default: 0)"),
+        _batches(
+            "--seed", type=options.seed, default=0, help="of first weights, batches and noise (default: 0)"
+        ),
         _batches(
             "--settings",
             metavar="FILE",

@@ -278,8 +278,8 @@ def framing(info: VideoInfo, *, multiple: int, height: int | None, width: int | 
         crop: whether to cut out the middle instead of resizing; sides are then rounded down to multiples.
 
     Raises:
-        VideoError: sides that are no multiples, for which the message offers the crop; a size that is too
-            large, or larger than the video to crop.
+        VideoError: sides that are no multiples, for which the message offers the crop if it fits; a size that
+            is too large, or larger than the video to crop.
     """
     if not crop and height and not width:
         width = max(round(height * info.shape / multiple), 1) * multiple
@@ -292,8 +292,9 @@ def framing(info: VideoInfo, *, multiple: int, height: int | None, width: int | 
     cropped_height, cropped_width = (
         max(side // multiple * multiple, multiple) for side in (chosen_height, chosen_width)
     )
+    can_crop = cropped_height <= info.height and cropped_width <= info.width
     if crop:
-        if cropped_height > info.height or cropped_width > info.width:
+        if not can_crop:
             raise VideoError(
                 f"cannot crop {info.height} x {info.width} pixels to {cropped_height} x {cropped_width}"
             )
@@ -301,8 +302,9 @@ def framing(info: VideoInfo, *, multiple: int, height: int | None, width: int | 
     if (chosen_height, chosen_width) != (cropped_height, cropped_width):
         raise VideoError(
             f"{info.path.name} in {chosen_height} x {chosen_width} pixels (height x width): both must be "
-            f"multiples of {multiple}; pass --crop for {cropped_height} x {cropped_width}, "
-            "or --height and --width to resize"
+            f"multiples of {multiple}; pass "
+            + (f"--crop for {cropped_height} x {cropped_width}, or " if can_crop else "")
+            + "--height and --width to resize"
         )
     return Framing(chosen_height, chosen_width)
 

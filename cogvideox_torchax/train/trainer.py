@@ -78,8 +78,8 @@ class Trainer:
         """
         plan, number = self.plan, self.step_number
         x = self._sampler.batch(number, plan.shape(number))
-        # Below a million steps no two pairs of seed and step have the same noise.
-        noise = torch.Generator().manual_seed(plan.seed * 1_000_003 + number)
+        # Below a million steps no two pairs of seed, below 2**44, and step have the same noise.
+        noise = torch.Generator().manual_seed((plan.seed * 1_000_003 + number) % 2**64)
         losses = self._losses(x, noise)
         self.vae.zero_grad()
         losses[0].backward()  # the weighted sum

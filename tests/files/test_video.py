@@ -1,3 +1,4 @@
+import dataclasses
 import io
 import struct
 from fractions import Fraction
@@ -154,6 +155,9 @@ def test_a_crop_is_rounded_down_and_cut_out_of_no_smaller_video(clip):
     assert video.framing(info, multiple=16, height=None, width=None, crop=True) == video.Framing(16, 32, True)
     with pytest.raises(video.VideoError, match="cannot crop 24 x 40 pixels to 48 x 32"):
         video.framing(info, multiple=16, height=48, width=None, crop=True)
+    narrow = dataclasses.replace(info, width=6)
+    with pytest.raises(video.VideoError, match="multiples of 8; pass --height and --width to resize"):
+        video.framing(narrow, multiple=8, height=None, width=None, crop=False)
 
 
 @pytest.mark.parametrize(

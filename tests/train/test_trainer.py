@@ -82,12 +82,13 @@ def test_on_jax_a_training_has_the_state_that_it_has_in_pytorch(stock, sampler):
 
 
 def test_a_step_takes_the_batch_of_its_number_and_of_its_shape_in_the_plan(stock, monkeypatch):
-    training = trainer_of(stock, Mock())
+    plan = replace(PLAN, seed=2**64 - 1)  # the largest that the command takes
+    training = trainer_of(stock, Mock(), plan)
     losses = (torch.zeros((), requires_grad=True),) * 5
     monkeypatch.setattr(training, "_losses", Mock(return_value=losses))
-    for _ in range(PLAN.steps):
+    for _ in range(plan.steps):
         training.step()
-    asked = [call(number, PLAN.shape(number)) for number in range(PLAN.steps)]
+    asked = [call(number, plan.shape(number)) for number in range(plan.steps)]
     assert training._sampler.batch.call_args_list == asked
     assert training._losses.call_args.args[0] is training._sampler.batch.return_value
 
