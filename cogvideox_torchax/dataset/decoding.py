@@ -123,7 +123,7 @@ class VideoDirectory(OutputDirectory):
             OutputError: the file of an earlier run is broken, or has another config.
         """
         config = {**config, "fps": None if self._fps is None else str(self._fps)}
-        if not self._load_state(config):
+        while not self._load_state(config):
             self._save_state(config)
 
     def first_latents(self) -> Latents | None:

@@ -15,6 +15,7 @@ get new numbers that begin a new shard.
 import contextlib
 import json
 import os
+import time
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,10 +59,10 @@ def open_manifest(directory: Path, name: str) -> BinaryIO:
     except OSError as error:
         raise OutputError(f"cannot write into {directory}: {error.strerror}") from error
     try:
-        lock(file.fileno())
-    except BlockingIOError as error:
+        lock(file.fileno(), directory / name)
+    except OutputError:
         file.close()
-        raise OutputError(f"another run is writing {directory / name}: wait for it, or end it") from error
+        raise
     file.seek(0)
     # Up to the last newline: `rfind` gives -1, and so an empty file, where there is none.
     file.truncate(file.read().rfind(b"\n") + 1)
@@ -118,6 +119,7 @@ class OutputDirectory:
         self.missing: list[Any] = []  # keys of clips that this process has to make
         self.bad: dict[Any, str] = {}  # by a clip's key, why it cannot be made
         self.done_before = 0  # number of clips that an earlier run has made
+        self._tries = 100  # to write the file with the config, while another process may be writing it
 
     def __enter__(self) -> Self:
         """Open and lock this process's manifest, and find out which clips are missing."""
@@ -176,8 +178,18 @@ class OutputDirectory:
         self.add_line(kind, **{key_name: key, "id": self.clip_id(key)}, **about)
 
     def _save_state(self, config: dict[str, Any], **state: Any) -> None:
-        """Write the config of the clips and further fields, as JSON, to a file of the directory."""
-        reports.write_json(self.directory / self.LIST, {"format": self.FORMAT, "config": config, **state})
+        """Write the config of the clips and further fields, as JSON, to a file of the directory.
+
+        Processes that begin together write it at the same time. Where that fails it is not written, after a
+        pause: the caller loads it again, and calls again where it still lacks something.
+        """
+        try:
+            reports.write_json(self.directory / self.LIST, {"format": self.FORMAT, "config": config, **state})
+        except (FileNotFoundError, OutputError):  # without locks another removes the file in the making
+            self._tries -= 1
+            if not self._tries:
+                raise
+            time.sleep(0.1)
 
     def _load_state(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return the JSON object that an earlier run wrote; an empty one where there is no file.
@@ -291,6 +303,7 @@ class DatasetDirectory(OutputDirectory):
             ids += [None] * (-len(ids) % self.shard_size)  # up to a multiple of the shard's size
             ids += new
             self._save_state(self._config, clips=ids)
+            return self._load_ids()
         return ids
 
     def _count_clip(self, index: int, taken: Container[Path], is_noted: bool) -> None:

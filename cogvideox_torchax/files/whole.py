@@ -103,11 +103,7 @@ def reserved(path: str | Path, suffix: str) -> Iterator[tuple[Path, int]]:
     """
     place = hidden(check_output(path), suffix)
     try:
-        handle = _make_locked(place)
-    except BlockingIOError as error:
-        raise OutputError(
-            f"cannot write {path}: another run is writing it; wait for it, or end it"
-        ) from error
+        handle = _make_locked(place, path)
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror}") from error
     try:
@@ -127,38 +123,48 @@ def hidden(path: str | Path, suffix: str) -> Path:
     return path.with_name(name)
 
 
-def _make_locked(place: Path) -> int:
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Lock a directory for the block, as `lock` does."""
+    with _opened(resolved(directory)) as handle:
+        lock(handle, directory)
+        yield
+
+
+def _make_locked(place: Path, path: str | Path) -> int:
     """Make and lock an empty directory; return its open descriptor, which holds the lock.
 
     A directory that a killed run has left there is removed first, with its files.
 
     Raises:
-        BlockingIOError: another run holds the lock.
+        OutputError: another run, which is writing `path`, holds the lock.
     """
     while True:
         place.mkdir(exist_ok=True)
         # Another run may remove the directory before it is opened, or before it is locked: then try again.
         with contextlib.suppress(FileNotFoundError), _opened(place) as handle:
-            lock(handle)
+            lock(handle, path)
             if _is_still_at(handle, place) and not any(place.iterdir()):
                 return os.dup(handle)  # `_opened` closes `handle`: the copy keeps the lock
             if _is_still_at(handle, place):
                 shutil.rmtree(place)
 
 
-def lock(handle: int) -> None:
-    """Lock an open file or directory until it is closed.
+def lock(handle: int, path: str | Path) -> None:
+    """Lock an open file or directory, for the output `path`, until it is closed.
 
     On a file system without locks nothing is locked, and no error is raised.
 
     Raises:
-        BlockingIOError: another run has locked it.
+        OutputError: another run has locked it.
     """
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if isinstance(error, BlockingIOError):
-            raise
+    with contextlib.suppress(OSError):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise OutputError(
+                f"cannot write {path}: another run is writing it; wait for it, or end it"
+            ) from error
 
 
 def _remove_leftover(place: Path) -> None:

@@ -1,10 +1,13 @@
 """Directories of clips by the command line: formats that others read, what is done is skipped, faults."""
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -89,6 +92,28 @@ def test_connected_processes_report_when_the_block_that_redirects_stdout_has_end
     decode = ["decode", str(tmp_path / "out"), "-o", str(tmp_path / "videos"), *OPTIONS]
     assert cli.main([*decode, "--distributed", "--json"]) == 0
     assert (within, json.loads(capsys.readouterr().out)["clips"]) == (["", ""], len(GOOD))
+
+
+def test_processes_that_begin_together_write_one_list(tmp_path, monkeypatch):
+    barrier, load = threading.Barrier(2), manifest.OutputDirectory._load_state
+    clips = [Clip(f"{number}.mp4", "") for number in range(9)]
+
+    def load_together(directory, config):
+        state = load(directory, config)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            state or barrier.wait(1)  # both go on from here to write the list
+        return state
+
+    def begin(index):
+        shard = manifest.ProcessShard(index, 2)
+        with manifest.DatasetDirectory(tmp_path / "out", {}, clips, process_shard=shard) as directory:
+            assert directory.missing == list(range(index, 9, 2))
+        with VideoDirectory(tmp_path / "out", [], process_shard=shard) as videos:
+            videos.begin({})
+
+    monkeypatch.setattr(manifest.OutputDirectory, "_load_state", load_together)
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(begin, range(2))) == [None, None]
 
 
 def test_a_list_gives_captions_sizes_and_ids(small, tmp_path):

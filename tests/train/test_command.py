@@ -154,6 +154,18 @@ def test_killed_and_resumed_every_loss_is_that_of_a_training_left_alone(whole, m
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
+def test_a_second_training_in_the_directory_of_a_running_one_is_refused(material, refused, monkeypatch):
+    def step(trainer, real=Trainer.step):
+        monkeypatch.setattr(Trainer, "step", real)
+        for more in ([], ["--resume"]):
+            assert "cannot write out: another run is writing it" in refused(*arguments("out", *more))
+        return real(trainer)
+
+    monkeypatch.setattr(Trainer, "step", step)
+    assert cli.main(arguments("out", "--steps", 1)) == 0
+    assert len(table("out/losses.csv")) == 1
+
+
 HEAD = ",".join(run.HEADS[run.VALIDATION]) + "\r\n"
 
 
