@@ -111,6 +111,9 @@ def run(args: argparse.Namespace) -> None:
         parts = clips.parts(args.clips, without=directory)
         sources = clips.load_all(parts, common.say, frames=args.frames, size=args.size, whole=settings.whole)
         held_out = [HeldOut.load(clip, args.frames) for clip in args.validate]
+        names = [clip.name for clip in held_out]
+        if len({*names}) < len(names):
+            raise ValueError(f"got --validate {', '.join(names)}: pictures are named after clips; rename one")
         backend = start.load(
             backends.backend(args.backend),
             devices.mesh_of(args),

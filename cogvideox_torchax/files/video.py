@@ -1,4 +1,4 @@
-"""Read clips; write mp4, gif and frames. The only module that imports PyAV."""
+"""Read clips and images; write mp4, gif and frames. The only module that imports PyAV."""
 
 import collections
 import contextlib
@@ -34,7 +34,7 @@ COPIED = ("aac", "ac3", "alac", "eac3", "mp3", "opus")
 
 
 class VideoError(ValueError):
-    """A video that cannot be read, or not in the size wanted; the message says what to do."""
+    """A video or an image that cannot be read, or not in the size wanted; the message says what to do."""
 
 
 # Reading
@@ -334,6 +334,17 @@ def read_frames(source: Source, size: Framing, num_frames: int) -> Iterator[torc
             yield torch.from_numpy(_framed_pixels(frame, size)).permute(2, 0, 1)[None].contiguous()
     if count < num_frames:
         raise VideoError(f"{path} is truncated: {num_frames} frames were expected, {count} could be decoded")
+
+
+def read_image(path: str | Path) -> Any:
+    """Return an image file as a Pillow image in RGB; raise `VideoError` if it cannot be read."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            return image.convert("RGB")
+    except Exception as error:  # Pillow's readers raise many: `SyntaxError` for a broken PNG, say
+        raise VideoError(f"cannot read {path} as an image ({error})") from error
 
 
 def _framed_pixels(frame: Any, size: Framing) -> Any:

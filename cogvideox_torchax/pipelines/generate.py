@@ -165,7 +165,7 @@ def check(request: Request, model: Model) -> None:
             f"no step is left of {request.num_inference_steps} x {request.strength}; give more of either"
         )
     if request.image is not None:
-        _open_image(request.image)  # raises if it cannot be read; it is opened again when it is used
+        video.read_image(request.image)  # raises if it cannot be read; it is opened again when it is used
     if request.video is not None:
         num_frames = video.probe(request.video).num_frames
         if num_frames < request.frames:
@@ -222,17 +222,6 @@ def _check_prompt(request: Request, model: Model) -> None:
         count = len(tokenizer(text).input_ids)
         if count > limit:
             raise RequestError(f"got a {name} of {count} tokens: {model.name} takes {limit}; shorten it")
-
-
-def _open_image(path: str) -> Any:
-    """Return an image file as RGB; raise `RequestError` if it cannot be read."""
-    from PIL import Image
-
-    try:
-        with Image.open(path) as image:
-            return image.convert("RGB")
-    except OSError as error:  # also for a file that is no image
-        raise RequestError(f"cannot read {path} as an image ({error})") from error
 
 
 def load_generator(model: Model, dtype: torch.dtype, mesh: Any, *, with_text: bool) -> Any:
@@ -345,7 +334,7 @@ class Generation:
         if self.model.kind in (TEXT, IMAGE):
             arguments["num_frames"] = request.frames
         if self.model.kind == IMAGE:
-            arguments["image"] = _open_image(str(request.image))
+            arguments["image"] = video.read_image(str(request.image))
         if self.model.kind == VIDEO:
             arguments |= {"video": self._input_frames(), "strength": request.strength}
         if self.model.kind == CONTROL:

@@ -242,15 +242,12 @@ def _read_picture(part: Part, size: int) -> tuple[np.ndarray, ...]:
         size: side, in pixels, of a usual crop.
 
     Raises:
-        ValueError: a file that cannot be read, or a picture that is too small.
+        VideoError: a file that cannot be read.
+        ValueError: a picture that is too small.
     """
     from PIL import Image
 
-    try:
-        with Image.open(part.path) as opened:
-            picture = opened.convert("RGB")
-    except OSError as error:
-        raise ValueError(f"cannot be read as a picture ({error})") from error
+    picture = video.read_image(part.path)
     return tuple(
         np.asarray(picture.resize((width, height), Image.Resampling.LANCZOS))[None]
         for height, width in _sizes(picture.height, picture.width, size)

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from cogvideox_torchax import cli
 from cogvideox_torchax.train.clips import Part, Sampler, Shape, Source, load, parts
@@ -50,15 +51,21 @@ def test_frames_outside_of_a_range_are_never_seen(material):
 
 BAD = {
     "cut.mp4": "cut.mp4",
-    "text.png": "cannot be read as a picture",
+    "text.png": "as an image",
+    "broken.png": "as an image (broken PNG file",
+    "large.png": "as an image (Image size (9801 pixels) exceeds limit",
     "clip.mp4#15-": "has 5 frames from its start on, 9 are needed",
     "gone.mp4": "there is no file",
 }
 
 
-def test_a_bad_clip_is_named_and_the_others_trained_on(material, capsys):
+def test_a_bad_clip_is_named_and_the_others_trained_on(material, capsys, monkeypatch):
     Path("cut.mp4").write_bytes(Path("clip.mp4").read_bytes()[:900])
     Path("text.png").write_text("x" * 99)
+    picture = Path("picture.png").read_bytes()
+    Path("broken.png").write_bytes(picture[:33] + b"\0\0\0\x09" + picture[37:50] + bytes(40))  # a chunk of 9
+    Image.new("RGB", (99, 99)).save("large.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 2000)
     code = cli.main(arguments("out", "--steps", 1, clips=(*BAD, "clip.mp4#0-9")))
     said = capsys.readouterr().err.splitlines()
     assert code == 0, said

@@ -166,6 +166,14 @@ def test_a_second_training_in_the_directory_of_a_running_one_is_refused(material
     assert len(table("out/losses.csv")) == 1
 
 
+def test_two_clips_of_one_name_to_validate_with_are_refused(material, capsys):
+    Path("other").mkdir()
+    shutil.copy("clip.mp4", "other")
+    held_out = ("--validate", "clip.mp4", "--validate", "other/clip.mp4")
+    assert cli.main(arguments("out", "--steps", 1, *held_out)) == cli.USER_ERROR
+    assert "got --validate clip.mp4, clip.mp4: pictures are named" in capsys.readouterr().err
+
+
 HEAD = ",".join(run.HEADS[run.VALIDATION]) + "\r\n"
 
 
