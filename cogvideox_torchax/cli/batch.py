@@ -151,5 +151,5 @@ def _print_report(args: argparse.Namespace, report: dict[str, Any], bad: dict[st
         # The first five ids and the number of further ones: the line stays short.
         named = ", ".join(list(bad)[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
         counted = "1 bad clip was" if len(bad) == 1 else f"{len(bad)} bad clips were"
-        common.say(f"{counted} left out: {named}; the manifest says why")
+        common.say(f"{counted} left out: {named}; a line above or the manifest says why")
     return 1 if bad else 0

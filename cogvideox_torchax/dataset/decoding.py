@@ -43,14 +43,13 @@ class VideoDirectory(OutputDirectory):
         *,
         retry: bool = False,
     ):
-        """Keep this process's share of `shards`, files of latents; `with` finds the missing videos.
+        """Keep `shards`, files of latents of all processes; `with` finds this process's missing videos.
 
         Without `fps` a video has the rate that its latent file records. With `retry` clips that were bad
         before are tried again.
         """
         super().__init__(directory, process_shard)
-        self._shards = shards[self.process_shard.index :: self.process_shard.count]
-        self._fps, self._retry = fps, retry
+        self._shards, self._fps, self._retry = shards, fps, retry
 
     def _scan(self) -> None:
         """Find out which clips have a video, which the manifest lists as bad, and which are missing.
@@ -83,20 +82,23 @@ class VideoDirectory(OutputDirectory):
         A shard that cannot be read, and a clip whose video cannot be written, are added to `bad` instead. If
         the videos of several clips would have one path, the first clip gets it, and the later clips are bad.
         """
-        # For each clip: its shard, its id, and the function that reads its latents.
+        own = {*self._shards[self.process_shard.index :: self.process_shard.count]}
+        # For each clip of all processes, of which several may have one path: its shard, its id, and the
+        # function that reads its latents.
         clips: list[tuple[Path, Any, Callable[[], Latents]]] = []
         for shard in self._shards:
             try:
                 clips += [(shard, clip_id, read) for clip_id, read in formats.entries(shard)]
             except LatentsError as error:
-                self.bad[shard.name] = str(error)
+                if shard in own:
+                    self.bad[str(shard)] = str(error)
         owners: dict[Path, tuple[str, Path]] = {}  # by a video's path: the first clip's id, and its shard
         for shard, clip_id, _read in clips:
             if isinstance(clip_id, str):  # a broken shard may have any value as an id: `check_id` refuses it
                 owners.setdefault(self._video_path(clip_id), (clip_id, shard))
         # The files to be written: a video's path must not lead through one of them, as through a directory.
         files = {*owners, self.directory / self.LIST}
-        for shard, clip_id, read in clips:
+        for shard, clip_id, read in (clip for clip in clips if clip[0] in own):
             try:
                 check_id(clip_id)
                 path = self._video_path(clip_id)

@@ -268,7 +268,6 @@ class DatasetDirectory(OutputDirectory):
         self.bad = {line["index"]: line["error"] for line in manifest_lines if line["kind"] == BAD}
         done = {line["index"] for line in manifest_lines if line["kind"] == DONE}
         self.ids = self._load_ids()
-        (self.directory / WORK).mkdir(exist_ok=True)  # for latent files that no shard has yet
         # The latent files of all clips, none of which may be a directory of another.
         taken = {self.clip_path(index) for index, clip_id in enumerate(self.ids) if clip_id is not None}
         for shard in self.shards:

@@ -39,7 +39,7 @@ def test_every_good_clip_is_kept_bit_for_bit_and_every_bad_one_is_named(small, e
     assert found["a.mp4"].about["caption"] == "A ball — é."
     noted = [(line["id"], line["kind"]) for line in manifest.lines(encoded / kind) if "id" in line]
     assert sorted(noted) == sorted([*((name, "bad") for name in BAD), *((name, "done") for name in GOOD)])
-    assert list((encoded / kind / "work").iterdir()) == []
+    assert [*encoded.rglob("work/*")] == []
 
 
 def test_a_second_run_computes_nothing_and_new_clips_go_into_new_shards(small, tmp_path, monkeypatch, capsys):
@@ -206,7 +206,6 @@ def test_an_entry_that_cannot_be_is_named_and_the_others_are_encoded(small, tmp_
         assert "9 bad clips were left out" in capsys.readouterr().err
         reasons = [line["error"] for line in manifest.lines(tmp_path / "out") if line["kind"] == manifest.BAD]
         assert sum("would have a name of 262 bytes, 255 are the most" in reason for reason in reasons) == 1
-    (tmp_path / "out" / "work").rmdir()
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         *("a.safetensors", "clips.json", "manifest-0.jsonl", "z.safetensors")
     ]
@@ -337,6 +336,11 @@ def test_one_id_of_two_shards_is_named_and_a_video_that_is_there_is_not_bad(enco
         assert (len(videos.missing), set(videos.bad)) == (len(GOOD), set(GOOD))
         assert "its video would replace b.mp4's in" in videos.bad["b.mp4"]
         videos.begin({})
+    missing = []
+    for index in range(2):
+        with VideoDirectory(tmp_path / "out", shards, None, manifest.ProcessShard(index, 2)) as videos:
+            missing += videos.missing
+    assert sorted(missing) == GOOD, "each by one process"
     # One process found it bad; another made it, and its manifest is read before that of the first.
     for name, kind in (("videos-0.jsonl", manifest.DONE), ("videos-1.jsonl", manifest.BAD)):
         line = {"kind": kind, "id": "b.mp4", "error": "no memory"}
@@ -352,8 +356,13 @@ def test_a_truncated_shard_is_named_and_the_others_are_decoded(encoded, tmp_path
     shutil.copytree(encoded / kind, tmp_path / "in")
     path = min((tmp_path / "in").rglob(f"*{formats.SUFFIXES[kind]}"))
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    (tmp_path / "in" / "other").mkdir()
+    shutil.copy(path, tmp_path / "in" / "other")  # another of the same name
     assert cli.main(["decode", str(tmp_path / "in"), "-o", str(tmp_path / "out"), *OPTIONS]) == 1
-    assert f"{path} is truncated" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"{path} is truncated" in said
+    assert "2 bad clips were left out" in said
+    assert "a line above or the manifest says why" in said
     assert 0 < len(list((tmp_path / "out").rglob("*.mp4"))) < 5
 
 
