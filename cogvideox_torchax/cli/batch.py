@@ -37,10 +37,18 @@ def encode(args: argparse.Namespace) -> int:
     begins; in the loop it encodes one clip at a time. With `--ray` actors on the cluster encode, each with
     its own unit.
     """
-    if args.seed is not None and args.keep in (None, clip.POSTERIOR, clip.MEAN):
-        raise ValueError("--seed draws samples: add --keep sample, or both")
-    if args.ray is not None and args.distributed:
-        raise ValueError("--ray deals out the clips itself: leave out --distributed")
+    faults = {
+        "--seed draws samples: add --keep sample, or both": args.seed is not None
+        and args.keep in (None, clip.POSTERIOR, clip.MEAN),
+        "--shard-size is for shards: add --format parquet or webdataset": args.shard_size
+        and args.format in (None, formats.SAFETENSORS),
+        "--actors is for Ray: add --ray": args.actors and args.ray is None,
+        "Ray deals out the clips itself: leave out --distributed": args.distributed and args.ray is not None,
+        "Ray reads the clips itself: leave out --workers": args.workers and args.ray is not None,
+    }
+    for fault, is_present in faults.items():
+        if is_present:
+            raise ValueError(fault)
     _check_output(args.output)
     clips = sources.clips(args.video)
     buckets = tuple(clip.Bucket.parse(text) for text in args.buckets.split(",")) if args.buckets else ()
@@ -98,8 +106,10 @@ def decode(args: argparse.Namespace) -> int:
         )
         if first:
             unit.check(first)
-            # Writes the settings to the directory; raises if an earlier run's videos have other settings.
-            directory.begin(unit.config.fixed_settings(unit.model_sha256))
+        # Writes the settings to the directory; raises if an earlier run's videos have other settings. Where
+        # no clip is left to decode no model is loaded, and its hash is not compared.
+        settings = unit.config.fixed_settings(unit.model_sha256 if first else "")
+        directory.begin(settings, write=first is not None)
         found = _run_loop(args, directory.work(unit, readers=args.workers or loop.READERS), directory)
     return _print_report(args, *found)
 

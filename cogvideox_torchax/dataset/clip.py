@@ -126,11 +126,11 @@ class ClipConfig:
         """Return the settings that the latents depend on; a run is resumed only with equal ones.
 
         Backend and mesh are left out: they change results by rounding alone, so a run may be resumed on other
-        devices. The model counts by its hash, wherever its files lie.
+        devices. The model counts by its hash, wherever its files lie; if the hash is "", it is left out.
         """
         not_fixed = ("model", "backend", "dp", "tp")
         fixed = {name: value for name, value in asdict(self).items() if name not in not_fixed}
-        return {**fixed, "model_sha256": model_sha256}
+        return {**fixed, "model_sha256": model_sha256} if model_sha256 else fixed
 
     def load(self) -> Any:
         """Return the VAE, loaded on its backend and placed on the mesh of this process's devices."""

@@ -116,16 +116,16 @@ class VideoDirectory(OutputDirectory):
         """Return the path of a clip's video; an id may end in .mp4 already."""
         return self.directory / f"{clip_id.removesuffix('.mp4')}.mp4"
 
-    def begin(self, config: dict[str, Any]) -> None:
+    def begin(self, config: dict[str, Any], *, write: bool = True) -> None:
         """Write the config, with the requested frame rate as "fps", to a file of the directory.
 
-        An earlier run's file, whose config must be equal, stays as it is.
+        An earlier run's file, whose config must be equal, stays as it is. Without `write` nothing is written.
 
         Raises:
             OutputError: the file of an earlier run is broken, or has another config.
         """
         config = {**config, "fps": None if self._fps is None else str(self._fps)}
-        while not self._load_state(config):
+        while not self._load_state(config) and write:
             self._save_state(config)
 
     def first_latents(self) -> Latents | None:

@@ -82,5 +82,6 @@ def encoded(small, tmp_path_factory):
     root = tmp_path_factory.mktemp("encoded")
     with torchax_disabled():
         for kind in formats.SUFFIXES:
-            assert encode(small, root / kind, "--format", kind, "--shard-size", 3) == 1
+            size = ("--shard-size", 3) if kind != formats.SAFETENSORS else ()
+            assert encode(small, root / kind, "--format", kind, *size) == 1
     return root

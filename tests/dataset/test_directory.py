@@ -147,6 +147,9 @@ WRONG = {
     "a bucket": (None, ["--buckets", "9x18x24"], "a side of 18 pixels"),
     "a height": (None, ["--height", 18, "--width", 24], "a side of 18 pixels"),
     "a mesh": (None, ["--tp", 2], "runs on one device"),
+    "actors": (None, ["--actors", 2], "--actors is for Ray: add --ray"),
+    "readers of Ray": (None, ["--ray", "--workers", 2], "Ray reads the clips itself: leave out --workers"),
+    "a size of no shard": (None, ["--shard-size", 3], "--shard-size is for shards: add --format parquet or"),
     "a process": (None, ["--processes", 2, "--process", 0], "add --distributed"),
 }
 
@@ -372,13 +375,13 @@ def test_videos_of_other_weights_or_rates_are_refused_in_the_same_directory(
     shutil.copytree(encoded / "webdataset", tmp_path / "in")
     decode = ["decode", str(tmp_path / "in"), "-o", str(tmp_path / "out"), *OPTIONS]
     assert cli.main(decode) == 0
-    (tmp_path / "out/b.mp4").unlink()
     for options, differing in (
-        (["--model", other_weights], "model_sha256"),
-        (["--fps", "5"], "fps"),
+        (["--fps", "5"], "fps"),  # of a directory where nothing is missing
         (["--dtype", "bfloat16"], "dtype"),
+        (["--model", other_weights], "model_sha256"),
     ):
         assert differing in refused(*decode, *options)
+        (tmp_path / "out/b.mp4").unlink(missing_ok=True)
     assert not (tmp_path / "out/b.mp4").exists()
     assert cli.main(decode) == 0
 
