@@ -8,6 +8,7 @@ from typing import Any
 
 from cogvideox_torchax.cli import common, devices
 from cogvideox_torchax.dataset import clip, decoding, formats, loop, manifest, sources
+from cogvideox_torchax.files import models
 from cogvideox_torchax.files.whole import refuse
 
 FOR_MANY = ("format", "shard_size", "keep", "buckets", "ray", "actors", "workers", "retry_failed")
@@ -90,6 +91,8 @@ def decode(args: argparse.Namespace) -> int:
     that the first clip's latents name.
     """
     _check_output(args.output)
+    if args.model:
+        models.local(args.model)  # raises before the output is made, if there is no such directory
     shards = sources.shards(Path(args.latents))  # files of latents; each process decodes some of them
     with (
         devices.process_shard(args) as process_shard,

@@ -307,6 +307,8 @@ def test_another_model_marks_no_latents_bad_and_a_broken_first_clip_is_its_own(
 ):
     reference.small_vae(norm_num_groups=2).save_pretrained(tmp_path / "vae")
     decode = ["decode", str(encoded / "webdataset"), "-o", str(tmp_path / "out"), *OPTIONS]
+    assert "no model directory" in refused(*decode, "--model", "./none")
+    assert not (tmp_path / "out").exists()
     assert "norm_num_groups" in refused(*decode, "--model", tmp_path / "vae")
     assert list(manifest.lines(tmp_path / "out", "videos")) == []
     shutil.copytree(encoded / "webdataset", tmp_path / "in")
