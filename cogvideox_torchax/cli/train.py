@@ -92,47 +92,56 @@ def run(args: argparse.Namespace) -> None:
     """
     directory = common.report_directory(args.output)
     with whole.locked(directory):  # before the check for a checkpoint, which a running one may still write
-        if not args.resume and (directory / checkpoints.NAME).exists():
-            raise ValueError(f"{directory} holds a training: --resume it, or give another directory")
-        settings = (
-            stages.TrainingSettings.load(Path(args.settings)) if args.settings else stages.TrainingSettings()
-        )
-        plan = stages.Plan(
-            steps=args.steps,
-            clips=args.batch,
-            frames=args.frames,
-            size=args.size,
-            seed=args.seed,
-            mixed=args.backend == "torch",  # bfloat16 in computations, float32 in weights
-            stills=args.config is not None,  # weights from scratch learn from stills first
-            settings=settings,
-        )
-        # Files, or ranges of their frames; the output's own pictures are no clips.
-        parts = clips.parts(args.clips, without=directory)
-        sources = clips.load_all(parts, common.say, frames=args.frames, size=args.size, whole=settings.whole)
-        held_out = [HeldOut.load(clip, args.frames) for clip in args.validate]
-        names = [clip.name for clip in held_out]
-        if len({*names}) < len(names):
-            raise ValueError(f"got --validate {', '.join(names)}: pictures are named after clips; rename one")
-        backend = start.load(
-            backends.backend(args.backend),
-            devices.mesh_of(args),
-            model=args.model,
-            config=args.config,
-            seed=args.seed,
-        )
-        sampler = clips.Sampler(sources, seed=args.seed, cuts=settings.cuts)
-        training = Run(
-            trainer.Trainer(backend, sampler, plan),
-            directory,
-            held_out,
-            # Settings that --resume must repeat.
-            asdict(plan) | {"backend": args.backend, "clips": [source.part.name for source in sources]},
-        )
-        steps_done = training.resume() if args.resume else training.begin()
-        with _stop_requests() as stop_is_asked:
-            _run_steps(training, steps_done, stop_is_asked, args)
-            training.finish()
+        _train(args, directory)
+
+
+def _train(args: argparse.Namespace, directory: Path) -> None:
+    """Run the training in `directory`, which is locked.
+
+    Raises:
+        KeyboardInterrupt: ended before the last step; the checkpoint is written.
+    """
+    if not args.resume and (directory / checkpoints.NAME).exists():
+        raise ValueError(f"{directory} holds a training: --resume it, or give another directory")
+    settings = (
+        stages.TrainingSettings.load(Path(args.settings)) if args.settings else stages.TrainingSettings()
+    )
+    plan = stages.Plan(
+        steps=args.steps,
+        clips=args.batch,
+        frames=args.frames,
+        size=args.size,
+        seed=args.seed,
+        mixed=args.backend == "torch",  # bfloat16 in computations, float32 in weights
+        stills=args.config is not None,  # weights from scratch learn from stills first
+        settings=settings,
+    )
+    # Files, or ranges of their frames; the output's own pictures are no clips.
+    parts = clips.parts(args.clips, without=directory)
+    sources = clips.load_all(parts, common.say, frames=args.frames, size=args.size, whole=settings.whole)
+    held_out = [HeldOut.load(clip, args.frames) for clip in args.validate]
+    names = [clip.name for clip in held_out]
+    if len({*names}) < len(names):
+        raise ValueError(f"got --validate {', '.join(names)}: pictures are named after clips; rename one")
+    backend = start.load(
+        backends.backend(args.backend),
+        devices.mesh_of(args),
+        model=args.model,
+        config=args.config,
+        seed=args.seed,
+    )
+    sampler = clips.Sampler(sources, seed=args.seed, cuts=settings.cuts)
+    training = Run(
+        trainer.Trainer(backend, sampler, plan),
+        directory,
+        held_out,
+        # Settings that --resume must repeat.
+        asdict(plan) | {"backend": args.backend, "clips": [source.part.name for source in sources]},
+    )
+    steps_done = training.resume() if args.resume else training.begin()
+    with _stop_requests() as stop_is_asked:
+        _run_steps(training, steps_done, stop_is_asked, args)
+        training.finish()
     if training.trainer.step_number < args.steps:
         common.say(f"ended after {training.trainer.step_number} of {args.steps} steps: go on with --resume")
         raise KeyboardInterrupt
