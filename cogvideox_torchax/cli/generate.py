@@ -162,6 +162,7 @@ def _kept(args: argparse.Namespace, latents: latent_files.Latents) -> Iterator[N
     except BaseException:
         given = ["-o", args.output, "--dtype", runtime.dtype_name(latents.tensor.dtype)]
         given += ["--tiling", args.tiling] if args.tiling else []
+        given += ["--tp", str(args.dp * args.tp)] if args.dp * args.tp > 1 else []
         command = shlex.join(["cogvideox-torchax", "decode", str(path), *given])
         common.say(f"the latents are kept: {command}")
         raise

@@ -172,7 +172,7 @@ PROFILE = Option(
     "--profile",
     group=REPORT,
     metavar="DIR",
-    help="write JAX's profile of the run there, for TensorBoard and Perfetto",
+    help="write JAX's profile of the run there, for TensorBoard and Perfetto; of one process",
 )
 _devices = functools.partial(Option, group="several devices")
 MESH = (

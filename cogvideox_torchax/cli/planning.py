@@ -97,9 +97,9 @@ def _plan_network(
         plan = networks.plan_prompt(args.model, vae.dtype, devices, chip, tokens=tokens, **mesh)
     else:
         # The transformer's input is latents, and so are these sizes. A job checks the size of its video.
-        _chunks, (_, height, width) = jobs.Job(DECODE, args.frames, args.height, args.width).chunk_shapes(vae)
+        chunks, (_, height, width) = jobs.Job(DECODE, args.frames, args.height, args.width).chunk_shapes(vae)
         options = {
-            "frames": (args.frames - 1) // vae.config["temporal_compression_ratio"] + 1,
+            "frames": chunks[-1].stop,
             "height": height,
             "width": width,
             "guided": not args.no_guidance,

@@ -116,13 +116,13 @@ def _train(args: argparse.Namespace, directory: Path) -> None:
         stills=args.config is not None,  # weights from scratch learn from stills first
         settings=settings,
     )
-    # Files, or ranges of their frames; the output's own pictures are no clips.
-    parts = clips.parts(args.clips, without=directory)
-    sources = clips.load_all(parts, common.say, frames=args.frames, size=args.size, whole=settings.whole)
     held_out = [HeldOut.load(clip, args.frames) for clip in args.validate]
     names = [clip.name for clip in held_out]
     if len({*names}) < len(names):
         raise ValueError(f"got --validate {', '.join(names)}: pictures are named after clips; rename one")
+    # Files, or ranges of their frames; the output's own pictures are no clips.
+    parts = clips.parts(args.clips, without=directory)
+    sources = clips.load_all(parts, common.say, frames=args.frames, size=args.size, whole=settings.whole)
     backend = start.load(
         backends.backend(args.backend),
         devices.mesh_of(args),

@@ -26,7 +26,7 @@ from cogvideox_torchax.dataset.clip import Clip, EncodeClip
 from cogvideox_torchax.dataset.names import WORK, ClipError, check_file, check_id, check_ids
 from cogvideox_torchax.files import latents as latent_files
 from cogvideox_torchax.files import reports
-from cogvideox_torchax.files.whole import OutputError, lock
+from cogvideox_torchax.files.whole import LockedError, OutputError, lock
 
 DONE, BAD, SHARD = "done", "bad", "shard"
 """The kinds of a manifest's lines: a clip that is made, one that cannot be made, a shard that is written."""
@@ -185,7 +185,7 @@ class OutputDirectory:
         """
         try:
             reports.write_json(self.directory / self.LIST, {"format": self.FORMAT, "config": config, **state})
-        except (FileNotFoundError, OutputError):  # without locks another removes the file in the making
+        except (FileNotFoundError, LockedError):  # without locks another removes the file in the making
             self._tries -= 1
             if not self._tries:
                 raise

@@ -505,7 +505,7 @@ def check_writing(path: str | Path, fps: Fraction | float, times: Sequence[Fract
             "it is a directory": path.is_dir() and bool(suffix),
             "it is a directory that is not empty": path.is_dir() and any(path.iterdir()),
             "it is the current directory, which frames would replace; name a new one": (
-                resolved(path) == Path.cwd()
+                path.is_dir() and path.samefile(".")
             ),
             "it is a file; frames go into a directory": path.is_file() and not suffix,
             "something is mounted there; give a directory in it": path.is_dir() and resolved(path).is_mount(),

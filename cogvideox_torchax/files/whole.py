@@ -21,6 +21,10 @@ class OutputError(ValueError):
     """An output that cannot be written; the message says why."""
 
 
+class LockedError(OutputError):
+    """An output that another run is writing."""
+
+
 def refuse(path: str | Path, faults: dict[str, bool]) -> None:
     """Raise `OutputError` with the first message in `faults` whose value is True; return if none is."""
     for fault, is_present in faults.items():
@@ -137,7 +141,7 @@ def _make_locked(place: Path, path: str | Path) -> int:
     A directory that a killed run has left there is removed first, with its files.
 
     Raises:
-        OutputError: another run, which is writing `path`, holds the lock.
+        LockedError: another run, which is writing `path`, holds the lock.
     """
     while True:
         place.mkdir(exist_ok=True)
@@ -156,15 +160,16 @@ def lock(handle: int, path: str | Path) -> None:
     On a file system without locks nothing is locked, and no error is raised.
 
     Raises:
-        OutputError: another run has locked it.
+        LockedError: another run has locked it.
     """
-    with contextlib.suppress(OSError):
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise OutputError(
-                f"cannot write {path}: another run is writing it; wait for it, or end it"
-            ) from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise LockedError(
+            f"cannot write {path}: another run is writing it; wait for it, or end it"
+        ) from error
+    except OSError:
+        pass
 
 
 def _remove_leftover(place: Path) -> None:

@@ -369,9 +369,10 @@ class CogVideoXTransformer3DModel(CompiledNetwork, DiffusersTransformer):
 
         On JAX a backward pass raises `ValueError`.
         """
+        if on_jax(hidden_states) != runtime.is_on_jax(self):
+            inputs, weights = ("jax", "in PyTorch") if on_jax(hidden_states) else ("the host", "on jax")
+            raise ValueError(f'got inputs on {inputs} for weights {weights}: move either .to("jax")')
         if not on_jax(hidden_states):
-            if runtime.is_on_jax(self):
-                raise ValueError('got a plain tensor for weights on jax: move the inputs .to("jax")')
             return super().forward(
                 hidden_states,
                 encoder_hidden_states,

@@ -50,6 +50,8 @@ def port_pipeline(pipe: Any, mesh: Any = None, parallel: Parallel | None = None)
     around_vae = [network for network in (pipe.transformer, pipe.text_encoder) if network is not None]
     for network in around_vae:
         _check_network(network, mesh, parallel)
+    if pipe.vae is not None:
+        _check_in_place(pipe.vae)
     for network in around_vae:
         networks.port_network(network).place(mesh, parallel)
     if pipe.vae is not None:
@@ -215,14 +217,21 @@ def _ported_class(kind: type) -> type:
         with _ENCODING:
             return inherited.encode_prompt(self, *args, **kwargs)
 
+    @functools.wraps(inherited.decode_latents)
+    def decode_latents(self: Any, latents: torch.Tensor) -> torch.Tensor:
+        """Decode latents as the user's own class does, to frames on the host."""
+        return runtime.to_torch(inherited.decode_latents(self, latents))
+
+    decodes_itself = _is_users_own(inherited.decode_latents)
     members = {
         # `active()` is a decorator too: each call of a method runs with torchax enabled.
-        **{name: runtime.active()(getattr(kind, name)) for name in _own_methods(kind)},
+        **{name: runtime.active()(getattr(kind, name)) for name in _added_methods(kind)},
         "__module__": kind.__module__,
         "__call__": runtime.active()(call),
         "check_inputs": check_inputs,
         "encode_prompt": runtime.active()(encode_prompt),
         # The method that makes rotary tables, on the host; they are then moved to the transformer's device.
+        **({"decode_latents": runtime.active()(decode_latents)} if decodes_itself else {}),
         **upstream.rotary_tables(inherited, _on_transformer_device),
         # Methods that load and change LoRAs: they run while the weights are in PyTorch.
         **loras.methods_in_pytorch(kind, loras.PIPELINE_METHODS),
@@ -247,18 +256,12 @@ def _is_users_own(method: Any) -> bool:
     return method.__module__.partition(".")[0] not in ("diffusers", __name__.partition(".")[0])
 
 
-def _own_methods(kind: Any) -> list[str]:
-    """Return the names of a pipeline class's methods, special ones aside, that come before our mixin's.
-
-    They are those that `PortedPipeline` lacks, and the user's own decoding.
-    """
+def _added_methods(kind: type) -> list[str]:
+    """Return the names of a pipeline class's methods, special ones aside, that `PortedPipeline` lacks."""
     # `kind`, and its bases below diffusers' base.
     classes = kind.__mro__[: kind.__mro__.index(DiffusionPipeline)]
     names = {name for each in classes for name, member in vars(each).items() if inspect.isfunction(member)}
-    own = {"decode_latents"} if _is_users_own(kind.decode_latents) else set()
-    return [
-        name for name in names if name in own or not (name.startswith("__") or hasattr(PortedPipeline, name))
-    ]
+    return [name for name in names if not name.startswith("__") and not hasattr(PortedPipeline, name)]
 
 
 def _on_transformer_device(pipe: Any, table: torch.Tensor) -> torch.Tensor:

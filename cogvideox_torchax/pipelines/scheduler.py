@@ -85,6 +85,10 @@ def _host_class(kind: Any) -> type:
         kind.set_timesteps(*bound.args, **bound.kwargs)
         self.log = StepLog(total=len(self.timesteps))
 
+    # A subclass may pass its arguments on without their names: the first class that names them tells.
+    signatures = (inspect.signature(each.step) for each in kind.__mro__)
+    signature = next(each for each in signatures if "sample" in each.parameters)
+
     @functools.wraps(kind.step)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Take a step on float32 latents, and log whether its result is finite.
@@ -94,12 +98,11 @@ def _host_class(kind: Any) -> type:
         """
         # This waits for the previous step's result while the device runs this step's network, queued already.
         self.log.check()
-        bound = inspect.signature(kind.step).bind(self, *args, **kwargs)
+        bound = signature.bind(self, *args, **kwargs)
         given = bound.arguments
         # A step draws noise in CogVideoX's DPM scheduler (it has this argument), and in DDIM with `eta`.
         draws_noise = "old_pred_original_sample" in given or bool(given.get("eta"))
-        # Noise is drawn in the latents' dtype, which then has to stay. A subclass may name no arguments.
-        if not draws_noise and "sample" in given:
+        if not draws_noise:  # noise is drawn in the latents' dtype, which then has to stay
             # JAX rounds a Python number to the array's dtype before it multiplies, PyTorch does not.
             given["sample"] = given["sample"].float()
         result = kind.step(*bound.args, **bound.kwargs)
@@ -107,7 +110,7 @@ def _host_class(kind: Any) -> type:
         self.log = replace(
             self.log,
             done=self.log.done + 1,
-            timestep=given.get("timestep"),
+            timestep=given["timestep"],
             dtype=latents.dtype,
             # A bool on the device, queued before the next step's network: a device runs in order.
             finite=runtime.all_finite(latents),

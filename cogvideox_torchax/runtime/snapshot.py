@@ -120,11 +120,16 @@ def _items(container: Any) -> list[Any]:
 
 
 def _same_items(items: list[Any], others: list[Any]) -> bool:
-    """Return whether two lists hold the same objects, or equal strings or numbers of the same type."""
-    return len(items) == len(others) and all(
-        a is b or (isinstance(b, str | int | float) and type(a) is type(b) and a == b)
-        for a, b in zip(items, others, strict=True)
-    )
+    """Return whether two lists hold the same objects, or equal strings, numbers or containers of one type."""
+
+    def is_same(a: Any, b: Any) -> bool:
+        if a is b or type(a) is not type(b):
+            return a is b
+        if type(b) in CONTAINERS:
+            return _same_items(_items(a), _items(b))
+        return isinstance(b, str | int | float) and a == b
+
+    return len(items) == len(others) and all(map(is_same, items, others))
 
 
 def _tree(root: nn.Module) -> Iterator[nn.Module]:

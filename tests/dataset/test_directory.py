@@ -1,13 +1,10 @@
 """Directories of clips by the command line: formats that others read, what is done is skipped, faults."""
 
-import contextlib
 import json
 import os
 import re
 import shutil
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -18,7 +15,7 @@ from cogvideox_torchax import cli
 from cogvideox_torchax.dataset import Clip, ClipError, EncodeClip, formats, manifest, sources
 from cogvideox_torchax.dataset.decoding import VideoDirectory
 from cogvideox_torchax.files import latents as latent_files
-from cogvideox_torchax.files import video
+from cogvideox_torchax.files import reports, video, whole
 from tests import reference
 from tests.dataset.conftest import BAD, GOOD, OPTIONS, command, encode, tree, write_clip
 
@@ -95,25 +92,20 @@ def test_connected_processes_report_when_the_block_that_redirects_stdout_has_end
 
 
 def test_processes_that_begin_together_write_one_list(tmp_path, monkeypatch):
-    barrier, load = threading.Barrier(2), manifest.OutputDirectory._load_state
-    clips = [Clip(f"{number}.mp4", "") for number in range(9)]
+    clips, write = [Clip(f"{number}.mp4", "") for number in range(9)], reports.write_json
 
-    def load_together(directory, config):
-        state = load(directory, config)
-        with contextlib.suppress(threading.BrokenBarrierError):
-            state or barrier.wait(1)  # both go on from here to write the list
-        return state
+    def write_late(path, document):
+        monkeypatch.setattr(reports, "write_json", write)
+        write(path, document)  # as another process does, which still holds the lock when this one writes
+        with whole.reserved(path, whole.WRITING):
+            write(path, document)
 
-    def begin(index):
-        shard = manifest.ProcessShard(index, 2)
-        with manifest.DatasetDirectory(tmp_path / "out", {}, clips, process_shard=shard) as directory:
-            assert directory.missing == list(range(index, 9, 2))
-        with VideoDirectory(tmp_path / "out", [], process_shard=shard) as videos:
-            videos.begin({})
-
-    monkeypatch.setattr(manifest.OutputDirectory, "_load_state", load_together)
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(begin, range(2))) == [None, None]
+    for kind, given in ((manifest.DatasetDirectory, ({}, clips)), (VideoDirectory, ([],))):
+        monkeypatch.setattr(reports, "write_json", write_late)
+        with kind(tmp_path / "out", *given, process_shard=manifest.ProcessShard(1, 2)) as directory:
+            assert directory.missing == ([1, 3, 5, 7] if given[-1] else [])
+            given[-1] or directory.begin({})
+        assert reports.write_json is write
 
 
 def test_a_list_gives_captions_sizes_and_ids(small, tmp_path):
