@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cogvideox_torchax.cli import common, devices
+from cogvideox_torchax.cli import common, devices, options
 from cogvideox_torchax.dataset import clip, decoding, formats, loop, manifest, sources
 from cogvideox_torchax.files import models
 from cogvideox_torchax.files.whole import refuse
@@ -47,9 +47,7 @@ def encode(args: argparse.Namespace) -> int:
         "Ray deals out the clips itself: leave out --distributed": args.distributed and args.ray is not None,
         "Ray reads the clips itself: leave out --workers": args.workers and args.ray is not None,
     }
-    for fault, is_present in faults.items():
-        if is_present:
-            raise ValueError(fault)
+    options.refuse(faults)
     _check_output(args.output)
     clips = sources.clips(args.video)
     buckets = tuple(clip.Bucket.parse(text) for text in args.buckets.split(",")) if args.buckets else ()

@@ -71,6 +71,13 @@ class Command:
         return parser
 
 
+def refuse(faults: dict[str, Any]) -> None:
+    """Raise `ValueError` with the first message in `faults` whose value is true; return if none is."""
+    for message, is_present in faults.items():
+        if is_present:
+            raise ValueError(message)
+
+
 def positive(text: str) -> int:
     """Return the whole number above 0 that a text names."""
     value = int(text)

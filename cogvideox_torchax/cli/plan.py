@@ -162,9 +162,7 @@ def check(args: argparse.Namespace) -> None:
             args.layers and args.backend == "flax"
         ),
     }
-    for message, is_present in faults.items():
-        if is_present:
-            raise ValueError(message)
+    options.refuse(faults)
 
 
 def run(args: argparse.Namespace) -> None:

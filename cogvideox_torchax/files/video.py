@@ -343,7 +343,8 @@ def read_image(path: str | Path) -> Any:
     try:
         with Image.open(path) as image:
             return image.convert("RGB")
-    except Exception as error:  # Pillow's readers raise many: `SyntaxError` for a broken PNG, say
+    # `SyntaxError` is what Pillow raises for a broken PNG; its own error, for more pixels than it allows.
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise VideoError(f"cannot read {path} as an image ({error})") from error
 
 

@@ -76,7 +76,8 @@ def whole_file(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
         directory: whether the output is a directory of files; it may replace an empty directory.
 
     Raises:
-        OutputError: `path` cannot be written, or another run is writing it.
+        OutputError: `path` cannot be written.
+        LockedError: another run is writing it.
     """
     path = resolved(path)
     _remove_leftover(hidden(path, EXCHANGE))  # messages between processes that were killed
@@ -85,9 +86,8 @@ def whole_file(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
         made.mkdir() if directory else made.touch()
         yield made
         # On a file system without locks another run may have replaced the directory by its own: raise then.
-        refuse(
-            path, {"another run writes it, and files cannot be locked there": not _is_still_at(handle, place)}
-        )
+        if not _is_still_at(handle, place):
+            raise LockedError(f"cannot write {path}: another run writes it, and files cannot be locked there")
         for written in (*(made.iterdir() if directory else ()), made):
             _sync(written)
         os.replace(made, path)
@@ -103,7 +103,8 @@ def reserved(path: str | Path, suffix: str) -> Iterator[tuple[Path, int]]:
         The directory, and its open descriptor, which holds the lock.
 
     Raises:
-        OutputError: `path` cannot be written, or another run is writing it.
+        OutputError: `path` cannot be written.
+        LockedError: another run is writing it.
     """
     place = hidden(check_output(path), suffix)
     try:

@@ -230,8 +230,8 @@ def _ported_class(kind: type) -> type:
         "__call__": runtime.active()(call),
         "check_inputs": check_inputs,
         "encode_prompt": runtime.active()(encode_prompt),
-        # The method that makes rotary tables, on the host; they are then moved to the transformer's device.
         **({"decode_latents": runtime.active()(decode_latents)} if decodes_itself else {}),
+        # The method that makes rotary tables, on the host; they are then moved to the transformer's device.
         **upstream.rotary_tables(inherited, _on_transformer_device),
         # Methods that load and change LoRAs: they run while the weights are in PyTorch.
         **loras.methods_in_pytorch(kind, loras.PIPELINE_METHODS),

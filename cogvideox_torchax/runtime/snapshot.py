@@ -123,6 +123,7 @@ def _same_items(items: list[Any], others: list[Any]) -> bool:
     """Return whether two lists hold the same objects, or equal strings, numbers or containers of one type."""
 
     def is_same(a: Any, b: Any) -> bool:
+        """Return whether two items are the same object, or equal."""
         if a is b or type(a) is not type(b):
             return a is b
         if type(b) in CONTAINERS:

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 
 from cogvideox_torchax.files import whole
-from cogvideox_torchax.files.whole import OutputError, whole_file
+from cogvideox_torchax.files.whole import LockedError, OutputError, whole_file
 
 WRITER = """
 import sys
@@ -133,7 +133,7 @@ def test_a_writer_that_ends_while_the_next_one_opens_its_place_is_left_alone(
 
 def test_without_locks_the_later_writer_writes_and_the_earlier_one_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(whole.fcntl, "flock", Mock(side_effect=OSError("no locks available")))
-    with pytest.raises(OutputError, match="cannot be locked"), whole_file(tmp_path / "a"):
+    with pytest.raises(LockedError, match="cannot be locked"), whole_file(tmp_path / "a"):
         write(tmp_path / "a")
     assert files_in(tmp_path) == {"a": "mine"}
 
