@@ -3,9 +3,9 @@
     PYTHONPATH=. python scripts/programs_of_others.py aether=~/Aether das=~/DiffusionAsShader consisid
 
 Each program comes from a checkout that the caller has; nothing of it is in this repository. Its pipeline is
-built again for each run from the same seeds, with random weights in float32: first for PyTorch, then for `port` on
-one CPU device, and on a mesh of 2 x 4. The result is a Markdown table. The programs need `einops` beside this
-package's requirements.
+built again for each run from the same seeds, with random weights in float32: first for PyTorch, then for
+`port` on one CPU device, and on a mesh of 2 x 4. The result is a Markdown table. The programs need `einops`
+beside this package's requirements.
 """
 
 import argparse
