@@ -4,20 +4,21 @@ An import of this module lets diffusers' `from_pretrained` work while torchax is
 importing a submodule of that name would replace the function `port`.
 """
 
-import importlib.util
 from typing import Any, TypeVar
 
 from diffusers.models.autoencoders.autoencoder_kl_cogvideox import (
     AutoencoderKLCogVideoX as DiffusersAutoencoder,
 )
+from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from jax.sharding import Mesh
-from torch import nn
 
+from cogvideox_torchax.pipelines.scheduler import port_scheduler
 from cogvideox_torchax.runtime import without_torchax
 from cogvideox_torchax.sharding import Parallel, check_mesh
-from cogvideox_torchax.upstream import wrap_from_pretrained
+from cogvideox_torchax.upstream import uncompiled, wrap_from_pretrained
 from cogvideox_torchax.vae.streaming import ChunkedVAE
-from cogvideox_torchax.vae.torchax.autoencoder import port_vae
+from cogvideox_torchax.vae.torchax.autoencoder import check_vae_class, port_vae
 
 Portable = TypeVar("Portable")
 
@@ -59,40 +60,36 @@ def port(
             one that does not divide the weights; a pipeline that offloads its weights, or whose networks are
             of another kind.
     """
-    is_model = isinstance(model_or_pipeline, nn.Module)  # a diffusers pipeline is no module
-    vae = model_or_pipeline if is_model else getattr(model_or_pipeline, "vae", None)
-    # A CogVideoX pipeline may have no VAE.
-    if not isinstance(vae, DiffusersAutoencoder | ChunkedVAE) and (
-        vae is not None or not _is_pipeline(model_or_pipeline)
-    ):
+    if isinstance(model_or_pipeline, SchedulerMixin):
+        return port_scheduler(model_or_pipeline)
+    ported = uncompiled(model_or_pipeline)  # torch.compile's wrapper of a VAE: JAX compiles it
+    is_vae = isinstance(ported, DiffusersAutoencoder | ChunkedVAE)
+    if not is_vae and not _has_parts(ported):
+        check_vae_class(ported)
         raise ValueError(
-            f"port got {type(model_or_pipeline).__name__}: it takes diffusers' AutoencoderKLCogVideoX, or a "
-            "pipeline whose vae is one"
+            f"port got {type(ported).__name__}: it takes diffusers' AutoencoderKLCogVideoX, a pipeline, an "
+            "object with such a VAE as its vae, or a scheduler"
         )
     if parallel is not None:
-        transformer = getattr(model_or_pipeline, "transformer", None)
+        transformer = getattr(ported, "transformer", None)
         if transformer is None or (mesh is None and getattr(transformer, "mesh", None) is None):
             raise ValueError(
                 f"port got parallel={parallel!r}: it is for a pipeline over a mesh; pass both, or none"
             )
     if mesh is not None:
         check_mesh(mesh)  # before anything is changed
-    if _is_pipeline(model_or_pipeline):
+    if is_vae:
+        port_vae(ported)
+        if mesh is not None:
+            ported.place_on(mesh)
+    else:
         from cogvideox_torchax.pipelines.port import port_pipeline
 
-        port_pipeline(model_or_pipeline, mesh, parallel)
-        return model_or_pipeline
-    ported = port_vae(vae)  # pyright: ignore[reportArgumentType]
-    if mesh is not None:
-        ported.place_on(mesh)
-    return model_or_pipeline
+        port_pipeline(ported, mesh, parallel)
+    return ported
 
 
-def _is_pipeline(candidate: Any) -> bool:
-    """Return whether an object is one of diffusers' CogVideoX pipelines, which are ported whole."""
-    # The import below needs transformers, which a user of the VAE alone may not have.
-    if isinstance(candidate, nn.Module) or importlib.util.find_spec("transformers") is None:
-        return False
-    from cogvideox_torchax.pipelines.port import PIPELINES
-
-    return isinstance(candidate, PIPELINES)
+def _has_parts(candidate: Any) -> bool:
+    """Return whether an object is a diffusers pipeline, or has a VAE that this package knows."""
+    is_pipeline = isinstance(candidate, DiffusionPipeline)
+    return is_pipeline or isinstance(getattr(candidate, "vae", None), DiffusersAutoencoder | ChunkedVAE)

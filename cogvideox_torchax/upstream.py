@@ -9,7 +9,7 @@ import copyreg
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from types import MethodType, SimpleNamespace
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch.overrides
@@ -146,11 +146,66 @@ def one_program_each(registry: Any) -> None:
         operator.func = jax.jit(operator.func, static_argnames=static_arguments)
 
 
+def untraceable_errors() -> tuple[type[Exception], ...]:
+    """Return JAX's errors of code that needs the values of arrays while it is traced."""
+    import jax
+
+    names = ("ConcretizationTypeError", "NonConcreteBooleanIndexError", "TracerArrayConversionError")
+    return tuple(_attribute("jax", jax.errors, name) for name in (*names, "TracerIntegerConversionError"))
+
+
 def is_traced(array: Any) -> bool:
     """Return whether JAX is tracing the array, so that it has no value. Needs `jax.core.Tracer`."""
     import jax.core
 
     return isinstance(array, _attribute("jax", jax.core, "Tracer"))
+
+
+_PACKAGES = frozenset({"accelerate", "diffusers", "peft", "torch", "transformers"})
+"""Packages that define the classes of pipelines, and decorate each other's methods."""
+
+
+def module_of(function: Any) -> str:
+    """Return the name of the module that a function or a method was written in, whatever it claims to be."""
+    while isinstance(function, functools.partial | MethodType):
+        function = function.func if isinstance(function, functools.partial) else function.__func__
+    return function.__globals__["__name__"] if isinstance(function, FunctionType) else type(function).__module__
+
+
+def _is_own(method: FunctionType) -> bool:
+    """Return whether a method is of one of the packages, or of Python's own decorators."""
+    package = module_of(method).partition(".")[0]
+    return package in _PACKAGES or package in sys.stdlib_module_names
+
+
+@functools.cache
+def _own_methods(kind: type) -> list[tuple[type, dict[str, Any]]]:
+    """Return the methods, by name, of each class of the packages that `kind` is, or inherits from.
+
+    None stands for a method that has been replaced already.
+    """
+    classes = (each for each in kind.__mro__ if each.__module__.partition(".")[0] in _PACKAGES)
+    found = []
+    for each in classes:
+        if each is not nn.Module:
+            methods = {name: f for name, f in vars(each).items() if isinstance(f, FunctionType)}
+            found.append((each, {name: f if _is_own(f) else None for name, f in methods.items()}))
+    return found
+
+
+def is_patched(kind: type, *names: str) -> bool:
+    """Return whether somebody has replaced a method of a class of another package, or of its base.
+
+    Args:
+        kind: the class, or a subclass of it in this package, whose own methods do not count.
+        names: of the methods that count; all if there are none.
+    """
+    return any(
+        vars(each).get(name) is not method
+        for each, methods in _own_methods(kind)
+        for name, method in methods.items()
+        if not names or name in names
+    )
 
 
 def _wrap_class_method(kind: Any, name: str, around: Callable[..., Any]) -> None:
@@ -204,6 +259,24 @@ def wrap_from_pipe(around: Callable[..., Any]) -> None:
     _wrap_class_method(DiffusionPipeline, "from_pipe", around)
 
 
+@functools.cache
+def wrap_register_modules(after: Callable[[Any, dict[str, Any]], None]) -> None:
+    """Have `after(pipeline, parts)` called when a pipeline is made of parts.
+
+    Needs `register_modules`, which each pipeline's constructor calls.
+    """
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+    register = _attribute("diffusers", DiffusionPipeline, "register_modules")
+
+    @functools.wraps(register)
+    def call(self: Any, **parts: Any) -> None:
+        register(self, **parts)
+        after(self, parts)
+
+    DiffusionPipeline.register_modules = call
+
+
 def parts_for(pipeline_class: Any, pipeline: Any) -> dict[str, Any]:
     """Return the parts of a pipeline that another pipeline's class takes under the same names.
 
@@ -230,26 +303,8 @@ def parts_for(pipeline_class: Any, pipeline: Any) -> dict[str, Any]:
     }
 
 
-def rotary_tables(pipeline_class: Any, move: Callable[[Any, Any], Any]) -> dict[str, Any]:
-    """Return {name: method}: a subclass's method that makes rotary tables on the host, then moves them.
-
-    On JAX the tables would be computed by many small programs, from angles in float32, where the reference
-    has float64. Needs diffusers' CogVideoX pipelines to take a table of cosines and one of sines from the
-    method of this name.
-
-    Args:
-        pipeline_class: diffusers' class, whose method does the work.
-        move: called with the pipeline and a table; returns the table on the pipeline's device.
-    """
-    name = "_prepare_rotary_positional_embeddings"
-    inherited = _attribute("diffusers", pipeline_class, name)
-
-    @functools.wraps(inherited)
-    def tables(self: Any, height: int, width: int, num_frames: int, device: Any) -> Any:
-        """Compute the tables on the host, whatever the `device`, and move them."""
-        return tuple(move(self, table) for table in inherited(self, height, width, num_frames, "cpu"))
-
-    return {name: tables}
+ROTARY_TABLES = "_prepare_rotary_positional_embeddings"
+"""The method of diffusers' CogVideoX pipelines that makes tables of cosines and sines."""
 
 
 def positions(patch_embed: Any, height: int, width: int, frames: int) -> Any:
@@ -283,6 +338,11 @@ def is_compiled(module: Any) -> bool:
     """Return whether a module is torch.compile's wrapper of another. Needs torch's `OptimizedModule`."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # None: torch.compile has not run
     return dynamo is not None and isinstance(module, _attribute("torch", dynamo, "OptimizedModule"))
+
+
+def uncompiled(module: Any) -> Any:
+    """Return the module inside torch.compile's wrapper, or a module without one."""
+    return module.get_submodule("_orig_mod") if is_compiled(module) else module
 
 
 COMPILED_CALL = "_compiled_call_impl"

@@ -26,9 +26,6 @@ from cogvideox_torchax.runtime.bridge import import_torchax
 from cogvideox_torchax.vae.torchax.modules import PORTED
 from tests import small_pipelines
 
-ROTARY = "_prepare_rotary_positional_embeddings"
-
-
 # What upstream.py takes
 
 
@@ -107,16 +104,7 @@ def test_from_pretrained_goes_through_what_is_put_around_it(monkeypatch):
 @pytest.mark.parametrize("kind", PIPELINES)
 def test_a_pipeline_asks_one_method_for_its_rotary_tables(kind):
     module = inspect.getsource(kind.__call__)
-    assert f"self.{ROTARY}(height, width, " in module, f"{kind.__name__} makes its tables elsewhere now"
-    moved = []
-    pipe = small_pipelines.build("text", "5b")
-    members = upstream.rotary_tables(
-        diffusers.CogVideoXPipeline, lambda _, table: moved.append(table) or table
-    )
-    tables = members[ROTARY](pipe, 8, 16, 3, "a device that is not there")
-    want = getattr(pipe, ROTARY)(8, 16, 3, "cpu")
-    assert len(tables) == len(moved) == 2
-    assert all(torch.equal(got, table) for got, table in zip(tables, want, strict=True))
+    assert f"self.{upstream.ROTARY_TABLES}(height, width, " in module, f"{kind.__name__} makes its tables elsewhere now"
 
 
 def test_torchaxs_tensors_take_copies_and_pickles_as_they_are_taught():
@@ -163,11 +151,6 @@ TAKEN_AWAY = {
         lambda: upstream.is_traced(1),
         "jax .* has no jax.core.Tracer any more: install jax==",
     ),
-    "diffusers' rotary tables": (
-        ("diffusers:CogVideoXPipeline", ROTARY),
-        lambda: upstream.rotary_tables(diffusers.CogVideoXPipeline, abs),
-        f"diffusers .* has no CogVideoXPipeline.{ROTARY} any more: install diffusers==",
-    ),
     "diffusers' registry of blocks": (
         ("diffusers.hooks._helpers", "TransformerBlockRegistry"),
         lambda: upstream.cached_block(type("Block", (), {})),
@@ -196,10 +179,9 @@ OVERRIDDEN = {
         "to",
         "enable_model_cpu_offload",
         "enable_sequential_cpu_offload",
-        "decode_latents",
         "progress_bar",
     ),
-    **dict.fromkeys((*PORTED.values(), *networks.PORTED_CLASSES.values()), ("forward",)),
+    **dict.fromkeys((*PORTED.values(), *networks.LAYERS.values(), *networks.KNOWN.values()), ("forward",)),
     networks.CogVideoXTransformer3DModel: (
         "forward",
         "enable_cache",

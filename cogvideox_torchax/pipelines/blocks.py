@@ -29,8 +29,8 @@ from cogvideox_torchax.pipelines.layers import (
     check_positions,
 )
 from cogvideox_torchax.pipelines.sequence import Sequence
-from cogvideox_torchax.runtime import array_of, on_jax, tensor_of, torch_view
-from cogvideox_torchax.runtime.layers import is_watched
+from cogvideox_torchax.runtime import array_of, tensor_of, torch_view
+from cogvideox_torchax.runtime.layers import by_kernel, is_watched
 from cogvideox_torchax.upstream import scaling_loras
 
 Tables = tuple[torch.Tensor, ...]
@@ -42,7 +42,7 @@ class GELU(DiffusersGELU):
 
     def gelu(self, gate: torch.Tensor) -> torch.Tensor:
         """Compute GELU: by `jax_kernels.gelu` on JAX if it is approximated by tanh, else as diffusers."""
-        if not on_jax(gate) or self.approximate != "tanh":
+        if not by_kernel(self, gate) or self.approximate != "tanh":
             return super().gelu(gate)
         return torch_view(jax_kernels.gelu)(gate)
 

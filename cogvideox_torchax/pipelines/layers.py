@@ -15,6 +15,7 @@ from torch import nn
 import jax_kernels
 from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.runtime import on_jax, torch_view
+from cogvideox_torchax.runtime.layers import by_kernel
 
 
 class Linear(nn.Linear):
@@ -25,7 +26,7 @@ class Linear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Compute the layer by `jax_kernels.linear` if the input is on JAX, else as PyTorch."""
-        if not on_jax(input):
+        if not by_kernel(self, input):
             return super().forward(input)
         # If the input channels are split over devices, each device rounds its part of a sum before the
         # all-reduce, which then communicates 16 bits instead of 32.
@@ -37,7 +38,7 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalize by the kernel if the input is on JAX and has one normalized axis, else as PyTorch."""
-        if not on_jax(input) or len(self.normalized_shape) != 1:
+        if not by_kernel(self, input) or len(self.normalized_shape) != 1:
             return super().forward(input)
         return torch_view(jax_kernels.layer_norm)(input, self.weight, self.bias, self.eps)
 
@@ -79,7 +80,8 @@ class JointAttention:
             attention_mask: as diffusers takes it.
             image_rotary_emb: (cos, sin) of the patches' positions; None for none.
         """
-        if not on_jax(hidden_states) or attention_mask is not None or attn.is_cross_attention:
+        takes = on_jax(hidden_states) and not upstream.is_patched(type(self))
+        if not takes or attention_mask is not None or attn.is_cross_attention:
             inherited: Any = super()
             return inherited.__call__(
                 attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb

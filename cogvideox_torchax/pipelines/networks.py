@@ -8,6 +8,7 @@ Axis letters: N videos, S positions of a sequence (text first, then patches), H 
 
 import contextlib
 import functools
+import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,6 +25,7 @@ from diffusers.models.attention_processor import (
 )
 from diffusers.models.embeddings import CogVideoXPatchEmbed
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
+from diffusers.models.normalization import CogVideoXLayerNormZero
 from diffusers.models.transformers.cogvideox_transformer_3d import (
     CogVideoXBlock,
 )
@@ -50,7 +52,7 @@ from cogvideox_torchax.pipelines.layers import (
 from cogvideox_torchax.pipelines.sequence import SequencePlacement
 from cogvideox_torchax.runtime import on_jax
 from cogvideox_torchax.runtime.models import PortedModel, save_as_stock
-from cogvideox_torchax.sharding import Parallel, check_mesh
+from cogvideox_torchax.sharding import BatchPlacement, Parallel, check_mesh
 from cogvideox_torchax.vae.torchax.modules import SiLU
 
 
@@ -152,16 +154,123 @@ class TextEncoding(nn.Module):
         return TransformersT5Encoder.forward(self.model, **tensors)[0], cache
 
 
+class _Foreign(threading.local):
+    """The networks whose `forward`, set on the object, this thread runs, with their modules before."""
+
+    modules: dict[nn.Module, list[nn.Module]] = {}  # noqa: RUF012 - set anew, not written to
+
+
+_FOREIGN = _Foreign()
+
+
 class CompiledNetwork(PortedModel):
-    """Base of both ported networks, which run as compiled programs, over a mesh if there is one.
+    """Mixin of a network of any class: a call is a compiled program of the class's own forward.
+
+    The class that it is mixed into comes after it, and defines the forward. A subclass may know a faster one.
+
+    Attributes:
+        component: the network's name in its pipeline.
+        parallelism: the use of the mesh, in words if it is printed; None without a mesh.
+    """
+
+    component = "network"
+    parallelism: Any = None
+
+    @property
+    def placement(self) -> Any:
+        """The sharding of inputs and weights, a `sharding.MeshPlace`; None without a mesh."""
+        return None if self.mesh is None else BatchPlacement(self.mesh, split=self.parallelism.split)
+
+    def run_as_it_is(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the result of a method of the stock class: on JAX as a program, else by PyTorch.
+
+        Args:
+            method: a function of the network and the other arguments, which another package defines.
+            args, kwargs: of the call.
+        """
+        if not runtime.is_on_jax(self):
+            return method(self, *args, **kwargs)
+        self.check_modules()
+        return runtime.run_method(self, method, *args, place=self.placement, name=self.component, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the network; a `forward` that was set on the object runs operation by operation on JAX."""
+        if "forward" not in vars(self) or not runtime.is_on_jax(self):
+            return super().__call__(*args, **kwargs)
+        setter = upstream.module_of(vars(self)["forward"])
+        runtime.warn_once(self, f"{self.component}: the forward set by {setter} runs operation by operation")
+        outer, _FOREIGN.modules = _FOREIGN.modules, {**_FOREIGN.modules, self: [*self.modules()]}
+        try:
+            with runtime.mixing():
+                return super().__call__(*args, **kwargs)
+        finally:
+            _FOREIGN.modules = outer
+
+    def check_modules(self) -> None:
+        """Raise `ValueError` if a `forward` that was set on the object runs, and has put in other modules.
+
+        Libraries that cache steps do so: their modules keep arrays of a step, which no program may.
+        """
+        before = _FOREIGN.modules.get(self)
+        if before is not None and before != [*self.modules()]:
+            name, setter = self.component, upstream.module_of(vars(self)["forward"])
+            raise ValueError(
+                f"{name}.forward was set by {setter}, which puts in other modules while it runs: take it out, or "
+                f"set it before port. For a cache of steps call {name}.enable_cache(config) with a config of "
+                "diffusers, such as FirstBlockCacheConfig(threshold=0.05)"
+            )
+
+    def place(self, mesh: Mesh | None = None, parallel: Parallel | None = None) -> None:
+        """Put the weights on JAX, on the default device or over a mesh; later calls run there.
+
+        Args:
+            mesh: a mesh of `make_mesh`; None keeps the present mesh, if there is one.
+            parallel: the dimension that a transformer splits over the mesh's axis "tp": "context" for tokens,
+                "tensor" for weights' channels; None chooses, and keeps an earlier choice on the same mesh.
+
+        Raises:
+            ValueError: a mesh not made by `make_mesh`, or one that does not divide the weights.
+        """
+        port_network(self)  # again, for layers that were added later, such as a LoRA's
+        mesh = self.mesh if mesh is None else mesh
+        if mesh is not None:
+            self.place_on(mesh, parallel)
+        runtime.put_weights(self, self.put_weight)
+
+    def put_weight(self, name: str, array: Any) -> Any:
+        """Return a weight, given as a NumPy or a JAX array, on the default device or on the mesh."""
+        if self.mesh is None:
+            return runtime.on_default_device(name, array)
+        return self.placement.weight(name, array)
+
+    def place_on(self, mesh: Mesh, parallel: Parallel | None = None, memory: float | None = None) -> None:
+        """Compile for a mesh from now on, without moving the weights; programs for another mesh are dropped.
+
+        Args:
+            mesh: of `make_mesh`.
+            parallel: the dimension that a transformer splits over the mesh's axis "tp": "context" for tokens,
+                "tensor" for weights' channels; None chooses, and keeps an earlier choice on the same mesh.
+            memory: bytes of a device; None asks the device.
+
+        Raises:
+            ValueError: a mesh not made by `make_mesh`, or one that does not divide the weights.
+        """
+        if mesh == self._mesh and parallel is None and memory is None:
+            return  # the earlier choice stays
+        chosen = parallelism_of(self, mesh, parallel, memory)
+        if (mesh, chosen) != (self._mesh, self.parallelism):
+            self._mesh, self.parallelism = mesh, chosen
+            runtime.forget_programs(self)
+
+
+class KnownNetwork(CompiledNetwork):
+    """Base of the networks whose layers this package knows, and whose sequences it can split over a mesh.
 
     Attributes:
         network_class: the module that a program is compiled from, made from the model and a call's options.
-        parallelism: the use of "tp" and its reason, a `pipelines.sharding.Parallelism`; None without a mesh.
     """
 
     network_class: Any
-    parallelism: Any = None
 
     @property
     def placement(self: Any) -> Any:
@@ -209,48 +318,6 @@ class CompiledNetwork(PortedModel):
         result, _cache = program.run(program.weights(network), program.put(tensors))
         return runtime.tensor_of(result)
 
-    def place(self, mesh: Mesh | None = None, parallel: Parallel | None = None) -> None:
-        """Put the weights on JAX, on the default device or over a mesh; later calls run there.
-
-        Args:
-            mesh: a mesh of `make_mesh`; None keeps the present mesh, if there is one.
-            parallel: the dimension that a transformer splits over the mesh's axis "tp": "context" for tokens,
-                "tensor" for weights' channels; None chooses, and keeps an earlier choice on the same mesh.
-
-        Raises:
-            ValueError: a mesh not made by `make_mesh`, or one that does not divide the weights.
-        """
-        port_network(self)  # again, for layers that were added later, such as a LoRA's
-        mesh = self.mesh if mesh is None else mesh
-        if mesh is not None:
-            self.place_on(mesh, parallel)
-        runtime.put_weights(self, self.put_weight)
-
-    def put_weight(self, name: str, array: Any) -> Any:
-        """Return a weight, given as a NumPy or a JAX array, on the default device or on the mesh."""
-        if self.mesh is None:
-            return runtime.on_default_device(name, array)
-        return self.placement.weight(name, array)
-
-    def place_on(self, mesh: Mesh, parallel: Parallel | None = None, memory: float | None = None) -> None:
-        """Compile for a mesh from now on, without moving the weights; programs for another mesh are dropped.
-
-        Args:
-            mesh: of `make_mesh`.
-            parallel: the dimension that a transformer splits over the mesh's axis "tp": "context" for tokens,
-                "tensor" for weights' channels; None chooses, and keeps an earlier choice on the same mesh.
-            memory: bytes of a device; None asks the device.
-
-        Raises:
-            ValueError: a mesh not made by `make_mesh`, or one that does not divide the weights.
-        """
-        if mesh == self._mesh and parallel is None and memory is None:
-            return  # the earlier choice stays
-        chosen = parallelism_of(self, mesh, parallel, memory)
-        if (mesh, chosen) != (self._mesh, self.parallelism):
-            self._mesh, self.parallelism = mesh, chosen
-            runtime.forget_programs(self)
-
 
 def parallelism_of(
     network: Any, mesh: Mesh, requested: Parallel | None = None, memory: float | None = None
@@ -268,13 +335,22 @@ def parallelism_of(
             request.
     """
     check_mesh(mesh)
+    memory = sharding.memory_of(mesh) if memory is None else memory
+    weight_bytes = sum(weight.numel() * weight.element_size() for weight in network.parameters())
+    if not issubclass(ported_class(type(network)), KnownNetwork):
+        if requested is not None:
+            raise ValueError(
+                f"got parallel={requested!r} for a {type(network).__name__}, whose tokens and channels are not "
+                "split: pass parallel=None"
+            )
+        return sharding.BatchParallelism(split=sharding.exceed(weight_bytes, memory))
     chosen = sharding.Parallelism()  # a text encoder's: weights' channels, as its sequences are short
     if isinstance(network, DiffusersTransformer):
         chosen = sharding.choose_parallelism(
             mesh,
             heads=network.config["num_attention_heads"],
-            weight_bytes=sum(weight.numel() * weight.element_size() for weight in network.parameters()),
-            memory=sharding.memory_of(mesh) if memory is None else memory,
+            weight_bytes=weight_bytes,
+            memory=memory,
             requested=requested,
         )
     for name, weight in runtime.named_tensors(network).items():
@@ -282,7 +358,7 @@ def parallelism_of(
     return chosen
 
 
-class CogVideoXTransformer3DModel(CompiledNetwork, DiffusersTransformer):
+class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
     """CogVideoX's transformer on torchax, by diffusers' own names: a denoising step is one program."""
 
     network_class = TransformerStep
@@ -354,7 +430,18 @@ class CogVideoXTransformer3DModel(CompiledNetwork, DiffusersTransformer):
         # `step` adds the third argument, `form`: which layers run.
         return self.step_cache.step(self, functools.partial(CachedStep, self, *options), tensors)
 
-    def forward(
+    @functools.wraps(DiffusersTransformer.forward)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not any(map(upstream.is_patched, STOCK_CLASSES)):
+            return self._step(*args, **kwargs)
+        if self.step_cache is not None:
+            raise ValueError(
+                f"got a cache ({self.step_cache}) and a class of diffusers of which a method was replaced: "
+                "call disable_cache(), or take the replacement out"
+            )
+        return self.run_as_it_is(DiffusersTransformer.forward, *args, **kwargs)
+
+    def _step(
         self,
         hidden_states: torch.Tensor,
         encoder_hidden_states: torch.Tensor,
@@ -383,6 +470,7 @@ class CogVideoXTransformer3DModel(CompiledNetwork, DiffusersTransformer):
                 attention_kwargs=attention_kwargs,  # by name: diffusers' LoRA scaling reads it there
                 return_dict=return_dict,
             )
+        self.check_modules()
         frames, _channels, height, width = hidden_states.shape[1:]
         patch_embed: Any = self.patch_embed
         run = functools.partial(
@@ -409,7 +497,7 @@ for _name, _method in loras.methods_in_pytorch(DiffusersTransformer, loras.NETWO
     setattr(CogVideoXTransformer3DModel, _name, _method)
 
 
-class T5EncoderModel(CompiledNetwork, TransformersT5Encoder):
+class T5EncoderModel(KnownNetwork, TransformersT5Encoder):
     """The T5 encoder on torchax, by transformers' own names: a prompt's encoding is one program."""
 
     network_class = TextEncoding
@@ -426,6 +514,10 @@ class T5EncoderModel(CompiledNetwork, TransformersT5Encoder):
 
         Else transformers' own forward runs; `options` are its further arguments.
         """
+        if upstream.is_patched(TransformersT5Encoder):
+            return self.run_as_it_is(
+                TransformersT5Encoder.forward, input_ids, attention_mask, inputs_embeds, **options
+            )
         on_torch = not runtime.is_on_jax(self)
         if on_torch or any(value is not None for value in options.values()):
             with contextlib.nullcontext() if on_torch else runtime.active():  # weights on JAX need torchax
@@ -480,17 +572,32 @@ def prompt_tensors(*, batch: int, text: int) -> TensorSpecs:
 SPLIT_LAYERS = (PatchEmbed, Block, Attention, FeedForward, T5LayerSelfAttention, T5LayerFF)
 """The layers whose inputs and outputs are sequences split over a mesh."""
 
-PORTED_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
+LAYERS: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: Linear,
     nn.LayerNorm: LayerNorm,
     nn.SiLU: SiLU,
     DiffusersGELU: GELU,
     CogVideoXBlock: Block,
     CogVideoXPatchEmbed: PatchEmbed,
+}
+"""The class that each layer of a network becomes."""
+
+KNOWN: dict[type[nn.Module], type[KnownNetwork]] = {
     DiffusersTransformer: CogVideoXTransformer3DModel,
     TransformersT5Encoder: T5EncoderModel,
 }
-"""The class that each module of the two networks becomes."""
+"""The class that each network becomes that this package knows."""
+
+STOCK_CLASSES: tuple[type, ...] = (
+    DiffusersTransformer,
+    Attention,
+    CogVideoXLayerNormZero,
+    FeedForward,
+    *LAYERS,
+    CogVideoXAttnProcessor2_0,
+    FusedCogVideoXAttnProcessor2_0,
+)
+"""The classes that a step of the transformer computes for; if a method of one was replaced, it does not."""
 
 PROCESSORS: dict[Any, Any] = {
     CogVideoXAttnProcessor2_0: AttnProcessor,
@@ -499,20 +606,62 @@ PROCESSORS: dict[Any, Any] = {
 """The class that each attention processor becomes."""
 
 
+METHODS = ("forward", "encode", "decode")
+"""Methods of a network that are compiled, if its class has them."""
+
+
+@functools.cache
+def ported_class(kind: Any) -> type[CompiledNetwork]:
+    """Return the class that a network of class `kind` becomes; a ported class is returned unchanged."""
+    if issubclass(kind, CompiledNetwork):
+        return kind
+    if kind in KNOWN:
+        return KNOWN[kind]
+    members = {
+        "__module__": kind.__module__,
+        "__doc__": kind.__doc__,
+        "__reduce_ex__": lambda self, _protocol: (_revived, (kind,), self.__getstate__()),
+        **loras.methods_in_pytorch(kind, loras.NETWORK_METHODS),
+    }
+    if hasattr(kind, "save_pretrained"):
+        members["save_pretrained"] = saved_from_host(kind.save_pretrained)
+    for stock, known in KNOWN.items():
+        if issubclass(kind, stock) and kind.forward is stock.forward:  # a subclass that computes the same
+            return type(kind.__name__, (known, kind), members)
+    members |= {name: _as_it_is(kind, name) for name in METHODS if hasattr(kind, name)}
+    return type(kind.__name__, (CompiledNetwork, kind), members)
+
+
+def _as_it_is(kind: type, name: str) -> Any:
+    """Return a method that runs the method `name` of class `kind`, as it is at the time of a call."""
+
+    @functools.wraps(getattr(kind, name))
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.run_as_it_is(getattr(kind, name), *args, **kwargs)
+
+    return call
+
+
+def _revived(kind: type) -> Any:
+    """Return a blank instance of the ported class of `kind`, for unpickling."""
+    return object.__new__(ported_class(kind))
+
+
 def port_network(network: Any) -> Any:
-    """Give a loaded transformer or text encoder, and its layers, their ported classes; return it.
+    """Give a loaded network, and its layers, their ported classes; return it.
 
     The objects stay, their `__class__` changes. A second call ports layers that were added since.
     """
     for module in network.modules():
-        module.__class__ = PORTED_CLASSES.get(type(module), type(module))
+        module.__class__ = LAYERS.get(type(module), type(module))
         processor = getattr(module, "processor", None)
         if type(processor) in PROCESSORS:
             processor.__class__ = PROCESSORS[type(processor)]
+    network.__class__ = ported_class(type(network))
     upstream.cached_block(Block)  # registers the class, which diffusers' caches look up
     save_as_stock(network)  # a saved pipeline names the original class: it loads without this package
-    if isinstance(network, TransformersT5Encoder):
-        # The token embedding is one weight under two names. torch's own `to` with torchax, before `port`, and
+    if hasattr(network, "tie_weights"):
+        # T5's token embedding is one weight under two names. torch's own `to` with torchax, before `port`, and
         # loading weights by name make two tensors of it.
         network.tie_weights()
     return network

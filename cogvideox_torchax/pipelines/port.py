@@ -2,23 +2,35 @@
 
 import functools
 import inspect
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from diffusers.models.autoencoders.autoencoder_kl_cogvideox import (
+    AutoencoderKLCogVideoX as DiffusersAutoencoder,
+)
 from diffusers.pipelines.cogvideo.pipeline_cogvideox import CogVideoXPipeline
 from diffusers.pipelines.cogvideo.pipeline_cogvideox_fun_control import CogVideoXFunControlPipeline
 from diffusers.pipelines.cogvideo.pipeline_cogvideox_image2video import CogVideoXImageToVideoPipeline
 from diffusers.pipelines.cogvideo.pipeline_cogvideox_video2video import CogVideoXVideoToVideoPipeline
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+from torch import nn
+from torch.utils import _pytree as pytree
 
 from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.pipelines import loras, networks
 from cogvideox_torchax.pipelines.scheduler import port_scheduler
 from cogvideox_torchax.runtime.models import PicklesAsStock, PortedModel
 from cogvideox_torchax.sharding import Parallel
-from cogvideox_torchax.vae.torchax.autoencoder import port_vae
+from cogvideox_torchax.vae.streaming import ChunkedVAE
+from cogvideox_torchax.vae.torchax.autoencoder import check_vae_class, port_vae
+
+logger = logging.getLogger("cogvideox_torchax")
+
+VAES = (DiffusersAutoencoder, ChunkedVAE)
+"""Classes of the VAEs that this package knows."""
 
 PIPELINES = (
     CogVideoXPipeline,
@@ -38,52 +50,83 @@ parts, so the lock can be taken again.
 def port_pipeline(pipe: Any, mesh: Any = None, parallel: Parallel | None = None) -> None:
     """Port a pipeline's VAE and networks and put them on JAX, on one device or over a mesh.
 
+    A network that this package does not know is compiled as it is. A line is logged for each of them, and for
+    each part that stays on the host.
+
     Args:
-        pipe: a CogVideoX pipeline.
+        pipe: a diffusers pipeline, or another object with models as attributes.
         mesh: of `make_mesh`, or None.
-        parallel: "context" splits the tokens over "tp", "tensor" the weights' channels; None to choose.
+        parallel: "context" splits the transformer's tokens over "tp", "tensor" its weights' channels; None to
+            choose.
 
     Raises:
-        ValueError: a mesh that does not divide the networks' weights, networks of another kind, or weights
-            that are offloaded. Nothing has been moved then.
+        ValueError: a mesh that does not divide a network's weights, weights that are offloaded, or a VAE of
+            another package's class. Nothing has been moved then.
     """
-    around_vae = [network for network in (pipe.transformer, pipe.text_encoder) if network is not None]
-    for network in around_vae:
-        _check_network(network, mesh, parallel)
-    if pipe.vae is not None:
-        _check_in_place(pipe.vae)
-    for network in around_vae:
-        networks.port_network(network).place(mesh, parallel)
-    if pipe.vae is not None:
-        vae = port_vae(pipe.vae)
-        if mesh is not None:
-            vae.place_on(mesh)
-        vae.place()
-    if pipe.scheduler is not None:
+    models = _models(pipe)
+    for name, model in models.items():
+        _check_in_place(model)
+        if not isinstance(model, VAES):
+            _check_network(name, model, mesh, parallel if name == "transformer" else None)
+    for name, model in models.items():
+        if getattr(pipe, name) is not model:  # torch.compile's wrapper, as JAX compiles the model
+            setattr(pipe, name, model)
+        if isinstance(model, VAES):
+            vae = port_vae(model)
+            if mesh is not None:
+                vae.place_on(mesh)
+            vae.place()
+            continue
+        network = networks.port_network(model)
+        network.component = name
+        network.place(mesh, parallel if name == "transformer" else None)
+        if not isinstance(network, networks.KnownNetwork):
+            use = "" if network.mesh is None else f"; {network.parallelism}"
+            logger.warning("%s: %s, compiled as it is%s", name, type(network).__name__, use)
+    if getattr(pipe, "scheduler", None) is not None:
         port_scheduler(pipe.scheduler)
-    upstream.wrap_from_pipe(_port_from_pipe)  # diffusers' `from_pipe` of a ported pipeline gives a ported one
-    if not isinstance(pipe, PortedPipeline):
-        pipe.__class__ = _ported_class(type(pipe))
+    if isinstance(pipe, DiffusionPipeline):
+        upstream.wrap_from_pipe(
+            _port_from_pipe
+        )  # diffusers' `from_pipe` of a ported pipeline gives a ported one
+        upstream.wrap_register_modules(_port_class_of)
+        if not isinstance(pipe, PortedPipeline):
+            pipe.__class__ = _ported_class(type(pipe))
 
 
-def _check_network(network: Any, mesh: Any, parallel: Parallel | None) -> None:
-    """Raise `ValueError` for a network that cannot be ported, or whose weights the mesh cannot split.
+def _models(pipe: Any) -> dict[str, nn.Module]:
+    """Return a pipeline's models by name, those without wrappers of torch.compile, that can be moved to JAX."""
+    parts = pipe.components if isinstance(pipe, DiffusionPipeline) else vars(pipe)
+    models: dict[str, nn.Module] = {}
+    for name, part in parts.items():
+        if not isinstance(part, nn.Module):
+            continue
+        model = upstream.uncompiled(part)
+        reason = _reason_to_stay(model)
+        if reason is None:
+            models[name] = model
+        else:
+            logger.warning("%s: %s stays on the host, since %s", name, type(model).__name__, reason)
+    return models
 
-    A network that is ported already passes the first check.
+
+def _reason_to_stay(model: nn.Module) -> str | None:
+    """Return the reason why a model's weights cannot be moved to JAX; None if they can."""
+    for name, tensor in runtime.named_tensors(model).items():
+        if not runtime.is_movable(tensor):
+            return f"JAX has no {type(tensor).__name__} of {tensor.dtype}, as its {name} is"
+    return None
+
+
+def _check_network(name: str, network: Any, mesh: Any, parallel: Parallel | None) -> None:
+    """Raise `ValueError` for a VAE of another package, or a network whose weights the mesh cannot split.
 
     Args:
-        network: the transformer or the text encoder of a pipeline.
+        name, network: a model of a pipeline, ported or not.
         mesh: of `make_mesh`; None for the network's present mesh, if it has one.
         parallel: "context" to split tokens, "tensor" to split the weights' channels; None to choose.
     """
-    kind = type(network)
-    ported_kind = networks.PORTED_CLASSES.get(kind, kind)
-    if not issubclass(ported_kind, networks.CompiledNetwork):
-        raise ValueError(
-            f"port got a pipeline with a {kind.__name__}: it takes CogVideoXTransformer3DModel and "
-            "T5EncoderModel, unquantized, and without torch.compile, as JAX compiles them"
-        )
-    _check_in_place(network)
+    check_vae_class(network)
     mesh = mesh if mesh is not None else getattr(network, "mesh", None)
     if mesh is not None:
         networks.parallelism_of(network, mesh, parallel)  # for its errors alone
@@ -98,6 +141,15 @@ def _check_in_place(model: Any) -> None:
         )
 
 
+def _port_class_of(pipe: Any, parts: dict[str, Any]) -> None:
+    """Give a pipeline that is made of `parts` its ported class, if a network among them is on JAX."""
+    on_jax = (
+        isinstance(part, networks.CompiledNetwork) and runtime.is_on_jax(part) for part in parts.values()
+    )
+    if any(on_jax) and not isinstance(pipe, PortedPipeline):
+        pipe.__class__ = _ported_class(type(pipe))
+
+
 def _port_from_pipe(make: Callable[..., Any], kind: type, pipeline: Any, **options: Any) -> Any:
     """Make a pipeline of the parts of `pipeline` by diffusers' `from_pipe`; port it if `pipeline` is ported.
 
@@ -108,16 +160,17 @@ def _port_from_pipe(make: Callable[..., Any], kind: type, pipeline: Any, **optio
         options: of `from_pipe`.
     """
     made = make(kind, pipeline, **options)
-    if not isinstance(pipeline, PortedPipeline) or not isinstance(made, PIPELINES):
+    if not isinstance(pipeline, PortedPipeline):
         return made
-    # All parts are on the same devices: the first one that is not None tells the mesh. A transformer, which
-    # comes first, has a parallelism too, its use of the mesh's "tp".
-    parts = (pipeline.transformer, pipeline.vae, pipeline.text_encoder)
-    first = next((part for part in parts if part is not None), None)
+    # All parts are on the same devices: the first one tells the mesh.
+    models = _models(pipeline)
+    first = next(iter(models.values()), None)
     if first is not None and runtime.is_on_jax(first):
-        parallelism = getattr(first, "parallelism", None)
-        port_pipeline(made, first.mesh, parallelism.kind if parallelism else None)
-    else:  # the parts, which the two pipelines share, were moved to the host: they stay there
+        parallelism = getattr(models.get("transformer"), "parallelism", None)
+        port_pipeline(made, getattr(first, "mesh", None), getattr(parallelism, "kind", None))
+    elif not isinstance(
+        made, PortedPipeline
+    ):  # the parts, which the two pipelines share, were moved to the host: they stay there
         made.__class__ = _ported_class(type(made))
     return made
 
@@ -150,7 +203,7 @@ class PortedPipeline(PicklesAsStock, DiffusionPipeline):
     def progress_bar(self, iterable: Any = None, total: Any = None) -> Any:
         """Return diffusers' progress bar, which ends with the number of steps that a cache has skipped."""
         inherited: Any = super()
-        bar, cache = inherited.progress_bar(iterable, total), self.transformer.step_cache
+        bar, cache = inherited.progress_bar(iterable, total), _step_cache(self)
         if cache is not None and not bar.disable:
             close = bar.close  # called when the pipeline leaves its `with` block, after the last step
 
@@ -163,92 +216,142 @@ class PortedPipeline(PicklesAsStock, DiffusionPipeline):
             bar.close = close_with_skips
         return bar
 
-    def decode_latents(self, latents: torch.Tensor) -> torch.Tensor:
-        """Decode latents (N, T, C, H, W) to frames (N, 3, T', H', W') on the host.
 
-        Each chunk goes to the host while the next is computed.
-        """
-        # Between two steps, where a callback may decode, diffusers' `_current_timestep` is set.
-        if self.transformer is not None and getattr(self, "_current_timestep", None) is None:
-            self.transformer._reset_stateful_cache()  # frees the steps' kept arrays for the decoder
-        with runtime.active():
-            # The pipelines call the VAE's scaling factor `vae_scaling_factor_image`, for videos too.
-            z = 1 / self.vae_scaling_factor_image * latents.permute(0, 2, 1, 3, 4)
-            if _is_users_own(self.vae.decode):  # set on the model, or in a subclass
-                return runtime.to_torch(self.vae.decode(z).sample)
-        return torch.cat(list(self.vae.decode_stream(z)), dim=2)
+def _step_cache(pipe: Any) -> Any:
+    """Return the step cache of a pipeline's transformer; None if there is none."""
+    return getattr(getattr(pipe, "transformer", None), "step_cache", None)
+
+
+def _decode_in_chunks(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
+    """Decode latents (N, T, C, H, W) to frames (N, 3, T', H', W') on the host, as CogVideoX's pipelines do.
+
+    Each chunk goes to the host while the next is computed.
+    """
+    # Between two steps, where a callback may decode, diffusers' `_current_timestep` is set.
+    if pipe.transformer is not None and getattr(pipe, "_current_timestep", None) is None:
+        pipe.transformer._reset_stateful_cache()  # frees the steps' kept arrays for the decoder
+    # The pipelines call the VAE's scaling factor `vae_scaling_factor_image`, for videos too.
+    z = 1 / pipe.vae_scaling_factor_image * latents.permute(0, 2, 1, 3, 4)
+    # `decode` may have been set on the model, on its class, or in a subclass.
+    if _is_users_own(pipe.vae.decode) or upstream.is_patched(DiffusersAutoencoder):
+        return runtime.to_torch(pipe.vae.decode(z).sample)
+    return torch.cat(list(pipe.vae.decode_stream(z)), dim=2)
+
+
+def _call(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Make the scheduler and the cache ready for JAX, and run the pipeline's own call.
+
+    Raises:
+        NonFiniteError: a step gave NaN or Inf.
+    """
+    _check_ported(pipe)
+    scheduler, transformer = getattr(pipe, "scheduler", None), getattr(pipe, "transformer", None)
+    if scheduler is not None:
+        port_scheduler(scheduler)  # the user may have replaced it
+    if isinstance(transformer, networks.CogVideoXTransformer3DModel):
+        if runtime.is_on_jax(transformer):
+            # A step cache may be set by hooks alone, as by diffusers' `apply_first_block_cache`. The model's
+            # `enable_cache` has warned already, if it was called.
+            transformer.take_cache(warn=False)
+        transformer._reset_stateful_cache()  # a run that failed may have left arrays
+    result = inherited(pipe, *args, **kwargs)
+    if scheduler is not None:
+        pipe.scheduler.log.check()
+    return result
+
+
+def _check_inputs(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    """Check the size against the transformer's patches, then the inputs as diffusers does."""
+    given = inspect.signature(inherited).bind(pipe, *args, **kwargs).arguments
+    config = getattr(getattr(pipe, "transformer", None), "config", {})
+    if "patch_size" in config and given.get("height") and given.get("width"):
+        check_size(given["height"], given["width"], config, pipe.vae_scale_factor_spatial)
+    inherited(pipe, *args, **kwargs)
+
+
+def _encode_prompt(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Encode prompts as diffusers does, for one thread at a time."""
+    with _ENCODING:
+        return inherited(pipe, *args, **kwargs)
+
+
+def _decode_latents(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Decode latents in chunks, or as the user's own class does; frames are on the host."""
+    if inherited in _DECODE_LATENTS:
+        return _decode_in_chunks(pipe, *args, **kwargs)
+    return runtime.to_torch(inherited(pipe, *args, **kwargs))
+
+
+def _rotary_tables(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Compute rotary tables on the host, whatever the `device`, and move them to the transformer.
+
+    On JAX the tables would be computed by many small programs, from angles in float32, where the reference has
+    float64.
+    """
+    bound = inspect.signature(inherited).bind(pipe, *args, **kwargs)
+    if "device" in bound.arguments:
+        bound.arguments["device"] = torch.device("cpu")
+    tables = runtime.without_torchax(inherited, *bound.args, **bound.kwargs)
+    is_on_jax = runtime.is_on_jax(pipe.transformer)
+    return pytree.tree_map_only(torch.Tensor, runtime.to_jax, tables) if is_on_jax else tables
+
+
+_AROUND: dict[str, Callable[..., Any]] = {
+    "__call__": _call,
+    "check_inputs": _check_inputs,
+    "encode_prompt": _encode_prompt,
+    "decode_latents": _decode_latents,
+    upstream.ROTARY_TABLES: _rotary_tables,
+}
+"""What is done around a pipeline's own method, by its name: a function of the pipeline, that method, its arguments."""
+
+_DECODE_LATENTS = tuple(kind.decode_latents for kind in PIPELINES)
+"""The methods of CogVideoX's pipelines that decode a whole video at once."""
 
 
 @functools.cache
 def _ported_class(kind: type) -> type:
     """Return the ported subclass of a pipeline's class `kind`, with that class's own name and signatures."""
-    inherited: Any = kind
-
-    @functools.wraps(inherited.__call__)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Make the scheduler and the cache ready for JAX, and run the pipeline.
-
-        Raises:
-            NonFiniteError: a step gave NaN or Inf.
-        """
-        _check_ported(self)
-        port_scheduler(self.scheduler)  # the user may have replaced it
-        if runtime.is_on_jax(self.transformer):
-            # A step cache may be set by hooks alone, as by diffusers' `apply_first_block_cache`. The model's
-            # `enable_cache` has warned already, if it was called.
-            self.transformer.take_cache(warn=False)
-        self.transformer._reset_stateful_cache()  # a run that failed may have left arrays
-        result = inherited.__call__(self, *args, **kwargs)
-        self.scheduler.log.check()
-        return result
-
-    @functools.wraps(inherited.check_inputs)
-    def check_inputs(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Check the size against the transformer's patches, then the inputs as diffusers does."""
-        arguments = inspect.signature(inherited.check_inputs).bind(self, *args, **kwargs).arguments
-        check_size(
-            arguments["height"], arguments["width"], self.transformer.config, self.vae_scale_factor_spatial
-        )
-        inherited.check_inputs(self, *args, **kwargs)
-
-    @functools.wraps(inherited.encode_prompt)
-    def encode_prompt(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Encode prompts as diffusers does, for one thread at a time."""
-        with _ENCODING:
-            return inherited.encode_prompt(self, *args, **kwargs)
-
-    @functools.wraps(inherited.decode_latents)
-    def decode_latents(self: Any, latents: torch.Tensor) -> torch.Tensor:
-        """Decode latents as the user's own class does, to frames on the host."""
-        return runtime.to_torch(inherited.decode_latents(self, latents))
-
-    decodes_itself = _is_users_own(inherited.decode_latents)
     members = {
-        # `active()` is a decorator too: each call of a method runs with torchax enabled.
-        **{name: runtime.active()(getattr(kind, name)) for name in _added_methods(kind)},
+        **{name: _method(kind, name) for name in _own_methods(kind)},
         "__module__": kind.__module__,
-        "__call__": runtime.active()(call),
-        "check_inputs": check_inputs,
-        "encode_prompt": runtime.active()(encode_prompt),
-        **({"decode_latents": runtime.active()(decode_latents)} if decodes_itself else {}),
-        # The method that makes rotary tables, on the host; they are then moved to the transformer's device.
-        **upstream.rotary_tables(inherited, _on_transformer_device),
         # Methods that load and change LoRAs: they run while the weights are in PyTorch.
         **loras.methods_in_pytorch(kind, loras.PIPELINE_METHODS),
     }
     return type(kind.__name__, (PortedPipeline, kind), members)
 
 
+def _method(kind: type, name: str) -> Callable[..., Any]:
+    """Return a method that runs the method `name` of class `kind`, as it is at the time of a call, for JAX.
+
+    torchax is enabled while it runs, and tensors of the host may be mixed with tensors on JAX.
+    """
+    around = _AROUND.get(name)
+
+    @functools.wraps(getattr(kind, name))
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        inherited = getattr(kind, name)
+        with runtime.mixing():
+            return around(self, inherited, args, kwargs) if around else inherited(self, *args, **kwargs)
+
+    return call
+
+
 def _check_ported(pipe: Any) -> None:
-    """Raise `ValueError` if a model was replaced, or had its weights offloaded, after `port`."""
-    for name in ("text_encoder", "transformer", "vae"):
-        part = getattr(pipe, name)
-        if not isinstance(part, PortedModel | None):
+    """Take torch.compile's wrappers off a pipeline's models, and check that all are ported.
+
+    Raises:
+        ValueError: a model was replaced, or had its weights offloaded, after `port`.
+    """
+    for name, model in _models(pipe).items():
+        if getattr(pipe, name) is not model:
+            setattr(pipe, name, model)
+        if not isinstance(model, PortedModel):
             raise ValueError(
-                f"the pipeline's {name}, a {type(part).__name__}, was set after port: call port(pipe) again"
+                f"the pipeline's {name}, a {type(model).__name__}, was set after port: call port(pipe) again"
             )
-        if part is not None and runtime.is_on_jax(part):
-            _check_in_place(part)
+        if runtime.is_on_jax(model):
+            _check_in_place(model)
 
 
 def _is_users_own(method: Any) -> bool:
@@ -256,17 +359,12 @@ def _is_users_own(method: Any) -> bool:
     return method.__module__.partition(".")[0] not in ("diffusers", __name__.partition(".")[0])
 
 
-def _added_methods(kind: type) -> list[str]:
-    """Return the names of a pipeline class's methods, special ones aside, that `PortedPipeline` lacks."""
+def _own_methods(kind: type) -> set[str]:
+    """Return the names of a pipeline class's methods that `PortedPipeline` lacks, special ones but the call aside."""
     # `kind`, and its bases below diffusers' base.
     classes = kind.__mro__[: kind.__mro__.index(DiffusionPipeline)]
     names = {name for each in classes for name, member in vars(each).items() if inspect.isfunction(member)}
-    return [name for name in names if not name.startswith("__") and not hasattr(PortedPipeline, name)]
-
-
-def _on_transformer_device(pipe: Any, table: torch.Tensor) -> torch.Tensor:
-    """Return a rotary table on JAX if the pipeline's transformer is on JAX, else unchanged."""
-    return runtime.to_jax(table) if runtime.is_on_jax(pipe.transformer) else table
+    return {n for n in names if n == "__call__" or not (n.startswith("__") or hasattr(PortedPipeline, n))}
 
 
 def check_size(height: int, width: int, config: Any, spatial_compression_ratio: int) -> None:

@@ -74,6 +74,26 @@ class Parallelism:
         return f"{self.kind} over tp{weights} ({self.reason})"
 
 
+@dataclass(frozen=True)
+class BatchParallelism:
+    """The use of a mesh by a network that this package does not know.
+
+    Attributes:
+        split: whether weights are split over the mesh, and gathered where they are used.
+    """
+
+    split: bool = False
+
+    def __str__(self) -> str:
+        """Return the use of the mesh in words."""
+        return f"batch over dp, weights {'split' if self.split else 'whole'}, tokens not split"
+
+
+def exceed(weight_bytes: int, memory: float | None) -> bool:
+    """Return whether whole weights take too much of a device's memory, `SHARE_OF_WEIGHTS`; None is enough."""
+    return memory is not None and weight_bytes > SHARE_OF_WEIGHTS * memory
+
+
 def choose_parallelism(
     mesh: Mesh, *, heads: int, weight_bytes: int, memory: float | None, requested: Parallel | None = None
 ) -> Parallelism:
@@ -103,7 +123,7 @@ def choose_parallelism(
         return Parallelism(TENSOR, reason=f"tp={tp} does not divide {heads} heads")
     if requested == TENSOR:
         return Parallelism(TENSOR, reason="requested")
-    gathered = tp > 1 and memory is not None and weight_bytes > SHARE_OF_WEIGHTS * memory
+    gathered = tp > 1 and exceed(weight_bytes, memory)
     return Parallelism(CONTEXT, gathered, "requested" if requested else f"tp={tp} divides {heads} heads")
 
 

@@ -30,6 +30,7 @@ from cogvideox_torchax.runtime.bridge import (
     torch_view,
     without_torchax,
 )
+from cogvideox_torchax.runtime.calls import mixing, run_method, warn_once
 from cogvideox_torchax.runtime.compile_cache import (
     COMPILE_CACHE_VARIABLE,
     configure_compile_cache,
@@ -55,6 +56,7 @@ from cogvideox_torchax.runtime.skeleton import host_skeleton
 from cogvideox_torchax.runtime.weights import (
     assign,
     feed_weights,
+    is_movable,
     named_tensors,
     on_default_device,
     put_weights,
@@ -89,9 +91,11 @@ __all__ = [
     "host_skeleton",
     "is_enabled",
     "is_jax_device",
+    "is_movable",
     "is_on_jax",
     "jax_dtype",
     "jit_torch",
+    "mixing",
     "named_tensors",
     "of_several_processes",
     "on_default_device",
@@ -103,6 +107,7 @@ __all__ = [
     "put_weights",
     "rematerialized",
     "replace_weights",
+    "run_method",
     "take",
     "tensor_of",
     "to_jax",
@@ -110,6 +115,7 @@ __all__ = [
     "torch_view",
     "wait",
     "wants_gradient",
+    "warn_once",
     "with_kept_cache",
     "without_gradient",
     "without_torchax",

@@ -13,6 +13,8 @@ import torch
 
 from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
 from cogvideox_torchax.upstream import one_program_each, teach_copying, torchax_off
+from cogvideox_torchax.runtime.functions import replace_functions
+from cogvideox_torchax.runtime.views import share_views
 from cogvideox_torchax.upstream import torchax_is_on as is_enabled
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -29,6 +31,7 @@ def import_torchax() -> Any:
     try:
         import torchax.interop
         import torchax.ops.jaten
+        import torchax.ops.jtorch
         import torchax.ops.ops_registry
         import torchax.view
     except (ImportError, RuntimeError) as error:
@@ -40,6 +43,8 @@ def import_torchax() -> Any:
         teach_copying(kind, tensor_of, to_torch, without_torchax)
     # A sum or product of tensors is one program, not several: fewer programs wait in a device's queue.
     one_program_each(torchax.ops.ops_registry)
+    replace_functions(torchax.ops.ops_registry.all_aten_ops | torchax.ops.ops_registry.all_torch_functions)
+    share_views(torchax)
     return torchax
 
 

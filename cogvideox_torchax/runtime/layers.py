@@ -5,7 +5,11 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
+
+from cogvideox_torchax.runtime.bridge import on_jax
+from cogvideox_torchax.upstream import is_patched
 
 Visit = Callable[[str, Any], Any]
 """Function of a layer's name and its result, or its arguments (args, kwargs), to their replacement."""
@@ -58,14 +62,24 @@ def watched(
         yield
 
 
+def by_kernel(module: nn.Module, x: torch.Tensor) -> bool:
+    """Return whether a ported layer runs its kernel on `x`, not the method that it inherits.
+
+    It does if `x` is on JAX, unless somebody has replaced a method of the class that the layer was ported from.
+    """
+    return on_jax(x) and not is_patched(type(module))
+
+
 def is_watched(module: nn.Module) -> bool:
     """Return whether a module must be called itself, so that no fused kernel may replace it.
 
-    That is so if the module has a `forward` set on the instance, or a hook that may change or read values.
+    That is so if the module has a `forward` set on the instance, a hook that may change or read values, or a
+    class of which somebody has replaced a method.
     The hooks of `watched(..., names_only=True)`, which only name a program's instructions, do not count.
     """
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return "forward" in vars(module) or any(not getattr(hook, "names_only", False) for hook in hooks)
+    has_hooks = any(not getattr(hook, "names_only", False) for hook in hooks)
+    return "forward" in vars(module) or has_hooks or is_patched(type(module))
 
 
 def as_layer(module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:

@@ -223,7 +223,8 @@ class Program:
 
     For each set of shapes there are two compiled programs: one for a call without a cache, such as a video's
     first chunk, and one for a call with a cache, which is donated. Weights are arguments, and none are kept.
-    Any thread may run it. `compilations` counts the programs traced so far.
+    Any thread may run it. `compilations` counts the programs traced so far; `untraceable` is the reason if the
+    network cannot be traced.
 
     Args:
         network: a torch module, whose inputs are a tensor, or a dictionary of tensors and of tuples of them;
@@ -243,6 +244,7 @@ class Program:
         self._network = TorchNetwork(network) if isinstance(network, nn.Module) else network
         self.place = place or Place()
         self.compilations = 0
+        self.untraceable: str | None = None
 
         def run(weights: Any, inputs: Any, cache: Any) -> Any:
             return self._trace(weights, inputs, cache)

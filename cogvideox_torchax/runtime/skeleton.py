@@ -113,11 +113,15 @@ def _copy_value(value: Any, done: dict[int, Any], of_processor: bool) -> Any:
     return copied
 
 
+class ForeignForwardError(ValueError):
+    """A `forward` that was set on a module, and is no method of that module."""
+
+
 def weightless(module: Module) -> Module:
     """Return a copy of a module tree (`skeleton`) whose weights have a shape and a dtype, but no memory.
 
     Raises:
-        ValueError: a `forward` that was set on a module, and is no method of that module.
+        ForeignForwardError: a module has one.
     """
 
     def empty(tensor: torch.Tensor) -> torch.Tensor:
@@ -129,7 +133,7 @@ def weightless(module: Module) -> Module:
             continue
         forward = vars(each).get("forward")
         if forward is not None and getattr(forward, "__self__", None) is not each:
-            raise ValueError(
+            raise ForeignForwardError(
                 f"{name}.forward is a function of its own, and the weights that it holds would be "
                 f"compiled in as they are: set types.MethodType(function, {name}), or register a hook"
             )

@@ -17,7 +17,8 @@ class Snapshot:
     """The properties of a module tree that tracing depends on: modules, attributes, hooks, names of weights.
 
     Weights' values are excluded: they are arguments of a program. Modules and weights are referenced weakly;
-    attributes and hooks, and the objects they refer to, are kept alive.
+    attributes and hooks, and the objects they refer to, are kept alive. Methods are included, as somebody may
+    replace a class's method.
     """
 
     def __init__(self, root: nn.Module):
@@ -30,6 +31,7 @@ class Snapshot:
         self._empty = [container for container, items in contents if not items]
         self._contents = [(container, items) for container, items in contents if items]
         self._weights = _weight_pattern(_tree(root))  # names of weights, and which are tied
+        self._classes = [(kind, tuple(vars(kind).values())) for kind in _classes(self._modules)]
 
     def holds(self, root: nn.Module) -> bool:
         """Return whether a tree is unchanged; its root may be another module with the same attributes."""
@@ -45,6 +47,7 @@ class Snapshot:
             and not any(self._empty)
             and all(_same_items(_items(container), items) for container, items in self._contents)
             and self._weights == _weight_pattern(modules)  # names of weights, and which are tied
+            and all(tuple(vars(kind).values()) == members for kind, members in self._classes)
         )
 
 
@@ -57,7 +60,7 @@ class _ModuleSnapshot:
         Children and weights (`TREE`) are not among these attributes.
         """
         self.module = weakref.ref(module)
-        self._type = type(module)
+        self.kind = type(module)
         self.attributes = {
             name: value
             for name, value in vars(module).copy().items()
@@ -68,7 +71,7 @@ class _ModuleSnapshot:
 
     def is_unchanged(self, module: nn.Module) -> bool:
         """Return whether a module has the recorded type and attributes."""
-        if type(module) is not self._type:
+        if type(module) is not self.kind:
             return False
         attributes = vars(module)
         # Equal ids of all attributes prove it quickly; other ids prove nothing, as containers may be equal.
@@ -87,6 +90,14 @@ class _ModuleSnapshot:
             if not (same_container and _same_items(_items(found), _items(value))):
                 return False
         return True
+
+
+def _classes(modules: Iterable[_ModuleSnapshot]) -> set[type]:
+    """Return the classes of recorded modules and attention processors, and the classes they inherit from."""
+    kinds = {type(each.attributes[PROCESSOR]) for each in modules if PROCESSOR in each.attributes}
+    kinds |= {each.kind for each in modules}
+    bases = {base for kind in kinds for base in kind.__mro__}
+    return bases - {*nn.Module.__mro__}
 
 
 def _contents(modules: Iterable[dict[str, Any]]) -> list[tuple[Any, list[Any]]]:

@@ -8,13 +8,29 @@ import numpy as np
 import torch
 from torch import nn
 
-from cogvideox_torchax.runtime.bridge import array_of, host_array, on_jax, tensor_of
+from cogvideox_torchax.runtime.bridge import PLAIN, array_of, host_array, on_jax, tensor_of
 from cogvideox_torchax.upstream import replace_array
 
 
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return a module's parameters and buffers, each once, by name."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def is_movable(tensor: torch.Tensor) -> bool:
+    """Return whether a weight is on JAX or can be put there; a quantized one, of a class of its own, cannot."""
+    if type(tensor) not in PLAIN:
+        return on_jax(tensor)
+    return tensor.dtype in MOVABLE_DTYPES
+
+
+MOVABLE_DTYPES = frozenset(
+    (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    )
+)
+"""The dtypes of weights that NumPy and JAX have."""
 
 
 def _weight_slots(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:

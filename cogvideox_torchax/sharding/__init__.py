@@ -1,7 +1,7 @@
 """The dp x tp mesh: `placement` shards a VAE's arrays, `processes` serves a mesh of several processes."""
 
 from cogvideox_torchax.sharding.mesh import Parallel, check_mesh, make_mesh
-from cogvideox_torchax.sharding.placement import MeshPlace, PaddedChunk, Placement, spread
+from cogvideox_torchax.sharding.placement import BatchPlacement, MeshPlace, PaddedChunk, Placement, spread
 from cogvideox_torchax.sharding.processes import (
     TIMEOUT,
     Exchange,
@@ -16,6 +16,7 @@ from cogvideox_torchax.sharding.processes import (
 
 __all__ = [
     "TIMEOUT",
+    "BatchPlacement",
     "Exchange",
     "MeshPlace",
     "PaddedChunk",

@@ -253,6 +253,65 @@ class Placement(MeshPlace):
         )
 
 
+@dataclass(frozen=True)
+class BatchPlacement(MeshPlace):
+    """The sharding of a network that this package does not know: its batch over "dp", by XLA's partitioner.
+
+    Inputs and results are whole on every device, and so are weights unless they are `split`.
+
+    Attributes:
+        split: whether a weight is split over the whole mesh, along its first axis that the devices divide.
+            XLA gathers it where it is used.
+    """
+
+    split: bool = False
+
+    SMALLEST = 4096
+    """Elements of the smallest weight that is split."""
+
+    def spec(self, shape: tuple[int, ...]) -> PartitionSpec:
+        """Return the sharding of an input: its first axis over "dp", if that divides it."""
+        return (
+            PartitionSpec("dp")
+            if len(shape) > 1 and shape[0] % self.mesh.shape["dp"] == 0
+            else PartitionSpec()
+        )
+
+    def weight_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
+        """Return the sharding of a weight."""
+        divided = (axis for axis, size in enumerate(shape) if size % self.mesh.size == 0)
+        axis = next(divided, None) if self.split and math.prod(shape) >= self.SMALLEST else None
+        return (
+            self.replicated if axis is None else NamedSharding(self.mesh, PartitionSpec(*[None] * axis, AXES))
+        )
+
+    def weight(self, name: str, array: Any) -> jax.Array:
+        """Return a weight with its sharding; the same array if it has that already."""
+        return spread(array, self.weight_sharding(array.shape))
+
+    def weight_struct(self, name: str, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        """Return the shape, dtype and sharding of a weight."""
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.weight_sharding(shape))
+
+    def put(self, array: Any) -> jax.Array:
+        """Return an input that is whole on every device."""
+        return spread(array, self.replicated)
+
+    def struct(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        """Return the shape, dtype and sharding of an input: whole on every device."""
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
+
+    def trace(self, run: Callable[..., Any], inputs: Any, cache: Any) -> Any:
+        """Return (result, cache) of `run(inputs, cache)` in a trace: inputs split by batch, the result whole."""
+        # Kernels read the mesh, and map themselves over the devices: XLA cannot split a kernel.
+        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+            result, cache = run(jax.tree.map(self._split_batch, inputs), cache)
+        return jax.lax.with_sharding_constraint(result, self.replicated), cache
+
+    def _split_batch(self, x: Any) -> Any:
+        return self.constrain(x) if isinstance(x, jax.Array) else x
+
+
 def columns_last_on(target: Target, x_NTHWC: jax.Array) -> jax.Array:
     """Return `x` unchanged; a TPU stores it with columns, not its few channels, in the lanes of tiles.
 

@@ -387,7 +387,7 @@ def test_frames_leave_chunk_by_chunk(ported, monkeypatch):
     assert chunks == [5, 4]
 
 
-def test_offloaded_or_foreign_weights_are_refused():
+def test_offloaded_weights_are_refused():
     pipe = small_pipelines.build()
     accelerate.cpu_offload(pipe.text_encoder, torch.device("cpu"))
     with pytest.raises(ValueError, match="^the weights of a T5EncoderModel are offloaded, or cast"):
@@ -398,14 +398,11 @@ def test_offloaded_or_foreign_weights_are_refused():
     with pytest.raises(ValueError, match="^the weights of a AutoencoderKLCogVideoX are offloaded, or"):
         port(pipe)
     assert not runtime.is_on_jax(pipe.text_encoder)
-    pipe.register_modules(transformer=torch.nn.Linear(1, 1))
-    with pytest.raises(ValueError, match="with a Linear: it takes CogVideoXTransformer3DModel"):
-        port(pipe)
 
 
 def test_what_is_set_after_the_port_is_refused_before_anything_runs():
     pipe = pipeline(placement="one device")
-    for name, part in (("vae", shared(None)[0]), ("transformer", torch.compile(pipe.transformer))):
+    for name, part in (("vae", shared(None)[0]), ("transformer", torch.compile(torch.nn.Linear(1, 1)))):
         before = getattr(pipe, name)
         setattr(pipe, name, part)
         with pytest.raises(ValueError, match=f"^the pipeline's {name}, a .*, was set after port: call port"):

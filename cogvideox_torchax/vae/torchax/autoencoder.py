@@ -20,7 +20,7 @@ from torch import nn
 from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.files.models import saved_from_host
 from cogvideox_torchax.runtime.models import PortedModel, save_as_stock
-from cogvideox_torchax.sharding import Placement, check_mesh
+from cogvideox_torchax.sharding import BatchPlacement, Placement, check_mesh
 from cogvideox_torchax.vae import checkpoint, tiling
 from cogvideox_torchax.vae.axes import HWNTC, NCTHW
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
@@ -151,6 +151,8 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
     def _encode(self, x: torch.Tensor) -> torch.Tensor:
         """Check a video; return its posterior's means and log-variances, for diffusers' `encode`."""
         self._check(ENCODE, x)
+        if self._is_replaced("_encode"):
+            return self._run_replaced(DiffusersAutoencoder._encode, x)
         return self._run_all_chunks(ENCODE, x)
 
     @functools.wraps(DiffusersAutoencoder.decode)
@@ -166,6 +168,8 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
     def _decode(self, z: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
         """Check latents and return their frames; diffusers' `decode` calls this."""
         self._check(DECODE, z)
+        if self._is_replaced("_decode"):
+            return self._run_replaced(DiffusersAutoencoder._decode, z, return_dict)
         frames = self._run_all_chunks(DECODE, z)
         return DecoderOutput(sample=frames) if return_dict else (frames,)
 
@@ -176,6 +180,8 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
 
         For some tile sizes diffusers' result has a wrong size; this result has the right one.
         """
+        if self._is_replaced("tiled_encode"):
+            return self._run_replaced(DiffusersAutoencoder.tiled_encode, x)
         return self._run_all_chunks(ENCODE, x, in_tiles=True)
 
     def tiled_decode(self, z: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
@@ -183,8 +189,19 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
 
         For some tile sizes diffusers' result has a wrong size; this result has the right one.
         """
+        if self._is_replaced("tiled_decode"):
+            return self._run_replaced(DiffusersAutoencoder.tiled_decode, z, return_dict)
         frames = self._run_all_chunks(DECODE, z, in_tiles=True)
         return DecoderOutput(sample=frames) if return_dict else (frames,)
+
+    def _is_replaced(self, method: str) -> bool:
+        """Return whether somebody has replaced a method of diffusers' class, whose place ours would take."""
+        return runtime.is_on_jax(self) and upstream.is_patched(DiffusersAutoencoder, method)
+
+    def _run_replaced(self, method: Any, *args: Any) -> Any:
+        """Return the result of a method that has been set on diffusers' class."""
+        place = None if self.mesh is None else BatchPlacement(self.mesh)
+        return runtime.run_method(self, method, *args, place=place, name="vae")
 
     # Running chunks
 
@@ -305,6 +322,19 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         in_pytorch = not runtime.is_on_jax(self)
         by_autocast = in_pytorch and torch.is_autocast_enabled(x.device.type) and x.is_floating_point()
         return by_autocast or super()._takes_dtype(x)
+
+
+def check_vae_class(model: Any) -> None:
+    """Raise `ValueError` for a VAE whose class has the name of diffusers', but is another package's."""
+    kind = type(model)
+    if kind.__name__ == DiffusersAutoencoder.__name__ and not issubclass(
+        kind, DiffusersAutoencoder | ChunkedVAE
+    ):
+        raise ValueError(
+            f"got an {kind.__name__} of {kind.__module__}: port takes diffusers' class of that name. Load the "
+            "weights into it, by AutoencoderKLCogVideoX.from_pretrained(the same directory) of "
+            "cogvideox_torchax; frames may differ, as diffusers decodes 3, 2, 2, ... latents at a time"
+        )
 
 
 def port_vae(vae: Any) -> Any:

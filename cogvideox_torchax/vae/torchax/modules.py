@@ -22,7 +22,8 @@ from torch import nn
 
 import jax_kernels
 from cogvideox_torchax.runtime import on_jax, torch_view
-from cogvideox_torchax.runtime.layers import as_layer, is_watched
+from cogvideox_torchax.runtime.layers import as_layer, by_kernel, is_watched
+from cogvideox_torchax.upstream import is_patched
 from cogvideox_torchax.vae.chunks import first_frame_is_alone
 from cogvideox_torchax.vae.columns import OnColumns
 from jax_kernels.common.columns import WHOLE, Split, with_clear_padding
@@ -66,10 +67,17 @@ def _matrix(conv: nn.Conv3d) -> torch.Tensor:
     return conv.weight[:, :, 0, 0, 0].T
 
 
-def _check_no_activation(activation: str | None) -> None:
-    """Raise `ValueError` for an activation that PyTorch's norm would leave out."""
-    if activation is not None:
+def _activated(y: torch.Tensor, activation: str | None) -> torch.Tensor:
+    """Apply an activation, or none, to the result of a norm that ran without its kernel.
+
+    Raises:
+        ValueError: an activation for a tensor in PyTorch, where diffusers' modules apply their own.
+    """
+    if activation is None:
+        return y
+    if not on_jax(y):
         raise ValueError(f"got activation={activation!r} for a norm without a kernel: apply it afterwards")
+    return torch_view(getattr(jax_kernels, activation))(y)
 
 
 class GroupNorm(OnColumns, nn.GroupNorm):
@@ -80,9 +88,8 @@ class GroupNorm(OnColumns, nn.GroupNorm):
 
     def forward(self, input: torch.Tensor, *, activation: str | None = None) -> torch.Tensor:
         """Norm on JAX by the kernel, and apply `activation`, "silu" or None; in PyTorch it must be None."""
-        if not on_jax(input) or input.ndim < 3:  # the kernel wants a pixel axis
-            _check_no_activation(activation)
-            return super().forward(input)
+        if not by_kernel(self, input) or input.ndim < 3:  # the kernel wants a pixel axis
+            return _activated(super().forward(input), activation)
         return torch_view(jax_kernels.group_norm)(
             input,
             self.weight,
@@ -99,7 +106,7 @@ class SiLU(nn.SiLU):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Apply SiLU, by `jax_kernels` if the input is on JAX; of five axes the third is time."""
-        if not on_jax(input):
+        if not by_kernel(self, input):
             return super().forward(input)
         return torch_view(jax_kernels.silu)(input, time_axis=2 if input.ndim == 5 else None)
 
@@ -109,7 +116,7 @@ class SafeConv3d(OnColumns, diffusers_vae.CogVideoXSafeConv3d):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Convolve by `jax_kernels` if window and stride are 1x1x1, on JAX; else as diffusers."""
-        if not on_jax(input) or self.kernel_size != (1, 1, 1) or self.stride != (1, 1, 1):
+        if not by_kernel(self, input) or self.kernel_size != (1, 1, 1) or self.stride != (1, 1, 1):
             return super().forward(input)
         y, _no_cache = torch_view(jax_kernels.conv3d)(
             _channels_last(input), _window_first(self.weight), self.bias, split=self.split
@@ -150,7 +157,7 @@ class CausalConv3d(OnColumns, diffusers_vae.CogVideoXCausalConv3d):
             The result, and the cache for the next chunk; None if the kernel has one tap of time.
         """
         conv = self.conv
-        if not on_jax(inputs) or not self.is_plain:
+        if not by_kernel(self, inputs) or not self.is_plain:
             y, new_cache = super().forward(inputs, conv_cache)
             # PyTorch's operations may have overwritten the zeros in padding columns.
             return with_zero_padding(y if residual is None else y + residual, self.split), new_cache
@@ -183,14 +190,10 @@ class SpatialNorm3D(OnColumns, diffusers_vae.CogVideoXSpatialNorm3D):
         The cache of diffusers' interface is empty: 1x1x1 convolutions need none. `activation`, "silu" or
         None, is applied to the result; for a tensor in PyTorch it must be None.
         """
-        if not on_jax(f):
-            _check_no_activation(activation)
-            return super().forward(f, zq, conv_cache)  # pyright: ignore[reportReturnType]
-        if not _as_ported(self):
-            y, _no_cache = super().forward(f, zq)
-            if activation is not None:
-                y = torch_view(getattr(jax_kernels, activation))(y)
-            return with_zero_padding(y, self.split), {}
+        if not by_kernel(self, f) or not _as_ported(self):
+            y, new_cache = super().forward(f, zq, conv_cache)
+            # Convolutions of 1x1x1 need no cache.
+            return with_zero_padding(_activated(y, activation), self.split), {} if on_jax(f) else new_cache
         norm, conv_y, conv_b = self.norm_layer, self.conv_y.conv, self.conv_b.conv
         y = torch_view(jax_kernels.spatial_norm)(
             _channels_last(f),
@@ -233,7 +236,7 @@ class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
         """
         drops = self.training and self.dropout.p > 0
         ported = all(isinstance(conv, CausalConv3d) for conv in (self.conv1, self.conv2))
-        if not on_jax(inputs) or not ported or temb is not None or self.use_conv_shortcut or drops:
+        if not by_kernel(self, inputs) or not ported or temb is not None or self.use_conv_shortcut or drops:
             return super().forward(inputs, temb, zq, conv_cache)  # pyright: ignore[reportReturnType]
         cache = conv_cache or {}
         new_cache: Cache = {}
@@ -271,8 +274,9 @@ class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
         Returns:
             The frames; the next cache of `conv`; the frames' column moments for the next norm, or None.
         """
-        if not isinstance(self.nonlinearity, nn.SiLU) or not _can_fuse(norm, conv):
-            activates = isinstance(self.nonlinearity, nn.SiLU) and isinstance(norm, GroupNorm | SpatialNorm3D)
+        is_silu = isinstance(self.nonlinearity, nn.SiLU) and not is_patched(type(self.nonlinearity))
+        if not is_silu or not _can_fuse(norm, conv):
+            activates = is_silu and isinstance(norm, GroupNorm | SpatialNorm3D)
             keywords = {"activation": "silu"} if activates else {}  # our norms apply SiLU too
             normed = norm(hidden, **keywords) if zq is None else norm(hidden, zq, **keywords)
             normed = normed[0] if isinstance(normed, tuple) else normed  # without a spatial norm's cache
@@ -345,7 +349,7 @@ class Upsample3D(OnColumns, CogVideoXUpsample3D):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Upsample by the JAX kernel, or by diffusers' forward for plain tensors and changed modules."""
-        if not on_jax(inputs) or not _as_ported(self):
+        if not by_kernel(self, inputs) or not _as_ported(self):
             # Columns that pad the width must stay zero.
             return with_zero_padding(super().forward(inputs), self.split)
         y = torch_view(jax_kernels.upsample)(
@@ -364,7 +368,7 @@ class Downsample3D(OnColumns, CogVideoXDownsample3D):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Downsample by the kernel; in PyTorch, or if a submodule was changed, by diffusers' forward."""
-        if not on_jax(x) or not _as_ported(self):
+        if not by_kernel(self, x) or not _as_ported(self):
             # Columns that pad the width must stay zero.
             return with_zero_padding(super().forward(x), self.split)
         y = torch_view(jax_kernels.downsample)(
@@ -394,7 +398,7 @@ class CogVideoXDecoder3D(diffusers_vae.CogVideoXDecoder3D):
         """
         norm, activation = self.norm_out, self.conv_act
         ported = type(norm) is SpatialNorm3D and type(activation) is SiLU
-        if not on_jax(sample) or not ported or is_watched(norm) or is_watched(activation):
+        if not by_kernel(self, sample) or not ported or is_watched(norm) or is_watched(activation):
             return super().forward(sample, temb, conv_cache)  # pyright: ignore[reportReturnType]
         cache = conv_cache or {}
         new_cache: Cache = {}

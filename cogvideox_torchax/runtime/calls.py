@@ -1,0 +1,310 @@
+"""Calls of a model's own methods as compiled programs, whatever their arguments and results are.
+
+`run_method` traces a method as it is. What no trace can do, such as a branch on a tensor's value, runs operation
+by operation, with the same result.
+"""
+
+import contextlib
+import functools
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from cogvideox_torchax.runtime.bridge import PLAIN, active, array_of, on_jax, tensor_of, to_jax
+from cogvideox_torchax.runtime.functions import RandomInTraceError
+from cogvideox_torchax.runtime.gradients import wants_gradient, without_gradient
+from cogvideox_torchax.runtime.programs import Place, Program, programs_of
+from cogvideox_torchax.runtime.skeleton import ForeignForwardError
+from cogvideox_torchax.runtime.snapshot import Snapshot
+from cogvideox_torchax.runtime.weights import named_tensors
+from cogvideox_torchax.upstream import untraceable_errors
+
+Method = Callable[..., Any]
+"""A function of a model and of a call's arguments, such as `SomeTransformer.forward`."""
+
+VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type)
+"""Types of arguments and results that a program has as constants."""
+
+logger = logging.getLogger("cogvideox_torchax")
+
+
+class UntraceableError(ValueError):
+    """A method that no program can do; the message says why."""
+
+
+class _Thread(threading.local):
+    """Whether this thread is in a method that `run_method` runs, and so runs the methods that it calls in place."""
+
+    inside = False
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        outer, self.inside = self.inside, True
+        try:
+            with MixedTensors():
+                yield
+        finally:
+            self.inside = outer
+
+
+_THREAD = _Thread()
+
+
+@dataclass(frozen=True)
+class _Form:
+    """The part of a call that a program has as constants.
+
+    Attributes:
+        method: the method.
+        structure: torch's description of the tree of its arguments.
+        values: the tree's leaves: numbers, words and the like, or None for an argument of the program.
+        types: their types, since 1, 1.0 and True are equal.
+        arguments: the positions of the leaves that are arguments of the program.
+    """
+
+    method: Method
+    structure: pytree.TreeSpec
+    values: tuple[Any, ...]
+    types: tuple[type, ...]
+    arguments: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, method: Method, structure: pytree.TreeSpec, leaves: list[Any], arguments: set[int]
+    ) -> "_Form":
+        values = tuple(None if i in arguments else leaf for i, leaf in enumerate(leaves))
+        return _interned(cls(method, structure, values, tuple(map(type, values)), tuple(sorted(arguments))))
+
+
+@functools.lru_cache(maxsize=1024)
+def _interned(form: _Form) -> _Form:
+    """Return one object for all equal forms: a snapshot of modules compares attributes by identity."""
+    return form
+
+
+class MethodCall(nn.Module):
+    """A call of one form of a model's method: the module that its program is compiled from."""
+
+    component = "model"
+
+    def __init__(self, model: nn.Module, form: _Form):
+        super().__init__()
+        self.model = model
+        self.form = form
+
+    def forward(self, arguments: dict[str, Any], cache: None) -> tuple[Any, None]:
+        """Return (the method's result, None) of the call's arguments, by position.
+
+        Raises:
+            UntraceableError: the method writes into its model, or returns what a program cannot return.
+        """
+        leaves = [arguments.get(str(position), value) for position, value in enumerate(self.form.values)]
+        args, kwargs = pytree.tree_unflatten(leaves, self.form.structure)
+        before, arrays = Snapshot(self.model), _arrays(self.model)
+        with _THREAD.entered():
+            result = self.form.method(self.model, *args, **kwargs)
+        after = _arrays(self.model)
+        if not before.holds(self.model) or any(after[name] is not array for name, array in arrays.items()):
+            raise UntraceableError("it changes its modules' attributes or weights")
+        return _Result.of(result), cache
+
+
+def _arrays(model: nn.Module) -> dict[str, Any]:
+    return {name: array_of(tensor) for name, tensor in named_tensors(model).items()}
+
+
+class _Result:
+    """A tree of tensors and constants, whose structure and constants JAX keeps with the program."""
+
+    def __init__(self, tensors: tuple[Any, ...], constants: tuple[Any, ...]):
+        self.tensors, self.constants = tensors, constants
+
+    @classmethod
+    def of(cls, result: Any) -> "_Result":
+        """Return a method's result in this form.
+
+        Raises:
+            UntraceableError: it holds an object that is neither a tensor nor a value.
+        """
+        leaves, structure = pytree.tree_flatten(result)
+        for leaf in leaves:
+            if not isinstance(leaf, (torch.Tensor, *VALUES)):
+                raise UntraceableError(f"it returns a {type(leaf).__name__}")
+        tensors = tuple(leaf if on_jax(leaf) else to_jax(leaf) for leaf in leaves if _is_tensor(leaf))
+        return cls(tensors, (structure, *(None if _is_tensor(leaf) else (leaf,) for leaf in leaves)))
+
+    def tree(self, wrap: Callable[[Any], Any]) -> Any:
+        """Return the method's result, with `wrap(array)` for each tensor."""
+        structure, *values = self.constants
+        arrays = iter(self.tensors)
+        return pytree.tree_unflatten([wrap(next(arrays)) if v is None else v[0] for v in values], structure)
+
+
+@functools.cache
+def _register_result() -> None:
+    import jax
+
+    jax.tree_util.register_pytree_node(
+        _Result, lambda result: (result.tensors, result.constants), lambda constants, t: _Result(t, constants)
+    )
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor)
+
+
+class MixedTensors(TorchFunctionMode):
+    """Mode in which an operation on tensors of the host and of JAX moves the first kind to JAX.
+
+    An operation that writes into a tensor of the host is left to torchax, which refuses it.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _is_tensor(leaf)]
+        if len(tensors) > 1 and any(map(on_jax, tensors)):
+            name = getattr(func, "__name__", "")
+            writes = (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__")
+            if not (writes and not on_jax(tensors[0])):
+                args, kwargs = pytree.tree_map_only(torch.Tensor, _moved, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _moved(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on JAX; a number of the host, which torch mixes with any device, stays."""
+    return to_jax(tensor) if type(tensor) in PLAIN and tensor.ndim else tensor
+
+
+@contextlib.contextmanager
+def mixing() -> Iterator[None]:
+    """Enable torchax for a `with` block, in which tensors of the host may be mixed with tensors on JAX."""
+    with active(), MixedTensors():
+        yield
+
+
+@dataclass
+class _Numbers:
+    """The numbers among a call's arguments, by position: those of the last call, and how each is passed.
+
+    Attributes:
+        last: the values of the last call.
+        varying: positions whose values have changed: arguments of the program.
+        branched: positions whose values a trace must know: constants of a program each.
+    """
+
+    last: dict[int, float] = field(default_factory=dict)
+    varying: frozenset[int] = frozenset()
+    branched: frozenset[int] = frozenset()
+
+    def next(self, numbers: dict[int, float]) -> "_Numbers":
+        """Return the state after a call with these numbers."""
+        changed = {position for position, value in numbers.items() if self.last.get(position, value) != value}
+        return replace(self, last=numbers, varying=(self.varying | changed) - self.branched)
+
+
+_NUMBERS: weakref.WeakKeyDictionary[nn.Module, dict[Any, _Numbers]] = weakref.WeakKeyDictionary()
+
+
+def run_method(
+    model: nn.Module,
+    method: Method,
+    *args: Any,
+    place: Place | None = None,
+    name: str = "model",
+    **kwargs: Any,
+) -> Any:
+    """Call a method of a model whose weights are on JAX, as a compiled program if it can be traced.
+
+    Tensors among the arguments are moved to the program's devices. A number that changes between calls becomes
+    an argument of the program, unless the method branches on it. Modules, attributes and hooks select the
+    program, as for every other. A method that branches on the values of tensors, writes into its model, draws
+    random numbers, or takes or returns other objects runs operation by operation, and a warning says why.
+
+    Args:
+        model: the model.
+        method: a function of the model and the other arguments.
+        args, kwargs: arguments of the call.
+        place: the devices of the program; None for JAX's default device.
+        name: the model's name for the warning.
+    """
+    if _THREAD.inside:
+        return method(model, *args, **kwargs)
+    place = place or Place()
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    others = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (torch.Tensor, *VALUES))]
+    with active():
+        leaves = [place.put(array_of(to_jax(leaf))) if _is_tensor(leaf) else leaf for leaf in leaves]
+        if others:
+            return _run_by_operation(model, method, leaves, structure, f"it takes a {others[0]}", name)
+        return _run_compiled(model, method, leaves, structure, place, name)
+
+
+def _jax_array() -> type:
+    import jax
+
+    return jax.Array
+
+
+def _run_compiled(
+    model: nn.Module, method: Method, leaves: list[Any], structure: Any, place: Place, name: str
+) -> Any:
+    _register_result()
+    tensors = {position for position, leaf in enumerate(leaves) if not isinstance(leaf, VALUES)}
+    numbers = {position: leaf for position, leaf in enumerate(leaves) if type(leaf) in (int, float)}
+    known = _NUMBERS.setdefault(model, {})
+    key = _Form.of(method, structure, leaves, tensors | numbers.keys())
+    state = known[key] = known.get(key, _Numbers()).next(numbers)
+    # Numbers that vary are arguments; if a trace must know one, the whole ones are constants first.
+    whole = {position for position in state.varying if type(leaves[position]) is int}
+    for arguments in dict.fromkeys((state.varying, state.varying - whole, frozenset())):
+        form = _Form.of(method, structure, leaves, tensors | arguments)
+        network = MethodCall(model, form)
+        try:
+            program = programs_of(model).get(form, network, lambda each: Program(each, place))
+            if program.untraceable is not None:
+                break
+            inputs = {str(position): leaves[position] for position in form.arguments}
+            result, _cache = program.run(program.weights(network), inputs)
+            known[key] = replace(
+                state, varying=arguments, branched=state.branched | (state.varying - arguments)
+            )
+            return result.tree(functools.partial(_without_gradient, model, name))
+        except (UntraceableError, ForeignForwardError, RandomInTraceError, *untraceable_errors()) as error:
+            program.untraceable = str(error).partition("\n")[0]
+    return _run_by_operation(model, method, leaves, structure, program.untraceable, name)
+
+
+def _without_gradient(model: nn.Module, name: str, array: Any) -> torch.Tensor:
+    """Return a result as a tensor; a backward pass through it raises an error."""
+    tensor = tensor_of(array)
+    if not tensor.is_floating_point() or not wants_gradient(model, tensor):
+        return tensor
+    return without_gradient(model, tensor, lambda: tensor, f"on JAX the {name} has no gradients")
+
+
+def _run_by_operation(
+    model: nn.Module, method: Method, leaves: list[Any], structure: Any, reason: str, name: str
+) -> Any:
+    warn_once(model, f"{name}: {type(model).__name__} runs operation by operation, since {reason}")
+    values = [tensor_of(leaf) if isinstance(leaf, _jax_array()) else leaf for leaf in leaves]
+    args, kwargs = pytree.tree_unflatten(values, structure)
+    with _THREAD.entered():
+        return method(model, *args, **kwargs)
+
+
+_WARNED: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+
+
+def warn_once(model: nn.Module, message: str) -> None:
+    """Log a warning about a model, unless it was logged before."""
+    if message not in _WARNED.setdefault(model, set()):
+        _WARNED[model].add(message)
+        logger.warning(message)

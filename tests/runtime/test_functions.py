@@ -1,0 +1,93 @@
+"""torch's functions that torchax computes in another way here: attention, and random numbers."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+from torch.nn import functional as F
+
+from cogvideox_torchax import runtime
+from cogvideox_torchax.runtime.bridge import import_torchax
+from cogvideox_torchax.runtime.functions import RandomInTraceError
+from tests.reference import largest_error
+
+N, H, S, K, D = 2, 4, 10, 12, 16
+
+
+def drawn(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+KEYS = torch.arange(K).expand(N, 1, 1, K) % 5 < torch.tensor([3, 4])[:, None, None, None]
+Q, KEY, VALUE = drawn(N, H, S, D), drawn(N, H, K, D), drawn(N, H, K, D + 1)[..., :-1]
+ATTENTION = {
+    "no mask": ((Q, KEY, VALUE), {}),
+    "one video": ((Q[0], KEY[0], VALUE[0]), {}),
+    "one head": ((Q[0, 0], KEY[0, 0], VALUE[0, 0]), {}),
+    "a mask of keys": ((Q, KEY, VALUE, KEYS), {}),
+    "one mask of keys": ((Q, KEY, VALUE), {"attn_mask": KEYS[:1]}),
+    "a mask of pairs": ((Q, KEY, VALUE), {"attn_mask": torch.ones(S, K).tril().bool()}),
+    "a bias": ((Q, KEY, VALUE), {"attn_mask": drawn(N, 1, S, K)}),
+    "causal": ((Q, KEY[:, :, :S], VALUE[:, :, :S]), {"is_causal": True}),
+    "a scale": ((Q, KEY, VALUE), {"scale": 0.3}),
+    "shared keys": ((Q, KEY[:, :2], VALUE[:, :2]), {"enable_gqa": True}),
+    "values of other channels": ((Q, KEY, VALUE[..., :8]), {}),
+}
+
+
+def on_jax(tree):
+    return torch.utils._pytree.tree_map_only(torch.Tensor, runtime.to_jax, tree)
+
+
+@pytest.mark.usefixtures("torchax_off")
+@pytest.mark.parametrize(("args", "options"), ATTENTION.values(), ids=ATTENTION)
+def test_attention_is_torchs(args, options):
+    expected = F.scaled_dot_product_attention(*args, **options)
+    with runtime.active():
+        result = F.scaled_dot_product_attention(*on_jax(args), **on_jax(options))
+    assert largest_error(result, expected) < 1e-6
+
+
+@pytest.mark.parametrize("mask", [None, "keys"])
+def test_attention_never_has_all_scores_in_memory(mask):
+    length = 4096
+    struct = jax.ShapeDtypeStruct((1, 1, length, 8), jnp.float32)
+    mask = None if mask is None else jax.ShapeDtypeStruct((1, 1, 1, length), bool)
+    compute = import_torchax().interop.jax_view(F.scaled_dot_product_attention)
+    text = jax.jit(compute).lower(struct, struct, struct, mask).as_text()
+    sizes = [math.prod(map(int, found.split("x"))) for found in re.findall(r"tensor<([\dx]+)xf32>", text)]
+    assert max(sizes) < length * length
+
+
+DRAWS = {
+    "randn": lambda device: torch.randn(2, 3, device=device),
+    "randn of a list": lambda device: torch.randn([2, 3], device=device, dtype=torch.bfloat16),
+    "rand": lambda device: torch.rand((2, 3), device=device),
+    "randint": lambda device: torch.randint(9, (4,), device=device).int(),
+    "randn_like": lambda device: torch.randn_like(torch.ones(2, 3).to(device)),
+    "rand_like": lambda device: torch.rand_like(torch.ones(2, 3).to(device)),
+    "normal_": lambda device: torch.zeros(2, 3).to(device).normal_(),
+    "uniform_": lambda device: torch.zeros(2, 3).to(device).uniform_(1, 2),
+    "a generator": lambda device: torch.randn(
+        3, generator=torch.Generator().manual_seed(5), device=device
+    ),
+}
+
+
+@pytest.mark.usefixtures("torchax_off")
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_random_numbers_follow_torchs_seed(draw):
+    torch.manual_seed(3)
+    expected = [draw("cpu"), draw("cpu")]
+    torch.manual_seed(3)
+    with runtime.active():
+        results = [draw("jax"), draw("jax")]
+    assert all(torch.equal(runtime.to_torch(got), want) for got, want in zip(results, expected, strict=True))
+
+
+def test_a_program_draws_no_random_numbers():
+    with runtime.active(), pytest.raises(RandomInTraceError, match="^randn draws random numbers"):
+        jax.eval_shape(import_torchax().interop.jax_view(lambda x: x + torch.randn(2, device="jax")), jnp.ones(2))
