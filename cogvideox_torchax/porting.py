@@ -62,7 +62,7 @@ def port(
     """
     if isinstance(model_or_pipeline, SchedulerMixin):
         return port_scheduler(model_or_pipeline)
-    ported = uncompiled(model_or_pipeline)  # torch.compile's wrapper of a VAE: JAX compiles it
+    ported: Any = uncompiled(model_or_pipeline)  # torch.compile's wrapper of a VAE: JAX compiles it
     is_vae = isinstance(ported, DiffusersAutoencoder | ChunkedVAE)
     if not is_vae and not _has_parts(ported):
         check_vae_class(ported)

@@ -169,7 +169,9 @@ def module_of(function: Any) -> str:
     """Return the name of the module that a function or a method was written in, whatever it claims to be."""
     while isinstance(function, functools.partial | MethodType):
         function = function.func if isinstance(function, functools.partial) else function.__func__
-    return function.__globals__["__name__"] if isinstance(function, FunctionType) else type(function).__module__
+    if not isinstance(function, FunctionType):
+        return type(function).__module__
+    return function.__globals__["__name__"]
 
 
 def _is_own(method: FunctionType) -> bool:

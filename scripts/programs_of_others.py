@@ -244,10 +244,12 @@ def main() -> None:
     parser.add_argument(
         "programs", nargs="+", metavar="NAME=CHECKOUT", help=f"{', '.join(PROGRAMS)}; consisid alone"
     )
+    given = [program.partition("=")[::2] for program in parser.parse_args().programs]
+    if unknown := [name for name, _ in given if name not in PROGRAMS]:
+        parser.error(f"got {', '.join(unknown)}: the programs are {', '.join(PROGRAMS)}")
     header = ("program", "devices", "taken", "`port` says", "error", "first, second (s)", "compiled again")
     print(f"| {' | '.join(header)} |\n|{' --- |' * len(header)}", flush=True)
-    for given in parser.parse_args().programs:
-        name, _, checkout = given.partition("=")
+    for name, checkout in given:
         title, build = PROGRAMS[name]
         folder = Path(checkout).expanduser()
         expected = frames(*build(folder))

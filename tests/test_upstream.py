@@ -24,7 +24,6 @@ from cogvideox_torchax.pipelines.layers import PatchEmbed
 from cogvideox_torchax.pipelines.port import PIPELINES, PortedPipeline
 from cogvideox_torchax.runtime.bridge import import_torchax
 from cogvideox_torchax.vae.torchax.modules import PORTED
-from tests import small_pipelines
 
 # What upstream.py takes
 
@@ -104,7 +103,8 @@ def test_from_pretrained_goes_through_what_is_put_around_it(monkeypatch):
 @pytest.mark.parametrize("kind", PIPELINES)
 def test_a_pipeline_asks_one_method_for_its_rotary_tables(kind):
     module = inspect.getsource(kind.__call__)
-    assert f"self.{upstream.ROTARY_TABLES}(height, width, " in module, f"{kind.__name__} makes its tables elsewhere now"
+    asks = f"self.{upstream.ROTARY_TABLES}(height, width, "
+    assert asks in module, f"{kind.__name__} makes its tables elsewhere now"
 
 
 def test_torchaxs_tensors_take_copies_and_pickles_as_they_are_taught():

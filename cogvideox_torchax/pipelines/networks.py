@@ -215,9 +215,9 @@ class CompiledNetwork(PortedModel):
         if before is not None and before != [*self.modules()]:
             name, setter = self.component, upstream.module_of(vars(self)["forward"])
             raise ValueError(
-                f"{name}.forward was set by {setter}, which puts in other modules while it runs: take it out, or "
-                f"set it before port. For a cache of steps call {name}.enable_cache(config) with a config of "
-                "diffusers, such as FirstBlockCacheConfig(threshold=0.05)"
+                f"{name}.forward was set by {setter}, which puts in other modules while it runs: take it "
+                f"out, or set it before port. For a cache of steps call {name}.enable_cache(config) with a "
+                "config of diffusers, such as FirstBlockCacheConfig(threshold=0.05)"
             )
 
     def place(self, mesh: Mesh | None = None, parallel: Parallel | None = None) -> None:
@@ -340,8 +340,8 @@ def parallelism_of(
     if not issubclass(ported_class(type(network)), KnownNetwork):
         if requested is not None:
             raise ValueError(
-                f"got parallel={requested!r} for a {type(network).__name__}, whose tokens and channels are not "
-                "split: pass parallel=None"
+                f"got parallel={requested!r} for a {type(network).__name__}, whose tokens and channels are "
+                "not split: pass parallel=None"
             )
         return sharding.BatchParallelism(split=sharding.exceed(weight_bytes, memory))
     chosen = sharding.Parallelism()  # a text encoder's: weights' channels, as its sequences are short
@@ -661,7 +661,7 @@ def port_network(network: Any) -> Any:
     upstream.cached_block(Block)  # registers the class, which diffusers' caches look up
     save_as_stock(network)  # a saved pipeline names the original class: it loads without this package
     if hasattr(network, "tie_weights"):
-        # T5's token embedding is one weight under two names. torch's own `to` with torchax, before `port`, and
-        # loading weights by name make two tensors of it.
+        # T5's token embedding is one weight under two names. torch's own `to` with torchax, before `port`,
+        # and loading weights by name make two tensors of it.
         network.tie_weights()
     return network

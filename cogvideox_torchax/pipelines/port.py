@@ -65,6 +65,7 @@ def port_pipeline(pipe: Any, mesh: Any = None, parallel: Parallel | None = None)
     """
     models = _models(pipe)
     for name, model in models.items():
+        _check_acyclic(name, model)
         _check_in_place(model)
         if not isinstance(model, VAES):
             _check_network(name, model, mesh, parallel if name == "transformer" else None)
@@ -95,7 +96,7 @@ def port_pipeline(pipe: Any, mesh: Any = None, parallel: Parallel | None = None)
 
 
 def _models(pipe: Any) -> dict[str, nn.Module]:
-    """Return a pipeline's models by name, those without wrappers of torch.compile, that can be moved to JAX."""
+    """Return by name a pipeline's models that can be moved to JAX, without torch.compile's wrappers."""
     parts = pipe.components if isinstance(pipe, DiffusionPipeline) else vars(pipe)
     models: dict[str, nn.Module] = {}
     for name, part in parts.items():
@@ -130,6 +131,14 @@ def _check_network(name: str, network: Any, mesh: Any, parallel: Parallel | None
     mesh = mesh if mesh is not None else getattr(network, "mesh", None)
     if mesh is not None:
         networks.parallelism_of(network, mesh, parallel)  # for its errors alone
+
+
+def _check_acyclic(name: str, module: nn.Module, outer: tuple[nn.Module, ...] = ()) -> None:
+    """Raise `ValueError` for a module that contains itself, at any depth."""
+    if any(module is each for each in outer):
+        raise ValueError(f"{name} is a module that contains itself: take it out of one of the two")
+    for child_name, child in module.named_children():
+        _check_acyclic(f"{name}.{child_name}", child, (*outer, module))
 
 
 def _check_in_place(model: Any) -> None:
@@ -279,14 +288,14 @@ def _decode_latents(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs:
     """Decode latents in chunks, or as the user's own class does; frames are on the host."""
     if inherited in _DECODE_LATENTS:
         return _decode_in_chunks(pipe, *args, **kwargs)
-    return runtime.to_torch(inherited(pipe, *args, **kwargs))
+    return pytree.tree_map_only(torch.Tensor, runtime.to_torch, inherited(pipe, *args, **kwargs))
 
 
 def _rotary_tables(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Compute rotary tables on the host, whatever the `device`, and move them to the transformer.
 
-    On JAX the tables would be computed by many small programs, from angles in float32, where the reference has
-    float64.
+    On JAX the tables would be computed by many small programs, from angles in float32, where the reference
+    has float64.
     """
     bound = inspect.signature(inherited).bind(pipe, *args, **kwargs)
     if "device" in bound.arguments:
@@ -303,7 +312,7 @@ _AROUND: dict[str, Callable[..., Any]] = {
     "decode_latents": _decode_latents,
     upstream.ROTARY_TABLES: _rotary_tables,
 }
-"""What is done around a pipeline's own method, by its name: a function of the pipeline, that method, its arguments."""
+"""Functions by the name of a pipeline's method: each runs that method, with more before it or after it."""
 
 _DECODE_LATENTS = tuple(kind.decode_latents for kind in PIPELINES)
 """The methods of CogVideoX's pipelines that decode a whole video at once."""
@@ -360,7 +369,7 @@ def _is_users_own(method: Any) -> bool:
 
 
 def _own_methods(kind: type) -> set[str]:
-    """Return the names of a pipeline class's methods that `PortedPipeline` lacks, special ones but the call aside."""
+    """Return the names of a pipeline class's methods that `PortedPipeline` lacks, and of its call."""
     # `kind`, and its bases below diffusers' base.
     classes = kind.__mro__[: kind.__mro__.index(DiffusionPipeline)]
     names = {name for each in classes for name, member in vars(each).items() if inspect.isfunction(member)}

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
-from cogvideox_torchax.upstream import one_program_each, teach_copying, torchax_off
 from cogvideox_torchax.runtime.functions import replace_functions
 from cogvideox_torchax.runtime.views import share_views
+from cogvideox_torchax.upstream import one_program_each, teach_copying, torchax_off
 from cogvideox_torchax.upstream import torchax_is_on as is_enabled
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)

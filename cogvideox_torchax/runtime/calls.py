@@ -1,7 +1,7 @@
 """Calls of a model's own methods as compiled programs, whatever their arguments and results are.
 
-`run_method` traces a method as it is. What no trace can do, such as a branch on a tensor's value, runs operation
-by operation, with the same result.
+`run_method` traces a method as it is. What no trace can do, such as a branch on a tensor's value, runs
+operation by operation, with the same result.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ class UntraceableError(ValueError):
 
 
 class _Thread(threading.local):
-    """Whether this thread is in a method that `run_method` runs, and so runs the methods that it calls in place."""
+    """Whether this thread is in a method that `run_method` runs: methods that it calls then run in place."""
 
     inside = False
 
@@ -223,10 +223,11 @@ def run_method(
 ) -> Any:
     """Call a method of a model whose weights are on JAX, as a compiled program if it can be traced.
 
-    Tensors among the arguments are moved to the program's devices. A number that changes between calls becomes
-    an argument of the program, unless the method branches on it. Modules, attributes and hooks select the
-    program, as for every other. A method that branches on the values of tensors, writes into its model, draws
-    random numbers, or takes or returns other objects runs operation by operation, and a warning says why.
+    Tensors among the arguments are moved to the program's devices. A number that changes between calls
+    becomes an argument of the program, unless the method branches on it. Modules, attributes and hooks select
+    the program, as for every other. A method that branches on the values of tensors, writes into its model,
+    draws random numbers, or takes or returns other objects runs operation by operation, and a warning says
+    why.
 
     Args:
         model: the model.
@@ -279,7 +280,7 @@ def _run_compiled(
             return result.tree(functools.partial(_without_gradient, model, name))
         except (UntraceableError, ForeignForwardError, RandomInTraceError, *untraceable_errors()) as error:
             program.untraceable = str(error).partition("\n")[0]
-    return _run_by_operation(model, method, leaves, structure, program.untraceable, name)
+    return _run_by_operation(model, method, leaves, structure, str(program.untraceable), name)
 
 
 def _without_gradient(model: nn.Module, name: str, array: Any) -> torch.Tensor:

@@ -81,11 +81,27 @@ def _attend(query: Any, key: Any, value: Any, mask: Any, scale: float | None) ->
     channels, added = max(q.shape[-1], v.shape[-1]), 0 if mask is None else EXTRA_CHANNELS
     # Zeros in queries and keys change no score.
     q, k, v = (jnp.pad(x, ((0, 0),) * 3 + ((0, channels + added - x.shape[-1]),)) for x in (q, k, v))
-    if mask is not None:  # the first of the added channels: 1 for queries, `MASKED` for keys that are left out
+    if mask is not None:  # the first of the added channels: 1 for queries, `MASKED` for masked keys
         scores_NK = jnp.where(jnp.broadcast_to(mask[:, 0, 0], k.shape[:2]), 0, MASKED).astype(k.dtype)
         q, k = q.at[..., channels].set(1), k.at[..., channels].set(scores_NK[..., None])
-    y = jax_kernels.attention(q, k, v, scale=scale)[..., : value.shape[-1]]
+    y = jax_kernels.attention(*map(_split_by_video, (q, k, v)), scale=scale)[..., : value.shape[-1]]
     return jnp.moveaxis(y, 2, 1).reshape(*query.shape[:-1], value.shape[-1])
+
+
+def _split_by_video(x: Any) -> Any:
+    """Return queries, keys or values (N, S, H, D), on a mesh split by videos alone.
+
+    The kernel splits heads too. XLA's partitioner would propagate that to the operations before, some of
+    which it then gets wrong: a slice of the tokens that is set to its rotation (JAX 0.10.2, on a CPU).
+    """
+    import jax
+
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.manual_axes:
+        return x
+    first = mesh.axis_names[0]
+    by_video = first if x.shape[0] % mesh.shape[first] == 0 else None
+    return jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec(by_video))
 
 
 def _drawn_on_host(draw: Callable[..., torch.Tensor]) -> Callable[..., Any]:

@@ -223,8 +223,8 @@ class Program:
 
     For each set of shapes there are two compiled programs: one for a call without a cache, such as a video's
     first chunk, and one for a call with a cache, which is donated. Weights are arguments, and none are kept.
-    Any thread may run it. `compilations` counts the programs traced so far; `untraceable` is the reason if the
-    network cannot be traced.
+    Any thread may run it. `compilations` counts the programs traced so far; `untraceable` is the reason
+    if the network cannot be traced.
 
     Args:
         network: a torch module, whose inputs are a tensor, or a dictionary of tensors and of tuples of them;

@@ -1,9 +1,9 @@
 """Views that share their values on JAX as they do in PyTorch.
 
 In PyTorch a view, such as `x.transpose(1, 2)`, shares its storage with `x`: a write into either is seen in
-both. JAX's arrays are values, and torchax makes an independent array of every view but a slice by brackets. So
-it loses `x.transpose(1, 2)[:, ::2] *= 0.5` without a word. `share_views` has each tensor know the tensors that
-would share its storage, and brings them up to date after a write.
+both. JAX's arrays are values, and torchax makes an independent array of every view but a slice by brackets.
+So it loses `x.transpose(1, 2)[:, ::2] *= 0.5` without a word. `share_views` has each tensor know the tensors
+that would share its storage, and brings them up to date after a write.
 """
 
 import functools
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._mode_utils import no_dispatch  # noqa: PLC2701
+from torch.utils._mode_utils import no_dispatch
 
 STORAGE, LAYOUT, ARRAY = "_storage", "_layout", "_array"
 """Attributes of a torchax tensor: its `_Storage`, its place in it, and its array."""
@@ -21,8 +21,8 @@ STORAGE, LAYOUT, ARRAY = "_storage", "_layout", "_array"
 class _Storage:
     """The tensors that share one storage in PyTorch, as weak references.
 
-    Each has a layout: a tensor on torch's "meta" device, whose strides and offset give its elements' places in
-    the storage.
+    Each has a layout: a tensor on torch's "meta" device, whose strides and offset give its elements' places
+    in the storage.
     """
 
     def __init__(self, layout: torch.Tensor):
@@ -79,10 +79,10 @@ def share_views(torchax: Any) -> None:
     each write sets.
     """
     tensor, view = torchax.tensor.Tensor, torchax.view.View
-    dispatch = torchax.tensor.Environment.dispatch
+    dispatch, detach_alone = torchax.tensor.Environment.dispatch, tensor.detach
 
     def write(self: Any, array: Any) -> None:
-        """Set a tensor's array; a write of another shape or dtype gives it a storage of its own, as in torch."""
+        """Set a tensor's array; one of another shape or dtype gives it a storage of its own, as in torch."""
         attributes = vars(self)
         old, attributes[ARRAY] = attributes.get(ARRAY), array
         if STORAGE not in attributes or old is array:
@@ -137,7 +137,7 @@ def share_views(torchax: Any) -> None:
 
     def detach(self: Any) -> Any:
         """Return the tensor without its gradient; both share their values."""
-        detached = tensor(torchax.interop.jax.lax.stop_gradient(self.jax()), self._env)
+        detached = detach_alone(self)
         share(self, detached, torch.Tensor.detach)
         return detached
 

@@ -302,7 +302,7 @@ class BatchPlacement(MeshPlace):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
 
     def trace(self, run: Callable[..., Any], inputs: Any, cache: Any) -> Any:
-        """Return (result, cache) of `run(inputs, cache)` in a trace: inputs split by batch, the result whole."""
+        """Return (result, cache) of `run(inputs, cache)` in a trace; the inputs' batch is split."""
         # Kernels read the mesh, and map themselves over the devices: XLA cannot split a kernel.
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             result, cache = run(jax.tree.map(self._split_batch, inputs), cache)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from diffusers import CogVideoXTransformer3DModel, ConsisIDTransformer3DModel
 from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.modeling_utils import ModelMixin
 from diffusers.pipelines.consisid.pipeline_consisid import ConsisIDPipeline  # no need of OpenCV
@@ -85,7 +86,8 @@ class Sampler(diffusers.DiffusionPipeline):
         return self.vae.decode(latents.permute(0, 2, 1, 3, 4) / self.vae.config.scaling_factor).sample
 
     def picture(self):
-        return torch.linspace(-1, 1, 3 * 8 * 16, device=self.device).view(1, 3, 1, 8, 16).repeat(2, 1, 5, 1, 1)
+        rising = torch.linspace(-1, 1, 3 * 8 * 16, device=self.device)
+        return rising.view(1, 3, 1, 8, 16).repeat(2, 1, 5, 1, 1)
 
 
 def sampler(kind):
@@ -159,3 +161,252 @@ def test_a_program_of_others_equals_pytorch(make, run, mesh, caplog):
         assert {len(runtime.array_of(w).devices()) for w in part.parameters()} == {8 if mesh else 1}
 
 
+def network(make, **ported_options):
+    """Return a network that this package does not know, ported beside a VAE."""
+    torch.manual_seed(0)
+    holder = types.SimpleNamespace(vae=small_pipelines.vae(), transformer=reference.randomized(make()))
+    return port(holder, **ported_options).transformer
+
+
+class Scaled(nn.Module):
+    """A network whose call has numbers, containers and options; it counts how often it is traced."""
+
+    traces: list[str] = []  # noqa: RUF012 - of all copies, as a trace runs a copy
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4096)
+
+    def forward(self, given, *, scale=1.0, repeats=1, mode=None):
+        self.traces.append(mode)
+        x = self.linear(given["x"]) * scale
+        for _ in range(repeats):
+            x = x + given["more"][0]
+        return {"mode": mode, "x": x, "half": (x / 2, None)}
+
+
+@pytest.fixture
+def scaled():
+    Scaled.traces.clear()
+    return network(Scaled)
+
+
+def scale(model, **options):
+    given = {"x": torch.ones(2, 4), "more": [torch.full((2, 1), 2.0)]}
+    result = model(given, **options)
+    return {"mode": result["mode"], "x": runtime.to_torch(result["x"]), "half": result["half"]}
+
+
+def test_arguments_and_results_are_trees_of_the_callers_own(scaled):
+    result = scale(scaled, mode="dark")
+    assert result["mode"] == "dark"
+    assert result["half"][1] is None
+    expected = scale(copy.deepcopy(scaled).to("cpu"), mode="dark")
+    assert torch.allclose(result["x"], expected["x"], atol=1e-5)
+    assert torch.equal(runtime.to_torch(result["half"][0]), result["x"] / 2)
+
+
+def test_a_number_that_varies_becomes_an_argument_and_one_that_is_branched_on_does_not(scaled):
+    for index in range(5):
+        scale(scaled, scale=0.5 + index)
+    assert len(Scaled.traces) == 2, "the first value is a constant, and the second an argument"
+    Scaled.traces.clear()
+    for repeats in (1, 2, 3, 2):
+        result = scale(scaled, repeats=repeats, scale=0.25 * repeats)
+        weights = scaled.linear
+        base = runtime.to_torch(weights.weight).sum(1) + runtime.to_torch(weights.bias)
+        assert torch.allclose(result["x"], base * 0.25 * repeats + 2.0 * repeats, atol=1e-4)
+    scale(scaled, repeats=3, scale=9.0)
+    assert len(Scaled.traces) <= 6, "a value of a branch is traced once"
+    scale(scaled, repeats=True)  # 1 and True are equal, and no program of one may serve the other
+
+
+def test_a_second_call_compiles_nothing_and_another_mode_is_another_program(scaled):
+    for mode in ("a", "b", "a", "b"):
+        assert scale(scaled, mode=mode)["mode"] == mode
+    assert Scaled.traces == ["a", "b"]
+
+
+def test_weights_are_arguments_and_modules_select_the_program(scaled):
+    first = scale(scaled)["x"]
+    with torch.no_grad(), runtime.active():
+        scaled.linear.weight.mul_(2)
+        scaled.linear.bias.mul_(2)
+    assert torch.allclose(scale(scaled)["x"], (first - 2) * 2 + 2, atol=1e-4)
+    assert len(Scaled.traces) == 1
+    hook = scaled.linear.register_forward_hook(lambda _module, _args, y: y * 0)
+    assert torch.equal(scale(scaled)["x"], torch.full((2, 4096), 2.0))
+    hook.remove()
+
+
+def test_weights_are_split_over_the_mesh_where_they_do_not_fit():
+    model = network(Scaled, mesh=make_mesh(2, 4))
+    whole = scale(model)["x"]
+    assert str(model.parallelism) == "batch over dp, weights whole, tokens not split"
+    model.place_on(make_mesh(2, 4), memory=1.0)
+    split = scale(model)["x"]
+    assert str(model.parallelism) == "batch over dp, weights split, tokens not split"
+    assert torch.equal(whole, split)
+    array = runtime.array_of(model.linear.weight)
+    assert array.addressable_shards[0].data.size == array.size // 8
+
+
+class Rotating(nn.Module):
+    """A network that sets a slice of its queries, seen through a view, to their rotation."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(64, 3 * 64)
+
+    def forward(self, x):
+        q, k, v = (y.unflatten(-1, (8, 8)).transpose(1, 2) for y in self.project(x).chunk(3, dim=-1))
+        table = torch.linspace(0, 3, 24 * 8).view(24, 8)
+        for y in (q, k):
+            y[:, :, 16:] = apply_rotary_emb(y[:, :, 16:], (table.cos(), table.sin()))
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.usefixtures("torchax_off")
+@pytest.mark.parametrize("mesh", [(1, 8), (2, 4)])
+def test_a_slice_that_is_set_is_right_on_a_mesh(mesh):
+    x = torch.randn(2, 40, 64, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    expected = reference.randomized(Rotating())(x)
+    assert largest_error(network(Rotating, mesh=make_mesh(*mesh))(x), expected) < 1e-5
+
+
+def test_a_copy_a_pickle_and_a_move_stay_the_network(scaled):
+    expected = scale(scaled)["x"]
+    for other in (copy.deepcopy(scaled), copy.copy(scaled), pickle.loads(pickle.dumps(scaled))):
+        assert type(other) is type(scaled)
+        assert torch.allclose(scale(other)["x"], expected, atol=1e-5)
+    scaled.to("cpu")
+    assert torch.allclose(scale(scaled)["x"], expected, atol=1e-5)
+    assert not runtime.is_on_jax(scaled)
+    scaled.to("jax")
+    assert torch.equal(scale(scaled)["x"], expected)
+
+
+def test_gradients_of_a_network_are_refused_in_words(scaled):
+    with torch.enable_grad():
+        loss = scaled({"x": torch.ones(2, 4), "more": [torch.ones(2, 1)]})["x"]
+        with runtime.active(), pytest.raises(ValueError, match="on JAX the transformer has no gradients"):
+            loss.sum().backward()
+
+
+class Returning(nn.Module):
+    """A network with a method that returns an object, as a VAE's `encode` does."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x)
+
+    def encode(self, x):
+        return types.SimpleNamespace(latents=self.linear(x))
+
+    def decode(self, x):
+        return self.linear(x) if isinstance(x, torch.Tensor) else self.linear(x.latents)
+
+
+def test_a_method_with_other_objects_runs_operation_by_operation(caplog):
+    model, x = network(Returning), torch.ones(1, 4)
+    encoded = model.encode(x)
+    assert torch.equal(runtime.to_torch(encoded.latents), runtime.to_torch(model(x)))
+    assert runtime.to_torch(model.decode(encoded)).shape == (1, 4)
+    words = [record.getMessage().partition("since ")[2] for record in caplog.records]
+    assert words[-2:] == ["it returns a SimpleNamespace", "it takes a SimpleNamespace"]
+
+
+def test_layers_of_a_network_get_their_kernels_and_attention_never_has_all_scores():
+    model = consisid().transformer
+    networks.port_network(model)
+    kinds = {type(module) for module in model.modules()}
+    assert {layers.Linear, layers.LayerNorm, layers.PatchEmbed} <= kinds
+    assert {type(block.attn1.processor) for block in model.transformer_blocks} == {layers.AttnProcessor}
+    assert not {nn.Linear, nn.LayerNorm} & kinds
+
+
+@pytest.mark.usefixtures("torchax_off")
+def test_parts_of_a_ported_pipeline_make_another_pipeline_that_runs(tmp_path):
+    pipe = port(consisid())
+    expected = identified(pipe)
+    made = ConsisIDPipeline(**pipe.components)
+    made.set_progress_bar_config(disable=True)
+    assert isinstance(made, PortedPipeline)
+    assert torch.equal(identified(made), expected)
+    assert isinstance(ConsisIDPipeline.from_pipe(pipe), PortedPipeline)
+    pipe.save_pretrained(tmp_path)
+    loaded = ConsisIDTransformer3DModel.from_pretrained(tmp_path / "transformer")
+    assert torch.equal(loaded.proj_out.weight, runtime.to_torch(pipe.transformer.proj_out.weight))
+
+
+@pytest.mark.usefixtures("torchax_off")
+def test_prompts_on_the_host_are_moved_beside_those_on_jax():
+    stock, pipe = small_pipelines.one_layer(), port(small_pipelines.one_layer())
+    prompt, negative = stock.encode_prompt("a cat", "", max_sequence_length=16)
+    given = small_pipelines.inputs("text", prompt=None)
+    expected = stock(**given, prompt_embeds=prompt, negative_prompt_embeds=negative).frames
+    for mixed in ((prompt, negative), (runtime.to_jax(prompt), negative), (prompt, runtime.to_jax(negative))):
+        given = small_pipelines.inputs("text", prompt=None)
+        frames = pipe(**given, prompt_embeds=mixed[0], negative_prompt_embeds=mixed[1]).frames
+        assert largest_error(frames, expected) < TOLERANCE
+
+
+def test_compiled_models_are_unwrapped_at_the_port_and_after_it():
+    pipe = small_pipelines.one_layer()
+    pipe.vae, pipe.transformer = torch.compile(pipe.vae), torch.compile(pipe.transformer)
+    port(pipe)
+    expected = pipe(**small_pipelines.inputs("text")).frames
+    assert type(pipe.transformer) is networks.CogVideoXTransformer3DModel
+    pipe.transformer = torch.compile(pipe.transformer)
+    assert torch.equal(pipe(**small_pipelines.inputs("text")).frames, expected)
+    assert type(pipe.transformer) is networks.CogVideoXTransformer3DModel
+
+
+def test_a_scheduler_is_ported_alone():
+    scheduler = small_pipelines.scheduler()
+    assert port(scheduler) is scheduler
+    scheduler.set_timesteps(4, device="jax")
+    assert not runtime.on_jax(scheduler.alphas_cumprod)
+
+
+def test_a_vae_of_another_package_is_refused_by_its_module():
+    kind = type("AutoencoderKLCogVideoX", (nn.Module,), {"__module__": "videox_fun.models.vae"})
+    pipe = small_pipelines.one_layer()
+    pipe.vae = kind()
+    for given in (kind(), pipe):
+        with pytest.raises(ValueError, match="AutoencoderKLCogVideoX of videox_fun.models.vae: port takes"):
+            port(given)
+
+
+def test_weights_that_jax_lacks_stay_on_the_host_and_are_named(caplog):
+    holder = types.SimpleNamespace(vae=small_pipelines.vae(), extra=nn.Linear(2, 2).to(torch.float8_e4m3fn))
+    port(holder)
+    assert runtime.is_on_jax(holder.vae)
+    assert not runtime.is_on_jax(holder.extra)
+    assert caplog.records[-1].getMessage().startswith("extra: Linear stays on the host, since JAX has no ")
+
+
+@pytest.mark.parametrize("parallel", ["context", "tensor"])
+def test_a_split_of_tokens_or_channels_is_refused_for_an_unknown_network(parallel):
+    with pytest.raises(ValueError, match=f"parallel='{parallel}' for a Scaled, whose tokens and channels"):
+        network(Scaled, mesh=make_mesh(2, 4), parallel=parallel)
+
+
+def test_a_subclass_that_computes_the_same_is_a_known_network():
+    model = small_pipelines.transformer("5b", num_layers=1)
+    model.__class__ = type("Same", (CogVideoXTransformer3DModel,), {"extra": lambda self: 3})
+    ported = port(small_pipelines.build(transformer=model)).transformer
+    assert isinstance(ported, networks.CogVideoXTransformer3DModel)
+    assert ported.extra() == 3
+
+
+def test_an_object_with_a_vae_has_its_modules_moved():
+    holder = types.SimpleNamespace(vae=small_pipelines.vae(), adapter=nn.Linear(2, 2), size=3)
+    port(holder)
+    assert runtime.is_on_jax(holder.vae)
+    assert runtime.is_on_jax(holder.adapter)
+    assert jax.numpy.shape(runtime.array_of(holder.adapter(torch.ones(1, 2)))) == (1, 2)

@@ -331,8 +331,8 @@ def check_vae_class(model: Any) -> None:
         kind, DiffusersAutoencoder | ChunkedVAE
     ):
         raise ValueError(
-            f"got an {kind.__name__} of {kind.__module__}: port takes diffusers' class of that name. Load the "
-            "weights into it, by AutoencoderKLCogVideoX.from_pretrained(the same directory) of "
+            f"got an {kind.__name__} of {kind.__module__}: port takes diffusers' class of that name. Load "
+            "the weights into it, by AutoencoderKLCogVideoX.from_pretrained(the same directory) of "
             "cogvideox_torchax; frames may differ, as diffusers decodes 3, 2, 2, ... latents at a time"
         )
 

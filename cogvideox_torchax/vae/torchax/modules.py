@@ -192,8 +192,8 @@ class SpatialNorm3D(OnColumns, diffusers_vae.CogVideoXSpatialNorm3D):
         """
         if not by_kernel(self, f) or not _as_ported(self):
             y, new_cache = super().forward(f, zq, conv_cache)
-            # Convolutions of 1x1x1 need no cache.
-            return with_zero_padding(_activated(y, activation), self.split), {} if on_jax(f) else new_cache
+            cache: Any = {} if on_jax(f) else new_cache  # convolutions of 1x1x1 need none
+            return with_zero_padding(_activated(y, activation), self.split), cache
         norm, conv_y, conv_b = self.norm_layer, self.conv_y.conv, self.conv_b.conv
         y = torch_view(jax_kernels.spatial_norm)(
             _channels_last(f),
