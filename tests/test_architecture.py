@@ -32,7 +32,7 @@ LEVELS = (
     ("vae/torchax",),
     ("vae/nnx",),
     ("backends", "flax", "pipelines"),
-    ("dataset", "plan", "porting", "train", "verify"),
+    ("dataset", "plan", "porting", "verify"),
     ("bench",),
     ("cli",),
 )
