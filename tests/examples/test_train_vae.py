@@ -130,8 +130,8 @@ def test_on_jax_a_cut_run_has_the_losses_of_pytorch(run, run_until, program, mon
     given = (*given, "--device", "jax", "--dp", 2)
     run_until(1, *given)
     got = run(*given, "--resume")
-    assert len(got) == len(want)
     for one, other in zip(got, want, strict=True):
+        assert one.pop("clip", None) == other.pop("clip", None)
         assert one == pytest.approx(other, rel=1e-3)
     assert changed(weights_of("stock"), weights_of("run/vae")) == {"decoder"}
 
