@@ -258,7 +258,7 @@ def train(args: argparse.Namespace) -> None:
     if path.exists() != args.resume:
         advice = "there is none to resume" if args.resume else "it exists: --resume it, or give another -o"
         raise ValueError(f"the checkpoint {path}: {advice}")
-    if args.frames % 8 != 1:
+    if args.frames < 1 or args.frames % 8 != 1:
         raise ValueError(f"got --frames {args.frames}: give 8 n + 1, such as 1, 9, 17 or 49")
     height, width = parse_size(args.size, "crops", multiple=8)
     sources = [load(text, args.frames, (height, width)) for text in files(args.clips)]
@@ -278,6 +278,7 @@ def train(args: argparse.Namespace) -> None:
     for number in tqdm(range(done, args.steps), initial=done, total=args.steps, unit="step"):
         training.step(number)
         if (number + 1) % args.every == 0 or number + 1 == args.steps:
+            tqdm.write(f"step {number + 1}: L1 {training.log[-1]['l1']:.4f}", file=sys.stderr)
             training.validate(number + 1, held_out)
             training.save(directory, number + 1)
     with training.averaged() as vae:

@@ -13,6 +13,7 @@ from diffusers import AutoencoderKLCogVideoX
 from PIL import Image
 from torch import nn
 
+from cogvideox_torchax import runtime
 from tests import reference
 from tests.files.test_video import moving_frames, write
 
@@ -74,7 +75,7 @@ def run_until(program, run, monkeypatch):
 
 
 def weights_of(directory):
-    return AutoencoderKLCogVideoX.from_pretrained(directory).state_dict()
+    return runtime.without_torchax(AutoencoderKLCogVideoX.from_pretrained, directory).state_dict()
 
 
 def changed(before, after):
