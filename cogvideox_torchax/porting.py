@@ -79,14 +79,14 @@ def port(
     if mesh is not None:
         check_mesh(mesh)  # before anything is changed
     if is_vae:
-        port_vae(ported)
+        vae = port_vae(ported)
         if mesh is not None:
-            ported.place_on(mesh)
+            vae.place_on(mesh)
     else:
         from cogvideox_torchax.pipelines.port import port_pipeline
 
         port_pipeline(ported, mesh, parallel)
-    return ported
+    return ported  # pyright: ignore[reportReturnType]
 
 
 def _has_parts(candidate: Any) -> bool:

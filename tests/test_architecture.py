@@ -32,7 +32,7 @@ LEVELS = (
     ("vae/torchax",),
     ("vae/nnx",),
     ("backends", "flax", "pipelines"),
-    ("dataset", "plan", "porting", "train", "verify"),
+    ("dataset", "plan", "porting", "verify"),
     ("bench",),
     ("cli",),
 )
@@ -40,7 +40,7 @@ LEVELS = (
 
 PROJECT = {"benchmarks", "tests", *PACKAGES}
 SCRIPTS = sorted(
-    path for part in ("benchmarks", "examples", "scripts") for path in (ROOT / part).glob("*.py")
+    path for part in ("benchmarks", "examples", "scripts") for path in (ROOT / part).rglob("*.py")
 )
 
 OWNERS = {

@@ -16,10 +16,9 @@ OPTIONAL = {
     "transformers": ("text", "text encoders of whole pipelines"),
     "sentencepiece": ("text", "the T5 tokenizer"),
     "peft": ("text", "LoRAs"),
-    "matplotlib": ("bench", "`train`, and plots of benchmarks"),
+    "matplotlib": ("bench", "plots of benchmarks"),
     "pyarrow": ("data", "data sets in Parquet"),
     "ray": ("ray", "encoding data sets on Ray"),
-    "scikit-learn": ("train", "pictures that the bundled model is trained on"),
     "fastapi": ("web", "the example that streams into a browser"),
     "libtpu": ("tpu", "running on a TPU, and `plan` for one"),
 }

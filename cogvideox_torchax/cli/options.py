@@ -13,8 +13,6 @@ from cogvideox_torchax.files import video
 DTYPES = ("float32", "bfloat16", "float16")
 REPORT = "report"
 """The group of options that help lists last."""
-EXCLUSIVE = "exclusive"
-"""The group of options of which a command takes exactly one."""
 ABSENT: dict[str, Any] = {
     **{"quiet": False, "profile": None, "distributed": False, "backend": "torchax"},
     **dict.fromkeys(("coordinator", "processes", "process", "timeout"), None),
@@ -27,7 +25,7 @@ class Option:
 
     Args:
         flags: its names, such as "-o" and "--output"; a positional argument has one, without dashes.
-        group: the title under which help lists it, or `EXCLUSIVE`; None for argparse's own titles.
+        group: the title under which help lists it; None for argparse's own titles.
         settings: keyword arguments of `add_argument`.
     """
 
@@ -63,9 +61,7 @@ class Command:
         groups: dict[str | None, Any] = {None: parser}  # by title, each has argparse's `add_argument`
         # Help lists groups in the order in which they are made. REPORT, whose key is True, comes last.
         for each in sorted((*self.options, TRACEBACK), key=lambda option: option.group == REPORT):
-            if each.group == EXCLUSIVE and each.group not in groups:
-                groups[each.group] = parser.add_mutually_exclusive_group(required=True)
-            elif each.group not in groups:
+            if each.group not in groups:
                 groups[each.group] = parser.add_argument_group(each.group)
             groups[each.group].add_argument(*each.flags, **each.settings)
         return parser

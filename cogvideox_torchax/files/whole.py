@@ -128,14 +128,6 @@ def hidden(path: str | Path, suffix: str) -> Path:
     return path.with_name(name)
 
 
-@contextlib.contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """Lock a directory for the block, as `lock` does."""
-    with _opened(resolved(directory)) as handle:
-        lock(handle, directory)
-        yield
-
-
 def _make_locked(place: Path, path: str | Path) -> int:
     """Make and lock an empty directory; return its open descriptor, which holds the lock.
 

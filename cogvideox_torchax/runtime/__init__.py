@@ -21,7 +21,6 @@ from cogvideox_torchax.runtime.bridge import (
     is_enabled,
     is_jax_device,
     is_on_jax,
-    jit_torch,
     on_jax,
     plain_tensor,
     tensor_of,
@@ -54,7 +53,6 @@ from cogvideox_torchax.runtime.programs import (
 )
 from cogvideox_torchax.runtime.skeleton import host_skeleton
 from cogvideox_torchax.runtime.weights import (
-    assign,
     feed_weights,
     is_movable,
     named_tensors,
@@ -72,7 +70,6 @@ __all__ = [
     "all_finite",
     "array_of",
     "as_array",
-    "assign",
     "concatenate",
     "configure_compile_cache",
     "device_and_dtype",
@@ -94,7 +91,6 @@ __all__ = [
     "is_movable",
     "is_on_jax",
     "jax_dtype",
-    "jit_torch",
     "mixing",
     "named_tensors",
     "of_several_processes",

@@ -150,19 +150,3 @@ def as_array(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return array_of(value) if on_jax(value) else host_array(value)
-
-
-def jit_torch(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a torch function as a function of torchax tensors that JAX compiles; it returns one tensor.
-
-    Both functions take a first argument that is no tensor: it is hashable, and static for `jax.jit`.
-    """
-    import jax
-
-    # `jax_view` turns a function of tensors into a function of arrays, and tensors into arrays. The static
-    # argument, which is neither, is bound to `function` before.
-    compiled = jax.jit(
-        lambda static, *args: import_torchax().interop.jax_view(functools.partial(function, static))(*args),
-        static_argnums=0,
-    )
-    return lambda static, *args: tensor_of(compiled(static, *import_torchax().interop.jax_view(args)))

@@ -79,7 +79,7 @@ def share_views(torchax: Any) -> None:
     each write sets.
     """
     tensor, view = torchax.tensor.Tensor, torchax.view.View
-    dispatch, detach_alone = torchax.tensor.Environment.dispatch, tensor.detach
+    dispatch, detach_alone = torchax.tensor.Environment.dispatch, vars(tensor)["detach"]
 
     def write(self: Any, array: Any) -> None:
         """Set a tensor's array; one of another shape or dtype gives it a storage of its own, as in torch."""

@@ -385,7 +385,7 @@ WRONG_ARGUMENTS = {
     "letters": ("compile axbxc", "argument FRAMESxHEIGHTxWIDTH: got a video of"),
     "no device": ("generate --dp 0", "argument --dp: 0 is not a positive number"),
     "a seed of 75 bits": ("encode a.mp4 --seed 19999999999999999999999", "argument --seed: got 199"),
-    "a seed below 0": ("train a.mp4 --seed -1", "argument --seed: got -1: give 0 to 18446744073709551615"),
+    "a seed below 0": ("encode a.mp4 --seed -1", "argument --seed: got -1: give 0 to 18446744073709551615"),
     "a time below 0": ("bench device --limit -1", "argument --limit: -1 is not a positive number"),
     "the prefix of an option": (
         "generate --model any --prompt panda -o any.mp4 --guidance 1",

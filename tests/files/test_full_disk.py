@@ -13,7 +13,6 @@ from cogvideox_torchax.cli import generate as generate_command
 from cogvideox_torchax.dataset import formats
 from cogvideox_torchax.files import latents, reports
 from cogvideox_torchax.pipelines import stages
-from cogvideox_torchax.train import checkpoints
 from tests.files.test_latents import MADE
 from tests.files.test_video import moving_frames, write
 
@@ -55,17 +54,12 @@ def write_stage(path):
     stages.save_text(path.parent, {"prompt_embeds": torch.rand(1, 8, 16)}, request=REQUEST, model="abc")
 
 
-def write_checkpoint(path):
-    checkpoints.save(path.parent, {"weights/a": torch.rand(99)}, step=1, seconds=1.0, settings={})
-
-
 WRITERS = {
     "clip.mp4": write_video,
     "clip.gif": write_video,
     "frames": write_video,
     "z.safetensors": lambda path: latents.save(MADE, path),
     "text.safetensors": write_stage,
-    checkpoints.NAME: write_checkpoint,
     "report.json": lambda path: reports.write_json(path, {"text": "x" * 9999}),
     "figure.png": write_figure,
     "shard.parquet": write_shard,

@@ -1,1 +1,0 @@
-"""Training: clips in, a VAE's weights out; one PyTorch loop for every backend."""

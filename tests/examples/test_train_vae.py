@@ -1,0 +1,274 @@
+"""The example that trains a VAE, run on a small model and a small clip."""
+
+import contextlib
+import importlib
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKLCogVideoX
+from PIL import Image
+from torch import nn
+
+from cogvideox_torchax import runtime
+from tests import reference
+from tests.files.test_video import moving_frames, write
+
+FOLDER = Path(__file__).parents[2] / "examples" / "train_vae"
+CONFIG = {
+    **reference.SMALL,
+    **reference.TWO_SHALLOW_LEVELS,
+    "_class_name": "AutoencoderKLCogVideoX",
+    "latent_channels": 2,
+}
+FROM_NOTHING = ("clip.mp4", "--config", "config.json", "--frames", 9, "--size", "16x16")
+
+pytestmark = pytest.mark.usefixtures("torchax_off", "material")
+
+
+@pytest.fixture
+def material(in_an_empty_directory):
+    """Write a config, and a video of 20 frames of 24 x 40 pixels."""
+    Path("config.json").write_text(json.dumps(CONFIG))
+    write("clip.mp4", moving_frames(20))
+
+
+@pytest.fixture
+def program(monkeypatch):
+    """Return the program's module; the module `clips` beside it can be imported, too."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("train")
+
+
+@pytest.fixture
+def run(program, monkeypatch):
+    """Return a function that runs the program and returns its log."""
+
+    def run(*arguments, output="run"):
+        monkeypatch.setattr("sys.argv", ["train.py", *map(str, arguments), "-o", output])
+        with torch.enable_grad():
+            program.main()
+        return json.loads(Path(output, "log.json").read_text())
+
+    return run
+
+
+@pytest.fixture
+def run_until(program, run, monkeypatch):
+    """Return a function that runs the program until Ctrl-C before a step."""
+
+    def run_until(number, *arguments, output="run", real=program.Training.step):
+        def step(training, at):
+            if at == number:
+                raise KeyboardInterrupt
+            real(training, at)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(program.Training, "step", step)
+            with pytest.raises(KeyboardInterrupt):
+                run(*arguments, output=output)
+
+    return run_until
+
+
+def weights_of(directory):
+    return runtime.without_torchax(AutoencoderKLCogVideoX.from_pretrained, directory).state_dict()
+
+
+def changed(before, after):
+    """Return the halves of a VAE in which a weight differs."""
+    return {name.partition(".")[0] for name in before if not torch.equal(before[name], after[name])}
+
+
+def test_a_training_from_nothing_lowers_the_loss_and_improves_a_held_out_clip(run):
+    log = run(*FROM_NOTHING, "--steps", 60, "--validate", "clip.mp4#0-9", "--every", 40)
+    losses = [line["l1"] for line in log if "l1" in line]
+    assert len(losses) == 60
+    assert sum(losses[-10:]) < 0.7 * sum(losses[:10])
+    quality = {line["step"]: line["psnr"] for line in log if "psnr" in line}
+    assert list(quality) == [0, 40, 60]
+    assert quality[0] + 2 < quality[40] < quality[60]
+
+
+def test_a_run_that_was_cut_short_goes_on_to_the_same_weights(run, run_until):
+    given = (*FROM_NOTHING, "--steps", 8, "--every", 3, "--validate", "clip.mp4#0-9", "--augment")
+    whole = run(*given)
+    run_until(5, *given, output="cut")
+    assert run(*given, "--resume", output="cut") == whole
+    one, other = weights_of("run/vae"), weights_of("cut/vae")
+    assert not changed(one, other)
+    checkpoint = torch.load("run/checkpoint.pt")
+    assert changed(one, checkpoint["parts"][0]) == {"encoder", "decoder"}, "the average is what is saved"
+
+
+@pytest.mark.parametrize(
+    ("more", "rate", "halves"),
+    [
+        ((), 1e-5, {"decoder"}),
+        (("--rate", 1e-3, "--gradient-checkpointing"), 1e-3, {"decoder"}),
+        (("--train-encoder",), 1e-5, {"encoder", "decoder"}),
+    ],
+)
+def test_of_given_weights_the_decoder_alone_is_trained_slowly_unless_asked(run, more, rate, halves):
+    reference.small_vae(**CONFIG).save_pretrained("stock")
+    run("clip.mp4", "--model", "stock", "--steps", 1, "--frames", 9, "--size", "24x40", *more)
+    before, after = weights_of("stock"), weights_of("run/vae")
+    assert changed(before, after) == halves
+    largest = max((after[name] - before[name]).abs().max().item() for name in before)
+    assert math.isclose(largest, rate, rel_tol=0.05), "the first update of AdamW is the learning rate"
+
+
+@pytest.mark.slow
+def test_on_jax_a_cut_run_has_the_losses_of_pytorch(run, run_until, program, monkeypatch):
+    monkeypatch.setattr(program, "autocast", lambda device: contextlib.nullcontext())  # float32
+    reference.small_vae(**CONFIG).save_pretrained("stock")
+    given = ("clip.mp4", "--model", "stock", "--steps", 3, "--every", 1, "--frames", 9, "--size", "16x16")
+    given = (*given, "--batch", 2, "--rate", 1e-3, "--validate", "clip.mp4#0-9")
+    want = run(*given, output="torch")
+    given = (*given, "--device", "jax", "--dp", 2)
+    run_until(1, *given)
+    got = run(*given, "--resume")
+    for one, other in zip(got, want, strict=True):
+        assert one.pop("clip", None) == other.pop("clip", None)
+        assert one == pytest.approx(other, rel=1e-3)
+    assert changed(weights_of("stock"), weights_of("run/vae")) == {"decoder"}
+
+
+@pytest.mark.parametrize("shape", [(8, 3, 3, 3, 3), (4, 6, 3, 3)])
+def test_muon_takes_a_kernel_as_the_matrix_of_its_output_channels(program, shape):
+    torch.manual_seed(0)
+    start, gradients = torch.randn(shape), torch.randn(2, *shape)
+    kernel = nn.Parameter(start.movedim(1, -1).contiguous().movedim(-1, 1))
+    matrix = nn.Parameter(start.movedim(1, -1).flatten(1))
+    ours, plain = program.Muon([kernel], lr=0.1), torch.optim.Muon([matrix], lr=0.1)
+    for gradient in gradients:
+        kernel.grad, matrix.grad = gradient, gradient.movedim(1, -1).flatten(1)
+        ours.step()
+        plain.step()
+    assert not torch.equal(kernel, start)
+    assert torch.equal(kernel.detach().movedim(1, -1).flatten(1), matrix.detach())
+
+
+def test_muon_has_the_inner_kernels_and_adamw_all_other_weights(program):
+    vae = reference.small_vae()
+    program.store_channels_last(vae)
+    adamw, muon = program.make_optimizers(vae, 1e-3, muon=True)
+    names = {id(weight): name for name, weight in vae.named_parameters()}
+    kernels = {names[id(kernel)] for kernel in muon.kernels}
+    others = {names[id(weight)] for weight in adamw.param_groups[0]["params"]}
+    assert kernels | others == set(names.values())
+    assert "decoder.mid_block.resnets.0.conv1.conv.weight" in kernels
+    assert "encoder.conv_in.conv.weight" in others
+    assert not any(name.endswith("bias") for name in kernels)
+
+
+def test_losses_are_what_they_are_called(program, monkeypatch):
+    monkeypatch.setattr(program, "autocast", lambda device: contextlib.nullcontext())
+    vae, x = reference.small_vae(**CONFIG), reference.video(9, height=16, width=16)
+    with torch.no_grad():
+        found = program.losses(vae, x, np.random.default_rng(3))
+        posterior = vae.encode(x).latent_dist
+        noise = torch.from_numpy(np.random.default_rng(3).standard_normal(posterior.mean.shape, np.float32))
+        y = vae.decode(posterior.mean + posterior.std * noise).sample
+    want = {
+        "l1": nn.functional.l1_loss(y, x),
+        "mse": nn.functional.mse_loss(y, x),
+        "kl": posterior.kl().sum() / posterior.mean.numel(),
+        "color": (y.mean((3, 4)) - x.mean((3, 4))).square().mean().sqrt(),
+    }
+    assert {name: loss.item() for name, loss in found.items()} == pytest.approx(
+        {name: loss.item() for name, loss in want.items()}, rel=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--size", "32x32"), "the clip clip.mp4 is 24 x 40: crops of 32 x 32 need at least 32 rows"),
+        (("--size", "24x48"), "the clip clip.mp4 is 24 x 40: crops of 24 x 48 need at least 48 columns"),
+        (("--size", "20x20"), "got crops of 20 x 20 pixels (height x width): both must be multiples of 8"),
+        (("--frames", 25), "the clip clip.mp4 has 20 frames: at least 25 are needed"),
+        (("--frames", 8), "got --frames 8: give 8 n + 1"),
+        (("--resume",), "the checkpoint run/checkpoint.pt: there is none to resume"),
+        (("--validate", "clip.mp4#15-"), "the clip clip.mp4#15- has 5 frames: at least 9 are needed"),
+        (("--validate", "gone.mp4"), "there is no file gone.mp4"),
+        (("--config", "gone.json"), "has no gone.json"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_in_one_line(run, arguments, words):
+    with pytest.raises(SystemExit) as left:
+        run(*FROM_NOTHING, *arguments)
+    assert words in str(left.value)
+    assert "\n" not in str(left.value)
+    assert not Path("run").exists()
+
+
+def test_a_run_is_neither_overwritten_nor_resumed_with_other_options(run):
+    run(*FROM_NOTHING, "--steps", 1)
+    with pytest.raises(SystemExit, match="it exists: --resume it, or give another -o"):
+        run(*FROM_NOTHING, "--steps", 1)
+    with pytest.raises(SystemExit, match="is of a run with steps 1, not 2"):
+        run(*FROM_NOTHING, "--steps", 2, "--resume")
+
+
+@pytest.fixture
+def clips(program):
+    return importlib.import_module("clips")
+
+
+def test_a_folder_gives_its_videos_and_pictures_and_a_range_its_frames(clips):
+    Image.new("RGB", (32, 24)).save("picture.png")
+    assert list(clips.files([".", "other.mp4"])) == ["clip.mp4", "picture.png", "other.mp4"]
+    assert clips.load("picture.png", 9, (16, 16)).shape == (1, 3, 24, 32)
+    whole, part = clips.load("clip.mp4", 9, (16, 16)), clips.load("clip.mp4#3-14", 9, (16, 16))
+    assert torch.equal(part, whole[3:14])
+    assert torch.equal(clips.load("clip.mp4#3-", 9, (16, 16)), whole[3:])
+
+
+def crops(clips, source, count=100, frames=9, **options):
+    return clips.Sampler([source], (16, 24), **options).batch(np.random.default_rng(0), count, frames)
+
+
+def test_crops_are_parts_of_the_clip_in_its_order(clips):
+    """The red of this clip is its row, the green its column, the blue its frame."""
+    rows, columns = torch.meshgrid(torch.arange(40), torch.arange(60), indexing="ij")
+    clip = torch.stack(
+        [torch.stack([rows * 3, columns * 3, torch.full_like(rows, 10 * t)]) for t in range(20)]
+    )
+    batch = (crops(clips, clip.to(torch.uint8)) + 1) * 127.5
+    assert batch.shape == (100, 3, 9, 16, 24)
+    assert (batch[:, 0].diff(dim=2) > 2.9).all()
+    assert (batch[:, 1].diff(dim=3) > 2.9).all()
+    assert (batch[:, 2].diff(dim=1) - 10).abs().max() < 0.1
+    assert set((batch[:, 2, 0, 0, 0] / 10).round().int().tolist()) == set(range(12))
+    scale = batch[:, 0, 0].diff(dim=1).mean((1, 2)) / 3
+    assert 1 <= scale.min() < 1.1
+    assert 2.2 < scale.max() <= 2.6
+
+
+def test_a_picture_is_seen_through_a_moving_camera(clips):
+    rows, columns = torch.meshgrid(torch.arange(60), torch.arange(80), indexing="ij")
+    picture = torch.stack([rows * 3, columns * 3, rows * 0 + 99])[None].to(torch.uint8)
+    batch = (crops(clips, picture) + 1) * 127.5
+    assert (batch[:, 2] - 99).abs().max() < 0.1
+    steps = batch[:, :2].mean((3, 4)).diff(dim=2).abs() / 3
+    assert 0.1 < steps.mean() < 1, "pixels of the picture that the camera moves in a frame"
+    assert crops(clips, picture, frames=1).shape == (100, 3, 1, 16, 24)
+
+
+def test_augmented_crops_are_cut_reversed_mirrored_and_tinted(clips):
+    video = torch.full((20, 3, 40, 60), 40, dtype=torch.uint8)
+    video[10:, :, :, 30:] = 200
+    plain, augmented = (crops(clips, video, augment=augment) for augment in (False, True))
+    rising = [batch.mean((1, 3, 4)).diff(dim=1) for batch in (plain, augmented)]
+    assert rising[0].min() >= -1e-6
+    assert rising[1].min() < -0.1, "reversed in time, or cut to another scene"
+    leftward = [batch[..., 0].mean() - batch[..., -1].mean() for batch in (plain, augmented)]
+    assert leftward[0] < -0.3 < leftward[1]
+    colors = [(batch - batch.mean(1, keepdim=True)).abs().amax((1, 2, 3, 4)) for batch in (plain, augmented)]
+    assert colors[0].max() < 1e-6
+    assert 0.3 < (colors[1] > 0.01).float().mean() < 0.7
+    assert (augmented.abs() <= 1).all()
