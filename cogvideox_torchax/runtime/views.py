@@ -123,7 +123,7 @@ def share_views(torchax: Any) -> None:
     @functools.wraps(dispatch)
     def call(self: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation; have a view share its input's values."""
-        source = args[0] if args else None
+        source: Any = args[0] if args else None
         if not isinstance(source, (tensor, view)):
             return dispatch(self, func, types, args, kwargs)
         if func is torch.Tensor.contiguous and STORAGE in vars(source):
