@@ -41,7 +41,7 @@ class UntraceableError(ValueError):
 
 
 class _Thread(threading.local):
-    """Whether this thread is in a method that `run_method` runs: methods that it calls then run in place."""
+    """State of a thread: `inside` while `run_method` runs a method, whose own calls of methods run in place."""
 
     inside = False
 

@@ -161,11 +161,16 @@ def test_a_program_of_others_equals_pytorch(make, run, mesh, caplog):
         assert {len(runtime.array_of(w).devices()) for w in part.parameters()} == {8 if mesh else 1}
 
 
-def network(make, **ported_options):
+def network(make, **options):
     """Return a network that this package does not know, ported beside a VAE."""
+    return port(
+        types.SimpleNamespace(vae=small_pipelines.vae(), transformer=drawn(make)), **options
+    ).transformer
+
+
+def drawn(make):
     torch.manual_seed(0)
-    holder = types.SimpleNamespace(vae=small_pipelines.vae(), transformer=reference.randomized(make()))
-    return port(holder, **ported_options).transformer
+    return reference.randomized(make())
 
 
 class Scaled(nn.Module):
@@ -270,8 +275,7 @@ class Rotating(nn.Module):
 @pytest.mark.parametrize("mesh", [(1, 8), (2, 4)])
 def test_a_slice_that_is_set_is_right_on_a_mesh(mesh):
     x = torch.randn(2, 40, 64, generator=torch.Generator().manual_seed(0))
-    torch.manual_seed(0)
-    expected = reference.randomized(Rotating())(x)
+    expected = drawn(Rotating)(x)
     assert largest_error(network(Rotating, mesh=make_mesh(*mesh))(x), expected) < 1e-5
 
 
