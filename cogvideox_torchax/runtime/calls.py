@@ -41,7 +41,7 @@ class UntraceableError(ValueError):
 
 
 class _Thread(threading.local):
-    """State of a thread: `inside` while `run_method` runs a method, whose own calls of methods run in place."""
+    """State of a thread: `inside` while `run_method` runs a method; methods that it calls run in place."""
 
     inside = False
 
