@@ -198,18 +198,21 @@ def _counted_flops(network: Any, tensors: TensorSpecs) -> int:
         network: a ported transformer without weights.
         tensors: (shape, JAX dtype) of each argument, by name.
     """
-    arguments = {
-        name: jax.tree.map(
-            lambda one: torch.empty(one[0], dtype=getattr(torch, np.dtype(one[1]).name), device="meta"),
-            described,
-            is_leaf=describes_one_input,
-        )
-        for name, described in tensors.items()
-        if name != "positions"  # the port's own argument: diffusers' model computes its table of positions
-    }
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        runtime.without_torchax(network, **arguments)
-    return counter.get_total_flops()
+
+    def meta(described: tuple[Any, ...]) -> torch.Tensor:
+        """Return a tensor without numbers, of a (shape, dtype)."""
+        shape, dtype = described
+        return torch.empty(shape, dtype=getattr(torch, np.dtype(dtype).name), device="meta")
+
+    def count() -> int:
+        """Run the network on tensors without numbers, and count."""
+        # "positions" is the port's own argument: diffusers' model computes its table of positions.
+        own = {name: each for name, each in tensors.items() if name != "positions"}
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            network(**jax.tree.map(meta, own, is_leaf=describes_one_input))
+        return counter.get_total_flops()
+
+    return runtime.without_torchax(count)
 
 
 def cached_steps(model: str | None, dtype: torch.dtype, cache: str, guided: bool = True) -> dict[int, int]:
