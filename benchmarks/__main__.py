@@ -89,7 +89,7 @@ COMMANDS: dict[str, tuple[str, tuple[Option, ...]]] = {
         "for the gradients of a step that trains the VAE",
         (
             Option(
-                "cases", nargs="*", metavar="CASE", help="or else cases of the documents, kept in results/"
+                "--cases", nargs="+", default=[], metavar="CASE", help="of the documents, kept in results/"
             ),
         ),
     ),

@@ -29,7 +29,9 @@ def test_a_step_is_planned_whole_with_the_work_that_pytorch_counts():
     runtime.enable()
     work = networks.step_work("5b", torch.float32, make_mesh(1, 2), None, frames=3, height=4, width=8)
     plan = programs.compile_program(work, make_mesh(1, 2))
-    sizes = [parameter.numel() for parameter in networks.weightless_transformer("5b", torch.float32).parameters()]
+    sizes = [
+        parameter.numel() for parameter in networks.weightless_transformer("5b", torch.float32).parameters()
+    ]
     assert work.layers == 4
     assert plan.argument_bytes == pytest.approx(4 * sum(sizes), rel=0.05)  # all layers' weights, and inputs
     # Of two passes through all layers: 2 FLOPs for each weight of a matrix and each token, and attention's.
