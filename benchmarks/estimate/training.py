@@ -17,7 +17,7 @@ import jax
 from benchmarks.estimate import chips
 from cogvideox_torchax import runtime
 from cogvideox_torchax.cli import common
-from cogvideox_torchax.cli.planning import Request
+from cogvideox_torchax.cli.planning import PlanRequest
 from cogvideox_torchax.plan import models
 from cogvideox_torchax.plan.chips import GIB
 from cogvideox_torchax.plan.jobs import Job
@@ -31,13 +31,13 @@ MOMENTS = 2
 FLOAT32_BYTES = 4
 
 
-def requested(args: argparse.Namespace) -> Request:
+def requested(args: argparse.Namespace) -> PlanRequest:
     """Return the programs of a training step, for a video of the size that the options of `plan` give."""
     vae = models.weightless_vae(args.model, common.parse_dtype(args.dtype))
     mesh = make_mesh(args.dp, args.tp, devices=chips.topology_devices(args.topology))
     job = Job(ENCODE, args.frames, args.height, args.width)  # planned in both directions
     moments = MOMENTS * FLOAT32_BYTES * sum(math.prod(weight.shape) for weight in vae.parameters())
-    return Request(
+    return PlanRequest(
         works=list(gradient_works(vae, job, mesh)),
         counts=(1, 1),
         mesh=mesh,
@@ -84,7 +84,7 @@ def gradient_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any) -> Iterator
         yield Work(f"train {direction}", sum(lengths), jax.jit(gradients).lower, structs)
 
 
-def memory(request: Request, plans: Sequence[ProgramPlan]) -> dict[str, Any]:
+def memory(request: PlanRequest, plans: Sequence[ProgramPlan]) -> dict[str, Any]:
     """Return the memory of a training step per device, and whether it fits, by the names that are printed.
 
     The encoder's activations stay in memory for its backward pass while the decoder runs: a step takes at

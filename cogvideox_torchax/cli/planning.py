@@ -21,7 +21,7 @@ from cogvideox_torchax.versions import versions
 
 
 @dataclass(frozen=True)
-class Request:
+class PlanRequest:
     """The programs to compile for a command line.
 
     Attributes:
@@ -60,7 +60,7 @@ def planned(args: argparse.Namespace) -> dict[str, Any]:
 
 def compiled(
     args: argparse.Namespace,
-    request: Request,
+    request: PlanRequest,
     compile_one: Callable[[Work], Any],
     rows: Callable[[Any, Any], dict[str, Any]],
 ) -> list[Any]:
@@ -89,7 +89,7 @@ def compiled(
     return plans
 
 
-def requested(args: argparse.Namespace) -> Request:
+def requested(args: argparse.Namespace) -> PlanRequest:
     """Return the programs that the options of `plan` ask for.
 
     Raises:
@@ -105,7 +105,7 @@ def requested(args: argparse.Namespace) -> Request:
     return request(args, vae, make_mesh(args.dp, args.tp, devices=devices), chip)
 
 
-def _requested_video(args: argparse.Namespace, vae: Any, mesh: Any, chip: chips.Chip | None) -> Request:
+def _requested_video(args: argparse.Namespace, vae: Any, mesh: Any, chip: chips.Chip | None) -> PlanRequest:
     """Return the programs that encode or decode a video; `vae` is the model without weights."""
     # Height and width of a tile. `--tiling` without a size is "default", the model's own; None is no tiling.
     tile = args.tiling and (vae.tile_sample_min_height, vae.tile_sample_min_width)
@@ -114,7 +114,7 @@ def _requested_video(args: argparse.Namespace, vae: Any, mesh: Any, chip: chips.
     job = jobs.Job(ENCODE if args.encode else DECODE, args.frames, args.height, args.width, tile)
     chunks, tiles = len(job.chunk_shapes(vae)[0]), job.tiles(vae)
     video = f"{job.direction} {job.frames} x {job.height} x {job.width}"
-    return Request(
+    return PlanRequest(
         # There are two programs at most: the first chunk's, and one for all later chunks. Tiles at the edges
         # are smaller: with tiles the sums over the counts are too high.
         works=list(jobs.chunk_works(vae, job, mesh, args.backend)),
@@ -126,7 +126,7 @@ def _requested_video(args: argparse.Namespace, vae: Any, mesh: Any, chip: chips.
     )
 
 
-def _requested_network(args: argparse.Namespace, vae: Any, mesh: Any, chip: chips.Chip | None) -> Request:
+def _requested_network(args: argparse.Namespace, vae: Any, mesh: Any, chip: chips.Chip | None) -> PlanRequest:
     """Return the program of the text encoder, of a denoising step, or with `--cache` of each kind of step.
 
     Of `vae` only the dtype and the compression ratios are used.
@@ -151,7 +151,7 @@ def _requested_network(args: argparse.Namespace, vae: Any, mesh: Any, chip: chip
         if args.skips is not None:  # a first-block cache decides at run time: the user gives the number
             kinds = {0: networks.STEPS - args.skips, 1: args.skips}
         works, counts = [step(step=first) for first in kinds], tuple(kinds.values())
-    return Request(
+    return PlanRequest(
         works=works,
         counts=counts,
         mesh=mesh,
@@ -161,7 +161,7 @@ def _requested_network(args: argparse.Namespace, vae: Any, mesh: Any, chip: chip
     )
 
 
-def _would_fit(args: argparse.Namespace, request: Request, peak: int) -> dict[str, float]:
+def _would_fit(args: argparse.Namespace, request: PlanRequest, peak: int) -> dict[str, float]:
     """Print and return what would make a video fit: peak memory in GiB, by the option that does it.
 
     `peak` is the peak memory in bytes with the given options.
@@ -182,7 +182,7 @@ def _would_fit(args: argparse.Namespace, request: Request, peak: int) -> dict[st
 
 def document(
     args: argparse.Namespace,
-    request: Request,
+    request: PlanRequest,
     format_name: str,
     programs: Sequence[ProgramPlan],
     figures: dict[str, Any],
