@@ -248,7 +248,8 @@ def works(case: Case, devices: Any, chip: chips.Chip) -> Iterable[Work]:
         if size.model not in networks.TRANSFORMERS:
             raise PlanError("there are estimates of the published shapes alone")
         if case.job == "step":
-            return [networks.step_work(size.model, dtype, devices, chip, **ops.latents(size))]
+            of_video: Any = ops.latents(size)
+            return [networks.step_work(size.model, dtype, devices, chip, **of_video)]
         return [networks.prompt_work(size.model, dtype, devices, tokens=ops.TOKENS)]
     vae = models.weightless_vae(size.model, dtype)
     # One video to encode or decode; training does both, and does not read the direction.

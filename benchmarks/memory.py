@@ -87,7 +87,7 @@ def _decode(way: str, frames: int, height: int, width: int) -> None:
     if way == "diffusers in PyTorch":
         stock.decode(z)
         return
-    vae = reference.on_jax(stock)
+    vae: Any = reference.on_jax(stock)
     if way == "torchax, streamed":
         for _ in vae.decode_stream(z, output_dtype=torch.uint8):
             pass

@@ -125,7 +125,7 @@ def table(report: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--model", type=Path, default=DEMO_MODEL)
     parser.add_argument("--backends", nargs="+", default=["torch", "torchax", "flax"])
     parser.add_argument("--training", type=Path, help="the directory of a training: draw its curves")

@@ -90,7 +90,7 @@ def estimated(args: argparse.Namespace) -> dict[str, Any]:
     plans = planning.compiled(args, request, compile_one, lambda each, _chip: programs.timed_rows(each, chip))
     figures = summary.of_job(request.about, request.counts, plans, chip)
     if args.training:
-        figures |= training.memory(request, plans)
+        figures |= training.memory(request, plans, chip)
     figures |= programs.times(request.counts, plans)
     common.print_report(figures)
     return planning.document(args, request, FORMAT, plans, figures)

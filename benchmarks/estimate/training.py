@@ -84,7 +84,7 @@ def gradient_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any) -> Iterator
         yield Work(f"train {direction}", sum(lengths), jax.jit(gradients).lower, structs)
 
 
-def memory(request: PlanRequest, plans: Sequence[ProgramPlan]) -> dict[str, Any]:
+def memory(request: PlanRequest, plans: Sequence[ProgramPlan], chip: chips.Chip) -> dict[str, Any]:
     """Return the memory of a training step per device, and whether it fits, by the names that are printed.
 
     The encoder's activations stay in memory for its backward pass while the decoder runs: a step takes at
@@ -96,4 +96,4 @@ def memory(request: PlanRequest, plans: Sequence[ProgramPlan]) -> dict[str, Any]
         "gradients_GiB": sum(plan.output_bytes for plan in plans) / GIB,
     }
     peak = sum(parts.values()) + request.about["optimizer_GiB"]
-    return parts | {"peak_memory_GiB": peak, "fits": peak * GIB <= request.chip.memory}
+    return parts | {"peak_memory_GiB": peak, "fits": peak * GIB <= chip.memory}

@@ -53,7 +53,8 @@ def planned(args: argparse.Namespace) -> dict[str, Any]:
         print(reports.table(head, cells))
     if request.chip:  # a CPU has no limit of memory, and no estimate of time
         if args.network == "vae" and not figures["fits"] and not args.no_advice:
-            figures["would_fit"] = _would_fit(args, request, max(program.peak_bytes for program in programs))
+            peak = max(program.peak_bytes for program in programs)
+            figures["would_fit"] = _would_fit(args, request, request.chip, peak)
         common.say("for times: python -m benchmarks estimate, with these options, in a checkout")
     return document(args, request, jobs.FORMAT, programs, figures) | {"layers": [vars(row) for row in rows]}
 
@@ -161,15 +162,17 @@ def _requested_network(args: argparse.Namespace, vae: Any, mesh: Any, chip: chip
     )
 
 
-def _would_fit(args: argparse.Namespace, request: PlanRequest, peak: int) -> dict[str, float]:
+def _would_fit(
+    args: argparse.Namespace, request: PlanRequest, chip: chips.Chip, peak: int
+) -> dict[str, float]:
     """Print and return what would make a video fit: peak memory in GiB, by the option that does it.
 
-    `peak` is the peak memory in bytes with the given options.
+    `peak` is the peak memory in bytes of a chip with the given options.
     """
     common.say("it does not fit: compiling what would")
     vae, job = models.weightless_vae(args.model, common.parse_dtype(args.dtype)), jobs.Job(**request.job)
     options = {"dp": args.dp, "backend": args.backend}
-    devices, chip = list(request.mesh.devices.flat), request.chip
+    devices = list(request.mesh.devices.flat)
     changes = [  # each an option with which the video fits, or None
         jobs.largest_tile_that_fits(vae, job, devices, chip, peak, tp=args.tp, **options),
         jobs.smallest_mesh_that_fits(args.model, vae.dtype, job, args.topology, args.tp, peak, **options),

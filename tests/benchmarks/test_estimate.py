@@ -98,8 +98,8 @@ def test_a_training_step_takes_both_gradients_and_what_the_optimizer_keeps(monke
     works = list(training.gradient_works(vae, Job(ENCODE, 1, 8, 8), mesh))
     encode, decode = plans = [compile_program(work, mesh) for work in works]
     assert (encode.name, decode.name) == ("train encode", "train decode")
-    request = SimpleNamespace(about={"optimizer_GiB": 2 * weights / 2**30}, chip=chips.CHIPS["v6e"])
-    found = training.memory(request, plans)
+    request = SimpleNamespace(about={"optimizer_GiB": 2 * weights / 2**30})
+    found = training.memory(request, plans, chips.CHIPS["v6e"])
     # Every weight has its gradient, and so has the input.
     assert weights < found["gradients_GiB"] * 2**30 < 1.1 * weights
     parts = ("weights_and_inputs_GiB", "temporaries_GiB_at_most", "gradients_GiB")
