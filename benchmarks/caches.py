@@ -2,12 +2,10 @@
 
 The pipeline has random weights; results/caches.json keeps the figures for the table in docs/pipelines.md.
 
-    PYTHONPATH=. python benchmarks/caches.py          # minutes, on a CPU
-    PYTHONPATH=. python benchmarks/caches.py --draw   # the table of docs/pipelines.md
+    python -m benchmarks.caches       # minutes, on a CPU; then python -m benchmarks draw
 """
 
 import os
-from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
@@ -16,20 +14,19 @@ if __name__ == "__main__":
 
 import torch
 
-from benchmarks.pages import draws_only, fill
+from benchmarks.estimate.command import FORMAT as ESTIMATE
+from benchmarks.pages import RESULTS
 from cogvideox_torchax import make_mesh, port, runtime
 from cogvideox_torchax.files.reports import load, table, write_json
 from cogvideox_torchax.pipelines.cache_options import config_of
 from cogvideox_torchax.pipelines.networks import step_tensors
 from cogvideox_torchax.plan import networks
-from cogvideox_torchax.plan.jobs import FORMAT as PLAN_FORMAT
 from cogvideox_torchax.vae.tolerances import psnr
 from tests import small_pipelines
 
 FORMAT = "cogvideox-torchax-caches/1"
-RESULT = Path(__file__).parent / "results" / "caches.json"
-PAGE = Path(__file__).parent.parent / "docs" / "pipelines.md"
-RATIOS = Path(__file__).parent / "ratios.json"
+RESULT = RESULTS / "caches.json"
+RATIOS = RESULTS.parent / "ratios.json"
 CHOICES = ("first-block:0.1", "first-block:0.2", "pab", f"magcache:{RATIOS}", "taylorseer", "fastercache")
 STEPS = 50
 HEAD = (
@@ -61,8 +58,7 @@ def measured() -> dict[str, Any]:
 
 def _kept_bytes(mesh: Any, cache: str) -> int:
     """Return the bytes that a guided step of 5b, 49 x 480 x 720, keeps on each device for the next step."""
-    layers = networks.transformer_config("5b")["num_layers"]
-    network = networks.weightless_transformer("5b", torch.bfloat16, layers)
+    network = networks.weightless_transformer("5b", torch.bfloat16)
     network.place_on(mesh)
     tensors = step_tensors(network, batch=2, frames=13, height=60, width=90)
     return networks.cache_bytes(*networks.cached_program(network, tensors, cache, batch=2, step=0))
@@ -75,34 +71,42 @@ def _frames(pipe: Any) -> torch.Tensor:
 
 
 def _estimate(name: str, skipped: int) -> str:
-    """Return the cell of the seconds that `plan` estimates for a video with a cache; empty without a plan.
+    """Return the cell of the estimated seconds of a video with a cache; empty without an estimate.
 
-    FirstBlockCache decides at run time which steps it skips: its plan has the seconds of a full and of a
-    skipping step, and `skipped` is the number of skipping steps.
+    FirstBlockCache decides at run time which steps it skips: `skipped` is their number.
     """
     cache = name.partition(":")[0]
-    file = RESULT.parent / f"cached-{cache}.json"
+    file = RESULT.with_name(f"cached-{cache}.json")
     if not file.exists():
         return ""
-    plan = load(file, PLAN_FORMAT)["summary"]
-    if cache != "first-block":
-        return f"{plan['all_steps_s']:.1f}"
-    return f"{(STEPS - skipped) * plan['with_collectives_s'] + skipped * plan['skipping_step_1_s']:.1f}"
+    estimate = load(file, ESTIMATE)
+    counts = (STEPS - skipped, skipped) if cache == "first-block" else estimate["counts"]
+    seconds = (program["seconds_with_collectives"] for program in estimate["programs"])
+    return f"{sum(count * one for count, one in zip(counts, seconds, strict=True)):.1f}"
 
 
-def draw() -> None:
-    """Fill the table of the page from the kept report."""
+def extrapolated(estimates: list[dict[str, Any]]) -> str:
+    """Return a sentence about estimates of networks that were not compiled whole; empty if all were."""
+    few = {each["summary"]["network"].partition(", from programs of ")[2] for each in estimates} - {""}
+    if not few:
+        return ""
+    return f"\n\nSteps and prompts are extrapolated from programs of {' or '.join(sorted(few))} layers."
+
+
+def drawn() -> str:
+    """Return the table of the kept report."""
     rows = load(RESULT, FORMAT)["rows"].items()
-    step = load(RESULT.parent / "network-step-5b-v6e-1.json", PLAN_FORMAT)["summary"]["with_collectives_s"]
-    cells = [("none", "", "", f"{STEPS * step:.1f}", "0", "")]
+    step = load(RESULT.with_name("network-step-5b-v6e-1.json"), ESTIMATE)
+    seconds = step["summary"]["with_collectives_s"]
+    cells = [("none", "", "", f"{STEPS * seconds:.1f}", "0", "")]
     cells += [
         (f"`{name}`", f"{one:.2f}", f"{eight:.2f}", _estimate(name, skipped), str(skipped), f"{quality:.1f}")
         for name, (one, eight, skipped, quality) in rows
     ]
-    fill(PAGE, "caches", table(HEAD, cells))
+    return table(HEAD, cells) + extrapolated([step])
 
+
+TABLES = {("docs/pipelines.md", "caches"): drawn}
 
 if __name__ == "__main__":
-    if not draws_only(__doc__):
-        write_json(RESULT, measured())
-    draw()
+    write_json(RESULT, measured())

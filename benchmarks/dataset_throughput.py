@@ -1,7 +1,6 @@
 """Clips a second of `encode DIRECTORY` against the model's own: what reading and writing cost.
 
-    PYTHONPATH=. python benchmarks/dataset_throughput.py          # writes results/dataset_throughput.json
-    PYTHONPATH=. python benchmarks/dataset_throughput.py --draw   # draws the table of docs/datasets.md
+    python -m benchmarks.dataset_throughput     # then python -m benchmarks draw
 
 The model's own is `encode_stream` of frames that are in memory. Both run in one process, in turn, with
 programs that are compiled. Random weights of the small model that the package carries, float32, on a CPU,
@@ -21,19 +20,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from benchmarks.pages import draws_only, fill
+from benchmarks.estimate.command import FORMAT as ESTIMATE
 from cogvideox_torchax import runtime
 from cogvideox_torchax.cli.common import DEMO_MODEL
 from cogvideox_torchax.dataset import Clip, ClipConfig, EncodeClip, manifest, sources
 from cogvideox_torchax.files import reports
-from cogvideox_torchax.plan import jobs
 from cogvideox_torchax.versions import versions
 from tests.dataset.conftest import write_clip
 
 FORMAT = "cogvideox-torchax-dataset-throughput/1"
-PAGE = Path("docs/datasets.md")
-RESULTS = Path("benchmarks/results/dataset_throughput.json")
-PLAN = Path("benchmarks/results/plan-v6e-1-encode-torchax.json")
+RESULTS = Path(__file__).parent / "results" / "dataset_throughput.json"
+PLAN = RESULTS.with_name("plan-v6e-1-encode-torchax.json")
 MILLION = 1_000_000
 CLIPS, ROUNDS, VIDEO = 16, 5, (17, 64, 96)
 """Number of clips, how often all of them are encoded each way, and a clip's frames, height and width."""
@@ -113,7 +110,11 @@ def drawn(report: dict[str, Any], plan: dict[str, Any]) -> str:
     return reports.table(("encoding", "rate"), rows)
 
 
+TABLES = {
+    ("docs/datasets.md", "throughput"): lambda: drawn(
+        reports.load(RESULTS, FORMAT), reports.load(PLAN, ESTIMATE)
+    )
+}
+
 if __name__ == "__main__":
-    if not draws_only(__doc__):
-        reports.write_json(RESULTS, measured())
-    fill(PAGE, "throughput", drawn(reports.load(RESULTS, FORMAT), reports.load(PLAN, jobs.FORMAT)))
+    reports.write_json(RESULTS, measured())

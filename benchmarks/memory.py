@@ -1,7 +1,6 @@
 """Memory over the frames and over the size of a video: streamed, whole, in tiles, and diffusers in PyTorch.
 
-    PYTHONPATH=. python benchmarks/memory.py          # writes results/memory.json, draws the plot
-    PYTHONPATH=. python benchmarks/memory.py --draw   # draws the plot and the tables
+    python -m benchmarks.memory       # writes results/memory.json; then python -m benchmarks draw
 
 Each point is a process of its own. What counts is its largest resident set less that of the same process
 with one frame, which has the packages, the weights and the programs: of the curve's own size where the frames
@@ -22,24 +21,26 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
+if __name__ == "__main__":
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault(
+        "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+    )
 
 import torch
 import torchax  # noqa: F401 (imported once, before the first fork)
 
 import cogvideox_torchax.backends.torchax
 import cogvideox_torchax.sharding  # noqa: F401
-from benchmarks.pages import draws_only, fill
+from benchmarks.pages import RESULTS, ROOT
 from cogvideox_torchax import cli
 from cogvideox_torchax.files import reports, video
 from cogvideox_torchax.versions import versions
 from tests import reference
 
 FORMAT = "cogvideox-torchax-memory/1"
-RESULTS = Path("benchmarks/results/memory.json")
-PAGE, PLOT = Path("docs/performance.md"), Path("docs/images/memory.png")
+RESULT, PLOT = RESULTS / "memory.json", ROOT / "docs" / "images" / "memory.png"
 MIB = 2**20
 LONG, SMALL = (17, 497, 1001, 2001), (16, 24)
 FRAMES = (17, 49, 97, 129)
@@ -86,7 +87,7 @@ def _decode(way: str, frames: int, height: int, width: int) -> None:
     if way == "diffusers in PyTorch":
         stock.decode(z)
         return
-    vae = reference.on_jax(stock)
+    vae: Any = reference.on_jax(stock)
     if way == "torchax, streamed":
         for _ in vae.decode_stream(z, output_dtype=torch.uint8):
             pass
@@ -135,7 +136,7 @@ def measure() -> None:
         found[kind] = []
         for way in ways:
             found[kind].append(curve(way, points, before))
-            reports.write_json(RESULTS, found)
+            reports.write_json(RESULT, found)
 
 
 PANELS = {
@@ -146,28 +147,40 @@ PANELS = {
 }
 
 
-def draw(found: dict[str, Any]) -> None:
-    """Draw the plot of all curves, and their tables in the page."""
+def _places(points: list[list[int]], head: str) -> tuple[list[int], list[str]]:
+    """Return where points lie on the axis of frames or pixels, and their names in a table."""
+    if head == "frames":
+        return [frames for frames, _, _ in points], [str(frames) for frames, _, _ in points]
+    return [height * width for _, height, width in points], [
+        f"{height} x {width}" for _, height, width in points
+    ]
+
+
+def drawn(kind: str) -> str:
+    """Return the table of a kind of curves."""
+    (_label, _part, head), curves = PANELS[kind], reports.load(RESULT, FORMAT)[kind]
+    _, names = _places(curves[0]["points"], head)
+    rows = [(curve["way"], *(f"{value:.0f}" for value in curve["MiB"])) for curve in curves]
+    return reports.table((f"MiB, by {head}", *names), rows)
+
+
+def plot() -> None:
+    """Plot all curves."""
+    found = reports.load(RESULT, FORMAT)
     figure, axes = reports.pyplot().subplots(1, len(PANELS), figsize=(4.5 * len(PANELS), 4))
-    for axis, (kind, (label, part, head)) in zip(axes, PANELS.items(), strict=True):
-        points = found[kind][0]["points"]  # of every curve of this kind: (frames, height, width)
-        frames, heights, widths = zip(*points, strict=True)
-        places, names = frames, [str(number) for number in frames]
-        if head == "pixels":
-            places = [height * width for height, width in zip(heights, widths, strict=True)]
-            names = [f"{height} x {width}" for height, width in zip(heights, widths, strict=True)]
+    for axis, (kind, (label, _part, head)) in zip(axes, PANELS.items(), strict=True):
         for curve in found[kind]:
-            axis.plot(places, curve["MiB"], "o-", label=curve["way"])
+            axis.plot(_places(curve["points"], head)[0], curve["MiB"], "o-", label=curve["way"])
         axis.set(xlabel=label, ylabel="MiB over a video of one frame", ylim=(0, None))
         axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False)  # above the curves
-        rows = [(curve["way"], *(f"{value:.0f}" for value in curve["MiB"])) for curve in found[kind]]
-        fill(PAGE, part, reports.table((f"MiB, by {head}", *names), rows))
     figure.tight_layout()
     reports.save_figure(figure, PLOT)
 
 
+TABLES = {
+    ("docs/performance.md", part): functools.partial(drawn, kind) for kind, (_, part, _) in PANELS.items()
+}
+
 if __name__ == "__main__":
-    if not draws_only(__doc__):
-        settle_malloc()
-        measure()
-    draw(reports.load(RESULTS, FORMAT))
+    settle_malloc()
+    measure()

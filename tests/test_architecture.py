@@ -33,12 +33,13 @@ LEVELS = (
     ("vae/nnx",),
     ("backends", "flax", "pipelines"),
     ("dataset", "plan", "porting", "verify"),
-    ("bench",),
     ("cli",),
 )
 """A part imports parts of the levels above its own in this list, and no other: so there is no circle."""
 
-PROJECT = {"benchmarks", "tests", *PACKAGES}
+OUTSIDE = ("benchmarks", "tests")
+"""Packages of the checkout alone, which a user of the wheel has not."""
+PROJECT = {*OUTSIDE, *PACKAGES}
 SCRIPTS = sorted(
     path for part in ("benchmarks", "examples", "scripts") for path in (ROOT / part).rglob("*.py")
 )
@@ -140,6 +141,8 @@ def _complaints_of(module: str, modules: dict[str, str]) -> Iterator[str]:
                     yield from _complaints_of_arrow(module, part, source, name)
             if part.startswith("jax_kernels") and package not in KERNELS_TAKE:
                 yield f"{module}: a kernel imports {package}"
+            if package in OUTSIDE:
+                yield f"{module}: {package} is not in the wheel"
             owners = OWNERS.get(package, (module,))
             if not any(f"{module}.".startswith(f"{owner}.") for owner in owners):
                 yield f"{module}: {package} is imported by {' and '.join(owners)} alone"
@@ -216,6 +219,11 @@ MUTATIONS = {
         "cogvideox_torchax.files.reports",
         "import av",
         "av is imported by cogvideox_torchax.files.video alone",
+    ),
+    "the laboratory in the wheel": (
+        "cogvideox_torchax.cli.plan",
+        "def f():\n    from benchmarks import runs",
+        "benchmarks is not in the wheel",
     ),
     "a part that nobody has placed": ("cogvideox_torchax.batch.clips", None, "no level for its part"),
     "a file without its first line": (

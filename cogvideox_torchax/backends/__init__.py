@@ -14,11 +14,10 @@ class BackendError(ValueError):
 
 
 class Use(Enum):
-    """The purposes of a backend: commands that run a VAE, `verify`, `bench` and `plan`."""
+    """The purposes of a backend: commands that run a VAE, `verify` and `plan`."""
 
     RUN = "run"
     VERIFY = "verify"
-    BENCH = "bench"
     PLAN = "plan"
 
 
@@ -40,9 +39,8 @@ class _Entry:
 
 
 _REGISTRY = {
-    "torch": _Entry("native", "Torch", frozenset({Use.RUN, Use.VERIFY, Use.BENCH})),
-    "torch-compile": _Entry("native", "TorchCompile", frozenset({Use.BENCH})),
-    "torchax-stock": _Entry("torchax", "TorchaxStock", frozenset({Use.BENCH, Use.PLAN})),
+    "torch": _Entry("native", "Torch", frozenset({Use.RUN, Use.VERIFY})),
+    "torchax-stock": _Entry("torchax", "TorchaxStock", frozenset({Use.PLAN})),
     "torchax": _Entry("torchax", "Torchax", frozenset(Use)),
     "flax": _Entry("flax", "Flax", frozenset(Use), extra="flax"),
 }

@@ -1,4 +1,4 @@
-"""Diffusers' own modules in PyTorch on the CPU, the reference: eager, or through `torch.compile`."""
+"""Diffusers' own modules in PyTorch on the CPU, the reference."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,15 +29,10 @@ class Torch(Backend):
     def device(cls) -> str:
         return "cpu"
 
-    def _network(self, direction: Direction) -> Any:
-        """Return the network that computes one chunk of a direction."""
-        return chunk_network(self.vae, direction)
-
     def chunks(self, direction: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:
         """Return an iterator of the results of a video's chunks, each run with the previous chunk's cache."""
-        return map(
-            runtime.with_kept_cache(self._network(direction)), frames_of_chunks(self.vae, direction, x)
-        )
+        run = runtime.with_kept_cache(chunk_network(self.vae, direction))
+        return map(run, frames_of_chunks(self.vae, direction, x))
 
     def recorder(self, direction: Direction, wanted: Callable[[str], Any]) -> Recorder:
         """Return a function from a chunk to its layers' outputs, by name; `wanted(name)` selects the layers.
@@ -46,16 +41,3 @@ class Torch(Backend):
         """
         # `RecordedLayers` is a network that returns the layers' outputs.
         return runtime.with_kept_cache(RecordedLayers(chunk_network(self.vae, direction), wanted))
-
-
-class TorchCompile(Torch):
-    """diffusers' modules through `torch.compile`."""
-
-    def __init__(self, vae: Any):
-        """Wrap both networks of `vae` by `torch.compile`, which compiles them in their first call."""
-        super().__init__(vae)
-        self._networks = {direction: torch.compile(chunk_network(vae, direction)) for direction in Direction}
-
-    def _network(self, direction: Direction) -> Any:
-        """Return the direction's network, compiled on its first call."""
-        return self._networks[direction]

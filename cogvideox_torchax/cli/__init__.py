@@ -18,7 +18,7 @@ from cogvideox_torchax import __version__
 
 COMMANDS = (
     *("doctor", "demo", "encode", "decode", "reconstruct", "generate"),
-    *("compile", "verify", "bench", "plan", "completion"),
+    *("compile", "verify", "plan", "completion"),
 )
 """Names of the commands' modules, which import torch: `main` imports them."""
 USER_ERROR = 2

@@ -16,7 +16,7 @@ OPTIONAL = {
     "transformers": ("text", "text encoders of whole pipelines"),
     "sentencepiece": ("text", "the T5 tokenizer"),
     "peft": ("text", "LoRAs"),
-    "matplotlib": ("bench", "plots of benchmarks"),
+    "matplotlib": ("plots", "pictures of `verify` and of measurements"),
     "pyarrow": ("data", "data sets in Parquet"),
     "ray": ("ray", "encoding data sets on Ray"),
     "fastapi": ("web", "the example that streams into a browser"),
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         advice.insert(0, " ".join(str(error).split())[:600])  # on one line, cut where it is long
     report |= {"devices": _devices(), "compile cache": _compile_cache()}
     if report["devices"].startswith(("tpu", "gpu")):
-        advice.append("measure this device: cogvideox-torchax bench device -o out/device")
+        advice.append("measure this device: python -m benchmarks device -o out/device, in a checkout")
     common.print_report(report | ({"advice": advice} if args.json else {}), args.json)
     if not args.json and advice:
         print("\n" + "\n".join(f"  - {line}" for line in advice))

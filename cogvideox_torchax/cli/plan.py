@@ -1,4 +1,4 @@
-"""`plan`: compile for a TPU on a machine that has none; print whether it fits and how long it takes."""
+"""`plan`: compile for a TPU on a machine that has none; print whether it fits, and the work of each chip."""
 
 import argparse
 import contextlib
@@ -15,13 +15,13 @@ TOPOLOGY = "v6e:1x1"
 ONLY = {
     **dict.fromkeys(("backend", "tiling", "no_advice", "layers", "encode", "save_hlo"), ("vae",)),
     **dict.fromkeys(("no_guidance", "parallel", "cache", "skips"), ("step",)),
-    **dict.fromkeys(("frames", "height", "width"), ("vae", "step", "train-step")),
+    **dict.fromkeys(("frames", "height", "width"), ("vae", "step")),
 }
 """By option, the values of `--network` that it goes with; other options go with all."""
 
 
 COMMAND = options.Command(
-    "compile for a TPU on a machine without one: does it fit, how long does it take",
+    "compile for a TPU on a machine without one: does it fit, in which tiles, on how many chips",
     "--model 5b --topology v6e:1x1 --frames 49 --height 480 --width 720",
     (
         options.Option(
@@ -38,7 +38,11 @@ COMMAND = options.Command(
             help=f"generation and grid of chips (default: {TOPOLOGY})",
         ),
         options.Option(
-            "--platform", group="chips", choices=("tpu", "cpu"), default="tpu", help="cpu: no time, but quick"
+            "--platform",
+            group="chips",
+            choices=("tpu", "cpu"),
+            default="tpu",
+            help="cpu: no floor, but quick",
         ),
         options.Option(
             "--frames", group="program", type=int, default=49, help="frames of the video (default: 49)"
@@ -77,10 +81,9 @@ COMMAND = options.Command(
         options.Option(
             "--network",
             group="program",
-            choices=("vae", "step", "prompt", "train-step"),
+            choices=("vae", "step", "prompt"),
             default="vae",
-            help="the VAE, a step of the transformer, the text encoder, a step training the VAE (default: "
-            "vae)",
+            help="the VAE, a step of the transformer, the text encoder (default: vae)",
         ),
         options.Option(
             "--no-guidance",

@@ -55,7 +55,7 @@ def pyplot() -> Any:
     try:
         import matplotlib.pyplot
     except ImportError as error:
-        raise ValueError("drawing needs matplotlib: pip install 'cogvideox-torchax[bench]'") from error
+        raise ValueError("drawing needs matplotlib: pip install 'cogvideox-torchax[plots]'") from error
     matplotlib.use("Agg")
     return matplotlib.pyplot
 

@@ -1,1 +1,1 @@
-"""Estimates of a program's cost on a chip that is absent, read off XLA's compiled text."""
+"""A program's memory, work and communication on chips that are absent, as the TPU's compiler tells them."""

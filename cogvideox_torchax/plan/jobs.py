@@ -1,8 +1,6 @@
-"""The VAE's chunk programs, compiled for a TPU on a machine without one: do they fit, how long do they take.
+"""The VAE's chunk programs, compiled for a TPU on a machine without one: do they fit, and what would.
 
-libtpu contains the TPU's compiler. Every instruction of the compiled text has the compiler's own
-`estimated_cycles`; their sum over the clock is its estimate of the time. It leaves out the work
-inside a Pallas kernel, which the kernel's final schedule gives, and communication, which is timed separately.
+libtpu contains the TPU's compiler.
 """
 
 import functools
@@ -16,7 +14,6 @@ from cogvideox_torchax import backends, runtime
 from cogvideox_torchax.plan.chips import CHIPS, GRIDS, Chip, topology_devices
 from cogvideox_torchax.plan.models import weightless_vae
 from cogvideox_torchax.plan.programs import ProgramPlan, Work, compile_program
-from cogvideox_torchax.plan.report import layers
 from cogvideox_torchax.sharding import make_mesh
 from cogvideox_torchax.vae import tiling
 from cogvideox_torchax.vae.axes import ordered
@@ -24,7 +21,7 @@ from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.sizes import SMALLEST_TILE, check_sides
 from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
 
-FORMAT = "cogvideox-torchax-plan/2"
+FORMAT = "cogvideox-torchax-plan/3"
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,6 @@ def plan_programs(
     vae: AutoencoderKLCogVideoX,
     job: Job,
     devices: list[Any],
-    chip: Chip | None,
     *,
     dp: int = 1,
     tp: int = 1,
@@ -99,7 +95,6 @@ def plan_programs(
         vae: of `weightless_vae`, or any ported VAE; with more than one device it is placed on their mesh.
         job: the direction, the video's size and its tiles.
         devices: devices of a topology, or of this machine.
-        chip: the chip whose peaks give the times; None for no times.
         dp, tp: sizes of the mesh, whose axis "dp" splits the batch and "tp" the width; both 1 for one device.
         backend: the backend whose programs are compiled, one of `backends.names(Use.PLAN)`.
 
@@ -109,9 +104,7 @@ def plan_programs(
     """
     mesh = make_mesh(dp, tp, devices=devices)
     for work in chunk_works(vae, job, mesh, backend):
-        plan = compile_program(work, mesh, chip)
-        plan.layers = layers(work.program, plan.text)
-        yield plan
+        yield compile_program(work, mesh)
 
 
 def chunk_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any, backend: str = "torchax") -> Iterator[Work]:
@@ -187,7 +180,7 @@ def largest_tile_that_fits(
         if min(height, width) < SMALLEST_TILE * scale:  # `SMALLEST_TILE` is in latent pixels
             return None
         tiled = replace(job, tile=(height, width))
-        peak_bytes = max(plan.peak_bytes for plan in plan_programs(vae, tiled, devices, chip, **options))
+        peak_bytes = max(plan.peak_bytes for plan in plan_programs(vae, tiled, devices, **options))
         if peak_bytes <= chip.memory:
             return Change(f"--tiling {height}x{width} ({tiled.tiles(vae)} tiles)", peak_bytes)
 
@@ -228,7 +221,7 @@ def smallest_mesh_that_fits(
         if count <= tp or rough_peak > 1.1 * chip.memory:
             continue
         devices = topology_devices(f"{generation}:{name}")
-        peak = max(plan.peak_bytes for plan in plan_programs(vae, job, devices, chip, tp=count, **options))
+        peak = max(plan.peak_bytes for plan in plan_programs(vae, job, devices, tp=count, **options))
         if peak <= chip.memory:
             return Change(f"--topology {generation}:{name} --tp {count}", peak)
     return None

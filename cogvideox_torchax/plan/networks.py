@@ -1,22 +1,17 @@
-"""`plan` for a pipeline's transformer and text encoder: one denoising step, and the encoding of a prompt.
-
-All layers of a network are equal, and the compiler takes minutes for each. So two programs of a few layers
-are compiled, and the difference that a layer makes is extrapolated to all layers. For temporaries this is an
-upper bound, as buffers are reused. Attention on a TPU is a kernel, for which the compiler gives no cycles:
-its final schedule counts. If that is not known, attention counts as its floating-point operations over the
-chip's peak, and the plan says so.
-"""
+"""`plan` for a pipeline's transformer and text encoder: one denoising step, and the encoding of a prompt."""
 
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 import torch
 from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXTransformer3DModel
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import T5Config, T5EncoderModel
 
 from cogvideox_torchax import runtime
@@ -31,9 +26,9 @@ from cogvideox_torchax.pipelines.networks import (
 )
 from cogvideox_torchax.plan import models
 from cogvideox_torchax.plan.chips import GIB, Chip, PlanError
-from cogvideox_torchax.plan.programs import COPY, KERNEL, ProgramPlan, Work, compile_program
-from cogvideox_torchax.plan.report import figures
-from cogvideox_torchax.sharding import Parallel, make_mesh
+from cogvideox_torchax.plan.programs import Work
+from cogvideox_torchax.runtime.programs import describes_one_input
+from cogvideox_torchax.sharding import Parallel
 
 TRANSFORMERS: dict[str, dict[str, Any]] = {
     "2b": {"num_attention_heads": 30, "num_layers": 30},
@@ -60,53 +55,28 @@ TEXT_ENCODER: dict[str, Any] = {
 }
 """Config of T5 v1.1 XXL's encoder, which all published pipelines have."""
 
-FEW = (2, 3)
-"""Number of layers of the two programs that are compiled.
-
-One layer alone would mislead: the second reuses buffers of the first, and a step cache treats the first layer
-differently.
-"""
-
 STEPS = 50
 """Denoising steps of a whole video."""
 
 
 @dataclass(frozen=True)
-class NetworkPlan:
-    """The compiler's figures for a network of many layers, per device, from programs of a few.
+class NetworkWork(Work):
+    """The program of a network, whole.
 
     Attributes:
-        name: "step" or "prompt".
-        program: plan of the program of `FEW[1]` layers, with times, sizes and numbers of kernels
-            extrapolated to all layers; its `collectives` are not.
-        layers: number of layers of the whole network.
-        attention_seconds: time of all Pallas kernels, attention's among them; a part of `seconds`. None
-            without a chip.
-        by_schedule: whether attention's time is that of its kernel's final schedule; False if it is its
-            floating-point operations over the chip's peak.
+        layers: number of layers of the network.
         parallel: in words, how the network uses the mesh's axis "tp", and why.
-        kept: bytes that a step cache keeps for the next step; the program's `argument_bytes` have them too.
+        kept: bytes on one device that a step cache keeps for the next step; the program's arguments have them
+            too.
     """
 
-    name: str
-    program: ProgramPlan
-    layers: int
-    attention_seconds: float | None
-    by_schedule: bool = True
+    layers: int = 0
     parallel: str = ""
     kept: int = 0
 
-    @property
-    def seconds(self) -> float | None:
-        """The estimate of the whole network, without collectives; None if a part of it is not known."""
-        if self.program.seconds is None or self.attention_seconds is None:
-            return None
-        # `attention_seconds` replaces the kernels' seconds in `shares`: it may be counted at the chip's peak.
-        return self.program.seconds - self.program.shares.get(KERNEL, 0.0) + self.attention_seconds
 
-
-def weightless_transformer(model: str | None, dtype: torch.dtype, layers: int) -> Any:
-    """Return a ported transformer of `layers` layers and no weights; `model` as for `transformer_config`.
+def weightless_transformer(model: str | None, dtype: torch.dtype) -> Any:
+    """Return a ported transformer without weights; `model` as for `transformer_config`.
 
     Raises:
         PlanError: a model that has no transformer.
@@ -116,7 +86,7 @@ def weightless_transformer(model: str | None, dtype: torch.dtype, layers: int) -
         raise PlanError(
             f"{model} has no transformer: give a whole pipeline, or one of {', '.join(TRANSFORMERS)}"
         )
-    return port_network(transformer({**config, "num_layers": layers}, dtype))
+    return port_network(transformer(config, dtype))
 
 
 def transformer(config: dict[str, Any], dtype: torch.dtype, device: str = "meta") -> Any:
@@ -161,34 +131,29 @@ def text_encoder_config(model: str | None) -> dict[str, Any]:
     return config
 
 
-def plan_step(
+def step_work(
     model: str | None,
     dtype: torch.dtype,
-    devices: list[Any],
+    mesh: Any,
     chip: Chip | None,
     *,
     frames: int,
     height: int,
     width: int,
     guided: bool = True,
-    dp: int = 1,
-    tp: int = 1,
     parallel: Parallel | None = None,
     cache: str | None = None,
     step: int = 0,
-) -> NetworkPlan:
-    """Plan one denoising step of one video.
-
-    Compiles two transformers, of 2 and of 3 layers (`FEW`), and extrapolates to all layers.
+) -> NetworkWork:
+    """Return the program of one denoising step of one video.
 
     Args:
         model: a name of `TRANSFORMERS`, such as "5b", a pipeline's directory or hub id; None for "5b".
         dtype: dtype of weights and activations.
-        devices: devices of a topology, or of this machine.
-        chip: the chip whose peaks give the times; None for no times.
+        mesh: of `make_mesh`, of the devices to compile for.
+        chip: the chip whose memory decides whether a device has all weights; None for all of them.
         frames, height, width: size of the latents.
         guided: whether the batch has the video twice, without the prompt and with it, for guidance.
-        dp, tp: sizes of the mesh.
         parallel: the use of the mesh's axis "tp", as `port` takes it; None chooses by the chip's memory.
         cache: a step cache, which reuses results of earlier steps, as the command line takes it
             (`cache_options.CHOICES`); None for none.
@@ -197,42 +162,57 @@ def plan_step(
     Raises:
         PlanError: a config that cannot be read, or a size that its patches do not divide.
     """
-    networks = [weightless_transformer(model, dtype, few) for few in FEW]
-    config, layers = networks[0].config, transformer_config(model)["num_layers"]
-    patch, patch_t = config["patch_size"], config["patch_size_t"] or 1  # None: patches have a single frame
+    network = weightless_transformer(model, dtype)
+    patch, patch_t = network.config["patch_size"], network.config["patch_size_t"] or 1  # None: of one frame
     if height % patch or width % patch:
         raise PlanError(
             f"got {height} x {width} latents: the transformer's patches take multiples of {patch}"
         )
     frames = -(-frames // patch_t) * patch_t  # padded to whole patches, as diffusers' pipelines do
     batch = 2 if guided else 1
-    mesh = make_mesh(dp, tp, devices=devices)
-    plans, kept = [], []  # of each transformer: its plan, and the bytes that a cache keeps for the next step
-    for few, network in zip(FEW, networks, strict=True):
-        # A device's memory decides whether it has all weights or gathers them. The few layers get a
-        # proportional part of the memory, so that the decision is the same as for all layers.
-        network.place_on(mesh, parallel, chip and chip.memory * few / layers)
-        tensors = step_tensors(network, batch=batch, frames=frames, height=height, width=width)
-        program, before = network.program, None
-        if cache is not None:
-            program, tensors = cached_program(network, tensors, cache, batch, step)
-            # The program takes arrays that the previous step, with equal inputs, has kept.
-            before = tensors
-            kept.append(cache_bytes(program, tensors))
-        structs = functools.partial(program.structs, tensors, before=before)
-        plans.append(compile_program(Work("step", frames, program.lower, structs), mesh, chip))
-    patches = frames // patch_t * (height // patch) * (width // patch)
-    tokens = config["max_text_seq_length"] + patches
-    # Attention has two products, queries by keys and scores by values, of 2 operations for a multiply-add.
-    layer_flops = 2 * 2 * batch * config["num_attention_heads"] * config["attention_head_dim"] * tokens**2
-    attention_flops = layer_flops * layers / (dp * tp)  # of a device; they count where a schedule is missing
-    # None are added without kernels, as on a CPU: attention is in the compiler's own figures. Nor for a step
-    # after the first, which may skip attention: only the kernels of the compiled program count.
-    if not plans[0].kernels or step > 0:
-        attention_flops = 0.0
-    plan = _extrapolated_plan("step", plans, layers, attention_flops, chip)
-    kept_by_all_layers = _extrapolate(kept[0], kept[1], layers) if kept else 0
-    return replace(plan, parallel=str(networks[0].parallelism), kept=kept_by_all_layers)
+    tensors = step_tensors(network, batch=batch, frames=frames, height=height, width=width)
+    # A cache skips layers, which PyTorch would not: then the compiler's own count has to do.
+    flops = 0.0 if cache else _counted_flops(network, tensors) / mesh.size
+    network.place_on(mesh, parallel, chip and chip.memory)
+    program, before, kept = network.program, None, 0
+    if cache is not None:
+        program, tensors = cached_program(network, tensors, cache, batch, step)
+        before = tensors  # the program takes arrays that the previous step, with equal inputs, has kept
+        kept = cache_bytes(program, tensors)
+    return NetworkWork(
+        "step",
+        frames,
+        program.lower,
+        functools.partial(program.structs, tensors, before=before),
+        flops=flops,
+        layers=network.config["num_layers"],
+        parallel=str(network.parallelism),
+        kept=kept,
+    )
+
+
+def _counted_flops(network: Any, tensors: TensorSpecs) -> int:
+    """Return the FLOPs of diffusers' own modules, as PyTorch counts them for tensors without numbers.
+
+    Args:
+        network: a ported transformer without weights.
+        tensors: (shape, JAX dtype) of each argument, by name.
+    """
+
+    def meta(described: tuple[Any, ...]) -> torch.Tensor:
+        """Return a tensor without numbers, of a (shape, dtype)."""
+        shape, dtype = described
+        return torch.empty(shape, dtype=getattr(torch, np.dtype(dtype).name), device="meta")
+
+    def count() -> int:
+        """Run the network on tensors without numbers, and count."""
+        # "positions" is the port's own argument: diffusers' model computes its table of positions.
+        own = {name: each for name, each in tensors.items() if name != "positions"}
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            network(**jax.tree.map(meta, own, is_leaf=describes_one_input))
+        return counter.get_total_flops()
+
+    return runtime.without_torchax(count)
 
 
 def cached_steps(model: str | None, dtype: torch.dtype, cache: str, guided: bool = True) -> dict[int, int]:
@@ -247,7 +227,7 @@ def cached_steps(model: str | None, dtype: torch.dtype, cache: str, guided: bool
         cache: a step cache, as the command line takes it (`cache_options.CHOICES`).
         guided: whether the batch has the video twice, for guidance.
     """
-    network = weightless_transformer(model, dtype, FEW[0])  # the fewest layers `plan_step` takes
+    network = weightless_transformer(model, dtype)
     # Each step's form: the layers that it runs and the results that it keeps (`caches.Form`), its kind.
     forms = [form for form, _numbers in _plan_cached_run(network, cache, 2 if guided else 1)]
     return {forms.index(form): count for form, count in Counter(forms).items()}
@@ -313,170 +293,33 @@ def cache_bytes(program: runtime.Program, tensors: TensorSpecs) -> int:
     return total
 
 
-def plan_prompt(
-    model: str | None,
-    dtype: torch.dtype,
-    devices: list[Any],
-    chip: Chip | None,
-    *,
-    tokens: int,
-    dp: int = 1,
-    tp: int = 1,
-) -> NetworkPlan:
-    """Plan the encoding of one prompt.
-
-    Text encoders of 2 and of 3 layers (`FEW`) are compiled, and their costs are extrapolated to all layers.
+def prompt_work(model: str | None, dtype: torch.dtype, mesh: Any, *, tokens: int) -> NetworkWork:
+    """Return the program of the encoding of one prompt.
 
     Args:
         model: a name of `TRANSFORMERS`, such as "5b", a pipeline's directory or hub id; None for "5b".
         dtype: dtype of weights and activations.
-        devices: devices of a topology, or of this machine.
-        chip: the chip whose peaks give the times; None for no times.
+        mesh: of `make_mesh`, of the devices to compile for.
         tokens: number of tokens of the prompt.
-        dp, tp: sizes of the mesh.
     """
-    config, mesh = text_encoder_config(model), make_mesh(dp, tp, devices=devices)
-    plans = []
-    for few in FEW:
-        network = port_network(text_encoder({**config, "num_layers": few}, dtype))
-        network.place_on(mesh)
-        program = network.program
-        structs = functools.partial(program.structs, prompt_tensors(batch=1, text=tokens))
-        plans.append(compile_program(Work("prompt", tokens, program.lower, structs), mesh, chip))
-    # Text encoders have no attention kernel, the only use of `attention_flops`.
-    plan = _extrapolated_plan("prompt", plans, config["num_layers"], attention_flops=0.0, chip=chip)
-    return replace(plan, parallel=str(network.parallelism))  # equal for both encoders
+    config = text_encoder_config(model)
+    network = port_network(text_encoder(config, dtype))
+    network.place_on(mesh)
+    program = network.program
+    structs = functools.partial(program.structs, prompt_tensors(batch=1, text=tokens))
+    about = {"layers": config["num_layers"], "parallel": str(network.parallelism)}
+    return NetworkWork("prompt", tokens, program.lower, structs, **about)
 
 
-def _extrapolated_plan(
-    name: str, plans: list[ProgramPlan], layers: int, attention_flops: float, chip: Chip | None
-) -> NetworkPlan:
-    """Extrapolate from the plans of a few layers to the plan of the whole network.
+def about(work: NetworkWork, counts: Sequence[int]) -> dict[str, Any]:
+    """Return what is known of a network before it is compiled, by the names that `plan` prints.
 
     Args:
-        name: "step" or "prompt".
-        plans: plans of the programs with the two numbers of layers in `FEW`, the one of fewer layers first.
-        layers: number of layers of the whole network.
-        attention_flops: operations of all layers' attention on one device, which count at the chip's peak if
-            a schedule of the attention kernel is missing.
-        chip: the chip whose peaks give the times; None for no times.
+        work: the program; with a cache that of a full step.
+        counts: number of times that it runs in a video, and with a cache those of each kind of skipping step.
     """
-    fewer, more = plans
-    values = _extrapolate_fields(GROWING, fewer, more, layers)  # for all layers, by the plan's fields
-    values["temp_bytes"] = max(more.temp_bytes, values["temp_bytes"])  # reused buffers may make it fall
-    values["kernel_times"] = {}
-    for kernel, time in more.kernel_times.items():
-        # A kernel that the program of fewer layers lacks is taken as it is: no layer adds to it.
-        time_of_fewer = fewer.kernel_times.get(kernel, time)
-        grown = _extrapolate_fields(GROWING_TIMES, time_of_fewer, time, layers)
-        values["kernel_times"][kernel] = replace(time, **grown)
-    program = replace(more, compile_seconds=fewer.compile_seconds + more.compile_seconds, **values)
-    if chip is None:
-        return NetworkPlan(name, program, layers, attention_seconds=None)
-    # The seconds of all Pallas kernels, attention's among them; 0 for a program without any.
-    seconds = program.shares.get(KERNEL, 0.0)
-    attention = program.kernel_times.get("attention")
-    # `by_bytes` is the number of attention kernels whose schedule is missing.
-    by_schedule = attention is None or attention.by_bytes == 0
-    if not by_schedule:
-        seconds = max(seconds, attention_flops / chip.flops)
-    return NetworkPlan(name, program, layers, attention_seconds=seconds, by_schedule=by_schedule)
-
-
-GROWING = (
-    "flops",
-    "bytes_accessed",
-    "seconds",
-    "floor_seconds",
-    "shares",
-    "collective_seconds",
-    "kernels",
-    "argument_bytes",
-    "temp_bytes",
-    "output_bytes",
-)
-"""Fields of a `ProgramPlan` that grow with each layer."""
-GROWING_TIMES = ("count", "bytes_seconds", "schedule_seconds", "seconds")
-"""Fields of a `KernelTime` that grow with each layer."""
-
-
-def _extrapolate_fields(fields: tuple[str, ...], fewer: Any, more: Any, layers: int) -> dict[str, Any]:
-    """Return values of `fields` for `layers` layers, extrapolated by `_extrapolate`, by the fields' names.
-
-    `fewer` and `more` are plans, or `KernelTime`s, of programs with the two numbers of layers in `FEW`.
-    """
-    return {field: _extrapolate(getattr(fewer, field), getattr(more, field), layers) for field in fields}
-
-
-def _extrapolate(fewer: Any, more: Any, layers: int) -> Any:
-    """Extrapolate a figure linearly from the two numbers of layers in `FEW` to `layers`.
-
-    Args:
-        fewer, more: the figure for `FEW[0]` and for `FEW[1]` layers: a number, a dictionary of numbers, or
-            None.
-        layers: number of layers of the whole network.
-
-    Returns:
-        A result of `more`'s type; None if either figure is None.
-    """
-    if fewer is None or more is None:
-        return None
-    if isinstance(more, dict):
-        return {key: _extrapolate(fewer.get(key, 0.0), number, layers) for key, number in more.items()}
-    return type(more)(more + (layers - FEW[1]) / (FEW[1] - FEW[0]) * (more - fewer))
-
-
-def cached_table(plans: list[NetworkPlan], counts: list[int], chip: Chip | None) -> dict[str, Any]:
-    """Return the figures of a video with a cache: of a full step, the memory kept, and the steps' times.
-
-    Kinds of steps that skip are numbered: "skipping_step_2_s" has the seconds of a step of the second kind.
-
-    Args:
-        plans: a plan of each kind of step (`cached_steps`), the full step first.
-        counts: number of steps of each kind in a video.
-        chip: the chip whose peaks give the times; None for no times.
-    """
-    steps = [f"{counts[0]} in full"]
-    steps += [f"{count} of skipping step {kind}" for kind, count in enumerate(counts[1:], 1)]
-    rows = network_table(plans[0], chip)  # of the full step
-    rows |= {"kept_GiB": plans[0].kept / GIB, "steps": ", ".join(steps)}
-    if chip is not None:
-        # Of a step of each kind, with the time of collectives where the plan has one.
-        seconds = [network_table(plan, chip).get("with_collectives_s", plan.seconds) for plan in plans]
-        rows |= {f"skipping_step_{kind}_s": skipping for kind, skipping in enumerate(seconds[1:], 1)}
-        rows["all_steps_s"] = sum(count * of_one for count, of_one in zip(counts, seconds, strict=True))
-    return rows
-
-
-def network_table(plan: NetworkPlan, chip: Chip | None) -> dict[str, Any]:
-    """Return a plan's figures per device, by the names that `plan` prints.
-
-    Sizes and times are for all layers: they are extrapolated from programs of two numbers of layers, `FEW`.
-    """
-    program = plan.program
-    seconds: dict[str, Any] = {}
-    if plan.seconds is not None:
-        seconds = {
-            "estimate_s": plan.seconds,
-            "of_it_attention_s": plan.attention_seconds,
-            "attention_counted": "by schedule" if plan.by_schedule else "at the chip's peak",
-            **{f"of_it_{kernel}_s": time.seconds for kernel, time in program.kernel_times.items()},
-            "of_it_copies_s": program.shares.get(COPY, 0.0),
-        }
-    if plan.seconds is not None and program.collective_seconds is not None:
-        seconds["collectives_s"] = collectives = sum(program.collective_seconds.values())
-        seconds["with_collectives_s"] = plan.seconds + collectives
-    return figures(
-        f"{plan.name}, {plan.layers} layers, from programs of {' and '.join(map(str, FEW))}",
-        {
-            "arguments_GiB": program.argument_bytes,
-            "temporaries_GiB": program.temp_bytes,
-            "results_GiB": program.output_bytes,
-            "peak_memory_GiB": program.peak_bytes,
-        },
-        seconds,
-        parallel=plan.parallel,
-        flops=program.flops,
-        compile_seconds=program.compile_seconds,
-        chip=chip,
-    )
+    rows = {"network": f"{work.name}, {work.layers} layers", "parallel": work.parallel}
+    if not work.kept:
+        return rows
+    kinds = (f"{count} of skipping step {kind}" for kind, count in enumerate(counts[1:], 1))
+    return rows | {"kept_GiB": work.kept / GIB, "steps": ", ".join((f"{counts[0]} in full", *kinds))}

@@ -5,45 +5,14 @@ import math
 from typing import Any
 
 from cogvideox_torchax import runtime
-from cogvideox_torchax.plan.chips import GIB, Chip
 from cogvideox_torchax.plan.hlo import Instruction, collectives, instructions
-from cogvideox_torchax.plan.programs import ProgramPlan, Row, read_program
+from cogvideox_torchax.plan.programs import ProgramPlan, Row, Work, read_program
 from cogvideox_torchax.sharding import MeshPlace
 from cogvideox_torchax.vae.directions import DECODE, Direction
 from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
 
 ELSEWHERE = "(program)"
 """Name of the row of instructions that belong to no layer."""
-
-
-def figures(
-    network: str,
-    memory: dict[str, int],
-    seconds: dict[str, Any],
-    *,
-    flops: float,
-    compile_seconds: float,
-    chip: Chip | None,
-    **about: str,
-) -> dict[str, Any]:
-    """Return the figures of a plan, per device, by the names that `plan` prints.
-
-    Args:
-        network: the network that was planned, in words.
-        memory: bytes by their name, the peak last.
-        seconds: estimated times and remarks on them, by name; empty for no estimate.
-        flops: floating-point operations of all programs.
-        compile_seconds: seconds to compile all programs.
-        chip: the chip whose memory the peak has to fit in; None for no verdict.
-        about: further rows of text, by their names, which come after the network's.
-    """
-    rows: dict[str, Any] = {"network": network, **about, "TFLOP": flops / 1e12}
-    rows |= {name: size / GIB for name, size in memory.items()}
-    if chip is not None:
-        *_, peak = memory.values()
-        fits = "yes" if peak <= chip.memory else "no"
-        rows["fits"] = f"{fits} ({chip.memory / GIB:.2f} GiB)"
-    return {**rows, **seconds, "compiled_in_s": compile_seconds}
 
 
 def table(rows: list[Row]) -> list[list[str]]:
@@ -132,11 +101,11 @@ def _check_mesh(kind: str, model: Any) -> None:
 
 
 def _read_plan(name: str, frames: int, program: Any, compiled: Any) -> ProgramPlan:
-    """Return the plan of a program, with each layer's sharding and communication, and without times.
+    """Return the plan of a program, with each layer's sharding and communication.
 
     `compiled` is JAX's compiled form of `program`; `name` and `frames` go into the plan.
     """
-    plan = read_program(name, frames, compiled, chip=None, compile_seconds=0.0)  # no chip: no times
+    plan = read_program(Work(name, frames, program.lower, program.structs, program), compiled, 0.0)
     plan.layers = layers(program, plan.text)
     return plan
 

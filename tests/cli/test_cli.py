@@ -168,6 +168,13 @@ def test_doctor_names_an_untested_version_and_what_is_optional_and_how_to_instal
     assert lines <= set(report(capsys, "doctor")["advice"])
 
 
+def test_doctor_names_the_command_that_measures_where_there_is_a_device(monkeypatch, capsys):
+    for devices, named in (("tpu:0 (TPU v6 lite)", True), ("gpu:0 (NVIDIA H100)", True), ("cpu:0", False)):
+        monkeypatch.setattr(doctor, "_devices", lambda devices=devices: devices)
+        assert run("doctor") == 0
+        assert ("python -m benchmarks device -o out/device" in capsys.readouterr().out) == named
+
+
 def test_doctor_works_where_jax_does_not():
     code = "import sys; sys.modules['jax'] = None; from cogvideox_torchax import cli; "
     code += "sys.exit(cli.main(['doctor']))"
@@ -386,7 +393,6 @@ WRONG_ARGUMENTS = {
     "no device": ("generate --dp 0", "argument --dp: 0 is not a positive number"),
     "a seed of 75 bits": ("encode a.mp4 --seed 19999999999999999999999", "argument --seed: got 199"),
     "a seed below 0": ("encode a.mp4 --seed -1", "argument --seed: got -1: give 0 to 18446744073709551615"),
-    "a time below 0": ("bench device --limit -1", "argument --limit: -1 is not a positive number"),
     "the prefix of an option": (
         "generate --model any --prompt panda -o any.mp4 --guidance 1",
         "unrecognized arguments: --guidance 1",

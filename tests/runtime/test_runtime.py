@@ -10,6 +10,7 @@ import torch
 import torchax
 
 from cogvideox_torchax import enable, runtime
+from cogvideox_torchax.runtime import clock
 
 
 def run_python(code, **environment):
@@ -141,3 +142,8 @@ def test_no_warning_of_another_package_is_shown_and_no_bar_where_quiet():
     shown, quiet = ended.stderr.split("cogvideox-torchax encode: ")[1:]
     assert "Loading pipeline components" in shown
     assert "Loading pipeline components" not in quiet
+
+
+def test_nested_compile_spans_count_once():
+    spans = [("c", 0.0, 4.0), ("c", 1.0, 2.0), ("c", 3.0, 5.0), ("other", 0.0, 9.0)]
+    assert clock.covered_seconds(spans, ("c",)) == 5.0

@@ -31,12 +31,12 @@ def test_the_estimate_is_what_the_compiler_says_or_somewhat_more(path):
     plan = json.loads(path.read_text())
     job, program = plan["job"], plan["programs"][0]
     assert program["name"] == "first"
-    frames, cache = program["frames"], memory.CACHE_BYTES[job["kind"]] * job["height"] * job["width"]
+    frames, cache = program["frames"], memory.CACHE_BYTES[job["direction"]] * job["height"] * job["width"]
     taken = max(
         each["temp_bytes"] + each["output_bytes"] + (cache if each["name"] == "later" else 0)
         for each in plan["programs"]
     )
-    estimate = memory.estimated_bytes(WIDE, Direction(job["kind"]), job["height"], job["width"], frames)
+    estimate = memory.estimated_bytes(WIDE, Direction(job["direction"]), job["height"], job["width"], frames)
     assert 0.95 <= estimate / taken <= (1.2 if frames == 13 else 1.05)  # 13 are computed four at a time
 
 

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_kernels import attention as public_attention
 from jax_kernels.attention import reference, tpu, xla
+from jax_kernels.common.dispatch import Target
 from tests.reference import largest_error, traced_anew
 
 attention = importlib.import_module("jax_kernels.attention.op")  # the package has the function by that name
@@ -287,3 +288,10 @@ def test_over_a_mesh_each_device_has_its_own_part_and_no_number_changes(batch, h
     assert largest_error(run(*placed), want) < 1e-6
     sizes = [1 if names is None else np.prod([mesh.shape[n] for n in np.atleast_1d(names)]) for names in spec]
     assert shapes == [tuple(int(-(-n // parts)) for n, parts in zip(q.shape, sizes, strict=True))]
+
+
+def test_cudnn_is_left_out_where_kernels_are_off(monkeypatch):
+    monkeypatch.setattr(xla, "cudnn_supports", lambda q: True)
+    q = jnp.zeros(1)
+    assert attention._fastest(Target("cuda", pallas=True), q, q) == "cudnn"
+    assert attention._fastest(Target("cuda", pallas=False), q, q) == "plain"

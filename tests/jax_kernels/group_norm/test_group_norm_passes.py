@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from cogvideox_torchax.plan import chips, programs
+from benchmarks.estimate import chips, programs
+from cogvideox_torchax.plan.programs import Work
 from jax_kernels import group_norm
 from jax_kernels.common.tiles import tiled_sublanes
 from jax_kernels.group_norm import tpu, xla
@@ -81,12 +82,12 @@ def test_its_derivatives_are_those_of_a_reduction(moments, frames):
 @pytest.mark.parametrize("length", [8, 9])
 @pytest.mark.parametrize("topology", ["v5e:1x1", "v6e:1x1"])
 @pytest.mark.slow_cases(but=["v6e:1x1-*-bfloat16"])
-def test_mosaic_compiles_them_and_the_planner_counts_their_bytes(topology, length, dtype):
+def test_mosaic_compiles_them_and_the_estimate_counts_their_bytes(topology, length, dtype):
     x, chip = struct(1, length, 64, 45, 256, dtype=dtype), chips.CHIPS[topology[:3]]
     sublanes = 8 if length == 8 else 16  # a tile holds eight
     pixels, columns = 64 * 45 * 256 * x.dtype.itemsize, 45 * 256 * 4
     compiled = compiled_for(topology, column_moments, x)
-    plan = programs.read_program("later", length, compiled, chip, 0.0)
+    plan = programs.read_times(Work("later", length, None, None), compiled, chip, 0.0, {})
     assert plan.kernels == 1
     assert plan.shares["kernels"] * chip.bandwidth == pytest.approx(sublanes * (pixels + 2 * columns))
 

@@ -1,10 +1,9 @@
-"""Work of a process of `bench`: describes the devices, computes a job's reference, measures or plans it."""
+"""The requests to a process: describe devices, compute a reference, measure a case, estimate its times."""
 
 import functools
-import statistics
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +12,14 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks import ops
+from benchmarks.estimate import chips, programs, training
+from benchmarks.jobs import Budget, Size, spread
+from benchmarks.loading import Case, Run, load, mesh
 from cogvideox_torchax import runtime
-from cogvideox_torchax.bench import ops
-from cogvideox_torchax.bench.ladder import Size
-from cogvideox_torchax.bench.tasks import Run, Task, load
-from cogvideox_torchax.plan import chips, jobs, models, networks, training
-from cogvideox_torchax.plan.programs import Work, compile_program
+from cogvideox_torchax.plan import jobs, models, networks
+from cogvideox_torchax.plan.chips import PlanError
+from cogvideox_torchax.plan.programs import Work
 from cogvideox_torchax.runtime.clock import CompileClock
 from cogvideox_torchax.vae import tolerances
 
@@ -31,8 +32,8 @@ WHOLE = "whole"
 """The name under which all parts of a run are timed together."""
 
 
-def probe(task: Task) -> dict[str, Any]:
-    """Return a description of the devices in the task's mesh.
+def probe(dp: int | None, tp: int | None) -> dict[str, Any]:
+    """Return a description of the devices in a mesh.
 
     "count" is the number of all devices, "used" the number of devices in the mesh. "torch" is PyTorch's name
     for the hardware, "cuda" or "cpu"; None on a TPU.
@@ -40,7 +41,7 @@ def probe(task: Task) -> dict[str, Any]:
     Raises:
         ValueError: a mesh that does not fit the devices.
     """
-    used = task.mesh().devices.reshape(-1).tolist()
+    used = mesh(dp, tp).devices.reshape(-1).tolist()
     platform = used[0].platform
     torch_devices = {"gpu": "cuda" if torch.cuda.is_available() else None, "cpu": "cpu"}
     return {
@@ -55,76 +56,87 @@ def probe(task: Task) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def reference(task: Task) -> dict[str, Any]:
-    """Compute a job in float32 on the host, and write the results to the file `task.data`.
+def reference(case: Case, data: str) -> dict[str, Any]:
+    """Compute a case, whose way is "", in float32 on the host, and write the results to the .npy file `data`.
 
     A network's reference is diffusers' network in PyTorch; an op's is the op without its kernel.
 
     Returns:
-        "rms", the error of the same computation in the job's dtype (0 for float32), and "flops", the
+        "rms", the error of the same computation in the case's dtype (0 for float32), and "flops", the
         floating-point operations that PyTorch counts in the float32 run.
     """
-    size = Size(*task.checked)  # the size at which results are compared
-    rounded = replace(task, way="")  # the reference's implementation, in the job's dtype
-    exact = replace(rounded, dtype="float32")
+    exact = replace(case, dtype="float32")
     with FlopCounterMode(display=False) as counter:
-        _seconds, results = _once(load(exact, size))
+        _seconds, results = _once(load(exact))
     want = got = _flat(results)
     del results  # frees the memory for the second run
-    np.save(task.data, want.numpy())
-    if rounded != exact:
-        _seconds, results = _once(load(rounded, size))
+    np.save(data, want.numpy())
+    if case != exact:
+        _seconds, results = _once(load(case))
         got = _flat(results)
     return {"rms": tolerances.rms_error(got, want), "flops": counter.get_total_flops()}
 
 
 @torch.no_grad()
-def measure(task: Task) -> dict[str, Any]:
-    """Compare a job's results with the reference; where they are right, time its runs.
+def measure(
+    case: Case,
+    checked: Sequence[Any],
+    data: str,
+    rms: float,
+    lenient: bool,
+    budget: Sequence[Any],
+) -> dict[str, Any]:
+    """Compare a case's results with the reference; where they are right, time its runs.
+
+    Args:
+        case: the job, the way and the size to time.
+        checked: the `Size` at which results are compared.
+        data: path of the .npy file of the reference's results.
+        rms: RMS error of PyTorch's own run in the dtype, which `reference` gives.
+        lenient: whether any finite error will do, even one beyond the contract.
+        budget: how often to run it, a `Budget`.
 
     Returns:
-        "check", the comparison. If it fails, "status" is "wrong", and nothing is timed; a peer (another
-        backend, with diffusers' modules) is timed with any finite error. A timed job also has the device, the
-        seconds to load, the peak memory, and times: a dictionary for the "whole" run, and a list of them for
-        its "parts". Each has the times of the first run, which compiles, and the `spread` of the runs after
-        the warm-ups.
+        "check", the comparison. If it fails, "status" is "wrong", and nothing is timed. A timed case also has
+        the device, the seconds to load, the peak memory, and times: a dictionary for the "whole" run, and a
+        list of them for its "parts". Each has the times of the first run, which compiles, and the `spread` of
+        the runs after the warm-ups.
     """
-    checked, size = Size(*task.checked), Size(*task.size)  # the sizes to compare at, and to time at
     start = time.perf_counter()
-    run = load(task, checked)
+    run = load(replace(case, size=Size(*checked)))
     load_seconds = time.perf_counter() - start
     first_run, results = _once(run)  # times of each part and of the whole, by name; each part's result
-    job, _, _op = task.job.partition(" ")  # an op's job is "kernels OP"
-    allowed_error = ALLOWED.get((job, task.dtype))  # None: the bound of `tolerances.contract`
-    want = torch.from_numpy(np.load(task.data))
-    verdict = check(_flat(results), want, task.dtype, task.rms, allowed_error)
+    job, _, _op = case.job.partition(" ")  # an op's job is "kernels OP"
+    allowed_error = ALLOWED.get((job, case.dtype))  # None: the bound of `tolerances.contract`
+    verdict = check(_flat(results), torch.from_numpy(np.load(data)), case.dtype, rms, allowed_error)
     del results  # frees the device's memory for the runs below
     is_finite = isinstance(verdict.get("rms_error"), float)  # `check` gives text for any other number
-    if not (verdict["passed"] or (task.peer and is_finite)):
+    if not (verdict["passed"] or (lenient and is_finite)):
         return {"status": "wrong", "check": verdict}
-    if size != checked:
-        run = load(task, size)
+    if case.size != Size(*checked):
+        run = load(case)
         first_run = _once(run)[0]  # only the seconds: keeping the results would add to the peak memory
-    for _ in range(task.warmups):
+    limits = Budget(*budget)
+    for _ in range(limits.warmups):
         _once(run)
-    runs: list[dict[str, Any]] = []
-    end = time.perf_counter() + task.seconds
-    while len(runs) < task.fewest or (len(runs) < task.runs and time.perf_counter() < end):
-        runs.append(_once(run)[0])
+    timed: list[dict[str, Any]] = []
+    end = time.perf_counter() + limits.seconds
+    while len(timed) < limits.fewest or (len(timed) < limits.runs and time.perf_counter() < end):
+        timed.append(_once(run)[0])
     # "start_s" is the wall time of a part. The first run's parts also have JAX's compile times.
     parts = {
-        name: part | spread([each[name]["start_s"] for each in runs]) for name, part in first_run.items()
+        name: part | spread([each[name]["start_s"] for each in timed]) for name, part in first_run.items()
     }
-    if task.torch_device:
+    if case.torch_device:
         for part in parts.values():
             # JAX compiled nothing here. `torch.compile` compiles within the first run and does not time it:
             # the whole first run counts as compilation.
-            compiled = part["start_s"] if task.backend == "torch-compile" else None
+            compiled = part["start_s"] if case.way == "torch-compile" else None
             part.update(lower_s=None, compile_s=compiled)
     peak = _peak_bytes()
     return {
         "check": verdict,
-        "device": task.device_name,
+        "device": case.device_name,
         "load_s": load_seconds,
         "whole": parts.pop(WHOLE),
         "parts": [{"part": name, **part, "peak_bytes": peak} for name, part in parts.items()],
@@ -168,17 +180,6 @@ def _peak_bytes() -> int | None:
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
-def spread(times: list[float]) -> dict[str, Any]:
-    """Return times in seconds, their median and extremes, and how many there are."""
-    return {
-        "median_s": statistics.median(times),
-        "min_s": min(times),
-        "max_s": max(times),
-        "runs": len(times),
-        "all_s": times,
-    }
-
-
 # Compared
 
 
@@ -216,11 +217,11 @@ def _flat(results: list[Any]) -> torch.Tensor:
     return torch.cat([torch.as_tensor(host).float().ravel() for host in hosts])
 
 
-# Planned
+# Estimated
 
 
-def estimate(task: Task) -> dict[str, Any]:
-    """Estimate a job's seconds by `plan`, which compiles for `task.topology` and needs no device.
+def estimate(case: Case, topology: str) -> dict[str, Any]:
+    """Estimate a case's seconds on a topology of TPUs such as "v6e:2x4", which need not be there.
 
     Returns:
         {"seconds": the estimates by the names of the job's parts}.
@@ -228,34 +229,29 @@ def estimate(task: Task) -> dict[str, Any]:
     Raises:
         PlanError: a network of another shape than the published ones.
     """
-    size, dtype = Size(*task.size), task.torch_dtype
-    devices = chips.topology_devices(task.topology)
-    generation, _, _grid = task.topology.partition(":")  # such as "v6e:2x4"
-    chip = chips.CHIPS[generation]
-    mesh = task.mesh(devices)
-    if task.job not in ("step", "prompt"):
-        plans = [compile_program(work, mesh, chip) for work in _works(task, size, mesh)]
-        return {"seconds": {plan.name: plan.seconds_with_collectives for plan in plans}}
-    if size.model not in networks.TRANSFORMERS:
-        raise chips.PlanError("plan has the published shapes alone")
-    # `mesh.shape` gives the arguments `dp` and `tp`.
-    if task.job == "step":
-        plan = networks.plan_step(size.model, dtype, devices, chip, **ops.latents(size), **mesh.shape)
-    else:
-        plan = networks.plan_prompt(size.model, dtype, devices, chip, tokens=ops.TOKENS, **mesh.shape)
-    return {"seconds": {task.job: networks.network_table(plan, chip).get("with_collectives_s")}}
+    generation, _, _grid = topology.partition(":")
+    chip, devices = chips.CHIPS[generation], case.mesh(chips.topology_devices(topology))
+    plans = [programs.estimate_program(work, devices, chip) for work in works(case, devices, chip)]
+    return {"seconds": {plan.name: plan.seconds_with_collectives for plan in plans}}
 
 
-def _works(task: Task, size: Size, mesh: Any) -> Iterable[Work]:
-    """Return the programs of a job that runs a kernel or the VAE, to be compiled for the mesh's devices."""
-    if task.job.startswith("kernels "):
-        name = task.job.removeprefix("kernels ")
-        op, operands = ops.bound(name, size, runtime.jax_dtype(task.torch_dtype))  # operands: shape structs
-        device = jax.sharding.SingleDeviceSharding(mesh.devices.item())  # a kernel's mesh has one device
+def works(case: Case, devices: Any, chip: chips.Chip) -> Iterable[Work]:
+    """Return the programs of a case, to be compiled for the mesh `devices`, whose devices are `chip`s."""
+    size, dtype = case.size, case.torch_dtype
+    if case.job.startswith("kernels "):
+        name = case.job.removeprefix("kernels ")
+        op, operands = ops.bound(name, size, runtime.jax_dtype(dtype))  # operands: shape structs
+        device = jax.sharding.SingleDeviceSharding(devices.devices.item())  # a kernel's mesh has one device
         placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), operands)
         return [Work(name, frames=size.frames, lower=jax.jit(op).lower, structs=lambda: placed)]
-    vae = models.weightless_vae(size.model, task.torch_dtype)
+    if case.job in ("step", "prompt"):
+        if size.model not in networks.TRANSFORMERS:
+            raise PlanError("there are estimates of the published shapes alone")
+        if case.job == "step":
+            of_video: Any = ops.latents(size)
+            return [networks.step_work(size.model, dtype, devices, chip, **of_video)]
+        return [networks.prompt_work(size.model, dtype, devices, tokens=ops.TOKENS)]
+    vae = models.weightless_vae(size.model, dtype)
     # One video to encode or decode; training does both, and does not read the direction.
-    video = jobs.Job(task.direction, size.frames, size.height, size.width)
-    works = training.gradient_works if task.job == "train" else jobs.chunk_works
-    return works(vae, video, mesh)
+    video = jobs.Job(case.direction, size.frames, size.height, size.width)
+    return (training.gradient_works if case.job == "train" else jobs.chunk_works)(vae, video, devices)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cogvideox_torchax.plan import chips, programs, schedule
-from cogvideox_torchax.plan.hlo import instructions
+from benchmarks.estimate import chips, programs, schedule
+from benchmarks.estimate.hlo import instructions
 
 CHIP = chips.CHIPS["v6e"]
 
@@ -137,7 +137,7 @@ KERNEL = """
 import functools
 import jax, jax.numpy as jnp, numpy as np, os, sys
 from jax.experimental import pallas as pl
-from cogvideox_torchax.plan import chips, schedule
+from benchmarks.estimate import chips, schedule
 
 def body(x, w, o, *, trips):
     def step(i, sums):

@@ -25,8 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cogvideox_torchax.plan.chips import Chip, dump_directory
+from benchmarks.estimate.chips import Chip, dump_directory
 from cogvideox_torchax.plan.hlo import instructions
+from cogvideox_torchax.plan.programs import compile_afresh
 
 LONGEST = 20_000_000
 """Number of bundles with an operation or a branch after which a schedule is given up, as not known."""
@@ -72,33 +73,19 @@ class Schedule:
     assumed: int
 
 
-def compile_with_schedules(lowered: Any, chip: Chip | None) -> tuple[Any, dict[str, Schedule]]:
+def compile_with_schedules(lowered: Any, chip: Chip) -> tuple[Any, dict[str, Schedule]]:
     """Compile a program, and read the schedules of its Pallas kernels.
 
     Args:
-        lowered: the result of `jax.jit(...).lower(...)`, for the devices of a topology or of this machine.
-        chip: the chip that the topology is made of; None for a CPU.
+        lowered: the result of `jax.jit(...).lower(...)`, for the devices of a topology.
+        chip: the chip that the topology is made of.
 
     Returns:
-        The compiled program, and the schedules by the name of a kernel's instruction. There are none for a
-        CPU, or if libtpu was loaded before `chips.topology_devices`, which sets its flags.
+        The compiled program, and the schedules by the name of a kernel's instruction. There are none if
+        libtpu was loaded before `chips.dumping_schedules` set its flags.
     """
-    import jax
-    from jax.experimental.compilation_cache import compilation_cache
-
-    if chip is None:
-        return lowered.compile(), {}
     _empty_dump_directory()  # of the dumps of programs compiled before
-    was_enabled = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        # A program that comes from the compile cache is not compiled, so that no schedule is written.
-        # JAX reads the option again only after a reset.
-        jax.config.update("jax_enable_compilation_cache", False)
-        compilation_cache.reset_cache()
-        compiled = lowered.compile()
-    finally:
-        jax.config.update("jax_enable_compilation_cache", was_enabled)
-        compilation_cache.reset_cache()
+    compiled = compile_afresh(lowered)
     kernels = [found.name for found in instructions(compiled.as_text()) if found.is_kernel]
     schedules = read_schedules(dump_directory(), kernels, chip.delay_slots)
     _empty_dump_directory()

@@ -1,4 +1,4 @@
-"""The ops that `bench device` runs alone: a table of their operands, and how one is loaded and run.
+"""The ops that are measured alone: a table of their operands, and how one is loaded and run.
 
 An operand is its shape, axis by axis, and after a colon its dtype where that is not the job's. Axes are
 numbers, and letters that `axes` gives a length: T frames, H rows, W columns of a chunk at full size, and
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 import jax_kernels
-from cogvideox_torchax.bench.ladder import Size
+from benchmarks.jobs import Size
 from cogvideox_torchax.plan.networks import TRANSFORMERS
 
 TOKENS = 226

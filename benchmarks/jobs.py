@@ -1,5 +1,6 @@
-"""Jobs of `bench device`, ways to run each, and sizes, of which the first that fits into memory is taken."""
+"""The jobs that are measured, the ways to run each, and sizes, of which the first that fits is taken."""
 
+import statistics
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,8 +27,37 @@ class Size(NamedTuple):
         return f"{self.model}, {self.video}"
 
 
+class Budget(NamedTuple):
+    """Number of runs of a measurement.
+
+    Attributes:
+        warmups: runs that do not count.
+        runs: largest number of measured runs.
+        fewest: number of runs that are measured even beyond `seconds`.
+        seconds: time after which no further run begins.
+    """
+
+    warmups: int = 2
+    runs: int = 20
+    fewest: int = 3
+    seconds: float = 5.0
+
+
+def spread(times: list[float]) -> dict[str, Any]:
+    """Return times in seconds, their median and extremes, and how many there are."""
+    return {
+        "median_s": statistics.median(times),
+        "min_s": min(times),
+        "max_s": max(times),
+        "runs": len(times),
+        "all_s": times,
+    }
+
+
 KERNELS_OFF = "torchax, kernels off"
-WAYS = ("torchax", KERNELS_OFF, "torchax-stock", "flax", "torch", "torch-compile")
+BACKENDS = ("torchax", "flax", "torchax-stock", "torch", "torch-compile")
+"""Backends that are compared; "torch-compile" is "torch" with its networks compiled by PyTorch."""
+WAYS = ("torchax", KERNELS_OFF, *BACKENDS[1:])
 """Ways to run a job: the port, the port with XLA doing its kernels' work, and its peers, other backends."""
 STOCK_WAYS = ("torchax-stock", "torch", "torch-compile")
 """Peers that run diffusers' own modules: they need not keep this project's bounds of errors."""

@@ -2,12 +2,11 @@
 
 import itertools
 
-import jax
 import pytest
 
-from cogvideox_torchax.plan.chips import CHIPS
-from cogvideox_torchax.plan.hlo import instructions, times_run
-from cogvideox_torchax.plan.links import Links
+from benchmarks.estimate.chips import CHIPS
+from benchmarks.estimate.hlo import instructions, times_run
+from benchmarks.estimate.links import Links
 
 GB = 1e9
 
@@ -126,7 +125,3 @@ ENTRY %main (x: f32[1000]) -> f32[250] {
     assert start.bytes == 1000
     want = EIGHT.collective_seconds("reduce-scatter", 1000, HALVES)
     assert EIGHT.seconds(found, lambda _: 0.0) == pytest.approx({"reduce-scatter": want})
-
-
-def test_devices_without_coordinates_have_no_links():
-    assert Links.from_devices(jax.devices("cpu"), CHIPS["v6e"]) is None

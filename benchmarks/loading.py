@@ -1,4 +1,4 @@
-"""The requests to a process of `bench`: how the job of each is loaded, and run once.
+"""A case of a process: what it computes, how that is loaded, and run once.
 
 A job runs in parts: a VAE's first chunk and its later chunks, a training step's two directions, one call of a
 network, one call of an op.
@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from benchmarks import ops
+from benchmarks.jobs import Size
 from cogvideox_torchax import backends, runtime
-from cogvideox_torchax.bench import ops
-from cogvideox_torchax.bench.ladder import Size
 from cogvideox_torchax.pipelines.networks import port_network, prompt_tensors, step_tensors
 from cogvideox_torchax.plan import jobs, models, networks
 from cogvideox_torchax.runtime.programs import describes_one_input
@@ -41,43 +41,25 @@ Run = Callable[[], Iterable[tuple[str, Any]]]
 
 
 @dataclass(frozen=True)
-class Task:
-    """Request to a process.
+class Case:
+    """A job in one way, at one size.
 
     Attributes:
-        job: name of a job in `ladder.JOBS`, or "kernels OP" for the job of one kernel.
-        way: one of `ladder.WAYS`; "" for the reference: PyTorch on the host, or an op's plain form.
-        size: the `ladder.Size` to measure, as a sequence.
-        checked: the `ladder.Size` at which results are compared with the reference.
+        job: name of a job in `jobs.JOBS`, or "kernels OP" for the job of one kernel.
+        way: one of `jobs.WAYS`; "" for the reference: PyTorch on the host, or an op's plain form.
+        size: of the video, and the model.
         dtype: of weights and activations.
-        dp, tp: the mesh; one device where both are None.
-        data: path of the .npy file of the reference's results.
-        rms: RMS error of PyTorch's own run in the dtype, which `measure.reference` gives.
-        peer: whether the way is a peer, which is timed with any finite error, even beyond the contract.
         platform: of the device that is measured.
-        topology: of TPUs to plan for, such as "v6e:1x1".
-        warmups: runs that do not count.
-        runs: largest number of measured runs.
-        seconds: time after which no further run begins.
-        fewest: number of runs that are measured even beyond `seconds`.
+        dp, tp: the mesh; one device where both are None.
     """
 
-    job: str = ""
-    way: str = ""
-    size: Any = None
-    checked: Any = None
+    job: str
+    way: str
+    size: Size
     dtype: str = "float32"
+    platform: str = "cpu"
     dp: int | None = None
     tp: int | None = None
-    data: str = ""
-    rms: float = 0.0
-    peer: bool = False
-    platform: str = "cpu"
-    topology: str = ""
-    warmups: int = 2
-    runs: int = 20
-    seconds: float = 5.0
-    fewest: int = 3
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -85,27 +67,26 @@ class Task:
 
     @property
     def backend(self) -> str:
-        """The name of the backend that runs the task; "torch" for the reference, whose `way` is "".
+        """The name of the package's backend that runs the case; "torch" for the reference.
 
-        A way is a backend's name, such as "flax", or a name with an option after it: "torchax, kernels off".
+        A way is a backend's name, or a name with an option after it: "torchax, kernels off".
         """
         name, _, _kernels_off = self.way.partition(",")
-        return name or "torch"
+        return name.removesuffix("-compile") or "torch"
 
     @property
     def torch_device(self) -> str | None:
         """PyTorch's device for a backend in PyTorch, the GPU if there is one; None for a backend on JAX.
 
-        The reference that results are compared with, whose `way` is "" and whose backend is "torch", runs on
-        the CPU.
+        The reference that results are compared with runs on the CPU.
         """
-        if self.backend not in ("torch", "torch-compile"):
+        if self.backend != "torch":
             return None
         return "cuda" if self.way and torch.cuda.is_available() else "cpu"
 
     @property
     def device_name(self) -> str:
-        """The name of the device that the task runs on, with the number of devices if there are several."""
+        """The name of the device that the case runs on, with the number of devices if there are several."""
         on_gpu = self.torch_device == "cuda"
         return torch.cuda.get_device_name() if on_gpu else backends.backend(self.backend).device()
 
@@ -115,30 +96,34 @@ class Task:
         return ENCODE if self.job == "encode" else DECODE
 
     def mesh(self, devices: Any = None) -> Any:
-        """Return the mesh of `dp` x `tp` devices, or of one device where neither is given.
-
-        Args:
-            devices: the devices of a topology to plan for; None for JAX's.
-        """
-        several = self.dp or self.tp
-        # A tp of None takes all devices that dp leaves.
-        return make_mesh(self.dp or 1, self.tp if several else 1, devices=devices)
+        """Return the mesh of `dp` x `tp` devices: of `devices`, or of JAX's where that is None."""
+        return mesh(self.dp, self.tp, devices)
 
 
-def load(task: Task, size: Size) -> Run:
-    """Load the model and the inputs of a job at a size; return the function that runs the job once."""
+def mesh(dp: int | None, tp: int | None, devices: Any = None) -> Any:
+    """Return the mesh of `dp` x `tp` devices, or of one device where neither is given.
+
+    Args:
+        dp, tp: sizes of the axes; a tp of None beside a dp takes all devices that dp leaves.
+        devices: the devices of a topology to plan for; None for JAX's.
+    """
+    return make_mesh(dp or 1, tp if dp or tp else 1, devices=devices)
+
+
+def load(case: Case) -> Run:
+    """Load the model and the inputs of a case; return the function that runs it once."""
     loaders = {"kernels": _op, "train": _training_step, "step": _network, "prompt": _network}
-    job, _, _op_name = task.job.partition(" ")  # an op's job is "kernels OP"
-    return loaders.get(job, _chunks)(task, size)  # "encode" and "decode" run in chunks
+    job, _, _op_name = case.job.partition(" ")  # an op's job is "kernels OP"
+    return loaders.get(job, _chunks)(case)  # "encode", "decode" and "still" run in chunks
 
 
-def _backend_and_inputs(task: Task, size: Size, *directions: Direction) -> tuple[Any, list[torch.Tensor]]:
-    """Return a VAE on the task's backend, and a list of random inputs, one for each of the directions.
+def _backend_and_inputs(case: Case, *directions: Direction) -> tuple[Any, list[torch.Tensor]]:
+    """Return a VAE on the case's backend, and a list of random inputs, one for each of the directions.
 
     The inputs are on the VAE's device. A published config gets random weights. An input has one video; to
     train, one for each of the mesh's `dp` devices.
     """
-    dtype, device = task.torch_dtype, task.torch_device  # no device: arrays are JAX's
+    size, dtype, device = case.size, case.torch_dtype, case.torch_device  # no device: arrays are JAX's
     torch.manual_seed(0)
     if size.model in models.CONFIGS:
         # On "cpu" the weights are random. Not `vae.to(dtype)`: diffusers wraps that method in a way that
@@ -147,7 +132,7 @@ def _backend_and_inputs(task: Task, size: Size, *directions: Direction) -> tuple
     else:
         vae = AutoencoderKLCogVideoX.from_pretrained(locate_vae(size.model), torch_dtype=dtype)
     generator = torch.Generator().manual_seed(1)
-    videos = (task.dp or 1) if task.job == "train" else 1
+    videos = (case.dp or 1) if case.job == "train" else 1
     inputs = []
     for direction in directions:
         job = jobs.Job(direction, size.frames, size.height, size.width)
@@ -155,39 +140,39 @@ def _backend_and_inputs(task: Task, size: Size, *directions: Direction) -> tuple
         frames = chunks[-1].stop  # the end of the last chunk; latent frames for decoding
         x = torch.randn((videos, channels, frames, height, width), generator=generator).to(dtype)
         inputs.append(x.to(device) if device else runtime.to_jax(x))
-    backend = backends.backend(task.backend).from_native(nn.Module.to(vae, device) if device else vae)
-    if task.way and (task.dp or task.tp):  # the reference, whose `way` is "", runs on one device
-        backend.vae.place_on(task.mesh())
+    backend = backends.backend(case.backend).from_native(nn.Module.to(vae, device) if device else vae)
+    if case.way == "torch-compile":
+        backend.vae.encoder.compile()
+        backend.vae.decoder.compile()
+    if case.way and (case.dp or case.tp):  # the reference, whose `way` is "", runs on one device
+        backend.vae.place_on(case.mesh())
     return backend, inputs
 
 
-def _chunks(task: Task, size: Size) -> Run:
+def _chunks(case: Case) -> Run:
     """Load a VAE; return a function that encodes or decodes a video and gives (name, result) of each chunk.
 
     The name is "first" for the first chunk, "later" for every later one.
     """
-    backend, (x,) = _backend_and_inputs(task, size, task.direction)
-    names = "first", *["later"] * size.frames  # more than there are chunks: `zip` drops the excess
-    return lambda: zip(names, backend.chunks(task.direction, x), strict=False)
+    backend, (x,) = _backend_and_inputs(case, case.direction)
+    names = "first", *["later"] * case.size.frames  # more than there are chunks: `zip` drops the excess
+    return lambda: zip(names, backend.chunks(case.direction, x), strict=False)
 
 
-def _training_step(task: Task, size: Size) -> Run:
+def _training_step(case: Case) -> Run:
     """Load a VAE to train; a run gives the weights' gradients in encoding, then those in decoding.
 
     The loss is half the sum of the squares of the direction's result. Gradient checkpointing is on.
     """
-    backend, inputs = _backend_and_inputs(task, size, *Direction)  # an input for each direction
+    backend, inputs = _backend_and_inputs(case, *Direction)  # an input for each direction
     vae = backend.vae.train()
     vae.enable_gradient_checkpointing()
-    if task.way == "torch-compile":
-        vae.encoder.compile()
-        vae.decoder.compile()
 
     def gradients(direction: Direction, x: torch.Tensor) -> tuple[str, Any]:
         """Run a direction on `x`, and its backward pass; return a name for it, and gradients by weight."""
         vae.zero_grad()
         # `measure` runs jobs without gradients, so they are enabled here. On JAX torchax is enabled too.
-        with torch.enable_grad(), contextlib.nullcontext() if task.torch_device else runtime.active():
+        with torch.enable_grad(), contextlib.nullcontext() if case.torch_device else runtime.active():
             result = vae.encode(x).latent_dist.parameters if direction == ENCODE else vae.decode(x).sample
             (result.square().sum() / 2).backward()
         # The weights of the other direction have no gradients.
@@ -208,43 +193,41 @@ class Stock(nn.Module):
         self.model = model
 
     def forward(self, tensors: dict[str, Any], cache: None) -> tuple[torch.Tensor, None]:
-        """Return (the model's result, None) for `tensors`, the model's arguments by name.
-
-        A program's network takes and returns a cache too: this one has none, and `cache` is None.
-        """
+        """Return (the model's result, None) for `tensors`, the model's arguments by name."""
         return self.model(**tensors, return_dict=False)[0], cache
 
 
-def _network_and_inputs(task: Task, size: Size) -> tuple[Any, dict[str, Any]]:
-    """Return diffusers' network of a task, and a description of its inputs: (shape, dtype) by name.
+def _network_and_inputs(case: Case) -> tuple[Any, dict[str, Any]]:
+    """Return diffusers' network of a case, and a description of its inputs: (shape, dtype) by name.
 
     A small network has random weights on the host, the same for every backend. A published one has random
-    weights on `task.torch_device`, or no weights (the device "meta") for a backend on JAX.
+    weights on `case.torch_device`, or no weights (the device "meta") for a backend on JAX.
     """
-    dtype, published = task.torch_dtype, size.model in networks.TRANSFORMERS
-    device = (task.torch_device or "meta") if published else "cpu"
+    size, dtype = case.size, case.torch_dtype
+    published = size.model in networks.TRANSFORMERS
+    device = (case.torch_device or "meta") if published else "cpu"
     torch.manual_seed(0)
-    if task.job == "prompt":
+    if case.job == "prompt":
         config = networks.TEXT_ENCODER if published else SMALL_TEXT_ENCODER
         return networks.text_encoder(config, dtype, device), prompt_tensors(batch=1, text=ops.TOKENS)
     config = networks.TRANSFORMERS.get(size.model, ops.SMALL_TRANSFORMER)
     ported = port_network(networks.transformer(config, dtype))  # without weights, to describe its inputs
     inputs = step_tensors(ported, batch=2, **ops.latents(size))  # 2: with the prompt, and without
-    if task.backend != "torchax":
+    if case.backend != "torchax":
         inputs.pop("positions", None)  # diffusers' own model computes its table of positions
     return networks.transformer(config, dtype, device), inputs
 
 
-def _network(task: Task, size: Size) -> Run:
+def _network(case: Case) -> Run:
     """Load the transformer or the text encoder; return a function that calls it once.
 
     The function returns an iterator over one pair: the job's name, and the network's result. The network
-    runs in PyTorch where `task.torch_device` names a device, else on JAX: ported for the backend
+    runs in PyTorch where `case.torch_device` names a device, else on JAX: ported for the backend
     "torchax", as diffusers' own for "torchax-stock". On JAX a network of a published size gets random JAX
     arrays as weights; a small one's own weights are moved to JAX.
     """
     # diffusers' network, and (shape, dtype) of each input by name.
-    model, described = _network_and_inputs(task, size)
+    model, described = _network_and_inputs(case)
     generator = torch.Generator().manual_seed(1)
 
     def draw(pair: tuple[Any, ...]) -> torch.Tensor:
@@ -255,22 +238,22 @@ def _network(task: Task, size: Size) -> Run:
         return torch.randn(shape, generator=generator).to(getattr(torch, np.dtype(dtype).name))
 
     inputs = jax.tree.map(draw, described, is_leaf=describes_one_input)
-    if task.torch_device:
-        if task.backend == "torch-compile":
+    if case.torch_device:
+        if case.way == "torch-compile":
             model.compile()
-        nn.Module.to(model, task.torch_device)
-        on_device = jax.tree.map(lambda x: x.to(task.torch_device), inputs)
+        nn.Module.to(model, case.torch_device)
+        on_device = jax.tree.map(lambda x: x.to(case.torch_device), inputs)
         # Without a dictionary diffusers returns a tuple, whose first element is the result.
-        return lambda: iter([(task.job, model(**on_device, return_dict=False)[0])])
-    if task.backend == "torchax":
+        return lambda: iter([(case.job, model(**on_device, return_dict=False)[0])])
+    if case.backend == "torchax":
         port_network(model)
-        if task.dp or task.tp:
-            model.place_on(task.mesh())
+        if case.dp or case.tp:
+            model.place_on(case.mesh())
         network, program = model.network_class(model), model.build_program()
     else:
         network = Stock(model)
         program = runtime.Program(network)
-    if size.model in networks.TRANSFORMERS:
+    if case.size.model in networks.TRANSFORMERS:
         weight_structs, _inputs, _no_cache = program.structs(described)
         weights = jax.tree.map(_random_weight, weight_structs)
     else:
@@ -278,7 +261,7 @@ def _network(task: Task, size: Size) -> Run:
         weights = program.weights(network)
     arrays = program.put(inputs)
     # `run` returns (result, cache).
-    return lambda: iter([(task.job, program.run(weights, arrays)[0])])
+    return lambda: iter([(case.job, program.run(weights, arrays)[0])])
 
 
 def _random_weight(struct: Any) -> jax.Array:
@@ -289,18 +272,18 @@ def _random_weight(struct: Any) -> jax.Array:
     return jax.device_put(np.resize(numbers, struct.shape), struct.sharding)
 
 
-def _op(task: Task, size: Size) -> Run:
-    """Load an op with random operands; for the reference (`task.way` is "") load its form without a kernel.
+def _op(case: Case) -> Run:
+    """Load an op with random operands; for the reference (`case.way` is "") load its form without a kernel.
 
     The returned function runs it once, and gives one pair: the op's name and the result.
     """
-    name = task.job.removeprefix("kernels ")
+    name = case.job.removeprefix("kernels ")
     reference_options = {}
-    if name == "norm_conv3d" and task.platform == "tpu" and task.dtype != "float32":
+    if name == "norm_conv3d" and case.platform == "tpu" and case.dtype != "float32":
         # A TPU's kernel convolves by Winograd's algorithm, 2 results at a time; its reference does the same,
         # to round alike.
         reference_options = {"tile": 2}
     # None loads the op itself; options, even {}, load its form without a kernel.
-    options = None if task.way else reference_options
-    run = ops.load(name, size, runtime.jax_dtype(task.torch_dtype), options)
+    options = None if case.way else reference_options
+    run = ops.load(name, case.size, runtime.jax_dtype(case.torch_dtype), options)
     return lambda: iter([(name, run())])

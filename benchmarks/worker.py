@@ -1,6 +1,6 @@
 """A process that answers requests, one after another: `Worker` starts it and asks, `main` runs in it.
 
-python -m cogvideox_torchax.bench.worker < REQUESTS > ANSWERS
+python -m benchmarks.worker < REQUESTS > ANSWERS
 """
 
 import ctypes
@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-COMMAND = (sys.executable, "-m", "cogvideox_torchax.bench.worker")
+COMMAND = (sys.executable, "-m", "benchmarks.worker")
+ROOT = Path(__file__).parents[1]
 
 
 class Worker:
@@ -39,17 +40,18 @@ class Worker:
 
         Args:
             do: the function's name.
-            request: the fields of `measure.Task`.
+            request: its arguments; "case" has the fields of a `Case`.
             environment: variables to set for the process; if they differ from the last call's, a new process
                 is started.
         """
         if self._process is None or environment != self._environment:
             self.close()
             self._environment = environment
+            path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
             with self._log.open("w") as log:
                 self._process = subprocess.Popen(
                     COMMAND,
-                    env=os.environ | environment,
+                    env=os.environ | {"PYTHONPATH": path} | environment,  # run from any directory
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
@@ -97,12 +99,16 @@ def answer(do: str, request: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         do: the function's name.
-        request: the fields of `measure.Task`.
+        request: its arguments; "case" has the fields of a `Case`.
     """
     try:  # the import may fail too
-        from cogvideox_torchax.bench import measure
+        from benchmarks import measure
+        from benchmarks.jobs import Size
 
-        return {"status": "ok"} | getattr(measure, do)(measure.Task(**request))
+        if "case" in request:
+            case = request["case"]
+            request = request | {"case": measure.Case(**case | {"size": Size(*case["size"])})}
+        return {"status": "ok"} | getattr(measure, do)(**request)
     except Exception as error:
         return failure(error)
 

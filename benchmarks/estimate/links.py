@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from cogvideox_torchax.plan.chips import CORES_LINK, Chip
-from cogvideox_torchax.plan.hlo import Instruction, times_run
+from benchmarks.estimate.chips import CORES_LINK, Chip
+from benchmarks.estimate.hlo import TimedInstruction, times_run
 
 Coordinates = tuple[int, ...]
 """Position of a device: its chip's coordinates, and last the core's number on the chip."""
@@ -40,14 +40,13 @@ class Links:
     chip: Chip
 
     @classmethod
-    def from_devices(cls, devices: Iterable[Any], chip: Chip) -> "Links | None":
-        """Return the links of JAX's devices; None without coordinates, or if the chip's links are unknown."""
-        devices = list(devices)
-        if chip.link is None or not all(hasattr(device, "coords") for device in devices):
-            return None
+    def from_devices(cls, devices: Iterable[Any], chip: Chip) -> "Links":
+        """Return the links of a TPU topology's devices."""
         return cls(tuple((*device.coords, device.core_on_chip) for device in devices), chip)
 
-    def seconds(self, found: Sequence[Instruction], busy: Callable[[Instruction], float]) -> dict[str, float]:
+    def seconds(
+        self, found: Sequence[TimedInstruction], busy: Callable[[TimedInstruction], float]
+    ) -> dict[str, float]:
         """Return the seconds that a program waits for its collectives, by kind.
 
         Each computation is followed on its own: the chip runs its instructions in order, and the links send
@@ -80,7 +79,7 @@ class Links:
                 clock = max(clock, end)
         return waits
 
-    def _kind_and_seconds(self, instruction: Instruction) -> tuple[str, float]:
+    def _kind_and_seconds(self, instruction: TimedInstruction) -> tuple[str, float]:
         """Return a collective's kind, such as "all-reduce", and the seconds of its messages.
 
         An all-reduce in a computation whose name begins with `SCATTERED` counts as a reduce-scatter: each
@@ -143,12 +142,10 @@ class Links:
         carried = Counter[Any]()  # by link, (axis, source chip, direction): the bytes that it carries
         for sender, receiver in pairs:
             carried.update(self._route(self.places[sender], self.places[receiver]))
-        # Infinity only satisfies the type checker: `from_devices` makes no `Links` without a bandwidth.
-        bandwidth = self.chip.link or float("inf")
         return max(
             (
                 # No axis: the interface between a chip's two cores, `CORES_LINK` times as fast as a link.
-                count / (bandwidth * (CORES_LINK if axis is None else 1))
+                count / (self.chip.link * (CORES_LINK if axis is None else 1))
                 for (axis, _chip, _direction), count in carried.items()
             ),
             default=0.0,

@@ -1,0 +1,216 @@
+"""The laboratory's command line: `python -m benchmarks ab | device | estimate | draw`, in a checkout."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.jobs import BACKENDS, JOBS, Budget, Size
+from cogvideox_torchax.cli.common import DEMO_MODEL, narrator, report_directory, say
+from cogvideox_torchax.cli.options import JSON, QUIET, Option, output, positive
+from cogvideox_torchax.files import reports
+from cogvideox_torchax.plan.models import CONFIGS
+from cogvideox_torchax.vae.checkpoint import locate_vae
+from cogvideox_torchax.vae.sizes import check_sides, parse_size
+
+MEASURED = (
+    Option("--dtype", choices=("float32", "bfloat16"), help="default: float32; on a TPU or GPU, bfloat16"),
+    Option("--platform", metavar="tpu|cuda|cpu", help="default: what JAX chooses"),
+    Option(
+        "--limit",
+        type=positive,
+        metavar="SECONDS",
+        default=1800,
+        help="for one measurement (default: 1800)",
+    ),
+    output("write JSON, Markdown and a picture there; a run that was ended goes on", metavar="DIR"),
+    JSON,
+    QUIET,
+)
+"""Options of `ab` and of `device`."""
+COMMANDS: dict[str, tuple[str, tuple[Option, ...]]] = {
+    "ab": (
+        "measure torchax against Flax, PyTorch, and diffusers' own modules through torchax",
+        (
+            Option(
+                "--model",
+                default=str(DEMO_MODEL),
+                metavar="DIR_OR_ID",
+                help="a CogVideoX VAE or a pipeline, or 2b or 5b: their shapes with random weights (default: "
+                "the bundled model)",
+            ),
+            Option(
+                "--backends", nargs="+", choices=BACKENDS, default=BACKENDS[:4], help="default: the first 4"
+            ),
+            Option("--frames", type=int, default=17, help="of the video (default: 17)"),
+            Option("--height", type=int, default=64, help="in pixels (default: 64)"),
+            Option("--width", type=int, default=96, help="in pixels (default: 96)"),
+            Option(
+                "--sweep",
+                action="append",
+                default=[],
+                metavar="AXIS",
+                help="values to measure: frames=9,17,33 or size=64x96,128x192; repeatable",
+            ),
+            Option(
+                "--repetitions", type=positive, default=5, help="measured runs in each process (default: 5)"
+            ),
+            Option("--warmups", type=int, default=2, help="runs before the first that counts (default: 2)"),
+            Option(
+                "--rounds",
+                type=positive,
+                default=2,
+                help="processes for each backend; from 2 on warm starts are measured too (default: 2)",
+            ),
+            *MEASURED,
+        ),
+    ),
+    "device": (
+        "measure every job on a device, beside the estimates for it",
+        (
+            Option(
+                *("--jobs",),
+                nargs="+",
+                metavar="JOB",
+                default=[*JOBS],
+                help=f"of {', '.join(JOBS)} (default: all)",
+            ),
+            Option("--dp", type=positive, help="mesh: devices that a batch is split over"),
+            Option(
+                "--tp", type=positive, help="mesh: devices that a width is split over (default: one device)"
+            ),
+            *MEASURED,
+        ),
+    ),
+    "estimate": (
+        "estimate times by schedules and links; takes the options of cogvideox-torchax plan, and --training "
+        "for the gradients of a step that trains the VAE",
+        (
+            Option(
+                "--cases", nargs="+", default=[], metavar="CASE", help="of the documents, kept in results/"
+            ),
+        ),
+    ),
+    "draw": (
+        "draw the tables of the documents from results/",
+        (Option("pages", nargs="*", metavar="PAGE", help="such as performance.md (default: all)"),),
+    ),
+}
+"""By name: the summary of a command, and its options."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
+    root = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    commands = root.add_subparsers(dest="command", required=True)
+    for name, (summary, options) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        for option in options:
+            command.add_argument(*option.flags, **option.settings)
+    return root
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; return 0 for success, 2 for wrong input, 1 for a result that is wrong or none at all.
+
+    `argv` is the command line without the program's name; None for the process's own.
+    """
+    args, others = parser().parse_known_args(argv)
+    try:
+        if others and args.command != "estimate":
+            raise ValueError(f"got {' '.join(others)}, which {args.command} does not take")
+        if args.command == "estimate":
+            from benchmarks.estimate import command
+
+            command.run(args.cases, others)
+        elif args.command == "draw":
+            from benchmarks import draw
+
+            draw.draw(args.pages)
+        else:
+            return measured(args)
+    except ValueError as error:
+        print(f"benchmarks {args.command}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def measured(args: argparse.Namespace) -> int:
+    """Measure backends or a device, and print the report; return the exit code.
+
+    With `--output` the report is written after each result too, so that a run that was ended is resumed.
+    """
+    from benchmarks import report, runs
+
+    options: dict[str, Any] = {
+        "jobs": ("decode", "encode"),
+        "platform": args.platform,
+        "dtype": args.dtype,
+        "limit": args.limit,
+    }
+    if args.command == "device":
+        # "small" is the model of the sizes that are called so. Each job once, in the given order.
+        options |= {"models": {"small": str(DEMO_MODEL)}, "jobs": tuple(dict.fromkeys(args.jobs))}
+        options |= {"dp": args.dp, "tp": args.tp}
+    else:
+        if args.model not in CONFIGS:
+            locate_vae(args.model)  # raises before the work, not after it
+        # A report is read on other machines: it has the model's name, and no path of this machine.
+        name = Path(args.model).expanduser().resolve().name
+        options |= {
+            "models": {name: args.model},
+            "ways": tuple(dict.fromkeys(args.backends)),
+            "sizes": swept(Size(name, args.frames, args.height, args.width), args.sweep),
+            "rounds": args.rounds,
+            # A backend that is slow has as many runs as the others.
+            "budget": Budget(args.warmups, args.repetitions, fewest=args.repetitions, seconds=0.0),
+        }
+    path = args.output and report_directory(args.output) / f"{args.command}.json"
+    before = reports.load(path, runs.FORMAT) if path and path.exists() else None
+
+    def keep(document: dict[str, Any]) -> None:
+        """Write the report so far, where there is a directory for it."""
+        if path:
+            reports.write_json(path, document)
+
+    document = runs.run(runs.Settings(**options), narrator(args), keep, before)
+    print(json.dumps(document) if args.json else report.markdown(document))
+    for written in report.write(document, path) if path else ():
+        say(f"wrote {written}")
+    # "wrong" is beyond the tolerance; further statuses are "failed" and "does not fit" (into memory).
+    statuses = [result["status"] for result in document["results"]]
+    return 1 if "wrong" in statuses or "ok" not in statuses else 0
+
+
+def swept(base: Size, axes: Sequence[str]) -> tuple[Size, ...]:
+    """Return the sizes to measure: the base alone, or the base with each value of each axis.
+
+    Args:
+        base: the model and a video; an axis replaces the frames, or the height and width.
+        axes: texts such as `frames=9,17` and `size=64x96,128x192`; none for the base alone.
+
+    Raises:
+        ValueError: an axis other than these two, a value that does not fit its axis, or a base of a size that
+            no VAE takes.
+    """
+    check_sides("a video", base.height, base.width, multiple=8)
+    if base.frames < 1:
+        raise ValueError(f"got a video of {base.video}: at least one frame is needed")
+    sizes = [] if axes else [base]
+    for axis in axes:
+        name, _, values = axis.partition("=")
+        for value in values.split(","):
+            if name == "frames" and value.isdigit() and int(value):
+                sizes.append(base._replace(frames=int(value)))
+            elif name == "size":
+                height, width = parse_size(value, "a video", multiple=8)
+                sizes.append(base._replace(height=height, width=width))
+            else:
+                raise ValueError(f"got --sweep {name}={value}: it takes frames=9,17 or size=64x96,128x192")
+    return tuple(dict.fromkeys(sizes))  # without duplicates, in order
+
+
+if __name__ == "__main__":
+    sys.exit(main())

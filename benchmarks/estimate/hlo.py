@@ -1,0 +1,151 @@
+"""What the estimates read off compiled text beyond `plan`: cycles, loops, and the groups of collectives.
+
+The text is a list of computations: the entry, and the bodies of fusions, loops and branches. Each has a head
+line and one line for each instruction.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cogvideox_torchax.plan import hlo
+from cogvideox_torchax.plan.hlo import ArrayType
+
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
+_CALLED = re.compile(r"calls=%?([\w.\-]+)")
+_CYCLES = re.compile(r'"?estimated_cycles"?:"(\d+)"')
+_RUNS = re.compile(r"\b(?:calls|to_apply|body|condition)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{(.*?)\}")
+_TRIPS = re.compile(r'"?known_trip_count"?:\{"n":"(\d+)"\}')
+_GROUPS = re.compile(
+    r"(?:replica_groups|source_target_pairs)=(\{\{.*?\}\}|\{\}|\[[^ ]*?\](?:T\([\d,]*\))?)(?:,|$)"
+)
+_IOTA = re.compile(r"\[([\d,]*)\]<=\[([\d,]*)\](?:T\(([\d,]*)\))?")
+_STARTED = re.compile(r"-done\((?:\(.*\) |[^%]\S* )?%?([\w.\-]+)\)")
+_OPERANDS = re.compile(r"operand_layout_constraints=\{(.*?\})\}")
+
+LANES, SUBLANES = 128, 8
+"""Size of a TPU's tile along the last axis of an array, and along the axis before it."""
+
+NO_ESTIMATE = 2**63 - 1
+"""The compiler's cycle count for an instruction without an estimate (some copies on tpu7x)."""
+
+
+@dataclass(frozen=True)
+class TimedInstruction(hlo.Instruction):
+    """One instruction of a compiled program, and what its time depends on.
+
+    Attributes:
+        computation: name of the computation that the instruction is in.
+        operands: a custom call's input arrays; empty for other instructions, whose text has no input types.
+        called: name of the computation that a fusion calls (`calls=`), or None.
+        cycles: the compiler's own estimate, or None.
+        runs: names of all computations that it runs: the one it calls, a loop's body and condition, a
+            conditional's branches, a reduction's function.
+        trips: a loop's number of iterations, None if the compiler does not know it; 1 for other instructions.
+        groups: a collective's groups of devices that exchange, by their index in the mesh; empty if all
+            devices are one group. For a collective-permute each group is a pair (sender, receiver).
+        started: name of the start that this instruction, the end of an asynchronous pair, waits for; None for
+            other instructions.
+    """
+
+    computation: str
+    operands: tuple[ArrayType, ...]
+    called: str | None
+    cycles: int | None
+    runs: tuple[str, ...]
+    trips: int | None
+    groups: tuple[tuple[int, ...], ...]
+    started: str | None
+
+
+def instructions(text: str) -> Iterator[TimedInstruction]:
+    """Yield the instructions of a compiled program's text, in the text's order."""
+    computation = ""
+    for line in text.splitlines():
+        if head := _COMPUTATION.match(line):
+            computation = head[1]
+        elif found := hlo.instruction(line):
+            cycles = _number(_CYCLES, line)
+            branches = _first_group(_BRANCHES, line) or ""  # a conditional's, such as "%one, %other"
+            yield TimedInstruction(
+                **vars(found),
+                computation=computation,
+                operands=hlo.arrays(_first_group(_OPERANDS, line) or ""),
+                called=_first_group(_CALLED, line),
+                cycles=None if cycles == NO_ESTIMATE else cycles,
+                runs=(*_RUNS.findall(line), *re.findall(r"[\w.\-]+", branches)),
+                trips=_number(_TRIPS, line) if found.op == "while" else 1,
+                groups=_groups(_first_group(_GROUPS, line) or ""),
+                started=_first_group(_STARTED, line),
+            )
+
+
+def tiled_bytes(array: ArrayType) -> int:
+    """Return an array's bytes in the layout of a TPU's kernels: row-major, in tiles of up to 8 x 128 numbers.
+
+    Columns are the last axis, rows the axis before it; both are padded to whole tiles.
+    """
+    *outer, rows, columns = [1, 1, *array.shape]  # a scalar or a vector has axes of 1 before it
+    tile_rows = min(SUBLANES, 1 << (rows - 1).bit_length())  # with few rows the next power of two
+    padded_rows, padded_columns = -(-rows // tile_rows) * tile_rows, -(-columns // LANES) * LANES
+    return ArrayType(array.dtype, (*outer, padded_rows, padded_columns)).bytes
+
+
+def times_run(found: Sequence[TimedInstruction]) -> dict[str, int]:
+    """Return how often each computation, by its name, runs in one run of the program.
+
+    A loop's body runs once per trip; a loop of unknown length counts as one trip. Several instructions may
+    run one computation, such as the start and the end of an asynchronous pair. The most frequent of these
+    instructions gives the computation's count; their counts are not summed.
+
+    Args:
+        found: all instructions of the program.
+    """
+    callers: dict[str, list[tuple[str, int]]] = {}  # by computation: (calling computation, trips)
+    for instruction in found:
+        for name in instruction.runs:
+            callers.setdefault(name, []).append((instruction.computation, instruction.trips or 1))
+
+    @functools.cache
+    def count(name: str) -> int:
+        """Return how often a computation runs: its caller's count times the trips; 1 for the entry."""
+        return max((trips * count(caller) for caller, trips in callers.get(name, ())), default=1)
+
+    return {instruction.computation: count(instruction.computation) for instruction in found}
+
+
+def _groups(text: str) -> tuple[tuple[int, ...], ...]:
+    """Parse a collective's groups of devices; empty for an empty text.
+
+    The text lists them, "{{0,1},{2,3}}", or describes an array of them: "[4,2]<=[2,4]T(1,0)" is
+    `arange(8).reshape(2, 4).transpose(1, 0).reshape(4, 2)`, 4 groups of 2. "T" may be missing.
+    """
+    if iota := _IOTA.match(text):
+        # The numbers in the three pairs of brackets: [4, 2], [2, 4] and [1, 0]. Without "T" `order` is empty.
+        result_shape, shape, order = map(_integers, iota.groups(default=""))
+        axes = order or range(len(shape))
+        devices = np.arange(math.prod(shape)).reshape(shape).transpose(axes)
+        return tuple(map(tuple, devices.reshape(-1, result_shape[-1]).tolist()))  # a group is a row
+    return tuple(tuple(_integers(group)) for group in re.findall(r"\{([\d,]+)\}", text))
+
+
+def _integers(text: str) -> list[int]:
+    """Parse numbers, such as "2,4"; an empty text has none."""
+    return [int(number) for number in text.split(",") if number]
+
+
+def _first_group(pattern: re.Pattern[str], line: str) -> str | None:
+    """Return the text that a pattern's first group matches in a line; None without a match."""
+    match = pattern.search(line)
+    return match[1] if match else None
+
+
+def _number(pattern: re.Pattern[str], line: str) -> int | None:
+    """Return the number that a pattern's first group matches in a line; None without a match."""
+    text = _first_group(pattern, line)
+    return int(text) if text else None

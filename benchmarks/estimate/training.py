@@ -1,0 +1,99 @@
+"""The gradients of a step that trains the VAE: its programs, and the memory that the step takes.
+
+Each direction is a program with its forward and backward pass, in which blocks are recomputed (gradient
+checkpointing). A torch loop runs the same chunks one after another. Its optimizer's moments are in memory
+beside the weights; its update is not compiled.
+"""
+
+import argparse
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from benchmarks.estimate import chips
+from cogvideox_torchax import runtime
+from cogvideox_torchax.cli import common
+from cogvideox_torchax.cli.planning import PlanRequest
+from cogvideox_torchax.plan import models
+from cogvideox_torchax.plan.chips import GIB
+from cogvideox_torchax.plan.jobs import Job
+from cogvideox_torchax.plan.programs import ProgramPlan, Work
+from cogvideox_torchax.sharding import make_mesh
+from cogvideox_torchax.vae.directions import ENCODE, Direction
+from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
+
+MOMENTS = 2
+"""Number of moments that AdamW keeps of each weight, in float32."""
+FLOAT32_BYTES = 4
+
+
+def requested(args: argparse.Namespace) -> PlanRequest:
+    """Return the programs of a training step, for a video of the size that the options of `plan` give."""
+    vae = models.weightless_vae(args.model, common.parse_dtype(args.dtype))
+    mesh = make_mesh(args.dp, args.tp, devices=chips.topology_devices(args.topology))
+    job = Job(ENCODE, args.frames, args.height, args.width)  # planned in both directions
+    moments = MOMENTS * FLOAT32_BYTES * sum(math.prod(weight.shape) for weight in vae.parameters())
+    return PlanRequest(
+        works=list(gradient_works(vae, job, mesh)),
+        counts=(1, 1),
+        mesh=mesh,
+        chip=chips.CHIPS[args.topology.partition(":")[0]],
+        about={"network": "train-step: the gradients of every weight", "optimizer_GiB": moments / GIB},
+        job={"network": "train-step", "frames": job.frames, "height": job.height, "width": job.width},
+    )
+
+
+def gradient_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any) -> Iterator[Work]:
+    """Yield the program of each direction's gradients.
+
+    Args:
+        vae: a VAE without weights; it is set to train, and placed on a mesh of more than one device.
+        job: the video; its `direction` is not read.
+        mesh: of `make_mesh`, of the devices to compile for; a batch has a video for each device of "dp".
+    """
+    runtime.enable()
+    if mesh.size > 1:
+        vae.place_on(mesh)
+    trained: Any = vae.train()  # diffusers wraps the next method in a way that pyright cannot follow
+    trained.enable_gradient_checkpointing()
+    for direction in Direction:
+        chunks, (channels, *size) = replace(job, direction=direction).chunk_shapes(vae)
+        lengths = [len(chunk) for chunk in chunks]  # numbers of frames
+        program = vae.build_program(direction)
+        if mesh.size == 1:  # otherwise `place_on` has chosen the program's devices
+            program.place = runtime.Place(mesh.devices.item())
+        # The input x is a video for each device on the axis "dp".
+        shape, dtype = (mesh.shape["dp"], channels, sum(lengths), *size), runtime.jax_dtype(vae.dtype)
+        weights, _input, _cache = program.structs((shape, dtype))
+        # All weights have one sharding: they are whole on every device. So is x: `run_video` splits each of
+        # its chunks over the mesh.
+        replicated = next(iter(weights.values())).sharding
+        x = jax.ShapeDtypeStruct(shape, dtype, sharding=replicated)
+
+        # Defaults keep this direction's program and lengths: it may be traced after the loop has gone on.
+        def gradients(weights: Any, x: Any, program: Any = program, lengths: Any = lengths) -> Any:
+            """Return the gradients of weights and input `x`, for half the sum of the result's squares."""
+            result, pull_back = jax.vjp(lambda *inputs: program.run_video(*inputs, lengths), weights, x)
+            return pull_back(result)  # the loss's gradient with respect to the result is the result itself
+
+        structs = functools.partial(tuple, (weights, x))  # a function that returns the pair
+        yield Work(f"train {direction}", sum(lengths), jax.jit(gradients).lower, structs)
+
+
+def memory(request: PlanRequest, plans: Sequence[ProgramPlan], chip: chips.Chip) -> dict[str, Any]:
+    """Return the memory of a training step per device, and whether it fits, by the names that are printed.
+
+    The encoder's activations stay in memory for its backward pass while the decoder runs: a step takes at
+    most the temporaries of both programs together.
+    """
+    parts = {
+        "weights_and_inputs_GiB": sum(plan.argument_bytes for plan in plans) / GIB,
+        "temporaries_GiB_at_most": sum(plan.temp_bytes for plan in plans) / GIB,
+        "gradients_GiB": sum(plan.output_bytes for plan in plans) / GIB,
+    }
+    peak = sum(parts.values()) + request.about["optimizer_GiB"]
+    return parts | {"peak_memory_GiB": peak, "fits": peak * GIB <= chip.memory}

@@ -1,0 +1,339 @@
+"""A run of measurements: jobs, each in several ways, against a reference that PyTorch computes in float32.
+
+A measurement may fail, hang or run out of memory, so it runs in another process. On an accelerator each has a
+new process, since the device's counter of peak memory never falls. In a run of several rounds each way has
+its turn in each round, in a new process, so that a drift of the machine's speed hits all ways; the first
+round starts with an empty compile cache, later rounds with the one that the first has filled. A kernel that
+raises, or whose results are wrong, is switched off for all later measurements. The report is kept after each
+result: a run that was ended is resumed from it.
+"""
+
+import contextlib
+import os
+import re
+import tempfile
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks import jobs
+from benchmarks.estimate import chips
+from benchmarks.jobs import Budget, Size, spread
+from benchmarks.report import about
+from benchmarks.worker import Worker
+from cogvideox_torchax.plan.chips import PlanError, check_compiler
+from jax_kernels.common.tiles import SWITCH
+
+FORMAT = "cogvideox-torchax-measurements/1"
+PLATFORMS = ("tpu", "cuda", "cpu")
+SAME = ("version", "commit", "versions", "device", "dtype", "mesh", "settings")
+"""Fields of a kept report that must be equal for a run to resume it."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a run.
+
+    Attributes:
+        jobs: names of jobs, of `jobs.JOBS`.
+        models: directories or hub ids, by the names that sizes give models.
+        ways: of `jobs.WAYS`; None for all that the device can run.
+        sizes: the sizes to measure each job at; None for the largest one of the job's own that fits.
+        platform: of `PLATFORMS`; JAX's choice where None.
+        dtype: bfloat16 on an accelerator and float32 on a CPU where None.
+        dp, tp: the mesh; one device where both are None.
+        limit: seconds for one measurement.
+        rounds: processes for each way.
+        budget: runs in each process.
+    """
+
+    jobs: tuple[str, ...]
+    models: dict[str, str]
+    ways: tuple[str, ...] | None = None
+    sizes: tuple[Size, ...] | None = None
+    platform: str | None = None
+    dtype: str | None = None
+    dp: int | None = None
+    tp: int | None = None
+    limit: float = 1800.0
+    rounds: int = 1
+    budget: Budget = field(default_factory=Budget)
+
+
+def run(
+    settings: Settings,
+    say: Callable[[str], None],
+    keep: Callable[[dict[str, Any]], None] = lambda report: None,
+    before: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Measure all jobs in all ways; where sizes are the jobs' own, estimate the times too. Return the report.
+
+    Args:
+        settings: settings of the run.
+        say: gets a line for each measurement that begins, and each estimate that is there.
+        keep: gets the report after each result.
+        before: the report of an unfinished run, to resume: its results are not measured again.
+
+    Raises:
+        ValueError: an unknown job, no such device or mesh, or `before` is of other settings.
+    """
+    if settings.platform not in (None, *PLATFORMS):
+        raise ValueError(f"got device {settings.platform!r}: one of {', '.join(PLATFORMS)}")
+    several = bool(settings.dp or settings.tp)  # whether devices form a mesh
+    names = jobs.all_jobs(settings.jobs, several)
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        contextlib.closing(Worker(Path(scratch), settings.limit)) as worker,
+    ):
+        laboratory = _Laboratory(settings, Path(scratch), say, worker)
+        report = laboratory.begin(before)
+        on_cpu = report["device"]["platform"] == "cpu"
+        for job in names:
+            ladders = [(size,) for size in settings.sizes or ()] or [jobs.sizes(job, on_cpu)]
+            ways = settings.ways or jobs.ways(job, report["device"], several)
+            for sizes in ladders:  # of each, the first size that fits
+                for result in laboratory.compared(job, ways, sizes):
+                    report["results"].append(result)
+                    keep(report)
+        if settings.sizes is None:
+            for (
+                result
+            ) in laboratory.estimated():  # each is a result of the report, which now has its estimate
+                say(f"estimated: {result['job']}")
+                keep(report)
+    return report
+
+
+class _Laboratory:
+    """A run: its worker, and the report so far.
+
+    Args:
+        settings: settings of the run.
+        scratch: a directory for references and compile caches.
+        say: gets a line for each measurement that begins.
+        worker: answers the requests.
+    """
+
+    def __init__(self, settings: Settings, scratch: Path, say: Callable[[str], None], worker: Worker):
+        self._settings, self._scratch, self._say, self._worker = settings, scratch, say, worker
+        # By (job, size), the worker's answer for the reference; only the latest is kept, as is its file.
+        self._references: dict[tuple[str, Size], dict[str, Any]] = {}
+        self._report: dict[str, Any] = {}
+        self._on_cpu = False  # until `begin` knows the device
+
+    def begin(self, before: dict[str, Any] | None) -> dict[str, Any]:
+        """Ask the worker for the devices; return the report to which results are then added.
+
+        Args:
+            before: the report of an unfinished run, to resume; None for a new report.
+
+        Raises:
+            ValueError: no such device or mesh, or `before` is of other settings.
+        """
+        settings = self._settings
+        device = self._ask("probe", {"dp": settings.dp, "tp": settings.tp})
+        if device.pop("status") != "ok":
+            # The worker's reason begins with the type of its error.
+            raise ValueError(device["reason"].removeprefix("ValueError: "))
+        self._on_cpu = device["platform"] == "cpu"
+        self._report = {
+            "format": FORMAT,
+            **about(),
+            "device": device,
+            "dtype": settings.dtype or ("float32" if self._on_cpu else "bfloat16"),
+            "mesh": {"dp": settings.dp, "tp": settings.tp},
+            "settings": {"rounds": settings.rounds, **settings.budget._asdict()},
+            "switched_off": {},  # by a kernel's name, the reason
+            "results": [],
+        }
+        if before is not None:  # results of two settings do not go into one report
+            changed = [name for name in SAME if before.get(name) != self._report[name]]
+            if changed:
+                raise ValueError(
+                    f"the output holds results of another {' and '.join(changed)}: give another directory, "
+                    "or delete its report"
+                )
+            self._report = before
+        return self._report
+
+    def compared(self, job: str, ways: Collection[str], sizes: tuple[Size, ...]) -> Iterator[dict[str, Any]]:
+        """Measure a job in each way in rounds; yield the results that the report does not have.
+
+        A way that failed in a round is not run in the next.
+
+        Args:
+            job: the job.
+            ways: the ways to run it.
+            sizes: the sizes to try, the largest first; the first that fits is measured.
+        """
+        done = {
+            result["way"]
+            for result in self._report["results"]
+            if result["job"] == job and Size(**result["size"]) in sizes
+        }
+        results: dict[str, dict[str, Any]] = {}
+        for number in range(self._settings.rounds):
+            for way in ways:
+                if way in done:
+                    continue
+                before = results.get(way)
+                if before is None:
+                    results[way] = self._measured(job, way, sizes)
+                elif before["status"] == "ok":
+                    results[way] = merged(before, self._measured(job, way, (Size(**before["size"]),)))
+                if number == self._settings.rounds - 1:
+                    yield results[way]
+
+    def _measured(self, job: str, way: str, sizes: tuple[Size, ...]) -> dict[str, Any]:
+        """Measure a job once, at the largest size that fits; return the result.
+
+        If no size fits, the result is the failure at the smallest size.
+        """
+        result: dict[str, Any] = {}
+        for size in sizes:  # the largest first
+            self._say(f"{job}, {way}: {size.name}")
+            result = {"job": job, "way": way, "size": size._asdict(), **self._attempt(job, way, size)}
+            if result["status"] != "ok":  # a wrong result has its comparison, "check", in place of a reason
+                self._say(f"{job}, {way}: {result['status']}: {result.get('reason', result.get('check'))}")
+            if result["status"] != "does not fit":
+                break
+        return result
+
+    def _attempt(self, job: str, way: str, size: Size) -> dict[str, Any]:
+        """Measure a job at one size in one way; return the result.
+
+        If the port itself ("torchax") fails or is wrong, find the kernel to blame and switch it off for later
+        jobs too; the report's "switched_off" has the reason. If the job runs one kernel alone, that kernel is
+        to blame. Any other job that did not hang is run again without one of its kernels, each in turn. If it
+        then passes, the kernel left out is to blame, and the result of that run is returned.
+        """
+        off = self._report["switched_off"]  # by a kernel's name, the reason
+        platform = self._report["device"]["platform"]
+        # The size at which results are compared: the size itself, or one that PyTorch's host is quick at.
+        checked = size if self._settings.sizes else jobs.checked(job, self._on_cpu)
+        data = str(self._scratch / "wanted.npy")
+        if (job, checked) not in self._references:
+            request = {"case": self._case(job, "", checked, platform), "data": data}
+            self._references = {(job, checked): self._ask("reference", request)}
+        reference = self._references[job, checked]
+        if reference["status"] != "ok":
+            return reference
+        request = {
+            "case": self._case(job, way, size, platform),
+            "checked": self._at_home(checked),
+            "data": data,
+            "rms": reference["rms"],
+            # A peer with diffusers' own modules is timed even if its error is too large.
+            "lenient": way in jobs.STOCK_WAYS,
+            "budget": self._settings.budget,
+        }
+        flops = {"flops": reference["flops"]} if size == checked else {}
+        result = self._ask("measure", request, off) | flops
+        if way != "torchax" or result["status"] not in ("failed", "wrong"):
+            return result
+        reason = result.get("reason") or f"wrong: {result['check']}"
+        if job.startswith("kernels "):
+            off[job.removeprefix("kernels ")] = reason
+        elif "not done after" not in reason:  # `Worker` gives this reason for a hang; each try could hang too
+            for name in jobs.kernels_used(job, platform):
+                if name in off:
+                    continue
+                self._say(f"{job}, {way}: without the kernel of {name}")
+                retried = self._ask("measure", request, [*off, name]) | flops
+                if retried["status"] == "ok":
+                    off[name] = reason
+                    return retried
+        return result
+
+    def estimated(self) -> Iterator[dict[str, Any]]:
+        """Add an "estimate", or a reason why there is none, to each result of the port ("torchax").
+
+        A result is yielded once it has its estimate. If the device is of an unknown kind, nothing is yielded,
+        and the report's "not_estimated" has the reason.
+        """
+        device, switched_off = self._report["device"], self._report["switched_off"]  # kernels that are off
+        try:
+            topology = chips.topology_of(device["kind"], device["coordinates"])
+            check_compiler()
+        except PlanError as error:
+            self._report["not_estimated"] = str(error)
+            return
+        for result in self._report["results"]:
+            if result["way"] == "torchax" and result["status"] == "ok" and "estimate" not in result:
+                case = self._case(result["job"], "torchax", Size(**result["size"]), "tpu")
+                answer = self._ask("estimate", {"case": case, "topology": topology}, switched_off)
+                # Seconds by the names of the job's parts, or the reason.
+                result["estimate"] = answer.get("seconds") or {"reason": answer["reason"]}
+                yield result
+
+    def _at_home(self, size: Size) -> Size:
+        """Return a size with the directory or the hub id of its model."""
+        return size._replace(model=self._settings.models.get(size.model, size.model))
+
+    def _case(self, job: str, way: str, size: Size, platform: str) -> dict[str, Any]:
+        """Return the fields of a `loading.Case`."""
+        about = {"dtype": self._report["dtype"], "platform": platform, **self._report["mesh"]}
+        return {"job": job, "way": way, "size": self._at_home(size), **about}
+
+    def _ask(self, do: str, request: dict[str, Any], off: Collection[str] = ()) -> dict[str, Any]:
+        """Have the worker call a function of `measure`; return its answer, which holds a "status".
+
+        Args:
+            do: the function's name.
+            request: its arguments.
+            off: names of kernels to run without.
+        """
+        way = request.get("case", {}).get("way", "")
+        environment = {"TORCHINDUCTOR_CACHE_DIR": str(self._scratch / "inductor")}
+        if self._settings.rounds == 1:  # compiling is measured: nothing comes from a cache
+            environment["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+        else:
+            environment |= {  # by default JAX would not cache quick or small programs
+                "JAX_COMPILATION_CACHE_DIR": str(self._scratch / "compiled" / way),
+                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+                "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            }
+        on_host = self._on_cpu or do in ("reference", "estimate")
+        platform = "cpu" if on_host else self._settings.platform or os.environ.get("JAX_PLATFORMS")
+        if platform:
+            environment["JAX_PLATFORMS"] = platform
+        if way == jobs.KERNELS_OFF:
+            environment[SWITCH] = "off"  # leaves the work of all kernels to XLA
+        elif off:
+            environment[SWITCH] = f"off:{','.join(off)}"
+        answer = self._worker.ask(do, request, environment)
+        if do == "measure" and (self._settings.rounds > 1 or not self._on_cpu):
+            self._worker.close()  # a new process has a new counter of peak memory, and starts from the cache
+        if "reason" in answer:  # paths lose their directories: a result is read on other machines
+            answer["reason"] = re.sub(r"(?:/[\w.+-]+)+/", "", answer["reason"])
+        return answer
+
+
+def merged(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Merge another round into a result; if the round failed, it is the result.
+
+    The first round starts cold, with an empty compile cache: its times of compiling stay. Later rounds start
+    warm: "warm_starts_s" has the seconds of their first runs.
+    """
+    if after["status"] != "ok":
+        return after
+
+    def joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+        """Return the times of a part, or of the whole, in both."""
+        starts = [*one.get("warm_starts_s", []), other["start_s"]]
+        return {**one, **spread([*one["all_s"], *other["all_s"]]), "warm_starts_s": starts}
+
+    return before | {
+        "whole": joined(before["whole"], after["whole"]),
+        "parts": [
+            joined(one, other) | {"peak_bytes": _larger(one["peak_bytes"], other["peak_bytes"])}
+            for one, other in zip(before["parts"], after["parts"], strict=True)
+        ],
+        "host_peak_bytes": _larger(before["host_peak_bytes"], after["host_peak_bytes"]),
+    }
+
+
+def _larger(*sizes: int | None) -> int | None:
+    """Return the larger of two sizes; None for one stands for a process that cannot tell."""
+    return max((size for size in sizes if size is not None), default=None)

@@ -1,0 +1,104 @@
+"""The tables of the documents, and the report of a run."""
+
+import pytest
+
+from benchmarks import draw, pages, report
+from benchmarks.jobs import Size, spread
+
+TIMES = {"start_s": 3.0, "lower_s": 0.5, "compile_s": 2.0}
+GOOD = {
+    "status": "ok",
+    "check": {"passed": True, "relative_error": 1e-6, "rms_error": 1e-7},
+    "whole": TIMES | spread([1.0, 3.0, 2.0]),
+    "parts": [{"part": name, **TIMES, **spread([0.5]), "peak_bytes": None} for name in ("first", "later")],
+    "host_peak_bytes": 5_000_000,
+}
+SIZE = Size("tiny", 9, 16, 24)
+
+
+def made_up(*results, **fields):
+    """Return a report of results by way, of decoding."""
+    device = {"platform": "cpu", "kind": "cpu", "used": 1}
+    return {
+        **report.about(),
+        "device": device,
+        "dtype": "float32",
+        "mesh": {"dp": None, "tp": None},
+        "results": [{"job": "decode", "way": way, "size": SIZE._asdict(), **found} for way, found in results],
+        **fields,
+    }
+
+
+def cells(text):
+    return [
+        [cell.strip() for cell in row.strip("|").split("|")] for row in text.splitlines() if row[:1] == "|"
+    ]
+
+
+@pytest.mark.parametrize(("page", "name"), draw.TABLES)
+def test_a_page_shows_what_its_results_hold(page, name):
+    text = (pages.ROOT / page).read_text()
+    assert pages.filled(text, name, draw.TABLES[page, name]()) == text, "run: python -m benchmarks draw"
+
+
+def test_a_page_without_the_marks_of_a_table_is_refused():
+    with pytest.raises(ValueError, match="no lines <!-- plans: begin -->"):
+        pages.filled("text", "plans", "table")
+    with pytest.raises(ValueError, match=r"got page nowhere\.md: one of README\.md"):
+        draw.draw(["nowhere.md"])
+
+
+def test_networks_that_were_compiled_in_part_are_told_from_whole_ones():
+    plan = draw.estimate("network-step-5b-v6e-1")
+    assert draw._network_row(plan)[2] == "2 and 3"
+    whole = plan | {"summary": plan["summary"] | {"network": "step, 42 layers"}}
+    assert draw._network_row(whole)[2] == "all 42"
+    assert draw.caches.extrapolated([whole]) == ""
+
+
+def test_a_result_has_a_row_for_the_whole_run_and_one_for_each_part():
+    warm = GOOD | {"whole": GOOD["whole"] | {"warm_starts_s": [0.5, 0.75, 1.5]}, "flops": 4e9}
+    estimated = warm | {"estimate": {"later": 0.25}}
+    head, _line, *rows = cells(report.markdown(made_up(("torchax", estimated))))
+    found = [dict(zip(head, row, strict=True)) for row in rows]
+    assert [row["part"] for row in found] == ["whole", "first", "later"]
+    assert found[0] == found[0] | {"cold start, s": "3", "warm start, s": "0.75", "GFLOP/s": "2"}
+    assert found[0] == found[0] | {"run, ms": "2e+03", "fastest to slowest": "1e+03 to 3e+03", "runs": "3"}
+    assert [row["estimate over measured"] for row in found] == ["", "", "0.50"]
+    assert "device, MB" not in head, "no device has told its memory"
+
+
+def test_what_does_not_fit_or_is_wrong_is_said_and_shows_no_time():
+    unfit = {"status": "does not fit", "reason": "RESOURCE_EXHAUSTED"}
+    wrong = {"status": "wrong", "check": {"passed": False, "relative_error": 0.3}}
+    beyond = GOOD | {"check": GOOD["check"] | {"passed": False, "relative_error": 0.5}}
+    text = report.markdown(made_up(("torchax", unfit), ("flax", wrong), ("torch", beyond)))
+    _head, _line, *rows = cells(text)
+    assert [row[3] for row in rows[:2]] == [
+        "does not fit: RESOURCE_EXHAUSTED",
+        "wrong: relative error 3.0e-01",
+    ]
+    assert not any(any(row[4:]) for row in rows[:2])
+    assert rows[2][3] == "5.0e-01, beyond the contract"
+
+
+def test_a_report_ends_with_torchax_beside_flax_where_both_are_right():
+    slow = GOOD | {"whole": TIMES | spread([4.0])}
+    text = report.markdown(made_up(("torchax", GOOD), ("flax", slow)))
+    assert text.endswith("\n\n- decode of tiny, 9 x 16 x 24: torchax/flax 0.50 (2e+03 ms / 4e+03 ms)\n")
+    wrong = {"status": "wrong", "check": {"passed": False, "relative_error": 0.3}}
+    assert "torchax/flax" not in report.markdown(made_up(("torchax", GOOD), ("flax", wrong)))
+
+
+def test_a_report_names_its_commit_and_kernels_that_are_off():
+    off = {"group_norm": "wrong: 0.3"}
+    text = report.markdown(made_up(("torchax", GOOD), commit="a" * 40 + "+", switched_off=off))
+    assert f"commit {'a' * 12}+, " in text
+    assert "\nKernel of group_norm switched off: wrong: 0.3.\n" in text
+
+
+def test_a_report_is_drawn_where_something_succeeded(tmp_path):
+    estimated = GOOD | {"estimate": {"later": 0.25}}
+    (picture,) = report.draw(made_up(("torchax", estimated), ("torch", GOOD)), tmp_path / "ab.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert report.draw(made_up(("torchax", {"status": "failed", "reason": ""})), tmp_path / "none.png") == []

@@ -1,0 +1,353 @@
+"""Runs of measurements: a real one at the smallest sizes, and what a run does when something goes wrong."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+import benchmarks.__main__ as command
+import jax_kernels
+from benchmarks import jobs, report, runs, worker
+from benchmarks.jobs import Budget, Size
+from cogvideox_torchax.plan import chips as plan_chips
+from jax_kernels.common.tiles import SWITCH, pallas_mode
+from tests import reference
+from tests.benchmarks.test_draw import GOOD
+
+WRONG = {"status": "wrong", "check": {"passed": False, "relative_error": 0.3}}
+UNFIT = {"status": "does not fit", "reason": "RESOURCE_EXHAUSTED"}
+CPU = {
+    "platform": "cpu",
+    "kind": "cpu",
+    "count": 1,
+    "used": 1,
+    "coordinates": [[0, 0, 0]],
+    "torch": "cpu",
+}
+TPU = CPU | {"platform": "tpu", "kind": "TPU v6 lite", "torch": None}
+
+
+class MadeUpWorker:
+    """Stands for `Worker`: has a device, and answers measurements and estimates by a function.
+
+    Args:
+        device: the answer to "probe".
+        answer: function of a request's name, its case and the environment to its answer.
+    """
+
+    def __init__(self, device, answer):
+        self.device, self.answer = device, answer
+        self.measured = []  # (way, switch of Pallas kernels) of each measurement
+
+    def ask(self, do, request, environment):
+        if do == "probe":
+            return {"status": "ok", **self.device}
+        if do == "reference":
+            return {"status": "ok", "rms": 0.0, "flops": 10}
+        if do == "measure":
+            self.measured.append((request["case"]["way"], environment.get(SWITCH)))
+        return json.loads(json.dumps(self.answer(do, request["case"], environment)))
+
+    def close(self):
+        pass
+
+
+class WorkerHere:
+    """Stands for `Worker`: measures in this process, which has imported everything, with two runs each."""
+
+    def ask(self, do, request, environment):
+        request = json.loads(json.dumps(request))
+        if do == "measure":
+            request["budget"] = Budget(warmups=1, runs=2, fewest=2)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(SWITCH, environment.get(SWITCH, "on"))
+            return json.loads(json.dumps(worker.answer(do, request)))
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def two_kernels(monkeypatch):
+    monkeypatch.setattr(jobs, "KERNELS", ("group_norm", "attention"))
+
+
+@pytest.fixture
+def tiny(monkeypatch, tmp_path_factory):
+    """Give each job the smallest size; return the directory of its VAE."""
+    directory = tmp_path_factory.mktemp("vae")
+    reference.small_vae(**reference.SHALLOW).save_pretrained(directory)
+    sizes = {"decode": (17, 8, 8), "encode": (17, 8, 8), "still": (1, 8, 8)}
+    rows = {
+        name: replace(row, small=Size("small", *sizes.get(name, (5, 16, 16))))
+        for name, row in jobs.JOBS.items()
+    }
+    monkeypatch.setattr(jobs, "JOBS", rows)
+    return str(directory)
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Return a function that runs jobs with a worker in place of a process, and returns the report."""
+
+    def run(working, *names, before=None, **settings):
+        monkeypatch.setattr(runs, "Worker", lambda scratch, limit: working)
+        given = runs.Settings(**{"jobs": names, "models": {}, **settings})
+        return runs.run(given, lambda line: None, before=before)
+
+    return run
+
+
+def statuses(found):
+    return {result["job"].removeprefix("kernels "): result["status"] for result in found["results"]}
+
+
+def always(answer):
+    return lambda do, case, environment: answer
+
+
+BY_ALL = ("torchax", "torchax-stock", "flax", "torch")
+BY_PIPELINES = ("torchax", "torchax-stock", "torch")
+PARTS = {
+    "kernels group_norm": {"torchax": ["group_norm"]},
+    "kernels attention": {"torchax": ["attention"]},
+    "decode": {way: ["first", "later"] for way in BY_ALL},
+    "encode": {way: ["first", "later"] for way in BY_ALL},
+    "still": {way: ["first"] for way in BY_ALL},
+    "train": {way: ["train encode", "train decode"] for way in ("torchax", "torch")},
+    "step": {way: ["step"] for way in BY_PIPELINES},
+    "prompt": {way: ["prompt"] for way in BY_PIPELINES},
+}
+"""What a CPU measures: of each job, by each way, these parts."""
+FEW = ("kernels", "prompt")
+
+
+@pytest.mark.usefixtures("torchax_off", "two_kernels")
+@pytest.mark.parametrize(
+    "names", [FEW, tuple(job for job in jobs.JOBS if job not in FEW)], ids=["few", "others"]
+)
+@pytest.mark.slow_cases("others")
+def test_a_device_is_measured_by_the_port_and_its_peers(names, tiny, run):
+    found = run(WorkerHere(), *names, models={"small": tiny})
+    measured = {}
+    for result in found["results"]:
+        measured.setdefault(result["job"], {})[result["way"]] = [part["part"] for part in result["parts"]]
+        assert result["check"]["passed"]
+        assert all(part["runs"] >= 2 and part["median_s"] > 0 for part in result["parts"])
+    assert measured == {job: ways for job, ways in PARTS.items() if job.split()[0] in names}
+    assert "there are estimates for TPU v5 lite" in found["not_estimated"]
+    assert tiny not in json.dumps(found)
+
+
+@pytest.mark.usefixtures("torchax_off")
+@pytest.mark.slow
+def test_backends_are_compared_in_processes_of_their_own(model_directory, tmp_path, capsys):
+    video = "--frames 1 --height 16 --width 16 --repetitions 1 --warmups 0 --quiet --json"
+    arguments = ["ab", "--model", str(model_directory), *video.split(), "-o", str(tmp_path)]
+    arguments += ["--backends", "torchax", "torch"]
+    assert command.main(arguments) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == json.loads((tmp_path / "ab.json").read_text())
+    assert [(result["job"], result["way"]) for result in found["results"]] == [
+        (job, way) for job in ("decode", "encode") for way in ("torchax", "torch")
+    ]
+    for result in found["results"]:
+        whole = result["whole"]
+        assert (result["status"], result["check"]["passed"], result["flops"] > 0) == ("ok", True, True)
+        assert (whole["runs"], len(whole["warm_starts_s"])) == (2, 1)
+    cold = found["results"][0]["whole"]
+    assert cold["warm_starts_s"][0] < cold["start_s"], "the second round takes what the first has compiled"
+    assert "| decode | torchax " in (tmp_path / "ab.md").read_text()
+    assert (tmp_path / "ab.png").read_bytes().startswith(b"\x89PNG")
+    assert command.main(arguments) == 0  # all of it is there: the devices alone are looked at
+    assert json.loads((tmp_path / "ab.json").read_text())["results"] == found["results"]
+
+
+def test_backends_take_turns_and_a_failed_one_is_left_out(run):
+    def answer(do, case, environment):
+        return UNFIT if case["way"] == "torch" else GOOD
+
+    working = MadeUpWorker(CPU, answer)
+    sizes, ways = (Size("tiny", 9, 16, 24),), ("torchax", "flax", "torch")
+    found = run(working, "decode", sizes=sizes, ways=ways, rounds=2)
+    assert [way for way, _ in working.measured] == ["torchax", "flax", "torch", "torchax", "flax"]
+    assert [result["status"] for result in found["results"]] == ["ok", "ok", "does not fit"]
+    assert found["results"][0]["whole"]["runs"] == 6
+
+
+def test_rounds_are_merged_into_a_cold_start_warm_starts_and_one_spread():
+    first = GOOD | {"whole": jobs.spread([1.0, 3.0, 2.0]) | {"start_s": 3.0}, "host_peak_bytes": 5}
+    again = GOOD | {"whole": jobs.spread([5.0, 4.0]) | {"start_s": 0.7}, "host_peak_bytes": None}
+    found = runs.merged(runs.merged(first, again), again)
+    assert (found["whole"]["start_s"], found["whole"]["warm_starts_s"]) == (3.0, [0.7, 0.7])
+    assert found["whole"] == found["whole"] | jobs.spread([1.0, 3.0, 2.0, 5.0, 4.0, 5.0, 4.0])
+    assert (found["host_peak_bytes"], found["parts"][0]["runs"]) == (5, 3)
+    assert runs.merged(first, UNFIT) == UNFIT
+
+
+def broken_group_norm(fault):
+    """Return the op with a fault where its kernel is on."""
+    whole = jax_kernels.group_norm
+
+    def op(*operands, **options):
+        found = whole(*operands, **options)
+        return found if pallas_mode("group_norm") == "off" else fault(found)
+
+    op.__module__ = whole.__module__
+    return op
+
+
+def refused_by_mosaic(found):
+    raise RuntimeError("Mosaic failed to compile TPU kernel: /home/somebody/kernels/tpu.py: not implemented")
+
+
+@pytest.mark.usefixtures("two_kernels")
+@pytest.mark.parametrize(
+    ("fault", "status", "words"),
+    [
+        (refused_by_mosaic, "failed", "Mosaic failed to compile TPU kernel: tpu.py: not implemented"),
+        (lambda found: found * float("nan"), "wrong", "'relative_error': 'nan'"),
+    ],
+    ids=["raises", "gives NaN"],
+)
+def test_a_broken_kernel_is_named_and_off_from_then_on(tiny, run, monkeypatch, fault, status, words):
+    monkeypatch.setattr(jax_kernels, "group_norm", broken_group_norm(fault))
+    found = run(WorkerHere(), "kernels", models={"small": tiny})
+    assert statuses(found) == {"group_norm": status, "attention": "ok"}
+    assert list(found["switched_off"]) == ["group_norm"]
+    assert words in found["switched_off"]["group_norm"]
+
+
+def test_a_kernel_that_breaks_a_whole_job_is_found_there_and_off_from_then_on(run):
+    def answer(do, case, environment):
+        return GOOD if environment.get(SWITCH) in ("off", "off:upsample") else WRONG
+
+    working = MadeUpWorker(TPU | {"kind": "unknown"}, answer)
+    found = run(working, "decode", "encode", ways=("torchax", jobs.KERNELS_OFF))
+    assert statuses(found) == {"decode": "ok", "encode": "ok"}
+    assert list(found["switched_off"]) == ["upsample"]
+    switches = [None, "off:norm_conv3d", "off:upsample", "off", "off:upsample", "off"]
+    assert [switch for _way, switch in working.measured] == switches
+
+
+@pytest.mark.usefixtures("two_kernels")
+def test_a_kernel_that_hangs_is_off_and_a_job_that_hangs_is_not_tried_again(run):
+    def answer(do, case, environment):
+        hangs = case["job"] in ("kernels group_norm", "decode")
+        return {"status": "failed", "reason": "not done after 2 s"} if hangs else GOOD
+
+    working = MadeUpWorker(TPU | {"kind": "unknown"}, answer)
+    found = run(working, "kernels", "decode", ways=("torchax",))
+    assert statuses(found) == {"group_norm": "failed", "attention": "ok", "decode": "failed"}
+    assert found["switched_off"] == {"group_norm": "not done after 2 s"}
+    assert len(working.measured) == 3
+
+
+def test_a_job_out_of_memory_falls_to_the_next_smaller_size(run):
+    def answer(do, case, environment):
+        return UNFIT if case["size"][0] == "5b" else GOOD
+
+    found = run(MadeUpWorker(TPU | {"kind": "unknown"}, answer), "still", ways=("torchax",))
+    (result,) = found["results"]
+    assert (result["status"], result["size"]["model"], found["switched_off"]) == ("ok", "small", {})
+
+
+@pytest.mark.usefixtures("torchax_off", "two_kernels")
+def test_an_interrupted_run_goes_on_where_it_was(monkeypatch, tmp_path, capsys):
+    def interrupted(do, case, environment):
+        if case["job"] == "kernels attention":
+            raise KeyboardInterrupt
+        return GOOD | {"load_s": 0.125}  # by which it is known
+
+    arguments = ["device", "--jobs", "kernels", "--quiet", "--json", "-o", str(tmp_path)]
+    monkeypatch.setattr(runs, "Worker", lambda scratch, limit: MadeUpWorker(CPU, interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        command.main(arguments)
+    assert statuses(json.loads((tmp_path / "device.json").read_text())) == {"group_norm": "ok"}
+    monkeypatch.setattr(runs, "Worker", lambda scratch, limit: MadeUpWorker(CPU, always(GOOD)))
+    assert command.main(arguments) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [result.get("load_s") for result in found["results"]] == [0.125, None]
+    (tmp_path / "device.json").write_text(json.dumps(found | {"commit": "another"}))
+    assert command.main(arguments) == 2
+    assert "holds results of another commit" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("torchax_off")
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["device", "--platform", "abacus"], "got device 'abacus': one of tpu, cuda, cpu"),
+        (["device", "--jobs", "sing"], "got job 'sing': one of kernels, decode"),
+        (["device", "--tp", "99"], "got a mesh of dp=1 x tp=99, 99 devices, where there are 8"),
+        (["device", "--frames", "9"], "got --frames 9, which device does not take"),
+        (["ab", "--model", "./none"], "there is no model directory none"),
+        (["ab", "--sweep", "frames=a"], "got --sweep frames=a: it takes frames=9,17 or size="),
+        (["ab", "--sweep", "frames=0"], "got --sweep frames=0: it takes"),
+        (["ab", "--sweep", "depth=3"], "got --sweep depth=3: it takes"),
+        (["ab", "--sweep", "size=64"], "64"),
+        (["ab", "--sweep", "size=60x96"], "multiples of 8"),
+    ],
+)
+def test_what_there_is_not_is_one_line(arguments, words, monkeypatch, capsys):
+    monkeypatch.setattr(runs, "Worker", lambda scratch, limit: WorkerHere())
+    assert command.main([*arguments, "--quiet"] if arguments[0] == "ab" else arguments) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
+
+
+def test_a_sweep_varies_one_axis_at_a_time():
+    base = Size("tiny", 9, 64, 96)
+    assert command.swept(base, []) == (base,)
+    found = command.swept(base, ["frames=9,17", "size=64x96,128x192"])
+    assert found == (base, base._replace(frames=17), base._replace(height=128, width=192))
+
+
+@pytest.mark.usefixtures("two_kernels")
+def test_without_libtpu_one_line_stands_for_all_estimates(monkeypatch, run):
+    monkeypatch.setattr(plan_chips.importlib.util, "find_spec", lambda name: None)
+    found = run(MadeUpWorker(TPU, always(GOOD)), "kernels", ways=("torchax",))
+    assert "planning for a TPU needs its compiler" in found["not_estimated"]
+    assert not any("estimate" in result for result in found["results"])
+    assert report.markdown(found).count(f"Not estimated: {found['not_estimated']}.") == 1
+
+
+@pytest.mark.usefixtures("two_kernels")
+def test_the_port_is_estimated_on_the_host_for_the_topology_of_its_devices(run, monkeypatch):
+    monkeypatch.setattr(runs, "check_compiler", lambda: None)
+
+    def answer(do, case, environment):
+        if do != "estimate":
+            return GOOD
+        assert environment["JAX_PLATFORMS"] == "cpu"
+        return {"status": "ok", "seconds": {"first": 0.01}}
+
+    found = run(MadeUpWorker(TPU, answer), "kernels")
+    estimates = [(result["way"], result.get("estimate")) for result in found["results"]]
+    assert estimates == [("torchax", {"first": 0.01}), (jobs.KERNELS_OFF, None)] * 2
+
+
+@pytest.mark.parametrize("way", [name for name in jobs.WAYS if name != "flax"])
+def test_ways_follow_the_device(way):
+    gpu = CPU | {"platform": "gpu", "kind": "NVIDIA H100", "torch": "cuda"}
+    assert way in jobs.ways("step", gpu, False)
+    assert (way in jobs.ways("step", TPU, False)) == (not way.startswith("torch-") and way != "torch")
+    assert (way in jobs.ways("step", CPU, False)) == (way not in (jobs.KERNELS_OFF, "torch-compile"))
+    assert (way in jobs.ways("step", TPU, True)) == (way in ("torchax", jobs.KERNELS_OFF))
+
+
+@pytest.mark.parametrize(
+    ("job", "platforms"),
+    [
+        ("kernels attention", ("tpu", "gpu")),
+        ("kernels upsample", ("tpu",)),
+        ("step", ("tpu", "gpu")),
+        ("decode", ("tpu",)),
+        ("prompt", ()),
+    ],
+)
+def test_a_job_is_run_without_kernels_where_it_has_some(job, platforms):
+    for platform in ("tpu", "gpu", "cpu"):
+        ways = jobs.ways(job, CPU | {"platform": platform}, False)
+        assert (jobs.KERNELS_OFF in ways) == (platform in platforms)
