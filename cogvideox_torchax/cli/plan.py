@@ -26,10 +26,11 @@ COMMAND = options.Command(
     (
         options.Option(
             "--model",
+            "--pipeline",
             group="program",
             default="5b",
             metavar="2b|5b|1.5-5b|DIR_OR_ID",
-            help="whose shapes to plan (default: 5b)",
+            help="whose shapes to plan, of a pipeline or a VAE (default: 5b)",
         ),
         options.Option(
             "--topology",

@@ -193,6 +193,11 @@ class CompiledNetwork(PortedModel):
         self.check_modules()
         return runtime.run_method(self, method, *args, place=self.placement, name=self.component, **kwargs)
 
+    def described_program(self, tensors: "TensorSpecs") -> tuple[runtime.Program, "TensorSpecs"]:
+        """Return the program of a call, and its inputs, from each tensor's (shape, JAX dtype) by name."""
+        stock: Any = type(self).__bases__[-1]  # the class that `port` made this one of
+        return runtime.method_program(self, stock.forward, tensors, self.placement, return_dict=False)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the network; a `forward` that was set on the object runs operation by operation on JAX."""
         if "forward" not in vars(self) or not runtime.is_on_jax(self):
@@ -305,6 +310,10 @@ class KnownNetwork(CompiledNetwork):
             # module is constrained.
             types = (Block,) if network.joined else ()
         return runtime.Program(network, replace(self.placement, types=types))
+
+    def described_program(self, tensors: "TensorSpecs") -> tuple[runtime.Program, "TensorSpecs"]:
+        """Return the program of a call without options; it takes the tensors by their names."""
+        return self.program, tensors
 
     def run_program(self, *options: Any, **tensors: Any) -> torch.Tensor:
         """Return the result of the program of `network_class(self, *options)`.
@@ -545,7 +554,9 @@ def step_tensors(
         frames, height, width: size of the latents.
         text: number of tokens of a prompt; None for the model's limit.
     """
-    config, dtype = transformer.config, runtime.jax_dtype(transformer.dtype)
+    # A transformer of another class than diffusers' may lack what its default means.
+    config = {"patch_size_t": None, "ofs_embed_dim": None, **transformer.config}
+    dtype = runtime.jax_dtype(transformer.dtype)
     text = text or config["max_text_seq_length"]
     tensors: TensorSpecs = {
         "hidden_states": ((batch, frames, config["in_channels"], height, width), dtype),
@@ -557,7 +568,9 @@ def step_tensors(
     if config["use_rotary_positional_embeddings"]:
         table = ((patches, config["attention_head_dim"]), jnp.float32)
         tensors["image_rotary_emb"] = (table, table)  # cosines and sines
-    elif transformer.patch_embed.needs_table(height, width, frames):  # the module's own table does not fit
+    elif issubclass(type(transformer), KnownNetwork) and transformer.patch_embed.needs_table(
+        height, width, frames
+    ):  # the module's own table does not fit
         tensors["positions"] = ((1, text + patches, transformer.patch_embed.embed_dim), jnp.float32)
     if config["ofs_embed_dim"]:
         tensors["ofs"] = ((1,), dtype)

@@ -1,6 +1,7 @@
 """`plan` for a pipeline's transformer and text encoder: one denoising step, and the encoding of a prompt."""
 
 import functools
+import importlib
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -15,10 +16,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import T5Config, T5EncoderModel
 
 from cogvideox_torchax import runtime
-from cogvideox_torchax.files.models import locate, read_json
+from cogvideox_torchax.files.models import INDEX, locate, read_json
 from cogvideox_torchax.pipelines.cache_options import config_of
 from cogvideox_torchax.pipelines.networks import (
     CachedStep,
+    KnownNetwork,
     TensorSpecs,
     port_network,
     prompt_tensors,
@@ -86,7 +88,30 @@ def weightless_transformer(model: str | None, dtype: torch.dtype) -> Any:
         raise PlanError(
             f"{model} has no transformer: give a whole pipeline, or one of {', '.join(TRANSFORMERS)}"
         )
-    return port_network(transformer(config, dtype))
+    kind = transformer_class(model, config)
+    return port_network(models.build(lambda: kind.from_config(config), dtype, "meta"))
+
+
+def transformer_class(model: str | None, config: dict[str, Any]) -> Any:
+    """Return the class of a model's transformer, which its model_index.json or its config names.
+
+    Raises:
+        PlanError: a class that cannot be imported.
+    """
+    name = model or "5b"
+    if name in TRANSFORMERS or "_class_name" not in config:
+        return CogVideoXTransformer3DModel
+    package, kind = "diffusers", config["_class_name"]
+    index = locate(name, files=(INDEX,)) / INDEX
+    if index.is_file():
+        package, kind = read_json(index).get("transformer", (package, kind))
+    try:
+        return getattr(importlib.import_module(package), kind)
+    except (ImportError, AttributeError) as error:
+        raise PlanError(
+            f"{name} has a transformer of class {kind}, which cannot be imported from {package}: put it on "
+            "PYTHONPATH"
+        ) from error
 
 
 def transformer(config: dict[str, Any], dtype: torch.dtype, device: str = "meta") -> Any:
@@ -163,7 +188,9 @@ def step_work(
         PlanError: a config that cannot be read, or a size that its patches do not divide.
     """
     network = weightless_transformer(model, dtype)
-    patch, patch_t = network.config["patch_size"], network.config["patch_size_t"] or 1  # None: of one frame
+    if cache and not issubclass(type(network), KnownNetwork):
+        raise PlanError(f"got --cache for a {type(network).__name__}: caches are planned for CogVideoX's own")
+    patch, patch_t = network.config["patch_size"], network.config.get("patch_size_t") or 1  # None: 1 frame
     if height % patch or width % patch:
         raise PlanError(
             f"got {height} x {width} latents: the transformer's patches take multiples of {patch}"
@@ -174,7 +201,7 @@ def step_work(
     # A cache skips layers, which PyTorch would not: then the compiler's own count has to do.
     flops = 0.0 if cache else _counted_flops(network, tensors) / mesh.size
     network.place_on(mesh, parallel, chip and chip.memory)
-    program, before, kept = network.program, None, 0
+    (program, tensors), before, kept = network.described_program(tensors), None, 0
     if cache is not None:
         program, tensors = cached_program(network, tensors, cache, batch, step)
         before = tensors  # the program takes arrays that the previous step, with equal inputs, has kept

@@ -29,7 +29,7 @@ from cogvideox_torchax.runtime.bridge import (
     torch_view,
     without_torchax,
 )
-from cogvideox_torchax.runtime.calls import mixing, run_method, warn_once
+from cogvideox_torchax.runtime.calls import method_program, mixing, run_method, warn_once
 from cogvideox_torchax.runtime.compile_cache import (
     COMPILE_CACHE_VARIABLE,
     configure_compile_cache,
@@ -91,6 +91,7 @@ __all__ = [
     "is_movable",
     "is_on_jax",
     "jax_dtype",
+    "method_program",
     "mixing",
     "named_tensors",
     "of_several_processes",

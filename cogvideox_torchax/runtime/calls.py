@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from cogvideox_torchax.runtime.bridge import PLAIN, active, array_of, on_jax, tensor_of, to_jax
 from cogvideox_torchax.runtime.functions import RandomInTraceError
 from cogvideox_torchax.runtime.gradients import wants_gradient, without_gradient
-from cogvideox_torchax.runtime.programs import Place, Program, programs_of
+from cogvideox_torchax.runtime.programs import Place, Program, describes_one_input, programs_of
 from cogvideox_torchax.runtime.skeleton import ForeignForwardError
 from cogvideox_torchax.runtime.snapshot import Snapshot
 from cogvideox_torchax.runtime.weights import named_tensors
@@ -246,6 +246,30 @@ def run_method(
         if others:
             return _run_by_operation(model, method, leaves, structure, f"it takes a {others[0]}", name)
         return _run_compiled(model, method, leaves, structure, place, name)
+
+
+def method_program(
+    model: nn.Module, method: Method, tensors: dict[str, Any], place: Place | None = None, **values: Any
+) -> tuple[Program, dict[str, Any]]:
+    """Return the program of a call that is only described, and the descriptions of its inputs by their names.
+
+    Args:
+        model: the model; its weights may be on torch's "meta" device.
+        method: a function of the model and the call's arguments.
+        tensors: the arguments that are tensors, by name: (shape, JAX dtype), or a tuple of such pairs.
+        place: the devices of the program; None for JAX's default device.
+        values: other arguments of the call, by name.
+    """
+    import jax
+
+    _register_result()
+    described, _ = jax.tree.flatten(tensors, is_leaf=describes_one_input)
+    marks = jax.tree.map(lambda _: torch.empty(0), tensors, is_leaf=describes_one_input)
+    leaves, structure = pytree.tree_flatten(((), {**marks, **values}))
+    arguments = [position for position, leaf in enumerate(leaves) if _is_tensor(leaf)]
+    form = _Form.of(method, structure, leaves, set(arguments))
+    named = {str(position): each for position, each in zip(arguments, described, strict=True)}
+    return Program(MethodCall(model, form), place), named
 
 
 def _jax_array() -> type:

@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import pytest
 import torch
+from diffusers import ConsisIDTransformer3DModel
 
 from cogvideox_torchax import cli, make_mesh, runtime
 from cogvideox_torchax.plan import networks, programs
@@ -139,3 +141,31 @@ def test_the_published_transformers_have_their_published_sizes(monkeypatch):
 def test_a_size_that_no_patches_fit_is_refused():
     with pytest.raises(PlanError, match="multiples of 2"):
         networks.step_work("5b", torch.float32, make_mesh(1, 1), None, frames=3, height=3, width=8)
+
+
+def test_a_step_of_an_unknown_transformer_costs_what_the_known_one_of_its_sizes_costs(tmp_path):
+    """Its class is named by the pipeline's index; its attention is the kernel too."""
+    runtime.enable()
+    known = small_pipelines.transformer("5b")
+    model = runtime.without_torchax(ConsisIDTransformer3DModel.from_config, {**known.config, "num_layers": 2})
+    runtime.without_torchax(model.save_pretrained, tmp_path / "transformer")
+    index = {"_class_name": "ConsisIDPipeline", "transformer": ["diffusers", "ConsisIDTransformer3DModel"]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    size = {"frames": 3, "height": 4, "width": 8}
+    runtime.without_torchax(known.save_pretrained, tmp_path / "known" / "transformer")
+    mesh = make_mesh(1, 1, devices=jax.devices()[:1])
+    works = [
+        networks.step_work(str(each), torch.bfloat16, mesh, None, **size)
+        for each in (tmp_path, tmp_path / "known")
+    ]
+    assert works[0].flops == pytest.approx(works[1].flops, rel=0.1)
+    assert str(works[0].parallel) == "batch over dp, weights whole, tokens not split"
+    plans = [programs.compile_program(work, mesh) for work in works]
+    assert plans[0].flops == pytest.approx(plans[1].flops, rel=0.1)
+    with pytest.raises(PlanError, match="got --cache for a ConsisIDTransformer3DModel"):
+        networks.step_work(str(tmp_path), torch.float32, mesh, None, **size, cache="pab")
+    (tmp_path / "model_index.json").write_text(json.dumps({"transformer": ["not_there", "Some"]}))
+    with pytest.raises(
+        PlanError, match="a transformer of class Some, which cannot be imported from not_there"
+    ):
+        networks.step_work(str(tmp_path), torch.float32, mesh, None, **size)
