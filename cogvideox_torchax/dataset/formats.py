@@ -256,7 +256,8 @@ def _write_tar(members: Members, path: Path) -> None:
         for index, file in members:
             data = file.read_bytes()
             latents = latent_files.loads(data, file)
-            described = {**latents.about, "fps": float(latents.fps), "num_frames": latents.num_frames}
+            fields = {**latents.fields, "fps": float(latents.fps)}
+            described = {**latents.about, **{name: fields[name] for name in ("config", "fps", "num_frames")}}
             contents = {
                 ".json": json.dumps(described, sort_keys=True).encode(),
                 ".safetensors": data,
