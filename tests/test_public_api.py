@@ -57,7 +57,7 @@ data.Latents.tensors(self) -> dict[str, torch.Tensor]
 data.Latents.fields(self) -> dict[str, Any]
 data.Latents.metadata(self) -> dict[str, str]
 data.Latents.check_model(self, config: dict[str, Any]) -> None
-data.load(path: str | Path) -> Latents
+data.load(path: str | Path, clip_id: str | None=None) -> Latents
 data.loads(data: bytes, name: str | Path) -> Latents
 data.save(latents: Latents, path: str | Path) -> None
 data.backend(name: str) -> type[Backend]

@@ -42,10 +42,6 @@ def encode(args: argparse.Namespace) -> int:
         (args.actors and not on_ray, "--actors is for Ray: add --ray"),
         (args.distributed and on_ray, "Ray deals out the clips itself: leave out --distributed"),
         (args.workers and on_ray, "Ray reads the clips itself: leave out --workers"),
-        (
-            args.windows and not (args.buckets or args.frames),
-            "--windows need a length: add --buckets or --frames",
-        ),
     ):
         if is_wrong:
             raise ValueError(message)
@@ -158,7 +154,7 @@ def _print_report(args: argparse.Namespace, report: dict[str, Any], directory: O
         return 0
     named = ", ".join([*list(directory.bad)[:5], "..."] if len(directory.bad) > 5 else directory.bad)
     common.say(
-        f"bad clips left out: {len(directory.bad)} ({named}); {directory.failed} says why, "
+        f"bad clips left out: {len(directory.bad)} ({named}); a line above or {directory.failed} says why, "
         "--retry-failed tries again"
     )
     return 1

@@ -100,7 +100,14 @@ class Changes:
     """Counts what becomes of clips' frames, by the `about` of the latents."""
 
     def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
+        self._counts = Counter(
+            latents=0,
+            frames_dropped=0,
+            frames_repeated=0,
+            clips_resampled=0,
+            clips_of_variable_rate=0,
+            clips_enlarged=0,
+        )
         self._rates: set[Fraction] = set()  # frames a second of the latents
 
     def add(self, abouts: Sequence[dict[str, Any]]) -> None:

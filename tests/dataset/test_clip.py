@@ -166,6 +166,14 @@ def test_at_its_own_rate_a_video_keeps_its_frames_and_at_half_of_it_every_second
         assert info.at_rate(Fraction(fps) / 2) == list(range(0, count, 2))
 
 
+def test_the_enlargement_is_of_the_picture_as_it_is_shown_and_before_it_is_cropped():
+    info = video.VideoInfo(Path("a.mp4"), 24, 48, Fraction(8), 9, pixel=Fraction(2))  # shown 96 wide
+    assert video.cover(info, 48, 48).enlargement(info) == 2
+    assert video.cover(info, 24, 24).enlargement(info) == 1
+    assert video.Framing(24, 144).enlargement(info) == 1.5
+    assert video.Framing(16, 24, crop=True).enlargement(info) == 1
+
+
 def test_a_file_that_changes_while_it_is_read_is_an_error(small, tmp_path, monkeypatch):
     path = write_clip(tmp_path / "growing.mp4")
     real = video.read_frames
