@@ -275,8 +275,8 @@ class Framing:
         """Return the factor by which a video's picture is enlarged along a side; 1 if it is not."""
         if self.crop and self.resized is None:
             return 1.0
-        height, width = self.resized or (self.height, self.width)
-        return max(height / info.height, float(width / (info.width * info.pixel)), 1.0)
+        # Of a picture that is resized and then cropped, one side has the size that it is resized to.
+        return max(self.height / info.height, float(self.width / (info.width * info.pixel)), 1.0)
 
 
 def cover(info: VideoInfo, height: int, width: int) -> Framing:

@@ -1,5 +1,6 @@
 """Directories of clips by the command line: what is done is skipped, and each fault is named."""
 
+import contextlib
 import json
 import os
 import re
@@ -348,14 +349,22 @@ def test_videos_of_other_weights_or_rates_are_refused_in_the_same_directory(
     assert cli.main(decode) == 0
 
 
-def test_processes_that_begin_together_fix_one_setting(encoded, tmp_path, monkeypatch):
-    other = VideoDirectory(tmp_path / "out", sources.shards(encoded / "latents"))
-    monkeypatch.setattr("time.sleep", lambda _: lock.close() or other.fix_settings({"dtype": "other"}))
-    videos = VideoDirectory(tmp_path / "out", sources.shards(encoded / "latents"))
-    lock = whole.contextlib.ExitStack()
+@pytest.mark.parametrize("other_writes", [True, False])
+def test_processes_that_begin_together_fix_one_setting(encoded, tmp_path, monkeypatch, other_writes):
+    other, videos = (VideoDirectory(tmp_path / "out", sources.shards(encoded / "latents")) for _ in range(2))
+    lock = contextlib.ExitStack()
+
+    def sleep(_):
+        lock.close()
+        if other_writes:
+            other.fix_settings({"dtype": "other"})
+
+    monkeypatch.setattr("time.sleep", sleep)
     lock.enter_context(whole.reserved(tmp_path / "out/videos.json", whole.WRITING))
-    with pytest.raises(whole.OutputError, match="dtype is 'other' there and 'mine' here"):
+    refused = pytest.raises(whole.OutputError, match="dtype is 'other' there and 'mine' here")
+    with refused if other_writes else contextlib.nullcontext():
         videos.fix_settings({"dtype": "mine"})
+    assert ("mine" in (tmp_path / "out/videos.json").read_text()) != other_writes
 
 
 def test_videos_that_were_there_before_are_not_taken_for_decoded_ones(small, encoded, tmp_path, refused):
