@@ -23,7 +23,8 @@ import torch
 from benchmarks.estimate.command import FORMAT as ESTIMATE
 from cogvideox_torchax import runtime
 from cogvideox_torchax.cli.common import DEMO_MODEL
-from cogvideox_torchax.dataset import Clip, ClipConfig, EncodeClip, manifest, sources
+from cogvideox_torchax.dataset import Clip, ClipConfig, EncodeClip, sources
+from cogvideox_torchax.dataset.encoding import LatentDirectory
 from cogvideox_torchax.files import reports
 from cogvideox_torchax.versions import versions
 from tests.dataset.conftest import write_clip
@@ -48,11 +49,9 @@ def seconds_alone(unit: EncodeClip, clips: list[Clip]) -> float:
 
 
 def seconds_of_directory(unit: EncodeClip, clips: list[Clip], out: Path) -> float:
-    """Return the seconds that encoding the clips' directory takes, from its listing to its last shard."""
+    """Return the seconds that encoding the clips' directory takes, from its listing to its last file."""
     start = time.perf_counter()
-    made_by = unit.config.fixed_settings(unit.model_sha256)
-    with manifest.DatasetDirectory(out, made_by, clips, kind="parquet", shard_size=8) as directory:
-        assert all(step.error is None for step in directory.work(unit))
+    assert all(step.error is None for step in LatentDirectory(out, unit, clips).work())
     seconds = time.perf_counter() - start
     shutil.rmtree(out)
     return seconds

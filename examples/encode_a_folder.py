@@ -3,7 +3,7 @@
     python examples/encode_a_folder.py clips/ -o latents/ --bucket 49x480x720
 
 `EncodeClip` encodes one video and may be called by any engine. `cogvideox-torchax encode` is a loop around it
-that reads ahead, writes shards, and resumes a killed run.
+that reads ahead and resumes a killed run.
 """
 
 import argparse

@@ -2,9 +2,11 @@
 
     PYTHONPATH=. python scripts/kills.py --clips 60 --kills 10
 
-Clips are encoded by one process and by two that share them, their latents decoded, and single clips encoded,
-decoded and reconstructed. Each is killed (SIGKILL) so often, at random, and run again until it ends. Compared
-are all files byte for byte, but the lists of what was done. Random weights of a small model, in PyTorch.
+Clips are encoded by one process, in windows, and by two processes that share them; their latents are packed
+and decoded; single clips are encoded, decoded and reconstructed. Each command is killed (SIGKILL) at random
+times, and run again until it ends. Then all files but the lists of failed clips must equal, byte for byte,
+those of an undisturbed run, and no complete file of a clip may have been written again. The model is a small
+one with random weights, in PyTorch.
 """
 
 import argparse
@@ -14,13 +16,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from cogvideox_torchax.dataset import manifest
 from tests import reference
 from tests.dataset.conftest import write_clip
 
@@ -45,28 +45,32 @@ def commands(root: Path, out: Path) -> dict[str, list[list[object]]]:
     The ways to decode read what an undisturbed run of an earlier way has written below `root`.
     """
     model, clip = ("--model", root / "vae"), root / "in" / "0" / "00.mp4"
-    encode = ["encode", root / "in", "-o", out / "encoded", *model, "--format", "parquet", "--shard-size", 8]
+    encode = ["encode", root / "in", "-o", out / "encoded", *model, *OPTIONS]
+    latents = root / "one process" / "whole" / "encoded"
     share = ["--distributed", "--processes", 2, "--process"]
     return {
         "one process": [encode],
         "two processes": [[*encode, *share, number] for number in range(2)],
-        "decode a directory": [["decode", root / "one process" / "whole" / "encoded", "-o", out / "videos"]],
-        "encode": [["encode", clip, "-o", out / "a.safetensors", *model]],
-        "decode": [["decode", root / "encode" / "whole" / "a.safetensors", "-o", out / "a.mp4"]],
-        "reconstruct": [["reconstruct", clip, "-o", out / "a.mp4", *model]],
+        "windows": [[*encode, "--windows", "--frames", 4]],
+        "pack": [["pack", latents, "-o", out / "packed", "--format", "parquet", "--shard-size", 8]],
+        "decode a directory": [["decode", latents, "-o", out / "videos", *OPTIONS]],
+        "encode": [["encode", clip, "-o", out / "a.safetensors", *model, *OPTIONS]],
+        "decode": [["decode", root / "encode" / "whole" / "a.safetensors", "-o", out / "a.mp4", *OPTIONS]],
+        "reconstruct": [["reconstruct", clip, "-o", out / "a.mp4", *model, *OPTIONS]],
     }
 
 
 def start(command: list[object]) -> subprocess.Popen[bytes]:
-    """Start the command line with arguments, and `OPTIONS`."""
-    words = [sys.executable, "-m", "cogvideox_torchax.cli", *map(str, command), *OPTIONS]
+    """Start the command line with arguments."""
+    words = [sys.executable, "-m", "cogvideox_torchax.cli", *map(str, command)]
     return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def files(directory: Path) -> dict[str, bytes]:
-    """Return the bytes of a directory's files by path, except manifests, which depend on the kills."""
+    """Return the bytes of a directory's complete files by path, but for lists of failures."""
     found = (path for path in sorted(directory.rglob("*")) if path.is_file() and path.suffix != ".jsonl")
-    return {str(path.relative_to(directory)): path.read_bytes() for path in found}
+    names = {path.relative_to(directory).as_posix(): path for path in found}
+    return {name: path.read_bytes() for name, path in names.items() if ".partial/" not in name}
 
 
 def disturbed(root: Path, way: str, kills: int, chance: random.Random) -> dict[str, object]:
@@ -79,8 +83,8 @@ def disturbed(root: Path, way: str, kills: int, chance: random.Random) -> dict[s
         chance: draws the times of kills, and the processes.
 
     Returns:
-        The number of "kills", whether the files are "equal", and the numbers of clips "done twice" and of
-        temporary files "left behind".
+        The number of "kills", whether the files are "equal", and the numbers of files that were "changed"
+        after they were complete, and of temporary files "left behind".
     """
     whole, out = root / way / "whole", root / way / "killed"
     for directory in (whole, out):
@@ -90,6 +94,7 @@ def disturbed(root: Path, way: str, kills: int, chance: random.Random) -> dict[s
         process.wait()
     seconds = time.monotonic() - began
     work, killed = commands(root, out)[way], 0
+    times: dict[str, set[int]] = {}  # by the path of a complete file: when it was written
     running = [start(command) for command in work]
     while killed < kills:
         time.sleep(chance.random() * seconds)
@@ -97,21 +102,23 @@ def disturbed(root: Path, way: str, kills: int, chance: random.Random) -> dict[s
         killed += running[victim].poll() is None
         running[victim].kill()
         running[victim].wait()
+        note_times(out, times)
         running[victim] = start(work[victim])
     for process in running:
         process.wait()
-    done = Counter(
-        line.get("index", line.get("id"))
-        for path in out.glob("*/")
-        for line in manifest.lines(path)
-        if line["kind"] == "done"
-    )
+    note_times(out, times)
     return {
         "kills": killed,
         "equal": files(out) == files(whole) != {},
-        "done twice": sum(count > 1 for count in done.values()),
-        "left behind": len([*out.rglob(".*.partial*"), *out.rglob("work/*")]),
+        "changed": sum(len(found) > 1 for found in times.values()),
+        "left behind": len([*out.rglob(".*.partial*"), *out.rglob(".*.lock")]),
     }
+
+
+def note_times(directory: Path, times: dict[str, set[int]]) -> None:
+    """Add when each complete file of an output directory was written to the times of its path."""
+    for name in (name for name in files(directory) if "/" in name):  # a single output is made again
+        times.setdefault(name, set()).add((directory / name).stat().st_mtime_ns)
 
 
 def main() -> None:
@@ -129,7 +136,7 @@ def main() -> None:
         for way in commands(root, root):
             found = disturbed(root, way, args.kills, chance)
             print(f"{way}: {found}", flush=True)
-            if not found["equal"] or found["done twice"] or found["left behind"]:
+            if not found["equal"] or found["changed"] or found["left behind"]:
                 wrong.append(way)
     sys.exit(f"not as undisturbed: {', '.join(wrong)}" if wrong else 0)
 

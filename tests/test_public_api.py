@@ -34,26 +34,30 @@ cogvideox_torchax.AutoencoderKLCogVideoX.tiled_decode(self, z: torch.Tensor, ret
 cogvideox_torchax.AutoencoderKLCogVideoX.place_on(self, mesh: Mesh) -> None
 cogvideox_torchax.AutoencoderKLCogVideoX.spatial_compression_ratio(self) -> int
 data.Clip(id: str, source: video.Source, caption: str = '', frames: int | None = None, height: int | None = None, width: int | None = None)
-data.ClipConfig(model: str, backend: str = 'torchax', dtype: str = 'float32', frames: int | None = None, height: int | None = None, width: int | None = None, crop: bool = False, buckets: tuple[Bucket, ...] = (), keep: str = POSTERIOR, seed: int = 0, tiling: str | None = None, dp: int | None = None, tp: int | None = None)
+data.ClipConfig(model: str, backend: str = 'torchax', dtype: str = 'float32', frames: int | None = None, fps: str | None = None, windows: bool = False, height: int | None = None, width: int | None = None, crop: bool = False, min_size: int | None = None, buckets: tuple[Bucket, ...] = (), keep: str = POSTERIOR, seed: int = 0, tiling: str | None = None, dp: int | None = None, tp: int | None = None)
 data.ClipConfig.fixed_settings(self, model_sha256: str) -> dict[str, Any]
 data.ClipConfig.load(self) -> Any
 data.Bucket(frames: int, height: int, width: int)
 data.Bucket.parse(cls, text: str) -> 'Bucket'
 data.EncodeClip()
 data.EncodeClip.__call__(self, clip: Clip) -> Latents
+data.EncodeClip.windows(self, clip: Clip) -> Iterator[Latents]
 data.DecodeClip()
 data.DecodeClip.__call__(self, latents: Latents) -> torch.Tensor
 data.ClipError()
 data.clips(path: str | Path) -> list[Clip]
+data.pack(directory: str | Path, output: str | Path, kind: str, shard_size: int=64) -> tuple[int, int]
 data.Framing(height: int, width: int, crop: bool = False, resized: tuple[int, int] | None = None)
-data.read_frames(source: Source, size: Framing, num_frames: int) -> Iterator[torch.Tensor]
+data.Framing.enlargement(self, info: VideoInfo) -> float
+data.read_frames(source: Source, size: Framing, frames: int | Sequence[int]) -> Iterator[torch.Tensor]
 data.writing(path: str | Path, fps: Fraction | float, source: SourceTiming | None=None) -> Iterator[Sink]
 data.VideoError()
 data.Latents(tensor: torch.Tensor, config: dict[str, Any], model: str, fps: Fraction, num_frames: int, logvar: torch.Tensor | None = None, sample: torch.Tensor | None = None, about: dict[str, Any] = field(default_factory=dict))
 data.Latents.tensors(self) -> dict[str, torch.Tensor]
+data.Latents.fields(self) -> dict[str, Any]
 data.Latents.metadata(self) -> dict[str, str]
 data.Latents.check_model(self, config: dict[str, Any]) -> None
-data.load(path: str | Path) -> Latents
+data.load(path: str | Path, clip_id: str | None=None) -> Latents
 data.loads(data: bytes, name: str | Path) -> Latents
 data.save(latents: Latents, path: str | Path) -> None
 data.backend(name: str) -> type[Backend]

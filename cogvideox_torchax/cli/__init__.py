@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from cogvideox_torchax import __version__
 
 COMMANDS = (
-    *("doctor", "demo", "encode", "decode", "reconstruct", "generate"),
+    *("doctor", "demo", "encode", "decode", "pack", "reconstruct", "generate"),
     *("compile", "verify", "plan", "completion"),
 )
 """Names of the commands' modules, which import torch: `main` imports them."""

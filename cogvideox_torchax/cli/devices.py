@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from cogvideox_torchax import backends, runtime
-from cogvideox_torchax.dataset.manifest import ProcessShard
+from cogvideox_torchax.dataset.directory import ProcessShard
 from cogvideox_torchax.files import video
 
 Fetch = Callable[[torch.Tensor], torch.Tensor]

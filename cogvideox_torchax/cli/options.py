@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cogvideox_torchax import backends
-from cogvideox_torchax.dataset import clip, formats
+from cogvideox_torchax.dataset import clip
 from cogvideox_torchax.files import video
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -211,13 +211,6 @@ DECODE_MANY = (
 )
 ENCODE_MANY = (
     _many(
-        "--format",
-        choices=formats.SUFFIXES,
-        help="a latent file a clip (default), or shards: Parquet as FastVideo reads it (needs the extra "
-        "data), or WebDataset tars",
-    ),
-    _many("--shard-size", type=positive, metavar="CLIPS", help="clips a shard (default: 64)"),
-    _many(
         "--keep", choices=clip.KEEP, help="mean and log-variance (default), the mean, a sample, or all three"
     ),
     _many(
@@ -225,6 +218,23 @@ ENCODE_MANY = (
         metavar="SIZES",
         help="bring each clip to the nearest of these sizes, such as 49x480x720,49x720x480: frames, height, "
         "width; without, clips keep their own",
+    ),
+    _many(
+        "--fps",
+        type=frame_rate,
+        help="frames a second to take from each clip, by their times (default: every frame)",
+    ),
+    _many(
+        "--windows",
+        action="store_true",
+        help="encode as many windows of a clip, of --frames or the bucket's length, as it has frames for, "
+        "each to latents of its own (default: the first)",
+    ),
+    _many(
+        "--min-size",
+        type=positive,
+        metavar="PIXELS",
+        help="leave out clips whose shorter side has fewer pixels (default: enlarge them)",
     ),
     _many(
         "--ray",

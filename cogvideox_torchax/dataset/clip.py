@@ -2,12 +2,13 @@
 
 import hashlib
 import io
+import itertools
 import json
 import math
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ KEEP: dict[str, Kept] = {
 }
 """The choices of the tensors to keep. With `SAMPLE` alone the sample has the place of the mean."""
 
+FASTEST = 1000
+"""Most frames a second that a clip is resampled to."""
 AHEAD_BYTES = 2**30
 """Most bytes of a clip's frames to read ahead; a longer clip is read while it is encoded."""
 
@@ -56,6 +59,10 @@ class Bucket:
             SizeError: a text of another form.
         """
         return cls(*parse_size(text, frames=True))
+
+    def __str__(self) -> str:
+        """Return the text that `parse` takes."""
+        return f"{self.frames}x{self.height}x{self.width}"
 
 
 @dataclass(frozen=True)
@@ -88,8 +95,13 @@ class ClipConfig:
         backend: name of the backend.
         dtype: dtype of the weights: "float32", "bfloat16" or "float16".
         frames: number of first frames to encode; None for all. A clip with fewer frames is an error.
+        fps: frames a second to take from a clip, by the times of its frames, as text such as "8"; None for
+            every frame, whatever its time.
+        windows: whether a clip gives as many latents, each of `frames` or of a bucket's length, as it has
+            frames for; else it gives one, of its first frames.
         height, width: pixels to resize to; None for the clip's own.
         crop: whether to cut out the middle instead of resizing.
+        min_size: fewest pixels of a clip's shorter side; a smaller clip is an error.
         buckets: sizes to choose from, in place of `frames` to `crop`; see `choose`. A clip is resized to
             cover its bucket, and cropped.
         keep: tensors to keep: "posterior" for mean and log-variance, "mean", "sample" for a sample of the
@@ -103,9 +115,12 @@ class ClipConfig:
     backend: str = "torchax"
     dtype: str = "float32"
     frames: int | None = None
+    fps: str | None = None
+    windows: bool = False
     height: int | None = None
     width: int | None = None
     crop: bool = False
+    min_size: int | None = None
     buckets: tuple[Bucket, ...] = ()
     keep: str = POSTERIOR
     seed: int = 0
@@ -114,22 +129,28 @@ class ClipConfig:
     tp: int | None = None
 
     def __post_init__(self) -> None:
-        """Raise `ClipError` for an unknown `keep`, or for buckets together with a size or a crop."""
+        """Raise `ClipError` for values that are unknown, or that do not go together."""
         if self.keep not in KEEP:
             raise ClipError(f"got keep={self.keep!r}: one of {', '.join(KEEP)}")
         if self.buckets and (self.frames or self.height or self.width or self.crop):
             raise ClipError(
                 "got buckets and frames, a height, a width or a crop: buckets have them all; give one of them"
             )
+        if self.windows and not (self.buckets or self.frames):
+            raise ClipError("got windows of no length: give buckets or a number of frames")
+        if self.fps is not None and video.frame_rate(self.fps) > FASTEST:
+            raise ClipError(f"got {self.fps} frames a second: {FASTEST} are the most")
 
     def fixed_settings(self, model_sha256: str) -> dict[str, Any]:
         """Return the settings that the latents depend on; a run is resumed only with equal ones.
 
         Backend and mesh are left out: they change results by rounding alone, so a run may be resumed on other
-        devices. The model counts by its hash, wherever its files lie; if the hash is "", it is left out.
+        devices. The model counts by its hash, wherever its files are; if the hash is "", it is left out. The
+        values are those of JSON, in which the settings are stored.
         """
         not_fixed = ("model", "backend", "dp", "tp")
         fixed = {name: value for name, value in asdict(self).items() if name not in not_fixed}
+        fixed |= {"buckets": [str(bucket) for bucket in self.buckets]}
         return {**fixed, "model_sha256": model_sha256} if model_sha256 else fixed
 
     def load(self) -> Any:
@@ -151,7 +172,9 @@ class DecodedClip:
     Attributes:
         clip, info: the clip, and the properties of its file.
         framing: the size that frames are brought to.
-        num_frames: number of frames to encode, from the first on.
+        indices: the frames of the file to encode, in ascending order.
+        length: number of frames to encode at once; all, or those of a window.
+        changes: what becomes of the clip's frames, for the latents' `about`.
         frames: uint8 (1, 3, T, H, W); None for a long clip, which is read while it is encoded.
         sha256: hash of the file; "" if it was not computed.
         stamp: the file's size and time of change, before it was read; None for bytes.
@@ -160,21 +183,40 @@ class DecodedClip:
     clip: Clip
     info: video.VideoInfo
     framing: video.Framing
-    num_frames: int
+    indices: Sequence[int]
+    length: int
+    changes: dict[str, Any] = field(default_factory=dict)
     frames: torch.Tensor | None = None
     sha256: str = ""
     stamp: tuple[int, int] | None = None
 
+    @property
+    def num_frames(self) -> int:
+        """Number of frames to encode."""
+        return len(self.indices)
+
     def stream(self) -> Iterator[torch.Tensor]:
         """Yield the frames, uint8 (1, 3, H, W), one at a time."""
         if self.frames is None:  # a long clip, which is read only now
-            yield from video.read_frames(self.clip.source, self.framing, self.num_frames)
+            yield from video.read_frames(self.clip.source, self.framing, self.indices)
         else:
             yield from self.frames.unbind(2)
 
+    def windows(self) -> Iterator["DecodedClip"]:
+        """Yield the windows of a clip, each with its frames and an id of its own, such as "a.mp4/00002"."""
+        frames = self.stream()
+        for number, start in enumerate(range(0, self.num_frames, self.length)):
+            yield replace(
+                self,
+                clip=replace(self.clip, id=f"{self.clip.id}/{number:05}" if self.clip.id else ""),
+                indices=self.indices[start : start + self.length],
+                changes={**self.changes, "first_frame": self.indices[start]},
+                frames=torch.stack(list(itertools.islice(frames, self.length)), dim=2),
+            )
+
 
 def select_part(clip: Clip, config: "ClipConfig", scale: int) -> DecodedClip:
-    """Return the part of a clip to encode: how many of its first frames, in which size. No frame is read.
+    """Return the part of a clip to encode: which of its frames, in which size. No frame is read.
 
     With buckets in the config, one of them gives the number and the size. Otherwise each comes from the clip,
     else from the config, else from the video.
@@ -183,22 +225,37 @@ def select_part(clip: Clip, config: "ClipConfig", scale: int) -> DecodedClip:
 
     Raises:
         VideoError: a video that cannot be read.
-        ClipError: a clip with fewer frames or of another size than the config asks for.
+        ClipError: a clip that is too short or too small, or of another size than the config asks for.
     """
     # The stamp, the file's size and time of change, tells later whether the file was changed.
     stamp, info = _stamp(clip.source), video.probe(clip.source)
+    if config.min_size and min(info.height, info.width) < config.min_size:
+        raise ClipError(f"{info.path} is {info.height} x {info.width}, at least {config.min_size} are wanted")
+    # The clip's frames, at the wanted rate.
+    indices = info.at_rate(video.frame_rate(config.fps)) if config.fps else range(info.num_frames)
     if config.buckets:
         if clip.height or clip.width:
             raise ClipError("it has a height or a width of its own: buckets have theirs")
-        bucket = choose(config.buckets, info, clip.frames)
-        frames, framing = bucket.frames, video.cover(info, bucket.height, bucket.width)
+        indices = indices[: clip.frames]
+        bucket = choose(config.buckets, info, len(indices))
+        length, framing = bucket.frames, video.cover(info, bucket.height, bucket.width)
     else:
         height, width = clip.height or config.height, clip.width or config.width
         framing = video.framing(info, multiple=scale, height=height, width=width, crop=config.crop)
-        frames = clip.frames or config.frames or info.num_frames
-        if frames > info.num_frames:
-            raise ClipError(f"{info.path} has {info.num_frames} frames, {frames} are wanted")
-    return DecodedClip(clip, info, framing, frames, stamp=stamp)
+        length = clip.frames or config.frames or len(indices)
+        if length > len(indices):
+            raise ClipError(f"{info.path} has {len(indices)} frames, {length} are wanted")
+    taken = indices[: len(indices) // length * length if config.windows else length]
+    changes = {
+        "source_frames": info.num_frames,
+        "source_fps": str(info.fps),
+        "variable_frame_rate": info.variable,
+        "dropped_frames": len(indices) - len(taken),  # of those at the wanted rate
+        "repeated_frames": len(taken) - len(set(taken)),
+        "enlarged": round(framing.enlargement(info), 3),
+        "first_frame": taken[0],
+    }
+    return DecodedClip(clip, info, framing, taken, length, changes, stamp=stamp)
 
 
 Chunks = Iterator[Any]
@@ -301,9 +358,20 @@ class EncodeClip(_ClipUnit):
         """Return the clip's latents; their `about` names the source and the model.
 
         Raises:
-            VideoError, ClipError: a clip that cannot be read, or not in a size that is wanted.
+            VideoError, ClipError: a clip that cannot be read, or not in a size that is wanted; a config with
+                windows, of which `windows` returns the latents.
         """
+        if self.config.windows:
+            raise ClipError("a clip gives several latents: call `windows` for them")
         return self.encode(self.read(clip))
+
+    def windows(self, clip: Clip) -> Iterator[Latents]:
+        """Yield the latents of each of a clip's windows; without windows in the config, the only ones."""
+        return self.encode_all(self.read(clip))
+
+    def encode_all(self, decoded: DecodedClip) -> Iterator[Latents]:
+        """Yield the latents of a clip that was read, as `windows` does."""
+        return map(self.encode, decoded.windows() if self.config.windows else [decoded])
 
     def read(self, clip: Clip) -> DecodedClip:
         """Read a clip's frames, resized for the VAE, and compute the hash of its file.
@@ -359,7 +427,7 @@ class EncodeClip(_ClipUnit):
             tensor=tensors[latent_files.TENSOR],
             config=dict(vae.config),
             model=config.model,
-            fps=decoded.info.fps,
+            fps=video.frame_rate(config.fps) if config.fps else decoded.info.fps,
             num_frames=decoded.num_frames,
             logvar=tensors.get(latent_files.LOGVAR),
             sample=tensors.get(latent_files.SAMPLE),
@@ -380,19 +448,17 @@ class EncodeClip(_ClipUnit):
             yield {tensor: take(posterior, generator) for tensor, take in KEEP[config.keep].items()}
 
     def _about(self, decoded: DecodedClip) -> dict[str, Any]:
-        """Return the field `about` of a clip's latent file: its id, caption, sizes, tiles and hashes."""
+        """Return the field `about` of a clip's latent file: its id, caption, source, changes and settings."""
         tile = memory.tile_of(self.vae)  # (height, width) in pixels, or None for whole frames
         return {
             "id": decoded.clip.id,
             "caption": decoded.clip.caption,
             "height": decoded.framing.height,
             "width": decoded.framing.width,
-            "source_frames": decoded.info.num_frames,
-            "variable_frame_rate": decoded.info.variable,
-            "kept": self.config.keep,  # "posterior", "mean", "sample" or "both"
+            **decoded.changes,
             "tiles": "{}x{}".format(*tile) if tile else None,
             "source_sha256": decoded.sha256,
-            "model_sha256": self.model_sha256,
+            "settings": self.config.fixed_settings(self.model_sha256),
         }
 
 
@@ -440,7 +506,7 @@ class DecodeClip(_ClipUnit):
             )
 
 
-def choose(buckets: Sequence[Bucket], info: video.VideoInfo, frames: int | None = None) -> Bucket:
+def choose(buckets: Sequence[Bucket], info: video.VideoInfo, frames: int) -> Bucket:
     """Return the bucket for a video: of the buckets that are not longer than it, the nearest in shape.
 
     Of equally near buckets the longest is taken, and of equally long ones the bucket with the most pixels.
@@ -448,12 +514,11 @@ def choose(buckets: Sequence[Bucket], info: video.VideoInfo, frames: int | None 
     Args:
         buckets: buckets to choose from.
         info: properties of the video.
-        frames: number of its frames that may be taken; None for all.
+        frames: number of its frames that may be taken.
 
     Raises:
         ClipError: a video shorter than every bucket.
     """
-    frames = min(frames or info.num_frames, info.num_frames)
     fitting = [bucket for bucket in buckets if bucket.frames <= frames]
     if not fitting:
         shortest = min(bucket.frames for bucket in buckets)

@@ -1,4 +1,4 @@
-"""Shards of latents in the formats that trainers read: Parquet, WebDataset, or a safetensors file a clip.
+"""Shards of latents in the formats that trainers read: Parquet, WebDataset, and safetensors.
 
 A shard is made of the clips' latent files, whole or not at all, and equal files make an equal shard.
 """
@@ -6,7 +6,6 @@ A shard is made of the clips' latent files, whole or not at all, and equal files
 import contextlib
 import functools
 import io
-import itertools
 import json
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
@@ -36,20 +35,24 @@ TEXT_SHAPE = 226, 4096
 """Tokens and width of the text that published CogVideoX models are conditioned on."""
 
 
-def write(kind: str, members: Sequence[tuple[int, Path]], path: Path) -> None:
-    """Write a shard.
+Members = Sequence[tuple[int, Path]]
+"""The clips of a shard: each one's number in the data set, and its latent file."""
 
-    Args:
-        kind: "parquet" or "webdataset".
-        members: each clip's number in the data set and its latent file.
-        path: of the shard.
+
+def write(kind: str, members: Members, path: Path) -> None:
+    """Write a shard, whole or not at all, in a format of `SUFFIXES`.
 
     Raises:
         LatentsError: a latent file that cannot be read.
         ImportError: pyarrow is not installed.
     """
-    with whole_file(path) as temporary:
-        (_write_parquet if kind == PARQUET else _write_tar)(members, temporary)
+    writers = {SAFETENSORS: _write_safetensors, PARQUET: _write_parquet, WEBDATASET: _write_tar}
+    writers[kind](members, path)
+
+
+def _write_safetensors(members: Members, path: Path) -> None:
+    """Write latent files as one safetensors file; see `latents.save_shard`."""
+    latent_files.save_shard((latent_files.load(file) for _, file in members), path)
 
 
 Entry = tuple[str, Callable[[], Latents]]
@@ -64,7 +67,7 @@ def entries(path: Path) -> list[Entry]:
         ImportError: pyarrow is not installed.
     """
     # By suffix, the function that lists a file's entries.
-    readers = {".safetensors": _file_entries, ".parquet": _parquet_entries, ".tar": _tar_entries}
+    readers = {".safetensors": _safetensors_entries, ".parquet": _parquet_entries, ".tar": _tar_entries}
     with _naming_errors(path):
         return [
             (name, functools.partial(_read_entry, f"{path}, {name!r}", read))
@@ -144,16 +147,16 @@ def _schema(arrow: Any) -> Any:
     )
 
 
-def _write_parquet(members: Sequence[tuple[int, Path]], path: Path) -> None:
-    """Write latent files as rows of a Parquet file.
-
-    `members` are each clip's number in the data set, which is not written, and its latent file.
-    """
+def _write_parquet(members: Members, path: Path) -> None:
+    """Write latent files as rows of a Parquet file."""
     arrow = pyarrow()
     schema = _schema(arrow)
     # Latents hardly compress; the zeros in place of a text do.
     compression = {name: "zstd" if name.startswith("text_") else "none" for name in schema.names}
-    with arrow.parquet.ParquetWriter(path, schema, compression=compression) as writer:
+    with (
+        whole_file(path) as temporary,
+        arrow.parquet.ParquetWriter(temporary, schema, compression=compression) as writer,
+    ):
         for _, file in members:  # a row group for each, so that a reader need not hold several
             writer.write_table(arrow.Table.from_pylist([_row_of_file(file)], schema=schema))
 
@@ -162,7 +165,7 @@ def _row_of_file(file: Path) -> dict[str, Any]:
     """Return a latent file's tensors and fields as a row, by the columns of `_schema`."""
     latents = latent_files.load(file)
     about = latents.about
-    described = {"latents": latents.metadata(), "dtype": str(latents.tensor.dtype)}
+    described = {"latents": latents.fields, "dtype": str(latents.tensor.dtype)}
     row: dict[str, Any] = {
         "id": about["id"],
         # Zeros, which FastVideo's loaders take for a dropped text: they must have a text's shape.
@@ -192,11 +195,14 @@ def _row_of_file(file: Path) -> dict[str, Any]:
     return row
 
 
-def _file_entries(path: Path) -> list[Entry]:
-    """Return a list of the only entry of a latent file: its clip's id, and a function that loads its latents.
+def _safetensors_entries(path: Path) -> list[Entry]:
+    """Return the entries of a safetensors shard, or the only one of a latent file.
 
-    If the file holds no id, its name without the suffix is the id.
+    If a latent file holds no id, its name without the suffix is the id.
     """
+    ids = latent_files.shard_ids(path)
+    if ids is not None:
+        return [(name, functools.partial(latent_files.load, path, name)) for name in ids]
     return [(latent_files.about(path).get("id", path.stem), functools.partial(latent_files.load, path))]
 
 
@@ -225,10 +231,9 @@ def _parquet_latents(path: Path, group: int, offset: int, name: Any) -> Latents:
         *(f"{column}_{part}" for column in COLUMNS.values() for part in ("bytes", "shape")),
     ]
     with pyarrow().parquet.ParquetFile(path) as file:
-        rows = file.iter_batches(1, row_groups=[group], columns=columns)
-        (row,) = next(itertools.islice(rows, offset, None)).to_pylist()  # a batch is one row
-        if row["id"] != name:
-            raise LatentsError(f"{path} holds {row['id']} where {name} was: it was changed, run again")
+        (row,) = file.read_row_group(group, columns).slice(offset, 1).to_pylist()
+    if row["id"] != name:
+        raise LatentsError(f"{path} holds {row['id']} where {name} was: it was changed, run again")
     described = reports.parse(row["about"])  # the latent file's metadata and dtype
     dtype = DTYPES[described["dtype"]]
     tensors = {}
@@ -242,19 +247,17 @@ def _parquet_latents(path: Path, group: int, offset: int, name: Any) -> Latents:
             tensors[tensor_name] = without_torchax(
                 lambda values=values: torch.from_numpy(values.copy()).to(dtype)
             )
-    return latent_files.from_metadata(path, dict(described["latents"]), tensors)
+    return latent_files.from_fields(path, described["latents"], tensors)
 
 
-def _write_tar(members: Sequence[tuple[int, Path]], path: Path) -> None:
-    """Write latent files as a WebDataset tar: for each clip a .json, its .safetensors and a .txt caption.
-
-    `members` are each clip's number in the data set, which names its three files, and its latent file.
-    """
-    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+def _write_tar(members: Members, path: Path) -> None:
+    """Write latent files as a WebDataset tar: for each clip a .json, its .safetensors and a .txt caption."""
+    with whole_file(path) as temporary, tarfile.open(temporary, "w", format=tarfile.USTAR_FORMAT) as tar:
         for index, file in members:
             data = file.read_bytes()
             latents = latent_files.loads(data, file)
-            described = {**latents.about, "fps": float(latents.fps), "num_frames": latents.num_frames}
+            fields = {**latents.fields, "fps": float(latents.fps)}
+            described = {**latents.about, **{name: fields[name] for name in ("config", "fps", "num_frames")}}
             contents = {
                 ".json": json.dumps(described, sort_keys=True).encode(),
                 ".safetensors": data,

@@ -28,12 +28,14 @@ class Step:
         error: why the job failed; None if it succeeded.
         waited: seconds for which the computation waited for the job's input.
         computed: seconds of the computation.
+        result: of `compute`; None if the job failed.
     """
 
     job: Any
     error: str | None
     waited: float
     computed: float
+    result: Any = None
 
 
 CLIPS_OWN = (ValueError, OverflowError, MemoryError, RuntimeError)
@@ -109,7 +111,7 @@ def work(
             # Waits while too many results are behind; `result` raises the error of a write that failed.
             while len(behind) > WRITTEN_BEHIND or (behind and behind[0].done()):
                 behind.popleft().result()
-            yield Step(job, reason, computing_began - waiting_began, ended - computing_began)
+            yield Step(job, reason, computing_began - waiting_began, ended - computing_began, result)
         while behind:
             behind.popleft().result()
     finally:

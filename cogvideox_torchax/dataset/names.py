@@ -1,8 +1,7 @@
 """Ids of clips, which are the paths of their files below an output directory."""
 
-import re
 from collections.abc import Container, Iterable
-from pathlib import Path, PurePath, PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 LONGEST_NAME, LONGEST_PATH, MOST_PARTS = 255, 4095, 100
@@ -10,31 +9,21 @@ LONGEST_NAME, LONGEST_PATH, MOST_PARTS = 255, 4095, 100
 
 The last is our own: `Path.mkdir` makes directories by recursion, which Python limits.
 """
-WORK = "work"
-"""Folder of clips that wait for their shard, in a data set's directory."""
-_WAITING = re.compile(WORK + r"/\d{8}(\.safetensors)?")
-"""Paths of these clips: a number in eight digits, as `DatasetDirectory.clip_path` names them."""
 
 
 class ClipError(ValueError):
     """A clip that cannot be encoded or decoded; the message says why."""
 
 
-def is_waiting(path: PurePath) -> bool:
-    """Return whether a path in a data set's directory is of a clip whose shard is not written yet."""
-    return _WAITING.fullmatch(path.as_posix()) is not None
-
-
 def check_id(name: Any) -> None:
     """Raise `ClipError` unless an id is a relative path below an output directory, in its shortest spelling.
 
-    "a//b" and "./a" are refused, and so are the names of temporary files of clips whose shard is not written
-    yet (`is_waiting`).
+    "a//b" and "./a" are refused.
     """
     path = PurePosixPath(name) if isinstance(name, str) else PurePosixPath()
     if not path.parts or path.is_absolute() or ".." in path.parts or path.as_posix() != name:
         raise ClipError(f"got the id {name!r}: a path that must not lead out of the output is wanted")
-    if "\0" in name or is_waiting(path):
+    if "\0" in name:
         raise ClipError(f"got the id {name!r}: no output can have that name")
 
 
@@ -51,7 +40,9 @@ def check_ids(names: Iterable[str], where: str) -> None:
         seen.add(name)
 
 
-def check_file(name: str, path: Path, directory: Path, taken: Container[Path]) -> None:
+def check_file(
+    name: str, path: Path, directory: Path, taken: Container[Path], *, is_directory: bool = False
+) -> None:
     """Raise `ClipError` for an id or a file of a clip that cannot be written.
 
     Args:
@@ -59,7 +50,9 @@ def check_file(name: str, path: Path, directory: Path, taken: Container[Path]) -
         path: path of the file.
         directory: the output directory, which the file is in or below.
         taken: the files of all clips, none of which may be a directory of `path`.
+        is_directory: whether the clip has a directory in place of a file.
     """
+    check_id(name)
     try:
         name.encode()
         sizes = [len(part.encode()) for part in path.parts]
@@ -72,7 +65,7 @@ def check_file(name: str, path: Path, directory: Path, taken: Container[Path]) -
         raise ClipError(f"its file would have a path of {sum(sizes)} bytes in {len(sizes)} parts: too long")
     # The directories between the output and the file; the last of `parents` is the output itself.
     above = [directory / parent for parent in path.relative_to(directory).parents[:-1]]
-    if path.is_dir() or any(parent in taken or parent.is_file() for parent in above):
-        raise ClipError(
-            f"its file {path} would lie below another file, or is a directory: give it another id"
-        )
+    if path.is_file() if is_directory else path.is_dir():
+        raise ClipError(f"its {path} is a {'file' if is_directory else 'directory'}: give it another id")
+    if any(parent in taken or parent.is_file() for parent in above):
+        raise ClipError(f"its file {path} would be below another file: give it another id")

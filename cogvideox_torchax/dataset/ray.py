@@ -1,8 +1,7 @@
-"""Encoding on Ray Data: many machines, an actor for each host's chips; Ray replaces actors that die.
+"""Encoding by Ray Data: many machines, an actor for each host's chips; Ray replaces actors that die.
 
-An actor writes a clip's latents itself, into a directory that all machines see, and returns the clip's line
-of the manifest. A task that Ray runs again because its actor died finds the latents there. The process that
-started the work writes manifest and shards.
+An actor writes a clip's latents itself, into a directory that all machines see. A task that Ray runs again
+because its actor died finds the latents there.
 """
 
 import contextlib
@@ -13,65 +12,55 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from cogvideox_torchax.dataset import encoding
 from cogvideox_torchax.dataset.clip import Clip, ClipConfig, EncodeClip
 from cogvideox_torchax.dataset.loop import CLIPS_OWN, IN_READING, Step, attempt
-from cogvideox_torchax.dataset.manifest import DatasetDirectory, manifest_fields, save_latents
-from cogvideox_torchax.files import latents as latent_files
 
 RETRIES = 100
 """Restarts of an actor, and attempts at a clip, before the work fails."""
 
 
 class ClipActor:
-    """An actor on a Ray host: a model, which encodes the clips that it is given one at a time.
-
-    Args:
-        config: settings by which they are encoded.
-    """
+    """An actor on a Ray host: a model, which encodes the clips that it is given one at a time."""
 
     def __init__(self, config: ClipConfig):
-        """Keep the config; the model is loaded for the first clip."""
-        self._encode = EncodeClip(config)
+        self._unit = EncodeClip(config)  # the model is loaded for the first clip
 
-    def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:
-        """Encode the clips of a batch; return their outcomes, in JSON, under "line".
-
-        Under "row" a batch has the JSON that `work` makes of each clip.
-        """
-        return {"line": [self._encode_row(json.loads(row)) for row in batch["row"]]}
-
-    def _encode_row(self, row: dict[str, Any]) -> str:
-        """Encode a clip and write its latents, unless they are there already.
-
-        Args:
-            row: the clip's number "index", the "path" of its latents, and "clip", the fields of its `Clip`.
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Encode the clip of a row, with "clip" (its fields in JSON) and the "path" of its output.
 
         Returns:
-            JSON of an object with the "index", and "about", the fields of the manifest's line, or an "error".
+            A row with the JSON of each latents' `about`, or with an "error".
         """
-        # `attempt` returns (result, None), or (None, reason) for an error in `IN_READING` or `CLIPS_OWN`.
-        path, latents, reason = Path(row["path"]), None, None
-        if path.exists():  # written by an actor that died before it could return
-            latents = latent_files.load(path)
-        else:
-            decoded, reason = attempt(self._encode.read, Clip(**row["clip"]), IN_READING)
+        clip, path = Clip(**json.loads(row["clip"])), Path(row["path"])
+        written, reason = None, None
+        if not path.exists():  # else an actor that died before it could return has written it
+            decoded, reason = attempt(self._unit.read, clip, IN_READING)
             if reason is None:
-                latents, reason = attempt(self._encode.encode, decoded, CLIPS_OWN)
-            if latents is not None:
-                save_latents(latents, path)
-        outcome = {"error": reason} if latents is None else {"about": manifest_fields(latents)}
-        return json.dumps({"index": row["index"], **outcome})
+                written, reason = attempt(
+                    lambda given: encoding.write(self._unit, given, path), decoded, CLIPS_OWN
+                )
+        place, abouts = written or (contextlib.ExitStack(), [])
+        place.close()
+        return {"id": clip.id, "abouts": json.dumps(abouts), "error": reason or ""}
 
 
-@contextlib.contextmanager
-def _connected(address: str | None) -> Iterator[Any]:
-    """Connect this process to a Ray cluster for a `with` block, unless it is connected already; yield `ray`.
+def work(
+    directory: encoding.LatentDirectory,
+    config: ClipConfig,
+    address: str | None = None,
+    *,
+    actors: int | None = None,
+) -> Iterator[Step]:
+    """Encode a directory's missing clips on a Ray cluster; yield each one's outcome as `directory.work` does.
 
-    Ray prints on stdout that an actor has died, and more when a connection ends. In the block stdout is
-    stderr: a command's stdout is its report.
+    An actor takes the chips of the config's mesh where the cluster has TPUs, and a CPU elsewhere.
 
     Args:
-        address: of the cluster; where None, the one that RAY_ADDRESS names, or a new one on this machine.
+        directory: the output; every machine can open it and the clips by the same paths.
+        config: settings by which clips are encoded.
+        address: of the cluster; None for the cluster that RAY_ADDRESS names, or a new one on this machine.
+        actors: number of models that run at a time; None for as many as the chips allow, or one.
 
     Raises:
         ValueError: Ray is not installed, or no cluster is there.
@@ -81,63 +70,41 @@ def _connected(address: str | None) -> Iterator[Any]:
         import ray.data
     except ImportError as error:
         raise ValueError("encoding on Ray needs it: pip install 'cogvideox-torchax[ray]'") from error
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
-        if not ray.is_initialized():
-            try:
-                ray.init(address=address, log_to_driver=False)
-            except ConnectionError as error:
-                raise ValueError(f"there is no Ray cluster at {address}: {error}") from error
-            stack.callback(ray.shutdown)  # runs before stdout is back, as callbacks run in reverse order
-        ray.data.DataContext.get_current().enable_progress_bars = False
-        yield ray
-
-
-def work(
-    directory: DatasetDirectory, config: ClipConfig, address: str | None = None, *, actors: int | None = None
-) -> Iterator[Step]:
-    """Encode a directory's missing clips on a Ray cluster; yield each one's outcome.
-
-    An actor takes the chips of the config's mesh where the cluster has TPUs, and a CPU elsewhere.
-
-    Args:
-        directory: the output; every machine can open it and the clips by the same paths.
-        config: settings by which clips are encoded.
-        address: of the cluster; None for the cluster that RAY_ADDRESS names, or a new one on this machine. If
-            a connection is open, it is used.
-        actors: number of models that run at a time; None for as many as the chips allow, or one.
-
-    Raises:
-        ValueError: Ray is not installed, or no cluster is there.
-    """
-    rows = []  # the input of `ClipActor`
-    for index in directory.missing:
-        clip, path = directory.clip(index), directory.clip_path(index).absolute()
-        fields = {**asdict(clip), "source": str(Path(str(clip.source)).absolute())}
-        rows.append({"row": json.dumps({"index": index, "path": str(path), "clip": fields})})
+    rows = [
+        {
+            "clip": json.dumps({**asdict(clip), "source": str(Path(str(clip.source)).absolute())}),
+            "path": str(directory.path(clip).absolute()),
+        }
+        for clip in directory.missing.values()
+    ]
     if not rows:
         return
-    with _connected(address) as ray:
+    # Ray prints on stdout, and a command's stdout is its report.
+    with contextlib.redirect_stdout(sys.stderr), _connected(ray, address):
+        ray.data.DataContext.get_current().enable_progress_bars = False
         # Numbers of chips: of the cluster, and those that one model needs.
         chips, needed = int(ray.cluster_resources().get("TPU", 0)), (config.dp or 1) * (config.tp or 1)
-        # With chips no CPU is reserved: the chips alone limit the actors on a host.
-        resources: dict[str, Any] = (
-            {"num_cpus": 0, "resources": {"TPU": needed}} if chips else {"num_cpus": 1}
-        )
-        # Each clip is a block and a batch: if an actor dies, only one clip is encoded again.
-        data = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
+        # Each clip is a block: if an actor dies, only one clip is encoded again.
+        clips: Any = ray.data.from_items(rows, override_num_blocks=len(rows))
+        outcomes = clips.map(
             ClipActor,
             fn_constructor_args=(config,),
-            batch_size=1,
             compute=ray.data.ActorPoolStrategy(size=actors or max(chips // needed, 1)),
             max_restarts=RETRIES,
             max_task_retries=RETRIES,
-            **resources,
+            # With chips no CPU is reserved: the chips alone limit the actors on a host.
+            **({"num_cpus": 0, "resources": {"TPU": needed}} if chips else {"num_cpus": 1}),
         )
-        for row in data.iter_rows():
-            line = json.loads(row["line"])
-            if "error" in line:
-                directory.refuse(line["index"], line["error"])
-            else:
-                directory.note(line["index"], **line["about"])
-            yield Step(line["index"], line.get("error"), 0.0, 0.0)  # an actor's seconds are not measured
+        for row in outcomes.iter_rows():
+            if row["error"]:
+                directory.refuse(row["id"], row["error"])
+            # An actor's seconds are not measured.
+            yield Step(row["id"], row["error"] or None, 0.0, 0.0, json.loads(row["abouts"]))
+
+
+def _connected(ray: Any, address: str | None) -> Any:
+    """Return a connection to a cluster, which a `with` block closes; `ValueError` if no cluster is there."""
+    try:
+        return ray.init(address=address, log_to_driver=False)
+    except ConnectionError as error:
+        raise ValueError(f"there is no Ray cluster at {address}: {error}") from error

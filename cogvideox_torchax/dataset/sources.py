@@ -6,8 +6,9 @@ from typing import Any
 
 from cogvideox_torchax.dataset import formats
 from cogvideox_torchax.dataset.clip import Clip
-from cogvideox_torchax.dataset.names import ClipError, check_ids, is_waiting
+from cogvideox_torchax.dataset.names import ClipError, check_ids
 from cogvideox_torchax.files import reports, video
+from cogvideox_torchax.files.whole import WRITING
 
 LISTS = (".txt", ".jsonl")
 FIELDS: dict[str, type] = {
@@ -111,16 +112,30 @@ def _relative_name(file: Path, directory: Path) -> str:
     return file.name if ".." in below.parts else below.as_posix()
 
 
+def latent_files(directory: Path) -> list[Path]:
+    """Return the safetensors files in a directory and below it, ordered by their paths."""
+    return _complete_files(directory, (formats.SUFFIXES[formats.SAFETENSORS],))
+
+
 def shards(directory: Path) -> list[Path]:
-    """Return the files that hold latents in a directory and below it.
+    """Return the files that hold latents in a directory and below it, of one clip or several.
 
     Raises:
         ClipError: there are none.
     """
     suffixes = tuple(formats.SUFFIXES.values())
-    files = (path for path in directory.rglob("*") if path.suffix in suffixes and path.is_file())
-    # Waiting files are left out: each has one clip of a shard that is not complete yet.
-    found = sorted(path for path in files if not is_waiting(path.relative_to(directory)))
+    found = _complete_files(directory, suffixes)
     if not found:
         raise ClipError(f"{directory} holds no latents: they end in {', '.join(suffixes)}")
     return found
+
+
+def _complete_files(directory: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    """Return the files below a directory that end in one of `suffixes`, but no output in the making."""
+    return sorted(
+        path
+        for path in directory.rglob("*")
+        if path.suffix in suffixes
+        and not any(part.endswith(WRITING) for part in path.relative_to(directory).parts)
+        and path.is_file()
+    )

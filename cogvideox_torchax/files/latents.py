@@ -2,7 +2,7 @@
 
 import json
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -16,8 +16,6 @@ from cogvideox_torchax.runtime import without_torchax
 
 KEY, FORMAT = "cogvideox-torchax", 2
 """The key of a file's metadata that holds the JSON object, and the version of its fields."""
-FORMER = "cogvideox-torchax-latents/1"
-"""The name of format 1, which is read but not written."""
 FACTORS = ("scaling_factor", "shift_factor", "invert_scale_latents")
 """Fields of the config by which a diffusion pipeline scales latents."""
 TENSOR, LOGVAR, SAMPLE = "latents", "logvar", "sample"
@@ -77,9 +75,10 @@ class Latents:
         kept = {TENSOR: self.tensor, LOGVAR: self.logvar, SAMPLE: self.sample}
         return {name: tensor for name, tensor in kept.items() if tensor is not None}
 
-    def metadata(self) -> dict[str, str]:
-        """Return the metadata of a latent file: all but the tensors, as one JSON object under `KEY`."""
-        fields = {
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The JSON object in a latent file: all but the tensors."""
+        return {
             "format": FORMAT,
             "model": self.model,
             "config": {name: self.config.get(name) for name in SHAPING_FIELDS},
@@ -87,7 +86,10 @@ class Latents:
             "num_frames": self.num_frames,
             "about": self.about,
         }
-        return {KEY: json.dumps(fields, sort_keys=True)}
+
+    def metadata(self) -> dict[str, str]:
+        """Return the metadata of a latent file: `fields` as JSON under `KEY`."""
+        return {KEY: json.dumps(self.fields, sort_keys=True)}
 
     def check_model(self, config: dict[str, Any]) -> None:
         """Raise `LatentsError` unless a VAE of this config can decode these latents."""
@@ -110,8 +112,44 @@ def save(latents: Latents, path: str | Path) -> None:
     tensors.save(latents.tensors, path, latents.metadata())
 
 
-def load(path: str | Path) -> Latents:
-    """Read a latent file.
+def dumps(latents: Latents) -> bytes:
+    """Return the bytes of the file that `save` writes."""
+    return tensors.serialized(latents.tensors, latents.metadata())
+
+
+def save_shard(clips: Iterable[Latents], path: str | Path) -> None:
+    """Write the latents of several clips into one safetensors file, whole or not at all.
+
+    The tensors of a clip are named `ID/latents`, `ID/logvar` and so on, by the "id" in its `about`. The JSON
+    object under `KEY` has under "clips" the fields of each clip's latent file, by id.
+    """
+    found: dict[str, torch.Tensor] = {}
+    fields: dict[str, Any] = {}
+    for latents in clips:
+        name = latents.about["id"]
+        found |= {f"{name}/{tensor}": value for tensor, value in latents.tensors.items()}
+        fields[name] = latents.fields
+    tensors.save(found, path, {KEY: json.dumps({"format": FORMAT, "clips": fields})})
+
+
+def shard_ids(path: Path) -> list[str] | None:
+    """Return the ids of the clips in a file of `save_shard`; None for any other safetensors file.
+
+    Raises:
+        LatentsError: no safetensors, truncated, or metadata that is no JSON.
+    """
+    clips = _clips(_parsed(path, tensors.metadata(path, LatentsError)))
+    return None if clips is None else list(clips)
+
+
+def _clips(fields: Any) -> dict[str, Any] | None:
+    """Return the fields of each clip in the JSON object of a shard; None for any other JSON value."""
+    clips = fields.get("clips") if isinstance(fields, dict) else None
+    return clips if isinstance(clips, dict) else None
+
+
+def load(path: str | Path, clip_id: str | None = None) -> Latents:
+    """Read a latent file, or the clip `clip_id` of a file of `save_shard`.
 
     Raises:
         LatentsError: no file, or one that is truncated, no safetensors, without the tensor or the metadata
@@ -119,8 +157,9 @@ def load(path: str | Path) -> Latents:
     """
     if not Path(path).is_file():
         raise LatentsError(f"there is no file {path}")
-    metadata, found = tensors.load(path, LatentsError)
-    return from_metadata(path, metadata, found)
+    metadata, found = tensors.load(path, LatentsError, "" if clip_id is None else f"{clip_id}/")
+    fields = _parsed(path, metadata)
+    return from_fields(path, fields if clip_id is None else (_clips(fields) or {}).get(clip_id), found)
 
 
 def about(path: Path) -> dict[str, Any]:
@@ -129,7 +168,7 @@ def about(path: Path) -> dict[str, Any]:
     Raises:
         LatentsError: no safetensors, truncated, another format, or a broken field.
     """
-    return _fields(path, tensors.metadata(path, LatentsError))["about"]
+    return _checked(path, _parsed(path, tensors.metadata(path, LatentsError)))["about"]
 
 
 def loads(data: bytes, name: str | Path) -> Latents:
@@ -146,21 +185,21 @@ def loads(data: bytes, name: str | Path) -> Latents:
         found = without_torchax(deserialized, data)  # while torchax is on, safetensors cannot be loaded
     # The file begins with the length of its JSON header, in eight bytes; `deserialized` drops the metadata.
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    return from_metadata(name, header.get("__metadata__", {}), found)
+    return from_fields(name, _parsed(name, header.get("__metadata__", {})), found)
 
 
-def from_metadata(path: str | Path, metadata: dict[str, str], found: dict[str, torch.Tensor]) -> Latents:
-    """Return the latents that a file's metadata and tensors describe.
+def from_fields(path: str | Path, fields: Any, found: dict[str, torch.Tensor]) -> Latents:
+    """Return the latents that a file's JSON value and tensors describe.
 
     Args:
         path: of the file, for errors.
-        metadata: as `Latents.metadata` gives it, or of the former format.
+        fields: as `Latents.fields` gives them; any other value is an error.
         found: tensors by their names in a file, as `Latents.tensors` gives them.
 
     Raises:
         LatentsError: no tensor, another format, or a broken field, which is named.
     """
-    fields, tensor = _fields(path, metadata), found.get(TENSOR)
+    checked, tensor = _checked(path, fields), found.get(TENSOR)
     if tensor is None:
         raise _foreign(path)
     if tensor.ndim != 5 or not tensor.numel() or not tensor.dtype.is_floating_point:
@@ -168,7 +207,7 @@ def from_metadata(path: str | Path, metadata: dict[str, str], found: dict[str, t
             f"{path} holds {tensor.dtype} of shape {tuple(tensor.shape)}: floats of shape (N, C, T, H, W), "
             "without an empty axis, are wanted"
         )
-    return Latents(tensor, **fields, logvar=found.get(LOGVAR), sample=found.get(SAMPLE))
+    return Latents(tensor, **checked, logvar=found.get(LOGVAR), sample=found.get(SAMPLE))
 
 
 def _foreign(path: str | Path) -> LatentsError:
@@ -178,43 +217,35 @@ def _foreign(path: str | Path) -> LatentsError:
     )
 
 
-def _fields(path: str | Path, metadata: dict[str, str]) -> dict[str, Any]:
-    """Check the fields of a file's metadata; return them as the arguments of `Latents`, without its tensors.
+def _checked(path: str | Path, fields: Any) -> dict[str, Any]:
+    """Check the fields of a file; return them as the arguments of `Latents`, without its tensors.
 
     `_CHECKS` has a check for each field. The config's `FACTORS`, by which pipelines scale latents, are
     checked like fields of the file: an error then names the factor, not the whole config.
 
     Args:
         path: of the file, for errors.
-        metadata: as `Latents.metadata` gives it, or of the former format.
+        fields: the JSON value in it.
     """
-    try:
-        fields = reports.parse(metadata[KEY]) if KEY in metadata else _fields_of_format_1(metadata)
-    except ValueError as error:
-        raise LatentsError(f"{path} is broken: its metadata is no JSON ({error})") from error
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         raise _foreign(path)
+    if _clips(fields) is not None:
+        raise LatentsError(f"{path} is a shard of a data set: decode its directory, into another one")
     for name, (is_valid, wanted) in _CHECKS.items():
         given = fields["config"] if name in FACTORS else fields  # the config itself is checked first
         if not is_valid(given.get(name)):
             shown = reprlib.repr(given[name]) if name in given else "missing"
             raise LatentsError(f"{path} is broken: its {name} is {shown}, {wanted} is wanted")
-    fields["fps"] = video.frame_rate(fields["fps"])
-    return {name: fields[name] for name in ("model", "config", "num_frames", "about", "fps")}
+    kept = {name: fields[name] for name in ("model", "config", "num_frames", "about")}
+    return {**kept, "fps": video.frame_rate(fields["fps"])}
 
 
-def _fields_of_format_1(metadata: dict[str, str]) -> dict[str, Any]:
-    """Return the fields of a file of format 1, in the form of format 2; empty for another file.
-
-    In format 1 each field was a separate text: "config", "num_frames" and "about" as JSON. Some fields of
-    the config were repeated as texts; the repetitions are left out.
-    """
-    if metadata.get("format") != FORMER:
-        return {}
-    # By field, the function that reads its text.
-    readers = {"model": str, "fps": str, **dict.fromkeys(("config", "num_frames", "about"), reports.parse)}
-    fields = {name: read(metadata[name]) for name, read in readers.items() if name in metadata}
-    return {"about": {}, **fields, "format": FORMAT}
+def _parsed(path: str | Path, metadata: dict[str, str]) -> Any:
+    """Return the JSON value under `KEY` in a file's metadata, None where there is none; for errors `path`."""
+    try:
+        return reports.parse(metadata.get(KEY, "null"))
+    except ValueError as error:
+        raise LatentsError(f"{path} is broken: its metadata is no JSON ({error})") from error
 
 
 def _is_number(value: Any) -> bool:

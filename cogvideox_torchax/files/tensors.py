@@ -6,30 +6,39 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as serialized
+from safetensors.torch import save as to_bytes
 
 from cogvideox_torchax.files.whole import whole_file
 from cogvideox_torchax.runtime import to_torch, without_torchax
 
 
+def serialized(tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> bytes:
+    """Return the bytes of a safetensors file of tensors, which may be on JAX, and metadata."""
+    plain = {name: to_torch(tensor).contiguous() for name, tensor in tensors.items()}
+    return without_torchax(to_bytes, plain, metadata=metadata)
+
+
 def save(tensors: Mapping[str, torch.Tensor], path: str | Path, metadata: dict[str, str]) -> None:
     """Write a safetensors file of tensors, which may be on JAX, and metadata: whole or not at all."""
-    plain = {name: to_torch(tensor).contiguous() for name, tensor in tensors.items()}
-    data = without_torchax(serialized, plain, metadata=metadata)
+    data = serialized(tensors, metadata)
     # Not by safetensors' own writer: it would put another file in the place of `temporary`.
     with whole_file(path) as temporary:
         temporary.write_bytes(data)
 
 
 def load(
-    path: str | Path, refused: type[ValueError] = ValueError
+    path: str | Path, refused: type[ValueError] = ValueError, prefix: str = ""
 ) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
-    """Return a safetensors file's metadata and tensors; raise the error class `refused` if it is broken."""
+    """Return a safetensors file's metadata and tensors; raise the error class `refused` if it is broken.
+
+    Only tensors whose names begin with `prefix` are read, and returned under their names without it.
+    """
 
     # One opening: a file that is replaced meanwhile is read in one version.
     def read() -> tuple[dict[str, str], dict[str, torch.Tensor]]:
         with safe_open(path, framework="pt") as file:
-            return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
+            return file.metadata() or {}, {n.removeprefix(prefix): file.get_tensor(n) for n in names}
 
     with readable(path, refused):
         return without_torchax(read)  # loading goes wrong while torchax is on

@@ -1,9 +1,11 @@
 """Read clips and images; write mp4, gif and frames. The only module that imports PyAV."""
 
+import bisect
 import collections
 import contextlib
 import io
 import itertools
+import math
 import re
 import struct
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -86,6 +88,18 @@ class VideoInfo:
         """
         shortest, longest = self.gaps
         return longest - shortest > (self.tick if 4 * self.tick < shortest else 0)
+
+    def at_rate(self, fps: Fraction) -> list[int]:
+        """Return the indices of the frames that show the video at another rate.
+
+        For each multiple of 1 / `fps` seconds the frame nearest in time is taken. An index is left out if no
+        such time is nearest to its frame, and repeated if several are.
+        """
+        times = self.times or [index / self.fps for index in range(self.num_frames)]
+        # Between two frames the time from which on the later one is nearer; after the last frame the end.
+        borders = [(a + b) / 2 for a, b in itertools.pairwise(times)]
+        count = math.floor((times[-1] + 1 / self.fps / 2) * fps) + 1
+        return [bisect.bisect_left(borders, index / fps) for index in range(count)]
 
 
 def frame_rate(text: str) -> Fraction:
@@ -257,6 +271,13 @@ class Framing:
     crop: bool = False
     resized: tuple[int, int] | None = None
 
+    def enlargement(self, info: VideoInfo) -> float:
+        """Return the factor by which a video's picture is enlarged along a side; 1 if it is not."""
+        if self.crop and self.resized is None:
+            return 1.0
+        # Of a picture that is resized and then cropped, one side has the size that it is resized to.
+        return max(self.height / info.height, float(self.width / (info.width * info.pixel)), 1.0)
+
 
 def cover(info: VideoInfo, height: int, width: int) -> Framing:
     """Return the framing that resizes a video to just cover `height` x `width`, and cuts out the middle."""
@@ -309,31 +330,37 @@ def framing(info: VideoInfo, *, multiple: int, height: int | None, width: int | 
     return Framing(chosen_height, chosen_width)
 
 
-def read_frames(source: Source, size: Framing, num_frames: int) -> Iterator[torch.Tensor]:
-    """Yield the first `num_frames` frames as uint8 (1, 3, H, W), upright, one at a time.
+def read_frames(source: Source, size: Framing, frames: int | Sequence[int]) -> Iterator[torch.Tensor]:
+    """Yield frames of a video as uint8 (1, 3, H, W), upright, one at a time.
 
     Args:
         source: path or bytes of the video file.
         size: the size that frames are brought to, and whether they are resized or cropped.
-        num_frames: number of frames, from the first on.
+        frames: number of frames, from the first on; or their indices in ascending order, in which an index
+            that comes several times gives its frame as often.
 
     Raises:
-        VideoError: a file that cannot be read, that ends before `num_frames`, or whose frames change size.
+        VideoError: a file that cannot be read, that ends before the last frame, or whose frames change size.
     """
+    indices = range(frames) if isinstance(frames, int) else frames
     path = _name_for_messages(source)
     count, first_size = 0, None  # number of decoded frames, and (height, width) of the first
+    wanted = collections.Counter(indices)
+    num_decoded = max(wanted, default=-1) + 1
     with _opened(source) as container:
         container.streams.video[0].thread_type = "AUTO"  # decodes on several threads
-        for count, frame in enumerate(itertools.islice(container.decode(video=0), num_frames), 1):
+        for count, frame in enumerate(itertools.islice(container.decode(video=0), num_decoded), 1):
             first_size = first_size or (frame.height, frame.width)
             if (frame.height, frame.width) != first_size:
                 raise VideoError(
                     f"{path} changes size at frame {count - 1}, from {first_size[0]} x {first_size[1]} "
                     f"pixels to {frame.height} x {frame.width}: cut it there, or take fewer frames"
                 )
-            yield torch.from_numpy(_framed_pixels(frame, size)).permute(2, 0, 1)[None].contiguous()
-    if count < num_frames:
-        raise VideoError(f"{path} is truncated: {num_frames} frames were expected, {count} could be decoded")
+            if count - 1 in wanted:
+                pixels = torch.from_numpy(_framed_pixels(frame, size)).permute(2, 0, 1)[None].contiguous()
+                yield from itertools.repeat(pixels, wanted[count - 1])
+    if count < num_decoded:
+        raise VideoError(f"{path} is truncated: {num_decoded} frames were expected, {count} could be decoded")
 
 
 def read_image(path: str | Path) -> Any:

@@ -80,7 +80,7 @@ def whole_file(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
         LockedError: another run is writing it.
     """
     path = resolved(path)
-    _remove_leftover(hidden(path, EXCHANGE))  # messages between processes that were killed
+    remove_leftover(hidden(path, EXCHANGE))  # messages between processes that were killed
     with reserved(path, WRITING) as (place, handle):  # a directory beside `path`, and its locked descriptor
         made = place / "output"
         made.mkdir() if directory else made.touch()
@@ -165,7 +165,7 @@ def lock(handle: int, path: str | Path) -> None:
         pass
 
 
-def _remove_leftover(place: Path) -> None:
+def remove_leftover(place: Path) -> None:
     """Remove a directory that a killed run has left, unless it is locked: its run is then alive.
 
     A run locks its directory, and the lock ends with its process. `flock` raises `OSError` if it is locked.

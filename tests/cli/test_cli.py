@@ -339,7 +339,7 @@ WRONG = {
     "many latents into a file": (lambda: None, ("decode", ".", *DECODE[2:]), "give a name without .mp4"),
     "no directory of clips": (
         lambda: None,
-        ("encode", "no/", "-o", "new/", "--format", "parquet"),
+        ("encode", "no/", "-o", "new/"),
         "there is no file or directory no/",
     ),
     "a shard alone": (

@@ -8,6 +8,7 @@ from fractions import Fraction
 from pathlib import Path
 from time import sleep
 
+import av
 import pytest
 import torch
 
@@ -17,7 +18,7 @@ from cogvideox_torchax.files import video
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
 from tests import reference
 from tests.dataset.conftest import write_clip
-from tests.files.test_video import read_all
+from tests.files.test_video import encode, moving_frames, read_all
 
 
 def clip_of(small, name="a.mp4", **options):
@@ -39,7 +40,8 @@ def test_bytes_of_a_file_are_the_file_and_what_is_about_it_says_where_it_comes_f
     given = small.unit(Clip("a.mp4", data, caption="A ball."))
     assert torch.equal(given.tensor, small.wanted["a.mp4"].tensor)
     about = {"source_sha256": hashlib.sha256(data).hexdigest(), "height": 16, "width": 24}
-    about |= {"source_frames": 9, "variable_frame_rate": False}
+    about |= {"source_frames": 9, "source_fps": "10", "variable_frame_rate": False, "dropped_frames": 0}
+    about |= {"repeated_frames": 0, "enlarged": 1.0, "first_frame": 0, "tiles": None}
     assert small.wanted["a.mp4"].about == small.wanted["a.mp4"].about | about
     assert given.about == small.wanted["a.mp4"].about | {"caption": "A ball."}
     assert (given.num_frames, given.fps) == (9, 10)
@@ -101,7 +103,7 @@ def test_a_clip_goes_into_the_bucket_nearest_in_the_shape_that_is_shown_then_the
     frames, height, width, pixel, bucket
 ):
     info = video.VideoInfo(Path("a.mp4"), height, width, Fraction(10), frames, pixel=Fraction(pixel))
-    assert choose(BUCKETS, info) == BUCKETS[bucket]
+    assert choose(BUCKETS, info, frames) == BUCKETS[bucket]
 
 
 def test_a_bucket_holds_no_more_frames_than_a_clip_may_give(small, tmp_path):
@@ -120,6 +122,56 @@ def test_a_bucket_is_filled_and_its_middle_cut_out(small, tmp_path):
     unit = EncodeClip(ClipConfig(small.model, "torch", buckets=(Bucket(9, 16, 24),)))
     whole = read_all(path, video.Framing(16, 48), 9)
     assert torch.equal(unit.read(Clip("wide", path)).frames, whole[..., 12:36])
+
+
+def test_windows_are_the_frames_in_order_and_each_has_a_sample_of_its_own(small, tmp_path, monkeypatch):
+    path = write_clip(tmp_path / "long.mp4", frames=23)
+    unit = EncodeClip(replace(small.config, windows=True, frames=9, keep="both"))
+    for ahead in (2**30, 1000):  # read ahead, or while it is encoded
+        monkeypatch.setattr("cogvideox_torchax.dataset.clip.AHEAD_BYTES", ahead)
+        windows = list(unit.read(Clip("long", path)).windows())
+        assert torch.equal(torch.cat([window.frames for window in windows], dim=2), read_all(path, count=18))
+    one, two = unit.windows(Clip("long", path))
+    assert (one.about["id"], two.about["id"], two.about["first_frame"]) == ("long/00000", "long/00001", 9)
+    assert (two.num_frames, two.about["dropped_frames"]) == (9, 5)
+    noise = [(z.sample - z.tensor) / torch.exp(0.5 * z.logvar) for z in (one, two)]
+    assert not torch.allclose(noise[0], noise[1])
+    with pytest.raises(ClipError, match="call `windows`"):
+        unit(Clip("long", path))
+    with pytest.raises(ClipError, match="windows of no length"):
+        replace(small.config, windows=True)
+
+
+def test_a_clip_is_resampled_by_the_times_of_its_frames(small, tmp_path):
+    times = [0, 100, 200, 250, 300, 700, 800]  # in milliseconds: the rate varies
+    with av.open(str(tmp_path / "a.mkv"), "w") as container:
+        encode(container, moving_frames(7, 16, 24), "ffv1", times=times)
+    whole = read_all(tmp_path / "a.mkv")
+    for fps, wanted in (("10", [0, 1, 2, 4, 4, 4, 5, 5, 6]), ("5", [0, 2, 4, 5, 6]), ("5/2", [0, 4, 6])):
+        found = EncodeClip(replace(small.config, fps=fps)).read(Clip("a", tmp_path / "a.mkv"))
+        assert list(found.indices) == wanted
+        assert torch.equal(found.frames, whole[:, :, wanted])
+        assert found.changes["repeated_frames"] == len(wanted) - len(set(wanted))
+    assert EncodeClip(replace(small.config, fps="5"))(Clip("a", tmp_path / "a.mkv")).fps == 5
+
+
+@pytest.mark.parametrize("fps", [8, 24, 25, Fraction(30000, 1001)])
+@pytest.mark.parametrize("count", [1, 2, 8, 49, 240])
+def test_at_its_own_rate_a_video_keeps_its_frames_and_at_half_of_it_every_second(fps, count):
+    exact = [Fraction(index) / fps for index in range(count)]
+    rounded = [Fraction(round(time * 1000), 1000) for time in exact]  # as .mkv stores times
+    for times in ((), exact, rounded):
+        info = video.VideoInfo(Path("a.mp4"), 24, 16, Fraction(fps), count, tuple(times))
+        assert info.at_rate(Fraction(fps)) == list(range(count))
+        assert info.at_rate(Fraction(fps) / 2) == list(range(0, count, 2))
+
+
+def test_the_enlargement_is_of_the_picture_as_it_is_shown_and_before_it_is_cropped():
+    info = video.VideoInfo(Path("a.mp4"), 24, 48, Fraction(8), 9, pixel=Fraction(2))  # shown 96 wide
+    assert video.cover(info, 48, 48).enlargement(info) == 2
+    assert video.cover(info, 24, 24).enlargement(info) == 1
+    assert video.Framing(24, 144).enlargement(info) == 1.5
+    assert video.Framing(16, 24, crop=True).enlargement(info) == 1
 
 
 def test_a_file_that_changes_while_it_is_read_is_an_error(small, tmp_path, monkeypatch):

@@ -1,10 +1,10 @@
-"""Directories of clips by the command line: formats that others read, what is done is skipped, faults."""
+"""Directories of clips by the command line: what is done is skipped, and each fault is named."""
 
+import contextlib
 import json
 import os
 import re
 import shutil
-import sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -12,68 +12,84 @@ import pytest
 import torch
 
 from cogvideox_torchax import cli
-from cogvideox_torchax.dataset import Clip, ClipError, EncodeClip, formats, manifest, sources
+from cogvideox_torchax.dataset import Clip, ClipError, EncodeClip, formats, sources
 from cogvideox_torchax.dataset.decoding import VideoDirectory
+from cogvideox_torchax.dataset.directory import ProcessShard, failures
+from cogvideox_torchax.dataset.encoding import LatentDirectory
 from cogvideox_torchax.files import latents as latent_files
-from cogvideox_torchax.files import reports, video, whole
+from cogvideox_torchax.files import video, whole
 from tests import reference
 from tests.dataset.conftest import BAD, GOOD, OPTIONS, command, encode, tree, write_clip
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
 
 
-@pytest.mark.parametrize("kind", formats.SUFFIXES)
-def test_every_good_clip_is_kept_bit_for_bit_and_every_bad_one_is_named(small, encoded, kind):
-    suffix = formats.SUFFIXES[kind]
-    found = {
-        name: read() for path in (encoded / kind).rglob(f"*{suffix}") for name, read in formats.entries(path)
-    }
-    assert sorted(found) == sorted(GOOD)
-    for name, latents in found.items():
-        assert torch.equal(latents.tensor, small.wanted[name].tensor)
-        assert torch.equal(latents.logvar, small.wanted[name].logvar)
+def test_every_good_clip_is_a_file_bit_for_bit_and_every_bad_one_a_line(small, encoded):
+    out = encoded / "latents"
+    assert set(tree(out)) == {f"{name}.safetensors" for name in GOOD}
+    for name in GOOD:
+        latents = latent_files.load(out / f"{name}.safetensors")
+        for tensor, value in small.wanted[name].tensors.items():
+            assert torch.equal(latents.tensors[tensor], value)
         assert ({**latents.about, "caption": ""}, latents.fps) == (small.wanted[name].about, 10)
-    assert found["a.mp4"].about["caption"] == "A ball — é."
-    noted = [(line["id"], line["kind"]) for line in manifest.lines(encoded / kind) if "id" in line]
-    assert sorted(noted) == sorted([*((name, "bad") for name in BAD), *((name, "done") for name in GOOD)])
-    assert [*encoded.rglob("work/*")] == []
+    assert latent_files.about(out / "a.mp4.safetensors")["caption"] == "A ball — é."
+    assert sorted(failures(out / "failed.jsonl")) == sorted(BAD)
+    assert sorted(path.name for path in out.iterdir()) == [
+        *("a.mp4.safetensors", "b.mp4.safetensors", "failed.jsonl", "sub", "z.mp4.safetensors")
+    ]
 
 
-def test_a_second_run_computes_nothing_and_new_clips_go_into_new_shards(small, tmp_path, monkeypatch, capsys):
-    clips = tmp_path / "in"
-    shutil.copytree(small.clips, clips)
-    options = ("--format", "parquet", "--shard-size", 3)
-    assert encode(small, tmp_path / "out", *options, clips=clips) == 1
-    before = tree(tmp_path / "out")
+def test_a_second_run_computes_only_new_clips_and_with_retry_those_that_failed(
+    small, encoded, tmp_path, monkeypatch, capsys
+):
+    for name in ("in", "out"):
+        shutil.copytree({"in": small.clips, "out": encoded / "latents"}[name], tmp_path / name)
     monkeypatch.setattr("cogvideox_torchax.dataset.EncodeClip.encode", None)
-    capsys.readouterr()
-    assert encode(small, tmp_path / "out", *options, "--json", clips=clips) == 1
-    said = json.loads(capsys.readouterr().out)
-    assert (said["done_before"], said["bad"], said["clips"]) == (5, 2, 0)
-    assert tree(tmp_path / "out") == before
+    assert encode(small, tmp_path / "out", "--json", clips=tmp_path / "in") == 1
+    said = capsys.readouterr()
+    assert (found := json.loads(said.out)) == found | {"done_before": 5, "bad": 2, "clips": 0}
+    assert "failed.jsonl says why, --retry-failed tries again" in said.err
     monkeypatch.undo()
-    write_clip(clips / "aa.mp4")
-    shutil.copy(clips / "a.mp4", clips / BAD[0])  # mended
-    assert encode(small, tmp_path / "out", *options, "--retry-failed", clips=clips) == 1
-    after = tree(tmp_path / "out")
-    assert after | before == after | {"clips.json": before["clips.json"]}, "what was there stays"
-    (new,) = set(after) - set(before)
-    assert [name for name, _ in formats.entries(tmp_path / "out" / new)] == ["aa.mp4", BAD[0]]
+    write_clip(tmp_path / "in/new.mp4")
+    shutil.copy(tmp_path / "in/a.mp4", tmp_path / "in" / BAD[0])
+    for retry, new in (((), {"new.mp4"}), (("--retry-failed",), {"new.mp4", BAD[0]})):
+        assert encode(small, tmp_path / "out", *retry, clips=tmp_path / "in") == 1
+        found = tree(tmp_path / "out")
+        assert set(found) - set(tree(encoded / "latents")) == {f"{name}.safetensors" for name in new}
+        assert found | tree(encoded / "latents") == found
 
 
-def test_other_settings_are_refused_in_the_same_directory(small, encoded, refused):
-    other = ("--format", "parquet", "--shard-size", 3, "--frames", 5)
-    assert "other settings (frames)" in refused(*command(small, encoded / "parquet", *other))
+def test_other_settings_are_refused_by_name_before_any_work_whatever_the_clips(
+    small, encoded, other_weights, tmp_path, refused
+):
+    shutil.copytree(encoded / "latents", tmp_path / "out")
+    write_clip(tmp_path / "in/new.mp4")
+    for options, words in (
+        (["--frames", 5], "frames is None there and 5 here"),
+        (["--fps", 5], "fps is None there and '5' here"),
+        (["--model", other_weights], "model_sha256 is"),
+    ):
+        given = command(small, tmp_path / "out", *options, clips=tmp_path / "in")
+        assert f"other settings ({words}" in refused(*given)
+    latent_files.save(small.wanted["a.mp4"].__class__(**{**vars(small.wanted["a.mp4"]), "about": {}}),
+                      tmp_path / "out/alone.safetensors")  # fmt: skip
+    assert "alone.safetensors does not say by which settings" in refused(*command(small, tmp_path / "out"))
 
 
-def test_two_shares_make_what_one_process_makes(small, encoded, tmp_path, monkeypatch, capsys):
+def test_two_processes_make_what_one_makes_and_two_of_one_part_exclude_each_other(
+    small, encoded, tmp_path, monkeypatch, refused
+):
     out = tmp_path / "out"
-    monkeypatch.setattr("cogvideox_torchax.sharding.exit_at_once", None)  # bad clips are no reason to
-    options = ("--format", "webdataset", "--shard-size", 3, "--distributed", "--processes", 2, "--process")
-    assert [encode(small, out, *options, index) for index in (1, 0)] == [1, 1]
-    assert capsys.readouterr().err.count("1 bad clip was left out") == 2, "each names its own"
-    assert tree(out) == tree(encoded / "webdataset")
-    assert len(list(out.glob("manifest-*.jsonl"))) == 2
+    monkeypatch.setattr("cogvideox_torchax.sharding.exit_at_once", lambda code: None)
+    options = ("--distributed", "--processes", 2, "--process")
+    directory = LatentDirectory(out, small.unit, sources.clips(small.clips), ProcessShard(1, 2))
+    assert list(directory.missing) == sorted([*GOOD, *BAD])[1::2]
+    with directory.locked():
+        assert "another run is writing it" in refused(*command(small, out, *options, 1))
+        assert encode(small, out, *options, 0) == 1
+    assert encode(small, out, *options, 1) == 1
+    assert tree(out) == tree(encoded / "latents")
+    assert sorted(failures(out / "failed.jsonl")) == sorted(BAD)
 
 
 def test_connected_processes_report_when_the_block_that_redirects_stdout_has_ended(
@@ -91,22 +107,39 @@ def test_connected_processes_report_when_the_block_that_redirects_stdout_has_end
     assert (within, json.loads(capsys.readouterr().out)["clips"]) == (["", ""], len(GOOD))
 
 
-def test_processes_that_begin_together_write_one_list(tmp_path, monkeypatch):
-    clips, write = [Clip(f"{number}.mp4", "") for number in range(9)], reports.write_json
+def test_what_is_dropped_resampled_or_enlarged_is_in_the_report_and_in_the_latents(small, tmp_path, capsys):
+    for name, frames, rate in (("fast", 40, 24), ("slow", 12, 8), ("short", 4, 8)):
+        path = tmp_path / "in" / f"{name}.mp4"
+        path.parent.mkdir(exist_ok=True)
+        with video.writing(path, rate) as sink:
+            sink.write(torch.zeros(1, 3, frames, 16, 24, dtype=torch.uint8))
+    write_clip(tmp_path / "in/tiny.mp4", height=8, width=24)
+    small_bucket = ("--buckets", "5x32x48", "--min-size", 16)
 
-    def write_late(path, document):
-        monkeypatch.setattr(reports, "write_json", write)
-        write(path, document)  # as another process does, which still holds the lock when this one writes
-        with whole.reserved(path, whole.WRITING):
-            write(path, document)
+    def report(name, *options):
+        assert encode(small, tmp_path / name, *small_bucket, *options, "--json", clips=tmp_path / "in") == 1
+        return json.loads(capsys.readouterr().out)
 
-    for kind, given in ((manifest.DatasetDirectory, ({}, clips)), (VideoDirectory, ([],))):
-        monkeypatch.setattr(reports, "write_json", write_late)
-        with kind(tmp_path / "out", *given, process_shard=manifest.ProcessShard(1, 2)) as directory:
-            assert directory.missing == ([1, 3, 5, 7] if given[-1] else [])
-            if kind is VideoDirectory:
-                directory.begin({})
-        assert reports.write_json is write
+    def about(name):
+        return latent_files.about(tmp_path / f"{name}.safetensors")
+
+    found = report("first")
+    wanted = {"latents": 2, "frames_dropped": 42, "clips_enlarged": 2, "clips_resampled": 0, "fps": "8 to 24"}
+    assert found | wanted == found
+    assert "is 8 x 24, at least 16 are wanted" in failures(tmp_path / "first/failed.jsonl")["tiny.mp4"]
+    wanted = {"source_fps": "24", "dropped_frames": 35, "enlarged": 2.0, "first_frame": 0}
+    assert (found := about("first/fast.mp4")) | wanted == found
+
+    found = report("windows", "--windows", "--fps", 8)
+    wanted = {"clips": 2, "latents": 4, "frames_dropped": 6, "clips_resampled": 1, "fps": "8"}
+    assert found | wanted == found
+    wanted = {"id": "fast.mp4/00001", "dropped_frames": 4, "first_frame": 15, "repeated_frames": 0}
+    assert (found := about("windows/fast.mp4/00001")) | wanted == found
+    assert sorted(path.name for path in (tmp_path / "windows/slow.mp4").iterdir()) == [
+        *("00000.safetensors", "00001.safetensors")
+    ]
+    found = report("windows", "--windows", "--fps", 8)
+    assert (found["done_before"], found["latents"], found["fps"]) == (2, 0, "")
 
 
 def test_a_list_gives_captions_sizes_and_ids(small, tmp_path):
@@ -127,22 +160,18 @@ WRONG = {
     "an id twice": ('{"path": "a.mp4"}\n{"path": "a.mp4"}', [], "names a.mp4 twice"),
     "a way out": ('{"path": "a.mp4", "id": "../a"}', [], "must not lead out"),
     "an absolute id": ('{"path": "a.mp4", "id": "/a"}', [], "must not lead out"),
-    "no caption": ('{"path": "a.mp4", "caption": null}', [], "line 1: caption is None, a text"),
     "no count": ('{"path": "a.mp4"}\n{"path": "b.mp4", "frames": "5"}', [], "line 2: frames is '5', a whole"),
     "half an emoji": (r'{"path": "a.mp4", "caption": "cat \ud83d"}', [], "which UTF-8 cannot hold"),
-    "nothing": (
-        "",
-        [],
-        f"names no clips: a video ends in {', '.join(video.SUFFIXES)}; of pictures, make a video first",
-    ),
+    "nothing": ("", [], f"names no clips: a video ends in {', '.join(video.SUFFIXES)}; of pictures, make"),
     "tiles": (None, ["--tiling", "21x32"], "multiples of 4"),
     "a bucket of two sides": (None, ["--buckets", "9x16x24,49x480"], "FRAMESxHEIGHTxWIDTH"),
     "a bucket": (None, ["--buckets", "9x18x24"], "a side of 18 pixels"),
     "a height": (None, ["--height", 18, "--width", 24], "a side of 18 pixels"),
+    "windows of no length": (None, ["--windows"], "windows of no length: give buckets or a number of frames"),
+    "a rate": (None, ["--fps", 1001], "got 1001 frames a second: 1000 are the most"),
     "a mesh": (None, ["--tp", 2], "runs on one device"),
     "actors": (None, ["--actors", 2], "--actors is for Ray: add --ray"),
     "readers of Ray": (None, ["--ray", "--workers", 2], "Ray reads the clips itself: leave out --workers"),
-    "a size of no shard": (None, ["--shard-size", 3], "--shard-size is for shards: add --format parquet or"),
     "a process": (None, ["--processes", 2, "--process", 0], "add --distributed"),
 }
 
@@ -186,6 +215,7 @@ def test_an_entry_that_cannot_be_is_named_and_the_others_are_encoded(small, tmp_
         "a": {},
         "x" * 246 + ".mp4": {},
         "a.safetensors/b": {},
+        "taken": {},
         "high": {"height": 8_000_000_000, "width": 24},
         "no memory": {"height": 2**16, "width": 2**16},
         "/".join(["x" * 200] * 21): {},
@@ -197,124 +227,32 @@ def test_an_entry_that_cannot_be_is_named_and_the_others_are_encoded(small, tmp_
     }
     lines = [{"path": path, **({"id": name} if name else {}), **given} for name, given in entries.items()]
     (tmp_path / "clips.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / "out/taken.safetensors").mkdir(parents=True)
     for _ in range(2):
         assert encode(small, tmp_path / "out", clips=tmp_path / "clips.jsonl") == 1
-        assert "9 bad clips were left out" in capsys.readouterr().err
-        reasons = [line["error"] for line in manifest.lines(tmp_path / "out") if line["kind"] == manifest.BAD]
-        assert sum("would have a name of 262 bytes, 255 are the most" in reason for reason in reasons) == 1
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        *("a.safetensors", "clips.json", "manifest-0.jsonl", "z.safetensors")
+        assert "bad clips left out: 10 (" in capsys.readouterr().err
+        reasons = failures(tmp_path / "out/failed.jsonl").values()
+        for words in ("would have a name of 262 bytes, 255 are the most", "is a directory: give it another"):
+            assert sum(words in reason for reason in reasons) == 1
+    assert sorted(path.name for path in (tmp_path / "out").iterdir() if path.is_file()) == [
+        *("a.safetensors", "failed.jsonl", "z.safetensors")
     ]
-    assert encode(small, tmp_path / "tar", "--format", "webdataset", clips=tmp_path / "clips.jsonl") == 1
-    assert "5 bad clips were left out" in capsys.readouterr().err
-    with VideoDirectory(tmp_path / "videos", sources.shards(tmp_path / "tar")) as videos:
-        assert "x" * 246 + ".mp4" in videos.missing
     clips = [Clip("\ud83d", path)]  # no list gives such an id
-    with manifest.DatasetDirectory(tmp_path / "more", {}, clips, kind="webdataset") as output:
-        assert (output.missing, list(output.bad_clips())) == ([], ["\ud83d"])
+    output = LatentDirectory(tmp_path / "more", small.unit, clips)
+    assert (output.missing, list(output.bad)) == ({}, ["\ud83d"])
 
 
-def test_a_clip_that_is_not_among_the_clips_any_more_is_named(small, tmp_path):
-    clips = [Clip(name, small.clips / name) for name in GOOD]
-    for given, missing, bad in ((clips, [0, 1, 2, 3, 4], []), (clips[1:], [1, 2, 3, 4], GOOD[:1])):
-        with manifest.DatasetDirectory(tmp_path / "out", {}, given, kind="webdataset") as output:
-            assert (output.missing, list(output.bad_clips())) == (missing, bad)
-
-
-STATES = {
-    "no clips": ("clips.json", lambda text: text.replace('"clips":', '"slips":')),
-    "clips that are an object": (
-        "clips.json",
-        lambda text: text.replace('"clips": [', '"clips": {"": [') + "}",
-    ),
-    "clips that are a text": ("clips.json", lambda text: text.replace('"clips":', '"clips": "abc", "x":')),
-    "a config that is a list": (
-        "clips.json",
-        lambda text: text.replace('"config": {', '"config": [], "x": {'),
-    ),
-    "clips that are numbers": ("clips.json", lambda text: text.replace('"a.mp4"', "3")),
-    "a clip that leads out": ("clips.json", lambda text: text.replace('"a.mp4"', '"../a"')),
-    "a list": ("clips.json", lambda text: "[]"),
-    "nested too deep": ("clips.json", lambda text: "[" * 100_000),
-    "no text": ("clips.json", lambda text: "\0"),
-    "a line that is a list": ("manifest-0.jsonl", lambda text: "[]\n" + text),
-    "a line without a number": ("manifest-0.jsonl", lambda text: '{"kind": "done"}\n' + text),
-    "a line without a reason": ("manifest-0.jsonl", lambda text: '{"kind": "bad", "index": 3}\n' + text),
-    "a line nested too deep": ("manifest-0.jsonl", lambda text: "[" * 100_000 + "\n" + text),
-    "a line of another process": ("manifest-1.jsonl", lambda text: '{"kind": {}}\n'),
-    "a line of videos without a name": ("videos-0.jsonl", lambda text: '{"kind": "done", "id": 3}\n'),
-    "a list for videos": ("videos.json", lambda text: "[]"),
-    "videos without a config": ("videos.json", lambda text: '{"format": "cogvideox-torchax-videos/1"}'),
-}
-
-
-@pytest.mark.parametrize(("name", "change"), STATES.values(), ids=STATES)
-def test_a_broken_state_is_one_line(small, encoded, tmp_path, refused, name, change):
-    out = tmp_path / "out"
-    shutil.copytree(encoded / "safetensors", out)
-    path = out / name
-    path.write_text(change(path.read_text() if path.exists() else ""))
-    given = command(small, out)
-    if name.startswith("videos"):
-        (out / "a.mp4").touch()
-        given = ["decode", out, "-o", out, *OPTIONS]
-    assert str(path) in refused(*given)
+def test_lines_of_failures_that_are_incomplete_or_broken_count_for_nothing(tmp_path):
+    good = b'{"id": "a", "error": "one"}\n{"id": "a", "error": "two"}\n'
+    for broken in (b'{"id": "b", "err', b"[]", b'{"id": "b"}', b"3", b"\xff", b"[" * 100_000, b"null"):
+        (tmp_path / "failed.jsonl").write_bytes(broken + b"\n" + good + broken)
+        assert failures(tmp_path / "failed.jsonl") == {"a": "two"}
 
 
 # Decoding
 
 
-def test_bad_lines_of_others_are_not_this_process_s(encoded, tmp_path):
-    shards = sources.shards(encoded / "safetensors")
-    names = [formats.entries(path)[0][0] for path in shards]
-    (tmp_path / "out").mkdir()
-    lines = [
-        json.dumps({"kind": "bad", "id": name, "error": "broken"}) + "\n" for name in (*names[:2], "gone")
-    ]
-    (tmp_path / "out/videos-1.jsonl").write_text("".join(lines))
-    for index, bad in enumerate(names[:2]):
-        with VideoDirectory(tmp_path / "out", shards, None, manifest.ProcessShard(index, 2)) as videos:
-            assert videos.bad == {bad: "broken"}
-            assert sorted(videos.missing) == sorted(set(names[index::2]) - {bad})
-
-
-def test_latents_are_found_in_folders_of_any_name_but_those_of_runs(tmp_path):
-    kept = ["work/a.mp4.safetensors", ".b/a.mp4.safetensors"]
-    for name in (*kept, "work/00000001.safetensors", ".a.tar.partial"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    assert sorted(sources.shards(tmp_path)) == sorted(tmp_path / name for name in kept)
-
-
-def test_an_id_without_a_place_of_its_own_below_the_output_is_bad(tmp_path, monkeypatch):
-    ids = ["cat", "cat.mp4", "../../escaped", "/escaped", "a/../../escaped", "", None, "y" * 254]
-    monkeypatch.setattr(formats, "entries", lambda path: [(name, None) for name in ids])
-    with VideoDirectory(tmp_path / "out", [Path("latents.tar")]) as videos:
-        assert videos.missing == ["cat"]
-        assert set(videos.bad) == {str(name) for name in ids[1:]}
-        assert "258 bytes" in videos.bad[ids[-1]]
-
-
-def test_another_model_marks_no_latents_bad_and_a_broken_first_clip_is_its_own(
-    small, encoded, tmp_path, refused
-):
-    reference.small_vae(norm_num_groups=2).save_pretrained(tmp_path / "vae")
-    decode = ["decode", str(encoded / "webdataset"), "-o", str(tmp_path / "out"), *OPTIONS]
-    assert "no model directory" in refused(*decode, "--model", "./none")
-    assert not (tmp_path / "out").exists()
-    assert "norm_num_groups" in refused(*decode, "--model", tmp_path / "vae")
-    assert list(manifest.lines(tmp_path / "out", "videos")) == []
-    shutil.copytree(encoded / "webdataset", tmp_path / "in")
-    path = min((tmp_path / "in").glob("*.tar"))
-    data = path.read_bytes()
-    path.write_bytes(data.replace(rb"format\": 2", rb"format\": 3", 1))
-    assert path.read_bytes() != data
-    assert cli.main(["decode", str(tmp_path / "in"), *decode[2:]]) == 1
-    assert [line["kind"] for line in manifest.lines(tmp_path / "out", "videos")].count("bad") == 1
-    assert len(list((tmp_path / "out").rglob("*.mp4"))) == 4
-
-
-@pytest.mark.parametrize("kind", formats.SUFFIXES)
+@pytest.mark.parametrize("kind", ["latents", *formats.SUFFIXES])
 def test_a_directory_of_latents_becomes_a_directory_of_videos(small, encoded, tmp_path, kind, capsys):
     arguments = ["decode", str(encoded / kind), "-o", str(tmp_path / "out"), *OPTIONS, "--json"]
     for before, clips in ((0, 5), (4, 1)):
@@ -326,52 +264,82 @@ def test_a_directory_of_latents_becomes_a_directory_of_videos(small, encoded, tm
         (tmp_path / "out" / "b.mp4").unlink()
 
 
-def test_one_id_of_two_shards_is_named_and_a_video_that_is_there_is_not_bad(encoded, tmp_path):
+def test_latents_are_found_in_folders_of_any_name_but_those_in_the_making(tmp_path):
+    kept = ["work/a.mp4.safetensors", ".b/a.mp4.safetensors"]
+    for name in (*kept, ".a.mp4.partial/output/00000.safetensors", ".a.tar.partial"):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).touch()
+    assert sorted(sources.shards(tmp_path)) == sorted(tmp_path / name for name in kept)
+
+
+def test_an_id_without_a_place_of_its_own_below_the_output_is_bad(tmp_path, monkeypatch):
+    ids = ["cat", "cat.mp4", "../../escaped", "/escaped", "a/../../escaped", "", None, "y" * 254]
+    monkeypatch.setattr(formats, "entries", lambda path: [(name, None) for name in ids])
+    videos = VideoDirectory(tmp_path / "out", [Path("latents.tar")])
+    assert list(videos.missing) == ["cat"]
+    assert set(videos.bad) == {str(name) for name in ids[1:]}
+    assert "258 bytes" in videos.bad[ids[-1]]
+
+
+def test_another_model_marks_no_latents_bad_and_a_broken_first_clip_is_its_own(
+    small, encoded, tmp_path, refused
+):
+    reference.small_vae(norm_num_groups=2).save_pretrained(tmp_path / "vae")
+    decode = ["decode", str(encoded / "webdataset"), "-o", str(tmp_path / "out"), *OPTIONS]
+    assert "no model directory" in refused(*decode, "--model", "./none")
+    assert not (tmp_path / "out").exists()
+    assert "norm_num_groups" in refused(*decode, "--model", tmp_path / "vae")
+    assert list((tmp_path / "out").iterdir()) == []
+    shutil.copytree(encoded / "webdataset", tmp_path / "in")
+    path = min((tmp_path / "in").glob("*.tar"))
+    data = path.read_bytes()
+    path.write_bytes(data.replace(rb"format\": 2", rb"format\": 3", 1))
+    assert path.read_bytes() != data
+    assert cli.main(["decode", str(tmp_path / "in"), *decode[2:]]) == 1
+    assert list(failures(tmp_path / "out/failed-videos.jsonl")) == ["a.mp4"]
+    assert len(list((tmp_path / "out").rglob("*.mp4"))) == 4
+
+
+def test_one_id_of_two_files_is_named_and_each_clip_is_one_process_s(encoded, tmp_path):
     for name in ("one", "two"):
-        shutil.copytree(encoded / "safetensors", tmp_path / "in" / name)
-    shards = [path for name in ("one", "two") for path in sources.shards(tmp_path / "in" / name)]
-    with VideoDirectory(tmp_path / "out", shards) as videos:
-        assert (len(videos.missing), set(videos.bad)) == (len(GOOD), set(GOOD))
-        assert "its video would replace b.mp4's in" in videos.bad["b.mp4"]
-        videos.begin({})
+        shutil.copytree(encoded / "latents", tmp_path / "in" / name)
+    shards = sources.shards(tmp_path / "in")
     missing = []
     for index in range(2):
-        with VideoDirectory(tmp_path / "out", shards, None, manifest.ProcessShard(index, 2)) as videos:
-            missing += videos.missing
-    assert sorted(missing) == GOOD, "each by one process"
-    # One process found it bad; another made it, and its manifest is read before that of the first.
-    for name, kind in (("videos-0.jsonl", manifest.DONE), ("videos-1.jsonl", manifest.BAD)):
-        line = {"kind": kind, "id": "b.mp4", "error": "no memory"}
-        (tmp_path / "out" / name).write_text(json.dumps(line) + "\n")
-    (tmp_path / "out" / "b.mp4").touch()
-    alone = sources.shards(tmp_path / "in" / "one")
-    with VideoDirectory(tmp_path / "out", alone) as videos:
-        assert (videos.bad, videos.done_before) == ({}, 1)
+        videos = VideoDirectory(tmp_path / "out", shards, None, ProcessShard(index, 2))
+        missing += videos.missing
+        assert set(videos.bad) == (set() if index else set(GOOD))
+    assert sorted(missing) == GOOD
+    videos = VideoDirectory(tmp_path / "out", shards)
+    assert f"its video would replace b.mp4's in {tmp_path}/in/one" in videos.bad["b.mp4"]
+    videos.refuse("b.mp4", "no memory")
+    videos.fix_settings({})
+    (tmp_path / "out/b.mp4").touch()
+    videos = VideoDirectory(tmp_path / "out", sources.shards(tmp_path / "in/one"))
+    assert (videos.bad, videos.done_before) == ({}, 1), "another process made it"
 
 
-@pytest.mark.parametrize("kind", formats.SUFFIXES)
-def test_a_truncated_shard_is_named_and_the_others_are_decoded(encoded, tmp_path, kind, capsys):
+@pytest.mark.parametrize("kind", ["latents", *formats.SUFFIXES])
+def test_a_truncated_file_is_named_and_the_others_are_decoded(encoded, tmp_path, kind, capsys):
     shutil.copytree(encoded / kind, tmp_path / "in")
-    path = min((tmp_path / "in").rglob(f"*{formats.SUFFIXES[kind]}"))
+    path = min((tmp_path / "in").rglob(f"*{formats.SUFFIXES.get(kind, '.safetensors')}"))
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     (tmp_path / "in" / "other").mkdir()
     shutil.copy(path, tmp_path / "in" / "other")  # another of the same name
     assert cli.main(["decode", str(tmp_path / "in"), "-o", str(tmp_path / "out"), *OPTIONS]) == 1
     said = capsys.readouterr().err
     assert f"{path} is truncated" in said
-    assert "2 bad clips were left out" in said
-    assert "a line above or the manifest says why" in said
+    assert "bad clips left out: 2 (" in said
     assert 0 < len(list((tmp_path / "out").rglob("*.mp4"))) < 5
 
 
 def test_videos_of_other_weights_or_rates_are_refused_in_the_same_directory(
     encoded, other_weights, tmp_path, refused
 ):
-    shutil.copytree(encoded / "webdataset", tmp_path / "in")
-    decode = ["decode", str(tmp_path / "in"), "-o", str(tmp_path / "out"), *OPTIONS]
+    decode = ["decode", str(encoded / "webdataset"), "-o", str(tmp_path / "out"), *OPTIONS]
     assert cli.main(decode) == 0
     for options, differing in (
-        (["--fps", "5"], "fps"),  # of a directory where nothing is missing
+        (["--fps", "5"], "fps is None there and '5' here"),  # of a directory where nothing is missing
         (["--dtype", "bfloat16"], "dtype"),
         (["--model", other_weights], "model_sha256"),
     ):
@@ -379,6 +347,24 @@ def test_videos_of_other_weights_or_rates_are_refused_in_the_same_directory(
         (tmp_path / "out/b.mp4").unlink(missing_ok=True)
     assert not (tmp_path / "out/b.mp4").exists()
     assert cli.main(decode) == 0
+
+
+@pytest.mark.parametrize("other_writes", [True, False])
+def test_processes_that_begin_together_fix_one_setting(encoded, tmp_path, monkeypatch, other_writes):
+    other, videos = (VideoDirectory(tmp_path / "out", sources.shards(encoded / "latents")) for _ in range(2))
+    lock = contextlib.ExitStack()
+
+    def sleep(_):
+        lock.close()
+        if other_writes:
+            other.fix_settings({"dtype": "other"})
+
+    monkeypatch.setattr("time.sleep", sleep)
+    lock.enter_context(whole.reserved(tmp_path / "out/videos.json", whole.WRITING))
+    refused = pytest.raises(whole.OutputError, match="dtype is 'other' there and 'mine' here")
+    with refused if other_writes else contextlib.nullcontext():
+        videos.fix_settings({"dtype": "mine"})
+    assert ("mine" in (tmp_path / "out/videos.json").read_text()) != other_writes
 
 
 def test_videos_that_were_there_before_are_not_taken_for_decoded_ones(small, encoded, tmp_path, refused):
@@ -397,55 +383,51 @@ def test_latents_and_their_videos_may_share_a_directory(small, tmp_path):
         assert {path.name for path in out.glob("*.mp4")} == {"a.mp4", "b.mp4", "z.mp4"}
 
 
-def test_what_is_in_a_directory_is_said_by_headers_alone(encoded, monkeypatch):
+def test_what_is_in_a_directory_is_listed_by_headers_alone(encoded, monkeypatch):
     for name in ("load", "loads"):
         monkeypatch.setattr(latent_files, name, Mock(side_effect=AssertionError("tensors are read")))
-    paths = sources.shards(encoded / "safetensors")
-    assert sorted(name for path in paths for name, _ in formats.entries(path)) == sorted(GOOD)
+    for kind in ("latents", "safetensors"):
+        paths = sources.shards(encoded / kind)
+        assert sorted(name for path in paths for name, _ in formats.entries(path)) == sorted(GOOD)
 
 
 # Faults
 
 
-def test_parquet_without_pyarrow_is_a_line_before_any_work(small, tmp_path, monkeypatch, refused):
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    monkeypatch.setattr(EncodeClip, "read", lambda *_: pytest.fail("a clip is read"))
-    said = refused(*command(small, tmp_path / "out", "--format", "parquet"))
-    assert "pip install 'cogvideox-torchax[data]'" in said
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_full_disk_ends_the_run_with_a_line_and_the_next_goes_on(
+def test_a_full_disk_ends_the_run_with_a_line_and_the_next_completes_it(
     small, encoded, tmp_path, monkeypatch, capsys
 ):
-    real, calls = latent_files.save, []
+    real, calls = whole._sync, []
 
-    def full(latents, path):
+    def full(path):
         calls.append(path)
-        if len(calls) == 3:
+        if len(calls) == 5:
             raise OSError(28, "No space left on device", str(path))
-        real(latents, path)
+        real(path)
 
-    monkeypatch.setattr(latent_files, "save", full)
-    options = ("--format", "webdataset", "--shard-size", 3)
-    assert encode(small, tmp_path / "out", *options) == 1
+    monkeypatch.setattr(whole, "_sync", full)
+    assert encode(small, tmp_path / "out") == 1
     assert re.search(r"^cogvideox-torchax encode: .*No space left on device", capsys.readouterr().err, re.M)
     monkeypatch.undo()
-    assert encode(small, tmp_path / "out", *options) == 1
-    assert tree(tmp_path / "out") == tree(encoded / "webdataset")
+    assert 0 < len(tree(tmp_path / "out")) < len(GOOD)
+    assert encode(small, tmp_path / "out") == 1
+    assert tree(tmp_path / "out") == tree(encoded / "latents")
 
 
-def test_an_output_that_cannot_be_written_or_that_another_run_writes_is_a_line(small, tmp_path, refused):
+def test_an_output_that_cannot_be_written_is_a_line(small, tmp_path, refused):
     (tmp_path / "file").write_text("a file")
     assert "cannot write into" in refused(*command(small, tmp_path / "file"))
-    (tmp_path / "out").mkdir()
-    with manifest.open_manifest(tmp_path / "out", "manifest-0.jsonl"):
-        assert "another run is writing" in refused(*command(small, tmp_path / "out"))
 
 
-def test_a_torn_line_is_cut_and_the_whole_ones_stay(tmp_path):
-    path = tmp_path / "manifest-0.jsonl"
-    path.write_bytes(b'{"kind": "done", "index": 0}\n{"kind": "do')
-    with manifest.open_manifest(tmp_path, path.name) as file:
-        file.write(b'{"kind": "done", "index": 1}\n')
-    assert [line["index"] for line in manifest.lines(tmp_path)] == [0, 1]
+def test_a_failing_clip_leaves_no_window_of_it(small, tmp_path, monkeypatch):
+    real = EncodeClip.encode
+
+    def fail(self, decoded):
+        if decoded.clip.id == "b.mp4/00001":
+            raise ValueError("a broken window")
+        return real(self, decoded)
+
+    monkeypatch.setattr(EncodeClip, "encode", fail)
+    assert encode(small, tmp_path / "out", "--windows", "--frames", 4) == 1
+    assert failures(tmp_path / "out/failed.jsonl")["b.mp4"] == "a broken window"
+    assert {name.rpartition("/")[0] for name in tree(tmp_path / "out")} == set(GOOD) - {"b.mp4"}

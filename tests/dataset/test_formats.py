@@ -3,6 +3,8 @@
 import gc
 import io
 import json
+import shutil
+import sys
 import tarfile
 from dataclasses import replace
 
@@ -10,11 +12,12 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
+from safetensors import safe_open
 
 from cogvideox_torchax import cli
-from cogvideox_torchax.dataset import formats, manifest
+from cogvideox_torchax.dataset import formats
 from cogvideox_torchax.files import latents as latent_files
-from tests.dataset.conftest import GOOD, OPTIONS
+from tests.dataset.conftest import GOOD, OPTIONS, pack, tree
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
 
@@ -39,7 +42,7 @@ def shard(small, tmp_path):
     return write
 
 
-@pytest.mark.parametrize("kind", ["parquet", "webdataset"])
+@pytest.mark.parametrize("kind", formats.SUFFIXES)
 def test_bfloat16_goes_through_shards_bit_for_bit(small, shard, kind):
     for name, read in formats.entries(shard(kind, torch.bfloat16)):
         assert torch.equal(read().tensor, small.wanted[name].tensor.bfloat16())
@@ -107,6 +110,70 @@ def test_fastvideos_loaders_take_the_rows(small, shard, style):
         assert np.array_equal(latents, small.wanted[row["id"]].tensor[0].numpy())
         assert np.array_equal(text, np.zeros((226, 4096)))  # the map style takes none for one of width 768
     assert [row["id"] for row in rows] == GOOD
+
+
+def test_safetensors_reads_a_shard(small, shard):
+    with safe_open(shard("safetensors"), "pt") as file:
+        for name in GOOD:
+            assert torch.equal(file.get_tensor(f"{name}/latents"), small.wanted[name].tensor)
+            assert torch.equal(file.get_tensor(f"{name}/logvar"), small.wanted[name].logvar)
+            about = json.loads(file.metadata()["cogvideox-torchax"])["clips"][name]["about"]
+            assert about == {**small.wanted[name].about, "caption": f"{name} — é"}
+        assert len(file.keys()) == 2 * len(GOOD)
+
+
+# Packing
+
+
+@pytest.mark.parametrize("kind", formats.SUFFIXES)
+def test_a_shard_has_the_next_clips_in_order_bit_for_bit_and_equal_latents_make_equal_shards(
+    small, encoded, tmp_path, kind
+):
+    shards = sorted((encoded / kind).iterdir())
+    assert [path.name for path in shards] == [f"latents-0000{i}{formats.SUFFIXES[kind]}" for i in range(2)]
+    assert [[name for name, _ in formats.entries(path)] for path in shards] == [GOOD[:3], GOOD[3:]]
+    for name, read in (entry for path in shards for entry in formats.entries(path)):
+        assert torch.equal(read().tensor, small.wanted[name].tensor)
+        assert torch.equal(read().logvar, small.wanted[name].logvar)
+        assert {**read().about, "caption": ""} == small.wanted[name].about
+    assert pack(encoded / "latents", tmp_path / "again", kind) == 0
+    assert tree(tmp_path / "again") == tree(encoded / kind)
+
+
+def test_latents_that_do_not_belong_together_and_an_output_in_use_are_refused(
+    small, encoded, tmp_path, refused
+):
+    shutil.copytree(encoded / "latents", tmp_path / "in")
+    command = ("pack", tmp_path / "in", "-o", tmp_path / "out", "--format", "webdataset")
+    about = {
+        **small.wanted["z.mp4"].about,
+        "settings": {**small.wanted["z.mp4"].about["settings"], "seed": 3},
+    }
+    latent_files.save(replace(small.wanted["z.mp4"], about=about), tmp_path / "in/z.mp4.safetensors")
+    assert "z.mp4.safetensors was made with other settings (seed is 3 there and 0 here)" in refused(*command)
+    (tmp_path / "in/z.mp4.safetensors").write_bytes(b"half")
+    assert "is truncated or no safetensors file" in refused(*command)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/a").touch()
+    assert "it is no empty directory" in refused(*command)
+    command = ("pack", encoded / "parquet", "-o", tmp_path / "new", "--format", "parquet")
+    assert "holds no latent files" in refused(*command)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
+
+
+def test_parquet_without_pyarrow_is_a_line_before_any_work(encoded, tmp_path, monkeypatch, refused):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setattr(latent_files, "about", lambda _: pytest.fail("a file is read"))
+    command = ("pack", encoded / "latents", "-o", tmp_path / "out", "--format", "parquet")
+    assert "pip install 'cogvideox-torchax[data]'" in refused(*command)
+
+
+def test_a_shard_alone_is_not_decoded(encoded, tmp_path, refused):
+    for kind, suffix in formats.SUFFIXES.items():
+        path = encoded / kind / f"latents-00000{suffix}"
+        assert "a shard of a data set: decode its directory" in refused(
+            "decode", path, "-o", tmp_path / "a.mp4"
+        )
 
 
 # Broken
@@ -185,8 +252,7 @@ def test_a_broken_entry_is_named_and_the_others_are_decoded(shard, tmp_path, cap
     for _ in range(2):
         assert cli.main(["decode", str(tmp_path / "in"), "-o", str(out), *OPTIONS]) == 1
         said = capsys.readouterr().err
-        assert "1 bad clip was left out" in said
+        assert "bad clips left out: 1 (" in said
         assert "Traceback" not in said
     found = sorted(path.relative_to(out).as_posix() for path in out.rglob("*.mp4"))
     assert found == sorted(set(GOOD) - {"b.mp4"})
-    assert len([line for line in manifest.lines(out, "videos") if line["kind"] == "done"]) == 4

@@ -4,6 +4,7 @@ import contextlib
 import json
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import hypothesis
@@ -11,10 +12,10 @@ import pyarrow.parquet
 import pytest
 from hypothesis import strategies
 
-from cogvideox_torchax.dataset import Clip, sources
+from cogvideox_torchax.dataset import EncodeClip, sources
 from cogvideox_torchax.dataset.decoding import VideoDirectory
+from cogvideox_torchax.dataset.encoding import LatentDirectory
 from cogvideox_torchax.dataset.loop import IN_READING, attempt
-from cogvideox_torchax.dataset.manifest import DatasetDirectory
 from tests.broken import texts
 from tests.dataset.test_formats import parquet, shard, webdataset  # noqa: F401
 
@@ -47,44 +48,27 @@ def test_a_list_is_encoded_or_refused(small, holds):
         shutil.copy(small.clips / "a.mp4", directory / "a.mp4")
         (directory / "clips.jsonl").write_bytes(b"\n".join(lines))
         clips = sources.clips(directory / "clips.jsonl")
-        for kind in ("safetensors", "webdataset"):
-            with DatasetDirectory(directory / kind, {}, clips, kind=kind) as output:
-                for index in output.missing:
-                    decoded, reason = attempt(small.unit.read, output.clip(index), IN_READING)
-                    if reason is None:
-                        decoded, reason = attempt(lambda given: next(given.stream()), decoded, IN_READING)
-                    if reason is None:
-                        output.keep(index, small.wanted["a.mp4"])
+        for windows in (False, True):
+            unit = EncodeClip(replace(small.config, windows=windows, frames=5), vae=small.unit.vae)
+            unit.encode = lambda decoded: small.wanted["a.mp4"]
+            list(LatentDirectory(directory / str(windows), unit, clips).work())
 
     holds(check, strategies.lists(texts(good) | texts({"path": "a.mp4"}), min_size=1, max_size=3))
 
 
-@pytest.mark.parametrize(
-    "name", ["clips.json", "manifest-0.jsonl", "manifest-1.jsonl", "videos.json", "videos-0.jsonl"]
-)
-def test_a_state_is_taken_or_refused(small, holds, shard, name):  # noqa: F811
-    lines = [{"kind": "bad", "index": 0, "id": "a", "error": "e"}, {"kind": "done", "index": 1, "id": "b"}]
-    config = {"format": "safetensors", "shard_size": 1}
+@pytest.mark.parametrize("name", ["videos.json", "failed-videos.jsonl"])
+def test_a_state_is_taken_or_refused(holds, shard, name):  # noqa: F811
     documents = {
-        "clips.json": {"format": DatasetDirectory.FORMAT, "config": config, "clips": ["a", None, "b"]},
-        "videos.json": {"format": VideoDirectory.FORMAT, "config": {"fps": None}},
+        "videos.json": {"format": VideoDirectory.FORMAT, "settings": {"fps": None}},
+        "failed-videos.jsonl": {"id": "a", "error": "e"},
     }
     path = shard("webdataset")
 
     def check(directory, found):
         (directory / name).write_bytes(b"\n".join([*found, b""]) if name.endswith("l") else found[0])
-        if name.startswith("videos"):
-            with VideoDirectory(directory, [path]) as output:
-                output.begin({})
-        else:
-            clips = [Clip(clip, small.clips / "a.mp4") for clip in ("a", "b", "c")]
-            with DatasetDirectory(directory, {}, clips, retry=True) as output:
-                for index in output.missing:
-                    output.refuse(index, "bad")
-        output.bad_clips()
+        VideoDirectory(directory, [path]).fix_settings({})
 
-    near_one = strategies.sampled_from([documents[name]] if name in documents else lines).flatmap(texts)
-    holds(check, strategies.lists(near_one, min_size=1, max_size=3))
+    holds(check, strategies.lists(texts(documents[name]), min_size=1, max_size=3))
 
 
 @pytest.mark.parametrize("kind", ["parquet", "webdataset"])
@@ -101,10 +85,9 @@ def test_an_entry_is_read_or_refused(small, holds, shard, kind):  # noqa: F811
         else:
             about = text.decode(errors="replace")
             parquet(copied, about=about, vae_latent_shape=shape, vae_logvar_bytes=data)
-        with VideoDirectory(directory / "out", [copied]) as output:
-            read = [attempt(lambda name: output._readers[name](), n, IN_READING) for n in output.missing]
-            assert len([latents for latents, _ in read if latents is not None]) >= 4
-            output.bad_clips()
+        output = VideoDirectory(directory / "out", [copied])
+        read = [attempt(lambda read: read(), read, IN_READING) for read in output.missing.values()]
+        assert len([latents for latents, _ in read if latents is not None]) >= 4
 
     shapes = strategies.lists(strategies.integers(-2, 2**40)) | strategies.none()
     shapes |= strategies.just(row["vae_latent_shape"])

@@ -24,10 +24,10 @@ from cogvideox_torchax.dataset import ray as engine
 out = sys.argv[sys.argv.index("-o") + 1]
 
 class Dying(engine.ClipActor):
-    def __call__(self, batch):
-        found = super().__call__(batch)
+    def __call__(self, row):
+        found = super().__call__(row)
         killed = Path(out + ".killed")
-        if len(list(Path(out, "work").glob("*.safetensors"))) >= 2 and not killed.exists():
+        if len(list(Path(out).rglob("*.safetensors"))) >= 2 and not killed.exists():
             killed.write_text("")
             os.kill(os.getpid(), signal.SIGKILL)  # the clip is in its place, nobody was told
         return found
@@ -40,7 +40,7 @@ sys.exit(cli.main(sys.argv[1:]))
 @pytest.mark.slow
 def test_an_actor_that_is_killed_is_replaced_and_the_result_is_that_of_one_machine(small, tmp_path):
     def of(name):
-        return command(small, tmp_path / name, "--format", "webdataset", "--shard-size", 3)
+        return command(small, tmp_path / name)
 
     ended = subprocess.run(
         [sys.executable, "-c", ENCODE, *of("ray"), "--ray", "--json"],
@@ -72,14 +72,15 @@ def test_an_actor_refuses_a_clip_that_cannot_be_read_and_ends_where_the_output_c
     from cogvideox_torchax.dataset import ray as engine
 
     clip = {"id": "a.mp4", "source": str(small.clips / "a.mp4")}
-    row = {"row": [json.dumps({"index": 0, "path": str(tmp_path / "a.safetensors"), "clip": clip})]}
+    row = {"clip": json.dumps(clip), "path": str(tmp_path / "a.safetensors")}
     actor = engine.ClipActor(small.config)
     with monkeypatch.context() as patch:
         patch.setattr(
             "cogvideox_torchax.files.video.probe", Mock(side_effect=OSError(5, "Input/output error"))
         )
-        (line,) = actor(row)["line"]
-    assert "Input/output error" in json.loads(line)["error"]
-    monkeypatch.setattr("cogvideox_torchax.files.latents.save", Mock(side_effect=OutputError("not writable")))
+        assert "Input/output error" in actor(row)["error"]
+    monkeypatch.setattr(
+        "cogvideox_torchax.dataset.encoding.whole_file", Mock(side_effect=OutputError("not writable"))
+    )
     with pytest.raises(OutputError, match="not writable"):
         actor(row)

@@ -41,7 +41,8 @@ def write_shard(path):
     member = path.parent.parent / "member.safetensors"
     if not member.exists():
         latents.save(latents.Latents(**{**vars(MADE), "about": ABOUT}), member)
-    formats.write("parquet" if path.suffix == ".parquet" else "webdataset", [(0, member)] * 3, path)
+    kind = {suffix: kind for kind, suffix in formats.SUFFIXES.items()}[path.suffix]
+    formats.write(kind, [(0, member)] * 3, path)
 
 
 def write_figure(path):
@@ -64,6 +65,7 @@ WRITERS = {
     "figure.png": write_figure,
     "shard.parquet": write_shard,
     "shard.tar": write_shard,
+    "shard.safetensors": write_shard,
 }
 
 

@@ -1,0 +1,52 @@
+"""Pack a directory of latent files into shards: Parquet, WebDataset, or safetensors of several clips."""
+
+from pathlib import Path
+
+from cogvideox_torchax.dataset import formats, sources
+from cogvideox_torchax.dataset.directory import check_settings
+from cogvideox_torchax.dataset.names import ClipError
+from cogvideox_torchax.files import latents as latent_files
+from cogvideox_torchax.files.whole import WRITING, check_output, hidden, refuse, remove_leftover, whole_file
+
+
+def pack(directory: str | Path, output: str | Path, kind: str, shard_size: int = 64) -> tuple[int, int]:
+    """Write the clips of a directory that `encode` has finished into a new directory of shards.
+
+    The output is complete or absent. Clips are in the order of their paths; equal latent files make equal
+    shards.
+
+    Args:
+        directory: holds latent files, which may be in directories of any depth.
+        output: directory of the shards `latents-00000` and so on; it must not exist, or be empty.
+        kind: a format of `formats.SUFFIXES`.
+        shard_size: number of clips in a shard; the last one has the remainder.
+
+    Returns:
+        The number of clips, and of shards.
+
+    Raises:
+        LatentsError: a broken latent file.
+        OutputError: an output that cannot be written, or latents of several settings.
+        ClipError: no latent files.
+        ImportError: pyarrow is not installed.
+    """
+    if kind == formats.PARQUET:
+        formats.pyarrow()  # raises before the work, not after it
+    output = check_output(output)
+    remove_leftover(hidden(output, WRITING))  # of a run that was killed when the output was in place
+    refuse(
+        output,
+        {"it is no empty directory": output.is_file() or (output.is_dir() and any(output.iterdir()))},
+    )
+    files = sources.latent_files(Path(directory))
+    if not files:
+        raise ClipError(f"{directory} holds no latent files: encode clips into it first")
+    settings = latent_files.about(files[0]).get("settings")
+    for file in files:
+        check_settings(latent_files.about(file).get("settings"), settings or {}, file)
+    starts = range(0, len(files), shard_size)
+    with whole_file(output, directory=True) as place:
+        for number, start in enumerate(starts):
+            members = list(enumerate(files[start : start + shard_size], start))
+            formats.write(kind, members, place / f"latents-{number:05}{formats.SUFFIXES[kind]}")
+    return len(files), len(starts)
