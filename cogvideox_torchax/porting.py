@@ -29,22 +29,25 @@ wrap_from_pretrained(without_torchax)
 def port(
     model_or_pipeline: Portable, *, mesh: Mesh | None = None, parallel: Parallel | None = None
 ) -> Portable:
-    """Make a CogVideoX VAE, or a whole diffusers pipeline around one, ready for JAX, in place.
+    """Make a CogVideoX VAE, a whole diffusers pipeline, or a scheduler ready for JAX, in place.
 
     A VAE has its hot modules' classes swapped. Nothing is copied or moved: parameters stay the same objects
     under the same names, `state_dict()` and `isinstance` do not change, and plain torch tensors still run
     natively. Move the result with `.to("jax")` to run it on JAX.
 
-    A pipeline (text, image or video to video, or control) is moved as well: text encoder and transformer
-    become a program each, every weight goes to JAX, and the pipeline's own call runs there; a part that is
-    None stays None. torchax is on while the pipeline's methods run, and not after. Of any other pipeline only
-    the VAE is ported, and it is not moved.
+    A pipeline, of any class of diffusers' or of your own, is moved as well: every network becomes compiled
+    programs, its weights go to JAX, and the pipeline's own call runs there; a part that is None stays None.
+    torchax is on while the pipeline's methods run, and not after. A network that this package does not know
+    is compiled as it is. A line is logged for each of them, and for each part that stays on the host. The
+    modules of another object with a VAE are moved too, but its methods stay as they are.
+
+    A scheduler, as a loop of your own needs it, keeps its tables on the host.
 
     A second call with equal arguments changes nothing.
 
     Args:
-        model_or_pipeline: a diffusers `AutoencoderKLCogVideoX`, or a pipeline whose `vae` is one; a CogVideoX
-            pipeline's `vae` may be None.
+        model_or_pipeline: a diffusers `AutoencoderKLCogVideoX`, a diffusers pipeline, an object whose `vae` is
+            such a VAE, or a scheduler.
         mesh: of `make_mesh`, to split the work over it. None changes nothing: the work runs on one device,
             or on the mesh of an earlier `port`.
         parallel: how a pipeline's transformer uses "tp". "context" splits its tokens, with weights whole on
@@ -53,12 +56,11 @@ def port(
             the choice and its reason.
 
     Returns:
-        The same object.
+        The same object; of a model that `torch.compile` wrapped, the model inside.
 
     Raises:
-        ValueError: neither a CogVideoX VAE nor a pipeline that holds one; a mesh not made by `make_mesh`, or
-            one that does not divide the weights; a pipeline that offloads its weights, or whose networks are
-            of another kind.
+        ValueError: another object, or a VAE class of another package; a mesh not made by `make_mesh`, or one
+            that does not divide the weights; offloaded weights; a module that contains itself.
     """
     if isinstance(model_or_pipeline, SchedulerMixin):
         return port_scheduler(model_or_pipeline)

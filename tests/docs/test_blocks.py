@@ -166,12 +166,3 @@ TOLD = {
     ),
 }
 """Pages that begin with what they are: a README, a map, a diary, tables, a list of words."""
-
-
-def test_the_documents_stay_short():
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
-    assert sum(len(page.read_bytes()) for page in pages) <= PAGES_BYTES
-
-
-README_LINES, PAGES_BYTES = 100, 107_000
