@@ -46,8 +46,8 @@ def port(
     A second call with equal arguments changes nothing.
 
     Args:
-        model_or_pipeline: a diffusers `AutoencoderKLCogVideoX`, a diffusers pipeline, an object whose `vae` is
-            such a VAE, or a scheduler.
+        model_or_pipeline: a diffusers `AutoencoderKLCogVideoX`, a diffusers pipeline, an object whose `vae`
+            is such a VAE, or a scheduler.
         mesh: of `make_mesh`, to split the work over it. None changes nothing: the work runs on one device,
             or on the mesh of an earlier `port`.
         parallel: how a pipeline's transformer uses "tp". "context" splits its tokens, with weights whole on

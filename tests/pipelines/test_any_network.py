@@ -348,6 +348,54 @@ def test_parts_of_a_ported_pipeline_make_another_pipeline_that_runs(tmp_path):
 
 
 @pytest.mark.usefixtures("torchax_off")
+def test_a_lora_of_an_unknown_network_is_loaded_merged_and_taken_out(tmp_path):
+    small_pipelines.save_lora(consisid(), tmp_path)
+    stock, pipe = consisid(), port(consisid())
+    before = identified(pipe)
+    for each in (stock, pipe):
+        each.load_lora_weights(tmp_path)
+    expected = identified(stock)
+    assert largest_error(expected, before) > 1e-3
+    assert largest_error(identified(pipe), expected) < TOLERANCE
+    pipe.fuse_lora()
+    assert largest_error(identified(pipe), expected) < TOLERANCE
+    pipe.unfuse_lora()
+    pipe.unload_lora_weights()
+    assert largest_error(identified(pipe), before) < TOLERANCE
+
+
+class Faster(diffusers.CogVideoXPipeline):
+    """A subclass that adds arguments to methods which `port` wraps."""
+
+    def _prepare_rotary_positional_embeddings(self, height, width, num_frames, device, fps=8):
+        table = super()._prepare_rotary_positional_embeddings(height, width, num_frames, device)
+        return tuple(each * (fps / 8) for each in table)
+
+    def decode_latents(self, latents, brightness=1.0):
+        return super().decode_latents(latents) * brightness
+
+    def __call__(self, *args, fps, **kwargs):
+        made = self._prepare_rotary_positional_embeddings
+        self._prepare_rotary_positional_embeddings = functools.partial(made, fps=fps)
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            del self._prepare_rotary_positional_embeddings
+
+
+@pytest.mark.usefixtures("torchax_off")
+def test_a_subclass_may_add_arguments_to_a_pipelines_methods():
+    stock, pipe = (Faster(**small_pipelines.one_layer().components) for _ in range(2))
+    port(pipe)
+    results = [each(**small_pipelines.inputs("text"), fps=12).frames for each in (stock, pipe)]
+    assert largest_error(*reversed(results)) < TOLERANCE
+    latents = torch.randn(1, 3, 16, 4, 8, generator=torch.Generator().manual_seed(0))
+    expected = stock.decode_latents(latents, brightness=2.0)
+    result = pipe.decode_latents(runtime.to_jax(latents), brightness=2.0)
+    assert largest_error(result, expected) < TOLERANCE
+
+
+@pytest.mark.usefixtures("torchax_off")
 def test_prompts_on_the_host_are_moved_beside_those_on_jax():
     stock, pipe = small_pipelines.one_layer(), port(small_pipelines.one_layer())
     prompt, negative = stock.encode_prompt("a cat", "", max_sequence_length=16)

@@ -22,6 +22,7 @@ from cogvideox_torchax import port, runtime
 from cogvideox_torchax.vae.torchax.autoencoder import port_vae
 from tests import small_pipelines
 from tests.reference import largest_error
+from tests.runtime.test_views import WRITES
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
 
@@ -99,7 +100,7 @@ def step(model, calls=1):
 
 
 def stock():
-    return small_pipelines.transformer("5b", num_layers=2)
+    return small_pipelines.transformer("5b", num_layers=2, time_embed_dim=24)
 
 
 def ported():
@@ -202,6 +203,18 @@ def test_a_method_of_a_pipeline_replaced_after_the_port_acts_as_in_pytorch():
             result = pipe(**small_pipelines.inputs("text")).frames
         assert largest_error(expected, before) > 1e-3, name
         assert largest_error(result, expected) < 1e-4, name
+
+
+def test_a_hook_may_write_through_every_kind_of_view():
+    def hook(_module, _args, y):
+        for write in WRITES.values():
+            write(y.view(2, 4, 6))
+
+    results = []
+    for model in (stock(), ported()):
+        model.time_embedding.linear_2.register_forward_hook(hook)
+        results.append(step(model))
+    assert largest_error(*reversed(results)) < 1e-5
 
 
 def test_what_runs_operation_by_operation_is_named_once(caplog):
