@@ -18,10 +18,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from cogvideox_torchax.runtime.bridge import PLAIN, active, array_of, on_jax, tensor_of, to_jax
+from cogvideox_torchax.runtime.bridge import PLAIN, active, array_of, on_jax, tensor_of, to_jax, to_torch
 from cogvideox_torchax.runtime.functions import RandomInTraceError
 from cogvideox_torchax.runtime.gradients import wants_gradient, without_gradient
-from cogvideox_torchax.runtime.programs import Place, Program, describes_one_input, programs_of
+from cogvideox_torchax.runtime.programs import Place, Program, Programs, describes_one_input, programs_of
 from cogvideox_torchax.runtime.skeleton import ForeignForwardError
 from cogvideox_torchax.runtime.snapshot import Snapshot
 from cogvideox_torchax.runtime.weights import named_tensors
@@ -104,21 +104,20 @@ class MethodCall(nn.Module):
         """Return (the method's result, None) of the call's arguments, by position.
 
         Raises:
-            UntraceableError: the method writes into its model, or returns what a program cannot return.
+            UntraceableError: the method writes into its model or its arguments, or returns what a program
+                cannot return.
         """
         leaves = [arguments.get(str(position), value) for position, value in enumerate(self.form.values)]
         args, kwargs = pytree.tree_unflatten(leaves, self.form.structure)
-        before, arrays = Snapshot(self.model), _arrays(self.model)
+        before, weights = Snapshot(self.model), named_tensors(self.model)
+        arrays = [(tensor, array_of(tensor)) for tensor in (*weights.values(), *arguments.values())]
         with _THREAD.entered():
             result = self.form.method(self.model, *args, **kwargs)
-        after = _arrays(self.model)
-        if not before.holds(self.model) or any(after[name] is not array for name, array in arrays.items()):
-            raise UntraceableError("it changes its modules' attributes or weights")
+        if not before.holds(self.model):
+            raise UntraceableError("it changes its modules' attributes")
+        if any(array_of(tensor) is not array for tensor, array in arrays):
+            raise UntraceableError("it writes into its weights or its arguments")
         return _Result.of(result), cache
-
-
-def _arrays(model: nn.Module) -> dict[str, Any]:
-    return {name: array_of(tensor) for name, tensor in named_tensors(model).items()}
 
 
 class _Result:
@@ -242,10 +241,15 @@ def run_method(
     leaves, structure = pytree.tree_flatten((args, kwargs))
     others = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (torch.Tensor, *VALUES))]
     with active():
-        leaves = [place.put(array_of(to_jax(leaf))) if _is_tensor(leaf) else leaf for leaf in leaves]
-        if others:
-            return _run_by_operation(model, method, leaves, structure, f"it takes a {others[0]}", name)
-        return _run_compiled(model, method, leaves, structure, place, name)
+        moved = [place.put(array_of(to_jax(leaf))) if _is_tensor(leaf) else leaf for leaf in leaves]
+        reason = f"it takes a {others[0]}" if others else None
+        if reason is None:
+            try:
+                return _run_compiled(model, method, moved, structure, place, name)
+            except UntraceableError as error:
+                reason = str(error)
+        warn_once(model, f"{name}: {type(model).__name__} runs operation by operation, since {reason}")
+        return _run_by_operation(model, method, leaves, moved, structure)
 
 
 def method_program(
@@ -272,21 +276,22 @@ def method_program(
     return Program(MethodCall(model, form), place), named
 
 
-def _jax_array() -> type:
-    import jax
-
-    return jax.Array
-
-
 def _run_compiled(
     model: nn.Module, method: Method, leaves: list[Any], structure: Any, place: Place, name: str
 ) -> Any:
+    """Run a method as a program.
+
+    Raises:
+        UntraceableError: no program can do what the method does; the message says why.
+    """
     _register_result()
     tensors = {position for position, leaf in enumerate(leaves) if not isinstance(leaf, VALUES)}
     numbers = {position: leaf for position, leaf in enumerate(leaves) if type(leaf) in (int, float)}
-    known = _NUMBERS.setdefault(model, {})
+    known = _NUMBERS.setdefault(model, {})  # a state for each form of a call
     key = _Form.of(method, structure, leaves, tensors | numbers.keys())
     state = known[key] = known.get(key, _Numbers()).next(numbers)
+    if len(known) > Programs.KINDS:
+        known.pop(next(iter(known)), None)
     # Numbers that vary are arguments; if a trace must know one, the whole ones are constants first.
     whole = {position for position in state.varying if type(leaves[position]) is int}
     for arguments in dict.fromkeys((state.varying, state.varying - whole, frozenset())):
@@ -294,17 +299,20 @@ def _run_compiled(
         network = MethodCall(model, form)
         try:
             program = programs_of(model).get(form, network, lambda each: Program(each, place))
-            if program.untraceable is not None:
-                break
-            inputs = {str(position): leaves[position] for position in form.arguments}
+        except ForeignForwardError as error:
+            raise UntraceableError(str(error)) from error
+        if program.untraceable is not None:
+            break
+        inputs = {str(position): leaves[position] for position in form.arguments}
+        try:
             result, _cache = program.run(program.weights(network), inputs)
-            known[key] = replace(
-                state, varying=arguments, branched=state.branched | (state.varying - arguments)
-            )
-            return result.tree(functools.partial(_without_gradient, model, name))
-        except (UntraceableError, ForeignForwardError, RandomInTraceError, *untraceable_errors()) as error:
+        except (UntraceableError, RandomInTraceError, *untraceable_errors()) as error:
             program.untraceable = str(error).partition("\n")[0]
-    return _run_by_operation(model, method, leaves, structure, str(program.untraceable), name)
+            continue
+        branched = state.branched | (state.varying - arguments)
+        known[key] = replace(state, varying=arguments, branched=branched)
+        return result.tree(functools.partial(_without_gradient, model, name))
+    raise UntraceableError(program.untraceable)
 
 
 def _without_gradient(model: nn.Module, name: str, array: Any) -> torch.Tensor:
@@ -316,13 +324,22 @@ def _without_gradient(model: nn.Module, name: str, array: Any) -> torch.Tensor:
 
 
 def _run_by_operation(
-    model: nn.Module, method: Method, leaves: list[Any], structure: Any, reason: str, name: str
+    model: nn.Module, method: Method, leaves: list[Any], moved: list[Any], structure: Any
 ) -> Any:
-    warn_once(model, f"{name}: {type(model).__name__} runs operation by operation, since {reason}")
-    values = [tensor_of(leaf) if isinstance(leaf, _jax_array()) else leaf for leaf in leaves]
+    """Run a method operation by operation, and write what it wrote into its arguments into the caller's.
+
+    `leaves` are the caller's arguments; in `moved`, tensors are arrays on the program's devices.
+    """
+    values = [
+        tensor_of(array) if _is_tensor(leaf) else leaf for leaf, array in zip(leaves, moved, strict=True)
+    ]
     args, kwargs = pytree.tree_unflatten(values, structure)
     with _THREAD.entered():
-        return method(model, *args, **kwargs)
+        result = method(model, *args, **kwargs)
+    for leaf, value, array in zip(leaves, values, moved, strict=True):
+        if _is_tensor(leaf) and array_of(value) is not array:
+            leaf.copy_(value if on_jax(leaf) else to_torch(value))
+    return result
 
 
 _WARNED: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()

@@ -37,6 +37,8 @@ class Programs:
 
     KEPT = 4
     """Most programs kept of one kind: for module trees that a user switches between."""
+    KINDS = 64
+    """Most kinds with programs: a network of any class has one for each form of its calls."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -64,6 +66,8 @@ class Programs:
             program = build(network)
             entries.insert(0, (snapshot, program))
             del entries[self.KEPT :]  # the oldest
+            if len(self._kept) > self.KINDS:
+                del self._kept[next(iter(self._kept))]  # the first that was asked for
             return program
 
 

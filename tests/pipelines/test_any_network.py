@@ -276,6 +276,42 @@ def test_gradients_of_a_network_are_refused_in_words(scaled):
             loss.sum().backward()
 
 
+class Writing(nn.Module):
+    """A network that writes into its argument, and keeps a sum in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, x, keep=False):
+        x[:, :2] *= 2
+        if keep:
+            self.total += x.sum()
+        return self.linear(x)
+
+
+@pytest.mark.usefixtures("torchax_off")
+def test_what_a_network_writes_is_written_as_in_pytorch(caplog):
+    stock, model = drawn(Writing).requires_grad_(False), network(Writing)
+    for keep in (False, True):
+        own, host, on_jax = torch.ones(2, 4), torch.ones(2, 4), runtime.to_jax(torch.ones(2, 4))
+        expected = stock(own, keep)
+        for x in (host, on_jax):
+            assert largest_error(model(x, keep), expected) < 1e-6
+            assert torch.equal(runtime.to_torch(x), own)
+    assert runtime.to_torch(model.total) == 2 * stock.total
+    assert {record.getMessage().partition("since ")[2] for record in caplog.records[1:]} == {
+        "it writes into its weights or its arguments"
+    }
+
+
+def test_forms_of_calls_do_not_pile_up(scaled):
+    for index in range(70):
+        scale(scaled, mode=f"mode {index}")
+    assert len(runtime.programs_of(scaled)._kept) <= runtime.Programs.KINDS
+
+
 class Returning(nn.Module):
     """A network with a method that returns an object, as a VAE's `encode` does."""
 
