@@ -4,8 +4,9 @@
 
 Each program comes from a checkout that the caller has; nothing of it is in this repository. Its pipeline is
 built again for each run from the same seeds, with random weights in float32: first for PyTorch, then for
-`port` on one CPU device, and on a mesh of 2 x 4. The result is a Markdown table. The programs need `einops`
-beside this package's requirements.
+`port` on one CPU device, and on a mesh of 2 x 4. The result is a Markdown table, and with `-o FILE` JSON, of
+which `python -m benchmarks draw` draws the table in docs/pipelines.md. The programs need `einops` beside this
+package's requirements.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import contextlib
 import importlib
 import io
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,13 +26,17 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("COGVIDEOX_TORCHAX_COMPILE_CACHE", "off")
 
+import diffusers
 import jax
 import torch
 from diffusers import AutoencoderKLCogVideoX, CogVideoXDPMScheduler
 from torch import nn
 from transformers import T5Config, T5EncoderModel
 
+from benchmarks.programs import FORMAT, programs
 from cogvideox_torchax import make_mesh, port
+from cogvideox_torchax.files import reports
+from cogvideox_torchax.versions import versions
 from examples.small_pipeline import T5, tokenizer
 from tests import reference, small_pipelines
 
@@ -216,13 +222,12 @@ def on_host(pipe: Any) -> list[str]:
     ]
 
 
-def measured(pipe: Any, arguments: dict[str, Any], expected: torch.Tensor, mesh: Any) -> list[str]:
-    """Port the pipeline, call it twice, and return a row's cells."""
+def measured(pipe: Any, arguments: dict[str, Any], expected: torch.Tensor, mesh: Any) -> dict[str, Any]:
+    """Port the pipeline, call it twice, and return a row's figures, or the error as `failed`."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             port(pipe, mesh=mesh)
-        taken = f"but for {', '.join(left)}" if (left := on_host(pipe)) else "yes"
         start = time.perf_counter()
         frames(pipe, arguments)
         first = time.perf_counter() - start
@@ -231,10 +236,18 @@ def measured(pipe: Any, arguments: dict[str, Any], expected: torch.Tensor, mesh:
             got = frames(pipe, arguments)
             second = time.perf_counter() - start
     except (TypeError, ValueError, RuntimeError, AttributeError, AssertionError) as error:
-        return [f"{type(error).__name__}: {str(error).splitlines()[0]}", said.getvalue(), "", "", ""]
+        return {"failed": f"{type(error).__name__}: {str(error).splitlines()[0]}", "said": said.getvalue()}
     off = ((got - expected).abs().max() / expected.abs().max()).item()
-    lines = "<br>".join(said.getvalue().splitlines())
-    return [taken, lines, f"{off:.0e}", f"{first:.1f}, {second:.1f}", str(len(compiled))]
+    about = {"said": said.getvalue().splitlines(), "left_on_host": on_host(pipe)}
+    return {**about, "error": off, "first_s": first, "second_s": second, "compiled": len(compiled)}
+
+
+def commit_of(checkout: Path, name: str) -> str:
+    """Return the commit of a checkout; of ConsisID the version of diffusers."""
+    if name == "consisid":
+        return f"diffusers {diffusers.__version__}"
+    command = ("git", "-C", str(checkout), "rev-parse", "--short=7", "HEAD")
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def main() -> None:
@@ -244,19 +257,23 @@ def main() -> None:
     parser.add_argument(
         "programs", nargs="+", metavar="NAME=CHECKOUT", help=f"{', '.join(PROGRAMS)}; consisid alone"
     )
-    given = [program.partition("=")[::2] for program in parser.parse_args().programs]
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the figures there as JSON")
+    args = parser.parse_args()
+    given = [program.partition("=")[::2] for program in args.programs]
     if unknown := [name for name, _ in given if name not in PROGRAMS]:
         parser.error(f"got {', '.join(unknown)}: the programs are {', '.join(PROGRAMS)}")
-    header = ("program", "devices", "taken", "`port` says", "error", "first, second (s)", "compiled again")
-    print(f"| {' | '.join(header)} |\n|{' --- |' * len(header)}", flush=True)
+    rows = []
     for name, checkout in given:
         title, build = PROGRAMS[name]
         folder = Path(checkout).expanduser()
         expected = frames(*build(folder))
-        for devices, mesh in (("1", None), ("2 x 4", make_mesh(2, 4))):
-            pipe, arguments = build(folder)
-            row = [title, devices, *measured(pipe, arguments, expected, mesh)]
-            print(f"| {' | '.join(row)} |", flush=True)
+        for devices, mesh in (("one", None), ("2 x 4", make_mesh(2, 4))):
+            row = {"program": title, "commit": commit_of(folder, name), "devices": devices}
+            rows.append(row | measured(*build(folder), expected, mesh))
+    document = {"format": FORMAT, "versions": versions("torch", "torchax", "jax", "diffusers"), "rows": rows}
+    print(programs(document))
+    if args.output:
+        reports.write_json(args.output, document)
 
 
 if __name__ == "__main__":
