@@ -8,6 +8,7 @@ Axis letters: N videos, S positions of a sequence (text first, then patches), H 
 
 import contextlib
 import functools
+import inspect
 import threading
 import warnings
 from collections.abc import Iterator
@@ -196,7 +197,9 @@ class CompiledNetwork(PortedModel):
     def described_program(self, tensors: "TensorSpecs") -> tuple[runtime.Program, "TensorSpecs"]:
         """Return the program of a call, and its inputs, from each tensor's (shape, JAX dtype) by name."""
         stock: Any = type(self).__bases__[-1]  # the class that `port` made this one of
-        return runtime.method_program(self, stock.forward, tensors, self.placement, return_dict=False)
+        takes = inspect.signature(stock.forward).parameters
+        options = {"return_dict": False} if "return_dict" in takes else {}
+        return runtime.method_program(self, stock.forward, tensors, self.placement, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the network; a `forward` that was set on the object runs operation by operation on JAX."""

@@ -87,9 +87,8 @@ def port_pipeline(pipe: Any, mesh: Any = None, parallel: Parallel | None = None)
     if getattr(pipe, "scheduler", None) is not None:
         port_scheduler(pipe.scheduler)
     if isinstance(pipe, DiffusionPipeline):
-        upstream.wrap_from_pipe(
-            _port_from_pipe
-        )  # diffusers' `from_pipe` of a ported pipeline gives a ported one
+        # diffusers' `from_pipe` of a ported pipeline gives a ported one.
+        upstream.wrap_from_pipe(_port_from_pipe)
         upstream.wrap_register_modules(_port_class_of)
         if not isinstance(pipe, PortedPipeline):
             pipe.__class__ = _ported_class(type(pipe))

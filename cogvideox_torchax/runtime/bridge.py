@@ -5,6 +5,7 @@ Only this module imports torchax, and only when it is needed: a user of native P
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 
 from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
-from cogvideox_torchax.runtime.functions import replace_functions
+from cogvideox_torchax.runtime.functions import replace_functions, replace_keys
 from cogvideox_torchax.runtime.views import share_views
 from cogvideox_torchax.upstream import one_program_each, teach_copying, torchax_off
 from cogvideox_torchax.upstream import torchax_is_on as is_enabled
@@ -44,6 +45,7 @@ def import_torchax() -> Any:
     # A sum or product of tensors is one program, not several: fewer programs wait in a device's queue.
     one_program_each(torchax.ops.ops_registry)
     replace_functions(torchax.ops.ops_registry.all_aten_ops | torchax.ops.ops_registry.all_torch_functions)
+    replace_keys(torchax.tensor.Environment)
     share_views(torchax)
     return torchax
 
@@ -87,8 +89,8 @@ def on_jax(tensor: torch.Tensor) -> bool:
 
 
 def is_on_jax(module: torch.nn.Module) -> bool:
-    """Return whether a module's first weight, and so all of them, is on JAX."""
-    first = next(module.parameters(), None)
+    """Return whether a module's first weight or buffer, and so all of them, is on JAX."""
+    first = next(itertools.chain(module.parameters(), module.buffers()), None)
     return first is not None and on_jax(first)
 
 

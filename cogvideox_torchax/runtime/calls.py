@@ -7,12 +7,14 @@ operation by operation, with the same result.
 import contextlib
 import functools
 import logging
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -20,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from cogvideox_torchax.runtime.bridge import PLAIN, active, array_of, on_jax, tensor_of, to_jax, to_torch
 from cogvideox_torchax.runtime.functions import RandomInTraceError
-from cogvideox_torchax.runtime.gradients import wants_gradient, without_gradient
+from cogvideox_torchax.runtime.gradients import without_gradient
 from cogvideox_torchax.runtime.programs import Place, Program, Programs, describes_one_input, programs_of
 from cogvideox_torchax.runtime.skeleton import ForeignForwardError
 from cogvideox_torchax.runtime.snapshot import Snapshot
@@ -66,14 +68,14 @@ class _Form:
         method: the method.
         structure: torch's description of the tree of its arguments.
         values: the tree's leaves: numbers, words and the like, or None for an argument of the program.
-        types: their types, since 1, 1.0 and True are equal.
+        types: their types, since 1, 1.0 and True are equal; of a float its text, since 0.0 and -0.0 are.
         arguments: the positions of the leaves that are arguments of the program.
     """
 
     method: Method
     structure: pytree.TreeSpec
     values: tuple[Any, ...]
-    types: tuple[type, ...]
+    types: tuple[Any, ...]
     arguments: tuple[int, ...]
 
     @classmethod
@@ -81,7 +83,8 @@ class _Form:
         cls, method: Method, structure: pytree.TreeSpec, leaves: list[Any], arguments: set[int]
     ) -> "_Form":
         values = tuple(None if i in arguments else leaf for i, leaf in enumerate(leaves))
-        return _interned(cls(method, structure, values, tuple(map(type, values)), tuple(sorted(arguments))))
+        types = tuple(repr(value) if type(value) is float else type(value) for value in values)
+        return _interned(cls(method, structure, values, types, tuple(sorted(arguments))))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -117,7 +120,15 @@ class MethodCall(nn.Module):
             raise UntraceableError("it changes its modules' attributes")
         if any(array_of(tensor) is not array for tensor, array in arrays):
             raise UntraceableError("it writes into its weights or its arguments")
+        if not _is_unchanged((args, kwargs), leaves, self.form.structure):
+            raise UntraceableError("it changes a container among its arguments")
         return _Result.of(result), cache
+
+
+def _is_unchanged(tree: Any, leaves: list[Any], structure: pytree.TreeSpec) -> bool:
+    """Return whether a tree of arguments still has these leaves, the same objects."""
+    leaves_now, structure_now = pytree.tree_flatten(tree)
+    return structure_now == structure and all(map(operator.is_, leaves_now, leaves))
 
 
 class _Result:
@@ -140,11 +151,12 @@ class _Result:
         tensors = tuple(leaf if on_jax(leaf) else to_jax(leaf) for leaf in leaves if _is_tensor(leaf))
         return cls(tensors, (structure, *(None if _is_tensor(leaf) else (leaf,) for leaf in leaves)))
 
-    def tree(self, wrap: Callable[[Any], Any]) -> Any:
-        """Return the method's result, with `wrap(array)` for each tensor."""
+    def tree(self) -> Any:
+        """Return the method's result."""
         structure, *values = self.constants
         arrays = iter(self.tensors)
-        return pytree.tree_unflatten([wrap(next(arrays)) if v is None else v[0] for v in values], structure)
+        leaves = [tensor_of(next(arrays)) if value is None else value[0] for value in values]
+        return pytree.tree_unflatten(leaves, structure)
 
 
 @functools.cache
@@ -160,10 +172,25 @@ def _is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor)
 
 
+WRITING_METHODS = frozenset(
+    (
+        "__setitem__",
+        "__iadd__",
+        "__isub__",
+        "__imul__",
+        "__itruediv__",
+        "__ifloordiv__",
+        "__imod__",
+        "__ipow__",
+    )
+)
+"""Special methods that write into their first argument."""
+
+
 class MixedTensors(TorchFunctionMode):
     """Mode in which an operation on tensors of the host and of JAX moves the first kind to JAX.
 
-    An operation that writes into a tensor of the host is left to torchax, which refuses it.
+    An operation that writes into a tensor of the host is refused.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -171,9 +198,12 @@ class MixedTensors(TorchFunctionMode):
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _is_tensor(leaf)]
         if len(tensors) > 1 and any(map(on_jax, tensors)):
             name = getattr(func, "__name__", "")
-            writes = (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__")
-            if not (writes and not on_jax(tensors[0])):
-                args, kwargs = pytree.tree_map_only(torch.Tensor, _moved, (args, kwargs))
+            writes = (name.endswith("_") and not name.endswith("__")) or name in WRITING_METHODS
+            if writes and not on_jax(tensors[0]):
+                raise ValueError(
+                    f"got {name}, which writes a tensor on JAX into one of the host: move that .to('jax')"
+                )
+            args, kwargs = pytree.tree_map_only(torch.Tensor, _moved, (args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -197,11 +227,13 @@ class _Numbers:
         last: the values of the last call.
         varying: positions whose values have changed: arguments of the program.
         branched: positions whose values a trace must know: constants of a program each.
+        checked: positions for which both ways have given the same result.
     """
 
     last: dict[int, float] = field(default_factory=dict)
     varying: frozenset[int] = frozenset()
     branched: frozenset[int] = frozenset()
+    checked: frozenset[int] = frozenset()
 
     def next(self, numbers: dict[int, float]) -> "_Numbers":
         """Return the state after a call with these numbers."""
@@ -239,17 +271,22 @@ def run_method(
         return method(model, *args, **kwargs)
     place = place or Place()
     leaves, structure = pytree.tree_flatten((args, kwargs))
+    leaves: list[Any] = [float(leaf) if type(leaf) is np.float64 else leaf for leaf in leaves]
     others = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (torch.Tensor, *VALUES))]
     with active():
         moved = [place.put(array_of(to_jax(leaf))) if _is_tensor(leaf) else leaf for leaf in leaves]
         reason = f"it takes a {others[0]}" if others else None
+        result = None
         if reason is None:
             try:
-                return _run_compiled(model, method, moved, structure, place, name)
+                result = _run_compiled(model, method, moved, structure, place)
             except UntraceableError as error:
                 reason = str(error)
-        warn_once(model, f"{name}: {type(model).__name__} runs operation by operation, since {reason}")
-        return _run_by_operation(model, method, leaves, moved, structure)
+        if reason is not None:
+            warn_once(model, f"{name}: {type(model).__name__} runs operation by operation, since {reason}")
+            result = _run_by_operation(model, method, (args, kwargs), moved)
+        refuse = functools.partial(_without_gradient, model, leaves, f"on JAX the {name} has no gradients")
+        return pytree.tree_map_only(torch.Tensor, refuse, result)
 
 
 def method_program(
@@ -276,9 +313,7 @@ def method_program(
     return Program(MethodCall(model, form), place), named
 
 
-def _run_compiled(
-    model: nn.Module, method: Method, leaves: list[Any], structure: Any, place: Place, name: str
-) -> Any:
+def _run_compiled(model: nn.Module, method: Method, leaves: list[Any], structure: Any, place: Place) -> Any:
     """Run a method as a program.
 
     Raises:
@@ -294,51 +329,110 @@ def _run_compiled(
         known.pop(next(iter(known)), None)
     # Numbers that vary are arguments; if a trace must know one, the whole ones are constants first.
     whole = {position for position in state.varying if type(leaves[position]) is int}
+    reason = UntraceableError("it cannot be traced")
     for arguments in dict.fromkeys((state.varying, state.varying - whole, frozenset())):
         form = _Form.of(method, structure, leaves, tensors | arguments)
-        network = MethodCall(model, form)
         try:
-            program = programs_of(model).get(form, network, lambda each: Program(each, place))
-        except ForeignForwardError as error:
-            raise UntraceableError(str(error)) from error
-        if program.untraceable is not None:
-            break
-        inputs = {str(position): leaves[position] for position in form.arguments}
-        try:
-            result, _cache = program.run(program.weights(network), inputs)
-        except (UntraceableError, RandomInTraceError, *untraceable_errors()) as error:
-            program.untraceable = str(error).partition("\n")[0]
+            result = _run_form(model, form, leaves, place)
+            if arguments - state.checked:  # a type test or a text of the number may have changed the result
+                constant = _run_form(model, _Form.of(method, structure, leaves, tensors), leaves, place)
+                if not _are_alike(result, constant):
+                    raise UntraceableError("it tests the type of a number")
+        except UntraceableError as error:
+            reason = error
             continue
+        except TRACING_ERRORS:
+            if not arguments:
+                raise
+            continue  # the number may have to be Python's own
         branched = state.branched | (state.varying - arguments)
-        known[key] = replace(state, varying=arguments, branched=branched)
-        return result.tree(functools.partial(_without_gradient, model, name))
-    raise UntraceableError(program.untraceable)
+        known[key] = replace(state, varying=arguments, branched=branched, checked=arguments)
+        return result.tree()
+    raise reason
 
 
-def _without_gradient(model: nn.Module, name: str, array: Any) -> torch.Tensor:
-    """Return a result as a tensor; a backward pass through it raises an error."""
-    tensor = tensor_of(array)
-    if not tensor.is_floating_point() or not wants_gradient(model, tensor):
+TRACING_ERRORS = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
+)
+"""Errors of a method that gets a tensor in the place of a number."""
+
+
+def _run_form(model: nn.Module, form: _Form, leaves: list[Any], place: Place) -> _Result:
+    """Run the program of a form.
+
+    Raises:
+        UntraceableError: there can be no program of it.
+    """
+    network = MethodCall(model, form)
+    try:
+        program = programs_of(model).get(form, network, lambda each: Program(each, place))
+    except ForeignForwardError as error:
+        raise UntraceableError(str(error)) from error
+    if program.untraceable is not None:
+        raise UntraceableError(program.untraceable)
+    try:
+        inputs = {str(position): leaves[position] for position in form.arguments}
+        return program.run(program.weights(network), inputs)[0]
+    except (UntraceableError, RandomInTraceError, *untraceable_errors()) as error:
+        program.untraceable = str(error).partition("\n")[0]
+        raise UntraceableError(program.untraceable) from error
+
+
+def _are_alike(result: _Result, other: _Result) -> bool:
+    """Return whether two results are equal but for rounding."""
+    if result.constants != other.constants:
+        return False
+    for one, two in zip(result.tensors, other.tensors, strict=True):
+        a, b = (np.asarray(array).astype(np.float64) for array in (one, two))
+        size = max(np.abs(b[np.isfinite(b)]).max(initial=0.0), 1e-30)
+        rounding = 1e-4 if one.dtype == "float32" else 3e-2
+        if a.shape != b.shape or not np.allclose(a / size, b / size, rtol=0, atol=rounding, equal_nan=True):
+            return False
+    return True
+
+
+def _without_gradient(model: nn.Module, leaves: list[Any], why: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a result as a tensor; a backward pass through it raises an error, with the message `why`."""
+    if not on_jax(tensor) or not tensor.is_floating_point() or not torch.is_grad_enabled():
         return tensor
-    return without_gradient(model, tensor, lambda: tensor, f"on JAX the {name} has no gradients")
+    asks = (leaf for leaf in leaves if _is_tensor(leaf) and leaf.requires_grad)
+    x = next(asks, tensor)
+    x = x if on_jax(x) else to_jax(x).requires_grad_()
+    return without_gradient(model, x, lambda: tensor.detach(), why)
 
 
 def _run_by_operation(
-    model: nn.Module, method: Method, leaves: list[Any], moved: list[Any], structure: Any
+    model: nn.Module, method: Method, given: tuple[tuple[Any, ...], dict[str, Any]], moved: list[Any]
 ) -> Any:
     """Run a method operation by operation, and write what it wrote into its arguments into the caller's.
 
-    `leaves` are the caller's arguments; in `moved`, tensors are arrays on the program's devices.
+    Args:
+        model, method: the model and its method.
+        given: the caller's (args, kwargs).
+        moved: the leaves of `given`, with arrays on the program's devices in the place of tensors.
+
+    Raises:
+        ValueError: the method changes a container, and the caller's cannot be passed, as its tensors moved.
     """
-    values = [
-        tensor_of(array) if _is_tensor(leaf) else leaf for leaf, array in zip(leaves, moved, strict=True)
-    ]
-    args, kwargs = pytree.tree_unflatten(values, structure)
+    leaves, structure = pytree.tree_flatten(given)
+    is_tensor = list(map(_is_tensor, leaves))
+    stays = all(on_jax(x) and array_of(x) is y for x, y, t in zip(leaves, moved, is_tensor, strict=True) if t)
+    values: list[Any] = leaves
+    if not stays:  # one tensor for each of the caller's, which may be there twice
+        tensors = {id(x): tensor_of(y) for x, y, t in zip(leaves, moved, is_tensor, strict=True) if t}
+        values = [tensors.get(id(leaf), leaf) for leaf in leaves]
+    args, kwargs = given if stays else pytree.tree_unflatten(values, structure)
     with _THREAD.entered():
         result = method(model, *args, **kwargs)
-    for leaf, value, array in zip(leaves, values, moved, strict=True):
-        if _is_tensor(leaf) and array_of(value) is not array:
-            leaf.copy_(value if on_jax(leaf) else to_torch(value))
+    if stays:
+        return result
+    if not _is_unchanged((args, kwargs), values, structure):
+        raise ValueError(
+            f"{type(model).__name__} changes a container among its arguments: pass tensors on JAX"
+        )
+    for leaf, value, array, t in zip(leaves, values, moved, is_tensor, strict=True):
+        if t and array_of(value) is not array:
+            leaf.copy_(value if on_jax(leaf) else to_torch(value))  # pyright: ignore
     return result
 
 

@@ -39,6 +39,29 @@ def replace_functions(table: dict[Any, Any]) -> None:
         entry.func, entry.is_jax_function, entry.needs_env = function, True, False
 
 
+def replace_keys(environment: Any) -> None:
+    """Have torchax's other random functions, such as dropout, follow torch's seed, and refuse a trace.
+
+    Needs `get_and_rotate_prng_key` of torchax's class of environments, from which each takes its key.
+    """
+
+    def key(_self: Any, generator: torch.Generator | None = None) -> Any:
+        """Return a key of JAX, drawn by torch's generator on the host.
+
+        Raises:
+            RandomInTraceError: JAX traces a program.
+        """
+        import jax
+        import jax.numpy as jnp
+
+        if is_traced(jnp.zeros(())):
+            raise RandomInTraceError("it draws random numbers, which no program on JAX does")
+        with no_dispatch(), torch._C.DisableTorchFunction():
+            return jax.random.PRNGKey(int(torch.randint(2**31 - 1, (), generator=generator)))
+
+    environment.get_and_rotate_prng_key = key
+
+
 def _attention(plain: Callable[..., Any]) -> Callable[..., Any]:
     """Return torch's `scaled_dot_product_attention` as a function of JAX arrays (..., H, S, D).
 

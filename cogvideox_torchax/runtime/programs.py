@@ -57,7 +57,8 @@ class Programs:
 
         with self._lock:
             # Profiling and the Pallas mode change the traced program too.
-            entries = self._kept.setdefault((kind, is_profiling(), pallas_mode()), [])
+            key = (kind, is_profiling(), pallas_mode())
+            entries = self._kept[key] = self._kept.pop(key, [])  # now the last
             for snapshot, program in entries:
                 if snapshot.holds(network):
                     return program
@@ -67,7 +68,7 @@ class Programs:
             entries.insert(0, (snapshot, program))
             del entries[self.KEPT :]  # the oldest
             if len(self._kept) > self.KINDS:
-                del self._kept[next(iter(self._kept))]  # the first that was asked for
+                del self._kept[next(iter(self._kept))]  # not asked for the longest
             return program
 
 

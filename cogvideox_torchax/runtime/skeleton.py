@@ -76,10 +76,24 @@ def _copied(module: Module, done: dict[int, Any]) -> Module:
     return copied
 
 
-def has_state(value: Any) -> bool:
-    """Return whether a value is an object with attributes, and no module, tensor, class or function."""
+LIBRARIES = frozenset(
+    {"accelerate", "cogvideox_torchax", "diffusers", "huggingface_hub", "jax", "jaxlib", "peft", "torch"}
+    | {"torchax", "transformers"}
+)
+"""Packages whose objects in a module's attributes count as constant, but for those of a processor."""
+
+
+def has_state(value: Any, of_processor: bool) -> bool:
+    """Return whether a value is an object with attributes that a forward may read and write.
+
+    It is no module, tensor, class or function. `of_processor` is whether it is an attention processor, or in
+    one; other objects count if they are of a class of the user's.
+    """
     others = nn.Module | torch.Tensor | type | ModuleType | FunctionType | MethodType
-    return hasattr(value, "__dict__") and not isinstance(value, others)
+    if not hasattr(value, "__dict__") or isinstance(value, others) or type(value) in CONTAINERS:
+        return False
+    kind, package = type(value), type(value).__module__.partition(".")[0]
+    return of_processor or (kind.__reduce_ex__ is object.__reduce_ex__ and package not in LIBRARIES)
 
 
 def _copy_value(value: Any, done: dict[int, Any], of_processor: bool) -> Any:
@@ -95,7 +109,7 @@ def _copy_value(value: Any, done: dict[int, Any], of_processor: bool) -> Any:
         """Copy an item of `value`."""
         return _copy_value(item, done, of_processor)
 
-    if of_processor and has_state(value):
+    if has_state(value, of_processor):
         # Here, and for dictionaries and lists, `done` gets the copy before its items are copied: an item may
         # refer to the object that holds it.
         done[id(value)] = copied = copy.copy(value)

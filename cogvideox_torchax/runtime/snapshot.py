@@ -1,9 +1,11 @@
 """Snapshots of the module trees that programs were traced from; a changed tree gets another program."""
 
+import operator
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from cogvideox_torchax.runtime.models import UNTRACED_ATTRIBUTES
@@ -31,7 +33,10 @@ class Snapshot:
         self._empty = [container for container, items in contents if not items]
         self._contents = [(container, items) for container, items in contents if items]
         self._weights = _weight_pattern(_tree(root))  # names of weights, and which are tied
-        self._classes = [(kind, tuple(vars(kind).values())) for kind in _classes(self._modules)]
+        self._classes = [(kind, list(vars(kind).values())) for kind in _classes(self._modules)]
+        # Plain tensors that are neither weights nor buffers, with the numbers of writes into them.
+        values = (value for recorded in self._modules for value in recorded.attributes.values())
+        self._plain = [(value, value._version) for value in values if _counts_writes(value)]
 
     def holds(self, root: nn.Module) -> bool:
         """Return whether a tree is unchanged; its root may be another module with the same attributes."""
@@ -47,7 +52,8 @@ class Snapshot:
             and not any(self._empty)
             and all(_same_items(_items(container), items) for container, items in self._contents)
             and self._weights == _weight_pattern(modules)  # names of weights, and which are tied
-            and all(tuple(vars(kind).values()) == members for kind, members in self._classes)
+            and all(_are_same(vars(kind).values(), members) for kind, members in self._classes)
+            and all(tensor._version == version for tensor, version in self._plain)
         )
 
 
@@ -92,6 +98,15 @@ class _ModuleSnapshot:
         return True
 
 
+def _counts_writes(value: Any) -> bool:
+    """Return whether a value is a plain tensor that counts the writes into it."""
+    return type(value) is torch.Tensor and not value.is_inference()
+
+
+def _are_same(values: Collection[Any], others: Collection[Any]) -> bool:
+    return len(values) == len(others) and all(map(operator.is_, values, others))
+
+
 def _classes(modules: Iterable[_ModuleSnapshot]) -> set[type]:
     """Return the classes of recorded modules and attention processors, and the classes they inherit from."""
     kinds = {type(each.attributes[PROCESSOR]) for each in modules if PROCESSOR in each.attributes}
@@ -115,7 +130,7 @@ def _contents(modules: Iterable[dict[str, Any]]) -> list[tuple[Any, list[Any]]]:
         pending = [(value, name == PROCESSOR) for name, value in attributes.items()]
         while pending:
             value, of_processor = pending.pop()
-            container = vars(value) if of_processor and has_state(value) else value
+            container = vars(value) if has_state(value, of_processor) else value
             if type(container) in CONTAINERS and id(container) not in found:
                 items = _items(container)
                 found[id(container)] = container, items

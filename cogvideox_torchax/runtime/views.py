@@ -27,11 +27,12 @@ class _Storage:
 
     def __init__(self, layout: torch.Tensor):
         self._size = layout.numel()
-        self._tensors: list[weakref.ref[Any]] = []
+        self._tensors: dict[int, weakref.ref[Any]] = {}  # by their ids
 
     def add(self, tensor: Any, layout: torch.Tensor) -> None:
         vars(tensor).update({STORAGE: self, LAYOUT: layout})
-        self._tensors.append(weakref.ref(tensor))
+        key = id(tensor)
+        self._tensors[key] = weakref.ref(tensor, lambda _: self._tensors.pop(key, None))
 
     def write(self, source: Any) -> None:
         """Bring all other tensors up to date after a write into `source`.
@@ -39,8 +40,8 @@ class _Storage:
         Raises:
             ValueError: another tensor has another dtype, as `x.view(dtype)` has.
         """
-        self._tensors = [each for each in self._tensors if each() is not None]
-        others = [tensor for each in self._tensors if (tensor := each()) is not source]
+        others = [each() for each in list(self._tensors.values())]
+        others = [tensor for tensor in others if tensor is not None and tensor is not source]
         if not others:
             return
         import jax.numpy as jnp

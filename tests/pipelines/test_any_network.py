@@ -213,7 +213,8 @@ def test_arguments_and_results_are_trees_of_the_callers_own(scaled):
 def test_a_number_that_varies_becomes_an_argument_and_one_that_is_branched_on_does_not(scaled, caplog):
     for index in range(5):
         scale(scaled, scale=0.5 + index)
-    assert len(Scaled.traces) == 2, "the first value is a constant, and the second an argument"
+    # The first value is a constant; the second an argument, and a constant once more, to compare.
+    assert len(Scaled.traces) == 3
     Scaled.traces.clear()
     for repeats in (1, 2, 3, 2):
         result = scale(scaled, repeats=repeats, scale=0.25 * repeats)
@@ -221,7 +222,7 @@ def test_a_number_that_varies_becomes_an_argument_and_one_that_is_branched_on_do
         base = runtime.to_torch(weights.weight).sum(1) + runtime.to_torch(weights.bias)
         assert torch.allclose(result["x"], base * 0.25 * repeats + 2.0 * repeats, atol=1e-4)
     scale(scaled, repeats=3, scale=9.0)
-    assert len(Scaled.traces) <= 6, "a value of a branch is traced once"
+    assert len(Scaled.traces) <= 8, "a value of a branch is traced once"
     assert not caplog.records, "nothing runs operation by operation"
     for value in (1, True, 1, True):  # they are equal, and no program of one may serve the other
         assert type(scale(scaled, mode=value)["mode"]) is type(value)
@@ -310,6 +311,105 @@ def test_forms_of_calls_do_not_pile_up(scaled):
     for index in range(70):
         scale(scaled, mode=f"mode {index}")
     assert len(runtime.programs_of(scaled)._kept) <= runtime.Programs.KINDS
+
+
+class Made(nn.Module):
+    """A network whose forward is the function that a test gives."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.linear, self.function = nn.Linear(4, 4), function
+        self.own, self.table = types.SimpleNamespace(factor=1.0), torch.ones(4)
+
+    def forward(self, *args):
+        return self.function(self, *args)
+
+
+def collects(self, x, found):
+    found["y"] = self.linear(x)
+    return x
+
+
+def adds_twice(self, x, y):
+    x.mul_(2)
+    return self.linear(x) + y
+
+
+def state(self, x):
+    self.own.factor += 1
+    return self.linear(x) * self.own.factor
+
+
+X = torch.linspace(-1, 1, 8).view(2, 4)
+CALLS = {
+    "a type test": (lambda m, x, v: m.linear(x) * (v if isinstance(v, float) else 100), [0.1, 0.2, 0.3]),
+    "a tensor test": (lambda m, x, v: m.linear(x) * (7 if torch.is_tensor(v) else v), [0.1, 0.2, 0.3]),
+    "a key": (lambda m, x, v: m.linear(x) * {1: 3.0, 2: 5.0, 3: 6.0}[v], [1, 2, 3]),
+    "a method of floats": (lambda m, x, v: m.linear(x) * (2 if v.is_integer() else 3), [1.0, 1.5, 2.0]),
+    "a size": (lambda m, x, v: m.linear(x).sum() + torch.zeros(2, v, device=x.device), [1, 2, 3]),
+    "a sign of zero": (lambda m, x, v: 1 + torch.atan2(0 * x.abs(), torch.full_like(x, v)), [0.0, -0.0]),
+}
+
+
+@pytest.mark.usefixtures("torchax_off")
+@pytest.mark.parametrize(("function", "values"), CALLS.values(), ids=CALLS)
+def test_a_number_means_what_it_means_in_pytorch(function, values):
+    stock, model = (each(functools.partial(Made, function)) for each in (drawn, network))
+    for value in (*values, *values):
+        expected = stock(X, value).detach()
+        assert largest_error(model(X, value), expected) < 1e-6, value
+
+
+@pytest.mark.usefixtures("torchax_off")
+def test_objects_and_containers_of_the_users_own_are_changed_as_in_pytorch():
+    stock, model = (each(functools.partial(Made, collects)) for each in (drawn, network))
+    expected, found = {}, {}
+    stock(X, expected)
+    model(runtime.to_jax(X), found)
+    assert largest_error(found["y"], expected["y"].detach()) < 1e-6
+    with pytest.raises(ValueError, match="Made changes a container among its arguments: pass tensors on JAX"):
+        model(X, {})
+    stock, model = (each(functools.partial(Made, adds_twice)) for each in (drawn, network))
+    own, other = X.clone(), X.clone()
+    assert largest_error(model(other, other), stock(own, own).detach()) < 1e-6
+    assert torch.equal(own, other)
+    stock, model = (each(functools.partial(Made, state)) for each in (drawn, network))
+    for _ in range(3):
+        assert largest_error(model(X), stock(X).detach()) < 1e-6
+
+
+@pytest.mark.usefixtures("torchax_off")
+def test_attributes_that_change_in_place_are_seen():
+    def function(self, x):
+        return self.linear(x) * self.own.factor * self.table
+
+    stock, model = (each(functools.partial(Made, function)) for each in (drawn, network))
+    for factor in (1.0, 2.0):
+        for each in (stock, model):
+            each.own.factor = factor
+            each.table.fill_(factor)
+        assert largest_error(model(X), stock(X).detach()) < 1e-6
+
+
+def test_random_numbers_of_a_network_differ_between_calls_and_follow_the_seed(caplog):
+    model = network(functools.partial(Made, lambda m, x: F.dropout(m.linear(x), 0.5, training=True)))
+    draws = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        draws.append([runtime.to_torch(model(torch.ones(8, 4))) for _ in range(2)])
+    assert torch.equal(draws[0][0], draws[1][0])
+    assert not torch.equal(draws[0][0], draws[0][1])
+    assert not torch.equal(draws[0][0], draws[2][0])
+    words = caplog.records[-1].getMessage()
+    assert words.endswith("since it draws random numbers, which no program on JAX does")
+
+
+def test_a_gradient_through_frozen_weights_is_refused_too():
+    model = network(functools.partial(Made, lambda m, x: m.linear(x))).requires_grad_(False)
+    with torch.enable_grad(), runtime.active():
+        x = runtime.to_jax(X).requires_grad_()
+        with pytest.raises(ValueError, match="on JAX the transformer has no gradients"):
+            (model(x).sum() + x.sum()).backward()
 
 
 class Returning(nn.Module):
