@@ -384,10 +384,14 @@ def test_attributes_that_change_in_place_are_seen():
         return self.linear(x) * self.own.factor * self.table
 
     stock, model = (each(functools.partial(Made, function)) for each in (drawn, network))
-    for factor in (1.0, 2.0):
+    changes = (
+        lambda each: None,
+        lambda each: setattr(each.own, "factor", 2.0),
+        lambda each: each.table.fill_(3.0),
+    )
+    for change in changes:
         for each in (stock, model):
-            each.own.factor = factor
-            each.table.fill_(factor)
+            change(each)
         assert largest_error(model(X), stock(X).detach()) < 1e-6
 
 
