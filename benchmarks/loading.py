@@ -19,7 +19,7 @@ from benchmarks.jobs import Size
 from cogvideox_torchax import backends, runtime
 from cogvideox_torchax.pipelines.networks import port_network, prompt_tensors, step_tensors
 from cogvideox_torchax.plan import jobs, models, networks
-from cogvideox_torchax.runtime.programs import describes_one_input
+from cogvideox_torchax.runtime.places import describes_one_input
 from cogvideox_torchax.sharding import make_mesh
 from cogvideox_torchax.vae.checkpoint import locate_vae
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction

@@ -1,7 +1,7 @@
 """Every use of other packages' undocumented interfaces, each with its requirement.
 
 When a release removes one, this file alone changes; `tests/test_upstream.py` finds it.
-Imports are lazy, but for torch.
+Imports are lazy, so that the Flax build can use this module without torch.
 """
 
 import contextlib
@@ -11,10 +11,6 @@ import sys
 from collections.abc import Callable, Iterator
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
-
-import torch.overrides
-import torch.utils._python_dispatch
-from torch import nn
 
 from cogvideox_torchax.versions import TESTED, installed
 
@@ -42,6 +38,8 @@ def torchax_is_on() -> bool:
     """
     if "torchax" not in sys.modules:
         return False
+    import torch.overrides
+
     mode = _attribute("torchax", sys.modules["torchax.tensor"], "XLAFunctionMode")
     stack = _attribute("torch", torch.overrides, "_get_current_function_mode_stack")
     return any(isinstance(active, mode) for active in stack())
@@ -54,6 +52,9 @@ def torchax_off() -> Iterator[None]:
     Needs torch's stacks of function modes and of dispatch modes, which have no public way to take off a mode
     that is not the last one.
     """
+    import torch.overrides
+    import torch.utils._python_dispatch
+
     # (torch's module, its function that returns the stack, torchax's class of mode)
     stacks = (
         (torch.overrides, "_get_current_function_mode_stack", "XLAFunctionMode"),
@@ -107,6 +108,7 @@ def teach_copying(kind: Any, tensor_of: Any, to_torch: Any, without_torchax: Any
         to_torch: makes a plain tensor of a torchax tensor.
         without_torchax: calls a function while torchax is off.
     """
+    from torch import nn
 
     def deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
         """Return a tensor of the same array, a parameter if `tensor` is one."""
@@ -140,6 +142,8 @@ def one_program_each(registry: Any) -> None:
     import jax
 
     table = _attribute("torchax", registry, "all_aten_ops")
+    import torch
+
     # (operator, its arguments that are Python numbers to compile in)
     for name, static_arguments in (("add", ("alpha",)), ("sub", ("alpha",)), ("mul", ())):
         operator = table[getattr(torch.ops.aten, name).Tensor]
@@ -187,6 +191,8 @@ def _own_methods(kind: type) -> list[tuple[type, dict[str, Any]]]:
     None stands for a method that has been replaced already.
     """
     classes = (each for each in kind.__mro__ if each.__module__.partition(".")[0] in _PACKAGES)
+    from torch import nn
+
     found = []
     for each in classes:
         if each is not nn.Module:

@@ -88,16 +88,14 @@ flax.FlaxAutoencoderKLCogVideoX.encode_stream(self, x: jax.Array) -> Iterator[Po
 flax.FlaxAutoencoderKLCogVideoX.decode_stream(self, z: jax.Array, *, output_dtype: DTypeLike | None=None) -> Iterator[jax.Array]
 flax.FlaxAutoencoderKLCogVideoX.place_on(self, mesh: jax.sharding.Mesh) -> None
 flax.FlaxAutoencoderKLCogVideoX.cast(self, dtype: DTypeLike) -> None
-flax.FlaxAutoencoderKLCogVideoX.enable_tiling(self, tile_sample_min_height: int | None=None, tile_sample_min_width: int | None=None, tile_overlap_factor_height: float=1 / 6, tile_overlap_factor_width: float=1 / 5) -> None
-flax.FlaxAutoencoderKLCogVideoX.disable_tiling(self) -> None
-flax.FlaxAutoencoderKLCogVideoX.enable_slicing(self) -> None
-flax.FlaxAutoencoderKLCogVideoX.disable_slicing(self) -> None
 flax.FlaxAutoencoderKLCogVideoX.enable_gradient_checkpointing(self) -> None
 flax.FlaxAutoencoderKLCogVideoX.disable_gradient_checkpointing(self) -> None
 flax.Posterior(mean: jax.Array, logvar: jax.Array)
 flax.Posterior.from_moments(cls, moments: jax.Array) -> 'Posterior'
 flax.Posterior.mode(self) -> jax.Array
 flax.Posterior.sample(self, key: jax.Array) -> jax.Array
+flax.TileSettings(latent_height: int, latent_width: int, overlap_height: float = 1 / 6, overlap_width: float = 1 / 5)
+flax.TileSettings.plan(self, direction: Direction, size: tuple[int, ...], scale: int, *, always: bool=False) -> TilePlan | None
 flax.FlaxAutoencoderKLCogVideoXConfig(in_channels: int = 3, out_channels: int = 3, down_block_types: tuple[str, ...] = (DOWN_BLOCK,) * 4, up_block_types: tuple[str, ...] = (UP_BLOCK,) * 4, block_out_channels: tuple[int, ...] = (128, 256, 256, 512), latent_channels: int = 16, layers_per_block: int = 3, act_fn: str = 'silu', norm_eps: float = 1e-06, norm_num_groups: int = 32, temporal_compression_ratio: float = 4, sample_height: int = 480, sample_width: int = 720, scaling_factor: float = 1.15258426, shift_factor: float | None = None, latents_mean: tuple[float, ...] | None = None, latents_std: tuple[float, ...] | None = None, force_upcast: float = True, use_quant_conv: bool = False, use_post_quant_conv: bool = False, invert_scale_latents: bool = False)
 flax.FlaxAutoencoderKLCogVideoXConfig.from_dict(cls, config: Mapping[str, Any]) -> 'FlaxAutoencoderKLCogVideoXConfig'
 flax.FlaxAutoencoderKLCogVideoXConfig.from_file(cls, directory: str | Path) -> 'FlaxAutoencoderKLCogVideoXConfig'

@@ -25,7 +25,7 @@ class Flax(Backend):
         return cls(FlaxVAEForPipelines.from_diffusers(native))
 
     @classmethod
-    def program(cls, vae: Any, direction: Direction) -> runtime.Program:
+    def program(cls, vae: Any, direction: Direction) -> runtime.ArrayProgram:
         """Return the program of a Flax VAE without weights, with the config, dtype and mesh of `vae`."""
         config = FlaxAutoencoderKLCogVideoXConfig.from_dict(dict(vae.config))
         dtype = runtime.jax_dtype(vae.dtype)

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from cogvideox_torchax import runtime
 from cogvideox_torchax.files import reports
-from cogvideox_torchax.runtime import host_skeleton, without_torchax
 
 INDEX = "model_index.json"
 """File that a whole pipeline has, and a single model has not."""
@@ -107,7 +107,9 @@ def saved_from_host(save_pretrained: Callable[..., None]) -> Callable[..., None]
         """Save the model, then give the weight files that this call wrote the permissions of config.json."""
         directory = Path(save_directory)
         before = {file: file.stat().st_mtime_ns for file in directory.glob("*.safetensors")}
-        without_torchax(save_pretrained, host_skeleton(model), save_directory, *args, **options)
+        runtime.without_torchax(
+            save_pretrained, runtime.host_skeleton(model), save_directory, *args, **options
+        )
         config = directory / "config.json"
         for file in directory.glob("*.safetensors") if config.exists() else ():
             if file.stat().st_mtime_ns != before.get(file):  # written by this call

@@ -7,12 +7,14 @@ if TYPE_CHECKING:
     from cogvideox_torchax.vae.nnx.autoencoder import FlaxAutoencoderKLCogVideoX, Posterior
     from cogvideox_torchax.vae.nnx.config import FlaxAutoencoderKLCogVideoXConfig
     from cogvideox_torchax.vae.nnx.wrapper import FlaxVAEForPipelines
+    from cogvideox_torchax.vae.tiling import TileSettings
 
 __all__ = [
     "FlaxAutoencoderKLCogVideoX",
     "FlaxAutoencoderKLCogVideoXConfig",
     "FlaxVAEForPipelines",
     "Posterior",
+    "TileSettings",
 ]
 
 _HOMES = {
@@ -20,6 +22,7 @@ _HOMES = {
     "FlaxAutoencoderKLCogVideoXConfig": "cogvideox_torchax.vae.nnx.config",
     "FlaxVAEForPipelines": "cogvideox_torchax.vae.nnx.wrapper",
     "Posterior": "cogvideox_torchax.vae.nnx.autoencoder",
+    "TileSettings": "cogvideox_torchax.vae.tiling",
 }
 
 

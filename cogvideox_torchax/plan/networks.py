@@ -29,7 +29,7 @@ from cogvideox_torchax.pipelines.networks import (
 from cogvideox_torchax.plan import models
 from cogvideox_torchax.plan.chips import GIB, Chip, PlanError
 from cogvideox_torchax.plan.programs import Work
-from cogvideox_torchax.runtime.programs import describes_one_input
+from cogvideox_torchax.runtime.places import describes_one_input
 from cogvideox_torchax.sharding import Parallel
 
 TRANSFORMERS: dict[str, dict[str, Any]] = {

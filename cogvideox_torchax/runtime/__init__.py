@@ -1,68 +1,70 @@
-"""torch on JAX: tensors and arrays, compiled programs, weights, and the compile cache."""
+"""torch on JAX: tensors and arrays, compiled programs, weights, and the compile cache.
 
-from cogvideox_torchax.runtime.arrays import (
-    all_finite,
-    concatenate,
-    device_and_dtype,
-    dtype_name,
-    fetch_async,
-    first_nonfinite,
-    first_nonfinite_of,
-    jax_dtype,
-    take,
-    wait,
-)
-from cogvideox_torchax.runtime.bridge import (
-    active,
-    array_of,
-    as_array,
-    enable,
-    host_array,
-    is_enabled,
-    is_jax_device,
-    is_on_jax,
-    on_jax,
-    plain_tensor,
-    tensor_of,
-    to_jax,
-    to_torch,
-    torch_view,
-    without_torchax,
-)
-from cogvideox_torchax.runtime.calls import method_program, mixing, run_method, warn_once
-from cogvideox_torchax.runtime.compile_cache import (
-    COMPILE_CACHE_VARIABLE,
-    configure_compile_cache,
-)
-from cogvideox_torchax.runtime.gradients import (
-    differentiable,
-    differentiated,
-    rematerialized,
-    wants_gradient,
-    without_gradient,
-)
-from cogvideox_torchax.runtime.memory import free_memory, host_peak_bytes, of_several_processes, out_of_memory
-from cogvideox_torchax.runtime.profiling import profiling
-from cogvideox_torchax.runtime.programs import (
-    Place,
-    Program,
-    Programs,
-    forget_programs,
-    programs_of,
-    with_kept_cache,
-)
-from cogvideox_torchax.runtime.skeleton import host_skeleton
-from cogvideox_torchax.runtime.weights import (
-    feed_weights,
-    is_movable,
-    named_tensors,
-    on_default_device,
-    put_weights,
-    replace_weights,
-)
+Names are imported at their first use: `arrays`, `places`, `compile_cache` and `memory` need no torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cogvideox_torchax.runtime.arrays import concatenate, first_nonfinite_of, take
+    from cogvideox_torchax.runtime.bridge import (
+        active,
+        array_of,
+        as_array,
+        enable,
+        host_array,
+        is_enabled,
+        is_jax_device,
+        is_on_jax,
+        on_jax,
+        plain_tensor,
+        tensor_of,
+        to_jax,
+        to_torch,
+        torch_view,
+        without_torchax,
+    )
+    from cogvideox_torchax.runtime.calls import method_program, mixing, run_method, warn_once
+    from cogvideox_torchax.runtime.compile_cache import COMPILE_CACHE_VARIABLE, configure_compile_cache
+    from cogvideox_torchax.runtime.gradients import (
+        differentiable,
+        differentiated,
+        rematerialized,
+        wants_gradient,
+        without_gradient,
+    )
+    from cogvideox_torchax.runtime.memory import (
+        free_memory,
+        host_peak_bytes,
+        of_several_processes,
+        out_of_memory,
+    )
+    from cogvideox_torchax.runtime.places import ArrayProgram, Place, with_kept_cache
+    from cogvideox_torchax.runtime.profiling import profiling
+    from cogvideox_torchax.runtime.programs import Program, Programs, forget_programs, programs_of
+    from cogvideox_torchax.runtime.skeleton import host_skeleton
+    from cogvideox_torchax.runtime.tensors import (
+        all_finite,
+        device_and_dtype,
+        dtype_name,
+        fetch_async,
+        first_nonfinite,
+        jax_dtype,
+        wait,
+    )
+    from cogvideox_torchax.runtime.weights import (
+        feed_weights,
+        is_movable,
+        named_tensors,
+        on_default_device,
+        put_weights,
+        replace_weights,
+    )
 
 __all__ = [
     "COMPILE_CACHE_VARIABLE",
+    "ArrayProgram",
     "Place",
     "Program",
     "Programs",
@@ -117,3 +119,93 @@ __all__ = [
     "without_gradient",
     "without_torchax",
 ]
+
+_MODULES = {
+    "arrays": (
+        "concatenate",
+        "first_nonfinite_of",
+        "take",
+    ),
+    "bridge": (
+        "active",
+        "array_of",
+        "as_array",
+        "enable",
+        "host_array",
+        "is_enabled",
+        "is_jax_device",
+        "is_on_jax",
+        "on_jax",
+        "plain_tensor",
+        "tensor_of",
+        "to_jax",
+        "to_torch",
+        "torch_view",
+        "without_torchax",
+    ),
+    "calls": (
+        "method_program",
+        "mixing",
+        "run_method",
+        "warn_once",
+    ),
+    "compile_cache": (
+        "COMPILE_CACHE_VARIABLE",
+        "configure_compile_cache",
+    ),
+    "gradients": (
+        "differentiable",
+        "differentiated",
+        "rematerialized",
+        "wants_gradient",
+        "without_gradient",
+    ),
+    "memory": (
+        "free_memory",
+        "host_peak_bytes",
+        "of_several_processes",
+        "out_of_memory",
+    ),
+    "places": (
+        "ArrayProgram",
+        "Place",
+        "with_kept_cache",
+    ),
+    "profiling": ("profiling",),
+    "programs": (
+        "Program",
+        "Programs",
+        "forget_programs",
+        "programs_of",
+    ),
+    "skeleton": ("host_skeleton",),
+    "tensors": (
+        "all_finite",
+        "device_and_dtype",
+        "dtype_name",
+        "fetch_async",
+        "first_nonfinite",
+        "jax_dtype",
+        "wait",
+    ),
+    "weights": (
+        "feed_weights",
+        "is_movable",
+        "named_tensors",
+        "on_default_device",
+        "put_weights",
+        "replace_weights",
+    ),
+}
+_HOMES = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name from its module at its first use, so that the Flax build needs no torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -23,7 +23,8 @@ from torch.utils import _pytree as pytree
 from cogvideox_torchax.runtime.bridge import PLAIN, active, array_of, on_jax, tensor_of, to_jax, to_torch
 from cogvideox_torchax.runtime.functions import RandomInTraceError
 from cogvideox_torchax.runtime.gradients import without_gradient
-from cogvideox_torchax.runtime.programs import Place, Program, Programs, describes_one_input, programs_of
+from cogvideox_torchax.runtime.places import Place, describes_one_input
+from cogvideox_torchax.runtime.programs import Program, Programs, programs_of
 from cogvideox_torchax.runtime.skeleton import ForeignForwardError
 from cogvideox_torchax.runtime.snapshot import Snapshot
 from cogvideox_torchax.runtime.weights import named_tensors

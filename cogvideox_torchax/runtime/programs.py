@@ -1,10 +1,5 @@
-"""Compiled programs: pure functions of weights, inputs and a cache, each for a place.
+"""Programs of torch modules, and the programs that a model keeps (`runtime.places` has the terms)."""
 
-A cache is a tree of arrays that a call returns and the next call takes: a VAE's convolutions keep frames of a
-chunk in it for the next chunk. A struct is a `jax.ShapeDtypeStruct`, which stands for an array.
-"""
-
-import contextlib
 import functools
 import itertools
 import threading
@@ -15,13 +10,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from cogvideox_torchax.runtime.arrays import jax_dtype
 from cogvideox_torchax.runtime.bridge import array_of, as_array, import_torchax, on_jax, tensor_of
-from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
 from cogvideox_torchax.runtime.models import PROGRAMS
+from cogvideox_torchax.runtime.places import ArrayProgram, Place, with_kept_cache
 from cogvideox_torchax.runtime.profiling import is_profiling, named_layers
 from cogvideox_torchax.runtime.skeleton import skeleton, weightless
 from cogvideox_torchax.runtime.snapshot import Snapshot
+from cogvideox_torchax.runtime.tensors import jax_dtype
 from cogvideox_torchax.runtime.weights import assign, named_tensors, put_weights
 from cogvideox_torchax.upstream import is_traced
 
@@ -104,72 +99,13 @@ def _check_deterministic(network: nn.Module) -> nn.Module:
     return network
 
 
-class Place:
-    """The devices of a program: here one device, JAX's default if None; a subclass is for a mesh.
-
-    The argument `name` of a method is the name of a weight, by which a subclass may choose a sharding.
-    """
-
-    def __init__(self, device: Any = None):
-        """Keep the device of a program; None is JAX's default device."""
-        self._device = device
-
-    def weight(self, name: str, array: Any) -> Any:
-        """Return a weight, an array on JAX, on the program's devices.
-
-        For one device, which has it already, this is `array` itself. A subclass for a mesh may choose a
-        sharding by `name`.
-        """
-        return array
-
-    def put(self, array: Any) -> Any:
-        """Return an input, a NumPy or a JAX array, even a traced one, on the devices of the program.
-
-        Without a mesh it is returned unchanged: the program's call moves it.
-        """
-        return array
-
-    def struct(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Return the result of `put` for an input of this shape, with structs in place of arrays."""
-        import jax
-
-        sharding = None if self._device is None else jax.sharding.SingleDeviceSharding(self._device)
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-    def weight_struct(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Return the `jax.ShapeDtypeStruct` of a weight; only a subclass for a mesh reads its `name`."""
-        return self.struct(shape, dtype)
-
-    def cache_struct(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Return the struct (shape, dtype, sharding) of one of a cache's arrays."""
-        return self.struct(shape, dtype)
-
-    def trace(self, run: Callable[..., Any], inputs: Any, cache: Any) -> Any:
-        """Return `run(inputs, cache)`, the result and the next cache; called while a program is traced.
-
-        A subclass may change the arguments and results, for example to shard them. Keywords that it passes to
-        `run` reach the network's call; a `TorchNetwork` passes them to `self.watching`.
-        """
-        return run(inputs, cache)
-
-    def compiler_options(self) -> dict[str, str]:
-        """Return XLA's options, by name, for a program; this class has none."""
-        return {}
-
-    def watching(self, network: nn.Module) -> contextlib.AbstractContextManager[Any]:
-        """Return a context that is open while `network`, a copy of a torch network, is traced.
-
-        A subclass uses it to change the copy. This class changes nothing.
-        """
-        return contextlib.nullcontext()
-
-
 class TorchNetwork:
     """A torch module as a `Program` takes it.
 
     Attributes:
         name: of the module's class.
         weights: `jax.ShapeDtypeStruct`s by name.
+        keep_unused: whether the program keeps arguments that are not read (`ArrayProgram`).
     """
 
     def __init__(self, module: nn.Module):
@@ -178,6 +114,7 @@ class TorchNetwork:
 
         self._module = weightless(module)
         self.name = type(module).__name__
+        self.keep_unused = getattr(module, "keep_unused", False)
         self.weights = {
             name: jax.ShapeDtypeStruct(tuple(tensor.shape), jax_dtype(tensor.dtype))
             for name, tensor in named_tensors(self._module).items()
@@ -223,18 +160,12 @@ class TorchNetwork:
         )
 
 
-class Program:
-    """A network (inputs, cache) -> (result, cache), compiled for a place: a pure function of weights too.
-
-    For each set of shapes there are two compiled programs: one for a call without a cache, such as a video's
-    first chunk, and one for a call with a cache, which is donated. Weights are arguments, and none are kept.
-    Any thread may run it. `compilations` counts the programs traced so far; `untraceable` is the reason
-    if the network cannot be traced.
+class Program(ArrayProgram):
+    """A program of a torch module, with its weights and with gradients.
 
     Args:
         network: a torch module, whose inputs are a tensor, or a dictionary of tensors and of tuples of them;
-            or an object with the call and the attributes of a `TorchNetwork`. JAX drops arguments that are
-            not read, and does not donate them: a network with a true `keep_unused` keeps them.
+            or an object with the call and the attributes of a `TorchNetwork`.
         place: the devices that the program runs on; None for JAX's default device.
     """
 
@@ -245,31 +176,11 @@ class Program:
         """
         import jax
 
-        configure_compile_cache()
-        self._network = TorchNetwork(network) if isinstance(network, nn.Module) else network
-        self.place = place or Place()
-        self.compilations = 0
-        self.untraceable: str | None = None
-
-        def run(weights: Any, inputs: Any, cache: Any) -> Any:
-            return self._trace(weights, inputs, cache)
-
-        run.__name__ = self._network.name  # in a profile and in the compile cache
-        options = self.place.compiler_options()
-        self._compiled = jax.jit(
-            run,
-            donate_argnums=2,  # the cache
-            # JAX drops arguments that are not read, and then does not donate them.
-            keep_unused=getattr(network, "keep_unused", False),
-            compiler_options=options,
-        )
+        super().__init__(TorchNetwork(network) if isinstance(network, nn.Module) else network, place)
         # No cache is donated here: a backward pass reads it again.
-        self._differentiable = jax.jit(self._trace_for_gradients, compiler_options=options)
-
-    def _trace(self, weights: Any, inputs: Any, cache: Any) -> Any:
-        """Run the network, sharded by the place; count a program, as JAX calls this only to trace one."""
-        self.compilations += 1
-        return self.place.trace(functools.partial(self._network, self.place, weights), inputs, cache)
+        self._differentiable = jax.jit(
+            self._trace_for_gradients, compiler_options=self.place.compiler_options()
+        )
 
     def _trace_for_gradients(self, weights: dict[str, Any], inputs: Any, cache: Any) -> Any:
         """Trace with torch's gradients on: without them modules leave gradient checkpointing out."""
@@ -306,24 +217,6 @@ class Program:
             inputs = {name: value for name, value in inputs.items() if value is not None}
         return jax.tree.map(lambda value: self.place.put(as_array(value)), inputs)
 
-    def run(self, weights: Any, inputs: Any, cache: Any = None) -> tuple[Any, Any]:
-        """Return (result, cache) for placed `weights` and `inputs` from `put`; `cache` is donated."""
-        return self._compiled(weights, inputs, cache)
-
-    def empty_cache(self, weights: Any, inputs: Any) -> Any:
-        """Return zeros, shaped and placed like the cache that the first call, without a cache, returns."""
-        import jax
-        import jax.numpy as jnp
-
-        return jax.tree.map(
-            lambda struct: jnp.zeros(struct.shape, struct.dtype, device=struct.sharding),
-            self._cache_structs(weights, inputs),
-        )
-
-    def begin(self, weights: Any) -> Callable[[Any], Any]:
-        """Return a function to call with each chunk of a video in order, which returns the chunk's result."""
-        return with_kept_cache(lambda chunk, cache: self.run(weights, self.put(chunk), cache))
-
     def run_video(self, weights: Any, video: Any, lengths: Sequence[int]) -> Any:
         """Return the results of all chunks of a video, joined in time, so that `jax.vjp` can differentiate.
 
@@ -342,70 +235,3 @@ class Program:
         ends = itertools.accumulate(lengths)
         chunks = (video[:, :, end - length : end] for end, length in zip(ends, lengths, strict=True))
         return jnp.concatenate(list(map(run_chunk, chunks)), axis=2)
-
-    # Ahead of time
-
-    def lower(self, weights: Any, inputs: Any, cache: Any = None) -> Any:
-        """Lower the program for arrays, or for `jax.ShapeDtypeStruct`s."""
-        return self._compiled.lower(weights, inputs, cache)
-
-    def structs(self, inputs: Any, *, before: Any = None) -> tuple[Any, Any, Any]:
-        """Return structs (`ShapeDtypeStruct`) of the weights, the inputs and the cache that `lower` takes.
-
-        Args:
-            inputs: the input's pair (shape, JAX dtype). For several inputs, a dictionary from a name to such
-            a
-                pair, or for cosines and sines to a tuple of two pairs.
-            before: the inputs of the previous call, whose cache this call takes, described as `inputs`; None
-                for a call without a cache.
-        """
-        import jax
-
-        def place_weight(path: Any, weight: Any) -> Any:
-            """Return a weight's struct on the place; its name is its path in the tree of weights."""
-            name = jax.tree_util.keystr(path, simple=True)
-            return self.place.weight_struct(name, weight.shape, weight.dtype)
-
-        weights = jax.tree_util.tree_map_with_path(place_weight, self._network.weights)
-        cache = None if before is None else self._cache_structs(weights, self._structs(before))
-        return weights, self._structs(inputs), cache
-
-    def _cache_structs(self, weights: Any, inputs: Any) -> Any:
-        """Return the shapes, dtypes and shardings of the cache that a call without a cache returns.
-
-        The result's leaves are `jax.ShapeDtypeStruct`s; the arguments' leaves may be these, or arrays.
-        """
-        import jax
-
-        _, cache = jax.eval_shape(self._compiled, weights, inputs, None)
-        return jax.tree.map(lambda struct: self.place.cache_struct(struct.shape, struct.dtype), cache)
-
-    def _structs(self, described: Any) -> Any:
-        """Return sharded shape-dtype structs of inputs.
-
-        `described` is a (shape, dtype), or a tree of such pairs: a dictionary or a tuple.
-        """
-        import jax
-
-        return jax.tree.map(lambda pair: self.place.struct(*pair), described, is_leaf=describes_one_input)
-
-
-def describes_one_input(node: Any) -> bool:
-    """Return whether a node of described inputs is a pair (shape, dtype), and no container of such pairs."""
-    # The second item of a pair is a dtype. The second item of a tuple of pairs is a pair, so a tuple.
-    return isinstance(node, tuple) and not isinstance(node[1], tuple)
-
-
-def with_kept_cache(step: Callable[[Any, Any], tuple[Any, Any]]) -> Callable[[Any], Any]:
-    """Return a function of a chunk that returns the result of `step`, and keeps the cache for its next call.
-
-    `step(chunk, cache)` returns (result, next cache).
-    """
-    cache: Any = None  # for the first chunk; then the cache that the previous call returned
-
-    def run(chunk: Any) -> Any:
-        nonlocal cache
-        result, cache = step(chunk, cache)
-        return result
-
-    return run

@@ -15,16 +15,14 @@ import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from torch import nn
 
-from cogvideox_torchax.runtime.layers import watched
-from cogvideox_torchax.runtime.programs import Place
+from cogvideox_torchax.runtime.places import Place
 from cogvideox_torchax.sharding.mesh import AXES
 from cogvideox_torchax.upstream import is_traced
 from cogvideox_torchax.vae.axes import NCTHW, Axes
@@ -32,6 +30,9 @@ from cogvideox_torchax.vae.columns import OnColumns
 from jax_kernels.common.columns import WHOLE, Split
 from jax_kernels.common.dispatch import Target, dispatch, map_shards
 from jax_kernels.common.frames import store_columns_last
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @jax.tree_util.register_dataclass
@@ -57,7 +58,7 @@ class MeshPlace(Place):
     """
 
     mesh: Mesh
-    types: tuple[type[nn.Module], ...] = field(default=(), kw_only=True)
+    types: "tuple[type[nn.Module], ...]" = field(default=(), kw_only=True)
     layers: dict[str, set[tuple[int, ...]]] = field(default_factory=dict, compare=False, kw_only=True)
 
     def spec(self, shape: tuple[int, ...]) -> PartitionSpec:
@@ -176,12 +177,14 @@ class Placement(MeshPlace):
             result = self.result_without_padding(jnp.moveaxis(result, -1, channel_axis), split)
             return result, jax.tree.map(self.cache_placement.constrain, cache)
 
-    def watching(self, network: nn.Module, *, split: Split) -> contextlib.AbstractContextManager[Any]:
+    def watching(self, network: "nn.Module", *, split: Split) -> contextlib.AbstractContextManager[Any]:
         """Give `split`, the sharding of the width, to a network's modules, and return a recording context.
 
         Inside the context the shapes of each layer's inputs and outputs are added to `self.layers`, which is
         emptied first.
         """
+        from cogvideox_torchax.runtime.layers import watched
+
         self.layers.clear()
         for module in network.modules():
             if isinstance(module, OnColumns):

@@ -12,16 +12,18 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-import torch
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.files.whole import EXCHANGE, OutputError, hidden, reserved, whole_file
+
+if TYPE_CHECKING:
+    import torch
 
 TIMEOUT = 60
 """Seconds to wait for a process that does not join, or that sends no sign of life."""
@@ -124,7 +126,7 @@ class Exchange:
             None  # of `fetch_to_all`, by this process; others may be reading it
         )
 
-    def fetch_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
+    def fetch_to_all(self, tensor: "torch.Tensor") -> "torch.Tensor":
         """Return a chunk, of which each process holds a part, as a plain tensor in every process."""
         whole = self._join(self._write(tensor))  # `_write` counts the chunk
         # Every process has written this chunk, and had read all earlier chunks by then. So this process's
@@ -134,7 +136,7 @@ class Exchange:
         self._previous_file = self._path(self._chunks, jax.process_index())
         return whole
 
-    def fetch_to_first(self, tensor: torch.Tensor) -> torch.Tensor:
+    def fetch_to_first(self, tensor: "torch.Tensor") -> "torch.Tensor":
         """Return a chunk as a plain tensor in the first process, a tensor of no frames in other processes.
 
         Each process holds a part of the chunk, and writes it to a file. The first process joins the files.
@@ -158,7 +160,7 @@ class Exchange:
         """Return the file of a process's part of a chunk, by the numbers of both."""
         return self.directory / f"{chunk:06}.{process}"
 
-    def _write(self, tensor: torch.Tensor) -> jax.Array:
+    def _write(self, tensor: "torch.Tensor") -> jax.Array:
         """Write this process's part of a chunk to its file, whole or not at all; return the chunk's array."""
         self._chunks += 1
         array = runtime.array_of(tensor)
@@ -171,7 +173,7 @@ class Exchange:
         os.replace(temporary, path)
         return array
 
-    def _join(self, array: jax.Array) -> torch.Tensor:
+    def _join(self, array: jax.Array) -> "torch.Tensor":
         """Return a chunk's whole array, joined from the files that all processes write their shards to.
 
         The chunk is the last one that `_write` counted; `array` has the shards of this process.

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import torch
-
 
 def to_uint8(frames: Any) -> Any:
     """Return frames in [-1, 1] as bytes, rounded as diffusers' VideoProcessor does."""
@@ -17,4 +15,8 @@ def from_uint8(pixels: Any, dtype: str) -> Any:
 
 def _cast(x: Any, dtype: str) -> Any:
     """Cast a torch tensor or a JAX array to a dtype by its name."""
-    return x.to(getattr(torch, dtype)) if isinstance(x, torch.Tensor) else x.astype(dtype)
+    if hasattr(x, "astype"):  # an array
+        return x.astype(dtype)
+    import torch
+
+    return x.to(getattr(torch, dtype))

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-import torch
 
 from cogvideox_torchax.runtime import arrays
 from cogvideox_torchax.vae.axes import Axes
@@ -286,13 +285,15 @@ def _blend_edge(before: Any, tile: Any, extent: int, axis: int) -> Any:
     shape = [1] * len(tile.shape)  # broadcasts over all axes but `axis`
     shape[axis] = extent
     weight: Any = np.linspace(0, 1, extent, endpoint=False, dtype=np.float32).reshape(shape)
-    if isinstance(tile, torch.Tensor):
+    if not isinstance(tile, np.ndarray | jax.Array):
+        import torch
+
         weight = torch.as_tensor(weight, device=tile.device)
     old = _slice_of(before, axis, before.shape[axis] - extent, before.shape[axis])
     new = _slice_of(tile, axis, 0, extent)
     # The weights are float32, and so is a mixture of bfloat16 tiles.
     mixed = old * (1 - weight) + new * weight
-    mixed = mixed.to(tile.dtype) if isinstance(tile, torch.Tensor) else mixed.astype(tile.dtype)
+    mixed = mixed.astype(tile.dtype) if isinstance(tile, np.ndarray | jax.Array) else mixed.to(tile.dtype)
     return arrays.concatenate([mixed, _slice_of(tile, axis, extent, tile.shape[axis])], axis)
 
 

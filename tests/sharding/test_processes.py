@@ -77,7 +77,8 @@ assert cli.main(["decode", "one.safetensors", "-o", "two", *together]) == 0
 # In three tiles, of which each process's devices hold columns of their own.
 assert cli.main(["decode", "one.safetensors", "-o", "two-tiled", "--tiling", "32x24", *together]) == 0
 from cogvideox_torchax import make_mesh, runtime
-runtime.memory._free_memory = lambda devices: (3 + index) * 2**40
+from cogvideox_torchax.runtime import memory
+memory._free_memory = lambda devices: (3 + index) * 2**40
 assert runtime.free_memory(make_mesh()) == 3 * 2**40
 """
 

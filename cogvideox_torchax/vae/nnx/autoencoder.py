@@ -152,7 +152,7 @@ class Network:
         return result, jax.tree.map(pixels_first, cache)
 
 
-compiled = functools.lru_cache(maxsize=256)(runtime.Program)
+compiled = functools.lru_cache(maxsize=256)(runtime.ArrayProgram)
 """Return the program of a `Network` and a placement; models of one graph and placement share it."""
 
 
@@ -167,6 +167,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
 
     Attributes:
         mesh: the device mesh to run on, as given to `place_on`; None for one device.
+        tiles: `TileSettings` to run frames larger than a tile in overlapping tiles; None for whole frames.
     """
 
     num_sample_frames_batch_size = chunks.SAMPLE_FRAMES_A_CHUNK
@@ -192,8 +193,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         layers = LayerConfig(rngs, param_dtype=param_dtype)
         self.quant_conv = Conv3d(2 * channels, 2 * channels, layers) if config.use_quant_conv else None
         self.post_quant_conv = Conv3d(channels, channels, layers) if config.use_post_quant_conv else None
-        self.tile_settings: tiling.TileSettings | None = None
-        self.use_slicing = False
+        self.tiles: tiling.TileSettings | None = None
 
     # Weights
 
@@ -363,16 +363,11 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
     def _joined_results(
         self, direction: Direction, x: jax.Array, *, frame_by_frame: bool = False
     ) -> jax.Array:
-        """Return the joined results of all chunks of `x` (N, T, H, W, C); with slicing each video runs alone.
+        """Return the joined results of all chunks of `x` (N, T, H, W, C).
 
         With `frame_by_frame` each chunk is one latent frame.
         """
-        batches = [x] if not self.use_slicing or x.shape[0] == 1 else [video[None] for video in x]
-        results = [
-            runtime.concatenate(list(self._stream(direction, batch, frame_by_frame=frame_by_frame)), 1)
-            for batch in batches
-        ]
-        return runtime.concatenate(results, 0)
+        return runtime.concatenate(list(self._stream(direction, x, frame_by_frame=frame_by_frame)), 1)
 
     def _stream(
         self, direction: Direction, x: jax.Array, *, frame_by_frame: bool = False, **options: bool
@@ -388,7 +383,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         plan = chunks.plan(x.shape[1], 1) if frame_by_frame else direction.chunks(self, x.shape[1])
         # If `x` is a NumPy array, only one chunk's frames at a time go to the device.
         cut_chunks = (runtime.take(x, 1, chunk.start, len(chunk)) for chunk in plan)
-        tiles = self.tile_settings and self.tile_settings.plan(direction, x.shape[2:4], scale)
+        tiles = self.tiles and self.tiles.plan(direction, x.shape[2:4], scale)
         return self.run_chunks(direction, cut_chunks, tiles, frame_by_frame=frame_by_frame, **options)
 
     def run_chunks(
@@ -428,13 +423,13 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         """Return the module that runs a chunk; `options` are `DecoderChunk`'s arguments, unused to encode."""
         return EncoderChunk(self) if direction == ENCODE else DecoderChunk(self, **options)
 
-    def build_program(self, direction: Direction) -> runtime.Program:
+    def build_program(self, direction: Direction) -> runtime.ArrayProgram:
         """Return a chunk's program, to inspect its compiled text.
 
         Call it on a `weightless` model, whose weights are `jax.ShapeDtypeStruct`s.
         """
         network, weights = Network.split(self.chunk(direction))
-        return runtime.Program(dataclasses.replace(network, weights=weights), self.placement(direction))
+        return runtime.ArrayProgram(dataclasses.replace(network, weights=weights), self.placement(direction))
 
     # Several devices
 
@@ -482,37 +477,3 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
     def disable_gradient_checkpointing(self) -> None:
         """Make a backward pass keep all activations, which is the default."""
         self.set_attributes(rematerialize=False)
-
-    # Tiling and slicing
-
-    def enable_slicing(self) -> None:
-        """Run a batch one video at a time."""
-        self.use_slicing = True
-
-    def disable_slicing(self) -> None:
-        """Run all videos of a batch at once again."""
-        self.use_slicing = False
-
-    def enable_tiling(
-        self,
-        tile_sample_min_height: int | None = None,
-        tile_sample_min_width: int | None = None,
-        tile_overlap_factor_height: float = 1 / 6,
-        tile_overlap_factor_width: float = 1 / 5,
-    ) -> None:
-        """Run frames larger than a tile in overlapping tiles from now on.
-
-        Args:
-            tile_sample_min_height, tile_sample_min_width: of a tile, in pixels; None for half the config's.
-            tile_overlap_factor_height, tile_overlap_factor_width: parts of a tile that overlap the next tile.
-        """
-        scale = self.config.spatial_compression_ratio
-        height = tile_sample_min_height or self.config.sample_height // 2
-        width = tile_sample_min_width or self.config.sample_width // 2
-        self.tile_settings = tiling.TileSettings(
-            height // scale, width // scale, tile_overlap_factor_height, tile_overlap_factor_width
-        )
-
-    def disable_tiling(self) -> None:
-        """Run each frame whole from now on, not in tiles."""
-        self.tile_settings = None

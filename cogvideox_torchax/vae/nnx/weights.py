@@ -11,7 +11,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from diffusers import __version__
 from flax import nnx
 from jax.typing import DTypeLike
 from safetensors.numpy import save as serialized
@@ -20,6 +19,7 @@ from cogvideox_torchax import runtime
 from cogvideox_torchax.files.whole import whole_file
 from cogvideox_torchax.vae import checkpoint
 from cogvideox_torchax.vae.nnx.config import FlaxAutoencoderKLCogVideoXConfig
+from cogvideox_torchax.versions import TESTED, installed
 
 Keys = tuple[Any, ...]
 """Path of a parameter in the NNX state: names and list indices from the root down."""
@@ -116,7 +116,12 @@ def save(state: nnx.State, config: FlaxAutoencoderKLCogVideoXConfig, directory: 
     """Write config.json and the weights as diffusers' `save_pretrained` does, in one file."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    fields = {"_class_name": checkpoint.CLASS_NAME, "_diffusers_version": __version__, **config.to_dict()}
+    diffusers_version = installed("diffusers") or TESTED["diffusers"].newest
+    fields = {
+        "_class_name": checkpoint.CLASS_NAME,
+        "_diffusers_version": diffusers_version,
+        **config.to_dict(),
+    }
     with whole_file(directory / "config.json") as temporary:
         temporary.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
     with whole_file(directory / f"{checkpoint.WEIGHTS_STEM}.safetensors") as temporary:

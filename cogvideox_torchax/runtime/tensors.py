@@ -1,0 +1,76 @@
+"""Operations on tensors, plain or on JAX: fetching, dtypes, non-finite values, slices."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from cogvideox_torchax.runtime import arrays
+from cogvideox_torchax.runtime.bridge import array_of, as_array, on_jax, tensor_of
+
+
+def fetch_async(tensor: torch.Tensor) -> None:
+    """Start copying a tensor on JAX to the host in the background, so that `to_torch` waits less later."""
+    if on_jax(tensor):
+        array_of(tensor).copy_to_host_async()
+
+
+def wait(tensor: torch.Tensor) -> torch.Tensor:
+    """Wait until a tensor on JAX is computed, and return it; return a plain tensor at once."""
+    if on_jax(tensor):
+        array_of(tensor).block_until_ready()
+    return tensor
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name that torch, JAX and NumPy share, such as "bfloat16" for `torch.bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def device_and_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, torch.dtype | None]:
+    """Return the device and the dtype that `.to(*args, **kwargs)` requests, each None if absent."""
+    device, dtype = kwargs.get("device"), kwargs.get("dtype")
+    for value in args:
+        if isinstance(value, torch.dtype):
+            dtype = value
+        elif isinstance(value, torch.Tensor):
+            device, dtype = value.device, value.dtype
+        elif isinstance(value, str | torch.device):
+            device = value
+    return device, dtype
+
+
+def jax_dtype(dtype: torch.dtype) -> Any:
+    """Return the JAX dtype of a torch dtype."""
+    import jax.numpy as jnp
+
+    return jnp.dtype(dtype_name(dtype))
+
+
+def first_nonfinite(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the index of the first NaN or Inf, or None; a tensor that is being traced counts as finite."""
+    if not tensor.dtype.is_floating_point:
+        return None
+    if on_jax(tensor):
+        return arrays.first_nonfinite_of(array_of(tensor))
+    finite = torch.isfinite(tensor)
+    return None if bool(finite.all()) else tuple(int(i) for i in (~finite).nonzero()[0])
+
+
+def all_finite(tensor: torch.Tensor) -> Any:
+    """Return whether a tensor holds neither NaN nor Inf: a bool on its device, which `bool()` waits for."""
+    return arrays.all_finite_of(array_of(tensor)) if on_jax(tensor) else torch.isfinite(tensor).all()
+
+
+def concatenate(parts: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
+    """Return tensors joined along an axis; torchax need not be enabled."""
+    if on_jax(parts[0]):
+        return tensor_of(arrays.concatenate(list(map(as_array, parts)), axis))
+    return torch.cat(list(parts), dim=axis)
+
+
+def take(x: torch.Tensor, axis: int, start: int, length: int) -> torch.Tensor:
+    """Return entries `start` to `start + length` of an axis; torchax need not be enabled."""
+    if on_jax(x):
+        return tensor_of(arrays.take(array_of(x), axis, start, length))
+    return x[(slice(None),) * axis + (slice(start, start + length),)]
