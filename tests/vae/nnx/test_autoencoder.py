@@ -57,7 +57,8 @@ def test_in_tiles_it_decodes_as_diffusers(small_vae, vae):
     options = {"tile_sample_min_height": 16, "tile_sample_min_width": 16}
     options |= {"tile_overlap_factor_height": 1 / 4, "tile_overlap_factor_width": 1 / 4}
     tiled = copy.copy(vae)
-    tiled.tiles = TileSettings(2, 2, 1 / 4, 1 / 4)  # 16 pixels are two latent ones
+    side = 16 // vae.config.spatial_compression_ratio  # 16 pixels
+    tiled.tiles = TileSettings(side, side, 1 / 4, 1 / 4)
     with reference.tiled(stock := copy.deepcopy(small_vae), **options):
         got, want = tiled.decode(channels_last(z)), stock.decode(z).sample
     assert largest_error(np.moveaxis(got, -1, 1), want) < FLOAT32_RELATIVE
