@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         out_of_memory,
     )
     from cogvideox_torchax.runtime.places import ArrayProgram, Place, with_kept_cache
-    from cogvideox_torchax.runtime.profiling import profiling
+    from cogvideox_torchax.runtime.profiles import profiling
     from cogvideox_torchax.runtime.programs import Program, Programs, forget_programs, programs_of
     from cogvideox_torchax.runtime.skeleton import host_skeleton
     from cogvideox_torchax.runtime.tensors import (
@@ -171,7 +171,7 @@ _MODULES = {
         "Place",
         "with_kept_cache",
     ),
-    "profiling": ("profiling",),
+    "profiles": ("profiling",),
     "programs": (
         "Program",
         "Programs",

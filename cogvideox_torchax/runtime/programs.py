@@ -13,7 +13,7 @@ from torch import nn
 from cogvideox_torchax.runtime.bridge import array_of, as_array, import_torchax, on_jax, tensor_of
 from cogvideox_torchax.runtime.models import PROGRAMS
 from cogvideox_torchax.runtime.places import ArrayProgram, Place, with_kept_cache
-from cogvideox_torchax.runtime.profiling import is_profiling, named_layers
+from cogvideox_torchax.runtime.profiles import is_profiling, named_layers
 from cogvideox_torchax.runtime.skeleton import skeleton, weightless
 from cogvideox_torchax.runtime.snapshot import Snapshot
 from cogvideox_torchax.runtime.tensors import jax_dtype
