@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from cogvideox_torchax.flax import FlaxVAEForPipelines, Posterior
-from cogvideox_torchax.runtime.programs import Program
+from cogvideox_torchax.runtime.places import ArrayProgram
 from cogvideox_torchax.vae.nnx import weights
 from cogvideox_torchax.vae.pixels import to_uint8
 from cogvideox_torchax.vae.tiling import TileSettings
@@ -127,7 +127,7 @@ def test_of_a_numpy_array_only_a_chunk_goes_to_the_device(vae, monkeypatch):
         given.append(chunk)
         return jnp.zeros((1, 1, 24, 40, 3)), None
 
-    monkeypatch.setattr(Program, "run", run)
+    monkeypatch.setattr(ArrayProgram, "run", run)
     vae.decode(z)
     assert [chunk.shape[1] for chunk in given] == [3, 2, 2]
     assert all(np.shares_memory(chunk, z) for chunk in given)
