@@ -19,7 +19,7 @@ from benchmarks.pages import RESULTS
 from cogvideox_torchax import make_mesh, port, runtime
 from cogvideox_torchax.files.reports import load, table, write_json
 from cogvideox_torchax.pipelines.cache_options import config_of
-from cogvideox_torchax.pipelines.networks import step_tensors
+from cogvideox_torchax.pipelines.transformer import step_tensors
 from cogvideox_torchax.plan import networks
 from cogvideox_torchax.vae.tolerances import psnr
 from tests import small_pipelines

@@ -17,7 +17,9 @@ from torch import nn
 from benchmarks import ops
 from benchmarks.jobs import Size
 from cogvideox_torchax import backends, runtime
-from cogvideox_torchax.pipelines.networks import port_network, prompt_tensors, step_tensors
+from cogvideox_torchax.pipelines.known import port_network
+from cogvideox_torchax.pipelines.text_encoder import prompt_tensors
+from cogvideox_torchax.pipelines.transformer import step_tensors
 from cogvideox_torchax.plan import jobs, models, networks
 from cogvideox_torchax.runtime.places import describes_one_input
 from cogvideox_torchax.sharding import make_mesh

@@ -95,6 +95,14 @@ def replace_array(tensor: Any, move: Callable[[Any], Any]) -> Any:
     return _attribute("torchax", type(tensor), "apply_jax_")(tensor, move)
 
 
+def array_in(tensor: Any) -> Any:
+    """Return the array that a torchax tensor holds, None for a plain tensor. Needs `_elem` of its tensors.
+
+    A public function takes a hundred times as long, and a call of a transformer reads a thousand weights.
+    """
+    return getattr(tensor, "_elem", None)
+
+
 def teach_copying(kind: Any, tensor_of: Any, to_torch: Any, without_torchax: Any) -> None:
     """Make a class of torchax's tensors, whole ones or views, copyable and picklable, which torchax does not.
 

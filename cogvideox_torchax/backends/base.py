@@ -14,10 +14,10 @@ from cogvideox_torchax.vae.directions import ENCODE, Direction
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-Recorder = Callable[[torch.Tensor], dict[str, torch.Tensor]]
-"""Function of one chunk to the outputs of its layers, plain tensors by the layers' names in diffusers.
+Recorder = Callable[[torch.Tensor, Any], tuple[dict[str, torch.Tensor], Any]]
+"""A step, (chunk, cache) -> (outputs, next cache), whose outputs are those of layers: plain tensors by name.
 
-It keeps the cache of causal convolutions from each call to the next: call it with a video's chunks in order.
+The names are diffusers'. The first chunk of a video has the cache None.
 """
 
 
@@ -101,7 +101,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def recorder(self, direction: Direction, wanted: Callable[[str], Any]) -> Recorder:
-        """Return a function from a chunk to outputs of layers, to call with one video's chunks in order.
+        """Return the step of a chunk whose result is the outputs of its layers.
 
         Args:
             direction: whether the video is encoded, or latents are decoded.

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from cogvideox_torchax import runtime
 from cogvideox_torchax.backends.base import Backend, Recorder
 from cogvideox_torchax.vae.axes import NTHWC
@@ -34,10 +36,11 @@ class Flax(Backend):
         return weightless.build_program(direction)
 
     def recorder(self, direction: Direction, wanted: Callable[[str], Any]) -> Recorder:
-        """Return a function from a chunk to outputs of layers by name; `wanted(name)` selects the layers."""
-        # The result of `RecordedLayers` is its layers' outputs, by name.
         network, weights = Network.split(RecordedLayers(self.vae.flax_vae.chunk(direction), wanted))
-        run = compiled(network).begin(weights)  # a function of a video's chunks, called in order
-        return lambda chunk: {
-            name: runtime.to_torch(to_tensor(output)) for name, output in run(to_array(chunk)).items()
-        }
+        step = compiled(network).step(weights)
+
+        def record(chunk: torch.Tensor, cache: Any) -> tuple[dict[str, torch.Tensor], Any]:
+            outputs, cache = step(to_array(chunk), cache)
+            return {name: runtime.to_torch(to_tensor(output)) for name, output in outputs.items()}, cache
+
+        return record

@@ -8,6 +8,7 @@ from torch import nn
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.backends.base import Backend, Recorder
+from cogvideox_torchax.vae.chunks import Step, run
 from cogvideox_torchax.vae.directions import Direction
 from cogvideox_torchax.vae.streaming import frames_of_chunks
 from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX, port_vae
@@ -41,27 +42,22 @@ class Torchax(Backend):
     def put(self, x: torch.Tensor) -> torch.Tensor:
         return runtime.to_jax(x)
 
-    def _begin(self, name: str, network: nn.Module) -> Callable[[Any], Any]:
-        """Begin a video; return the function that runs the network on its chunks, in order, in JAX arrays.
-
-        The function keeps the cache of convolutions from each call to the next. The compiled program is kept
-        with the model by `name`.
-        """
+    def _step(self, name: str, network: nn.Module) -> Step:
+        """Return the step of a chunk's network, on arrays; the model keeps the compiled program by `name`."""
         program = runtime.programs_of(self.vae).get(name, network, runtime.Program)
-        return program.begin(program.weights(network))
+        return program.step(program.weights(network))
 
     def recorder(self, direction: Direction, wanted: Callable[[str], Any]) -> Recorder:
-        """Return a function from a chunk to its layers' outputs, by name; `wanted(name)` selects the layers.
+        network = RecordedLayers(chunk_network(self.vae, direction), wanted)
+        step = self._step(f"{direction}, recorded", network)
 
-        Call the function with a video's chunks in order.
-        """
-        # The text names the compiled program; `RecordedLayers` is a network that returns the layers' outputs.
-        run = self._begin(
-            f"{direction}, recorded", RecordedLayers(chunk_network(self.vae, direction), wanted)
-        )
-        return lambda chunk: {
-            name: runtime.to_torch(runtime.tensor_of(output)) for name, output in run(chunk).items()
-        }
+        def record(chunk: torch.Tensor, cache: Any) -> tuple[dict[str, torch.Tensor], Any]:
+            outputs, cache = step(chunk, cache)
+            return {
+                name: runtime.to_torch(runtime.tensor_of(output)) for name, output in outputs.items()
+            }, cache
+
+        return record
 
 
 class TorchaxStock(Torchax):
@@ -83,6 +79,6 @@ class TorchaxStock(Torchax):
 
     def chunks(self, direction: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:
         """Return an iterator of the results of a video's chunks, as tensors on JAX."""
-        run = self._begin(direction, chunk_network(self.vae, direction))  # keeps the convolutions' cache
+        step = self._step(direction, chunk_network(self.vae, direction))
         chunks = frames_of_chunks(self.vae, direction, self.put(x))
-        return (runtime.tensor_of(run(chunk)) for chunk in chunks)
+        return map(runtime.tensor_of, run(step, chunks))

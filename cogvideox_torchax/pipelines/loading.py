@@ -15,7 +15,7 @@ from transformers import T5Config, T5EncoderModel
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.files.models import INDEX, ModelError, local, not_on_hub, read_json
-from cogvideox_torchax.pipelines.networks import port_network
+from cogvideox_torchax.pipelines.known import port_network
 from cogvideox_torchax.pipelines.port import PIPELINES, port_pipeline
 from cogvideox_torchax.sharding import Parallel
 from cogvideox_torchax.vae.checkpoint import WEIGHTS_STEM, check_loading_info, read_tensors, weight_files
@@ -160,7 +160,7 @@ def _load_network(
     # A tied weight is not missing if a file has it under its other name: then it is not on "meta" any more.
     without_weight = {name for name, weight in network.named_parameters() if weight.is_meta}
     check_loading_info({"missing_keys": missing & without_weight, "unexpected_keys": unexpected}, directory)
-    network.place()  # the buffers, which no file has
+    network.put_weights()  # the buffers, which no file has
     return network.eval()
 
 

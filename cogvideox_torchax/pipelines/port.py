@@ -20,8 +20,11 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from cogvideox_torchax import runtime, upstream
-from cogvideox_torchax.pipelines import loras, networks
+from cogvideox_torchax.pipelines import loras
+from cogvideox_torchax.pipelines.known import port_network, ported_class
+from cogvideox_torchax.pipelines.networks import CompiledNetwork, KnownNetwork
 from cogvideox_torchax.pipelines.scheduler import port_scheduler
+from cogvideox_torchax.pipelines.transformer import CogVideoXTransformer3DModel
 from cogvideox_torchax.runtime.models import PicklesAsStock, PortedModel
 from cogvideox_torchax.sharding import Parallel
 from cogvideox_torchax.vae.streaming import ChunkedVAE
@@ -64,11 +67,14 @@ def port_pipeline(pipe: Any, mesh: Any = None, parallel: Parallel | None = None)
             another package's class. Nothing has been moved then.
     """
     models = _models(pipe)
+    parallelisms = {}  # of the networks, by name: how each uses the mesh
     for name, model in models.items():
         _check_acyclic(name, model)
         _check_in_place(model)
         if not isinstance(model, VAES):
-            _check_network(name, model, mesh, parallel if name == "transformer" else None)
+            check_vae_class(model)
+            requested = parallel if name == "transformer" else None
+            parallelisms[name] = _parallelism_of(model, mesh, requested)
     for name, model in models.items():
         if getattr(pipe, name) is not model:  # torch.compile's wrapper, as JAX compiles the model
             setattr(pipe, name, model)
@@ -78,10 +84,12 @@ def port_pipeline(pipe: Any, mesh: Any = None, parallel: Parallel | None = None)
                 vae.place_on(mesh)
             vae.place()
             continue
-        network = networks.port_network(model)
+        network = port_network(model)
         network.component = name
-        network.place(mesh, parallel if name == "transformer" else None)
-        if not isinstance(network, networks.KnownNetwork):
+        if parallelisms[name] is not None:
+            network.use_mesh(network.mesh if mesh is None else mesh, parallelisms[name])
+        network.put_weights()
+        if not isinstance(network, KnownNetwork):
             use = "" if network.mesh is None else f"; {network.parallelism}"
             logger.warning("%s: %s, compiled as it is%s", name, type(network).__name__, use)
     if getattr(pipe, "scheduler", None) is not None:
@@ -91,7 +99,7 @@ def port_pipeline(pipe: Any, mesh: Any = None, parallel: Parallel | None = None)
         upstream.wrap_from_pipe(_port_from_pipe)
         upstream.wrap_register_modules(_port_class_of)
         if not isinstance(pipe, PortedPipeline):
-            pipe.__class__ = _ported_class(type(pipe))
+            pipe.__class__ = _ported_pipeline_class(type(pipe))
 
 
 def _models(pipe: Any) -> dict[str, nn.Module]:
@@ -118,18 +126,23 @@ def _reason_to_stay(model: nn.Module) -> str | None:
     return None
 
 
-def _check_network(name: str, network: Any, mesh: Any, parallel: Parallel | None) -> None:
-    """Raise `ValueError` for a VAE of another package, or a network whose weights the mesh cannot split.
+def _parallelism_of(network: Any, mesh: Any, requested: Parallel | None) -> Any:
+    """Return how a network, ported or not, will use a mesh; None without one.
 
     Args:
-        name, network: a model of a pipeline, ported or not.
+        network: a model of a pipeline.
         mesh: of `make_mesh`; None for the network's present mesh, if it has one.
-        parallel: "context" to split tokens, "tensor" to split the weights' channels; None to choose.
+        requested: "context" for tokens, "tensor" for weights' channels; None chooses, and keeps an earlier
+            choice on the same mesh.
+
+    Raises:
+        ValueError: a mesh that does not divide the weights, or a request that the network cannot fulfil.
     """
-    check_vae_class(network)
-    mesh = mesh if mesh is not None else getattr(network, "mesh", None)
-    if mesh is not None:
-        networks.parallelism_of(network, mesh, parallel)  # for its errors alone
+    present: Any = getattr(network, "mesh", None)
+    if requested is None and mesh in (None, present):
+        return getattr(network, "parallelism", None)
+    used = present if mesh is None else mesh
+    return ported_class(type(network)).choose_parallelism(network, used, requested)
 
 
 def _check_acyclic(name: str, module: nn.Module, outer: tuple[nn.Module, ...] = ()) -> None:
@@ -151,11 +164,9 @@ def _check_in_place(model: Any) -> None:
 
 def _port_class_of(pipe: Any, parts: dict[str, Any]) -> None:
     """Give a pipeline that is made of `parts` its ported class, if a network among them is on JAX."""
-    on_jax = (
-        isinstance(part, networks.CompiledNetwork) and runtime.is_on_jax(part) for part in parts.values()
-    )
+    on_jax = (isinstance(part, CompiledNetwork) and runtime.is_on_jax(part) for part in parts.values())
     if any(on_jax) and not isinstance(pipe, PortedPipeline):
-        pipe.__class__ = _ported_class(type(pipe))
+        pipe.__class__ = _ported_pipeline_class(type(pipe))
 
 
 def _port_from_pipe(make: Callable[..., Any], kind: type, pipeline: Any, **options: Any) -> Any:
@@ -179,7 +190,7 @@ def _port_from_pipe(make: Callable[..., Any], kind: type, pipeline: Any, **optio
     elif not isinstance(
         made, PortedPipeline
     ):  # the parts, which the two pipelines share, were moved to the host: they stay there
-        made.__class__ = _ported_class(type(made))
+        made.__class__ = _ported_pipeline_class(type(made))
     return made
 
 
@@ -256,7 +267,7 @@ def _call(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> A
     scheduler, transformer = getattr(pipe, "scheduler", None), getattr(pipe, "transformer", None)
     if scheduler is not None:
         port_scheduler(scheduler)  # the user may have replaced it
-    if isinstance(transformer, networks.CogVideoXTransformer3DModel):
+    if isinstance(transformer, CogVideoXTransformer3DModel):
         if runtime.is_on_jax(transformer):
             # A step cache may be set by hooks alone, as by diffusers' `apply_first_block_cache`. The model's
             # `enable_cache` has warned already, if it was called.
@@ -318,7 +329,7 @@ _DECODE_LATENTS = tuple(kind.decode_latents for kind in PIPELINES)
 
 
 @functools.cache
-def _ported_class(kind: type) -> type:
+def _ported_pipeline_class(kind: type) -> type:
     """Return the ported subclass of a pipeline's class `kind`, with that class's own name and signatures."""
     members = {
         **{name: _method(kind, name) for name in _own_methods(kind)},

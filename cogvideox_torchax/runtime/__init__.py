@@ -40,7 +40,7 @@ if TYPE_CHECKING:
         of_several_processes,
         out_of_memory,
     )
-    from cogvideox_torchax.runtime.places import ArrayProgram, Place, with_kept_cache
+    from cogvideox_torchax.runtime.places import ArrayProgram, Place
     from cogvideox_torchax.runtime.profiles import profiling
     from cogvideox_torchax.runtime.programs import Program, Programs, forget_programs, programs_of
     from cogvideox_torchax.runtime.skeleton import host_skeleton
@@ -115,7 +115,6 @@ __all__ = [
     "wait",
     "wants_gradient",
     "warn_once",
-    "with_kept_cache",
     "without_gradient",
     "without_torchax",
 ]
@@ -169,7 +168,6 @@ _MODULES = {
     "places": (
         "ArrayProgram",
         "Place",
-        "with_kept_cache",
     ),
     "profiles": ("profiling",),
     "programs": (

@@ -399,7 +399,7 @@ def _without_gradient(model: nn.Module, leaves: list[Any], why: str, tensor: tor
     asks = (leaf for leaf in leaves if _is_tensor(leaf) and leaf.requires_grad)
     x = next(asks, tensor)
     x = x if on_jax(x) else to_jax(x).requires_grad_()
-    return without_gradient(model, x, lambda: tensor.detach(), why)
+    return without_gradient(model, x, tensor.detach(), why)
 
 
 def _run_by_operation(

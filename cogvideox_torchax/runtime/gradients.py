@@ -105,21 +105,19 @@ def differentiable(
     )
 
 
-def without_gradient(
-    network: nn.Module, x: torch.Tensor, run: Callable[[], torch.Tensor], why: str
-) -> torch.Tensor:
-    """Return the result of `run`, which `network` computes from `x`.
+def without_gradient(network: nn.Module, x: torch.Tensor, result: torch.Tensor, why: str) -> torch.Tensor:
+    """Return `result`, which `network` has computed from `x`.
 
     A backward pass through it raises `ValueError` with the message `why`.
     """
     if not wants_gradient(network, x):
-        return run()
+        return result
 
     def refuse(*_: Any) -> Any:
-        """Raise the error: the backward pass calls this to recompute the result of `run`."""
+        """Raise the error: the backward pass calls this to compute the result again."""
         raise ValueError(why)
 
-    return differentiable(refuse, network, {}, x, run=run)  # {}: `refuse` reads no weights
+    return differentiable(refuse, network, {}, x, run=lambda: result)  # {}: `refuse` reads no weights
 
 
 def wants_gradient(network: nn.Module, x: torch.Tensor) -> bool:

@@ -129,9 +129,9 @@ class ArrayProgram:
             self._cache_structs(weights, inputs),
         )
 
-    def begin(self, weights: Any) -> Callable[[Any], Any]:
-        """Return a function to call with each chunk of a video in order, which returns the chunk's result."""
-        return with_kept_cache(lambda chunk, cache: self.run(weights, self.put(chunk), cache))
+    def step(self, weights: Any) -> Callable[[Any, Any], tuple[Any, Any]]:
+        """Return the function (inputs, cache) -> (result, next cache) of placed weights; it places inputs."""
+        return lambda inputs, cache: self.run(weights, self.put(inputs), cache)
 
     # Ahead of time
 
@@ -178,18 +178,3 @@ def describes_one_input(node: Any) -> bool:
     """Return whether a node of described inputs is a pair (shape, dtype), and no container of such pairs."""
     # The second item of a pair is a dtype. The second item of a tuple of pairs is a pair, so a tuple.
     return isinstance(node, tuple) and not isinstance(node[1], tuple)
-
-
-def with_kept_cache(step: Callable[[Any, Any], tuple[Any, Any]]) -> Callable[[Any], Any]:
-    """Return a function of a chunk that returns the result of `step`, and keeps the cache for its next call.
-
-    `step(chunk, cache)` returns (result, next cache).
-    """
-    cache: Any = None  # for the first chunk; then the cache that the previous call returned
-
-    def run(chunk: Any) -> Any:
-        nonlocal cache
-        result, cache = step(chunk, cache)
-        return result
-
-    return run

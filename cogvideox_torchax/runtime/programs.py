@@ -4,21 +4,23 @@ import functools
 import itertools
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
+import jax
 import torch
 from torch import nn
 
 from cogvideox_torchax.runtime.bridge import array_of, as_array, import_torchax, on_jax, tensor_of
 from cogvideox_torchax.runtime.models import PROGRAMS
-from cogvideox_torchax.runtime.places import ArrayProgram, Place, with_kept_cache
+from cogvideox_torchax.runtime.places import ArrayProgram, Place
 from cogvideox_torchax.runtime.profiles import is_profiling, named_layers
 from cogvideox_torchax.runtime.skeleton import skeleton, weightless
-from cogvideox_torchax.runtime.snapshot import Snapshot
+from cogvideox_torchax.runtime.snapshot import Snapshot, modules_of
 from cogvideox_torchax.runtime.tensors import jax_dtype
 from cogvideox_torchax.runtime.weights import assign, named_tensors, put_weights
-from cogvideox_torchax.upstream import is_traced
+from cogvideox_torchax.upstream import array_in, is_traced
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 TRACING = threading.RLock()
@@ -110,8 +112,6 @@ class TorchNetwork:
 
     def __init__(self, module: nn.Module):
         """Copy the module tree without its weights, of which shapes and dtypes are kept."""
-        import jax
-
         self._module = weightless(module)
         self.name = type(module).__name__
         self.keep_unused = getattr(module, "keep_unused", False)
@@ -135,14 +135,6 @@ class TorchNetwork:
             watching_options: keywords of `place.watching`, which may change the copy, such as a VAE's `split`
                 on a mesh: the sharding of the width.
         """
-        import jax
-
-        # Between two chunks a VAE's cache has the axes (H, W, N, T, C), in the order that a TPU computes in:
-        # in any other order each program would rearrange it on its way in and out. torch's order is NCTHW.
-        # In a denoising step's cache only FasterCache's frequencies have five axes; they are transposed too.
-        cache = jax.tree.map(
-            lambda array: array.transpose(2, 4, 3, 0, 1) if array.ndim == 5 else array, cache
-        )
         network = _check_deterministic(skeleton(self._module))
         call = import_torchax().interop.jax_view(functools.partial(torch.func.functional_call, network))
         # By default a TPU multiplies float32 in bfloat16, and a recent GPU in TF32. Vectors do not count: a
@@ -153,11 +145,7 @@ class TorchNetwork:
         with TRACING, named_layers(network), watching, precision, warnings.catch_warnings():
             # torch's int64 becomes JAX's int32, which positions and token ids fit into.
             warnings.filterwarnings("ignore", "Explicitly requested dtype int64")
-            result, cache = call(weights, (inputs, cache))
-        # From NCTHW back to (H, W, N, T, C).
-        return result, jax.tree.map(
-            lambda array: array.transpose(3, 4, 0, 2, 1) if array.ndim == 5 else array, cache
-        )
+            return call(weights, (inputs, cache))
 
 
 class Program(ArrayProgram):
@@ -174,9 +162,9 @@ class Program(ArrayProgram):
 
         One is for `run`, which donates the cache; the other is for `run_video`, which may need gradients.
         """
-        import jax
-
         super().__init__(TorchNetwork(network) if isinstance(network, nn.Module) else network, place)
+        # Names and arrays of the last call's weights. One pair, as any thread may replace it.
+        self._placed: tuple[list[str], list[weakref.ref[Any]]] = [], []
         # No cache is donated here: a backward pass reads it again.
         self._differentiable = jax.jit(
             self._trace_for_gradients, compiler_options=self.place.compiler_options()
@@ -192,8 +180,30 @@ class Program(ArrayProgram):
 
         The network must have the modules of the one that was compiled. Weights on other devices, as after
         `load_state_dict`, and plain ones, as of a replaced submodule, are moved; the network then holds the
-        moved ones.
+        moved ones. If all are those of the call before, which were placed then, nothing else is asked.
         """
+        tensors = [
+            tensor
+            for module in modules_of(network)
+            for table in (module._parameters, module._buffers)
+            for tensor in table.values()
+            if tensor is not None
+        ]
+        arrays = list(map(array_in, tensors))
+        names, references = self._placed
+        if len(arrays) == len(names) and all(
+            reference() is array for reference, array in zip(references, arrays, strict=True)
+        ):
+            return dict(zip(names, arrays, strict=True))
+        weights = self._placed_weights(network)
+        name_of = {id(tensor): name for name, tensor in named_tensors(network).items()}
+        names = [name_of[id(tensor)] for tensor in tensors]  # of a tied weight its first name, each time
+        if all(isinstance(array, jax.Array) and not is_traced(array) for array in weights.values()):
+            self._placed = names, [weakref.ref(weights[name]) for name in names]
+        return weights
+
+    def _placed_weights(self, network: nn.Module) -> dict[str, Any]:
+        """Return the arrays of a network's weights, by name, each moved to where the program takes it."""
         named = named_tensors(network)
         if not all(map(on_jax, named.values())):
             put_weights(network)
@@ -211,8 +221,6 @@ class Program(ArrayProgram):
 
         Entries of a dictionary that are None are left out.
         """
-        import jax
-
         if isinstance(inputs, dict):
             inputs = {name: value for name, value in inputs.items() if value is not None}
         return jax.tree.map(lambda value: self.place.put(as_array(value)), inputs)
@@ -229,9 +237,9 @@ class Program(ArrayProgram):
         """
         import jax.numpy as jnp
 
-        run_chunk = with_kept_cache(  # keeps the cache for its next call
-            lambda chunk, cache: self._differentiable(weights, self.place.put(chunk), cache)
-        )
-        ends = itertools.accumulate(lengths)
-        chunks = (video[:, :, end - length : end] for end, length in zip(ends, lengths, strict=True))
-        return jnp.concatenate(list(map(run_chunk, chunks)), axis=2)
+        results, cache = [], None
+        for end, length in zip(itertools.accumulate(lengths), lengths, strict=True):
+            chunk = self.place.put(video[:, :, end - length : end])
+            result, cache = self._differentiable(weights, chunk, cache)
+            results.append(result)
+        return jnp.concatenate(results, axis=2)

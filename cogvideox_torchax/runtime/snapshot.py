@@ -1,8 +1,9 @@
 """Snapshots of the module trees that programs were traced from; a changed tree gets another program."""
 
+import itertools
 import operator
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,14 +26,16 @@ class Snapshot:
 
     def __init__(self, root: nn.Module):
         """Record a module tree as it is now."""
-        self._modules = [_ModuleSnapshot(module) for module in _tree(root)]
+        modules = list(modules_of(root))
+        self._modules = [_ModuleSnapshot(module) for module in modules]
         # A pair (container, its present items) for each container in the modules' attributes.
         contents = _contents(recorded.attributes for recorded in self._modules)
         # Most containers are empty dictionaries of hooks. `holds`, which runs before each call, checks empty
         # containers faster than those with items.
         self._empty = [container for container, items in contents if not items]
         self._contents = [(container, items) for container, items in contents if items]
-        self._weights = _weight_pattern(_tree(root))  # names of weights, and which are tied
+        self._weights = _weight_pattern(modules)  # names of weights, and which are tied
+        self._identity, self._weight_ids = _identity(modules)
         self._classes = [(kind, list(vars(kind).values())) for kind in _classes(self._modules)]
         # Plain tensors that are neither weights nor buffers, with the numbers of writes into them.
         values = (value for recorded in self._modules for value in recorded.attributes.values())
@@ -40,21 +43,56 @@ class Snapshot:
 
     def holds(self, root: nn.Module) -> bool:
         """Return whether a tree is unchanged; its root may be another module with the same attributes."""
-        modules = list(_tree(root))
-        if len(modules) != len(self._modules):
-            return False
-        pairs = list(zip(self._modules, modules, strict=True))  # (recorded module, module now)
         return (
-            all(recorded.is_unchanged(module) for recorded, module in pairs)
-            # Modules are the same objects, except for the root.
-            and all(recorded.module() is module for recorded, module in pairs[1:])
+            self._has_modules_of(root)
             # Containers that were empty are empty, and others have the items that they had.
             and not any(self._empty)
             and all(_same_items(_items(container), items) for container, items in self._contents)
-            and self._weights == _weight_pattern(modules)  # names of weights, and which are tied
             and all(_are_same(vars(kind).values(), members) for kind, members in self._classes)
             and all(tensor._version == version for tensor, version in self._plain)
         )
+
+    def _has_modules_of(self, root: nn.Module) -> bool:
+        """Return whether a tree has the recorded modules, each with its attributes and names of weights."""
+        first, *others = self._modules
+        if not first.is_unchanged(root):
+            return False
+        # In a tree of a thousand modules the ids are compared ten times as fast as the modules.
+        modules = [root, *(recorded.module() for recorded in others)]
+        if None in modules:
+            return False
+        identity, weight_ids = _identity(modules)
+        if identity != self._identity:
+            modules = list(modules_of(root))
+            if len(modules) != len(self._modules):
+                return False
+            # Modules are the same objects, except for the root.
+            for recorded, module in zip(others, modules[1:], strict=True):
+                if recorded.module() is not module or not recorded.is_unchanged(module):
+                    return False
+        elif weight_ids == self._weight_ids:
+            return True
+        if self._weights != _weight_pattern(modules):  # names of weights, and which are tied
+            return False
+        self._weight_ids = weight_ids
+        return True
+
+
+def _identity(modules: Sequence[nn.Module]) -> tuple[list[Any], list[int]]:
+    """Return lists that are equal for equal module trees: all but the weights, and the weights.
+
+    The first has the modules' classes, their attributes by id but for those of the first module, and the
+    children, with the names of children and weights. The ids are of objects that a snapshot keeps alive, but
+    for weights, for which equal ids prove that the same ones are tied.
+    """
+    attributes = [vars(module) for module in modules]
+    children = [table["_modules"] for table in attributes]
+    weights = [table[name] for table in attributes for name in ("_parameters", "_buffers")]
+    values = itertools.chain.from_iterable(map(dict.values, [*attributes[1:], *children]))
+    names = itertools.chain.from_iterable([*children, *weights])
+    sizes = map(len, [*attributes[1:], *children, *weights])
+    identity = [*map(type, modules), *map(id, values), *names, *sizes]
+    return identity, [*map(id, itertools.chain.from_iterable(map(dict.values, weights)))]
 
 
 class _ModuleSnapshot:
@@ -159,7 +197,7 @@ def _same_items(items: list[Any], others: list[Any]) -> bool:
     return len(items) == len(others) and all(map(is_same, items, others))
 
 
-def _tree(root: nn.Module) -> Iterator[nn.Module]:
+def modules_of(root: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules of a tree, each once, parents first."""
     done: set[int] = set()
     pending = [root]

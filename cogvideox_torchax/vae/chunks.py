@@ -6,6 +6,11 @@ the rule of the first frame for up- and downsampling in time.
 """
 
 import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+Step = Callable[[Any, Any], tuple[Any, Any]]
+"""A step of a video: (chunk, cache) -> (result, next cache). The first chunk has the cache None."""
 
 LATENT_FRAMES_A_CHUNK = 2
 SAMPLE_FRAMES_A_CHUNK = 8
@@ -28,6 +33,15 @@ def plan(num_frames: int, frames_a_chunk: int) -> list[range]:
     first_length = num_frames - frames_a_chunk * (count - 1)
     bounds = [0, *range(first_length, num_frames, frames_a_chunk), num_frames]
     return [range(start, stop) for start, stop in itertools.pairwise(bounds)]
+
+
+def run(step: Step, chunks: Iterable[Any]) -> Iterator[Any]:
+    """Yield the result of each of a video's chunks, which are in order."""
+    cache = None
+    for chunk in chunks:
+        result, cache = step(chunk, cache)
+        yield result
+        del result  # so that only its taker holds it while the next one is computed
 
 
 def first_frame_is_alone(frames: int) -> bool:

@@ -7,7 +7,6 @@ Axis letters: N videos, C channels, T frames, H rows, W columns. Tensors are NCT
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -18,6 +17,7 @@ from cogvideox_torchax import runtime
 from cogvideox_torchax.vae import tiling
 from cogvideox_torchax.vae.axes import NCTHW
 from cogvideox_torchax.vae.checks import check_finite, check_shape
+from cogvideox_torchax.vae.chunks import Step
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 
 Fetch = Callable[[torch.Tensor], torch.Tensor]
@@ -28,7 +28,7 @@ class ChunkedVAE:
     """Mixin of VAEs with diffusers' interface: streams over their chunks, and checks of inputs.
 
     The class that it is mixed into has diffusers' attributes (`config`, `dtype`, tiling, slicing), and
-    defines `_results`, which runs the chunks.
+    defines `results`, which runs the chunks.
     """
 
     config: Any
@@ -168,7 +168,7 @@ class ChunkedVAE:
         plan: tiling.TilePlan | None = None,
         as_uint8: bool = False,
     ) -> Iterator[torch.Tensor]:
-        """Return the results of a video's chunks, left on the device.
+        """Return an iterator over the results of a video's chunks, left on the device.
 
         With slicing, each chunk runs one video at a time.
 
@@ -178,38 +178,11 @@ class ChunkedVAE:
             plan: the tile plan; None for whole frames.
             as_uint8: whether decoded frames are bytes.
         """
-        if not self.use_slicing:
-            return self._results(direction, chunks, plan, as_uint8)
-        streams = [self._results(direction, video, plan, as_uint8) for video in split_videos(chunks)]
-        return (runtime.concatenate(parts, 0) for parts in zip(*streams, strict=True))
-
-    def _results(
-        self, direction: Direction, chunks: Iterable[torch.Tensor], plan: Any, as_uint8: bool
-    ) -> Iterator[torch.Tensor]:
-        """Return the results of a batch's chunks, all videos together.
-
-        `chunks` are in order, `plan` is the tile plan or None; `as_uint8` makes decoded frames bytes.
-        """
         raise NotImplementedError
 
     def _torchax_on_for(self, x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which torchax is on if `x` is on JAX."""
         return runtime.active() if runtime.on_jax(x) else contextlib.nullcontext()
-
-    def _all_results(
-        self, direction: Direction, x: torch.Tensor, plan: tiling.TilePlan | None
-    ) -> torch.Tensor:
-        """Return the results of all chunks of `x` in one tensor, on the host if `x` is on the host.
-
-        `plan` has the tiles; None is for whole frames.
-        """
-        # All chunks are queued before the first is fetched, so that fetching does not delay them.
-        results = list(self.results(direction, frames_of_chunks(self, direction, x), plan))
-        if not runtime.on_jax(x):
-            for result in results:
-                runtime.fetch_async(result)
-            results = [runtime.to_torch(result) for result in results]
-        return runtime.concatenate(results, 2)
 
     def _tile_plan(
         self, direction: Direction, size: torch.Size, *, always: bool = False
@@ -265,6 +238,17 @@ def frames_of_chunks(vae: Any, direction: Direction, x: torch.Tensor) -> Iterato
     """Yield the chunks (N, C, t, H, W) of a video or of latents."""
     for chunk in Direction(direction).chunks(vae, x.shape[2]):  # `direction` may be a name
         yield runtime.take(x, 2, chunk.start, len(chunk))
+
+
+def joined(results: Iterator[torch.Tensor], *, on_host: bool) -> torch.Tensor:
+    """Return the results of all chunks in one tensor, on the host if asked for."""
+    # All chunks are queued before the first is fetched, so that fetching does not delay them.
+    parts = list(results)
+    if on_host:
+        for part in parts:
+            runtime.fetch_async(part)
+        parts = [runtime.to_torch(part) for part in parts]
+    return runtime.concatenate(parts, 2)
 
 
 def with_time(frames: torch.Tensor) -> torch.Tensor:
@@ -342,18 +326,14 @@ def fetched_one_behind(results: Iterator[torch.Tensor], fetch: Fetch) -> Iterato
         result = following
 
 
-def split_videos(chunks: Iterable[torch.Tensor]) -> list[Iterator[torch.Tensor]]:
-    """Return, for each video of a batch, an iterator over its chunks.
+def one_video_at_a_time(step: Step) -> Step:
+    """Return the step that runs each video of a chunk alone, and has a list of their caches as its cache."""
 
-    `chunks` are the batch's, in order; the first axis of each has the videos.
-    """
-    chunked = iter(chunks)
-    first = next(chunked)
-    all_chunks = itertools.chain([first], chunked)
-    if first.shape[0] == 1:
-        return [all_chunks]
-    copies = itertools.tee(all_chunks, first.shape[0])  # for each video an iterator over the batch's chunks
-    return [
-        map(lambda chunk, i=i: runtime.take(chunk, axis=0, start=i, length=1), copy)
-        for i, copy in enumerate(copies)
-    ]
+    def run_each(chunk: torch.Tensor, caches: Any) -> tuple[torch.Tensor, Any]:
+        if len(chunk) == 1:
+            return step(chunk, caches)
+        videos = [runtime.take(chunk, axis=0, start=i, length=1) for i in range(len(chunk))]
+        pairs = [step(*pair) for pair in zip(videos, caches or [None] * len(videos), strict=True)]
+        return runtime.concatenate([result for result, _ in pairs], 0), [cache for _, cache in pairs]
+
+    return run_each

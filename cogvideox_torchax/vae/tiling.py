@@ -6,9 +6,8 @@ from one number of latent pixels: they equal diffusers' sizes where diffusers' a
 """
 
 import functools
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ import numpy as np
 
 from cogvideox_torchax.runtime import arrays
 from cogvideox_torchax.vae.axes import Axes
+from cogvideox_torchax.vae.chunks import Step
 from cogvideox_torchax.vae.directions import Direction
 from cogvideox_torchax.vae.pixels import to_uint8
 
@@ -140,78 +140,46 @@ class TileSettings:
         )
 
 
-def run_chunks(
-    chunks: Iterable[Any],
-    plan: TilePlan | None,
-    start: Callable[[bool], Callable[[Any], Any]],
-    axes: Axes,
-    placement: "Placement | None" = None,
-    *,
-    as_uint8: bool = False,
-) -> Iterator[Any]:
-    """Return the result of each chunk, run whole or in tiles.
+@dataclass(frozen=True)
+class TiledStep:
+    """A step that runs each chunk in tiles, and joins their results.
 
-    Args:
-        chunks: videos on axis 0: torch tensors, or arrays of JAX or NumPy.
-        plan: the tiles; None for whole frames.
-        start: `start(as_uint8)` returns a new function of a chunk, called in order, that returns the chunk's
-            result, as bytes if `as_uint8`, and keeps the convolutions' cache for the next chunk.
-        axes: order of the chunks' axes.
-        placement: sharding of chunks and results on a mesh; None for one device.
-        as_uint8: whether results are bytes; tiles are run and blended as floats before.
-    """
-    if plan is None:
-        return map(start(as_uint8), chunks)
-    height_axis = axes.index("H")
+    Its cache is a list: the cache of each group of tiles that run as one batch.
 
-    def join_tiles(tiles: list[list[Any]]) -> Any:
-        """Return a chunk's result from its tiles' results, a list for each row of tiles."""
-        join_and_place = _join_on_jax if isinstance(tiles[0][0], jax.Array) else _join_and_place
-        return join_and_place(tiles, plan, height_axis, placement, as_uint8)
-
-    start_floats = functools.partial(start, False)  # not as bytes: `join_tiles` converts, after blending
-    # `dp` devices split a batch: `run_tiles` may run `dp` tiles of one size together.
-    dp = 1 if placement is None else placement.mesh.shape["dp"]
-    return run_tiles(chunks, plan, start_floats, join_tiles, height_axis, dp=dp)
-
-
-def run_tiles(
-    chunks: Iterable[Any],
-    plan: TilePlan,
-    start: Callable[[], Callable[[Any], Any]],
-    join: Callable[[list[list[Any]]], Any],
-    height_axis: int,
-    *,
-    dp: int = 1,
-) -> Iterator[Any]:
-    """Yield the result of each chunk, run in tiles.
-
-    Args:
-        chunks: videos on axis 0.
+    Attributes:
+        step: the step of a tile, or of several as a batch. Its results are floats, which are blended.
         plan: the tiles.
-        start: returns a new function that runs a tile of a chunk, or several tiles as a batch, and keeps the
-            convolutions' cache for the same tiles of the next chunk.
-        join: returns a chunk's result from its tiles' results, a list for each row of tiles.
-        height_axis: axis of the height in the chunks; the width is the next axis.
-        dp: number of devices that split a batch. If it does not divide the number of videos, up to `dp` tiles
-            of one size are run as one batch.
+        axes: order of the chunks' axes; videos are on axis 0.
+        placement: sharding of chunks and results on a mesh; None for one device. If its axis "dp" does not
+            divide the number of videos, so many tiles of one size are run as one batch.
+        as_uint8: whether joined results become bytes.
     """
-    chunks = iter(chunks)
-    first_chunk = next(chunks)
-    videos = first_chunk.shape[0]
-    # A group is the tiles of a batch, each by its (row, column).
-    groups = tile_groups_of(plan, 1 if videos % dp == 0 else dp)
-    runs = [start() for _ in groups]  # one for each group, with the cache of its tiles
-    for chunk in itertools.chain([first_chunk], chunks):
+
+    step: Step
+    plan: TilePlan
+    axes: Axes
+    placement: "Placement | None" = None
+    as_uint8: bool = False
+
+    def __call__(self, chunk: Any, caches: list[Any] | None) -> tuple[Any, list[Any]]:
+        """Run a chunk of videos, an array of JAX or NumPy or a torch tensor; return (result, next caches)."""
+        videos, height_axis = chunk.shape[0], self.axes.index("H")
+        dp = 1 if self.placement is None else self.placement.mesh.shape["dp"]
+        # A group is the tiles of a batch, each by its (row, column).
+        groups = tile_groups_of(self.plan, 1 if videos % dp == 0 else dp)
         cut_chunk = _cut_on_jax if isinstance(chunk, jax.Array) else cut
-        tiles = cut_chunk(chunk, plan, height_axis)
+        tiles = cut_chunk(chunk, self.plan, height_axis)
         outputs: list[list[Any]] = [[None] * len(row) for row in tiles]
-        for group, run in zip(groups, runs, strict=True):
-            output = run(arrays.concatenate([tiles[row][column] for row, column in group], 0))
+        next_caches = []
+        for group, cache in zip(groups, caches or [None] * len(groups), strict=True):
+            batch = arrays.concatenate([tiles[row][column] for row, column in group], 0)
+            output, cache = self.step(batch, cache)
+            next_caches.append(cache)
             is_alone = len(group) == 1
             for index, (row, column) in enumerate(group):  # each tile has `videos` entries of the batch
                 outputs[row][column] = output if is_alone else arrays.take(output, 0, index * videos, videos)
-        yield join(outputs)
+        join_and_place = _join_on_jax if isinstance(outputs[0][0], jax.Array) else _join_and_place
+        return join_and_place(outputs, self.plan, height_axis, self.placement, self.as_uint8), next_caches
 
 
 def cut(x: Any, plan: TilePlan, height_axis: int) -> list[list[Any]]:

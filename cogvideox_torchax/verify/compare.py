@@ -231,19 +231,19 @@ def compare_layers(
         For each candidate, in order, the differences of each chunk by the name of a layer (`Layers`). Layers
         that a backend lacks are left out.
     """
-    # A recorder runs one chunk and returns the outputs of the layers by name, for names that `LAYER_NAME`
-    # matches; it keeps the convolutions' caches for the next chunk.
+    # A recorder is the step of a chunk, with the outputs of layers, whose names `LAYER_NAME` matches.
     recorders = [candidate.backend.recorder(direction, LAYER_NAME.fullmatch) for candidate in candidates]
     reference_recorder = Torch(reference).recorder(direction, LAYER_NAME.fullmatch)
     found: list[Layers] = [{} for _ in candidates]
+    reference_cache, caches = None, [None] * len(candidates)
     for chunk in direction.chunks(reference, x.shape[2]):
         piece = x[:, :, chunk.start : chunk.stop]
-        wanted = reference_recorder(piece)
-        for candidate, recorder, layers in zip(candidates, recorders, found, strict=True):
-            outputs = recorder(candidate.backend.put(piece.to(candidate.dtype)))
+        wanted, reference_cache = reference_recorder(piece, reference_cache)
+        for i, candidate in enumerate(candidates):
+            outputs, caches[i] = recorders[i](candidate.backend.put(piece.to(candidate.dtype)), caches[i])
             for name, want in wanted.items():
                 if name in outputs:
-                    layers.setdefault(name, []).append(Differences.between(outputs[name], want))
+                    found[i].setdefault(name, []).append(Differences.between(outputs[name], want))
     return found
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from cogvideox_torchax import make_mesh, port, runtime
-from cogvideox_torchax.pipelines import layers, networks
+from cogvideox_torchax.pipelines import known, layers, transformer
 from cogvideox_torchax.pipelines.port import PortedPipeline
 from tests import reference, small_pipelines
 from tests.reference import largest_error
@@ -444,7 +444,7 @@ def test_a_method_with_other_objects_runs_operation_by_operation(caplog):
 
 def test_layers_of_a_network_get_their_kernels_and_attention_never_has_all_scores():
     model = consisid().transformer
-    networks.port_network(model)
+    known.port_network(model)
     kinds = {type(module) for module in model.modules()}
     assert {layers.Linear, layers.LayerNorm, layers.PatchEmbed} <= kinds
     assert {type(block.attn1.processor) for block in model.transformer_blocks} == {layers.AttnProcessor}
@@ -530,10 +530,10 @@ def test_compiled_models_are_unwrapped_at_the_port_and_after_it():
     pipe.vae, pipe.transformer = torch.compile(pipe.vae), torch.compile(pipe.transformer)
     port(pipe)
     expected = pipe(**small_pipelines.inputs("text")).frames
-    assert type(pipe.transformer) is networks.CogVideoXTransformer3DModel
+    assert type(pipe.transformer) is transformer.CogVideoXTransformer3DModel
     pipe.transformer = torch.compile(pipe.transformer)
     assert torch.equal(pipe(**small_pipelines.inputs("text")).frames, expected)
-    assert type(pipe.transformer) is networks.CogVideoXTransformer3DModel
+    assert type(pipe.transformer) is transformer.CogVideoXTransformer3DModel
 
 
 def test_a_scheduler_is_ported_alone():
@@ -570,7 +570,7 @@ def test_a_subclass_that_computes_the_same_is_a_known_network():
     model = small_pipelines.transformer("5b", num_layers=1)
     model.__class__ = type("Same", (CogVideoXTransformer3DModel,), {"extra": lambda self: 3})
     ported = port(small_pipelines.build(transformer=model)).transformer
-    assert isinstance(ported, networks.CogVideoXTransformer3DModel)
+    assert isinstance(ported, transformer.CogVideoXTransformer3DModel)
     assert ported.extra() == 3
 
 

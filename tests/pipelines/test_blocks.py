@@ -9,9 +9,10 @@ import torch
 from diffusers.models.attention_processor import CogVideoXAttnProcessor2_0
 
 from cogvideox_torchax import make_mesh, runtime
-from cogvideox_torchax.pipelines import networks
+from cogvideox_torchax.pipelines import known, steps
 from cogvideox_torchax.pipelines.layers import AttnProcessor
 from cogvideox_torchax.pipelines.sharding import CONTEXT, TENSOR, choose_parallelism
+from cogvideox_torchax.pipelines.transformer import step_tensors
 from cogvideox_torchax.plan import report
 from cogvideox_torchax.vae.tolerances import BFLOAT16_RMS_RATIO, relative_error, rms_error
 from tests import small_pipelines
@@ -72,7 +73,7 @@ def ported(version="5b", split="one device", dtype=torch.float32, *, fused=False
     model = runtime.without_torchax(stock(version).to, dtype)
     if fused:
         runtime.without_torchax(model.fuse_qkv_projections)
-    networks.port_network(model)
+    known.port_network(model)
     mesh, kind, memory = SPLITS[split]
     if mesh is not None:
         model.place_on(make_mesh(*mesh), kind, memory)
@@ -94,7 +95,7 @@ def reference(version="5b", videos=2):
 )
 def test_a_step_is_that_of_stock_diffusers(version, split):
     model = ported(version, split)
-    assert networks.TransformerStep(model).joined
+    assert steps.TransformerStep(model).joined
     assert relative_error(ported_step(model), reference(version)) < TOLERANCE
 
 
@@ -121,7 +122,7 @@ def test_fused_projections_change_nothing(split, fused_before):
     attention = model.transformer_blocks[0].attn1
     assert runtime.on_jax(attention.to_qkv.weight)
     assert "Fused" in type(attention.processor).__name__
-    assert networks.TransformerStep(model).joined
+    assert steps.TransformerStep(model).joined
     assert relative_error(ported_step(model), reference()) < TOLERANCE
 
 
@@ -167,7 +168,7 @@ def test_weights_moved_or_loaded_lie_where_the_mesh_has_them(split):
 
 def test_weights_that_are_traced_stay_where_they_are():
     encoder = runtime.without_torchax(small_pipelines.text_encoder)
-    networks.port_network(encoder)
+    known.port_network(encoder)
     encoder.place(make_mesh(1, 2))
     ids = runtime.to_jax(torch.zeros(1, 4, dtype=torch.int32))
 
@@ -187,7 +188,7 @@ def test_a_loras_scale_counts_in_pytorch_too(scale):
     model, options = stock(), {"attention_kwargs": {"scale": scale}}
     runtime.without_torchax(model.add_adapter, config)
     want = step(model, **options)
-    networks.port_network(model)
+    known.port_network(model)
     assert relative_error(step(model), want) > 1e-3
     assert relative_error(step(model, **options), want) < TOLERANCE
 
@@ -257,7 +258,7 @@ def test_who_looks_at_a_part_sees_what_diffusers_shows_there(split):
 @pytest.fixture(scope="module")
 def tensors():
     runtime.enable()
-    return networks.step_tensors(ported(), batch=2, frames=FRAMES, height=HEIGHT, width=WIDTH, text=TEXT)
+    return step_tensors(ported(), batch=2, frames=FRAMES, height=HEIGHT, width=WIDTH, text=TEXT)
 
 
 def test_by_tokens_four_exchanges_a_layer_are_all_that_travels(tensors):

@@ -18,7 +18,8 @@ from cogvideox_torchax import cli, make_mesh
 from cogvideox_torchax.cli import common
 from cogvideox_torchax.files import latents, video
 from cogvideox_torchax.pipelines import generate as generation
-from cogvideox_torchax.pipelines import networks, stages
+from cogvideox_torchax.pipelines import stages
+from cogvideox_torchax.pipelines.transformer import CogVideoXTransformer3DModel
 from tests import small_pipelines
 from tests.files.test_latents import MADE
 from tests.files.test_video import moving_frames, write
@@ -96,13 +97,13 @@ def test_the_frames_are_those_of_stock_diffusers(models, name, mesh):
 @pytest.fixture
 def steps(monkeypatch):
     """Return a list that grows with every step of denoising."""
-    made, real = [], networks.CogVideoXTransformer3DModel.forward
+    made, real = [], CogVideoXTransformer3DModel.forward
 
     def forward(self, *args, **kwargs):
         made.append(self)
         return real(self, *args, **kwargs)
 
-    monkeypatch.setattr(networks.CogVideoXTransformer3DModel, "forward", forward)
+    monkeypatch.setattr(CogVideoXTransformer3DModel, "forward", forward)
     return made
 
 

@@ -24,8 +24,9 @@ from diffusers import (
 from diffusers.models.autoencoders.vae import DecoderOutput
 
 from cogvideox_torchax import make_mesh, port, runtime
-from cogvideox_torchax.pipelines import layers, networks
+from cogvideox_torchax.pipelines import known, layers, steps
 from cogvideox_torchax.pipelines.scheduler import NonFiniteError, port_scheduler
+from cogvideox_torchax.pipelines.transformer import step_tensors
 from cogvideox_torchax.plan import report
 from cogvideox_torchax.vae.tolerances import relative_error
 from examples.small_pipeline import SENTENCES
@@ -289,7 +290,7 @@ def test_inputs_and_weights_in_two_places_are_refused_in_words(ported):
     tensors = torch.zeros(1, 2, 16, 4, 8), torch.zeros(1, 16, 32), torch.zeros(1)
     with pytest.raises(ValueError, match="got inputs on the host for weights on jax: move"):
         ported.transformer(*tensors)
-    on_host = networks.port_network(small_pipelines.transformer("5b", num_layers=1))
+    on_host = known.port_network(small_pipelines.transformer("5b", num_layers=1))
     with pytest.raises(ValueError, match="got inputs on jax for weights in PyTorch: move"):
         on_host(*map(runtime.to_jax, tensors))
 
@@ -433,7 +434,7 @@ def test_a_decode_of_the_users_own_is_used():
 
 def test_options_of_a_call_are_compiled_in_and_only_the_last_ones_kept(ported):
     def program(**options):
-        return model.program_of(networks.TransformerStep(model, options))
+        return model.program_of(steps.TransformerStep(model, options))
 
     model = ported.transformer
     first = program(scale=0)
@@ -464,7 +465,7 @@ def test_a_prompt_without_positions_is_refused_in_words(version):
 
 
 def test_dropout_is_refused_by_the_component_of_the_pipeline():
-    encoder = networks.port_network(small_pipelines.text_encoder())
+    encoder = known.port_network(small_pipelines.text_encoder())
     encoder.place()
     with pytest.raises(ValueError, match=r"^text_encoder\.encoder\.block\.0\..*dropout drops values"):
         encoder.train()(torch.zeros(1, 16, dtype=torch.long))
@@ -531,7 +532,7 @@ def test_a_report_without_a_mesh_says_what_to_do(ported):
 
 def test_float32_is_multiplied_in_float32(ported):
     program = ported.transformer.build_program()
-    tensors = networks.step_tensors(ported.transformer, batch=1, frames=1, height=2, width=2)
+    tensors = step_tensors(ported.transformer, batch=1, frames=1, height=2, width=2)
     assert multiplies_exactly(program.lower(*program.structs(tensors)).as_text())
 
 

@@ -10,9 +10,9 @@ import torch
 from jax.sharding import PartitionSpec as P
 
 from cogvideox_torchax import make_mesh, port, runtime
-from cogvideox_torchax.pipelines import networks
 from cogvideox_torchax.pipelines.sequence import Sequence, SequencePlacement
 from cogvideox_torchax.pipelines.sharding import TENSOR, Parallelism, weight_spec
+from cogvideox_torchax.pipelines.transformer import step_tensors
 from cogvideox_torchax.plan import report
 from cogvideox_torchax.runtime.programs import Place, Program
 from tests import small_pipelines
@@ -94,7 +94,7 @@ def test_matrices_are_split_by_their_names(spread):
 
 @pytest.fixture(scope="module")
 def step_report(spread):
-    tensors = networks.step_tensors(spread.transformer, batch=2, frames=3, height=4, width=8)
+    tensors = step_tensors(spread.transformer, batch=2, frames=3, height=4, width=8)
     return report.report_network(spread.transformer, tensors)
 
 

@@ -98,7 +98,7 @@ def test_chunks_and_caches_cross_the_border_in_shards_and_weights_are_copied(eig
         assert array.sharding.is_fully_replicated
         assert len(array.sharding.device_set) == 8
     z, axes = inputs(3, 1, 90)[0], program.place.axes
-    chunk = program.put(torch.einsum(f"NCTHW -> {axes}", z))
+    chunk = program.put(torch.einsum(f"NCTHW -> {axes}", z).numpy())
     assert (local_share(chunk.array), chunk.array.shape[axes.index("W")]) == (1 / 8, 96)
     result, cache = program.run(weights, chunk, None)
     caches = jax.tree.leaves(cache)

@@ -14,6 +14,7 @@ from cogvideox_torchax import make_mesh, runtime
 from cogvideox_torchax.vae import memory
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.sizes import SizeError
+from cogvideox_torchax.vae.torchax.networks import DecoderChunk
 from tests import reference
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -121,21 +122,14 @@ def test_free_memory_of_a_cpu_is_what_the_system_calls_available_or_what_the_mac
 
 def failing(vae, monkeypatch, at, error):
     """Make a program of the whole picture fail once, at a chunk of the first run."""
-    real, calls = runtime.with_kept_cache, itertools.count()
+    real, calls = DecoderChunk.forward, itertools.count()
 
-    def with_kept_cache(network):
-        own = real(network)
+    def forward(self, z, cache):
+        if not vae.use_tiling and next(calls) == at:
+            raise error
+        return real(self, z, cache)
 
-        def chunk(piece):
-            if not vae.use_tiling:
-                number = next(calls)
-                if number == at:
-                    raise error
-            return own(piece)
-
-        return chunk
-
-    monkeypatch.setattr(runtime, "with_kept_cache", with_kept_cache)
+    monkeypatch.setattr(DecoderChunk, "forward", forward)
 
 
 OUT = RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 12345 bytes.")

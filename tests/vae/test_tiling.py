@@ -1,6 +1,6 @@
 """The plan and the blending; that a tiled model equals diffusers' is tested in test_autoencoder.py."""
 
-import functools
+from types import SimpleNamespace
 
 import hypothesis
 import numpy as np
@@ -113,19 +113,17 @@ def test_groups_have_every_tile_once_and_tiles_of_one_size_alone(sizes, tile, to
 def test_tiles_of_a_size_run_together_where_a_mesh_splits_batches(videos, dp, batches):
     chunks = np.random.default_rng(0).normal(size=(2, videos, 5, 9)).astype(np.float32)
     plan = tiling.TilePlan(*(tiling.plan_axis(size, tile=4, overlap=0.25) for size in (5, 9)))
-    runs = []
 
-    def start():
-        runs.append([])
+    def double(tile, shapes):
+        return 2 * tile, [*(shapes or []), tile.shape]
 
-        def run(tile, own=runs[-1]):
-            own.append(tile.shape)
-            return 2 * tile
-
-        return run
-
-    join = functools.partial(tiling.join, plan=plan, height_axis=2)
-    results = list(tiling.run_tiles((chunk[:, None] for chunk in chunks), plan, start, join, 2, dp=dp))
-    assert {shape[0] for own in runs for shape in own} == batches
-    assert all(len(own) == 2 and len(set(own)) == 1 for own in runs), "a run keeps the cache of its tiles"
+    placement = SimpleNamespace(
+        mesh=SimpleNamespace(shape={"dp": dp}), result_without_padding=lambda frames: frames
+    )
+    step, caches, results = tiling.TiledStep(double, plan, "NTHW", placement), None, []
+    for chunk in chunks:
+        result, caches = step(chunk[:, None], caches)
+        results.append(result)
+    assert {shape[0] for shapes in caches for shape in shapes} == batches
+    assert all(len(shapes) == 2 and len(set(shapes)) == 1 for shapes in caches), "a group keeps its cache"
     np.testing.assert_allclose(results, 2 * chunks[:, :, None], rtol=1e-6)

@@ -8,7 +8,7 @@ Axis letters: N videos, T frames, H rows, W columns, C channels; t h w the sizes
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -148,7 +148,7 @@ class Network:
         if split != WHOLE:
             network.set_attributes(split=split)  # of all modules that have this attribute
         result, cache = network(chunk, jax.tree.map(frames_first, cache))
-        # HWNTC is the order that a TPU computes in: see `TorchNetwork.__call__`.
+        # HWNTC is the order that a TPU computes in: see `vae.torchax.networks`.
         return result, jax.tree.map(pixels_first, cache)
 
 
@@ -384,40 +384,30 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         # If `x` is a NumPy array, only one chunk's frames at a time go to the device.
         cut_chunks = (runtime.take(x, 1, chunk.start, len(chunk)) for chunk in plan)
         tiles = self.tiles and self.tiles.plan(direction, x.shape[2:4], scale)
-        return self.run_chunks(direction, cut_chunks, tiles, frame_by_frame=frame_by_frame, **options)
+        return chunks.run(self.step(direction, tiles, frame_by_frame=frame_by_frame, **options), cut_chunks)
 
-    def run_chunks(
+    def step(
         self,
         direction: Direction,
-        inputs: Iterable[Any],
         plan: tiling.TilePlan | None = None,
-        *,
         as_uint8: bool = False,
         frame_by_frame: bool = False,
-    ) -> Iterator[jax.Array]:
-        """Return an iterator over the results of a video's chunks, in order.
+    ) -> chunks.Step:
+        """Return the step of a direction on arrays of JAX or NumPy, with the weights as they are now.
 
         Args:
             direction: `ENCODE` or `DECODE`.
-            inputs: the chunks of frames or latents, arrays of JAX or NumPy.
             plan: the tiles of a frame; None for whole frames.
             as_uint8: whether decoded frames are bytes.
             frame_by_frame: whether each chunk is one latent frame, see `decode_frame_by_frame`.
         """
         placement = self.placement(direction)
-
-        def start(gives_uint8: bool) -> Callable[[Any], jax.Array]:
-            """Return a new function of a chunk that keeps the cache for the next chunk.
-
-            `gives_uint8` is whether its results are bytes. `tiling.run_chunks` passes False for tiles, which
-            it blends as floats, even if `as_uint8`.
-            """
-            network, weights = Network.split(
-                self.chunk(direction, as_uint8=gives_uint8, frame_by_frame=frame_by_frame)
-            )
-            return compiled(network, placement).begin(weights)
-
-        return tiling.run_chunks(inputs, plan, start, NTHWC, placement, as_uint8=as_uint8)
+        tile_as_uint8 = as_uint8 and plan is None  # tiles are blended as floats
+        network, weights = Network.split(
+            self.chunk(direction, as_uint8=tile_as_uint8, frame_by_frame=frame_by_frame)
+        )
+        step = compiled(network, placement).step(weights)
+        return step if plan is None else tiling.TiledStep(step, plan, NTHWC, placement, as_uint8)
 
     def chunk(self, direction: Direction, **options: bool) -> EncoderChunk | DecoderChunk:
         """Return the module that runs a chunk; `options` are `DecoderChunk`'s arguments, unused to encode."""

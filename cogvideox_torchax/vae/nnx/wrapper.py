@@ -20,10 +20,12 @@ from flax import nnx
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.runtime.models import PortedModel
+from cogvideox_torchax.vae.chunks import run
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.nnx import weights
 from cogvideox_torchax.vae.nnx.autoencoder import FlaxAutoencoderKLCogVideoX
-from cogvideox_torchax.vae.streaming import ChunkedVAE
+from cogvideox_torchax.vae.streaming import ChunkedVAE, frames_of_chunks, joined, one_video_at_a_time
+from cogvideox_torchax.vae.tiling import TilePlan
 
 
 @jax.jit
@@ -234,26 +236,38 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
     def encode(self, x: torch.Tensor, return_dict: bool = True) -> Any:
         """Encode a video (N, C, T, H, W) to its posterior, as diffusers' `encode` does."""
         with self._torchax_on_for(x):  # the posterior's constructor computes
-            posterior = DiagonalGaussianDistribution(self._joined_results(ENCODE, x))
+            posterior = DiagonalGaussianDistribution(self._run(ENCODE, x))
         return AutoencoderKLOutput(latent_dist=posterior) if return_dict else (posterior,)
 
     def decode(self, z: torch.Tensor, return_dict: bool = True) -> Any:
         """Decode latents (N, C, T, H, W) to frames, as diffusers' `decode` does."""
-        frames = self._joined_results(DECODE, z)
+        frames = self._run(DECODE, z)
         return DecoderOutput(sample=frames) if return_dict else (frames,)
 
-    def _joined_results(self, direction: Direction, x: torch.Tensor) -> torch.Tensor:
+    def _run(self, direction: Direction, x: torch.Tensor) -> torch.Tensor:
         """Check an input (N, C, T, H, W), and return the results of all of its chunks joined."""
         self._check(direction, x)
-        return self._all_results(direction, x, self._tile_plan(direction, x.shape[3:]))
+        plan = self._tile_plan(direction, x.shape[3:])
+        results = self.results(direction, frames_of_chunks(self, direction, x), plan)
+        return joined(results, on_host=not runtime.on_jax(x))
 
-    def _results(
-        self, direction: Direction, chunks: Iterable[torch.Tensor], plan: Any, as_uint8: bool
+    def results(
+        self,
+        direction: Direction,
+        chunks: Iterable[torch.Tensor],
+        plan: TilePlan | None = None,
+        as_uint8: bool = False,
     ) -> Iterator[torch.Tensor]:
-        """Return the results of a video's chunks as torchax tensors, computed by the Flax model.
+        """Return an iterator over the results of a video's chunks, computed by the Flax model, left on JAX.
 
-        `chunks` are in order, `plan` is the tile plan, None for whole frames; with `as_uint8` decoded frames
-        are bytes.
+        With slicing each chunk runs one video at a time.
+
+        Args:
+            direction: `ENCODE` or `DECODE`.
+            chunks: the chunks, in order.
+            plan: the tile plan; None for whole frames.
+            as_uint8: whether decoded frames are bytes.
         """
-        arrays = map(to_array, chunks)
-        return map(to_tensor, self.flax_vae.run_chunks(direction, arrays, plan, as_uint8=as_uint8))
+        step = self.flax_vae.step(direction, plan, as_uint8)
+        step = one_video_at_a_time(step) if self.use_slicing else step
+        return map(to_tensor, run(step, map(to_array, chunks)))

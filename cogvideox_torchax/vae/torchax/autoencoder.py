@@ -23,8 +23,9 @@ from cogvideox_torchax.runtime.models import PortedModel, save_as_stock
 from cogvideox_torchax.sharding import BatchPlacement, Placement, check_mesh
 from cogvideox_torchax.vae import checkpoint, tiling
 from cogvideox_torchax.vae.axes import HWNTC, NCTHW
+from cogvideox_torchax.vae.chunks import Step, run
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
-from cogvideox_torchax.vae.streaming import ChunkedVAE
+from cogvideox_torchax.vae.streaming import ChunkedVAE, frames_of_chunks, joined, one_video_at_a_time
 from cogvideox_torchax.vae.torchax.modules import LAYERS, port_modules
 from cogvideox_torchax.vae.torchax.networks import EncoderChunk, chunk_network, stock_of
 
@@ -153,7 +154,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         self._check(ENCODE, x)
         if self._is_replaced("_encode"):
             return self._run_replaced(DiffusersAutoencoder._encode, x)
-        return self._run_all_chunks(ENCODE, x)
+        return self._run(ENCODE, x)
 
     @functools.wraps(DiffusersAutoencoder.decode)
     def decode(self, z: torch.Tensor, return_dict: bool = True) -> Any:
@@ -170,7 +171,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         self._check(DECODE, z)
         if self._is_replaced("_decode"):
             return self._run_replaced(DiffusersAutoencoder._decode, z, return_dict)
-        frames = self._run_all_chunks(DECODE, z)
+        frames = self._run(DECODE, z)
         return DecoderOutput(sample=frames) if return_dict else (frames,)
 
     # Tiling: the plan of `tiling.py` in place of diffusers' own
@@ -182,7 +183,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         """
         if self._is_replaced("tiled_encode"):
             return self._run_replaced(DiffusersAutoencoder.tiled_encode, x)
-        return self._run_all_chunks(ENCODE, x, in_tiles=True)
+        return self._run(ENCODE, x, in_tiles=True)
 
     def tiled_decode(self, z: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
         """Decode in tiles, also if one tile would do.
@@ -191,7 +192,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         """
         if self._is_replaced("tiled_decode"):
             return self._run_replaced(DiffusersAutoencoder.tiled_decode, z, return_dict)
-        frames = self._run_all_chunks(DECODE, z, in_tiles=True)
+        frames = self._run(DECODE, z, in_tiles=True)
         return DecoderOutput(sample=frames) if return_dict else (frames,)
 
     def _is_replaced(self, method: str) -> bool:
@@ -205,39 +206,41 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
 
     # Running chunks
 
-    def _results(
-        self, direction: Direction, chunks: Iterable[torch.Tensor], plan: Any, as_uint8: bool
+    def results(
+        self,
+        direction: Direction,
+        chunks: Iterable[torch.Tensor],
+        plan: tiling.TilePlan | None = None,
+        as_uint8: bool = False,
     ) -> Iterator[torch.Tensor]:
-        """Return the results of the chunks, by compiled programs for weights on JAX, else by PyTorch.
+        """Return an iterator over the results of a video's chunks, by compiled programs or by PyTorch.
+
+        For weights on JAX the results are left on the device. With slicing each chunk runs one video at a
+        time.
 
         Args:
             direction: `ENCODE` or `DECODE`.
             chunks: the chunks, in order.
-            plan: the tiles (`tiling.TilePlan`); None for whole frames.
-            as_uint8: whether results are bytes.
+            plan: the tile plan; None for whole frames.
+            as_uint8: whether decoded frames are bytes.
         """
         on_jax = runtime.is_on_jax(self)
+        tile_as_uint8 = as_uint8 and plan is None  # tiles are blended as floats
+        network = chunk_network(self, direction, tile_as_uint8)
+        step: Step = network
+        if on_jax:
+            program = self.program(direction, tile_as_uint8)
+            step = program.step(program.weights(network))
+        if plan is not None:
+            placement = Placement(self.mesh) if on_jax and self.mesh is not None else None
+            step = tiling.TiledStep(step, plan, NCTHW, placement, as_uint8)
+        if self.use_slicing:
+            step = one_video_at_a_time(step)
+        if not on_jax:
+            return run(step, chunks)
+        return map(runtime.tensor_of, run(step, map(runtime.as_array, chunks)))
 
-        def start(gives_uint8: bool) -> Callable[[Any], Any]:
-            """Return a new function of a chunk that keeps the cache for the next chunk.
-
-            `gives_uint8` is whether its results are bytes. `tiling.run_chunks` passes False for tiles, which
-            it blends as floats, even if `as_uint8`.
-            """
-            network = chunk_network(self, direction, gives_uint8)
-            if not on_jax:
-                return runtime.with_kept_cache(network)
-            program = self.program(direction, gives_uint8)
-            return program.begin(program.weights(network))
-
-        placement = Placement(self.mesh) if on_jax and self.mesh is not None else None
-        inputs = map(runtime.as_array, chunks) if on_jax else chunks
-        results = tiling.run_chunks(inputs, plan, start, NCTHW, placement, as_uint8=as_uint8)
-        return map(runtime.tensor_of, results) if on_jax else results
-
-    def _run_all_chunks(
-        self, direction: Direction, x: torch.Tensor, *, in_tiles: bool = False
-    ) -> torch.Tensor:
+    def _run(self, direction: Direction, x: torch.Tensor, *, in_tiles: bool = False) -> torch.Tensor:
         """Return the results of all chunks, concatenated, with gradients if torch records them.
 
         In training mode the forward pass keeps what the backward pass needs. In evaluation mode it keeps only
@@ -246,13 +249,17 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         """
         plan = self._tile_plan(direction, x.shape[3:], always=in_tiles)
         network = chunk_network(self, direction)
-        run = functools.partial(self._all_results, direction, x, plan)
+        wants_gradient = plan is None and runtime.wants_gradient(network, x)
+        result: Any = None
+        if not (wants_gradient and self.training):
+            results = self.results(direction, frames_of_chunks(self, direction, x), plan)
+            result = joined(results, on_host=not runtime.on_jax(x))
         if plan is not None:  # a backward pass then raises an error with this message
             return runtime.without_gradient(
-                network, x, run, "gradients do not pass through tiles on JAX: call disable_tiling() before"
+                network, x, result, "gradients do not pass through tiles on JAX: call disable_tiling() before"
             )
-        if not runtime.wants_gradient(network, x):
-            return run()
+        if not wants_gradient:
+            return result
         program = self.program(direction)
         lengths = [len(chunk) for chunk in direction.chunks(self, x.shape[2])]
         return runtime.differentiable(
@@ -260,7 +267,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
             network,
             program.weights(network),
             x,
-            run=None if self.training else run,  # with `run`, the forward pass keeps only the input
+            run=None if result is None else lambda: result,  # with `run`, only the input is kept
         )
 
     @functools.wraps(DiffusersAutoencoder.enable_gradient_checkpointing)

@@ -1,8 +1,9 @@
 """The networks of one chunk, around the modules of a VAE, which its programs are compiled of.
 
-A chunk is the frames that go through the network together. Its cache (`conv_cache`) is the last input frames
-of each causal convolution, by names; at the start of a video it is None. Moments are the encoder's means and
-log-variances.
+A chunk is the frames that go through the network together. Its cache is the last input frames of each causal
+convolution, by names; at the start of a video it is None. Diffusers' modules have it in NCTHW. Between two
+chunks it is in HWNTC, the order that a TPU computes in: in any other order each program would rearrange it on
+its way in and out. Moments are the encoder's means and log-variances.
 
 Axis letters: N videos, C channels, T frames, H rows, W columns.
 """
@@ -18,6 +19,7 @@ from torch import nn
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.runtime.layers import watched
+from cogvideox_torchax.vae.axes import HWNTC, NCTHW, Axes
 from cogvideox_torchax.vae.columns import OnColumns
 from cogvideox_torchax.vae.directions import ENCODE, Direction
 from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
@@ -33,16 +35,16 @@ class EncoderChunk(OnColumns, nn.Module):
         self.encoder = vae.encoder
         self.quant_conv = vae.quant_conv
 
-    def forward(self, x: torch.Tensor, conv_cache: Any) -> tuple[torch.Tensor, Any]:
+    def forward(self, x: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
         """Encode a chunk; return its moments and the cache for the next chunk."""
         if x.dtype == torch.uint8:
             dtype = runtime.dtype_name(self.encoder.conv_in.conv.weight.dtype)
             # `from_uint8` turns the zeros of padding columns into -1.
             x = with_zero_padding(from_uint8(x, dtype), self.split)
-        moments, conv_cache = self.encoder(x, conv_cache=conv_cache)
+        moments, cache = self.encoder(x, conv_cache=_permuted(cache, HWNTC, NCTHW))
         if self.quant_conv is not None:
             moments = self.quant_conv(moments)
-        return moments, conv_cache
+        return moments, _permuted(cache, NCTHW, HWNTC)
 
 
 class DecoderChunk(nn.Module):
@@ -55,12 +57,19 @@ class DecoderChunk(nn.Module):
         self.post_quant_conv = vae.post_quant_conv
         self.as_uint8 = as_uint8
 
-    def forward(self, z: torch.Tensor, conv_cache: Any) -> tuple[torch.Tensor, Any]:
+    def forward(self, z: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
         """Decode a chunk; return its frames and the cache for the next chunk."""
         if self.post_quant_conv is not None:
             z = self.post_quant_conv(z)
-        frames, conv_cache = self.decoder(z, conv_cache=conv_cache)
-        return to_uint8(frames) if self.as_uint8 else frames, conv_cache
+        frames, cache = self.decoder(z, conv_cache=_permuted(cache, HWNTC, NCTHW))
+        return to_uint8(frames) if self.as_uint8 else frames, _permuted(cache, NCTHW, HWNTC)
+
+
+def _permuted(cache: Any, axes: Axes, wanted: Axes) -> Any:
+    """Return a cache, tensors in nested dictionaries, with the axes of the tensors in another order."""
+    if isinstance(cache, dict):  # sorted, as JAX has dictionaries: programs then come out the same
+        return {name: _permuted(cache[name], axes, wanted) for name in sorted(cache)}
+    return None if cache is None else cache.permute([axes.index(letter) for letter in wanted])
 
 
 def chunk_network(vae: DiffusersAutoencoder, direction: Direction, as_uint8: bool = False) -> nn.Module:

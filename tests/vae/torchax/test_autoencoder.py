@@ -241,7 +241,7 @@ def test_weights_are_arguments_and_caches_are_donated(backend):
     program, weights = reference.program_of(backend, "decode")
     axes = {"jax": "NCTHW", "cpu": "NTHWC"}[backend.device.type]  # the Flax build's tensors are on the host
     first, later = (
-        program.put(torch.einsum(f"NCTHW -> {axes}", reference.latents(frames))) for frames in (3, 2)
+        program.put(torch.einsum(f"NCTHW -> {axes}", reference.latents(frames)).numpy()) for frames in (3, 2)
     )
     lowered = program.lower(weights, first)
     arrays = jax.tree.leaves(weights)

@@ -1,0 +1,82 @@
+"""The class that a network becomes: a known one's own, or a compiled one of any class."""
+
+import functools
+from typing import Any
+
+from diffusers.models.transformers.cogvideox_transformer_3d import (
+    CogVideoXTransformer3DModel as DiffusersTransformer,
+)
+from torch import nn
+from transformers.models.t5.modeling_t5 import T5EncoderModel as TransformersT5Encoder
+
+from cogvideox_torchax import upstream
+from cogvideox_torchax.files.models import saved_from_host
+from cogvideox_torchax.pipelines import loras
+from cogvideox_torchax.pipelines.blocks import Block
+from cogvideox_torchax.pipelines.classes import port_layers
+from cogvideox_torchax.pipelines.networks import CompiledNetwork, KnownNetwork
+from cogvideox_torchax.pipelines.text_encoder import T5EncoderModel
+from cogvideox_torchax.pipelines.transformer import CogVideoXTransformer3DModel
+from cogvideox_torchax.runtime.models import save_as_stock
+
+KNOWN: dict[type[nn.Module], type[KnownNetwork]] = {
+    DiffusersTransformer: CogVideoXTransformer3DModel,
+    TransformersT5Encoder: T5EncoderModel,
+}
+"""The class that each network becomes that this package knows."""
+
+METHODS = ("forward", "encode", "decode")
+"""Methods of a network that are compiled, if its class has them."""
+
+
+@functools.cache
+def ported_class(kind: Any) -> type[CompiledNetwork]:
+    """Return the class that a network of class `kind` becomes; a ported class is returned unchanged."""
+    if issubclass(kind, CompiledNetwork):
+        return kind
+    if kind in KNOWN:
+        return KNOWN[kind]
+    members = {
+        "__module__": kind.__module__,
+        "__doc__": kind.__doc__,
+        "__reduce_ex__": lambda self, _protocol: (_revived, (kind,), self.__getstate__()),
+        **loras.methods_in_pytorch(kind, loras.NETWORK_METHODS),
+    }
+    if hasattr(kind, "save_pretrained"):
+        members["save_pretrained"] = saved_from_host(kind.save_pretrained)
+    for stock, known in KNOWN.items():
+        if issubclass(kind, stock) and kind.forward is stock.forward:  # a subclass that computes the same
+            return type(kind.__name__, (known, kind), members)
+    members |= {name: _as_it_is(kind, name) for name in METHODS if hasattr(kind, name)}
+    return type(kind.__name__, (CompiledNetwork, kind), members)
+
+
+def _as_it_is(kind: type, name: str) -> Any:
+    """Return a method that runs the method `name` of class `kind`, as it is at the time of a call."""
+
+    @functools.wraps(getattr(kind, name))
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.run_as_it_is(getattr(kind, name), *args, **kwargs)
+
+    return call
+
+
+def _revived(kind: type) -> Any:
+    """Return a blank instance of the ported class of `kind`, for unpickling."""
+    return object.__new__(ported_class(kind))
+
+
+def port_network(network: Any) -> Any:
+    """Give a loaded network, and its layers, their ported classes; return it.
+
+    The objects stay, their `__class__` changes. A second call ports layers that were added since.
+    """
+    port_layers(network)
+    network.__class__ = ported_class(type(network))
+    upstream.cached_block(Block)  # registers the class, which diffusers' caches look up
+    save_as_stock(network)  # a saved pipeline names the original class: it loads without this package
+    if hasattr(network, "tie_weights"):
+        # T5's token embedding is one weight under two names. torch's own `to` with torchax, before `port`,
+        # and loading weights by name make two tensors of it.
+        network.tie_weights()
+    return network

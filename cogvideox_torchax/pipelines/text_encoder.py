@@ -1,0 +1,71 @@
+"""The T5 text encoder of CogVideoX's pipelines, ported."""
+
+import contextlib
+from typing import Any
+
+import jax.numpy as jnp
+import torch
+from torch import nn
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.models.t5.modeling_t5 import T5EncoderModel as TransformersT5Encoder
+
+from cogvideox_torchax import runtime, upstream
+from cogvideox_torchax.files.models import saved_from_host
+from cogvideox_torchax.pipelines.networks import KnownNetwork, TensorSpecs
+
+
+class TextEncoding(nn.Module):
+    """A call of the text encoder, the module that a program is compiled from."""
+
+    component = "text_encoder"
+
+    def __init__(self, model: TransformersT5Encoder):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tensors: dict[str, Any], cache: None) -> tuple[torch.Tensor, None]:
+        """Return (last hidden states, None) for `tensors`, the encoder's arguments by name.
+
+        A program's network takes and returns a cache too: this one has none, and `cache` is None.
+        """
+        # Transformers' own forward: the ported model's forward would run the program that is traced here.
+        return TransformersT5Encoder.forward(self.model, **tensors)[0], cache
+
+
+class T5EncoderModel(KnownNetwork, TransformersT5Encoder):
+    """The T5 encoder on torchax, by transformers' own names: a prompt's encoding is one program."""
+
+    network_class = TextEncoding
+    save_pretrained = saved_from_host(TransformersT5Encoder.save_pretrained)
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **options: Any,
+    ) -> Any:
+        """Return the prompts' encoding, by a program if the weights are on JAX and no option is set.
+
+        Else transformers' own forward runs; `options` are its further arguments.
+        """
+        if upstream.is_patched(TransformersT5Encoder):
+            return self.run_as_it_is(
+                TransformersT5Encoder.forward, input_ids, attention_mask, inputs_embeds, **options
+            )
+        on_torch = not runtime.is_on_jax(self)
+        if on_torch or any(value is not None for value in options.values()):
+            with contextlib.nullcontext() if on_torch else runtime.active():  # weights on JAX need torchax
+                return super().forward(input_ids, attention_mask, inputs_embeds, **options)
+        tensors = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "inputs_embeds": inputs_embeds,
+        }
+        hidden = self.run_program(TextEncoding(self), tensors)
+        return BaseModelOutput(last_hidden_state=hidden)  # pyright: ignore[reportArgumentType]
+
+
+def prompt_tensors(*, batch: int, text: int) -> TensorSpecs:
+    """Return the (shape, JAX dtype) of each input, by name, for `batch` prompts of `text` tokens each."""
+    return {"input_ids": ((batch, text), jnp.int32)}
