@@ -25,7 +25,7 @@ MEASURED = (
         default=1800,
         help="for one measurement (default: 1800)",
     ),
-    output("write JSON, Markdown and a picture there; a run that was ended goes on", metavar="DIR"),
+    output("write JSON and Markdown there; a run that was ended goes on", metavar="DIR"),
     JSON,
     QUIET,
 )

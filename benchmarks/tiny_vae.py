@@ -23,7 +23,6 @@ from cogvideox_torchax.cli.demo import demo_clip
 from cogvideox_torchax.files import reports, video
 from cogvideox_torchax.files.sheets import contact_sheet
 from cogvideox_torchax.files.whole import whole_file
-from cogvideox_torchax.vae import chunks
 from cogvideox_torchax.vae.directions import DECODE, ENCODE
 from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
 from cogvideox_torchax.vae.quality import ssim
@@ -67,15 +66,10 @@ def measure(source: torch.Tensor, got: torch.Tensor) -> dict[str, Any]:
     """Return the errors of a reconstruction; both are in bytes (1, C, T, H, W).
 
     "colour" is the largest error of a frame's mean in a channel, and "frames_off_colour" are the frames where
-    it is above `OFF_COLOUR`. "flicker" is the mean absolute change of a pixel's error from a frame to the
-    next, at chunk borders and elsewhere: frames that jump between chunks would show there.
+    it is above `OFF_COLOUR`.
     """
     error = got.double() - source.double()
     colour = error.mean((3, 4)).abs().amax((0, 1))
-    change = error.diff(dim=2).abs().mean((0, 1, 3, 4))
-    border = torch.zeros(len(change), dtype=torch.bool)
-    for chunk in chunks.plan(source.shape[2], chunks.SAMPLE_FRAMES_A_CHUNK)[1:]:
-        border[chunk.start - 1] = True
     return {
         "psnr": round(psnr(got, source), 2),
         "worst_frame_psnr": round(
@@ -84,8 +78,6 @@ def measure(source: torch.Tensor, got: torch.Tensor) -> dict[str, Any]:
         "ssim": round(ssim(got, source), 3),
         "colour": round(colour.max().item(), 2),
         "frames_off_colour": (colour > OFF_COLOUR).nonzero().flatten().tolist(),
-        "flicker_at_borders": round(change[border].mean().item(), 2),
-        "flicker_elsewhere": round(change[~border].mean().item(), 2),
     }
 
 

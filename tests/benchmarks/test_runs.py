@@ -150,7 +150,6 @@ def test_backends_are_compared_in_processes_of_their_own(model_directory, tmp_pa
     cold = found["results"][0]["whole"]
     assert cold["warm_starts_s"][0] < cold["start_s"], "the second round takes what the first has compiled"
     assert "| decode | torchax " in (tmp_path / "ab.md").read_text()
-    assert (tmp_path / "ab.png").read_bytes().startswith(b"\x89PNG")
     assert command.main(arguments) == 0  # all of it is there: the devices alone are looked at
     assert json.loads((tmp_path / "ab.json").read_text())["results"] == found["results"]
 
