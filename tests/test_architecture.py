@@ -280,21 +280,6 @@ def riddles(modules: dict[str, str]) -> list[str]:
     ]
 
 
-def doubled_classes(modules: dict[str, str]) -> list[str]:
-    """Return the names of two classes; the layers of both builds of the VAE are named alike."""
-    homes: dict[str, list[str]] = {}
-    for module, source in modules.items():
-        for node in ast.walk(parsed(source)[0]):
-            if isinstance(node, ast.ClassDef):
-                homes.setdefault(node.name, []).append(module)
-    builds = ["cogvideox_torchax.vae.nnx", "cogvideox_torchax.vae.torchax"]
-    return [
-        name
-        for name, found in homes.items()
-        if len(found) > 1 and sorted(module.rpartition(".")[0] for module in found) != builds
-    ]
-
-
 def test_docstrings_begin_with_a_verb_or_a_noun():
     assert riddles(sources()) == []
     assert riddles({"a": '"""What it is."""', "b": 'X = 1\n"""Of a tile."""', "c": '"""Tiles."""'}) == [
@@ -307,11 +292,6 @@ def test_no_kernel_asks_for_the_size_of_its_grid():
     """JAX 0.11 takes one trace for equal kernels and blocks: the size would be another grid's."""
     for path in (ROOT / "jax_kernels").rglob("*.py"):
         assert "pl.num_programs(" not in path.read_text(), path
-
-
-def test_no_two_classes_have_one_name():
-    assert doubled_classes(sources()) == []
-    assert doubled_classes({"a.b": "class X: pass", "a.c": "class X: pass"}) == ["X"]
 
 
 def public_names():

@@ -262,20 +262,6 @@ def test_a_hook_on_the_transformer_gets_tensors_and_may_keep_what_it_sees(ported
     assert all(runtime.first_nonfinite(part) is None for part in seen)
 
 
-def test_a_callback_of_an_unknown_tensor_is_refused_by_diffusers(ported):
-    with pytest.raises(ValueError, match="callback_on_step_end_tensor_inputs"):
-        frames(ported, callback_on_step_end_tensor_inputs=["nothing"])
-
-
-def test_an_interrupted_run_stops_where_the_callback_says(ported):
-    def callback(pipe, step, timestep, kwargs):
-        pipe._interrupt = step == 1
-        return {}
-
-    frames(ported, callback_on_step_end=callback, output_type="latent")
-    assert ported.scheduler.log.done == 2
-
-
 def test_gradients_of_the_transformer_are_refused_in_words(ported):
     runtime.enable()
     tensors = [runtime.to_jax(torch.zeros(size)) for size in ((1, 2, 16, 4, 8), (1, 16, 32), (1,))]

@@ -3,8 +3,6 @@
 Array axes are N T H W C.
 """
 
-import copy
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,8 +12,6 @@ from flax import nnx
 from cogvideox_torchax.flax import FlaxVAEForPipelines, Posterior
 from cogvideox_torchax.runtime.places import ArrayProgram
 from cogvideox_torchax.vae.nnx import weights
-from cogvideox_torchax.vae.pixels import to_uint8
-from cogvideox_torchax.vae.tiling import TileSettings
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE
 from tests import reference
 from tests.conftest import port_to_eight
@@ -38,31 +34,6 @@ def test_arrays_in_and_arrays_out_equal_diffusers(small_vae, vae):
     results = *vae.encode(channels_last(x)), vae.decode(channels_last(z))
     for ours, theirs in zip(results, (want.mean, want.logvar, small_vae.decode(z).sample), strict=True):
         assert largest_error(np.moveaxis(ours, -1, 1), theirs) < FLOAT32_RELATIVE
-
-
-def test_bytes_and_streams_are_the_same_video():
-    vae = FlaxVAEForPipelines.from_diffusers(reference.small_vae(**reference.TWO_LEVELS)).flax_vae
-    z = channels_last(reference.latents(5))
-    whole = vae.decode(z)
-    parts = list(vae.decode_stream(z))
-    assert [part.shape[1] for part in parts] == [5, 4]
-    assert jnp.array_equal(jnp.concatenate(parts, axis=1), whole)
-    as_bytes = jnp.concatenate(list(vae.decode_stream(z, output_dtype=jnp.uint8)), axis=1)
-    assert as_bytes.dtype == jnp.uint8
-    assert jnp.array_equal(as_bytes, to_uint8(np.asarray(whole)))
-
-
-def test_in_tiles_it_decodes_as_diffusers(small_vae, vae):
-    z = reference.latents(1, height=4, width=9)
-    options = {"tile_sample_min_height": 16, "tile_sample_min_width": 16}
-    options |= {"tile_overlap_factor_height": 1 / 4, "tile_overlap_factor_width": 1 / 4}
-    tiled = copy.copy(vae)
-    side = 16 // vae.config.spatial_compression_ratio  # 16 pixels
-    tiled.tiles = TileSettings(side, side, 1 / 4, 1 / 4)
-    with reference.tiled(stock := copy.deepcopy(small_vae), **options):
-        got, want = tiled.decode(channels_last(z)), stock.decode(z).sample
-    assert largest_error(np.moveaxis(got, -1, 1), want) < FLOAT32_RELATIVE
-    assert vae.tiles is None
 
 
 def test_a_key_samples_and_repeats():

@@ -372,47 +372,6 @@ def test_a_copy_stays_on_its_mesh_and_a_pickle_leaves_it(stock):
     assert torch.equal(loaded.decode(Z).sample, stock.decode(Z).sample), "in PyTorch, from the same weights"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "order",
-    [
-        "port to a mesh, move to jax, run, load, run, copy, run",
-        "move to jax, port, run, move to cpu, run",
-        "port, move to jax, run, pickle, load, run, move to jax, run",
-    ],
-)
-def test_in_any_order_of_steps_a_model_decodes_by_its_weights(order):
-    stock, other, z = small(), small(seed=1), latents(5)  # two chunks
-    vae = runtime.without_torchax(copy.deepcopy, stock)
-
-    def load(vae):
-        nonlocal stock
-        stock, put = other, runtime.to_jax if runtime.is_on_jax(vae) else torch.clone
-        vae.load_state_dict({name: put(value) for name, value in stock.state_dict().items()})
-
-    def run(vae):
-        on_jax = runtime.to_jax(z)
-        here, elsewhere = (on_jax, z) if runtime.is_on_jax(vae) else (z, on_jax)
-        for got in (vae.decode(here).sample, torch.cat(list(vae.decode_stream(z)), dim=2)):
-            assert relative_error(runtime.to_torch(got), stock.decode(z).sample) < FLOAT32_RELATIVE
-        with pytest.raises(ValueError, match=r"for weights .*: move "):
-            vae.decode(elsewhere)
-
-    steps = {
-        "run": run,
-        "load": load,
-        "copy": copy.deepcopy,
-        "pickle": lambda vae: pickle.loads(pickle.dumps(vae)),
-        "port": port,
-        "port to a mesh": lambda vae: port(vae, mesh=make_mesh(1, 2)),
-        "move to jax": lambda vae: vae.to("jax"),
-        "move to cpu": lambda vae: vae.to("cpu"),
-    }
-    runtime.enable()
-    for step in order.split(", "):
-        vae = steps[step](vae) or vae
-
-
 @pytest.mark.parametrize("saved", ["the model", "its state"])
 def test_what_torch_saves_is_in_pytorch(vae, stock, saved, tmp_path):
     path = tmp_path / "saved.pt"
