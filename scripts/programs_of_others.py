@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,7 +27,6 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("COGVIDEOX_TORCHAX_COMPILE_CACHE", "off")
 
 import diffusers
-import jax
 import torch
 from diffusers import AutoencoderKLCogVideoX, CogVideoXDPMScheduler
 from torch import nn
@@ -46,8 +45,6 @@ TRANSFORMER = {
     **{"use_rotary_positional_embeddings": True, "temporal_compression_ratio": 4},
     **{"sample_height": HEIGHT // 4, "sample_width": WIDTH // 4, "sample_frames": FRAMES},
 }
-COMPILED = "/jax/core/compile/backend_compile_duration"
-
 Program = tuple[Any, dict[str, Any]]
 """A pipeline, and the arguments of its call."""
 
@@ -197,22 +194,6 @@ def frames(pipe: Any, arguments: dict[str, Any]) -> torch.Tensor:
     return torch.as_tensor(video.cpu() if isinstance(video, torch.Tensor) else video)
 
 
-@contextlib.contextmanager
-def compilations() -> Iterator[list[str]]:
-    """Give a list that names every program compiled while the context is open."""
-    seen: list[str] = []
-
-    def listen(event: str, duration: float, **about: Any) -> None:
-        if event == COMPILED:
-            seen.append(str(about.get("fun_name", "")))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield seen
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-
-
 def on_host(pipe: Any) -> list[str]:
     """Return the names of the networks whose weights `port` did not move."""
     return [
@@ -231,7 +212,7 @@ def measured(pipe: Any, arguments: dict[str, Any], expected: torch.Tensor, mesh:
         start = time.perf_counter()
         frames(pipe, arguments)
         first = time.perf_counter() - start
-        with compilations() as compiled:
+        with reference.compilations() as compiled:
             start = time.perf_counter()
             got = frames(pipe, arguments)
             second = time.perf_counter() - start

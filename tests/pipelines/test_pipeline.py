@@ -1,6 +1,5 @@
 """A ported pipeline is the pipeline: the same frames as stock diffusers, from diffusers' own call."""
 
-import contextlib
 import functools
 import inspect
 import threading
@@ -9,8 +8,6 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import accelerate
-import jax
-import jax.monitoring
 import jax.numpy as jnp
 import pytest
 import torch
@@ -30,7 +27,7 @@ from cogvideox_torchax.plan import report
 from cogvideox_torchax.vae.tolerances import relative_error
 from examples.small_pipeline import SENTENCES
 from tests import small_pipelines
-from tests.reference import largest_error, multiplies_exactly
+from tests.reference import compilations, largest_error, multiplies_exactly
 
 TOLERANCE = 1e-4
 """Relative error of the frames after four steps, in float32."""
@@ -141,20 +138,6 @@ def stock():
 @pytest.fixture
 def ported():
     return pipeline(placement="one device")
-
-
-@contextlib.contextmanager
-def compilations():
-    """Count JAX's compilations."""
-    counted = []
-
-    def listen(event, duration_secs, **kwargs):
-        if event == "/jax/core/compile/backend_compile_duration":
-            counted.append(kwargs.get("fun_name"))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield counted
-    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def test_ten_steps_and_a_second_prompt_of_the_same_shape_compile_nothing_more():
