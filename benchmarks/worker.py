@@ -9,11 +9,11 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
+from benchmarks.pages import ROOT
+
 COMMAND = (sys.executable, "-m", "benchmarks.worker")
-ROOT = Path(__file__).parents[1]
 
 
 def ask(do: str, request: dict[str, Any], environment: dict[str, str], limit: float) -> dict[str, Any]:

@@ -194,15 +194,6 @@ def frames(pipe: Any, arguments: dict[str, Any]) -> torch.Tensor:
     return torch.as_tensor(video.cpu() if isinstance(video, torch.Tensor) else video)
 
 
-def on_host(pipe: Any) -> list[str]:
-    """Return the names of the networks whose weights `port` did not move."""
-    return [
-        name
-        for name, part in pipe.components.items()
-        if isinstance(part, nn.Module) and any(p.device.type == "cpu" for p in part.parameters())
-    ]
-
-
 def measured(pipe: Any, arguments: dict[str, Any], expected: torch.Tensor, mesh: Any) -> dict[str, Any]:
     """Port the pipeline, call it twice, and return a row's figures, or the error as `failed`."""
     said = io.StringIO()
@@ -219,7 +210,9 @@ def measured(pipe: Any, arguments: dict[str, Any], expected: torch.Tensor, mesh:
     except (TypeError, ValueError, RuntimeError, AttributeError, AssertionError) as error:
         return {"failed": f"{type(error).__name__}: {str(error).splitlines()[0]}", "said": said.getvalue()}
     off = ((got - expected).abs().max() / expected.abs().max()).item()
-    about = {"said": said.getvalue().splitlines(), "left_on_host": on_host(pipe)}
+    networks = [(name, part) for name, part in pipe.components.items() if isinstance(part, nn.Module)]
+    on_host = [name for name, part in networks if any(p.device.type == "cpu" for p in part.parameters())]
+    about = {"said": said.getvalue().splitlines(), "left_on_host": on_host}
     return {**about, "error": off, "first_s": first, "second_s": second, "compiled": len(compiled)}
 
 

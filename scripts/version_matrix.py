@@ -22,13 +22,13 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from benchmarks.pages import fill
+from benchmarks.pages import RESULTS, ROOT, fill
 from cogvideox_torchax.files import reports
 from cogvideox_torchax.versions import TESTED
 
 FORMAT = "cogvideox-torchax-versions/1"
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
+
+
 PACKAGES = (*TESTED, "flax")
 SHOWN = ("torch", "torchax", "jax", "diffusers", "transformers")
 TESTS = (

@@ -273,11 +273,8 @@ def test_an_interrupted_run_goes_on_where_it_was(monkeypatch, tmp_path, capsys):
         (["device", "--tp", "99"], "got a mesh of dp=1 x tp=99, 99 devices, where there are 8"),
         (["device", "--frames", "9"], "got --frames 9, which device does not take"),
         (["ab", "--model", "./none"], "there is no model directory none"),
-        (["ab", "--sweep", "frames=a"], "got --sweep frames=a: it takes frames=9,17 or size="),
-        (["ab", "--sweep", "frames=0"], "got --sweep frames=0: it takes"),
-        (["ab", "--sweep", "depth=3"], "got --sweep depth=3: it takes"),
-        (["ab", "--sweep", "size=64"], "64"),
-        (["ab", "--sweep", "size=60x96"], "multiples of 8"),
+        (["ab", "--frames", "0"], "got --frames 0: at least one is needed"),
+        (["ab", "--height", "60"], "multiples of 8"),
     ],
 )
 def test_what_there_is_not_is_one_line(arguments, words, monkeypatch, capsys):
@@ -286,13 +283,6 @@ def test_what_there_is_not_is_one_line(arguments, words, monkeypatch, capsys):
     said = capsys.readouterr().err
     assert words in said
     assert said.count("\n") == 1
-
-
-def test_a_sweep_varies_one_axis_at_a_time():
-    base = Size("tiny", 9, 64, 96)
-    assert command.swept(base, []) == (base,)
-    found = command.swept(base, ["frames=9,17", "size=64x96,128x192"])
-    assert found == (base, base._replace(frames=17), base._replace(height=128, width=192))
 
 
 @pytest.mark.usefixtures("two_kernels")

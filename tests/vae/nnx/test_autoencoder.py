@@ -3,6 +3,8 @@
 Array axes are N T H W C.
 """
 
+import copy
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,8 @@ from flax import nnx
 from cogvideox_torchax.flax import FlaxVAEForPipelines, Posterior
 from cogvideox_torchax.runtime.places import ArrayProgram
 from cogvideox_torchax.vae.nnx import weights
+from cogvideox_torchax.vae.pixels import to_uint8
+from cogvideox_torchax.vae.tiling import TileSettings
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE
 from tests import reference
 from tests.conftest import port_to_eight
@@ -34,6 +38,21 @@ def test_arrays_in_and_arrays_out_equal_diffusers(small_vae, vae):
     results = *vae.encode(channels_last(x)), vae.decode(channels_last(z))
     for ours, theirs in zip(results, (want.mean, want.logvar, small_vae.decode(z).sample), strict=True):
         assert largest_error(np.moveaxis(ours, -1, 1), theirs) < FLOAT32_RELATIVE
+    (as_bytes,) = vae.decode_stream(channels_last(z), output_dtype=jnp.uint8)
+    assert jnp.array_equal(as_bytes, to_uint8(np.asarray(results[-1])))
+
+
+def test_in_tiles_it_decodes_as_diffusers(small_vae, vae):
+    z = reference.latents(1, height=4, width=9)
+    options = {"tile_sample_min_height": 16, "tile_sample_min_width": 16}
+    options |= {"tile_overlap_factor_height": 1 / 4, "tile_overlap_factor_width": 1 / 4}
+    tiled = copy.copy(vae)
+    side = 16 // vae.config.spatial_compression_ratio  # 16 pixels
+    tiled.tiles = TileSettings(side, side, 1 / 4, 1 / 4)
+    with reference.tiled(stock := copy.deepcopy(small_vae), **options):
+        got, want = tiled.decode(channels_last(z)), stock.decode(z).sample
+    assert largest_error(np.moveaxis(got, -1, 1), want) < FLOAT32_RELATIVE
+    assert vae.tiles is None
 
 
 def test_a_key_samples_and_repeats():
