@@ -2,7 +2,7 @@
 # make test    the tests, without those marked slow: some minutes on two cores
 # make test-all    the slow ones too; of builds, meshes, lengths and caches some pairs, not their whole products
 # make lint    ruff and pyright
-# make docs    the site, in out/site; a dead link or a public name without a docstring fails
+# make docs    the site, in out/site; a dead link fails
 # make test-versions    a part of the tests with the lowest and the newest versions of other packages
 # Each makes a virtual environment in .venv first, from the exact versions in constraints.txt.
 

@@ -13,7 +13,7 @@ from cogvideox_torchax.cli.options import JSON, QUIET, Option, output, positive
 from cogvideox_torchax.files import reports
 from cogvideox_torchax.plan.models import CONFIGS
 from cogvideox_torchax.vae.checkpoint import locate_vae
-from cogvideox_torchax.vae.sizes import check_sides, parse_size
+from cogvideox_torchax.vae.sizes import check_sides
 
 MEASURED = (
     Option("--dtype", choices=("float32", "bfloat16"), help="default: float32; on a TPU or GPU, bfloat16"),
@@ -25,7 +25,7 @@ MEASURED = (
         default=1800,
         help="for one measurement (default: 1800)",
     ),
-    output("write JSON, Markdown and a picture there; a run that was ended goes on", metavar="DIR"),
+    output("write JSON and Markdown there; a run that was ended goes on", metavar="DIR"),
     JSON,
     QUIET,
 )
@@ -47,13 +47,6 @@ COMMANDS: dict[str, tuple[str, tuple[Option, ...]]] = {
             Option("--frames", type=int, default=17, help="of the video (default: 17)"),
             Option("--height", type=int, default=64, help="in pixels (default: 64)"),
             Option("--width", type=int, default=96, help="in pixels (default: 96)"),
-            Option(
-                "--sweep",
-                action="append",
-                default=[],
-                metavar="AXIS",
-                help="values to measure: frames=9,17,33 or size=64x96,128x192; repeatable",
-            ),
             Option(
                 "--repetitions", type=positive, default=5, help="measured runs in each process (default: 5)"
             ),
@@ -157,12 +150,15 @@ def measured(args: argparse.Namespace) -> int:
     else:
         if args.model not in CONFIGS:
             locate_vae(args.model)  # raises before the work, not after it
+        check_sides("a video", args.height, args.width, multiple=8)
+        if args.frames < 1:
+            raise ValueError(f"got --frames {args.frames}: at least one is needed")
         # A report is read on other machines: it has the model's name, and no path of this machine.
         name = Path(args.model).expanduser().resolve().name
         options |= {
             "models": {name: args.model},
             "ways": tuple(dict.fromkeys(args.backends)),
-            "sizes": swept(Size(name, args.frames, args.height, args.width), args.sweep),
+            "sizes": (Size(name, args.frames, args.height, args.width),),
             "rounds": args.rounds,
             # A backend that is slow has as many runs as the others.
             "budget": Budget(args.warmups, args.repetitions, fewest=args.repetitions, seconds=0.0),
@@ -182,34 +178,6 @@ def measured(args: argparse.Namespace) -> int:
     # "wrong" is beyond the tolerance; further statuses are "failed" and "does not fit" (into memory).
     statuses = [result["status"] for result in document["results"]]
     return 1 if "wrong" in statuses or "ok" not in statuses else 0
-
-
-def swept(base: Size, axes: Sequence[str]) -> tuple[Size, ...]:
-    """Return the sizes to measure: the base alone, or the base with each value of each axis.
-
-    Args:
-        base: the model and a video; an axis replaces the frames, or the height and width.
-        axes: texts such as `frames=9,17` and `size=64x96,128x192`; none for the base alone.
-
-    Raises:
-        ValueError: an axis other than these two, a value that does not fit its axis, or a base of a size that
-            no VAE takes.
-    """
-    check_sides("a video", base.height, base.width, multiple=8)
-    if base.frames < 1:
-        raise ValueError(f"got a video of {base.video}: at least one frame is needed")
-    sizes = [] if axes else [base]
-    for axis in axes:
-        name, _, values = axis.partition("=")
-        for value in values.split(","):
-            if name == "frames" and value.isdigit() and int(value):
-                sizes.append(base._replace(frames=int(value)))
-            elif name == "size":
-                height, width = parse_size(value, "a video", multiple=8)
-                sizes.append(base._replace(height=height, width=width))
-            else:
-                raise ValueError(f"got --sweep {name}={value}: it takes frames=9,17 or size=64x96,128x192")
-    return tuple(dict.fromkeys(sizes))  # without duplicates, in order
 
 
 if __name__ == "__main__":

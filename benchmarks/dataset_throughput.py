@@ -21,6 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from benchmarks.estimate.command import FORMAT as ESTIMATE
+from benchmarks.pages import RESULTS
 from cogvideox_torchax import runtime
 from cogvideox_torchax.cli.common import DEMO_MODEL
 from cogvideox_torchax.dataset import Clip, ClipConfig, EncodeClip, sources
@@ -30,8 +31,7 @@ from cogvideox_torchax.versions import versions
 from tests.dataset.conftest import write_clip
 
 FORMAT = "cogvideox-torchax-dataset-throughput/1"
-RESULTS = Path(__file__).parent / "results" / "dataset_throughput.json"
-PLAN = RESULTS.with_name("plan-v6e-1-encode-torchax.json")
+RESULT, PLAN = RESULTS / "dataset_throughput.json", RESULTS / "plan-v6e-1-encode-torchax.json"
 MILLION = 1_000_000
 CLIPS, ROUNDS, VIDEO = 16, 5, (17, 64, 96)
 """Number of clips, how often all of them are encoded each way, and a clip's frames, height and width."""
@@ -111,9 +111,9 @@ def drawn(report: dict[str, Any], plan: dict[str, Any]) -> str:
 
 TABLES = {
     ("docs/datasets.md", "throughput"): lambda: drawn(
-        reports.load(RESULTS, FORMAT), reports.load(PLAN, ESTIMATE)
+        reports.load(RESULT, FORMAT), reports.load(PLAN, ESTIMATE)
     )
 }
 
 if __name__ == "__main__":
-    reports.write_json(RESULTS, measured())
+    reports.write_json(RESULT, measured())

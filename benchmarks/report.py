@@ -1,4 +1,4 @@
-"""The report of a run as Markdown and as a picture, and the versions and the machine of a run."""
+"""The report of a run as Markdown, and the versions and the machine of a run."""
 
 import datetime
 import os
@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.jobs import Size
 from cogvideox_torchax import __version__
-from cogvideox_torchax.files.reports import pyplot, save_figure, table, write_json, write_text
+from cogvideox_torchax.files.reports import table, write_json, write_text
 from cogvideox_torchax.versions import versions
 
 PACKAGES = ("torch", "torchax", "jax", "jaxlib", "diffusers", "flax", "numpy")
@@ -157,52 +157,6 @@ def _estimate_cells(estimates: dict[str, Any], part: dict[str, Any]) -> Row:
     return _cell(seconds, 1e-3), f"{seconds / part['median_s']:.2f}"
 
 
-# The picture
-
-
-def draw(report: dict[str, Any], path: Path) -> list[Path]:
-    """Plot the time of each whole run over the pixels of its video, and estimates over measured times.
-
-    Return the files: `path`, or none if nothing succeeded.
-    """
-    lines: dict[str, list[tuple[float, float]]] = {}  # by job and way: (pixels of the video, seconds)
-    points: list[tuple[str, float, float]] = []  # (name, measured seconds, estimated seconds) of each part
-    for result in report["results"]:
-        if result["status"] == "ok":
-            _, frames, height, width = Size(**result["size"])
-            line = lines.setdefault(f"{result['job']}, {result['way']}", [])
-            line.append((frames * height * width, result["whole"]["median_s"]))
-            estimates = result.get("estimate", {})
-            points += [
-                (f"{result['job']} {part['part']}", part["median_s"], estimates[part["part"]])
-                for part in result["parts"]
-                if part["part"] in estimates
-            ]
-    if not lines:
-        return []
-    figure, axes = pyplot().subplots(
-        1, 2 if points else 1, figsize=(14, 7), squeeze=False, layout="constrained"
-    )
-    panel, *others = axes[0]
-    for name, line in lines.items():
-        panel.loglog(*zip(*sorted(line), strict=True), "o-", label=name)
-    panel.set(xlabel="pixels of the video", ylabel="median, s", title=report["device"]["kind"])
-    panel.legend(fontsize=7)
-    for panel in others:
-        panel.axline((1, 1), (2, 2), color="0.6")  # where the estimate equals the measured time
-        panel.set(xlabel="measured, s", ylabel="estimated, s")
-        for name, measured, estimated in points:
-            panel.loglog(measured, estimated, "o", color="C0")
-            panel.annotate(name, (measured, estimated), (4, 2), fontsize=7, textcoords="offset points")
-    save_figure(figure, path)
-    return [path]
-
-
 def write(report: dict[str, Any], path: Path) -> list[Path]:
-    """Write a report to `path` as JSON, and beside it as Markdown and as a picture; return the files."""
-    text = markdown(report)
-    return [
-        write_json(path, report),
-        write_text(path.with_suffix(".md"), text),
-        *draw(report, path.with_suffix(".png")),
-    ]
+    """Write a report to `path` as JSON, and beside it as Markdown; return the files."""
+    return [write_json(path, report), write_text(path.with_suffix(".md"), markdown(report))]

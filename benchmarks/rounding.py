@@ -17,7 +17,6 @@ os.environ.setdefault("COGVIDEOX_TORCHAX_COMPILE_CACHE", "off")
 import contextlib
 import copy
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +26,7 @@ import numpy as np
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_cogvideox import AutoencoderKLCogVideoX
 
+from benchmarks.pages import RESULTS
 from cogvideox_torchax import runtime
 from cogvideox_torchax.files import reports
 from cogvideox_torchax.flax import FlaxVAEForPipelines
@@ -42,7 +42,6 @@ from jax_kernels.norm_conv3d import reference, tpu
 from jax_kernels.norm_conv3d.transforms import TRANSFORMS, filtered
 from tests.reference import as_on_a_tpu, latents, video
 
-OUTPUT = Path(__file__).parent / "results" / "rounding.json"
 PUBLISHED = {"block_out_channels": (128, 256, 256, 512), "layers_per_block": 3, "norm_num_groups": 32}
 FRAMES, HEIGHT, WIDTH = 8, 12, 16
 DIRECT = 0
@@ -153,7 +152,9 @@ def main() -> None:
     torch.manual_seed(0)
     stock = AutoencoderKLCogVideoX(**PUBLISHED).eval()
     rows = [layer(*shape) for shape in shapes(stock)] + whole(stock)
-    reports.write_json(OUTPUT, {"versions": versions("torch", "jax", "flax", "diffusers"), "rows": rows})
+    reports.write_json(
+        RESULTS / "rounding.json", {"versions": versions("torch", "jax", "flax", "diffusers"), "rows": rows}
+    )
 
 
 if __name__ == "__main__":

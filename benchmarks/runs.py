@@ -1,14 +1,12 @@
 """A run of measurements: jobs, each in several ways, against a reference that PyTorch computes in float32.
 
-A measurement may fail, hang or run out of memory, so it runs in another process. On an accelerator each has a
-new process, since the device's counter of peak memory never falls. In a run of several rounds each way has
-its turn in each round, in a new process, so that a drift of the machine's speed hits all ways; the first
-round starts with an empty compile cache, later rounds with the one that the first has filled. A kernel that
-raises, or whose results are wrong, is switched off for all later measurements. The report is kept after each
-result: a run that was ended is resumed from it.
+A measurement may fail, hang or run out of memory, so each runs in a process of its own, whose counter of peak
+memory starts anew. In a run of several rounds each way has its turn in each round, so that a drift of the
+machine's speed hits all ways; the first round starts with an empty compile cache, later rounds with the one
+that the first has filled. A kernel that raises, or whose results are wrong, is switched off for all later
+measurements. The report is kept after each result: a run that was ended is resumed from it.
 """
 
-import contextlib
 import os
 import re
 import tempfile
@@ -17,11 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import jobs
+from benchmarks import jobs, worker
 from benchmarks.estimate import chips
 from benchmarks.jobs import Budget, Size, spread
 from benchmarks.report import about
-from benchmarks.worker import Worker
 from cogvideox_torchax.plan.chips import PlanError, check_compiler
 from jax_kernels.common.tiles import SWITCH
 
@@ -82,11 +79,8 @@ def run(
         raise ValueError(f"got device {settings.platform!r}: one of {', '.join(PLATFORMS)}")
     several = bool(settings.dp or settings.tp)  # whether devices form a mesh
     names = jobs.all_jobs(settings.jobs, several)
-    with (
-        tempfile.TemporaryDirectory() as scratch,
-        contextlib.closing(Worker(Path(scratch), settings.limit)) as worker,
-    ):
-        laboratory = _Laboratory(settings, Path(scratch), say, worker)
+    with tempfile.TemporaryDirectory() as scratch:
+        laboratory = _Laboratory(settings, Path(scratch), say)
         report = laboratory.begin(before)
         on_cpu = report["device"]["platform"] == "cpu"
         for job in names:
@@ -97,33 +91,30 @@ def run(
                     report["results"].append(result)
                     keep(report)
         if settings.sizes is None:
-            for (
-                result
-            ) in laboratory.estimated():  # each is a result of the report, which now has its estimate
+            for result in laboratory.estimated():  # of the report, which now has its estimate
                 say(f"estimated: {result['job']}")
                 keep(report)
     return report
 
 
 class _Laboratory:
-    """A run: its worker, and the report so far.
+    """A run: its requests, and the report so far.
 
     Args:
         settings: settings of the run.
         scratch: a directory for references and compile caches.
         say: gets a line for each measurement that begins.
-        worker: answers the requests.
     """
 
-    def __init__(self, settings: Settings, scratch: Path, say: Callable[[str], None], worker: Worker):
-        self._settings, self._scratch, self._say, self._worker = settings, scratch, say, worker
-        # By (job, size), the worker's answer for the reference; only the latest is kept, as is its file.
+    def __init__(self, settings: Settings, scratch: Path, say: Callable[[str], None]):
+        self._settings, self._scratch, self._say = settings, scratch, say
+        # By (job, size), the answer for the reference; only the latest is kept, as is its file.
         self._references: dict[tuple[str, Size], dict[str, Any]] = {}
         self._report: dict[str, Any] = {}
         self._on_cpu = False  # until `begin` knows the device
 
     def begin(self, before: dict[str, Any] | None) -> dict[str, Any]:
-        """Ask the worker for the devices; return the report to which results are then added.
+        """Ask a process for the devices; return the report to which results are then added.
 
         Args:
             before: the report of an unfinished run, to resume; None for a new report.
@@ -134,7 +125,7 @@ class _Laboratory:
         settings = self._settings
         device = self._ask("probe", {"dp": settings.dp, "tp": settings.tp})
         if device.pop("status") != "ok":
-            # The worker's reason begins with the type of its error.
+            # The reason begins with the type of its error.
             raise ValueError(device["reason"].removeprefix("ValueError: "))
         self._on_cpu = device["platform"] == "cpu"
         self._report = {
@@ -235,7 +226,7 @@ class _Laboratory:
         reason = result.get("reason") or f"wrong: {result['check']}"
         if job.startswith("kernels "):
             off[job.removeprefix("kernels ")] = reason
-        elif "not done after" not in reason:  # `Worker` gives this reason for a hang; each try could hang too
+        elif "not done after" not in reason:  # `ask` gives this reason for a hang; each try could hang too
             for name in jobs.kernels_used(job, platform):
                 if name in off:
                     continue
@@ -277,7 +268,7 @@ class _Laboratory:
         return {"job": job, "way": way, "size": self._at_home(size), **about}
 
     def _ask(self, do: str, request: dict[str, Any], off: Collection[str] = ()) -> dict[str, Any]:
-        """Have the worker call a function of `measure`; return its answer, which holds a "status".
+        """Have a process call a function of `measure`; return its answer, which holds a "status".
 
         Args:
             do: the function's name.
@@ -302,9 +293,7 @@ class _Laboratory:
             environment[SWITCH] = "off"  # leaves the work of all kernels to XLA
         elif off:
             environment[SWITCH] = f"off:{','.join(off)}"
-        answer = self._worker.ask(do, request, environment)
-        if do == "measure" and (self._settings.rounds > 1 or not self._on_cpu):
-            self._worker.close()  # a new process has a new counter of peak memory, and starts from the cache
+        answer = worker.ask(do, request, environment, self._settings.limit)
         if "reason" in answer:  # paths lose their directories: a result is read on other machines
             answer["reason"] = re.sub(r"(?:/[\w.+-]+)+/", "", answer["reason"])
         return answer

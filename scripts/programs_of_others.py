@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,7 +27,6 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("COGVIDEOX_TORCHAX_COMPILE_CACHE", "off")
 
 import diffusers
-import jax
 import torch
 from diffusers import AutoencoderKLCogVideoX, CogVideoXDPMScheduler
 from torch import nn
@@ -46,8 +45,6 @@ TRANSFORMER = {
     **{"use_rotary_positional_embeddings": True, "temporal_compression_ratio": 4},
     **{"sample_height": HEIGHT // 4, "sample_width": WIDTH // 4, "sample_frames": FRAMES},
 }
-COMPILED = "/jax/core/compile/backend_compile_duration"
-
 Program = tuple[Any, dict[str, Any]]
 """A pipeline, and the arguments of its call."""
 
@@ -197,31 +194,6 @@ def frames(pipe: Any, arguments: dict[str, Any]) -> torch.Tensor:
     return torch.as_tensor(video.cpu() if isinstance(video, torch.Tensor) else video)
 
 
-@contextlib.contextmanager
-def compilations() -> Iterator[list[str]]:
-    """Give a list that names every program compiled while the context is open."""
-    seen: list[str] = []
-
-    def listen(event: str, duration: float, **about: Any) -> None:
-        if event == COMPILED:
-            seen.append(str(about.get("fun_name", "")))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield seen
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-
-
-def on_host(pipe: Any) -> list[str]:
-    """Return the names of the networks whose weights `port` did not move."""
-    return [
-        name
-        for name, part in pipe.components.items()
-        if isinstance(part, nn.Module) and any(p.device.type == "cpu" for p in part.parameters())
-    ]
-
-
 def measured(pipe: Any, arguments: dict[str, Any], expected: torch.Tensor, mesh: Any) -> dict[str, Any]:
     """Port the pipeline, call it twice, and return a row's figures, or the error as `failed`."""
     said = io.StringIO()
@@ -231,14 +203,16 @@ def measured(pipe: Any, arguments: dict[str, Any], expected: torch.Tensor, mesh:
         start = time.perf_counter()
         frames(pipe, arguments)
         first = time.perf_counter() - start
-        with compilations() as compiled:
+        with reference.compilations() as compiled:
             start = time.perf_counter()
             got = frames(pipe, arguments)
             second = time.perf_counter() - start
     except (TypeError, ValueError, RuntimeError, AttributeError, AssertionError) as error:
         return {"failed": f"{type(error).__name__}: {str(error).splitlines()[0]}", "said": said.getvalue()}
     off = ((got - expected).abs().max() / expected.abs().max()).item()
-    about = {"said": said.getvalue().splitlines(), "left_on_host": on_host(pipe)}
+    networks = [(name, part) for name, part in pipe.components.items() if isinstance(part, nn.Module)]
+    on_host = [name for name, part in networks if any(p.device.type == "cpu" for p in part.parameters())]
+    about = {"said": said.getvalue().splitlines(), "left_on_host": on_host}
     return {**about, "error": off, "first_s": first, "second_s": second, "compiled": len(compiled)}
 
 

@@ -1,6 +1,5 @@
 """Inputs of the site from outside docs/: results, pages of the root, the command line's help."""
 
-import importlib
 import io
 import os
 import re
@@ -8,11 +7,9 @@ from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
-from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("cogvideox_torchax", "cogvideox_torchax.flax", "jax_kernels")
 FROM_ROOT = {"index.md": "README.md", "changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
 """By page of the site: the file of the repository's root, where people look for it."""
 
@@ -34,32 +31,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         r"\]\((?:\.\./)?(CHANGELOG|CONTRIBUTING)\.md", lambda m: f"]({m[1].lower()}.md", markdown
     )
     return markdown.replace("<!-- help of every command -->", help_of_every_command())
-
-
-def on_pre_build(**_: Any) -> None:
-    """Fail on a public name without a docstring."""
-    missing = undocumented()
-    if missing:
-        raise PluginError(f"no docstring: {', '.join(missing)}")
-
-
-def undocumented() -> list[str]:
-    """Return the public names, and their public methods, without a docstring."""
-    found = []
-    for package in PACKAGES:
-        module = importlib.import_module(package)
-        for name in module.__all__:
-            value = getattr(module, name)
-            own = vars(value) if isinstance(value, type) else {}
-            parts = {f"{package}.{name}": value} | {
-                f"{package}.{name}.{part}": member
-                for part, member in own.items()
-                if callable(member) and not part.startswith("_")
-            }
-            found += [
-                where for where, part in parts.items() if not (getattr(part, "__doc__", "") or "").strip()
-            ]
-    return found
 
 
 def help_of_every_command() -> str:

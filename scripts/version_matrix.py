@@ -4,8 +4,7 @@
     python scripts/version_matrix.py                  # draws the table in docs/install.md
 
 Each set takes minutes, and gets a virtual environment of its own, some gigabytes large and deleted
-afterwards. `--pin torch==2.13.0` puts another version in place of the set's; what was installed is what is
-kept.
+afterwards. What was installed is what is kept.
 """
 
 import argparse
@@ -23,13 +22,13 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from benchmarks.pages import fill
+from benchmarks.pages import RESULTS, ROOT, fill
 from cogvideox_torchax.files import reports
 from cogvideox_torchax.versions import TESTED
 
 FORMAT = "cogvideox-torchax-versions/1"
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
+
+
 PACKAGES = (*TESTED, "flax")
 SHOWN = ("torch", "torchax", "jax", "diffusers", "transformers")
 TESTS = (
@@ -60,13 +59,8 @@ def declared() -> dict[str, str]:
     return found
 
 
-def wanted(name: str, pins: list[str]) -> list[str]:
-    """Return pip's requirements for a set; pip chooses the newest fitting version of all other packages.
-
-    Args:
-        name: "lowest" or "newest".
-        pins: requirements that replace the set's for their packages.
-    """
+def wanted(name: str) -> list[str]:
+    """Return pip's requirements for the set "lowest" or "newest"; pip chooses all other packages itself."""
     if name == "lowest":
         # 0.8 stands for its newest patch, which is what somebody who is held to 0.8 has.
         asked = {
@@ -76,7 +70,6 @@ def wanted(name: str, pins: list[str]) -> list[str]:
     else:
         asked = {package: package for package in PACKAGES}
         asked["torchax"] = f"torchax>={declared()['torchax']}"
-    asked |= {Requirement(pin).name: pin for pin in pins}
     return sorted(asked.values())
 
 
@@ -158,13 +151,12 @@ def drawn(found: list[dict[str, Any]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Runs tests with the lowest and the newest versions.")
     parser.add_argument("sets", nargs="*", metavar="SET", help="lowest or newest; none: draw the table")
-    parser.add_argument("--pin", action="append", default=[], metavar="PACKAGE==VERSION")
     args = parser.parse_args()
     if not set(args.sets) <= {"lowest", "newest"}:
         parser.error(f"no such set in {' '.join(args.sets)}: give lowest, newest, both or none")
     for name in args.sets:
         with tempfile.TemporaryDirectory(prefix="versions-") as directory:
-            found = run(name, wanted(name, args.pin), Path(directory))
+            found = run(name, wanted(name), Path(directory))
         reports.write_json(RESULTS / f"versions-{name}.json", found)
         print(json.dumps(found, indent=1))
     kept = [reports.load(path, FORMAT) for path in sorted(RESULTS.glob("versions-*.json"))]

@@ -160,6 +160,24 @@ def live_bytes() -> int:
     return sum(array.nbytes for array in jax.live_arrays())
 
 
+@contextlib.contextmanager
+def compilations():
+    """Yield a list that gets the name of every program that JAX compiles."""
+    import jax
+
+    compiled = []
+
+    def listen(event, duration_secs, **about):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(about.get("fun_name"))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield compiled
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
 _times_anew = itertools.count()
 
 

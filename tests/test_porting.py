@@ -36,12 +36,6 @@ def test_what_checkpoints_gradients_has_diffusers_name(small_vae):
     assert ported == native
 
 
-def test_a_pipeline_is_ported_by_its_vae(small_vae):
-    pipeline = types.SimpleNamespace(vae=copy.deepcopy(small_vae))
-    assert port(pipeline) is pipeline
-    assert isinstance(pipeline.vae, AutoencoderKLCogVideoX)
-
-
 @pytest.mark.parametrize("wrong", [torch.nn.Linear(2, 2), object(), None])
 def test_anything_else_is_refused(wrong):
     with pytest.raises(ValueError, match="port got .*: it takes diffusers' AutoencoderKLCogVideoX"):

@@ -95,10 +95,3 @@ def test_a_report_names_its_commit_and_kernels_that_are_off():
     text = report.markdown(made_up(("torchax", GOOD), commit="a" * 40 + "+", switched_off=off))
     assert f"commit {'a' * 12}+, " in text
     assert "\nKernel of group_norm switched off: wrong: 0.3.\n" in text
-
-
-def test_a_report_is_drawn_where_something_succeeded(tmp_path):
-    estimated = GOOD | {"estimate": {"later": 0.25}}
-    (picture,) = report.draw(made_up(("torchax", estimated), ("torch", GOOD)), tmp_path / "ab.png")
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert report.draw(made_up(("torchax", {"status": "failed", "reason": ""})), tmp_path / "none.png") == []

@@ -330,13 +330,6 @@ def test_a_rate_varies_where_a_gap_does_by_more_than_rounding(clip, times, tick,
     assert info.variable == is_variable
 
 
-def test_times_of_frames_are_kept(tmp_path):
-    write(tmp_path / "b.mp4", moving_frames(), source=video.SourceTiming(times=TIMES))
-    info = video.probe(tmp_path / "b.mp4")
-    assert (list(info.times), info.gaps) == (TIMES, (Fraction(1, 100), Fraction(30, 100)))
-    assert info.variable
-
-
 def test_an_even_rate_in_a_files_coarse_ticks_does_not_vary(tmp_path):
     with av.open(tmp_path / "a.mkv", "w") as container:  # its clock has milliseconds
         encode(container, moving_frames(), rate=Fraction(30000, 1001))

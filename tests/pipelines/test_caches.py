@@ -22,7 +22,8 @@ from cogvideox_torchax import port, runtime
 from cogvideox_torchax.vae.tolerances import relative_error
 from examples.small_pipeline import SENTENCES
 from tests import small_pipelines
-from tests.pipelines.test_pipeline import PLACEMENTS, TOLERANCE, compilations, port_to, shared
+from tests.pipelines.test_pipeline import PLACEMENTS, TOLERANCE, port_to, shared
+from tests.reference import compilations
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.meshgrid")  # of diffusers' FasterCache
 
@@ -141,10 +142,6 @@ def for_all_caches(kind, version, placement):
     return port_to(placement, build(kind, version, placement))
 
 
-PIPELINES = [*itertools.product(small_pipelines.CLASSES, ("2b", "5b", "1.5")), ("image", "5b-I2V")]
-CACHES = [name for name in CONFIGS if name not in ("taylor lite", "taylor inside of attention")]
-
-
 QUICK = [
     ("control", "1.5", "one device", "mag"),
     ("video", "2b", "1x8", "broadcast"),
@@ -152,30 +149,39 @@ QUICK = [
     ("text", "1.5", "1x8 tensor", "first block"),
     ("control", "2b", "2x4 tensor", "faster"),
 ]
+SLOW = [
+    ("text", "2b", "one device", "broadcast"),
+    ("text", "2b", "one device", "taylor"),
+    ("text", "2b", "1x8 tensor", "faster"),
+    ("text", "2b", "2x4 tensor", "first block"),
+    ("text", "2b", "2x4 tensor", "mag"),
+    *(("text", "5b", placement, "taylor lite") for placement in PLACEMENTS),
+    *(("text", "5b", placement, "taylor inside of attention") for placement in PLACEMENTS),
+    ("text", "5b", "1x8", "mag"),
+    ("text", "1.5", "2x4", "broadcast"),
+    ("image", "2b", "1x8 tensor", "mag"),
+    ("image", "5b", "one device", "first block"),
+    ("image", "1.5", "1x8", "faster"),
+    ("image", "5b-I2V", "one device", "faster"),
+    ("image", "5b-I2V", "1x8", "first block"),
+    ("image", "5b-I2V", "1x8 tensor", "mag"),
+    ("image", "5b-I2V", "2x4 tensor", "broadcast"),
+    ("video", "2b", "one device", "first block"),
+    ("video", "2b", "2x4", "mag"),
+    ("video", "2b", "1x8 tensor", "taylor"),
+    ("video", "5b", "2x4", "faster"),
+    ("video", "1.5", "2x4 tensor", "taylor"),
+    ("control", "2b", "2x4", "first block"),
+    ("control", "5b", "1x8", "taylor"),
+    ("control", "5b", "1x8 tensor", "broadcast"),
+]
+"""With `QUICK` each pair of a pipeline, a version, a placement and a cache."""
 
 
-def pairs_of(case):
-    return {*itertools.combinations(case, 2)}
-
-
-def cases():
-    """Yield all combinations; those that are not needed for each pair of values are marked `product`."""
-    every = [
-        (*pipeline, placement, name)
-        for pipeline, placement in itertools.product(PIPELINES, PLACEMENTS)
-        for name in (CONFIGS if pipeline == ("text", "5b") else CACHES)
-    ]
-    taken = list(QUICK)
-    left = set[tuple[str, str]]().union(*map(pairs_of, every)).difference(*map(pairs_of, taken))
-    while left:
-        taken.append(max(every, key=lambda case: len(left & pairs_of(case))))
-        left -= pairs_of(taken[-1])
-    for case in every:
-        marks = [pytest.mark.slow] * (case not in QUICK) + [pytest.mark.product] * (case not in taken)
-        yield pytest.param(*case, marks=marks)
-
-
-@pytest.mark.parametrize(("kind", "version", "placement", "name"), [*cases()])
+@pytest.mark.parametrize(
+    ("kind", "version", "placement", "name"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+)
 def test_a_cache_skips_what_it_skips_in_stock_diffusers(kind, version, placement, name, donated):
     want, computed = reference(kind, version, name)
     pipe = for_all_caches(kind, version, placement)

@@ -1,6 +1,5 @@
 """A ported pipeline is the pipeline: the same frames as stock diffusers, from diffusers' own call."""
 
-import contextlib
 import functools
 import inspect
 import threading
@@ -9,8 +8,6 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import accelerate
-import jax
-import jax.monitoring
 import jax.numpy as jnp
 import pytest
 import torch
@@ -31,7 +28,7 @@ from cogvideox_torchax.plan import report
 from cogvideox_torchax.vae.tolerances import relative_error
 from examples.small_pipeline import SENTENCES
 from tests import small_pipelines
-from tests.reference import largest_error, multiplies_exactly
+from tests.reference import compilations, largest_error, multiplies_exactly
 
 TOLERANCE = 1e-4
 """Relative error of the frames after four steps, in float32."""
@@ -144,20 +141,6 @@ def ported():
     return pipeline(placement="one device")
 
 
-@contextlib.contextmanager
-def compilations():
-    """Count JAX's compilations."""
-    counted = []
-
-    def listen(event, duration_secs, **kwargs):
-        if event == "/jax/core/compile/backend_compile_duration":
-            counted.append(kwargs.get("fun_name"))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield counted
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
 def test_ten_steps_and_a_second_prompt_of_the_same_shape_compile_nothing_more():
     model, encoder = small_pipelines.transformer("5b", num_layers=1), small_pipelines.text_encoder()
     pipe = pipeline(placement="one device", transformer=model, text_encoder=encoder)
@@ -261,20 +244,6 @@ def test_a_hook_on_the_transformer_gets_tensors_and_may_keep_what_it_sees(ported
         hook.remove()
     assert len(seen) == 4 + 8
     assert all(runtime.first_nonfinite(part) is None for part in seen)
-
-
-def test_a_callback_of_an_unknown_tensor_is_refused_by_diffusers(ported):
-    with pytest.raises(ValueError, match="callback_on_step_end_tensor_inputs"):
-        frames(ported, callback_on_step_end_tensor_inputs=["nothing"])
-
-
-def test_an_interrupted_run_stops_where_the_callback_says(ported):
-    def callback(pipe, step, timestep, kwargs):
-        pipe._interrupt = step == 1
-        return {}
-
-    frames(ported, callback_on_step_end=callback, output_type="latent")
-    assert ported.scheduler.log.done == 2
 
 
 def test_gradients_of_the_transformer_are_refused_in_words(ported):

@@ -9,7 +9,7 @@ import torch
 import torchax
 
 from cogvideox_torchax import make_mesh, port, runtime
-from cogvideox_torchax.vae.tolerances import BFLOAT16_RMS_RATIO, relative_error, rms_error
+from cogvideox_torchax.vae.tolerances import relative_error
 from tests import small_pipelines
 from tests.pipelines.test_pipeline import frames, port_to
 
@@ -199,10 +199,3 @@ def test_an_adapter_of_the_transformer_alone_is_added_and_saved_after_porting(di
         for model in (transformer, other)
     )
     assert [torch.equal(*pair) for pair in zip(added, saved, strict=True)] == [True] * 4
-
-
-@pytest.mark.usefixtures("torchax_off")
-def test_sixteen_bits_stay_as_close_as_pytorchs_own(directory):
-    exact, pipe = frames(loaded(directory)), loaded(directory).to(torch.bfloat16)
-    native = frames(pipe)
-    assert rms_error(frames(port(pipe)), exact) < BFLOAT16_RMS_RATIO * rms_error(native, exact)

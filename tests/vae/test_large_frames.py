@@ -5,7 +5,6 @@ import copy
 
 import jax
 import pytest
-import torch
 
 from cogvideox_torchax import make_mesh, runtime
 from cogvideox_torchax.vae.tolerances import BFLOAT16_RMS_RATIO, rms_error
@@ -119,27 +118,3 @@ def test_every_kind_of_length_encodes(frames, larger, encoder, small_vae, traced
         reference.encoded(copy.deepcopy(small_vae).bfloat16(), x.bfloat16()),
     )
     assert [bool(number) for number in counted(traced)] == [True, False]
-
-
-@each_decoder
-@pytest.mark.product
-@pytest.mark.slow
-def test_a_stream_of_a_batch(decoder, shallow_vae):
-    z = reference.latents(5, batch=2, height=2, width=6)
-    pieces = list(decoder.decode_stream(z.bfloat16()))
-    assert len(pieces) == 2
-    check_decoded(torch.cat(pieces, dim=2), z, shallow_vae)
-
-
-# Tiles of two heights are two programs; with an overlap of columns too there are six shapes.
-@pytest.mark.parametrize(("shape", "overlap"), [((2, 3, 6), 0.0), ((3, 6, 6), 0.5)])
-@each_decoder
-@pytest.mark.product
-@pytest.mark.slow
-def test_tiles(shape, overlap, decoder, shallow_vae):
-    frames, height, width = shape
-    z = reference.latents(frames, height=height, width=width)
-    options = {"tile_sample_min_height": 16, "tile_sample_min_width": 24}
-    options |= {"tile_overlap_factor_height": 0.5, "tile_overlap_factor_width": overlap}
-    with reference.tiled(decoder, in_tiles := copy.deepcopy(shallow_vae), **options):
-        check_decoded(decoder.decode(runtime.to_jax(z.bfloat16())).sample, z, in_tiles)

@@ -155,28 +155,6 @@ def cut_into(strips):
         yield found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("frames", "strips"), [(2, 2), (5, 3)])
-def test_strips_have_the_gradients_of_the_whole_picture(frames, strips, interpreted):
-    shape, alone = (1, frames, 2, 168, 16), frames % 2
-    operands = inputs(shape, 16, cached=False)
-    weigh = jnp.asarray(np.random.default_rng(1).normal(size=shape), jnp.float32)
-
-    def loss(*operands):
-        y, *_ = norm_conv3d(*operands, num_groups=GROUPS, first_frame_alone=alone == 1)
-        return jnp.sum(y * weigh)
-
-    def slopes():  # a new function each time: JAX would take the program of the same one
-        return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*operands)
-
-    want = slopes()
-    with cut_into(strips) as found:
-        got = slopes()
-    assert {size.strips for size in found} == {strips, *[1] * alone}  # a first frame is whole
-    for mine, whole in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert largest_error(mine, whole) <= 2 * A_UNIT
-
-
 @pytest.mark.parametrize("frames", [1, 2])
 def test_strips_of_few_frames_have_blocks_that_a_tpu_takes(frames, monkeypatch):
     monkeypatch.setattr(sizes, "vmem_limit", lambda: 63 * 2**20)
@@ -435,22 +413,3 @@ def test_strips_of_a_wide_picture_copy_neither_its_frames_nor_its_cache(topology
     copies = re.findall(r"= bf16\[([\d,]*)\]\S* (?:copy|fusion)\(", text)
     assert max(math.prod(map(int, shape.split(","))) for shape in copies) < math.prod(cache.shape)
     assert compiled.memory_analysis().alias_size_in_bytes == 2 * math.prod(cache.shape)
-
-
-@pytest.mark.product
-@pytest.mark.slow
-def test_strips_of_a_first_chunk_take_the_first_frames_cache_as_it_lies():
-    height, width, channels = 8, 704, 256
-
-    def run(x, norm, kernel, bias):
-        results = norm_conv3d(pixels_first(x), norm, kernel, bias, num_groups=32, first_frame_alone=True)
-        of_later = struct(1, 8, height, width, channels)
-        assert sizes.sizes_of(of_later, 1, width // 8, channels, False).strips > 1
-        return [pixels_first(part) for part in results[:2]]
-
-    x = struct(height, width, 1, 9, channels)
-    text = compiled_for("v5p:2x2x1", run, x, *spatial(3, width, channels)).as_text()
-    assert len(re.findall(r"%norm_conv3d[.\d]* = .* custom-call\(", text)) == 2
-    written = re.findall(r"bf16\[([\d,]+)\]\S*[^=\n]* (?:copy|copy-start|fusion)\(", text)
-    assert written
-    assert 2 * height * width * channels not in {math.prod(map(int, s.split(","))) for s in written}

@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from cogvideox_torchax.backends import backend
 from cogvideox_torchax.flax import FlaxVAEForPipelines, Posterior
 from cogvideox_torchax.runtime.places import ArrayProgram
+from cogvideox_torchax.vae.directions import DECODE, ENCODE
 from cogvideox_torchax.vae.nnx import weights
 from cogvideox_torchax.vae.pixels import to_uint8
 from cogvideox_torchax.vae.tiling import TileSettings
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE
+from cogvideox_torchax.verify.compare import LAYER_NAME
 from tests import reference
 from tests.conftest import port_to_eight
 from tests.reference import largest_error
@@ -38,18 +41,19 @@ def test_arrays_in_and_arrays_out_equal_diffusers(small_vae, vae):
     results = *vae.encode(channels_last(x)), vae.decode(channels_last(z))
     for ours, theirs in zip(results, (want.mean, want.logvar, small_vae.decode(z).sample), strict=True):
         assert largest_error(np.moveaxis(ours, -1, 1), theirs) < FLOAT32_RELATIVE
+    (as_bytes,) = vae.decode_stream(channels_last(z), output_dtype=jnp.uint8)
+    assert jnp.array_equal(as_bytes, to_uint8(np.asarray(results[-1])))
 
 
-def test_bytes_and_streams_are_the_same_video():
-    vae = FlaxVAEForPipelines.from_diffusers(reference.small_vae(**reference.TWO_LEVELS)).flax_vae
-    z = channels_last(reference.latents(5))
-    whole = vae.decode(z)
-    parts = list(vae.decode_stream(z))
-    assert [part.shape[1] for part in parts] == [5, 4]
-    assert jnp.array_equal(jnp.concatenate(parts, axis=1), whole)
-    as_bytes = jnp.concatenate(list(vae.decode_stream(z, output_dtype=jnp.uint8)), axis=1)
-    assert as_bytes.dtype == jnp.uint8
-    assert jnp.array_equal(as_bytes, to_uint8(np.asarray(whole)))
+@pytest.mark.parametrize(("direction", "x"), [(ENCODE, reference.video(1)), (DECODE, reference.latents(1))])
+def test_layers_called_one_after_the_other_equal_diffusers(small_vae, direction, x):
+    """As `verify` records them: no kernel then stands for a norm and a convolution together."""
+    flax, torch = (backend(name).from_native(copy.deepcopy(small_vae)) for name in ("flax", "torch"))
+    got = flax.recorder(direction, lambda name: True)(flax.put(x))
+    want = torch.recorder(direction, LAYER_NAME.fullmatch)(x)
+    layers = got.keys() & want.keys()
+    assert {f"{direction}r.conv_in", f"{direction}r.mid_block.resnets.0", f"{direction}r.conv_out"} <= layers
+    assert all(largest_error(got[name], want[name]) < FLOAT32_RELATIVE for name in layers)
 
 
 def test_in_tiles_it_decodes_as_diffusers(small_vae, vae):
