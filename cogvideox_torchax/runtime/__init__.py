@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     )
     from cogvideox_torchax.runtime.calls import method_program, mixing, run_method, warn_once
     from cogvideox_torchax.runtime.compile_cache import COMPILE_CACHE_VARIABLE, configure_compile_cache
+    from cogvideox_torchax.runtime.forks import check_not_forked
     from cogvideox_torchax.runtime.gradients import (
         differentiable,
         differentiated,
@@ -72,6 +73,7 @@ __all__ = [
     "all_finite",
     "array_of",
     "as_array",
+    "check_not_forked",
     "concatenate",
     "configure_compile_cache",
     "device_and_dtype",
@@ -153,6 +155,7 @@ _MODULES = {
         "COMPILE_CACHE_VARIABLE",
         "configure_compile_cache",
     ),
+    "forks": ("check_not_forked",),
     "gradients": (
         "differentiable",
         "differentiated",

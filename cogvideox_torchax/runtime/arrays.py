@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cogvideox_torchax.runtime.forks import check_not_forked
 from cogvideox_torchax.upstream import is_traced
 
 
@@ -21,6 +22,8 @@ def first_nonfinite_of(array: Any) -> tuple[int, ...] | None:
     if not jnp.issubdtype(array.dtype, jnp.floating) or is_traced(array):
         return None
     on_devices = isinstance(array, jax.Array)
+    if on_devices:
+        check_not_forked()
     if bool(all_finite_of(array) if on_devices else np.isfinite(array).all()):
         return None
     # The search is on the host: on the devices it would gather a sharded array on each of them.

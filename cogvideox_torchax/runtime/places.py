@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
+from cogvideox_torchax.runtime.forks import check_not_forked
 
 
 class Place:
@@ -116,6 +117,7 @@ class ArrayProgram:
 
     def put(self, inputs: Any) -> Any:
         """Return an array of NumPy or JAX on the program's devices."""
+        check_not_forked()
         return self.place.put(inputs)
 
     def run(self, weights: Any, inputs: Any, cache: Any = None) -> tuple[Any, Any]:

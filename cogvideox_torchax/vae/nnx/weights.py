@@ -68,6 +68,7 @@ def read_state(
     Raises:
         ModelError: a tensor of another shape, missing, left over, or given twice, by name.
     """
+    runtime.check_not_forked()
     wanted = {diffusers_name(path): (path, variable) for path, variable in nnx.to_flat_state(abstract)}
     loaded: dict[str, tuple[Keys, nnx.Variable]] = {}
     unexpected: list[str] = []

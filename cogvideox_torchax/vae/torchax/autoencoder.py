@@ -312,6 +312,8 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         With `follow_weights` a plain tensor may be given for weights on JAX. `name` is "video" or "latents".
         """
         weights_on_jax = runtime.is_on_jax(self)
+        if weights_on_jax:
+            runtime.check_not_forked()
         if runtime.on_jax(x) != weights_on_jax and not (follow_weights and weights_on_jax):
             tensor, model = ("jax", "in PyTorch") if runtime.on_jax(x) else (str(x.device), "on jax")
             move = 'vae.to("jax")' if runtime.on_jax(x) else 'the tensor .to("jax")'
