@@ -12,6 +12,8 @@ from collections.abc import Callable
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 
+from packaging.version import Version
+
 from cogvideox_torchax.versions import TESTED, installed
 
 
@@ -279,6 +281,11 @@ def wrap_from_pretrained(around: Callable[..., Any]) -> None:
 
     for kind in (DiffusionPipeline, ModelMixin):
         _wrap_class_method(kind, "from_pretrained", around)
+
+
+def dtype_option() -> str:
+    """Return the name of the dtype in `from_pretrained` of pipelines; diffusers 0.40 deprecates the older."""
+    return "dtype" if Version(installed("diffusers")) >= Version("0.40") else "torch_dtype"
 
 
 @functools.cache

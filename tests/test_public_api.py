@@ -22,11 +22,11 @@ MEMBER = re.compile(r"^ {8}- (\w+)$", re.MULTILINE)
 
 SIGNATURES = """\
 cogvideox_torchax.port(model_or_pipeline: Portable, *, mesh: Mesh | None=None, parallel: Parallel | None=None) -> Portable
-cogvideox_torchax.load_pipeline(pretrained_model_name_or_path: str | Path, *, pipeline_class: type | None=None, mesh: Mesh | None=None, parallel: Parallel | None=None, torch_dtype: torch.dtype=torch.bfloat16, variant: str | None=None, **diffusers_options: Any) -> Any
+cogvideox_torchax.load_pipeline(pretrained_model_name_or_path: str | Path, *, pipeline_class: type | None=None, mesh: Mesh | None=None, parallel: Parallel | None=None, dtype: Dtype=torch.bfloat16, variant: str | None=None, **diffusers_options: Any) -> Any
 cogvideox_torchax.make_mesh(dp: int=1, tp: int | None=None, *, devices: Any=None) -> Mesh
 cogvideox_torchax.enable() -> None
 cogvideox_torchax.AutoencoderKLCogVideoX()
-cogvideox_torchax.AutoencoderKLCogVideoX.from_pretrained(cls, pretrained_model_name_or_path: str | Path, *, subfolder: str | None=None, variant: str | None=None, torch_dtype: torch.dtype | None=None, **diffusers_options: Any) -> 'AutoencoderKLCogVideoX'
+cogvideox_torchax.AutoencoderKLCogVideoX.from_pretrained(cls, pretrained_model_name_or_path: str | Path, *, subfolder: str | None=None, variant: str | None=None, dtype: torch.dtype | str | None=None, **diffusers_options: Any) -> 'AutoencoderKLCogVideoX'
 cogvideox_torchax.AutoencoderKLCogVideoX.encode_stream(self, frames: torch.Tensor | Iterable[torch.Tensor], num_frames: int | None=None, *, fetch: Fetch=runtime.to_torch) -> Iterator[DiagonalGaussianDistribution]
 cogvideox_torchax.AutoencoderKLCogVideoX.decode_stream(self, z: torch.Tensor | Iterable[torch.Tensor], num_frames: int | None=None, *, output_dtype: torch.dtype | None=None, fetch: Fetch=runtime.to_torch) -> Iterator[torch.Tensor]
 cogvideox_torchax.AutoencoderKLCogVideoX.tiled_encode(self, x: torch.Tensor) -> torch.Tensor
@@ -101,8 +101,8 @@ flax.FlaxAutoencoderKLCogVideoXConfig.from_dict(cls, config: Mapping[str, Any]) 
 flax.FlaxAutoencoderKLCogVideoXConfig.from_file(cls, directory: str | Path) -> 'FlaxAutoencoderKLCogVideoXConfig'
 flax.FlaxAutoencoderKLCogVideoXConfig.to_dict(self) -> dict[str, Any]
 flax.FlaxVAEForPipelines()
-flax.FlaxVAEForPipelines.from_pretrained(cls, pretrained_model_name_or_path: str | Path, *, subfolder: str | None=None, variant: str | None=None, torch_dtype: torch.dtype | None=None, **hub_options: Any) -> 'FlaxVAEForPipelines'
-flax.FlaxVAEForPipelines.from_diffusers(cls, vae: torch.nn.Module, torch_dtype: torch.dtype | None=None) -> 'FlaxVAEForPipelines'
+flax.FlaxVAEForPipelines.from_pretrained(cls, pretrained_model_name_or_path: str | Path, *, subfolder: str | None=None, variant: str | None=None, dtype: torch.dtype | str | None=None, **hub_options: Any) -> 'FlaxVAEForPipelines'
+flax.FlaxVAEForPipelines.from_diffusers(cls, vae: torch.nn.Module, dtype: torch.dtype | None=None) -> 'FlaxVAEForPipelines'
 flax.FlaxVAEForPipelines.place_on(self, mesh: jax.sharding.Mesh) -> None
 flax.FlaxVAEForPipelines.to(self, *args: Any, **kwargs: Any) -> 'FlaxVAEForPipelines'
 flax.FlaxVAEForPipelines.state_dict(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         jax_dtype,
         wait,
     )
+    from cogvideox_torchax.runtime.user_checks import unchecked
     from cogvideox_torchax.runtime.weights import (
         feed_weights,
         is_movable,
@@ -114,6 +115,7 @@ __all__ = [
     "to_jax",
     "to_torch",
     "torch_view",
+    "unchecked",
     "wait",
     "wants_gradient",
     "warn_once",
@@ -191,6 +193,7 @@ _MODULES = {
         "jax_dtype",
         "wait",
     ),
+    "user_checks": ("unchecked",),
     "weights": (
         "feed_weights",
         "is_movable",

@@ -15,6 +15,7 @@ import torch
 from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
 from cogvideox_torchax.runtime.forks import check_not_forked
 from cogvideox_torchax.runtime.functions import replace_functions, replace_keys
+from cogvideox_torchax.runtime.user_checks import unchecked
 from cogvideox_torchax.runtime.views import share_views
 from cogvideox_torchax.upstream import one_program_each, teach_copying, torchax_off
 from cogvideox_torchax.upstream import torchax_is_on as is_enabled
@@ -36,6 +37,7 @@ def import_torchax() -> Any:
 
 
 @functools.cache
+@unchecked()
 def _patched_torchax() -> Any:
     try:
         import torchax.interop
@@ -57,6 +59,7 @@ def _patched_torchax() -> Any:
     replace_functions(torchax.ops.ops_registry.all_aten_ops | torchax.ops.ops_registry.all_torch_functions)
     replace_keys(torchax.tensor.Environment)
     share_views(torchax)
+    torchax.default_env()  # makes a key for random numbers
     return torchax
 
 
@@ -114,7 +117,8 @@ def torch_view(jax_function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(jax_function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return import_torchax().interop.call_jax(jax_function, *args, **kwargs)
+        with unchecked():
+            return import_torchax().interop.call_jax(jax_function, *args, **kwargs)
 
     return call
 
@@ -129,11 +133,13 @@ def tensor_of(array: Any) -> torch.Tensor:
     return import_torchax().interop.torch_view(array)
 
 
+@unchecked()
 def to_jax(tensor: torch.Tensor) -> torch.Tensor:
     """Move a plain torch tensor, detached, to JAX's default device; return a torchax tensor unchanged."""
     return tensor if on_jax(tensor) else import_torchax().default_env().to_xla(tensor.detach())
 
 
+@unchecked()
 def to_torch(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a torchax tensor, once computed, into a plain CPU tensor; a plain tensor is returned unchanged."""
     return plain_tensor(np.array(array_of(tensor))) if on_jax(tensor) else tensor

@@ -20,6 +20,7 @@ from flax import nnx
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.runtime.models import PortedModel
+from cogvideox_torchax.vae import checkpoint
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.nnx import weights
 from cogvideox_torchax.vae.nnx.autoencoder import FlaxAutoencoderKLCogVideoX
@@ -89,7 +90,7 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
         *,
         subfolder: str | None = None,
         variant: str | None = None,
-        torch_dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         **hub_options: Any,
     ) -> "FlaxVAEForPipelines":
         """Load diffusers' weights from a directory or from the hub.
@@ -98,34 +99,31 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
             pretrained_model_name_or_path: a local directory or a hub id.
             subfolder: folder of the VAE in it, "vae" for a whole pipeline.
             variant: variant of the weight files, such as "fp16".
-            torch_dtype: dtype of the weights and of the computation; float32 if None.
-            hub_options: `revision`, `token`, `cache_dir`, `local_files_only`.
+            dtype: dtype of the weights and of the computation, or its name; "auto" for that of the files,
+                float32 if None.
+            hub_options: `revision`, `token`, `cache_dir`, `local_files_only`; `torch_dtype`, diffusers' older
+                name of `dtype`, among them.
 
         Raises:
             ModelError: a `ValueError` that says what is missing or wrong, and what to do.
         """
-        dtype = runtime.jax_dtype(torch_dtype or torch.float32)
+        dtype = hub_options.pop("torch_dtype", dtype)
+        directory = checkpoint.locate_vae(pretrained_model_name_or_path, subfolder, variant, **hub_options)
+        name = checkpoint.dtype_name_of(dtype, directory, variant)
         return cls(
             FlaxAutoencoderKLCogVideoX.from_pretrained(
-                pretrained_model_name_or_path,
-                subfolder=subfolder,
-                variant=variant,
-                dtype=dtype,
-                param_dtype=dtype,
-                **hub_options,
+                directory, variant=variant, dtype=name, param_dtype=name
             )
         )
 
     @classmethod
-    def from_diffusers(
-        cls, vae: torch.nn.Module, torch_dtype: torch.dtype | None = None
-    ) -> "FlaxVAEForPipelines":
-        """Copy the weights of a loaded diffusers VAE; `torch_dtype` is the VAE's own if None."""
+    def from_diffusers(cls, vae: torch.nn.Module, dtype: torch.dtype | None = None) -> "FlaxVAEForPipelines":
+        """Copy the weights of a loaded diffusers VAE; `dtype` is the VAE's own if None."""
         diffusers_vae: Any = vae  # type checkers do not know the `dtype` and `config` of a module
-        dtype = runtime.jax_dtype(torch_dtype or diffusers_vae.dtype)
+        jax_dtype = runtime.jax_dtype(dtype or diffusers_vae.dtype)
         return cls(
             FlaxAutoencoderKLCogVideoX.from_state_dict(
-                dict(diffusers_vae.config), diffusers_vae.state_dict(), dtype=dtype, param_dtype=dtype
+                dict(diffusers_vae.config), diffusers_vae.state_dict(), dtype=jax_dtype, param_dtype=jax_dtype
             )
         )
 
