@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cogvideox_torchax.runtime.arrays import concatenate, first_nonfinite_of, take
+    from cogvideox_torchax.runtime.arrays import concatenate, first_nonfinite_of, largest_of, take
     from cogvideox_torchax.runtime.bridge import (
         active,
         array_of,
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         fetch_async,
         first_nonfinite,
         jax_dtype,
+        largest,
         wait,
     )
     from cogvideox_torchax.runtime.user_checks import unchecked
@@ -96,6 +97,8 @@ __all__ = [
     "is_movable",
     "is_on_jax",
     "jax_dtype",
+    "largest",
+    "largest_of",
     "method_program",
     "mixing",
     "named_tensors",
@@ -128,6 +131,7 @@ _MODULES = {
     "arrays": (
         "concatenate",
         "first_nonfinite_of",
+        "largest_of",
         "take",
     ),
     "bridge": (
@@ -191,6 +195,7 @@ _MODULES = {
         "fetch_async",
         "first_nonfinite",
         "jax_dtype",
+        "largest",
         "wait",
     ),
     "user_checks": ("unchecked",),

@@ -17,7 +17,7 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from cogvideox_torchax import runtime
 from cogvideox_torchax.vae import tiling
 from cogvideox_torchax.vae.axes import NCTHW
-from cogvideox_torchax.vae.checks import check_finite, check_shape
+from cogvideox_torchax.vae.checks import check_shape, check_values, integers_refused
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 
 Fetch = Callable[[torch.Tensor], torch.Tensor]
@@ -243,11 +243,14 @@ class ChunkedVAE:
         check_shape(direction, tuple(x.shape), NCTHW, self.config, self.spatial_compression_ratio)
         self._check_place(direction.takes, x, follow_weights)
         is_stream_of_bytes = follow_weights and direction == ENCODE and x.dtype == torch.uint8
+        if not is_stream_of_bytes and not x.dtype.is_floating_point:
+            raise integers_refused(direction, x.dtype)
         if not is_stream_of_bytes and not self._takes_dtype(x):
             raise ValueError(
                 f"got {direction.takes} of {x.dtype} for weights of {self.dtype}: pass them .to({self.dtype})"
             )
-        check_finite(direction, runtime.first_nonfinite(x), NCTHW, first_frame=first_frame)
+        find = functools.partial(runtime.first_nonfinite, x)
+        check_values(direction, runtime.largest(x), find, NCTHW, first_frame=first_frame)
 
     def _check_place(self, name: str, x: torch.Tensor, follow_weights: bool) -> None:
         """Accept every tensor; a subclass raises `ValueError` for an `x` that is not where the weights are.
