@@ -17,7 +17,7 @@ from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.files.models import INDEX, ModelError, local, not_on_hub, read_json
 from cogvideox_torchax.pipelines.networks import port_network
 from cogvideox_torchax.pipelines.port import PIPELINES, port_pipeline
-from cogvideox_torchax.sharding import Parallel
+from cogvideox_torchax.sharding import Parallel, check_one_process
 from cogvideox_torchax.vae.checkpoint import (
     WEIGHTS_STEM,
     check_loading_info,
@@ -102,6 +102,7 @@ def load_pipeline(
         )
     if parallel is not None and mesh is None:
         raise ValueError(f"load_pipeline got parallel={parallel!r}: it is for a mesh; pass both, or none")
+    check_one_process(mesh)
     diffusers_options.pop("use_safetensors", None)  # nothing else is read
     dtype = diffusers_options.pop("torch_dtype", dtype)
     directory = _directory(str(pretrained_model_name_or_path), variant, diffusers_options)
