@@ -285,7 +285,7 @@ def wrap_from_pretrained(around: Callable[..., Any]) -> None:
 
 def dtype_option() -> str:
     """Return the name of the dtype in `from_pretrained` of pipelines; diffusers 0.40 deprecates the older."""
-    return "dtype" if Version(installed("diffusers")) >= Version("0.40") else "torch_dtype"
+    return "dtype" if Version(installed("diffusers") or "0") >= Version("0.40") else "torch_dtype"
 
 
 @functools.cache

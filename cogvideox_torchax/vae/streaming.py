@@ -138,6 +138,8 @@ class ChunkedVAE:
         `given` is a whole input, or an iterable of its pieces, which have `num_frames` frames in all.
         """
         name = f"{direction}_stream"  # of the public method, for errors
+        if hasattr(given, "ndim"):  # an array, which must not count as an iterable of frames
+            check_is_tensor(given)
         # `follow_weights`: a stream takes plain tensors for weights on JAX too.
         if isinstance(given, torch.Tensor):
             self._check(direction, given, follow_weights=True)
@@ -193,7 +195,8 @@ class ChunkedVAE:
         raise NotImplementedError
 
     def _torchax_on_for(self, x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which torchax is on if `x` is on JAX."""
+        """Return a context in which torchax is on if `x` is on JAX; `ValueError` for no tensor."""
+        check_is_tensor(x)
         return runtime.active() if runtime.on_jax(x) else contextlib.nullcontext()
 
     def _all_results(
@@ -240,6 +243,7 @@ class ChunkedVAE:
                 uint8 to encode.
             first_frame: position of the first frame of `x` in the video, for the message.
         """
+        check_is_tensor(x)
         check_shape(direction, tuple(x.shape), NCTHW, self.config, self.spatial_compression_ratio)
         self._check_place(direction.takes, x, follow_weights)
         is_stream_of_bytes = follow_weights and direction == ENCODE and x.dtype == torch.uint8
@@ -262,6 +266,23 @@ class ChunkedVAE:
     def _takes_dtype(self, x: torch.Tensor) -> bool:
         """Return whether the model computes in the dtype of `x`."""
         return x.dtype == self.dtype
+
+
+INSTEAD = {
+    "ndarray": "torch.from_numpy(...)",
+    "AutoencoderKLOutput": "its .latent_dist.mode() or .sample()",
+    "DiagonalGaussianDistribution": "its .mode() or .sample()",
+    "DecoderOutput": "its .sample",
+}
+"""The tensor to pass in place of an object, by the name of its class."""
+
+
+def check_is_tensor(x: Any) -> None:
+    """Raise `ValueError` for an input that is no tensor."""
+    if not isinstance(x, torch.Tensor):
+        kind = type(x).__name__
+        instead = INSTEAD.get(kind, "a tensor, or a JAX array to FlaxAutoencoderKLCogVideoX")
+        raise ValueError(f"got {kind} where the model takes a torch tensor: pass {instead}")
 
 
 def frames_of_chunks(vae: Any, direction: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -66,6 +66,8 @@ def test_a_dtype_that_torch_does_not_name_is_refused_in_words(model_directory, d
     for build in (AutoencoderKLCogVideoX, FlaxVAEForPipelines):
         with pytest.raises(ValueError, match=r"give a torch dtype such as torch.bfloat16, its name, .auto."):
             build.from_pretrained(model_directory, dtype=dtype)
+    with pytest.raises(ValueError, match="the Flax build takes float32, bfloat16 or float16"):
+        FlaxVAEForPipelines.from_pretrained(model_directory, dtype="float64")
 
 
 def _edit_config(directory, **changes):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -377,6 +378,11 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         With `frame_by_frame` each chunk is one latent frame. The only further option is `as_uint8`, whether
         decoded frames are bytes.
         """
+        if not isinstance(x, jax.Array | np.ndarray):
+            raise ValueError(
+                f"got {type(x).__name__} where the model takes an array of JAX or NumPy: pass "
+                "numpy.asarray(...) of a tensor, channels last, or use FlaxVAEForPipelines"
+            )
         scale = self.config.spatial_compression_ratio
         check_shape(direction, x.shape, NTHWC, vars(self.config), scale)
         if not jnp.issubdtype(x.dtype, jnp.floating) and (direction, x.dtype) != (ENCODE, jnp.uint8):

@@ -48,6 +48,11 @@ def to_tensor(x: jax.Array) -> torch.Tensor:
     return runtime.tensor_of(_channels_first(x))
 
 
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"got {dtype}: the Flax build takes float32, bfloat16 or float16")
+
+
 class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
     """The Flax build where diffusers expects its own class: `pipe.vae = FlaxVAEForPipelines(flax_vae)`.
 
@@ -110,6 +115,7 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
         dtype = hub_options.pop("torch_dtype", dtype)
         directory = checkpoint.locate_vae(pretrained_model_name_or_path, subfolder, variant, **hub_options)
         name = checkpoint.dtype_name_of(dtype, directory, variant)
+        _check_dtype(getattr(torch, name))
         return cls(
             FlaxAutoencoderKLCogVideoX.from_pretrained(
                 directory, variant=variant, dtype=name, param_dtype=name
@@ -182,8 +188,8 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
 
     def _cast(self, dtype: torch.dtype | None) -> "FlaxVAEForPipelines":
         """Cast the Flax model's weights to `dtype`, unless it is None or theirs already."""
-        if dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"got {dtype}: the Flax build takes float32, bfloat16 or float16")
+        if dtype is not None:
+            _check_dtype(dtype)
         if dtype not in (None, self.dtype):
             self.flax_vae.cast(runtime.jax_dtype(dtype))
         return self

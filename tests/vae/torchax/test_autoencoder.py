@@ -4,6 +4,7 @@ import copy
 import gc
 
 import jax
+import numpy as np
 import pytest
 import torch
 
@@ -327,6 +328,16 @@ def test_bad_input_is_named_by_the_call_itself(backend, name, change, words):
         run(backend, change(given))
     with pytest.raises(ValueError, match=words):
         stream(change(given))  # and no `next`
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [(np.asarray, "got ndarray .*: pass torch.from_numpy"), (jax.numpy.asarray, "JAX array to Flax")],
+)
+def test_an_array_is_no_tensor(backend, kind, words):
+    for take in (backend.encode, backend.encode_stream):
+        with pytest.raises(ValueError, match=words):
+            take(kind(reference.video(1).numpy()))
 
 
 def test_a_video_of_bytes_as_floats_is_warned_of(backend):
