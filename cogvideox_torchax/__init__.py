@@ -1,6 +1,7 @@
 """CogVideoX's video VAE, and the diffusers pipelines around it, on TPU through torchax."""
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,6 +21,14 @@ _HOMES = {
     "make_mesh": "cogvideox_torchax.sharding",
     "port": "cogvideox_torchax.porting",
 }
+
+
+def _leave_jax() -> None:
+    """Turn torchax off in a forked child, such as a DataLoader's worker: JAX works in its parent alone."""
+    importlib.import_module("cogvideox_torchax.runtime.forks").leave_jax()
+
+
+os.register_at_fork(after_in_child=_leave_jax)
 
 
 def __getattr__(name: str) -> Any:

@@ -8,9 +8,11 @@ import contextlib
 import copyreg
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
+
+from packaging.version import Version
 
 from cogvideox_torchax.versions import TESTED, installed
 
@@ -45,9 +47,8 @@ def torchax_is_on() -> bool:
     return any(isinstance(active, mode) for active in stack())
 
 
-@contextlib.contextmanager
-def torchax_off() -> Iterator[None]:
-    """Take torchax's modes off this thread's stacks of modes for a `with` block; then put them back.
+def torchax_off() -> contextlib.ExitStack:
+    """Take torchax's modes off this thread's stacks of modes; closing the returned context puts them back.
 
     Needs torch's stacks of function modes and of dispatch modes, which have no public way to take off a mode
     that is not the last one.
@@ -64,7 +65,7 @@ def torchax_off() -> Iterator[None]:
             "XLADispatchMode",
         ),
     )
-    with contextlib.ExitStack() as restored:
+    with contextlib.ExitStack() as restored:  # if a stack cannot be changed, those before it are put back
         for owner, reader, kind in stacks:
             current, push, pop = (
                 _attribute("torch", owner, name) for name in (reader, "_push_mode", "_pop_mode")
@@ -83,7 +84,35 @@ def torchax_off() -> Iterator[None]:
 
             restored.callback(put, before)
             put([mode for mode in before if not isinstance(mode, torchax_mode)])
-        yield
+        return restored.pop_all()
+
+
+def jax_has_started() -> bool:
+    """Return whether this process has used a device of JAX.
+
+    Needs JAX's table of its backends: the function that reads it takes a lock, which another thread may have
+    held when this process was forked.
+    """
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    return bridge is not None and bool(_attribute("jax", bridge, "_backends"))
+
+
+def leave_torchax(refuse: Callable[[], None]) -> None:
+    """Turn torchax off in a forked child, and have `refuse` raise the error wherever it would use JAX.
+
+    torchax's tensors keep their shape, dtype and device. Needs torchax's classes of tensors, all of whose
+    methods but `dim` use JAX, and the two methods that turn torchax on and off.
+    """
+    if "torchax.interop" not in sys.modules:  # the last module that an import of torchax completes
+        return
+    torchax_off()  # for ever: nothing closes the context
+    torchax = sys.modules["torchax"]
+    for kind in (torchax.tensor.Tensor, torchax.view.View):
+        for name, member in list(vars(kind).items()):
+            if isinstance(member, FunctionType | classmethod) and name != "dim":
+                setattr(kind, name, staticmethod(lambda *_args, **_kwargs: refuse()))
+    torchax.tensor.Environment.enable_torch_modes = lambda *_: refuse()
+    torchax.tensor.Environment.disable_torch_modes = lambda *_: None  # they are off already
 
 
 def replace_array(tensor: Any, move: Callable[[Any], Any]) -> Any:
@@ -260,6 +289,11 @@ def wrap_from_pretrained(around: Callable[..., Any]) -> None:
 
     for kind in (DiffusionPipeline, ModelMixin):
         _wrap_class_method(kind, "from_pretrained", around)
+
+
+def dtype_option() -> str:
+    """Return the name of the dtype in `from_pretrained` of pipelines; diffusers 0.40 deprecates the older."""
+    return "dtype" if Version(installed("diffusers") or "0") >= Version("0.40") else "torch_dtype"
 
 
 @functools.cache

@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50, help="denoising steps")
     args = parser.parse_args()
 
-    pipe = CogVideoXImageToVideoPipeline.from_pretrained(args.model, torch_dtype=torch.bfloat16)
+    pipe = CogVideoXImageToVideoPipeline.from_pretrained(args.model, dtype=torch.bfloat16)
     port(pipe)
     pipe.load_lora_weights(args.lora, adapter_name="mine")  # before porting or after, both work
     pipe.set_adapters(["mine"], [args.scale])

@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the noise")
     args = parser.parse_args()
 
-    pipe = CogVideoXPipeline.from_pretrained(args.model, torch_dtype=torch.bfloat16)
+    pipe = CogVideoXPipeline.from_pretrained(args.model, dtype=torch.bfloat16)
     port(pipe, mesh=make_mesh(dp=args.dp, tp=args.tp))  # in place of pipe.to("cuda")
     print(pipe.transformer.parallelism)  # what is split over the devices, and why
     made = pipe(

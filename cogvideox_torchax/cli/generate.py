@@ -63,6 +63,7 @@ COMMAND = options.Command(
             help="mesh: devices for the transformer's tokens (its weights, where this does not divide the "
             "heads), T5's weights and frames' width (default: 1)",
         ),
+        options.Option("--distributed", action="store_true", help=argparse.SUPPRESS),
         _sampling(
             "--cache",
             metavar="first-block:0.1|pab|magcache:FILE|taylorseer|fastercache",
@@ -93,6 +94,12 @@ COMMAND = options.Command(
 
 def run(args: argparse.Namespace) -> None:
     """Generate a video, from a prompt or from the stage of an earlier run, and print the report."""
+    if args.distributed:
+        raise ValueError(
+            "generate runs as one process, on the devices of one host: leave out --distributed, and start it "
+            "on each host with a prompt of its own; several processes can decode latents of --save-stages "
+            "(cogvideox-torchax decode --distributed)"
+        )
     if args.from_stage and not args.save_stages:
         raise ValueError("--from-stage needs the stages' directory: pass --save-stages DIR")
     if args.preview:

@@ -247,7 +247,7 @@ def load_generator(model: Model, dtype: torch.dtype, mesh: Any, *, with_text: bo
             model.name,
             pipeline_class=getattr(diffusers, CLASSES[model.kind]),
             mesh=mesh,
-            torch_dtype=dtype,
+            dtype=dtype,
             **omitted,
         )
     except (OSError, ValueError, RuntimeError) as error:

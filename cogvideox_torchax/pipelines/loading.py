@@ -13,17 +13,29 @@ from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from jax.sharding import Mesh
 from transformers import T5Config, T5EncoderModel
 
-from cogvideox_torchax import runtime
+from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.files.models import INDEX, ModelError, local, not_on_hub, read_json
 from cogvideox_torchax.pipelines.known import port_network
 from cogvideox_torchax.pipelines.port import PIPELINES, port_pipeline
-from cogvideox_torchax.sharding import Parallel
-from cogvideox_torchax.vae.checkpoint import WEIGHTS_STEM, check_loading_info, read_tensors, weight_files
+from cogvideox_torchax.sharding import Parallel, check_one_process
+from cogvideox_torchax.vae.checkpoint import (
+    WEIGHTS_STEM,
+    check_loading_info,
+    dtype_name_of,
+    read_tensors,
+    weight_files,
+)
 
 Pipeline = TypeVar("Pipeline")
 
+Dtype = torch.dtype | str | None | dict[str, torch.dtype | str | None]
+"""Dtype of a pipeline's weights, as diffusers takes it."""
+
 STEMS = {"transformer": WEIGHTS_STEM, "text_encoder": "model"}
 """The networks whose weights are read one at a time, and the beginning of the names of their files."""
+
+WITH_WEIGHTS = STEMS.keys() | {"vae"}
+"""The parts of a pipeline that have a dtype."""
 
 
 @overload
@@ -33,7 +45,7 @@ def load_pipeline(
     pipeline_class: None = None,
     mesh: Mesh | None = None,
     parallel: Parallel | None = None,
-    torch_dtype: torch.dtype = torch.bfloat16,
+    dtype: Dtype = torch.bfloat16,
     variant: str | None = None,
     **diffusers_options: Any,
 ) -> Any: ...
@@ -44,7 +56,7 @@ def load_pipeline(
     pipeline_class: type[Pipeline],
     mesh: Mesh | None = None,
     parallel: Parallel | None = None,
-    torch_dtype: torch.dtype = torch.bfloat16,
+    dtype: Dtype = torch.bfloat16,
     variant: str | None = None,
     **diffusers_options: Any,
 ) -> Pipeline: ...
@@ -54,7 +66,7 @@ def load_pipeline(
     pipeline_class: type | None = None,
     mesh: Mesh | None = None,
     parallel: Parallel | None = None,
-    torch_dtype: torch.dtype = torch.bfloat16,
+    dtype: Dtype = torch.bfloat16,
     variant: str | None = None,
     **diffusers_options: Any,
 ) -> Any:
@@ -69,10 +81,12 @@ def load_pipeline(
         mesh: of `make_mesh`; None for one device.
         parallel: the dimension that the transformer splits over the mesh's axis "tp": "context" for tokens,
             "tensor" for weights' channels; None chooses.
-        torch_dtype: dtype of all weights; `dtype`, diffusers' newer name for it, takes precedence.
+        dtype: dtype of the weights, or its name; "auto" for that of the files, None for float32. A dictionary
+            has these by the names of parts, and under "default" for all others.
         variant: variant of the weight files, such as "fp16".
         diffusers_options: options of `from_pretrained`, parts of the pipeline among them:
-            `text_encoder=None`, or networks that are loaded already.
+            `text_encoder=None`, or networks that are loaded already; and `torch_dtype`, the older name of
+            `dtype`.
 
     Returns:
         The ported pipeline, of the class that was given.
@@ -88,8 +102,9 @@ def load_pipeline(
         )
     if parallel is not None and mesh is None:
         raise ValueError(f"load_pipeline got parallel={parallel!r}: it is for a mesh; pass both, or none")
+    check_one_process(mesh)
     diffusers_options.pop("use_safetensors", None)  # nothing else is read
-    torch_dtype = diffusers_options.pop("dtype", None) or torch_dtype
+    dtype = diffusers_options.pop("torch_dtype", dtype)
     directory = _directory(str(pretrained_model_name_or_path), variant, diffusers_options)
     index = read_json(directory / INDEX)
     kind: Any = pipeline_class or getattr(diffusers, index["_class_name"], None)
@@ -98,15 +113,18 @@ def load_pipeline(
             f"{directory} holds a {index['_class_name']}: load it by its own class, and port the VAE alone"
         )
     # The index has (library, class) of each part; both are None for one that the pipeline was saved without.
+    parts = {
+        part for part in WITH_WEIGHTS - diffusers_options.keys() if index.get(part, [None])[0] is not None
+    }
+    dtypes = _dtypes_of(dtype, directory, parts, variant)
     networks = {
-        part: _load_network(directory / part, part, torch_dtype, variant, mesh, parallel)
-        for part in STEMS
-        if part not in diffusers_options and index.get(part, [None])[0] is not None
+        part: _load_network(directory / part, part, dtypes[part], variant, mesh, parallel)
+        for part in STEMS.keys() & parts
     }
     pipe = runtime.without_torchax(
         kind.from_pretrained,
         directory,
-        **{"torch_dtype": torch_dtype, "variant": variant, **diffusers_options, **networks},
+        **{upstream.dtype_option(): dtypes, "variant": variant, **diffusers_options, **networks},
     )
     port_pipeline(pipe, mesh, parallel)
     return pipe
@@ -126,6 +144,29 @@ def _directory(name: str, variant: str | None, options: dict[str, Any]) -> Path:
         return Path(DiffusionPipeline.download(name, variant=variant, use_safetensors=True, **options))
     except (OSError, ValueError) as error:
         raise not_on_hub(name, error) from error
+
+
+def _dtypes_of(dtype: Dtype, directory: Path, parts: set[str], variant: str | None) -> dict[str, torch.dtype]:
+    """Return the dtype of each of a pipeline's `parts` that `dtype` asks for."""
+    given = dtype if isinstance(dtype, dict) else {"default": dtype}
+    unknown = given.keys() - WITH_WEIGHTS - {"default"}
+    if unknown:
+        raise ValueError(
+            f"load_pipeline got a dtype for {', '.join(sorted(unknown))}: its keys are "
+            f"{', '.join(sorted(WITH_WEIGHTS))} and default"
+        )
+    return {
+        part: getattr(
+            torch,
+            dtype_name_of(
+                given.get(part, given.get("default")),
+                directory / part,
+                variant,
+                stem=STEMS.get(part, WEIGHTS_STEM),
+            ),
+        )
+        for part in parts
+    }
 
 
 def _load_network(

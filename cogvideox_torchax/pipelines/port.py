@@ -26,7 +26,7 @@ from cogvideox_torchax.pipelines.networks import CompiledNetwork, KnownNetwork
 from cogvideox_torchax.pipelines.scheduler import port_scheduler
 from cogvideox_torchax.pipelines.transformer import CogVideoXTransformer3DModel
 from cogvideox_torchax.runtime.models import PicklesAsStock, PortedModel
-from cogvideox_torchax.sharding import Parallel
+from cogvideox_torchax.sharding import Parallel, check_one_process
 from cogvideox_torchax.vae.streaming import ChunkedVAE
 from cogvideox_torchax.vae.torchax.autoencoder import check_vae_class, port_vae
 
@@ -63,9 +63,10 @@ def port_pipeline(pipe: Any, mesh: Any = None, parallel: Parallel | None = None)
             choose.
 
     Raises:
-        ValueError: a mesh that does not divide a network's weights, weights that are offloaded, or a VAE of
-            another package's class. Nothing has been moved then.
+        ValueError: a mesh of several processes, or one that does not divide a network's weights; weights that
+            are offloaded, or a VAE of another package's class. Nothing has been moved then.
     """
+    check_one_process(mesh)
     models = _models(pipe)
     parallelisms = {}  # of the networks, by name: how each uses the mesh
     for name, model in models.items():

@@ -41,7 +41,7 @@ class StepLog:
             raise NonFiniteError(
                 f"step {self.done} of {self.total} (timestep {self.timestep}) gave NaN or Inf in "
                 f"{self.dtype}: {'float16 overflows in this model, ' if self.dtype == torch.float16 else ''}"
-                "load the pipeline with torch_dtype=torch.bfloat16 or torch.float32, and check the weights"
+                "load the pipeline with dtype=torch.bfloat16 or torch.float32, and check the weights"
             )
 
 

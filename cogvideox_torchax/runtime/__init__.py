@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cogvideox_torchax.runtime.arrays import concatenate, first_nonfinite_of, take
+    from cogvideox_torchax.runtime.arrays import concatenate, first_nonfinite_of, largest_of, take
     from cogvideox_torchax.runtime.bridge import (
         active,
         array_of,
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     )
     from cogvideox_torchax.runtime.calls import method_program, mixing, run_method, warn_once
     from cogvideox_torchax.runtime.compile_cache import COMPILE_CACHE_VARIABLE, configure_compile_cache
+    from cogvideox_torchax.runtime.forks import check_not_forked
     from cogvideox_torchax.runtime.gradients import (
         differentiable,
         differentiated,
@@ -51,8 +52,10 @@ if TYPE_CHECKING:
         fetch_async,
         first_nonfinite,
         jax_dtype,
+        largest,
         wait,
     )
+    from cogvideox_torchax.runtime.user_checks import unchecked
     from cogvideox_torchax.runtime.weights import (
         feed_weights,
         is_movable,
@@ -72,6 +75,7 @@ __all__ = [
     "all_finite",
     "array_of",
     "as_array",
+    "check_not_forked",
     "concatenate",
     "configure_compile_cache",
     "device_and_dtype",
@@ -93,6 +97,8 @@ __all__ = [
     "is_movable",
     "is_on_jax",
     "jax_dtype",
+    "largest",
+    "largest_of",
     "method_program",
     "mixing",
     "named_tensors",
@@ -112,6 +118,7 @@ __all__ = [
     "to_jax",
     "to_torch",
     "torch_view",
+    "unchecked",
     "wait",
     "wants_gradient",
     "warn_once",
@@ -123,6 +130,7 @@ _MODULES = {
     "arrays": (
         "concatenate",
         "first_nonfinite_of",
+        "largest_of",
         "take",
     ),
     "bridge": (
@@ -152,6 +160,7 @@ _MODULES = {
         "COMPILE_CACHE_VARIABLE",
         "configure_compile_cache",
     ),
+    "forks": ("check_not_forked",),
     "gradients": (
         "differentiable",
         "differentiated",
@@ -184,8 +193,10 @@ _MODULES = {
         "fetch_async",
         "first_nonfinite",
         "jax_dtype",
+        "largest",
         "wait",
     ),
+    "user_checks": ("unchecked",),
     "weights": (
         "feed_weights",
         "is_movable",

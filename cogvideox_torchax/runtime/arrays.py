@@ -1,5 +1,6 @@
 """Operations on arrays of NumPy and JAX: non-finite values, slices. Without torch, unless given a tensor."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,9 +8,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cogvideox_torchax.runtime.forks import check_not_forked
+from cogvideox_torchax.runtime.user_checks import unchecked
 from cogvideox_torchax.upstream import is_traced
 
 
+@unchecked()
+def largest_of(array: Any) -> float | None:
+    """Return the largest absolute value in a JAX or NumPy array; NaN or Inf if it has one of the two.
+
+    None for integers, and for an array that is being traced and has no values.
+    """
+    if not jnp.issubdtype(array.dtype, jnp.floating) or is_traced(array):
+        return None
+    if isinstance(array, jax.Array):
+        check_not_forked()
+        return float(_largest_of(array))
+    return float(np.maximum(abs(array.max()), abs(array.min())))  # Python's own `max` may lose a NaN
+
+
+@jax.jit
+def _largest_of(array: Any) -> jax.Array:
+    # XLA's maximum may lose a NaN on a CPU.
+    return jnp.where(all_finite_of(array), jnp.abs(array).max(), jnp.nan)
+
+
+@unchecked()
 def first_nonfinite_of(array: Any) -> tuple[int, ...] | None:
     """Return the index of the first NaN or Inf in a JAX or NumPy array; None if there is none.
 
@@ -18,13 +42,11 @@ def first_nonfinite_of(array: Any) -> tuple[int, ...] | None:
     Raises:
         ValueError: only another process's shard of the array has one.
     """
-    if not jnp.issubdtype(array.dtype, jnp.floating) or is_traced(array):
-        return None
-    on_devices = isinstance(array, jax.Array)
-    if bool(all_finite_of(array) if on_devices else np.isfinite(array).all()):
+    largest = largest_of(array)
+    if largest is None or math.isfinite(largest):
         return None
     # The search is on the host: on the devices it would gather a sharded array on each of them.
-    if not on_devices or array.is_fully_addressable:
+    if not isinstance(array, jax.Array) or array.is_fully_addressable:
         return tuple(int(i) for i in np.argwhere(~np.isfinite(np.asarray(array)))[0])
     for shard in array.addressable_shards:
         for index in np.argwhere(~np.isfinite(np.asarray(shard.data))):  # returns at the first, if any
@@ -39,6 +61,7 @@ def all_finite_of(array: Any) -> jax.Array:
     return jnp.isfinite(array).all()
 
 
+@unchecked()
 def concatenate(parts: Sequence[Any], axis: int) -> Any:
     """Return arrays, or tensors, joined along an axis; torchax need not be enabled in this thread."""
     if len(parts) == 1:
@@ -52,6 +75,7 @@ def concatenate(parts: Sequence[Any], axis: int) -> Any:
     return tensors.concatenate(parts, axis)
 
 
+@unchecked()
 def take(x: Any, axis: int, start: int, length: int) -> Any:
     """Return entries `start` to `start + length` of an axis of an array or a tensor.
 

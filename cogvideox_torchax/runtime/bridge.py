@@ -13,32 +13,44 @@ import numpy as np
 import torch
 
 from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
+from cogvideox_torchax.runtime.forks import check_not_forked
 from cogvideox_torchax.runtime.functions import replace_functions, replace_keys
+from cogvideox_torchax.runtime.user_checks import unchecked
 from cogvideox_torchax.runtime.views import share_views
 from cogvideox_torchax.upstream import one_program_each, teach_copying, torchax_off
 from cogvideox_torchax.upstream import torchax_is_on as is_enabled
+from cogvideox_torchax.versions import TESTED, installed
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """The types of PyTorch's own tensors; a tensor on JAX has a type of torchax."""
 
 
-@functools.cache
 def import_torchax() -> Any:
     """Import torchax with its `interop` and patch it (`upstream`): tensors can be copied and pickled.
 
     Raises:
+        ForkError: this process was forked from one that uses JAX.
         ImportError: torchax does not import; the message names the pair of versions to install.
     """
+    check_not_forked()
+    return _patched_torchax()
+
+
+@functools.cache
+@unchecked()
+def _patched_torchax() -> Any:
     try:
         import torchax.interop
         import torchax.ops.jaten
         import torchax.ops.jtorch
         import torchax.ops.ops_registry
         import torchax.view
-    except (ImportError, RuntimeError) as error:
+    except (ImportError, RuntimeError, AttributeError) as error:
+        # An attribute is missing where torch has dropped an operator.
+        pair = " ".join(f"{package}=={TESTED[package].newest}" for package in ("torchax", "torch"))
         raise ImportError(
-            f"torchax does not import with torch {torch.__version__} ({error}); "
-            "install a matching pair: pip install 'torchax>=0.0.14.dev20261026' 'torch>=2.11'"
+            f"torchax {installed('torchax')} does not import with torch {torch.__version__} ({error}); "
+            f"install the pair that is tested: pip install {pair}"
         ) from error
     for kind in (torchax.tensor.Tensor, torchax.view.View):
         teach_copying(kind, tensor_of, to_torch, without_torchax)
@@ -47,6 +59,7 @@ def import_torchax() -> Any:
     replace_functions(torchax.ops.ops_registry.all_aten_ops | torchax.ops.ops_registry.all_torch_functions)
     replace_keys(torchax.tensor.Environment)
     share_views(torchax)
+    torchax.default_env()  # makes a key for random numbers
     return torchax
 
 
@@ -104,7 +117,8 @@ def torch_view(jax_function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(jax_function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return import_torchax().interop.call_jax(jax_function, *args, **kwargs)
+        with unchecked():
+            return import_torchax().interop.call_jax(jax_function, *args, **kwargs)
 
     return call
 
@@ -119,11 +133,13 @@ def tensor_of(array: Any) -> torch.Tensor:
     return import_torchax().interop.torch_view(array)
 
 
+@unchecked()
 def to_jax(tensor: torch.Tensor) -> torch.Tensor:
     """Move a plain torch tensor, detached, to JAX's default device; return a torchax tensor unchanged."""
     return tensor if on_jax(tensor) else import_torchax().default_env().to_xla(tensor.detach())
 
 
+@unchecked()
 def to_torch(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a torchax tensor, once computed, into a plain CPU tensor; a plain tensor is returned unchanged."""
     return plain_tensor(np.array(array_of(tensor))) if on_jax(tensor) else tensor

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
+from cogvideox_torchax.runtime.forks import check_not_forked
+from cogvideox_torchax.runtime.user_checks import unchecked
 
 
 class Place:
@@ -114,14 +116,18 @@ class ArrayProgram:
         self.compilations += 1
         return self.place.trace(functools.partial(self._network, self.place, weights), inputs, cache)
 
+    @unchecked()
     def put(self, inputs: Any) -> Any:
         """Return an array of NumPy or JAX on the program's devices."""
+        check_not_forked()
         return self.place.put(inputs)
 
+    @unchecked()
     def run(self, weights: Any, inputs: Any, cache: Any = None) -> tuple[Any, Any]:
         """Return (result, cache) for placed `weights` and `inputs` from `put`; `cache` is donated."""
         return self._compiled(weights, inputs, cache)
 
+    @unchecked()
     def empty_cache(self, weights: Any, inputs: Any) -> Any:
         """Return zeros, shaped and placed like the cache that the first call, without a cache, returns."""
         return jax.tree.map(
@@ -135,6 +141,7 @@ class ArrayProgram:
 
     # Ahead of time
 
+    @unchecked()
     def lower(self, weights: Any, inputs: Any, cache: Any = None) -> Any:
         """Lower the program for arrays, or for `jax.ShapeDtypeStruct`s."""
         return self._compiled.lower(weights, inputs, cache)

@@ -47,6 +47,15 @@ def jax_dtype(dtype: torch.dtype) -> Any:
     return jnp.dtype(dtype_name(dtype))
 
 
+def largest(tensor: torch.Tensor) -> float | None:
+    """Return the largest absolute value, as `arrays.largest_of` does for an array."""
+    if on_jax(tensor):
+        return arrays.largest_of(array_of(tensor))
+    if not tensor.dtype.is_floating_point:
+        return None
+    return float(torch.stack(tensor.detach().aminmax()).abs().max())
+
+
 def first_nonfinite(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """Return the index of the first NaN or Inf, or None; a tensor that is being traced counts as finite."""
     if not tensor.dtype.is_floating_point:

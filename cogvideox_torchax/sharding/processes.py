@@ -98,6 +98,16 @@ def check_all_take_part(mesh: Mesh) -> None:
         )
 
 
+def check_one_process(mesh: Mesh | None) -> None:
+    """Raise `ProcessError` for a mesh with devices of several processes, which a pipeline does not run on."""
+    if runtime.of_several_processes(mesh):
+        raise ProcessError(
+            "a pipeline runs on the devices of one process, and the mesh has those of several: take "
+            "make_mesh(devices=jax.local_devices()) and give each process prompts of its own; a VAE alone "
+            "runs on all of them"
+        )
+
+
 def exit_at_once(code: int) -> None:
     """Exit at once, with an exit code, if this process has joined others; return if it is alone.
 

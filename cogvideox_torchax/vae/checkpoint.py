@@ -12,6 +12,9 @@ from cogvideox_torchax.files.models import INDEX, ModelError, locate, read_json
 
 CLASS_NAME = "AutoencoderKLCogVideoX"
 WEIGHTS_STEM = "diffusion_pytorch_model"
+DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""Names of dtypes, as torch and JAX have them, by safetensors' own."""
+
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -80,6 +83,32 @@ def weight_files(directory: Path, variant: str | None = None, *, stem: str = WEI
             f"weights_only=True), '{single}')\""
         )
     raise ModelError(f"{directory} has no {single.name}: is the download complete, and the variant right?")
+
+
+def dtype_name_of(
+    dtype: Any, directory: Path, variant: str | None = None, *, stem: str = WEIGHTS_STEM
+) -> str:
+    """Return the name of the dtype that a caller of `from_pretrained` asks for.
+
+    Args:
+        dtype: a dtype of torch, its name, "auto" for the one that the weights are saved in, or None for
+            float32.
+        directory, variant, stem: of `weight_files`, which are read for "auto" alone.
+
+    Raises:
+        ValueError: another object or name.
+    """
+    name = "float32" if dtype is None else str(dtype).removeprefix("torch.")
+    if name == "auto":
+        with safe_open(weight_files(directory, variant, stem=stem)[0], framework="numpy") as file:
+            saved = {file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118 (it has no iterator)
+        name = next((DTYPES[known] for known in DTYPES if known in saved), "float32")  # the widest
+    if name not in DTYPES.values():
+        raise ValueError(
+            f'got dtype {dtype!r}: give a torch dtype such as torch.bfloat16, its name, "auto" for that of '
+            "the files, or None for float32"
+        )
+    return name
 
 
 def read_tensors(files: Iterable[Path]) -> Iterator[tuple[str, np.ndarray]]:

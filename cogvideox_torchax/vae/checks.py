@@ -1,10 +1,17 @@
 """Checks of a user's inputs to a VAE, where they enter, in either layout."""
 
-from collections.abc import Mapping
+import math
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from cogvideox_torchax.vae.axes import Axes
-from cogvideox_torchax.vae.directions import Direction
+from cogvideox_torchax.vae.directions import ENCODE, Direction
+
+FAR = 10
+"""Absolute value that noise around a video in [-1, 1] does not reach, but bytes as floats do."""
+
+CONVERT = "to [-1, 1] by cogvideox_torchax.vae.pixels.from_uint8(video, 'float32')"
 
 
 def check_shape(
@@ -47,22 +54,43 @@ def check_shape(
         )
 
 
-def check_finite(
-    direction: Direction, nonfinite_index: tuple[int, ...] | None, axes: Axes, *, first_frame: int = 0
+def check_values(
+    direction: Direction,
+    largest: float | None,
+    find_nonfinite: Callable[[], tuple[int, ...] | None],
+    axes: Axes,
+    *,
+    first_frame: int = 0,
 ) -> None:
-    """Raise `ValueError` if a search of an input has found a NaN or Inf.
+    """Raise `ValueError` for an input with a NaN or Inf; warn of a video far outside [-1, 1].
 
     Args:
-        direction: `ENCODE` for a video, `DECODE` for latents.
-        nonfinite_index: index of the first NaN or Inf (`runtime.first_nonfinite`), or None.
+        direction: `ENCODE` or `DECODE`.
+        largest: the input's largest absolute value (`runtime.largest`); None for one that is not known.
+        find_nonfinite: returns the index of the first NaN or Inf (`runtime.first_nonfinite`).
         axes: order of the input's axes.
         first_frame: position of the input's first frame in the whole video, for the message.
     """
-    if nonfinite_index is None:
+    if largest is None:
         return
-    index = dict(zip(axes, nonfinite_index, strict=True))
-    raise ValueError(
-        f"got NaN or Inf in the {direction.takes}: video {index['N']}, frame {index['T'] + first_frame}, "
-        f"channel {index['C']}, row {index['H']}, column {index['W']}; find where they come from "
-        "(float16 overflows: try bfloat16 or float32)"
+    if direction == ENCODE and FAR < largest < math.inf:
+        warnings.warn(
+            f"the video has values beyond {FAR}, where the model takes [-1, 1]: convert 0 to 255 {CONVERT}",
+            stacklevel=2,
+        )
+    index = None if math.isfinite(largest) else find_nonfinite()
+    if index is not None:
+        at = dict(zip(axes, index, strict=True))
+        raise ValueError(
+            f"got NaN or Inf in the {direction.takes}: video {at['N']}, frame {at['T'] + first_frame}, "
+            f"channel {at['C']}, row {at['H']}, column {at['W']}; find where they come from "
+            "(float16 overflows: try bfloat16 or float32)"
+        )
+
+
+def integers_refused(direction: Direction, dtype: object) -> ValueError:
+    """Return the error for an input of integers, whose cast alone would not be what the model takes."""
+    bytes_to = f"convert 0 to 255 {CONVERT}; encode_stream takes uint8"
+    return ValueError(
+        f"got {direction.takes} of {dtype}: {bytes_to if direction == ENCODE else 'pass floats'}"
     )

@@ -16,7 +16,7 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from cogvideox_torchax import runtime
 from cogvideox_torchax.vae import tiling
 from cogvideox_torchax.vae.axes import NCTHW
-from cogvideox_torchax.vae.checks import check_finite, check_shape
+from cogvideox_torchax.vae.checks import check_shape, check_values, integers_refused
 from cogvideox_torchax.vae.chunks import Step
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 
@@ -138,6 +138,8 @@ class ChunkedVAE:
         `given` is a whole input, or an iterable of its pieces, which have `num_frames` frames in all.
         """
         name = f"{direction}_stream"  # of the public method, for errors
+        if hasattr(given, "ndim"):  # an array, which must not count as an iterable of frames
+            check_is_tensor(given)
         # `follow_weights`: a stream takes plain tensors for weights on JAX too.
         if isinstance(given, torch.Tensor):
             self._check(direction, given, follow_weights=True)
@@ -181,7 +183,8 @@ class ChunkedVAE:
         raise NotImplementedError
 
     def _torchax_on_for(self, x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which torchax is on if `x` is on JAX."""
+        """Return a context in which torchax is on if `x` is on JAX; `ValueError` for no tensor."""
+        check_is_tensor(x)
         return runtime.active() if runtime.on_jax(x) else contextlib.nullcontext()
 
     def _tile_plan(
@@ -213,14 +216,18 @@ class ChunkedVAE:
                 uint8 to encode.
             first_frame: position of the first frame of `x` in the video, for the message.
         """
+        check_is_tensor(x)
         check_shape(direction, tuple(x.shape), NCTHW, self.config, self.spatial_compression_ratio)
         self._check_place(direction.takes, x, follow_weights)
         is_stream_of_bytes = follow_weights and direction == ENCODE and x.dtype == torch.uint8
+        if not is_stream_of_bytes and not x.dtype.is_floating_point:
+            raise integers_refused(direction, x.dtype)
         if not is_stream_of_bytes and not self._takes_dtype(x):
             raise ValueError(
                 f"got {direction.takes} of {x.dtype} for weights of {self.dtype}: pass them .to({self.dtype})"
             )
-        check_finite(direction, runtime.first_nonfinite(x), NCTHW, first_frame=first_frame)
+        find = functools.partial(runtime.first_nonfinite, x)
+        check_values(direction, runtime.largest(x), find, NCTHW, first_frame=first_frame)
 
     def _check_place(self, name: str, x: torch.Tensor, follow_weights: bool) -> None:
         """Accept every tensor; a subclass raises `ValueError` for an `x` that is not where the weights are.
@@ -232,6 +239,23 @@ class ChunkedVAE:
     def _takes_dtype(self, x: torch.Tensor) -> bool:
         """Return whether the model computes in the dtype of `x`."""
         return x.dtype == self.dtype
+
+
+INSTEAD = {
+    "ndarray": "torch.from_numpy(...)",
+    "AutoencoderKLOutput": "its .latent_dist.mode() or .sample()",
+    "DiagonalGaussianDistribution": "its .mode() or .sample()",
+    "DecoderOutput": "its .sample",
+}
+"""The tensor to pass in place of an object, by the name of its class."""
+
+
+def check_is_tensor(x: Any) -> None:
+    """Raise `ValueError` for an input that is no tensor."""
+    if not isinstance(x, torch.Tensor):
+        kind = type(x).__name__
+        instead = INSTEAD.get(kind, "a tensor, or a JAX array to FlaxAutoencoderKLCogVideoX")
+        raise ValueError(f"got {kind} where the model takes a torch tensor: pass {instead}")
 
 
 def frames_of_chunks(vae: Any, direction: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -1,5 +1,6 @@
 """The command line as a user meets it: main() in this process, and the program itself for Ctrl-C."""
 
+import builtins
 import importlib.metadata
 import json
 import os
@@ -22,7 +23,7 @@ from cogvideox_torchax.cli import common, doctor, options
 from cogvideox_torchax.cli.common import DEMO_MODEL
 from cogvideox_torchax.cli.demo import demo_clip
 from cogvideox_torchax.files import latents, video
-from cogvideox_torchax.runtime import COMPILE_CACHE_VARIABLE, clock
+from cogvideox_torchax.runtime import COMPILE_CACHE_VARIABLE, bridge, clock
 from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
 from cogvideox_torchax.vae.quality import ssim
 from cogvideox_torchax.vae.tolerances import psnr
@@ -184,11 +185,18 @@ def test_doctor_works_where_jax_does_not():
         assert words in ended.stdout
 
 
-def test_doctor_names_a_broken_pair(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchax.interop", None)
-    monkeypatch.setattr(doctor, "import_torchax", doctor.import_torchax.__wrapped__)  # without its cache
+@pytest.mark.parametrize("error", [ImportError, RuntimeError, AttributeError])
+def test_doctor_names_the_pair_that_works(error, capsys, monkeypatch):
+    def broken_import(name, *rest, real=builtins.__import__):
+        if name == "torchax.interop":
+            raise error("'_OpNamespace' 'aten' object has no attribute '_to_copy'")
+        return real(name, *rest)
+
+    monkeypatch.setattr(bridge, "_patched_torchax", bridge._patched_torchax.__wrapped__)  # without its cache
+    monkeypatch.setattr(builtins, "__import__", broken_import)
     assert run("doctor") == 1
-    assert re.search("does not import with torch.*pip install 'torchax>=0.0.14", capsys.readouterr().out)
+    pair = " ".join(f"{name}=={versions.TESTED[name].newest}" for name in ("torchax", "torch"))
+    assert f"pip install {pair}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 
 import numpy as np
 import pytest
@@ -39,7 +40,7 @@ def test_what_is_fed_is_what_diffusers_loads(directory, wanted):
     class Subclass(small_pipelines.CLASSES["image"]):
         pass
 
-    pipe = load_pipeline(directory, pipeline_class=Subclass, dtype=torch.float32)  # as diffusers says now
+    pipe = load_pipeline(directory, pipeline_class=Subclass, dtype=torch.float32)
     assert isinstance(pipe, Subclass)
     for part in ("transformer", "text_encoder"):
         want, got = getattr(wanted, part).state_dict(), getattr(pipe, part).state_dict()
@@ -56,6 +57,42 @@ def test_over_a_mesh_each_device_gets_its_part_and_the_dtype_is_the_one_asked_fo
     weight, want = (made.transformer.transformer_blocks[0].attn1.to_q.weight for made in (pipe, wanted))
     assert torch.equal(runtime.to_torch(weight), runtime.to_torch(want).bfloat16())
     assert {shard.data.shape for shard in runtime.array_of(weight).addressable_shards} == {(128 // 4, 128)}
+
+
+ASKED = {
+    "a dictionary": ({"vae": torch.float16, "default": "bfloat16"}, ("bfloat16", "bfloat16", "float16")),
+    "a dictionary without a default": ({"vae": torch.bfloat16}, ("float32", "float32", "bfloat16")),
+    "a name": ("bfloat16", ("bfloat16", "bfloat16", "bfloat16")),
+    "that of the files": ("auto", ("float32", "bfloat16", "float16")),
+    "none": (None, ("float32", "float32", "float32")),
+}
+"""A dtype as `from_pretrained` takes it, and those of transformer, text encoder and VAE that it means."""
+
+
+@pytest.fixture(scope="module")
+def in_three_dtypes(tmp_path_factory):
+    """Save a pipeline, each of whose networks has a dtype of its own."""
+    path = tmp_path_factory.mktemp("in three dtypes")
+    pipe = runtime.without_torchax(small_pipelines.one_layer)
+    pipe.text_encoder.bfloat16()
+    pipe.vae.half()
+    runtime.without_torchax(pipe.save_pretrained, path)
+    return path
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize(("asked", "wanted_names"), ASKED.values(), ids=ASKED)
+def test_dtypes_are_asked_for_as_in_diffusers(in_three_dtypes, asked, wanted_names, name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # diffusers warns of a name that it deprecates
+        pipe = load_pipeline(in_three_dtypes, **{name: asked})
+    parts = (pipe.transformer, pipe.text_encoder, pipe.vae)
+    assert tuple(runtime.dtype_name(part.dtype) for part in parts) == wanted_names
+
+
+def test_a_dtype_for_a_part_that_is_not_there_is_refused(directory):
+    with pytest.raises(ValueError, match="for transfomer: its keys are text_encoder, transformer, vae"):
+        load_pipeline(directory, dtype={"transfomer": torch.float16})
 
 
 def test_a_split_without_a_mesh_is_refused(directory):

@@ -83,6 +83,8 @@ def test_the_first_value_that_is_not_finite_is_found_on_both_backends(bad):
     enable()
     x = torch.zeros(2, 3, 4)
     assert runtime.first_nonfinite(x) is runtime.first_nonfinite(runtime.to_jax(x)) is None
+    assert runtime.largest(x - 2) == runtime.largest(runtime.to_jax(x - 2)) == 2
+    assert runtime.largest(x.int()) is None
     x[1, 2, 3] = x[1, 0, 2] = bad
     assert runtime.first_nonfinite(x) == runtime.first_nonfinite(runtime.to_jax(x)) == (1, 0, 2)
 

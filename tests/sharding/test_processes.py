@@ -12,9 +12,10 @@ import jax
 import pytest
 import torch
 
-from cogvideox_torchax import cli, make_mesh, runtime
+from cogvideox_torchax import cli, load_pipeline, make_mesh, runtime
 from cogvideox_torchax.files import latents
 from cogvideox_torchax.files.whole import whole_file
+from cogvideox_torchax.pipelines.port import port_pipeline
 from cogvideox_torchax.sharding import Exchange, ProcessError, check_all_take_part
 from tests import reference
 from tests.files.test_video import moving_frames, write
@@ -76,10 +77,16 @@ assert cli.main(["encode", "clip.mp4", "-o", "two.safetensors", "--model", "vae"
 assert cli.main(["decode", "one.safetensors", "-o", "two", *together]) == 0
 # In three tiles, of which each process's devices hold columns of their own.
 assert cli.main(["decode", "one.safetensors", "-o", "two-tiled", "--tiling", "32x24", *together]) == 0
-from cogvideox_torchax import make_mesh, runtime
+from cogvideox_torchax import load_pipeline, make_mesh, runtime
 from cogvideox_torchax.runtime import memory
 memory._free_memory = lambda devices: (3 + index) * 2**40
 assert runtime.free_memory(make_mesh()) == 3 * 2**40
+try:
+    load_pipeline("a-pipeline", mesh=make_mesh())
+except ValueError as error:
+    assert "make_mesh(devices=jax.local_devices())" in str(error)
+else:
+    raise AssertionError("a pipeline on several processes")
 """
 
 
@@ -226,6 +233,20 @@ def test_a_mesh_that_leaves_a_process_out_is_refused(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     with pytest.raises(ProcessError, match="4 of 8 devices, and none of processes 1, 2: take all of them"):
         check_all_take_part(make_mesh(1, 4))
+
+
+@pytest.mark.parametrize("place", [load_pipeline, port_pipeline])
+def test_a_pipeline_on_several_processes_is_refused_before_anything_is_moved(place, monkeypatch):
+    monkeypatch.setattr(
+        "cogvideox_torchax.runtime.memory.of_several_processes", lambda mesh: mesh is not None
+    )
+    with pytest.raises(ProcessError, match=r"one process.*make_mesh\(devices=jax.local_devices\(\)\)"):
+        place("a-pipeline", mesh=make_mesh())
+
+
+def test_generate_says_that_it_runs_as_one_process(refused):
+    said = refused("generate", "--model", "m", "--prompt", "a cat", "-o", "out", "--distributed")
+    assert "generate runs as one process" in said
 
 
 def test_a_process_that_failed_waits_for_no_other_with_a_traceback_either(directory, monkeypatch, capsys):

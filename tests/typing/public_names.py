@@ -32,7 +32,7 @@ def port_and_run(pipe: CogVideoXPipeline, video: torch.Tensor) -> None:
     assert_type(load_pipeline("a-directory", mesh=mesh), Any)
     assert_type(load_pipeline("a-directory", pipeline_class=CogVideoXPipeline), CogVideoXPipeline)
     assert_type(enable(), None)
-    vae = AutoencoderKLCogVideoX.from_pretrained("a-directory", torch_dtype=torch.bfloat16)
+    vae = AutoencoderKLCogVideoX.from_pretrained("a-directory", dtype=torch.bfloat16)
     assert_type(vae, AutoencoderKLCogVideoX)
     assert_type(port(vae), AutoencoderKLCogVideoX)
     vae.place_on(mesh)

@@ -3,12 +3,15 @@ import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
 
 from cogvideox_torchax import AutoencoderKLCogVideoX, enable
+from cogvideox_torchax.flax import FlaxVAEForPipelines
 from cogvideox_torchax.vae.checkpoint import ModelError
+from tests import reference
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -41,8 +44,30 @@ def test_every_layout_loads_whether_or_not_torchax_is_on(
     assert all(torch.equal(value, vae.state_dict()[name]) for name, value in small_vae.state_dict().items())
 
 
-def test_dtype_is_the_one_asked_for(model_directory):
-    assert load(model_directory, torch_dtype=torch.bfloat16, use_safetensors=True).dtype == torch.bfloat16
+DTYPES = {
+    "a dtype": ({"dtype": torch.bfloat16}, torch.bfloat16),
+    "by the older name": ({"torch_dtype": torch.bfloat16, "use_safetensors": True}, torch.bfloat16),
+    "a name": ({"dtype": "bfloat16"}, torch.bfloat16),
+    "a printed name": ({"dtype": "torch.bfloat16"}, torch.bfloat16),
+    "that of the files": ({"dtype": "auto"}, torch.float16),
+    "none": ({"torch_dtype": None}, torch.float32),
+}
+
+
+@pytest.mark.parametrize(("asked", "dtype"), DTYPES.values(), ids=DTYPES)
+def test_dtype_is_the_one_asked_for_in_both_builds(tmp_path, asked, dtype):
+    reference.small_vae(**reference.TWO_SHALLOW_LEVELS).half().save_pretrained(tmp_path)
+    assert load(tmp_path, **asked).dtype == dtype
+    assert FlaxVAEForPipelines.from_pretrained(tmp_path, **asked).dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8", np.float32, {"vae": torch.bfloat16}], ids=str)
+def test_a_dtype_that_torch_does_not_name_is_refused_in_words(model_directory, dtype):
+    for build in (AutoencoderKLCogVideoX, FlaxVAEForPipelines):
+        with pytest.raises(ValueError, match=r"give a torch dtype such as torch.bfloat16, its name, .auto."):
+            build.from_pretrained(model_directory, dtype=dtype)
+    with pytest.raises(ValueError, match="the Flax build takes float32, bfloat16 or float16"):
+        FlaxVAEForPipelines.from_pretrained(model_directory, dtype="float64")
 
 
 def _edit_config(directory, **changes):

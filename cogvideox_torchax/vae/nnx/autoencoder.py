@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -21,7 +22,7 @@ from cogvideox_torchax import runtime
 from cogvideox_torchax.sharding import Placement, check_mesh, spread
 from cogvideox_torchax.vae import checkpoint, chunks, tiling
 from cogvideox_torchax.vae.axes import HWNTC, NTHWC
-from cogvideox_torchax.vae.checks import check_finite, check_shape
+from cogvideox_torchax.vae.checks import check_shape, check_values, integers_refused
 from cogvideox_torchax.vae.columns import OnColumns
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.nnx import weights
@@ -377,9 +378,16 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         With `frame_by_frame` each chunk is one latent frame. The only further option is `as_uint8`, whether
         decoded frames are bytes.
         """
+        if not isinstance(x, jax.Array | np.ndarray):
+            raise ValueError(
+                f"got {type(x).__name__} where the model takes an array of JAX or NumPy: pass "
+                "numpy.asarray(...) of a tensor, channels last, or use FlaxVAEForPipelines"
+            )
         scale = self.config.spatial_compression_ratio
         check_shape(direction, x.shape, NTHWC, vars(self.config), scale)
-        check_finite(direction, runtime.first_nonfinite_of(x), NTHWC)
+        if not jnp.issubdtype(x.dtype, jnp.floating) and (direction, x.dtype) != (ENCODE, jnp.uint8):
+            raise integers_refused(direction, x.dtype)
+        check_values(direction, runtime.largest_of(x), lambda: runtime.first_nonfinite_of(x), NTHWC)
         plan = chunks.plan(x.shape[1], 1) if frame_by_frame else direction.chunks(self, x.shape[1])
         # If `x` is a NumPy array, only one chunk's frames at a time go to the device.
         cut_chunks = (runtime.take(x, 1, chunk.start, len(chunk)) for chunk in plan)

@@ -54,6 +54,7 @@ def to_torch(path: Keys, parameter: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(np.moveaxis(parameter, (-1, -2), (0, 1))) if is_kernel else parameter
 
 
+@runtime.unchecked()
 def read_state(
     abstract: nnx.State, tensors: Iterable[tuple[str, np.ndarray]], *, source: object, param_dtype: DTypeLike
 ) -> nnx.State:
@@ -68,6 +69,7 @@ def read_state(
     Raises:
         ModelError: a tensor of another shape, missing, left over, or given twice, by name.
     """
+    runtime.check_not_forked()
     wanted = {diffusers_name(path): (path, variable) for path, variable in nnx.to_flat_state(abstract)}
     loaded: dict[str, tuple[Keys, nnx.Variable]] = {}
     unexpected: list[str] = []

@@ -20,6 +20,7 @@ from flax import nnx
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.runtime.models import PortedModel
+from cogvideox_torchax.vae import checkpoint
 from cogvideox_torchax.vae.chunks import run
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.nnx import weights
@@ -47,6 +48,11 @@ def to_array(x: torch.Tensor) -> Any:
 def to_tensor(x: jax.Array) -> torch.Tensor:
     """Return an array of the Flax build, channels last, as a torchax tensor with channels on axis 1."""
     return runtime.tensor_of(_channels_first(x))
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"got {dtype}: the Flax build takes float32, bfloat16 or float16")
 
 
 class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
@@ -91,7 +97,7 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
         *,
         subfolder: str | None = None,
         variant: str | None = None,
-        torch_dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         **hub_options: Any,
     ) -> "FlaxVAEForPipelines":
         """Load diffusers' weights from a directory or from the hub.
@@ -100,34 +106,32 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
             pretrained_model_name_or_path: a local directory or a hub id.
             subfolder: folder of the VAE in it, "vae" for a whole pipeline.
             variant: variant of the weight files, such as "fp16".
-            torch_dtype: dtype of the weights and of the computation; float32 if None.
-            hub_options: `revision`, `token`, `cache_dir`, `local_files_only`.
+            dtype: dtype of the weights and of the computation, or its name; "auto" for that of the files,
+                float32 if None.
+            hub_options: `revision`, `token`, `cache_dir`, `local_files_only`; `torch_dtype`, diffusers' older
+                name of `dtype`, among them.
 
         Raises:
             ModelError: a `ValueError` that says what is missing or wrong, and what to do.
         """
-        dtype = runtime.jax_dtype(torch_dtype or torch.float32)
+        dtype = hub_options.pop("torch_dtype", dtype)
+        directory = checkpoint.locate_vae(pretrained_model_name_or_path, subfolder, variant, **hub_options)
+        name = checkpoint.dtype_name_of(dtype, directory, variant)
+        _check_dtype(getattr(torch, name))
         return cls(
             FlaxAutoencoderKLCogVideoX.from_pretrained(
-                pretrained_model_name_or_path,
-                subfolder=subfolder,
-                variant=variant,
-                dtype=dtype,
-                param_dtype=dtype,
-                **hub_options,
+                directory, variant=variant, dtype=name, param_dtype=name
             )
         )
 
     @classmethod
-    def from_diffusers(
-        cls, vae: torch.nn.Module, torch_dtype: torch.dtype | None = None
-    ) -> "FlaxVAEForPipelines":
-        """Copy the weights of a loaded diffusers VAE; `torch_dtype` is the VAE's own if None."""
+    def from_diffusers(cls, vae: torch.nn.Module, dtype: torch.dtype | None = None) -> "FlaxVAEForPipelines":
+        """Copy the weights of a loaded diffusers VAE; `dtype` is the VAE's own if None."""
         diffusers_vae: Any = vae  # type checkers do not know the `dtype` and `config` of a module
-        dtype = runtime.jax_dtype(torch_dtype or diffusers_vae.dtype)
+        jax_dtype = runtime.jax_dtype(dtype or diffusers_vae.dtype)
         return cls(
             FlaxAutoencoderKLCogVideoX.from_state_dict(
-                dict(diffusers_vae.config), diffusers_vae.state_dict(), dtype=dtype, param_dtype=dtype
+                dict(diffusers_vae.config), diffusers_vae.state_dict(), dtype=jax_dtype, param_dtype=jax_dtype
             )
         )
 
@@ -186,8 +190,8 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
 
     def _cast(self, dtype: torch.dtype | None) -> "FlaxVAEForPipelines":
         """Cast the Flax model's weights to `dtype`, unless it is None or theirs already."""
-        if dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"got {dtype}: the Flax build takes float32, bfloat16 or float16")
+        if dtype is not None:
+            _check_dtype(dtype)
         if dtype not in (None, self.dtype):
             self.flax_vae.cast(runtime.jax_dtype(dtype))
         return self

@@ -98,7 +98,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         *,
         subfolder: str | None = None,
         variant: str | None = None,
-        torch_dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         **diffusers_options: Any,
     ) -> "AutoencoderKLCogVideoX":
         """Load a model from a directory or from the hub, whether or not torchax is on.
@@ -107,27 +107,29 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
             pretrained_model_name_or_path: a local directory or a hub id.
             subfolder: folder of the VAE in it, "vae" for a whole pipeline.
             variant: variant of the weight files, such as "fp16".
-            torch_dtype: dtype of the loaded weights; float32 if None.
+            dtype: dtype of the loaded weights, or its name; "auto" for that of the files, float32 if None.
             diffusers_options: further options of diffusers' `from_pretrained` (`revision`, `token`,
-                `cache_dir`, `local_files_only`, ...). `use_safetensors` is always on: a pickle is never
-                loaded.
+                `cache_dir`, `local_files_only`, ...); `torch_dtype`, the older name of `dtype`, among them.
+                `use_safetensors` is always on: a pickle is never loaded.
 
         Raises:
             ModelError: a `ValueError` that says what is missing or wrong, and what to do.
         """
         name = pretrained_model_name_or_path
         diffusers_options.pop("use_safetensors", None)  # nothing else is read
+        dtype = diffusers_options.pop("torch_dtype", dtype)
         hub_options = {
             option: diffusers_options.pop(option) for option in HUB_OPTIONS & diffusers_options.keys()
         }
         # Only the download needs `hub_options`: `directory` is local.
         directory = checkpoint.locate_vae(name, subfolder, variant, **hub_options)
+        dtype_name = checkpoint.dtype_name_of(dtype, directory, variant)
         try:
             vae, info = runtime.without_torchax(
                 super().from_pretrained,
                 directory,
                 variant=variant,
-                torch_dtype=torch_dtype or torch.float32,
+                torch_dtype=getattr(torch, dtype_name),  # a name that every release takes
                 use_safetensors=True,
                 output_loading_info=True,
                 **diffusers_options,
@@ -319,6 +321,8 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         With `follow_weights` a plain tensor may be given for weights on JAX. `name` is "video" or "latents".
         """
         weights_on_jax = runtime.is_on_jax(self)
+        if weights_on_jax:
+            runtime.check_not_forked()
         if runtime.on_jax(x) != weights_on_jax and not (follow_weights and weights_on_jax):
             tensor, model = ("jax", "in PyTorch") if runtime.on_jax(x) else (str(x.device), "on jax")
             move = 'vae.to("jax")' if runtime.on_jax(x) else 'the tensor .to("jax")'

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from flax import nnx
 
 from cogvideox_torchax.backends import backend
@@ -102,6 +103,8 @@ BAD = {
     "channels": ("encode", jnp.zeros((1, 1, 24, 40, 4)), "4 channels"),
     "size": ("encode", jnp.zeros((1, 1, 22, 40, 3)), "22 x 40 pixels.*multiples of 4; crop it to 20 x 40"),
     "empty": ("encode", jnp.zeros((1, 0, 24, 40, 3)), "empty video"),
+    "integers": ("encode", np.zeros((1, 1, 24, 40, 3), np.int32), "int32: convert 0 to 255 .*from_uint8"),
+    "a tensor": ("encode", torch.zeros(1, 1, 24, 40, 3), "got Tensor .* FlaxVAEForPipelines"),
     "NumPy's": ("encode", np.full((1, 1, 24, 40, 3), np.nan, np.float32), "NaN or Inf"),
     "rank of latents": ("decode", LATENTS[0, 0], "latents of rank 3"),
     "latents": (

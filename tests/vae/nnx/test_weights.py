@@ -47,7 +47,7 @@ def test_load_and_save_give_back_the_same_files(tmp_path, dtype):
     torch_dtype = getattr(torch, dtype)
     stock = reference.small_vae(use_quant_conv=True, **reference.TWO_LEVELS).to(torch_dtype)
     stock.save_pretrained(tmp_path / "vae")
-    vae = FlaxVAEForPipelines.from_pretrained(tmp_path / "vae", torch_dtype=torch_dtype)
+    vae = FlaxVAEForPipelines.from_pretrained(tmp_path / "vae", dtype=torch_dtype)
     assert vae.dtype == torch_dtype
     vae.save_pretrained(tmp_path / "again")
     assert (tmp_path / "again" / WEIGHTS).read_bytes() == (tmp_path / "vae" / WEIGHTS).read_bytes()

@@ -4,6 +4,7 @@ import copy
 import gc
 
 import jax
+import numpy as np
 import pytest
 import torch
 
@@ -306,6 +307,11 @@ BAD = {
     "size of a video": (lambda x: x[..., :22, :], "22 x 40 pixels.*multiples of 4; crop it to 20 x 40"),
     "rank of a video": (lambda x: x[:, :, 0], "rank 4"),
     "channels of a video": (lambda x: x[:, :1], "1 channels"),
+    "dtype of a video": (
+        lambda x: x.to(torch.int32),
+        r"video of torch.int32: convert 0 to 255 .*pixels.from_uint8.*encode_stream takes uint8",
+    ),
+    "integers as latents": (lambda z: z.to(torch.uint8), "latents of torch.uint8: pass floats"),
     "nan in a video": (
         lambda x: x.index_fill(2, torch.tensor([2]), float("nan")),
         "NaN or Inf in the video: video 0, frame 2",
@@ -322,3 +328,21 @@ def test_bad_input_is_named_by_the_call_itself(backend, name, change, words):
         run(backend, change(given))
     with pytest.raises(ValueError, match=words):
         stream(change(given))  # and no `next`
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [(np.asarray, "got ndarray .*: pass torch.from_numpy"), (jax.numpy.asarray, "JAX array to Flax")],
+)
+def test_an_array_is_no_tensor(backend, kind, words):
+    for take in (backend.encode, backend.encode_stream):
+        with pytest.raises(ValueError, match=words):
+            take(kind(reference.video(1).numpy()))
+
+
+def test_a_video_of_bytes_as_floats_is_warned_of(backend):
+    """Noise around [-1, 1] is not, and the result is what the model makes of the values."""
+    video = reference.video(1)
+    run_encode(backend, video * 3)
+    with pytest.warns(UserWarning, match=r"beyond 10, where the model takes \[-1, 1\]: .*pixels.from_uint8"):
+        run_encode(backend, video.abs() * 255)

@@ -1,0 +1,31 @@
+"""Forked children of a process that uses JAX: they run without torchax, and their use of JAX is an error.
+
+JAX computes on threads, and a fork copies none of them: a child would wait for its first result for ever.
+"""
+
+from cogvideox_torchax import upstream
+
+_forked = False  # whether this process was forked from one that had started JAX
+
+
+class ForkError(RuntimeError):
+    """A use of JAX in a process that was forked from one that uses JAX."""
+
+
+def leave_jax() -> None:
+    """Turn torchax off, if JAX had started; the package has each forked child call this."""
+    global _forked
+    if upstream.jax_has_started():
+        _forked = True
+        upstream.leave_torchax(check_not_forked)
+
+
+def check_not_forked() -> None:
+    """Raise `ForkError` in a forked child of a process that uses JAX."""
+    if _forked:
+        raise ForkError(
+            "JAX does not work in a process that was forked from one that uses it: in a worker (of a "
+            "DataLoader, a pool or `datasets.map`) use tensors on the host alone, moved there by "
+            '`.to("cpu")` before; or start workers by "spawn", for a DataLoader with '
+            'multiprocessing_context="spawn"'
+        )
