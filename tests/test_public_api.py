@@ -24,6 +24,7 @@ SIGNATURES = """\
 cogvideox_torchax.port(model_or_pipeline: Portable, *, mesh: Mesh | None=None, parallel: Parallel | None=None) -> Portable
 cogvideox_torchax.load_pipeline(pretrained_model_name_or_path: str | Path, *, pipeline_class: type | None=None, mesh: Mesh | None=None, parallel: Parallel | None=None, torch_dtype: torch.dtype=torch.bfloat16, variant: str | None=None, **diffusers_options: Any) -> Any
 cogvideox_torchax.make_mesh(dp: int=1, tp: int | None=None, *, devices: Any=None) -> Mesh
+cogvideox_torchax.save_video(frames: Any, path: str | Path, fps: Fraction | float) -> None
 cogvideox_torchax.enable() -> None
 cogvideox_torchax.AutoencoderKLCogVideoX()
 cogvideox_torchax.AutoencoderKLCogVideoX.from_pretrained(cls, pretrained_model_name_or_path: str | Path, *, subfolder: str | None=None, variant: str | None=None, torch_dtype: torch.dtype | None=None, **diffusers_options: Any) -> 'AutoencoderKLCogVideoX'

@@ -610,6 +610,8 @@ class _Mp4Sink(Sink):
         It gets the frames' size and colors, the shape of a pixel and, for frames with their own times, the
         clock.
         """
+        if height % 2 or width % 2:
+            raise VideoError(f"got frames of {height} x {width} pixels: an .mp4 needs even sides")
         stream = self._container.add_stream(
             "libx264", self._fps, self.OPTIONS, height=height, width=width, pix_fmt="yuv420p"
         )
