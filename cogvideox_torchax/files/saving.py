@@ -12,7 +12,7 @@ from cogvideox_torchax.files import video
 from cogvideox_torchax.files.video import VideoError
 
 ROUNDING = 0.5 / 255
-"""How far outside of [0, 1] a float may be: it is rounded to the byte 0 or 255."""
+"""Largest distance of a float from [0, 1]: it is rounded to the byte 0 or 255."""
 
 
 def save_video(frames: Any, path: str | Path, fps: Fraction | float) -> None:
@@ -68,8 +68,8 @@ def _one_video(frames: Any, array: np.ndarray) -> np.ndarray:
     video_THWC = array[0] if array.ndim == 5 else array
     if video_THWC.ndim != 4 or video_THWC.shape[-1] != 3 or not video_THWC.size:
         raise VideoError(
-            f"got {kind} of shape {shape}: images, arrays (T, H, W, 3) or torch tensors (T, 3, H, W) are "
-            "wanted; of a VAE's (1, 3, T, H, W) give frames[0].transpose(0, 1) / 2 + 0.5; decode latents first"
+            f"got {kind} of shape {shape}: give images, arrays (T, H, W, 3) or torch tensors (T, 3, H, W); "
+            "of a VAE's (1, 3, T, H, W), frames[0].transpose(0, 1) / 2 + 0.5; decode latents first"
         )
     low, high = video_THWC.min(), video_THWC.max()
     if is_float and not (low >= -ROUNDING and high <= 1 + ROUNDING):  # NaN is refused, too

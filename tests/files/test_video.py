@@ -342,7 +342,7 @@ TIMES = [Fraction(n, 100) for n in (0, 10, 12, 20, 50, 60, 61, 70, 90)]
 
 
 def with_sound(path, codec="aac", rate=16000, container="mp4", angle=False):
-    """Nine frames in 0.9 seconds, with a tone of a second; first a picture from another angle, if asked for."""
+    """Nine frames in 0.9 seconds, with a tone of a second; at choice first a picture of another angle."""
     with av.open(str(path), "w", format=container) as out:
         if angle:
             other = out.add_stream("mpeg4", rate=10, height=64, width=64, pix_fmt="yuv420p")
