@@ -34,7 +34,9 @@ COMMAND = options.Command(
         _sampling("--num-inference-steps", type=int, help="denoising steps (default: 50)"),
         _sampling("--guidance-scale", type=float, help="classifier-free guidance, 1 for none (default: 6)"),
         _sampling("--seed", type=options.seed, help="of the noise (default: 0)"),
-        options.Option("--frames", group="size", type=int, help="how many (default: the model's)"),
+        options.Option(
+            "--frames", "--num-frames", group="size", type=int, help="how many (default: the model's)"
+        ),
         options.Option(
             "--height", group="size", type=options.positive, help="in pixels (default: the model's)"
         ),

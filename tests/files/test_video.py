@@ -443,3 +443,13 @@ def test_labels_of_a_contact_sheet_leave_a_gap_between_them(width):
     # A picture is black from its first pixel on; a label may begin one pixel to the left of it.
     pictures = [start for start in starts if not sheet[sheets.LABEL, start + 1 : start + 3].all()]
     assert len(pictures) == 5, "a white column before each picture"
+
+
+def test_differences_of_a_contact_sheet_are_amplified_as_its_label_says(monkeypatch):
+    labels = []
+    monkeypatch.setattr("PIL.ImageDraw.ImageDraw.text", lambda _draw, _at, text, **_: labels.append(text))
+    source, result = (torch.full((1, 3, 1, 8, 96), value, dtype=torch.uint8) for value in (50, 60))
+    result[..., 48:] = 255
+    sheet = np.asarray(sheets.contact_sheet(source, result))
+    assert labels == ["source, frame 0", "reconstruction, frame 0", "4 x difference, frame 0"]
+    assert [tuple(sheet[-8, x]) for x in (10, 90)] == [(40, 40, 40), (255, 255, 255)]
