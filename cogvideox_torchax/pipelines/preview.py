@@ -13,7 +13,6 @@ import torch
 from cogvideox_torchax import runtime
 from cogvideox_torchax.files.whole import whole_file
 
-
 PICTURES, PIXELS, PATCHES = 64, 64, 8
 """Number of pictures that the map is fitted to, their side in pixels, and patches of a color along a side."""
 
