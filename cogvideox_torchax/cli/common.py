@@ -14,6 +14,7 @@ import torch
 from cogvideox_torchax import backends, runtime
 from cogvideox_torchax.cli.devices import Fetch
 from cogvideox_torchax.cli.options import DTYPES
+from cogvideox_torchax.dataset import formats
 from cogvideox_torchax.dataset.clip import (
     MEAN,
     SAMPLE,
@@ -43,6 +44,15 @@ def check_input(path: str) -> None:
         raise ValueError('got an empty name: give a file or a directory, "." for the current one')
     if not Path(path).exists():
         raise ValueError(f"there is no file or directory {path}")
+
+
+def check_video(path: str, output: str | None = None) -> None:
+    """Raise `ValueError` for a video that does not exist, that holds latents, or that is the output."""
+    check_input(path)
+    if Path(path).suffix in formats.SUFFIXES.values() and Path(path).is_file():
+        raise ValueError(f"{path} holds latents: decode it, or give a video")
+    if output and Path(output).exists() and Path(path).samefile(output):
+        raise ValueError(f"cannot write {output}: it is the input; name another file")
 
 
 def take_bundled_model(args: argparse.Namespace) -> None:
@@ -92,6 +102,7 @@ def open_clip(
     `--frames` it is the first `at_most` frames, or all frames of a shorter video; where `at_most` is None,
     all frames.
     """
+    check_video(args.video, args.output)
     count = args.frames or (at_most and min(at_most, video.probe(args.video).num_frames))
     # The model's name and the clip's id are "": `select_part` uses neither.
     config = ClipConfig(

@@ -1,10 +1,9 @@
 """`encode`: a video to a file of latents, or many to a directory."""
 
 import argparse
-from pathlib import Path
 
 from cogvideox_torchax.cli import batch, common, devices, options
-from cogvideox_torchax.dataset import formats, sources
+from cogvideox_torchax.dataset import sources
 from cogvideox_torchax.files import latents, whole
 from cogvideox_torchax.vae.directions import DECODE
 
@@ -35,9 +34,7 @@ COMMAND = options.Command(
 
 def run(args: argparse.Namespace) -> int:
     """Encode a video to a latent file, or many videos with `batch`; return the exit code."""
-    common.check_input(args.video)
-    if Path(args.video).suffix in formats.SUFFIXES.values() and not Path(args.video).is_dir():
-        raise ValueError(f"{args.video} holds latents: decode it, or give a video")
+    common.check_video(args.video)
     if sources.is_many(args.video):
         return batch.encode(args)
     batch.check_one(args)  # raises for options that only many clips have

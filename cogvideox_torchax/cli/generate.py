@@ -101,6 +101,8 @@ def run(args: argparse.Namespace) -> None:
         whole.check_file(args.preview)
         if not args.preview.endswith(".png"):
             raise ValueError(f"cannot write {args.preview}: a preview goes into a .png file")
+    if args.video:
+        common.check_video(args.video, args.output)
     latents = _load_latents_stage(args) if args.from_stage == stages.LATENTS else None
     args.fps = args.fps or (latents.fps if latents else FPS)
     # Without --save-stages `_kept` keeps the sampled latents in a file while they are decoded. `keeping` is

@@ -115,18 +115,16 @@ def refuse(faults: dict[str, Any]) -> None:
 
 def positive(text: str) -> int:
     """Return the whole number above 0 that a text names."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
+    return int(text)
 
 
 def seed(text: str) -> int:
     """Return the seed that a text names, a whole number that PyTorch's generators and NumPy's take."""
-    value = int(text)
-    if not 0 <= value < 2**64:
-        raise argparse.ArgumentTypeError(f"got {value}: give 0 to {2**64 - 1}")
-    return value
+    if not text.isdecimal() or int(text) >= 2**64:
+        raise argparse.ArgumentTypeError(f"got {text}: give a whole number from 0 to {2**64 - 1}")
+    return int(text)
 
 
 def argument(read: Callable[[str], Any]) -> Callable[[str], Any]:

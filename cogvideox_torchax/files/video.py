@@ -336,11 +336,12 @@ def framing(info: VideoInfo, *, multiple: int, height: int | None, width: int | 
             )
         return Framing(cropped_height, cropped_width, crop=True)
     if (chosen_height, chosen_width) != (cropped_height, cropped_width):
+        near = (max(round(side / multiple), 1) * multiple for side in (chosen_height, chosen_width))
         raise VideoError(
             f"{info.path.name} in {chosen_height} x {chosen_width} pixels (height x width): both must be "
             f"multiples of {multiple}; pass "
             + (f"--crop for {cropped_height} x {cropped_width}, or " if can_crop else "")
-            + "--height and --width to resize"
+            + "--height {} --width {} to resize".format(*near)
         )
     return Framing(chosen_height, chosen_width)
 

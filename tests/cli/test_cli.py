@@ -283,7 +283,11 @@ WRONG = {
         "not a video",
     ),
     "truncated video": (lambda: _truncate("clip.mp4"), ENCODE, "truncated"),
-    "size": (lambda: None, (*ENCODE, "--height", 23), "multiples of 8; pass --crop for 16 x 40"),
+    "size": (
+        lambda: None,
+        (*ENCODE, "--height", 23),
+        "multiples of 8; pass --crop for 16 x 40, or --height 24 --width 40 to resize",
+    ),
     "more frames than there are": (
         lambda: None,
         (*ENCODE, "--frames", 99),
@@ -313,6 +317,17 @@ WRONG = {
         lambda: Path("films").mkdir(),
         ("decode", "films", "-o", "new"),
         "encode videos first",
+    ),
+    "a source as output": (
+        lambda: None,
+        ("reconstruct", "clip.mp4", "-o", "vae/../clip.mp4", "--model", "vae"),
+        "it is the input",
+    ),
+    "no name to reconstruct": (lambda: None, ("reconstruct", "", "-o", "new.mp4"), "got an empty name"),
+    "a file to pack": (
+        lambda: None,
+        ("pack", "clip.mp4", "-o", "new", "--format", "safetensors"),
+        "clip.mp4 holds no latent files: give a directory",
     ),
     "missing latents": (lambda: None, ("decode", "no.safetensors", *DECODE[2:]), "there is no file"),
     "truncated latents": (lambda: _truncate("z.safetensors"), DECODE, "truncated"),
@@ -434,9 +449,12 @@ WRONG_ARGUMENTS = {
     "no frames": ("compile 0x16x24", "argument FRAMESxHEIGHTxWIDTH: got a video of"),
     "an odd height": ("compile 5x15x24", "argument FRAMESxHEIGHTxWIDTH: got a video of"),
     "letters": ("compile axbxc", "argument FRAMESxHEIGHTxWIDTH: got a video of"),
-    "no device": ("generate --dp 0", "argument --dp: 0 is not a positive number"),
+    "no device": ("generate --dp 0", "argument --dp: 0 is not a whole number above 0"),
     "a seed of 75 bits": ("encode a.mp4 --seed 19999999999999999999999", "argument --seed: got 199"),
-    "a seed below 0": ("encode a.mp4 --seed -1", "argument --seed: got -1: give 0 to 18446744073709551615"),
+    "a seed below 0": (
+        "encode a.mp4 --seed -1",
+        "argument --seed: got -1: give a whole number from 0 to 18446744073709551615",
+    ),
     "the prefix of an option": (
         "generate --model any --prompt panda -o any.mp4 --guidance 1",
         "there is no option --guidance: did you mean --guidance-scale?",
@@ -450,6 +468,8 @@ WRONG_ARGUMENTS = {
         "no option --guidance_scal: did you mean --guidance-scale?",
     ),
     "a name that is near none": ("encode a.mp4 --frobnicate", "there is no option --frobnicate"),
+    "frames in words": ("encode a.mp4 --frames many", "--num-frames: many is not a whole number above 0"),
+    "a seed in words": ("encode a.mp4 --seed any", "argument --seed: got any: give a whole number from 0"),
     "a letter": ("encode a.mp4 -o a.safetensors -n 3", "unrecognized arguments: -n 3"),
     "a second file": ("encode a.mp4 b.mp4 -o a.safetensors", "unrecognized arguments: b.mp4"),
 }

@@ -211,7 +211,7 @@ def test_a_crop_is_rounded_down_and_cut_out_of_no_smaller_video(clip):
     with pytest.raises(video.VideoError, match="cannot crop 24 x 40 pixels to 48 x 32"):
         video.framing(info, multiple=16, height=48, width=None, crop=True)
     narrow = dataclasses.replace(info, width=6)
-    with pytest.raises(video.VideoError, match="multiples of 8; pass --height and --width to resize"):
+    with pytest.raises(video.VideoError, match="multiples of 8; pass --height 24 --width 8 to resize"):
         video.framing(narrow, multiple=8, height=None, width=None, crop=False)
 
 
