@@ -324,11 +324,6 @@ WRONG = {
         "it is the input",
     ),
     "no name to reconstruct": (lambda: None, ("reconstruct", "", "-o", "new.mp4"), "got an empty name"),
-    "a file to pack": (
-        lambda: None,
-        ("pack", "clip.mp4", "-o", "new", "--format", "safetensors"),
-        "clip.mp4 holds no latent files: give a directory",
-    ),
     "missing latents": (lambda: None, ("decode", "no.safetensors", *DECODE[2:]), "there is no file"),
     "truncated latents": (lambda: _truncate("z.safetensors"), DECODE, "truncated"),
     "weights as latents": (
