@@ -5,6 +5,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cogvideox_torchax.files.saving import save_video
     from cogvideox_torchax.pipelines.loading import load_pipeline
     from cogvideox_torchax.porting import port
     from cogvideox_torchax.runtime import enable
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
 
 __version__ = "0.1.0"
-__all__ = ["AutoencoderKLCogVideoX", "enable", "load_pipeline", "make_mesh", "port"]
+__all__ = ["AutoencoderKLCogVideoX", "enable", "load_pipeline", "make_mesh", "port", "save_video"]
 
 _HOMES = {
     "AutoencoderKLCogVideoX": "cogvideox_torchax.vae.torchax.autoencoder",
@@ -20,6 +21,7 @@ _HOMES = {
     "load_pipeline": "cogvideox_torchax.pipelines.loading",
     "make_mesh": "cogvideox_torchax.sharding",
     "port": "cogvideox_torchax.porting",
+    "save_video": "cogvideox_torchax.files.saving",
 }
 
 

@@ -7,21 +7,12 @@ It also writes a video from the same noise without the LoRA: cat-without.mp4.
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import torch
 from diffusers import CogVideoXImageToVideoPipeline
 from diffusers.utils import load_image
 
-from cogvideox_torchax import port
-from cogvideox_torchax.files import video
-
-
-def write(frames_THWC: Any, path: str | Path) -> None:
-    """Write frames of a pipeline's output_type="np", 0 to 1, eight a second."""
-    pixels = torch.from_numpy((frames_THWC * 255).round()).to(torch.uint8)
-    with video.writing(str(path), 8) as sink:
-        sink.write(pixels.permute(3, 0, 1, 2)[None])
+from cogvideox_torchax import port, save_video
 
 
 def main() -> None:
@@ -48,12 +39,11 @@ def main() -> None:
         made = pipe(
             image=load_image(args.image),
             prompt=args.prompt,
-            output_type="np",
             num_frames=args.frames,
             num_inference_steps=args.steps,
             generator=torch.Generator("cpu").manual_seed(0),
         )
-        write(made.frames[0], path)
+        save_video(made.frames[0], path, fps=8)
 
     output = Path(args.output)
     generate(output)

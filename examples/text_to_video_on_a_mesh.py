@@ -6,21 +6,11 @@ Without a TPU, eight devices on a CPU: XLA_FLAGS=--xla_force_host_platform_devic
 """
 
 import argparse
-from pathlib import Path
-from typing import Any
 
 import torch
 from diffusers import CogVideoXPipeline
 
-from cogvideox_torchax import make_mesh, port
-from cogvideox_torchax.files import video
-
-
-def write(frames_THWC: Any, path: str | Path) -> None:
-    """Write frames of a pipeline's output_type="np", 0 to 1, eight a second."""
-    pixels = torch.from_numpy((frames_THWC * 255).round()).to(torch.uint8)
-    with video.writing(str(path), 8) as sink:
-        sink.write(pixels.permute(3, 0, 1, 2)[None])
+from cogvideox_torchax import make_mesh, port, save_video
 
 
 def main() -> None:
@@ -45,12 +35,11 @@ def main() -> None:
     print(pipe.transformer.parallelism)  # what is split over the devices, and why
     made = pipe(
         args.prompt,
-        output_type="np",
         num_frames=args.frames,
         num_inference_steps=args.steps,
         generator=torch.Generator("cpu").manual_seed(args.seed),
     )
-    write(made.frames[0], args.output)
+    save_video(made.frames[0], args.output, fps=8)
 
 
 if __name__ == "__main__":

@@ -28,13 +28,17 @@ INTERRUPTED = 130
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
+    from cogvideox_torchax.cli.options import CommandParser
+
     root = argparse.ArgumentParser(
         prog="cogvideox-torchax",
         description="CogVideoX's video VAE and pipelines on TPU, GPU and CPU through torchax.",
         epilog="example: cogvideox-torchax demo",
     )
     root.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    subparsers = root.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    subparsers = root.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, parser_class=CommandParser
+    )
     for name in COMMANDS:
         command = importlib.import_module(f"{__name__}.{name}")
         command.COMMAND.add_to(subparsers, name).set_defaults(run=command.run)

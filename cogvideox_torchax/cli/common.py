@@ -5,6 +5,7 @@ import functools
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ import torch
 from cogvideox_torchax import backends, runtime
 from cogvideox_torchax.cli.devices import Fetch
 from cogvideox_torchax.cli.options import DTYPES
+from cogvideox_torchax.dataset import formats
 from cogvideox_torchax.dataset.clip import (
     MEAN,
     SAMPLE,
@@ -28,6 +30,7 @@ from cogvideox_torchax.files.latents import Latents
 from cogvideox_torchax.runtime.clock import CompileClock
 
 DEMO_MODEL = Path(__file__).parent.parent / "assets" / "tiny-vae"
+LENGTHS_THAT_STAY = "the model returns as many as it took only for 8 k or 8 k + 1 of them"
 SPATIAL_SCALE = 8
 """Sample pixels to a latent pixel in every published CogVideoX; the model checks its own."""
 
@@ -41,6 +44,15 @@ def check_input(path: str) -> None:
         raise ValueError('got an empty name: give a file or a directory, "." for the current one')
     if not Path(path).exists():
         raise ValueError(f"there is no file or directory {path}")
+
+
+def check_video(path: str, output: str | None = None) -> None:
+    """Raise `ValueError` for a video that does not exist, that holds latents, or that is the output."""
+    check_input(path)
+    if Path(path).suffix in formats.SUFFIXES.values() and Path(path).is_file():
+        raise ValueError(f"{path} holds latents: decode it, or give a video")
+    if output and Path(output).exists() and Path(path).samefile(output):
+        raise ValueError(f"cannot write {output}: it is the input; name another file")
 
 
 def take_bundled_model(args: argparse.Namespace) -> None:
@@ -81,15 +93,21 @@ def config_of(args: argparse.Namespace, **options: Any) -> ClipConfig:
     return ClipConfig(**given)
 
 
-def open_clip(args: argparse.Namespace, at_most: int | None = None) -> DecodedClip:
+def open_clip(
+    args: argparse.Namespace, at_most: int | None = None, fps: Fraction | None = None
+) -> DecodedClip:
     """Return the part of `args.video` to encode, not read yet; raise `ValueError` for an impossible size.
 
-    The part is the first `--frames` frames. Without `--frames` it is the first `at_most` frames, or all
-    frames of a shorter video; where `at_most` is None, all frames.
+    The part is the first `--frames` frames, at the rate `fps` or, where it is None, at the video's. Without
+    `--frames` it is the first `at_most` frames, or all frames of a shorter video; where `at_most` is None,
+    all frames.
     """
+    check_video(args.video, args.output)
     count = args.frames or (at_most and min(at_most, video.probe(args.video).num_frames))
     # The model's name and the clip's id are "": `select_part` uses neither.
-    config = ClipConfig("", frames=count, height=args.height, width=args.width, crop=args.crop)
+    config = ClipConfig(
+        "", frames=count, fps=fps and str(fps), height=args.height, width=args.width, crop=args.crop
+    )
     return select_part(Clip("", args.video), config, SPATIAL_SCALE)
 
 
@@ -108,13 +126,14 @@ def unit_of(kind: type[Unit], args: argparse.Namespace, vae: Any, fetch: Fetch, 
     )
 
 
-def encoder_of(args: argparse.Namespace, vae: Any, fetch: Fetch) -> EncodeClip:
+def encoder_of(args: argparse.Namespace, vae: Any, fetch: Fetch, **options: Any) -> EncodeClip:
     """Return the encoder of a clip to its posterior's mean, or with `--seed` to a sample of the posterior.
 
-    `vae` is the loaded model; `fetch` brings a chunk's result to the host.
+    `vae` is the loaded model, `fetch` brings a chunk's result to the host, and `options` are fields of
+    `ClipConfig`.
     """
     keep = MEAN if args.seed is None else SAMPLE
-    return unit_of(EncodeClip, args, vae, fetch, keep=keep, seed=args.seed or 0)
+    return unit_of(EncodeClip, args, vae, fetch, keep=keep, seed=args.seed or 0, **options)
 
 
 def decode_to(sink: video.Sink, vae: Any, latents: Latents, args: argparse.Namespace, fetch: Fetch) -> int:
@@ -206,4 +225,7 @@ def narrator(args: argparse.Namespace) -> Callable[[str], None]:
 def say(message: str) -> None:
     """Print a line for a person on stderr: stdout is for results, which a program may read."""
     # A file name that is no UTF-8 has lone surrogates, which not every stream can write.
-    print(message.encode("utf-8", "backslashreplace").decode(), file=sys.stderr)
+    from tqdm import tqdm
+
+    # Not `print`: a line would begin where a progress bar ends.
+    tqdm.write(message.encode("utf-8", "backslashreplace").decode(), file=sys.stderr)

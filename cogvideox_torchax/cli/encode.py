@@ -5,6 +5,7 @@ import argparse
 from cogvideox_torchax.cli import batch, common, devices, options
 from cogvideox_torchax.dataset import sources
 from cogvideox_torchax.files import latents, whole
+from cogvideox_torchax.vae.directions import DECODE
 
 COMMAND = options.Command(
     "encode a video, or a directory of them, to latents",
@@ -21,6 +22,7 @@ COMMAND = options.Command(
         ),
         *options.model_options(),
         *options.clip_options(),
+        options.TAKEN_FPS,
         options.SEED,
         options.TILING,
         *options.ENCODE_MANY,
@@ -32,22 +34,30 @@ COMMAND = options.Command(
 
 def run(args: argparse.Namespace) -> int:
     """Encode a video to a latent file, or many videos with `batch`; return the exit code."""
-    common.check_input(args.video)
+    common.check_video(args.video)
     if sources.is_many(args.video):
         return batch.encode(args)
     batch.check_one(args)  # raises for options that only many clips have
     if not args.output.endswith(".safetensors"):
         raise ValueError(f"cannot write {args.output}: latents go into a .safetensors file")
     whole.check_file(args.output)
-    clip = common.open_clip(args)
+    clip = common.open_clip(args, fps=args.fps)
     with devices.process_group(args) as group:
         common.take_bundled_model(args)  # sets `args.model` if no --model is given
         vae = common.load_vae(args.model, args.backend, args.dtype, group.mesh)
         clock = common.announcing_clock(args)
-        encoded = common.encoder_of(args, vae, group.fetch_to_first).encode(clip)
+        fps = args.fps and str(args.fps)
+        encoded = common.encoder_of(args, vae, group.fetch_to_first, fps=fps).encode(clip)
         if not group.is_first:
             return 0
         latents.save(encoded, args.output)
+        latent_frames = encoded.tensor.shape[2]
+        back = sum(DECODE.results(vae, latent_frames))
+        if back != clip.num_frames:
+            common.say(
+                f"{clip.num_frames} frames are {latent_frames} of latents, which decode to {back}: "
+                f"{common.LENGTHS_THAT_STAY}"
+            )
     common.print_results(
         args,
         clock,

@@ -34,7 +34,9 @@ COMMAND = options.Command(
         _sampling("--num-inference-steps", type=int, help="denoising steps (default: 50)"),
         _sampling("--guidance-scale", type=float, help="classifier-free guidance, 1 for none (default: 6)"),
         _sampling("--seed", type=options.seed, help="of the noise (default: 0)"),
-        options.Option("--frames", group="size", type=int, help="how many (default: the model's)"),
+        options.Option(
+            "--frames", "--num-frames", group="size", type=int, help="how many (default: the model's)"
+        ),
         options.Option(
             "--height", group="size", type=options.positive, help="in pixels (default: the model's)"
         ),
@@ -106,6 +108,8 @@ def run(args: argparse.Namespace) -> None:
         whole.check_file(args.preview)
         if not args.preview.endswith(".png"):
             raise ValueError(f"cannot write {args.preview}: a preview goes into a .png file")
+    if args.video:
+        common.check_video(args.video, args.output)
     latents = _load_latents_stage(args) if args.from_stage == stages.LATENTS else None
     args.fps = args.fps or (latents.fps if latents else FPS)
     # Without --save-stages `_kept` keeps the sampled latents in a file while they are decoded. `keeping` is

@@ -1,8 +1,11 @@
 """Commands as tables of options, and the options that several commands take."""
 
 import argparse
+import difflib
 import functools
-from collections.abc import Callable
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +14,8 @@ from cogvideox_torchax.dataset import clip
 from cogvideox_torchax.files import video
 
 DTYPES = ("float32", "bfloat16", "float16")
+NEAR = 0.6
+"""Ratio of common letters from which on an option is near to another name."""
 REPORT = "report"
 """The group of options that help lists last."""
 ABSENT: dict[str, Any] = {
@@ -37,6 +42,40 @@ class Option:
 TRACEBACK = Option(
     "--traceback", group=REPORT, action="store_true", help="show where in the code an error came from"
 )
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A command's parser: it refuses what it does not know itself, and names the nearest of its options."""
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """Parse the words of a command; an option may have underscores, as Python's arguments do."""
+        words = [*(sys.argv[1:] if args is None else args)]
+        known = {flag for action in self._actions for flag in action.option_strings}
+        for i, word in enumerate(itertools.takewhile(lambda word: word != "--", words)):
+            name, *value = word.partition("=")
+            if name.startswith("--") and " " not in name and name not in known:
+                hyphenated = name.replace("_", "-")
+                if hyphenated not in known:
+                    self.error(f"there is no option {name}{_advice(hyphenated, known)}")
+                words[i] = "".join((hyphenated, *value))
+        found, unknown = super().parse_known_args(words, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, []
+
+
+def _advice(name: str, known: Iterable[str]) -> str:
+    """Return the option that is nearest to a name, as a question: by whole words, then by letters."""
+
+    def likeness(option: str) -> tuple[int, float]:
+        """Return the number of words that an option shares with the name, and a ratio of their letters."""
+        ours, theirs = name.strip("-"), option.strip("-")
+        ratio = difflib.SequenceMatcher(None, ours, theirs).ratio()
+        return len({*ours.split("-")} & {*theirs.split("-")}), ratio
+
+    nearest = max(known, key=likeness)
+    shared, ratio = likeness(nearest)
+    return f": did you mean {nearest}?" if shared or ratio > NEAR else ""
 
 
 @dataclass(frozen=True)
@@ -76,18 +115,16 @@ def refuse(faults: dict[str, Any]) -> None:
 
 def positive(text: str) -> int:
     """Return the whole number above 0 that a text names."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
+    return int(text)
 
 
 def seed(text: str) -> int:
     """Return the seed that a text names, a whole number that PyTorch's generators and NumPy's take."""
-    value = int(text)
-    if not 0 <= value < 2**64:
-        raise argparse.ArgumentTypeError(f"got {value}: give 0 to {2**64 - 1}")
-    return value
+    if not text.isdecimal() or int(text) >= 2**64:
+        raise argparse.ArgumentTypeError(f"got {text}: give a whole number from 0 to {2**64 - 1}")
+    return int(text)
 
 
 def argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -134,7 +171,7 @@ def clip_options(frames: int | None = None) -> tuple[Option, ...]:
     resize_help = "resize to this {} in pixels; the {} follows if it is not given"
     return (
         Option(
-            "--frames",
+            *("--frames", "--num-frames"),
             group="part of the clip",
             type=positive,
             help=f"read only the first so many frames{shown}",
@@ -162,6 +199,12 @@ def output(help: str, metavar: str = "FILE", **settings: Any) -> Option:
 JSON = Option("--json", group=REPORT, action="store_true", help="print the report as JSON")
 QUIET = Option("--quiet", group=REPORT, action="store_true", help="no progress bars")
 VIDEO_OUTPUT = output("an .mp4 or .gif file, or a directory for PNG frames", required=True)
+TAKEN_FPS = Option(
+    "--fps",
+    group="part of the clip",
+    type=frame_rate,
+    help="frames a second to take, by the frames' times (default: every frame)",
+)
 FPS = Option("--fps", type=frame_rate, help="frames a second (default: the source's)")
 SEED = Option("--seed", type=seed, help="sample the posterior with this seed instead of its mode")
 TILING = Option(
@@ -218,11 +261,6 @@ ENCODE_MANY = (
         metavar="SIZES",
         help="bring each clip to the nearest of these sizes, such as 49x480x720,49x720x480: frames, height, "
         "width; without, clips keep their own",
-    ),
-    _many(
-        "--fps",
-        type=frame_rate,
-        help="frames a second to take from each clip, by their times (default: every frame)",
     ),
     _many(
         "--windows",

@@ -46,7 +46,12 @@ COMMAND = options.Command(
             help="cpu: no floor, but quick",
         ),
         options.Option(
-            "--frames", group="program", type=int, default=49, help="frames of the video (default: 49)"
+            "--frames",
+            "--num-frames",
+            group="program",
+            type=int,
+            default=49,
+            help="frames of the video (default: 49)",
         ),
         options.Option("--height", group="program", type=int, default=480, help="in pixels (default: 480)"),
         options.Option("--width", group="program", type=int, default=720, help="in pixels (default: 720)"),

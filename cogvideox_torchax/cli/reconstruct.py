@@ -105,8 +105,7 @@ def _source_timing(
     at_own_rate = args.fps in (None, info.fps)  # None, without --fps, is the source's rate
     if frames_out != clip.num_frames:
         messages.append(
-            f"{clip.num_frames} frames were read, {frames_out} written: the model returns as many as it "
-            "took only for 8 k or 8 k + 1 of them"
+            f"{clip.num_frames} frames were read, {frames_out} written: {common.LENGTHS_THAT_STAY}"
         )
     keeps_times = info.variable and at_own_rate and is_mp4 and frames_out == clip.num_frames
     if info.variable:

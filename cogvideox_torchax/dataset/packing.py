@@ -40,7 +40,7 @@ def pack(directory: str | Path, output: str | Path, kind: str, shard_size: int =
     )
     files = sources.latent_files(Path(directory))
     if not files:
-        raise ClipError(f"{directory} holds no latent files: encode clips into it first")
+        raise ClipError(f"{directory} holds no latent files: give a directory that `encode` has written")
     settings = latent_files.about(files[0]).get("settings")
     for file in files:
         check_settings(latent_files.about(file).get("settings"), settings or {}, file)

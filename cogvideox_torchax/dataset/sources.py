@@ -126,7 +126,9 @@ def shards(directory: Path) -> list[Path]:
     suffixes = tuple(formats.SUFFIXES.values())
     found = _complete_files(directory, suffixes)
     if not found:
-        raise ClipError(f"{directory} holds no latents: they end in {', '.join(suffixes)}")
+        raise ClipError(
+            f"{directory} holds no latents: they end in {', '.join(suffixes)}; encode videos first"
+        )
     return found
 
 

@@ -86,7 +86,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = reports.parse(path.read_bytes())
     except FileNotFoundError as error:
-        raise ModelError(f"{path.parent} has no {path.name}: is this the directory of a model?") from error
+        raise ModelError(
+            f"{path.parent.absolute()} has no {path.name}: is this the directory of a model?"
+        ) from error
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} is not valid JSON ({error}): download it again") from error
     if not isinstance(content, dict):

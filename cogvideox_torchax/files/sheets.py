@@ -7,10 +7,12 @@ import torch
 
 LABEL, MARGIN = 16, 4
 """Pixels above a frame, for its label, and between frames."""
+GAIN = 4
+"""Factor of the differences, which are hardly seen as they are."""
 
 
 def contact_sheet(source: torch.Tensor, result: torch.Tensor, columns: int = 5) -> Any:
-    """Return a Pillow image with a row of frames each for source, reconstruction and absolute difference.
+    """Return a Pillow image with a row of frames each for source, reconstruction and amplified difference.
 
     Args:
         source, result: uint8 (1, 3, T, H, W), the video and its reconstruction.
@@ -21,8 +23,9 @@ def contact_sheet(source: torch.Tensor, result: torch.Tensor, columns: int = 5) 
     count = min(columns, source.shape[2])
     # Numbers of the frames from the first to the last; `max` is for a video of one frame.
     chosen = [round(i * (source.shape[2] - 1) / max(count - 1, 1)) for i in range(count)]
-    difference = (source.int() - result.int()).abs().to(source.dtype)  # a negative uint8 would wrap around
-    rows = {"source": source, "reconstruction": result, "difference": difference}
+    # As integers: negative and large values of uint8 would wrap around.
+    difference = (GAIN * (source.int() - result.int()).abs()).clamp(max=255).to(source.dtype)
+    rows = {"source": source, "reconstruction": result, f"{GAIN} x difference": difference}
     labels = {(name, t): f"{name}, frame {t}" for name in rows for t in chosen}
     height, width = source.shape[3:]
     pitch = (  # pixels from one column's left edge to the next one's: a label may be wider than its frame

@@ -33,6 +33,10 @@ LARGEST = 16_384
 """Most pixels of a side in H.264."""
 COPIED = ("aac", "ac3", "alac", "eac3", "mp3", "opus")
 """Codecs of sound that an .mp4 can hold."""
+HD_ROWS, BT709, BT601 = 720, 1, 6
+"""Fewest rows of a frame in BT.709, and the numbers of ITU-T H.273 for it and for BT.601 (525 lines)."""
+LIMITED_RANGE = 1
+"""FFmpeg's number for luma of 16 to 235."""
 
 
 class VideoError(ValueError):
@@ -133,10 +137,10 @@ def _name_for_messages(source: Source) -> Path:
 
 
 @contextlib.contextmanager
-def _opened(source: Source, **options: str) -> Iterator[Any]:
-    """Open a container with a video stream, for a `with` block; raise `VideoError` in place of PyAV's errors.
+def _opened(source: Source, **options: str) -> Iterator[tuple[Any, Any]]:
+    """Open a container for a `with` block, and yield it with its video stream.
 
-    `options` are options of FFmpeg's demuxer for the format.
+    `options` are options of FFmpeg's demuxer for the format. PyAV's errors are raised as `VideoError`.
     """
     av, path = _av(), _name_for_messages(source)
     if not isinstance(source, bytes):
@@ -148,14 +152,26 @@ def _opened(source: Source, **options: str) -> Iterator[Any]:
         # In a relative name FFmpeg takes the text before a colon for a protocol; after a slash it does not.
         file = io.BytesIO(source) if isinstance(source, bytes) else str(path.absolute())
         with av.open(file, options=options) as container:
-            if not container.streams.video:
+            stream = _main_stream(container, "video")
+            if stream is None:
                 raise VideoError(f"{path} has no video stream")
-            yield container
+            yield container, stream
     except av.error.FFmpegError as error:
         reason = error.strerror or type(error).__name__
         raise VideoError(
             f"{path} cannot be read as a video ({reason}): it is truncated or not a video"
         ) from error
+
+
+def _main_stream(container: Any, kind: str) -> Any:
+    """Return the stream of a kind, "video" or "audio", that FFmpeg takes for the best; None if there is none.
+
+    A still picture, such as the cover of an album, is no video.
+    """
+    still = _av().stream.Disposition.attached_pic
+    moving = [each for each in getattr(container.streams, kind) if still not in each.disposition]
+    best = container.streams.best(kind)
+    return best if best in moving else next(iter(moving), None)
 
 
 def probe(source: Source) -> VideoInfo:
@@ -167,8 +183,7 @@ def probe(source: Source) -> VideoInfo:
         VideoError: no file, no video, no frames, or fewer frames than the header announces.
     """
     path = _name_for_messages(source)
-    with _opened(source) as container:
-        stream = container.streams.video[0]
+    with _opened(source) as (container, stream):
         shown, orientation = [], None  # times of the frames that are shown, in ticks of the stream's clock
         for packet in container.demux(stream):
             if orientation is None:  # packets are decoded until the first frame comes out
@@ -185,7 +200,7 @@ def probe(source: Source) -> VideoInfo:
         has_times = None not in shown and len(set(shown)) == count  # each frame has a time, all differ
         ticks = sorted(shown) if has_times else []  # packets come in the order of decoding
         times = tuple((pts - ticks[0]) * stream.time_base for pts in ticks)
-        orientation = orientation or Orientation()
+        orientation, sound = orientation or Orientation(), _main_stream(container, "audio")
         height, width = orientation.sides((stream.height, stream.width))
         aspect = stream.sample_aspect_ratio or Fraction(1)  # a stored pixel's width over its height
         return VideoInfo(
@@ -196,16 +211,16 @@ def probe(source: Source) -> VideoInfo:
             num_frames=count,
             times=times,
             tick=stream.time_base or Fraction(0),
-            sound=_codec(container.streams.audio[0]) if container.streams.audio else "",
+            sound="" if sound is None else _codec(sound),
             pixel=1 / aspect if orientation.swapped else aspect,
         )
 
 
 def _count_frames(source: Source) -> int:
     """Return the number of frames in a file, including those that its edit list hides."""
-    with _opened(source, ignore_editlist="1") as container:
+    with _opened(source, ignore_editlist="1") as (container, stream):
         # Each packet is one frame, but for an empty packet at the end.
-        return sum(packet.size > 0 for packet in container.demux(container.streams.video[0]))
+        return sum(packet.size > 0 for packet in container.demux(stream))
 
 
 class Orientation(NamedTuple):
@@ -321,11 +336,12 @@ def framing(info: VideoInfo, *, multiple: int, height: int | None, width: int | 
             )
         return Framing(cropped_height, cropped_width, crop=True)
     if (chosen_height, chosen_width) != (cropped_height, cropped_width):
+        near = (max(round(side / multiple), 1) * multiple for side in (chosen_height, chosen_width))
         raise VideoError(
             f"{info.path.name} in {chosen_height} x {chosen_width} pixels (height x width): both must be "
             f"multiples of {multiple}; pass "
             + (f"--crop for {cropped_height} x {cropped_width}, or " if can_crop else "")
-            + "--height and --width to resize"
+            + "--height {} --width {} to resize".format(*near)
         )
     return Framing(chosen_height, chosen_width)
 
@@ -347,9 +363,9 @@ def read_frames(source: Source, size: Framing, frames: int | Sequence[int]) -> I
     count, first_size = 0, None  # number of decoded frames, and (height, width) of the first
     wanted = collections.Counter(indices)
     num_decoded = max(wanted, default=-1) + 1
-    with _opened(source) as container:
-        container.streams.video[0].thread_type = "AUTO"  # decodes on several threads
-        for count, frame in enumerate(itertools.islice(container.decode(video=0), num_decoded), 1):
+    with _opened(source) as (container, stream):
+        stream.thread_type = "AUTO"  # decodes on several threads
+        for count, frame in enumerate(itertools.islice(container.decode(stream), num_decoded), 1):
             first_size = first_size or (frame.height, frame.width)
             if (frame.height, frame.width) != first_size:
                 raise VideoError(
@@ -543,7 +559,11 @@ def check_writing(path: str | Path, fps: Fraction | float, times: Sequence[Fract
 
 
 class _Mp4Sink(Sink):
-    """An .mp4 of H.264 in yuv420p, which every player shows, in a quality that looks like the frames."""
+    """An .mp4 of H.264 in yuv420p, which every player shows, in a quality that looks like the frames.
+
+    Its colors are those that players suppose of its size, BT.709 from `HD_ROWS` rows on and BT.601 below, and
+    it says so.
+    """
 
     OPTIONS: ClassVar = {"crf": "18", "mbtree": "0"}
     """Options of x264: equal frames give equal files.
@@ -571,7 +591,11 @@ class _Mp4Sink(Sink):
         for pixels in _frames_NHWC(frames):
             if self._stream is None:
                 self._stream = self._add_video_stream(*pixels.shape[:2])
-            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24").reformat(
+                format="yuv420p",
+                dst_colorspace=self._stream.codec_context.colorspace,
+                dst_color_range=LIMITED_RANGE,
+            )
             shown = times[self._written] if times else Fraction(self._written) / self._fps
             if times:  # at an even rate the encoder counts the frames itself
                 frame.pts, frame.time_base = round(shown / self.TICK), self.TICK
@@ -584,15 +608,22 @@ class _Mp4Sink(Sink):
     def _add_video_stream(self, height: int, width: int) -> Any:
         """Add the video stream to the file and return it.
 
-        It gets the frames' size, the shape of a pixel and, for frames with their own times, the clock.
+        It gets the frames' size and colors, the shape of a pixel and, for frames with their own times, the
+        clock.
         """
+        if height % 2 or width % 2:
+            raise VideoError(f"got frames of {height} x {width} pixels: an .mp4 needs even sides")
         stream = self._container.add_stream(
             "libx264", self._fps, self.OPTIONS, height=height, width=width, pix_fmt="yuv420p"
         )
+        context = stream.codec_context
+        context.color_range = LIMITED_RANGE
+        context.colorspace = BT709 if height >= HD_ROWS else BT601
+        context.color_primaries = context.color_trc = context.colorspace
         if self._source.pixel != 1:
-            stream.codec_context.sample_aspect_ratio = self._source.pixel
+            context.sample_aspect_ratio = self._source.pixel
         if self._source.times:
-            stream.time_base = stream.codec_context.time_base = self.TICK
+            stream.time_base = context.time_base = self.TICK
         return stream
 
     def finish(self) -> None:
@@ -623,7 +654,7 @@ def _copied_sound(source: SourceTiming, container: Any) -> Generator[Fraction]:
     if source.sound is None:
         return
     with _av().open(str(source.sound.absolute())) as file:
-        video, sound = file.streams.video[0], file.streams.audio[0]
+        video, sound = _main_stream(file, "video"), _main_stream(file, "audio")
         start = (video.start_time or 0) * (video.time_base or Fraction(0))  # of the first frame, in seconds
         stream = container.add_stream_from_template(sound)
         for packet in file.demux(sound):

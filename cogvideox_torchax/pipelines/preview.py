@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from cogvideox_torchax import runtime
 from cogvideox_torchax.files.whole import whole_file
-from cogvideox_torchax.runtime import host_skeleton, without_torchax
 
 PICTURES, PIXELS, PATCHES = 64, 64, 8
 """Number of pictures that the map is fitted to, their side in pixels, and patches of a color along a side."""
@@ -83,7 +83,7 @@ def preview_writer(vae: Any, path: str | Path, say: Callable[[str], None]) -> Ca
     """
     from PIL import Image
 
-    colors_of = without_torchax(fit, host_skeleton(vae))
+    colors_of = runtime.without_torchax(fit, runtime.host_skeleton(vae))
     say(f"preview: a linear map of latents that explains {colors_of.explained:.0%} of colors")
 
     def show(latents: torch.Tensor) -> None:

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from cogvideox_torchax.upstream import COMPILING_EVENTS, TRACING_EVENTS
 
-LONG = 1.0
-"""Seconds of lowering from which on the compilation of a program is announced."""
+LONG = 0.3
+"""Seconds of tracing and lowering from which on the compilation of a program is announced."""
 
 
 class CompileClock:
@@ -27,18 +27,23 @@ class CompileClock:
         self.started = time.perf_counter()
         self.spans: list[tuple[str, float, float]] = []  # (event, start, end) of JAX's work
         self._announce, self._announced = announce, set[str]()  # `_announced`: names of programs
+        self._traced = dict[str, float]()  # seconds of tracing, by the name of a program
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
     def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        """Record a span of JAX's work, and announce a program whose lowering took long.
+        """Record a span of JAX's work, and announce a program whose tracing and lowering took long.
 
         JAX calls it when `event` has ended, after `duration_secs`.
         """
         now = time.perf_counter()
         self.spans.append((event, now - duration_secs, now))
         name = str(kwargs.get("fun_name")).removeprefix("jit(").removesuffix(")")
-        # The last of `TRACING_EVENTS` is lowering; compilation comes next.
-        if event == TRACING_EVENTS[-1] and duration_secs >= LONG and name not in self._announced:
+        tracing, lowering = TRACING_EVENTS
+        if event == tracing:
+            self._traced[name] = duration_secs
+        # Compilation comes next.
+        long = duration_secs + self._traced.get(name, 0.0) >= LONG
+        if event == lowering and long and name not in self._announced:
             self._announced.add(name)
             self._announce(
                 f"compiling {name}, unless the compile cache has it: minutes on a TPU, once for a size"

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax.files.reports import pyplot, save_figure, table
+from cogvideox_torchax.vae import tolerances
 from cogvideox_torchax.verify.compare import Result
 
 FORMAT = "cogvideox-torchax-verify/1"
@@ -106,6 +107,8 @@ def _error_text(value: float | None) -> str:
 def draw_layers(results: list[Result], path: Path) -> None:
     """Draw each layer's relative error on a log axis, a line for each result, and save the picture.
 
+    Another line is the tolerance of float32; that of bfloat16 bounds other errors, relative to PyTorch's own.
+
     A log axis has no 0. So a layer with an error of 0 is drawn on a line named "exact", at a third of the
     smallest other error.
     """
@@ -124,6 +127,9 @@ def draw_layers(results: list[Result], path: Path) -> None:
             markersize=4,
             label=f"{result.backend} {result.dtype}",
         )
+    if any(result.dtype == "float32" for result in results):
+        label = f"tolerance of float32, {tolerances.FLOAT32_RELATIVE:.0e}"
+        axes.axhline(tolerances.FLOAT32_RELATIVE, color="C3", linestyle="--", linewidth=0.8, label=label)
     axes.axhline(floor, color="0.8", linewidth=0.8)
     axes.text(0, floor, "exact", va="bottom", color="0.5", fontsize=8)
     axes.set_xticks(range(len(names)), names, rotation=90, fontsize=7)

@@ -98,6 +98,25 @@ def test_a_seed_samples_as_diffusers_does(clip, model_directory, small_vae):
     assert reference.largest_error(latents.load("new.safetensors").tensor, want) < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("more", "frames", "words"),
+    [
+        (("--frames", 3), 3, "3 frames are 1 of latents, which decode to 1: the model returns as many"),
+        (("--fps", 8), 7, "7 frames are 2 of latents, which decode to 8:"),
+        ((), 9, ""),
+    ],
+)
+def test_encode_takes_a_rate_and_says_which_length_comes_back(
+    clip, model_directory, capsys, more, frames, words
+):
+    assert run(*ENCODE, "--backend", "torch", *more) == 0
+    said, loaded = capsys.readouterr().err, latents.load("new.safetensors")
+    assert (words in said) if words else (said == "")
+    assert (loaded.num_frames, loaded.fps) == (frames, 8 if "--fps" in more else 10)
+    assert run("decode", "new.safetensors", "-o", "new.mp4", "--backend", "torch") == 0
+    assert f"decode to {video.probe('new.mp4').num_frames}:" in words or not words
+
+
 @pytest.mark.parametrize("backend", ["torchax", "flax"])
 @pytest.mark.slow_cases("flax")
 def test_demo_writes_all_and_agrees_with_pytorch(clip, capsys, backend):
@@ -212,6 +231,16 @@ def test_help_shows_an_example_and_fits_a_screen_or_groups_its_options(command, 
     )
 
 
+def test_lines_about_compiling_and_bad_clips_do_not_hang_on_a_progress_bar(clip, model_directory, capsys):
+    Path("bad.mp4").write_bytes(b"no video")
+    assert cli.main(["encode", ".", "-o", "out", "--model", "vae"]) == 1
+    said = re.split("[\r\n]", capsys.readouterr().err)
+    assert [line for line in said if "compiling" in line] == [
+        "compiling EncoderChunk, unless the compile cache has it: minutes on a TPU, once for a size"
+    ]
+    assert any(line.startswith("bad clip bad.mp4: ") for line in said)
+
+
 def test_a_program_that_takes_long_is_announced_once_before_it_is_compiled(monkeypatch):
     import jax
 
@@ -262,7 +291,11 @@ WRONG = {
         "not a video",
     ),
     "truncated video": (lambda: _truncate("clip.mp4"), ENCODE, "truncated"),
-    "size": (lambda: None, (*ENCODE, "--height", 23), "multiples of 8; pass --crop for 16 x 40"),
+    "size": (
+        lambda: None,
+        (*ENCODE, "--height", 23),
+        "multiples of 8; pass --crop for 16 x 40, or --height 24 --width 40 to resize",
+    ),
     "more frames than there are": (
         lambda: None,
         (*ENCODE, "--frames", 99),
@@ -278,6 +311,27 @@ WRONG = {
         (*ENCODE[:3], "no/z.safetensors", *ENCODE[4:]),
         "there is no directory",
     ),
+    "a video as latents": (
+        lambda: None,
+        ("decode", "clip.mp4", *DECODE[2:]),
+        "clip.mp4 is a video: encode it first",
+    ),
+    "latents as a video": (
+        lambda: None,
+        ("encode", "z.safetensors", *ENCODE[2:]),
+        "z.safetensors holds latents: decode it",
+    ),
+    "videos as latents": (
+        lambda: Path("films").mkdir(),
+        ("decode", "films", "-o", "new"),
+        "encode videos first",
+    ),
+    "a source as output": (
+        lambda: None,
+        ("reconstruct", "clip.mp4", "-o", "vae/../clip.mp4", "--model", "vae"),
+        "it is the input",
+    ),
+    "no name to reconstruct": (lambda: None, ("reconstruct", "", "-o", "new.mp4"), "got an empty name"),
     "missing latents": (lambda: None, ("decode", "no.safetensors", *DECODE[2:]), "there is no file"),
     "truncated latents": (lambda: _truncate("z.safetensors"), DECODE, "truncated"),
     "weights as latents": (
@@ -398,25 +452,50 @@ WRONG_ARGUMENTS = {
     "no frames": ("compile 0x16x24", "argument FRAMESxHEIGHTxWIDTH: got a video of"),
     "an odd height": ("compile 5x15x24", "argument FRAMESxHEIGHTxWIDTH: got a video of"),
     "letters": ("compile axbxc", "argument FRAMESxHEIGHTxWIDTH: got a video of"),
-    "no device": ("generate --dp 0", "argument --dp: 0 is not a positive number"),
+    "no device": ("generate --dp 0", "argument --dp: 0 is not a whole number above 0"),
     "a seed of 75 bits": ("encode a.mp4 --seed 19999999999999999999999", "argument --seed: got 199"),
-    "a seed below 0": ("encode a.mp4 --seed -1", "argument --seed: got -1: give 0 to 18446744073709551615"),
+    "a seed below 0": (
+        "encode a.mp4 --seed -1",
+        "argument --seed: got -1: give a whole number from 0 to 18446744073709551615",
+    ),
     "the prefix of an option": (
         "generate --model any --prompt panda -o any.mp4 --guidance 1",
-        "unrecognized arguments: --guidance 1",
+        "there is no option --guidance: did you mean --guidance-scale?",
     ),
+    "a shorter name": (
+        "generate --steps 20",
+        "there is no option --steps: did you mean --num-inference-steps?",
+    ),
+    "a wrong letter": (
+        "generate --guidance_scal=3",
+        "no option --guidance_scal: did you mean --guidance-scale?",
+    ),
+    "a name that is near none": ("encode a.mp4 --frobnicate", "there is no option --frobnicate"),
+    "frames in words": ("encode a.mp4 --frames many", "--num-frames: many is not a whole number above 0"),
+    "a seed in words": ("encode a.mp4 --seed any", "argument --seed: got any: give a whole number from 0"),
+    "a letter": ("encode a.mp4 -o a.safetensors -n 3", "unrecognized arguments: -n 3"),
+    "a second file": ("encode a.mp4 b.mp4 -o a.safetensors", "unrecognized arguments: b.mp4"),
 }
 
 
 def check_refused(capsys, arguments, words):
     with pytest.raises(SystemExit, match=f"^{cli.USER_ERROR}$"):
         cli.main(arguments.split())
-    assert words in capsys.readouterr().err.splitlines()[-1]
+    said = capsys.readouterr().err
+    assert said.startswith(f"usage: cogvideox-torchax {arguments.split()[0]} ")
+    assert words in said.splitlines()[-1]
 
 
 @pytest.mark.parametrize(("arguments", "words"), WRONG_ARGUMENTS.values(), ids=WRONG_ARGUMENTS)
 def test_a_wrong_argument_is_refused_before_anything_is_read(arguments, words, capsys):
     check_refused(capsys, arguments, words)
+
+
+def test_an_option_may_be_named_as_diffusers_names_its_arguments():
+    given = "generate --model m -o a.mp4 --num_frames 9 --guidance_scale=3 --negative_prompt"
+    args = cli.parser().parse_args([*given.split(), "--a dark_blue"])
+    assert (args.frames, args.guidance_scale, args.negative_prompt) == (9, 3.0, "--a dark_blue")
+    assert cli.parser().parse_args(["encode", "a", "-o", "b", "--num-frames", "5"]).frames == 5
 
 
 @pytest.mark.parametrize("command", ["decode no.file", "reconstruct no.file", "generate"])

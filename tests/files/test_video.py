@@ -32,6 +32,7 @@ def encode(container, frames, codec="libx264", rate=10, times=None, **options):
     """Encode frames into an open container by PyAV alone, at times of their own in milliseconds if given."""
     stream = container.add_stream(codec, rate=rate, options=options)
     stream.height, stream.width, stream.pix_fmt = *frames.shape[3:], "yuv420p"
+    stream.disposition = av.stream.Disposition.default
     if times:
         stream.codec_context.time_base = Fraction(1, 1000)
     for number, pixels in enumerate(frames[0].permute(1, 2, 3, 0).contiguous().numpy()):
@@ -85,6 +86,49 @@ def test_a_smaller_frame_is_made_of_all_pixels(tmp_path):
     assert (small[0].transpose(0, 1) - want).abs().mean() < 5
 
 
+COLORS = [(255, 0, 0), (0, 255, 0), (0, 0, 255), (200, 30, 120), (10, 200, 90), (128, 128, 128)]
+
+
+@pytest.mark.parametrize(("height", "standard"), [(480, 6), (712, 6), (720, 1), (768, 1)])
+def test_colors_are_tagged_and_read_back_under_the_tags(tmp_path, height, standard):
+    path = tmp_path / "colors.mp4"
+    frames = torch.tensor(COLORS, dtype=torch.uint8).T.repeat_interleave(16, 1)
+    frames = frames[None, :, None, None].expand(1, 3, 2, height, -1)
+    write(path, frames)
+    with av.open(str(path)) as container:
+        frame = next(container.decode(video=0))
+    assert (frame.colorspace, frame.color_primaries, frame.color_trc, frame.color_range) == (
+        *[standard] * 3,
+        1,
+    )
+    assert (read_all(path).int() - frames.int())[..., 8::16].abs().max() <= 3
+
+
+@pytest.mark.parametrize("full_range", [False, True], ids=["limited", "full"])
+@pytest.mark.parametrize(
+    ("matrix", "red", "blue"), [(1, 0.2126, 0.0722), (6, 0.299, 0.114), (9, 0.2627, 0.0593)]
+)
+def test_the_tags_of_a_file_are_read(tmp_path, matrix, red, blue, full_range):
+    """The planes are computed here, by the definition of Y'CbCr."""
+    rgb = np.array(COLORS).repeat(16, 0) / 255
+    luma = rgb @ [red, 1 - red - blue, blue]
+    planes = [luma, *((rgb[:, i] - luma) / 2 / (1 - weight) for i, weight in ((2, blue), (0, red)))]
+    low, gains = (0, (255, 255, 255)) if full_range else (16, (219, 224, 224))
+    planes = [
+        np.clip(plane * gain + start, 0, 255).round().astype(np.uint8)[None].repeat(32, 0)
+        for plane, gain, start in zip(planes, gains, (low, 128, 128), strict=True)
+    ]
+    with av.open(str(tmp_path / "tagged.mkv"), "w") as container:
+        stream = container.add_stream("ffv1", rate=8)
+        stream.height, stream.width, stream.pix_fmt = 32, len(rgb), "yuv444p"
+        stream.codec_context.colorspace, stream.codec_context.color_range = matrix, 1 + full_range
+        frame = av.VideoFrame.from_ndarray(np.stack(planes), format="yuv444p")
+        frame.colorspace, frame.color_range = matrix, 1 + full_range
+        container.mux([*stream.encode(frame), *stream.encode(None)])
+    got = read_all(tmp_path / "tagged.mkv")[0, :, 0, 16].T
+    assert np.abs(got.numpy() - 255 * rgb).max() <= 3
+
+
 def test_gif_and_frames(tmp_path):
     from PIL import Image
 
@@ -121,12 +165,23 @@ def _audio_only(path):
         container.mux(stream.encode(frame))
 
 
+def _cover_only(path):
+    """Write sound with an album's cover, which FFmpeg takes for a video stream."""
+    with av.open(str(path), "w", format="mp4") as container:
+        container.add_stream("aac", rate=8000, layout="mono")
+        cover = container.add_stream("mjpeg", rate=10)
+        cover.height, cover.width, cover.pix_fmt = 64, 64, "yuvj420p"
+        cover.disposition = av.stream.Disposition.attached_pic
+        container.mux([*cover.encode(av.VideoFrame(64, 64, "yuvj420p")), *cover.encode(None)])
+
+
 BAD_FILES = {
     "missing": (lambda p: None, "there is no file"),
     "a directory": (lambda p: p.mkdir(), "is a directory"),
     "text": (lambda p: p.write_text("hello" * 100), "truncated or not a video"),
     "empty": (lambda p: p.touch(), "truncated or not a video"),
     "no video stream": (_audio_only, "no video stream"),
+    "a cover": (_cover_only, "no video stream"),
     "no frames": (_no_frames, "no frames|no video stream"),
 }
 
@@ -156,7 +211,7 @@ def test_a_crop_is_rounded_down_and_cut_out_of_no_smaller_video(clip):
     with pytest.raises(video.VideoError, match="cannot crop 24 x 40 pixels to 48 x 32"):
         video.framing(info, multiple=16, height=48, width=None, crop=True)
     narrow = dataclasses.replace(info, width=6)
-    with pytest.raises(video.VideoError, match="multiples of 8; pass --height and --width to resize"):
+    with pytest.raises(video.VideoError, match="multiples of 8; pass --height 24 --width 8 to resize"):
         video.framing(narrow, multiple=8, height=None, width=None, crop=False)
 
 
@@ -286,9 +341,12 @@ def test_sound_without_a_decoder_is_none_that_can_be_read(tmp_path):
 TIMES = [Fraction(n, 100) for n in (0, 10, 12, 20, 50, 60, 61, 70, 90)]
 
 
-def with_sound(path, codec="aac", rate=16000, container="mp4"):
-    """Nine frames in 0.9 seconds, with a tone of a second."""
+def with_sound(path, codec="aac", rate=16000, container="mp4", angle=False):
+    """Nine frames in 0.9 seconds, with a tone of a second; at choice first a picture of another angle."""
     with av.open(str(path), "w", format=container) as out:
+        if angle:
+            other = out.add_stream("mpeg4", rate=10, height=64, width=64, pix_fmt="yuv420p")
+            other.disposition = av.stream.Disposition(0)
         sound = out.add_stream(codec, rate=rate, layout="mono")
         encode(out, moving_frames(), "libx264" if container == "mp4" else "mpeg2video")
         tone = (np.sin(np.arange(rate) * 2 * np.pi * 440 / rate) * 2**14).astype(np.int16)
@@ -297,6 +355,10 @@ def with_sound(path, codec="aac", rate=16000, container="mp4"):
             frame.sample_rate, frame.pts = rate, start
             out.mux(sound.encode(frame))
         out.mux(sound.encode(None))
+        if angle:
+            picture = av.VideoFrame(64, 64, "yuv420p")
+            picture.pts = 5  # half a second after the sound
+            out.mux([*other.encode(picture), *other.encode(None)])
     return path
 
 
@@ -346,6 +408,18 @@ def test_sound_that_mp4_knows_is_copied_packet_for_packet(tmp_path, codec):
     assert (info.num_frames, info.sound) == (9, codec)
 
 
+def test_of_two_video_streams_the_best_is_read_counted_and_heard(tmp_path):
+    one, two = with_sound(tmp_path / "one.mp4"), with_sound(tmp_path / "two.mp4", angle=True)
+    info = video.probe(two)
+    assert (info.height, info.width, info.num_frames, info.fps) == (24, 40, 9, 10)
+    assert video._count_frames(two) == 9
+    assert torch.equal(read_all(two), read_all(one))
+    for path in (one, two):
+        timing = video.SourceTiming((), path, Fraction(1, 2))
+        write(tmp_path / f"of {path.name}", moving_frames(5), source=timing)
+    assert heard(tmp_path / "of two.mp4") == heard(tmp_path / "of one.mp4")
+
+
 def test_sound_ends_with_the_frames(tmp_path):
     source = with_sound(tmp_path / "a.mp4")
     write(tmp_path / "b.mp4", moving_frames(5), source=video.SourceTiming((), source, Fraction(1, 2)))
@@ -362,3 +436,13 @@ def test_labels_of_a_contact_sheet_leave_a_gap_between_them(width):
     # A picture is black from its first pixel on; a label may begin one pixel to the left of it.
     pictures = [start for start in starts if not sheet[sheets.LABEL, start + 1 : start + 3].all()]
     assert len(pictures) == 5, "a white column before each picture"
+
+
+def test_differences_of_a_contact_sheet_are_amplified_as_its_label_says(monkeypatch):
+    labels = []
+    monkeypatch.setattr("PIL.ImageDraw.ImageDraw.text", lambda _draw, _at, text, **_: labels.append(text))
+    source, result = (torch.full((1, 3, 1, 8, 96), value, dtype=torch.uint8) for value in (50, 60))
+    result[..., 48:] = 255
+    sheet = np.asarray(sheets.contact_sheet(source, result))
+    assert labels == ["source, frame 0", "reconstruction, frame 0", "4 x difference, frame 0"]
+    assert [tuple(sheet[-8, x]) for x in (10, 90)] == [(40, 40, 40), (255, 255, 255)]

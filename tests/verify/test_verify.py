@@ -139,18 +139,21 @@ def test_psnr_of_known_values():
     assert psnr(torch.full((4,), 0.2), torch.zeros(4), 2.0) == pytest.approx(20)
 
 
-def test_a_layers_error_is_drawn_at_its_own_name(monkeypatch):
+@pytest.mark.parametrize(("dtype", "tolerances"), [("float32", [1e-5]), ("bfloat16", [])])
+def test_a_layers_error_is_drawn_at_its_own_name_beside_the_tolerance(monkeypatch, dtype, tolerances):
     """The Flax build has no `decoder.norm_out`; its list is the shorter one, and the first."""
     drawn, named = [], types.SimpleNamespace
     monkeypatch.setattr(report, "save_figure", lambda figure, _: drawn.append(figure.axes[0]))
     results = [
-        named(backend="any", dtype="any", layers=[named(name=name, relative=0.1) for name in names])
+        named(backend="any", dtype=dtype, layers=[named(name=name, relative=0.1) for name in names])
         for names in ("ac", "abc")
     ]
     report.draw_layers(results, "any.png")
     (axes,) = drawn
     assert [label.get_text() for label in axes.get_xticklabels()] == ["a", "b", "c"]
     assert [list(line.get_xdata()) for line in axes.lines[:2]] == [[0, 2], [0, 1, 2]]
+    drawn_as = [line for line in axes.lines if line.get_label().startswith("tolerance of float32")]
+    assert [line.get_ydata()[0] for line in drawn_as] == tolerances
 
 
 def test_the_command_writes_json_tables_and_a_picture(

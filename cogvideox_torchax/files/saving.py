@@ -1,0 +1,80 @@
+"""`save_video`: the frames that a pipeline returns, in any of their forms, to a file."""
+
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from cogvideox_torchax import runtime
+from cogvideox_torchax.files import video
+from cogvideox_torchax.files.video import VideoError
+
+ROUNDING = 0.5 / 255
+"""Largest distance of a float from [0, 1]: it is rounded to the byte 0 or 255."""
+
+
+def save_video(frames: Any, path: str | Path, fps: Fraction | float) -> None:
+    """Write the video that a pipeline returned: an .mp4 or .gif file, or a directory of PNG pictures.
+
+    The output is complete or absent. An .mp4 needs the extra `video`.
+
+    Args:
+        frames: `frames` or `frames[0]` of a pipeline's result, of every `output_type` but "latent": Pillow
+            images; arrays (T, H, W, 3) or (1, T, H, W, 3); or torch tensors (T, 3, H, W) or (1, T, 3, H, W),
+            which may be on JAX. Values are floats in [0, 1], or uint8.
+        path: of the file or the directory.
+        fps: frames a second. CogVideoX makes 8, CogVideoX 1.5 makes 16.
+
+    Raises:
+        VideoError: frames of another type, shape or range, or several videos.
+        OutputError: an output that cannot be written.
+    """
+    runtime.without_torchax(_save, frames, path, fps)
+
+
+def _save(frames: Any, path: str | Path, fps: Fraction | float) -> None:
+    frames_THWC = _one_video(frames, _array(frames))
+    with video.writing(path, fps) as sink:
+        for pixels in frames_THWC:
+            if pixels.dtype != np.uint8:
+                pixels = (pixels.clip(0, 1) * np.float32(255)).round().astype(np.uint8)
+            sink.write(torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1)[None, :, None])
+
+
+def _array(frames: Any) -> np.ndarray:
+    """Return frames in NumPy, channels last, and all else as it is."""
+    if isinstance(frames, torch.Tensor):
+        host = runtime.to_torch(frames).detach().cpu()
+        host = host.float() if host.is_floating_point() else host  # NumPy has no bfloat16
+        return np.moveaxis(host.numpy(), -3, -1) if host.ndim >= 3 else host.numpy()
+    if isinstance(frames, list | tuple):
+        arrays = [_array(frame) for frame in frames]
+        if len({array.shape for array in arrays}) > 1:
+            raise VideoError(f"got frames of several sizes: {sorted({array.shape for array in arrays})}")
+        return np.stack(arrays) if arrays else np.empty(0)
+    return np.asarray(frames.convert("RGB") if hasattr(frames, "convert") else frames)
+
+
+def _one_video(frames: Any, array: np.ndarray) -> np.ndarray:
+    """Return (T, H, W, 3) of one video's array; raise `VideoError` for anything else, as the user gave it."""
+    kind, shape = type(frames).__name__, tuple(getattr(frames, "shape", array.shape))
+    is_float = np.issubdtype(array.dtype, np.floating)
+    if not is_float and array.dtype != np.uint8:
+        raise VideoError(f"got {kind} of {array.dtype}: give a pipeline's frames, images, floats or uint8")
+    if array.ndim == 5 and len(array) != 1:
+        raise VideoError(f"got {len(array)} videos, {kind} of shape {shape}: save frames[0] and so on alone")
+    video_THWC = array[0] if array.ndim == 5 else array
+    if video_THWC.ndim != 4 or video_THWC.shape[-1] != 3 or not video_THWC.size:
+        raise VideoError(
+            f"got {kind} of shape {shape}: give images, arrays (T, H, W, 3) or torch tensors (T, 3, H, W); "
+            "of a VAE's (1, 3, T, H, W), frames[0].transpose(0, 1) / 2 + 0.5; decode latents first"
+        )
+    low, high = video_THWC.min(), video_THWC.max()
+    if is_float and not (low >= -ROUNDING and high <= 1 + ROUNDING):  # NaN is refused, too
+        raise VideoError(
+            f"got values from {low:.3g} to {high:.3g}, floats in [0, 1] are wanted: of [-1, 1] give "
+            "frames / 2 + 0.5, of [0, 255] uint8"
+        )
+    return video_THWC
