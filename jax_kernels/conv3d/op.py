@@ -14,7 +14,7 @@ from jax_kernels.common.pointwise import check_choice
 from jax_kernels.conv3d import xla
 
 Start = Literal["replicate", "zeros"]
-Implementation = Literal["direct", "summed", "folded", "patches"]
+Implementation = Literal["direct", "summed", "filtered", "folded", "patches"]
 
 
 def conv3d(
@@ -114,12 +114,14 @@ def _causal(
         return xla.finish(target, y, bias, residual, like=x), None
     if cache is None and x.shape[1] == 1 and implementation is None:
         return xla.convolve_image(target, x, residual, kernel, bias, replicate=start == "replicate")
+    # The function that returns the convolution's sums in float32.
+    form = _IMPLEMENTATIONS[implementation or _fastest(target, x, kernel)]
     if cache is None:
+        if form is xla.filtered_on_cpu and start == "replicate":
+            form = functools.partial(form, at_start=True)
         first_frame = x[:, :1]
         before = first_frame if start == "replicate" else jnp.zeros_like(first_frame)
         cache = jnp.repeat(before, kernel.shape[0] - 1, axis=1)
-    # The function that returns the convolution's sums in float32.
-    form = _IMPLEMENTATIONS[implementation or _fastest(target, x, kernel)]
     return xla.convolve_frames(target, x, cache, residual, kernel, bias, form=form)
 
 
@@ -134,7 +136,7 @@ def _fastest(target: Target, x: Array, kernel: Array) -> Implementation:
     H200 decoding by 3-D ones was not done after 100 s, compiling included.
     """
     if not target.on_tpu:
-        return "summed"
+        return "filtered" if xla.suits_filtering(x, kernel) else "summed"
     if xla.suits_patches(x, kernel):
         return "patches"
     return "folded" if is_large(x) else "direct"
@@ -143,6 +145,7 @@ def _fastest(target: Target, x: Array, kernel: Array) -> Implementation:
 _IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {
     "direct": xla.direct,
     "summed": xla.summed,
+    "filtered": xla.filtered_on_cpu,
     "folded": xla.folded,
     "patches": xla.patches,
 }

@@ -17,6 +17,7 @@ from jax_kernels.common.frames import (
     conv_patches,
     is_image_for_tpu,
     is_large,
+    join_frames,
     kernel_layout,
     select_frames,
     store_columns_last,
@@ -24,6 +25,7 @@ from jax_kernels.common.frames import (
 )
 from jax_kernels.common.pointwise import precision_for
 from jax_kernels.common.tiles import LANES
+from jax_kernels.common.transforms import TAPS, filtered, separate_taps
 
 Padding = tuple[int, int]
 """Numbers of zeros before and after an axis."""
@@ -34,6 +36,10 @@ Form = Callable[[Array, Array, Padding], Array]
 
 FEW = 16
 """Most channels that count as few: they leave a TPU's matrix unit, or its tiles, nearly empty."""
+
+
+SMALLEST_FILTERED = 256
+"""Fewest pixels of a frame for which Winograd's filtering saves a CPU more than the kernel's transform costs."""
 
 
 def direct(frames: Array, kernel: Array, columns: Padding) -> Array:
@@ -75,6 +81,44 @@ def folded(frames: Array, kernel: Array, columns: Padding) -> Array:
     """
     inputs = jnp.concatenate(_frames_under_taps(frames, kernel), axis=-1)
     return conv_frames(inputs, jnp.concatenate(list(kernel), axis=2), padding=_padding(kernel, columns))
+
+
+def filtered_on_cpu(frames: Array, kernel: Array, columns: Padding, *, at_start: bool = False) -> Array:
+    """Return `summed`, computed on a CPU by Winograd's filtering along time (`transforms`): fewer products.
+
+    Frames are filtered four and two together; one that is left over comes first. With `at_start` the first
+    three frames are equal, and the taps of the first result are added before they multiply.
+    """
+    by_filtering = functools.partial(_filtered, columns=columns, at_start=at_start)
+    return jax.lax.platform_dependent(
+        frames, kernel, cpu=by_filtering, default=functools.partial(summed, columns=columns)
+    )
+
+
+def _filtered(frames: Array, kernel: Array, columns: Padding, at_start: bool) -> Array:
+    """Compute `filtered_on_cpu` for a kernel of three taps of time."""
+    convolve = functools.partial(conv_frames, padding=_padding(kernel, columns))
+    length = frames.shape[1] - TAPS + 1
+    is_large = frames.shape[2] * frames.shape[3] >= SMALLEST_FILTERED
+    parts, done = [], length % 2
+    if done:  # the first result by itself
+        first = frames[:, :TAPS]
+        parts = [convolve(first[:, :1], jnp.sum(kernel, 0)) if at_start else summed(first, kernel, columns)]
+    for tile in (4, 2):
+        count = (length - done) // tile * tile
+        if count:
+            under_taps = frames[:, done : done + count + TAPS - 1]
+            by_tile = functools.partial(
+                filtered, tile=tile, multiply=convolve, transform_taps=separate_taps
+            )
+            parts.append(by_tile(under_taps, kernel) if is_large else summed(under_taps, kernel, columns))
+            done += count
+    return join_frames(parts)
+
+
+def suits_filtering(frames: Array, kernel: Array) -> bool:
+    """Return whether to convolve frames by Winograd's filtering on a CPU: in float32, by three taps of time."""
+    return frames.dtype == jnp.float32 and kernel.shape[0] == TAPS
 
 
 def patches(frames: Array, kernel: Array, columns: Padding) -> Array:

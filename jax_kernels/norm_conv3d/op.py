@@ -25,7 +25,7 @@ from jax_kernels.group_norm.moments import (
 )
 from jax_kernels.group_norm.op import group_norm_on
 from jax_kernels.norm_conv3d import sizes, tpu
-from jax_kernels.norm_conv3d.transforms import filtered
+from jax_kernels.common.transforms import filtered
 from jax_kernels.spatial_norm import xla as spatial_xla
 from jax_kernels.spatial_norm.op import check_spatial_norm, spatial_norm_on
 

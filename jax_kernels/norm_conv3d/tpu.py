@@ -37,7 +37,7 @@ from jax_kernels.norm_conv3d.sizes import (
     sizes_of,
 )
 from jax_kernels.norm_conv3d.step import grid_position, matrices
-from jax_kernels.norm_conv3d.transforms import transformed_taps
+from jax_kernels.common.transforms import transformed_taps
 
 RAGGED_IN_PLACE = True
 """True if the next cache reuses the memory of the last one even where columns are no whole chunks.

@@ -26,7 +26,7 @@ from jaxtyping import Array, Float
 
 from jax_kernels.norm_conv3d.sizes import MARGIN, ROWS, SUBLANES, TAPS, TILES, ConvSizes
 from jax_kernels.norm_conv3d.step import ConvStep, fill_zeros, lanes_of, repeat_earlier_frame
-from jax_kernels.norm_conv3d.transforms import TRANSFORMS
+from jax_kernels.common.transforms import TRANSFORMS
 
 
 def tap(
