@@ -122,7 +122,7 @@ def transformed_taps(kernel: Float[Array, "3 ..."], tile: int) -> Float[Array, "
 
 
 def separate_taps(kernel: Float[Array, "3 ..."], tile: int) -> list[Array]:
-    """Return `transformed_taps` of a float32 kernel as separate arrays, which a CPU computes as they are used."""
+    """Return `transformed_taps` of a float32 kernel as separate arrays, which suit a CPU."""
     return [
         functools.reduce(jnp.add, (factor * kernel[tap] for tap, factor in enumerate(factors) if factor))
         for factors in TRANSFORMS[tile].taps

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from jax_kernels.common.columns import add_from_neighbours, with_clear_padding
-from jax_kernels.common.dispatch import Target
+from jax_kernels.common.dispatch import Target, with_derivatives_of
 from jax_kernels.common.frames import (
     LARGE_FRAME,
     MOST_IN_PATCHES,
@@ -38,8 +38,11 @@ FEW = 16
 """Most channels that count as few: they leave a TPU's matrix unit, or its tiles, nearly empty."""
 
 
+LARGE_WEIGHT = 2**20
+"""Fewest numbers of a weight that a CPU transposes once, by a loop."""
+
 SMALLEST_FILTERED = 256
-"""Fewest pixels of a frame for which Winograd's filtering saves a CPU more than the kernel's transform costs."""
+"""Fewest pixels of a frame for which filtering saves a CPU more than the kernel's transform costs."""
 
 
 def direct(frames: Array, kernel: Array, columns: Padding) -> Array:
@@ -89,10 +92,11 @@ def filtered_on_cpu(frames: Array, kernel: Array, columns: Padding, *, at_start:
     Frames are filtered four and two together; one that is left over comes first. With `at_start` the first
     three frames are equal, and the taps of the first result are added before they multiply.
     """
+    plain = functools.partial(summed, columns=columns)
     by_filtering = functools.partial(_filtered, columns=columns, at_start=at_start)
-    return jax.lax.platform_dependent(
-        frames, kernel, cpu=by_filtering, default=functools.partial(summed, columns=columns)
-    )
+    by_platform = functools.partial(jax.lax.platform_dependent, cpu=by_filtering, default=plain)
+    # With the derivatives of `summed` programs that are differentiated are those of every other platform.
+    return with_derivatives_of(plain, by_platform)(frames, kernel)
 
 
 def _filtered(frames: Array, kernel: Array, columns: Padding, at_start: bool) -> Array:
@@ -108,16 +112,42 @@ def _filtered(frames: Array, kernel: Array, columns: Padding, at_start: bool) ->
         count = (length - done) // tile * tile
         if count:
             under_taps = frames[:, done : done + count + TAPS - 1]
-            by_tile = functools.partial(
-                filtered, tile=tile, multiply=convolve, transform_taps=separate_taps
-            )
+            by_tile = functools.partial(filtered, tile=tile, multiply=convolve, transform_taps=separate_taps)
             parts.append(by_tile(under_taps, kernel) if is_large else summed(under_taps, kernel, columns))
             done += count
     return join_frames(parts)
 
 
+def window_first(weight: Float[Array, "O I *window"]) -> Float[Array, "*window I O"]:
+    """Return the weight of one of PyTorch's convolutions in the order of this package's kernels.
+
+    On a CPU a large one is transposed by a loop over outputs: XLA would transpose it again for each product
+    that uses it, and no barrier keeps it from that.
+    """
+    suits_loop = weight.ndim == 5 and weight.size >= LARGE_WEIGHT and weight.shape[0] % FEW == 0
+    if not suits_loop:
+        return _transposed(weight)
+    by_platform = functools.partial(jax.lax.platform_dependent, cpu=_transposed_by_loop, default=_transposed)
+    return with_derivatives_of(_transposed, by_platform)(weight)
+
+
+def _transposed(weight: Array) -> Array:
+    return weight.transpose(*range(2, weight.ndim), 1, 0)
+
+
+def _transposed_by_loop(weight: Array) -> Array:
+    """Compute `_transposed`, of `FEW` outputs at a time."""
+
+    def with_outputs(step: Array, kernel: Array) -> Array:
+        few = jax.lax.dynamic_slice_in_dim(weight, step * FEW, FEW, axis=0)
+        return jax.lax.dynamic_update_slice_in_dim(kernel, _transposed(few), step * FEW, axis=kernel.ndim - 1)
+
+    empty = jnp.zeros(jax.eval_shape(_transposed, weight).shape, weight.dtype)
+    return jax.lax.fori_loop(0, weight.shape[0] // FEW, with_outputs, empty)
+
+
 def suits_filtering(frames: Array, kernel: Array) -> bool:
-    """Return whether to convolve frames by Winograd's filtering on a CPU: in float32, by three taps of time."""
+    """Return whether a CPU may convolve frames by filtering: in float32, by three taps of time."""
     return frames.dtype == jnp.float32 and kernel.shape[0] == TAPS
 
 
