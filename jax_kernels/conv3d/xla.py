@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jax_kernels.common.columns import add_from_neighbours, with_clear_padding
 from jax_kernels.common.dispatch import Target, with_derivatives_of
@@ -38,8 +38,8 @@ FEW = 16
 """Most channels that count as few: they leave a TPU's matrix unit, or its tiles, nearly empty."""
 
 
-LARGE_WEIGHT = 2**20
-"""Fewest numbers of a weight that a CPU transposes once, by a loop."""
+LARGE_KERNEL = 2**20
+"""Fewest numbers of a kernel that a CPU copies before it convolves."""
 
 SMALLEST_FILTERED = 256
 """Fewest pixels of a frame for which filtering saves a CPU more than the kernel's transform costs."""
@@ -89,7 +89,7 @@ def folded(frames: Array, kernel: Array, columns: Padding) -> Array:
 def filtered_on_cpu(frames: Array, kernel: Array, columns: Padding, *, at_start: bool = False) -> Array:
     """Return `summed`, computed on a CPU by Winograd's filtering along time (`transforms`): fewer products.
 
-    Frames are filtered four and two together; one that is left over comes first. With `at_start` the first
+    A few pixels are convolved by `patches`. Frames are filtered four and two together; one that is left over comes first. With `at_start` the first
     three frames are equal, and the taps of the first result are added before they multiply.
     """
     plain = functools.partial(summed, columns=columns)
@@ -101,6 +101,11 @@ def filtered_on_cpu(frames: Array, kernel: Array, columns: Padding, *, at_start:
 
 def _filtered(frames: Array, kernel: Array, columns: Padding, at_start: bool) -> Array:
     """Compute `filtered_on_cpu` for a kernel of three taps of time."""
+    if (
+        math.prod(frames.shape[:4]) <= kernel.shape[-1]
+    ):  # so few pixels that patches are smaller than the kernel
+        return patches(frames, kernel, columns)
+    kernel = _written_out(kernel)
     convolve = functools.partial(conv_frames, padding=_padding(kernel, columns))
     length = frames.shape[1] - TAPS + 1
     is_large = frames.shape[2] * frames.shape[3] >= SMALLEST_FILTERED
@@ -118,32 +123,19 @@ def _filtered(frames: Array, kernel: Array, columns: Padding, at_start: bool) ->
     return join_frames(parts)
 
 
-def window_first(weight: Float[Array, "O I *window"]) -> Float[Array, "*window I O"]:
-    """Return the weight of one of PyTorch's convolutions in the order of this package's kernels.
+def _written_out(kernel: Array) -> Array:
+    """Return a kernel, copied tap by tap if it is large.
 
-    On a CPU a large one is transposed by a loop over outputs: XLA would transpose it again for each product
-    that uses it, and no barrier keeps it from that.
+    XLA cannot fuse a loop. It would transpose a weight of PyTorch's again for every product that uses it, and
+    drops barriers on a CPU.
     """
-    suits_loop = weight.ndim == 5 and weight.size >= LARGE_WEIGHT and weight.shape[0] % FEW == 0
-    if not suits_loop:
-        return _transposed(weight)
-    by_platform = functools.partial(jax.lax.platform_dependent, cpu=_transposed_by_loop, default=_transposed)
-    return with_derivatives_of(_transposed, by_platform)(weight)
 
+    def with_tap(tap: Array, copied: Array) -> Array:
+        of_tap = jax.lax.dynamic_slice_in_dim(kernel, tap, 1, axis=0)
+        return jax.lax.dynamic_update_slice_in_dim(copied, of_tap, tap, axis=0)
 
-def _transposed(weight: Array) -> Array:
-    return weight.transpose(*range(2, weight.ndim), 1, 0)
-
-
-def _transposed_by_loop(weight: Array) -> Array:
-    """Compute `_transposed`, of `FEW` outputs at a time."""
-
-    def with_outputs(step: Array, kernel: Array) -> Array:
-        few = jax.lax.dynamic_slice_in_dim(weight, step * FEW, FEW, axis=0)
-        return jax.lax.dynamic_update_slice_in_dim(kernel, _transposed(few), step * FEW, axis=kernel.ndim - 1)
-
-    empty = jnp.zeros(jax.eval_shape(_transposed, weight).shape, weight.dtype)
-    return jax.lax.fori_loop(0, weight.shape[0] // FEW, with_outputs, empty)
+    is_large = kernel.size >= LARGE_KERNEL
+    return jax.lax.fori_loop(0, kernel.shape[0], with_tap, jnp.zeros_like(kernel)) if is_large else kernel
 
 
 def suits_filtering(frames: Array, kernel: Array) -> bool:

@@ -27,7 +27,6 @@ from cogvideox_torchax.upstream import is_patched
 from cogvideox_torchax.vae.chunks import first_frame_is_alone
 from cogvideox_torchax.vae.columns import OnColumns
 from jax_kernels.common.columns import WHOLE, Split, with_clear_padding
-from jax_kernels.conv3d.xla import window_first
 
 Cache = dict[str, Any]
 
@@ -46,7 +45,7 @@ def _channels_first(x_NTHWC: torch.Tensor) -> torch.Tensor:
 
 def _window_first(weight_OI: torch.Tensor) -> torch.Tensor:
     """Return a torch convolution's weight (O, I, *window) in the order of `jax_kernels`, (*window, I, O)."""
-    return torch_view(window_first)(weight_OI)
+    return weight_OI.permute(*range(2, weight_OI.ndim), 1, 0)
 
 
 def _as_ported(module: nn.Module) -> bool:
