@@ -89,8 +89,9 @@ def folded(frames: Array, kernel: Array, columns: Padding) -> Array:
 def filtered_on_cpu(frames: Array, kernel: Array, columns: Padding, *, at_start: bool = False) -> Array:
     """Return `summed`, computed on a CPU by Winograd's filtering along time (`transforms`): fewer products.
 
-    A few pixels are convolved by `patches`. Frames are filtered four and two together; one that is left over comes first. With `at_start` the first
-    three frames are equal, and the taps of the first result are added before they multiply.
+    A few pixels are convolved by `patches`. Frames are filtered four and two together; one that is left over
+    comes first. With `at_start` the first three frames are equal, and the taps of the first result are added
+    before they multiply.
     """
     plain = functools.partial(summed, columns=columns)
     by_filtering = functools.partial(_filtered, columns=columns, at_start=at_start)
@@ -101,11 +102,9 @@ def filtered_on_cpu(frames: Array, kernel: Array, columns: Padding, *, at_start:
 
 def _filtered(frames: Array, kernel: Array, columns: Padding, at_start: bool) -> Array:
     """Compute `filtered_on_cpu` for a kernel of three taps of time."""
-    if (
-        math.prod(frames.shape[:4]) <= kernel.shape[-1]
-    ):  # so few pixels that patches are smaller than the kernel
-        return patches(frames, kernel, columns)
     kernel = _written_out(kernel)
+    if math.prod(frames.shape[:4]) <= kernel.shape[-1]:  # patches are smaller than the kernel
+        return patches(frames, kernel, columns)
     convolve = functools.partial(conv_frames, padding=_padding(kernel, columns))
     length = frames.shape[1] - TAPS + 1
     is_large = frames.shape[2] * frames.shape[3] >= SMALLEST_FILTERED
