@@ -35,11 +35,11 @@ from cogvideox_torchax.versions import versions
 from jax_kernels import NormParams
 from jax_kernels.common import tiles
 from jax_kernels.common.tiles import SWITCH
+from jax_kernels.common.transforms import TRANSFORMS, filtered
 from jax_kernels.conv3d import xla
 from jax_kernels.group_norm import moments
 from jax_kernels.group_norm import xla as norm_xla
 from jax_kernels.norm_conv3d import reference, tpu
-from jax_kernels.norm_conv3d.transforms import TRANSFORMS, filtered
 from tests.reference import as_on_a_tpu, latents, video
 
 PUBLISHED = {"block_out_channels": (128, 256, 256, 512), "layers_per_block": 3, "norm_num_groups": 32}

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jax_kernels.common.columns import add_from_neighbours, with_clear_padding
-from jax_kernels.common.dispatch import Target
+from jax_kernels.common.dispatch import Target, with_derivatives_of
 from jax_kernels.common.frames import (
     LARGE_FRAME,
     MOST_IN_PATCHES,
@@ -17,6 +17,7 @@ from jax_kernels.common.frames import (
     conv_patches,
     is_image_for_tpu,
     is_large,
+    join_frames,
     kernel_layout,
     select_frames,
     store_columns_last,
@@ -24,6 +25,7 @@ from jax_kernels.common.frames import (
 )
 from jax_kernels.common.pointwise import precision_for
 from jax_kernels.common.tiles import LANES
+from jax_kernels.common.transforms import TAPS, filtered, separate_taps
 
 Padding = tuple[int, int]
 """Numbers of zeros before and after an axis."""
@@ -34,6 +36,13 @@ Form = Callable[[Array, Array, Padding], Array]
 
 FEW = 16
 """Most channels that count as few: they leave a TPU's matrix unit, or its tiles, nearly empty."""
+
+
+LARGE_KERNEL = 2**20
+"""Fewest numbers of a kernel that a CPU copies before it convolves."""
+
+SMALLEST_FILTERED = 256
+"""Fewest pixels of a frame for which filtering saves a CPU more than the kernel's transform costs."""
 
 
 def direct(frames: Array, kernel: Array, columns: Padding) -> Array:
@@ -75,6 +84,62 @@ def folded(frames: Array, kernel: Array, columns: Padding) -> Array:
     """
     inputs = jnp.concatenate(_frames_under_taps(frames, kernel), axis=-1)
     return conv_frames(inputs, jnp.concatenate(list(kernel), axis=2), padding=_padding(kernel, columns))
+
+
+def filtered_on_cpu(frames: Array, kernel: Array, columns: Padding, *, at_start: bool = False) -> Array:
+    """Return `summed`, computed on a CPU by Winograd's filtering along time (`transforms`): fewer products.
+
+    A few pixels are convolved by `patches`. Frames are filtered four and two together; one that is left over
+    comes first. With `at_start` the first three frames are equal, and the taps of the first result are added
+    before they multiply.
+    """
+    plain = functools.partial(summed, columns=columns)
+    by_filtering = functools.partial(_filtered, columns=columns, at_start=at_start)
+    by_platform = functools.partial(jax.lax.platform_dependent, cpu=by_filtering, default=plain)
+    # With the derivatives of `summed` programs that are differentiated are those of every other platform.
+    return with_derivatives_of(plain, by_platform)(frames, kernel)
+
+
+def _filtered(frames: Array, kernel: Array, columns: Padding, at_start: bool) -> Array:
+    """Compute `filtered_on_cpu` for a kernel of three taps of time."""
+    kernel = _written_out(kernel)
+    if math.prod(frames.shape[:4]) <= kernel.shape[-1]:  # patches are smaller than the kernel
+        return patches(frames, kernel, columns)
+    convolve = functools.partial(conv_frames, padding=_padding(kernel, columns))
+    length = frames.shape[1] - TAPS + 1
+    is_large = frames.shape[2] * frames.shape[3] >= SMALLEST_FILTERED
+    parts, done = [], length % 2
+    if done:  # the first result by itself
+        first = frames[:, :TAPS]
+        parts = [convolve(first[:, :1], jnp.sum(kernel, 0)) if at_start else summed(first, kernel, columns)]
+    for tile in (4, 2):
+        count = (length - done) // tile * tile
+        if count:
+            under_taps = frames[:, done : done + count + TAPS - 1]
+            by_tile = functools.partial(filtered, tile=tile, multiply=convolve, transform_taps=separate_taps)
+            parts.append(by_tile(under_taps, kernel) if is_large else summed(under_taps, kernel, columns))
+            done += count
+    return join_frames(parts)
+
+
+def _written_out(kernel: Array) -> Array:
+    """Return a kernel, copied tap by tap if it is large.
+
+    XLA cannot fuse a loop. It would transpose a weight of PyTorch's again for every product that uses it, and
+    drops barriers on a CPU.
+    """
+
+    def with_tap(tap: Array, copied: Array) -> Array:
+        of_tap = jax.lax.dynamic_slice_in_dim(kernel, tap, 1, axis=0)
+        return jax.lax.dynamic_update_slice_in_dim(copied, of_tap, tap, axis=0)
+
+    is_large = kernel.size >= LARGE_KERNEL
+    return jax.lax.fori_loop(0, kernel.shape[0], with_tap, jnp.zeros_like(kernel)) if is_large else kernel
+
+
+def suits_filtering(frames: Array, kernel: Array) -> bool:
+    """Return whether a CPU may convolve frames by filtering: in float32, by three taps of time."""
+    return frames.dtype == jnp.float32 and kernel.shape[0] == TAPS
 
 
 def patches(frames: Array, kernel: Array, columns: Padding) -> Array:

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 
+from jax_kernels.common.transforms import filtered
 from jax_kernels.conv3d.reference import conv3d
 from jax_kernels.group_norm.reference import group_norm
-from jax_kernels.norm_conv3d.transforms import filtered
 from jax_kernels.spatial_norm.reference import spatial_norm
 
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from jax_kernels.common import tiles
 from jax_kernels.common.tiles import SUBLANES, fills_tiles, pallas_mode, vmem_limit
-from jax_kernels.norm_conv3d.transforms import TAPS, TRANSFORMS
+from jax_kernels.common.transforms import TAPS, TRANSFORMS
 
 ROWS = 2
 """Rows of pixels of a block, which a grid step computes."""

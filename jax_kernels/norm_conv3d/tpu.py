@@ -22,6 +22,7 @@ from jax_kernels.common import tiles
 from jax_kernels.common.columns import add_columns
 from jax_kernels.common.dispatch import with_derivatives_of
 from jax_kernels.common.frames import kernel_layout, repeat_nearest
+from jax_kernels.common.transforms import transformed_taps
 from jax_kernels.conv3d import xla
 from jax_kernels.group_norm.xla import column_moments
 from jax_kernels.norm_conv3d import direct, winograd
@@ -37,7 +38,6 @@ from jax_kernels.norm_conv3d.sizes import (
     sizes_of,
 )
 from jax_kernels.norm_conv3d.step import grid_position, matrices
-from jax_kernels.norm_conv3d.transforms import transformed_taps
 
 RAGGED_IN_PLACE = True
 """True if the next cache reuses the memory of the last one even where columns are no whole chunks.

@@ -94,7 +94,7 @@ NORMED = (
     functools.partial(norm, op=norm_conv3d.norm_conv3d),
 )
 CONVOLUTION = jax_kernels.conv3d, conv3d.conv3d
-FORMS = ("direct", "summed", "folded", "patches")
+FORMS = ("direct", "summed", "filtered", "folded", "patches")
 
 CASES = {
     "attention": Case(

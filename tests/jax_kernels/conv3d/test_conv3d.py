@@ -1,5 +1,6 @@
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -54,4 +55,31 @@ def test_an_image_is_convolved_as_a_tpu_compiles_fast(window, seen, form, start,
 def test_how_a_tpu_convolves_frames(frames, channels, outputs, height, name):
     x, kernel = struct(1, frames, height, 90, channels), struct(3, 3, 3, channels, outputs)
     assert answer(functools.partial(op._fastest, TPU), x, kernel) == name
-    assert answer(functools.partial(op._fastest, Target()), x, kernel) == "summed"
+    assert answer(functools.partial(op._fastest, Target()), x, kernel) == "summed"  # of bfloat16
+
+
+@pytest.mark.parametrize("start", ["replicate", "zeros", "cache"])
+@pytest.mark.parametrize(
+    ("frames", "height", "outputs", "at_start", "later"),
+    [
+        (9, 16, 6, 1 + 7, 3 + 7),  # the first frame, then tiles of four
+        (7, 16, 6, 1 + 7 + 4, 3 + 7 + 4),  # tiles of four and of two
+        (2, 15, 6, 3, 3),  # frames too small to be filtered
+        (2, 2, 300, 0, 0),  # patches are smaller than the kernel
+    ],
+)
+def test_a_cpu_multiplies_less_and_has_the_derivatives_of_the_reference(
+    frames, height, outputs, at_start, later, start, monkeypatch
+):
+    monkeypatch.setattr(xla, "LARGE_KERNEL", 0)  # the kernel is copied, as large ones are
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    x, kernel = draw(2, frames, height, 16, 5), draw(3, 3, 3, 5, outputs)
+    cache = draw(2, 2, height, 16, 5) if start == "cache" else None
+    run = lambda op: lambda x, kernel: op(x, kernel, None, cache, start=start.replace("cache", "zeros"))[0]  # noqa: E731
+    text = jax.jit(run(conv3d)).lower(x, kernel).as_text()
+    assert text.count("stablehlo.convolution") == (at_start if start == "replicate" else later)
+    y, pull = jax.vjp(run(conv3d), x, kernel)
+    want, pull_plain = jax.vjp(run(reference.conv3d), x, kernel)
+    for got, expected in zip((y, *pull(want)), (want, *pull_plain(want)), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=0, atol=2e-6 * np.abs(expected).max())

@@ -7,7 +7,8 @@ subtract, but for powers of two with the taps, so they round little. Six product
 but with factors that make three times the error of white noise.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -120,11 +121,20 @@ def transformed_taps(kernel: Float[Array, "3 ..."], tile: int) -> Float[Array, "
     )
 
 
+def separate_taps(kernel: Float[Array, "3 ..."], tile: int) -> list[Array]:
+    """Return `transformed_taps` of a float32 kernel as separate arrays, which suit a CPU."""
+    return [
+        functools.reduce(jnp.add, (factor * kernel[tap] for tap, factor in enumerate(factors) if factor))
+        for factors in TRANSFORMS[tile].taps
+    ]
+
+
 def filtered(
     frames: Float[Array, "N P ..."],
     kernel: Float[Array, "3 ..."],
     tile: int,
     multiply: Callable[[Array, Array], Array],
+    transform_taps: Callable[[Array, int], Iterable[Array]] = transformed_taps,
 ) -> Float[Array, "N P-2 ..."]:
     """Convolve frames along time by Winograd's filtering, rounded as the TPU's kernel does.
 
@@ -136,6 +146,7 @@ def filtered(
         tile: results of a tile, 2 or 4.
         multiply: `multiply(frames_factor, taps_factor)` returns the float32 products of one component, for
             the frames' factor (N, tiles, ...).
+        transform_taps: the function of `kernel` and `tile` that gives the taps' factor of each product.
     """
     transform = TRANSFORMS[tile]
     last_tile = frames.shape[1] - tile - TAPS + 1  # index of the first frame under the last tile's taps
@@ -144,7 +155,7 @@ def filtered(
     inputs = transform.inputs([of_tiles.astype(jnp.float32) for of_tiles in under_taps])
     products = [
         multiply(frames_factor.astype(frames.dtype), taps_factor)
-        for frames_factor, taps_factor in zip(inputs, transformed_taps(kernel, tile), strict=True)
+        for frames_factor, taps_factor in zip(inputs, transform_taps(kernel, tile), strict=True)
     ]
     results = jnp.stack(transform.results(products), axis=2)  # (N, tiles, tile, ...)
     return results.reshape(results.shape[0], -1, *results.shape[3:])

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_kernels.norm_conv3d.transforms import TRANSFORMS, filtered, transformed_taps
+from jax_kernels.common.transforms import TRANSFORMS, filtered, transformed_taps
 
 CHANNELS = 64
 
