@@ -104,9 +104,15 @@ def open_clip(
     """
     check_video(args.video, args.output)
     count = args.frames or (at_most and min(at_most, video.probe(args.video).num_frames))
+    rate = None if fps is None else str(fps)
     # The model's name and the clip's id are "": `select_part` uses neither.
     config = ClipConfig(
-        "", frames=count, fps=fps and str(fps), height=args.height, width=args.width, crop=args.crop
+        "",
+        frames=count,
+        fps=None if fps is None else str(fps),
+        height=args.height,
+        width=args.width,
+        crop=args.crop,
     )
     return select_part(Clip("", args.video), config, SPATIAL_SCALE)
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         active,
         array_of,
         as_array,
+        device_and_dtype,
         enable,
         host_array,
         is_enabled,
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from cogvideox_torchax.runtime.skeleton import host_skeleton
     from cogvideox_torchax.runtime.tensors import (
         all_finite,
-        device_and_dtype,
         dtype_name,
         fetch_async,
         first_nonfinite,
@@ -134,6 +134,7 @@ _MODULES = {
         "take",
     ),
     "bridge": (
+        "device_and_dtype",
         "active",
         "array_of",
         "as_array",
@@ -188,7 +189,6 @@ _MODULES = {
     "skeleton": ("host_skeleton",),
     "tensors": (
         "all_finite",
-        "device_and_dtype",
         "dtype_name",
         "fetch_async",
         "first_nonfinite",

@@ -112,6 +112,19 @@ def is_jax_device(device: Any) -> bool:
     return str(device).partition(":")[0] == "jax"
 
 
+def device_and_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, torch.dtype | None]:
+    """Return the device and the dtype that `.to(*args, **kwargs)` requests, each None if absent."""
+    device, dtype = kwargs.get("device"), kwargs.get("dtype")
+    for value in args:
+        if isinstance(value, torch.dtype):
+            dtype = value
+        elif isinstance(value, torch.Tensor):
+            device, dtype = value.device, value.dtype
+        elif isinstance(value, str | torch.device):
+            device = value
+    return device, dtype
+
+
 def torch_view(jax_function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of JAX arrays as one of torchax tensors; torchax is imported at the first call."""
 

@@ -27,19 +27,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def device_and_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, torch.dtype | None]:
-    """Return the device and the dtype that `.to(*args, **kwargs)` requests, each None if absent."""
-    device, dtype = kwargs.get("device"), kwargs.get("dtype")
-    for value in args:
-        if isinstance(value, torch.dtype):
-            dtype = value
-        elif isinstance(value, torch.Tensor):
-            device, dtype = value.device, value.dtype
-        elif isinstance(value, str | torch.device):
-            device = value
-    return device, dtype
-
-
 def jax_dtype(dtype: torch.dtype) -> Any:
     """Return the JAX dtype of a torch dtype."""
     import jax.numpy as jnp
