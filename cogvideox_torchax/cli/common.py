@@ -106,14 +106,7 @@ def open_clip(
     count = args.frames or (at_most and min(at_most, video.probe(args.video).num_frames))
     rate = None if fps is None else str(fps)
     # The model's name and the clip's id are "": `select_part` uses neither.
-    config = ClipConfig(
-        "",
-        frames=count,
-        fps=None if fps is None else str(fps),
-        height=args.height,
-        width=args.width,
-        crop=args.crop,
-    )
+    config = ClipConfig("", frames=count, fps=rate, height=args.height, width=args.width, crop=args.crop)
     return select_part(Clip("", args.video), config, SPATIAL_SCALE)
 
 
