@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks import caches, dataset_throughput, memory, programs, runs, schedules, sharding
+from benchmarks import caches, dataset_throughput, host, memory, programs, runs, schedules, sharding
 from benchmarks.estimate.command import FORMAT
 from benchmarks.jobs import Size
 from benchmarks.pages import RESULTS, ROOT, fill
@@ -287,6 +287,7 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/pipelines.md", "programs"): programs.drawn,
     **caches.TABLES,
     **dataset_throughput.TABLES,
+    **host.TABLES,
     **memory.TABLES,
     **schedules.TABLES,
     **sharding.TABLES,

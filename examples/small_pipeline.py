@@ -56,14 +56,14 @@ def tokenizer() -> T5Tokenizer:
     return T5Tokenizer(vocab=pieces, extra_ids=0)
 
 
-def pipeline() -> CogVideoXPipeline:
-    """Build the pipeline."""
+def pipeline(**transformer: int) -> CogVideoXPipeline:
+    """Build the pipeline; `transformer` are other settings of its transformer, such as `num_layers`."""
     torch.manual_seed(0)
     return CogVideoXPipeline(
         tokenizer=tokenizer(),
         text_encoder=T5EncoderModel(T5Config(**T5, feed_forward_proj="gated-gelu")).eval(),
         vae=AutoencoderKLCogVideoX.from_pretrained(str(files("cogvideox_torchax") / "assets" / "tiny-vae")),
-        transformer=CogVideoXTransformer3DModel(**TRANSFORMER).eval(),
+        transformer=CogVideoXTransformer3DModel(**{**TRANSFORMER, **transformer}).eval(),
         scheduler=CogVideoXDDIMScheduler(
             prediction_type="v_prediction", rescale_betas_zero_snr=True, timestep_spacing="trailing"
         ),

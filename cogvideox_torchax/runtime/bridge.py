@@ -37,14 +37,14 @@ def import_torchax() -> Any:
 
 
 @functools.cache
-@unchecked()
 def _patched_torchax() -> Any:
     try:
-        import torchax.interop
-        import torchax.ops.jaten
-        import torchax.ops.jtorch
-        import torchax.ops.ops_registry
-        import torchax.view
+        with unchecked():
+            import torchax.interop
+            import torchax.ops.jaten
+            import torchax.ops.jtorch
+            import torchax.ops.ops_registry
+            import torchax.view
     except (ImportError, RuntimeError, AttributeError) as error:
         # An attribute is missing where torch has dropped an operator.
         pair = " ".join(f"{package}=={TESTED[package].newest}" for package in ("torchax", "torch"))
@@ -59,7 +59,8 @@ def _patched_torchax() -> Any:
     replace_functions(torchax.ops.ops_registry.all_aten_ops | torchax.ops.ops_registry.all_torch_functions)
     replace_keys(torchax.tensor.Environment)
     share_views(torchax)
-    torchax.default_env()  # makes a key for random numbers
+    with unchecked():
+        torchax.default_env()  # makes a key for random numbers
     return torchax
 
 

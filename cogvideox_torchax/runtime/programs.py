@@ -149,6 +149,17 @@ class TorchNetwork:
             return call(weights, (inputs, cache))
 
 
+def _tensors_of(network: nn.Module) -> list[torch.Tensor]:
+    """Return the parameters and buffers of a network, each as often as it has names."""
+    return [
+        tensor
+        for module in modules_of(network)
+        for table in (module._parameters, module._buffers)
+        for tensor in table.values()
+        if tensor is not None
+    ]
+
+
 class Program(ArrayProgram):
     """A program of a torch module, with its weights and with gradients.
 
@@ -183,14 +194,7 @@ class Program(ArrayProgram):
         `load_state_dict`, and plain ones, as of a replaced submodule, are moved; the network then holds the
         moved ones. If all are those of the call before, which were placed then, nothing else is asked.
         """
-        tensors = [
-            tensor
-            for module in modules_of(network)
-            for table in (module._parameters, module._buffers)
-            for tensor in table.values()
-            if tensor is not None
-        ]
-        arrays = list(map(array_in, tensors))
+        arrays = list(map(array_in, _tensors_of(network)))
         names, references = self._placed
         if len(arrays) == len(names) and all(
             reference() is array for reference, array in zip(references, arrays, strict=True)
@@ -198,7 +202,7 @@ class Program(ArrayProgram):
             return dict(zip(names, arrays, strict=True))
         weights = self._placed_weights(network)
         name_of = {id(tensor): name for name, tensor in named_tensors(network).items()}
-        names = [name_of[id(tensor)] for tensor in tensors]  # of a tied weight its first name, each time
+        names = [name_of[id(tensor)] for tensor in _tensors_of(network)]  # of a tied weight the first name
         if all(isinstance(array, jax.Array) and not is_traced(array) for array in weights.values()):
             self._placed = names, [weakref.ref(weights[name]) for name in names]
         return weights

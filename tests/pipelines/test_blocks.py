@@ -169,7 +169,8 @@ def test_weights_moved_or_loaded_lie_where_the_mesh_has_them(split):
 def test_weights_that_are_traced_stay_where_they_are():
     encoder = runtime.without_torchax(small_pipelines.text_encoder)
     known.port_network(encoder)
-    encoder.place(make_mesh(1, 2))
+    encoder.place_on(make_mesh(1, 2))
+    encoder.place()
     ids = runtime.to_jax(torch.zeros(1, 4, dtype=torch.int32))
 
     def hidden(weights):
@@ -230,7 +231,8 @@ def test_rotary_tables_of_another_size_are_refused(joined, positions):
 def test_a_chosen_split_stays_where_nothing_else_is_asked_for():
     model = ported(split="2x4 tensor")
     program = model.program
-    model.place(make_mesh(2, 4))
+    model.place_on(make_mesh(2, 4))
+    model.place()
     assert model.parallelism.kind == TENSOR
     assert model.program is program
 

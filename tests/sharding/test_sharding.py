@@ -142,12 +142,14 @@ def test_tiles_of_one_size_go_over_dp_together_and_change_no_number(shallow_vae,
 
 @pytest.fixture(scope="module")
 def compiled_pair():
-    """Compile the steady-state decode chunk on one device, and report it on eight.
+    """Compile the steady-state decode chunk on one device, and report it on eight, in bfloat16.
+
+    In float32 a CPU chooses the form of a convolution by its size, so that a shard's work is not a share.
 
     It has enough channels for the convolutions to be most of the work: XLA's CPU backend computes the sums of
     a convolution's taps again at every use of the result, and on a mesh these have more terms.
     """
-    shallow_vae = reference.small_vae(block_out_channels=(32, 32, 64))
+    shallow_vae = reference.small_vae(block_out_channels=(32, 32, 64)).to(torch.bfloat16)
     shape = (1, 16, 5, 4, 170)
     _, alone = report.compile_last_chunk(port(copy.deepcopy(shallow_vae)), shape)
     return alone, report.report(sharded(shallow_vae, 1, 8, move=False), shape)

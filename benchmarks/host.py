@@ -1,0 +1,89 @@
+"""The host's work for a denoising step: how long Python takes to queue one, by the number of layers.
+
+    python -m benchmarks.host       # writes results/host.json; then python -m benchmarks draw
+
+A small pipeline with random weights has as many layers as a published one, so that Python sees as many
+modules and weights, while its widths are small. `call` is `transformer(...)` until it returns, before the
+device has computed anything; `step` is a whole step of the pipeline, with guidance, scheduler and progress
+bar. Each is the CPU time of the calling thread, so that other work on the machine counts little, and the
+median of `REPETITIONS`.
+"""
+
+import os
+import platform
+import statistics
+import time
+from typing import Any
+
+if __name__ == "__main__":
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import itertools
+
+from benchmarks.pages import RESULTS
+from cogvideox_torchax import port
+from cogvideox_torchax.files import reports
+from cogvideox_torchax.versions import versions
+from examples import small_pipeline
+
+FORMAT = "cogvideox-torchax-host/1"
+RESULT = RESULTS / "host.json"
+LAYERS = {"2 layers": 2, "2b": 30, "5b and 1.5-5b": 42}
+"""Numbers of layers by what has them."""
+REPETITIONS = 20
+CALL = {"prompt": "a cat", "height": 16, "width": 16, "num_frames": 9, "output_type": "latent"}
+TABLES = {("docs/performance.md", "host"): lambda: table(reports.load(RESULT, FORMAT))}
+
+
+def measure(layers: int) -> dict[str, float]:
+    """Return the milliseconds of the host for a call of the transformer and for a step."""
+    pipe = small_pipeline.pipeline(num_layers=layers)
+    port(pipe)
+    calls: list[float] = []
+    steps: list[float] = []
+    transformer: Any = pipe.transformer
+    forward = type(transformer).forward
+
+    def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        begin = time.thread_time()
+        result = forward(self, *args, **kwargs)
+        calls.append(time.thread_time() - begin)
+        return result
+
+    def step_end(_pipe: Any, _step: int, _timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        steps.append(time.thread_time())
+        return kwargs
+
+    type(transformer).forward = timed
+    try:
+        for count in (2, REPETITIONS + 1):  # the first run compiles
+            calls.clear()
+            steps.clear()
+            pipe(num_inference_steps=count, callback_on_step_end=step_end, **CALL)
+    finally:
+        type(transformer).forward = forward
+    between = [after - before for before, after in itertools.pairwise(steps)]
+    return {"call_ms": 1e3 * statistics.median(calls[1:]), "step_ms": 1e3 * statistics.median(between)}
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return the table of the host's times."""
+    rows = [
+        (name, f"{row['call_ms']:.1f}", f"{row['step_ms']:.1f}") for name, row in result["layers"].items()
+    ]
+    return reports.table(("transformer of", "call, ms of the host", "step, ms of the host"), rows)
+
+
+def main() -> None:
+    result = {
+        "format": FORMAT,
+        "versions": versions("jax", "torch", "torchax"),
+        "cpu": platform.processor() or platform.machine(),
+        "layers": {name: measure(layers) for name, layers in LAYERS.items()},
+    }
+    reports.write_json(RESULT, result)
+    print(table(result))
+
+
+if __name__ == "__main__":
+    main()
