@@ -74,7 +74,6 @@ def group_norm_on(
     channel_axis: int,
     activation: Activation | None,
 ) -> Array:
-    """Compute `group_norm` on `target`, the platform that is traced for; `channel_axis` is not negative."""
     channels = x.shape[channel_axis]
     stats = moments(target, x, num_groups=num_groups, channel_axis=channel_axis)
     mean = per_channel(stats.mean, channels)
