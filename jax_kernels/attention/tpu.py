@@ -155,8 +155,8 @@ def _attend_block(
             blocks.
         y_ref: the result, (D, S).
         extended_ref: memory for the queries, and below them for `_subtracted_rows`.
-        sums_ref: memory for the sums of weighted values, (D, S).
-        totals_ref: memory for the sums of weights, (8, S): partial sums, one in each row of a register.
+        sums_ref, totals_ref: memory for the sums of weighted values, (D, S), and for those of weights, (8,
+            S): partial sums, one in each row of a register.
         num_queries, num_keys: number of real queries and keys; padding follows them.
         key_block: keys of a loop's body.
         factor: of the scores, the products of queries and keys.

@@ -53,19 +53,11 @@ def moments_of_columns(
     *,
     num_groups: int,
 ) -> Moments:
-    """Merge the moments of columns of pixels to those of each video's groups of channels, by Chan's formula.
+    """Merge the moments of columns of `length` pixels to those, (N, G), of each video's groups of channels.
 
-    The means are averaged as differences from one of them (`origin`): a float32 sum of many means that are
-    far from zero would lose digits. Padding columns are left out.
-
-    Args:
-        target: its `split` tells which columns are padding.
-        mean, m2: of each column and channel; channels are the last axis, columns the axis before it.
-        length: number of pixels of a column.
-        num_groups: number of groups G.
-
-    Returns:
-        `Moments` of shape (N, G).
+    This is Chan's formula. The means are averaged as differences from one of them (`origin`): a float32 sum of
+    many means that are far from zero would lose digits. Channels are the last axis of `mean` and `m2`, columns
+    the axis before it; padding columns are left out.
     """
     group_shape = num_groups, mean.shape[-1] // num_groups
     mean, m2 = (moment.reshape(*moment.shape[:-1], *group_shape) for moment in (mean, m2))

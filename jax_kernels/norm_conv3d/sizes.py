@@ -1,8 +1,6 @@
 """The frames that the kernel for TPUs supports, and the sizes that it is compiled for.
 
-`step` defines the terms: block, strip, chunk, unit, turn, part, word, buffer, entry. A cell is the columns
-that one register of coefficients (the norm's multiplier and offset) covers; a tile the frames that Winograd's
-filtering computes together.
+`step` defines the terms: block, strip, chunk, unit, cell, turn, part, word, tile, component, buffer, entry.
 """
 
 import math
@@ -44,13 +42,11 @@ class ConvSizes(NamedTuple):
     Attributes:
         input_frames: frames that the kernel gets.
         columns: columns of the frame, or of a shard.
-        strips: number of parts of the frame's width that are computed separately; the last one may be
-            narrower.
-        chunk: columns of a chunk, which one matrix product covers.
+        strips: number of strips; the last one may be narrower.
+        chunk: columns of a chunk.
         chunks: chunks of a strip's row; the last one may be incomplete.
-        cell: columns that one register of coefficients, the norm's multiplier and offset, covers.
-        cell_rows: rows of pixels that have the same coefficients.
-        blocks: blocks of the frame, of two rows each.
+        cell, cell_rows: columns and rows of a cell.
+        blocks: blocks of the frame.
         channels, outputs: channels into the convolution and out of it, padded to a multiple of 128.
         tile: frames of a tile, 2 or 4; 0 for direct convolution.
     """
@@ -74,44 +70,34 @@ class ConvSizes(NamedTuple):
 
     @property
     def words(self) -> int:
-        """Number of words of a pixel and channel; a word is 32 bits, two bfloat16 frames."""
+        """Number of words of a pixel and channel."""
         return self.frames // 2
 
     @property
     def parts(self) -> int:
-        """Number of parts of the input channels, 128 each."""
         return self.channels // tiles.LANES
 
     @property
     def turns(self) -> int:
-        """Number of turns: passes over the products of a chunk of columns, each for two parts of the outputs.
+        """Number of turns: each has two parts of the outputs, or all of them if their number is odd.
 
-        A part is 128 channels. If the number of parts is odd, there is one turn for all of them. With two
-        turns instead of one, 512 channels take 8 % longer, and compile in 5 s instead of 11.
+        With two turns instead of one, 512 channels take 8 % longer, and compile in 5 s instead of 11.
         """
         parts = self.outputs // tiles.LANES
         return 1 if parts % 2 else parts // 2
 
     @property
     def unit(self) -> int:
-        """Number of columns of a unit: those that are modulated (normed and activated) together.
-
-        With Winograd's filtering (`tile` is not 0) a unit has as many columns as a register has sublanes. In
-        direct convolution its columns times their frames are `UNIT_ENTRIES`.
-        """
+        """Number of columns of a unit."""
         return SUBLANES if self.tile else UNIT_ENTRIES // self.frames
 
     @property
     def units(self) -> int:
-        """Number of units of a chunk; a unit's columns are modulated together."""
         return self.chunk // self.unit
 
     @property
     def components(self) -> int:
-        """Number of components of Winograd's transform, each with its own products; 1 in direct convolution.
-
-        The transform is of a tile: `tile` frames that are filtered together, 0 for direct convolution.
-        """
+        """Number of components of a tile, each with its own products; 1 in direct convolution."""
         return len(TRANSFORMS[self.tile].taps) if self.tile else 1  # `taps` has a row for each component
 
     @property
@@ -125,32 +111,30 @@ class ConvSizes(NamedTuple):
 
     @property
     def products(self) -> "list[Product]":
-        """Matrix products that give a block of results (two rows), for a chunk of its columns.
-
-        Winograd's filtering has these products for each component of its transform. `tile`, the number of
-        frames that it computes together, is 0 for direct convolution.
-        """
+        """Matrix products that give a chunk of a block of results; Winograd's are those of each component."""
         return winograd_products(self.outputs) if self.tile else direct_products(self.channels, self.outputs)
 
     @property
     def width(self) -> int:
-        """Number of columns of a strip (computed together), as if its last chunk were complete."""
+        """Number of columns of a strip, as if its last chunk were complete."""
         return self.chunk * self.chunks
 
     @property
     def last_columns(self) -> int:
-        """Number of the frame's columns in the last strip; a strip is columns that are computed together."""
+        """Number of the frame's columns in the last strip."""
         return self.columns - (self.strips - 1) * self.width
 
 
 class Product(NamedTuple):
     """One matrix product of a chunk of columns: inputs that it contracts, and results that it adds to.
 
+    Row 0 of the inputs is above the block of results, rows 1 and 2 are the block, and row 3 is below it.
+
     Attributes:
-        inputs: in direct convolution (row, time tap); in Winograd's, which has no taps of time, (row, shift
-            by columns). Row 0 is above the block of results, rows 1 and 2 are the block, row 3 is below it.
-        results: in direct convolution (row of the block, column tap); in Winograd's (row of the block,
-            column): 0 for the inputs' own column, 1 for the column right of it.
+        inputs: (row, time tap) in direct convolution; (row, shift by columns) in Winograd's, which has no
+            taps of time.
+        results: (row of the block, column tap) in direct convolution; (row of the block, column) in
+            Winograd's: 0 for the inputs' own column, 1 for the column right of it.
     """
 
     inputs: list[tuple[int, int]]
@@ -158,17 +142,10 @@ class Product(NamedTuple):
 
 
 def direct_products(channels: int, outputs: int) -> list[Product]:
-    """Return the products of a block of results (two rows) by direct convolution.
-
-    An input is (row, time tap), with rows 0 to 3: the row above the block, its two rows, the row below it. A
-    result is (row of the block, column tap).
+    """Return the products of a block of results by direct convolution.
 
     With 128 output channels a product gives two results, to fill the width of a matrix unit. The results of
     column tap 0 come first: they set the sums, to which the results of other column taps are added.
-
-    Args:
-        channels: number of input channels.
-        outputs: number of output channels.
     """
     # The inputs in each of the four rows.
     above, row_1, row_2, below = ([(row, time) for time in range(TAPS)] for row in range(TAPS + 1))
@@ -195,11 +172,7 @@ def direct_products(channels: int, outputs: int) -> list[Product]:
 
 
 def winograd_products(outputs: int) -> list[Product]:
-    """Return the products of a block of results (two rows) for one component of Winograd's transform.
-
-    All components have the same products. An input is (row, shift by columns), with rows 0 to 3: the row
-    above the block, its two rows, the row below it. A result is (row of the block, column): column 0 is the
-    unshifted input's, 1 is right of it.
+    """Return the products of a block of results for one component; all components have the same.
 
     With 128 output channels a product gives two results: of inputs above or below the block, in two columns
     of the nearest row; of inputs in the block, in both of its rows. With more output channels only the upper
@@ -226,20 +199,13 @@ def is_supported(
     at_start: bool,
     pixels: int,
 ) -> bool:
-    """Return whether the kernel supports these frames.
+    """Return whether the kernel supports these frames; only shapes and the dtype of `x` are read.
 
-    It supports two, four or eight frames of bfloat16, or a video's first frame. They must not be small, and
-    must have an even number of rows. Input channels must be a multiple of 128, output channels too if they
-    are more than 128. VMEM must hold a frame, or a strip of a frame that is cut into at most `MOST_STRIPS`.
-
-    Args:
-        x: frames; only their shape and dtype are read, and the kernel's shape.
-        coefficient_grid: numbers of frames, rows and columns that have coefficients (the norm's multiplier
-            and offset) of their own.
-        kernel: it must be (3, 3, 3, I, O).
-        residual: whether a residual is added.
-        at_start: whether the video starts with these frames: there is no cache.
-        pixels: pixels of a whole frame, of which `x` may be a shard.
+    It supports two, four or eight frames of bfloat16, or a video's first frame (`at_start`: there is no
+    cache). They must not be small (`pixels` are a whole frame's, of which `x` may be a shard), and must have
+    an even number of rows. Input channels must be a multiple of 128, output channels too if they are more
+    than 128. VMEM must hold a frame, or a strip of a frame that is cut into at most `MOST_STRIPS`.
+    `coefficient_grid` has the numbers of frames, rows and columns with coefficients of their own.
     """
     frames, height, columns = x.shape[1:4]
     coefficient_frames, coefficient_rows, coefficient_columns = coefficient_grid
@@ -281,11 +247,7 @@ def _register_count(columns: int, frames: int) -> int:
 
 
 def columns_of_register(columns: int, frames: int, registers: int) -> int:
-    """Return the number of columns that one register of the norm's coefficients covers.
-
-    A row of pixels has `columns` columns of `frames` frames each. Its coefficients are in `registers`
-    registers of `SUBLANES` values for a channel.
-    """
+    """Return the columns of a cell, for rows of `columns` columns with so many `registers`."""
     return (
         SUBLANES // frames  # a register has a value for each frame of each column
         if registers == _register_count(columns, frames)
@@ -300,16 +262,8 @@ def sizes_of(
 
     Four and eight frames are convolved by Winograd's filtering, unless it is off (`pallas_mode`), does not
     fit into VMEM, or cannot take the registers of coefficients or the number of columns. Other numbers of
-    frames are convolved directly. Strips (columns that are computed together) are the fewest that fit into
-    VMEM, or `MOST_STRIPS`.
-
-    Args:
-        x: frames N T H W C.
-        coefficient_rows: number of rows of coefficients (the norm's multiplier and offset); each covers an
-            equal number of rows of pixels.
-        registers: number of vector registers that hold one row of coefficients (`tpu.to_registers`).
-        outputs: output channels.
-        residual: whether a residual is added.
+    frames are convolved directly. There are as few strips as fit into VMEM, or `MOST_STRIPS`. A row of
+    coefficients, one of `coefficient_rows`, takes so many `registers` (`tpu.to_registers`).
     """
     input_frames, height, columns, channels = x.shape[1:]
     outputs += -outputs % tiles.LANES  # padded to a multiple of 128
@@ -344,11 +298,7 @@ def sizes_of(
 
 
 def _cut_into_strips(sizes: ConvSizes, residual: bool) -> ConvSizes:
-    """Return the sizes with a chunk, and the fewest strips of which each fits into VMEM, or the most allowed.
-
-    The frame's width is cut into strips, and a strip into chunks: columns that one matrix product covers.
-    `residual` is whether the kernel adds one, which takes memory too.
-    """
+    """Return the sizes with a chunk, and the fewest strips that fit into VMEM, or the most allowed."""
     chunk = _chunk(sizes)  # number of columns
     frame_chunks = -(-sizes.columns // chunk)
     for most_strips in range(1, min(MOST_STRIPS, frame_chunks) + 1):
@@ -360,11 +310,10 @@ def _cut_into_strips(sizes: ConvSizes, residual: bool) -> ConvSizes:
 
 
 def _chunk(sizes: ConvSizes) -> int:
-    """Return the number of columns of a chunk, which one matrix product covers.
+    """Return the number of columns of a chunk.
 
-    In direct convolution a chunk has `UNIT_ENTRIES * UNITS` entries: one for each frame of each column.
-    In Winograd's convolution the number is from a range that keeps the matrix unit busy and whose sums fit
-    into registers: the number that pads the frame's width least, and of equally good numbers the largest.
+    Winograd's is from a range that keeps the matrix unit busy and whose sums fit into registers: the number
+    that pads the frame's width least, and of equally good numbers the largest.
     """
     if not sizes.tile:  # direct convolution
         return UNIT_ENTRIES * UNITS // sizes.frames
@@ -380,10 +329,7 @@ def _chunk(sizes: ConvSizes) -> int:
 def scratch_shapes(sizes: ConvSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
     """Return (shape, dtype) of each scratch buffer by name; the kernel adds a last axis of 128 lanes.
 
-    Buffers hold a strip (columns that are computed together), a chunk (those of one matrix product) or a unit
-    (those that are modulated, that is normed and activated, together). Channels are in parts of 128. A buffer
-    of int32 holds words of two bfloat16 numbers. Direct convolution (`tile` is 0) and Winograd's filtering of
-    tiles (`tile` frames together) have different buffers.
+    A buffer of int32 holds words.
     """
     width, result_parts = sizes.width, sizes.outputs // tiles.LANES
     # Results are written, and in direct convolution inputs modulated, one chunk behind the products. Buffers
@@ -428,11 +374,6 @@ def scratch_shapes(sizes: ConvSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
 
 
 def _vmem_bytes(sizes: ConvSizes, residual: bool) -> int:
-    """Return the bytes of VMEM that the kernel uses, with a residual or without one.
-
-    A grid step reads and writes two rows of a strip, which is columns that are computed together. float32 has
-    4 bytes, bfloat16 has 2.
-    """
     row_frames = sizes.width * sizes.input_frames  # of all pixels in a row of a strip
     inputs = ROWS * row_frames * sizes.channels * 2
     results = ROWS * row_frames * sizes.outputs * 2

@@ -56,12 +56,9 @@ def lanes_of(part: int) -> slice:
 def matrices(kernel: Array, product: Product, turns: int, weights_between: Callable[..., Array]) -> Array:
     """Return the matrices that multiply a product's inputs: one for each turn, stacked.
 
-    Args:
-        kernel: the convolution's kernel, or its transform; output channels are the last axis.
-        product: the lists of inputs and results; two indices name each of them.
-        turns: number of turns.
-        weights_between: `weights_between(share, *input, *result)` returns the weights (..., I, O) between an
-            input and a result; `share` is the kernel for the output channels of one turn.
+    `kernel` is the convolution's kernel, or its transform; output channels are the last axis.
+    `weights_between(share, *input, *result)` returns the weights (..., I, O) between an input and a result,
+    where `share` is the kernel for the output channels of one turn.
     """
     turn_matrices = []
     for share in jnp.split(kernel, turns, axis=-1):
@@ -146,13 +143,9 @@ class ConvStep(ABC):
     ) -> Array:
         """Store a unit's activated frames in the stage; return the words of their last two frames.
 
-        Args:
-            row, part: index of the row in the block, and of the part.
-            slot: the unit's slot in a buffer that has one for each unit of a chunk.
-            column: the unit's first column; a negative one is left of the frame, and is never read.
-            x: the activated frames, (entries, 128).
-            before: reference to the words of the two frames before `x`. None at a video's start, where the
-                first frame of `x` takes the place of both.
+        `slot` is the unit's in a buffer that has one for each unit of a chunk. A negative `column` is left of
+        the frame, where nothing is read. `before` refers to the words of the two frames before `x`. It is
+        None at a video's start, where the first frame of `x` takes the place of both.
         """
 
     def _modulate_block(self) -> None:

@@ -266,14 +266,10 @@ def upsampled(
     true_width: Int[Array, ""] | None,
     expand_time: bool,
 ) -> Float[Array, "N T2 2*H 2*W O"]:
-    """Double rows and columns (nearest), then convolve, by the Pallas kernel, differentiable.
+    """Double rows and columns (nearest), with `expand_time` frames too, then convolve; by the Pallas kernel.
 
-    Args:
-        x: frames for which `is_supported` holds.
-        kernel, bias: the convolution's.
-        beside: the neighbours' columns (left, right) of a shard; None for zeros.
-        true_width: columns of the result from this one on are padding and get zeros; None without padding.
-        expand_time: whether frames are doubled too.
+    `x` are frames for which `is_supported` holds. `beside` are the neighbours' columns (left, right) of a
+    shard; None for zeros. Columns of the result from `true_width` on are padding and get zeros.
     """
     plain, by_kernel = (functools.partial(form, expand_time=expand_time) for form in (_xla_form, _by_kernel))
     return with_derivatives_of(plain, by_kernel)(x, kernel, bias, beside, true_width)

@@ -23,16 +23,9 @@ def modulate_rows(
 ) -> Array:
     """Return `activation((x * scale + shift) * y + b)`, computed as one multiply-add.
 
-    `y` and `b` are 1x1x1 convolutions of the latents, computed for the latents' rows and broadcast to those
-    of `x`.
-
-    Args:
-        target: the platform that is traced for, and the sharding of columns.
-        x: activations N T H W C.
-        zq: latents N T h W Z (`match_frames_and_columns`).
-        to_y, to_b: (kernel, bias) of each convolution.
-        scale_NC, shift_NC: GroupNorm as a multiplication and an addition.
-        activation: applied to the result, or None.
+    `to_y` and `to_b` are kernel and bias of two 1x1x1 convolutions. `y` and `b` are theirs of the latents
+    `zq`, N T h W Z (`match_frames_and_columns`), computed for the latents' rows and broadcast to those of
+    `x`.
     """
     y = pointwise("nthwz,zc->nthwc", zq, *to_y)
     multiplier = y * scale_NC[:, None, None, None]
