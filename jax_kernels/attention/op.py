@@ -171,7 +171,7 @@ def attention_on(
 def _fastest(target: Target, q: Array, k: Array) -> Implementation:
     if target.uses_pallas and tpu.is_supported(q, k):  # `uses_pallas` is true on a TPU only
         return "transposed"
-    # `target.pallas` is whether kernels may be used, cuDNN's too.
+    # `target.pallas` also says whether cuDNN's kernels may be used.
     return "cudnn" if target.platform == "cuda" and target.pallas and xla.cudnn_supports(q) else "plain"
 
 

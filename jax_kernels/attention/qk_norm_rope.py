@@ -59,7 +59,6 @@ def qk_norm_rope(
             tables that do not fit; a bias without a weight.
     """
     _check(x, weight, bias, cos, sin, heads)
-    # `_signed` negates the sine of each pair's first channel, the minus in (a cos - b sin, b cos + a sin).
     tables = () if cos is None or sin is None else (cos, _signed(sin))
     norm = () if weight is None else (weight, jnp.zeros_like(weight) if bias is None else bias)
     return dispatch(qk_norm_rope_on, x, norm, tables, heads=heads, scale=scale, eps=eps)

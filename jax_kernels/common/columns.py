@@ -57,7 +57,7 @@ class Split:
 
     def real_columns_here(self, columns: int) -> Int[Array, ""]:
         """Return how many of this shard's `columns` belong to the frame."""
-        # `real_columns` counts in the whole frame; `self.columns` names the mesh axes that split the width.
+        # `real_columns` counts in the whole frame; `self.columns` are mesh axes.
         columns_before = jax.lax.axis_index(self.columns) * columns if self.in_shard else 0
         return jnp.clip(jnp.int32(self.real_columns(columns)) - columns_before, 0, columns)
 

@@ -117,7 +117,6 @@ def map_shards(
     def call_on_shard(*groups: tuple[Any, ...]) -> Any:
         return function(shard_target, *(array for group in groups for array in group))
 
-    # `split.videos` and `split.columns` name mesh axes.
     activation_spec = PartitionSpec(split.videos, None, None, split.columns)
     return jax.shard_map(
         call_on_shard,

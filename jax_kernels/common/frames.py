@@ -73,7 +73,6 @@ def is_image_for_tpu(target: Target, x: jax.Array) -> bool:
 
     A TPU's kernels then have other forms, as one frame leaves the sublanes of a tile empty.
     """
-    # `splits_first_frame` is true for frames of bfloat16 on a TPU.
     return x.shape[1] == 1 and splits_first_frame(target, x)
 
 

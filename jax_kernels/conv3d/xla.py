@@ -89,7 +89,7 @@ def filtered_on_cpu(frames: Array, kernel: Array, columns: Padding, *, at_start:
     plain = functools.partial(summed, columns=columns)
     by_filtering = functools.partial(_filtered, columns=columns, at_start=at_start)
     by_platform = functools.partial(jax.lax.platform_dependent, cpu=by_filtering, default=plain)
-    # With the derivatives of `summed` programs that are differentiated are those of every other platform.
+    # With `summed`'s derivatives, a differentiated program is the same as on every other platform.
     return with_derivatives_of(plain, by_platform)(frames, kernel)
 
 

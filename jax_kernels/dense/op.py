@@ -161,7 +161,6 @@ def adaptive_layer_norm(
         offset = offset + factor * bias.astype(jnp.float32)
     if weight is not None:
         factor = factor * weight.astype(jnp.float32)
-    # `dispatch` passes a `Target` first, which names the platform: on a TPU a Pallas kernel may run.
     return dispatch(adaptive_layer_norm_on, x, factor, offset, jnp.asarray(first, jnp.int32), eps=eps)
 
 
@@ -198,7 +197,6 @@ def gated_residual(
     Returns:
         The dtype of `x`; the arithmetic is float32.
     """
-    # `_token_vectors` gives each token its video's vector for text or for patches.
     total = x.astype(jnp.float32) + _token_vectors(gate.astype(jnp.float32), x, first) * y.astype(jnp.float32)
     # Written once, rounded: XLA would compute the sum again in the operations that read it.
     return jax.lax.optimization_barrier(total.astype(x.dtype))

@@ -37,7 +37,7 @@ def column_moments(
     target: Target, x: Float[Array, "N T H W C"]
 ) -> tuple[Float[Array, "N T W C"], Float[Array, "N T W C"]]:
     """Return mean and M2 of each column of pixels, along H, in float32."""
-    of_runs = [  # a run is frames that are computed together; the axis of rows has length one
+    of_runs = [  # the axis of rows has length one
         [jnp.squeeze(moment, 2) for moment in map_shards(target, _shard_column_moments, (run,))]
         for (run,) in split_frames(target, x)
     ]
@@ -55,9 +55,9 @@ def moments_of_columns(
 ) -> Moments:
     """Merge the moments of columns of `length` pixels to those, (N, G), of each video's groups of channels.
 
-    This is Chan's formula. The means are averaged as differences from one of them (`origin`): a float32 sum of
-    many means that are far from zero would lose digits. Channels are the last axis of `mean` and `m2`, columns
-    the axis before it; padding columns are left out.
+    This is Chan's formula. The means are averaged as differences from one of them (`origin`): a float32 sum
+    of many means that are far from zero would lose digits. Channels are the last axis of `mean` and `m2`,
+    columns the axis before it; padding columns are left out.
     """
     group_shape = num_groups, mean.shape[-1] // num_groups
     mean, m2 = (moment.reshape(*moment.shape[:-1], *group_shape) for moment in (mean, m2))

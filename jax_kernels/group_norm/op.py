@@ -85,7 +85,7 @@ def group_norm_on(
         return xla.scaled(target, x, mean, scale, shift, activation=activation, channel_axis=channel_axis)
     x = jnp.moveaxis(x, channel_axis, -1)
     scaled = functools.partial(xla.scaled, activation=activation)
-    # Each run, frames that are computed together, is scaled by each device on its columns.
+    # Each device scales its columns of each run.
     results = [
         map_shards(target, scaled, (frames,), statistics=(mean, scale, shift))
         for (frames,) in split_frames(target, x)

@@ -108,7 +108,7 @@ def _image_rows_of_step(x: Float[Array, "N 1 H W C"]) -> int:
     height, width, channels = x.shape[2:]
     # In VMEM a row is padded to whole tiles of pixels.
     row_bytes = tiled_sublanes(width, x.dtype) * channels * x.dtype.itemsize
-    # Of each column: mean, M2 (squared deviations) and an origin, three numbers of float32 (4 bytes).
+    # Of each column: mean, M2 and an origin, three numbers of float32 (4 bytes).
     moment_bytes = 3 * tiled_sublanes(width, jnp.dtype(jnp.float32)) * channels * 4
     return largest_divisor(height, (BLOCK_BYTES - moment_bytes) // row_bytes)
 

@@ -114,7 +114,7 @@ def _block_moments(x: Array, origin: Array, axis: int, block_rows: int) -> Momen
         (shifted, shifted * shifted), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), (row_axis,)
     )
     mean = jnp.squeeze(shift, row_axis) - origin + total / block_rows
-    # M2, the sum of squared deviations, must not become negative by rounding.
+    # Rounding must not make M2 negative.
     m2 = jnp.maximum(squares - total * total / block_rows, 0.0)
     return merge_equal(Moments(block_rows, mean, m2), axis)
 

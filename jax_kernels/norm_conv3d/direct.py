@@ -57,7 +57,7 @@ class DirectStep(ConvStep):
     def _padding(self) -> dict[str, list[Any]]:
         sizes, stage = self.sizes, self.refs["stage"]
         is_incomplete = sizes.width > sizes.last_columns  # the last chunk reaches beyond the frame
-        # Words of the column right of the frame's last; the stage begins a chunk left of column 0.
+        # The words of the column right of the frame's last one.
         right = pl.ds((sizes.last_columns + sizes.chunk) * sizes.words, sizes.words)
         return {
             "beside": [],  # no product loads columns beside a strip
@@ -69,9 +69,9 @@ class DirectStep(ConvStep):
 
     def _convolve(self) -> None:
         sizes = self.sizes
-        chunk, chunks = sizes.chunk, sizes.chunks  # columns of a chunk, and number of chunks
+        chunk, chunks = sizes.chunk, sizes.chunks
         self._begin_left()
-        # Number of chunks in a loop's body: with at most `UNROLLED` products it compiles in seconds.
+        # The chunks of a loop's body: with at most `UNROLLED` products it compiles in seconds.
         together = largest_divisor(chunks, UNROLLED // len(self.weights))
 
         def multiply_chunks(index: Array, carry: None) -> None:
@@ -91,21 +91,18 @@ class DirectStep(ConvStep):
     def _begin_left(self) -> None:
         """Set the sums of a strip's first column, which no product sets, to the left edge or to zeros."""
         frames, refs = self.sizes.frames, self.refs
-        # Column 0, with its frames: the buffer "sums" begins a chunk of columns left of it.
+        # The entries of column 0.
         first = pl.ds(self.sizes.chunk * frames, frames)
         if "edges" not in refs:
             fill_zeros([refs["sums"].at[:, :, first]])
             return
-        # For each row of the block, and each part (128 output channels).
         for row, part in itertools.product(range(ROWS), range(self.result_parts)):
             # "edges" has one video (index 0): the frames of the left edge, then those of the right edge.
             refs["sums"][row, part, first] = refs["edges"][0, row, :frames, lanes_of(part)]
 
     def _end_right(self) -> None:
         frames, refs = self.sizes.frames, self.refs
-        # The buffer "sums" begins a chunk of columns left of the strip.
         last = self._entries(self._last_column(), 1, frames, before=self.sizes.chunk)
-        # For each row of the block, and each part (128 output channels).
         for row, part in itertools.product(range(ROWS), range(self.result_parts)):
             sums = refs["sums"].at[row, part]
             # "edges" has one video (index 0): the frames of the left edge, then those of the right edge.
@@ -134,7 +131,7 @@ class DirectStep(ConvStep):
             ]
             sums = jnp.dot(jnp.concatenate(inputs, axis=1), weights[turn], preferred_element_type=jnp.float32)
             self._add_sums(turn, product.results, sums, column)
-            # The chunk to modulate has `UNITS` units of columns, which are spread evenly over the products.
+            # The `UNITS` units of the chunk to modulate are spread evenly over the products.
             if modulated is not None and index * UNITS % len(self.weights) == 0:
                 unit = index * UNITS // len(self.weights)
                 self._modulate(modulated + unit * sizes.unit, unit, after=sums)
@@ -142,10 +139,10 @@ class DirectStep(ConvStep):
     def _add_sums(self, turn: Any, results: list[tuple[int, int]], sums: Array, column: Any) -> None:
         """Add a product's sums to the buffer "sums", each at its result's columns; column tap 0 sets them."""
         sizes, refs = self.sizes, self.refs
-        turn_parts = self.result_parts // sizes.turns  # parts of the share: 128 output channels each
+        turn_parts = self.result_parts // sizes.turns  # parts of a turn
         for result, (row, column_tap) in enumerate(results):
-            # By tap 0 a column counts in the result right of it, by tap 1 in its own, by tap 2 in the result
-            # left of it. The buffer begins a chunk left of column 0.
+            # By tap 0 a column counts in the result on its right, by tap 1 in its own, by tap 2 in the result
+            # on its left.
             shift = 1 - column_tap
             at = self._entries(column, sizes.chunk, sizes.frames, before=sizes.chunk, shift=shift)
             for part in range(turn_parts):
@@ -162,21 +159,19 @@ class DirectStep(ConvStep):
         """
         sizes = self.sizes
         if row == ROWS + 1:  # the row below is not in the ring yet, but in the upper row (0) of the stage
-            # The stage's columns begin a chunk before column 0.
             at = self._entries(column, sizes.chunk, sizes.words, before=sizes.chunk)
             words = self.refs["stage"][time_tap, 0, part, at]
         else:  # the ring has the block of results in its slot `new`, and the block above in `old`
             slot, block_row = (self.old, 1) if row == 0 else (self.new, row - 1)
             at = self._entries(column, sizes.chunk, sizes.words)
             words = self.refs["ring"][slot, time_tap, block_row, part, at]
-        return pltpu.bitcast(words, jnp.bfloat16)  # a word of 32 bits holds two frames
+        return pltpu.bitcast(words, jnp.bfloat16)
 
     def _move(self, column: Any, count: int) -> None:
         """Move `count` columns from the stage to the ring, where they replace those of the old block."""
         ring_at = self._entries(column, count, self.sizes.words)
-        # The stage begins a chunk left of column 0.
         stage_at = self._entries(column, count, self.sizes.words, before=self.sizes.chunk)
-        # Axes: slot (only of "ring"), tap of time, row of the block, part (128 channels), word (two frames).
+        # The stage has the axes of the ring without that of slots.
         self.refs["ring"][self.old, :, :, :, ring_at] = self.refs["stage"][:, :, :, stage_at]
 
     def _modulate_chunk(self, column: Any) -> None:
@@ -198,7 +193,7 @@ class DirectStep(ConvStep):
         sizes, words = self.sizes, self.sizes.words  # words of a pixel
         unit_at = self._entries(column, sizes.unit, words, before=sizes.chunk)
         x_words = pltpu.bitcast(x, jnp.int32) if sizes.input_frames > 1 else duplicated_in_words(x)
-        # The frames under the taps of time: those two frames before `x`, those one frame before it, and `x`.
+        # The frames under the three taps of time: those two frames before `x`, one frame before it, and `x`.
         two_before, one_before, same = (
             self.refs["stage"].at[time_tap, row, part] for time_tap in range(TAPS)
         )
@@ -214,11 +209,9 @@ class DirectStep(ConvStep):
 
     def _finish(self, column: Any) -> None:
         sizes = self.sizes
-        # Where the buffer "sums" has the chunk's sums: it begins a chunk left of column 0.
         sums_at = self._entries(column, sizes.chunk, sizes.frames, before=sizes.chunk)
         if sizes.input_frames == 1:  # multiplied as two equal frames: every second sum is a result
             sums_at = pl.ds(sums_at.start, sizes.chunk, stride=sizes.frames)
-        # The sums are given by a row of the block and a part (128 output channels).
         self._write_results(
             column, sizes.chunk, lambda row, part: self.refs["sums"].at[row, part][sums_at, :]
         )

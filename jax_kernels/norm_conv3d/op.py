@@ -223,8 +223,7 @@ def _by_kernel(
     num_groups: int,
     eps: float,
 ) -> tuple[Array, Array | None, ColumnMoments]:
-    # Mean and M2 (the sum of squared deviations) of each column of pixels. Statistics span all frames: they
-    # are computed before the first run, and are the same for every run.
+    # Statistics span all frames: they are computed before the first run, and are the same for every run.
     mean, m2 = column_moments(target, x) if moments is None else moments
     group_moments = moments_of_columns(target, mean, m2, x.shape[2], num_groups=num_groups)
     # GroupNorm as `x * scale + shift`: both for each video and channel.
@@ -263,15 +262,14 @@ def _convolved(
     """
     split = target.split
     frames, _, columns, _ = x.shape[1:]
-    # The norm's coefficients are a multiplier and an offset, with latents for each column of them.
+    # With latents, each column of them has coefficients of its own.
     *_, coefficient_columns = _coefficient_grid(split, x, zq)
     coefficients = functools.partial(_coefficients, split, norm, zq, scale_NC, shift_NC, coefficient_columns)
     # They are repeated to the registers that the kernel reads.
     multiplier, offset = coefficients(lambda values: tpu.to_registers(values, frames, columns))
     _, coefficient_rows, registers, *_ = multiplier.shape  # rows of coefficients, and registers that hold one
     conv_sizes = sizes.sizes_of(x, coefficient_rows, registers, kernel.shape[-1], residual is not None)
-    # Edges are what the columns beside a strip (columns that the kernel computes together) add to its first
-    # and last column. Beside a whole frame the columns are zeros: if it is one strip, it has no edges.
+    # The columns beside a whole frame are zeros: if it is one strip, it has no edges.
     edges = None
     if conv_sizes.strips > 1 or split.has_neighbours:
         edges = _edge_sums(target, x, cache, kernel, coefficients, conv_sizes)
@@ -332,11 +330,9 @@ def _edge_sums(
     """
     # The first column of each strip but the leftmost one.
     starts = range(conv_sizes.width, conv_sizes.columns, conv_sizes.width)
-    # By the same algorithm as the kernel, for the same rounding. With a `tile`, the number of frames that are
-    # filtered together, it is Winograd's.
+    # The algorithm is the kernel's, for the same rounding: with a `tile` it is Winograd's.
     winograd = functools.partial(filtered, tile=conv_sizes.tile, multiply=_component_sums)
     convolve = winograd if conv_sizes.tile else _column_sums
-    # `activated(column)` returns one column of pixels, normed and activated.
     activated = functools.partial(_activated_column, target, x, cache, coefficients)
     # By the first of the kernel's three taps of columns a column adds to the one right of it; by the last
     # tap, to the one left of it.

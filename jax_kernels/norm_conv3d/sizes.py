@@ -30,7 +30,7 @@ MARGIN = SUBLANES
 """Columns of zeros on both sides of a row in Winograd's buffers; whole registers, to keep slices aligned."""
 
 TILES = 2
-"""Tiles (frames that Winograd filters together) of a pixel's frames."""
+"""Tiles of a pixel's frames."""
 
 MOST_STRIPS = 8
 """Most strips of a frame that is too wide for the chip's VMEM."""
@@ -230,7 +230,7 @@ def is_supported(
     return (
         # The two rows of a block have a row of coefficients each, or one for both.
         (sizes.cell_rows == 1 or sizes.cell_rows % ROWS == 0)
-        # A unit (columns modulated together) has whole cells (columns that one register covers).
+        # A unit has whole cells.
         and (coefficient_columns == 1 or sizes.unit % sizes.cell == 0)
         and _vmem_bytes(sizes, residual) <= vmem_limit()
     )
@@ -267,7 +267,7 @@ def sizes_of(
     """
     input_frames, height, columns, channels = x.shape[1:]
     outputs += -outputs % tiles.LANES  # padded to a multiple of 128
-    cell = columns_of_register(columns, input_frames, registers)  # columns that a register covers
+    cell = columns_of_register(columns, input_frames, registers)
     direct = ConvSizes(
         input_frames=input_frames,
         columns=columns,
@@ -285,9 +285,9 @@ def sizes_of(
     if input_frames in (TILES * tile for tile in TRANSFORMS) and pallas_mode() != "direct":
         winograd = _cut_into_strips(direct._replace(tile=input_frames // TILES), residual)
         fits = _vmem_bytes(winograd, residual) <= vmem_limit()
-        # A unit (columns modulated together) needs whole cells, but a single register covers all columns.
+        # A unit needs whole cells, but a single register covers all columns.
         has_cells = registers == 1 or winograd.unit % cell == 0
-        # Columns of the last chunk (columns multiplied together) that are the frame's.
+        # The columns of the last chunk that are the frame's.
         last_chunk_columns = winograd.last_columns - (winograd.chunks - 1) * winograd.chunk
         # The first register of a chunk's sums, a sublane for each of a column's `TILES` tiles, must hold no
         # padding, which may be NaN (`step.zeros_after`).
@@ -319,8 +319,7 @@ def _chunk(sizes: ConvSizes) -> int:
         return UNIT_ENTRIES * UNITS // sizes.frames
     # A product that takes both rows of a block together has fewer columns of each.
     least, most = (24, 48) if sizes.rows_together else (48, 80)
-    # A unit is the columns modulated together. Each turn (a pass for a share of the output channels) has
-    # an equal number of units.
+    # Each turn has an equal number of units.
     multiple = sizes.unit * sizes.turns
     candidates = range(-(-least // multiple) * multiple, most + 1, multiple)
     return min(candidates, key=lambda chunk: (-sizes.columns % chunk, -chunk))
@@ -375,10 +374,10 @@ def scratch_shapes(sizes: ConvSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
 
 def _vmem_bytes(sizes: ConvSizes, residual: bool) -> int:
     row_frames = sizes.width * sizes.input_frames  # of all pixels in a row of a strip
+    # bfloat16 has 2 bytes, float32 has 4.
     inputs = ROWS * row_frames * sizes.channels * 2
     results = ROWS * row_frames * sizes.outputs * 2
-    # Multiplier and offset (2), in float32. A cell, the columns that share them, has a register for each 128
-    # channels.
+    # Multiplier and offset (2), in float32; a cell has a register of each for every part.
     cells = -(-sizes.width // sizes.cell)
     coefficients = 2 * ROWS * cells * SUBLANES * sizes.channels * 4
     # The last cache and the next (2), each of two frames, in bfloat16.

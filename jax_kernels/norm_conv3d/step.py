@@ -92,8 +92,8 @@ class ConvStep(ABC):
 
     def __init__(self, sizes: ConvSizes, weights: tuple[Any, ...], refs: dict[str, Any]):
         self.sizes, self.weights, self.refs = sizes, weights, refs
-        self.result_parts = sizes.outputs // tiles.LANES  # parts of 128 channels
-        # The grid's axes: videos; strips, the columns computed together, if there are several; steps.
+        self.result_parts = sizes.outputs // tiles.LANES
+        # The grid's axes are videos, strips if there are several, and steps.
         axes = 2 if sizes.strips == 1 else 3
         _video, self.strip, self.step = grid_position(tuple(map(pl.program_id, range(axes))))
 
@@ -167,12 +167,11 @@ class ConvStep(ABC):
             after: sums of a product. The work waits for them, so that it overlaps with the next product.
         """
         sizes, refs = self.sizes, self.refs
-        # The unit in "cache" and "latest": two frames for each part (128 channels) of a pixel. Their first
-        # index is the video's.
+        # The unit in "cache" and "latest", whose first index is the video's: two frames of each part.
         cache_at = self._entries(_at_least_zero(column), sizes.unit, 2 * sizes.parts)
         for row in range(ROWS):
             x = self._activated(row, _at_least_zero(column), after)
-            # The two frames before the unit's, then its last two, as words (32 bits, for both frames).
+            # The words of the two frames before the unit's, and then those of its last two.
             past = refs["past"].at[slot, row]
             if "cache" in refs:
                 past[...] = pltpu.bitcast(refs["cache"][0, row, cache_at], jnp.int32)
@@ -189,18 +188,18 @@ class ConvStep(ABC):
         SiLU is `h + h tanh(h)` of half its argument h, so the kernel gets half of each coefficient.
         """
         sizes, refs = self.sizes, self.refs
-        # The number of the unit's cells: one if a cell has all columns, which may be fewer than a unit's.
+        # A unit has one cell if the cell has all columns, which may be fewer than the unit's.
         cells = 1 if sizes.cell >= sizes.columns else max(1, sizes.unit // sizes.cell)
         cells_at = pl.ds(jax.lax.div(column, sizes.cell), cells)
-        # The two rows of the block have a row of coefficients each, or share one.
+        # The two rows of a block have a row of coefficients each, or they share one.
         coefficient_row = row if sizes.cell_rows == 1 else 0
         half = refs["half"][0, coefficient_row, cells_at]
         offset = refs["half_offset"][0, coefficient_row, cells_at]
         if after is not None:
-            # Zeros that depend on `after`, for each part (128 channels).
+            # Zeros that depend on `after`, for each part.
             offset = offset + jnp.concatenate([zeros_after(after)] * sizes.parts, 1)
         x = refs["x"][0, row, self._entries(column, sizes.unit, sizes.input_frames)].astype(jnp.float32)
-        # Axes: cell, register of the cell, sublane, channel. All registers of a cell use one of coefficients.
+        # Axes: cell, register of the cell, sublane, channel. A cell's registers share one of coefficients.
         h = x.reshape(cells, -1, SUBLANES, sizes.channels) * half[:, None] + offset[:, None]
         return (h + h * jnp.tanh(h)).reshape(-1, sizes.channels).astype(jnp.bfloat16)
 
@@ -215,7 +214,6 @@ class ConvStep(ABC):
         """
         sizes, refs = self.sizes, self.refs
         at = self._entries(_at_least_zero(column), count, sizes.input_frames)
-        # The buffer "moments" begins a chunk left of column 0.
         moments_at = self._entries(column, count, sizes.input_frames, before=sizes.chunk)
         is_first = self.step == LAG  # the first block of results, which sets the running moments
         in_frame = self._mask_of_columns(_at_least_zero(column), count) if "true_width" in refs else None
@@ -255,7 +253,7 @@ class ConvStep(ABC):
         """Return a mask, (entries, 128), of `count` columns from `column` on: false in padding columns."""
         frames = self.sizes.input_frames
         index = jax.lax.broadcasted_iota(jnp.int32, (count * frames, tiles.LANES), 0)  # on axis 0
-        # Counted from the first column of the strip (columns that are computed together), as `column` is.
+        # Counted from the first column of the strip, as `column` is.
         true_width = self.refs["true_width"][0] - self.strip * self.sizes.width
         return index < (true_width - column) * frames
 
@@ -267,11 +265,10 @@ class ConvStep(ABC):
         def write_chunk(chunk: Array, carry: None) -> None:
             # In "mean" and "m2", as in "moments", a column has an entry for each input frame.
             results_at = self._entries(chunk * sizes.chunk, sizes.chunk, sizes.input_frames)
-            # The buffer "moments" begins a chunk left of column 0.
             moments_at = self._entries(
                 chunk * sizes.chunk, sizes.chunk, sizes.input_frames, before=sizes.chunk
             )
-            for part in range(self.result_parts):  # of 128 output channels
+            for part in range(self.result_parts):
                 origin, total, squares = (refs["moments"][index, part, moments_at] for index in range(3))
                 refs["mean"][0, results_at, lanes_of(part)] = origin + total * inverse_count
                 # Rounding may make the M2 of nearly equal results negative.

@@ -176,12 +176,12 @@ def _by_kernel(
     y_bytes = x.nbytes // sizes.channels * sizes.outputs * (1 if residual is None else 2)
     cache_bytes = x.nbytes // sizes.input_frames * (TAPS - 1)  # the last two frames
     aliases = {}
-    # Only tests that interpret the kernel turn `RAGGED_IN_PLACE` off, for columns that are no whole chunks.
+    # Tests that interpret the kernel turn `RAGGED_IN_PLACE` off for columns that are no whole chunks.
     if cache is not None and (sizes.width == sizes.columns or RAGGED_IN_PLACE):
         # The next cache reuses the memory of `cache`. Keys are indices of arguments, values of results.
         aliases = {len(weights) + names.index("cache"): [*results].index("latest")}
-    # The axes are videos, strips if there are several, and steps. A step modulates (norms and activates) one
-    # block of two rows and finishes results of the block `LAG` steps before: so there are `LAG` more steps.
+    # The axes are videos, strips if there are several, and steps. A step modulates one block and finishes the
+    # block of `LAG` steps before, so there are `LAG` more steps than blocks.
     grid = x.shape[0], *([sizes.strips] if sizes.strips > 1 else []), sizes.blocks + LAG
     y, latest, *moments = pl.pallas_call(
         run_step,
@@ -232,7 +232,7 @@ def _operands(
 
     coefficient_spec = _coefficient_spec(sizes, multiplier.shape[2])
     kernel, bias = padded_outputs(kernel), padded_outputs(bias.astype(jnp.float32)[None])
-    # A step modulates (norms and activates) one block, two rows, and finishes another block's results.
+    # A step modulates one block and finishes the results of another.
     operands = {
         "x": (_pixels_first(x), _rows_spec(partial(_modulated_block, sizes), row_frames, sizes.channels))
     }
@@ -254,7 +254,6 @@ def _operands(
         operands["edges"] = joined_edges, _rows_spec(_finished_block, strip_entries, sizes.outputs)
     if true_width is not None:
         operands["true_width"] = true_width[None], pl.BlockSpec(memory_space=pltpu.SMEM)
-    # A function that returns the weights between an input and a result of a product.
     tap = winograd.tap if sizes.tile else direct.tap
     if sizes.tile:  # Winograd's filtering combines the taps of time
         kernel = transformed_taps(kernel, sizes.tile)
@@ -296,8 +295,8 @@ def _result_specs(
     """Return shape and dtype of the kernel's results by name, each with its `BlockSpec`."""
     x, _ = operands["x"]
     videos, height, row_frames, _ = x.shape  # W T: the frames of all pixels in a row
-    strip_frames = sizes.width * sizes.input_frames  # of the pixels in a row of a strip (adjacent columns)
-    # 128 channels (`LANES`) for each column, each part of the channels and each of two frames (`TAPS - 1`).
+    strip_frames = sizes.width * sizes.input_frames  # of all pixels in a row of a strip
+    # An entry for each column, each part and each of two frames (`TAPS - 1`).
     latest_shape = (videos, height, sizes.columns * sizes.parts * (TAPS - 1), tiles.LANES)
     moments = jax.ShapeDtypeStruct((videos, row_frames, sizes.outputs), jnp.float32)
 
@@ -386,7 +385,7 @@ def column_of_cache(cache: Float[Array, "N 2 H W I"], column: int) -> Float[Arra
     For a slice in the order of `cache` XLA would first copy the whole cache.
     """
     videos, frames, height, _, channels = cache.shape
-    # Entries of 128 channels that a column has in the reshaped cache, (N, H, W * entries, 128).
+    # Entries of a column in the reshaped cache, (N, H, W * entries, 128).
     entries = channels // tiles.LANES * frames
     cut = _cache_pixels_first(cache)[:, :, column * entries : (column + 1) * entries]
     return _cache_frames_first(cut, (videos, frames, height, 1, channels))

@@ -85,8 +85,7 @@ class WinogradStep(ConvStep):
 
     def _convolve(self) -> None:
         sizes = self.sizes
-        # A product loads a column right of its chunk: so columns are moved to where it loads them `MARGIN`
-        # columns ahead.
+        # A product loads one column right of its chunk, so columns are moved `MARGIN` columns ahead.
         self._move(0, MARGIN)
         # These `TILES` entries of the buffer "shifted" are what a chunk's last column adds to the next chunk.
         # Nothing is added to the first chunk.
@@ -100,7 +99,6 @@ class WinogradStep(ConvStep):
 
         jax.lax.fori_loop(0, sizes.chunks, multiply_chunk, None)
         last_chunk = sizes.width - sizes.chunk  # its first column
-        # A unit is the columns that are finished together.
         jax.lax.fori_loop(0, sizes.units, lambda unit, _: self._finish(last_chunk + unit * sizes.unit), None)
 
     def _multiply_turn(self, turn: Any, column: Any) -> None:
@@ -163,7 +161,6 @@ class WinogradStep(ConvStep):
         sizes = self.sizes
         columns = self._word_columns(column, sizes.chunk, shift)
         rows = self.rows[row : row + (ROWS if sizes.rows_together else 1)]  # (buffer, slot) of each
-        # A word is two bfloat16 numbers: the component of each of a pixel's two tiles.
         words = jnp.concatenate([self.refs[name][slot, component, part, columns] for name, slot in rows])
         return pltpu.bitcast(words, jnp.bfloat16)
 

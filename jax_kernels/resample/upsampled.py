@@ -190,7 +190,6 @@ class _Step:
         one array for each kernel row. Other chunks load that column of "x" too.
         """
         sizes, refs = self.sizes, self.refs
-        # An entry, a row of the arrays here, is one frame of a pixel, or of a result.
         frames = sizes.frames_out
         entries = count * frames  # of the chunk's pixels
         loaded = count if right_products else count + 1  # columns
@@ -297,7 +296,6 @@ def _by_kernel(
         operands["beside"] = _row_operand(jnp.concatenate(beside, axis=3))
     if true_width is not None:
         operands["true_width"] = true_width[None], pl.BlockSpec(memory_space=pltpu.SMEM)
-    # A row of pixels becomes two rows of results, an upper and a lower one, of 2 W T2 entries each.
     result_row = sizes.result_entries, sizes.outputs
     # What a step keeps of its row of pixels for the next step.
     scratch = {
@@ -306,8 +304,7 @@ def _by_kernel(
         # Its lower results, without what the next row adds, and its upper results, finished:
         "lower_sums": pltpu.VMEM(result_row, jnp.float32),
         "upper_results": pltpu.VMEM(result_row, jnp.bfloat16),
-        # A step goes over its row in chunks of columns. This has, for each kernel row, the products of the
-        # column left of the chunk.
+        # The products of the column left of a chunk, for each kernel row:
         "left_products": pltpu.VMEM((TAPS, sizes.frames_out, sizes.outputs), jnp.float32),
     }
     names = [*operands, "y", *scratch]
@@ -341,8 +338,7 @@ def _row_operand(x_NTHWC: Array) -> tuple[Array, pl.BlockSpec]:
     x = x_NTHWC.transpose(0, 2, 3, 1, 4)
     x = x.reshape(*x.shape[:2], -1, x.shape[-1])
     last_row = x.shape[1] - 1
-    # Step g reads row g. There is one step more than rows: it stays at the last row, so that nothing is
-    # fetched.
+    # The last step, one more than rows, stays at the last row, so that nothing is fetched.
     spec = pl.BlockSpec((1, 1, *x.shape[2:]), lambda video, step: (video, jax.lax.min(step, last_row), 0, 0))
     return x, spec
 
