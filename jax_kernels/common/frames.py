@@ -38,10 +38,10 @@ def split_frames(
 ) -> list[tuple[Any, ...]]:
     """Split the frames of arrays into runs; return the arrays of each run, in order.
 
-    On a TPU, in bfloat16, the first of an odd number of frames is a run, and the frames after it are equal
-    runs, of the largest number in `RUNS` that divides theirs. Elsewhere all frames are one run. If one of
-    `others` has fewer frames than `x`, as latents have, all frames but a first one are a single run. None
-    stays None.
+    On a TPU, in bfloat16, the first of an odd number of frames is a run by itself. The frames after it are
+    equal runs of 8, 4 or 2 frames, the largest of `RUNS` that divides their number; but if one of `others`
+    has fewer frames than `x`, as latents have, they are a single run. Elsewhere all frames are one run. An
+    array that is None is None in every run.
     """
     arrays, frames = (x, *others), x.shape[time_axis]
     if not splits_first_frame(target, x):  # anything but bfloat16 on a TPU

@@ -216,7 +216,7 @@ def image_form(target: Target, x: Array, kernel: Array) -> Form:
 
 
 def convolve_same(target: Target, frames: Array, kernel: Array, form: Form) -> Array:
-    """Convolve with zero padding to the same height and width, over shards; return float32 sums."""
+    """Convolve with zero padding to the same size, neighbouring shards included; return float32 sums."""
     own_sums = form(frames, kernel, same_width_padding(kernel))
     return add_from_neighbours(target.split, own_sums, frames, kernel, form)
 

@@ -289,10 +289,10 @@ def _coefficients(
     coefficient_columns: int,
     repeat: Callable[[Array], Array],
 ) -> tuple[Array, Array]:
-    """Return the coefficients, with zeros for padding columns.
+    """Return the coefficients, with zeros for padding columns; `coefficient_columns` have their own.
 
-    `coefficient_columns` of them are different. `repeat(values)` repeats an array (N, t, h, w, channels) to
-    what uses it: to the sublanes of the kernel's registers, or to the pixels of one column.
+    `repeat(values)` repeats an array (N, t, h, w, channels) to what uses it: to the sublanes of the kernel's
+    registers, or to the pixels of one column.
     """
     scale, shift = scale_NC[:, None, None, None], shift_NC[:, None, None, None]
     if zq is None:

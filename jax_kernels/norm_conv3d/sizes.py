@@ -88,7 +88,6 @@ class ConvSizes(NamedTuple):
 
     @property
     def unit(self) -> int:
-        """Number of columns of a unit."""
         return SUBLANES if self.tile else UNIT_ENTRIES // self.frames
 
     @property
@@ -201,11 +200,18 @@ def is_supported(
 ) -> bool:
     """Return whether the kernel supports these frames; only shapes and the dtype of `x` are read.
 
-    It supports two, four or eight frames of bfloat16, or a video's first frame (`at_start`: there is no
-    cache). They must not be small (`pixels` are a whole frame's, of which `x` may be a shard), and must have
-    an even number of rows. Input channels must be a multiple of 128, output channels too if they are more
-    than 128. VMEM must hold a frame, or a strip of a frame that is cut into at most `MOST_STRIPS`.
-    `coefficient_grid` has the numbers of frames, rows and columns with coefficients of their own.
+    It supports two, four or eight frames of bfloat16, or the first frame of a video. Frames must not be
+    small, and must have an even number of rows. The number of input channels must be a multiple of 128, and
+    so must that of output channels if there are more than 128. VMEM must hold a frame, or a strip of a frame
+    that is cut into at most `MOST_STRIPS`.
+
+    Args:
+        x: frames, or a shard of frames that have so many `pixels`.
+        coefficient_grid: numbers of frames, rows and columns that have coefficients of their own.
+        kernel: it must be (3, 3, 3, I, O).
+        residual: whether a residual is added.
+        at_start: whether the video starts with these frames: there is no cache.
+        pixels: pixels of a whole frame.
     """
     frames, height, columns = x.shape[1:4]
     coefficient_frames, coefficient_rows, coefficient_columns = coefficient_grid
@@ -262,8 +268,8 @@ def sizes_of(
 
     Four and eight frames are convolved by Winograd's filtering, unless it is off (`pallas_mode`), does not
     fit into VMEM, or cannot take the registers of coefficients or the number of columns. Other numbers of
-    frames are convolved directly. There are as few strips as fit into VMEM, or `MOST_STRIPS`. A row of
-    coefficients, one of `coefficient_rows`, takes so many `registers` (`tpu.to_registers`).
+    frames are convolved directly. There are as few strips as fit into VMEM, or `MOST_STRIPS`. The norm has
+    `coefficient_rows` rows of coefficients, of `registers` registers each (`tpu.to_registers`).
     """
     input_frames, height, columns, channels = x.shape[1:]
     outputs += -outputs % tiles.LANES  # padded to a multiple of 128

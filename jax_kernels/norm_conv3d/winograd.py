@@ -143,7 +143,6 @@ class WinogradStep(ConvStep):
     def _multiplied(
         self, component: int, inputs: list[tuple[int, int]], weights: Any, turn: Any, column: Any
     ) -> Array:
-        """Return the sums of one matrix product, float32."""
         chunks = [
             self._input(component, row, shift, part, column)
             for row, shift in inputs

@@ -89,9 +89,9 @@ def is_supported(
 ) -> bool:
     """Return whether the kernel supports these frames; only their shape and dtype are read.
 
-    It needs two, four or eight frames of bfloat16, a result of one of these numbers too, frames that are not
-    small, whole tiles of channels in and out, and a row that fits into VMEM. `pixels` is the number in a
-    whole frame, of which `x` may be a shard.
+    It supports two, four or eight frames of bfloat16; the result must have one of these numbers too. Frames
+    must not be small, channels in and out must fill whole tiles, and a row must fit into VMEM. `pixels` is
+    the number in a whole frame, of which `x` may be a shard.
     """
     sizes = _sizes(x, kernel.shape[3], expand_time)
     return (

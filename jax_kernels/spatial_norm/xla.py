@@ -23,9 +23,9 @@ def modulate_rows(
 ) -> Array:
     """Return `activation((x * scale + shift) * y + b)`, computed as one multiply-add.
 
-    `to_y` and `to_b` are kernel and bias of two 1x1x1 convolutions. `y` and `b` are theirs of the latents
-    `zq`, N T h W Z (`match_frames_and_columns`), computed for the latents' rows and broadcast to those of
-    `x`.
+    `y` and `b` are 1x1x1 convolutions of the latents `zq`, N T h W Z (`match_frames_and_columns`): `to_y` and
+    `to_b` have the kernel and the bias of each. They are computed for the latents' rows, and broadcast to the
+    rows of `x`.
     """
     y = pointwise("nthwz,zc->nthwc", zq, *to_y)
     multiplier = y * scale_NC[:, None, None, None]
