@@ -189,9 +189,9 @@ def _product_block(
 ) -> None:
     """Compute a block of tokens and outputs, a unit of `width` outputs at a time.
 
-    A loop's body has `body` units. It multiplies each before it computes the epilogue (bias, GELU or gated
-    sum) of the unit before, so that the two overlap. `refs` are residual and gate, if there is a gated sum,
-    and the result.
+    A loop's body computes `body` units. It multiplies a unit before it applies the epilogue (bias, GELU or
+    gated sum) to the unit before, so that the two overlap. `refs` are the residual and the gate, if there is
+    a gated sum, and the result.
     """
     *gated, y_ref = refs
 

@@ -311,7 +311,7 @@ def repeat_earlier_frame(words: Array) -> Array:
 
 
 def zeros_after(sums: Array) -> Array:
-    """Return a register of zeros computed from a product's sums; whoever adds them waits for the sums.
+    """Return a register of zeros computed from `sums`: an operation that adds them waits for the sums.
 
     Without them the compiler would schedule the vector unit's work before all products instead of between
     them. It does not see that the minimum is always zero.
