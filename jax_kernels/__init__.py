@@ -8,13 +8,22 @@ Axis letters, used in shapes and as suffixes throughout:
 Activations are channels-last (N T H W C) and kernels (T H W I O), the layout XLA convolutions want;
 `group_norm` takes its channel axis as an argument.
 
+Terms of several kernels:
+
+    form     one implementation of a function
+    run      the frames that a TPU computes together: the first frame alone, or two, four or eight frames
+    image    a single frame
+    shard    one device's columns of a frame
+    moments  the mean of some numbers and M2, the sum of their squared deviations from it
+    tokens   a sequence of text tokens, then of patches of frames, which begin at the index `first`
+
 Each function has a folder. `op.py` holds its signature and chooses the form; `reference.py` is the plainest
 form, the definition that the tests hold the others to; `xla.py` and `tpu.py` hold the forms that XLA compiles
-and those with a Pallas kernel. `common` is what several share.
+and those with a Pallas kernel. `common` is what several functions share.
 
-Each function chooses its form for the platform that its program is lowered for, and leaves Pallas kernels
-out where the environment has `JAX_KERNELS_PALLAS=off` when it is called. Columns that are split over devices
-are its argument `split` (`common.columns.Split`). A program for TPUs in which XLA's partitioner alone splits
+Each function chooses its form for the platform that its program is lowered for. It leaves Pallas kernels out
+where the environment has `JAX_KERNELS_PALLAS=off` when it is called. Its argument `split` says how columns
+are split over devices (`common.columns.Split`). A program for TPUs in which XLA's partitioner alone splits
 activations needs `JAX_KERNELS_PALLAS=off`: XLA cannot split a Pallas kernel.
 """
 

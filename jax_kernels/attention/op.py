@@ -30,28 +30,28 @@ def attention(
     num_keys: int | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "N S H D"]:
-    """Return `softmax(q k^T * scale) v`, a head at a time: torch's `scaled_dot_product_attention`, no mask.
+    """Return `softmax(q k^T * scale) v` for each head: torch's `scaled_dot_product_attention` without a mask.
 
-    On a mesh (`jax.sharding.use_abstract_mesh`) the first mesh axis splits the batch and the other axes split
-    the heads. An axis whose size does not divide its dimension splits the queries. Inside `jax.shard_map`,
-    with `check_vma=False`, each device attends from its own queries to its own keys.
+    On a mesh (`jax.sharding.use_abstract_mesh`) the first mesh axis splits the batch, and the other axes
+    split the heads. An axis whose size does not divide its dimension splits the queries instead. Inside
+    `jax.shard_map`, with `check_vma=False`, each device attends from its own queries to its own keys.
 
     Args:
         q, k, v: any float dtype, the same for all three.
         scale: factor of the scores before the softmax; None for 1 / sqrt(D), as in torch. Pass ln 2 if the
-            queries are multiplied by their scale times log2(e) already, as `qk_norm_rope` can return them.
-            The TPU's kernel, which computes powers of two, then need not multiply the scores.
-        num_keys: number of real keys, which come first; keys after them are padding and may hold anything.
-            None if all are real.
-        implementation: "plain" is XLA's, a block of queries at a time; "transposed" a Pallas kernel for TPUs,
-            for float32 and bfloat16; "cudnn" cuDNN's, for 16 bits and a multiple of 8 channels. None takes
-            the fastest known that supports `q` and `k` on the platform that is compiled for.
+            queries are multiplied by their scale times log2(e) already, as `qk_norm_rope` can return them:
+            the TPU's kernel, which computes powers of two, then need not multiply the scores.
+        num_keys: number of real keys, which come first; the keys after them are padding and may hold
+            anything. None if all are real.
+        implementation: "plain" is XLA's, a block of queries at a time; "transposed" is a Pallas kernel for
+            TPUs, for float32 and bfloat16; "cudnn" is cuDNN's, for 16 bits and a multiple of 8 channels. None
+            takes the fastest that supports `q` and `k` on the platform that the program is compiled for.
 
     Returns:
         The shape and dtype of `q`. Scores and softmax are float32 whatever the dtype.
 
     Raises:
-        ValueError: shapes that do not fit each other, dtypes that differ, fewer keys than `num_keys`, an
+        ValueError: shapes that do not fit each other, dtypes that differ, fewer keys than `num_keys`, or an
             unknown implementation.
     """
     _check(q, k, v, num_keys, implementation)
@@ -76,15 +76,10 @@ def attention_transposed(
     num_keys: int | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "N H D S"]:
-    """Compute `attention` of arrays (N, H, D, S), with positions last, as a TPU's kernel computes.
+    """Compute `attention` of arrays with positions last, the order in which the TPU's kernel computes.
 
-    The function that calls the kernel transposes to this order again: XLA cancels both transposes.
-
-    Args:
-        q, k, v: any float dtype, the same for all three.
-        scale: factor of the scores before the softmax; None for 1 / sqrt(D).
-        num_keys: number of real keys, which come first; None if all are real.
-        implementation: as `attention` takes it; None for the fastest that supports the arrays.
+    The options and errors are those of `attention`. The function that calls the kernel transposes to this
+    order again, and XLA cancels both transposes.
     """
     if not q.ndim == k.ndim == v.ndim == 4:
         raise ValueError(
@@ -103,11 +98,11 @@ def attention_transposed(
 def apply_rotary(
     x: Float[Array, "N S H D"], cos: Float[Array, "P D"], sin: Float[Array, "P D"]
 ) -> Float[Array, "N S H D"]:
-    """Apply rotary positions (Su et al. 2021) to the last P of S positions, and copy the positions before.
+    """Apply rotary positions (Su et al. 2021) to the last P of S positions; copy the positions before them.
 
-    Neighbouring channels are a pair: (a, b) becomes (a cos - b sin, b cos + a sin). A product with a matrix
-    of 0, 1 and -1, which is exact, swaps the channels of pairs: an axis of two channels would fill a TPU's
-    lanes with padding.
+    Neighbouring channels form a pair: (a, b) becomes (a cos - b sin, b cos + a sin). A product with a matrix
+    of 0, 1 and -1, which is exact, swaps the channels of each pair: an axis of two channels would fill a
+    TPU's lanes with padding.
 
     Args:
         x: any float dtype, D even.
@@ -135,7 +130,6 @@ def apply_rotary(
 
 
 def _check(q: Array, k: Array, v: Array, num_keys: int | None, implementation: str | None) -> None:
-    """Raise `ValueError` for shapes, dtypes, keys or an implementation that `attention` refuses."""
     fits = q.ndim == k.ndim == 4 and (q.shape[0], *q.shape[2:]) == (k.shape[0], *k.shape[2:])
     if not fits or k.shape != v.shape:
         raise ValueError(
@@ -160,10 +154,7 @@ def attention_on(
     num_keys: int,
     implementation: Implementation | None,
 ) -> Array:
-    """Compute `attention` on `target`, the platform that is traced for, over the mesh if there is one.
-
-    Keys from `num_keys` on are padding. With `implementation` None the fastest for these arrays is chosen.
-    """
+    """Compute `attention` on `target`, over the mesh if there is one."""
     plain, by_kernel, cudnn = (
         functools.partial(form, scale=scale, num_keys=num_keys)
         for form in (xla.plain, tpu.transposed, xla.cudnn)
@@ -178,10 +169,9 @@ def attention_on(
 
 
 def _fastest(target: Target, q: Array, k: Array) -> Implementation:
-    """Return the fastest implementation that supports `q` and `k` on the platform of `target`."""
     if target.uses_pallas and tpu.is_supported(q, k):  # `uses_pallas` is true on a TPU only
         return "transposed"
-    # `target.pallas` is whether kernels may be used, cuDNN's too.
+    # `target.pallas` also says whether cuDNN's kernels may be used.
     return "cudnn" if target.platform == "cuda" and target.pallas and xla.cudnn_supports(q) else "plain"
 
 
@@ -190,9 +180,8 @@ def _over_mesh(
 ) -> Array:
     """Run `attend(q, k, v)` on every device for its share of videos, heads and queries, with all keys.
 
-    XLA cannot split a kernel, and would gather its inputs. The first mesh axis splits videos, the other axes
-    split heads. An axis that cannot split videos, or heads, into equal shares splits the queries, which
-    are padded.
+    XLA cannot split a kernel, and would gather its inputs. Mesh axes split as `attention` says; split queries
+    are padded to equal shares.
     """
     videos, queries, heads, _ = q.shape
     first_axis, *other_axes = mesh.axis_names

@@ -2,9 +2,9 @@
 
 Axis letters here: N batch, S positions, C channels of all heads, H heads, D channels of a head.
 
-Rotary positions rotate pairs of channels: (a, b) becomes (a cos - b sin, b cos + a sin). Here a rotated
-channel is `channel * cos + partner * signed sin`: its partner is the other channel of its pair, and the sign
-is stored in the table of sines.
+Rotary positions rotate pairs of channels: (a, b) becomes (a cos - b sin, b cos + a sin). The forms here
+compute each channel as `channel * cos + partner * signed sin`: the partner is the other channel of its pair,
+and the table of sines holds the sign, which is minus for the first channel of a pair.
 """
 
 import functools
@@ -38,13 +38,14 @@ def qk_norm_rope(
 ) -> Float[Array, "N H D S"]:
     """Apply a LayerNorm over each head's channels, rotary positions and a scale, for `attention_transposed`.
 
-    On a TPU one Pallas kernel does it in one pass. The result is rounded once.
+    On a TPU one Pallas kernel does this in one pass. The result is rounded once.
 
     Args:
         x: a projection to queries, keys or values, any float dtype; head h has the channels from h D on.
-        weight, bias: (D,), of the norm; a weight of None means no norm, as for values. A bias needs a weight.
-        cos, sin: (S, D), float32, each angle twice, for both channels of its pair: channels (a, b) = (2 i,
-            2 i + 1) become (a cos - b sin, b cos + a sin). None for no rotation.
+        weight, bias: the norm's, (D,). Without a weight there is no norm, as for values. A bias needs a
+            weight.
+        cos, sin: (S, D), float32, each angle twice: channels (a, b) = (2 i, 2 i + 1) become (a cos - b sin, b
+            cos + a sin). None for no rotation.
         heads: the number of heads, H.
         scale: factor of the result: for queries log2(e) / sqrt(D) if `attention_transposed` is called with
             scale=ln 2, else 1.
@@ -58,7 +59,6 @@ def qk_norm_rope(
             tables that do not fit; a bias without a weight.
     """
     _check(x, weight, bias, cos, sin, heads)
-    # `_signed` negates the sine of each pair's first channel, the minus in (a cos - b sin, b cos + a sin).
     tables = () if cos is None or sin is None else (cos, _signed(sin))
     norm = () if weight is None else (weight, jnp.zeros_like(weight) if bias is None else bias)
     return dispatch(qk_norm_rope_on, x, norm, tables, heads=heads, scale=scale, eps=eps)
@@ -74,17 +74,7 @@ def qk_norm_rope_on(
     scale: float,
     eps: float,
 ) -> Array:
-    """Norm, rotate and scale each head (`qk_norm_rope`); return (N, heads, D, S).
-
-    Args:
-        target: the platform that is traced for.
-        x: the projection to queries, keys or values, (N, S, heads * D).
-        norm: (weight, bias), or () for no norm.
-        tables: (cos, signed sin of `_signed`), or () for no rotation.
-        heads: number of heads.
-        scale: factor of the result.
-        eps: added to the variance.
-    """
+    """Compute `qk_norm_rope`; `norm` is (weight, bias) or (), and `tables` is (cos, signed sin) or ()."""
     plain, by_kernel = (
         functools.partial(function, heads=heads, scale=scale, eps=eps) for function in (_xla_form, _by_kernel)
     )
@@ -97,14 +87,13 @@ def qk_norm_rope_on(
 def is_supported(x: Float[Array, "N S C"], heads: int) -> bool:
     """Return whether the kernel supports this projection.
 
-    It supports float32 or bfloat16, and heads whose number of channels is a multiple of 8: the result has
-    channels in its rows, and a tile of float32 has 8 rows.
+    It needs float32 or bfloat16, and heads of a multiple of 8 channels: channels are the rows of the result,
+    and a tile of float32 has 8 rows.
     """
     return x.dtype in DTYPES and x.shape[-1] // heads % 8 == 0
 
 
 def _check(x: Array, weight: Any, bias: Any, cos: Any, sin: Any, heads: int) -> None:
-    """Raise `ValueError` for arrays or a number of heads that `qk_norm_rope` refuses."""
     if x.ndim != 3 or heads < 1 or x.shape[-1] % heads:
         raise ValueError(f"qk_norm_rope got x {x.shape} for {heads} heads: it takes (N, S, H D)")
     channels = x.shape[-1] // heads
@@ -120,10 +109,6 @@ def _check(x: Array, weight: Any, bias: Any, cos: Any, sin: Any, heads: int) -> 
 
 
 def _signed(sin_SD: Array) -> Array:
-    """Return sines with the signs of a rotation: -sin for a pair's first channel, sin for its second.
-
-    A rotated channel is `x * cos + partner * signed sin`, where `partner` is the other channel of its pair.
-    """
     return jnp.where(jax.lax.iota(jnp.int32, sin_SD.shape[1]) % 2 == 0, -sin_SD, sin_SD)
 
 
@@ -136,11 +121,6 @@ def _xla_form(
     scale: float,
     eps: float,
 ) -> Array:
-    """Compute `qk_norm_rope` as XLA compiles it, with the arguments of `qk_norm_rope_on`.
-
-    `norm` is (weight, bias), `tables` is (cos, sin with signs); each may be empty. A channel's partner is the
-    other channel of its pair, (2 i, 2 i + 1).
-    """
     y = x.astype(jnp.float32).reshape(*x.shape[:2], heads, -1)  # N S H D
     if norm:
         weight, bias = norm
@@ -163,19 +143,7 @@ def _by_kernel(
     scale: float,
     eps: float,
 ) -> Array:
-    """Norm, rotate and scale each head by the Pallas kernel; return (N, heads, C / heads, S).
-
-    Channels are in the rows of the result, so vectors are passed as columns and tables transposed.
-
-    Args:
-        x: the projection (N, S, C).
-        norm: (weight, bias) of the norm of each head, or () for no norm.
-        tables: (cos, signed sin) of the rotation, (S, C / heads) each, or () for none; the sign is minus for
-            the first channel of a pair.
-        heads: number of heads.
-        scale: factor of the result.
-        eps: added to the norm's variance.
-    """
+    """Run the Pallas kernel; channels are the rows of its result, so it takes vectors as columns."""
     videos, positions, width = x.shape
     channels = width // heads
     # Positions of a block: as many as `BLOCK_BYTES` hold, in whole tiles of lanes (at least one tile), up to
@@ -202,24 +170,16 @@ def _by_kernel(
 
 
 def _process_block(x_ref, *other_refs: Any, normed: bool, scale: float, eps: float) -> None:
-    """Norm, rotate and scale a block of positions, as many heads at a time as fill whole tiles of lanes.
+    """Process a block of positions, as many heads at a time as fill whole tiles of lanes.
 
-    Args:
-        x_ref: reference to the projection, (S, H D), of S positions and H heads of D channels: channels are
-            in the lanes.
-        other_refs: references to weight and bias, (D, 1), if `normed`; then to cos and the signed sin,
-            (D, S), if positions are rotated: a channel becomes `channel * cos + partner * signed sin`, where
-            `partner` is the other channel of its pair; then to the result, (H, D, S), channels in the rows.
-        normed: whether there is a norm.
-        scale: factor of the result.
-        eps: added to the variance.
+    `x_ref` is (S, H D). `other_refs` are weight and bias, (D, 1), if `normed`; then cos and the signed sin,
+    (D, S), if positions are rotated; then the result, (H, D, S).
     """
     *operand_refs, y_ref = other_refs
     heads, channels, _ = y_ref.shape
     norm_refs, table_refs = (operand_refs[:2], operand_refs[2:]) if normed else ([], operand_refs)
 
     def process_heads(first_head: Any, count: int) -> None:
-        """Norm, rotate and scale `count` heads, from `first_head` on."""
         lanes = pl.ds(pl.multiple_of(first_head * channels, LANES), count * channels)
         y = x_ref[:, lanes].astype(jnp.float32).T.reshape(count, channels, -1)  # heads, channels, positions
         if norm_refs:
@@ -236,7 +196,6 @@ def _process_block(x_ref, *other_refs: Any, normed: bool, scale: float, eps: flo
 
     @pl.loop(0, groups)
     def _(index: Array) -> None:
-        """Process one group of heads."""
         process_heads(index * together, together)
 
     if remainder:
@@ -244,7 +203,7 @@ def _process_block(x_ref, *other_refs: Any, normed: bool, scale: float, eps: flo
 
 
 def _partners(y_HDS: Array) -> Array:
-    """Return `y` with the two channels of each pair, (2 i, 2 i + 1), swapped; inside the kernel."""
+    """Return `y` with the two channels of each pair swapped; inside the kernel."""
     y = y_HDS.reshape(-1, y_HDS.shape[-1])
     channels = y.shape[0]  # of all heads in `y`
     is_first_of_pair = jax.lax.broadcasted_iota(jnp.int32, (channels, 1), 0) % 2 == 0

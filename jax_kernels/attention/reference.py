@@ -7,9 +7,9 @@ import jax.numpy as jnp
 
 
 def attention(q, k, v, *, scale=None, num_keys=None):
-    """Compute attention in float32; keys from `num_keys` on are padding, and left out.
+    """Compute attention in float32; keys from `num_keys` on are padding, and are left out.
 
-    `q` is (N, S, H, D), `k` and `v` are (N, K, H, D). `scale` is a factor of the scores.
+    `q` is (N, S, H, D), `k` and `v` are (N, K, H, D). `scale` multiplies the scores.
     """
     q_f32, k_f32, v_f32 = (x.astype(jnp.float32) for x in (q, k[:, :num_keys], v[:, :num_keys]))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
@@ -28,8 +28,8 @@ def attention_transposed(q, k, v, *, scale=None, num_keys=None):
 def qk_norm_rope(x, weight=None, bias=None, cos=None, sin=None, *, heads, scale=1.0, eps=1e-6):
     """Apply each head's layer norm, the rotation (RoPE) and the scale one after the other, in float32.
 
-    `x` (N, S, heads * D) is queries, keys or values. The result is (N, heads, D, S). Without `weight` there
-    is no norm, without the tables `cos` and `sin` no rotation.
+    `x` (N, S, heads * D) holds queries, keys or values; the result is (N, heads, D, S). Without `weight`
+    there is no norm, and without the tables `cos` and `sin` there is no rotation.
     """
     y = x.astype(jnp.float32).reshape(*x.shape[:2], heads, -1)
     if weight is not None:
@@ -43,8 +43,8 @@ def qk_norm_rope(x, weight=None, bias=None, cos=None, sin=None, *, heads, scale=
 def apply_rotary(x, cos, sin):
     """Rotate each pair (a, b) of neighbouring channels to (a cos - b sin, b cos + a sin).
 
-    `x` is (N, S, H, D); the tables `cos` and `sin` (P, D) are of its last P positions, the patches. The text
-    before them is not rotated.
+    `x` is (N, S, H, D). The tables (P, D) belong to its last P positions, the patches; the text before them
+    is not rotated.
     """
     x_f32, num_text = x.astype(jnp.float32), x.shape[1] - cos.shape[0]
     a, b = x_f32[:, num_text:, :, ::2], x_f32[:, num_text:, :, 1::2]

@@ -1,12 +1,15 @@
 """Attention on a TPU by a Pallas kernel that holds tokens in the lanes and keys before queries.
 
-`S^T = K Q^T` and `O^T = V^T P^T`, of arrays with channels before tokens: no channels are padded to the 128
-lanes of a tile, and the weights `P^T` come out of one product as the other takes them.
+It computes `S^T = K Q^T` and `O^T = V^T P^T` of arrays with channels before tokens. So no channels are padded
+to the 128 lanes of a tile, and one product returns the weights `P^T` in the order in which the other takes
+them.
 
-A query's scores are taken against the maximum of the first keys alone. It is subtracted inside the product,
-as more channels of the queries with ones in the keys: a score goes from the matrix unit to the exponential.
-Weights that become too large for that show in their sum; such a block of queries is computed again, with the
-maximum of all keys.
+A key's weight for a query is 2 ** (factor * (score - maximum)). The kernel computes weights for a chunk of
+keys and a strip of queries at a time. It takes the maximum over the first chunk of keys alone, since softmax
+allows any number near the true maximum, and subtracts it inside the product, as more channels of the queries
+that meet ones in the keys: a score goes straight from the matrix unit to the exponential. If the first
+maximum was too far off, the sum of the weights shows it: the kernel then computes that block of queries
+again, with the maximum of all keys.
 
 Axis letters here: B videos and heads, D channels of a head, S and K positions of the queries and of the keys.
 """
@@ -56,8 +59,8 @@ def is_supported(
 ) -> bool:
     """Return whether the kernel supports such queries and keys.
 
-    It supports float32 or bfloat16, heads of at most 256 channels, and as many keys as fit into VMEM (with 64
-    channels in bfloat16, 130,000 on a v6e).
+    It needs float32 or bfloat16, heads of at most 256 channels, and keys that fit into VMEM (with 64 channels
+    in bfloat16, 130,000 of them on a v6e).
     """
     # Keys and values, of this head and of the next.
     fits = 4 * k.shape[1] * k.shape[3] * k.dtype.itemsize < KEYS_SHARE * vmem_limit()
@@ -74,10 +77,8 @@ def transposed(
 ) -> Float[Array, "N S H D"]:
     """Transpose and pad queries, keys and values, attend by the kernel, and transpose its result back.
 
-    Args:
-        q, k, v: arrays that `is_supported` accepts. XLA drops the transpose if it follows the opposite one.
-        scale: factor of the scores.
-        num_keys: number of real keys, at least one, which come first; keys after them may hold anything.
+    `q`, `k` and `v` are arrays that `is_supported` accepts. XLA drops a transpose that follows its opposite.
+    There is at least one real key.
     """
     videos, queries, heads, channels = q.shape
     padded_channels = tiled_sublanes(channels, q.dtype)  # zeros fill whole tiles
@@ -121,10 +122,10 @@ def transposed(
 
 
 def _block_length(length: int, sizes: tuple[int, ...]) -> int:
-    """Return the block length for a sequence of `length` positions: the one of `sizes` that pads it least.
+    """Return the one of `sizes` that pads a sequence least, and the largest of equals.
 
-    Of several that pad it equally it is the largest. A sequence no longer than any of `sizes` is one block,
-    of whole chunks or of a tile's lanes. The last block may reach beyond the sequence.
+    A sequence no longer than any of `sizes` is one block, of whole chunks or of a tile's lanes. The last
+    block may reach beyond the sequence.
     """
     if length <= min(sizes):
         unit = LANES if length <= LANES else CHUNK
@@ -149,19 +150,13 @@ def _attend_block(
 ) -> None:
     """Attend from a block of queries to all keys, a block of keys at a time.
 
-    A key's weight for a query is 2 ** (factor * (score - maximum)), computed for a chunk of keys and a strip
-    of queries at a time. The maximum is the one over the first chunk of keys, not over all keys: softmax
-    takes any number near the true maximum. If sums of weights show that it is far off, `_attend_again`
-    computes the block of queries.
-
     Args:
         q_ref, k_ref, v_ref: queries (D, S), keys and values (D, K) of a head; keys and values in whole
             blocks.
         y_ref: the result, (D, S).
-        extended_ref: memory for the queries, and below them `_subtracted_rows`: minus the maximum, minus
-            `PADDING_PENALTY`.
-        sums_ref: memory for the sums of weighted values, (D, S).
-        totals_ref: memory for the sums of weights, (8, S): partial sums, one in each row of a register.
+        extended_ref: memory for the queries, and below them for `_subtracted_rows`.
+        sums_ref, totals_ref: memory for the sums of weighted values, (D, S), and for those of weights, (8,
+            S): partial sums, one in each row of a register.
         num_queries, num_keys: number of real queries and keys; padding follows them.
         key_block: keys of a loop's body.
         factor: of the scores, the products of queries and keys.
@@ -178,14 +173,13 @@ def _attend_block(
 
     @pl.loop(0, pl.cdiv(num_keys, key_block))
     def _(block: Array) -> None:
-        """Add the values of a block of keys, weighted, to the sums of all strips of queries."""
 
         @functools.cache  # loaded once for all strips of queries
         def keys_of(start: int) -> Array:
             """Return the keys of the block's chunk at `start`, and below them a tile of ones and zeros.
 
-            Its first row, of ones, meets the queries' row of minus their maximum; its second, of ones at
-            padding keys alone, meets the queries' row of minus `PADDING_PENALTY`.
+            Its first row, all ones, meets the queries' row of minus their maximum. Its second row, with ones
+            at padding keys alone, meets the queries' row of minus `PADDING_PENALTY`.
             """
             at = pl.multiple_of(block * key_block + start, LANES)
             k = k_ref[:, pl.ds(at, chunk)]
@@ -198,13 +192,11 @@ def _attend_block(
 
         @functools.cache
         def values_of(start: int) -> Array:
-            """Return the values of the block's chunk at `start`, with zeros for padding keys."""
             at = pl.multiple_of(block * key_block + start, LANES)
             v = v_ref[:, pl.ds(at, chunk)]
             return _replace_padding(v, at, num_keys, 0) if num_keys % key_block else v
 
         def exponents_of(start: int, n: int) -> Array:
-            """Return the weights' exponents, of the chunk of keys at `start` for strip `n` of queries."""
             differences = _product(keys_of(start), extended_ref[:, strips[n]], over=0)  # score - maximum
             # Queries that are scaled already (`attention`) need no pass.
             return differences if factor == 1.0 else differences * factor
@@ -242,20 +234,9 @@ def _attend_block(
 def _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, factor) -> None:
     """Attend from a block of queries with the maximum over all keys, in two passes.
 
-    `_attend_block` calls it if the maximum over its first chunk of keys is too far from the true maximum. A
-    key's weight for a query is 2 ** (factor * score - maximum), the maximum of `factor * score`. Weights are
-    computed for a chunk of keys and a strip of queries at a time.
-
-    The first pass finds the maximum and the sum of weights; the second adds values with weights that are
-    divided by that sum already, so that no sum overflows.
-
-    Args:
-        q_ref, k_ref, v_ref: queries (D, S), keys and values (D, K) of a head, with padding keys at the end.
-        y_ref: the result, (D, S).
-        sums_ref: memory for the sums of weighted values, (D, S).
-        totals_ref: memory of (8, S), whose first two rows get the maximum and the sum of weights.
-        num_keys: number of real keys.
-        factor: of the scores, the products of queries and keys.
+    The first pass finds the maximum and the sum of weights. The second adds the values with weights that are
+    divided by that sum already, so that no sum overflows. Here the maximum is that of `factor * score`. The
+    first two rows of `totals_ref` get the maximum and the sum of weights.
     """
     query_block = q_ref.shape[1]
     strip, chunk = min(STRIP, query_block), min(CHUNK, k_ref.shape[1])
@@ -267,25 +248,22 @@ def _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, fa
     def over_scores(visit: Callable[[Any, Any, Array], None]) -> None:
         """Call `visit(queries_at, keys_at, scaled)` for every chunk of keys and strip of queries.
 
-        `queries_at` is the strip's slice, `keys_at` the chunk's. `scaled` are the scores times `factor`,
-        minus infinity for padding keys.
+        `queries_at` and `keys_at` are slices. `scaled` holds the scores times `factor`, and minus infinity
+        for padding keys.
         """
 
         @pl.loop(0, pl.cdiv(num_keys, chunk))
         def _(chunk_index: Array) -> None:
-            """Visit one chunk of keys with all strips of queries."""
             keys_at = pl.ds(pl.multiple_of(chunk_index * chunk, LANES), chunk)
             is_key = chunk_index * chunk + jax.lax.broadcasted_iota(jnp.int32, (chunk, 1), 0) < num_keys
 
             @pl.loop(0, query_block // strip)
             def _(strip_index: Array) -> None:
-                """Visit the scores of one strip of queries."""
                 queries_at = pl.ds(pl.multiple_of(strip_index * strip, LANES), strip)
                 scaled = _product(k_ref[:, keys_at], q_ref[:, queries_at], over=0) * factor
                 visit(queries_at, keys_at, jnp.where(is_key, scaled, -jnp.inf))
 
     def update_maximum_and_total(queries_at: Any, _: Any, scaled: Array) -> None:
-        """Update the maximum by these scores, rescale the sum of weights to it, and add their weights."""
         before = maximum_ref[:, queries_at]
         maximum = jnp.maximum(before, scaled.max(0, keepdims=True))
         maximum_ref[:, queries_at] = maximum
@@ -293,7 +271,6 @@ def _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, fa
         total_ref[:, queries_at] = total_ref[:, queries_at] * jnp.exp2(before - maximum) + chunk_total
 
     def add_values(queries_at: Any, keys_at: Any, scaled: Array) -> None:
-        """Add the values of these keys, weighted by the final softmax; padding values may be NaN."""
         weights = jnp.exp2(scaled - maximum_ref[:, queries_at]) / total_ref[:, queries_at]
         v = _replace_padding(v_ref[:, keys_at], keys_at.start, num_keys, 0)
         sums_ref[:, queries_at] = sums_ref[:, queries_at] + _product(v, weights.astype(v.dtype), over=1)
@@ -306,10 +283,9 @@ def _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, fa
 def _subtracted_rows(keys: Array, q: Array, factor: float) -> Array:
     """Return a tile of rows to put below `q` (channels, queries): they subtract from its scores with keys.
 
-    Row 0 is minus each query's maximum score with `keys`, rounded: in the product it meets a row of ones
-    below all keys. Row 1 is minus `PADDING_PENALTY`: it meets a row of ones below padding keys. The rows
-    after them are zeros. Scores are multiplied by `factor` after the product: if it is negative, the smallest
-    score is subtracted, and the penalty is added.
+    Row 0 is minus each query's maximum score with `keys`, rounded; row 1 is minus `PADDING_PENALTY`; the
+    other rows are zeros (`keys_of` has the rows that they meet). Scores are multiplied by `factor` after the
+    product: if it is negative, the smallest score is subtracted, and the penalty is added.
     """
     scores = _product(keys, q, over=0)
     extreme = scores.max(0, keepdims=True) if factor > 0 else scores.min(0, keepdims=True)
@@ -320,21 +296,19 @@ def _subtracted_rows(keys: Array, q: Array, factor: float) -> Array:
 
 
 def _positions(at: Any, count: int) -> Array:
-    """Return the positions of `count` keys from position `at` on, as one row (1, count)."""
     return at + jax.lax.broadcasted_iota(jnp.int32, (1, count), 1)
 
 
 def _replace_padding(x: Array, at: Any, num_keys: int, other: Array | int) -> Array:
-    """Return a chunk `x` of keys or values, (D, K), with `other` in place of padding.
+    """Return a chunk (D, K) of keys or values that begins at position `at`, with `other` in place of padding.
 
-    The chunk begins at position `at`; positions from `num_keys` on are padding. Padding may hold NaNs, which
-    no weight of zero would remove. `other` is one column, or a number.
+    Padding may hold NaNs, which a weight of zero would not remove. `other` is one column, or a number.
     """
     return jnp.where(_positions(at, x.shape[1]) < num_keys, x, other)
 
 
 def _product(a: Array, b: Array, *, over: int) -> Array:
-    """Contract axis `over` of the matrix `a` with the first axis of the matrix `b`, summed in float32."""
+    """Contract axis `over` of the matrix `a` with the first axis of the matrix `b`; sum in float32."""
     return jax.lax.dot_general(
         a,
         b,

@@ -12,14 +12,7 @@ QUERY_BLOCK = 1024
 def plain(
     q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float, num_keys: int | None = None
 ) -> jax.Array:
-    """Compute attention in XLA, a block of queries at a time, so that only one block's scores are in memory.
-
-    Args:
-        q: queries (N, S, H, D).
-        k, v: keys and values (N, K, H, D).
-        scale: factor of the scores.
-        num_keys: number of real keys, which come first; None if all are real.
-    """
+    """Compute attention in XLA, a block of queries at a time: memory holds only one block's scores."""
     k, v = k[:, :num_keys], v[:, :num_keys]
     length = q.shape[1]
     if length <= QUERY_BLOCK:
@@ -33,10 +26,6 @@ def plain(
 
 
 def _plain_block(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
-    """Compute attention for a block of queries `q` (N, S, H, D), with all of its scores in memory at once.
-
-    `k` and `v` (N, K, H, D) are all keys and values.
-    """
     scores = jnp.einsum(
         "nshd,nkhd->nhsk", q, k, precision=precision_for(q.dtype), preferred_element_type=jnp.float32
     )
@@ -49,10 +38,9 @@ def _plain_block(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.
 def cudnn_supports(q: jax.Array) -> bool:
     """Return whether cuDNN's attention supports these queries on the GPU that is JAX's backend.
 
-    It takes float16 and bfloat16, NVIDIA's GPUs since Ampere, and heads of a multiple of 8 channels: up to
-    128, on Hopper and later up to 256.
-
-    Tracing cuDNN's kernel queries the GPU, so a machine without one cannot lower it for a GPU.
+    It supports float16 and bfloat16, NVIDIA's GPUs from Ampere on, and heads of a multiple of 8 channels: up
+    to 128, and from Hopper on up to 256. Tracing cuDNN's kernel queries the GPU, so a machine without one
+    cannot lower it for a GPU.
     """
     channels = q.shape[-1]
     if jax.default_backend() != "gpu" or q.dtype not in (jnp.float16, jnp.bfloat16) or channels % 8:
@@ -65,11 +53,6 @@ def cudnn_supports(q: jax.Array) -> bool:
 
 
 def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float, num_keys: int) -> jax.Array:
-    """Attend by cuDNN's fused kernel.
-
-    `q` (N, S, H, D) are queries, `k` and `v` (N, K, H, D) keys and values, padding from `num_keys` on.
-    `scale` is a factor of the scores.
-    """
     length = q.shape[1]
     # The kernel of the gradients takes only even lengths: an odd length gets one more position.
     q, k, v = (

@@ -1,12 +1,12 @@
 """Activations whose columns are split over the devices of a mesh, and padded where they do not divide.
 
 Between kernels XLA's partitioner carries the split. A kernel that looks at neighbouring columns, or has a
-part in Pallas, runs on each device's own columns, its shard (`dispatch.map_shards`). Neighbouring devices
-send the columns at their edges. What those add to the shard's own edges is computed separately, so that the
+part in Pallas, runs on each device's shard (`dispatch.map_shards`). Neighbouring devices send each other the
+columns at their edges. The kernel computes separately what those add to the shard's own edges, so that the
 rest is the program of one device, unchanged.
 
-A width that the devices do not divide is padded: the last shards have padding columns. They are zero before
-and after every kernel. Statistics leave them out.
+If the devices do not divide a width, it is padded: the last shards have padding columns on their right. These
+are zero before and after every kernel, and statistics leave them out.
 """
 
 import math
@@ -40,41 +40,33 @@ class Split:
 
     @property
     def shards(self) -> int:
-        """Number of devices that share a frame's columns; 1 for code outside a shard, which sees all."""
+        """Number of devices that share a frame's columns; 1 for code outside a shard, which sees them all."""
         return jax.lax.axis_size(self.columns) if self.in_shard else 1
 
     @property
     def has_neighbours(self) -> bool:
-        """True if other devices have columns of the same frame."""
         return self.shards > 1
 
     @property
     def is_padded(self) -> bool:
-        """True if some of the `padded` columns are padding, which follows the `real` columns."""
         return self.real != self.padded
 
     def real_columns(self, columns: int) -> int:
-        """Return the width of a whole frame without padding; `columns` is a shard's width with padding.
-
-        Of every `padded` columns `real` are the frame's. `shards` devices share a frame's columns.
-        """
+        """Return the width of a whole frame without padding; `columns` is a shard's width with padding."""
         return columns * self.shards * self.real // self.padded
 
     def real_columns_here(self, columns: int) -> Int[Array, ""]:
-        """Return how many of this shard's `columns` belong to the frame; padding is on their right."""
-        # `real_columns` counts in the whole frame; `self.columns` names the mesh axes that split the width.
+        """Return how many of this shard's `columns` belong to the frame."""
+        # `real_columns` counts in the whole frame; `self.columns` are mesh axes.
         columns_before = jax.lax.axis_index(self.columns) * columns if self.in_shard else 0
         return jnp.clip(jnp.int32(self.real_columns(columns)) - columns_before, 0, columns)
 
     def mask(self, columns: int) -> jax.Array:
-        """Return booleans (`columns`,): True for a column of the frame, False for padding, in this shard."""
+        """Return booleans, which are False for this shard's padding columns."""
         return jax.lax.iota(jnp.int32, columns) < self.real_columns_here(columns)
 
     def shard_of(self, x: jax.Array) -> jax.ShapeDtypeStruct:
-        """Return shape and dtype of one device's shard of `x`, an activation N T H W C.
-
-        Inside `dispatch.map_shards`, or without a split, `x` is the shard.
-        """
+        """Return shape and dtype of one device's shard of `x` (N T H W C): inside a shard, of `x` itself."""
         videos, *frames_and_rows, columns, channels = x.shape
         if self.columns and not self.in_shard:
             axis_sizes = jax.sharding.get_abstract_mesh().shape  # by the name of a mesh axis
@@ -90,12 +82,7 @@ WHOLE = Split()
 def neighbours_of(
     split: Split, x: Float[Array, "N T H W C"], reach: int
 ) -> tuple[Float[Array, "N T H reach C"], Float[Array, "N T H reach C"]]:
-    """Fetch from the neighbouring devices the `reach` columns left and right of a shard.
-
-    Args:
-        split: the sharding of columns.
-        x: the shard, inside `dispatch.map_shards`.
-        reach: number of columns on each side.
+    """Fetch from the neighbouring devices the `reach` columns left and right of a shard `x`.
 
     Returns:
         The columns left of the shard, zeros for the first shard; those right of it, zeros for the last.
@@ -114,11 +101,7 @@ def neighbours_of(
 def exchanged(
     split: Split, first: Shaped[Array, "*column"], last: Shaped[Array, "*column"]
 ) -> tuple[Array, Array]:
-    """Send a shard's columns at its edges to its neighbours, and return the neighbours' columns.
-
-    Args:
-        split: the sharding of columns.
-        first, last: the shard's first and last columns.
+    """Send a shard's first and last columns to its neighbours, and return the neighbours' columns.
 
     Returns:
         The left neighbour's last columns, zeros for the first shard; the right neighbour's first columns,
@@ -131,10 +114,9 @@ def exchanged(
 
 
 def add_columns(y: Float[Array, "N T H W C"], columns: Float[Array, "N T H w C"], at: int) -> Array:
-    """Return `y` with `columns`, w of them, added to its columns from `at` on.
+    """Return `y` with `columns` added to its columns from `at` on.
 
-    `columns` is padded with zeros to the width of `y`, which XLA fuses with the sum; `y.at[...].add` would be
-    a scatter.
+    XLA fuses the padding of `columns` with the sum; `y.at[...].add` would be a scatter.
     """
     padding = [(0, 0, 0)] * 5  # of each axis: before, after, between elements
     padding[3] = at, y.shape[3] - columns.shape[3] - at, 0
@@ -152,11 +134,10 @@ def add_from_neighbours(
 
     Args:
         split: the sharding of columns.
-        y: the shard's float32 sums, computed with zeros in the place of the neighbours' columns.
+        y: the shard's float32 sums, computed with zeros in place of the neighbours' columns.
         x: the shard's input of the convolution.
         kernel: of the convolution, an odd number of columns wide.
-        convolve: the convolution, a function of columns, a kernel, and the number of zero columns on the left
-            and on the right.
+        convolve: `convolve(columns, kernel, (left, right))` pads with so many zero columns and convolves.
     """
     reach = kernel.shape[-3] // 2
     if not reach or not split.has_neighbours:
@@ -170,7 +151,7 @@ def add_from_neighbours(
 
 
 def with_clear_padding(x: jax.Array, split: Split, column_axis: int = 3) -> jax.Array:
-    """Return `x`, of any shape and dtype, with zeros in the padding columns (see `Split`)."""
+    """Return `x` with zeros in the padding columns."""
     if not split.is_padded:
         return x
     other_axes = [axis for axis in range(x.ndim) if axis != column_axis]

@@ -1,9 +1,9 @@
 """Choose how an op runs: for which platform, with Pallas kernels or not, over how many devices.
 
-An op's public function checks its arguments and calls its body through `dispatch`. The body is named
-`OP_on`: the op on a target. It is traced once for each platform that has an implementation (form) of its own,
-and the program keeps the trace of the platform that it is lowered for. A `Target` tells the body which
-platform it is traced for. An op that is the same on every platform is compiled by `jitted`.
+An op's public function checks its arguments and calls its body through `dispatch`. The body, named `OP_on`,
+takes a `Target`, which tells it the platform that it is traced for. JAX traces the body once for each
+platform that has a form of its own, and the program keeps the trace of the platform that it is lowered for.
+`jitted` compiles an op that is the same on every platform.
 """
 
 import functools
@@ -24,10 +24,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def jitted(*static_argnames: str) -> Callable[[Function], Function]:
-    """Return a decorator that applies `jax.jit`; the arguments of the given names are static.
-
-    The cast keeps the function's signature for type checkers: the result of `jax.jit` hides it.
-    """
+    """Return a decorator: `jax.jit` with static arguments, but with the signature for type checkers."""
     decorator = functools.partial(jax.jit, static_argnames=static_argnames)
     return cast(Callable[[Function], Function], decorator)
 
@@ -48,12 +45,10 @@ class Target:
 
     @property
     def on_tpu(self) -> bool:
-        """True if the platform is a TPU."""
         return self.platform == "tpu"
 
     @property
     def uses_pallas(self) -> bool:
-        """True if a Pallas kernel may do the work."""
         return self.on_tpu and self.pallas
 
 
@@ -66,15 +61,9 @@ def dispatch(
 ) -> Any:
     """Call `body(target, *operands, **options)` as a compiled function, with a `Target` for each platform.
 
-    Options are static, and so are `split` and `pallas_mode` (which Pallas kernels run): each combination
-    of their values is another program.
-
-    Args:
-        body: function of a `Target`, then operands by position and options by name.
-        operands: arrays, or trees of arrays.
-        platforms: names of the platforms that the body has its own implementation for.
-        split: the sharding of columns.
-        options: further arguments of the body.
+    Operands are arrays, or trees of arrays. Options are static, and so are `split` and `pallas_mode` (which
+    Pallas kernels run): each combination of their values is another program. `platforms` lists those that the
+    body has a form of its own for.
     """
     compiled = _compiled(body, platforms)
     # The mode may turn off the kernels of some ops only: it is read by the op's name.
@@ -83,14 +72,13 @@ def dispatch(
 
 @functools.cache
 def _compiled(body: Callable[..., Any], platforms: tuple[str, ...]) -> Callable[..., Any]:
-    """Return the compiled function that `dispatch` calls for a body and its platforms.
+    """Return the compiled function that `dispatch` calls, named as the body without "_on".
 
-    The function has the op's name: the body's name without "_on". Programs show this name, and the
-    environment variable `tiles.SWITCH`, which turns Pallas kernels off, may list it.
+    Programs show this name, and the environment variable `tiles.SWITCH`, which turns Pallas kernels off, may
+    list it.
     """
 
     def traced(*operands: Any, split: Split, pallas: str, **options: Any) -> Any:
-        """Trace `body` for each platform, into a branch of the program; `pallas` is from `pallas_mode`."""
         # New partials for each trace: JAX would reuse an earlier trace of the same function at equal shapes.
         branches = {
             platform: functools.partial(body, Target(platform, pallas != "off", split), **options)
@@ -110,7 +98,7 @@ def map_shards(
     weights: tuple[Any, ...] = (),
     statistics: tuple[Any, ...] = (),
 ) -> Any:
-    """Call `function(target, *activations, *weights, *statistics)` on each device's local columns.
+    """Call `function(target, *activations, *weights, *statistics)` once on each device, for its shard.
 
     Without a split over devices it is called once, for all columns.
 
@@ -127,10 +115,8 @@ def map_shards(
     shard_target = replace(target, split=replace(split, in_shard=True))
 
     def call_on_shard(*groups: tuple[Any, ...]) -> Any:
-        """Call `function` with a device's shards of activations, weights and statistics (the groups)."""
         return function(shard_target, *(array for group in groups for array in group))
 
-    # `split.videos` and `split.columns` name mesh axes.
     activation_spec = PartitionSpec(split.videos, None, None, split.columns)
     return jax.shard_map(
         call_on_shard,
@@ -142,9 +128,9 @@ def map_shards(
 
 
 def with_derivatives_of(plain: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that computes `kernel` and has the derivatives of `plain`.
+    """Return a function that computes `kernel` and has the derivatives of `plain`, its equal.
 
-    JAX cannot differentiate a Pallas kernel. `plain` and `kernel` compute the same results from equal arrays.
+    JAX cannot differentiate a Pallas kernel.
     """
     derived = jax.custom_jvp(kernel)
     # The rule returns the kernel's result and the plain function's tangent, the second result of `jvp`.

@@ -1,8 +1,8 @@
 """Frames: the runs in which a TPU computes them, their layout in its memory, and operations on whole frames.
 
-A TPU keeps frames in the sublanes of its tiles. Nine fill them badly: together they take two and a half times
+A TPU keeps frames in the sublanes of its tiles. Nine frames fill them badly: they take two and a half times
 as long as eight. Each kernel therefore computes the first of an odd number of frames alone, as an image, and
-the others two, four or eight at a time (a run), and joins them at its end. XLA removes a join that the next
+the others in runs of two, four or eight, and joins the runs at its end. XLA removes a join that the next
 kernel's split undoes. An image may be cut into bands of rows, which fill the sublanes in place of frames.
 """
 
@@ -29,34 +29,19 @@ LARGE_FRAME = 16384
 
 
 def splits_first_frame(target: Target, x: jax.Array) -> bool:
-    """Return whether to compute the first of an odd number of frames alone: true for bfloat16 on a TPU.
-
-    The number of frames is not checked.
-
-    A TPU keeps frames in the sublanes of its tiles. Nine fill them badly: together they take two and a half
-    times as long as eight.
-    """
+    """Return whether the first of an odd number of frames is a run by itself: in bfloat16 on a TPU."""
     return x.dtype == jnp.bfloat16 and target.on_tpu
 
 
 def split_frames(
     target: Target, x: jax.Array, *others: jax.Array | None, time_axis: int = 1
 ) -> list[tuple[Any, ...]]:
-    """Split the frames of arrays into runs that are computed together; return each run's arrays, in order.
+    """Split the frames of arrays into runs; return the arrays of each run, in order.
 
-    On a TPU, in bfloat16, the first of an odd number of frames is a run, and the frames after it are equal
-    runs of 8, 4 or 2 frames, the largest of `RUNS` that divides their number. Elsewhere all frames are one
-    run.
-
-    Args:
-        target: the platform that is traced for.
-        x: frames.
-        others: more arrays of frames, or None. If one has fewer frames than `x`, as latents have, all frames
-            are a single run, but for a first frame that is computed alone.
-        time_axis: axis of the frames.
-
-    Returns:
-        For each run a tuple of its frames in `x` and in each of the others, None for None.
+    On a TPU, in bfloat16, the first of an odd number of frames is a run by itself. The frames after it are
+    equal runs of 8, 4 or 2 frames, the largest of `RUNS` that divides their number; but if one of `others`
+    has fewer frames than `x`, as latents have, they are a single run. Elsewhere all frames are one run. An
+    array that is None is None in every run.
     """
     arrays, frames = (x, *others), x.shape[time_axis]
     if not splits_first_frame(target, x):  # anything but bfloat16 on a TPU
@@ -70,7 +55,6 @@ def split_frames(
         return [arrays]
 
     def take(start: int, stop: int | None) -> tuple[Any, ...]:
-        """Return the frames from `start` up to `stop` of each array, to the array's end if it is None."""
         return tuple(
             None if array is None else jax.lax.slice_in_dim(array, start, stop, axis=time_axis)
             for array in arrays
@@ -80,29 +64,22 @@ def split_frames(
 
 
 def join_frames(parts: Sequence[jax.Array], time_axis: int = 1) -> jax.Array:
-    """Concatenate the results of successive runs of frames (`split_frames`) along time."""
+    """Concatenate the results of successive runs (`split_frames`) along time."""
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=time_axis)
 
 
 def is_image_for_tpu(target: Target, x: jax.Array) -> bool:
-    """Return whether `x`, frames N T H W C, is one frame (an image), on a TPU and in bfloat16.
+    """Return whether `x` (N T H W C) is an image in bfloat16 on a TPU.
 
     A TPU's kernels then have other forms, as one frame leaves the sublanes of a tile empty.
     """
-    # `splits_first_frame` is true for frames of bfloat16 on a TPU.
     return x.shape[1] == 1 and splits_first_frame(target, x)
 
 
 def split_bands(x: Float[Array, "N 1 H W C"], overlap: int, bands: int) -> Float[Array, "N B h W C"]:
-    """Cut an image's rows into bands, which stand along the axis of frames.
+    """Cut an image's rows into B bands of h = H / B + 2 `overlap` rows, along the axis of frames.
 
-    Args:
-        x: an image.
-        overlap: number of rows that a band repeats of each neighbouring band; zeros beyond the image.
-        bands: number of bands B, which must divide the rows.
-
-    Returns:
-        Bands of h = H / B + 2 `overlap` rows each.
+    A band repeats `overlap` rows of each neighbouring band, and has zeros beyond the image.
     """
     rows = x.shape[2] // bands
     padded = jnp.pad(x, [(0, 0), (0, 0), (overlap, overlap), (0, 0), (0, 0)])
@@ -112,7 +89,7 @@ def split_bands(x: Float[Array, "N 1 H W C"], overlap: int, bands: int) -> Float
 
 
 def join_bands(x: Float[Array, "N B h W C"], overlap: int) -> Float[Array, "N 1 H W C"]:
-    """Join the B bands (blocks of rows) of an image; leave out each band's first and last `overlap` rows."""
+    """Join the bands of an image; leave out each band's first and last `overlap` rows."""
     kept = slice(overlap, x.shape[2] - overlap)
     return jnp.concatenate([x[:, band : band + 1, kept] for band in range(x.shape[1])], axis=2)
 
@@ -120,36 +97,35 @@ def join_bands(x: Float[Array, "N B h W C"], overlap: int) -> Float[Array, "N 1 
 def pixels_first(x_NTHWC: jax.Array) -> jax.Array:
     """Transpose to (H, W, N, T, C), the order in which a TPU keeps the frames of a 2-D convolution.
 
-    Frames lie in the sublanes of its tiles and pixels outside, so repeating pixels is a plain broadcast.
+    Frames lie in the sublanes of its tiles and pixels outside of them, so repeating pixels is a plain
+    broadcast.
     """
     return x_NTHWC.transpose(2, 3, 0, 1, 4)
 
 
 def frames_first(x_HWNTC: jax.Array) -> jax.Array:
-    """Return frames (H, W, N, T, C), as `pixels_first` gives them, as (N, T, H, W, C) again."""
+    """Invert `pixels_first`."""
     return x_HWNTC.transpose(2, 3, 0, 1, 4)
 
 
 def is_large(x_NTHWC: jax.Array) -> bool:
     """Return whether frames are so large that a layout constraint on them helps a TPU; an image never is.
 
-    The limit is between 192 x 44 and 120 x 180 pixels. A steady-state chunk of CogVideoX's VAE takes, by the
-    v6e compiler's estimate, 178 ms with constraints only on frames larger than 120 x 180, and 156 ms with
-    constraints on 120 x 180 too. With constraints on a shard's 192 x 44 too it compiles for longer than
-    twelve minutes.
+    The limit is between 192 x 44 and 120 x 180 pixels. The v6e compiler estimates a steady-state chunk of
+    CogVideoX's VAE at 178 ms with constraints only on frames larger than 120 x 180, and at 156 ms with
+    constraints on 120 x 180 too. With constraints on a shard's 192 x 44 it compiles for longer than twelve
+    minutes.
     """
     return x_NTHWC.shape[1] > 1 and x_NTHWC.shape[2] * x_NTHWC.shape[3] >= LARGE_FRAME
 
 
 def kernel_layout(x_NTHWC: jax.Array) -> jax.Array:
-    """Return `x` in the memory layout of the Pallas kernels; for a TPU.
+    """Return `x` in the memory layout of the Pallas kernels: H W N T C, or N T H W C for an image.
 
-    The layout is H W N T C, as `pixels_first` returns it; of an image (T = 1) it is N T H W C. A kernel
-    that processes several videos one after the other would rather have N first: what the constraint costs it
-    is not known.
-
-    Without the constraint XLA copies frames that are sliced from a concatenation, such as the frames after
-    the first in a first chunk, into another order and back (v6e, 8 x 480 x 720 x 128: 4.3 ms).
+    A kernel that processes several videos one after the other would rather have N first; the cost of the
+    constraint to it is not known. Without the constraint XLA copies frames that are sliced from a
+    concatenation, such as the frames after the first in a first chunk, into another order and back (v6e, 8 x
+    480 x 720 x 128: 4.3 ms).
     """
     order = (0, 1, 2, 3, 4) if x_NTHWC.shape[1] == 1 else (2, 3, 0, 1, 4)  # the outermost axis first
     return with_layout_constraint(x_NTHWC, Layout(order))
@@ -158,10 +134,10 @@ def kernel_layout(x_NTHWC: jax.Array) -> jax.Array:
 def store_pixels_first(target: Target, x_NTHWC: jax.Array) -> jax.Array:
     """Return `x`, kept in memory in the order (H, W, N, T, C) of `pixels_first` on a TPU.
 
-    XLA finds that order by itself for most large frames. If it does not, an activation is written in float32,
-    copied, and rounded in separate passes (v6e, one of 8 x 480 x 720 x 128: 11 ms). Small frames are better
-    left to XLA: with constraints on all of them it compiles for longer than ten minutes. On a mesh, call
-    it inside `dispatch.map_shards`: outside of it XLA's partitioner would gather the array.
+    XLA finds that order by itself for most large frames. Where it does not, it writes an activation in
+    float32, copies it and rounds it in separate passes (v6e, one of 8 x 480 x 720 x 128: 11 ms). Small frames
+    are better left to XLA: with constraints on all of them it compiles for longer than ten minutes. On a
+    mesh, call this inside `dispatch.map_shards`: outside, XLA's partitioner would gather the array.
     """
     if not target.on_tpu:
         return x_NTHWC
@@ -172,7 +148,7 @@ def store_pixels_first(target: Target, x_NTHWC: jax.Array) -> jax.Array:
 def store_columns_last(target: Target, x_NTHWC: jax.Array) -> jax.Array:
     """Return `x`, kept in memory as N, C, T, H, W on a TPU: columns in the lanes of its tiles.
 
-    Use it for few channels, which would leave most of 128 lanes empty. On a mesh call it only inside
+    This suits few channels, which would leave most of the 128 lanes empty. On a mesh, call it only inside
     `map_shards`: outside, XLA's partitioner would gather the array.
     """
     return with_layout_constraint(x_NTHWC, Layout((0, 4, 1, 2, 3))) if target.on_tpu else x_NTHWC
@@ -181,8 +157,8 @@ def store_columns_last(target: Target, x_NTHWC: jax.Array) -> jax.Array:
 def zero_of(x: jax.Array) -> jax.Array:
     """Return zeros that are computed from `x`; adding them makes an operation wait for `x`.
 
-    XLA does not see that the results are zero. An optimization barrier would not do: XLA drops it before it
-    orders operations.
+    XLA does not see that they are zeros. An optimization barrier would not do: XLA drops it before it orders
+    operations.
     """
     # The minimum of a NaN and 0 is NaN.
     return jnp.where(jnp.isnan(x), 0, jnp.minimum(jnp.abs(x), 0))
@@ -191,10 +167,8 @@ def zero_of(x: jax.Array) -> jax.Array:
 def check_convolution(name: str, x: Array, kernel: Array, bias: Array | None, kernel_axes: str) -> None:
     """Raise `ValueError` for frames, a kernel and a bias that do not fit each other, or an even kernel.
 
-    Args:
-        name: of the function that takes them, for the message.
-        x, kernel, bias: the arguments to check.
-        kernel_axes: axes that the kernel must have, such as "kh kw I O".
+    `name` is that of the function, for the message; `kernel_axes` are the axes of its kernel, such as "kh kw
+    I O".
     """
     if x.ndim != 5 or kernel.ndim != len(kernel_axes.split()):
         raise ValueError(
@@ -215,14 +189,7 @@ def conv_frames(
     padding: Sequence[tuple[int, int]],
     stride: int = 1,
 ) -> Float[Array, "N T H2 W2 O"]:
-    """Convolve every frame in 2-D; return float32 sums, not yet rounded.
-
-    Args:
-        x_NTHWC: frames.
-        kernel_HWIO: the 2-D kernel, in the dtype of the frames.
-        padding: numbers of zero rows (above, below) and of zero columns (left, right).
-        stride: along rows and columns.
-    """
+    """Convolve every frame in 2-D; return float32 sums. `padding` is ((above, below), (left, right))."""
     n, t = x_NTHWC.shape[:2]
     y = jax.lax.conv_general_dilated(
         x_NTHWC.reshape(n * t, *x_NTHWC.shape[2:]),
@@ -241,11 +208,8 @@ def conv_patches(
 ) -> Float[Array, "N T H2 W2 O"]:
     """Convolve frames by one matrix product of all windows (patches); return float32 sums.
 
-    Args:
-        taps: for each of the kernel's taps of time the frames under it, padded in space already. One array
-            for a kernel without the axis of time.
-        kernel: reshaped, it is one matrix from patches to outputs.
-        stride: along rows and columns.
+    `taps` has the frames under each of the kernel's taps of time, already padded in space: one array for a
+    kernel without the axis of time.
     """
     window_rows, window_columns, _, outputs = kernel.shape[-4:]
     height, width = (  # of the result
@@ -275,9 +239,8 @@ def conv_patches(
 def repeat_nearest(x: Array, factors: dict[int, int]) -> Array:
     """Upsample by whole factors (nearest): repeat each element `factors[axis]` times along every `axis`.
 
-    Unlike `jnp.repeat` it repeats along several axes, and takes no array of counts. By whole factors
-    `jnp.repeat` is a broadcast and a reshape; by counts it is a gather by index, which on a mesh would
-    collect all of a sharded axis on every device.
+    By whole factors `jnp.repeat` is a broadcast and a reshape. By an array of counts it would be a gather,
+    which on a mesh collects all of a sharded axis on every device.
     """
     # Columns before rows and frames, while the array is smallest: where the shards of a width and of its
     # multiple do not line up, devices exchange columns.
@@ -291,14 +254,9 @@ def select_frames(
 ) -> jax.Array:
     """Return `x[:, frames]`; on a TPU, where slicing sublanes is slow, by a matrix of zeros and ones.
 
-    A sum of one finite value and zeros is exact in any dtype. Estimate for a v6e: two of 8 frames of
-    480 x 720 x 128 take 1.7 ms instead of 4.7.
-
-    Args:
-        target: the target.
-        x_NTHWC: frames.
-        frames: indices of the frames to return, in order; an index may come twice.
-        after: an array N T H W C, or None. A TPU selects the frames once this array has been computed.
+    A sum of one finite value and zeros is exact in any dtype. The estimate for a v6e: two of 8 frames of 480
+    x 720 x 128 take 1.7 ms instead of 4.7. A TPU selects the frames once the array `after`, if any, has been
+    computed.
     """
     index = np.asarray(frames)
     if not target.on_tpu:
@@ -309,7 +267,7 @@ def select_frames(
 
 
 def _mix_frames(weights_ST: jax.Array, x_NTHWC: jax.Array) -> jax.Array:
-    """Return S weighted sums of the T frames of `x`: a row of `weights` for each sum."""
+    """Return S weighted sums of the T frames of `x`."""
     return jnp.einsum("st,nthwc->nshwc", weights_ST, x_NTHWC, precision=precision_for(x_NTHWC.dtype))
 
 
@@ -317,8 +275,8 @@ def average_pairs(target: Target, x_NTHWC: jax.Array, *, first_frame_alone: bool
     """Return the means of pairs of frames; `first_frame_alone` keeps the first frame, before the pairs.
 
     Frames must be finite: on a TPU the means are a matrix product with 0.5 and 0, which bfloat16 holds
-    exactly, and 0 times an infinity is NaN. A mean over pairs of sublanes would take 25.6 ms on a TPU (v6e,
-    8 x 480 x 720 x 128).
+    exactly, and 0 times an infinity is NaN. A mean over pairs of sublanes would take 25.6 ms (v6e, 8 x 480 x
+    720 x 128).
     """
     if target.on_tpu:
         length = x_NTHWC.shape[1]

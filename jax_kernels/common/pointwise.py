@@ -10,15 +10,9 @@ Activation = Literal["silu"]
 
 
 def check_channels(kernel: str, channels: int, **vectors: Any) -> None:
-    """Raise `ValueError` unless each vector is None or has one number for each channel.
+    """Raise `ValueError` unless each of `vectors` is None or has one number for each channel.
 
-    Args:
-        kernel: name of the function that checks its arguments, for the message.
-        channels: number of channels.
-        vectors: weights, biases and the like, each by the name of its argument.
-
-    Raises:
-        ValueError: a vector of another shape than (channels,).
+    `kernel` is the name of the function that checks its arguments.
     """
     for name, vector in vectors.items():
         if vector is not None and vector.shape != (channels,):
@@ -29,7 +23,6 @@ def check_channels(kernel: str, channels: int, **vectors: Any) -> None:
 
 
 def check_choice(name: str, value: str | None, *choices: str | None) -> None:
-    """Raise `ValueError` unless the value of the argument `name` is one of the choices."""
     if value not in choices:
         raise ValueError(f"{name} {value!r} is not one of {list(choices)}")
 
@@ -37,21 +30,20 @@ def check_choice(name: str, value: str | None, *choices: str | None) -> None:
 def precision_for(dtype: jnp.dtype) -> jax.lax.Precision:
     """Return the precision of products: full for float32, the hardware's own for narrower dtypes.
 
-    By default a TPU multiplies float32 operands in bfloat16 and a recent GPU in TF32. The error of either is
-    a thousand times the 1e-5 that tests allow float32.
+    By default a TPU multiplies float32 operands in bfloat16, and a recent GPU in TF32. The error of either is
+    a thousand times the 1e-5 that the tests allow float32.
     """
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
 def activate(x: jax.Array, activation: Activation | None) -> jax.Array:
-    """Apply the activation function; None is the identity."""
     return jax.nn.silu(x) if activation == "silu" else x
 
 
 def standardized(x: jax.Array, eps: float, axis: int = -1) -> jax.Array:
     """Return `(x - mean) / sqrt(variance + eps)` with mean and variance over `axis`; `x` is float32.
 
-    The variance is taken of the differences from the mean, in a second pass, against cancellation.
+    A second pass takes the variance of the differences from the mean, against cancellation.
     """
     x = x - x.mean(axis, keepdims=True)
     return x * jax.lax.rsqrt(jnp.square(x).mean(axis, keepdims=True) + eps)

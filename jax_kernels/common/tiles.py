@@ -47,8 +47,7 @@ PARTLY_UNROLLED = jax.__version_info__ >= (0, 10, 1)
 def pallas_mode(op: str | None = None) -> str:
     """Return the value of the environment variable that `SWITCH` names, "on" if it is not set.
 
-    The value "off:OP,OP" turns Pallas kernels off for the listed ops. With `op`, an op's name, "off" is
-    returned for this value if the op is listed, else "on".
+    With `op`, an op's name, a list "off:OP,OP" becomes "off" if it has the op, else "on".
     """
     mode = os.environ.get(SWITCH, "on")
     if op is None or not mode.startswith("off:"):
@@ -62,7 +61,6 @@ def fills_tiles(x: Float[Array | jax.ShapeDtypeStruct, "*axes C"]) -> bool:
 
 
 def tile_rows(dtype: jnp.dtype) -> int:
-    """Return the rows (sublanes) of a tile: 8 in float32, 16 in bfloat16."""
     return 32 // dtype.itemsize  # a tile is 32 bytes high in every dtype
 
 
@@ -96,7 +94,7 @@ def duplicated_in_words(rows: Float[Array, "rows lanes"]) -> Int[Array, "rows la
 def vmem_limit() -> int:
     """Return the bytes of VMEM that a kernel may use: all but 1 MiB, left for what the compiler adds.
 
-    The chip is the one that the kernel is traced for; if none is known, a v6e.
+    The chip is the one that the kernel is traced for, or a v6e if none is known.
     """
     try:
         capacity = pltpu.get_tpu_info().vmem_capacity_bytes

@@ -2,7 +2,7 @@
 
 A tile is the two or four results (frames) that are computed together. They are linear combinations of
 products (components) of two factors: a combination of the taps, and one of the frames under them. Two results
-take 4 products and four take 7, where direct filtering takes 3 a result. The combinations only add and
+take 4 products and four take 7, where direct filtering takes 3 for each. The combinations only add and
 subtract, but for powers of two with the taps, so they round little. Six products would do for four results,
 but with factors that make three times the error of white noise.
 """
@@ -36,28 +36,23 @@ class Transform(NamedTuple):
 def _inputs_of_two(frames: Sequence[Any]) -> list[Any]:
     """Return the frames' factor in each of the four products for two results, by Winograd's F(2, 3).
 
-    Frames d2 and d3 are the tile (convolved together), d0 and d1 the two before the tile. The last factor is
-    the negative of the textbook's d1 - d3; `_two_results` adds its product where the textbook subtracts.
+    Frames d2 and d3 are the tile, d0 and d1 the two before it. The last factor is the negative of the
+    textbook's d1 - d3; `_two_results` adds its product where the textbook subtracts.
     """
     d0, d1, d2, d3 = frames
     return [d0 - d2, d1 + d2, d2 - d1, d3 - d1]
 
 
 def _two_results(products: Sequence[Any]) -> list[Any]:
-    """Return two frames of results from their four products, by Winograd's F(2, 3).
-
-    The last product is added, as its factor is the negative of the textbook's (`_inputs_of_two`).
-    """
     m0, m1, m2, m3 = products
     return [m0 + (m1 + m2), m3 + (m1 - m2)]
 
 
 def _inputs_of_four(frames: Sequence[Any]) -> list[Any]:
-    """Return the frames' factor in each of the seven products for four results, by Winograd's filtering.
+    """Return the frames' factor in each of the seven products for four results.
 
-    Frames d2 to d5 are the tile (convolved together), d0 and d1 the two before the tile. Winograd's filtering
-    multiplies polynomials: the first three factors are of the points 0, 1 and -1, the next three of the
-    polynomial x^2 + 1, the last of infinity.
+    Frames d2 to d5 are the tile, d0 and d1 the two before it. The first three factors are of the points 0, 1
+    and -1, the next three of the polynomial x^2 + 1, the last of infinity.
     """
     d0, d1, d2, d3, d4, d5 = frames
     even, odd, even_step, odd_step = d2 + d4, d1 + d3, d4 - d2, d3 - d1
@@ -73,11 +68,6 @@ def _inputs_of_four(frames: Sequence[Any]) -> list[Any]:
 
 
 def _four_results(products: Sequence[Any]) -> list[Any]:
-    """Return four frames of results from their seven products, by Winograd's filtering.
-
-    They are products of polynomials: m0, m1, m2 and m6 at the points 0, 1, -1 and infinity. m3, m4 and m5
-    together give the product modulo x^2 + 1.
-    """
     m0, m1, m2, m3, m4, m5, m6 = products
     # The even and the odd part of the products at 1 and -1; the coefficients of 1 and x modulo x^2 + 1.
     even, odd, constant, linear = m1 + m2, m1 - m2, m3 + m5, m4 + m5
@@ -109,11 +99,7 @@ Their products are of polynomials at the points 0, 1, -1 and infinity; for four 
 
 
 def transformed_taps(kernel: Float[Array, "3 ..."], tile: int) -> Float[Array, "components ..."]:
-    """Return a kernel's transform: for each product (component) of a tile, a combination of the taps of time.
-
-    A tile is the `tile` frames that are computed together. A combination is rounded to the kernel's dtype
-    once.
-    """
+    """Return the taps' factor of each product of a tile, rounded to the kernel's dtype once."""
     # Broadcast and added: XLA compiles a product of matrices, or the components one by one, for up to 15 s.
     factors = jnp.asarray(TRANSFORMS[tile].taps, jnp.float32).reshape(-1, TAPS, *[1] * (kernel.ndim - 1))
     return jnp.asarray(

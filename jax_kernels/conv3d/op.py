@@ -80,10 +80,6 @@ def conv3d_on(
     start: Start = "replicate",
     implementation: Implementation | None = None,
 ) -> tuple[Array, Array | None]:
-    """Compute `conv3d`, with its arguments, on `target`, the platform that is traced for.
-
-    Frames are computed in runs (`split_frames`), one after the other.
-    """
     causal = functools.partial(_causal, start=start, implementation=implementation)
     results = []
     for frames, run_residual in split_frames(target, x, residual):
@@ -106,9 +102,8 @@ def _causal(
 ) -> tuple[Array, Array | None]:
     """Convolve frames after the frames of `cache`, on one device; return the result and the next cache.
 
-    A kernel of one tap in time has no cache, and ignores `implementation`, an algorithm's name. With None a
-    video's first frame alone is convolved as an image, other frames by the fastest algorithm. `x` is (N, T,
-    H, W, I), `kernel` (kt, kh, kw, I, O); `start` is what precedes a video: its first frame again, or zeros.
+    A kernel of one tap in time has no cache and ignores `implementation`. If that is None, a video's first
+    frame alone is convolved as an image.
     """
     if kernel.shape[0] == 1:
         y = xla.convolve_same(target, x, kernel, xla.image_form(target, x, kernel))
@@ -129,12 +124,9 @@ def _causal(
 def _fastest(target: Target, x: Array, kernel: Array) -> Implementation:
     """Return the fastest known way to convolve; on a TPU, as the v6e compiler estimates CogVideoX's layers.
 
-    "direct" is one 3-D convolution, "summed" a sum of 2-D ones, "folded" one 2-D convolution with the taps of
-    time among its channels, "patches" one matrix product.
-
     On a TPU the 3-D convolution is faster for small frames. For large frames its relayouts cost more than the
-    copies of frames that "folded" makes, one for each tap of time. Elsewhere 2-D ones are summed: on an
-    H200 decoding by 3-D ones was not done after 100 s, compiling included.
+    copies of frames that "folded" makes, one for each tap of time. Other platforms sum 2-D convolutions: on
+    an H200 we stopped a decoding with 3-D convolutions after 100 s, compiling included.
     """
     if not target.on_tpu:
         return "filtered" if xla.suits_filtering(x, kernel) else "summed"

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 def conv3d(x, kernel, bias=None, cache=None, *, residual=None, start="replicate"):
     """Convolve the past frames `cache` and the new frames `x` in 3-D, in float32, zero-padded in space.
 
-    At a video's start, without a cache, the past repeats the first frame, or is zeros. Return the result and
-    the next call's cache, the last frames; None for a kernel of one tap in time.
+    At a video's start, without a cache, the past repeats the first frame, or is zeros.
     """
     # Numbers of cached frames, and of rows and columns of zeros on each side.
     past, rows, columns = kernel.shape[0] - 1, kernel.shape[1] // 2, kernel.shape[2] // 2

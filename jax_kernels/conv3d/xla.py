@@ -48,8 +48,8 @@ SMALLEST_FILTERED = 256
 def direct(frames: Array, kernel: Array, columns: Padding) -> Array:
     """Convolve in 3-D at once; return float32 sums.
 
-    `columns` is the padding (left, right) of the width; rows are padded so that their number stays, frames
-    are not padded.
+    As in every form, `columns` is the padding (left, right) of the width, rows are padded so that their
+    number stays, and frames are not padded.
     """
     return jax.lax.conv_general_dilated(
         frames,
@@ -63,10 +63,7 @@ def direct(frames: Array, kernel: Array, columns: Padding) -> Array:
 
 
 def summed(frames: Array, kernel: Array, columns: Padding) -> Array:
-    """Add one 2-D convolution for each tap of time; return float32 sums.
-
-    `columns` is the padding of the width. A tap's convolution is of the frames under it.
-    """
+    """Add one 2-D convolution for each tap of time, of the frames under it; return float32 sums."""
     return functools.reduce(
         jnp.add,
         (
@@ -77,31 +74,26 @@ def summed(frames: Array, kernel: Array, columns: Padding) -> Array:
 
 
 def folded(frames: Array, kernel: Array, columns: Padding) -> Array:
-    """Convolve in 3-D by one convolution in 2-D; return float32 sums.
-
-    Its input channels are those of the frames at all taps of time, concatenated. `kernel` is (T, H, W, C, O);
-    `columns` is the padding of the width.
-    """
+    """Convolve in 2-D the frames at all taps of time, with concatenated channels; return float32 sums."""
     inputs = jnp.concatenate(_frames_under_taps(frames, kernel), axis=-1)
     return conv_frames(inputs, jnp.concatenate(list(kernel), axis=2), padding=_padding(kernel, columns))
 
 
 def filtered_on_cpu(frames: Array, kernel: Array, columns: Padding, *, at_start: bool = False) -> Array:
-    """Return `summed`, computed on a CPU by Winograd's filtering along time (`transforms`): fewer products.
+    """Compute `summed`, on a CPU by Winograd's filtering along time (`transforms`), which multiplies less.
 
-    A few pixels are convolved by `patches`. Frames are filtered four and two together; one that is left over
-    comes first. With `at_start` the first three frames are equal, and the taps of the first result are added
-    before they multiply.
+    `patches` convolves a few pixels. Frames are filtered four and two together; one that is left over comes
+    first. With `at_start` the first three frames are equal, and the taps of the first result are added before
+    they multiply.
     """
     plain = functools.partial(summed, columns=columns)
     by_filtering = functools.partial(_filtered, columns=columns, at_start=at_start)
     by_platform = functools.partial(jax.lax.platform_dependent, cpu=by_filtering, default=plain)
-    # With the derivatives of `summed` programs that are differentiated are those of every other platform.
+    # With `summed`'s derivatives, a differentiated program is the same as on every other platform.
     return with_derivatives_of(plain, by_platform)(frames, kernel)
 
 
 def _filtered(frames: Array, kernel: Array, columns: Padding, at_start: bool) -> Array:
-    """Compute `filtered_on_cpu` for a kernel of three taps of time."""
     kernel = _written_out(kernel)
     if math.prod(frames.shape[:4]) <= kernel.shape[-1]:  # patches are smaller than the kernel
         return patches(frames, kernel, columns)
@@ -125,8 +117,8 @@ def _filtered(frames: Array, kernel: Array, columns: Padding, at_start: bool) ->
 def _written_out(kernel: Array) -> Array:
     """Return a kernel, copied tap by tap if it is large.
 
-    XLA cannot fuse a loop. It would transpose a weight of PyTorch's again for every product that uses it, and
-    drops barriers on a CPU.
+    XLA would transpose a weight of PyTorch's again for every product that uses it. It drops barriers on a
+    CPU, but cannot fuse a loop.
     """
 
     def with_tap(tap: Array, copied: Array) -> Array:
@@ -143,20 +135,17 @@ def suits_filtering(frames: Array, kernel: Array) -> bool:
 
 
 def patches(frames: Array, kernel: Array, columns: Padding) -> Array:
-    """Multiply the pixels under each window by the kernel as one product; return float32 sums.
-
-    `columns` is the padding (left, right) of the width; rows are padded so that their number stays.
-    """
+    """Multiply the pixels under each window by the kernel as one product; return float32 sums."""
     padded = jnp.pad(frames, [(0, 0), (0, 0), *_padding(kernel, columns), (0, 0)])
     return conv_patches(_frames_under_taps(padded, kernel), kernel)
 
 
 def suits_patches(x: Array, kernel: Array) -> bool:
-    """Return whether to convolve frames by one matrix product of all windows (patches).
+    """Return whether to convolve frames by `patches`.
 
-    The frames must be small, with at most `FEW` (16) channels in or fewer than 128 out, and their patches
-    must fit into memory. XLA would compile a convolution to few channels for half a minute, one from few
-    channels for ten seconds.
+    The frames must be small, with at most `FEW` channels in or fewer than 128 out, and their patches must fit
+    into memory. XLA would compile a convolution to few channels for half a minute, one from few channels for
+    ten seconds.
     """
     return (
         (x.shape[-1] <= FEW or kernel.shape[-1] < LANES)
@@ -180,10 +169,7 @@ def convolve_frames(
     *,
     form: Form,
 ) -> tuple[Array, Array]:
-    """Convolve frames `x` after the frames of `cache`; return the result and the next cache.
-
-    `form` is the function that convolves. The result is rounded, with bias and residual added.
-    """
+    """Convolve frames `x` after the frames of `cache`; return the result and the next cache."""
     past = cache.shape[1]  # number of cached frames
     frames = jnp.concatenate([cache, x], axis=1)
     y = finish(target, convolve_same(target, frames, kernel, form), bias, residual, like=x)
@@ -198,17 +184,9 @@ def convolve_image(
 ) -> tuple[Array, Array]:
     """Convolve a video's first frame alone, by one 2-D kernel; return the result and the next cache.
 
-    A sum of taps in a narrow dtype is represented by two kernels, its rounded value and the rounding error,
-    whose results are added.
-
-    Args:
-        target: the platform, and the sharding of columns.
-        x: the frame, (N, 1, H, W, I).
-        residual: added to the result, or None.
-        kernel: (kt, kh, kw, I, O), of kt taps of time.
-        bias: (O,), or None.
-        replicate: whether the frames before `x` are copies of it: all taps of time see it, and their sum is
-            the 2-D kernel. If not, they are zeros, and the last tap is the 2-D kernel.
+    With `replicate` the frames before `x` are copies of it: all taps of time see it, and their sum is the 2-D
+    kernel. Otherwise they are zeros, and the last tap is the 2-D kernel. A sum of taps in a narrow dtype is
+    represented by two kernels, its rounded value and the rounding error, whose results are added.
     """
     taps_sum = jnp.sum(kernel, axis=0, keepdims=True, dtype=jnp.float32) if replicate else kernel[-1:]
     rounded = taps_sum.astype(x.dtype)
@@ -225,7 +203,7 @@ def convolve_image(
 
 
 def image_form(target: Target, x: Array, kernel: Array) -> Form:
-    """Return the function that convolves by one tap of time: `patches` for an image on a TPU, else `summed`.
+    """Return the form for one tap of time: `patches` for an image on a TPU, else `summed`.
 
     Patches must fit into memory. They compile fast: XLA takes 111 s to compile the convolution of an image of
     60 x 90 x 512, an encoder's last, and 5 s for one product.
@@ -238,38 +216,28 @@ def image_form(target: Target, x: Array, kernel: Array) -> Form:
 
 
 def convolve_same(target: Target, frames: Array, kernel: Array, form: Form) -> Array:
-    """Convolve with zero padding to the same height and width; return float32 sums.
-
-    Args:
-        target: its `split` is the sharding of columns: neighbouring shards' columns are in the sums.
-        frames: (N, T, H, W, I), cached frames included.
-        kernel: (kt, kh, kw, I, O).
-        form: the function that convolves, such as `direct` or `summed`.
-    """
+    """Convolve with zero padding to the same size, neighbouring shards included; return float32 sums."""
     own_sums = form(frames, kernel, same_width_padding(kernel))
     return add_from_neighbours(target.split, own_sums, frames, kernel, form)
 
 
 def _frames_under_taps(frames: Array, kernel: Array) -> list[Array]:
-    """Return the frames under each of the kernel's taps of time."""
     taps = kernel.shape[0]
     length = frames.shape[1] - taps + 1
     return [frames[:, tap : tap + length] for tap in range(taps)]
 
 
 def same_width_padding(kernel: Array) -> Padding:
-    """Return the zero columns (left, right) that keep a frame's width."""
     return kernel.shape[2] // 2, kernel.shape[2] // 2
 
 
 def _padding(kernel: Array, columns: Padding) -> tuple[tuple[int, int], Padding]:
-    """Return the padding (before, after) of rows, which keeps their number, and of columns, as given."""
+    """Return the padding of rows, which keeps their number, and of columns, as given."""
     rows = kernel.shape[1] // 2
     return (rows, rows), columns
 
 
 def add_bias_and_residual(sums: Array, bias: Array | None, residual: Array | None = None) -> Array:
-    """Return float32 sums with bias and residual, where given, added."""
     if bias is not None:
         sums = sums + bias.astype(jnp.float32)
     return sums if residual is None else sums + residual.astype(jnp.float32)
@@ -279,13 +247,7 @@ def finish(target: Target, sums: Array, bias: Array | None, residual: Array | No
     """Add bias and residual, where given, to a convolution's float32 sums, and round them.
 
     Padding columns get zeros. Large frames, and images, get the memory layout that a TPU's next operation
-    reads.
-
-    Args:
-        target: the platform, and the sharding of columns.
-        sums: the convolution's result, before it is rounded.
-        bias, residual: added to the sums, or None.
-        like: the convolution's input: the result gets its dtype, and the layout for its size.
+    reads. `like` is the convolution's input: the result gets its dtype, and the layout for its size.
     """
     y = with_clear_padding(add_bias_and_residual(sums, bias, residual).astype(like.dtype), target.split)
     if is_image_for_tpu(target, like):

@@ -29,7 +29,7 @@ def linear(
         weight: (O, I), `x`'s dtype.
         bias: (O,), or None.
         rounded_parts: whether sums are rounded before the bias is added. If the input channels are split over
-            devices, each device then rounds its part of a sum, and 16 bits are communicated instead of 32.
+            devices, each device then rounds its part of a sum, and they communicate 16 bits instead of 32.
 
     Returns:
         The dtype of `x`.
@@ -84,19 +84,12 @@ def layer_norm(
 def silu(x: Float[Array, "*any"], *, time_axis: int | None = None) -> Float[Array, "*any"]:
     """Return `x * sigmoid(x)`, float32 inside and rounded once, as in PyTorch; `jax.nn.silu` rounds twice.
 
-    Args:
-        x: any float dtype.
-        time_axis: axis of the frames, of which a TPU computes a few at a time; None if `x` has no such axis.
+    `time_axis` is the axis of the frames, of which a TPU computes a few at a time, or None.
     """
     return dispatch(silu_on, x, time_axis=time_axis)
 
 
 def silu_on(target: Target, x: Array, *, time_axis: int | None) -> Array:
-    """Compute `silu` on `target`, the platform that is traced for, by runs of frames (`split_frames`).
-
-    A run is frames that are computed together. `time_axis` is the axis of frames; if it is None, `x` has no
-    frames and is one run.
-    """
     runs = [(x,)] if time_axis is None else split_frames(target, x, time_axis=time_axis)
     # `join_frames` returns a single run as it is: without frames the 0 is not used.
     return join_frames(
@@ -119,13 +112,8 @@ def split_linear(
 
 
 def split_linear_on(target: Target, x: Array, weight: Array, bias: Array, *, parts: int) -> Array:
-    """Compute `split_linear`: a linear layer, its outputs divided into `parts` arrays on a new first axis.
-
-    `target` is the platform that is traced for; on a TPU a Pallas kernel runs if it supports the arrays.
-    """
 
     def plain(x: Array, weight: Array, bias: Array) -> Array:
-        """Compute all parts by one product that XLA compiles."""
         y = jnp.einsum(
             "si,poi->pso",  # s tokens, i inputs, p parts of o outputs each
             x,
@@ -136,7 +124,6 @@ def split_linear_on(target: Target, x: Array, weight: Array, bias: Array, *, par
         return (y + bias.astype(jnp.float32).reshape(parts, 1, -1)).astype(x.dtype)
 
     def by_kernel(x: Array, weight: Array, bias: Array) -> Array:
-        """Compute all parts by the Pallas kernel, which takes a batch of videos: here one."""
         return tpu.product(x[None], weight, bias, parts=parts)
 
     is_supported = target.uses_pallas and tpu.supports_product(x[None], weight, parts)
@@ -152,7 +139,7 @@ def adaptive_layer_norm(
     first: Int[Array, ""] | int,
     eps: float = 1e-5,
 ) -> Float[Array, "N S C"]:
-    """Return `layer_norm(x) * (1 + scale) + shift`, in one pass, for a sequence of text, then patches.
+    """Return `layer_norm(x) * (1 + scale) + shift` of tokens, in one pass.
 
     Args:
         x: tokens of any float dtype: text first, then patches of frames.
@@ -174,26 +161,15 @@ def adaptive_layer_norm(
         offset = offset + factor * bias.astype(jnp.float32)
     if weight is not None:
         factor = factor * weight.astype(jnp.float32)
-    # `dispatch` passes a `Target` first, which names the platform: on a TPU a Pallas kernel may run.
     return dispatch(adaptive_layer_norm_on, x, factor, offset, jnp.asarray(first, jnp.int32), eps=eps)
 
 
 def adaptive_layer_norm_on(
     target: Target, x: Array, factor: Array, offset: Array, first_patch: Array, *, eps: float
 ) -> Array:
-    """Compute `adaptive_layer_norm` on `target`, the platform that is traced for.
-
-    Args:
-        target: the target.
-        x: tokens (N, S, C).
-        factor, offset: the norm's weight and bias combined with scale and shift, (N, 2, C) in float32: one
-            vector for text tokens, one for patches.
-        first_patch: index of the first patch.
-        eps: added to the variance.
-    """
+    """Return `standardized(x) * factor + offset`; both have a vector for text and one for patches."""
 
     def plain(x: Array, factor: Array, offset: Array, first_patch: Array) -> Array:
-        """Compute the norm, then each token's factor and offset, as XLA compiles them."""
         y = standardized(x.astype(jnp.float32), eps)
         y = y * _token_vectors(factor, x, first_patch) + _token_vectors(offset, x, first_patch)
         # Written once, rounded: XLA would fuse it into the products that read it, and compute it in each.
@@ -211,17 +187,16 @@ def gated_residual(
     gate: Float[Array, "N 2 C"],
     first: Int[Array, ""] | int,
 ) -> Float[Array, "N S C"]:
-    """Return `x + gate * y` in one pass, for a sequence of text, then patches.
+    """Return `x + gate * y` of tokens, in one pass.
 
     Args:
         x, y: tokens of any float dtype: text first, then patches of frames.
         gate: two vectors for each video: one for its text tokens, one for its patches.
-        first: index of the first patch. If negative or beyond the tokens, all tokens are of one kind.
+        first: index of the first patch. It may be negative or beyond the tokens, which then are of one kind.
 
     Returns:
         The dtype of `x`; the arithmetic is float32.
     """
-    # `_token_vectors` gives each token its video's vector for text or for patches.
     total = x.astype(jnp.float32) + _token_vectors(gate.astype(jnp.float32), x, first) * y.astype(jnp.float32)
     # Written once, rounded: XLA would compute the sum again in the operations that read it.
     return jax.lax.optimization_barrier(total.astype(x.dtype))
@@ -241,10 +216,8 @@ def linear_gelu(
 
 
 def linear_gelu_on(target: Target, x: Array, weight: Array, bias: Array) -> Array:
-    """Compute `linear_gelu` on `target`, the platform that is traced for, by a Pallas kernel or by XLA."""
 
     def plain(x: Array, weight: Array, bias: Array) -> Array:
-        """Compute the product, then GELU, as XLA compiles them."""
         return gelu(linear(x, weight, bias))
 
     by_kernel = with_derivatives_of(plain, functools.partial(tpu.product, gelu=True))
@@ -263,7 +236,7 @@ def gated_linear(
 ) -> Float[Array, "N S O"]:
     """Return `residual + gate * linear(x, weight, bias)`, with a gate for text tokens and one for patches.
 
-    On a TPU a Pallas kernel computes it in one pass and rounds once; XLA's operations round twice.
+    On a TPU a Pallas kernel computes this in one pass and rounds once; XLA's operations round twice.
 
     Args:
         x: (N, S, I), or (N, I, S) if `transposed`.
@@ -300,22 +273,10 @@ def gated_linear_on(
     *,
     transposed: bool,
 ) -> Array:
-    """Add the gated result of a linear layer to the residual, on `target`, the platform that is traced for.
-
-    Args:
-        target: the platform.
-        x: tokens (N, S, I), or (N, I, S) if `transposed`.
-        weight, bias: of the linear layer, (O, I) and (O,).
-        residual: (N, S, O).
-        gate: (N, 2, O): a vector for each video's text tokens, and one for its patches.
-        first_patch: index of the first patch: text tokens are before it.
-        transposed: whether channels of `x` come before its tokens.
-    """
 
     def plain(
         x: Array, weight: Array, bias: Array, residual: Array, gate: Array, first_patch: Array
     ) -> Array:
-        """Compute the product, then the gated sum, as XLA compiles them."""
         # Videos and tokens as one axis: XLA's CPU backend transposes no bfloat16 if an axis has length 1.
         x_SC = (x.swapaxes(1, 2) if transposed else x).reshape(-1, weight.shape[1])
         return gated_residual(residual, linear(x_SC, weight, bias).reshape(residual.shape), gate, first_patch)
@@ -323,7 +284,6 @@ def gated_linear_on(
     def by_kernel(
         x: Array, weight: Array, bias: Array, residual: Array, gate: Array, first_patch: Array
     ) -> Array:
-        """Compute both by the Pallas kernel."""
         return tpu.product(
             x, weight, bias, (residual, gate.astype(jnp.float32), first_patch), transposed=transposed
         )
@@ -334,20 +294,12 @@ def gated_linear_on(
 
 
 def _checked_bias(name: str, weight: Array, bias: Array | None) -> Array:
-    """Return `bias`, or zeros if it is None.
-
-    Raises:
-        ValueError: a bias whose length is not the weight's outputs; the message names the function `name`.
-    """
     check_channels(name, weight.shape[0], bias=bias)
     return jnp.zeros(weight.shape[0], weight.dtype) if bias is None else bias
 
 
 def _token_vectors(vectors_N2C: Array, x_NSC: Array, first_patch: Array | int) -> Array:
-    """Return a vector for each token of `x`, (N, S, C): its video's vector for text or for patches.
-
-    Of a video's two vectors the first is for text, the tokens before index `first_patch`.
-    """
+    """Return a vector for each token: its video's first vector for text, its second one for patches."""
     is_patch = jnp.arange(x_NSC.shape[1]) >= first_patch
     return jnp.where(is_patch[:, None], vectors_N2C[:, 1:], vectors_N2C[:, :1])
 
@@ -364,7 +316,6 @@ def gelu(x: Float[Array, "*any"]) -> Float[Array, "*any"]:
 
 @jax.custom_jvp
 def _gelu(x: jax.Array) -> jax.Array:
-    """Compute GELU of float32 by its tanh approximation; `_gelu_jvp` is its derivative."""
     # With z = `_gelu_inner(x)`, x * (1 + tanh(z)) / 2 is x / (1 + exp(-2 z)): one transcendental function.
     return x / (1 + jnp.exp(-2 * _gelu_inner(x)))
 
@@ -378,8 +329,7 @@ def _gelu_inner(x: jax.Array) -> jax.Array:
 def _gelu_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Return `_gelu(x)` and its tangent.
 
-    `_gelu` divides by 1 + exp(-2 z), z = `_gelu_inner(x)`: JAX's own derivative would be inf / inf where the
-    exponential overflows.
+    JAX's own derivative of the division by 1 + exp(-2 z) would be inf / inf where the exponential overflows.
     """
     (x,), (tangent,) = primals, tangents
     share = jax.nn.sigmoid(2 * _gelu_inner(x))  # GELU is x * share

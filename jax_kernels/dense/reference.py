@@ -11,7 +11,6 @@ def linear(x, weight, bias=None, *, rounded_parts=False):
 
 
 def split_linear(x, weight, bias=None, *, parts):
-    """Split the outputs of `linear` into `parts` arrays along a first axis."""
     return jnp.stack(jnp.split(linear(x, weight, bias), parts, axis=1))
 
 
@@ -24,42 +23,26 @@ def layer_norm(x, weight, bias, eps=1e-5):
 
 
 def adaptive_layer_norm(x, weight, bias, scale, shift, first, eps=1e-5):
-    """Compute `layer_norm(x) * (1 + scale) + shift` in float32.
-
-    `scale` and `shift`, (N, 2, C), have a vector for text tokens and one for patches, which begin at token
-    `first`.
-    """
     kind = (jnp.arange(x.shape[1]) >= first).astype(int)  # of each token: 0 is text, 1 a patch
     y = layer_norm(x.astype(jnp.float32), weight, bias, eps)
     return (y * (1 + scale.astype(jnp.float32)[:, kind]) + shift[:, kind]).astype(x.dtype)
 
 
 def gated_residual(x, y, gate, first):
-    """Return `x + gate * y`, added in float32.
-
-    `gate` (N, 2, C) has a vector for text tokens and one for patches, which begin at token `first`.
-    """
     kind = (jnp.arange(x.shape[1]) >= first).astype(int)  # of each token: 0 is text, 1 a patch
     return (x + gate.astype(jnp.float32)[:, kind] * y.astype(jnp.float32)).astype(x.dtype)
 
 
 def linear_gelu(x, weight, bias=None):
-    """Compute `linear`, then `gelu`, in float32."""
     return gelu(_in_float32(linear, x, weight, bias)).astype(x.dtype)
 
 
 def gated_linear(x, weight, bias, residual, gate, first, *, transposed=False):
-    """Return `residual + gate * linear(x, weight, bias)`, computed in float32.
-
-    `gate` (N, 2, O) has a vector for text and one for patches, which begin at token `first`. `x` is
-    (N, S, I), or with `transposed` (N, I, S).
-    """
     x = x.swapaxes(1, 2) if transposed else x
     return gated_residual(residual, _in_float32(linear, x, weight, bias), gate, first)
 
 
 def _in_float32(function, *arrays):
-    """Call `function` with its arrays, which may be None, in float32."""
     return function(*(None if array is None else array.astype(jnp.float32) for array in arrays))
 
 

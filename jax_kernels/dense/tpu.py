@@ -50,13 +50,9 @@ def adaptive_layer_norm(
     *,
     eps: float,
 ) -> Float[Array, "N S C"]:
-    """Return `standardized(x) * factor + offset`, in one pass.
+    """Return `standardized(x) * factor + offset`, in one pass; the channels of `x` fill whole tiles.
 
-    Args:
-        x: tokens: text, then patches; float32 or bfloat16, channels in whole tiles.
-        factor, offset: float32, two vectors for each video: one for its text tokens, one for its patches.
-        first_patch: index of the first patch; it may be outside of the tokens.
-        eps: added to the variance.
+    `factor` and `offset` are float32, and have one vector for a video's text tokens and one for its patches.
     """
     videos, tokens, width = x.shape
     # Tokens of a block: all, or as many as fit, at most `TOKENS`, in whole groups of `ROWS`.
@@ -83,21 +79,12 @@ def adaptive_layer_norm(
 
 
 def _norm_block(first_patch_ref, x_ref, factor_ref, offset_ref, y_ref, *, eps: float) -> None:
-    """Norm and modulate (multiply by a factor, add an offset) a block of tokens, `ROWS` at a time.
-
-    Args:
-        first_patch_ref: (1,), the index of the sequence's first patch.
-        x_ref: the block of tokens.
-        factor_ref, offset_ref: two vectors each, for text tokens and for patches.
-        y_ref: the result.
-        eps: added to the variance.
-    """
+    """Norm and modulate a block of tokens, `ROWS` at a time."""
     block = x_ref.shape[0]
     # The first patch's index, counted from this block's start; the grid is (videos, blocks).
     boundary = first_patch_ref[0] - pl.program_id(1) * block
 
     def norm(at: Array) -> None:
-        """Norm and modulate `ROWS` tokens, from index `at` of the block on."""
         rows = pl.ds(pl.multiple_of(at, ROWS), ROWS)
         is_patch = at + jax.lax.broadcasted_iota(jnp.int32, (ROWS, 1), 0) >= boundary
         factor, offset = (jnp.where(is_patch, ref[1:], ref[:1]) for ref in (factor_ref, offset_ref))
@@ -110,9 +97,8 @@ def _norm_block(first_patch_ref, x_ref, factor_ref, offset_ref, y_ref, *, eps: f
 def supports_product(x: Float[Array, "N S_or_I I_or_S"], weight: Float[Array, "O I"], parts: int = 1) -> bool:
     """Return whether `product` supports the arrays.
 
-    `x` has S tokens of I inputs, or is transposed; the O outputs are cut into `parts`. Both arrays must be
-    bfloat16, I and O / `parts` multiples of a tile's lanes. A block of tokens, and the weights of the outputs
-    that are computed together, must fit into half of VMEM.
+    Both must be bfloat16, and I and O / `parts` multiples of a tile's lanes. A block of tokens, and the
+    weights of the outputs that are computed together, must fit into half of VMEM.
     """
     outputs, inputs = weight.shape
     return (
@@ -138,12 +124,12 @@ def product(
     """Return `x weight^T + bias`, and the operation after it, in one pass and rounded once.
 
     Args:
-        x: tokens.
+        x: tokens (N, S, I), or (N, I, S) if `transposed`.
         weight, bias: the product's.
-        gated: empty, or three arrays for `residual + gate * product`: the residual (N, S, O); the gate
-            (N, 2, O), float32, one vector for text tokens and one for patches; the index of the first patch.
+        gated: empty, or three arrays for `residual + gate * product`: the residual (N, S, O); the gate (N, 2,
+            O), float32, one vector for text tokens and one for patches; the index of the first patch.
         gelu: whether GELU follows.
-        transposed: whether `x` is (N, I, S); else it is (N, S, I).
+        transposed: whether the channels of `x` come before its tokens.
         parts: number of equal parts that O is split into; 1 with `gated`.
 
     Returns:
@@ -201,25 +187,15 @@ def product(
 def _product_block(
     first_patch_ref, x_ref, weight_ref, bias_ref, *refs, width: int, body: int, gelu: bool, transposed: bool
 ) -> None:
-    """Compute a block of tokens and outputs, a unit of outputs at a time.
+    """Compute a block of tokens and outputs, a unit of `width` outputs at a time.
 
-    In a loop's body a unit is multiplied before the previous unit's epilogue (bias, GELU or gated sum), so
-    that the two overlap.
-
-    Args:
-        first_patch_ref: (1,), the index of the sequence's first patch; read only for a gated sum.
-        x_ref, weight_ref, bias_ref: blocks of the arguments of `product`.
-        refs: references to residual and gate (two rows: for text tokens, for patches), if there is a gated
-            sum, and to the result.
-        width: outputs of a unit.
-        body: units of a loop's body.
-        gelu: whether GELU is applied.
-        transposed: whether `x_ref` is (inputs, tokens); else it is (tokens, inputs).
+    A loop's body computes `body` units. It multiplies a unit before it applies the epilogue (bias, GELU or
+    gated sum) to the unit before, so that the two overlap. `refs` are the residual and the gate, if there is
+    a gated sum, and the result.
     """
     *gated, y_ref = refs
 
     def multiplied(outputs: Any) -> Array:
-        """Return the float32 product for `outputs`, a slice."""
         return jax.lax.dot_general(
             x_ref[...],
             weight_ref[outputs, :],
@@ -228,7 +204,6 @@ def _product_block(
         )
 
     def finish(outputs: Any, y: Array) -> None:
-        """Add the bias to a unit's product `y`, apply GELU or the gated sum, and write the result."""
         y = y + bias_ref[:, outputs]
         if gelu:
             y = _gelu(y)
@@ -243,7 +218,6 @@ def _product_block(
 
     @pl.loop(0, y_ref.shape[1] // width // body)
     def _(index: Array) -> None:
-        """Compute the units of a loop's body: multiply the next unit, then finish the current one."""
         units = [pl.ds(pl.multiple_of((index * body + n) * width, width), width) for n in range(body)]
         next_product = multiplied(units[0])
         for unit, next_unit in itertools.pairwise(units):

@@ -1,4 +1,4 @@
-"""The mean and variance of groups of channels, by Welford's moments and Chan's formula."""
+"""The moments of groups of channels: Welford's mean and M2 (sum of squared deviations), by Chan's formula."""
 
 import functools
 import math
@@ -17,20 +17,12 @@ from jax_kernels.group_norm.xla import Moments
 
 
 def moments(target: Target, x: Float[Array, "N *rest"], *, num_groups: int, channel_axis: int = 1) -> Moments:
-    """Return count, mean and M2 of each video's groups of channels, by one pass over `x`.
+    """Return the moments (N, G) of each video's groups of channels, in float32, by one pass over `x`.
 
-    M2 is the sum of squared deviations from the mean. Each column of pixels, along H, is reduced to count,
-    mean and M2, a block of rows at a time, as a sum of squares over all rows would lose digits. The columns'
-    triples are merged by Chan's formula. W may be sharded: only the merged triples are communicated.
-
-    Args:
-        target: the platform that is traced for, and the sharding of columns.
-        x: any rank of three or more; once channels are moved last, the third axis from the end is the rows.
-        num_groups: number of groups G.
-        channel_axis: axis of the channels in `x`.
-
-    Returns:
-        `Moments` of shape (N, G), float32.
+    Each column of pixels, along H, is reduced a block of rows at a time, as a sum of squares over all rows
+    would lose digits; then the columns' moments are merged. W may be sharded: devices communicate only merged
+    moments. `x` has any rank of three or more; once channels are moved last, the third axis from the end is
+    the rows.
     """
     x = jnp.moveaxis(x, channel_axis, -1)
     row_axis = max(1, x.ndim - 3)  # rank 3 has one axis of pixels, taken for the rows
@@ -44,8 +36,8 @@ def moments(target: Target, x: Float[Array, "N *rest"], *, num_groups: int, chan
 def column_moments(
     target: Target, x: Float[Array, "N T H W C"]
 ) -> tuple[Float[Array, "N T W C"], Float[Array, "N T W C"]]:
-    """Return mean and M2 (sum of squared deviations) of each column of pixels, along H, in float32."""
-    of_runs = [  # a run is frames that are computed together; the axis of rows has length one
+    """Return mean and M2 of each column of pixels, along H, in float32."""
+    of_runs = [  # the axis of rows has length one
         [jnp.squeeze(moment, 2) for moment in map_shards(target, _shard_column_moments, (run,))]
         for (run,) in split_frames(target, x)
     ]
@@ -61,20 +53,11 @@ def moments_of_columns(
     *,
     num_groups: int,
 ) -> Moments:
-    """Merge the moments of columns of pixels to those of each video's groups of channels, by Chan's formula.
+    """Merge the moments of columns of `length` pixels to those, (N, G), of each video's groups of channels.
 
-    The means are averaged as differences from one of them (`origin`): a float32 sum of many means that are
-    far from zero would lose digits.
-
-    Args:
-        target: its `split` tells which columns are padding; they are left out.
-        mean, m2: of each column and channel, M2 the sum of squared deviations; channels are the last axis,
-            columns the axis before it.
-        length: number of pixels of a column.
-        num_groups: number of groups G.
-
-    Returns:
-        `Moments` of shape (N, G).
+    This is Chan's formula. The means are averaged as differences from one of them (`origin`): a float32 sum
+    of many means that are far from zero would lose digits. Channels are the last axis of `mean` and `m2`,
+    columns the axis before it; padding columns are left out.
     """
     group_shape = num_groups, mean.shape[-1] // num_groups
     mean, m2 = (moment.reshape(*moment.shape[:-1], *group_shape) for moment in (mean, m2))
@@ -97,10 +80,7 @@ def moments_of_columns(
 
 
 def _shard_column_moments(target: Target, x_NTHWC: Array) -> tuple[Array, Array]:
-    """Return mean and M2 (sum of squared deviations) of a shard's columns of pixels, both (N, T, 1, W, C).
-
-    Pallas kernels compute them for large frames and for images that they support, else XLA does.
-    """
+    """Return mean and M2 of a shard's columns, both (N, T, 1, W, C), by the form that suits the frames."""
     if target.uses_pallas and is_large(x_NTHWC) and tpu.is_supported(x_NTHWC):
         return tpu.column_moments(x_NTHWC)
     if target.uses_pallas and is_image_for_tpu(target, x_NTHWC) and tpu.supports_image(x_NTHWC):
@@ -111,29 +91,18 @@ def _shard_column_moments(target: Target, x_NTHWC: Array) -> tuple[Array, Array]
 def scale_and_shift(
     stats: Moments, weight: Float[Array, " C"], bias: Float[Array, " C"], eps: float
 ) -> tuple[Float[Array, "N C"], Float[Array, "N C"]]:
-    """Return GroupNorm as a factor and an addend of each channel, float32: the norm is `x * scale + shift`.
-
-    Args:
-        stats: the groups' moments, (N, G).
-        weight, bias: GroupNorm's.
-        eps: added to the variance.
-    """
+    """Return GroupNorm as `x * scale + shift` of each channel, in float32."""
     channels = weight.shape[0]
     scale = per_channel(jax.lax.rsqrt(stats.variance + eps), channels) * weight.astype(jnp.float32)
     return scale, bias.astype(jnp.float32) - per_channel(stats.mean, channels) * scale
 
 
 def per_channel(stat_NG: Float[Array, "N G"], channels: int) -> Float[Array, "N C"]:
-    """Repeat a group's statistic for each of its channels."""
     return jnp.repeat(stat_NG, channels // stat_NG.shape[1], axis=1)
 
 
 def check_groups(kernel: str, channels: int, num_groups: int, **vectors: Any) -> None:
-    """Raise `ValueError` unless the number of groups divides the channels, and vectors fit the channels.
-
-    `kernel` is the name of the function that checks its arguments. `vectors` are weights and biases, or None,
-    each by the name of its argument.
-    """
+    """Raise `ValueError` unless `num_groups` divides the channels, and the named vectors fit them."""
     if num_groups < 1 or channels % num_groups:
         raise ValueError(
             f"got {channels} channels in {num_groups} groups: num_groups must divide the channel count"

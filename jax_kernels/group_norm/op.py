@@ -74,7 +74,6 @@ def group_norm_on(
     channel_axis: int,
     activation: Activation | None,
 ) -> Array:
-    """Compute `group_norm` on `target`, the platform that is traced for; `channel_axis` is not negative."""
     channels = x.shape[channel_axis]
     stats = moments(target, x, num_groups=num_groups, channel_axis=channel_axis)
     mean = per_channel(stats.mean, channels)
@@ -86,7 +85,7 @@ def group_norm_on(
         return xla.scaled(target, x, mean, scale, shift, activation=activation, channel_axis=channel_axis)
     x = jnp.moveaxis(x, channel_axis, -1)
     scaled = functools.partial(xla.scaled, activation=activation)
-    # Each run, frames that are computed together, is scaled by each device on its columns.
+    # Each device scales its columns of each run.
     results = [
         map_shards(target, scaled, (frames,), statistics=(mean, scale, shift))
         for (frames,) in split_frames(target, x)

@@ -5,10 +5,7 @@ import jax.numpy as jnp
 
 
 def group_norm(x, weight, bias, *, num_groups, eps=1e-6, channel_axis=1, activation=None):
-    """Return GroupNorm of `x`, then the activation, computed in float32 and rounded to the dtype of `x`.
-
-    The variance is the mean of the squared deviations from the mean.
-    """
+    """Return GroupNorm of `x`, then the activation, computed in float32 and rounded to the dtype of `x`."""
     y = jnp.moveaxis(x, channel_axis, 1).astype(jnp.float32)
     grouped = y.reshape(y.shape[0], num_groups, -1)
     mean = grouped.mean(-1, keepdims=True)

@@ -1,7 +1,7 @@
 """GroupNorm's statistics, on a TPU by a Pallas kernel.
 
-It computes a tile in less time than its bytes take. XLA's own pass takes three times what the bytes do (v6e,
-8 x 480 x 720 x 128: 1.4 ms, of 0.43).
+It computes a tile in less time than its bytes take. XLA's own pass takes three times as long as the bytes do
+(v6e, 8 x 480 x 720 x 128: 1.4 ms, against 0.43).
 """
 
 import functools
@@ -36,8 +36,8 @@ UNROLLED = 5 if PARTLY_UNROLLED else 1
 def is_supported(x: Float[Array, "N T H W C"]) -> bool:
     """Return whether the kernels support these activations.
 
-    They support float32 or bfloat16, and whole tiles of channels. A grid step holds at least a pixel of each
-    of its `COLUMNS` columns, in all frames, and these columns' statistics: all must fit into `BLOCK_BYTES`.
+    They need float32 or bfloat16, and whole tiles of channels. A grid step holds at least a pixel of each of
+    its `COLUMNS` columns, in all frames, and these columns' moments: all must fit into `BLOCK_BYTES`.
     """
     return fills_tiles(x) and COLUMNS * (_column_bytes(x) + _pixel_bytes(x)) <= BLOCK_BYTES
 
@@ -53,21 +53,13 @@ def _pixel_bytes(x: Array) -> int:
 
 
 def _column_bytes(x: Array) -> int:
-    """Return the bytes of VMEM that one column of all videos takes besides its pixels.
-
-    For each frame and channel they are a mean, an M2 (sum of squared deviations from the mean) and an origin
-    (a typical value that is subtracted before numbers are added), in float32. The number of frames is rounded
-    up to a tile's.
-    """
+    """Return the bytes of VMEM that one column takes besides its pixels: mean, M2 and origin, in float32."""
     videos, length, _, _, channels = x.shape
     return 3 * videos * tiled_sublanes(length, jnp.dtype(jnp.float32)) * channels * 4
 
 
 def _block_shape(x: Array) -> tuple[int, int]:
-    """Return the numbers of rows and of columns of `x` (N, T, H, W, C) that a grid step reads.
-
-    Rows divide the height; the last step's columns may reach beyond the width.
-    """
+    """Return the numbers of rows, which divide the height, and of columns that a grid step reads."""
     height, width = x.shape[2:4]
     columns = min(COLUMNS, width)
     # A column takes bytes for its moments, and for its pixels, one in each row.
@@ -78,13 +70,10 @@ def _block_shape(x: Array) -> tuple[int, int]:
 def _column_moments(
     x: Float[Array, "N T H W C"],
 ) -> tuple[Float[Array, "N T 1 W C"], Float[Array, "N T 1 W C"]]:
-    """Return the mean of each column of pixels and its M2 (sum of squared deviations), in float32.
+    """Return mean and M2 of each column of pixels, in float32.
 
     A grid step finds the mean of its own rows, then the squares of their deviations from it, in VMEM: a pixel
     is fetched once. Steps are merged by Chan's formula.
-
-    Args:
-        x: activations that the kernel supports.
     """
     videos, length, height, width, channels = x.shape
     rows, columns = _block_shape(x)
@@ -110,10 +99,7 @@ column_moments = with_derivatives_of(xla.column_moments, _column_moments)
 
 
 def supports_image(x: Float[Array, "N 1 H W C"]) -> bool:
-    """Return whether the kernel for one frame supports `x`.
-
-    It supports float32 or bfloat16, and whole tiles of channels, if a grid step can hold a row of pixels.
-    """
+    """Return whether the kernel for images supports `x`: its channels fill tiles, and its rows fit a step."""
     return fills_tiles(x) and _image_rows_of_step(x) > 0
 
 
@@ -122,7 +108,7 @@ def _image_rows_of_step(x: Float[Array, "N 1 H W C"]) -> int:
     height, width, channels = x.shape[2:]
     # In VMEM a row is padded to whole tiles of pixels.
     row_bytes = tiled_sublanes(width, x.dtype) * channels * x.dtype.itemsize
-    # Of each column: mean, M2 (squared deviations) and an origin, three numbers of float32 (4 bytes).
+    # Of each column: mean, M2 and an origin, three numbers of float32 (4 bytes).
     moment_bytes = 3 * tiled_sublanes(width, jnp.dtype(jnp.float32)) * channels * 4
     return largest_divisor(height, (BLOCK_BYTES - moment_bytes) // row_bytes)
 
@@ -130,11 +116,6 @@ def _image_rows_of_step(x: Float[Array, "N 1 H W C"]) -> int:
 def _image_moments(
     x: Float[Array, "N 1 H W C"],
 ) -> tuple[Float[Array, "N 1 1 W C"], Float[Array, "N 1 1 W C"]]:
-    """Return the mean and M2 (sum of squared deviations) of each column of pixels of an image, in float32.
-
-    Args:
-        x: an image that the kernel supports.
-    """
     videos, _, height, width, channels = x.shape
     block_rows = _image_rows_of_step(x)
     mean, m2 = pl.pallas_call(
@@ -157,14 +138,14 @@ image_moments = with_derivatives_of(xla.column_moments, _image_moments)
 
 
 def _moments(x_ref, mean_ref, m2_ref, origin_ref, *, blocks: int, together: int = TOGETHER) -> None:
-    """Add a block of rows to the mean and M2 (sum of squared deviations) of each of its columns.
+    """Add a block of rows to the moments of each of its columns.
 
     Args:
         x_ref: the block, (rows, columns, T, C).
-        mean_ref, m2_ref: the results, (columns, T, C). Until the last block of rows `mean_ref` has offsets:
-            means less the values in `origin_ref`.
-        origin_ref: memory for a typical value of each column (frame, channel). Sums are of differences from
-            it, against cancellation.
+        mean_ref, m2_ref: the results, (columns, T, C). Until the last block of rows `mean_ref` has means less
+            the origins.
+        origin_ref: memory for a typical value of each column. Sums are of differences from it, against
+            cancellation.
         blocks: number of blocks of rows. `pl.num_programs` could be wrong: JAX 0.11 reuses a kernel's trace
             for blocks of the same shapes, even in a grid of another size.
         together: number of columns in a loop's body.
@@ -174,7 +155,6 @@ def _moments(x_ref, mean_ref, m2_ref, origin_ref, *, blocks: int, together: int 
 
     @pl.when(blocks_before == 0)
     def _():
-        """Before the first rows: choose origins, and clear the moments."""
         typical_rows = (x_ref[row].astype(jnp.float32) for row in (0, rows // 2, rows - 1))
         origin_ref[...] = xla.median_of_three(*typical_rows)
         mean_ref[...] = jnp.zeros_like(mean_ref)
@@ -187,14 +167,12 @@ def _moments(x_ref, mean_ref, m2_ref, origin_ref, *, blocks: int, together: int 
 
         # The loop's variables are bound as defaults.
         def add_row(row: Array, total: Array, columns=columns, origin=origin) -> Array:
-            """Add a row's differences from the origin to their total."""
             return total + (x_ref[row, columns].astype(jnp.float32) - origin)
 
         offset = jax.lax.fori_loop(0, rows, add_row, jnp.zeros_like(origin), unroll=UNROLLED) / rows
         block_mean = origin + offset
 
         def add_square(row: Array, squares: Array, columns=columns, block_mean=block_mean) -> Array:
-            """Add the squares of a row's deviations from the block's mean."""
             deviation = x_ref[row, columns].astype(jnp.float32) - block_mean
             return squares + deviation * deviation
 
@@ -206,5 +184,4 @@ def _moments(x_ref, mean_ref, m2_ref, origin_ref, *, blocks: int, together: int 
 
     @pl.when(blocks_before == blocks - 1)
     def _():
-        """After the last rows: add the origins, which makes the offsets means."""
         mean_ref[...] += origin_ref[...]

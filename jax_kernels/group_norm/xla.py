@@ -1,7 +1,4 @@
-"""GroupNorm's two passes over an activation as XLA compiles them: statistics, then scaling.
-
-Statistics are Welford's moments; Chan's formula merges those of parts.
-"""
+"""GroupNorm's two passes over an activation as XLA compiles them: moments, then scaling."""
 
 from typing import NamedTuple
 
@@ -35,10 +32,7 @@ class Moments(NamedTuple):
 
 
 def merge(a: Moments, b: Moments) -> Moments:
-    """Merge the moments of two samples (Chan, Golub and LeVeque 1979, eq. 2.1).
-
-    `m2` is the sum of squared deviations from the mean.
-    """
+    """Merge the moments of two samples (Chan, Golub and LeVeque 1979, eq. 2.1)."""
     count = a.count + b.count
     delta = b.mean - a.mean
     return Moments(
@@ -60,7 +54,7 @@ def merge_equal(parts: Moments, axis: int) -> Moments:
     """Merge the moments of parts of equal count, which are along `axis`, by Chan's formula, all at once.
 
     The means are averaged as differences from the first mean (`origin`): a plain float32 sum of many means
-    near 1000 loses digits. `m2` is the sum of squared deviations from the mean.
+    near 1000 loses digits.
     """
     origin = jax.lax.slice_in_dim(parts.mean, 0, 1, axis=axis)
     offset = jnp.mean(parts.mean - origin, axis, keepdims=True)
@@ -70,16 +64,11 @@ def merge_equal(parts: Moments, axis: int) -> Moments:
 
 
 def column_moments(x: Array) -> tuple[Array, Array]:
-    """Return mean and M2 (sum of squared deviations) of each column of pixels, in float32.
+    """Return mean and M2 of each column of pixels, with a single row, in float32.
 
-    Blocks of at most `ROWS` rows, so few that float32 sums keep their digits, are summed; their moments are
-    merged.
-
-    Args:
-        x: (..., rows, columns, channels), with one axis or more before the rows; or (N, rows, channels).
-
-    Returns:
-        Mean and M2, each of the shape of `x` with a single row.
+    `x` is (..., rows, columns, channels), with one axis or more before the rows; or (N, rows, channels).
+    Blocks of at most `ROWS` rows are summed, so few that float32 sums keep their digits; then their moments
+    are merged.
     """
     axis = max(1, x.ndim - 3)  # of rows
     height = x.shape[axis]
@@ -98,10 +87,9 @@ def column_moments(x: Array) -> tuple[Array, Array]:
 
 
 def _typical_row(x: Array, axis: int) -> Array:
-    """Return for each column of pixels a value close to most of its pixels: the median of three.
+    """Return for each column a value close to most of its pixels: the median of three.
 
     Sums are of differences from this value. Results depend on it only by rounding, so it gets no derivative.
-    `axis` is the axis of rows.
     """
     height = x.shape[axis]
     rows = (jax.lax.slice_in_dim(x, row, row + 1, axis=axis) for row in (0, height // 2, height - 1))
@@ -109,10 +97,10 @@ def _typical_row(x: Array, axis: int) -> Array:
 
 
 def _block_moments(x: Array, origin: Array, axis: int, block_rows: int) -> Moments:
-    """Return the moments (count, mean, M2) of `x - origin` along `axis`, the axis of rows.
+    """Return the moments of `x - origin` along `axis`, merged from those of blocks of `block_rows` rows.
 
-    They are merged from those of blocks of `block_rows` rows. A block's sums are of differences from a
-    typical row of its own (`shift`), against cancellation; `origin` is the typical row of all blocks.
+    A block's sums are of differences from a typical row of its own (`shift`), against cancellation; `origin`
+    is the typical row of all blocks.
     """
     blocks = x.shape[axis] // block_rows
     x = x.reshape(*x.shape[:axis], blocks, block_rows, *x.shape[axis + 1 :])
@@ -126,7 +114,7 @@ def _block_moments(x: Array, origin: Array, axis: int, block_rows: int) -> Momen
         (shifted, shifted * shifted), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), (row_axis,)
     )
     mean = jnp.squeeze(shift, row_axis) - origin + total / block_rows
-    # M2, the sum of squared deviations, must not become negative by rounding.
+    # Rounding must not make M2 negative.
     m2 = jnp.maximum(squares - total * total / block_rows, 0.0)
     return merge_equal(Moments(block_rows, mean, m2), axis)
 
@@ -143,12 +131,11 @@ def scaled(
 ) -> Array:
     """Return `activation((x - mean) * scale + shift)`: GroupNorm's second pass.
 
-    Padding columns of the result (`Split`) are zero. Columns are the last axis that is not the channels'.
+    Padding columns of the result are zero. Columns are the last axis that is not the channels'.
     """
     channel_axis = channel_axis % x.ndim
 
     def along_channels(coefficient_NC: Array) -> Array:
-        """Reshape a coefficient so that it broadcasts over frames and pixels of `x`."""
         shape = [1] * x.ndim
         shape[0], shape[channel_axis] = coefficient_NC.shape
         return coefficient_NC.reshape(shape)

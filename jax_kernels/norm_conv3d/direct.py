@@ -1,16 +1,16 @@
-"""A step by direct convolution: the products of all taps.
+"""A step by direct convolution, which multiplies by every tap.
 
-`step` defines the terms. On axis 0 of a matrix product's inputs and sums are the frames of each pixel.
-
-- Modulated rows are kept as words of two frames, with two copies, shifted by one frame (half a word) and by
-  two (a word): the frames under the three taps of time.
-- A product contracts the taps of rows and of time. The taps of columns are added in the buffer "sums",
-  where eight frames of a pixel fill registers, so that a shift by a column costs nothing. Two columns' taps
-  of 128 output channels fill a matrix unit that is 256 wide.
-- A video's first frame alone is multiplied as two equal frames: its words hold it twice, and every second sum
-  is a result.
-
-Buffers are used again behind the products: a step stores columns left of those that it still loads.
+- Modulated rows are kept as words, in three copies for the three taps of time: as they are, shifted by one
+  frame (half a word) and shifted by two frames (a word).
+- A product contracts the taps of rows and of time. The taps of columns are added in the buffer "sums", where
+  eight frames of a pixel fill a register, so that a shift by a column costs nothing. Two column taps of 128
+  output channels fill a matrix unit that is 256 wide.
+- A video's first frame is multiplied as two equal frames: its words hold it twice, and every second sum is a
+  result.
+- The buffer "ring" has a slot for the block of results and one for the block above it. The slots swap roles
+  at each grid step. As soon as a chunk of the old block is multiplied, the same columns of the block below
+  replace it. Axes of the ring: slot, tap of time, row of the block, part, word.
+- A step stores columns left of those that it still loads, so buffers are used again behind the products.
 """
 
 import itertools
@@ -37,16 +37,9 @@ with 6, 4.00 and 2.2.
 def tap(
     kernel: Float[Array, "3 3 3 I O"], row: int, time_tap: int, result_row: int, column_tap: int
 ) -> Array:
-    """Return the weights (I, O) by which one input of a matrix product (`Product`) counts in one result.
+    """Return the weights (I, O) between one input (row, time tap) and one result (row, column tap).
 
-    They are zeros where no tap of the kernel connects this input with this result.
-
-    Args:
-        kernel: taps of time, rows and columns.
-        row: row of the input, 0 to 3; row 0 is above the block of results.
-        time_tap: the kernel's tap of time for this input.
-        result_row: row of the result in the block, 0 or 1.
-        column_tap: the kernel's tap of columns for this result.
+    They are zeros where no tap of the kernel connects the two.
     """
     row_tap = row - result_row
     connected = 0 <= row_tap < TAPS
@@ -54,33 +47,17 @@ def tap(
 
 
 class DirectStep(ConvStep):
-    """A step that multiplies by every tap."""
+    """A step that multiplies by every tap; `new` and `old` are the ring's slots of its two blocks."""
 
     def __init__(self, sizes: ConvSizes, weights: tuple[Any, ...], refs: dict[str, Any]):
-        """Choose the two slots of the buffer "ring", each of which holds a block: two rows of pixels.
-
-        Slot `new` has the block whose results this step computes, slot `old` the block above. As soon as a
-        chunk (the columns of one product) of slot `old` is multiplied, the same columns of the block below
-        replace it, moved from the buffer "stage".
-
-        Args:
-            sizes: the sizes that the kernel is compiled for.
-            weights: references to the matrices of each product.
-            refs: references to operands, results and scratch buffers, by name.
-        """
         super().__init__(sizes, weights, refs)
         # The slots swap roles at each step of the grid.
         self.old, self.new = jax.lax.rem(self.step + 1, 2), jax.lax.rem(self.step, 2)
 
     def _padding(self) -> dict[str, list[Any]]:
-        """Return references to the convolution's padding in buffers, by its place (`ConvStep._padding`).
-
-        Axes of the buffer "ring": slot, tap of time, row of the block (two rows), part (128 channels), word
-        (two frames). "stage" has a single block, and no slots.
-        """
         sizes, stage = self.sizes, self.refs["stage"]
         is_incomplete = sizes.width > sizes.last_columns  # the last chunk reaches beyond the frame
-        # Words of the column right of the frame's last; the stage begins a chunk left of column 0.
+        # The words of the column right of the frame's last one.
         right = pl.ds((sizes.last_columns + sizes.chunk) * sizes.words, sizes.words)
         return {
             "beside": [],  # no product loads columns beside a strip
@@ -91,20 +68,13 @@ class DirectStep(ConvStep):
         }
 
     def _convolve(self) -> None:
-        """Compute the products of a strip's chunks of columns, from left to right.
-
-        During the products of a chunk, the chunk left of it is modulated, in the block (two rows) that this
-        grid step reads. After them, the chunk's columns of the block that the previous grid step modulated
-        are moved to where products load, and the results of the chunk on the left are finished.
-        """
         sizes = self.sizes
-        chunk, chunks = sizes.chunk, sizes.chunks  # columns of a chunk, and number of chunks
+        chunk, chunks = sizes.chunk, sizes.chunks
         self._begin_left()
-        # Number of chunks in a loop's body: with at most `UNROLLED` products it compiles in seconds.
+        # The chunks of a loop's body: with at most `UNROLLED` products it compiles in seconds.
         together = largest_divisor(chunks, UNROLLED // len(self.weights))
 
         def multiply_chunks(index: Array, carry: None) -> None:
-            """Compute the products of `together` chunks, unrolled, with the other work of each."""
             for offset in range(together):
                 column = (index * together + offset) * chunk
                 self._multiply(column)  # also modulates the chunk left of it
@@ -119,42 +89,29 @@ class DirectStep(ConvStep):
         self._modulate_chunk(sizes.width - chunk)
 
     def _begin_left(self) -> None:
-        """Set the sums of a strip's first column to the left edge, or to zeros without edges.
-
-        A strip is the columns that are computed together. An edge is what the columns just outside the strip
-        add to its first or last column. A product sets only the sums one column right of its inputs, and adds
-        to its other sums: so no product sets the first column's.
-        """
+        """Set the sums of a strip's first column, which no product sets, to the left edge or to zeros."""
         frames, refs = self.sizes.frames, self.refs
-        # Column 0, with its frames: the buffer "sums" begins a chunk of columns left of it.
+        # The entries of column 0.
         first = pl.ds(self.sizes.chunk * frames, frames)
         if "edges" not in refs:
             fill_zeros([refs["sums"].at[:, :, first]])
             return
-        # For each row of the block, and each part (128 output channels).
         for row, part in itertools.product(range(ROWS), range(self.result_parts)):
             # "edges" has one video (index 0): the frames of the left edge, then those of the right edge.
             refs["sums"][row, part, first] = refs["edges"][0, row, :frames, lanes_of(part)]
 
     def _end_right(self) -> None:
-        """Add the right edge to the sums of a strip's last column.
-
-        A strip is the columns that are computed together. Its right edge is what the column right of it adds.
-        """
         frames, refs = self.sizes.frames, self.refs
-        # The buffer "sums" begins a chunk of columns left of the strip.
         last = self._entries(self._last_column(), 1, frames, before=self.sizes.chunk)
-        # For each row of the block, and each part (128 output channels).
         for row, part in itertools.product(range(ROWS), range(self.result_parts)):
             sums = refs["sums"].at[row, part]
             # "edges" has one video (index 0): the frames of the left edge, then those of the right edge.
             sums[last] = sums[last] + refs["edges"][0, row, frames : 2 * frames, lanes_of(part)]
 
     def _multiply(self, column: Any) -> None:
-        """Compute the products of the chunk at `column`; modulate (norm, activate) the chunk left of it.
+        """Compute the products of the chunk at `column`, and modulate the chunk left of it.
 
-        A turn multiplies for a share of the output channels. A single turn also modulates: products and
-        modulation are then one piece of code, in which the compiler overlaps them.
+        With a single turn both are one piece of code, in which the compiler overlaps them.
         """
         previous, turns = column - self.sizes.chunk, self.sizes.turns
         if turns == 1:
@@ -164,15 +121,7 @@ class DirectStep(ConvStep):
             jax.lax.fori_loop(0, turns, lambda turn, _: self._multiply_turn(turn, column), None)
 
     def _multiply_turn(self, turn: Any, column: Any, modulated: Any = None) -> None:
-        """Compute a chunk's products for a share of the output channels; modulate another chunk meanwhile.
-
-        A chunk is the columns of one product. To modulate is to apply the norm's scale and shift, then SiLU.
-
-        Args:
-            turn: index of the share of the output channels.
-            column: first column of the chunk that is multiplied.
-            modulated: first column of the chunk that is modulated; None for none.
-        """
+        """Compute a chunk's products for one turn; meanwhile modulate the chunk at `modulated`, if any."""
         sizes = self.sizes
         for index, (product, weights) in enumerate(zip(sizes.products, self.weights, strict=True)):
             inputs = [
@@ -182,26 +131,18 @@ class DirectStep(ConvStep):
             ]
             sums = jnp.dot(jnp.concatenate(inputs, axis=1), weights[turn], preferred_element_type=jnp.float32)
             self._add_sums(turn, product.results, sums, column)
-            # The chunk to modulate has `UNITS` units of columns, which are spread evenly over the products.
+            # The `UNITS` units of the chunk to modulate are spread evenly over the products.
             if modulated is not None and index * UNITS % len(self.weights) == 0:
                 unit = index * UNITS // len(self.weights)
                 self._modulate(modulated + unit * sizes.unit, unit, after=sums)
 
     def _add_sums(self, turn: Any, results: list[tuple[int, int]], sums: Array, column: Any) -> None:
-        """Add a product's sums to the buffer "sums", each at its result's columns; column tap 0 sets them.
-
-        Args:
-            turn: index of the share of the output channels.
-            results: (row, column tap) of each of the product's results; row 0 is the upper one of the block.
-            sums: (columns times frames, channels), of the inputs' columns; the share's channels for each
-                result.
-            column: first column of the product's inputs, a chunk of columns.
-        """
+        """Add a product's sums to the buffer "sums", each at its result's columns; column tap 0 sets them."""
         sizes, refs = self.sizes, self.refs
-        turn_parts = self.result_parts // sizes.turns  # parts of the share: 128 output channels each
+        turn_parts = self.result_parts // sizes.turns  # parts of a turn
         for result, (row, column_tap) in enumerate(results):
-            # By tap 0 a column counts in the result right of it, by tap 1 in its own, by tap 2 in the result
-            # left of it. The buffer begins a chunk left of column 0.
+            # By tap 0 a column counts in the result on its right, by tap 1 in its own, by tap 2 in the result
+            # on its left.
             shift = 1 - column_tap
             at = self._entries(column, sizes.chunk, sizes.frames, before=sizes.chunk, shift=shift)
             for part in range(turn_parts):
@@ -212,46 +153,28 @@ class DirectStep(ConvStep):
                 refs["sums"][row, out_part, at] = part_sums
 
     def _input(self, row: int, time_tap: int, part: int, column: Any) -> Array:
-        """Return one input of a product: a chunk of columns of an input row, as a tap of time sees it.
+        """Return one input of a product, (entries, 128): a chunk of an input row, as a tap of time sees it.
 
-        Args:
-            row: 0 for the row above the block of results, 1 and 2 for the block, 3 for the row below.
-            time_tap: index of the tap, for each of which the buffers have a copy of the frames.
-            part: index of 128 input channels.
-            column: first column of the chunk.
-
-        Returns:
-            (columns times frames, 128): the frames of a pixel are neighbours.
+        Row 0 is above the block of results, rows 1 and 2 are the block, and row 3 is below it.
         """
         sizes = self.sizes
         if row == ROWS + 1:  # the row below is not in the ring yet, but in the upper row (0) of the stage
-            # The stage's columns begin a chunk before column 0.
             at = self._entries(column, sizes.chunk, sizes.words, before=sizes.chunk)
             words = self.refs["stage"][time_tap, 0, part, at]
         else:  # the ring has the block of results in its slot `new`, and the block above in `old`
             slot, block_row = (self.old, 1) if row == 0 else (self.new, row - 1)
             at = self._entries(column, sizes.chunk, sizes.words)
             words = self.refs["ring"][slot, time_tap, block_row, part, at]
-        return pltpu.bitcast(words, jnp.bfloat16)  # a word of 32 bits holds two frames
+        return pltpu.bitcast(words, jnp.bfloat16)
 
     def _move(self, column: Any, count: int) -> None:
-        """Move `count` columns, from `column` on, of the block that the previous grid step modulated.
-
-        A block is two rows of pixels. The columns go from the buffer "stage" to "ring", which has two slots
-        for a block each. There they replace the same columns of the older block, in slot `self.old`: their
-        products, if this step has any, are computed before the move.
-        """
+        """Move `count` columns from the stage to the ring, where they replace those of the old block."""
         ring_at = self._entries(column, count, self.sizes.words)
-        # The stage begins a chunk left of column 0.
         stage_at = self._entries(column, count, self.sizes.words, before=self.sizes.chunk)
-        # Axes: slot (only of "ring"), tap of time, row of the block, part (128 channels), word (two frames).
+        # The stage has the axes of the ring without that of slots.
         self.refs["ring"][self.old, :, :, :, ring_at] = self.refs["stage"][:, :, :, stage_at]
 
     def _modulate_chunk(self, column: Any) -> None:
-        """Modulate (norm's scale and shift, then SiLU) the columns of the chunk that begins at `column`.
-
-        A unit is the columns of a chunk that are modulated together; a chunk has `UNITS` of them.
-        """
         jax.lax.fori_loop(0, UNITS, lambda unit, _: self._modulate(column + unit * self.sizes.unit), None)
 
     def _store_activated(
@@ -263,27 +186,14 @@ class DirectStep(ConvStep):
         x: Array,
         before: Any | None,
     ) -> Array:
-        """Store activated frames of a few columns (a unit) in "stage", once for each tap of time.
+        """Store a unit's activated frames in the stage, once for each tap of time; return the last words.
 
-        The next grid step moves them from this buffer. A word is two bfloat16 frames of a pixel and channel,
-        the earlier one in the low 16 bits; a single frame fills both halves.
-
-        Args:
-            row, part: index of the row in the block of two rows, and of the 128 channels.
-            slot: not used; other kinds of steps need it.
-            column: the unit's first column. A negative one is left of the frame: what is stored there is
-                never read.
-            x: the activated frames, (columns times frames, 128): the frames of a pixel are neighbours.
-            before: reference to the words of the two frames before `x`. None at a video's start, where the
-                first frame of `x` takes their place, twice.
-
-        Returns:
-            The words of the last two frames of each pixel.
+        A word has the earlier frame in its low 16 bits; a single frame fills both halves.
         """
         sizes, words = self.sizes, self.sizes.words  # words of a pixel
         unit_at = self._entries(column, sizes.unit, words, before=sizes.chunk)
         x_words = pltpu.bitcast(x, jnp.int32) if sizes.input_frames > 1 else duplicated_in_words(x)
-        # The frames under the taps of time: those two frames before `x`, those one frame before it, and `x`.
+        # The frames under the three taps of time: those two frames before `x`, one frame before it, and `x`.
         two_before, one_before, same = (
             self.refs["stage"].at[time_tap, row, part] for time_tap in range(TAPS)
         )
@@ -298,13 +208,10 @@ class DirectStep(ConvStep):
         return same[pl.ds(unit_at.start + words - 1, sizes.unit, stride=words), :]
 
     def _finish(self, column: Any) -> None:
-        """Finish the results of a chunk (columns from `column` on): add bias and residual, round, write."""
         sizes = self.sizes
-        # Where the buffer "sums" has the chunk's sums: it begins a chunk left of column 0.
         sums_at = self._entries(column, sizes.chunk, sizes.frames, before=sizes.chunk)
         if sizes.input_frames == 1:  # multiplied as two equal frames: every second sum is a result
             sums_at = pl.ds(sums_at.start, sizes.chunk, stride=sizes.frames)
-        # The sums are given by a row of the block and a part (128 output channels).
         self._write_results(
             column, sizes.chunk, lambda row, part: self.refs["sums"].at[row, part][sums_at, :]
         )

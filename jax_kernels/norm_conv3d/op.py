@@ -1,7 +1,8 @@
-"""A norm, SiLU and the causal 3-D convolution after it, in one pass if large.
+"""A norm, SiLU and the causal 3-D convolution after it, in one pass if the frames are large.
 
 A residual block has two such groups, and a decoder ends with one. The kernel (`tpu`) takes the norm as
-coefficients: a multiplier and an offset for each channel, or, modulated by latents, for each latent.
+coefficients: a multiplier and an offset for each channel, or, modulated by latents, for each latent. `step`
+defines the terms of the kernel, such as strip and edges.
 """
 
 import functools
@@ -76,8 +77,8 @@ def norm_conv3d(
     """Return `conv3d(silu(norm(x)))` and the state for the next call.
 
     Before a video's first frame the convolution sees that frame again. On a TPU one Pallas kernel computes
-    all of it for supported inputs (`sizes.is_supported`); else the norm is computed first, then the
-    convolution.
+    all of this for the inputs that it supports (`sizes.is_supported`); otherwise the norm runs first, then
+    the convolution.
 
     Args:
         x: frames.
@@ -142,10 +143,6 @@ def norm_conv3d_on(
     eps: float,
     first_frame_alone: bool,
 ) -> tuple[Array, Array | None, ColumnMoments | None]:
-    """Compute `norm_conv3d`: a norm, SiLU and a causal convolution, on `target`, the platform traced for.
-
-    `moments`, the statistics of the columns of `x`, are used by the TPU's kernel alone.
-    """
     # Checked as for a TPU: a program has a branch for each platform. All must return the same shapes, so
     # moments wherever the TPU's kernel returns them.
     is_supported = _kernel_supports(
@@ -180,11 +177,7 @@ def _kernel_supports(
     residual: Array | None,
     first_frame_alone: bool,
 ) -> bool:
-    """Return whether the TPU's kernel supports these arguments of `norm_conv3d`.
-
-    The kernel is called once for each run (frames that are computed together), with a device's columns of
-    it, and must support all runs.
-    """
+    """Return whether the TPU's kernel supports each run of these frames, with a device's columns of it."""
     runs = split_frames(target, x, norm.zq, residual)  # of each run: frames, latents `zq`, residual
     first_frames, *_ = runs[0]
     return (
@@ -207,11 +200,10 @@ def _kernel_supports(
 
 
 def _coefficient_grid(split: Split, x: Array, zq: Array | None) -> tuple[int, ...]:
-    """Return the numbers of frames, rows and columns for which one device has coefficients of the norm.
+    """Return the numbers of frames, rows and columns for which one device has coefficients of its own.
 
-    The norm is `x * multiplier + offset`; these two are its coefficients. Each latent of `zq` has its own.
-    Without latents (None) all pixels of `x` share them. But if the width is padded, each column has its own:
-    those of padding columns are zeros.
+    Each latent of `zq` has its own. Without latents all pixels share them, but if the width is padded, each
+    column has its own: those of padding columns are zeros.
     """
     if zq is None:
         return 1, 1, split.shard_of(x).shape[3] if split.is_padded else 1
@@ -231,12 +223,7 @@ def _by_kernel(
     num_groups: int,
     eps: float,
 ) -> tuple[Array, Array | None, ColumnMoments]:
-    """Compute `norm_conv3d` by the TPU's kernel, called once for each run of frames.
-
-    A run is a first frame alone, or two, four or eight frames (`split_frames`).
-    """
-    # Mean and M2 (the sum of squared deviations) of each column of pixels. Statistics span all frames: they
-    # are computed before the first run, and are the same for every run.
+    # Statistics span all frames: they are computed before the first run, and are the same for every run.
     mean, m2 = column_moments(target, x) if moments is None else moments
     group_moments = moments_of_columns(target, mean, m2, x.shape[2], num_groups=num_groups)
     # GroupNorm as `x * scale + shift`: both for each video and channel.
@@ -267,31 +254,22 @@ def _convolved(
     scale_NC: Array,
     shift_NC: Array,
 ) -> tuple[Array, ...]:
-    """Compute a run (frames that are computed together) by the Pallas kernel, on one device.
+    """Compute a run by the Pallas kernel, on one device.
 
-    Args:
-        target: the platform that is traced for, on one device, and the sharding of the width.
-        x: the device's columns of the frames, (N, T, H, W, I).
-        cache, residual, zq: the device's columns of the cache, the residual and the latents; None for none.
-        kernel, bias: the convolution's.
-        norm: the norm's parameters, without the latents, which are passed as `zq`.
-        scale_NC, shift_NC: GroupNorm as `x * scale + shift`.
-
-    Returns:
-        The convolved frames; the next cache; mean and M2 (sum of squared deviations) of the convolved frames'
-        columns of pixels, both (N, T, 1, W, O): five axes, as `map_shards` needs.
+    `norm` has no latents here: they are `zq`. GroupNorm is `x * scale + shift`. The result has the convolved
+    frames, the next cache, and mean and M2 of the frames' columns, both (N, T, 1, W, O): five axes, as
+    `map_shards` needs.
     """
     split = target.split
     frames, _, columns, _ = x.shape[1:]
-    # The norm's coefficients are a multiplier and an offset, with latents for each column of them.
+    # With latents, each column of them has coefficients of its own.
     *_, coefficient_columns = _coefficient_grid(split, x, zq)
     coefficients = functools.partial(_coefficients, split, norm, zq, scale_NC, shift_NC, coefficient_columns)
     # They are repeated to the registers that the kernel reads.
     multiplier, offset = coefficients(lambda values: tpu.to_registers(values, frames, columns))
     _, coefficient_rows, registers, *_ = multiplier.shape  # rows of coefficients, and registers that hold one
     conv_sizes = sizes.sizes_of(x, coefficient_rows, registers, kernel.shape[-1], residual is not None)
-    # Edges are what the columns beside a strip (columns that the kernel computes together) add to its first
-    # and last column. Beside a whole frame the columns are zeros: if it is one strip, it has no edges.
+    # The columns beside a whole frame are zeros: if it is one strip, it has no edges.
     edges = None
     if conv_sizes.strips > 1 or split.has_neighbours:
         edges = _edge_sums(target, x, cache, kernel, coefficients, conv_sizes)
@@ -311,17 +289,10 @@ def _coefficients(
     coefficient_columns: int,
     repeat: Callable[[Array], Array],
 ) -> tuple[Array, Array]:
-    """Return the norm as `x * multiplier + offset`: these two, with zeros for padding columns.
+    """Return the coefficients, with zeros for padding columns; `coefficient_columns` have their own.
 
-    Args:
-        split: the sharding of columns.
-        norm: the norm's parameters; with latents it has the kernels and biases of two 1x1x1 convolutions.
-        zq: the latents of this shard, (N, t, h, w, Z), or None.
-        scale_NC, shift_NC: GroupNorm as `x * scale + shift`.
-        coefficient_columns: number of columns that have a multiplier and an offset of their own: w with
-            latents; without them the width if it is padded, else 1.
-        repeat: `repeat(values)` takes an array (N, t, h, w, channels) and returns its values repeated to what
-            uses them: to the sublanes of the kernel's registers, or to the pixels of one column.
+    `repeat(values)` repeats an array (N, t, h, w, channels) to what uses it: to the sublanes of the kernel's
+    registers, or to the pixels of one column.
     """
     scale, shift = scale_NC[:, None, None, None], shift_NC[:, None, None, None]
     if zq is None:
@@ -352,30 +323,16 @@ def _edge_sums(
     coefficients: Callable[..., tuple[Array, Array]],
     conv_sizes: sizes.ConvSizes,
 ) -> tuple[Array, Array]:
-    """Return the edges: what the columns left and right of each strip add to its first and last column.
+    """Return the edges of E strips: left ones and right ones, each (N, T, H, E, O), in float32.
 
-    A strip is columns that the kernel computes together, without the columns beside it. These are in another
-    strip or in a neighbour's shard; beside the frame they are zeros.
-
-    Args:
-        target: the platform that is traced for, on one device, and the sharding of the width.
-        x: the device's frames (N, T, H, W, I).
-        cache: the two activated frames before `x`, or None.
-        kernel: the convolution's.
-        coefficients: `coefficients(repeat)` returns the norm's multiplier and offset (`_coefficients`).
-        conv_sizes: the kernel's sizes: a strip is `width` columns wide, the last one may be narrower.
-
-    Returns:
-        What is added to the strips' first columns, and to their last columns: each (N, T, H, E, O) for E
-        strips, float32.
+    The columns beside a strip are in another strip or in a neighbour's shard; beside the frame they are
+    zeros. `coefficients(repeat)` returns the norm's coefficients (`_coefficients`).
     """
     # The first column of each strip but the leftmost one.
     starts = range(conv_sizes.width, conv_sizes.columns, conv_sizes.width)
-    # By the same algorithm as the kernel, for the same rounding. With a `tile`, the number of frames that are
-    # filtered together, it is Winograd's.
+    # The algorithm is the kernel's, for the same rounding: with a `tile` it is Winograd's.
     winograd = functools.partial(filtered, tile=conv_sizes.tile, multiply=_component_sums)
     convolve = winograd if conv_sizes.tile else _column_sums
-    # `activated(column)` returns one column of pixels, normed and activated.
     activated = functools.partial(_activated_column, target, x, cache, coefficients)
     # By the first of the kernel's three taps of columns a column adds to the one right of it; by the last
     # tap, to the one left of it.
@@ -397,20 +354,11 @@ def _activated_column(
     coefficients: Callable[..., tuple[Array, Array]],
     column: int,
 ) -> Float[Array, "N P H I"]:
-    """Return one column of pixels: two frames of the cache, then T frames of `silu(norm(x))`; P = T + 2.
-
-    Args:
-        target: the platform that is traced for.
-        x: frames (N, T, H, W, I).
-        cache: the two activated frames before `x`; if None, the first activated frame of `x` is taken twice.
-        coefficients: `coefficients(repeat)` returns the norm's multiplier and offset, for each pixel that
-            `repeat` repeats a latent's value to (`_coefficients`).
-        column: index of the column.
-    """
+    """Return one column of pixels: two frames of the cache, then T frames of `silu(norm(x))`; P = T + 2."""
     frames, height, columns = x.shape[1:4]
 
     def repeat_over_column(values: Array) -> Array:
-        """Take the column's values from an array (N, t, h, w, Z); repeat them to all its frames and rows."""
+        """Take the column's values from an array (N, t, h, w, Z); repeat them to its frames and rows."""
         _, t, h, w, _ = values.shape
         index = column * w // columns  # on the axis w, which may be coarser than the columns of `x`
         return repeat_nearest(values[:, :, :, index : index + 1], {1: frames // t, 2: height // h})
@@ -428,11 +376,7 @@ def _column_sums(
 ) -> Float[Array, "N P-kt+1 H O"]:
     """Convolve one column of pixels over time and rows as one product; return float32 sums.
 
-    Rows are padded with zeros, so their number H stays.
-
-    Args:
-        hidden: P activated frames of the column; the first kt - 1 come before the frames of the result.
-        kernel: the kernel's kt taps of time and 3 taps of rows, at a single tap of columns.
+    Rows are padded with zeros, so their number stays. `kernel` is a kernel at a single tap of columns.
     """
     time_taps = kernel.shape[0]
     frames, height = hidden.shape[1] - time_taps + 1, hidden.shape[2]
@@ -449,10 +393,5 @@ def _column_sums(
 def _component_sums(
     hidden: Float[Array, "N tiles H I"], kernel: Float[Array, "3 I O"]
 ) -> Float[Array, "N tiles H O"]:
-    """Convolve one component of Winograd's filtering (`filtered`) over a column's rows; return float32 sums.
-
-    A tile is 2 or 4 frames that are filtered together. A component is the product of a linear combination of
-    these frames and the two before them, which `hidden` has in place of frames, and a combination of the taps
-    of time: so `kernel` has only taps of rows.
-    """
+    """Convolve one component (`filtered`) over the rows of a column; return float32 sums."""
     return _column_sums(hidden, kernel[None])  # `_column_sums` takes an axis of time: here of one tap

@@ -53,6 +53,5 @@ def norm_conv3d(
 
 
 def _convolved_component(frames, kernel):
-    """Convolve a component of Winograd's filtering; `kernel` (kh, kw, I, O) combines taps of time."""
     y, _cache = conv3d(frames.astype(jnp.float32), kernel[None])
     return y

@@ -1,8 +1,6 @@
 """The frames that the kernel for TPUs supports, and the sizes that it is compiled for.
 
-`step` defines the terms: block, strip, chunk, unit, turn, part, word, buffer, entry. A cell is the columns
-that one register of coefficients (the norm's multiplier and offset) covers; a tile the frames that Winograd's
-filtering computes together.
+`step` defines the terms: block, strip, chunk, unit, cell, turn, part, word, tile, component, buffer, entry.
 """
 
 import math
@@ -32,7 +30,7 @@ MARGIN = SUBLANES
 """Columns of zeros on both sides of a row in Winograd's buffers; whole registers, to keep slices aligned."""
 
 TILES = 2
-"""Tiles (frames that Winograd filters together) of a pixel's frames."""
+"""Tiles of a pixel's frames."""
 
 MOST_STRIPS = 8
 """Most strips of a frame that is too wide for the chip's VMEM."""
@@ -44,13 +42,11 @@ class ConvSizes(NamedTuple):
     Attributes:
         input_frames: frames that the kernel gets.
         columns: columns of the frame, or of a shard.
-        strips: number of parts of the frame's width that are computed separately; the last one may be
-            narrower.
-        chunk: columns of a chunk, which one matrix product covers.
+        strips: number of strips; the last one may be narrower.
+        chunk: columns of a chunk.
         chunks: chunks of a strip's row; the last one may be incomplete.
-        cell: columns that one register of coefficients, the norm's multiplier and offset, covers.
-        cell_rows: rows of pixels that have the same coefficients.
-        blocks: blocks of the frame, of two rows each.
+        cell, cell_rows: columns and rows of a cell.
+        blocks: blocks of the frame.
         channels, outputs: channels into the convolution and out of it, padded to a multiple of 128.
         tile: frames of a tile, 2 or 4; 0 for direct convolution.
     """
@@ -74,44 +70,33 @@ class ConvSizes(NamedTuple):
 
     @property
     def words(self) -> int:
-        """Number of words of a pixel and channel; a word is 32 bits, two bfloat16 frames."""
+        """Number of words of a pixel and channel."""
         return self.frames // 2
 
     @property
     def parts(self) -> int:
-        """Number of parts of the input channels, 128 each."""
         return self.channels // tiles.LANES
 
     @property
     def turns(self) -> int:
-        """Number of turns: passes over the products of a chunk of columns, each for two parts of the outputs.
+        """Number of turns: each has two parts of the outputs, or all of them if their number is odd.
 
-        A part is 128 channels. If the number of parts is odd, there is one turn for all of them. With two
-        turns instead of one, 512 channels take 8 % longer, and compile in 5 s instead of 11.
+        With two turns instead of one, 512 channels take 8 % longer, and compile in 5 s instead of 11.
         """
         parts = self.outputs // tiles.LANES
         return 1 if parts % 2 else parts // 2
 
     @property
     def unit(self) -> int:
-        """Number of columns of a unit: those that are modulated (normed and activated) together.
-
-        With Winograd's filtering (`tile` is not 0) a unit has as many columns as a register has sublanes. In
-        direct convolution its columns times their frames are `UNIT_ENTRIES`.
-        """
         return SUBLANES if self.tile else UNIT_ENTRIES // self.frames
 
     @property
     def units(self) -> int:
-        """Number of units of a chunk; a unit's columns are modulated together."""
         return self.chunk // self.unit
 
     @property
     def components(self) -> int:
-        """Number of components of Winograd's transform, each with its own products; 1 in direct convolution.
-
-        The transform is of a tile: `tile` frames that are filtered together, 0 for direct convolution.
-        """
+        """Number of components of a tile, each with its own products; 1 in direct convolution."""
         return len(TRANSFORMS[self.tile].taps) if self.tile else 1  # `taps` has a row for each component
 
     @property
@@ -125,32 +110,30 @@ class ConvSizes(NamedTuple):
 
     @property
     def products(self) -> "list[Product]":
-        """Matrix products that give a block of results (two rows), for a chunk of its columns.
-
-        Winograd's filtering has these products for each component of its transform. `tile`, the number of
-        frames that it computes together, is 0 for direct convolution.
-        """
+        """Matrix products that give a chunk of a block of results; Winograd's are those of each component."""
         return winograd_products(self.outputs) if self.tile else direct_products(self.channels, self.outputs)
 
     @property
     def width(self) -> int:
-        """Number of columns of a strip (computed together), as if its last chunk were complete."""
+        """Number of columns of a strip, as if its last chunk were complete."""
         return self.chunk * self.chunks
 
     @property
     def last_columns(self) -> int:
-        """Number of the frame's columns in the last strip; a strip is columns that are computed together."""
+        """Number of the frame's columns in the last strip."""
         return self.columns - (self.strips - 1) * self.width
 
 
 class Product(NamedTuple):
     """One matrix product of a chunk of columns: inputs that it contracts, and results that it adds to.
 
+    Row 0 of the inputs is above the block of results, rows 1 and 2 are the block, and row 3 is below it.
+
     Attributes:
-        inputs: in direct convolution (row, time tap); in Winograd's, which has no taps of time, (row, shift
-            by columns). Row 0 is above the block of results, rows 1 and 2 are the block, row 3 is below it.
-        results: in direct convolution (row of the block, column tap); in Winograd's (row of the block,
-            column): 0 for the inputs' own column, 1 for the column right of it.
+        inputs: (row, time tap) in direct convolution; (row, shift by columns) in Winograd's, which has no
+            taps of time.
+        results: (row of the block, column tap) in direct convolution; (row of the block, column) in
+            Winograd's: 0 for the inputs' own column, 1 for the column right of it.
     """
 
     inputs: list[tuple[int, int]]
@@ -158,17 +141,10 @@ class Product(NamedTuple):
 
 
 def direct_products(channels: int, outputs: int) -> list[Product]:
-    """Return the products of a block of results (two rows) by direct convolution.
-
-    An input is (row, time tap), with rows 0 to 3: the row above the block, its two rows, the row below it. A
-    result is (row of the block, column tap).
+    """Return the products of a block of results by direct convolution.
 
     With 128 output channels a product gives two results, to fill the width of a matrix unit. The results of
     column tap 0 come first: they set the sums, to which the results of other column taps are added.
-
-    Args:
-        channels: number of input channels.
-        outputs: number of output channels.
     """
     # The inputs in each of the four rows.
     above, row_1, row_2, below = ([(row, time) for time in range(TAPS)] for row in range(TAPS + 1))
@@ -195,11 +171,7 @@ def direct_products(channels: int, outputs: int) -> list[Product]:
 
 
 def winograd_products(outputs: int) -> list[Product]:
-    """Return the products of a block of results (two rows) for one component of Winograd's transform.
-
-    All components have the same products. An input is (row, shift by columns), with rows 0 to 3: the row
-    above the block, its two rows, the row below it. A result is (row of the block, column): column 0 is the
-    unshifted input's, 1 is right of it.
+    """Return the products of a block of results for one component; all components have the same.
 
     With 128 output channels a product gives two results: of inputs above or below the block, in two columns
     of the nearest row; of inputs in the block, in both of its rows. With more output channels only the upper
@@ -226,20 +198,20 @@ def is_supported(
     at_start: bool,
     pixels: int,
 ) -> bool:
-    """Return whether the kernel supports these frames.
+    """Return whether the kernel supports these frames; only shapes and the dtype of `x` are read.
 
-    It supports two, four or eight frames of bfloat16, or a video's first frame. They must not be small, and
-    must have an even number of rows. Input channels must be a multiple of 128, output channels too if they
-    are more than 128. VMEM must hold a frame, or a strip of a frame that is cut into at most `MOST_STRIPS`.
+    It supports two, four or eight frames of bfloat16, or the first frame of a video. Frames must not be
+    small, and must have an even number of rows. The number of input channels must be a multiple of 128, and
+    so must that of output channels if there are more than 128. VMEM must hold a frame, or a strip of a frame
+    that is cut into at most `MOST_STRIPS`.
 
     Args:
-        x: frames; only their shape and dtype are read, and the kernel's shape.
-        coefficient_grid: numbers of frames, rows and columns that have coefficients (the norm's multiplier
-            and offset) of their own.
+        x: frames, or a shard of frames that have so many `pixels`.
+        coefficient_grid: numbers of frames, rows and columns that have coefficients of their own.
         kernel: it must be (3, 3, 3, I, O).
         residual: whether a residual is added.
         at_start: whether the video starts with these frames: there is no cache.
-        pixels: pixels of a whole frame, of which `x` may be a shard.
+        pixels: pixels of a whole frame.
     """
     frames, height, columns = x.shape[1:4]
     coefficient_frames, coefficient_rows, coefficient_columns = coefficient_grid
@@ -264,7 +236,7 @@ def is_supported(
     return (
         # The two rows of a block have a row of coefficients each, or one for both.
         (sizes.cell_rows == 1 or sizes.cell_rows % ROWS == 0)
-        # A unit (columns modulated together) has whole cells (columns that one register covers).
+        # A unit has whole cells.
         and (coefficient_columns == 1 or sizes.unit % sizes.cell == 0)
         and _vmem_bytes(sizes, residual) <= vmem_limit()
     )
@@ -281,11 +253,7 @@ def _register_count(columns: int, frames: int) -> int:
 
 
 def columns_of_register(columns: int, frames: int, registers: int) -> int:
-    """Return the number of columns that one register of the norm's coefficients covers.
-
-    A row of pixels has `columns` columns of `frames` frames each. Its coefficients are in `registers`
-    registers of `SUBLANES` values for a channel.
-    """
+    """Return the columns of a cell, for rows of `columns` columns with so many `registers`."""
     return (
         SUBLANES // frames  # a register has a value for each frame of each column
         if registers == _register_count(columns, frames)
@@ -300,20 +268,12 @@ def sizes_of(
 
     Four and eight frames are convolved by Winograd's filtering, unless it is off (`pallas_mode`), does not
     fit into VMEM, or cannot take the registers of coefficients or the number of columns. Other numbers of
-    frames are convolved directly. Strips (columns that are computed together) are the fewest that fit into
-    VMEM, or `MOST_STRIPS`.
-
-    Args:
-        x: frames N T H W C.
-        coefficient_rows: number of rows of coefficients (the norm's multiplier and offset); each covers an
-            equal number of rows of pixels.
-        registers: number of vector registers that hold one row of coefficients (`tpu.to_registers`).
-        outputs: output channels.
-        residual: whether a residual is added.
+    frames are convolved directly. There are as few strips as fit into VMEM, or `MOST_STRIPS`. The norm has
+    `coefficient_rows` rows of coefficients, of `registers` registers each (`tpu.to_registers`).
     """
     input_frames, height, columns, channels = x.shape[1:]
     outputs += -outputs % tiles.LANES  # padded to a multiple of 128
-    cell = columns_of_register(columns, input_frames, registers)  # columns that a register covers
+    cell = columns_of_register(columns, input_frames, registers)
     direct = ConvSizes(
         input_frames=input_frames,
         columns=columns,
@@ -331,9 +291,9 @@ def sizes_of(
     if input_frames in (TILES * tile for tile in TRANSFORMS) and pallas_mode() != "direct":
         winograd = _cut_into_strips(direct._replace(tile=input_frames // TILES), residual)
         fits = _vmem_bytes(winograd, residual) <= vmem_limit()
-        # A unit (columns modulated together) needs whole cells, but a single register covers all columns.
+        # A unit needs whole cells, but a single register covers all columns.
         has_cells = registers == 1 or winograd.unit % cell == 0
-        # Columns of the last chunk (columns multiplied together) that are the frame's.
+        # The columns of the last chunk that are the frame's.
         last_chunk_columns = winograd.last_columns - (winograd.chunks - 1) * winograd.chunk
         # The first register of a chunk's sums, a sublane for each of a column's `TILES` tiles, must hold no
         # padding, which may be NaN (`step.zeros_after`).
@@ -344,11 +304,7 @@ def sizes_of(
 
 
 def _cut_into_strips(sizes: ConvSizes, residual: bool) -> ConvSizes:
-    """Return the sizes with a chunk, and the fewest strips of which each fits into VMEM, or the most allowed.
-
-    The frame's width is cut into strips, and a strip into chunks: columns that one matrix product covers.
-    `residual` is whether the kernel adds one, which takes memory too.
-    """
+    """Return the sizes with a chunk, and the fewest strips that fit into VMEM, or the most allowed."""
     chunk = _chunk(sizes)  # number of columns
     frame_chunks = -(-sizes.columns // chunk)
     for most_strips in range(1, min(MOST_STRIPS, frame_chunks) + 1):
@@ -360,18 +316,16 @@ def _cut_into_strips(sizes: ConvSizes, residual: bool) -> ConvSizes:
 
 
 def _chunk(sizes: ConvSizes) -> int:
-    """Return the number of columns of a chunk, which one matrix product covers.
+    """Return the number of columns of a chunk.
 
-    In direct convolution a chunk has `UNIT_ENTRIES * UNITS` entries: one for each frame of each column.
-    In Winograd's convolution the number is from a range that keeps the matrix unit busy and whose sums fit
-    into registers: the number that pads the frame's width least, and of equally good numbers the largest.
+    Winograd's is from a range that keeps the matrix unit busy and whose sums fit into registers: the number
+    that pads the frame's width least, and of equally good numbers the largest.
     """
     if not sizes.tile:  # direct convolution
         return UNIT_ENTRIES * UNITS // sizes.frames
     # A product that takes both rows of a block together has fewer columns of each.
     least, most = (24, 48) if sizes.rows_together else (48, 80)
-    # A unit is the columns modulated together. Each turn (a pass for a share of the output channels) has
-    # an equal number of units.
+    # Each turn has an equal number of units.
     multiple = sizes.unit * sizes.turns
     candidates = range(-(-least // multiple) * multiple, most + 1, multiple)
     return min(candidates, key=lambda chunk: (-sizes.columns % chunk, -chunk))
@@ -380,10 +334,7 @@ def _chunk(sizes: ConvSizes) -> int:
 def scratch_shapes(sizes: ConvSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
     """Return (shape, dtype) of each scratch buffer by name; the kernel adds a last axis of 128 lanes.
 
-    Buffers hold a strip (columns that are computed together), a chunk (those of one matrix product) or a unit
-    (those that are modulated, that is normed and activated, together). Channels are in parts of 128. A buffer
-    of int32 holds words of two bfloat16 numbers. Direct convolution (`tile` is 0) and Winograd's filtering of
-    tiles (`tile` frames together) have different buffers.
+    A buffer of int32 holds words.
     """
     width, result_parts = sizes.width, sizes.outputs // tiles.LANES
     # Results are written, and in direct convolution inputs modulated, one chunk behind the products. Buffers
@@ -428,16 +379,11 @@ def scratch_shapes(sizes: ConvSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
 
 
 def _vmem_bytes(sizes: ConvSizes, residual: bool) -> int:
-    """Return the bytes of VMEM that the kernel uses, with a residual or without one.
-
-    A grid step reads and writes two rows of a strip, which is columns that are computed together. float32 has
-    4 bytes, bfloat16 has 2.
-    """
     row_frames = sizes.width * sizes.input_frames  # of all pixels in a row of a strip
+    # bfloat16 has 2 bytes, float32 has 4.
     inputs = ROWS * row_frames * sizes.channels * 2
     results = ROWS * row_frames * sizes.outputs * 2
-    # Multiplier and offset (2), in float32. A cell, the columns that share them, has a register for each 128
-    # channels.
+    # Multiplier and offset (2), in float32; a cell has a register of each for every part.
     cells = -(-sizes.width // sizes.cell)
     coefficients = 2 * ROWS * cells * SUBLANES * sizes.channels * 4
     # The last cache and the next (2), each of two frames, in bfloat16.

@@ -2,27 +2,36 @@
 
 Terms of this package:
 
-    modulate   apply the norm's scale and shift, then SiLU
-    block      two rows of pixels; each grid step modulates one
-    strip      the columns that the grid computes together; a frame too wide for VMEM has several
-    chunk      the columns of a strip that one matrix product covers
-    unit       the columns of a chunk that are modulated together
-    turn       a pass over a chunk's products, for a share of the output channels
-    part       128 channels, which fill the lanes of a register
-    word       32 bits: two bfloat16 frames of one pixel and channel
-    edges      the products of the columns just outside a strip, added to its first and last column
-    row        a row of pixels
-    buffer     scratch memory in VMEM, by its name
-    slot       one index of a buffer's first axis, for one of several blocks or units
-    entry      one index of the axis before the lanes: a frame, word or tile of a pixel, or of a part of it
-    stage      the buffer of modulated rows; the next step moves them to where products load
+    coefficients  the norm's multiplier and offset
+    modulate      apply the norm's multiplier and offset, then SiLU
+    block         two rows of pixels; each grid step modulates one
+    strip         the columns that the grid computes together; a frame too wide for VMEM has several
+    chunk         the columns of a strip that one matrix product covers
+    unit          the columns of a chunk that are modulated together
+    cell          the rectangle of pixels that share one register of coefficients
+    turn          a pass over a chunk's products, for a share of the output channels
+    part          128 channels, which fill the lanes of a register
+    word          32 bits, which hold two bfloat16 frames of one pixel and channel
+    tile          the frames that Winograd's filtering computes together; a pixel has two tiles
+    component     one of the combinations of a tile's frames that Winograd's filtering multiplies
+    edges         what the columns beside a strip add to its first and last column
+    moments       the mean and M2, the sum of squared deviations, of a column of pixels
+    buffer        scratch memory in VMEM, by its name
+    slot          one index of a buffer's first axis, for one of several blocks or units
+    entry         one index of the axis before the lanes: a frame, word or tile of a pixel or part
+    stage         the buffer of modulated rows; the next step moves them to where products load them
+    latest        the next call's cache: the last two activated frames
 
-Rows are modulated once and kept in VMEM as the products load them. While the matrix unit multiplies, the next
-rows are modulated and the results of the columns before are finished. Rows lag: step g modulates
-block g, moves block g - 1 from the stage to the buffers that products load, and finishes results of block
-g - 2. A stage is needed because the compiler makes loads from a buffer wait for stores to it.
+On the first axis of a product's inputs and sums, the entries of a pixel are neighbours. A buffer that is
+written one chunk behind the products begins one chunk left of column 0.
 
-A video's first frame alone is stored and read as one frame, and multiplied as two equal ones.
+The kernel modulates each row once, and keeps it in VMEM in the form that the products load. While the matrix
+unit multiplies, the vector unit modulates the next rows and finishes the results of the columns before. Rows
+lag: step g modulates block g, moves block g - 1 from the stage to the buffers that products load, and
+finishes the results of block g - 2. The stage exists because the compiler makes loads from a buffer wait for
+stores to it.
+
+The first frame of a video is stored and read as one frame, but multiplied as two equal ones.
 """
 
 from abc import ABC, abstractmethod
@@ -41,21 +50,15 @@ from jax_kernels.norm_conv3d.sizes import LAG, ROWS, SUBLANES, ConvSizes, Produc
 
 
 def lanes_of(part: int) -> slice:
-    """Return the slice of the 128 channels that are part number `part`."""
     return slice(part * tiles.LANES, (part + 1) * tiles.LANES)
 
 
 def matrices(kernel: Array, product: Product, turns: int, weights_between: Callable[..., Array]) -> Array:
-    """Return the matrices that a product's inputs are multiplied by: for each turn one, stacked.
+    """Return the matrices that multiply a product's inputs: one for each turn, stacked.
 
-    A turn is a pass over the products for a share of the output channels.
-
-    Args:
-        kernel: the convolution's kernel, or its transform; output channels are the last axis.
-        product: has a list of inputs and one of results, each given by two indices (`Product`).
-        turns: number of turns.
-        weights_between: `weights_between(share, *input, *result)` returns the weights (..., I, O) by which an
-            input counts in a result; `share` is the kernel with the output channels of a turn.
+    `kernel` is the convolution's kernel, or its transform; output channels are the last axis.
+    `weights_between(share, *input, *result)` returns the weights (..., I, O) between an input and a result,
+    where `share` is the kernel for the output channels of one turn.
     """
     turn_matrices = []
     for share in jnp.split(kernel, turns, axis=-1):
@@ -70,13 +73,12 @@ def matrices(kernel: Array, product: Product, turns: int, weights_between: Calla
 
 
 def fill_zeros(refs: Iterable[Any]) -> None:
-    """Fill the memory of these references with zeros."""
     for ref in refs:
         ref[...] = jnp.zeros(ref.shape, ref.dtype)
 
 
 class ConvStep(ABC):
-    """A grid step of the kernel; its subclasses multiply. The module's docstring defines the terms.
+    """A grid step of the kernel; its subclasses multiply.
 
     Attributes:
         sizes: the sizes that the kernel is compiled for.
@@ -84,30 +86,19 @@ class ConvStep(ABC):
         refs: references to memory by name: operands ("x", "cache", "half", "half_offset", "bias", "residual",
             "edges", "true_width"; the optional ones if present), results ("y", "latest", "mean", "m2") and
             scratch buffers (`scratch_shapes`).
-        result_parts: number of parts, 128 channels each, of the outputs.
+        result_parts: number of parts of the outputs.
         strip, step: index of the strip, and of this step in it.
     """
 
     def __init__(self, sizes: ConvSizes, weights: tuple[Any, ...], refs: dict[str, Any]):
-        """Read this step's position in the grid.
-
-        Args:
-            sizes: the sizes that the kernel is compiled for.
-            weights: references to the matrices of each product.
-            refs: references to memory by name: operands, results and scratch buffers.
-        """
         self.sizes, self.weights, self.refs = sizes, weights, refs
-        self.result_parts = sizes.outputs // tiles.LANES  # parts of 128 channels
-        # The grid's axes: videos; strips, the columns computed together, if there are several; steps.
+        self.result_parts = sizes.outputs // tiles.LANES
+        # The grid's axes are videos, strips if there are several, and steps.
         axes = 2 if sizes.strips == 1 else 3
         _video, self.strip, self.step = grid_position(tuple(map(pl.program_id, range(axes))))
 
     def run(self) -> None:
-        """Modulate a block of two rows; from step `LAG` on, also convolve the block of `LAG` steps before.
-
-        To modulate is to norm and activate. A strip is a range of columns, whose steps go down the rows. Its
-        last step writes the columns' moments (mean and squared deviations).
-        """
+        """Modulate one block and convolve another; the last step of a strip also writes its moments."""
         last = self.sizes.blocks + LAG - 1  # a strip's last step
         # Padding is cleared before it is loaded: on both sides of the strip, above its first block of results
         # and below its last block.
@@ -122,31 +113,23 @@ class ConvStep(ABC):
         pl.when(self.step == last)(self._write_moments)
 
     def _clear(self, place: str) -> None:
-        """Fill the padding at `place`, such as "above" the first block (a key of `_padding`), with zeros."""
         fill_zeros(self._padding()[place])
 
     @abstractmethod
     def _padding(self) -> dict[str, list[Any]]:
-        """Return references to memory that gets zeros, as the convolution's padding, by its place.
+        """Return references to the memory that holds the convolution's zero padding, by its place.
 
-        A frame is computed in strips of columns, a strip in chunks. The places are "beside", on both sides of
-        a strip; "above" and "below", of the frame; "right", after the frame's last column, in the last chunk.
+        The places are "beside" a strip, on both sides; "above" and "below" the frame; and "right" of its last
+        column.
         """
 
     @abstractmethod
     def _convolve(self) -> None:
-        """Compute the matrix products of a block of results (two rows), a chunk of columns at a time.
-
-        Between products, rows are prepared for later products (`_move`, `_modulate`), and complete sums get
-        bias and residual and are written (`_finish`).
-        """
+        """Compute the products of a block of results, a chunk at a time, with the other work between them."""
 
     @abstractmethod
     def _move(self, column: Any, count: int) -> None:
-        """Move `count` columns, from `column` on, from the buffer "stage" to the buffers that products load.
-
-        The stage has the block (two rows) that the previous grid step modulated.
-        """
+        """Move `count` columns, from `column` on, from the stage to the buffers that products load."""
 
     @abstractmethod
     def _store_activated(
@@ -158,29 +141,17 @@ class ConvStep(ABC):
         x: Array,
         before: Any | None,
     ) -> Array:
-        """Store activated frames of a few columns (a unit) in "stage"; return words of their last two frames.
+        """Store a unit's activated frames in the stage; return the words of their last two frames.
 
-        From the buffer "stage" the next grid step moves them to where products load. A word is 32 bits: two
-        bfloat16 frames of a pixel and channel.
-
-        Args:
-            row, part: index of the row in the block of two rows, and of the part: 128 channels.
-            slot: the unit's index in a buffer that has a slot for each unit of a chunk.
-            column: the unit's first column.
-            x: the activated frames, (columns times frames, 128): the frames of a pixel are neighbours.
-            before: reference to the words of the two frames before `x`. None at a video's start, where the
-                first frame of `x` takes their place, twice.
+        `slot` is the unit's in a buffer that has one for each unit of a chunk. A negative `column` is left of
+        the frame, where nothing is read. `before` refers to the words of the two frames before `x`. It is
+        None at a video's start, where the first frame of `x` takes the place of both.
         """
 
     def _modulate_block(self) -> None:
-        """Modulate (norm and activate) a block, two rows; move the block above it to where products load.
-
-        The first `LAG` steps down a strip (a range of columns) do only this: products of a block are computed
-        `LAG` steps after its modulation.
-        """
+        """Modulate a block and move the one above it: all that the first `LAG` steps of a strip do."""
 
         def modulate_unit(index: Array, carry: None) -> None:
-            """Move a few columns (a unit) of the block above, then modulate these columns of this block."""
             column = index * self.sizes.unit
             self._move(column, self.sizes.unit)
             self._modulate(column)
@@ -188,23 +159,19 @@ class ConvStep(ABC):
         jax.lax.fori_loop(0, self.sizes.width // self.sizes.unit, modulate_unit, None)
 
     def _modulate(self, column: Any, slot: int = 0, after: Array | None = None) -> None:
-        """Modulate (norm and activate) a unit, the `sizes.unit` columns from `column` on, in a block's rows.
-
-        The activated frames go to the buffer "stage", from which the next grid step moves them to where
-        products load. The last two of each pixel go to "latest", the next cache.
+        """Modulate one unit of a block into the stage, and write its part of the next cache.
 
         Args:
             column: the unit's first column. If it is negative, left of the frame, column 0 is read instead.
-            slot: the unit's index in the buffer "past", which has a slot for each unit of a chunk.
-            after: sums of a product, which the work waits for, so that it overlaps with the next product.
+            slot: the unit's slot in the buffer "past".
+            after: sums of a product. The work waits for them, so that it overlaps with the next product.
         """
         sizes, refs = self.sizes, self.refs
-        # The unit in "cache" and "latest": two frames for each part (128 channels) of a pixel. Their first
-        # index is the video's.
+        # The unit in "cache" and "latest", whose first index is the video's: two frames of each part.
         cache_at = self._entries(_at_least_zero(column), sizes.unit, 2 * sizes.parts)
         for row in range(ROWS):
             x = self._activated(row, _at_least_zero(column), after)
-            # The two frames before the unit's, then its last two, as words (32 bits, for both frames).
+            # The words of the two frames before the unit's, and then those of its last two.
             past = refs["past"].at[slot, row]
             if "cache" in refs:
                 past[...] = pltpu.bitcast(refs["cache"][0, row, cache_at], jnp.int32)
@@ -216,55 +183,37 @@ class ConvStep(ABC):
             refs["latest"][0, row, cache_at] = pltpu.bitcast(past[...], jnp.bfloat16)
 
     def _activated(self, row: int, column: Any, after: Array | None) -> Array:
-        """Return `silu(x * scale + shift)` of a unit, the `sizes.unit` columns from `column` on, in bfloat16.
+        """Return `silu(x * multiplier + offset)` of one row of a unit, (entries, channels), in bfloat16.
 
-        SiLU is `h + h tanh(h)` of half its argument h, so scale and shift are given as halves: "half" and
-        "half_offset". A cell is the columns for which one register has these coefficients.
-
-        Args:
-            row: index of the row in the block of two rows.
-            column: the unit's first column.
-            after: sums of a product, which the work waits for; or None.
-
-        Returns:
-            (columns times frames, channels): the frames of a pixel are neighbours.
+        SiLU is `h + h tanh(h)` of half its argument h, so the kernel gets half of each coefficient.
         """
         sizes, refs = self.sizes, self.refs
-        # The number of the unit's cells: one if a cell has all columns, which may be fewer than a unit's.
+        # A unit has one cell if the cell has all columns, which may be fewer than the unit's.
         cells = 1 if sizes.cell >= sizes.columns else max(1, sizes.unit // sizes.cell)
         cells_at = pl.ds(jax.lax.div(column, sizes.cell), cells)
-        # The two rows of the block have a row of coefficients each, or share one.
+        # The two rows of a block have a row of coefficients each, or they share one.
         coefficient_row = row if sizes.cell_rows == 1 else 0
         half = refs["half"][0, coefficient_row, cells_at]
         offset = refs["half_offset"][0, coefficient_row, cells_at]
         if after is not None:
-            # Zeros that depend on `after`, for each part (128 channels).
+            # Zeros that depend on `after`, for each part.
             offset = offset + jnp.concatenate([zeros_after(after)] * sizes.parts, 1)
         x = refs["x"][0, row, self._entries(column, sizes.unit, sizes.input_frames)].astype(jnp.float32)
-        # Axes: cell, register of the cell, sublane, channel. All registers of a cell use one of coefficients.
+        # Axes: cell, register of the cell, sublane, channel. A cell's registers share one of coefficients.
         h = x.reshape(cells, -1, SUBLANES, sizes.channels) * half[:, None] + offset[:, None]
         return (h + h * jnp.tanh(h)).reshape(-1, sizes.channels).astype(jnp.bfloat16)
 
     def _write_results(
         self, column: Any, count: int, sums: Callable[[int, int], Array], after: Array | None = None
     ) -> None:
-        """Add bias and residual to the sums of `count` columns from `column` on; round and write the results.
+        """Add bias and residual to the sums of `count` columns, round, write, and update the moments.
 
-        The results are of a block, two rows. They are also added to the columns' running moments, from which
-        the strip's last step computes mean and squared deviations.
-
-        Args:
-            column: the first column. A chunk (the columns of a product) is written when the next chunk is
-                multiplied. So at the first chunk `column` is negative: what is written then has no meaning,
-                and the first chunk's results overwrite it.
-            count: number of columns.
-            sums: `sums(row, part)` returns the products' sums for one of the block's two rows and one part
-                (128 channels): along its first axis are the frames of each pixel, pixel after pixel.
-            after: sums of a product that the work waits for, or None.
+        A chunk is written while the next one is multiplied. At the first chunk `column` is therefore
+        negative: what is written then has no meaning, and the first chunk's results overwrite it. `sums(row,
+        part)` returns the products' sums.
         """
         sizes, refs = self.sizes, self.refs
         at = self._entries(_at_least_zero(column), count, sizes.input_frames)
-        # The buffer "moments" begins a chunk left of column 0.
         moments_at = self._entries(column, count, sizes.input_frames, before=sizes.chunk)
         is_first = self.step == LAG  # the first block of results, which sets the running moments
         in_frame = self._mask_of_columns(_at_least_zero(column), count) if "true_width" in refs else None
@@ -288,16 +237,10 @@ class ConvStep(ABC):
     def _add_to_running_moments(
         self, part: int, at: Any, is_first: Array, upper: Array, lower: Array
     ) -> None:
-        """Add a block's results, two rows, to the running moments of their columns.
+        """Add the results of a block's two rows, in float32 but already rounded, to the running moments.
 
-        They are three arrays: a column's origin, which is its first result; the sum of the differences from
+        The running moments are a column's origin, which is its first result; the sum of the differences from
         it; and the sum of their squares. Differences avoid cancellation.
-
-        Args:
-            part: index of the results' 128 channels.
-            at: the columns' slice in the buffer "moments".
-            is_first: whether the block is the first one, which sets the running moments.
-            upper, lower: results of the two rows, rounded as written, in float32.
         """
         origin, total, squares = (self.refs["moments"].at[index, part] for index in range(3))
         shared_origin = jnp.where(is_first, upper, origin[at])
@@ -307,37 +250,25 @@ class ConvStep(ABC):
         squares[at] = jnp.where(is_first, 0.0, squares[at]) + (upper * upper + lower * lower)
 
     def _mask_of_columns(self, column: Any, count: int) -> Array:
-        """Return a mask of `count` columns from `column` on, which is false in padding columns.
-
-        "true_width" is the number of the frame's columns without padding.
-
-        Returns:
-            (columns times input frames, 128): the frames of a column are neighbours.
-        """
+        """Return a mask, (entries, 128), of `count` columns from `column` on: false in padding columns."""
         frames = self.sizes.input_frames
         index = jax.lax.broadcasted_iota(jnp.int32, (count * frames, tiles.LANES), 0)  # on axis 0
-        # Counted from the first column of the strip (columns that are computed together), as `column` is.
+        # Counted from the first column of the strip, as `column` is.
         true_width = self.refs["true_width"][0] - self.strip * self.sizes.width
         return index < (true_width - column) * frames
 
     def _write_moments(self) -> None:
-        """Write mean and M2 (the sum of squared deviations) of each column of the strip.
-
-        The buffer "moments" has each column's origin, which is the first of its results, and the sums of the
-        differences from it and of their squares: mean = origin + total / n, M2 = squares - total^2 / n.
-        """
+        """Write a strip's moments: mean = origin + total / n and M2 = squares - total^2 / n for n rows."""
         sizes, refs = self.sizes, self.refs
         inverse_count = 1 / (ROWS * sizes.blocks)  # 1 / n, for the n pixels of a column
 
         def write_chunk(chunk: Array, carry: None) -> None:
-            """Write mean and M2 of the columns of one chunk, given by its index."""
             # In "mean" and "m2", as in "moments", a column has an entry for each input frame.
             results_at = self._entries(chunk * sizes.chunk, sizes.chunk, sizes.input_frames)
-            # The buffer "moments" begins a chunk left of column 0.
             moments_at = self._entries(
                 chunk * sizes.chunk, sizes.chunk, sizes.input_frames, before=sizes.chunk
             )
-            for part in range(self.result_parts):  # of 128 output channels
+            for part in range(self.result_parts):
                 origin, total, squares = (refs["moments"][index, part, moments_at] for index in range(3))
                 refs["mean"][0, results_at, lanes_of(part)] = origin + total * inverse_count
                 # Rounding may make the M2 of nearly equal results negative.
@@ -347,10 +278,7 @@ class ConvStep(ABC):
         jax.lax.fori_loop(0, sizes.chunks, write_chunk, None)
 
     def _last_column(self) -> Any:
-        """Return the index, in the strip (columns that are computed together), of its last column.
-
-        The last strip has the remainder of the frame's columns, which may be narrower than `width`.
-        """
+        """Return the index of the strip's last column; the last strip may be narrower than the others."""
         sizes = self.sizes
         if sizes.strips == 1:  # known when the kernel is compiled
             return sizes.last_columns - 1
@@ -359,10 +287,8 @@ class ConvStep(ABC):
     def _entries(self, column: Any, count: int, per_column: int, before: int = 0, shift: int = 0) -> Any:
         """Return the slice of `count` columns on an axis that has `per_column` entries for each column.
 
-        An entry, one index of the axis, is a frame, a word (two frames) or a tile (half of the frames) of a
-        pixel, or of a part of it. The axis begins `before` columns left of column 0. The slice begins `shift`
-        columns after `column`. `column` and `before` are multiples of `count`, so that the compiler can align
-        the slice.
+        The axis begins `before` columns left of column 0. The slice begins `shift` columns after `column`.
+        `column` and `before` are multiples of `count`, so that the compiler can align the slice.
         """
         start = (column + before) * per_column
         if isinstance(start, jax.Array):  # traced: the compiler does not know its value
@@ -371,16 +297,11 @@ class ConvStep(ABC):
 
 
 def grid_position(indices: tuple[Any, ...]) -> tuple[Any, Any, Any]:
-    """Return the indices (video, strip of columns, step) of a position in the kernel's grid.
-
-    `indices` has one index for each axis of the grid. A grid of a single strip has no axis for strips: its
-    indices are (video, step).
-    """
+    """Return (video, strip, step) of a position in the grid, which has no axis for a single strip."""
     return indices if len(indices) == 3 else (indices[0], 0, indices[1])
 
 
 def _at_least_zero(column: Any) -> Any:
-    """Return the index of a column, a Python int or a traced array; 0 for a negative one."""
     return jax.lax.max(column, 0) if isinstance(column, jax.Array) else max(column, 0)
 
 
@@ -390,9 +311,9 @@ def repeat_earlier_frame(words: Array) -> Array:
 
 
 def zeros_after(sums: Array) -> Array:
-    """Return zeros computed from a product's sums, so that an operation that adds them waits for the sums.
+    """Return a register of zeros computed from `sums`: an operation that adds them waits for the sums.
 
-    Without them the compiler would schedule the vector unit's work before all products, not between products.
-    The compiler does not see that the minimum is always zero. The zeros fill one register.
+    Without them the compiler would schedule the vector unit's work before all products instead of between
+    them. It does not see that the minimum is always zero.
     """
     return jnp.minimum(jnp.abs(sums[:SUBLANES, : tiles.LANES]), 0.0)

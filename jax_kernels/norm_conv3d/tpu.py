@@ -1,11 +1,11 @@
 """Modulation, SiLU, a causal 3 x 3 x 3 convolution, bias and residual in one Pallas kernel, for TPUs.
 
-Only the frames before and after it are stored in HBM, with whole tiles of channels. `step` is the work of a
-grid step and defines the terms: block, strip, chunk, unit, part, word, edges. `direct` and `winograd` are the
-two ways to multiply; `sizes` chooses between them. This file has the operands, results and derivatives.
+HBM holds only the frames before and after the kernel, with whole tiles of channels. `step` is the work of a
+grid step and defines the terms. `direct` and `winograd` are the two ways to multiply; `sizes` chooses between
+them. This file has the operands, results and derivatives.
 
-For 128 channels of 8 x 480 x 720 the schedule for a v6e takes 2.5 ms, and 3.85 ms by direct convolution, for
-which its matrix units at their peak would take 2.7. XLA's convolution alone takes 5.4 ms.
+For 128 channels of 8 x 480 x 720 the schedule for a v6e takes 2.5 ms. By direct convolution it takes 3.85 ms,
+for which the matrix units at their peak would take 2.7. XLA's convolution alone takes 5.4 ms.
 """
 
 from collections.abc import Callable, Iterable
@@ -48,18 +48,13 @@ set this to False; others compile it for TPUs without running it.
 
 
 def to_registers(z: Shaped[Array, "N t h w Z"], frames: int, columns: int) -> Shaped[Array, "N h v S Z"]:
-    """Repeat `z`, one value for each latent, to registers: the form in which the kernel reads coefficients.
+    """Repeat latents `z`, or coefficients of them, to registers, as the kernel reads coefficients.
 
-    A register has S = 8 sublanes: one for each frame of a pixel, for as many pixels as fit.
-
-    Args:
-        z: latents, or coefficients of them, channels last.
-        frames, columns: numbers T and W of the activations, whole multiples of t and w.
-
-    Returns:
-        The v registers of each row of latents: one for each latent (v = w) if all pixels of a register have
-        one latent, as in a row of a single latent or where a latent's pixels fill whole registers; else as
-        many as hold a value for each frame of each pixel.
+    A register has S = 8 sublanes: one for each frame of a pixel, for as many pixels as fit. `frames` and
+    `columns` are the activations', whole multiples of t and w. Each row of latents has one register for each
+    latent (v = w) if all pixels of a register have one latent, as in a row of a single latent or where a
+    latent's pixels fill whole registers. Otherwise it has as many as hold a value for each frame of each
+    pixel.
     """
     register_pixels = SUBLANES // frames
     latent_columns = columns // z.shape[3]  # columns of pixels that a latent covers
@@ -75,12 +70,7 @@ def to_registers(z: Shaped[Array, "N t h w Z"], frames: int, columns: int) -> Sh
 def _over_pixels(
     coefficients: Float[Array, "N h v S C"], x: Float[Array, "N T H W C"]
 ) -> Float[Array, "N T H W C"]:
-    """Return a coefficient (the norm's multiplier or offset) for each pixel of `x`, from registers.
-
-    The axes of `coefficients` (`to_registers`) are videos; h rows, each for H / h rows of pixels; the v
-    registers of a row; the S sublanes of a register, one for each frame of a pixel, pixel after pixel; and
-    channels.
-    """
+    """Return a coefficient for each pixel of `x`, from registers (`to_registers`)."""
     frames, height, columns, channels = x.shape[1:]
     videos, coefficient_rows, registers = coefficients.shape[:3]
     register_pixels = SUBLANES // frames  # pixels that a register has values for
@@ -110,12 +100,9 @@ def _xla_form(
     edges: tuple[Array, Array] | None = None,
     true_width: Array | None = None,
 ) -> Any:
-    """Compute in XLA what the kernel computes, for the derivatives; arguments and results as of `_by_kernel`.
+    """Compute in XLA what the kernel computes, for the derivatives.
 
-    The convolution is of `silu(x * multiplier + offset)`. `edges` are sums to add to the first and to the
-    last column of each strip (columns that the kernel computes together): here only those for the first and
-    the last column of `x` are added. Columns from `true_width` on are padding and get zeros. Results are the
-    frames, the next cache, and (mean, M2: sum of squared deviations) of each column of the frames.
+    Of the edges it adds only those for the first and the last column of `x`.
     """
     hidden = activated(x, _over_pixels(multiplier, x), _over_pixels(offset, x))
     if cache is None:  # at the start of a video its first frame is repeated
@@ -155,20 +142,17 @@ def _by_kernel(
 
     Args:
         x: frames, of sizes that the kernel supports (`sizes.is_supported`).
-        multiplier, offset: the norm, float32, as `to_registers` makes them: v registers of S = 8 sublanes
-            for each of h rows of coefficients. Such a row covers H / h rows of pixels.
+        multiplier, offset: the norm, float32, as `to_registers` makes them: v registers of S = 8 sublanes for
+            each of h rows of coefficients. Such a row covers H / h rows of pixels.
         cache: the two activated frames before `x`, whose memory the next cache reuses; None at the start of a
             video, before which its first frame is repeated.
         residual: added to the sums before they are rounded, or None.
         kernel, bias: the convolution's.
-        edges: contributions of the columns left and right of each of E strips (columns that are computed
-            together) to the sums of its first and its last column, float32; None for a single strip without
-            neighbours.
+        edges: the left and the right edges of E strips, float32; None for a single strip without neighbours.
         true_width: columns from this one on are padding and get zeros; None without padding.
 
     Returns:
-        The convolved frames; the next cache; mean and M2 (sum of squared deviations) of each column of pixels
-        of the convolved frames.
+        The convolved frames; the next cache; the moments of the convolved frames' columns.
     """
     _, coefficient_rows, registers, *_ = multiplier.shape
     outputs = kernel.shape[-1]
@@ -184,7 +168,6 @@ def _by_kernel(
     names = [*operands, *results, *scratch]  # in the order of a Pallas kernel's arguments, after the weights
 
     def run_step(*refs: Any) -> None:
-        """Run a grid step with references to the weights, then to what `names` lists."""
         step_class = winograd.WinogradStep if sizes.tile else direct.DirectStep
         weight_refs, named_refs = refs[: len(weights)], refs[len(weights) :]
         step_class(sizes, weight_refs, dict(zip(names, named_refs, strict=True))).run()
@@ -193,12 +176,12 @@ def _by_kernel(
     y_bytes = x.nbytes // sizes.channels * sizes.outputs * (1 if residual is None else 2)
     cache_bytes = x.nbytes // sizes.input_frames * (TAPS - 1)  # the last two frames
     aliases = {}
-    # Only tests that interpret the kernel turn `RAGGED_IN_PLACE` off, for columns that are no whole chunks.
+    # Tests that interpret the kernel turn `RAGGED_IN_PLACE` off for columns that are no whole chunks.
     if cache is not None and (sizes.width == sizes.columns or RAGGED_IN_PLACE):
         # The next cache reuses the memory of `cache`. Keys are indices of arguments, values of results.
         aliases = {len(weights) + names.index("cache"): [*results].index("latest")}
-    # The axes are videos, strips if there are several, and steps. A step modulates (norms and activates) one
-    # block of two rows and finishes results of the block `LAG` steps before: so there are `LAG` more steps.
+    # The axes are videos, strips if there are several, and steps. A step modulates one block and finishes the
+    # block of `LAG` steps before, so there are `LAG` more steps than blocks.
     grid = x.shape[0], *([sizes.strips] if sizes.strips > 1 else []), sizes.blocks + LAG
     y, latest, *moments = pl.pallas_call(
         run_step,
@@ -240,31 +223,16 @@ def _operands(
 ) -> tuple[dict[str, tuple[Any, pl.BlockSpec]], list[Array]]:
     """Return the kernel's operands by name, each with its `BlockSpec`; and the matrices of its products.
 
-    Optional operands that are None are left out. A product has a matrix for each turn (a pass for a share of
-    the output channels).
-
-    Args:
-        sizes: the sizes that the kernel is compiled for.
-        x: frames (N, T, H, W, I).
-        multiplier, offset: the norm's coefficients, (N, h, v, 8, I): h x v registers (8, I), one for each
-            cell: a rectangle of `sizes.cell_rows` rows and `sizes.cell` columns of pixels. A register's 8
-            sublanes are the frames of a pixel, for as many pixels as fit.
-        cache: the two activated frames before `x`, (N, 2, H, W, I).
-        residual: added to the convolution's sums, (N, T, H, W, O).
-        kernel, bias: the convolution's.
-        edges: what the columns left and right of each of E strips add to the sums, both (N, T, H, E, O). A
-            strip is the columns that the grid computes together.
-        true_width: columns from this one on are padding.
+    Optional operands that are None are left out. The arguments are those of `_by_kernel`.
     """
     row_frames = sizes.width * sizes.input_frames  # of all pixels in a row of a strip
 
     def padded_outputs(array: Array) -> Array:
-        """Pad the last axis, output channels, to a multiple of 128."""
         return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, sizes.outputs - array.shape[-1])])
 
     coefficient_spec = _coefficient_spec(sizes, multiplier.shape[2])
     kernel, bias = padded_outputs(kernel), padded_outputs(bias.astype(jnp.float32)[None])
-    # A step modulates (norms and activates) one block, two rows, and finishes another block's results.
+    # A step modulates one block and finishes the results of another.
     operands = {
         "x": (_pixels_first(x), _rows_spec(partial(_modulated_block, sizes), row_frames, sizes.channels))
     }
@@ -286,7 +254,6 @@ def _operands(
         operands["edges"] = joined_edges, _rows_spec(_finished_block, strip_entries, sizes.outputs)
     if true_width is not None:
         operands["true_width"] = true_width[None], pl.BlockSpec(memory_space=pltpu.SMEM)
-    # A function that returns the weights between an input and a result of a product.
     tap = winograd.tap if sizes.tile else direct.tap
     if sizes.tile:  # Winograd's filtering combines the taps of time
         kernel = transformed_taps(kernel, sizes.tile)
@@ -296,13 +263,7 @@ def _operands(
 def _joined_edges(sizes: ConvSizes, edges: Iterable[Array]) -> Float[Array, "N H entries O"]:
     """Return the edges of all strips in one array, in the order of axes in which the kernel reads them.
 
-    Edges are what the columns left and right of a strip (columns that the grid computes together) add to its
-    first and last column. For each strip the result has an entry for each frame of its left edge, then of its
-    right edge.
-
-    Args:
-        sizes: the sizes that the kernel is compiled for.
-        edges: the left edges and the right edges, each (N, T, H, E, O) for E strips.
+    For each strip it has an entry for each frame of the left edge, then of the right edge.
     """
     copies = sizes.frames // sizes.input_frames  # a single frame is multiplied as two equal ones
     repeated = (jnp.repeat(edge, copies, axis=1) for edge in edges)
@@ -313,18 +274,12 @@ def _joined_edges(sizes: ConvSizes, edges: Iterable[Array]) -> Float[Array, "N H
 
 
 def _coefficient_spec(sizes: ConvSizes, registers: int) -> pl.BlockSpec:
-    """Return the spec of the coefficients (N, h, v, 8, I) that a grid step reads: for two rows of a strip.
-
-    Coefficients are the norm's multipliers, or its offsets. A register (8, I) of them covers a cell: a
-    rectangle of `sizes.cell_rows` rows and `sizes.cell` columns of pixels. `registers` is v, their number for
-    a whole row. A strip is columns that the grid computes together.
-    """
+    """Return the spec of the coefficients (N, h, v, 8, I) that a step reads; `registers` is v."""
     cells = -(-sizes.width // sizes.cell)  # in a row of a strip
     # The step's two rows of pixels are in one row of cells, unless a cell has a single row.
     rows_of_cells = ROWS if sizes.cell_rows == 1 else 1
 
     def index(*indices: Any) -> tuple[Any, ...]:
-        """Return the spec's block index on each axis; `indices` are the grid's (`grid_position`)."""
         video, strip, step = grid_position(indices)
         strip = strip if registers > 1 else 0  # a single register serves all strips
         first_row = _modulated_block(sizes, step) * ROWS  # of pixels
@@ -337,20 +292,15 @@ def _coefficient_spec(sizes: ConvSizes, registers: int) -> pl.BlockSpec:
 def _result_specs(
     sizes: ConvSizes, operands: dict[str, tuple[Any, pl.BlockSpec]]
 ) -> dict[str, tuple[Any, pl.BlockSpec]]:
-    """Return shapes and dtypes of the kernel's results by name, each with its `BlockSpec`.
-
-    The results are the convolved frames "y", the next cache "latest", and the moments (mean, M2) of the
-    columns of "y". `operands` are the kernel's arrays by name, each with its `BlockSpec`.
-    """
+    """Return shape and dtype of the kernel's results by name, each with its `BlockSpec`."""
     x, _ = operands["x"]
     videos, height, row_frames, _ = x.shape  # W T: the frames of all pixels in a row
-    strip_frames = sizes.width * sizes.input_frames  # of the pixels in a row of a strip (adjacent columns)
-    # 128 channels (`LANES`) for each column, each part of the channels and each of two frames (`TAPS - 1`).
+    strip_frames = sizes.width * sizes.input_frames  # of all pixels in a row of a strip
+    # An entry for each column, each part and each of two frames (`TAPS - 1`).
     latest_shape = (videos, height, sizes.columns * sizes.parts * (TAPS - 1), tiles.LANES)
     moments = jax.ShapeDtypeStruct((videos, row_frames, sizes.outputs), jnp.float32)
 
     def index(*indices: Any) -> tuple[Any, ...]:
-        """Return the block index of a strip's moments on each axis; `indices` are the grid's."""
         # Steps go down a strip's rows, and share its moments.
         video, strip, _step = grid_position(indices)
         return video, strip, 0
@@ -368,34 +318,25 @@ def _result_specs(
 
 
 def _modulated_block(sizes: ConvSizes, step: Array) -> Array:
-    """Return the index of the block (two rows) that a grid step modulates (norms and activates).
+    """Return the index of the block that a step modulates.
 
-    Results of a block are finished `LAG` steps later. The last `LAG` steps only finish results: in them the
-    index stays at the last block, so that nothing is fetched.
+    The last `LAG` steps modulate none: the index stays at the last block, so that nothing is fetched.
     """
     return jax.lax.min(step, sizes.blocks - 1)
 
 
 def _finished_block(step: Array) -> Array:
-    """Return the index of the block of two rows that a step finishes: the block modulated `LAG` steps before.
+    """Return the index of the block that a step finishes.
 
-    The first `LAG` steps finish no block: their index stays at 0, the block that step `LAG` writes.
+    The first `LAG` steps finish none: the index stays at 0, the block that step `LAG` writes.
     """
     return jax.lax.max(step - LAG, 0)
 
 
 def _rows_spec(block_of: Callable[[Any], Any], strip_entries: int, lanes: int) -> pl.BlockSpec:
-    """Return the spec of the block (two rows) that a step reads or writes of an array (N, H, entries, lanes).
-
-    Args:
-        block_of: `block_of(step)` returns the index of a step's block.
-        strip_entries: number of entries, such as the frames of each pixel, that a row of a strip has. A strip
-            is columns that the grid computes together.
-        lanes: length of the array's last axis.
-    """
+    """Return the spec of the block `block_of(step)` of an array (N, H, entries, lanes)."""
 
     def index(*indices: Any) -> tuple[Any, ...]:
-        """Return the block's index on each axis; `indices` are the grid's (`grid_position`)."""
         video, strip, step = grid_position(indices)
         return video, block_of(step), strip, 0
 
@@ -403,11 +344,7 @@ def _rows_spec(block_of: Callable[[Any], Any], strip_entries: int, lanes: int) -
 
 
 def _cache_rows_spec(sizes: ConvSizes) -> pl.BlockSpec:
-    """Return the spec of a step's block of the cache: the two rows that it modulates (norms and activates).
-
-    Each row of the block has `strip_entries` entries of 128 lanes: one for each column of the strip (columns
-    that the grid computes together), part (128 channels) and cached frame, of which there are `TAPS - 1`.
-    """
+    """Return the spec of a step's block of the cache, with entries for each column, part and cached frame."""
     strip_entries = sizes.width * sizes.parts * (TAPS - 1)
     return _rows_spec(partial(_modulated_block, sizes), strip_entries, tiles.LANES)
 
@@ -419,10 +356,7 @@ def _pixels_first(x_NTHWC: Array) -> Array:
 
 
 def _frames_first(y: Array, sizes: ConvSizes, outputs: int) -> Array:
-    """Return frames (N, T, H, W, O) of the kernel's result `y`, (N, H, W T, channels).
-
-    O is `outputs`: any channels after these are padding, up to 128.
-    """
+    """Return frames (N, T, H, W, O) of the kernel's result `y`, (N, H, W T, channels), without padding."""
     videos, height, *_ = y.shape
     if outputs == sizes.outputs or sizes.input_frames == 1:
         y = y.reshape(videos, height, sizes.columns, sizes.input_frames, -1).transpose(0, 3, 1, 2, 4)
@@ -435,7 +369,7 @@ def _frames_first(y: Array, sizes: ConvSizes, outputs: int) -> Array:
 
 
 def _cache_pixels_first(cache_NTHWC: Array) -> Array:
-    """Return a cache as (N, H, W P T, 128), for T = 2 frames and P parts of 128 channels each.
+    """Return a cache as (N, H, W P T, 128), for T = 2 frames and P parts.
 
     That is the order in which a TPU keeps two frames in memory.
     """
@@ -451,7 +385,7 @@ def column_of_cache(cache: Float[Array, "N 2 H W I"], column: int) -> Float[Arra
     For a slice in the order of `cache` XLA would first copy the whole cache.
     """
     videos, frames, height, _, channels = cache.shape
-    # Entries of 128 channels that a column has in the reshaped cache, (N, H, W * entries, 128).
+    # Entries of a column in the reshaped cache, (N, H, W * entries, 128).
     entries = channels // tiles.LANES * frames
     cut = _cache_pixels_first(cache)[:, :, column * entries : (column + 1) * entries]
     return _cache_frames_first(cut, (videos, frames, height, 1, channels))
@@ -459,8 +393,6 @@ def column_of_cache(cache: Float[Array, "N 2 H W I"], column: int) -> Float[Arra
 
 def _cache_frames_first(latest: Array, shape: tuple[int, ...]) -> Array:
     """Invert `_cache_pixels_first`: return a cache of this `shape`, (N, 2, H, W, C).
-
-    `latest` is (N, H, W P T, 128), for T = 2 frames and P parts of 128 channels each.
 
     Each reshape and transpose is inverted separately, so that XLA drops both functions where one follows the
     other.

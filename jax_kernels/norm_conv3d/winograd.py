@@ -1,16 +1,19 @@
 """A step by Winograd's minimal filtering along time: 7 products instead of 12, or 4 instead of 6.
 
-`transforms` has the transforms, and `step` the terms. A tile is half of a pixel's frames, which are filtered
-together; its transform has several components, each with products of its own. On axis 0 of a product's inputs
-and sums are both tiles of each pixel. A word holds one component of both tiles of a pixel.
+`common.transforms` has the transforms, and `step` the terms. Each component of the tiles has products of its
+own, and a word holds one component of both tiles of a pixel.
 
-- Activated frames, rounded as a cache keeps them, are transformed in float32 and rounded for the products;
-  so are the taps, outside of the kernel. Products are summed and transformed back in float32.
+- Activated frames, rounded as a cache keeps them, are transformed in float32 and rounded for the products; so
+  are the taps, outside of the kernel. Products are summed and transformed back in float32.
 - Rows of pixels are in VMEM as words, one component after the other. A shift by a column is a shift by one
-  word, so that products contract the taps of columns and of rows.
+  word, so products contract the taps of columns and of rows.
 - With 128 output channels a product gives two results, to fill a matrix unit that is 256 wide: two columns of
   the outer rows, or both rows of the inner ones. With more channels both rows are multiplied by one matrix.
-- The sums of a chunk are kept until the next one is multiplied, and transformed back meanwhile.
+- The buffer "components" keeps the sums of a chunk until the next one is multiplied; meanwhile they are
+  transformed back.
+- The buffers "lower" and "upper" hold the lower and the upper rows of blocks as products load them. They and
+  the stage have one word of each column, between `MARGIN` columns of padding. Axes: slot (row in the stage),
+  component, part, column.
 """
 
 import itertools
@@ -36,17 +39,10 @@ def tap(
     result_row: int,
     result_column: int,
 ) -> Array:
-    """Return the weights (components, I, O) by which one input of a `Product` counts in one of its results.
+    """Return the weights (components, I, O) between an input (row, shift) and a result (row, column).
 
     They are zeros where no tap connects the two. A result right of the input's column takes only the
     unshifted input, by the left tap; its other taps take the inputs of its own column.
-
-    Args:
-        transformed: a kernel whose taps of time are combined to components (`transformed_taps`).
-        row: row of the input, 0 to 3; row 0 is above the block of results.
-        shift: number of columns that the input is shifted by.
-        result_row: row of the result in the block, 0 or 1.
-        result_column: 0 for a result in the unshifted input's column, 1 for one in the column right of it.
     """
     row_tap, column_tap = row - result_row, shift - result_column + 1
     connected = 0 <= row_tap < TAPS and 0 <= column_tap < TAPS and (result_column == 0 or shift == 0)
@@ -54,21 +50,14 @@ def tap(
 
 
 class WinogradStep(ConvStep):
-    """A step that multiplies transformed frames."""
+    """A step that multiplies transformed frames.
+
+    Attributes:
+        rows: (buffer, slot) of each of the four input rows, from top to bottom.
+        moved: (buffer, slot) that the upper and the lower row of the stage are moved to.
+    """
 
     def __init__(self, sizes: ConvSizes, weights: tuple[Any, ...], refs: dict[str, Any]):
-        """Choose the slots of buffers that this step's products load, and the slots that its moves store to.
-
-        The buffers "lower" and "upper" have the lower and the upper rows of blocks: two rows of pixels each.
-        `self.rows` has (buffer, slot) for each of the four input rows, from top to bottom. `self.moved` has
-        (buffer, slot) for the upper and the lower row that are moved from the buffer "stage", where the
-        previous grid step stored them.
-
-        Args:
-            sizes: the sizes that the kernel is compiled for.
-            weights: references to the matrices of each product.
-            refs: references to operands, results and scratch buffers, by name.
-        """
         super().__init__(sizes, weights, refs)
         self.transform = TRANSFORMS[sizes.tile]
         step = self.step
@@ -83,13 +72,6 @@ class WinogradStep(ConvStep):
         self.moved = below, ("lower", jax.lax.rem(step + 2, 3))
 
     def _padding(self) -> dict[str, list[Any]]:
-        """Return references to the convolution's padding in buffers, by its place.
-
-        The buffer "stage" has the block (two rows) that the previous grid step modulated, "upper" and "lower"
-        have the blocks' upper and lower rows as products load them. Axes: slot (in "stage" row of the block),
-        component, part (128 channels), column. Beside a strip (columns that the grid computes together) the
-        padding is `MARGIN` columns wide.
-        """
         above_name, above_slot = self.rows[0]  # the input row above the block of results
         # Of each buffer, the first column of the padding left of the strip, and of the padding right of it.
         sides = itertools.product(("stage", "upper", "lower"), (0, MARGIN + self.sizes.width))
@@ -102,14 +84,8 @@ class WinogradStep(ConvStep):
         }
 
     def _convolve(self) -> None:
-        """Multiply a strip's chunks; between products, modulate columns and finish the previous chunk.
-
-        A strip is the columns that the grid computes together, a chunk the columns of one matrix product. To
-        modulate is to apply the norm's scale and shift, then SiLU. The last chunk is finished at the end.
-        """
         sizes = self.sizes
-        # A product loads a column right of its chunk: so columns are moved to where it loads them `MARGIN`
-        # columns ahead.
+        # A product loads one column right of its chunk, so columns are moved `MARGIN` columns ahead.
         self._move(0, MARGIN)
         # These `TILES` entries of the buffer "shifted" are what a chunk's last column adds to the next chunk.
         # Nothing is added to the first chunk.
@@ -117,27 +93,16 @@ class WinogradStep(ConvStep):
             fill_zeros([self.refs["shifted"].at[:, :, pl.ds(sizes.chunk * TILES, TILES)]])
 
         def multiply_chunk(index: Array, carry: None) -> None:
-            """Multiply one chunk in turns: passes for a share of the output channels each."""
             column = index * sizes.chunk
             self._move(column + MARGIN, sizes.chunk)
             jax.lax.fori_loop(0, sizes.turns, lambda turn, _: self._multiply_turn(turn, column), None)
 
         jax.lax.fori_loop(0, sizes.chunks, multiply_chunk, None)
         last_chunk = sizes.width - sizes.chunk  # its first column
-        # A unit is the columns that are finished together.
         jax.lax.fori_loop(0, sizes.units, lambda unit, _: self._finish(last_chunk + unit * sizes.unit), None)
 
     def _multiply_turn(self, turn: Any, column: Any) -> None:
-        """Compute the products of a chunk for a share of the output channels, and other work between them.
-
-        A chunk is the columns that one matrix product covers. Its tiles, halves of a pixel's frames, are
-        transformed to components, each with products of its own. The other work modulates a share of the
-        chunk's columns, for a later step, and finishes a share of the results of the previous chunk.
-
-        Args:
-            turn: index of the share.
-            column: the chunk's first column.
-        """
+        """Compute a chunk's products for one turn, with the turn's share of the other work between them."""
         sizes = self.sizes
         work = self._other_work(turn, column)  # pieces: functions to call in this order
         pieces, products = len(work), sizes.components * len(self.weights)  # how many there are in all
@@ -159,11 +124,10 @@ class WinogradStep(ConvStep):
                 self._store_components(turn, component, results, sums, column)
 
     def _other_work(self, turn: Any, column: Any) -> list[Callable[..., None]]:
-        """Return the work of a turn besides its products, in pieces to run between them.
+        """Return a turn's work besides its products, in pieces: functions of `after`, the sums to wait for.
 
-        A turn is a pass over a chunk's products for a share of the output channels. A piece is a function of
-        `after`, the sums of the product to wait for. It modulates a unit (a few columns) of the chunk that
-        begins at `column`, or finishes a unit of the previous chunk. Each turn has equally many units.
+        A piece modulates a unit of the chunk that begins at `column`, or finishes a unit of the chunk before.
+        Each turn has equally many units.
         """
         sizes = self.sizes
         turn_units = sizes.units // sizes.turns
@@ -179,15 +143,6 @@ class WinogradStep(ConvStep):
     def _multiplied(
         self, component: int, inputs: list[tuple[int, int]], weights: Any, turn: Any, column: Any
     ) -> Array:
-        """Return the sums of one matrix product, float32.
-
-        Args:
-            component: index of the component of Winograd's transform.
-            inputs: (row, number of columns that the row is shifted by) of each of the product's inputs.
-            weights: reference to the product's matrices, one for each turn and component.
-            turn: index of the share of the output channels.
-            column: first column of the chunk, the columns that the product covers.
-        """
         chunks = [
             self._input(component, row, shift, part, column)
             for row, shift in inputs
@@ -198,24 +153,13 @@ class WinogradStep(ConvStep):
         )
 
     def _input(self, component: int, row: int, shift: int, part: int, column: Any) -> Array:
-        """Return one input of a product: one component of a chunk of columns of an input row.
+        """Return one input of a product, (entries, 128): a component of a chunk, `shift` columns further on.
 
-        If one matrix serves both rows of results (`rows_together`), the chunk of the row below `row` follows.
-
-        Args:
-            component: index of the component of the transformed frames.
-            row: index of the input row, from 0 (above the block of results) to 3 (below it).
-            shift: the columns begin `shift` columns after `column`.
-            part: index of 128 input channels.
-            column: the chunk's first column.
-
-        Returns:
-            (columns times tiles, 128): the two tiles of a pixel, halves of its frames, are neighbours.
+        With `rows_together` the chunk of the row below `row` follows.
         """
         sizes = self.sizes
         columns = self._word_columns(column, sizes.chunk, shift)
         rows = self.rows[row : row + (ROWS if sizes.rows_together else 1)]  # (buffer, slot) of each
-        # A word is two bfloat16 numbers: the component of each of a pixel's two tiles.
         words = jnp.concatenate([self.refs[name][slot, component, part, columns] for name, slot in rows])
         return pltpu.bitcast(words, jnp.bfloat16)
 
@@ -224,16 +168,8 @@ class WinogradStep(ConvStep):
     ) -> None:
         """Store a product's sums as a component of the results, or add them to what is stored.
 
-        A tile is half of a pixel's frames. The buffer "components" has sums for each component of a tile.
-
-        Args:
-            turn: index of the share of the output channels.
-            component: index of the component of Winograd's transform.
-            results: (row, column) of each result in the sums; column 0 is the input's, 1 the one right of it.
-                Not used with `rows_together`.
-            sums: float32 (tiles of the chunk's pixels, channels), 128 channels for each result. With
-                `rows_together`: row 0's tiles, then row 1's, and 128 channels for each part of the turn.
-            column: first column of the chunk, the columns that the product covers.
+        The sums have 128 channels for each of `results`, (row, column). With `rows_together`, which ignores
+        `results`, they have row 0's tiles, then row 1's, and 128 channels for each part of the turn.
         """
         sizes, refs = self.sizes, self.refs
         count = sizes.chunk * TILES  # tiles in a row of the chunk
@@ -266,10 +202,6 @@ class WinogradStep(ConvStep):
                 component_sums[at] = component_sums[at] + result_sums
 
     def _move(self, column: Any, count: int) -> None:
-        """Move `count` columns, from `column` on, from the buffer "stage" to the buffers that products load.
-
-        They are columns of the block (two rows) that the previous grid step modulated.
-        """
         at = self._word_columns(column, count)
         # The buffer, and the slot in it, that each of the block's two rows is moved to.
         for row, (name, slot) in enumerate(self.moved):
@@ -284,23 +216,7 @@ class WinogradStep(ConvStep):
         x: Array,
         before: Any | None,
     ) -> Array:
-        """Store the transform of activated frames of a few columns (a unit), and of the two frames before.
-
-        It is stored in the buffer "stage", from which the next grid step moves it. Winograd's filtering
-        transforms tiles, halves of a pixel's frames, to components.
-
-        Args:
-            row, part: index of the row in the block of two rows, and of the 128 channels.
-            slot: the unit's index in the buffer "pixels", which has a slot for each unit of a chunk.
-            column: the unit's first column.
-            x: the activated frames, (columns times frames, 128): the frames of a pixel are neighbours.
-            before: reference to the words of the two frames before `x`; a word is two bfloat16 frames of a
-                pixel and channel. None at a video's start, where the first frame of `x` takes their place,
-                twice.
-
-        Returns:
-            The words of the last two frames.
-        """
+        """Store a unit's frames, and the two before them, transformed in the stage; return the last words."""
         sizes = self.sizes
         # Words are stored to be loaded by strides: for each word of a pixel, that word of all pixels.
         pixels = self.refs["pixels"].at[slot, row, part]
@@ -318,30 +234,11 @@ class WinogradStep(ConvStep):
         return words[-1]
 
     def _finish(self, column: Any, slot: int = 0, after: Array | None = None) -> None:
-        """Transform the sums of a unit (a few columns) back to frames, and write these results.
-
-        Args:
-            column: the unit's first column.
-            slot: the unit's index in the buffer "frames", which has a slot for each unit of a chunk.
-            after: sums of a product that the work waits for, or None.
-        """
+        """Transform the sums of a unit back to frames, and write these results."""
         self._write_results(column, self.sizes.unit, partial(self._frames, column, slot), after)
 
     def _frames(self, column: Any, slot: int, row: int, part: int) -> Array:
-        """Transform a unit's components back to frames; return them with edges added.
-
-        A unit is a few columns, a tile half of a pixel's frames. A tile's components are the products' sums,
-        before they are transformed back. Edges are what the columns outside the strip add to it; a strip is
-        the columns that the grid computes together.
-
-        Args:
-            column: the first of the unit's columns.
-            slot: the unit's index in the buffer "frames", which has a slot for each unit of a chunk.
-            row, part: index of the row in the block of two rows, and of the 128 output channels.
-
-        Returns:
-            (columns times frames, 128): the frames of a pixel are neighbours.
-        """
+        """Transform a unit's components back to frames, (entries, 128), and add the edges."""
         sizes = self.sizes
         tiles_at = self._entries(column, sizes.unit, TILES, before=sizes.chunk)
         components = [
@@ -356,17 +253,7 @@ class WinogradStep(ConvStep):
         return frames[...]
 
     def _add_edges(self, frames: Any, column: Any, row: int, part: int) -> None:
-        """Add the edges to the results of the strip's first and last column.
-
-        A strip is columns that the grid computes together. An edge is what the columns outside the strip add
-        to its first or to its last column.
-
-        Args:
-            frames: reference to the results of a unit (a few columns): (columns times frames, 128), where the
-                frames of a pixel are neighbours.
-            column: the unit's first column, counted from the strip's first.
-            row, part: index of the row in the block of two rows, and of the part: 128 output channels.
-        """
+        """Add the edges to `frames`, the results of a unit, if it has the strip's first or last column."""
         sizes, count = self.sizes, self.sizes.input_frames  # frames of a pixel
         for side, edge_column in enumerate((0, self._last_column())):
             # `column` is traced: to a unit without the edge's column, zeros are added.
@@ -379,8 +266,7 @@ class WinogradStep(ConvStep):
     def _word_columns(self, column: Any, count: int, shift: int = 0) -> Any:
         """Return the slice of `count` columns, from `column + shift` on, in a buffer of transformed frames.
 
-        The buffers "stage", "upper" and "lower" have one word of each column, and begin with `MARGIN` columns
-        of padding. `column` is a multiple of 8, the sublanes of a register.
+        `column` is a multiple of 8, the sublanes of a register.
         """
         start = column + MARGIN
         if isinstance(start, jax.Array):  # traced: the compiler needs to know that it is aligned
@@ -391,11 +277,10 @@ class WinogradStep(ConvStep):
 def _unpacked(words: Array) -> tuple[Array, Array]:
     """Return the two bfloat16 numbers of each word as float32: the low 16 bits, then the high ones.
 
-    A bfloat16 is the high half of a float32, whose low half is zeros: -(2**16) keeps the high 16 bits.
+    A bfloat16 is the high half of a float32 whose low half is zeros: -(2**16) keeps the high 16 bits.
     """
     return pltpu.bitcast(words << 16, jnp.float32), pltpu.bitcast(words & -(2**16), jnp.float32)
 
 
 def _packed(low: Array, high: Array) -> Array:
-    """Pack two arrays, rounded to bfloat16, into the low and the high 16 bits of words."""
     return pltpu.bitcast(pltpu.pack_elementwise([low, high], packed_dtype=jnp.bfloat16), jnp.int32)

@@ -46,8 +46,9 @@ def upsample(
 ) -> Float[Array, "N T2 2*H 2*W O"]:
     """Double rows and columns (nearest), with `expand_time` frames too, then convolve every frame in 2-D.
 
-    XLA doubles frames after the convolution, which would compute the same numbers twice for doubled frames.
-    On a TPU one Pallas kernel upsamples and convolves, if it supports the frames (`upsampled.is_supported`).
+    XLA doubles frames after the convolution, since doubled frames would be convolved twice with the same
+    result. On a TPU one Pallas kernel upsamples and convolves, if it supports the frames
+    (`upsampled.is_supported`).
 
     Args:
         x: the activations.
@@ -78,15 +79,9 @@ def upsample(
 def upsample_on(
     target: Target, x: Array, kernel: Array, bias: Array | None, *, expand_time: bool, first_frame_alone: bool
 ) -> Array:
-    """Compute `upsample` on `target`, the platform that is traced for, one run of frames after another.
-
-    On a TPU a run has 2, 4 or 8 frames, and the first of an odd number of frames is a run by itself;
-    elsewhere all frames are one run. With `expand_time` the number of frames is doubled too, except the first
-    one if `first_frame_alone`.
-    """
 
     def upsample_run(frames: Array, expand_time: bool, first_frame_alone: bool) -> Array:
-        """Upsample a run of frames on each device; the flags are this run's, and may differ among runs."""
+        """Upsample a run on each device; the flags are this run's, and may differ among runs."""
         by_xla = functools.partial(_by_xla, expand_time=expand_time, first_frame_alone=first_frame_alone)
         form = _kernel_for(target, frames, kernel, expand_time, first_frame_alone) or by_xla
         return map_shards(target, form, (frames,), (kernel, bias))
@@ -97,15 +92,7 @@ def upsample_on(
 def _split_and_resample(
     target: Target, resample: Callable[..., Array], x: Array, in_time: bool, first_frame_alone: bool
 ) -> Array:
-    """Resample frames `x` (N, T, H, W, C) in runs: frames that are computed together (`split_frames`).
-
-    Args:
-        target: the platform that is traced for, which decides about the runs.
-        resample: `resample(frames, in_time, first_frame_alone)` returns the result of one run.
-        x: the frames.
-        in_time: whether the number of frames is doubled or halved too.
-        first_frame_alone: whether the first frame stays single, if `in_time`.
-    """
+    """Resample frames in runs: `resample(frames, in_time, first_frame_alone)` returns the result of one."""
     is_odd = x.shape[1] % 2 == 1
     # `split_frames` makes the first frame a run by itself if their number is odd. That suits only an odd
     # number with a single first frame, and an even number without: else all frames are one run.
@@ -120,11 +107,7 @@ def _split_and_resample(
 def _kernel_for(
     target: Target, x: Array, kernel: Array, expand_time: bool, first_frame_alone: bool
 ) -> Callable[..., Array] | None:
-    """Return the function that upsamples these frames by the Pallas kernel; None if it does not support them.
-
-    The function takes a target, a device's frames, kernel and bias. With `expand_time` the frames of `x` are
-    doubled, but for the first one if `first_frame_alone`.
-    """
+    """Return the function that upsamples these frames by the Pallas kernel, or None if it cannot."""
     if not target.uses_pallas:
         return None
     shard = target.split.shard_of(x)
@@ -139,10 +122,10 @@ def _kernel_for(
 
 
 def _bands_of(image: jax.ShapeDtypeStruct, kernel: Array, pixels: int) -> int | None:
-    """Return the number of bands of rows into which an image (N, 1, H, W, C) is cut for the Pallas kernel.
+    """Return the number of bands into which an image is cut for the Pallas kernel; None if no number fits.
 
-    The kernel computes several frames together: the bands of an image take their place. None if it supports
-    no number of bands. `image` may be a shard; `pixels` counts the whole image's.
+    The kernel computes several frames together: the bands of an image take their place. `image` may be a
+    shard; `pixels` counts the whole image's.
     """
     videos, _, height, columns, channels = image.shape
     even_height = height + height % 2  # as `_image_by_kernel` pads it
@@ -157,7 +140,6 @@ def _bands_of(image: jax.ShapeDtypeStruct, kernel: Array, pixels: int) -> int | 
 
 
 def _by_kernel(target: Target, x: Array, kernel: Array, bias: Array | None, *, expand_time: bool) -> Array:
-    """Upsample a device's own columns by the Pallas kernel, with the neighbours' columns beside them."""
     split = target.split
     bias = jnp.zeros(kernel.shape[-1:], kernel.dtype) if bias is None else bias
     # The neighbours' columns (left, right) of the shard; None for a whole frame, which has zeros beside it.
@@ -168,12 +150,10 @@ def _by_kernel(target: Target, x: Array, kernel: Array, bias: Array | None, *, e
 
 
 def _image_by_kernel(target: Target, x: Array, kernel: Array, bias: Array | None, *, bands: int) -> Array:
-    """Upsample one frame, (N, 1, H, W, C), by the Pallas kernel, which needs several frames.
+    """Upsample an image by the Pallas kernel, which needs several frames: bands take their place.
 
-    The image is cut into `bands` bands of rows, a number that divides them (`_bands_of`). The bands overlap
-    and take the place of frames. XLA takes 52 s to compile its own convolution of 120 x 180 x 512, and 3 s
-    for this. An odd number of rows is padded with a row of zeros, which the convolution sees below an image
-    anyway.
+    XLA takes 52 s to compile its own convolution of 120 x 180 x 512, and 3 s for this. An odd number of rows
+    is padded with a row of zeros, which the convolution sees below an image anyway.
     """
     height = x.shape[2]
     even = jnp.pad(kernel_layout(x), [(0, 0), (0, 0), (0, height % 2), (0, 0), (0, 0)])
@@ -185,10 +165,6 @@ def _image_by_kernel(target: Target, x: Array, kernel: Array, bias: Array | None
 def _by_xla(
     target: Target, x: Array, kernel: Array, bias: Array | None, *, expand_time: bool, first_frame_alone: bool
 ) -> Array:
-    """Upsample a device's own columns by XLA's operations: double pixels, convolve, then double frames.
-
-    With `expand_time` frames are doubled, but for the first one if `first_frame_alone`.
-    """
     # Rows and columns of zeros on each side, which keep the doubled size.
     zero_rows, zero_columns = kernel.shape[0] // 2, kernel.shape[1] // 2
     # Both forms give the same. On a TPU the first is faster for several frames, as a tile then holds frames
@@ -197,7 +173,6 @@ def _by_xla(
     doubled = xla.double_pixels_outside(x) if tiles_of_frames else xla.double_pixels(x)
 
     def convolve(columns: Array, taps: Array, padding: tuple[int, int]) -> Array:
-        """Convolve columns with zeros above and below, and `padding` zero columns on the left and right."""
         return conv_frames(columns, taps, padding=((zero_rows, zero_rows), padding))
 
     y = convolve(doubled, kernel, (zero_columns, zero_columns))
@@ -265,15 +240,8 @@ def downsample_on(
     compress_time: bool,
     first_frame_alone: bool,
 ) -> Array:
-    """Compute `downsample` on `target`, the platform that is traced for, by runs of frames.
-
-    A run is frames that are computed together: on a TPU 2, 4 or 8; the first of an odd number of frames is a
-    run by itself. With `compress_time` pairs of frames are averaged first; with `first_frame_alone` pairs
-    begin after the first frame.
-    """
 
     def downsample_run(frames: Array, compress_time: bool, first_frame_alone: bool) -> Array:
-        """Downsample a run of frames on each device; the flags are this run's, and may differ among runs."""
         downsample_shard = functools.partial(
             _downsample_shard, compress_time=compress_time, first_frame_alone=first_frame_alone
         )
@@ -291,10 +259,6 @@ def _downsample_shard(
     compress_time: bool,
     first_frame_alone: bool,
 ) -> Array:
-    """Average pairs of frames if `compress_time`, then convolve with stride 2, on a device's own columns.
-
-    With `first_frame_alone` pairs begin after the first frame.
-    """
     has_pairs = x.shape[1] > int(first_frame_alone)  # a single first frame has no pair
     if compress_time and has_pairs:
         x = average_pairs(target, x, first_frame_alone=first_frame_alone)

@@ -14,10 +14,7 @@ def upsample(x, kernel, bias, *, expand_time, first_frame_alone=False):
 
 
 def downsample(x, kernel, bias, *, compress_time, first_frame_alone=False):
-    """Average pairs of frames (if `compress_time`), then convolve with stride 2, padded below and right.
-
-    With `first_frame_alone` pairs begin after the first frame, which is kept.
-    """
+    """Average pairs of frames (if `compress_time`), then convolve with stride 2, padded below and right."""
     if compress_time:
         paired = x[:, first_frame_alone:].astype(jnp.float32)  # False is 0, True is 1
         means = (paired[:, ::2] + paired[:, 1::2]) / 2
@@ -26,10 +23,7 @@ def downsample(x, kernel, bias, *, compress_time, first_frame_alone=False):
 
 
 def convolved(x, kernel, bias, padding, *, stride):
-    """Pad every frame of `x`, (N, T, H, W, C), with zeros, and convolve it in float32.
-
-    `padding` has numbers of zeros, ((above, below), (left, right)); `bias` may be None.
-    """
+    """Pad every frame of `x` with zeros, ((above, below), (left, right)), and convolve it in float32."""
     frames = jnp.pad(x.reshape(-1, *x.shape[2:]), ((0, 0), *padding, (0, 0)))
     y = jax.lax.conv_general_dilated(
         frames.astype(jnp.float32),

@@ -1,13 +1,14 @@
 """Upsampling by two in space (nearest), a 3 x 3 convolution and its bias in one Pallas kernel, for TPUs.
 
-Of all doubled arrays only the result is stored in HBM. A pixel is multiplied by each of the nine taps once,
-and the products are added to the four pixels that it becomes: a quarter of the operations of a convolution of
-the doubled frame. If frames are doubled too, each is multiplied twice, which costs less than writing results
-twice afterwards. A grid step computes a row of pixels. A row of a matrix product is one frame of one pixel,
-so with eight frames a shift by a column is a shift by whole registers.
+The kernel stores only the result in HBM, no other doubled array. It multiplies a pixel by each of the nine
+taps once, and adds the products to the four pixels that it becomes: a quarter of the operations of a
+convolution of the doubled frame. If frames are doubled too, it multiplies each one twice, which costs less
+than writing results twice afterwards. An entry, a row of the matrix products, is one frame of one pixel, so
+with eight frames a shift by a column is a shift by whole registers.
 
-Grid step g reads row g of pixels and finishes the two rows of results of row g - 1, whose lower one needs row
-g too: there is one step more than rows.
+A row of pixels becomes two rows of results. The upper one needs products of the row of pixels above too, and
+the lower one of the row below. Grid step g therefore reads row g of pixels, and finishes both rows of results
+of row g - 1: there is one step more than rows.
 
 For 8 x 240 x 360 x 256 doubled the schedule for a v6e takes 1.4 ms. At their peak the matrix units would take
 0.9 ms, and the bytes read and written 1.1 ms; XLA's convolution of the doubled frames alone takes 4.3 ms.
@@ -63,11 +64,7 @@ class UpsampleSizes(NamedTuple):
 
     @property
     def chunk(self) -> int:
-        """Number of columns of a chunk, the part of a row of pixels that is multiplied at a time.
-
-        The matrix product has a row for each frame of a column, about `PRODUCT` rows. The last chunk of a row
-        of pixels may have fewer columns.
-        """
+        """Number of columns that one matrix product covers; the last chunk of a row may have fewer."""
         # The fewest chunks that cover a row of pixels, as equal as multiples of `COLUMNS` allow. -(-a // b)
         # rounds a / b up.
         chunks = -(-self.columns // (PRODUCT // self.frames_out))
@@ -75,15 +72,10 @@ class UpsampleSizes(NamedTuple):
 
     @property
     def result_entries(self) -> int:
-        """Entries of a row of results: one for each frame of each of its 2 W pixels."""
         return 2 * self.columns * self.frames_out
 
 
 def _sizes(x: Array | jax.ShapeDtypeStruct, outputs: int, expand_time: bool) -> UpsampleSizes:
-    """Return the sizes that the kernel is compiled for, for frames `x` (N, T, H, W, C).
-
-    `outputs` is the number of output channels. With `expand_time` frames are doubled.
-    """
     _, frames, _, columns, channels = x.shape
     return UpsampleSizes(frames, 2 * frames if expand_time else frames, columns, channels, outputs)
 
@@ -95,16 +87,11 @@ def is_supported(
     expand_time: bool,
     pixels: int,
 ) -> bool:
-    """Return whether the kernel supports these frames.
+    """Return whether the kernel supports these frames; only their shape and dtype are read.
 
-    It supports two, four or eight frames of bfloat16. The result must have one of these numbers of frames
-    too, and not be small. Channels in and out must be whole tiles, and a row must fit into VMEM.
-
-    Args:
-        x: frames, of which only shape and dtype are read.
-        kernel: (3, 3, I, O), of which only the shape is read.
-        expand_time: whether frames are doubled too.
-        pixels: pixels of a whole frame, of which `x` may be a shard.
+    It supports two, four or eight frames of bfloat16; the result must have one of these numbers too. Frames
+    must not be small, channels in and out must fill whole tiles, and a row must fit into VMEM. `pixels` is
+    the number in a whole frame, of which `x` may be a shard.
     """
     sizes = _sizes(x, kernel.shape[3], expand_time)
     return (
@@ -119,7 +106,6 @@ def is_supported(
 
 
 def _vmem_bytes(sizes: UpsampleSizes) -> int:
-    """Return a bound of the bytes of VMEM that the kernel uses."""
     # A bfloat16 number has 2 bytes, a float32 number 4.
     pixel_row = sizes.columns * sizes.frames_in * sizes.channels * 2
     result_row = sizes.result_entries * sizes.outputs * 2
@@ -136,10 +122,6 @@ def _vmem_bytes(sizes: UpsampleSizes) -> int:
 class _Step:
     """A grid step of the kernel.
 
-    A row of pixels becomes two rows of results, an upper and a lower one. Upper results need products of the
-    row of pixels above too, lower results of the row below. An entry, a row of the kernel's matrices, is one
-    frame of one pixel, or of one result.
-
     Attributes:
         sizes: the sizes that the kernel is compiled for.
         refs: references to memory by name. Operands: "x", a row of pixels; "weights", "bias"; "beside", the
@@ -151,18 +133,11 @@ class _Step:
     """
 
     def __init__(self, sizes: UpsampleSizes, refs: dict[str, Any], last: int):
-        """Keep the sizes, the references by name and the index of the last step; read this step's index."""
         self.sizes, self.refs, self.last = sizes, refs, last
         self.step = pl.program_id(1)
 
     def run(self) -> None:
-        """Add the products of row i of pixels in step i, and write both rows of results of row i - 1.
-
-        A row of pixels becomes an upper and a lower row of results. When step i begins, "upper_results" are
-        those of row i - 1, finished; "lower_sums" are its lower results without the products of row i;
-        "next_upper_sums" is what row i - 1 adds to the upper results of row i, plus the bias. `_add_row` does
-        both. There is one step more than rows of pixels: the last step only writes.
-        """
+        """Add the products of a row of pixels, and write both rows of results of the row before it."""
         refs = self.refs
 
         @pl.when(self.step == 0)
@@ -179,8 +154,8 @@ class _Step:
     def _add_row(self) -> None:
         """Add the products of a row of pixels to the sums of results, in chunks of columns, the left first.
 
-        The results at a chunk's edges need products of the columns beside it. Those of the column on its left
-        are in "left_products". The column on its right is multiplied with the chunk; only the last chunk gets
+        The results at a chunk's edges need products of the columns beside it. "left_products" holds those of
+        the column on its left. The column on its right is multiplied with the chunk; only the last chunk gets
         its products as an argument.
         """
         sizes, refs = self.sizes, self.refs
@@ -200,7 +175,6 @@ class _Step:
             right_products = [jnp.zeros((sizes.frames_out, sizes.outputs), jnp.float32)] * TAPS
 
         def add_whole_chunk(index: Array, carry: None) -> None:
-            """Add one chunk of full size; `fori_loop` wants a carry."""
             self._add_chunk(index * sizes.chunk, sizes.chunk)
 
         chunks = -(-sizes.columns // sizes.chunk)
@@ -210,17 +184,12 @@ class _Step:
         self._add_chunk(last_chunk, sizes.columns - last_chunk, right_products)
 
     def _add_chunk(self, first: Any, count: int, right_products: list[Array] | None = None) -> None:
-        """Add the products of a chunk of a row of pixels to the sums of results.
+        """Add the products of `count` columns from `first` on; they finish lower results of the row above.
 
-        They finish lower results of the row of pixels above, which are written with its upper results.
-
-        Args:
-            first, count: the first column of the chunk, and its number of columns.
-            right_products: for the row's last chunk the products of the column right of it by the right tap,
-                one array for each kernel row; None for other chunks, which load that column of "x" too.
+        For a row's last chunk `right_products` has the products of the column right of it by the right tap,
+        one array for each kernel row. Other chunks load that column of "x" too.
         """
         sizes, refs = self.sizes, self.refs
-        # An entry, a row of the arrays here, is one frame of a pixel, or of a result.
         frames = sizes.frames_out
         entries = count * frames  # of the chunk's pixels
         loaded = count if right_products else count + 1  # columns
@@ -256,32 +225,25 @@ class _Step:
         refs["lower_sums"][at] = by_upper_row + by_middle_row
 
     def _product(self, x: Array, kernel_row: int, tap: int) -> Array:
-        """Multiply `x` by a kernel row's left (0), middle or right (2) tap; return float32 products.
-
-        `x` is (entries, channels), the result (entries, outputs); an entry is one frame of one pixel.
-        """
+        """Multiply entries by a kernel row's left (0), middle or right (2) tap; return float32 products."""
         weights = self.refs["weights"][TAPS * kernel_row + tap]
         return jnp.dot(x, weights, preferred_element_type=jnp.float32)
 
     def _repeat_frames(self, x: Array) -> Array:
-        """Return `x`, a row for each frame of a pixel, with every row twice if frames are doubled."""
+        """Return entries `x`, every one twice if frames are doubled."""
         if self.sizes.frames_in == self.sizes.frames_out:
             return x
         # Each 32-bit word holds a number twice. Read as bfloat16, a row of words is two equal rows.
         return pltpu.bitcast(tiles.duplicated_in_words(x), x.dtype)
 
     def _interleave_columns(self, left: Array, right: Array) -> Array:
-        """Interleave sums of pixels' left and right results, (pixels * frames, outputs) each, by pixel."""
+        """Interleave the sums of pixels' left and right results by pixel."""
         frames, outputs = self.sizes.frames_out, self.sizes.outputs
         by_pixel = [sums.reshape(-1, 1, frames, outputs) for sums in (left, right)]
         return jnp.concatenate(by_pixel, axis=1).reshape(-1, outputs)
 
     def _rounded(self, sums: Array, first: Any) -> Array:
-        """Round the sums of results to bfloat16, with zeros in padding columns.
-
-        `sums` has an entry, a row, for each frame of each of the result's columns, from column 2 * `first`
-        on: `first` counts columns of the input, which become two each.
-        """
+        """Round the sums of the results of input columns from `first` on; padding columns get zeros."""
         if "true_width" in self.refs:
             entry = jax.lax.broadcasted_iota(jnp.int32, sums.shape, 0)
             real_columns = self.refs["true_width"][0] - 2 * first  # those of `sums` that are not padding
@@ -303,14 +265,10 @@ def upsampled(
     true_width: Int[Array, ""] | None,
     expand_time: bool,
 ) -> Float[Array, "N T2 2*H 2*W O"]:
-    """Double rows and columns (nearest), then convolve, by the Pallas kernel; `_xla_form` gives derivatives.
+    """Double rows and columns (nearest), with `expand_time` frames too, then convolve; by the Pallas kernel.
 
-    Args:
-        x: frames for which `is_supported` holds.
-        kernel, bias: the convolution's.
-        beside: the neighbours' columns (left, right) of a shard; None for zeros.
-        true_width: columns of the result from this one on are padding and get zeros; None without padding.
-        expand_time: whether frames are doubled too.
+    `x` are frames for which `is_supported` holds. `beside` are the neighbours' columns (left, right) of a
+    shard; None for zeros. Columns of the result from `true_width` on are padding and get zeros.
     """
     plain, by_kernel = (functools.partial(form, expand_time=expand_time) for form in (_xla_form, _by_kernel))
     return with_derivatives_of(plain, by_kernel)(x, kernel, bias, beside, true_width)
@@ -324,15 +282,6 @@ def _by_kernel(
     true_width: Array | None,
     expand_time: bool,
 ) -> Array:
-    """Double rows and columns (nearest) and convolve by the Pallas kernel, a row of pixels in a grid step.
-
-    Args:
-        x: frames (N, T, H, W, I).
-        kernel, bias: the convolution's, (3, 3, I, O) and (O,).
-        beside: the neighbours' columns (left, right) of a shard; None for zeros.
-        true_width: columns of the result from this one on are padding and get zeros; None without padding.
-        expand_time: whether frames are doubled too.
-    """
     sizes = _sizes(x, kernel.shape[-1], expand_time)
     videos, _, height, *_ = x.shape
     # The nine taps, (I, O) each, on one axis.
@@ -347,7 +296,6 @@ def _by_kernel(
         operands["beside"] = _row_operand(jnp.concatenate(beside, axis=3))
     if true_width is not None:
         operands["true_width"] = true_width[None], pl.BlockSpec(memory_space=pltpu.SMEM)
-    # A row of pixels becomes two rows of results, an upper and a lower one, of 2 W T2 entries each.
     result_row = sizes.result_entries, sizes.outputs
     # What a step keeps of its row of pixels for the next step.
     scratch = {
@@ -356,8 +304,7 @@ def _by_kernel(
         # Its lower results, without what the next row adds, and its upper results, finished:
         "lower_sums": pltpu.VMEM(result_row, jnp.float32),
         "upper_results": pltpu.VMEM(result_row, jnp.bfloat16),
-        # A step goes over its row in chunks of columns. This has, for each kernel row, the products of the
-        # column left of the chunk.
+        # The products of the column left of a chunk, for each kernel row:
         "left_products": pltpu.VMEM((TAPS, sizes.frames_out, sizes.outputs), jnp.float32),
     }
     names = [*operands, "y", *scratch]
@@ -391,8 +338,7 @@ def _row_operand(x_NTHWC: Array) -> tuple[Array, pl.BlockSpec]:
     x = x_NTHWC.transpose(0, 2, 3, 1, 4)
     x = x.reshape(*x.shape[:2], -1, x.shape[-1])
     last_row = x.shape[1] - 1
-    # Step g reads row g. There is one step more than rows: it stays at the last row, so that nothing is
-    # fetched.
+    # The last step, one more than rows, stays at the last row, so that nothing is fetched.
     spec = pl.BlockSpec((1, 1, *x.shape[2:]), lambda video, step: (video, jax.lax.min(step, last_row), 0, 0))
     return x, spec
 
@@ -405,15 +351,6 @@ def _xla_form(
     true_width: Array | None,
     expand_time: bool,
 ) -> Array:
-    """Double rows and columns (nearest) and convolve by XLA's operations, which JAX can differentiate.
-
-    Args:
-        x: frames (N, T, H, W, I).
-        kernel, bias: the convolution's, (3, 3, I, O) and (O,).
-        beside: the neighbours' columns (left, right) of a shard; None for zeros.
-        true_width: columns of the result from this one on are padding and get zeros; None without padding.
-        expand_time: whether frames are doubled too.
-    """
     sums = conv_frames(xla.double_pixels(x), kernel, padding=((1, 1), (1, 1)))
     if beside is not None:
         # A neighbour's column, of doubled height, is under one tap of each kernel row. `left` and `right` are

@@ -14,7 +14,6 @@ from jax_kernels.common.frames import (
 
 
 def double_pixels(x: jax.Array) -> jax.Array:
-    """Double rows and columns of frames N T H W C: each pixel becomes four."""
     return repeat_nearest(x, {2: 2, 3: 2})
 
 
@@ -22,7 +21,7 @@ def double_pixels_outside(x: jax.Array) -> jax.Array:
     """Double rows and columns by a product with ones, in the order (H, W, N, T, C): a TPU tiles only T and C.
 
     The barriers hide from XLA that the factors are ones and that pairs of axes are joined. So it computes one
-    fused product, in 3.4 ms; else it would write out a broadcast, in 9.1 ms (v6e, 8 x 240 x 360 x 256
+    fused product, in 3.4 ms; otherwise it would write out a broadcast, in 9.1 ms (v6e, 8 x 240 x 360 x 256
     doubled).
     """
     h, w, n, t, c = pixels_first(x).shape
@@ -32,19 +31,15 @@ def double_pixels_outside(x: jax.Array) -> jax.Array:
 
 
 def downsampled_sums(x: jax.Array, kernel: jax.Array, columns: tuple[int, int]) -> jax.Array:
-    """Convolve with stride 2; return float32 sums.
-
-    A row of zeros is added below, and `columns` zeros on the (left, right).
-    """
+    """Convolve with stride 2, a row of zeros below and `columns` zeros (left, right); return float32 sums."""
     return conv_frames(x, kernel, padding=((0, 1), columns), stride=2)
 
 
 def downsampled_sums_by_patches(x: jax.Array, kernel: jax.Array, columns: tuple[int, int]) -> jax.Array:
-    """Convolve with stride 2 by one matrix product of all windows (patches); return float32 sums.
+    """Compute `downsampled_sums` by one matrix product of all windows (patches), for images on a TPU.
 
-    A row of zeros is added below, and `columns` zeros on the (left, right). This is for images on a TPU: on
-    one CPU core XLA compiles their convolution in 14 s (120 x 180 x 256) to a minute (a shard of 768 x 170 x
-    128), the product in 5 s.
+    On one CPU core XLA compiles their convolution in 14 s (120 x 180 x 256) to a minute (a shard of 768 x 170
+    x 128), and the product in 5 s.
     """
     # A list of one array: the kernel has no axis of time.
     return conv_patches([jnp.pad(x, [(0, 0), (0, 0), (0, 1), columns, (0, 0)])], kernel, stride=2)

@@ -55,8 +55,8 @@ def spatial_norm(
         The shape and dtype of `x`; everything in between is float32.
 
     Raises:
-        ValueError: sizes of `x` that are no whole multiples of the sizes of `zq`; weights of other sizes;
-            an unknown implementation or activation.
+        ValueError: sizes of `x` that are no whole multiples of the sizes of `zq`; weights of other sizes; an
+            unknown implementation or activation.
     """
     weights = weight, bias, kernel_y, bias_y, kernel_b, bias_b
     check_spatial_norm(x, zq, *weights, num_groups=num_groups, first_frame_alone=first_frame_alone)
@@ -93,19 +93,6 @@ def spatial_norm_on(
     first_frame_alone: bool,
     implementation: Implementation | None = None,
 ) -> Array:
-    """Compute `spatial_norm`, `group_norm(x) * conv_y(zq) + conv_b(zq)` of activations and latents.
-
-    Args:
-        target: the platform that is traced for.
-        x: activations (N, T, H, W, C).
-        zq: latents (N, t, h, w, Z).
-        weight, bias: GroupNorm's.
-        kernel_y, bias_y, kernel_b, bias_b: the two 1x1x1 convolutions, conv_y and conv_b.
-        num_groups, eps: GroupNorm's number of groups, and what is added to its variances.
-        activation: "silu", or None.
-        first_frame_alone: whether the first latent frame covers the first frame alone.
-        implementation: a key of `_IMPLEMENTATIONS`; None for the fastest.
-    """
     statistics = scale_and_shift(
         moments(target, x, num_groups=num_groups, channel_axis=-1), weight, bias, eps
     )
@@ -115,10 +102,7 @@ def spatial_norm_on(
     convolutions = (kernel_y, bias_y), (kernel_b, bias_b)
 
     def modulated(target: Target, x: Array, zq: Array, *operands: Any) -> Array:
-        """Modulate a run of frames on one device, by `implementation` or the fastest one for the run.
-
-        `operands` are the two convolutions' kernels and biases, then GroupNorm's scale and shift.
-        """
+        """Modulate a run on one device; `operands` are the two convolutions, then scale and shift."""
         zq = xla.match_frames_and_columns(zq, x.shape, first_frame_alone=first_frame_alone and len(runs) == 1)
         fastest = "pixels_first" if target.on_tpu and x.shape[1] > 1 else "rows"
         return _IMPLEMENTATIONS[implementation or fastest](target, x, zq, *operands, activation=activation)
@@ -139,12 +123,6 @@ def check_spatial_norm(
     num_groups: int,
     first_frame_alone: bool,
 ) -> None:
-    """Raise `ValueError` for arrays that `spatial_norm` does not take.
-
-    The activations `x` are normed by groups of channels (`weight`, `bias`) and multiplied by a 1x1x1
-    convolution of the latents `zq` (`kernel_y`, `bias_y`); a second one (`kernel_b`, `bias_b`) is added. With
-    `first_frame_alone` the first latent frame covers the first frame alone.
-    """
     channels, latent_channels = x.shape[-1], zq.shape[-1]
     check_groups("spatial_norm", channels, num_groups, weight=weight, bias=bias, bias_y=bias_y, bias_b=bias_b)
     xla.check_sizes(zq, x.shape, first_frame_alone=first_frame_alone)

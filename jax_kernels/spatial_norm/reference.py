@@ -21,10 +21,7 @@ def spatial_norm(
     activation=None,
     first_frame_alone=False,
 ):
-    """Upsample the latents `zq`, convolve them to y and b, then activate GroupNorm(x) * y + b; in float32.
-
-    `first_frame_alone` is whether the first latent frame covers only the first frame.
-    """
+    """Upsample the latents `zq`, convolve them to y and b, then activate GroupNorm(x) * y + b; in float32."""
     x_f32, latents = x.astype(jnp.float32), upsampled(zq, x.shape, first_frame_alone).astype(jnp.float32)
     y, b = (
         jnp.einsum("nthwz,zc->nthwc", latents, kernel, precision=jax.lax.Precision.HIGHEST) + offset
@@ -35,10 +32,7 @@ def spatial_norm(
 
 
 def upsampled(zq, shape, first_frame_alone):
-    """Repeat latents `zq` (N, t, h, w, c) to the frames and pixels of `shape` (N, T, H, W, C).
-
-    `first_frame_alone` is whether the first latent frame covers only the first frame.
-    """
+    """Repeat latents `zq` (N, t, h, w, c) to the frames and pixels of `shape` (N, T, H, W, C)."""
     _, frames, rows, columns, _ = shape
     _, t, h, w, _ = zq.shape
     alone = int(first_frame_alone)  # frames that the first latent frame covers by itself

@@ -23,16 +23,9 @@ def modulate_rows(
 ) -> Array:
     """Return `activation((x * scale + shift) * y + b)`, computed as one multiply-add.
 
-    `y` and `b` are 1x1x1 convolutions of the latents. They are computed for the latents' rows, and broadcast
-    to the rows of `x`.
-
-    Args:
-        target: the platform that is traced for, and the sharding of columns.
-        x: activations N T H W C.
-        zq: latents N T h W Z (`match_frames_and_columns`).
-        to_y, to_b: (kernel, bias) of each convolution.
-        scale_NC, shift_NC: GroupNorm as a multiplication and an addition.
-        activation: applied to the result, or None.
+    `y` and `b` are 1x1x1 convolutions of the latents `zq`, N T h W Z (`match_frames_and_columns`): `to_y` and
+    `to_b` have the kernel and the bias of each. They are computed for the latents' rows, and broadcast to the
+    rows of `x`.
     """
     y = pointwise("nthwz,zc->nthwc", zq, *to_y)
     multiplier = y * scale_NC[:, None, None, None]
@@ -56,21 +49,11 @@ def modulate_pixels(
     *,
     activation: Activation | None,
 ) -> Array:
-    """Compute `activation((x * scale + shift) * y + b)` in the order H W N T C, as two multiply-adds.
+    """Compute `modulate_rows` in the order H W N T C, as two multiply-adds.
 
-    `y` and `b` are 1x1x1 convolutions of the latents. `modulate_rows` computes this in the order N T H W C.
-
-    A TPU keeps a convolution's activations in the order H W N T C. There repeating a row is a broadcast over
-    an outer axis, which costs nothing inside a fusion. To compute `scale * y` and `shift * y + b` first, for
-    a single multiply-add, costs more than it saves.
-
-    Args:
-        target: the platform that is traced for, and the sharding of columns.
-        x: activations N T H W C.
-        zq: latents N T h W Z (`match_frames_and_columns`).
-        to_y, to_b: (kernel, bias) of each convolution.
-        scale_NC, shift_NC: GroupNorm as a multiplication and an addition.
-        activation: applied to the result, or None.
+    A TPU keeps a convolution's activations in this order. Here repeating a row is a broadcast over an outer
+    axis, which costs nothing inside a fusion. To compute `scale * y` and `shift * y + b` first, for a single
+    multiply-add, costs more than it saves.
     """
     # Adding a zero computed from `scale` has `y` and `b` wait for the statistics: the compiler would compute
     # every norm's `y` and `b` first, and keep them. Each video has a zero, as it has statistics of its own.
@@ -91,14 +74,7 @@ def modulate_pixels(
 
 
 def match_frames_and_columns(z_NTHWC: Array, x_shape: tuple[int, ...], *, first_frame_alone: bool) -> Array:
-    """Upsample latents (nearest) to the frames and columns of activations; rows stay.
-
-    Args:
-        z_NTHWC: the latents.
-        x_shape: (N, T, H, W, C) of the activations.
-        first_frame_alone: whether the first latent frame covers only the first frame, and the other latent
-            frames cover the other frames.
-    """
+    """Upsample latents (nearest) to the frames and columns of activations of `x_shape`; rows stay."""
     # A part of the latents covers `length` frames. The dictionary has repetitions by axis: 1 is T, 3 is W.
     resized = [
         repeat_nearest(part, {1: length // part.shape[1], 3: x_shape[3] // part.shape[3]})
@@ -110,10 +86,9 @@ def match_frames_and_columns(z_NTHWC: Array, x_shape: tuple[int, ...], *, first_
 def _frame_parts(
     z_NTHWC: Array, x_shape: tuple[int, ...], first_frame_alone: bool
 ) -> list[tuple[Array, int]]:
-    """Return parts of the latents along time, each with the number of frames of the activations it covers.
+    """Return parts of the latents along time, each with the number of frames that it covers.
 
-    There are two parts if the first latent frame covers the first frame alone, else one. `x_shape` is
-    (N, T, H, W, C) of the activations.
+    There are two parts if the first latent frame covers the first frame alone, else one.
     """
     frames = x_shape[1]
     if first_frame_alone and frames > 1:
@@ -122,10 +97,7 @@ def _frame_parts(
 
 
 def check_sizes(z_NTHWC: Array, x_shape: tuple[int, ...], *, first_frame_alone: bool) -> None:
-    """Raise `ValueError` unless the activations' frames, rows and columns are multiples of the latents'.
-
-    `x_shape` is (N, T, H, W, C) of the activations.
-    """
+    """Raise `ValueError` unless the activations' frames, rows and columns are multiples of the latents'."""
     # `z_part` is the latents that cover `frames` of the activations.
     for z_part, frames in _frame_parts(z_NTHWC, x_shape, first_frame_alone):
         sizes = zip((frames, *x_shape[2:4]), z_part.shape[1:4], strict=True)  # a pair for each axis
