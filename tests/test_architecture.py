@@ -265,29 +265,6 @@ def test_what_breaks_a_rule_is_named(module, added, words):
     assert re.match(f"{module}: .*{re.escape(words)}", line)
 
 
-FIRST_WORDS = {"What", "Whether", "Where", "How", "Of", "That", "As"}
-"""Words that begin a clause; a docstring begins with a verb or a noun."""
-
-
-def riddles(modules: dict[str, str]) -> list[str]:
-    """Return the docstrings, those of constants too, that begin with one of `FIRST_WORDS`."""
-    return [
-        f"{module}: {text.partition(chr(10))[0]}"
-        for module, source in modules.items()
-        for node in ast.walk(parsed(source)[0])
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if isinstance(text := node.value.value, str) and text.split()[0] in FIRST_WORDS
-    ]
-
-
-def test_docstrings_begin_with_a_verb_or_a_noun():
-    assert riddles(sources()) == []
-    assert riddles({"a": '"""What it is."""', "b": 'X = 1\n"""Of a tile."""', "c": '"""Tiles."""'}) == [
-        "a: What it is.",
-        "b: Of a tile.",
-    ]
-
-
 def test_no_kernel_asks_for_the_size_of_its_grid():
     """JAX 0.11 takes one trace for equal kernels and blocks: the size would be another grid's."""
     for path in (ROOT / "jax_kernels").rglob("*.py"):

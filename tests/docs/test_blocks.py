@@ -149,20 +149,3 @@ def test_a_test_that_a_page_names_is_there():
     for page in PAGES:
         for name in re.findall(r"`(test_\w+)`", (ROOT / page).read_text()):
             assert f"\ndef {name}(" in tests, page
-
-
-def test_each_page_starts_with_something_to_run():
-    for page in PAGES:
-        first = next(iter(blocks(page)), None)
-        runs = first is not None and first.language in ("python", "bash", "diff") and first.line <= 12
-        assert runs or page in TOLD, f"{page} has nothing to run in its first lines"
-
-
-TOLD = {
-    "README.md",
-    *(
-        f"docs/{name}.md"
-        for name in ("accuracy", "architecture", "history", "kernels", "performance", "style")
-    ),
-}
-"""Pages that begin with what they are: a README, a map, a diary, tables, a list of words."""
