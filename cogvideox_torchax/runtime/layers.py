@@ -65,7 +65,7 @@ def watched(
 def by_kernel(module: nn.Module, x: torch.Tensor) -> bool:
     """Return whether a ported layer runs its kernel on `x`, not the method that it inherits.
 
-    It does if `x` is on an accelerator (`bridges`), unless somebody has replaced a method of the class that was ported.
+    It does if `x` is where kernels run, unless somebody has replaced a method of the class that was ported.
     """
     return on_accelerator(x) and not is_patched(type(module))
 

@@ -71,7 +71,7 @@ def _on_flat(make: Callable[[Any, tuple[Any, ...]], tuple[Any, Trees]]) -> Calla
 
 
 def _flattened(function: Callable[..., Any], tree: Any, constants: tuple[Any, ...]) -> tuple[Any, Trees]:
-    """Return a function of trees as one from a list of arrays to a list, and the structures of its results."""
+    """Return a function of trees as one from a list to a list, and the structures of its results."""
     trees: Trees = {}
 
     def flat(arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -148,7 +148,7 @@ def _compiled(
     """Return a function of torch, compiled by a backend for one structure of its arguments."""
     flat, trees = _flattened(function, tree, constants)
     traced = upstream.traced_whole(flat)
-    return torch.compile(
+    return torch.compile(  # pyright: ignore[reportCallIssue]
         lambda tensors: traced(tensors),  # torch.compile takes `traced` itself for no function to compile
         backend=backend,
         fullgraph=True,

@@ -162,7 +162,7 @@ TOLD = {
     "README.md",
     *(
         f"docs/{name}.md"
-        for name in ("accuracy", "architecture", "history", "kernels", "performance", "style")
+        for name in ("accuracy", "architecture", "history", "kernels", "performance", "style", "torchtpu")
     ),
 }
 """Pages that begin with what they are: a README, a map, a diary, tables, a list of words."""

@@ -1,4 +1,4 @@
-"""The bridge by TorchTPU, without TorchTPU: a stand-in of its `jax_op`, with its refusals, computes on the CPU."""
+"""The bridge by TorchTPU: in its place a stand-in of its `jax_op`, with its refusals, computes on the CPU."""
 
 import collections.abc
 import copy
