@@ -310,11 +310,6 @@ def test_ported_modules_know_two_functions_of_a_bridge(module):
     assert taken >= SEAM
 
 
-def test_no_two_classes_have_one_name():
-    assert doubled_classes(sources()) == []
-    assert doubled_classes({"a.b": "class X: pass", "a.c": "class X: pass"}) == ["X"]
-
-
 def public_names():
     for package in (*PACKAGES, "cogvideox_torchax.flax"):
         yield from ((package, name) for name in importlib.import_module(package).__all__)
