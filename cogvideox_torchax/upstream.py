@@ -187,6 +187,26 @@ def one_program_each(registry: Any) -> None:
         operator.func = jax.jit(operator.func, static_argnames=static_arguments)
 
 
+def added_device() -> str:
+    """Return the name of the device that a package has added to PyTorch: "jax", "tpu", or torch's own name.
+
+    Needs torch's function for it, which has no public form.
+    """
+    import torch
+
+    return _attribute("torch", torch._C, "_get_privateuse1_backend_name")()
+
+
+def traced_whole(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that `torch.compile` traces by running it, as `jax.jit` does, and not by its code.
+
+    Needs `nonstrict_trace` of torch._dynamo, which is documented, but not in `torch.compiler`.
+    """
+    import torch._dynamo
+
+    return _attribute("torch", torch._dynamo, "nonstrict_trace")(function)
+
+
 def untraceable_errors() -> tuple[type[Exception], ...]:
     """Return JAX's errors of code that needs the values of arrays while it is traced."""
     import jax

@@ -50,6 +50,7 @@ OWNERS = {
     "matplotlib": ("cogvideox_torchax.files.reports",),
     "pyarrow": ("cogvideox_torchax.dataset.formats",),
     "ray": ("cogvideox_torchax.dataset.ray",),
+    "torch_tpu": ("cogvideox_torchax.runtime.torchtpu",),
 }
 """The only packages and modules that import these."""
 
@@ -269,6 +270,21 @@ def test_no_kernel_asks_for_the_size_of_its_grid():
     """JAX 0.11 takes one trace for equal kernels and blocks: the size would be another grid's."""
     for path in (ROOT / "jax_kernels").rglob("*.py"):
         assert "pl.num_programs(" not in path.read_text(), path
+
+
+SEAM = {"on_accelerator", "torch_view"}
+"""The two functions of a bridge from torch to JAX."""
+
+
+@pytest.mark.parametrize("module", ["vae.torchax.modules", "pipelines.layers"])
+def test_ported_modules_know_two_functions_of_a_bridge(module):
+    modules = sources()
+    _, found = parsed(modules[f"cogvideox_torchax.{module}"])
+    taken = {name for node in found for source, name, _ in imported(node, modules) if "runtime" in source}
+    of_tensors = SEAM | {"as_layer", "by_kernel", "is_watched"}  # of runtime/layers, which asks the seam
+    table = {"runtime", ""}  # `pipelines.layers` moves a table to JAX: `runtime.to_jax`
+    assert taken <= of_tensors | (table if module == "pipelines.layers" else set())
+    assert taken >= SEAM
 
 
 def public_names():

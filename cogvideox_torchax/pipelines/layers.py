@@ -14,7 +14,7 @@ from torch import nn
 
 import jax_kernels
 from cogvideox_torchax import runtime, upstream
-from cogvideox_torchax.runtime import on_jax, torch_view
+from cogvideox_torchax.runtime import on_accelerator, torch_view
 from cogvideox_torchax.runtime.layers import by_kernel
 
 
@@ -80,7 +80,7 @@ class JointAttention:
             attention_mask: as diffusers takes it.
             image_rotary_emb: (cos, sin) of the patches' positions; None for none.
         """
-        takes = on_jax(hidden_states) and not upstream.is_patched(type(self))
+        takes = on_accelerator(hidden_states) and not upstream.is_patched(type(self))
         if not takes or attention_mask is not None or attn.is_cross_attention:
             inherited: Any = super()
             return inherited.__call__(

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
         tensor_of,
         to_jax,
         to_torch,
-        torch_view,
         without_torchax,
     )
+    from cogvideox_torchax.runtime.bridges import on_accelerator, torch_view
     from cogvideox_torchax.runtime.calls import method_program, mixing, run_method, warn_once
     from cogvideox_torchax.runtime.compile_cache import COMPILE_CACHE_VARIABLE, configure_compile_cache
     from cogvideox_torchax.runtime.forks import check_not_forked
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
         largest,
         wait,
     )
+    from cogvideox_torchax.runtime.torchtpu import NO_GRADIENT, TorchTPUProgram, is_on_tpu
     from cogvideox_torchax.runtime.user_checks import unchecked
     from cogvideox_torchax.runtime.weights import (
         feed_weights,
@@ -67,10 +68,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "COMPILE_CACHE_VARIABLE",
+    "NO_GRADIENT",
     "ArrayProgram",
     "Place",
     "Program",
     "Programs",
+    "TorchTPUProgram",
     "active",
     "all_finite",
     "array_of",
@@ -96,6 +99,7 @@ __all__ = [
     "is_jax_device",
     "is_movable",
     "is_on_jax",
+    "is_on_tpu",
     "jax_dtype",
     "largest",
     "largest_of",
@@ -103,6 +107,7 @@ __all__ = [
     "mixing",
     "named_tensors",
     "of_several_processes",
+    "on_accelerator",
     "on_default_device",
     "on_jax",
     "out_of_memory",
@@ -148,8 +153,11 @@ _MODULES = {
         "tensor_of",
         "to_jax",
         "to_torch",
-        "torch_view",
         "without_torchax",
+    ),
+    "bridges": (
+        "on_accelerator",
+        "torch_view",
     ),
     "calls": (
         "method_program",
@@ -195,6 +203,11 @@ _MODULES = {
         "jax_dtype",
         "largest",
         "wait",
+    ),
+    "torchtpu": (
+        "NO_GRADIENT",
+        "TorchTPUProgram",
+        "is_on_tpu",
     ),
     "user_checks": ("unchecked",),
     "weights": (

@@ -23,6 +23,8 @@ from cogvideox_torchax.versions import TESTED, installed
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """The types of PyTorch's own tensors; a tensor on JAX has a type of torchax."""
+TPU = "tpu"
+"""The name of TorchTPU's device, and of its compiler for `torch.compile`."""
 
 
 def import_torchax() -> Any:
@@ -155,8 +157,10 @@ def to_jax(tensor: torch.Tensor) -> torch.Tensor:
 
 @unchecked()
 def to_torch(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a torchax tensor, once computed, into a plain CPU tensor; a plain tensor is returned unchanged."""
-    return plain_tensor(np.array(array_of(tensor))) if on_jax(tensor) else tensor
+    """Copy a tensor of torchax or TorchTPU, once computed, to the CPU; return any other tensor unchanged."""
+    if on_jax(tensor):
+        return plain_tensor(np.array(array_of(tensor)))
+    return tensor.cpu() if tensor.device.type == TPU else tensor
 
 
 def plain_tensor(host: np.ndarray) -> torch.Tensor:

@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from cogvideox_torchax.runtime.bridge import array_of, import_torchax, on_jax, tensor_of
+from cogvideox_torchax.runtime.bridges import on_accelerator
 
 Function = Callable[..., Any]
 """Function of JAX arrays to a JAX array."""
@@ -105,6 +106,20 @@ def differentiable(
     )
 
 
+class _Refused(torch.autograd.Function):
+    """A result whose backward pass is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, why: str, run: Callable[[], torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+        """Return the result of `run`, which is computed from `tensors`; `why` is the error's message."""
+        ctx.why = why
+        return run()
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        raise ValueError(ctx.why)
+
+
 def without_gradient(network: nn.Module, x: torch.Tensor, result: torch.Tensor, why: str) -> torch.Tensor:
     """Return `result`, which `network` has computed from `x`.
 
@@ -112,19 +127,14 @@ def without_gradient(network: nn.Module, x: torch.Tensor, result: torch.Tensor, 
     """
     if not wants_gradient(network, x):
         return result
-
-    def refuse(*_: Any) -> Any:
-        """Raise the error: the backward pass calls this to compute the result again."""
-        raise ValueError(why)
-
-    return differentiable(refuse, network, {}, x, run=lambda: result)  # {}: `refuse` reads no weights
+    return _Refused.apply(why, lambda: result, x, *network.parameters())  # pyright: ignore[reportReturnType]
 
 
 def wants_gradient(network: nn.Module, x: torch.Tensor) -> bool:
-    """Return whether torch, in this thread, records operations on this JAX input or on the weights."""
+    """Return whether torch records operations on this input of an accelerator, or on the weights."""
     return (
         torch.is_grad_enabled()
-        and on_jax(x)
+        and on_accelerator(x)
         and (x.requires_grad or any(weight.requires_grad for weight in network.parameters()))
     )
 

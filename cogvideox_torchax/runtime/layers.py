@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cogvideox_torchax.runtime.bridge import on_jax
+from cogvideox_torchax.runtime.bridges import on_accelerator
 from cogvideox_torchax.upstream import is_patched
 
 Visit = Callable[[str, Any], Any]
@@ -65,9 +65,9 @@ def watched(
 def by_kernel(module: nn.Module, x: torch.Tensor) -> bool:
     """Return whether a ported layer runs its kernel on `x`, not the method that it inherits.
 
-    It does if `x` is on JAX, unless somebody has replaced a method of the class that was ported.
+    It does if `x` is where kernels run, unless somebody has replaced a method of the class that was ported.
     """
-    return on_jax(x) and not is_patched(type(module))
+    return on_accelerator(x) and not is_patched(type(module))
 
 
 def is_watched(module: nn.Module) -> bool:

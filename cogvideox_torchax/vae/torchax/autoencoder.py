@@ -230,7 +230,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         tile_as_uint8 = as_uint8 and plan is None  # tiles are blended as floats
         network = chunk_network(self, direction, tile_as_uint8)
         step: Step = network
-        if on_jax:
+        if on_jax or runtime.is_on_tpu(self):
             program = self.program(direction, tile_as_uint8)
             step = program.step(program.weights(network))
         if plan is not None:
@@ -251,15 +251,19 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         """
         plan = self._tile_plan(direction, x.shape[3:], always=in_tiles)
         network = chunk_network(self, direction)
-        wants_gradient = plan is None and runtime.wants_gradient(network, x)
+        on_tpu = runtime.is_on_tpu(self)
+        wants_gradient = plan is None and not on_tpu and runtime.wants_gradient(network, x)
         result: Any = None
         if not (wants_gradient and self.training):
             results = self.results(direction, frames_of_chunks(self, direction, x), plan)
-            result = joined(results, on_host=not runtime.on_jax(x))
-        if plan is not None:  # a backward pass then raises an error with this message
-            return runtime.without_gradient(
-                network, x, result, "gradients do not pass through tiles on JAX: call disable_tiling() before"
-            )
+            result = joined(results, on_host=not runtime.on_accelerator(x))
+        refusal = None  # the message of the error that a backward pass raises
+        if on_tpu:
+            refusal = runtime.NO_GRADIENT
+        elif plan is not None:
+            refusal = "gradients do not pass through tiles on JAX: call disable_tiling() before"
+        if refusal:
+            return runtime.without_gradient(network, x, result, refusal)
         if not wants_gradient:
             return result
         program = self.program(direction)
@@ -276,7 +280,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
     def enable_gradient_checkpointing(self, gradient_checkpointing_func: Any = None) -> None:
         super().enable_gradient_checkpointing(gradient_checkpointing_func or runtime.rematerialized)
 
-    def program(self, direction: Direction, as_uint8: bool = False) -> runtime.Program:
+    def program(self, direction: Direction, as_uint8: bool = False) -> Any:
         """Return the compiled chunk program of a direction, built on the first request.
 
         It is built again once modules, hooks or attributes differ from those that it was traced from.
@@ -291,8 +295,10 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         """
         return self._compile_for(chunk_network(stock_of(self) if stock else self, direction))
 
-    def _compile_for(self, network: nn.Module) -> runtime.Program:
-        """Return a new program of a network, for the model's mesh if there is one."""
+    def _compile_for(self, network: nn.Module) -> Any:
+        """Return a new program of a network: by TorchTPU, or on JAX for the model's mesh if there is one."""
+        if runtime.is_on_tpu(network):
+            return runtime.TorchTPUProgram(network)
         if self.mesh is None:
             return runtime.Program(network)
         direction = ENCODE if isinstance(network, EncoderChunk) else DECODE
@@ -316,16 +322,18 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
             runtime.forget_programs(self)
 
     def _check_place(self, name: str, x: torch.Tensor, follow_weights: bool) -> None:
-        """Raise `ValueError` for a tensor on JAX and weights in PyTorch, or the other way round.
+        """Raise `ValueError` for a tensor on an accelerator and weights in PyTorch, or the other way round.
 
-        With `follow_weights` a plain tensor may be given for weights on JAX. `name` is "video" or "latents".
+        With `follow_weights` a plain tensor may be given for weights on an accelerator. `name` is "video" or
+        "latents".
         """
-        weights_on_jax = runtime.is_on_jax(self)
-        if weights_on_jax:
+        if runtime.is_on_jax(self):
             runtime.check_not_forked()
-        if runtime.on_jax(x) != weights_on_jax and not (follow_weights and weights_on_jax):
-            tensor, model = ("jax", "in PyTorch") if runtime.on_jax(x) else (str(x.device), "on jax")
-            move = 'vae.to("jax")' if runtime.on_jax(x) else 'the tensor .to("jax")'
+        accelerated = runtime.is_on_jax(self) or runtime.is_on_tpu(self)
+        if runtime.on_accelerator(x) != accelerated and not (follow_weights and accelerated):
+            device = (next(self.parameters()) if accelerated else x).device.type  # "jax" or "tpu"
+            tensor, model = (str(x.device), f"on {device}") if accelerated else (device, "in PyTorch")
+            move = f'the tensor .to("{device}")' if accelerated else f'vae.to("{device}")'
             raise ValueError(f"got {name} on {tensor} for weights {model}: move {move}")
 
     def _takes_dtype(self, x: torch.Tensor) -> bool:

@@ -21,7 +21,7 @@ from diffusers.models.upsampling import CogVideoXUpsample3D
 from torch import nn
 
 import jax_kernels
-from cogvideox_torchax.runtime import on_jax, torch_view
+from cogvideox_torchax.runtime import on_accelerator, torch_view
 from cogvideox_torchax.runtime.layers import as_layer, by_kernel, is_watched
 from cogvideox_torchax.upstream import is_patched
 from cogvideox_torchax.vae.chunks import first_frame_is_alone
@@ -59,7 +59,7 @@ def with_zero_padding(x_NCTHW: torch.Tensor, split: Split) -> torch.Tensor:
 
     PyTorch's operations may have overwritten the zeros. Only tensors on JAX have padding.
     """
-    return torch_view(with_clear_padding)(x_NCTHW, split, COLUMN_AXIS) if on_jax(x_NCTHW) else x_NCTHW
+    return torch_view(with_clear_padding)(x_NCTHW, split, COLUMN_AXIS) if on_accelerator(x_NCTHW) else x_NCTHW
 
 
 def _matrix(conv: nn.Conv3d) -> torch.Tensor:
@@ -75,7 +75,7 @@ def _activated(y: torch.Tensor, activation: str | None) -> torch.Tensor:
     """
     if activation is None:
         return y
-    if not on_jax(y):
+    if not on_accelerator(y):
         raise ValueError(f"got activation={activation!r} for a norm without a kernel: apply it afterwards")
     return torch_view(getattr(jax_kernels, activation))(y)
 
@@ -192,7 +192,7 @@ class SpatialNorm3D(OnColumns, diffusers_vae.CogVideoXSpatialNorm3D):
         """
         if not by_kernel(self, f) or not _as_ported(self):
             y, new_cache = super().forward(f, zq, conv_cache)
-            cache: Any = {} if on_jax(f) else new_cache  # convolutions of 1x1x1 need none
+            cache: Any = {} if on_accelerator(f) else new_cache  # convolutions of 1x1x1 need none
             return with_zero_padding(_activated(y, activation), self.split), cache
         norm, conv_y, conv_b = self.norm_layer, self.conv_y.conv, self.conv_b.conv
         y = torch_view(jax_kernels.spatial_norm)(

@@ -1,0 +1,33 @@
+"""The seam between ported modules and the two bridges to JAX: torchax and TorchTPU.
+
+A bridge is two functions: whether a tensor is where kernels run, and a JAX function seen as one of such
+tensors. Modules know nothing else of either.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from cogvideox_torchax import upstream
+from cogvideox_torchax.runtime import bridge, torchtpu
+
+
+def on_accelerator(tensor: torch.Tensor) -> bool:
+    """Return whether kernels compute with a tensor: it is on JAX by torchax, or on a TPU by TorchTPU."""
+    return bridge.on_jax(tensor) or torchtpu.on_tpu(tensor)
+
+
+def torch_view(jax_function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of JAX arrays as one of tensors, by the bridge that this process has.
+
+    There is one at most: torchax and TorchTPU both take the one device that a package may add to PyTorch.
+    """
+
+    @functools.wraps(jax_function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        chosen = torchtpu if upstream.added_device() == bridge.TPU else bridge
+        return chosen.torch_view(jax_function)(*args, **kwargs)
+
+    return call
