@@ -67,6 +67,12 @@ def measure(layers: int) -> dict[str, float]:
     return {"call_ms": 1e3 * statistics.median(calls[1:]), "step_ms": 1e3 * statistics.median(between)}
 
 
+def step_seconds(video: str) -> float:
+    """Return the seconds of the host for a step; `video` begins with the model's name, as in `LAYERS`."""
+    rows = reports.load(RESULT, FORMAT)["layers"]
+    return next(row["step_ms"] for name, row in rows.items() if video.split(",")[0] in name) / 1e3
+
+
 def table(result: dict[str, Any]) -> str:
     """Return the table of the host's times."""
     rows = [
