@@ -56,7 +56,7 @@ if TYPE_CHECKING:
         wait,
     )
     from cogvideox_torchax.runtime.torchtpu import NO_GRADIENT, TorchTPUProgram, is_on_tpu
-    from cogvideox_torchax.runtime.user_checks import unchecked
+    from cogvideox_torchax.runtime.user_checks import runs_unchecked
     from cogvideox_torchax.runtime.weights import (
         feed_weights,
         is_movable,
@@ -118,12 +118,12 @@ __all__ = [
     "rematerialized",
     "replace_weights",
     "run_method",
+    "runs_unchecked",
     "take",
     "tensor_of",
     "to_jax",
     "to_torch",
     "torch_view",
-    "unchecked",
     "wait",
     "wants_gradient",
     "warn_once",
@@ -209,7 +209,7 @@ _MODULES = {
         "TorchTPUProgram",
         "is_on_tpu",
     ),
-    "user_checks": ("unchecked",),
+    "user_checks": ("runs_unchecked",),
     "weights": (
         "feed_weights",
         "is_movable",

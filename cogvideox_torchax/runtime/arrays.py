@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from cogvideox_torchax.runtime.forks import check_not_forked
-from cogvideox_torchax.runtime.user_checks import unchecked
+from cogvideox_torchax.runtime.user_checks import runs_unchecked
 from cogvideox_torchax.upstream import is_traced
 
 
-@unchecked()
+@runs_unchecked
 def largest_of(array: Any) -> float | None:
     """Return the largest absolute value in a JAX or NumPy array; NaN or Inf if it has one of the two.
 
@@ -33,7 +33,7 @@ def _largest_of(array: Any) -> jax.Array:
     return jnp.where(all_finite_of(array), jnp.abs(array).max(), jnp.nan)
 
 
-@unchecked()
+@runs_unchecked
 def first_nonfinite_of(array: Any) -> tuple[int, ...] | None:
     """Return the index of the first NaN or Inf in a JAX or NumPy array; None if there is none.
 
@@ -61,7 +61,7 @@ def all_finite_of(array: Any) -> jax.Array:
     return jnp.isfinite(array).all()
 
 
-@unchecked()
+@runs_unchecked
 def concatenate(parts: Sequence[Any], axis: int) -> Any:
     """Return arrays, or tensors, joined along an axis; torchax need not be enabled in this thread."""
     if len(parts) == 1:
@@ -75,7 +75,7 @@ def concatenate(parts: Sequence[Any], axis: int) -> Any:
     return tensors.concatenate(parts, axis)
 
 
-@unchecked()
+@runs_unchecked
 def take(x: Any, axis: int, start: int, length: int) -> Any:
     """Return entries `start` to `start + length` of an axis of an array or a tensor.
 

@@ -15,7 +15,7 @@ import torch
 from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
 from cogvideox_torchax.runtime.forks import check_not_forked
 from cogvideox_torchax.runtime.functions import replace_functions, replace_keys
-from cogvideox_torchax.runtime.user_checks import unchecked
+from cogvideox_torchax.runtime.user_checks import runs_unchecked, unchecked
 from cogvideox_torchax.runtime.views import share_views
 from cogvideox_torchax.upstream import one_program_each, teach_copying, torchax_off
 from cogvideox_torchax.upstream import torchax_is_on as is_enabled
@@ -149,13 +149,13 @@ def tensor_of(array: Any) -> torch.Tensor:
     return import_torchax().interop.torch_view(array)
 
 
-@unchecked()
+@runs_unchecked
 def to_jax(tensor: torch.Tensor) -> torch.Tensor:
     """Move a plain torch tensor, detached, to JAX's default device; return a torchax tensor unchanged."""
     return tensor if on_jax(tensor) else import_torchax().default_env().to_xla(tensor.detach())
 
 
-@unchecked()
+@runs_unchecked
 def to_torch(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor of torchax or TorchTPU, once computed, to the CPU; return any other tensor unchanged."""
     if on_jax(tensor):

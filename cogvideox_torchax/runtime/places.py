@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
 from cogvideox_torchax.runtime.forks import check_not_forked
-from cogvideox_torchax.runtime.user_checks import unchecked
+from cogvideox_torchax.runtime.user_checks import runs_unchecked
 
 
 class Place:
@@ -116,18 +116,18 @@ class ArrayProgram:
         self.compilations += 1
         return self.place.trace(functools.partial(self._network, self.place, weights), inputs, cache)
 
-    @unchecked()
+    @runs_unchecked
     def put(self, inputs: Any) -> Any:
         """Return an array of NumPy or JAX on the program's devices."""
         check_not_forked()
         return self.place.put(inputs)
 
-    @unchecked()
+    @runs_unchecked
     def run(self, weights: Any, inputs: Any, cache: Any = None) -> tuple[Any, Any]:
         """Return (result, cache) for placed `weights` and `inputs` from `put`; `cache` is donated."""
         return self._compiled(weights, inputs, cache)
 
-    @unchecked()
+    @runs_unchecked
     def empty_cache(self, weights: Any, inputs: Any) -> Any:
         """Return zeros, shaped and placed like the cache that the first call, without a cache, returns."""
         return jax.tree.map(
@@ -141,7 +141,7 @@ class ArrayProgram:
 
     # Ahead of time
 
-    @unchecked()
+    @runs_unchecked
     def lower(self, weights: Any, inputs: Any, cache: Any = None) -> Any:
         """Lower the program for arrays, or for `jax.ShapeDtypeStruct`s."""
         return self._compiled.lower(weights, inputs, cache)

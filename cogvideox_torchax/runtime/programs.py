@@ -19,7 +19,7 @@ from cogvideox_torchax.runtime.profiles import is_profiling, named_layers
 from cogvideox_torchax.runtime.skeleton import skeleton, weightless
 from cogvideox_torchax.runtime.snapshot import Snapshot, modules_of
 from cogvideox_torchax.runtime.tensors import jax_dtype
-from cogvideox_torchax.runtime.user_checks import unchecked
+from cogvideox_torchax.runtime.user_checks import runs_unchecked
 from cogvideox_torchax.runtime.weights import assign, named_tensors, put_weights
 from cogvideox_torchax.upstream import array_in, is_traced
 
@@ -221,7 +221,7 @@ class Program(ArrayProgram):
                 assign(tensor, tensor_of(placed))
         return {name: array_of(tensor) for name, tensor in named.items()}
 
-    @unchecked()
+    @runs_unchecked
     def put(self, inputs: Any) -> Any:
         """Return a tree of arrays or tensors, plain or on JAX, as arrays on the program's devices.
 
@@ -231,7 +231,7 @@ class Program(ArrayProgram):
             inputs = {name: value for name, value in inputs.items() if value is not None}
         return jax.tree.map(lambda value: self.place.put(as_array(value)), inputs)
 
-    @unchecked()
+    @runs_unchecked
     def run_video(self, weights: Any, video: Any, lengths: Sequence[int]) -> Any:
         """Return the results of all chunks of a video, joined in time, so that `jax.vjp` can differentiate.
 

@@ -1,12 +1,25 @@
 """JAX's checks that a user turns on for code of their own, off while the package's code runs."""
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+CHECKS = (
+    "jax_numpy_rank_promotion",
+    "jax_transfer_guard_host_to_device",
+    "jax_transfer_guard_device_to_host",
+    "jax_transfer_guard_device_to_device",
+)
+"""The settings of JAX that check."""
 
 
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
-    """Run a block, or a decorated function, without the two checks.
+    """Run a block without the two checks.
 
     `jax_numpy_rank_promotion="raise"` refuses the broadcasting that is usual in PyTorch, and
     `jax_transfer_guard="disallow"` each Python number and array of the host that reaches a device.
@@ -15,3 +28,20 @@ def unchecked() -> Iterator[None]:
 
     with jax.numpy_rank_promotion("allow"), jax.transfer_guard("allow"):
         yield
+
+
+def runs_unchecked(function: Callable[P, R]) -> Callable[P, R]:
+    """Return a function that runs without the two checks; if they are off, at next to no cost."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        import jax
+
+        # None is JAX's default of a guard.
+        checks = [getattr(jax.config, name) for name in CHECKS]
+        if all(check in ("allow", None) for check in checks):
+            return function(*args, **kwargs)
+        with unchecked():
+            return function(*args, **kwargs)
+
+    return call

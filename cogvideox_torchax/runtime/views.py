@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._mode_utils import no_dispatch
 
-from cogvideox_torchax.runtime.user_checks import unchecked
+from cogvideox_torchax.runtime.user_checks import runs_unchecked
 
 STORAGE, LAYOUT, ARRAY = "_storage", "_layout", "_array"
 """Attributes of a torchax tensor: its `_Storage`, its place in it, and its array."""
@@ -124,7 +124,7 @@ def share_views(torchax: Any) -> None:
                 vars(source)[STORAGE].add(result, made)
 
     @functools.wraps(dispatch)
-    @unchecked()
+    @runs_unchecked
     def call(self: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation; have a view share its input's values."""
         source: Any = args[0] if args else None

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from cogvideox_torchax.runtime.bridge import PLAIN, array_of, host_array, on_jax, tensor_of
-from cogvideox_torchax.runtime.user_checks import unchecked
+from cogvideox_torchax.runtime.user_checks import runs_unchecked
 from cogvideox_torchax.upstream import replace_array
 
 
@@ -52,7 +52,7 @@ def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
     replace_array(tensor, lambda _: array_of(value))
 
 
-@unchecked()
+@runs_unchecked
 def on_default_device(_name: str, array: Any) -> Any:
     """Return a NumPy array as a copy on JAX's default device; return a JAX array unchanged.
 

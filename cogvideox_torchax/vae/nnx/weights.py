@@ -54,7 +54,7 @@ def to_torch(path: Keys, parameter: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(np.moveaxis(parameter, (-1, -2), (0, 1))) if is_kernel else parameter
 
 
-@runtime.unchecked()
+@runtime.runs_unchecked
 def read_state(
     abstract: nnx.State, tensors: Iterable[tuple[str, np.ndarray]], *, source: object, param_dtype: DTypeLike
 ) -> nnx.State:
