@@ -3,7 +3,17 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks import caches, dataset_throughput, host, memory, programs, runs, schedules, sharding
+from benchmarks import (
+    caches,
+    dataset_throughput,
+    host,
+    memory,
+    pipelines,
+    programs,
+    runs,
+    schedules,
+    sharding,
+)
 from benchmarks.estimate.command import FORMAT
 from benchmarks.jobs import Size
 from benchmarks.pages import RESULTS, ROOT, fill
@@ -296,6 +306,7 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     **dataset_throughput.TABLES,
     **host.TABLES,
     **memory.TABLES,
+    **pipelines.TABLES,
     **schedules.TABLES,
     **sharding.TABLES,
 }

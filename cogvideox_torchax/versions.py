@@ -26,13 +26,13 @@ class Tested:
 
 
 TESTED = {
-    "torch": Tested("2.13.0", "2.13.0"),
+    "torch": Tested("2.13.0", "2.15.0"),
     "torchax": Tested("0.0.14.dev20261026", "0.0.14.dev20261026"),
-    "jax": Tested("0.10.2", "0.10.2"),
+    "jax": Tested("0.10.2", "0.12.0.1"),
     "diffusers": Tested("0.42.1", "0.42.1"),
-    "transformers": Tested("5.23.0", "5.23.0"),
+    "transformers": Tested("5.23.0", "5.24.0"),
 }
-"""Versions that the tests run with, as constraints.txt pins them; `doctor` reports others."""
+"""From what constraints.txt pins to the newest that the table of docs/install.md has; `doctor` reports others."""
 
 
 def installed(package: str) -> str | None:

@@ -1,6 +1,7 @@
 """Runs a part of the tests with the lowest and the newest versions of what a result depends on.
 
     python scripts/version_matrix.py lowest newest    # writes benchmarks/results/versions-*.json
+    python scripts/version_matrix.py newest --python python3.13    # JAX 0.11 and later need Python 3.12
     python scripts/version_matrix.py                  # draws the table in docs/install.md
 
 Each set takes minutes, and gets a virtual environment of its own, some gigabytes large and deleted
@@ -10,7 +11,6 @@ afterwards. What was installed is what is kept.
 import argparse
 import itertools
 import json
-import platform
 import subprocess
 import sys
 import tempfile
@@ -73,11 +73,18 @@ def wanted(name: str) -> list[str]:
     return sorted(asked.values())
 
 
-def run(name: str, asked: list[str], directory: Path) -> dict[str, Any]:
+def version_of(interpreter: str) -> str:
+    """Return the version of a Python interpreter, such as "3.13.0"."""
+    command = [interpreter, "-c", "import platform; print(platform.python_version())"]
+    return subprocess.run(command, capture_output=True, check=True, text=True).stdout.strip()
+
+
+def run(name: str, interpreter: str, asked: list[str], directory: Path) -> dict[str, Any]:
     """Install a set, run `TESTS` with it, and return a report of the outcome.
 
     Args:
         name: of the set.
+        interpreter: the Python that the virtual environment is made from.
         asked: pip's requirements.
         directory: for the virtual environment.
 
@@ -85,17 +92,17 @@ def run(name: str, asked: list[str], directory: Path) -> dict[str, Any]:
         The report, with a "reason" where the set could not be installed or tested.
     """
     python = directory / "bin" / "python"
-    subprocess.run([sys.executable, "-m", "venv", directory], check=True)
+    subprocess.run([interpreter, "-m", "venv", directory], check=True)
     install = [python, "-m", "pip", "install", "--quiet", f"{ROOT}[cpu,test,text]", *asked]
     installed = subprocess.run(install, capture_output=True, text=True)
-    about = {"format": FORMAT, "set": name, "asked": asked, "date": time.strftime("%Y-%m-%d")}
+    about = {"format": FORMAT, "set": name, "python": version_of(interpreter), "asked": asked}
+    about["date"] = time.strftime("%Y-%m-%d")
     if installed.returncode:
         return about | {"reason": " ".join(installed.stderr.split())[-600:]}
     listed = subprocess.run([python, "-m", "pip", "list", "--format=json"], capture_output=True, check=True)
     versions = {entry["name"].lower(): entry["version"] for entry in json.loads(listed.stdout)}
     outcome = _tested(python, directory / "junit.xml")
     return about | {
-        "python": platform.python_version(),
         "versions": {package: versions.get(package, "none") for package in PACKAGES},
         "tests": list(TESTS),
         **outcome,
@@ -144,20 +151,24 @@ def drawn(found: list[dict[str, Any]]) -> str:
             skipped = f", {report['skipped']} skipped" if report.get("skipped") else ""
             outcome = f"{report['passed']} of {report['passed'] + report['failed']}{skipped}"
         versions = (report.get("versions", {}).get(package, "") for package in SHOWN)
-        rows.append((report["set"], *versions, outcome))
-    return reports.table(("set", *SHOWN, "tests passed"), rows)
+        rows.append((report["set"], report["python"], *versions, outcome))
+    return reports.table(("set", "Python", *SHOWN, "tests passed"), rows)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Runs tests with the lowest and the newest versions.")
     parser.add_argument("sets", nargs="*", metavar="SET", help="lowest or newest; none: draw the table")
+    parser.add_argument(
+        "--python", default=sys.executable, help="interpreter of the sets (default: this one)"
+    )
     args = parser.parse_args()
     if not set(args.sets) <= {"lowest", "newest"}:
         parser.error(f"no such set in {' '.join(args.sets)}: give lowest, newest, both or none")
     for name in args.sets:
         with tempfile.TemporaryDirectory(prefix="versions-") as directory:
-            found = run(name, wanted(name), Path(directory))
-        reports.write_json(RESULTS / f"versions-{name}.json", found)
+            found = run(name, args.python, wanted(name), Path(directory))
+        minor = found["python"].rpartition(".")[0]
+        reports.write_json(RESULTS / f"versions-{name}-{minor}.json", found)
         print(json.dumps(found, indent=1))
     kept = [reports.load(path, FORMAT) for path in sorted(RESULTS.glob("versions-*.json"))]
     fill(ROOT / "docs" / "install.md", "versions", drawn(kept))

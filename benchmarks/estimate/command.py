@@ -43,6 +43,12 @@ VIDEOS = {
         )
     },
 }
+SLICES = {
+    **{name: {1: ("1x1", 1), 4: ("2x2", 4), 8: ("2x4", 8)} for name in ("v5e", "v6e")},
+    "v5p": {1: ("1x1x1", 1), 4: ("2x2x1", 4), 8: ("2x2x2", 8)},
+    "tpu7x": {1: ("1x1x1", 2), 4: ("2x2x1", 8), 8: ("2x2x2", 16)},
+}
+"""By a generation and a number of chips: the grid and its devices, of which a chip of tpu7x has two."""
 CASES = {
     **{
         f"plan-{name}-{backend}": f"--model 5b --backend {backend} {words}"
@@ -64,6 +70,13 @@ CASES = {
     "cached-magcache": f"{STEP} --cache magcache:{RESULTS.parent / 'ratios.json'}",
     "cached-taylorseer": f"{STEP} --cache taylorseer",
     "cached-fastercache": f"{STEP} --cache fastercache",
+    **{
+        f"pipeline-{model}-{generation}-{count}": f"--pipeline {model} --topology {generation}:{grid} {size} "
+        f"--dp {min(2, devices)} --tp {max(1, devices // 2)}"
+        for model, size in (("5b", SMALL), ("1.5-5b", LARGE), ("2b", SMALL))
+        for generation, slices in SLICES.items()
+        for count, (grid, devices) in slices.items()
+    },
     "train-step-v6e-1": "--training --model 5b --frames 1 --height 64 --width 64",
 }
 """By the name of a file in results/: the options of its estimate."""
@@ -88,7 +101,7 @@ def estimated(args: argparse.Namespace) -> dict[str, Any]:
     chip = chips.CHIPS[args.topology.partition(":")[0]]
     compile_one = functools.partial(programs.estimate_program, mesh=request.mesh, chip=chip)
     plans = planning.compiled(args, request, compile_one, lambda each, _chip: programs.timed_rows(each, chip))
-    figures = summary.of_job(request.about, request.counts, plans, chip)
+    figures = summary.of_job(request.about, request.counts, plans, chip, request.beside)
     if args.training:
         figures |= training.memory(request, plans, chip)
     figures |= programs.times(request.counts, plans)

@@ -13,9 +13,11 @@ from cogvideox_torchax.pipelines.cache_options import config_of
 
 TOPOLOGY = "v6e:1x1"
 ONLY = {
-    **dict.fromkeys(("backend", "tiling", "no_advice", "layers", "encode", "save_hlo"), ("vae",)),
-    **dict.fromkeys(("no_guidance", "parallel", "cache", "skips"), ("step",)),
-    **dict.fromkeys(("frames", "height", "width"), ("vae", "step")),
+    **dict.fromkeys(("backend", "layers", "encode", "save_hlo"), ("vae",)),
+    **dict.fromkeys(("tiling", "no_advice"), ("vae", "pipeline")),
+    **dict.fromkeys(("cache", "skips"), ("step",)),
+    **dict.fromkeys(("no_guidance", "parallel"), ("step", "pipeline")),
+    **dict.fromkeys(("frames", "height", "width"), ("vae", "step", "pipeline")),
 }
 """By option, the values of `--network` that it goes with; other options go with all."""
 
@@ -26,11 +28,15 @@ COMMAND = options.Command(
     (
         options.Option(
             "--model",
-            "--pipeline",
             group="program",
-            default="5b",
             metavar="2b|5b|1.5-5b|DIR_OR_ID",
             help="whose shapes to plan, of a pipeline or a VAE (default: 5b)",
+        ),
+        options.Option(
+            "--pipeline",
+            group="program",
+            metavar="2b|5b|1.5-5b|DIR_OR_ID",
+            help="plan this pipeline whole, or one of its networks with --network",
         ),
         options.Option(
             "--topology",
@@ -87,21 +93,21 @@ COMMAND = options.Command(
         options.Option(
             "--network",
             group="program",
-            choices=("vae", "step", "prompt"),
-            default="vae",
-            help="the VAE, a step of the transformer, the text encoder (default: vae)",
+            choices=("vae", "step", "prompt", "pipeline"),
+            help="the VAE, a step of the transformer, the text encoder, or all of them with all weights in "
+            "memory (default: vae, or pipeline with --pipeline)",
         ),
         options.Option(
             "--no-guidance",
             group="denoising step",
             action="store_true",
-            help="with --network step: without guidance, which doubles the batch",
+            help="without guidance, which doubles the batch",
         ),
         options.Option(
             "--parallel",
             group="denoising step",
             choices=("context", "tensor"),
-            help="with --network step: split the tokens (context) or the weights (tensor) over --tp "
+            help="split the tokens (context) or the weights (tensor) over --tp "
             "(default: context where --tp divides the heads)",
         ),
         options.Option(
@@ -144,7 +150,11 @@ COMMAND = options.Command(
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise `ValueError` for options that would have no effect, given the other options."""
+    """Settle the model and the network; raise `ValueError` for options that would have no effect."""
+    if args.model and args.pipeline:
+        raise ValueError(f"got --model {args.model} and --pipeline {args.pipeline}: give one of them")
+    args.network = args.network or ("pipeline" if args.pipeline else "vae")
+    args.model = args.pipeline or args.model or "5b"
     # `ONLY` has, by option, the values of --network that it goes with. A value other than the default shows
     # that an option was passed.
     defaults = {option.flags[0]: option.settings.get("default") for option in COMMAND.options}

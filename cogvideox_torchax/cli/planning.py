@@ -31,6 +31,7 @@ class PlanRequest:
         chip: the chip that they are; None for CPUs.
         about: figures of the job that need no compiling, by the names that are printed.
         job: the job, for the plan's JSON.
+        beside: for each program, the bytes of other networks' weights on its device; empty for none.
     """
 
     works: Sequence[Work]
@@ -39,22 +40,26 @@ class PlanRequest:
     chip: chips.Chip | None
     about: dict[str, Any]
     job: dict[str, Any]
+    beside: Sequence[int] = ()
 
 
 def planned(args: argparse.Namespace) -> dict[str, Any]:
     """Compile the programs of `--network`, and print their figures; return the plan as a JSON document."""
     request = requested(args)
     programs = compiled(args, request, lambda work: compile_program(work, request.mesh), summary.program_rows)
-    figures = summary.of_job(request.about, request.counts, programs, request.chip)
+    figures = summary.of_job(request.about, request.counts, programs, request.chip, request.beside)
     common.print_report(figures)
     rows = programs[-1].layers if args.layers else []  # of the later chunks, which are most of a video
     if rows:
         head, *cells = report.table(rows)  # rows of texts
         print(reports.table(head, cells))
     if request.chip:  # a CPU has no limit of memory, and no estimate of time
-        if args.network == "vae" and not figures["fits"] and not args.no_advice:
-            peak = max(program.peak_bytes for program in programs)
-            figures["would_fit"] = _would_fit(args, request, request.chip, peak)
+        if args.network in ADVISERS and not figures["fits"] and not args.no_advice:
+            common.say("it does not fit: compiling what would")
+            found = ADVISERS[args.network](args, request, request.chip, programs)
+            figures["would_fit"] = {change.what: change.peak_bytes / chips.GIB for change in found}
+            advice = {f"with {what}": f"{size:.2f} GiB" for what, size in figures["would_fit"].items()}
+            common.print_report(advice or {"would fit": "nothing that was tried"})
         common.say("for times: python -m benchmarks estimate, with these options, in a checkout")
     return document(args, request, jobs.FORMAT, programs, figures) | {"layers": [vars(row) for row in rows]}
 
@@ -102,7 +107,7 @@ def requested(args: argparse.Namespace) -> PlanRequest:
     else:
         devices, chip = jax.devices("cpu"), None
     vae = models.weightless_vae(args.model, common.parse_dtype(args.dtype))
-    request = _requested_video if args.network == "vae" else _requested_network
+    request = {"vae": _requested_video, "pipeline": _requested_pipeline}.get(args.network, _requested_network)
     return request(args, vae, make_mesh(args.dp, args.tp, devices=devices), chip)
 
 
@@ -162,25 +167,92 @@ def _requested_network(args: argparse.Namespace, vae: Any, mesh: Any, chip: chip
     )
 
 
-def _would_fit(
-    args: argparse.Namespace, request: PlanRequest, chip: chips.Chip, peak: int
-) -> dict[str, float]:
-    """Print and return what would make a video fit: peak memory in GiB, by the option that does it.
+def _requested_pipeline(
+    args: argparse.Namespace, vae: Any, mesh: Any, chip: chips.Chip | None
+) -> PlanRequest:
+    """Return the programs of a video: its prompt, a step and its decoding, with all weights in memory."""
+    from cogvideox_torchax.plan import networks  # needs transformers, as the VAE does not
 
-    `peak` is the peak memory in bytes of a chip with the given options.
-    """
-    common.say("it does not fit: compiling what would")
+    prompt, step = (
+        _requested_network(_with(args, network=network), vae, mesh, chip) for network in ("prompt", "step")
+    )
+    decoding = _requested_video(args, vae, mesh, chip)
+    text_encoder, transformer = (networks.weight_bytes(request.works[0]) for request in (prompt, step))
+    whole_vae = sum(value.numel() * value.element_size() for value in vae.parameters())  # on each device
+    total = text_encoder + transformer + whole_vae
+    decoder = jobs.weight_bytes(vae, DECODE)
+    return PlanRequest(
+        works=[*prompt.works, *step.works, *decoding.works],
+        counts=(1 if args.no_guidance else 2, networks.STEPS, *decoding.counts),
+        mesh=mesh,
+        chip=chip,
+        about={
+            "pipeline": f"{args.model}, {args.frames} x {args.height} x {args.width}",
+            "parallel": step.about["parallel"],
+            "text_encoder_GiB": text_encoder / chips.GIB,
+            "transformer_GiB": transformer / chips.GIB,
+            "vae_GiB": whole_vae / chips.GIB,
+            "weights_GiB": total / chips.GIB,
+        },
+        job=step.job | {"network": "pipeline", "tile": decoding.job["tile"]},
+        beside=(total - text_encoder, total - transformer, *[total - decoder] * len(decoding.works)),
+    )
+
+
+def _with(args: argparse.Namespace, **changes: Any) -> argparse.Namespace:
+    """Return a copy of options with changes."""
+    return argparse.Namespace(**vars(args) | changes)
+
+
+def _video_would_fit(
+    args: argparse.Namespace, request: PlanRequest, chip: chips.Chip, programs: Sequence[ProgramPlan]
+) -> list[jobs.Change]:
+    """Return what makes a video fit: tiles, or a larger slice. `programs` are those that do not."""
     vae, job = models.weightless_vae(args.model, common.parse_dtype(args.dtype)), jobs.Job(**request.job)
     options = {"dp": args.dp, "backend": args.backend}
-    devices = list(request.mesh.devices.flat)
+    devices, peak = list(request.mesh.devices.flat), summary.peak_bytes(programs)
     changes = [  # each an option with which the video fits, or None
         jobs.largest_tile_that_fits(vae, job, devices, chip, peak, tp=args.tp, **options),
         jobs.smallest_mesh_that_fits(args.model, vae.dtype, job, args.topology, args.tp, peak, **options),
     ]
-    found = {change.what: change.peak_bytes / chips.GIB for change in changes if change}
-    advice = {f"with {what}": f"{size:.2f} GiB" for what, size in found.items()}
-    common.print_report(advice or {"would fit": "nothing that was tried"})
-    return found
+    return [change for change in changes if change]
+
+
+def _pipeline_would_fit(
+    args: argparse.Namespace, request: PlanRequest, chip: chips.Chip, programs: Sequence[ProgramPlan]
+) -> list[jobs.Change]:
+    """Return what makes a pipeline fit: its prompt encoded on the host, or the smallest larger slice."""
+    changes = []
+    without_text = summary.peak_bytes(programs[1:], request.beside[1:]) - _bytes(request, "text_encoder")
+    if without_text <= chip.memory:
+        changes.append(jobs.Change("the prompt encoded on the host", without_text))
+    used, generation = summary.peak_bytes(programs, request.beside), args.topology.partition(":")[0]
+    flat = args.topology.count("x") == 1  # grids of other generations have three axes
+    for count, grid in chips.GRIDS.items() if flat else ():
+        dp = 1 if args.no_guidance else 2
+        larger = _with(args, topology=f"{generation}:{grid}", dp=dp, tp=count // dp)
+        if count <= request.mesh.size:
+            continue
+        other = requested(larger)
+        # What is not weights is split over the devices; 1.1 is a margin.
+        working = (used - _bytes(request, "weights")) * request.mesh.size / count
+        if _bytes(other, "weights") + working > 1.1 * chip.memory:
+            continue
+        plans = compiled(larger, other, lambda work: compile_program(work, other.mesh), summary.program_rows)  # noqa: B023
+        peak = summary.peak_bytes(plans, other.beside)
+        if peak <= chip.memory:
+            what = f"--topology {larger.topology} --dp {dp} --tp {larger.tp}"
+            return [*changes, jobs.Change(what, peak)]
+    return changes
+
+
+def _bytes(request: PlanRequest, what: str) -> float:
+    """Return a size of a pipeline's request in bytes: "weights" for all, or one network's name."""
+    return request.about[f"{what}_GiB"] * chips.GIB
+
+
+ADVISERS = {"vae": _video_would_fit, "pipeline": _pipeline_would_fit}
+"""By a value of `--network`: the function that returns what would fit."""
 
 
 def document(

@@ -170,7 +170,7 @@ def largest_tile_that_fits(
     Returns:
         The tiling and its peak memory; None if not even the smallest tile fits.
     """
-    scale, weights = vae.spatial_compression_ratio, _weight_bytes(vae, job.direction)
+    scale, weights = vae.spatial_compression_ratio, weight_bytes(vae, job.direction)
     height, width = job.tile or (job.height, job.width)
     while True:
         # `peak_bytes`, `height` and `width` are the last round's, at first the job's as it is.
@@ -213,7 +213,7 @@ def smallest_mesh_that_fits(
     if grid.count("x") != 1:  # a three-dimensional grid
         return None
     chip, vae = CHIPS[generation], weightless_vae(model, dtype)
-    weights = _weight_bytes(vae, job.direction)
+    weights = weight_bytes(vae, job.direction)
     for count, name in GRIDS.items():
         # Each chip has all weights, and an even part of the other memory.
         rough_peak = weights + (peak_bytes - weights) * tp / count
@@ -227,7 +227,7 @@ def smallest_mesh_that_fits(
     return None
 
 
-def _weight_bytes(vae: AutoencoderKLCogVideoX, direction: Direction) -> int:
+def weight_bytes(vae: AutoencoderKLCogVideoX, direction: Direction) -> int:
     """Return the bytes of the encoder's or the decoder's weights, whichever the direction runs."""
     network = getattr(vae, direction.network)
     return sum(value.numel() * value.element_size() for value in network.parameters())

@@ -309,12 +309,21 @@ def cached_program(
 def cache_bytes(program: runtime.Program, tensors: TensorSpecs) -> int:
     """Return the bytes on one device of the cache that a program returns for these inputs."""
     # What a call returns, the next call takes: `structs` describes the next call, with equal inputs.
-    _weights, _inputs, cache = program.structs(tensors, before=tensors)
-    total = 0
-    for array in jax.tree.leaves(cache):
-        shape = array.sharding.shard_shape(array.shape) if array.sharding else array.shape  # on one device
-        total += math.prod(shape) * array.dtype.itemsize
-    return total
+    return _device_bytes(program.structs(tensors, before=tensors)[-1])
+
+
+def weight_bytes(work: Work) -> int:
+    """Return the bytes of a program's weights on one device."""
+    return _device_bytes(work.structs()[0])
+
+
+def _device_bytes(structs: Any) -> int:
+    """Return the bytes on one device of the arrays that a tree of `jax.ShapeDtypeStruct`s describes."""
+    return sum(
+        math.prod(struct.sharding.shard_shape(struct.shape) if struct.sharding else struct.shape)
+        * struct.dtype.itemsize
+        for struct in jax.tree.leaves(structs)
+    )
 
 
 def prompt_work(model: str | None, dtype: torch.dtype, mesh: Any, *, tokens: int) -> NetworkWork:

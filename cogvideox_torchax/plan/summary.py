@@ -27,8 +27,18 @@ def program_rows(program: ProgramPlan, chip: Chip | None) -> dict[str, Any]:
     }
 
 
+def peak_bytes(programs: Sequence[ProgramPlan], beside: Sequence[int] = ()) -> int:
+    """Return the peak memory of a device that runs the programs; `beside` is as for `of_job`."""
+    others = beside or (0,) * len(programs)
+    return max(plan.peak_bytes + other for plan, other in zip(programs, others, strict=True))
+
+
 def of_job(
-    about: dict[str, Any], counts: Sequence[int], programs: Sequence[ProgramPlan], chip: Chip | None
+    about: dict[str, Any],
+    counts: Sequence[int],
+    programs: Sequence[ProgramPlan],
+    chip: Chip | None,
+    beside: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Return the figures of a job: its peak memory, and with a chip if it fits, and the floor of its time.
 
@@ -37,8 +47,9 @@ def of_job(
         counts: number of times that each program runs in the job.
         programs: the programs' plans.
         chip: the chip that the programs are compiled for, or None.
+        beside: for each program, the bytes of other networks' weights on its device; empty for none.
     """
-    peak = max(program.peak_bytes for program in programs)
+    peak = peak_bytes(programs, beside)
     figures = {**about, "peak_memory_GiB": peak / GIB}
     if chip:
         floor = sum(count * plan.floor_seconds(chip) for count, plan in zip(counts, programs, strict=True))

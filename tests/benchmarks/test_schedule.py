@@ -99,21 +99,21 @@ def test_a_schedule_that_cannot_be_followed_is_refused(monkeypatch, broken, word
 HLO = """
 ENTRY %main (x: bf16[1024,1024]) -> bf16[1024,1024] {
   %made.1 = bf16[1024,1024]{1,0} custom-call(%x), KERNEL
-  ROOT %made.2 = bf16[1024,1024]{1,0} custom-call(%made.1), KERNEL
+  ROOT %made.2.refs_3_of_12 = bf16[1024,1024]{1,0} custom-call(%made.1), KERNEL
 }
 """.replace(
     "KERNEL",
     'custom_call_target="tpu_custom_call", operand_layout_constraints={bf16[1024,1024]{1,0}}',
 )
-MAP = "key:made.1\nordinal:2\nequivalent_hlos[size=2]:\n  made.1\n  made.2\n"
+MAP = "key:made.1\nordinal:2\nequivalent_hlos[size=2]:\n  made.1\n  made.2.refs_3_of_12\n"
 
 
 def test_kernels_that_are_alike_share_a_schedule_and_count_by_the_larger(tmp_path):
     (tmp_path / "18-made.1-01-final_bundles.txt").write_text(text())
     (tmp_path / "17-made.1-01-final_bundles.txt").write_text(text(bound="5"))  # given up by the compiler
     (tmp_path / "17-TLP-00-deduplication-map.txt").write_text(MAP)
-    schedules = schedule.read_schedules(tmp_path, ["made.1", "made.2", "made.3"], 4)
-    assert set(schedules) == {"made.1", "made.2"}
+    schedules = schedule.read_schedules(tmp_path, ["made.1", "made.2.refs_3_of_12", "made.3"], 4)
+    assert set(schedules) == {"made.1", "made.2.refs_3_of_12"}
     moved = 2 * 2 * 1024 * 1024 * 2 / CHIP.bandwidth
     by_bytes = programs.kernel_times(list(instructions(HLO)), CHIP, schedules)["made"]
     assert by_bytes.seconds == by_bytes.bytes_seconds == pytest.approx(moved)
@@ -126,7 +126,7 @@ def test_kernels_that_are_alike_share_a_schedule_and_count_by_the_larger(tmp_pat
 
 def test_a_kernel_with_an_unknown_dump_counts_by_its_bytes_and_is_told(tmp_path):
     (tmp_path / "17-made.1-01-final_bundles.txt").write_text("another format")
-    schedules = schedule.read_schedules(tmp_path, ["made.1", "made.2"], 4)
+    schedules = schedule.read_schedules(tmp_path, ["made.1", "made.2.refs_3_of_12"], 4)
     assert schedules == {}
     times = programs.kernel_times(list(instructions(HLO)), CHIP, schedules)["made"]
     assert (times.by_bytes, times.schedule_seconds) == (2, None)

@@ -193,6 +193,8 @@ def test_a_hollow_model_has_shapes_and_no_weights():
         (["--platform", "cpu", "--network", "step", "--frames", "0"], "at least one is needed"),
         (["--network", "prompt", "--frames", "0"], "--frames does not go with --network prompt"),
         (["--parallel", "context"], "--parallel does not go with --network vae"),
+        (["--pipeline", "5b", "--cache", "pab"], "--cache does not go with --network pipeline"),
+        (["--pipeline", "5b", "--model", "2b"], "give one of them"),
     ],
 )
 def test_a_plan_that_cannot_be_made_is_named(arguments, words, capsys):

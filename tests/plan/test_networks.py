@@ -1,6 +1,7 @@
 """Plans of a transformer's step and of a prompt, of small networks, on this machine's CPU."""
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import torch
 from diffusers import ConsisIDTransformer3DModel
 
 from cogvideox_torchax import cli, make_mesh, runtime
-from cogvideox_torchax.plan import networks, programs
+from cogvideox_torchax.plan import chips, networks, programs
 from cogvideox_torchax.plan.chips import PlanError
 from tests import small_pipelines
 
@@ -169,3 +170,56 @@ def test_a_step_of_an_unknown_transformer_costs_what_the_known_one_of_its_sizes_
         PlanError, match="a transformer of class Some, which cannot be imported from not_there"
     ):
         networks.step_work(str(tmp_path), torch.float32, mesh, None, **size)
+
+
+@pytest.fixture
+def small_pipeline(tmp_path, monkeypatch):
+    """Save a pipeline and make slices of v6e of CPUs; return the options of its plan."""
+    small_pipelines.build().save_pretrained(tmp_path / "pipe")
+    monkeypatch.setattr(
+        chips, "topology_devices", lambda name: jax.devices()[: math.prod(map(int, name[4:].split("x")))]
+    )
+    return ("--pipeline", "pipe", "--dtype", "float32", "--frames", "9", "--height", "32", "--width", "64")
+
+
+def whole_plan(monkeypatch, memory, *words):
+    """Return the plan of a pipeline for a chip of so many bytes, by the command line."""
+    monkeypatch.setitem(chips.CHIPS, "v6e", chips.Chip(1e12, 1e12, memory))
+    assert cli.main(["plan", *words, "-o", "plan.json"]) == 0
+    return json.loads(Path("plan.json").read_text())
+
+
+def test_a_whole_pipeline_is_planned_with_all_its_weights_beside_each_program(small_pipeline, monkeypatch):
+    found = whole_plan(monkeypatch, 2**40, *small_pipeline)
+    summary = found["summary"]
+    assert [each["name"] for each in found["programs"]] == ["prompt", "step", "first", "later"]
+    assert found["counts"] == [2, 50, 1, 1]
+    assert summary["fits"]
+    assert "would_fit" not in summary
+    pipe = small_pipelines.build()
+    sizes = [
+        sum(4 * weight.numel() for weight in network.parameters())
+        for network in (pipe.text_encoder, pipe.transformer, pipe.vae)
+    ]
+    names = ("text_encoder", "transformer", "vae")
+    assert [summary[f"{name}_GiB"] * 2**30 for name in names] == sizes
+    decoder = sum(4 * weight.numel() for weight in pipe.vae.decoder.parameters())
+    own = [*sizes[:2], decoder, decoder]
+    peaks = [
+        plan["peak_bytes"] + sum(sizes) - each for plan, each in zip(found["programs"], own, strict=True)
+    ]
+    assert summary["peak_memory_GiB"] * 2**30 == max(peaks)
+
+
+def test_a_pipeline_that_does_not_fit_is_told_what_fits(small_pipeline, monkeypatch):
+    summary = whole_plan(monkeypatch, 2**40, *small_pipeline)["summary"]
+    text, peak = (summary[name] * 2**30 for name in ("text_encoder_GiB", "peak_memory_GiB"))
+    found = whole_plan(monkeypatch, peak - text, *small_pipeline)["summary"]
+    assert not found["fits"]
+    host, mesh = found["would_fit"]
+    assert host == "the prompt encoded on the host"
+    assert found["would_fit"][host] * 2**30 == pytest.approx(peak - text)
+    again = whole_plan(monkeypatch, peak - text, *small_pipeline, *mesh.split())["summary"]
+    assert again["fits"]
+    assert again["peak_memory_GiB"] == found["would_fit"][mesh]
+    assert "would_fit" not in whole_plan(monkeypatch, peak - text, *small_pipeline, "--no-advice")["summary"]

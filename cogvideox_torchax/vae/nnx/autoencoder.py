@@ -8,6 +8,8 @@ Axis letters: N videos, T frames, H rows, W columns, C channels; t h w the sizes
 
 import dataclasses
 import functools
+import operator
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -122,30 +124,33 @@ class Network:
 
     Attributes:
         graph: the module without its weights, from `nnx.split`.
+        state: the structure of its weights, which a program takes as a list: JAX flattens it faster.
         name: of the module's class.
         weights: `jax.ShapeDtypeStruct`s of the weights, to compile ahead of time; else None.
     """
 
     graph: nnx.GraphDef
+    state: jax.tree_util.PyTreeDef
     name: str
     # Not compared: networks of one graph are equal, and share a program.
-    weights: nnx.State | None = dataclasses.field(default=None, compare=False)
+    weights: list[Any] | None = dataclasses.field(default=None, compare=False)
 
     @classmethod
-    def split(cls, module: nnx.Module) -> tuple["Network", nnx.State]:
+    def split(cls, module: nnx.Module) -> tuple["Network", list[Any]]:
         """Return a module as a network without `weights`, and the module's weights."""
-        graph, weights = nnx.split(module)
-        return cls(graph, type(module).__name__), weights
+        graph, state = nnx.split(module)
+        weights, structure = jax.tree.flatten(state)
+        return cls(graph, structure, type(module).__name__), weights
 
     def __call__(
-        self, _place: runtime.Place, weights: nnx.State, chunk: jax.Array, cache: Any, split: Split = WHOLE
+        self, _place: runtime.Place, weights: list[Any], chunk: jax.Array, cache: Any, split: Split = WHOLE
     ) -> tuple[jax.Array, Cache]:
         """Run a chunk on `weights`; return the result and the next cache.
 
         The cache goes in and out with the axes HWNTC. `split` is the sharding of the width; `_place`, which a
         `Program` passes to every network, is not used.
         """
-        network: Any = nnx.merge(self.graph, weights)
+        network: Any = nnx.merge(self.graph, jax.tree.unflatten(self.state, weights))
         if split != WHOLE:
             network.set_attributes(split=split)  # of all modules that have this attribute
         result, cache = network(chunk, jax.tree.map(frames_first, cache))
@@ -155,6 +160,49 @@ class Network:
 
 compiled = functools.lru_cache(maxsize=256)(runtime.ArrayProgram)
 """Return the program of a `Network` and a placement; models of one graph and placement share it."""
+
+
+class Kept(NamedTuple):
+    """A chunk's program, kept with the objects that it was made of: Flax takes long to split a module.
+
+    Attributes:
+        parts: the module's attributes, at any depth. A module of the same objects is the same network.
+        program: the program of the module.
+        variables: the module's weights, in the order of the program's.
+    """
+
+    parts: list[Any]
+    program: runtime.ArrayProgram
+    variables: list[nnx.Variable]
+
+    @classmethod
+    def of(cls, module: nnx.Module, parts: list[Any], placement: Placement | None) -> "Kept":
+        """Split a module, whose `parts` are given, and return its program for a placement."""
+        network, _weights = Network.split(module)
+        paths = [path for path, _ in nnx.to_flat_state(nnx.state(module))]
+        variables = [functools.reduce(_member, path, module) for path in paths]
+        return cls(parts, compiled(network, placement), variables)
+
+    def holds(self, parts: list[Any]) -> bool:
+        """Return whether a module with these parts is the one that the program was made of."""
+        return len(parts) == len(self.parts) and all(map(operator.is_, parts, self.parts))
+
+
+def _member(node: Any, key: Any) -> Any:
+    return node[key] if isinstance(key, int) else getattr(node, key)
+
+
+def _parts(node: Any) -> Iterator[Any]:
+    """Yield the attributes of a module and of all modules in it, without Flax's own notes."""
+    for name, value in vars(node).items():
+        if not name.startswith("_pytree__"):
+            yield value
+            if isinstance(value, nnx.Pytree) and not isinstance(value, nnx.Variable):
+                yield from _parts(value)
+
+
+_KEPT: weakref.WeakKeyDictionary[nnx.Module, dict[Any, Kept]] = weakref.WeakKeyDictionary()
+"""By model: its chunks' programs, by direction, placement and options."""
 
 
 class FlaxAutoencoderKLCogVideoX(nnx.Module):
@@ -411,10 +459,13 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         """
         placement = self.placement(direction)
         tile_as_uint8 = as_uint8 and plan is None  # tiles are blended as floats
-        network, weights = Network.split(
-            self.chunk(direction, as_uint8=tile_as_uint8, frame_by_frame=frame_by_frame)
-        )
-        step = compiled(network, placement).step(weights)
+        options = {"as_uint8": tile_as_uint8, "frame_by_frame": frame_by_frame}
+        key = direction, placement, *options.values()
+        module, programs = self.chunk(direction, **options), _KEPT.setdefault(self, {})
+        parts, kept = [*_parts(module)], programs.get(key)
+        if kept is None or not kept.holds(parts):
+            kept = programs[key] = Kept.of(module, parts, placement)
+        step = kept.program.step([variable.get_raw_value() for variable in kept.variables])
         return step if plan is None else tiling.TiledStep(step, plan, NTHWC, placement, as_uint8)
 
     def chunk(self, direction: Direction, **options: bool) -> EncoderChunk | DecoderChunk:
