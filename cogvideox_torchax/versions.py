@@ -32,7 +32,7 @@ TESTED = {
     "diffusers": Tested("0.42.1", "0.42.1"),
     "transformers": Tested("5.23.0", "5.24.0"),
 }
-"""From what constraints.txt pins to the newest that the table of docs/install.md has; `doctor` reports others."""
+"""From what constraints.txt pins to the newest in the table of docs/install.md; `doctor` reports others."""
 
 
 def installed(package: str) -> str | None:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 def test_tested_is_from_what_is_pinned_to_the_newest_of_the_matrix():
     pins = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     kept = json.loads((ROOT / "benchmarks" / "results" / "versions-newest-3.13.json").read_text())["versions"]
-    assert versions.TESTED == {name: versions.Tested(pins[name], kept[name]) for name in versions.TESTED}
+    assert {name: versions.Tested(pins[name], kept[name]) for name in versions.TESTED} == versions.TESTED
 
 
 TORCH = versions.Tested("2.11.0", "2.13.0")

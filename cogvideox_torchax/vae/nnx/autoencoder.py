@@ -130,7 +130,7 @@ class Network:
     """
 
     graph: nnx.GraphDef
-    state: jax.tree_util.PyTreeDef
+    state: Any
     name: str
     # Not compared: networks of one graph are equal, and share a program.
     weights: list[Any] | None = dataclasses.field(default=None, compare=False)
