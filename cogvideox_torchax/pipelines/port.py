@@ -51,20 +51,10 @@ parts, so the lock can be taken again.
 
 
 def port_pipeline(pipe: Any, mesh: Any = None, parallel: Parallel | None = None) -> None:
-    """Port a pipeline's VAE and networks and put them on JAX, on one device or over a mesh.
+    """Port a pipeline's VAE and networks and put them on JAX, as `port` documents.
 
-    A network that this package does not know is compiled as it is. A line is logged for each of them, and for
-    each part that stays on the host.
-
-    Args:
-        pipe: a diffusers pipeline, or another object with models as attributes.
-        mesh: of `make_mesh`, or None.
-        parallel: "context" splits the transformer's tokens over "tp", "tensor" its weights' channels; None to
-            choose.
-
-    Raises:
-        ValueError: a mesh of several processes, or one that does not divide a network's weights; weights that
-            are offloaded, or a VAE of another package's class. Nothing has been moved then.
+    `pipe` may be another object with models as attributes. If this raises `ValueError`, nothing has been
+    moved.
     """
     check_one_process(mesh)
     models = _models(pipe)
@@ -130,14 +120,8 @@ def _reason_to_stay(model: nn.Module) -> str | None:
 def _parallelism_of(network: Any, mesh: Any, requested: Parallel | None) -> Any:
     """Return how a network, ported or not, will use a mesh; None without one.
 
-    Args:
-        network: a model of a pipeline.
-        mesh: of `make_mesh`; None for the network's present mesh, if it has one.
-        requested: "context" for tokens, "tensor" for weights' channels; None chooses, and keeps an earlier
-            choice on the same mesh.
-
-    Raises:
-        ValueError: a mesh that does not divide the weights, or a request that the network cannot fulfil.
+    None for `mesh` is the network's present mesh. None for `requested` keeps an earlier choice on the same
+    mesh. The errors are those of `choose_parallelism`.
     """
     present: Any = getattr(network, "mesh", None)
     if requested is None and mesh in (None, present):
@@ -171,14 +155,7 @@ def _port_class_of(pipe: Any, parts: dict[str, Any]) -> None:
 
 
 def _port_from_pipe(make: Callable[..., Any], kind: type, pipeline: Any, **options: Any) -> Any:
-    """Make a pipeline of the parts of `pipeline` by diffusers' `from_pipe`; port it if `pipeline` is ported.
-
-    Args:
-        make: diffusers' own `from_pipe`.
-        kind: the class of the pipeline to make.
-        pipeline: the pipeline whose parts are used.
-        options: of `from_pipe`.
-    """
+    """Make a pipeline of class `kind` by `make`, diffusers' own `from_pipe`; port it if `pipeline` is ported."""
     made = make(kind, pipeline, **options)
     if not isinstance(pipeline, PortedPipeline):
         return made
@@ -210,11 +187,7 @@ class PortedPipeline(PicklesAsStock, DiffusionPipeline):
         return self if dtype is None else super().to(dtype)
 
     def enable_model_cpu_offload(self, *args: Any, **kwargs: Any) -> None:
-        """Raise `ValueError`: the weights are on JAX.
-
-        Raises:
-            ValueError: always.
-        """
+        """Raise `ValueError`: the weights are on JAX."""
         raise ValueError("a ported pipeline's weights stay on JAX: take the offload out; a mesh splits them")
 
     enable_sequential_cpu_offload = enable_group_offload = enable_model_cpu_offload
@@ -228,7 +201,6 @@ class PortedPipeline(PicklesAsStock, DiffusionPipeline):
             close = bar.close  # called when the pipeline leaves its `with` block, after the last step
 
             def close_with_skips() -> None:
-                """Show how many steps were skipped, and close the bar."""
                 bar.close = close  # a bar is closed again when it is deleted
                 bar.set_postfix_str(str(cache))
                 close()
@@ -238,7 +210,6 @@ class PortedPipeline(PicklesAsStock, DiffusionPipeline):
 
 
 def _step_cache(pipe: Any) -> Any:
-    """Return the step cache of a pipeline's transformer; None if there is none."""
     return getattr(getattr(pipe, "transformer", None), "step_cache", None)
 
 
@@ -358,7 +329,7 @@ def _method(kind: type, name: str) -> Callable[..., Any]:
 
 
 def _check_ported(pipe: Any) -> None:
-    """Take torch.compile's wrappers off a pipeline's models, and check that all are ported.
+    """Take torch.compile's wrappers off a pipeline's models.
 
     Raises:
         ValueError: a model was replaced, or had its weights offloaded, after `port`.
@@ -375,7 +346,6 @@ def _check_ported(pipe: Any) -> None:
 
 
 def _is_users_own(method: Any) -> bool:
-    """Return whether a method is neither diffusers' nor of this package."""
     return method.__module__.partition(".")[0] not in ("diffusers", __name__.partition(".")[0])
 
 
