@@ -155,7 +155,7 @@ class StepCache:
         return [self._plan_step(state, model, tensors) for _ in steps]
 
     def _new_state(self, name: str | None) -> RunState:
-        """Return the state of a new run in the context `name`; `self.computed` reports this run from now on."""
+        """Return the state of a new run in the context `name`, which `self.computed` reports from now on."""
         hooks = {each.module: each.hook for each in self.hooks}  # by the module's name
         state = RunState(runtime.without_torchax(copy.deepcopy, hooks))
         for hook in state.hooks.values():

@@ -201,7 +201,7 @@ class KnownNetwork(CompiledNetwork):
         return self.program, tensors
 
     def run_program(self, network: nn.Module, tensors: dict[str, Any]) -> torch.Tensor:
-        """Return the result of the program of `network`; `tensors` are the arguments of its forward, by name."""
+        """Return the result of the program of `network`, for the arguments of its forward by name."""
         program = self.program_of(network)
         result, _cache = program.run(program.weights(network), program.put(tensors))
         return runtime.tensor_of(result)

@@ -155,7 +155,7 @@ def _port_class_of(pipe: Any, parts: dict[str, Any]) -> None:
 
 
 def _port_from_pipe(make: Callable[..., Any], kind: type, pipeline: Any, **options: Any) -> Any:
-    """Make a pipeline of class `kind` by `make`, diffusers' own `from_pipe`; port it if `pipeline` is ported."""
+    """Make a pipeline by diffusers' own `from_pipe`, `make`; port it if `pipeline` is ported."""
     made = make(kind, pipeline, **options)
     if not isinstance(pipeline, PortedPipeline):
         return made
