@@ -115,7 +115,7 @@ def describe(name: str, *, image: bool, clip: bool) -> Model:
 
 
 def config_of(name: str, file: str) -> dict[str, Any]:
-    """Return the content of a JSON file, one of `CONFIGS`; raise `ModelError` if it cannot be read."""
+    """Return the content of a pipeline's JSON file, one of `CONFIGS`; raise `ModelError` for none."""
     return read_json(locate(name, files=CONFIGS) / file)
 
 

@@ -193,7 +193,7 @@ def _load_network(
 
 
 def _network_without_weights(directory: Path, part: str, dtype: torch.dtype) -> Any:
-    """Return a network of the config in `directory`, with parameters on "meta" (no memory) and real buffers."""
+    """Return a network of the config in `directory`: its parameters on "meta" (no memory), its buffers real."""
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -126,12 +126,8 @@ class Sequence:
         gets all tokens of the device's heads. If XLA shards the layers, the kernel is sharded here, as XLA
         cannot shard a kernel: by heads, or by tokens if "tp" does not divide the heads.
 
-        Args:
-            qk_norm_rope: the kernel.
-            heads: number of heads of all devices.
-
-        Returns:
-            A function of the kernel's arguments but `heads`, for tokens (N, S, C). It returns (N, H, D, S).
+        The result takes tokens (N, S, C) and the kernel's other arguments, except for the number of all
+        devices' `heads`, and returns (N, H, D, S).
         """
         if self.shared is None:  # no mesh over which XLA shards: the layers run on each of `parts` devices
             return functools.partial(qk_norm_rope, heads=heads // self.parts)
@@ -188,11 +184,10 @@ class Sequence:
         return self.text - jax.lax.axis_index(self.axes) * local_tokens
 
     def to_heads(self, x_PSC: jax.Array, videos: int) -> jax.Array:
-        """Exchange local tokens (P, N * S, C / P) for all tokens (N, P * S, C / P) of one part of the
-        channels.
+        """Exchange local tokens for all tokens of one part of the channels, which has whole heads.
 
-        A part has whole heads. With split tokens call it inside `map_local_tokens`; else nothing is
-        exchanged.
+        The shapes are (P, N * S, C / P) before and (N, P * S, C / P) after it. With split tokens call it
+        inside `map_local_tokens`; else nothing is exchanged.
         """
         if self.axes:
             # Without the barrier the communication is float32, not the rounded values.
@@ -277,7 +272,7 @@ class SequencePlacement(MeshPlace):
         )
 
     def _cache_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
-        """Return the sharding of an array that a step keeps: a sequence's if the mesh divides it, else whole."""
+        """Return the sharding of a kept array: that of a sequence if the mesh divides it, else whole."""
         if len(shape) != 3:
             return self.replicated
         spec = self.spec(shape)
@@ -306,7 +301,7 @@ class SequencePlacement(MeshPlace):
         )
 
     def _constrain_sequences(self, name: str, value: Any) -> Any:
-        """Return a value, which may be nested, with its sequences sharded; record their shapes in `layers`."""
+        """Return a value, which may be nested, with its sequences sharded; record their shapes."""
         if isinstance(value, dict):
             return {key: self._constrain_sequences(name, item) for key, item in value.items()}
         if isinstance(value, tuple):

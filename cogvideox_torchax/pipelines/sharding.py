@@ -132,11 +132,13 @@ def memory_of(mesh: Mesh) -> float | None:
 
 
 def weight_sharding(mesh: Mesh, name: str, shape: tuple[int, ...], parallelism: Parallelism) -> NamedSharding:
-    """Return the sharding of a network's weight on a mesh; raise `ValueError` if "tp" does not divide its
-    axis.
+    """Return the sharding of a network's weight on a mesh.
 
     TENSOR splits weights by their names. CONTEXT leaves them whole, or, with `gathered`, splits the blocks'
     matrices by outputs where "tp" divides them.
+
+    Raises:
+        ValueError: "tp" does not divide the axis that it splits.
     """
     if parallelism.kind == TENSOR:
         spec = weight_spec(name)

@@ -24,10 +24,7 @@ class TextEncoding(nn.Module):
         self.model = model
 
     def forward(self, tensors: dict[str, Any], cache: None) -> tuple[torch.Tensor, None]:
-        """Return (last hidden states, None) for `tensors`, the encoder's arguments by name.
-
-        A program's network takes and returns a cache too: this one has none, and `cache` is None.
-        """
+        """Return (last hidden states, None) for `tensors`, the encoder's arguments by name; it has no cache."""
         # Transformers' own forward: the ported model's forward would run the program that is traced here.
         return TransformersT5Encoder.forward(self.model, **tensors)[0], cache
 
