@@ -68,16 +68,12 @@ class Block(CogVideoXBlock):
         """Run the layer on text and patches as one `sequence`; without one, run diffusers' own forward.
 
         Args:
-            hidden_states: the patches, or the whole sequence (N, S, C).
-            encoder_hidden_states: the text; None with a sequence.
+            hidden_states: the whole sequence (N, S, C); without `sequence` the patches.
+            encoder_hidden_states, attention_kwargs: the text, and options of diffusers' forward, for it
+                alone.
             temb: embedded timestep, (N, E).
-            image_rotary_emb: rotary (cos, sin) of the patches, or of all positions of the sequence; () for
-                none.
-            attention_kwargs: options of diffusers' own forward; None with a sequence.
+            image_rotary_emb: rotary (cos, sin) of all positions, or of the patches; () for none.
             sequence: the layout of `hidden_states`.
-
-        Returns:
-            The sequence (N, S, C); without `sequence` diffusers' pair of patches and text.
         """
         if sequence is None:
             return super().forward(
@@ -180,12 +176,9 @@ class Block(CogVideoXBlock):
 class LastProjection:
     """The last projection of attention or of the feed-forward, not computed yet, and its input.
 
-    The caller computes it, alone or in one kernel with the residual.
-
     Attributes:
         layers: the projection, and the dropouts after it.
         h: the input, (N, S, C), or (N, C, S) if `transposed`.
-        transposed: whether channels of `h` come before its tokens.
     """
 
     layers: list[Any]
@@ -200,9 +193,8 @@ class LastProjection:
         return y_SC.unflatten(0, (self.h.shape[0], -1))
 
     def added(self, x_NSC: torch.Tensor, gate_N2C: torch.Tensor, first_patch: Any) -> torch.Tensor:
-        """Return `x_NSC + gate * linear(h)` by one kernel, for a projection that `supports_fused`.
-
-        `gate_N2C` has a vector for text and one for patches; `first_patch` is the index of the first patch.
+        """Return `x_NSC + gate * linear(h)` by one kernel; the gate has a vector for text and one for
+        patches.
         """
         # `self.h` is the linear layer's input, with channels before tokens if `transposed`.
         fused = functools.partial(jax_kernels.gated_linear, transposed=self.transposed)
@@ -275,8 +267,7 @@ def joined_step(
 ) -> torch.Tensor:
     """Return the prediction (N, T, C, H, W) of diffusers' transformer, with the layers run on one sequence.
 
-    The arguments are the transformer's, for which `takes_sequences` must hold. Of `attention_kwargs` only
-    "scale", of its LoRAs, is allowed; the decorator reads it.
+    `takes_sequences` must hold. "scale", of the LoRAs, is the one option; the decorator reads it.
     """
     dtype = hidden_states.dtype
     temb = model.time_embedding(model.time_proj(timestep).to(dtype), timestep_cond)
@@ -301,11 +292,7 @@ def joined_step(
 
 
 def joined_patches(y_NPC: torch.Tensor, shape: torch.Size, config: Any) -> torch.Tensor:
-    """Join patches (N, P, C), P for each video, to latents (N, T, C, H, W) of this `shape`.
-
-    On its axis C a patch has p_t frames of p x p latent pixels with their channels. The shape's channels are
-    not read.
-    """
+    """Join patches (N, P, C), with p_t frames of p x p latent pixels on C, to latents (N, T, C, H, W)."""
     p, p_t = config["patch_size"], config["patch_size_t"] or 1
     videos, frames, _, height, width = shape
     grid = -(-frames // p_t), height // p, width // p  # patches along time (rounded up), height and width

@@ -54,20 +54,13 @@ class BlockStack(nn.Module):
         self.seen: Any = None  # a scalar for the host, which `forward` may set
 
     def step(self, model: Any, predict: Predict, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
-        """Return `predict(tensors)`, with this module in place of all blocks of `model`.
-
-        `model`, a program's own copy of the transformer, is changed. Only `ReusedModules.step` needs
-        `joined`.
-        """
+        """Return `predict(tensors)`, with this module in place of all blocks of `model`, which is changed."""
         self.blocks = tuple(model.transformer_blocks)
         model.transformer_blocks = nn.ModuleList([self])
         return predict(tensors)
 
     def forward(self, hidden_states: Any, encoder_hidden_states: Any = None, **options: Any) -> Any:
-        """Run the blocks that the form asks for; return (patches, text), or one sequence, as a block does.
-
-        With one sequence, `hidden_states`, there is no `encoder_hidden_states`. `options` go to each block.
-        """
+        """Run the blocks that the form asks for, on (patches, text) or on one sequence."""
         joined = encoder_hidden_states is None
         x = (hidden_states,) if joined else (hidden_states, encoder_hidden_states)
         if self.kept is None:  # a trace for the shapes of arrays to keep alone: no block needs to run
@@ -87,11 +80,7 @@ class BlockStack(nn.Module):
         return x
 
     def _first_block(self, x: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-        """Run the first block, and the later blocks only if its residual has changed beyond the threshold.
-
-        If the later blocks do not run, the kept "tail" is added in their place. `seen` tells whether they
-        ran.
-        """
+        """Run the first block, and the later ones (`seen`) if its residual has changed beyond the threshold."""
         last_head, last_tail = self.kept["head"], self.kept["tail"]
         first_result = self._run_blocks(self.blocks[:1], x, options)
         head = first_result[0] - x[0]
@@ -117,9 +106,8 @@ class BlockStack(nn.Module):
         return y, *first_result[1:]  # the text is only passed on: after the blocks nothing reads it
 
     def _all_blocks(self, x: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-        """Run all blocks, and keep their residual as "tail".
-
-        `seen` is the ratio of the residual's norm to the last step's, averaged over patches.
+        """Run all blocks; `seen` is the ratio of the residual's norm to the last step's, averaged over
+        patches.
         """
         last_tail = self.kept["tail"]
         y = self._run_blocks(self.blocks, x, options)
@@ -135,10 +123,7 @@ class BlockStack(nn.Module):
 
 
 def _mean_of_patches(values: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-    """Return the float32 mean of the values (N, S, ...) of patches, without those of text and padding.
-
-    `options` are a block's; without the layout "sequence" among them all positions are patches.
-    """
+    """Return the float32 mean of the values (N, S, ...) of patches, without those of text and padding."""
     values = values.float()
     sequence = options.get("sequence")
     if sequence is None:
@@ -159,12 +144,8 @@ class ReusedModules:
     Args:
         form: form of the step.
         kept: by module's name, for each tensor of its result, a tuple of arrays of earlier steps; None in a
-            trace for shapes.
+            trace for shapes. The attribute has the arrays for the next step.
         numbers: values of `NUMBERS`, by name.
-
-    Attributes:
-        kept: arrays for the next step, as the argument.
-        seen: None; the host gets no scalar.
     """
 
     seen = None
@@ -176,11 +157,7 @@ class ReusedModules:
         self.skipped = () if kept is None else form.skipped
 
     def step(self, model: Any, predict: Predict, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
-        """Return `predict(tensors)`, with estimates in place of skipped modules' results; set `self.kept`.
-
-        `model`, a program's own copy of the transformer, is changed. `joined` tells whether its blocks take
-        text and patches as one sequence.
-        """
+        """Return `predict(tensors)`, with estimates in place of skipped modules' results; `model` is changed."""
         dtype = tensors["hidden_states"].dtype
         last_kept = self.kept or {}  # by a module's name; empty in a trace for the shapes of arrays to keep
         # By skipped module, the tuple of tensors that replace its result; None, if none is kept, means zeros.
@@ -211,10 +188,7 @@ class ReusedModules:
         return tuple(arrays[0] for arrays in kept)
 
     def _to_keep(self, name: str, y: torch.Tensor, arrays: Any) -> tuple[torch.Tensor, ...]:
-        """Return the arrays to keep for `y`, a tensor of the result of module `name` or of its estimate.
-
-        `arrays` are those that the last step kept for this tensor.
-        """
+        """Return the arrays to keep for a result's tensor `y`, for which the last step kept `arrays`."""
         return (y,)
 
 
@@ -234,10 +208,7 @@ class TaylorModules(ReusedModules):
         )
 
     def _to_keep(self, name: str, y: torch.Tensor, arrays: Any) -> tuple[torch.Tensor, ...]:
-        """Return the factors of the series: factor n + 1 is the change of factor n, divided by "since".
-
-        Only the first `self.numbers["known"]` of `arrays`, the last computed step's factors, are valid.
-        """
+        """Return the factors of the series: factor n + 1 is the change of factor n, divided by "since"."""
         if name in self.skipped:
             return arrays
         factors = [y]
@@ -311,10 +282,7 @@ GUIDED_INPUTS = ("hidden_states", "encoder_hidden_states", "timestep")
 
 
 def low_frequencies(x: Any) -> Any:
-    """Return pictures (..., H, W) with only the lowest frequencies, as diffusers' FasterCache cuts them.
-
-    The lowest frequencies are a disk in the centered spectrum; its radius is a fifth of the shorter side.
-    """
+    """Return pictures (..., H, W) with only the lowest frequencies, as diffusers' FasterCache cuts them."""
     height, width = x.shape[-2:]
     rows = jnp.arange(height)[:, None] - height // 2  # distances from the center
     columns = jnp.arange(width) - width // 2
@@ -325,10 +293,7 @@ def low_frequencies(x: Any) -> Any:
 def _replace_and_collect(
     model: Any, replaced: dict[str, Any], collected: dict[str, list[torch.Tensor]], joined: bool
 ) -> None:
-    """Have skipped modules return their tensors of `replaced`, and others add theirs to `collected`.
-
-    A skipped module for which `replaced` has None returns zeros.
-    """
+    """Have skipped modules return their tensors of `replaced` (None: zeros), and others fill `collected`."""
     for name in (*replaced, *collected):
         owner, _, part = name.rpartition(".")  # such as "transformer_blocks.0" and "attn1"
         if joined and re.fullmatch(r"transformer_blocks\.\d+", owner):

@@ -93,11 +93,7 @@ def context(name: str) -> Iterator[None]:
 
 
 class StepCache:
-    """A cache of a transformer's steps, as diffusers' hooks describe it.
-
-    Args:
-        hooks: diffusers' hooks, taken off the modules (`upstream.take_hooks`).
-    """
+    """A cache of a transformer's steps, described by diffusers' hooks, which `upstream.take_hooks` took off."""
 
     def __init__(self, hooks: list[upstream.Hooked]):
         self.hooks = hooks
@@ -120,10 +116,7 @@ class StepCache:
     def step(
         self, model: Any, make_network: Callable[[Form], nn.Module], tensors: dict[str, Any]
     ) -> torch.Tensor:
-        """Run a step and return its prediction; keep its arrays for this thread's next step in this context.
-
-        `make_network` returns the network to compile for a form.
-        """
+        """Run a step and return its prediction; keep its arrays for this thread's next step in this context."""
         # Hooks without a state manager do not tell contexts apart, in diffusers either.
         name = _THREAD.context if any(hasattr(each.hook, "state_manager") for each in self.hooks) else None
         states = _THREAD.states.setdefault(self, {})
@@ -144,11 +137,8 @@ class StepCache:
     def plan_run(self, model: Any, batch: int, steps: Iterable[Any]) -> list[StepPlan]:
         """Return the form and the numbers of each step of a run, without running any.
 
-        Args:
-            model: the transformer.
-            batch: number of videos in a step's inputs.
-            steps: yields once before each step is planned; the items are ignored. A generator may set the
-                timestep that the hooks' callbacks return.
+        `steps` yields once before each step is planned. A generator may set the timestep that the hooks'
+        callbacks return; the items are ignored.
         """
         state = self._new_state("a plan")  # hooks need a context; its name does not matter
         tensors = {"hidden_states": torch.empty(batch, 0)}  # hooks read nothing of them but the batch size
@@ -165,10 +155,7 @@ class StepCache:
         return state
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        """Return the form and the numbers of the next step, and have the hooks count the step.
-
-        If the host knows before the step whether it skips nothing, this is appended to `state.computed`.
-        """
+        """Return the form and the numbers of the next step, and have the hooks count the step."""
         raise NotImplementedError
 
     def _record(self, state: RunState, seen: Any) -> None:
@@ -179,16 +166,12 @@ class FirstBlockSteps(StepCache):
     """FirstBlockCache: the blocks after the first run if the first one's residual has changed enough."""
 
     def plan_run(self, model: Any, batch: int, steps: Iterable[Any]) -> list[StepPlan]:
-        """Return (form, numbers) of two steps, whatever the `steps`: one runs all blocks, the other reuses.
-
-        In a run the device decides between the two; in a plan each is a program.
-        """
+        """Return (form, numbers) of a step that runs all blocks and of one that reuses, whatever the `steps`."""
         # `numbers` has only the threshold, the same for all steps: `range(1)` plans one step to get it.
         ((_form, numbers),) = super().plan_run(model, batch, range(1))
         return [(form("first_block", reuses=reuses), numbers) for reuses in (False, True)]
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        """Return the one form, and the hook's threshold, by which the device decides."""
         first_hook = next(iter(state.hooks.values()))  # the first block's
         first_hook.state_manager.get_state()  # raises an error outside of a context
         return form("first_block"), {"threshold": torch.tensor(first_hook.threshold)}
@@ -198,10 +181,9 @@ class FirstBlockSteps(StepCache):
 
 
 class MagSteps(StepCache):
-    """MagCache: all blocks or none, by ratios that are known before the run.
+    """MagCache: all blocks or none, by ratios that a calibration run, which skips nothing, has measured.
 
-    A ratio is the norm of a step's residual of all blocks over that of the step before. A calibration run
-    measures the ratios; it skips nothing.
+    A ratio is the norm of a step's residual of all blocks over that of the step before.
     """
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
@@ -227,7 +209,6 @@ class BroadcastSteps(StepCache):
     """PyramidAttentionBroadcast: later steps reuse attention's results."""
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        """Skip the modules whose hooks would reuse a result; there are no numbers."""
         # The hooks only pass a module's result on: any tensor can stand for it.
         skipped = tuple(
             name for name, hook in state.hooks.items() if not computes_module(hook, torch.zeros(1))
@@ -240,7 +221,6 @@ class TaylorSteps(StepCache):
     """TaylorSeer: results are extrapolated from earlier steps."""
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        """Return the form, with the numbers "since" and "known" of `cached_layers.NUMBERS`."""
         hook_states = {name: hook.state_manager.get_state() for name, hook in state.hooks.items()}
         # diffusers keeps no result of an inactive module: zeros replace it.
         kept = tuple(name for name in results_read_by_skips(hook_states) if not hook_states[name].is_inactive)
@@ -273,10 +253,7 @@ def results_read_by_skips(names: Iterable[str]) -> list[str]:
     """
 
     def position(name: str) -> tuple[float, bool]:
-        """Return (index of a module's block, whether it is the whole block), in the order of running.
-
-        A module outside of the blocks is after them, and counts as whole if it is the last layer.
-        """
+        """Return (index of a module's block, whether it is the whole block), in the order of running."""
         block = re.match(r"transformer_blocks\.(?P<index>\d+)(?P<inside>\.?)", name)
         return (float(block["index"]), not block["inside"]) if block else (math.inf, name == "proj_out")
 
@@ -290,11 +267,7 @@ class FasterSteps(StepCache):
     """FasterCache: attention is extrapolated, the prediction without the prompt made from the one with it."""
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        """Return the form, with the weights that the user's callbacks give.
-
-        `low` and `high` weigh the low and the high frequencies of the difference that the prompt makes;
-        `weights` has one for each hooked module of attention.
-        """
+        """Return the form, with the weights that the user's callbacks give (`cached_layers.NUMBERS`)."""
         # The hook of the transformer has the name "", hooks of attention modules have the modules' names.
         attention = tuple(name for name in state.hooks if name)
         denoiser = state.hooks[""]
@@ -327,10 +300,8 @@ class FasterSteps(StepCache):
         }
 
     def _ask_hooks(self, state: RunState, batch: int) -> tuple[bool, tuple[str, ...]]:
-        """Return (whether a step runs only the prompted videos, names of the modules that it skips).
-
-        The transformer's hook, named "", decides the first, the attention modules' hooks the second. They
-        also count the step. `batch` is the number of videos, without and with the prompt.
+        """Return (whether only the prompted videos of the `batch` run, names of the modules that are
+        skipped).
         """
         # These hooks are copies, and weights do not change what they skip: their callbacks return 0.
         for hook in state.hooks.values():
@@ -367,10 +338,7 @@ class FasterSteps(StepCache):
 
 
 def computes_module(hook: Any, result: Any, *args: Any, **kwargs: Any) -> bool:
-    """Return whether a hook, which is on no module, calls its module; the hook counts a step, as in a run.
-
-    `result` is what the module's stand-in returns to the hook; `args` and `kwargs` are the module's.
-    """
+    """Return whether a hook, which is on no module, calls its module; `result` stands for the module's."""
     ran: list[bool] = []
 
     def module(*_: Any, **__: Any) -> Any:

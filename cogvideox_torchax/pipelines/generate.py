@@ -115,7 +115,7 @@ def describe(name: str, *, image: bool, clip: bool) -> Model:
 
 
 def config_of(name: str, file: str) -> dict[str, Any]:
-    """Return the content of a pipeline's JSON file, one of `CONFIGS`; raise `ModelError` for none."""
+    """Return a pipeline's JSON file, one of `CONFIGS`; raise `ModelError` if it cannot be read."""
     return read_json(locate(name, files=CONFIGS) / file)
 
 
@@ -161,10 +161,7 @@ def check(request: Request, model: Model) -> None:
 
 
 def steps_of(request: Request, model: Model) -> int:
-    """Return the number of denoising steps: for a `VIDEO` pipeline the share `strength` of the request's.
-
-    Such a pipeline adds noise to its input video only in part.
-    """
+    """Return the number of denoising steps: for a `VIDEO` pipeline the share `strength` of the request's."""
     return (
         int(request.num_inference_steps * request.strength)
         if model.kind == VIDEO
@@ -197,7 +194,6 @@ def _check_size(request: Request, model: Model) -> None:
 
 
 def _check_prompt(request: Request, model: Model) -> None:
-    """Raise `RequestError` for a prompt of more tokens than the model takes."""
     from transformers import AutoTokenizer
 
     limit = model.transformer["max_text_seq_length"]
@@ -210,13 +206,9 @@ def _check_prompt(request: Request, model: Model) -> None:
 
 
 def load_generator(model: Model, dtype: torch.dtype, mesh: Any, *, with_text: bool) -> Any:
-    """Load and port a model's pipeline.
+    """Load and port a model's pipeline, over a mesh of `make_mesh` or, with None, on one device.
 
-    Args:
-        model: the model, as `describe` returns it.
-        dtype: dtype of all weights.
-        mesh: a mesh of `make_mesh`; None for one device.
-        with_text: whether to load the text encoder, which is not needed if the prompt is encoded already.
+    Without `with_text` it has no text encoder: the prompt is encoded already.
 
     Raises:
         RequestError: the pipeline cannot be loaded.

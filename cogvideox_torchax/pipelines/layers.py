@@ -42,10 +42,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 def check_positions(table: torch.Tensor, patches: int) -> None:
-    """Raise `ValueError` unless a rotary table (positions, D) has a position for each of `patches` patches.
-
-    Patches without a position would count as text.
-    """
+    """Raise `ValueError` unless a rotary table has a position for each patch, which else counts as text."""
     if table.shape[0] != patches:
         raise ValueError(
             f"got rotary tables of {table.shape[0]} positions for {patches} patches: make them for the "
@@ -69,7 +66,6 @@ class JointAttention:
     ) -> Any:
         """Return attention's results (patches, text), computed together, as one sequence.
 
-        The arguments are diffusers': patches (N, S, C) as `hidden_states`, text as `encoder_hidden_states`.
         The inherited code runs for plain tensors, and for cross-attention and masks, which the kernel lacks.
         """
         takes = on_accelerator(hidden_states) and not upstream.is_patched(type(self))
@@ -123,10 +119,7 @@ class PatchEmbed(CogVideoXPatchEmbed):
         )
 
     def table_for(self, height: int, width: int, frames: int) -> torch.Tensor | None:
-        """Return the positions (1, S, C) of latents of this size; None if the module's own table has them.
-
-        The last table of each module is kept for the next call.
-        """
+        """Return the positions (1, S, C) of latents of this size; None if the module's own table has them."""
         if not self.needs_table(height, width, frames):
             return None
         size = (height, width, frames)
@@ -145,10 +138,8 @@ class PatchEmbed(CogVideoXPatchEmbed):
         self.table, self.use_positional_embeddings = table, False
 
     def forward(self, text_embeds: torch.Tensor, image_embeds: torch.Tensor) -> torch.Tensor:
-        """Return text and embedded patches as one sequence (N, S, C), with positions added.
-
-        Raises:
-            ValueError: a prompt of another length than the positions have.
+        """Return text and embedded patches as one sequence (N, S, C); a wrong prompt length raises
+        `ValueError`.
         """
         has_positions = (
             self.use_positional_embeddings or self.use_learned_positional_embeddings or self.table is not None

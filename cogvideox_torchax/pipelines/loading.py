@@ -193,7 +193,7 @@ def _load_network(
 
 
 def _network_without_weights(directory: Path, part: str, dtype: torch.dtype) -> Any:
-    """Return a network of the config in `directory`: its parameters on "meta" (no memory), its buffers real."""
+    """Return a network of a config, with its parameters on "meta" (no memory), and real buffers."""
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -209,10 +209,7 @@ def _network_without_weights(directory: Path, part: str, dtype: torch.dtype) -> 
 def _cast(
     tensors: Iterable[tuple[str, np.ndarray]], dtype: torch.dtype, float32_modules: tuple[str, ...]
 ) -> Iterable[tuple[str, np.ndarray]]:
-    """Yield each (name, tensor) in `dtype`, or in float32 if one of `float32_modules` is in its name.
-
-    Those modules would overflow in float16.
-    """
+    """Yield each (name, tensor) in `dtype`; `float32_modules`, which overflow in float16, stay in float32."""
     for name, tensor in tensors:
         in_float32 = any(part in float32_modules for part in name.split("."))
         yield name, tensor.astype(runtime.jax_dtype(torch.float32 if in_float32 else dtype), copy=False)

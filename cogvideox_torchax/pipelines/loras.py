@@ -30,11 +30,7 @@ PIPELINE_METHODS = (
 
 
 def methods_in_pytorch(kind: Any, names: Iterable[str]) -> dict[str, Callable[..., Any]]:
-    """Return wrapped methods of a class, by name, that move the weights to PyTorch while they run.
-
-    The class is a network's, or a pipeline's around one as its `transformer`. Names that it lacks are left
-    out.
-    """
+    """Return wrapped methods of a network's or a pipeline's class, by name; they run on weights in PyTorch."""
     return {name: _in_pytorch(getattr(kind, name)) for name in names if hasattr(kind, name)}
 
 

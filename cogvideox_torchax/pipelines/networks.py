@@ -111,11 +111,8 @@ class CompiledNetwork(PortedModel):
     def place_on(self, mesh: Mesh, parallel: Parallel | None = None, memory: float | None = None) -> None:
         """Compile for a mesh from now on, without moving the weights; programs for another mesh are dropped.
 
-        The arguments are those of `choose_parallelism`, except that None for `parallel` keeps an earlier
-        choice on the same mesh.
-
-        Raises:
-            ValueError: a mesh not made by `make_mesh`, or one that does not divide the weights.
+        None for `parallel` keeps an earlier choice on the same mesh. Raises what `choose_parallelism` raises,
+        and `ValueError` for a mesh not made by `make_mesh`.
         """
         if (mesh, parallel, memory) != (self._mesh, None, None):  # else the earlier choice stays
             self.use_mesh(mesh, self.choose_parallelism(self, check_mesh(mesh), parallel, memory))
@@ -184,7 +181,6 @@ class KnownNetwork(CompiledNetwork):
         return runtime.programs_of(self).get(getattr(network, "form", None), network, self._compile_for)
 
     def build_program(self) -> runtime.Program:
-        """Return a new program of a call without options, to inspect its text."""
         return self._compile_for(self.network_class(self))
 
     def _compile_for(self, network: Any) -> runtime.Program:
@@ -201,7 +197,6 @@ class KnownNetwork(CompiledNetwork):
         return self.program, tensors
 
     def run_program(self, network: nn.Module, tensors: dict[str, Any]) -> torch.Tensor:
-        """Return the result of the program of `network`, for the arguments of its forward by name."""
         program = self.program_of(network)
         result, _cache = program.run(program.weights(network), program.put(tensors))
         return runtime.tensor_of(result)
@@ -210,7 +205,6 @@ class KnownNetwork(CompiledNetwork):
     def choose_parallelism(
         network: Any, mesh: Mesh, requested: Parallel | None = None, memory: float | None = None
     ) -> Any:
-        """Return the split of weights' channels, which suits short sequences."""
         return check_split(network, mesh, sharding.Parallelism())
 
 

@@ -118,11 +118,7 @@ def _reason_to_stay(model: nn.Module) -> str | None:
 
 
 def _parallelism_of(network: Any, mesh: Any, requested: Parallel | None) -> Any:
-    """Return how a network, ported or not, will use a mesh; None without one.
-
-    None for `mesh` is the network's present mesh. None for `requested` keeps an earlier choice on the same
-    mesh. The errors are those of `choose_parallelism`.
-    """
+    """Return how a network, ported or not, will use a mesh, by default its present one; None without one."""
     present: Any = getattr(network, "mesh", None)
     if requested is None and mesh in (None, present):
         return getattr(network, "parallelism", None)
@@ -131,7 +127,6 @@ def _parallelism_of(network: Any, mesh: Any, requested: Parallel | None) -> Any:
 
 
 def _check_acyclic(name: str, module: nn.Module, outer: tuple[nn.Module, ...] = ()) -> None:
-    """Raise `ValueError` for a module that contains itself, at any depth."""
     if any(module is each for each in outer):
         raise ValueError(f"{name} is a module that contains itself: take it out of one of the two")
     for child_name, child in module.named_children():
@@ -187,7 +182,6 @@ class PortedPipeline(PicklesAsStock, DiffusionPipeline):
         return self if dtype is None else super().to(dtype)
 
     def enable_model_cpu_offload(self, *args: Any, **kwargs: Any) -> None:
-        """Raise `ValueError`: the weights are on JAX."""
         raise ValueError("a ported pipeline's weights stay on JAX: take the offload out; a mesh splits them")
 
     enable_sequential_cpu_offload = enable_group_offload = enable_model_cpu_offload
@@ -214,10 +208,7 @@ def _step_cache(pipe: Any) -> Any:
 
 
 def _decode_in_chunks(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
-    """Decode latents (N, T, C, H, W) to frames (N, 3, T', H', W') on the host, as CogVideoX's pipelines do.
-
-    Each chunk goes to the host while the next is computed.
-    """
+    """Decode latents to frames (N, 3, T, H, W); each chunk goes to the host while the next is computed."""
     # Between two steps, where a callback may decode, diffusers' `_current_timestep` is set.
     if pipe.transformer is not None and getattr(pipe, "_current_timestep", None) is None:
         pipe.transformer._reset_stateful_cache()  # frees the steps' kept arrays for the decoder
@@ -230,11 +221,7 @@ def _decode_in_chunks(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
 
 
 def _call(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Make the scheduler and the cache ready for JAX, and run the pipeline's own call.
-
-    Raises:
-        NonFiniteError: a step gave NaN or Inf.
-    """
+    """Make the scheduler and the cache ready for JAX, and run the pipeline's own call."""
     _check_ported(pipe)
     scheduler, transformer = getattr(pipe, "scheduler", None), getattr(pipe, "transformer", None)
     if scheduler is not None:
@@ -261,7 +248,6 @@ def _check_inputs(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: A
 
 
 def _encode_prompt(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Encode prompts as diffusers does, for one thread at a time."""
     with _ENCODING:
         return inherited(pipe, *args, **kwargs)
 
@@ -313,9 +299,8 @@ def _ported_pipeline_class(kind: type) -> type:
 
 
 def _method(kind: type, name: str) -> Callable[..., Any]:
-    """Return a method that runs the method `name` of class `kind`, as it is at the time of a call, for JAX.
-
-    torchax is enabled while it runs, and tensors of the host may be mixed with tensors on JAX.
+    """Return a method that runs `kind`'s method of this name, as it is at the time of a call, with torchax
+    on.
     """
     around = _AROUND.get(name)
 
@@ -329,11 +314,7 @@ def _method(kind: type, name: str) -> Callable[..., Any]:
 
 
 def _check_ported(pipe: Any) -> None:
-    """Take torch.compile's wrappers off a pipeline's models.
-
-    Raises:
-        ValueError: a model was replaced, or had its weights offloaded, after `port`.
-    """
+    """Take torch.compile's wrappers off the models; raise `ValueError` if one was replaced or offloaded."""
     for name, model in _models(pipe).items():
         if getattr(pipe, name) is not model:
             setattr(pipe, name, model)

@@ -65,10 +65,6 @@ class Sequence:
     def from_placement(
         cls, placement: "SequencePlacement | None", *, videos: int, text: int, tokens: int
     ) -> "Sequence":
-        """Return the layout of the sequences of a batch, sharded by a placement, or on one device.
-
-        `videos` is the number of sequences; `text` and `tokens` are as in the class.
-        """
         if placement is None:
             return cls(text, tokens, _padded_length(tokens, 1))
         mesh, batch_axis = placement.mesh, placement.batch_axis(videos)
@@ -81,7 +77,6 @@ class Sequence:
 
     @property
     def spec(self) -> PartitionSpec:
-        """The sharding of the tokens (N, S, C)."""
         return PartitionSpec(self.batch, self.axes or None, None)
 
     @property
@@ -155,10 +150,8 @@ class Sequence:
         return sharded_qk_norm_rope
 
     def shard_norm(self, adaptive_layer_norm: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """Return a norm of the signature of `jax_kernels.adaptive_layer_norm`, sharded as the layers are.
-
-        If XLA shards the layers, the norm is sharded here, by videos: XLA cannot shard a kernel. Else the
-        result is `adaptive_layer_norm` itself.
+        """Return `adaptive_layer_norm` sharded by videos if XLA, which cannot shard a kernel, shards the
+        layers.
         """
         if self.shared is None:
             return adaptive_layer_norm
@@ -173,11 +166,7 @@ class Sequence:
         )
 
     def first_patch(self) -> Any:
-        """Return the index of the first patch, counted from this device's first token.
-
-        It is 0 or negative on a device that has patches alone, and the number of its tokens or more where all
-        are text. With split tokens call it inside `map_local_tokens`.
-        """
+        """Return the index of the first patch, counted from this device's first token; 0 or less before it."""
         if not self.axes:  # tokens are not split: this device has the first one
             return self.text
         local_tokens = self.length // self.parts
@@ -216,10 +205,7 @@ class Sequence:
 
 
 def _padded_length(tokens: int, parts: int) -> int:
-    """Return the length of a sequence, padded so that `parts` devices get equal shards of whole tiles.
-
-    A tile has `LANES` tokens. A sequence too short for a tile on each device is padded only to equal shards.
-    """
+    """Return the length padded to equal shards for `parts` devices, of whole tiles if there is one for each."""
     divisor = parts * LANES if tokens > parts * LANES else parts
     return -(-tokens // divisor) * divisor  # the next multiple
 
@@ -280,14 +266,12 @@ class SequencePlacement(MeshPlace):
         return NamedSharding(self.mesh, spec) if divides else self.replicated
 
     def cache_struct(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        """Return the shape, dtype and sharding of an array that a step keeps for the next step."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._cache_sharding(shape))
 
     def watching(self, network: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which sequences that enter or leave the network's layers get their sharding.
 
-        The network, a program's own copy, is changed: where "tp" splits the channels of weights, each module
-        gets an attribute `inputs_split`, whether its weight is split by inputs.
+        The network, a program's own copy, is changed: with "tensor" each module gets `inputs_split`.
         """
         self.layers.clear()  # the shapes that `_constrain_sequences` recorded in an earlier trace
         if self.parallelism.kind == TENSOR:
@@ -321,7 +305,6 @@ class SequencePlacement(MeshPlace):
         )
 
     def put(self, array: Any) -> jax.Array:
-        """Put an input of a program on the mesh, whole on every device."""
         return jax.device_put(array, self.replicated)
 
     def struct(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:

@@ -72,11 +72,7 @@ class Parallelism:
 
 @dataclass(frozen=True)
 class BatchParallelism:
-    """The use of a mesh by a network that this package does not know.
-
-    Attributes:
-        split: whether weights are split over the mesh, and gathered where they are used.
-    """
+    """The use of a mesh by an unknown network, whose weights are split and gathered, or else whole."""
 
     split: bool = False
 
@@ -94,16 +90,10 @@ def choose_parallelism(
 ) -> Parallelism:
     """Choose what a transformer splits over "tp": tokens if "tp" divides the heads, else channels of weights.
 
-    Args:
-        mesh: of `make_mesh`.
-        heads: number of the transformer's attention heads.
-        weight_bytes: bytes of all its weights; weights that `exceed` the memory are gathered a layer at a
-            time.
-        memory: bytes of a device's memory; None if it is not known.
-        requested: `CONTEXT` to split tokens, `TENSOR` to split channels; None to choose.
+    `weight_bytes` that `exceed` a device's `memory` are gathered a layer at a time.
 
     Raises:
-        ValueError: another request, or CONTEXT if "tp" does not divide the heads.
+        ValueError: another request than CONTEXT or TENSOR, or CONTEXT if "tp" does not divide the heads.
     """
     tp = mesh.shape["tp"]
     if requested not in (None, CONTEXT, TENSOR):
@@ -132,13 +122,9 @@ def memory_of(mesh: Mesh) -> float | None:
 
 
 def weight_sharding(mesh: Mesh, name: str, shape: tuple[int, ...], parallelism: Parallelism) -> NamedSharding:
-    """Return the sharding of a network's weight on a mesh.
+    """Return the sharding of a weight; raise `ValueError` if "tp" does not divide the axis that it splits.
 
-    TENSOR splits weights by their names. CONTEXT leaves them whole, or, with `gathered`, splits the blocks'
-    matrices by outputs where "tp" divides them.
-
-    Raises:
-        ValueError: "tp" does not divide the axis that it splits.
+    With CONTEXT only `gathered` weights are split: the blocks' matrices, by outputs where "tp" divides them.
     """
     if parallelism.kind == TENSOR:
         spec = weight_spec(name)

@@ -125,10 +125,7 @@ def path_of(directory: str | Path, name: str) -> Path:
 def save_text(
     directory: str | Path, tensors: dict[str, torch.Tensor | None], *, request: Request, model: str
 ) -> None:
-    """Write the text stage, whole or not at all, in a directory that exists; leave out None values.
-
-    `tensors` are the prompts' embeddings by name, on JAX or plain; `model` is its fingerprint.
-    """
+    """Write the text stage, whole or not at all, in a directory that exists; leave out None values."""
     given = {key: value for key, value in tensors.items() if value is not None}
     metadata = {"format": FORMAT, "stage": TEXT, "request": json.dumps(asdict(request)), "model": model}
     tensor_files.save(given, path_of(directory, TEXT), metadata)

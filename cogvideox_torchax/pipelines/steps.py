@@ -16,14 +16,8 @@ from cogvideox_torchax.pipelines.blocks import joined_step, takes_sequences
 class TransformerStep(nn.Module):
     """A denoising step of the transformer, the module that a program is compiled from.
 
-    It runs text and patches as one sequence if its layers allow it, else diffusers' own forward.
-
-    Args:
-        model: the transformer.
-        attention_kwargs: options of a call, such as a LoRA's scale; other values are another program.
-
-    Attributes:
-        options: the attention_kwargs, {} for None.
+    It runs text and patches as one sequence if its layers allow it, else diffusers' own forward. The options
+    of a call, `attention_kwargs`, belong to the program: other values are another one.
     """
 
     component = "transformer"
@@ -52,12 +46,7 @@ class TransformerStep(nn.Module):
 
 
 class CachedStep(TransformerStep):
-    """A step that reuses results of earlier steps, which it takes as its cache.
-
-    Args:
-        model, attention_kwargs: as `TransformerStep` takes them.
-        form: form of the step.
-    """
+    """A step that reuses results of earlier steps, which it takes as its cache."""
 
     keep_unused = True  # cached arrays that a full step does not read must be donated, or stay alive
 

@@ -114,8 +114,9 @@ class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
         attention_kwargs: dict[str, Any] | None = None,
         return_dict: bool = True,
     ) -> Any:
-        """Return diffusers' output for a denoising step: by its own code for plain tensors, else by a
-        program.
+        """Return diffusers' output for a step, by its own code for plain tensors, else by a program.
+
+        On JAX a backward pass raises `ValueError`.
         """
         if on_jax(hidden_states) != runtime.is_on_jax(self):
             inputs, weights = ("jax", "in PyTorch") if on_jax(hidden_states) else ("the host", "on jax")
