@@ -9,7 +9,8 @@ Terms of this package:
     context: diffusers' `cache_context`, which separates calls of a step that are not batched, such as those
         with and without the prompt.
     form of a step: the layers that it skips, and the results that it keeps; each form is a program.
-    numbers of a step: the scalars and vectors that its program takes besides the tensors.
+    numbers of a step: the scalars and vectors that its program takes besides the tensors
+        (`cached_layers.NUMBERS`).
     residual of blocks: their result minus their input.
     trace for shapes: a trace without kept arrays, to find the shapes of the arrays that a step keeps.
 """

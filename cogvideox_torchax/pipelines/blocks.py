@@ -69,10 +69,10 @@ class Block(CogVideoXBlock):
 
         Args:
             hidden_states: the whole sequence (N, S, C); without `sequence` the patches.
-            encoder_hidden_states, attention_kwargs: the text, and options of diffusers' forward, for it
-                alone.
+            encoder_hidden_states: the text; None with a sequence.
             temb: embedded timestep, (N, E).
             image_rotary_emb: rotary (cos, sin) of all positions, or of the patches; () for none.
+            attention_kwargs: options of diffusers' own forward; None with a sequence.
             sequence: the layout of `hidden_states`.
         """
         if sequence is None:
@@ -193,9 +193,7 @@ class LastProjection:
         return y_SC.unflatten(0, (self.h.shape[0], -1))
 
     def added(self, x_NSC: torch.Tensor, gate_N2C: torch.Tensor, first_patch: Any) -> torch.Tensor:
-        """Return `x_NSC + gate * linear(h)` by one kernel; the gate has a vector for text and one for
-        patches.
-        """
+        """Return `x_NSC + gate * linear(h)` by one kernel; the gate has vectors for text and for patches."""
         # `self.h` is the linear layer's input, with channels before tokens if `transposed`.
         fused = functools.partial(jax_kernels.gated_linear, transposed=self.transposed)
         linear, *_dropouts = self.layers
@@ -267,7 +265,7 @@ def joined_step(
 ) -> torch.Tensor:
     """Return the prediction (N, T, C, H, W) of diffusers' transformer, with the layers run on one sequence.
 
-    `takes_sequences` must hold. "scale", of the LoRAs, is the one option; the decorator reads it.
+    `takes_sequences` must hold. "scale", for the model's LoRAs, is the one option; the decorator reads it.
     """
     dtype = hidden_states.dtype
     temb = model.time_embedding(model.time_proj(timestep).to(dtype), timestep_cond)

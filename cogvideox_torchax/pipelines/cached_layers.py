@@ -1,7 +1,7 @@
 """A denoising step with a cache: which layers of the program run, and what replaces the skipped ones.
 
 Two classes run such a step: `BlockStack` skips all blocks after one, `ReusedModules` skips single modules.
-`pipelines` explains the terms.
+The docstring of `pipelines` explains the terms.
 
 Axis letters: N videos, S positions of a sequence (text first, then patches), C channels.
 """
@@ -54,7 +54,11 @@ class BlockStack(nn.Module):
         self.seen: Any = None  # a scalar for the host, which `forward` may set
 
     def step(self, model: Any, predict: Predict, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
-        """Return `predict(tensors)`, with this module in place of all blocks of `model`, which is changed."""
+        """Return `predict(tensors)`, with this module in place of all blocks of `model`.
+
+        `model`, a program's own copy of the transformer, is changed. Only `ReusedModules.step` needs
+        `joined`.
+        """
         self.blocks = tuple(model.transformer_blocks)
         model.transformer_blocks = nn.ModuleList([self])
         return predict(tensors)
@@ -80,7 +84,7 @@ class BlockStack(nn.Module):
         return x
 
     def _first_block(self, x: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-        """Run the first block, and the later ones (`seen`) if its residual has changed beyond the threshold."""
+        """Run the first block; run the later ones if its residual has changed beyond the threshold."""
         last_head, last_tail = self.kept["head"], self.kept["tail"]
         first_result = self._run_blocks(self.blocks[:1], x, options)
         head = first_result[0] - x[0]
@@ -106,9 +110,7 @@ class BlockStack(nn.Module):
         return y, *first_result[1:]  # the text is only passed on: after the blocks nothing reads it
 
     def _all_blocks(self, x: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-        """Run all blocks; `seen` is the ratio of the residual's norm to the last step's, averaged over
-        patches.
-        """
+        """Run all blocks; `seen` is the ratio of the residual's norm to the last step's."""
         last_tail = self.kept["tail"]
         y = self._run_blocks(self.blocks, x, options)
         self.kept = {"tail": y[0] - x[0]}
@@ -157,7 +159,11 @@ class ReusedModules:
         self.skipped = () if kept is None else form.skipped
 
     def step(self, model: Any, predict: Predict, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
-        """Return `predict(tensors)`, with estimates in place of skipped modules' results; `model` is changed."""
+        """Return `predict(tensors)`, with estimates in place of the skipped modules' results.
+
+        `model`, a program's own copy of the transformer, is changed. `joined` tells whether its blocks take
+        text and patches as one sequence.
+        """
         dtype = tensors["hidden_states"].dtype
         last_kept = self.kept or {}  # by a module's name; empty in a trace for the shapes of arrays to keep
         # By skipped module, the tuple of tensors that replace its result; None, if none is kept, means zeros.
@@ -282,7 +288,10 @@ GUIDED_INPUTS = ("hidden_states", "encoder_hidden_states", "timestep")
 
 
 def low_frequencies(x: Any) -> Any:
-    """Return pictures (..., H, W) with only the lowest frequencies, as diffusers' FasterCache cuts them."""
+    """Return pictures (..., H, W) with only the lowest frequencies, as diffusers' FasterCache cuts them.
+
+    These are a disk in the centered spectrum; its radius is a fifth of the shorter side.
+    """
     height, width = x.shape[-2:]
     rows = jnp.arange(height)[:, None] - height // 2  # distances from the center
     columns = jnp.arange(width) - width // 2

@@ -3,7 +3,7 @@
 `enable_cache` has diffusers hook the transformer's modules. The hooks are removed from the modules, and kept:
 a copy of them for each run decides on the host what a step skips; for FirstBlockCache the device decides. The
 arrays that a step keeps for later steps are the program's cache: donated, and zeros before the first step.
-`pipelines` explains the terms.
+The docstring of `pipelines` explains the terms.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ class Form(NamedTuple):
         arrays: number of arrays that are kept for each tensor of a result.
         dtype: dtype of kept arrays; None for the results' own.
         prompted_only: whether the step runs on the prompted videos alone, and estimates the prediction
-            without the prompt; None if the batch has only prompted videos.
+            without the prompt; None if no video has a twin without the prompt.
         reuses: whether a "first_block" step reuses; None lets the device decide.
     """
 
@@ -93,7 +93,7 @@ def context(name: str) -> Iterator[None]:
 
 
 class StepCache:
-    """A cache of a transformer's steps, described by diffusers' hooks, which `upstream.take_hooks` took off."""
+    """A cache of a transformer's steps, as the hooks that `upstream.take_hooks` took off describe it."""
 
     def __init__(self, hooks: list[upstream.Hooked]):
         self.hooks = hooks
@@ -116,7 +116,7 @@ class StepCache:
     def step(
         self, model: Any, make_network: Callable[[Form], nn.Module], tensors: dict[str, Any]
     ) -> torch.Tensor:
-        """Run a step and return its prediction; keep its arrays for this thread's next step in this context."""
+        """Run a step and return its prediction; keep its arrays for this thread's next step in the context."""
         # Hooks without a state manager do not tell contexts apart, in diffusers either.
         name = _THREAD.context if any(hasattr(each.hook, "state_manager") for each in self.hooks) else None
         states = _THREAD.states.setdefault(self, {})
@@ -166,7 +166,10 @@ class FirstBlockSteps(StepCache):
     """FirstBlockCache: the blocks after the first run if the first one's residual has changed enough."""
 
     def plan_run(self, model: Any, batch: int, steps: Iterable[Any]) -> list[StepPlan]:
-        """Return (form, numbers) of a step that runs all blocks and of one that reuses, whatever the `steps`."""
+        """Return (form, numbers) of a step that runs all blocks, and of one that reuses.
+
+        In a run the device decides between the two; in a plan each is a program.
+        """
         # `numbers` has only the threshold, the same for all steps: `range(1)` plans one step to get it.
         ((_form, numbers),) = super().plan_run(model, batch, range(1))
         return [(form("first_block", reuses=reuses), numbers) for reuses in (False, True)]
@@ -267,7 +270,7 @@ class FasterSteps(StepCache):
     """FasterCache: attention is extrapolated, the prediction without the prompt made from the one with it."""
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        """Return the form, with the weights that the user's callbacks give (`cached_layers.NUMBERS`)."""
+        """Return the form, with the weights that the user's callbacks give."""
         # The hook of the transformer has the name "", hooks of attention modules have the modules' names.
         attention = tuple(name for name in state.hooks if name)
         denoiser = state.hooks[""]
@@ -300,8 +303,10 @@ class FasterSteps(StepCache):
         }
 
     def _ask_hooks(self, state: RunState, batch: int) -> tuple[bool, tuple[str, ...]]:
-        """Return (whether only the prompted videos of the `batch` run, names of the modules that are
-        skipped).
+        """Return (whether a step runs only the prompted videos, names of the modules that it skips).
+
+        The transformer's hook, named "", decides the first, the attention modules' hooks the second. They
+        also count the step. `batch` is the number of videos, without and with the prompt.
         """
         # These hooks are copies, and weights do not change what they skip: their callbacks return 0.
         for hook in state.hooks.values():
@@ -338,7 +343,10 @@ class FasterSteps(StepCache):
 
 
 def computes_module(hook: Any, result: Any, *args: Any, **kwargs: Any) -> bool:
-    """Return whether a hook, which is on no module, calls its module; `result` stands for the module's."""
+    """Return whether a hook, which is on no module, calls its module; the hook counts a step.
+
+    `result` is what the module's stand-in returns to the hook.
+    """
     ran: list[bool] = []
 
     def module(*_: Any, **__: Any) -> Any:

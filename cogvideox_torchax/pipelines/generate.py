@@ -120,7 +120,7 @@ def config_of(name: str, file: str) -> dict[str, Any]:
 
 
 def _kind(name: str, class_name: str, image: bool, clip: bool) -> str:
-    """Return the key of `CLASSES` for a pipeline's class and inputs; raise `RequestError` if they do not fit."""
+    """Return the kind of a pipeline by its class and its inputs; raise `RequestError` if they do not fit."""
     if class_name not in CLASSES.values():
         raise RequestError(f"{name} is a {class_name}: it takes one of {', '.join(CLASSES.values())}")
     # Pipelines for text and for video have the same parts. So the index may name either class, and whether
@@ -161,7 +161,11 @@ def check(request: Request, model: Model) -> None:
 
 
 def steps_of(request: Request, model: Model) -> int:
-    """Return the number of denoising steps: for a `VIDEO` pipeline the share `strength` of the request's."""
+    """Return the number of denoising steps.
+
+    A `VIDEO` pipeline adds noise to its input video only in part: the denoising steps are the fraction
+    `strength` of the requested steps.
+    """
     return (
         int(request.num_inference_steps * request.strength)
         if model.kind == VIDEO
@@ -208,7 +212,11 @@ def _check_prompt(request: Request, model: Model) -> None:
 def load_generator(model: Model, dtype: torch.dtype, mesh: Any, *, with_text: bool) -> Any:
     """Load and port a model's pipeline, over a mesh of `make_mesh` or, with None, on one device.
 
-    Without `with_text` it has no text encoder: the prompt is encoded already.
+    Args:
+        model: the model, as `describe` returns it.
+        dtype: dtype of all weights.
+        mesh: a mesh of `make_mesh`; None for one device.
+        with_text: whether to load the text encoder, which an encoded prompt does not need.
 
     Raises:
         RequestError: the pipeline cannot be loaded.
@@ -252,7 +260,7 @@ class Generation:
     def encode_text(self) -> dict[str, torch.Tensor | None]:
         """Return the prompts' embeddings (1, tokens, channels) by the pipeline's argument names.
 
-        Without guidance the negative prompt has None. The embeddings are saved in `keep`, to resume from.
+        Without guidance the negative prompt has None. A directory `keep` gets the embeddings, to resume from.
         """
         with torch.no_grad():
             positive, negative = self.pipe.encode_prompt(

@@ -138,9 +138,7 @@ class PatchEmbed(CogVideoXPatchEmbed):
         self.table, self.use_positional_embeddings = table, False
 
     def forward(self, text_embeds: torch.Tensor, image_embeds: torch.Tensor) -> torch.Tensor:
-        """Return text and embedded patches as one sequence (N, S, C); a wrong prompt length raises
-        `ValueError`.
-        """
+        """Return text and embedded patches as one sequence (N, S, C), with positions added."""
         has_positions = (
             self.use_positional_embeddings or self.use_learned_positional_embeddings or self.table is not None
         )

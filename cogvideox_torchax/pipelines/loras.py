@@ -30,7 +30,7 @@ PIPELINE_METHODS = (
 
 
 def methods_in_pytorch(kind: Any, names: Iterable[str]) -> dict[str, Callable[..., Any]]:
-    """Return wrapped methods of a network's or a pipeline's class, by name; they run on weights in PyTorch."""
+    """Return a class's methods of these names, wrapped to move the weights to PyTorch while they run."""
     return {name: _in_pytorch(getattr(kind, name)) for name in names if hasattr(kind, name)}
 
 

@@ -208,7 +208,7 @@ def _step_cache(pipe: Any) -> Any:
 
 
 def _decode_in_chunks(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
-    """Decode latents to frames (N, 3, T, H, W); each chunk goes to the host while the next is computed."""
+    """Decode latents (N, T, C, H, W) to frames (N, 3, T', H', W'); each chunk goes to the host at once."""
     # Between two steps, where a callback may decode, diffusers' `_current_timestep` is set.
     if pipe.transformer is not None and getattr(pipe, "_current_timestep", None) is None:
         pipe.transformer._reset_stateful_cache()  # frees the steps' kept arrays for the decoder
@@ -299,9 +299,7 @@ def _ported_pipeline_class(kind: type) -> type:
 
 
 def _method(kind: type, name: str) -> Callable[..., Any]:
-    """Return a method that runs `kind`'s method of this name, as it is at the time of a call, with torchax
-    on.
-    """
+    """Return a method that runs the class's own, as it is at the time of a call, with torchax on."""
     around = _AROUND.get(name)
 
     @functools.wraps(getattr(kind, name))

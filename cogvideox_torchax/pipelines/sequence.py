@@ -150,9 +150,7 @@ class Sequence:
         return sharded_qk_norm_rope
 
     def shard_norm(self, adaptive_layer_norm: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """Return `adaptive_layer_norm` sharded by videos if XLA, which cannot shard a kernel, shards the
-        layers.
-        """
+        """Return the norm kernel, sharded by videos if XLA shards the layers: XLA cannot shard a kernel."""
         if self.shared is None:
             return adaptive_layer_norm
         by_video, whole = PartitionSpec(self.batch), PartitionSpec()
@@ -166,7 +164,11 @@ class Sequence:
         )
 
     def first_patch(self) -> Any:
-        """Return the index of the first patch, counted from this device's first token; 0 or less before it."""
+        """Return the index of the first patch, counted from this device's first token.
+
+        It is 0 or negative on a device that has patches alone, and the number of its tokens or more where all
+        are text. With split tokens call it inside `map_local_tokens`.
+        """
         if not self.axes:  # tokens are not split: this device has the first one
             return self.text
         local_tokens = self.length // self.parts
@@ -190,7 +192,7 @@ class Sequence:
         return x_NPSC.reshape(videos, -1, channels)
 
     def to_tokens(self, y_NCS: jax.Array) -> jax.Array:
-        """Undo the exchange of `to_heads`, in the layout of attention: (N, C / P, P * S) to (N, C, S)."""
+        """Undo `to_heads`, in the layout of attention: (N, C / P, P * S) becomes (N, C, S)."""
         if not self.axes:
             return y_NCS
         videos, channels, _ = y_NCS.shape
@@ -205,7 +207,10 @@ class Sequence:
 
 
 def _padded_length(tokens: int, parts: int) -> int:
-    """Return the length padded to equal shards for `parts` devices, of whole tiles if there is one for each."""
+    """Return a sequence's length, padded so that `parts` devices get equal shards of whole tiles.
+
+    A tile has `LANES` tokens. A sequence too short for a tile on each device is padded only to equal shards.
+    """
     divisor = parts * LANES if tokens > parts * LANES else parts
     return -(-tokens // divisor) * divisor  # the next multiple
 
@@ -271,7 +276,8 @@ class SequencePlacement(MeshPlace):
     def watching(self, network: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which sequences that enter or leave the network's layers get their sharding.
 
-        The network, a program's own copy, is changed: with "tensor" each module gets `inputs_split`.
+        The network, a program's own copy, is changed: where "tp" splits the channels of weights, each module
+        gets an attribute `inputs_split`, whether its weight is split by inputs.
         """
         self.layers.clear()  # the shapes that `_constrain_sequences` recorded in an earlier trace
         if self.parallelism.kind == TENSOR:

@@ -72,7 +72,7 @@ class Parallelism:
 
 @dataclass(frozen=True)
 class BatchParallelism:
-    """The use of a mesh by an unknown network, whose weights are split and gathered, or else whole."""
+    """The use of a mesh by a network that this package does not know; split weights are gathered at use."""
 
     split: bool = False
 
@@ -90,7 +90,8 @@ def choose_parallelism(
 ) -> Parallelism:
     """Choose what a transformer splits over "tp": tokens if "tp" divides the heads, else channels of weights.
 
-    `weight_bytes` that `exceed` a device's `memory` are gathered a layer at a time.
+    With split tokens, weights that `exceed` a device's memory are gathered a layer at a time. None for
+    `memory` means unknown, for `requested` no wish.
 
     Raises:
         ValueError: another request than CONTEXT or TENSOR, or CONTEXT if "tp" does not divide the heads.

@@ -114,10 +114,7 @@ class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
         attention_kwargs: dict[str, Any] | None = None,
         return_dict: bool = True,
     ) -> Any:
-        """Return diffusers' output for a step, by its own code for plain tensors, else by a program.
-
-        On JAX a backward pass raises `ValueError`.
-        """
+        """Return diffusers' output for a step, by its own code for plain tensors, else by a program."""
         if on_jax(hidden_states) != runtime.is_on_jax(self):
             inputs, weights = ("jax", "in PyTorch") if on_jax(hidden_states) else ("the host", "on jax")
             raise ValueError(f'got inputs on {inputs} for weights {weights}: move either .to("jax")')
