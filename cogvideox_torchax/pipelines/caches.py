@@ -116,7 +116,7 @@ class StepCache:
     def step(
         self, model: Any, make_network: Callable[[Form], nn.Module], tensors: dict[str, Any]
     ) -> torch.Tensor:
-        """Run a step and return its prediction; keep its arrays for this thread's next step in the context."""
+        """Run a step and return its prediction; keep its arrays for the context's next step."""
         # Hooks without a state manager do not tell contexts apart, in diffusers either.
         name = _THREAD.context if any(hasattr(each.hook, "state_manager") for each in self.hooks) else None
         states = _THREAD.states.setdefault(self, {})

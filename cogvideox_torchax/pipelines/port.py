@@ -53,8 +53,12 @@ parts, so the lock can be taken again.
 def port_pipeline(pipe: Any, mesh: Any = None, parallel: Parallel | None = None) -> None:
     """Port a pipeline's VAE and networks and put them on JAX, as `port` documents.
 
-    `pipe` may be another object with models as attributes. If this raises `ValueError`, nothing has been
-    moved.
+    Args:
+        pipe: a diffusers pipeline, or another object with models as attributes.
+        mesh, parallel: as `port` takes them.
+
+    Raises:
+        ValueError: as `port` raises it; nothing has been moved then.
     """
     check_one_process(mesh)
     models = _models(pipe)
@@ -208,7 +212,10 @@ def _step_cache(pipe: Any) -> Any:
 
 
 def _decode_in_chunks(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
-    """Decode latents (N, T, C, H, W) to frames (N, 3, T', H', W'); each chunk goes to the host at once."""
+    """Decode latents (N, T, C, H, W) to frames (N, 3, T', H', W') on the host, as CogVideoX's pipelines do.
+
+    Each chunk goes to the host while the next is computed.
+    """
     # Between two steps, where a callback may decode, diffusers' `_current_timestep` is set.
     if pipe.transformer is not None and getattr(pipe, "_current_timestep", None) is None:
         pipe.transformer._reset_stateful_cache()  # frees the steps' kept arrays for the decoder
