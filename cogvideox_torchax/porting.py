@@ -92,6 +92,5 @@ def port(
 
 
 def _has_parts(candidate: Any) -> bool:
-    """Return whether an object is a diffusers pipeline, or has a VAE that this package knows."""
     is_pipeline = isinstance(candidate, DiffusionPipeline)
     return is_pipeline or isinstance(getattr(candidate, "vae", None), DiffusersAutoencoder | ChunkedVAE)

@@ -41,7 +41,6 @@ class GELU(DiffusersGELU):
     """GELU rounded once (`jax_kernels.gelu`)."""
 
     def gelu(self, gate: torch.Tensor) -> torch.Tensor:
-        """Compute GELU: by `jax_kernels.gelu` on JAX if it is approximated by tanh, else as diffusers."""
         if not by_kernel(self, gate) or self.approximate != "tanh":
             return super().gelu(gate)
         return torch_view(jax_kernels.gelu)(gate)
@@ -69,16 +68,12 @@ class Block(CogVideoXBlock):
         """Run the layer on text and patches as one `sequence`; without one, run diffusers' own forward.
 
         Args:
-            hidden_states: the patches, or the whole sequence.
+            hidden_states: the whole sequence (N, S, C); without `sequence` the patches.
             encoder_hidden_states: the text; None with a sequence.
             temb: embedded timestep, (N, E).
-            image_rotary_emb: rotary (cos, sin) of the patches, or of all positions of the sequence; () for a
-                model without rotary positions.
+            image_rotary_emb: rotary (cos, sin) of all positions, or of the patches; () for none.
             attention_kwargs: options of diffusers' own forward; None with a sequence.
-            sequence: the layout of `hidden_states`, its padding and its sharding.
-
-        Returns:
-            The sequence (N, S, C); without `sequence` diffusers' pair of patches and text.
+            sequence: the layout of `hidden_states`.
         """
         if sequence is None:
             return super().forward(
@@ -86,7 +81,6 @@ class Block(CogVideoXBlock):
             )
 
         def run_local_arrays(*arrays: Any) -> Any:
-            """Run the layer on a device's shards: JAX arrays, nested as the arguments of the call below."""
             (x_NSC, replaced), temb_NE, tables = cast(Any, tensor_of(arrays))
             return array_of(self._run_local_tokens(x_NSC, replaced, temb_NE, tables, sequence))
 
@@ -108,17 +102,9 @@ class Block(CogVideoXBlock):
         tables: Tables,
         sequence: Sequence,
     ) -> Any:
-        """Run attention and feed-forward on a device's local tokens.
+        """Run the layer on a device's local tokens; return them, and the results that a cache wants by name.
 
-        Args:
-            x_NSC: the tokens.
-            replaced: results (N, S, C) to use instead of running a part, "attn1" or "ff"; None for zeros.
-            temb_NE: the embedded timestep.
-            tables: rotary cosines and sines of all positions; () for a model without them.
-            sequence: the layout of all tokens.
-
-        Returns:
-            The layer's tokens, and by name the results of the parts that a cache wants (`self.collected`).
+        `replaced` has results (N, S, C) to use instead of running a part, "attn1" or "ff"; None for zeros.
         """
         # Tokens before the first patch are text: a norm has other shifts, scales and gates for them.
         first_patch = sequence.first_patch()
@@ -148,10 +134,7 @@ class Block(CogVideoXBlock):
         return x_NSC, results
 
     def _feed_forward(self, h_NSC: torch.Tensor, sequence: Sequence) -> "LastProjection":
-        """Run the feed-forward on normed tokens, and return its last projection without computing it.
-
-        The caller computes the projection, alone or in one kernel with the residual.
-        """
+        """Run the feed-forward on normed tokens, except for its last projection."""
         # `widen` is the first projection and GELU; `layers` are the last projection and its dropout.
         widen, dropout, *layers = self.ff.net
         if type(widen) is GELU and widen.approximate == "tanh" and supports_fused(widen.proj, sequence):
@@ -162,15 +145,7 @@ class Block(CogVideoXBlock):
         return LastProjection(layers, dropout(h_NSC))
 
     def _attend(self, h_NSC: torch.Tensor, tables: Tables, sequence: Sequence) -> "LastProjection":
-        """Run attention on normed tokens, and return its output projection without computing it.
-
-        The caller computes the projection, alone or in one kernel with the residual.
-
-        Args:
-            h_NSC: normed local tokens: N videos, S positions, C channels (H heads of D).
-            tables: the rotary cosines and sines of all positions; () for none.
-            sequence: the layout of the positions, and the P devices (`parts`) that share tokens and heads.
-        """
+        """Run attention on normed local tokens, except for its output projection."""
         attn: Any = self.attn1
         videos = h_NSC.shape[0]
         qk_norm_rope = torch_view(sequence.shard_heads(jax_kernels.qk_norm_rope, attn.heads))
@@ -204,7 +179,6 @@ class LastProjection:
     Attributes:
         layers: the projection, and the dropouts after it.
         h: the input, (N, S, C), or (N, C, S) if `transposed`.
-        transposed: whether channels of `h` come before its tokens.
     """
 
     layers: list[Any]
@@ -212,7 +186,6 @@ class LastProjection:
     transposed: bool = False
 
     def result(self) -> torch.Tensor:
-        """Return the result (N, S, C), computed by the layers one after the other."""
         h_NSC = self.h.transpose(1, 2) if self.transposed else self.h  # (N, C, S) if `transposed`
         y_SC = h_NSC.flatten(0, 1)  # the tokens of all videos on one axis
         for layer in self.layers:
@@ -220,10 +193,7 @@ class LastProjection:
         return y_SC.unflatten(0, (self.h.shape[0], -1))
 
     def added(self, x_NSC: torch.Tensor, gate_N2C: torch.Tensor, first_patch: Any) -> torch.Tensor:
-        """Return `x_NSC + gate * linear(h)` by one kernel; `supports_fused` must hold for the linear layer.
-
-        `gate_N2C` has a vector for text and one for patches; `first_patch` is the index of the first patch.
-        """
+        """Return `x_NSC + gate * linear(h)` by one kernel; the gate has vectors for text and for patches."""
         # `self.h` is the linear layer's input, with channels before tokens if `transposed`.
         fused = functools.partial(jax_kernels.gated_linear, transposed=self.transposed)
         linear, *_dropouts = self.layers
@@ -231,26 +201,14 @@ class LastProjection:
 
 
 def supports_fused(project: Any, sequence: Sequence) -> bool:
-    """Return whether a kernel may replace a projection: one without a LoRA, and not sharded by XLA.
-
-    A LoRA makes the projection another class. `sequence.shared` is the mesh over which XLA shards, or None.
-    """
+    """Return whether a kernel may replace a projection: one without a LoRA, and not sharded by XLA."""
     return type(project) is Linear and sequence.shared is None
 
 
 def projections(attn: Any, h_SC: torch.Tensor, sequence: Sequence) -> Iterator[torch.Tensor]:
-    """Yield queries, keys and values, (P, S, C / P) each: a part of the channels for each of P devices.
-
-    A part has whole heads.
-
-    Args:
-        attn: diffusers' attention, with three projections or with one that is fused.
-        h_SC: tokens of all videos, on one axis.
-        sequence: layout of the tokens; P is its `parts`.
-    """
+    """Yield queries, keys and values of tokens (S, C) of all videos: (P, S, C / P) each, in whole heads."""
 
     def split(y_SC: torch.Tensor) -> torch.Tensor:
-        """Cut channels into P parts: (P, S, C / P)."""
         return y_SC.unflatten(-1, (sequence.parts, -1)).transpose(0, 1)
 
     if type(attn.processor) is FusedAttnProcessor:  # diffusers keeps `to_qkv`, and the flag, when it unfuses
@@ -272,15 +230,11 @@ def modulation(norm: Any, temb_NE: torch.Tensor) -> list[torch.Tensor]:
 
 
 def takes_sequences(model: Any) -> bool:
-    """Return whether a transformer's layers may take text and patches as one sequence.
-
-    They may if each layer is of the type that `port` gave it, and has no hooks.
-    """
+    """Return whether each layer of a transformer is of the type that `port` gave it, and has no hooks."""
     return all(_as_ported(block) for block in model.transformer_blocks)
 
 
 def _as_ported(block: Any) -> bool:
-    """Return whether `block`, a transformer's layer, and its modules are of `port`'s types, without hooks."""
     if type(block) is not Block:
         return False
     attn: Any = block.attn1
@@ -309,17 +263,9 @@ def joined_step(
     image_rotary_emb: Any = None,
     attention_kwargs: dict[str, Any] | None = None,
 ) -> torch.Tensor:
-    """Return the result of diffusers' transformer, with the layers run on one sequence: text, then patches.
+    """Return the prediction (N, T, C, H, W) of diffusers' transformer, with the layers run on one sequence.
 
-    Args:
-        model: a ported transformer for which `takes_sequences` holds.
-        hidden_states: latents (N, T, C, H, W).
-        encoder_hidden_states: embedded prompt (N, tokens of text, channels).
-        timestep, timestep_cond, ofs, image_rotary_emb: as the transformer takes them.
-        attention_kwargs: {"scale": scale of its LoRAs} or None; the decorator reads it.
-
-    Returns:
-        (N, T, C, H, W).
+    `takes_sequences` must hold. "scale", for the model's LoRAs, is the one option; the decorator reads it.
     """
     dtype = hidden_states.dtype
     temb = model.time_embedding(model.time_proj(timestep).to(dtype), timestep_cond)
@@ -344,13 +290,7 @@ def joined_step(
 
 
 def joined_patches(y_NPC: torch.Tensor, shape: torch.Size, config: Any) -> torch.Tensor:
-    """Join patches (N, P, C), P for each video, to latents (N, T, C, H, W).
-
-    Args:
-        y_NPC: the patches. A patch has p_t frames of p x p latent pixels, with their channels, on its axis C.
-        shape: shape of the latents; its channels are not read.
-        config: of the transformer.
-    """
+    """Join patches (N, P, C), with p_t frames of p x p latent pixels on C, to latents (N, T, C, H, W)."""
     p, p_t = config["patch_size"], config["patch_size_t"] or 1
     videos, frames, _, height, width = shape
     grid = -(-frames // p_t), height // p, width // p  # patches along time (rounded up), height and width

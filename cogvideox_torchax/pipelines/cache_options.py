@@ -23,7 +23,7 @@ def config_of(choice: str, *, steps: int, guided: bool, timestep: Callable[[], A
     Args:
         choice: one of `CHOICES`, such as "first-block:0.1".
         steps: number of denoising steps.
-        guided: whether steps run with classifier-free guidance: with the prompt and without it.
+        guided: whether steps run with classifier-free guidance.
         timestep: called in each step, for the step's timestep; the default serves only to check a choice.
 
     Raises:
@@ -43,17 +43,10 @@ def config_of(choice: str, *, steps: int, guided: bool, timestep: Callable[[], A
 
 
 def _config(name: str, value: str, steps: int, timestep: Callable[[], Any]) -> Any:
-    """Return the config of a cache by a name of `CHOICES`.
+    """Return the config of a cache by a name of `CHOICES`, and by the text after the name's colon.
 
-    Args:
-        name: key of `CHOICES`.
-        value: text after the name's colon: a threshold, a number of steps, or for MagCache "calibrate" or the
-            path of a file of ratios; "" for the default in `CHOICES`, which MagCache lacks.
-        steps: number of denoising steps.
-        timestep: returns the timestep of the present step.
-
-    Raises:
-        ValueError, OSError: a value that the cache does not take.
+    The text is a threshold, a number of steps, or for MagCache "calibrate" or a file of ratios; "" stands for
+    the default in `CHOICES`, which MagCache lacks.
     """
     hooks: Any = importlib.import_module("diffusers.hooks")
     if name == "first-block":

@@ -1,9 +1,7 @@
 """A denoising step with a cache: which layers of the program run, and what replaces the skipped ones.
 
-A cache keeps arrays of a step, and a later step uses them instead of running some layers. Two classes run
-such a step: `BlockStack` skips all blocks after one, `ReusedModules` single modules. A residual of blocks is
-their result minus their input. A full step skips nothing. Classifier-free guidance puts two videos into the
-batch, first without the prompt, then with it.
+Two classes run such a step: `BlockStack` skips all blocks after one, `ReusedModules` skips single modules.
+The docstring of `pipelines` explains the terms.
 
 Axis letters: N videos, S positions of a sequence (text first, then patches), C channels.
 """
@@ -37,9 +35,9 @@ class BlockStack(nn.Module):
     """Module in place of all transformer blocks, which runs all of them, some or none.
 
     Args:
-        form: of the step; its kind, "first_block", "all_blocks" or "no_block", names the method that runs.
-        kept: residuals that the last step has kept, by name, "head" of the first block and "tail" of the
-            blocks after it, or of all; None in a trace for the shapes of what a step keeps.
+        form: form of the step; its kind names the method that runs.
+        kept: the residuals that the last step kept, by name: "head" of the first block, "tail" of the blocks
+            after it, or of all; None in a trace for shapes.
         numbers: values of `NUMBERS`, by name.
 
     Attributes:
@@ -48,10 +46,6 @@ class BlockStack(nn.Module):
     """
 
     def __init__(self, form: Form, kept: Any, numbers: dict[str, torch.Tensor]):
-        """Keep the step's form (what it skips), the last step's kept residuals, and scalars, both by name.
-
-        A residual of blocks is their result minus their input. `kept` is None in a trace for shapes alone.
-        """
         super().__init__()
         self.form = form
         self.blocks: tuple[nn.Module, ...] = ()  # the transformer's own; `step` sets them
@@ -60,29 +54,17 @@ class BlockStack(nn.Module):
         self.seen: Any = None  # a scalar for the host, which `forward` may set
 
     def step(self, model: Any, predict: Predict, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
-        """Return the prediction `predict(tensors)`, with this module in place of all blocks of `model`.
+        """Return `predict(tensors)`, with this module in place of all blocks of `model`.
 
-        Args:
-            model: a program's own copy of the transformer, which is changed.
-            predict: runs a denoising step of `model`.
-            tensors: the step's inputs by name.
-            joined: not used; `ReusedModules.step`, which is called the same way, needs it.
+        `model`, a program's own copy of the transformer, is changed. Only `ReusedModules.step` needs
+        `joined`.
         """
         self.blocks = tuple(model.transformer_blocks)
         model.transformer_blocks = nn.ModuleList([self])
         return predict(tensors)
 
     def forward(self, hidden_states: Any, encoder_hidden_states: Any = None, **options: Any) -> Any:
-        """Run the blocks that the step's form asks for, in place of all of them.
-
-        Args:
-            hidden_states: the patches, or text and patches joined to one sequence.
-            encoder_hidden_states: the text; None with one sequence.
-            options: keyword arguments of each block.
-
-        Returns:
-            (patches, text), or one sequence, as a block returns.
-        """
+        """Run the blocks that the form asks for, on (patches, text) or on one sequence."""
         joined = encoder_hidden_states is None
         x = (hidden_states,) if joined else (hidden_states, encoder_hidden_states)
         if self.kept is None:  # a trace for the shapes of arrays to keep alone: no block needs to run
@@ -96,23 +78,13 @@ class BlockStack(nn.Module):
         return x[0] if joined else x
 
     def _run_blocks(self, blocks: Any, x: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-        """Run blocks one after the other on (patches, text) or (sequence,); `options` go to each block."""
         for block in blocks:
             y = block(*x, **options)
             x = y if isinstance(y, tuple) else (y,)
         return x
 
     def _first_block(self, x: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-        """Run the first block, and the later blocks only if its residual has changed beyond the threshold.
-
-        A residual is a result minus its input, of the patches or of the sequence. If the later blocks do not
-        run, their residual of the last full step is added. The first block's residual is kept as "head", the
-        later blocks' as "tail". `self.seen`, a bool for the host, is whether the later blocks ran.
-
-        Args:
-            x: (patches, text) or (sequence,).
-            options: keyword arguments of each block; "sequence" tells which positions are patches.
-        """
+        """Run the first block; run the later ones if its residual has changed beyond the threshold."""
         last_head, last_tail = self.kept["head"], self.kept["tail"]
         first_result = self._run_blocks(self.blocks[:1], x, options)
         head = first_result[0] - x[0]
@@ -122,11 +94,9 @@ class BlockStack(nn.Module):
         is_similar = change / size <= self.numbers["threshold"]  # false in the first step, where `size` is 0
 
         def reuse() -> Any:
-            """Return (first block's result plus the kept "tail", "head" and "tail" as they were kept)."""
             return first_result[0] + last_tail, last_head, last_tail
 
         def compute() -> Any:
-            """Return (result of all blocks, new "head", new "tail")."""
             y = self._run_blocks(self.blocks[1:], first_result, options)[0]
             return y, head, y - first_result[0]
 
@@ -140,12 +110,7 @@ class BlockStack(nn.Module):
         return y, *first_result[1:]  # the text is only passed on: after the blocks nothing reads it
 
     def _all_blocks(self, x: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-        """Run all blocks on `x`, (patches, text) or (sequence,), and keep a residual as "tail".
-
-        The residual is of the patches or of the sequence: result minus input. The host reads `self.seen`: the
-        ratio of the residual's norm to the last step's, averaged over patches. `options` are keyword
-        arguments of each block; "sequence" tells which positions are patches.
-        """
+        """Run all blocks; `seen` is the ratio of the residual's norm to the last step's."""
         last_tail = self.kept["tail"]
         y = self._run_blocks(self.blocks, x, options)
         self.kept = {"tail": y[0] - x[0]}
@@ -155,22 +120,12 @@ class BlockStack(nn.Module):
         return y
 
     def _no_block(self, x: tuple[Any, ...], _options: dict[str, Any]) -> tuple[Any, ...]:
-        """Run no block: add the residual of all blocks in the last full step to `x[0]`, and return `x`.
-
-        A residual is result minus input; the kept one is "tail". `x` is (patches, text) or (sequence,).
-        `_options`, which blocks would take, are not used.
-        """
+        """Run no block: add the residual that the last full step kept."""
         return x[0] + self.kept["tail"], *x[1:]
 
 
 def _mean_of_patches(values: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-    """Return one float32 number, the mean of all values (N, S, ...) of patches, without text and padding.
-
-    Args:
-        values: values at each of S positions.
-        options: keyword arguments of a block. "sequence" is the layout of the positions: `text` tokens first,
-            then patches up to `tokens`, then padding. Without it all positions are patches.
-    """
+    """Return the float32 mean of the values (N, S, ...) of patches, without those of text and padding."""
     values = values.float()
     sequence = options.get("sequence")
     if sequence is None:
@@ -186,45 +141,28 @@ def _mean_of_patches(values: torch.Tensor, options: dict[str, Any]) -> torch.Ten
 class ReusedModules:
     """A step in which some modules are skipped, and their kept results are used.
 
-    Subclasses estimate a result from what is kept; this class takes it as it is.
+    This class uses a kept result unchanged; subclasses estimate the result from several kept arrays.
 
     Args:
-        form: of the step.
-        kept: by a module's name, for each tensor of its result, a tuple of arrays of earlier steps; None in a
-            trace for the shapes of what a step keeps.
+        form: form of the step.
+        kept: by module's name, for each tensor of its result, a tuple of arrays of earlier steps; None in a
+            trace for shapes. The attribute has the arrays for the next step.
         numbers: values of `NUMBERS`, by name.
-
-    Attributes:
-        kept: arrays for the next step, as the argument.
-        seen: None; the host gets no scalar.
     """
 
     seen = None
 
     def __init__(self, form: Form, kept: Any, numbers: dict[str, torch.Tensor]):
-        """Set the modules to skip: those that `form` names, or none if `kept` is None.
-
-        Args:
-            form: which modules the step skips, and whose results it keeps.
-            kept: results of earlier steps; None in the trace that finds the shapes of results to keep.
-            numbers: tensors of `NUMBERS`, by name, that the step's program takes besides the transformer's
-                inputs.
-        """
         self.form = form
         self.kept: Any = kept
         self.numbers = numbers
         self.skipped = () if kept is None else form.skipped
 
     def step(self, model: Any, predict: Predict, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
-        """Return the prediction `predict(tensors)`, with estimates in place of skipped modules' results.
+        """Return `predict(tensors)`, with estimates in place of the skipped modules' results.
 
-        The arrays to keep for the next step are in `self.kept` afterwards.
-
-        Args:
-            model: a program's own copy of the transformer, which is changed.
-            predict: runs a denoising step of `model`.
-            tensors: the step's inputs by name.
-            joined: whether the blocks of `model` take text and patches as one sequence.
+        `model`, a program's own copy of the transformer, is changed. `joined` tells whether its blocks take
+        text and patches as one sequence.
         """
         dtype = tensors["hidden_states"].dtype
         last_kept = self.kept or {}  # by a module's name; empty in a trace for the shapes of arrays to keep
@@ -252,34 +190,22 @@ class ReusedModules:
         return prediction
 
     def _estimate(self, name: str, kept: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Return the tensors that replace the result of module `name`: here the kept arrays, unchanged.
-
-        `kept` has a tuple of arrays of earlier steps for each tensor; in this class each tuple has one array.
-        Subclasses compute each tensor, of `dtype`, from several arrays.
-        """
+        """Return the tensors, of `dtype`, that replace the result of module `name`."""
         return tuple(arrays[0] for arrays in kept)
 
     def _to_keep(self, name: str, y: torch.Tensor, arrays: Any) -> tuple[torch.Tensor, ...]:
-        """Return the arrays to keep for a tensor `y` of module `name`'s result: here `y` itself.
-
-        If the step skips the module, `y` is what replaced its result. Subclasses use `arrays` too, the tuple
-        of arrays that the last step kept for this tensor.
-        """
+        """Return the arrays to keep for a result's tensor `y`, for which the last step kept `arrays`."""
         return (y,)
 
 
 class TaylorModules(ReusedModules):
     """TaylorSeer: skipped results are extrapolated by a Taylor series.
 
-    Of each tensor are kept the result of the last computed step, and its divided differences of rising order.
+    For each tensor the factors of its series are kept: the value of the last computed step, and its divided
+    differences of rising order.
     """
 
     def _estimate(self, name: str, kept: Any, dtype: torch.dtype) -> tuple[Any, ...]:
-        """Return a module's result, tensors of `dtype`, by a Taylor series from the last computed step.
-
-        `kept` has for each tensor the `form.arrays` factors of its series: the last computed value, and its
-        divided differences of rising order. `name`, the module's name, is not used.
-        """
         since = self.numbers["since"]  # steps since the last computed step
         powers = [(since**order / math.factorial(order)).to(dtype) for order in range(self.form.arrays)]
         return tuple(
@@ -288,17 +214,7 @@ class TaylorModules(ReusedModules):
         )
 
     def _to_keep(self, name: str, y: torch.Tensor, arrays: Any) -> tuple[torch.Tensor, ...]:
-        """Return the factors of a Taylor series: `y`, and its divided differences of rising order.
-
-        The factor of order n + 1 is the change of factor n since the last computed step, divided by "since",
-        the number of steps.
-
-        Args:
-            name: of a module; if it was skipped, `arrays` are returned.
-            y: a tensor of the module's result.
-            arrays: the factors of the last computed step. Only the first `self.numbers["known"]` are valid:
-                the others are zeros.
-        """
+        """Return the factors of the series: factor n + 1 is the change of factor n, divided by "since"."""
         if name in self.skipped:
             return arrays
         factors = [y]
@@ -313,24 +229,17 @@ class TaylorModules(ReusedModules):
 class FasterCacheModules(ReusedModules):
     """FasterCache: attention is extrapolated, and the prediction without the prompt is estimated.
 
-    Kept are the last two results of attention, for the video with the prompt, and the low and high
-    frequencies of the difference of the two predictions. A step takes (older, newer) of the two results and
-    returns (newer, older): its new result is written to the memory of the oldest one, which is donated.
+    The last two results of attention for prompted videos are kept, and the low and high frequencies of the
+    difference of the two predictions. A step takes (older, newer) results and returns (newer, older), so that
+    its new result is written to the donated memory of the oldest one.
     """
 
     def step(self, model: Any, predict: Predict, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
-        """Run a step for the videos without and with the prompt, or only with it; return both predictions.
+        """Run a step for all videos, or only for the prompted ones; return the predictions for all.
 
-        A step for both keeps the low and high frequencies of the predictions' difference, without minus with
-        the prompt. A step for only the videos with the prompt adds these frequencies, weighted, to its
-        prediction: the sum estimates the prediction without the prompt.
-
-        Args:
-            model: a program's own copy of the transformer, which is changed.
-            predict: runs a denoising step of `model`.
-            tensors: the step's inputs by name; those of `GUIDED_INPUTS` have the videos without the prompt,
-                then those with it.
-            joined: whether the blocks of `model` take text and patches as one sequence.
+        A step for all keeps the low and high frequencies of the difference, without minus with the prompt. A
+        step for the prompted videos adds these frequencies, weighted, to its prediction: the sum estimates
+        the prediction without the prompt.
         """
         if self.form.prompted_only is None:  # distilled guidance: no video has a twin without the prompt
             return super().step(model, predict, tensors, joined)
@@ -358,25 +267,12 @@ class FasterCacheModules(ReusedModules):
         return prediction
 
     def _estimate(self, name: str, kept: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Return the result of the module `name`, extrapolated from its last two results, in `dtype`.
-
-        A result may have several tensors: `kept` has (older, newer) of each tensor.
-        """
         # "weights" has a number for each name in `form.kept`, the modules whose results are kept.
         weight = self.numbers["weights"][self.form.kept.index(name)].to(dtype)
         return tuple(newer + (newer - older) * weight for older, newer in kept)
 
     def _to_keep(self, name: str, y: torch.Tensor, arrays: Any) -> tuple[torch.Tensor, ...]:
-        """Return (new result for the videos with the prompt, result before it).
-
-        The new result comes first: it is written to the memory of the older kept result, which is donated.
-
-        Args:
-            name: of the module, not used.
-            y: the new result: of the videos with the prompt; if both ran, of the videos without and then with
-            it.
-            arrays: (older, newer) of the last two results, for the videos with the prompt.
-        """
+        """Return (new result for the prompted videos, result before it)."""
         _older, newer = arrays
         if len(y) > len(newer):  # both ran: the videos with the prompt are the second half of the batch
             y = y.chunk(2)[1]
@@ -394,8 +290,7 @@ GUIDED_INPUTS = ("hidden_states", "encoder_hidden_states", "timestep")
 def low_frequencies(x: Any) -> Any:
     """Return pictures (..., H, W) with only the lowest frequencies, as diffusers' FasterCache cuts them.
 
-    In the spectrum, with its origin in the center, they are a disk whose radius is a fifth of the shorter
-    side.
+    These are a disk in the centered spectrum; its radius is a fifth of the shorter side.
     """
     height, width = x.shape[-2:]
     rows = jnp.arange(height)[:, None] - height // 2  # distances from the center
@@ -407,14 +302,7 @@ def low_frequencies(x: Any) -> Any:
 def _replace_and_collect(
     model: Any, replaced: dict[str, Any], collected: dict[str, list[torch.Tensor]], joined: bool
 ) -> None:
-    """Have skipped modules of `model` return replacements, and others add their results to lists.
-
-    Args:
-        model: a program's own copy of the transformer, which is changed.
-        replaced: by skipped module, a tuple of tensors to return as its result; None for zeros.
-        collected: by other module, the list to which its result's tensors are added.
-        joined: whether the blocks of `model` take text and patches as one sequence.
-    """
+    """Have skipped modules return their tensors of `replaced` (None: zeros), and others fill `collected`."""
     for name in (*replaced, *collected):
         owner, _, part = name.rpartition(".")  # such as "transformer_blocks.0" and "attn1"
         if joined and re.fullmatch(r"transformer_blocks\.\d+", owner):
@@ -432,10 +320,7 @@ def _replace_and_collect(
 
 
 def _replace_result(module: nn.Module, tensors: tuple[torch.Tensor, ...] | None) -> None:
-    """Replace a module's forward by one that returns `tensors`: one of them alone, several as a tuple.
-
-    If `tensors` is None, the new forward returns zeros of the shapes of the module's own result.
-    """
+    """Replace a module's forward by one that returns `tensors`, or for None zeros of the result's shapes."""
     forward = module.forward
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -449,7 +334,6 @@ def _replace_result(module: nn.Module, tensors: tuple[torch.Tensor, ...] | None)
 
 
 def _collect_results(module: nn.Module, collected: list[torch.Tensor]) -> None:
-    """Have a module add the tensors of its result, each time it has run, to the list `collected`."""
 
     def collect(_module: nn.Module, _args: Any, result: Any) -> None:
         collected.extend(result if isinstance(result, tuple) else (result,))
@@ -469,9 +353,8 @@ REUSES: dict[str, Any] = {
 def takes_sequences(form: Form) -> bool:
     """Return whether a cache of this form works with text and patches as one sequence.
 
-    `form` names the modules whose results are kept, and the skipped modules. It may name only blocks,
-    their parts "attn1" and "ff", and modules outside of the blocks: with one sequence the modules inside a
-    part are not called, as kernels take their weights.
+    The form may name only blocks, their parts "attn1" and "ff", and modules outside of the blocks: with one
+    sequence the modules inside a part are not called, as kernels take their weights.
     """
     allowed = re.compile(r"transformer_blocks\.\d+(\.(attn1|ff))?|(?!transformer_blocks\.).*")
     return all(allowed.fullmatch(name) for name in (*form.kept, *form.skipped))

@@ -1,9 +1,9 @@
 """diffusers' step caches on JAX: what its hooks would skip of a step is not computed.
 
 `enable_cache` has diffusers hook the transformer's modules. The hooks are removed from the modules, and kept:
-a copy of them for each run decides on the host what a step skips; for FirstBlockCache the device decides.
-A step's form says what it skips; each form is a program. The arrays that a step keeps for later steps are
-the program's cache: donated, and zeros before the first step. A residual of blocks is result minus input.
+a copy of them for each run decides on the host what a step skips; for FirstBlockCache the device decides. The
+arrays that a step keeps for later steps are the program's cache: donated, and zeros before the first step.
+The docstring of `pipelines` explains the terms.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from cogvideox_torchax import runtime, upstream
 
 
 class Form(NamedTuple):
-    """The form of a step: which layers it runs, and which results it keeps for later steps.
+    """The form of a step.
 
     Attributes:
         kind: a key of `cached_layers.REUSES`, the class that runs the step.
@@ -32,8 +32,8 @@ class Form(NamedTuple):
         skipped: names of the modules whose kept results are used.
         arrays: number of arrays that are kept for each tensor of a result.
         dtype: dtype of kept arrays; None for the results' own.
-        prompted_only: whether the step runs on the videos with the prompt alone, and makes up the prediction
-            without it; None if no video has a twin without the prompt.
+        prompted_only: whether the step runs on the prompted videos alone, and estimates the prediction
+            without the prompt; None if no video has a twin without the prompt.
         reuses: whether a "first_block" step reuses; None lets the device decide.
     """
 
@@ -55,10 +55,7 @@ StepPlan = tuple[Form, dict[str, torch.Tensor]]
 
 @dataclass
 class RunState:
-    """The state of a run of denoising steps, in one context of the pipeline.
-
-    A context (diffusers' `cache_context`) separates calls of a step that are not batched, such as those with
-    and without the prompt.
+    """The state of a run of denoising steps, in one context.
 
     Attributes:
         hooks: diffusers' hooks, copied for this run, by the module's name.
@@ -96,27 +93,18 @@ def context(name: str) -> Iterator[None]:
 
 
 class StepCache:
-    """A cache of a transformer's steps, as diffusers' hooks describe it.
-
-    Args:
-        hooks: diffusers' hooks, taken off the modules (`upstream.take_hooks`).
-    """
+    """A cache of a transformer's steps, as the hooks that `upstream.take_hooks` took off describe it."""
 
     def __init__(self, hooks: list[upstream.Hooked]):
-        """Keep diffusers' hooks, which describe the cache."""
         self.hooks = hooks
         self._computed: list[Any] = []  # for each step of the last run, whether it skipped nothing
 
     @property
     def computed(self) -> list[bool]:
-        """True for each step of the last run that skipped nothing.
-
-        The values come from the device: reading them waits for the run.
-        """
+        """True for each step of the last run that skipped nothing; reading it waits for the run."""
         return [bool(step) for step in self._computed]
 
     def __str__(self) -> str:
-        """Return how many steps of the last run were skipped, in words."""
         # `computed` has for each step whether all of it was computed.
         skipped, steps = self.computed.count(False), len(self.computed)
         return f"{skipped} of {steps} steps skipped" + ", in whole or in part" * (skipped > 0)
@@ -128,16 +116,7 @@ class StepCache:
     def step(
         self, model: Any, make_network: Callable[[Form], nn.Module], tensors: dict[str, Any]
     ) -> torch.Tensor:
-        """Run a step and return its prediction; keep its arrays for this thread's next step in this context.
-
-        A context (diffusers' `cache_context`) separates the calls with the prompt from those without it.
-
-        Args:
-            model: the transformer.
-            make_network: returns the network to compile, for a form: the layers that a step runs, and the
-                results that it keeps.
-            tensors: inputs of the step, by name.
-        """
+        """Run a step and return its prediction; keep its arrays for the context's next step."""
         # Hooks without a state manager do not tell contexts apart, in diffusers either.
         name = _THREAD.context if any(hasattr(each.hook, "state_manager") for each in self.hooks) else None
         states = _THREAD.states.setdefault(self, {})
@@ -156,25 +135,17 @@ class StepCache:
         return runtime.tensor_of(prediction)
 
     def plan_run(self, model: Any, batch: int, steps: Iterable[Any]) -> list[StepPlan]:
-        """Return (form, numbers) of each step of a run, without running any.
+        """Return the form and the numbers of each step of a run, without running any.
 
-        A form is what a step runs and keeps; numbers are scalars that its program takes besides the tensors.
-
-        Args:
-            model: the transformer.
-            batch: number of videos in a step's inputs.
-            steps: yields once before each step is planned; the items are ignored. A generator may set the
-                timestep that the hooks' callbacks return.
+        `steps` yields once before each step is planned. A generator may set the timestep that the hooks'
+        callbacks return; the items are ignored.
         """
         state = self._new_state("a plan")  # hooks need a context; its name does not matter
         tensors = {"hidden_states": torch.empty(batch, 0)}  # hooks read nothing of them but the batch size
         return [self._plan_step(state, model, tensors) for _ in steps]
 
     def _new_state(self, name: str | None) -> RunState:
-        """Return the state of a new run, with copies of the hooks; have `self.computed` report this run.
-
-        `name` is the name of the run's context, or None.
-        """
+        """Return the state of a new run in the context `name`, which `self.computed` reports from now on."""
         hooks = {each.module: each.hook for each in self.hooks}  # by the module's name
         state = RunState(runtime.without_torchax(copy.deepcopy, hooks))
         for hook in state.hooks.values():
@@ -184,67 +155,42 @@ class StepCache:
         return state
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        """Return (form, numbers) of the next step, and have the hooks count the step.
-
-        The form tells which layers the step skips, and which results it keeps. The numbers are tensors,
-        by name, that the step's program takes besides `tensors`.
-
-        Args:
-            state: the run's state, whose hooks decide what the step skips. If the host knows before the step
-                whether it skips nothing, this is appended to `state.computed`.
-            model: the transformer.
-            tensors: inputs of the step, by name.
-        """
+        """Return the form and the numbers of the next step, and have the hooks count the step."""
         raise NotImplementedError
 
     def _record(self, state: RunState, seen: Any) -> None:
-        """Update `state` after a step; the base class changes nothing.
-
-        `seen` is a scalar that the step's program returned for the host, or None.
-        """
+        """Update `state` after a step by `seen`, a scalar that the program returned for the host, or None."""
 
 
 class FirstBlockSteps(StepCache):
     """FirstBlockCache: the blocks after the first run if the first one's residual has changed enough."""
 
     def plan_run(self, model: Any, batch: int, steps: Iterable[Any]) -> list[StepPlan]:
-        """Return (form, numbers) of two steps, whatever the `steps`: one runs all blocks, the other reuses.
+        """Return (form, numbers) of a step that runs all blocks, and of one that reuses.
 
-        A form names what a step skips and keeps; numbers are its program's scalar inputs. The step that
-        reuses runs the first block, and adds the kept residual of the later blocks. In a run the device
-        decides between the two; in a plan each is a program.
+        In a run the device decides between the two; in a plan each is a program.
         """
         # `numbers` has only the threshold, the same for all steps: `range(1)` plans one step to get it.
         ((_form, numbers),) = super().plan_run(model, batch, range(1))
         return [(form("first_block", reuses=reuses), numbers) for reuses in (False, True)]
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        """Return (form, numbers), the same for every step: the one number is the hook's threshold.
-
-        On the device a step runs the later blocks if the first block's residual, its result minus its input,
-        changed by more than the threshold.
-        """
         first_hook = next(iter(state.hooks.values()))  # the first block's
         first_hook.state_manager.get_state()  # raises an error outside of a context
         return form("first_block"), {"threshold": torch.tensor(first_hook.threshold)}
 
     def _record(self, state: RunState, seen: Any) -> None:
-        """Append to the run's list whether the step ran all blocks: `seen`, a bool on the device."""
         state.computed.append(seen)
 
 
 class MagSteps(StepCache):
-    """MagCache: all blocks or none, by ratios that are known before the run.
+    """MagCache: all blocks or none, by ratios that a calibration run, which skips nothing, has measured.
 
-    A ratio is the norm of a step's residual of all blocks over that of the step before. A calibration run
-    measures the ratios; it skips nothing.
+    A ratio is the norm of a step's residual of all blocks over that of the step before.
     """
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        """Return (form, numbers) of a step: whether it runs all blocks or none, and no numbers.
-
-        The first block's hook decides, by its ratios.
-        """
+        """Ask the first block's hook, which decides by its ratios, whether all blocks run or none."""
         first_hook, *_, last_hook = state.hooks.values()  # in the order of the blocks
         # The hooks need arguments and a result of a block, (patches, text), but decide without the values.
         zeros = torch.zeros(1, 1, 1)
@@ -256,11 +202,7 @@ class MagSteps(StepCache):
         return form("all_blocks" if computes else "no_block"), {}
 
     def _record(self, state: RunState, seen: Any) -> None:
-        """If the run calibrates, have the last block's hook record `seen`, the measured ratio of the step.
-
-        The ratio is the norm of the residual of all blocks (result minus input) over its norm in the step
-        before.
-        """
+        """In a calibration, have the last block's hook record `seen`, the step's ratio."""
         *_, last_hook = state.hooks.values()
         if last_hook.config.calibrate:
             runtime.without_torchax(upstream.record_ratio, last_hook, seen)
@@ -270,11 +212,6 @@ class BroadcastSteps(StepCache):
     """PyramidAttentionBroadcast: later steps reuse attention's results."""
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        """Return (form, numbers): the form skips modules whose hooks would reuse a result; numbers are empty.
-
-        A form names the modules whose results are kept, here all that have a hook, and the modules that are
-        skipped.
-        """
         # The hooks only pass a module's result on: any tensor can stand for it.
         skipped = tuple(
             name for name, hook in state.hooks.items() if not computes_module(hook, torch.zeros(1))
@@ -287,11 +224,6 @@ class TaylorSteps(StepCache):
     """TaylorSeer: results are extrapolated from earlier steps."""
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        """Return the step's form (what it skips and keeps), and two further inputs of its program, by name.
-
-        "since" is the number of steps since the last computed step. "known" is the number of arrays of
-        each tensor that are valid before this step: the result, its first difference, and so on.
-        """
         hook_states = {name: hook.state_manager.get_state() for name, hook in state.hooks.items()}
         # diffusers keeps no result of an inactive module: zeros replace it.
         kept = tuple(name for name in results_read_by_skips(hook_states) if not hook_states[name].is_inactive)
@@ -324,10 +256,7 @@ def results_read_by_skips(names: Iterable[str]) -> list[str]:
     """
 
     def position(name: str) -> tuple[float, bool]:
-        """Return (index of a module's block, whether it is the whole block), in the order of running.
-
-        A module outside of the blocks is after them, and counts as whole if it is the last layer.
-        """
+        """Return (index of a module's block, whether it is the whole block), in the order of running."""
         block = re.match(r"transformer_blocks\.(?P<index>\d+)(?P<inside>\.?)", name)
         return (float(block["index"]), not block["inside"]) if block else (math.inf, name == "proj_out")
 
@@ -341,11 +270,7 @@ class FasterSteps(StepCache):
     """FasterCache: attention is extrapolated, the prediction without the prompt made from the one with it."""
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        """Return the step's form (what it skips and keeps), and the weights by which it extrapolates.
-
-        The user's callbacks give the weights: `low` and `high`, for the low and the high frequencies of the
-        difference that the prompt makes, and `weights`, one for each hooked module of attention.
-        """
+        """Return the form, with the weights that the user's callbacks give."""
         # The hook of the transformer has the name "", hooks of attention modules have the modules' names.
         attention = tuple(name for name in state.hooks if name)
         denoiser = state.hooks[""]
@@ -378,7 +303,7 @@ class FasterSteps(StepCache):
         }
 
     def _ask_hooks(self, state: RunState, batch: int) -> tuple[bool, tuple[str, ...]]:
-        """Return (whether a step runs only the videos with the prompt, names of the modules that it skips).
+        """Return (whether a step runs only the prompted videos, names of the modules that it skips).
 
         The transformer's hook, named "", decides the first, the attention modules' hooks the second. They
         also count the step. `batch` is the number of videos, without and with the prompt.
@@ -408,7 +333,7 @@ class FasterSteps(StepCache):
         return prompted_only, skipped
 
     def _record(self, state: RunState, seen: Any) -> None:
-        """Put the two kept results of each tensor in order again, the older one first; `seen` is not used."""
+        """Put the two kept results of each tensor in order again, the older one first."""
         # The program returns (newer, older): the newer result is written to the donated memory of the oldest.
         # The hook named "" is the transformer's: it keeps no such pairs.
         in_order = {
@@ -418,19 +343,13 @@ class FasterSteps(StepCache):
 
 
 def computes_module(hook: Any, result: Any, *args: Any, **kwargs: Any) -> bool:
-    """Call a hook, and return whether it calls its module (True) or skips it (False).
+    """Return whether a hook, which is on no module, calls its module; the hook counts a step.
 
-    The hook counts a step, as in a run.
-
-    Args:
-        hook: a hook of diffusers' caches, which is on no module.
-        result: what the module's stand-in returns to the hook.
-        args, kwargs: arguments of the module.
+    `result` is what the module's stand-in returns to the hook.
     """
     ran: list[bool] = []
 
     def module(*_: Any, **__: Any) -> Any:
-        """Record the call."""
         ran.append(True)
         return result
 

@@ -80,7 +80,6 @@ class Model:
         return int(self.vae["temporal_compression_ratio"])
 
     def latent_frames(self, frames: int) -> int:
-        """Return the number of latent frames of a video of `frames` frames."""
         return (frames - 1) // self.temporal_scale + 1
 
     @property
@@ -116,25 +115,12 @@ def describe(name: str, *, image: bool, clip: bool) -> Model:
 
 
 def config_of(name: str, file: str) -> dict[str, Any]:
-    """Return the content of a JSON file, one of `CONFIGS`, of a pipeline's directory or hub id.
-
-    Raises:
-        ModelError: it cannot be read.
-    """
+    """Return a pipeline's JSON file, one of `CONFIGS`; raise `ModelError` if it cannot be read."""
     return read_json(locate(name, files=CONFIGS) / file)
 
 
 def _kind(name: str, class_name: str, image: bool, clip: bool) -> str:
-    """Return what conditions the video: `TEXT`, `IMAGE`, `VIDEO` or `CONTROL` (a key of `CLASSES`).
-
-    Args:
-        name: the pipeline's directory or hub id.
-        class_name: the class that its index names.
-        image, clip: whether the user gave an input image, or an input video.
-
-    Raises:
-        RequestError: the index names another class, or the class does not take the inputs.
-    """
+    """Return the kind of a pipeline by its class and its inputs; raise `RequestError` if they do not fit."""
     if class_name not in CLASSES.values():
         raise RequestError(f"{name} is a {class_name}: it takes one of {', '.join(CLASSES.values())}")
     # Pipelines for text and for video have the same parts. So the index may name either class, and whether
@@ -212,7 +198,6 @@ def _check_size(request: Request, model: Model) -> None:
 
 
 def _check_prompt(request: Request, model: Model) -> None:
-    """Raise `RequestError` for a prompt of more tokens than the model takes."""
     from transformers import AutoTokenizer
 
     limit = model.transformer["max_text_seq_length"]
@@ -225,13 +210,13 @@ def _check_prompt(request: Request, model: Model) -> None:
 
 
 def load_generator(model: Model, dtype: torch.dtype, mesh: Any, *, with_text: bool) -> Any:
-    """Load and port a model's pipeline.
+    """Load and port a model's pipeline, over a mesh of `make_mesh` or, with None, on one device.
 
     Args:
         model: the model, as `describe` returns it.
         dtype: dtype of all weights.
         mesh: a mesh of `make_mesh`; None for one device.
-        with_text: whether to load the text encoder, which is not needed if the prompt is encoded already.
+        with_text: whether to load the text encoder, which an encoded prompt does not need.
 
     Raises:
         RequestError: the pipeline cannot be loaded.
@@ -275,8 +260,7 @@ class Generation:
     def encode_text(self) -> dict[str, torch.Tensor | None]:
         """Return the prompts' embeddings (1, tokens, channels) by the pipeline's argument names.
 
-        Without guidance the negative prompt has None. If `keep` is a directory, the embeddings are saved
-        there too, to resume from.
+        Without guidance the negative prompt has None. A directory `keep` gets the embeddings, to resume from.
         """
         with torch.no_grad():
             positive, negative = self.pipe.encode_prompt(
@@ -292,12 +276,9 @@ class Generation:
         return embeddings
 
     def sample(self, embeddings: dict[str, torch.Tensor | None]) -> latent_files.Latents:
-        """Denoise, and return the latents (1, C, T, H, W) as the content of a latent file, not written yet.
+        """Denoise the `embeddings`, and return the latents (1, C, T, H, W) as the content of a latent file.
 
         An earlier generation's file of latents is deleted: it must not be taken for this generation's.
-
-        Args:
-            embeddings: of `encode_text`, or of a saved stage.
         """
         self._forget_latents()
         sampled = self.pipe(
@@ -317,12 +298,10 @@ class Generation:
         )
 
     def _forget_latents(self) -> None:
-        """Delete the latents that an earlier generation saved in the directory `keep`, if there is one."""
         if self.keep is not None:
             stages.path_of(self.keep, stages.LATENTS).unlink(missing_ok=True)
 
     def _arguments(self) -> dict[str, Any]:
-        """Return the arguments of the pipeline's call that the request gives, without the embeddings."""
         request = self.request
         arguments: dict[str, Any] = {
             "height": request.height,
@@ -342,7 +321,6 @@ class Generation:
         return arguments
 
     def _input_frames(self) -> list[Any]:
-        """Return the frames of the input video as PIL images of the requested size."""
         from PIL import Image
 
         size = video.Framing(self.request.height, self.request.width)
@@ -360,5 +338,4 @@ class Generation:
         return {}
 
     def _unscaled_on_host(self, latents: torch.Tensor) -> torch.Tensor:
-        """Return the pipeline's latents on the host, divided by the VAE's scaling factor."""
         return 1 / self.model.vae["scaling_factor"] * to_torch(latents)

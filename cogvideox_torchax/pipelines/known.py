@@ -67,10 +67,7 @@ def _revived(kind: type) -> Any:
 
 
 def port_network(network: Any) -> Any:
-    """Give a loaded network, and its layers, their ported classes; return it.
-
-    The objects stay, their `__class__` changes. A second call ports layers that were added since.
-    """
+    """Give a loaded network, and layers that were added since, their ported classes in place; return it."""
     port_layers(network)
     network.__class__ = ported_class(type(network))
     upstream.cached_block(Block)  # registers the class, which diffusers' caches look up

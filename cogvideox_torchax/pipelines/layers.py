@@ -25,7 +25,6 @@ class Linear(nn.Linear):
     """True if the inputs' channels are sharded, and the product is a sum over devices; set for a trace."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Compute the layer by `jax_kernels.linear` if the input is on JAX, else as PyTorch."""
         if not by_kernel(self, input):
             return super().forward(input)
         # If the input channels are split over devices, each device rounds its part of a sum before the
@@ -37,17 +36,13 @@ class LayerNorm(nn.LayerNorm):
     """LayerNorm over the last axis, whose statistics are float32 (`jax_kernels.layer_norm`)."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalize by the kernel if the input is on JAX and has one normalized axis, else as PyTorch."""
         if not by_kernel(self, input) or len(self.normalized_shape) != 1:
             return super().forward(input)
         return torch_view(jax_kernels.layer_norm)(input, self.weight, self.bias, self.eps)
 
 
 def check_positions(table: torch.Tensor, patches: int) -> None:
-    """Raise `ValueError` unless a rotary table (positions, D) has a position for each of `patches` patches.
-
-    Patches without a position would count as text.
-    """
+    """Raise `ValueError` unless a rotary table has a position for each patch, which else counts as text."""
     if table.shape[0] != patches:
         raise ValueError(
             f"got rotary tables of {table.shape[0]} positions for {patches} patches: make them for the "
@@ -72,13 +67,6 @@ class JointAttention:
         """Return attention's results (patches, text), computed together, as one sequence.
 
         The inherited code runs for plain tensors, and for cross-attention and masks, which the kernel lacks.
-
-        Args:
-            attn: diffusers' attention, whose layers are used.
-            hidden_states: patches (N, S, C).
-            encoder_hidden_states: text tokens (N, length of the text, C).
-            attention_mask: as diffusers takes it.
-            image_rotary_emb: (cos, sin) of the patches' positions; None for none.
         """
         takes = on_accelerator(hidden_states) and not upstream.is_patched(type(self))
         if not takes or attention_mask is not None or attn.is_cross_attention:
@@ -123,7 +111,6 @@ class PatchEmbed(CogVideoXPatchEmbed):
     """The table that replaces the module's own (`use_table`)."""
 
     def needs_table(self, height: int, width: int, frames: int) -> bool:
-        """Return whether latents of this size need another table of positions than the model's own."""
         pixel_frames = (frames - 1) * self.temporal_compression_ratio + 1
         return (
             self.use_positional_embeddings
@@ -132,10 +119,7 @@ class PatchEmbed(CogVideoXPatchEmbed):
         )
 
     def table_for(self, height: int, width: int, frames: int) -> torch.Tensor | None:
-        """Return the positions (1, S, C) of latents of this size; None if the module's own table has them.
-
-        The last table of each module is kept for the next call.
-        """
+        """Return the positions (1, S, C) of latents of this size; None if the module's own table has them."""
         if not self.needs_table(height, width, frames):
             return None
         size = (height, width, frames)
@@ -149,19 +133,12 @@ class PatchEmbed(CogVideoXPatchEmbed):
         return table
 
     def use_table(self, table: torch.Tensor) -> None:
-        """Have `forward` add `table` in place of the module's own positions, from now on.
-
-        Only a program's own copy of the module is to be changed so.
-        """
+        """Have `forward` of a program's own copy add `table` in place of the module's own positions."""
         # False: the inherited forward then adds no positions.
         self.table, self.use_positional_embeddings = table, False
 
     def forward(self, text_embeds: torch.Tensor, image_embeds: torch.Tensor) -> torch.Tensor:
-        """Return text and embedded patches as one sequence (N, S, C), with positions added.
-
-        Raises:
-            ValueError: a prompt of another length than the positions have.
-        """
+        """Return text and embedded patches as one sequence (N, S, C), with positions added."""
         has_positions = (
             self.use_positional_embeddings or self.use_learned_positional_embeddings or self.table is not None
         )

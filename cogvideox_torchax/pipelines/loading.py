@@ -131,10 +131,7 @@ def load_pipeline(
 
 
 def _directory(name: str, variant: str | None, options: dict[str, Any]) -> Path:
-    """Return the directory of a pipeline's files; if `name` is a hub id, download them first.
-
-    `variant` and `options` are arguments of diffusers' `download`.
-    """
+    """Return the directory of a pipeline's files, which are downloaded if `name` is a hub id."""
     directory = local(name)
     if directory is not None:
         if not (directory / INDEX).is_file():
@@ -147,7 +144,6 @@ def _directory(name: str, variant: str | None, options: dict[str, Any]) -> Path:
 
 
 def _dtypes_of(dtype: Dtype, directory: Path, parts: set[str], variant: str | None) -> dict[str, torch.dtype]:
-    """Return the dtype of each of a pipeline's `parts` that `dtype` asks for."""
     given = dtype if isinstance(dtype, dict) else {"default": dtype}
     unknown = given.keys() - WITH_WEIGHTS - {"default"}
     if unknown:
@@ -177,16 +173,7 @@ def _load_network(
     mesh: Any,
     parallel: Parallel | None,
 ) -> Any:
-    """Return the ported network `part` on its devices, its weights read one at a time.
-
-    Args:
-        directory: directory of the network's files.
-        part: "transformer" or "text_encoder".
-        dtype: dtype of the weights.
-        variant: variant of the weight files, such as "fp16", or None.
-        mesh: the mesh to split the work over; None for one device.
-        parallel: the use of the mesh's axis "tp", "context" or "tensor"; None chooses.
-    """
+    """Return the ported network `part` on its devices, its weights read one at a time."""
     files = weight_files(directory, variant, stem=STEMS[part])
     network = port_network(runtime.without_torchax(_network_without_weights, directory, part, dtype))
     if mesh is not None:
@@ -206,10 +193,7 @@ def _load_network(
 
 
 def _network_without_weights(directory: Path, part: str, dtype: torch.dtype) -> Any:
-    """Return a network of the config in `directory`, with parameters on "meta" (no memory) and real buffers.
-
-    `part` is "transformer" or "text_encoder".
-    """
+    """Return a network of a config, with its parameters on "meta" (no memory), and real buffers."""
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -225,10 +209,7 @@ def _network_without_weights(directory: Path, part: str, dtype: torch.dtype) -> 
 def _cast(
     tensors: Iterable[tuple[str, np.ndarray]], dtype: torch.dtype, float32_modules: tuple[str, ...]
 ) -> Iterable[tuple[str, np.ndarray]]:
-    """Yield each (name, tensor) in `dtype`, or in float32 if it is in one of `float32_modules`.
-
-    `float32_modules` are names of modules that would overflow in float16, anywhere in a tensor's name.
-    """
+    """Yield each (name, tensor) in `dtype`; `float32_modules`, which overflow in float16, stay in float32."""
     for name, tensor in tensors:
         in_float32 = any(part in float32_modules for part in name.split("."))
         yield name, tensor.astype(runtime.jax_dtype(torch.float32 if in_float32 else dtype), copy=False)

@@ -30,25 +30,18 @@ PIPELINE_METHODS = (
 
 
 def methods_in_pytorch(kind: Any, names: Iterable[str]) -> dict[str, Callable[..., Any]]:
-    """Return wrapped methods of a class, by name, that move the weights to PyTorch while they run.
-
-    Args:
-        kind: class of the network, or of a pipeline around one as its `transformer`.
-        names: of methods; those that the class does not have are left out.
-    """
+    """Return a class's methods of these names, wrapped to move the weights to PyTorch while they run."""
     return {name: _in_pytorch(getattr(kind, name)) for name in names if hasattr(kind, name)}
 
 
 def _in_pytorch(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method of a network, or of a pipeline around one: the weights are in PyTorch while it runs.
+    """Wrap a method: a network that is on JAX is in PyTorch while the method runs.
 
-    Layers that the method adds are ported, and the next call compiles a program with them. A network that is
-    in PyTorch before the call stays there.
+    Layers that the method adds are ported, and the next call compiles a program with them.
     """
 
     @functools.wraps(method)
     def call(owner: Any, *args: Any, **options: Any) -> Any:
-        """Call the method of `owner`, a network or a pipeline with a `transformer`."""
         network: Any = getattr(owner, "transformer", owner)
         was_on_jax = any(map(runtime.on_jax, network.parameters()))
         runtime.without_torchax(runtime.replace_weights, network, runtime.to_torch)

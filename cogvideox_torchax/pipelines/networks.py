@@ -53,12 +53,7 @@ class CompiledNetwork(PortedModel):
         return None if self.mesh is None else BatchPlacement(self.mesh, split=self.parallelism.split)
 
     def run_as_it_is(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of a method of the stock class: on JAX as a program, else by PyTorch.
-
-        Args:
-            method: a function of the network and the other arguments, which another package defines.
-            args, kwargs: of the call.
-        """
+        """Return the result of `method`, the stock class's own: on JAX as a program, else by PyTorch."""
         if not runtime.is_on_jax(self):
             return method(self, *args, **kwargs)
         self.check_modules()
@@ -116,14 +111,8 @@ class CompiledNetwork(PortedModel):
     def place_on(self, mesh: Mesh, parallel: Parallel | None = None, memory: float | None = None) -> None:
         """Compile for a mesh from now on, without moving the weights; programs for another mesh are dropped.
 
-        Args:
-            mesh: of `make_mesh`.
-            parallel: the dimension that a transformer splits over the mesh's axis "tp": "context" for tokens,
-                "tensor" for weights' channels; None chooses, and keeps an earlier choice on the same mesh.
-            memory: bytes of a device; None asks the device.
-
-        Raises:
-            ValueError: a mesh not made by `make_mesh`, or one that does not divide the weights.
+        None for `parallel` keeps an earlier choice on the same mesh. Raises what `choose_parallelism` raises,
+        and `ValueError` for a mesh not made by `make_mesh`.
         """
         if (mesh, parallel, memory) != (self._mesh, None, None):  # else the earlier choice stays
             self.use_mesh(mesh, self.choose_parallelism(self, check_mesh(mesh), parallel, memory))
@@ -144,7 +133,7 @@ class CompiledNetwork(PortedModel):
             network: its weights are read.
             mesh: of `make_mesh`.
             requested: "context" for tokens, "tensor" for weights' channels; None chooses for a transformer.
-            memory: bytes of a device, for the choice; None asks the device.
+            memory: bytes of a device; None asks the device.
 
         Raises:
             ValueError: a mesh that does not divide the weights, or a request that this class cannot fulfil.
@@ -158,12 +147,11 @@ class CompiledNetwork(PortedModel):
 
 
 def bytes_of(network: nn.Module) -> int:
-    """Return the bytes of a network's weights."""
     return sum(weight.numel() * weight.element_size() for weight in network.parameters())
 
 
 def memory_of(mesh: Mesh, memory: float | None) -> float | None:
-    """Return the bytes of a device of the mesh: `memory`, if it is given; None if it is not known."""
+    """Return `memory`, or the bytes of a device of the mesh; None if they are not known."""
     return sharding.memory_of(mesh) if memory is None else memory
 
 
@@ -189,18 +177,13 @@ class KnownNetwork(CompiledNetwork):
         return self.program_of(self.network_class(self))
 
     def program_of(self, network: nn.Module) -> runtime.Program:
-        """Return the program of `network`, a `network_class` or `CachedStep` around this model.
-
-        The model keeps its programs by the network's form, what a cached step skips.
-        """
+        """Return the program of `network`, a `network_class` or `CachedStep` around this model."""
         return runtime.programs_of(self).get(getattr(network, "form", None), network, self._compile_for)
 
     def build_program(self) -> runtime.Program:
-        """Return a new program to inspect its text: the program of a call without `attention_kwargs`."""
         return self._compile_for(self.network_class(self))
 
     def _compile_for(self, network: Any) -> runtime.Program:
-        """Return a new program of a module around this model, for the mesh if there is one."""
         if self.mesh is None:
             return runtime.Program(network)
         types = SPLIT_LAYERS  # modules whose inputs and outputs are constrained to the sharding
@@ -211,14 +194,9 @@ class KnownNetwork(CompiledNetwork):
         return runtime.Program(network, replace(self.placement, types=types))
 
     def described_program(self, tensors: "TensorSpecs") -> tuple[runtime.Program, "TensorSpecs"]:
-        """Return the program of a call without options; it takes the tensors by their names."""
         return self.program, tensors
 
     def run_program(self, network: nn.Module, tensors: dict[str, Any]) -> torch.Tensor:
-        """Return the result of the program of `network`, a `network_class` around this model.
-
-        `tensors` are the arguments of its forward, by name: tensors, tuples of them, or None.
-        """
         program = self.program_of(network)
         result, _cache = program.run(program.weights(network), program.put(tensors))
         return runtime.tensor_of(result)
@@ -227,7 +205,6 @@ class KnownNetwork(CompiledNetwork):
     def choose_parallelism(
         network: Any, mesh: Mesh, requested: Parallel | None = None, memory: float | None = None
     ) -> Any:
-        """Return the split of weights' channels, which suits short sequences."""
         return check_split(network, mesh, sharding.Parallelism())
 
 

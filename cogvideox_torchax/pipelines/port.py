@@ -51,20 +51,14 @@ parts, so the lock can be taken again.
 
 
 def port_pipeline(pipe: Any, mesh: Any = None, parallel: Parallel | None = None) -> None:
-    """Port a pipeline's VAE and networks and put them on JAX, on one device or over a mesh.
-
-    A network that this package does not know is compiled as it is. A line is logged for each of them, and for
-    each part that stays on the host.
+    """Port a pipeline's VAE and networks and put them on JAX, as `port` documents.
 
     Args:
         pipe: a diffusers pipeline, or another object with models as attributes.
-        mesh: of `make_mesh`, or None.
-        parallel: "context" splits the transformer's tokens over "tp", "tensor" its weights' channels; None to
-            choose.
+        mesh, parallel: as `port` takes them.
 
     Raises:
-        ValueError: a mesh of several processes, or one that does not divide a network's weights; weights that
-            are offloaded, or a VAE of another package's class. Nothing has been moved then.
+        ValueError: as `port` raises it; nothing has been moved then.
     """
     check_one_process(mesh)
     models = _models(pipe)
@@ -128,17 +122,7 @@ def _reason_to_stay(model: nn.Module) -> str | None:
 
 
 def _parallelism_of(network: Any, mesh: Any, requested: Parallel | None) -> Any:
-    """Return how a network, ported or not, will use a mesh; None without one.
-
-    Args:
-        network: a model of a pipeline.
-        mesh: of `make_mesh`; None for the network's present mesh, if it has one.
-        requested: "context" for tokens, "tensor" for weights' channels; None chooses, and keeps an earlier
-            choice on the same mesh.
-
-    Raises:
-        ValueError: a mesh that does not divide the weights, or a request that the network cannot fulfil.
-    """
+    """Return how a network, ported or not, will use a mesh, by default its present one; None without one."""
     present: Any = getattr(network, "mesh", None)
     if requested is None and mesh in (None, present):
         return getattr(network, "parallelism", None)
@@ -147,7 +131,6 @@ def _parallelism_of(network: Any, mesh: Any, requested: Parallel | None) -> Any:
 
 
 def _check_acyclic(name: str, module: nn.Module, outer: tuple[nn.Module, ...] = ()) -> None:
-    """Raise `ValueError` for a module that contains itself, at any depth."""
     if any(module is each for each in outer):
         raise ValueError(f"{name} is a module that contains itself: take it out of one of the two")
     for child_name, child in module.named_children():
@@ -171,14 +154,7 @@ def _port_class_of(pipe: Any, parts: dict[str, Any]) -> None:
 
 
 def _port_from_pipe(make: Callable[..., Any], kind: type, pipeline: Any, **options: Any) -> Any:
-    """Make a pipeline of the parts of `pipeline` by diffusers' `from_pipe`; port it if `pipeline` is ported.
-
-    Args:
-        make: diffusers' own `from_pipe`.
-        kind: the class of the pipeline to make.
-        pipeline: the pipeline whose parts are used.
-        options: of `from_pipe`.
-    """
+    """Make a pipeline by diffusers' own `from_pipe`, `make`; port it if `pipeline` is ported."""
     made = make(kind, pipeline, **options)
     if not isinstance(pipeline, PortedPipeline):
         return made
@@ -210,11 +186,6 @@ class PortedPipeline(PicklesAsStock, DiffusionPipeline):
         return self if dtype is None else super().to(dtype)
 
     def enable_model_cpu_offload(self, *args: Any, **kwargs: Any) -> None:
-        """Raise `ValueError`: the weights are on JAX.
-
-        Raises:
-            ValueError: always.
-        """
         raise ValueError("a ported pipeline's weights stay on JAX: take the offload out; a mesh splits them")
 
     enable_sequential_cpu_offload = enable_group_offload = enable_model_cpu_offload
@@ -228,7 +199,6 @@ class PortedPipeline(PicklesAsStock, DiffusionPipeline):
             close = bar.close  # called when the pipeline leaves its `with` block, after the last step
 
             def close_with_skips() -> None:
-                """Show how many steps were skipped, and close the bar."""
                 bar.close = close  # a bar is closed again when it is deleted
                 bar.set_postfix_str(str(cache))
                 close()
@@ -238,7 +208,6 @@ class PortedPipeline(PicklesAsStock, DiffusionPipeline):
 
 
 def _step_cache(pipe: Any) -> Any:
-    """Return the step cache of a pipeline's transformer; None if there is none."""
     return getattr(getattr(pipe, "transformer", None), "step_cache", None)
 
 
@@ -259,11 +228,7 @@ def _decode_in_chunks(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
 
 
 def _call(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Make the scheduler and the cache ready for JAX, and run the pipeline's own call.
-
-    Raises:
-        NonFiniteError: a step gave NaN or Inf.
-    """
+    """Make the scheduler and the cache ready for JAX, and run the pipeline's own call."""
     _check_ported(pipe)
     scheduler, transformer = getattr(pipe, "scheduler", None), getattr(pipe, "transformer", None)
     if scheduler is not None:
@@ -290,7 +255,6 @@ def _check_inputs(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: A
 
 
 def _encode_prompt(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Encode prompts as diffusers does, for one thread at a time."""
     with _ENCODING:
         return inherited(pipe, *args, **kwargs)
 
@@ -342,10 +306,7 @@ def _ported_pipeline_class(kind: type) -> type:
 
 
 def _method(kind: type, name: str) -> Callable[..., Any]:
-    """Return a method that runs the method `name` of class `kind`, as it is at the time of a call, for JAX.
-
-    torchax is enabled while it runs, and tensors of the host may be mixed with tensors on JAX.
-    """
+    """Return a method that runs the class's own, as it is at the time of a call, with torchax on."""
     around = _AROUND.get(name)
 
     @functools.wraps(getattr(kind, name))
@@ -358,11 +319,7 @@ def _method(kind: type, name: str) -> Callable[..., Any]:
 
 
 def _check_ported(pipe: Any) -> None:
-    """Take torch.compile's wrappers off a pipeline's models, and check that all are ported.
-
-    Raises:
-        ValueError: a model was replaced, or had its weights offloaded, after `port`.
-    """
+    """Take torch.compile's wrappers off the models; raise `ValueError` if one was replaced or offloaded."""
     for name, model in _models(pipe).items():
         if getattr(pipe, name) is not model:
             setattr(pipe, name, model)
@@ -375,7 +332,6 @@ def _check_ported(pipe: Any) -> None:
 
 
 def _is_users_own(method: Any) -> bool:
-    """Return whether a method is neither diffusers' nor of this package."""
     return method.__module__.partition(".")[0] not in ("diffusers", __name__.partition(".")[0])
 
 

@@ -46,11 +46,8 @@ def fit(vae: Any) -> LinearPreview:
     """Fit a preview's map to a VAE by least squares, on the latents of patches of random colors.
 
     Each picture is a video of one frame, of patches blurred into each other; the color of a latent is the
-    mean of the pixels that it stands for. Three quarters of the pictures are fitted to. The other quarter
-    gives the result's `explained`, the share of the colors' variance that the map explains.
-
-    Args:
-        vae: the VAE, in PyTorch, whose encoder runs for some seconds.
+    mean of the pixels that it stands for. Three quarters of the pictures are fitted to; the others give
+    `explained`. The VAE is in PyTorch, and its encoder runs for some seconds.
     """
     generator = torch.Generator().manual_seed(0)
     # Colors are in [-1, 1], as the VAE takes them.
@@ -68,18 +65,13 @@ def fit(vae: Any) -> LinearPreview:
 
 
 def _with_ones(features: torch.Tensor) -> torch.Tensor:
-    """Append to features (..., C) a feature of ones, for the linear map's constant."""
     return torch.cat([features, torch.ones_like(features[..., :1])], dim=-1)
 
 
 def preview_writer(vae: Any, path: str | Path, say: Callable[[str], None]) -> Callable[[torch.Tensor], None]:
     """Return a function of latents (N, T, C, H, W) that writes frames of the first video to a PNG file.
 
-    Args:
-        vae: the VAE of the latents, with weights on JAX or in PyTorch. A copy of it on the host is used, to
-            which `fit` fits a linear map from latents to colors.
-        path: path of the file, which each call replaces.
-        say: called with a message of how well the map fits.
+    A copy of the VAE runs on the host. Each call replaces the file; `say` is told how well the map fits.
     """
     from PIL import Image
 
@@ -87,7 +79,6 @@ def preview_writer(vae: Any, path: str | Path, say: Callable[[str], None]) -> Ca
     say(f"preview: a linear map of latents that explains {colors_of.explained:.0%} of colors")
 
     def show(latents: torch.Tensor) -> None:
-        """Write some frames of the first video, side by side and enlarged, to the file."""
         (frames,) = colors_of(latents[:1])  # the first video's, (T, H, W, 3)
         # Indices of frames at equal distances, the first and the last among them; a short video has fewer.
         chosen = sorted({round(i * (len(frames) - 1) / (SHOWN - 1)) for i in range(SHOWN)})

@@ -51,15 +51,11 @@ class HostScheduler(PicklesAsStock):
     log: StepLog
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes to pickle, without the log of the last step."""
         return {name: value for name, value in vars(self).items() if name != "log"}
 
 
 def port_scheduler(scheduler: Any) -> Any:
-    """Give a scheduler the class that keeps its tables on the host and checks steps; return it.
-
-    The object stays, its `__class__` changes. A second call changes nothing.
-    """
+    """Give a scheduler, in place, the class that keeps its tables on the host and checks steps; return it."""
     if not isinstance(scheduler, HostScheduler):
         scheduler.__class__ = _host_class(type(scheduler))
     if "log" not in vars(scheduler):  # the first call, or a scheduler that was made by its ported class
@@ -71,14 +67,10 @@ def port_scheduler(scheduler: Any) -> Any:
 
 @functools.cache
 def _host_class(kind: Any) -> type:
-    """Return a subclass of a scheduler's class `kind`, with that class's name and signatures.
-
-    It keeps its tables on the host, and logs whether each step's latents are finite.
-    """
+    """Return the ported subclass of a scheduler's class, with that class's name and signatures."""
 
     @functools.wraps(kind.set_timesteps)
     def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Set the timesteps, on the host whatever the `device`, and begin a new log."""
         bound = inspect.signature(kind.set_timesteps).bind(self, *args, **kwargs)
         if "device" in bound.arguments:
             bound.arguments["device"] = "cpu"
@@ -91,11 +83,7 @@ def _host_class(kind: Any) -> type:
 
     @functools.wraps(kind.step)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Take a step on float32 latents, and log whether its result is finite.
-
-        Raises:
-            NonFiniteError: the previous step gave NaN or Inf.
-        """
+        """Take a step on float32 latents; raise `NonFiniteError` if the step before gave NaN or Inf."""
         # This waits for the previous step's result while the device runs this step's network, queued already.
         self.log.check()
         bound = signature.bind(self, *args, **kwargs)
@@ -118,7 +106,6 @@ def _host_class(kind: Any) -> type:
         return result
 
     def add_noise(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Add noise as the scheduler does, and keep the scheduler's tables on the host."""
         tables = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
         try:
             return kind.add_noise(self, *args, **kwargs)

@@ -47,7 +47,7 @@ class Sequence:
         tokens: tokens of prompt and patches.
         length: tokens with padding, to which no token attends.
         batch: the mesh axis that the videos are split over, or None.
-        axes: the mesh axes that the tokens are split over, and inside attention the heads; empty if none are.
+        axes: the mesh axes that the tokens are split over, and inside attention the heads.
         mesh: the mesh if a layer runs on each device's local tokens ("context"); else None.
         shared: the mesh if XLA's partitioner shards the layers ("tensor"); else None. On one device both are
             None.
@@ -65,14 +65,6 @@ class Sequence:
     def from_placement(
         cls, placement: "SequencePlacement | None", *, videos: int, text: int, tokens: int
     ) -> "Sequence":
-        """Return the layout of the sequences of a batch, on one device or sharded by a placement.
-
-        Args:
-            placement: the sharding over a mesh; None for one device.
-            videos: number of sequences in the batch.
-            text: tokens of a prompt, which come first.
-            tokens: tokens of prompt and patches together.
-        """
         if placement is None:
             return cls(text, tokens, _padded_length(tokens, 1))
         mesh, batch_axis = placement.mesh, placement.batch_axis(videos)
@@ -85,7 +77,6 @@ class Sequence:
 
     @property
     def spec(self) -> PartitionSpec:
-        """The sharding of the tokens (N, S, C): N over the mesh axis `batch`, S over the mesh axes `axes`."""
         return PartitionSpec(self.batch, self.axes or None, None)
 
     @property
@@ -110,8 +101,8 @@ class Sequence:
         """Return a function of whole arrays that calls `function` on each device with its local arrays.
 
         The function has three arguments, which may be nested: tokens (N, S, C), split by videos and tokens;
-        vectors (N, C), split by videos; tables (S, D), whole on every device. Its result is tokens. If
-        layers do not run on local tokens (`mesh` is None), `function` itself is returned.
+        vectors (N, C), split by videos; tables (S, D), whole on every device. Its result is tokens. If layers
+        do not run on local tokens (`mesh` is None), `function` itself is returned.
         """
         if self.mesh is None:
             return function
@@ -128,15 +119,10 @@ class Sequence:
 
         If each device calls the layers on its local tokens, the tokens are exchanged before the kernel, which
         gets all tokens of the device's heads. If XLA shards the layers, the kernel is sharded here, as XLA
-        cannot shard a kernel: by heads, or by tokens if the mesh's axis "tp" does not divide the heads.
+        cannot shard a kernel: by heads, or by tokens if "tp" does not divide the heads.
 
-        Args:
-            qk_norm_rope: the kernel.
-            heads: number of heads of all devices.
-
-        Returns:
-            A function of the kernel's arguments but `heads`: queries, keys or values (N, S, C), vectors (D,),
-            tables (S, D), and options. It returns (N, H, D, S).
+        The result takes tokens (N, S, C) and the kernel's other arguments, except for the number of all
+        devices' `heads`, and returns (N, H, D, S).
         """
         if self.shared is None:  # no mesh over which XLA shards: the layers run on each of `parts` devices
             return functools.partial(qk_norm_rope, heads=heads // self.parts)
@@ -153,10 +139,6 @@ class Sequence:
             result_spec = PartitionSpec(self.batch, None, None, "tp")
 
         def sharded_qk_norm_rope(x_NSC: jax.Array, *others: jax.Array, **options: Any) -> jax.Array:
-            """Run `qk_norm_rope` on each device's heads, or tokens, of the device's videos.
-
-            `others` are the norm's vectors (D,), on every device, and the rotary tables (S, D).
-            """
             return jax.shard_map(
                 functools.partial(qk_norm_rope, heads=local_heads, **options),
                 mesh=self.shared,
@@ -168,15 +150,7 @@ class Sequence:
         return sharded_qk_norm_rope
 
     def shard_norm(self, adaptive_layer_norm: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """Return a norm of the signature of `jax_kernels.adaptive_layer_norm`, sharded as the layers are.
-
-        If XLA shards the layers over the mesh `self.shared`, the norm is sharded here, by videos: XLA cannot
-        shard a kernel. On one device, and if each device runs the layers on local tokens, the result is
-        `adaptive_layer_norm` itself.
-
-        Args:
-            adaptive_layer_norm: the kernel, with its options (`eps`) bound.
-        """
+        """Return the norm kernel, sharded by videos if XLA shards the layers: XLA cannot shard a kernel."""
         if self.shared is None:
             return adaptive_layer_norm
         by_video, whole = PartitionSpec(self.batch), PartitionSpec()
@@ -201,17 +175,10 @@ class Sequence:
         return self.text - jax.lax.axis_index(self.axes) * local_tokens
 
     def to_heads(self, x_PSC: jax.Array, videos: int) -> jax.Array:
-        """Exchange local tokens with all channels for all tokens with one part of the channels (whole heads).
+        """Exchange local tokens for all tokens of one part of the channels, which has whole heads.
 
-        If tokens are split, call it inside `map_local_tokens`; if not, P is 1 and nothing is exchanged.
-
-        Args:
-            x_PSC: (P, N * S, C / P): local tokens, one video's after the other's, with their channels in P
-                parts, one for each device that shares a video's tokens. A video has S local tokens.
-            videos: number N of videos.
-
-        Returns:
-            (N, P * S, C / P): all tokens, one part of the channels.
+        The shapes are (P, N * S, C / P) before and (N, P * S, C / P) after it. With split tokens call it
+        inside `map_local_tokens`; else nothing is exchanged.
         """
         if self.axes:
             # Without the barrier the communication is float32, not the rounded values.
@@ -225,12 +192,7 @@ class Sequence:
         return x_NPSC.reshape(videos, -1, channels)
 
     def to_tokens(self, y_NCS: jax.Array) -> jax.Array:
-        """Exchange all tokens of one part of the channels for all channels of local tokens.
-
-        This undoes the exchange of `to_heads`. Argument (N, C / P, P * S) and result (N, C, S) have the
-        attention kernel's layout; P is the devices (`parts`) that share a video's tokens, S a video's local
-        tokens. With split tokens call it inside `map_local_tokens`; else nothing is exchanged.
-        """
+        """Undo `to_heads`, in the layout of attention: (N, C / P, P * S) becomes (N, C, S)."""
         if not self.axes:
             return y_NCS
         videos, channels, _ = y_NCS.shape
@@ -245,7 +207,7 @@ class Sequence:
 
 
 def _padded_length(tokens: int, parts: int) -> int:
-    """Return the length of a sequence, padded so that `parts` devices get equal shards of whole tiles.
+    """Return a sequence's length, padded so that `parts` devices get equal shards of whole tiles.
 
     A tile has `LANES` tokens. A sequence too short for a tile on each device is padded only to equal shards.
     """
@@ -268,7 +230,6 @@ class SequencePlacement(MeshPlace):
     heads: int = 1
 
     def batch_axis(self, videos: int) -> str | None:
-        """Return the mesh axis that splits a batch of `videos` videos: "dp" if it divides them, else None."""
         return "dp" if videos % self.mesh.shape["dp"] == 0 else None
 
     def token_axes(self, videos: int) -> tuple[str, ...]:
@@ -284,21 +245,16 @@ class SequencePlacement(MeshPlace):
         return tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
 
     def spec(self, shape: tuple[int, ...]) -> PartitionSpec:
-        """Return the sharding of sequences of shape (N, S, C)."""
         videos = shape[0]
         return PartitionSpec(self.batch_axis(videos), self.token_axes(videos) or None, None)
 
     def compiler_options(self) -> dict[str, str]:
-        """Return XLA's options for a program over the mesh."""
         # Let a TPU compute while tokens are exchanged for heads; by default it waits.
         on_tpu = self.mesh.devices.flat[0].platform == "tpu"
         return {"xla_tpu_enable_async_all_to_all": "true"} if on_tpu else {}
 
     def trace(self, run: Callable[..., Any], inputs: Any, cache: Any) -> Any:
-        """Return (result, cache) of `run(inputs, cache)` in a trace, constrained to their shardings.
-
-        The result is whole on every device; the cache, arrays that a step keeps, is split where it can be.
-        """
+        """Return (result, cache) of `run(inputs, cache)` in a trace, constrained to their shardings."""
         # The attention kernel reads the mesh, and maps itself over the devices: XLA cannot split a kernel.
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             result, cache = run(inputs, cache)
@@ -307,11 +263,7 @@ class SequencePlacement(MeshPlace):
         )
 
     def _cache_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
-        """Return the sharding of an array of this shape that a step keeps for the next step.
-
-        A sequence (N, S, C) is sharded as in the layers if the mesh divides it; other arrays are whole on
-        every device.
-        """
+        """Return the sharding of a kept array: that of a sequence if the mesh divides it, else whole."""
         if len(shape) != 3:
             return self.replicated
         spec = self.spec(shape)
@@ -319,14 +271,13 @@ class SequencePlacement(MeshPlace):
         return NamedSharding(self.mesh, spec) if divides else self.replicated
 
     def cache_struct(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        """Return the shape, dtype and sharding of an array that a step keeps for the next step."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._cache_sharding(shape))
 
     def watching(self, network: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which sequences that enter or leave the network's layers get their sharding.
 
-        Pass a program's own copy of the network, as it is changed: where "tp" splits the channels of weights,
-        each module gets an attribute `inputs_split`, whether its weight is split by inputs.
+        The network, a program's own copy, is changed: where "tp" splits the channels of weights, each module
+        gets an attribute `inputs_split`, whether its weight is split by inputs.
         """
         self.layers.clear()  # the shapes that `_constrain_sequences` recorded in an earlier trace
         if self.parallelism.kind == TENSOR:
@@ -340,10 +291,7 @@ class SequencePlacement(MeshPlace):
         )
 
     def _constrain_sequences(self, name: str, value: Any) -> Any:
-        """Return a value, which may be nested, with its sequences (N, S, C) constrained to their sharding.
-
-        The sequences' shapes are recorded in `layers` under the layer's `name`.
-        """
+        """Return a value, which may be nested, with its sequences sharded; record their shapes."""
         if isinstance(value, dict):
             return {key: self._constrain_sequences(name, item) for key, item in value.items()}
         if isinstance(value, tuple):
@@ -358,15 +306,12 @@ class SequencePlacement(MeshPlace):
         return spread(array, weight_sharding(self.mesh, name, array.shape, self.parallelism))
 
     def weight_struct(self, name: str, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        """Return the shape, dtype and sharding of the weight `name`."""
         return jax.ShapeDtypeStruct(
             shape, dtype, sharding=weight_sharding(self.mesh, name, shape, self.parallelism)
         )
 
     def put(self, array: Any) -> jax.Array:
-        """Put an input of a program on the mesh, whole on every device."""
         return jax.device_put(array, self.replicated)
 
     def struct(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        """Return the shape, dtype and sharding of an input of a program: whole on every device."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)

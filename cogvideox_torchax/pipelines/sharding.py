@@ -39,10 +39,7 @@ WEIGHTS: dict[str, P] = {
 
 
 def weight_spec(name: str) -> P:
-    """Return the sharding of the weight of this name where "tp" splits channels of weights (`TENSOR`).
-
-    `WEIGHTS` has patterns of names' endings. A weight that matches none is whole on every device.
-    """
+    """Return the sharding of a weight by `WEIGHTS`; one that matches no pattern is whole on every device."""
     return next((spec for ending, spec in WEIGHTS.items() if re.search(f"(^|\\.)({ending})$", name)), P())
 
 
@@ -69,28 +66,22 @@ class Parallelism:
     reason: str = field(default="its sequences are short", compare=False)
 
     def __str__(self) -> str:
-        """Return the use of "tp" in words, with its reason."""
         weights = "" if self.kind == TENSOR else f", weights {'gathered' if self.gathered else 'whole'}"
         return f"{self.kind} over tp{weights} ({self.reason})"
 
 
 @dataclass(frozen=True)
 class BatchParallelism:
-    """The use of a mesh by a network that this package does not know.
-
-    Attributes:
-        split: whether weights are split over the mesh, and gathered where they are used.
-    """
+    """The use of a mesh by a network that this package does not know; split weights are gathered at use."""
 
     split: bool = False
 
     def __str__(self) -> str:
-        """Return the use of the mesh in words."""
         return f"batch over dp, weights {'split' if self.split else 'whole'}, tokens not split"
 
 
 def exceed(weight_bytes: int, memory: float | None) -> bool:
-    """Return whether whole weights take too much of a device's memory, `SHARE_OF_WEIGHTS`; None is enough."""
+    """Return whether whole weights take more than `SHARE_OF_WEIGHTS` of a device's memory; None is enough."""
     return memory is not None and weight_bytes > SHARE_OF_WEIGHTS * memory
 
 
@@ -99,16 +90,11 @@ def choose_parallelism(
 ) -> Parallelism:
     """Choose what a transformer splits over "tp": tokens if "tp" divides the heads, else channels of weights.
 
-    Args:
-        mesh: of `make_mesh`.
-        heads: number of the transformer's attention heads.
-        weight_bytes: bytes of all its weights. If they take more than `SHARE_OF_WEIGHTS` of a device's
-            memory, tokens are split with the weights gathered a layer at a time.
-        memory: bytes of a device's memory; None if it is not known: then weights count as fitting.
-        requested: `CONTEXT` to split tokens, `TENSOR` to split channels; None to choose.
+    With split tokens, weights that `exceed` a device's memory are gathered a layer at a time. None for
+    `memory` means unknown, for `requested` no wish.
 
     Raises:
-        ValueError: another request, or CONTEXT if "tp" does not divide the heads.
+        ValueError: another request than CONTEXT or TENSOR, or CONTEXT if "tp" does not divide the heads.
     """
     tp = mesh.shape["tp"]
     if requested not in (None, CONTEXT, TENSOR):
@@ -137,16 +123,9 @@ def memory_of(mesh: Mesh) -> float | None:
 
 
 def weight_sharding(mesh: Mesh, name: str, shape: tuple[int, ...], parallelism: Parallelism) -> NamedSharding:
-    """Return the sharding of a network's weight on a mesh.
+    """Return the sharding of a weight; raise `ValueError` if "tp" does not divide the axis that it splits.
 
-    Args:
-        mesh: of `make_mesh`.
-        name, shape: of the weight.
-        parallelism: the network's use of "tp": TENSOR splits weights by their names; CONTEXT leaves them
-            whole, or, with `gathered`, splits the blocks' matrices by outputs where "tp" divides them.
-
-    Raises:
-        ValueError: "tp" does not divide the axis that it splits.
+    With CONTEXT only `gathered` weights are split: the blocks' matrices, by outputs where "tp" divides them.
     """
     if parallelism.kind == TENSOR:
         spec = weight_spec(name)

@@ -77,13 +77,11 @@ class Stage:
     model: str
 
     def check_model(self, model: str) -> None:
-        """Raise `StageError` unless `model` is the fingerprint of the stage's model."""
         if self.model != model:
             raise StageError(f"{self.path} is of another model: give the --model that it was made with")
 
 
 def option(name: str) -> str:
-    """Return the command line's option for a request's field."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -121,28 +119,20 @@ def request_from_options(options: dict[str, Any], size: tuple[int, int, int], te
 
 
 def path_of(directory: str | Path, name: str) -> Path:
-    """Return the path of the file of the stage `name`, `TEXT` or `LATENTS`, in a directory."""
     return Path(directory) / f"{name}.safetensors"
 
 
 def save_text(
     directory: str | Path, tensors: dict[str, torch.Tensor | None], *, request: Request, model: str
 ) -> None:
-    """Write the text stage, a file of the prompts' embeddings, whole or not at all; leave out None values.
-
-    Args:
-        directory: the stages' directory, which has to exist.
-        tensors: the prompts' embeddings by name, on JAX or plain; this waits for them.
-        request: the request for the video.
-        model: the `generate.Model.fingerprint`.
-    """
+    """Write the text stage, whole or not at all, in a directory that exists; leave out None values."""
     given = {key: value for key, value in tensors.items() if value is not None}
     metadata = {"format": FORMAT, "stage": TEXT, "request": json.dumps(asdict(request)), "model": model}
     tensor_files.save(given, path_of(directory, TEXT), metadata)
 
 
 def load_text(directory: str | Path) -> Stage:
-    """Read the text stage, a file of the prompts' embeddings.
+    """Read the text stage.
 
     Raises:
         StageError: no such file, or one that is truncated, broken or no stage.

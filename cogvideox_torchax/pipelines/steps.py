@@ -16,20 +16,13 @@ from cogvideox_torchax.pipelines.blocks import joined_step, takes_sequences
 class TransformerStep(nn.Module):
     """A denoising step of the transformer, the module that a program is compiled from.
 
-    It runs text and patches as one sequence if its layers allow it, else diffusers' own forward.
-
-    Args:
-        model: the transformer.
-        attention_kwargs: options of a call, such as a LoRA's scale; other values are another program.
-
-    Attributes:
-        options: the attention_kwargs, {} for None.
+    It runs text and patches as one sequence if its layers allow it, else diffusers' own forward. The options
+    of a call, `attention_kwargs`, belong to the program: other values are another one.
     """
 
     component = "transformer"
 
     def __init__(self, model: Any, attention_kwargs: dict[str, Any] | None = None):
-        """Take a ported transformer, and the `attention_kwargs` of its call."""
         super().__init__()
         self.model = model
         self.options = dict(attention_kwargs or {})
@@ -40,7 +33,6 @@ class TransformerStep(nn.Module):
         return takes_sequences(self.model) and self.options.keys() <= {"scale"}
 
     def predict(self, tensors: dict[str, Any]) -> torch.Tensor:
-        """Return the prediction of a step from its tensors by name (`step_tensors`)."""
         arguments = {**tensors, "attention_kwargs": dict(self.options) or None}
         if "positions" in arguments:  # a table of sinusoidal positions, for `patch_embed` alone
             self.model.patch_embed.use_table(arguments.pop("positions"))
@@ -49,31 +41,16 @@ class TransformerStep(nn.Module):
         return DiffusersTransformer.forward(self.model, **arguments, return_dict=False)[0]
 
     def forward(self, tensors: dict[str, Any], cache: None) -> tuple[torch.Tensor, None]:
-        """Return (prediction, None) of a step from its tensors by name.
-
-        A program's network takes and returns a cache too: this one has none, and `cache` is None.
-        """
+        """Return (prediction, None) of a step from its tensors by name; it has no cache."""
         return self.predict(tensors), cache
 
 
 class CachedStep(TransformerStep):
-    """A step that reuses results of earlier steps.
-
-    Its cache is the arrays that the step before has kept. With None a call is only traced, for the shapes and
-    dtypes of the arrays that a step keeps.
-
-    Args:
-        model, attention_kwargs: as `TransformerStep` takes them.
-        form: which layers run, and which results are kept (`caches.Form`).
-    """
+    """A step that reuses results of earlier steps, which it takes as its cache."""
 
     keep_unused = True  # cached arrays that a full step does not read must be donated, or stay alive
 
     def __init__(self, model: Any, attention_kwargs: dict[str, Any] | None, form: caches.Form):
-        """Take a ported transformer, the `attention_kwargs` of its call, and the form of a step with a cache.
-
-        `form` has the layers that run, and the results that are kept.
-        """
         super().__init__(model, attention_kwargs)
         self.form = form
 
@@ -85,9 +62,7 @@ class CachedStep(TransformerStep):
     def forward(self, tensors: dict[str, Any], cache: Any) -> tuple[Any, Any]:
         """Return ((prediction, scalar for the host or None), arrays to keep for the next step).
 
-        Args:
-            tensors: by name the step's inputs, and numbers that tell what to reuse (`cached_layers.NUMBERS`).
-            cache: the arrays that the last step kept; None in a trace for their shapes.
+        `tensors` has the numbers of the step too. The cache is None in a trace for shapes.
         """
         inputs = dict(tensors)
         numbers = {name: inputs.pop(name) for name in cached_layers.NUMBERS if name in inputs}

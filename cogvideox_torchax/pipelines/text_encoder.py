@@ -24,10 +24,6 @@ class TextEncoding(nn.Module):
         self.model = model
 
     def forward(self, tensors: dict[str, Any], cache: None) -> tuple[torch.Tensor, None]:
-        """Return (last hidden states, None) for `tensors`, the encoder's arguments by name.
-
-        A program's network takes and returns a cache too: this one has none, and `cache` is None.
-        """
         # Transformers' own forward: the ported model's forward would run the program that is traced here.
         return TransformersT5Encoder.forward(self.model, **tensors)[0], cache
 
@@ -45,10 +41,7 @@ class T5EncoderModel(KnownNetwork, TransformersT5Encoder):
         inputs_embeds: torch.Tensor | None = None,
         **options: Any,
     ) -> Any:
-        """Return the prompts' encoding, by a program if the weights are on JAX and no option is set.
-
-        Else transformers' own forward runs; `options` are its further arguments.
-        """
+        """Encode by a program if the weights are on JAX and no option is set; else as transformers does."""
         if upstream.is_patched(TransformersT5Encoder):
             return self.run_as_it_is(
                 TransformersT5Encoder.forward, input_ids, attention_mask, inputs_embeds, **options

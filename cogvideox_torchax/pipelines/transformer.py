@@ -39,7 +39,6 @@ class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
             self.take_cache()
 
     def disable_cache(self) -> None:
-        """Disable the cache as diffusers does, and drop the cache on JAX."""
         super().disable_cache()
         vars(self).pop("step_cache", None)  # `self.step_cache` is then the class's attribute, None
 
@@ -58,21 +57,16 @@ class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
 
     @contextlib.contextmanager
     def cache_context(self, name: str, **kwargs: Any) -> Iterator[None]:
-        """Have the steps of a `with` block share a cache's state called `name`, as in diffusers.
-
-        Diffusers' context is for hooks, and `caches.context` for the caches of ported transformers.
-        """
+        """Have the steps of a `with` block share a cache's state called `name`, as in diffusers."""
         with super().cache_context(name, **kwargs), caches.context(name):
             yield
 
     def _reset_stateful_cache(self, recurse: bool = True) -> None:
-        """Drop the arrays of earlier steps, those of diffusers' hooks and those of a cache on JAX."""
         super()._reset_stateful_cache(recurse)
         if self.step_cache is not None:
             self.step_cache.reset()
 
     def put_weights(self) -> None:
-        """Put the weights on JAX, and run diffusers' cache, if enabled, as programs."""
         super().put_weights()
         self.take_cache()
 
@@ -120,10 +114,7 @@ class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
         attention_kwargs: dict[str, Any] | None = None,
         return_dict: bool = True,
     ) -> Any:
-        """Return diffusers' output for a denoising step: by its own code for plain tensors, else a program.
-
-        On JAX a backward pass raises `ValueError`.
-        """
+        """Return diffusers' output for a step, by its own code for plain tensors, else by a program."""
         if on_jax(hidden_states) != runtime.is_on_jax(self):
             inputs, weights = ("jax", "in PyTorch") if on_jax(hidden_states) else ("the host", "on jax")
             raise ValueError(f'got inputs on {inputs} for weights {weights}: move either .to("jax")')
