@@ -225,7 +225,7 @@ def _pipeline_would_fit(
     changes = []
     without_text = summary.peak_bytes(programs[1:], request.beside[1:]) - _bytes(request, "text_encoder")
     if without_text <= chip.memory:
-        changes.append(jobs.Change("the prompt encoded on the host", without_text))
+        changes.append(jobs.Change("the prompt encoded on the host", int(without_text)))
     used, generation = summary.peak_bytes(programs, request.beside), args.topology.partition(":")[0]
     flat = args.topology.count("x") == 1  # grids of other generations have three axes
     for count, grid in chips.GRIDS.items() if flat else ():
