@@ -104,6 +104,11 @@ def on_jax(tensor: torch.Tensor) -> bool:
     return type(tensor) not in PLAIN and tensor.device.type == "jax"
 
 
+def on_tpu(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is on TorchTPU's device."""
+    return tensor.device.type == TPU
+
+
 def is_on_jax(module: torch.nn.Module) -> bool:
     """Return whether a module's first weight or buffer, and so all of them, is on JAX."""
     first = next(itertools.chain(module.parameters(), module.buffers()), None)

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from cogvideox_torchax import upstream
-from cogvideox_torchax.runtime import bridge, torchtpu
+from cogvideox_torchax.runtime import bridge
 
 
 def on_accelerator(tensor: torch.Tensor) -> bool:
     """Return whether kernels compute with a tensor: it is on JAX by torchax, or on a TPU by TorchTPU."""
-    return bridge.on_jax(tensor) or torchtpu.on_tpu(tensor)
+    return bridge.on_jax(tensor) or bridge.on_tpu(tensor)
 
 
 def torch_view(jax_function: Callable[..., Any]) -> Callable[..., Any]:
@@ -27,7 +27,10 @@ def torch_view(jax_function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(jax_function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        chosen = torchtpu if upstream.added_device() == bridge.TPU else bridge
-        return chosen.torch_view(jax_function)(*args, **kwargs)
+        if upstream.added_device() != bridge.TPU:
+            return bridge.torch_view(jax_function)(*args, **kwargs)
+        from cogvideox_torchax.runtime import torchtpu  # imports JAX, which a command's parser does without
+
+        return torchtpu.torch_view(jax_function)(*args, **kwargs)
 
     return call

@@ -32,15 +32,10 @@ NO_GRADIENT = (
 )
 
 
-def on_tpu(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is on TorchTPU's device."""
-    return tensor.device.type == bridge.TPU
-
-
 def is_on_tpu(module: nn.Module) -> bool:
     """Return whether a module's first weight, and so all of them, is on TorchTPU's device."""
     first = next(module.parameters(), None)
-    return first is not None and on_tpu(first)
+    return first is not None and bridge.on_tpu(first)
 
 
 def torch_view(jax_function: Callable[..., Any]) -> Callable[..., Any]:

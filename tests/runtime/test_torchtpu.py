@@ -50,7 +50,7 @@ def jax_op(name, function):
 
 
 @pytest.fixture
-def on_cpu(monkeypatch):
+def on_cpu(monkeypatch, torchax_off):
     """Have the CPU be TorchTPU's device, and torch's own backend that traces be its compiler."""
     torchtpu._operation.cache_clear()
     monkeypatch.setattr(torchtpu, "jax_op", jax_op)
