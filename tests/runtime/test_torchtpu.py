@@ -56,6 +56,7 @@ def on_cpu(monkeypatch, torchax_off):
     monkeypatch.setattr(torchtpu, "jax_op", jax_op)
     monkeypatch.setattr(bridge, "TPU", "cpu")
     monkeypatch.setattr(upstream, "added_device", lambda: "cpu")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)  # torchax's, in this process
     monkeypatch.setitem(torch._dynamo.backends.registry._BACKENDS, "cpu", None)
     monkeypatch.setitem(torch._dynamo.backends.registry._COMPILER_FNS, "cpu", aot_eager)
     yield
