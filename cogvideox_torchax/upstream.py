@@ -274,13 +274,7 @@ def is_patched(kind: type, *names: str) -> bool:
 
 
 def _wrap_class_method(kind: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replace a class method of diffusers by a call of `around(method, cls, *args, **kwargs)`.
-
-    Args:
-        kind: the class.
-        name: of the method.
-        around: called with the original as a plain function, the class, and the call's arguments.
-    """
+    """Replace a class method of diffusers by a call of `around(method, cls, *args, **kwargs)`."""
     # `_attribute` raises if diffusers has no such method. `__func__` is not bound: it takes the class.
     method = _attribute("diffusers", kind, name).__func__
 

@@ -21,7 +21,6 @@ class Torchax(Backend):
     model_class = AutoencoderKLCogVideoX
 
     def __init__(self, vae: Any):
-        """Put the weights of `vae` on JAX, and keep the model."""
         runtime.put_weights(vae)
         super().__init__(vae)
 

@@ -111,14 +111,7 @@ def _run_loop(
     directory: OutputDirectory,
     changes: Changes | None = None,
 ) -> dict[str, Any]:
-    """Run a loop over clips under a progress bar; print each bad clip; return the report.
-
-    Args:
-        args: the command's options.
-        steps: the loop; it yields the outcome of each clip.
-        directory: the output that the loop writes.
-        changes: counts what became of the frames of each clip that is encoded.
-    """
+    """Run a loop over clips under a progress bar; print each bad clip; return the report."""
     clock = common.announcing_clock(args)
     count = 0
     waited = computed = 0.0

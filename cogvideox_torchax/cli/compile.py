@@ -63,11 +63,6 @@ def _run_all(vae: Any, direction: Direction, frames: int, height: int, width: in
     A video is encoded or decoded in chunks of frames. The first chunk has one program, all later chunks
     another. Each exists for pixels in uint8 (the command line and the streams) and for pixels in the model's
     dtype (`vae.encode`, `vae.decode` and pipelines).
-
-    Args:
-        vae: the loaded model.
-        direction: ENCODE or DECODE.
-        frames, height, width: size of the video, in pixels for both directions.
     """
     if direction is DECODE:  # from here on the size is the input's, the latents'
         frames = sum(ENCODE.results(vae, frames))  # the latent frames of every chunk

@@ -112,18 +112,7 @@ def demo_clip() -> Path:
 def _run(
     direction: Direction, vae: Any, x: torch.Tensor, args: argparse.Namespace, name: str
 ) -> torch.Tensor:
-    """Encode a video to the mean of its latents, or decode latents to frames, under a progress bar of chunks.
-
-    Args:
-        direction: ENCODE or DECODE.
-        vae: the model.
-        x: a video (1, 3, T, H, W), or latents (1, C, T, H, W).
-        args: the command's options.
-        name: first word of the bar's title.
-
-    Returns:
-        The latents (1, C, t, h, w), or the frames (1, 3, t, H, W).
-    """
+    """Encode a video to the mean of its latents, or decode latents, under a progress bar of chunks."""
     if direction is ENCODE:
         results = (posterior.mode() for posterior in vae.encode_stream(x))
     else:

@@ -20,12 +20,7 @@ Fetch = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _check_options(args: argparse.Namespace, need_mesh: tuple[str, ...]) -> None:
-    """Raise `ValueError` for options that cannot go together.
-
-    Args:
-        args: the options of `options.PROCESSES`, and `backend`.
-        need_mesh: names of the options that need a backend which runs on a mesh.
-    """
+    """Raise `ValueError` for options that cannot go together."""
     for name in need_mesh:
         if getattr(args, name) and not backends.backend(args.backend).runs_on_mesh:
             raise ValueError(

@@ -35,7 +35,6 @@ class Option:
     """
 
     def __init__(self, *flags: str, group: str | None = None, **settings: Any):
-        """Keep the option's flags, the title of its group in help, and argparse's settings for it."""
         self.flags, self.group, self.settings = flags, group, settings
 
 

@@ -68,13 +68,6 @@ def _reconstruction(
 
     Latents are decoded as soon as there are enough for a chunk: memory does not grow with the clip. Several
     processes decode together: each gets the latents, only the first gets the frames.
-
-    Args:
-        vae: the loaded model.
-        clip: the part of the source to encode.
-        latent_frames: number of frames that it is encoded to.
-        args: the command's options.
-        group: the processes of the command.
     """
     encoder = common.encoder_of(args, vae, group.fetch_to_all)
     decoder = common.unit_of(DecodeClip, args, vae, group.fetch_to_first)
@@ -94,11 +87,6 @@ def _source_timing(
     """Return the times, sound and pixel shape that an .mp4 takes over from its source, and lines to print.
 
     The lines name each difference between output and source, with its reason.
-
-    Args:
-        args: the command's options.
-        clip: the part of the source that is encoded.
-        frames_out: number of frames of the reconstruction.
     """
     info, messages = clip.info, []
     is_mp4 = Path(args.output).suffix.lower() == ".mp4"

@@ -285,7 +285,6 @@ class _ClipUnit:
         fetch: Callable[[torch.Tensor], torch.Tensor] = runtime.to_torch,
         follow: Callable[[Chunks, int, str], Chunks] | None = None,
     ):
-        """Keep the settings; the model, if not given, is loaded when it is first needed."""
         self.config = config
         self._say = say  # prints a message for the user
         self._vae = vae
@@ -324,13 +323,6 @@ class _ClipUnit:
 
         The model gets the tiles of the config's `tiling`; it keeps its own where `tiling` is None. If memory
         runs out, smaller tiles are set and `start` is called again.
-
-        Args:
-            direction: ENCODE or DECODE.
-            size: height and width in pixels.
-            frames: number of frames to encode, or of latent frames to decode.
-            start: returns an iterator over the results of a clip's chunks, from the first on.
-            clip_id: for messages; "" for a clip without an id.
         """
 
         def say(line: str) -> None:

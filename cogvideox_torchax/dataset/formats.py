@@ -217,14 +217,7 @@ def _parquet_entries(path: Path) -> list[Entry]:
 
 
 def _parquet_latents(path: Path, group: int, offset: int, name: Any) -> Latents:
-    """Return the latents of one row of a Parquet shard, in the dtype of the latent file it was made from.
-
-    Args:
-        path: path of the shard.
-        group: index of the row's group.
-        offset: index of the row in its group.
-        name: the clip id that the row had when the shard was listed; another id is an error.
-    """
+    """Return the latents of one row of a Parquet shard, in the dtype of the latent file it was made from."""
     columns = [
         "id",
         "about",

@@ -45,7 +45,6 @@ def clips(path: str | Path) -> list[Clip]:
 
 
 def _clips_below(directory: Path) -> list[Clip]:
-    """Return the clips of a directory and of the directories below it, ordered by their paths in it."""
     files = (
         path for path in directory.rglob("*") if path.suffix.lower() in video.SUFFIXES and path.is_file()
     )
@@ -106,7 +105,6 @@ def _clip_of_line(line: str, path: Path) -> Clip:
 
 
 def _relative_name(file: Path, directory: Path) -> str:
-    """Return a file's path relative to a directory, or the file's name if it is not below the directory."""
     # A path such as DIRECTORY/../clip.mp4 begins with the directory, but is not below it.
     below = file.relative_to(directory) if file.is_relative_to(directory) else Path(file.name)
     return file.name if ".." in below.parts else below.as_posix()

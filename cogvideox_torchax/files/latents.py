@@ -222,10 +222,6 @@ def _checked(path: str | Path, fields: Any) -> dict[str, Any]:
 
     `_CHECKS` has a check for each field. The config's `FACTORS`, by which pipelines scale latents, are
     checked like fields of the file: an error then names the factor, not the whole config.
-
-    Args:
-        path: of the file, for errors.
-        fields: the JSON value in it.
     """
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         raise _foreign(path)

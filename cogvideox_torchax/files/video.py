@@ -445,7 +445,6 @@ class _GifSink(Sink):
     """Fewest milliseconds of a frame: browsers show a shorter frame for a tenth of a second."""
 
     def __init__(self, path: Path, fps: Fraction):
-        """Take the path of the file, and the frames a second; nothing is written before `finish`."""
         self._path = path
         self._hundredths = Fraction(100) / fps  # the duration of a frame, in hundredths of a second
         self._images: list[Any] = []
@@ -473,7 +472,6 @@ class _FrameSink(Sink):
     """Numbered pictures: frame_00000.png and so on."""
 
     def __init__(self, path: Path):
-        """Take the path of the directory, which exists."""
         self._path = path
         self._count = 0
 
@@ -576,7 +574,6 @@ class _Mp4Sink(Sink):
     """Period of the clock for frames with their own times: MPEG's."""
 
     def __init__(self, path: Path, fps: Fraction, source: SourceTiming):
-        """Open the file; the video stream is added with the first frame, whose size it has."""
         self._fps = fps
         self._source = source
         self._written = 0

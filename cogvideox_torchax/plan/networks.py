@@ -216,12 +216,7 @@ def step_work(
 
 
 def _counted_flops(network: Any, tensors: TensorSpecs) -> int:
-    """Return the FLOPs of diffusers' own modules, as PyTorch counts them for tensors without numbers.
-
-    Args:
-        network: a ported transformer without weights.
-        tensors: (shape, JAX dtype) of each argument, by name.
-    """
+    """Return the FLOPs of diffusers' own modules, as PyTorch counts them for tensors without numbers."""
 
     def meta(described: tuple[Any, ...]) -> torch.Tensor:
         """Return a tensor without numbers, of a (shape, dtype)."""
@@ -258,17 +253,7 @@ def cached_steps(model: str | None, dtype: torch.dtype, cache: str, guided: bool
 
 
 def _plan_cached_run(network: Any, cache: str, batch: int) -> list[Any]:
-    """Enable a cache on a transformer without weights, and return the plan of each step of a run.
-
-    Args:
-        network: the transformer.
-        cache: name of a step cache, and its value if one is given, such as "pab:2".
-        batch: number of videos: 2 with guidance, else 1.
-
-    Returns:
-        (form, numbers) of each step. The form names the layers that run and the results that are kept. The
-        numbers are scalar tensors, by name, that the step's program takes besides the transformer's inputs.
-    """
+    """Enable a cache on a transformer without weights, and return the plan of each step of a run."""
     # A list, so that `steps` can set its one item, the present step's timestep, and the cache's configuration
     # reads it: some caches skip only steps in a range of timesteps.
     timestep = [0.0]

@@ -134,14 +134,7 @@ def layers(program: runtime.Program, text: str) -> list[Row]:
 
 
 def _row(name: str, shapes: set[tuple[int, ...]] | None, own: list[Instruction], place: MeshPlace) -> Row:
-    """Return the row of a layer.
-
-    Args:
-        name: name of the layer.
-        shapes: shapes of its activations before sharding; None for instructions of no layer.
-        own: its instructions.
-        place: the placement on the mesh, which gives an activation's requested sharding.
-    """
+    """Return the row of a layer."""
     computing = [
         instruction
         for instruction in own
@@ -165,14 +158,7 @@ def _row(name: str, shapes: set[tuple[int, ...]] | None, own: list[Instruction],
 def _shard_count(
     shapes: set[tuple[int, ...]], largest: tuple[int, ...], computing: list[Instruction], place: MeshPlace
 ) -> int | None:
-    """Return the number of devices that split a layer's activations: 1 for no split, None if not known.
-
-    Args:
-        shapes: whole shapes of the activations.
-        largest: the largest of them.
-        computing: the layer's instructions, whose results have the shapes on one device.
-        place: the mesh, and the sharding of activations that is requested.
-    """
+    """Return the number of devices that split a layer's activations: 1 for no split, None if not known."""
     results = {array.shape for instruction in computing for array in instruction.results}
     axis_shards = place.parts(place.spec(largest))  # number of shards of each axis, as requested
     shards = math.prod(axis_shards)

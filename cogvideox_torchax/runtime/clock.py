@@ -21,7 +21,6 @@ class CompileClock:
     """
 
     def __init__(self, announce: Callable[[str], None] = lambda line: None) -> None:
-        """Start the clock, and listen to JAX's events from now on; `announce` gets messages."""
         import jax.monitoring
 
         self.started = time.perf_counter()

@@ -24,7 +24,6 @@ class Place:
     """
 
     def __init__(self, device: Any = None):
-        """Keep the device of a program; None is JAX's default device."""
         self._device = device
 
     def weight(self, name: str, array: Any) -> Any:
@@ -92,7 +91,6 @@ class ArrayProgram:
     """
 
     def __init__(self, network: Any, place: Place | None = None):
-        """Prepare the jitted function of `network` for the devices of `place`, and trace nothing yet."""
         configure_compile_cache()
         self._network = network
         self.place = place or Place()

@@ -112,7 +112,6 @@ class TorchNetwork:
     """
 
     def __init__(self, module: nn.Module):
-        """Copy the module tree without its weights, of which shapes and dtypes are kept."""
         self._module = weightless(module)
         self.name = type(module).__name__
         self.keep_unused = getattr(module, "keep_unused", False)
@@ -170,10 +169,6 @@ class Program(ArrayProgram):
     """
 
     def __init__(self, network: Any, place: Place | None = None):
-        """Prepare two jitted functions of `network` for the devices of `place`, and trace none yet.
-
-        One is for `run`, which donates the cache; the other is for `run_video`, which may need gradients.
-        """
         super().__init__(TorchNetwork(network) if isinstance(network, nn.Module) else network, place)
         # Names and arrays of the last call's weights. One pair, as any thread may replace it.
         self._placed: tuple[list[str], list[weakref.ref[Any]]] = [], []

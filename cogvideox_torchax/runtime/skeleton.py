@@ -106,7 +106,6 @@ def _copy_value(value: Any, done: dict[int, Any], of_processor: bool) -> Any:
         return done[id(value)]
 
     def copy_item(item: Any) -> Any:
-        """Copy an item of `value`."""
         return _copy_value(item, done, of_processor)
 
     if has_state(value, of_processor):

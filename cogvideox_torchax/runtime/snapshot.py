@@ -25,7 +25,6 @@ class Snapshot:
     """
 
     def __init__(self, root: nn.Module):
-        """Record a module tree as it is now."""
         modules = list(modules_of(root))
         self._modules = [_ModuleSnapshot(module) for module in modules]
         # A pair (container, its present items) for each container in the modules' attributes.
@@ -99,10 +98,6 @@ class _ModuleSnapshot:
     """The snapshot of one module."""
 
     def __init__(self, module: nn.Module):
-        """Record a module's type, the ids of all its attributes, and the attributes that tracing reads.
-
-        Children and weights (`TREE`) are not among these attributes.
-        """
         self.module = weakref.ref(module)
         self.kind = type(module)
         self.attributes = {
@@ -158,9 +153,6 @@ def _contents(modules: Iterable[dict[str, Any]]) -> list[tuple[Any, list[Any]]]:
 
     The dictionary of attributes of an attention processor, and of each object that it holds, is a container
     too.
-
-    Args:
-        modules: the attributes of each module, by name.
     """
     found: dict[int, tuple[Any, list[Any]]] = {}  # by a container's id
     for attributes in modules:

@@ -114,10 +114,6 @@ class TorchTPUProgram:
     """
 
     def __init__(self, network: nn.Module, backend: Any = None):
-        """Prepare the compiled function of a network, and compile nothing yet.
-
-        `backend` is for `torch.compile`; None is TorchTPU's.
-        """
         copied = skeleton(network)  # tracing assigns weights to modules
 
         def run(weights: dict[str, torch.Tensor], inputs: torch.Tensor, cache: Any) -> Any:

@@ -116,15 +116,7 @@ class ChunkedVAE:
         *,
         as_uint8: bool = False,
     ) -> Iterator[torch.Tensor]:
-        """Check an input; return its chunks' results on the host, each fetched while the next is computed.
-
-        Args:
-            direction: `ENCODE` or `DECODE`.
-            given: a whole input or an iterable of its pieces.
-            num_frames: number of frames of all pieces; it may be None for a whole input.
-            fetch: copies a result to the host.
-            as_uint8: whether decoded frames are bytes.
-        """
+        """Check an input; return its chunks' results on the host, each fetched while the next is computed."""
         chunks, size = self._checked_chunks(direction, given, num_frames)
         return fetched_one_behind(
             self.results(direction, chunks, self._tile_plan(direction, size), as_uint8), fetch
@@ -207,15 +199,7 @@ class ChunkedVAE:
     def _check(
         self, direction: Direction, x: torch.Tensor, *, follow_weights: bool = False, first_frame: int = 0
     ) -> None:
-        """Raise `ValueError` for an input that the model cannot take.
-
-        Args:
-            direction: `ENCODE` or `DECODE`.
-            x: a whole input, or a chunk or piece of a stream.
-            follow_weights: whether `x` is of a stream: it may be a plain tensor while weights are on JAX, and
-                uint8 to encode.
-            first_frame: position of the first frame of `x` in the video, for the message.
-        """
+        """Raise `ValueError` for an input that the model cannot take."""
         check_is_tensor(x)
         check_shape(direction, tuple(x.shape), NCTHW, self.config, self.spatial_compression_ratio)
         self._check_place(direction.takes, x, follow_weights)

@@ -266,5 +266,4 @@ def _blend_edge(before: Any, tile: Any, extent: int, axis: int) -> Any:
 
 
 def _slice_of(x: Any, axis: int, start: int, stop: int) -> Any:
-    """Return the entries `start` to `stop` (exclusive) of an axis of `x`."""
     return x[(slice(None),) * axis + (slice(start, stop),)]

@@ -250,16 +250,7 @@ def compare_layers(
 def _layer_error(
     name: str, dtype: torch.dtype, chunks: list[Differences], torch_bfloat16: list[Differences]
 ) -> LayerError:
-    """Return a layer's error over all chunks, with the first chunk that leaves the tolerance.
-
-    Args:
-        name: the layer's name.
-        dtype: the candidate's dtype. In float32 the tolerance bounds the largest difference over the
-            reference's largest value. In bfloat16 it bounds the RMS difference, as a multiple of PyTorch's.
-        chunks: the candidate's differences in each chunk.
-        torch_bfloat16: the differences of PyTorch's own bfloat16 run in each chunk; empty, and not read,
-            where `dtype` is float32.
-    """
+    """Return a layer's error over all chunks, with the first chunk that leaves the tolerance."""
     each = Differences.of_chunks(chunks)  # its attributes are arrays, with a number for each chunk
     if dtype == torch.float32:
         passed = each.largest <= tolerances.FLOAT32_RELATIVE * each.scale.max()
@@ -316,7 +307,6 @@ def compare_whole(got: torch.Tensor, want: torch.Tensor, lengths: list[int], pix
 
 
 def _mean(values: np.ndarray) -> float | None:
-    """Return the mean; None for no values."""
     return float(values.mean()) if values.size else None
 
 
@@ -327,11 +317,6 @@ def _stream_contract(candidate: Candidate, z: torch.Tensor, want: torch.Tensor) 
     """Return the contract for `decode_stream`: its error relative to `decode`, and the limit of that error.
 
     Only the order of work differs, so the tolerance of float32 holds in every dtype.
-
-    Args:
-        candidate: the backend to check, and its dtype.
-        z: latents.
-        want: the frames that `decode` gives for `z`.
     """
     chunks = list(candidate.vae.decode_stream(z.to(candidate.dtype)))
     error = tolerances.relative_error(torch.cat(chunks, dim=2), want)
@@ -356,7 +341,6 @@ class Verifier:
     """
 
     def __init__(self, reference: DiffusersAutoencoder, x: torch.Tensor):
-        """Run the reference, stock diffusers in float32, on the video `x`, then on its own latents."""
         self.reference = reference
         exact = Torch(reference)
         moments = exact.run(ENCODE, x)
@@ -394,14 +378,7 @@ class Verifier:
     def _layer_errors(
         self, candidates: list[Candidate], torch_bfloat16: Candidate | None, say: Callable[[str], None]
     ) -> list[list[LayerError]]:
-        """Return the errors of each candidate's layers in both directions, a list for each candidate.
-
-        Args:
-            candidates: the backends to compare.
-            torch_bfloat16: PyTorch in bfloat16, whose own errors set the tolerances of that dtype. None if
-                all candidates are in float32.
-            say: gets a line for each direction.
-        """
+        """Return the errors of each candidate's layers in both directions, a list for each candidate."""
         errors: list[list[LayerError]] = [[] for _ in candidates]
         compared = candidates if torch_bfloat16 is None else [*candidates, torch_bfloat16]
         for direction in Direction:
@@ -444,12 +421,6 @@ class Verifier:
         """Run a candidate on the whole video; return its result, with all contracts.
 
         A contract is a measured number, the largest allowed, and whether it is kept.
-
-        Args:
-            candidate: the backend.
-            layers: the errors of its layers.
-            baseline: by direction, the error of PyTorch's own whole result in bfloat16; empty if all
-                candidates are in float32.
         """
         whole, shape_contracts = self._encode_and_decode(candidate)
         contracts = []

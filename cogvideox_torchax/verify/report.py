@@ -100,7 +100,6 @@ def markdown(results: list[Result], about: dict[str, Any]) -> str:
 
 
 def _error_text(value: float | None) -> str:
-    """Return an error as text; empty for None."""
     return "" if value is None else f"{value:.2e}"
 
 

@@ -66,7 +66,6 @@ class EncoderChunk(OnColumns, nnx.Module):
     """Network of one chunk of frames, float in [-1, 1] or uint8, to its moments (means and log-variances)."""
 
     def __init__(self, vae: "FlaxAutoencoderKLCogVideoX"):
-        """Keep the parts of `vae` that a chunk needs, and whether Pallas kernels are on."""
         self.encoder = vae.encoder
         self.quant_conv = vae.quant_conv
         self.dtype = vae.dtype
@@ -96,10 +95,6 @@ class DecoderChunk(nnx.Module):
     def __init__(
         self, vae: "FlaxAutoencoderKLCogVideoX", *, as_uint8: bool = False, frame_by_frame: bool = False
     ):
-        """Keep the parts of `vae` that a chunk needs, and whether Pallas kernels are on.
-
-        `as_uint8` makes frames bytes; `frame_by_frame` is whether each chunk is a single latent frame.
-        """
         self.decoder = vae.decoder
         self.post_quant_conv = vae.post_quant_conv
         self.dtype = vae.dtype
@@ -230,7 +225,6 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        """Build both networks with random parameters, and the optional 1x1x1 convolutions around them."""
         self.config = config
         self.dtype = jnp.dtype(dtype)
         self.param_dtype = jnp.dtype(param_dtype)

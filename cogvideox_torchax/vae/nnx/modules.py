@@ -53,7 +53,6 @@ class Conv(OnColumns, nnx.Module):
     """The parameters of a convolution: `kernel` (*window, I, O) and `bias` (O,)."""
 
     def __init__(self, in_channels: int, out_channels: int, window: Sequence[int], config: LayerConfig):
-        """Draw the kernel (*window, I, O); the bias is zeros."""
         shape = (*window, in_channels, out_channels)
         draw = nnx.initializers.lecun_normal()
         self.kernel = nnx.Param(draw(config.rngs.params(), shape, config.param_dtype))
@@ -73,7 +72,6 @@ class Conv3d(Conv):
     """A 1x1x1 convolution: no padding, no cache."""
 
     def __init__(self, in_channels: int, out_channels: int, config: LayerConfig):
-        """Make a convolution with a kernel of one tap."""
         super().__init__(in_channels, out_channels, (1, 1, 1), config)
 
     def __call__(self, x_NTHWC: jax.Array) -> jax.Array:
@@ -137,7 +135,6 @@ class SpatialNorm3D(OnColumns, nnx.Module):
     """GroupNorm modulated by the latents, `norm(x) * conv_y(zq) + conv_b(zq)`."""
 
     def __init__(self, channels: int, latent_channels: int, config: LayerConfig):
-        """Make the norm, and the 1x1x1 convolutions from latents to scale (`conv_y`) and shift (`conv_b`)."""
         self.norm_layer = GroupNorm(channels, config)
         self.conv_y = CausalConv3d(latent_channels, channels, 1, config)
         self.conv_b = CausalConv3d(latent_channels, channels, 1, config)
@@ -220,8 +217,6 @@ class ResnetBlock3D(nnx.Module):
     """Norm, SiLU and convolution, twice, beside a shortcut; with `latent_channels` the norms are spatial."""
 
     def __init__(self, in_channels: int, out_channels: int, config: LayerConfig):
-        """Build two norms and convolutions, and a 1x1x1 shortcut where the channels differ."""
-
         def norm(channels: int) -> GroupNorm | SpatialNorm3D:
             """Build a spatial norm if latents modulate the norms, else a GroupNorm."""
             if config.latent_channels is None:
@@ -259,7 +254,6 @@ class Downsample3D(OnColumns, nnx.Module):
     """Half the height and width, and with `compress_time` half the frames."""
 
     def __init__(self, channels: int, config: LayerConfig, *, compress_time: bool):
-        """Build a convolution of height and width; `compress_time` is whether frames are halved too."""
         self.conv = Conv(channels, channels, (3, 3), config)
         self.compress_time = compress_time
 
@@ -278,7 +272,6 @@ class Upsample3D(OnColumns, nnx.Module):
     """Twice the height and width, and with `expand_time` twice the frames."""
 
     def __init__(self, channels: int, config: LayerConfig, *, expand_time: bool):
-        """Build a convolution of height and width; `expand_time` is whether frames are doubled too."""
         self.conv = Conv(channels, channels, (3, 3), config)
         self.expand_time = expand_time
 
@@ -322,7 +315,6 @@ class Block3D(nnx.Module):
         downsampler: Downsample3D | None = None,
         upsampler: Upsample3D | None = None,
     ):
-        """Make `num_layers` residual blocks, the first of which changes the number of channels."""
         self.resnets = nnx.List(
             ResnetBlock3D(in_channels if i == 0 else out_channels, out_channels, config)
             for i in range(num_layers)
@@ -367,7 +359,6 @@ class Encoder3D(nnx.Module):
     """Frames (N, T, H, W, C) to moments (N, t, h, w, 2 * latent_channels)."""
 
     def __init__(self, config: FlaxAutoencoderKLCogVideoXConfig, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
-        """Build the encoder of `config`; the first `time_doublings` levels halve the number of frames."""
         widths = config.block_out_channels  # a level's input has the channels of the level before
         layers = LayerConfig(
             rngs, num_groups=config.norm_num_groups, eps=config.norm_eps, param_dtype=param_dtype
@@ -408,7 +399,6 @@ class Decoder3D(nnx.Module):
     """Latents (N, t, h, w, C) to frames (N, T, H, W, C)."""
 
     def __init__(self, config: FlaxAutoencoderKLCogVideoXConfig, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
-        """Build the network of the config's sizes; its first `time_doublings` levels double the frames."""
         widths = config.block_out_channels[::-1]  # the config has them in the encoder's order
         latents = config.latent_channels
         # Without `eps`: diffusers' spatial norms do not take the config's.

@@ -22,7 +22,6 @@ class RecordedLayers(nnx.Module):
     """
 
     def __init__(self, network: EncoderChunk | DecoderChunk, wanted: Callable[[str], Any]):
-        """Keep the network, and `wanted`, which returns whether a layer of a name is recorded."""
         self.network = network
         self._wanted = wanted
 

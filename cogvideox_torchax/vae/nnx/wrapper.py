@@ -74,7 +74,6 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
     stands_for = Diffusers  # the class that `from_pipe` passes it on as (`upstream.parts_for`)
 
     def __init__(self, flax_vae: FlaxAutoencoderKLCogVideoX):
-        """Take diffusers' config from the Flax model; set the sizes of tiles, and leave tiling off."""
         super().__init__()
         self.register_to_config(**flax_vae.config.to_dict())
         self.flax_vae = flax_vae

@@ -37,10 +37,6 @@ class DifferentiablePosterior(DiagonalGaussianDistribution):
     """diffusers' posterior with gradients on JAX, where torch's own split and clamp lose them."""
 
     def __init__(self, parameters: torch.Tensor):
-        """Set the attributes of diffusers' class, in place of its own `__init__`.
-
-        `parameters` (N, 2 C, t, h, w) are the means, then the logarithms of the variances.
-        """
         self.parameters, self.deterministic = parameters, False
         # By JAX, as torch's split and clamp of torchax tensors lose gradients; the bounds are diffusers'.
         self.mean = runtime.differentiated(lambda moments: moments[:, : moments.shape[1] // 2], parameters)
@@ -55,12 +51,6 @@ def _from_pipe_with_ported_parts(make: Callable[..., Any], kind: type, pipeline:
 
     Diffusers leaves out a part whose class is a subclass of the expected one, as a ported part's is, unless
     it is passed by name.
-
-    Args:
-        make: diffusers' `from_pipe`, as a function of the class and the pipeline.
-        kind: the class of the pipeline to make.
-        pipeline: the pipeline that gives its parts.
-        options: further arguments of `from_pipe`.
     """
     ported = {
         name: part

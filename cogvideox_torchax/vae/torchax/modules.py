@@ -260,20 +260,7 @@ class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
         moments: Any = None,
         **options: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
-        """Apply a norm, the activation and a convolution, as one kernel unless the norm or conv has a hook.
-
-        Args:
-            norm, conv: the layers; `conv` is causal.
-            hidden: the frames.
-            zq: latents for a spatial norm; None for a GroupNorm.
-            conv_cache: of `conv`, from the chunk before; None at a video's start.
-            moments: column moments of `hidden` (mean and squared deviations of each column of pixels), from
-                the call that returned it; None computes the norm's statistics from the frames.
-            options: `residual`, frames to add to the result; absent where `conv` need not take it.
-
-        Returns:
-            The frames; the next cache of `conv`; the frames' column moments for the next norm, or None.
-        """
+        """Apply a norm, the activation and a convolution, as one kernel unless one has a hook."""
         is_silu = isinstance(self.nonlinearity, nn.SiLU) and not is_patched(type(self.nonlinearity))
         if not is_silu or not _can_fuse(norm, conv):
             activates = is_silu and isinstance(norm, GroupNorm | SpatialNorm3D)
@@ -307,21 +294,7 @@ def _fused_norm_conv(
     *,
     residual: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
-    """Run a norm, SiLU and a convolution as one kernel; tensors are NCTHW.
-
-    Args:
-        norm, causal: a `GroupNorm` or a `SpatialNorm3D`, and a `CausalConv3d`, as `_can_fuse` accepts them.
-        hidden: the frames.
-        zq: latents for a spatial norm; None for a GroupNorm.
-        conv_cache: of `causal`, from the chunk before; None at a video's start.
-        moments: mean and squared deviations of each column of pixels of `hidden`
-            (`jax_kernels.ColumnMoments`), from the call that returned `hidden`; None computes the norm's
-            statistics from the frames.
-        residual: frames to add to the result, or None.
-
-    Returns:
-        The frames; the next cache; the frames' column moments for the next norm, or None.
-    """
+    """Run a norm, SiLU and a convolution as one kernel; tensors are NCTHW."""
     conv, group_norm = causal.conv, norm
     # The latents; kernel and bias of their convolution to the norm's factors (y), then to its addends (b).
     modulation: tuple[Any, ...] = ()

@@ -30,7 +30,6 @@ class EncoderChunk(OnColumns, nn.Module):
     """Network of one chunk of frames, float in [-1, 1] or uint8, to its moments."""
 
     def __init__(self, vae: DiffusersAutoencoder):
-        """Take the modules of `vae` that encode."""
         super().__init__()
         self.encoder = vae.encoder
         self.quant_conv = vae.quant_conv
@@ -51,7 +50,6 @@ class DecoderChunk(nn.Module):
     """Network of one chunk of latents to its frames, in [-1, 1] or as uint8."""
 
     def __init__(self, vae: DiffusersAutoencoder, as_uint8: bool = False):
-        """Take the modules of `vae` that decode; with `as_uint8` frames are bytes, else in [-1, 1]."""
         super().__init__()
         self.decoder = vae.decoder
         self.post_quant_conv = vae.post_quant_conv
@@ -86,7 +84,6 @@ class RecordedLayers(nn.Module):
     """
 
     def __init__(self, network: nn.Module, wanted: Callable[[str], Any]):
-        """Take a network of one chunk, and a predicate of a layer's name: whether its output is recorded."""
         super().__init__()
         self.network = network
         self._wanted = wanted
