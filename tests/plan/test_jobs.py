@@ -226,6 +226,7 @@ def test_the_floor_of_a_job_counts_each_program_as_often_as_it_runs():
 def test_the_first_chunk_runs_once_and_the_later_program_for_each_other_chunk_in_every_tile():
     def counts(*words):
         line = ["plan", "--platform", "cpu", "--model", str(DEMO_MODEL), "--height", "64", "--width", "64"]
+        line += ["--network", "vae"]
         return planning.requested(cli.parser().parse_args([*line, *words])).counts
 
     assert counts("--frames", "49") == (1, 5)
