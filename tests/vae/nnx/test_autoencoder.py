@@ -17,6 +17,7 @@ from cogvideox_torchax.flax import FlaxVAEForPipelines, Posterior
 from cogvideox_torchax.runtime.places import ArrayProgram
 from cogvideox_torchax.vae.directions import DECODE, ENCODE
 from cogvideox_torchax.vae.nnx import weights
+from cogvideox_torchax.vae.nnx.autoencoder import Network
 from cogvideox_torchax.vae.pixels import to_uint8
 from cogvideox_torchax.vae.tiling import TileSettings
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE
@@ -125,6 +126,24 @@ def test_bad_input_is_named_by_the_call_itself(vae, direction, x, words):
 def test_another_output_dtype_is_refused(vae):
     with pytest.raises(ValueError, match="output_dtype .*int32.*: None or jnp.uint8"):
         vae.decode_stream(LATENTS, output_dtype=jnp.int32)
+
+
+def test_a_model_is_split_again_only_if_its_modules_or_attributes_have_changed(vae, monkeypatch):
+    z, split, count = channels_last(reference.latents(2)), Network.split, []
+    monkeypatch.setattr(Network, "split", lambda module: count.append(module) or split(module))
+    vae = copy.copy(vae)  # its decoder is replaced below
+    first = vae.decode(z)
+    assert (vae.decode(z) == first).all()
+    assert len(count) == 1
+    vae.decoder = nnx.clone(vae.decoder)
+    assert (vae.decode(z) == first).all()
+    assert len(count) == 2, "another module"
+    nnx.update(vae.decoder, jax.tree.map(lambda weight: 2 * weight, nnx.state(vae.decoder, nnx.Param)))
+    assert (vae.decode(z) != first).any()
+    assert len(count) == 2, "new weights are arguments"
+    vae.decoder.set_attributes(rematerialize=True)
+    vae.decode(z)
+    assert len(count) == 3, "a changed attribute"
 
 
 def test_of_a_numpy_array_only_a_chunk_goes_to_the_device(vae, monkeypatch):
