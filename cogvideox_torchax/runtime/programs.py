@@ -191,8 +191,10 @@ class Program(ArrayProgram):
         """
         arrays = list(map(array_in, _tensors_of(network)))
         names, references = self._placed
+        # None is a plain tensor's, and what is left of an array that was freed.
         if len(arrays) == len(names) and all(
-            reference() is array for reference, array in zip(references, arrays, strict=True)
+            array is not None and reference() is array
+            for reference, array in zip(references, arrays, strict=True)
         ):
             return dict(zip(names, arrays, strict=True))
         weights = self._placed_weights(network)

@@ -142,6 +142,16 @@ def test_a_changed_attribute_is_seen_and_a_value_changed_in_place_at_any_depth(v
     assert relative_error(decoded(vae), 3 * plain) < FLOAT32_RELATIVE
 
 
+def test_a_plain_weight_in_the_place_of_one_that_is_freed_is_moved(vae, stock):
+    decoded(vae)
+    changed = copy.deepcopy(stock)
+    weight = 2 * changed.decoder.conv_in.conv.weight.detach()
+    for model in (vae, changed):
+        model.decoder.conv_in.conv.weight = nn.Parameter(weight.clone())
+    gc.collect()
+    assert decodes_as(vae, changed)
+
+
 @pytest.mark.parametrize("assign", [False, True])
 def test_loaded_weights_are_seen_without_compiling_again_and_another_dtype_is(vae, assign):
     decoded(vae)
