@@ -117,10 +117,9 @@ class TorchTPUProgram:
         copied = skeleton(network)  # tracing assigns weights to modules
 
         def run(weights: dict[str, torch.Tensor], inputs: torch.Tensor, cache: Any) -> Any:
-            # Between two chunks a cache has the axes (H, W, N, T, C), as on JAX: see `TorchNetwork`.
-            cache = jax.tree.map(lambda tensor: tensor.permute(2, 4, 3, 0, 1), cache)
             result, cache = torch.func.functional_call(copied, weights, (inputs, cache))
-            return result, jax.tree.map(lambda tensor: tensor.permute(3, 4, 0, 2, 1).contiguous(), cache)
+            # A network only permutes the axes of a cache; here the next chunk's program takes it as it lies.
+            return result, jax.tree.map(torch.Tensor.contiguous, cache)
 
         self._run = _on_flat(functools.cache(functools.partial(_compiled, run, backend or bridge.TPU)))
 

@@ -15,7 +15,10 @@ from torch._dynamo.backends.debugging import aot_eager
 import jax_kernels
 from cogvideox_torchax import port, runtime, upstream
 from cogvideox_torchax.runtime import bridge, torchtpu
+from cogvideox_torchax.vae.axes import HWNTC
+from cogvideox_torchax.vae.directions import DECODE
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
+from cogvideox_torchax.vae.torchax.networks import chunk_network
 from jax_kernels.common.columns import WHOLE
 from tests import reference
 
@@ -116,6 +119,10 @@ def test_a_vae_decodes_and_encodes_whole_streamed_and_in_tiles(on_cpu, stock, st
         assert relative_error(vae.encode(x).latent_dist.parameters, moments) < FLOAT32_RELATIVE
         # The one tile of a tile's size is the whole: a second program for the same network.
         assert relative_error(vae.tiled_decode(z).sample, frames) < FLOAT32_RELATIVE
+        program = vae.program(DECODE)
+        _, cache = program.step(program.weights(chunk_network(vae, DECODE)))(z[:, :, :3], None)
+        videos = {part.shape[HWNTC.index("N")] for part in jax.tree.leaves(cache)}
+        assert videos == {1}, "a cache has the order of axes that a TPU computes in"
     assert torchtpu._operation.cache_info().currsize > 8, "kernels ran"
 
 
