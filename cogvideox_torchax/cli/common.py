@@ -223,8 +223,8 @@ def narrator(args: argparse.Namespace) -> Callable[[str], None]:
 
 def say(message: str) -> None:
     """Print a line for a person on stderr: stdout is for results, which a program may read."""
-    # A file name that is no UTF-8 has lone surrogates, which not every stream can write.
     from tqdm import tqdm
 
-    # Not `print`: a line would begin where a progress bar ends.
+    # Not by `print`: a line would begin where a progress bar ends. A file name that is no UTF-8 has lone
+    # surrogates, which not every stream can write.
     tqdm.write(message.encode("utf-8", "backslashreplace").decode(), file=sys.stderr)

@@ -238,7 +238,8 @@ def _pipeline_would_fit(
         working = (used - _bytes(request, "weights")) * request.mesh.size / count
         if _bytes(other, "weights") + working > 1.1 * chip.memory:
             continue
-        plans = compiled(larger, other, lambda work: compile_program(work, other.mesh), summary.program_rows)  # noqa: B023
+        compile_one = functools.partial(compile_program, mesh=other.mesh)
+        plans = compiled(larger, other, compile_one, summary.program_rows)
         peak = summary.peak_bytes(plans, other.beside)
         if peak <= chip.memory:
             what = f"--topology {larger.topology} --dp {dp} --tp {larger.tp}"

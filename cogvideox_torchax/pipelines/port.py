@@ -124,9 +124,11 @@ def _reason_to_stay(model: nn.Module) -> str | None:
 def _parallelism_of(network: Any, mesh: Any, requested: Parallel | None) -> Any:
     """Return how a network, ported or not, will use a mesh, by default its present one; None without one."""
     present: Any = getattr(network, "mesh", None)
-    if requested is None and mesh in (None, present):
-        return getattr(network, "parallelism", None)
     used = present if mesh is None else mesh
+    if used is None:
+        return None
+    if used == present and requested is None:
+        return network.parallelism  # an earlier choice stays
     return ported_class(type(network)).choose_parallelism(network, used, requested)
 
 

@@ -261,16 +261,7 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
         plan: TilePlan | None = None,
         as_uint8: bool = False,
     ) -> Iterator[torch.Tensor]:
-        """Return an iterator over the results of a video's chunks, computed by the Flax model, left on JAX.
-
-        With slicing each chunk runs one video at a time.
-
-        Args:
-            direction: `ENCODE` or `DECODE`.
-            chunks: the chunks, in order.
-            plan: the tile plan; None for whole frames.
-            as_uint8: whether decoded frames are bytes.
-        """
+        """Return the results, computed by the Flax model and left on JAX."""
         step = self.flax_vae.step(direction, plan, as_uint8)
         step = one_video_at_a_time(step) if self.use_slicing else step
         return map(to_tensor, run(step, map(to_array, chunks)))

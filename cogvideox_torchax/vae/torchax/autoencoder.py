@@ -205,17 +205,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         plan: tiling.TilePlan | None = None,
         as_uint8: bool = False,
     ) -> Iterator[torch.Tensor]:
-        """Return an iterator over the results of a video's chunks, by compiled programs or by PyTorch.
-
-        For weights on JAX the results are left on the device. With slicing each chunk runs one video at a
-        time.
-
-        Args:
-            direction: `ENCODE` or `DECODE`.
-            chunks: the chunks, in order.
-            plan: the tile plan; None for whole frames.
-            as_uint8: whether decoded frames are bytes.
-        """
+        """Return the results, by compiled programs for weights on an accelerator, else by PyTorch."""
         on_jax = runtime.is_on_jax(self)
         tile_as_uint8 = as_uint8 and plan is None  # tiles are blended as floats
         network = chunk_network(self, direction, tile_as_uint8)
