@@ -82,6 +82,9 @@ def active() -> Iterator[None]:
     does not decompose operations such as `chunk` and `split`, and torchax implements only the smaller
     operations that they decompose into.
     """
+    if is_enabled() and not torch.is_inference_mode_enabled():
+        yield
+        return
     gradients = torch.is_grad_enabled()
     modes = contextlib.nullcontext() if is_enabled() else import_torchax().default_env()
     with modes, torch.inference_mode(False), torch.set_grad_enabled(gradients):
@@ -99,9 +102,13 @@ def without_torchax(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 def on_jax(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is on JAX: a torchax tensor or a view of one."""
-    # The type is checked first, as it is cheap: while torchax is on, reading an attribute of a plain tensor
-    # costs a call of torchax's mode.
-    return type(tensor) not in PLAIN and tensor.device.type == "jax"
+    # While torchax is on, reading an attribute such as `device` costs a call of torchax's mode.
+    return type(tensor) not in PLAIN and _is_of_torchax(type(tensor))
+
+
+@functools.cache
+def _is_of_torchax(kind: type) -> bool:
+    return any(base.__module__.partition(".")[0] == "torchax" for base in kind.__mro__)
 
 
 def on_tpu(tensor: torch.Tensor) -> bool:

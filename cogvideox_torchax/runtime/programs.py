@@ -154,6 +154,7 @@ def _tensors_of(network: nn.Module) -> list[torch.Tensor]:
         tensor
         for module in modules_of(network)
         for table in (module._parameters, module._buffers)
+        if table
         for tensor in table.values()
         if tensor is not None
     ]

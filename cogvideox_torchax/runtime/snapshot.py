@@ -25,7 +25,7 @@ class Snapshot:
     """
 
     def __init__(self, root: nn.Module):
-        modules = list(modules_of(root))
+        modules = modules_of(root)
         self._modules = [_ModuleSnapshot(module) for module in modules]
         # A pair (container, its present items) for each container in the modules' attributes.
         contents = _contents(recorded.attributes for recorded in self._modules)
@@ -34,7 +34,16 @@ class Snapshot:
         self._empty = [container for container, items in contents if not items]
         self._contents = [(container, items) for container, items in contents if items]
         self._weights = _weight_pattern(modules)  # names of weights, and which are tied
-        self._identity, self._weight_ids = _identity(modules)
+        attributes = [vars(module) for module in modules]
+        self._sizes = [*map(len, attributes)]
+        self._kinds = [*map(type, modules)]
+        self._structure = _structure(attributes)
+        self._weight_ids = _weight_ids(attributes)
+        # The traced attributes of all modules but the root. Those in `TREE` are left out, as a reference to
+        # one of these dictionaries would keep its weights alive.
+        left_out = TREE | UNTRACED_ATTRIBUTES
+        self._selected = [name not in left_out for table in attributes[1:] for name in table]
+        self._values = list(self._values_of(attributes))
         self._classes = [(kind, list(vars(kind).values())) for kind in _classes(self._modules)]
         # Plain tensors that are neither weights nor buffers, with the numbers of writes into them.
         values = (value for recorded in self._modules for value in recorded.attributes.values())
@@ -56,13 +65,20 @@ class Snapshot:
         first, *others = self._modules
         if not first.is_unchanged(root):
             return False
-        # In a tree of a thousand modules the ids are compared ten times as fast as the modules.
+        # In a tree of a thousand modules the whole lists are compared ten times as fast as the modules.
         modules = [root, *(recorded.module() for recorded in others)]
         if None in modules:
             return False
-        identity, weight_ids = _identity(modules)
-        if identity != self._identity:
-            modules = list(modules_of(root))
+        attributes = [vars(module) for module in modules]
+        is_identical = (
+            self._kinds == [*map(type, modules)]
+            and self._sizes[1:] == [*map(len, attributes[1:])]
+            and self._structure == _structure(attributes)
+            and all(map(operator.is_, self._values, self._values_of(attributes)))
+        )
+        weight_ids = _weight_ids(attributes)
+        if not is_identical:
+            modules = modules_of(root)
             if len(modules) != len(self._modules):
                 return False
             # Modules are the same objects, except for the root.
@@ -76,22 +92,25 @@ class Snapshot:
         self._weight_ids = weight_ids
         return True
 
+    def _values_of(self, attributes: Sequence[dict[str, Any]]) -> Iterator[Any]:
+        """Yield the values of the modules' selected attributes, of all modules but the first."""
+        return itertools.compress(
+            itertools.chain.from_iterable(map(dict.values, attributes[1:])), self._selected
+        )
 
-def _identity(modules: Sequence[nn.Module]) -> tuple[list[Any], list[int]]:
-    """Return lists that are equal for equal module trees: all but the weights, and the weights.
 
-    The first has the modules' classes, their attributes by id but for those of the first module, and the
-    children, with the names of children and weights. The ids are of objects that a snapshot keeps alive, but
-    for weights, for which equal ids prove that the same ones are tied.
-    """
-    attributes = [vars(module) for module in modules]
-    children = [table["_modules"] for table in attributes]
-    weights = [table[name] for table in attributes for name in ("_parameters", "_buffers")]
-    values = itertools.chain.from_iterable(map(dict.values, [*attributes[1:], *children]))
-    names = itertools.chain.from_iterable([*children, *weights])
-    sizes = map(len, [*attributes[1:], *children, *weights])
-    identity = [*map(type, modules), *map(id, values), *names, *sizes]
-    return identity, [*map(id, itertools.chain.from_iterable(map(dict.values, weights)))]
+def _structure(attributes: Sequence[dict[str, Any]]) -> list[Any]:
+    """Return the names of modules' children and weights, and the children's ids, with their numbers."""
+    tables = [table[name] for table in attributes for name in ("_modules", "_parameters", "_buffers")]
+    children = [table["_modules"] for table in attributes if table["_modules"]]
+    names = itertools.chain.from_iterable(filter(None, tables))
+    return [*map(len, tables), *names, *map(id, itertools.chain.from_iterable(map(dict.values, children)))]
+
+
+def _weight_ids(attributes: Sequence[dict[str, Any]]) -> list[int]:
+    """Return the ids of modules' weights; equal ids prove that the same ones are tied."""
+    tables = [table[name] for table in attributes for name in ("_parameters", "_buffers") if table[name]]
+    return [*map(id, itertools.chain.from_iterable(map(dict.values, tables)))]
 
 
 class _ModuleSnapshot:
@@ -189,16 +208,18 @@ def _same_items(items: list[Any], others: list[Any]) -> bool:
     return len(items) == len(others) and all(map(is_same, items, others))
 
 
-def modules_of(root: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules of a tree, each once, parents first."""
-    done: set[int] = set()
-    pending = [root]
+def modules_of(root: nn.Module) -> list[nn.Module]:
+    """Return the modules of a tree, each once, parents first."""
+    found: dict[int, nn.Module] = {}  # by id
+    pending: list[nn.Module | None] = [root]
     while pending:
         module = pending.pop()
-        if id(module) not in done:
-            done.add(id(module))
-            yield module
-            pending.extend(child for child in module._modules.values() if child is not None)
+        if module is None or id(module) in found:
+            continue
+        found[id(module)] = module
+        if module._modules:
+            pending.extend(module._modules.values())
+    return list(found.values())
 
 
 def _weight_pattern(modules: Iterable[nn.Module]) -> list[Any]:

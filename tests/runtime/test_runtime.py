@@ -72,6 +72,20 @@ def test_tensors_cross_over_and_back_unchanged_and_writable(dtype):
     back += 1
 
 
+def test_where_tensors_mix_the_hosts_arithmetic_runs_without_torchax(monkeypatch):
+    table = torch.linspace(0.1, 0.9, 4, dtype=torch.float64)
+    want = (1 - table[2]) ** 0.5
+    with runtime.mixing():
+        on_jax = table.float().to("jax")
+        with monkeypatch.context() as patched:
+            patched.setattr(torchax.tensor.Environment, "dispatch", None)
+            coefficient = (1 - table[2]) ** 0.5
+        assert type(coefficient) is torch.Tensor
+        assert coefficient == want
+        assert coefficient.dtype == want.dtype
+        assert runtime.on_jax(coefficient * on_jax)
+
+
 def test_frames_are_taken_from_a_view_too():
     enable()
     x = runtime.to_jax(torch.arange(10.0).reshape(1, 1, 10, 1, 1))
