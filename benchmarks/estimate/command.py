@@ -59,10 +59,17 @@ CASES = {
     "network-step-1.5-5b-v6e-8": f"--network step --model 1.5-5b {EIGHT} --dp 2 --tp 4 {LARGE}",
     "network-step-1.5-5b-v6e-16": f"--network step --model 1.5-5b --topology v6e:4x4 --dp 2 --tp 8 {LARGE}",
     "network-step-1.5-5b-v6e-32": f"--network step --model 1.5-5b --topology v6e:4x8 --dp 2 --tp 16 {LARGE}",
-    "network-step-5b-v6e-1": STEP,
     "network-step-5b-v6e-2": f"--network step --model 5b --topology v6e:1x2 --dp 2 {SMALL}",
-    "network-step-5b-v6e-8": f"--network step --model 5b {EIGHT} --dp 2 --tp 4 {SMALL}",
-    "network-step-2b-v6e-1": f"--network step --model 2b {ONE} {SMALL}",
+    **{
+        f"network-step-{model}-v6e-{chips}": f"--network step --model {model} {slice_} {SMALL}"
+        for model in ("5b", "2b")
+        for chips, slice_ in (
+            (1, ONE),
+            (4, "--topology v6e:2x2 --dp 2 --tp 2"),
+            (8, f"{EIGHT} --dp 2 --tp 4"),
+            (16, "--topology v6e:4x4 --dp 2 --tp 8"),
+        )
+    },
     "network-prompt-v6e-1": f"--network prompt --model 5b {ONE}",
     "network-prompt-v6e-8": f"--network prompt --model 5b {EIGHT} --dp 2 --tp 4",
     "cached-first-block": f"{STEP} --cache first-block:0.1 --skips 20",
