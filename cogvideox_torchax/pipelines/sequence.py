@@ -35,7 +35,7 @@ from cogvideox_torchax.runtime.layers import watched
 from cogvideox_torchax.sharding import MeshPlace, spread
 
 LANES = 128
-"""Lanes of a kernel's tile: a device's number of tokens is a multiple of it, if larger."""
+"""Lanes of a kernel's tile: a device's number of tokens is a multiple of it, unless there are few tokens."""
 
 
 @dataclass(frozen=True)
@@ -209,10 +209,15 @@ class Sequence:
 def _padded_length(tokens: int, parts: int) -> int:
     """Return a sequence's length, padded so that `parts` devices get equal shards of whole tiles.
 
-    A tile has `LANES` tokens. A sequence too short for a tile on each device is padded only to equal shards.
+    A tile has `LANES` tokens. A sequence is padded only to equal shards if whole tiles would make it longer
+    by more than half: 136 tokens would become 256, and take twice the time.
     """
-    divisor = parts * LANES if tokens > parts * LANES else parts
-    return -(-tokens // divisor) * divisor  # the next multiple
+
+    def next_multiple(divisor: int) -> int:
+        return -(-tokens // divisor) * divisor
+
+    whole_tiles = next_multiple(parts * LANES)
+    return whole_tiles if whole_tiles <= 1.5 * tokens else next_multiple(parts)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,11 @@ def test_by_channels_queries_are_prepared_by_heads_or_where_tp_does_not_divide_t
     assert seen == [own]
 
 
+@pytest.mark.parametrize(("tokens", "length"), [(136, 136), (226 + 17_550, 17_792)])
+def test_a_sequence_is_padded_to_whole_tiles_unless_that_would_make_it_half_longer(tokens, length):
+    assert Sequence.from_placement(None, videos=2, text=64, tokens=tokens).length == length
+
+
 def test_on_tpus_a_program_is_compiled_to_compute_while_it_exchanges():
     for platform, options in (("tpu", {"xla_tpu_enable_async_all_to_all": "true"}), ("cpu", {})):
         mesh = SimpleNamespace(devices=np.array([[SimpleNamespace(platform=platform)]]))
