@@ -14,8 +14,7 @@ if __name__ == "__main__":
 
 import torch
 
-from benchmarks.estimate.command import FORMAT as ESTIMATE
-from benchmarks.pages import RESULTS
+from benchmarks.pages import RESULTS, estimate
 from cogvideox_torchax import make_mesh, port, runtime
 from cogvideox_torchax.files.reports import load, table, write_json
 from cogvideox_torchax.pipelines.cache_options import config_of
@@ -28,13 +27,12 @@ FORMAT = "cogvideox-torchax-caches/1"
 RESULT = RESULTS / "caches.json"
 RATIOS = RESULTS.parent / "ratios.json"
 CHOICES = ("first-block:0.1", "first-block:0.2", "pab", f"magcache:{RATIOS}", "taylorseer", "fastercache")
-STEPS = 50
 HEAD = (
     "`--cache`",
     "arrays kept, one chip, GiB",
     "on each of eight, GiB",
-    f"{STEPS} steps on one v6e, estimate, s",
-    f"small model: steps partly skipped, of {STEPS}",
+    f"{networks.STEPS} steps on one v6e, estimate, s",
+    f"small model: steps partly skipped, of {networks.STEPS}",
     "small model: PSNR, dB",
 )
 
@@ -46,7 +44,7 @@ def measured() -> dict[str, Any]:
     for choice in CHOICES:
         kept = [_kept_bytes(make_mesh(*sizes), choice) / 2**30 for sizes in ((1, 1), (2, 4))]
         pipe.transformer.enable_cache(
-            config_of(choice, steps=STEPS, guided=True, timestep=lambda: pipe.current_timestep)
+            config_of(choice, steps=networks.STEPS, guided=True, timestep=lambda: pipe.current_timestep)
         )
         quality = psnr(_frames(pipe), plain, peak=1.0)
         skipped = pipe.transformer.step_cache.computed.count(False)
@@ -66,7 +64,7 @@ def _kept_bytes(mesh: Any, cache: str) -> int:
 
 def _frames(pipe: Any) -> torch.Tensor:
     """Return the frames, in [0, 1], that a pipeline generates from a fixed prompt and seed."""
-    result = pipe(**small_pipelines.inputs("text", num_inference_steps=STEPS))
+    result = pipe(**small_pipelines.inputs("text", num_inference_steps=networks.STEPS))
     return runtime.to_torch(result.frames).float()
 
 
@@ -76,12 +74,11 @@ def _estimate(name: str, skipped: int) -> str:
     FirstBlockCache decides at run time which steps it skips: `skipped` is their number.
     """
     cache = name.partition(":")[0]
-    file = RESULT.with_name(f"cached-{cache}.json")
-    if not file.exists():
+    if not (RESULTS / f"cached-{cache}.json").exists():
         return ""
-    estimate = load(file, ESTIMATE)
-    counts = (STEPS - skipped, skipped) if cache == "first-block" else estimate["counts"]
-    seconds = (program["seconds_with_collectives"] for program in estimate["programs"])
+    found = estimate(f"cached-{cache}")
+    counts = (networks.STEPS - skipped, skipped) if cache == "first-block" else found["counts"]
+    seconds = (program["seconds_with_collectives"] for program in found["programs"])
     return f"{sum(count * one for count, one in zip(counts, seconds, strict=True)):.1f}"
 
 
@@ -95,15 +92,13 @@ def extrapolated(estimates: list[dict[str, Any]]) -> str:
 
 def drawn() -> str:
     """Return the table of the kept report."""
-    rows = load(RESULT, FORMAT)["rows"].items()
-    step = load(RESULT.with_name("network-step-5b-v6e-1.json"), ESTIMATE)
-    seconds = step["summary"]["with_collectives_s"]
-    cells = [("none", "", "", f"{STEPS * seconds:.1f}", "0", "")]
-    cells += [
+    step = estimate("network-step-5b-v6e-1")
+    cells = [
         (f"`{name}`", f"{one:.2f}", f"{eight:.2f}", _estimate(name, skipped), str(skipped), f"{quality:.1f}")
-        for name, (one, eight, skipped, quality) in rows
+        for name, (one, eight, skipped, quality) in load(RESULT, FORMAT)["rows"].items()
     ]
-    return table(HEAD, cells) + extrapolated([step])
+    plain = ("none", "", "", f"{networks.STEPS * step['summary']['with_collectives_s']:.1f}", "0", "")
+    return table(HEAD, [plain, *cells]) + extrapolated([step])
 
 
 TABLES = {("docs/pipelines.md", "caches"): drawn}

@@ -280,12 +280,10 @@ def _op(case: Case) -> Run:
     The returned function runs it once, and gives one pair: the op's name and the result.
     """
     name = case.job.removeprefix("kernels ")
-    reference_options = {}
-    if name == "norm_conv3d" and case.platform == "tpu" and case.dtype != "float32":
-        # A TPU's kernel convolves by Winograd's algorithm, 2 results at a time; its reference does the same,
-        # to round alike.
-        reference_options = {"tile": 2}
+    # A TPU's kernel convolves by Winograd's algorithm, 2 results at a time; its reference does the same, to
+    # round alike.
+    by_winograd = name == "norm_conv3d" and case.platform == "tpu" and case.dtype != "float32"
     # None loads the op itself; options, even {}, load its form without a kernel.
-    options = None if case.way else reference_options
+    options = None if case.way else {"tile": 2} if by_winograd else {}
     run = ops.load(name, case.size, runtime.jax_dtype(case.torch_dtype), options)
     return lambda: iter([(name, run())])

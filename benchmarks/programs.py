@@ -10,10 +10,10 @@ RESULT = RESULTS / "programs_of_others.json"
 HEAD = ("program", "commit", "devices", "error", "first call, s", "second call, s")
 
 
-def programs(document: dict[str, Any]) -> str:
-    """Return a table with a row for each program and set of devices."""
+def drawn(document: dict[str, Any] | None = None) -> str:
+    """Return a table with a row for each program and set of devices; by default that of the kept run."""
     rows = []
-    for row in document["rows"]:
+    for row in (document or load(RESULT, FORMAT))["rows"]:
         if "failed" in row:
             figures = (row["failed"], "", "")
         else:
@@ -22,8 +22,3 @@ def programs(document: dict[str, Any]) -> str:
             figures = (f"{row['error']:.0e}{left}", f"{row['first_s']:.1f}", f"{row['second_s']:.1f}{again}")
         rows.append((row["program"], row["commit"], row["devices"], *figures))
     return table(HEAD, rows)
-
-
-def drawn() -> str:
-    """Return the table of the kept run."""
-    return programs(load(RESULT, FORMAT))

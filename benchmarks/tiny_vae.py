@@ -53,12 +53,6 @@ def frames_of(name: str, count: int) -> torch.Tensor:
     return torch.stack(list(itertools.islice(frames, start, None)), dim=2)
 
 
-def reconstructed(backend: backends.Backend, source: torch.Tensor) -> torch.Tensor:
-    """Return the frames decoded from the mean of a video's posterior; both in bytes (1, C, T, H, W)."""
-    moments = backend.run(ENCODE, from_uint8(source, "float32"))
-    return to_uint8(backend.run(DECODE, moments.chunk(2, 1)[0]))
-
-
 def measure(source: torch.Tensor, got: torch.Tensor) -> dict[str, Any]:
     """Return the errors of a reconstruction; both are in bytes (1, C, T, H, W).
 
@@ -87,7 +81,8 @@ def measured() -> list[dict[str, Any]]:
             for count in FRAMES:
                 source = frames_of(case, count)
                 with torch.no_grad():
-                    got = reconstructed(backend, source)
+                    moments = backend.run(ENCODE, from_uint8(source, "float32"))
+                    got = to_uint8(backend.run(DECODE, moments.chunk(2, 1)[0]))  # decodes the mean
                 line = {"backend": name, "case": case, "frames": count, **measure(source, got)}
                 print(line, flush=True)
                 found.append(line)
@@ -109,15 +104,11 @@ def table(report: dict[str, Any]) -> str:
     return reports.table(head, rows)
 
 
-def main() -> None:
-    report = {
+if __name__ == "__main__":
+    kept = {
         "format": FORMAT,
-        "versions": {name: versions.installed(name) for name in ("torch", "torchax", "jax", "flax")},
+        "versions": versions.versions("torch", "torchax", "jax", "flax"),
         "results": measured(),
     }
-    reports.write_json(RESULTS / "tiny_vae.json", report)
-    fill(PAGE, "results", table(report))
-
-
-if __name__ == "__main__":
-    main()
+    reports.write_json(RESULTS / "tiny_vae.json", kept)
+    fill(PAGE, "results", table(kept))

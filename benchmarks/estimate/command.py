@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.estimate import chips, programs, training
-from benchmarks.pages import RESULTS
+from benchmarks.pages import FORMAT, RESULTS
 from cogvideox_torchax import cli
 from cogvideox_torchax.cli import common, plan, planning
 from cogvideox_torchax.files import reports, whole
 from cogvideox_torchax.plan import summary
 
-FORMAT = "cogvideox-torchax-estimate/1"
 SMALL = "--frames 49 --height 480 --width 720"
 WIDE = "--frames 49 --height 720 --width 1280"
 LARGE = "--frames 81 --height 768 --width 1360"

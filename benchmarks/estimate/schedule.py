@@ -84,7 +84,7 @@ def compile_with_schedules(lowered: Any, chip: Chip) -> tuple[Any, dict[str, Sch
         The compiled program, and the schedules by the name of a kernel's instruction. There are none if
         libtpu was loaded before `chips.dumping_schedules` set its flags.
     """
-    _empty_dump_directory()  # of the dumps of programs compiled before
+    _empty_dump_directory()  # of the dumps of programs that were compiled before
     compiled = compile_afresh(lowered)
     kernels = [found.name for found in instructions(compiled.as_text()) if found.is_kernel]
     schedules = read_schedules(dump_directory(), kernels, chip.delay_slots)
@@ -93,7 +93,6 @@ def compile_with_schedules(lowered: Any, chip: Chip) -> tuple[Any, dict[str, Sch
 
 
 def _empty_dump_directory() -> None:
-    """Empty the directory of libtpu's dumps."""
     for path in dump_directory().iterdir():
         path.unlink() if path.is_file() else shutil.rmtree(path)
 
