@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cogvideox_torchax.cli import common, devices
+from cogvideox_torchax.cli import common, devices, options
 from cogvideox_torchax.dataset import clip, decoding, formats, loop, sources
 from cogvideox_torchax.dataset.directory import OutputDirectory
 from cogvideox_torchax.dataset.encoding import Changes, LatentDirectory
@@ -37,14 +37,14 @@ def encode(args: argparse.Namespace) -> int:
     """Encode the clips that the output directory lacks; return 1 where some cannot be encoded, else 0."""
     is_mean = args.keep in (None, clip.POSTERIOR, clip.MEAN)
     on_ray = args.ray is not None
-    for is_wrong, message in (
-        (args.seed is not None and is_mean, "--seed draws samples: add --keep sample, or both"),
-        (args.actors and not on_ray, "--actors is for Ray: add --ray"),
-        (args.distributed and on_ray, "Ray deals out the clips itself: leave out --distributed"),
-        (args.workers and on_ray, "Ray reads the clips itself: leave out --workers"),
-    ):
-        if is_wrong:
-            raise ValueError(message)
+    options.refuse(
+        {
+            "--seed draws samples: add --keep sample, or both": args.seed is not None and is_mean,
+            "--actors is for Ray: add --ray": args.actors and not on_ray,
+            "Ray deals out the clips itself: leave out --distributed": args.distributed and on_ray,
+            "Ray reads the clips itself: leave out --workers": args.workers and on_ray,
+        }
+    )
     _check_output(args.output)
     clips = sources.clips(args.video)
     with devices.process_shard(args) as process_shard:  # checks the options
@@ -65,7 +65,7 @@ def encode(args: argparse.Namespace) -> int:
         unit.check()
         directory = LatentDirectory(args.output, unit, clips, process_shard, retry=args.retry_failed)
         with directory.locked():
-            if on_ray:
+            if on_ray and directory.missing:
                 from cogvideox_torchax.dataset import ray
 
                 # "" is `--ray` without an address.

@@ -96,6 +96,13 @@ def write(unit: EncodeClip, decoded: DecodedClip, path: Path) -> Written:
         return stack.pop_all(), abouts
 
 
+def write_at_once(unit: EncodeClip, decoded: DecodedClip, path: Path) -> list[dict[str, Any]]:
+    """Encode a clip into `path`; return the `about` of each of its latents."""
+    place, abouts = write(unit, decoded, path)
+    place.close()
+    return abouts
+
+
 class Changes:
     """Counts what becomes of clips' frames, by the `about` of the latents."""
 

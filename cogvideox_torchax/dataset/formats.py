@@ -17,6 +17,7 @@ import torch
 
 from cogvideox_torchax.files import latents as latent_files
 from cogvideox_torchax.files import reports
+from cogvideox_torchax.files.extras import needing
 from cogvideox_torchax.files.latents import Latents, LatentsError
 from cogvideox_torchax.files.whole import whole_file
 from cogvideox_torchax.runtime import without_torchax
@@ -107,11 +108,8 @@ _BROKEN = (
 
 def pyarrow() -> Any:
     """Return the package that reads and writes Parquet; `ImportError` where it is not installed."""
-    try:
-        import pyarrow
+    with needing("data", "Parquet needs pyarrow", ImportError):
         import pyarrow.parquet
-    except ImportError as error:
-        raise ImportError("Parquet needs pyarrow: pip install 'cogvideox-torchax[data]'") from error
     return pyarrow
 
 

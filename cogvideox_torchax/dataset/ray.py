@@ -15,6 +15,7 @@ from typing import Any
 from cogvideox_torchax.dataset import encoding
 from cogvideox_torchax.dataset.clip import Clip, ClipConfig, EncodeClip
 from cogvideox_torchax.dataset.loop import CLIPS_OWN, IN_READING, Step, attempt
+from cogvideox_torchax.files.extras import needing
 
 RETRIES = 100
 """Restarts of an actor, and attempts at a clip, before the work fails."""
@@ -33,16 +34,14 @@ class ClipActor:
             A row with the JSON of each latents' `about`, or with an "error".
         """
         clip, path = Clip(**json.loads(row["clip"])), Path(row["path"])
-        written, reason = None, None
+        abouts, reason = None, None
         if not path.exists():  # else an actor that died before it could return has written it
             decoded, reason = attempt(self._unit.read, clip, IN_READING)
             if reason is None:
-                written, reason = attempt(
-                    lambda given: encoding.write(self._unit, given, path), decoded, CLIPS_OWN
+                abouts, reason = attempt(
+                    lambda frames: encoding.write_at_once(self._unit, frames, path), decoded, CLIPS_OWN
                 )
-        place, abouts = written or (contextlib.ExitStack(), [])
-        place.close()
-        return {"id": clip.id, "abouts": json.dumps(abouts), "error": reason or ""}
+        return {"id": clip.id, "abouts": json.dumps(abouts or []), "error": reason or ""}
 
 
 def work(
@@ -57,7 +56,8 @@ def work(
     An actor takes the chips of the config's mesh where the cluster has TPUs, and a CPU elsewhere.
 
     Args:
-        directory: the output; every machine can open it and the clips by the same paths.
+        directory: the output, which lacks at least one clip. Every machine can open it and the clips by the
+            same paths.
         config: settings by which clips are encoded.
         address: of the cluster; None for the cluster that RAY_ADDRESS names, or a new one on this machine.
         actors: number of models that run at a time; None for as many as the chips allow, or one.
@@ -65,11 +65,8 @@ def work(
     Raises:
         ValueError: Ray is not installed, or no cluster is there.
     """
-    try:
-        import ray
+    with needing("ray", "encoding on Ray needs it"):
         import ray.data
-    except ImportError as error:
-        raise ValueError("encoding on Ray needs it: pip install 'cogvideox-torchax[ray]'") from error
     rows = [
         {
             "clip": json.dumps({**asdict(clip), "source": str(Path(str(clip.source)).absolute())}),
@@ -77,8 +74,6 @@ def work(
         }
         for clip in directory.missing.values()
     ]
-    if not rows:
-        return
     # Ray prints on stdout, and a command's stdout is its report.
     with contextlib.redirect_stdout(sys.stderr), _connected(ray, address):
         ray.data.DataContext.get_current().enable_progress_bars = False
