@@ -34,7 +34,7 @@ def _check_output(path: str) -> None:
 
 
 def encode(args: argparse.Namespace) -> int:
-    """Encode the clips that the output directory lacks; return 1 where some cannot be encoded, else 0."""
+    """Encode the clips that the output directory lacks; return 1 if some cannot be encoded, else 0."""
     is_mean = args.keep in (None, clip.POSTERIOR, clip.MEAN)
     on_ray = args.ray is not None
     options.refuse(
@@ -78,7 +78,7 @@ def encode(args: argparse.Namespace) -> int:
 
 
 def decode(args: argparse.Namespace) -> int:
-    """Decode a directory's latents that have no video yet; return 1 where some cannot be decoded, else 0.
+    """Decode a directory's latents that have no video yet; return 1 if some cannot be decoded, else 0.
 
     The model is that of `--model`, or else the one that the first clip's latents name.
     """
@@ -141,7 +141,6 @@ def _run_loop(
 
 
 def _print_report(args: argparse.Namespace, report: dict[str, Any], directory: OutputDirectory) -> int:
-    """Print a report, when stdout is stdout again; return 1 where clips are bad, else 0."""
     common.print_report(report, args.json)
     if not directory.bad:
         return 0

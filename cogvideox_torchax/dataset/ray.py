@@ -1,7 +1,7 @@
 """Encoding by Ray Data: many machines, an actor for each host's chips; Ray replaces actors that die.
 
-An actor writes a clip's latents itself, into a directory that all machines see. A task that Ray runs again
-because its actor died finds the latents there.
+An actor writes a clip's latents itself, into a directory that all machines see. If it dies, Ray runs the task
+again, which finds latents that are there already.
 """
 
 import contextlib
@@ -28,10 +28,9 @@ class ClipActor:
         self._unit = EncodeClip(config)  # the model is loaded for the first clip
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Encode the clip of a row, with "clip" (its fields in JSON) and the "path" of its output.
+        """Encode the clip of a row, given the "clip" (its fields in JSON) and the "path" of its output.
 
-        Returns:
-            A row with the JSON of each latents' `about`, or with an "error".
+        Return a row with each latents' `about` in JSON, or with an "error".
         """
         clip, path = Clip(**json.loads(row["clip"])), Path(row["path"])
         abouts, reason = None, None
@@ -53,17 +52,17 @@ def work(
 ) -> Iterator[Step]:
     """Encode a directory's missing clips on a Ray cluster; yield each one's outcome as `directory.work` does.
 
-    An actor takes the chips of the config's mesh where the cluster has TPUs, and a CPU elsewhere.
+    An actor takes the chips of the config's mesh if the cluster has TPUs, and else a CPU.
 
     Args:
-        directory: the output, which lacks at least one clip. Every machine can open it and the clips by the
+        directory: the output, which lacks at least one clip. Every machine opens it, and the clips, by the
             same paths.
         config: settings by which clips are encoded.
-        address: of the cluster; None for the cluster that RAY_ADDRESS names, or a new one on this machine.
+        address: of the cluster; None for the one that RAY_ADDRESS names, or a new one on this machine.
         actors: number of models that run at a time; None for as many as the chips allow, or one.
 
     Raises:
-        ValueError: Ray is not installed, or no cluster is there.
+        ValueError: Ray is not installed, or there is no cluster.
     """
     with needing("ray", "encoding on Ray needs it"):
         import ray.data
@@ -98,7 +97,6 @@ def work(
 
 
 def _connected(ray: Any, address: str | None) -> Any:
-    """Return a connection to a cluster, which a `with` block closes; `ValueError` if no cluster is there."""
     try:
         return ray.init(address=address, log_to_driver=False)
     except ConnectionError as error:

@@ -22,12 +22,10 @@ def weightless_vae(model: str | None, dtype: torch.dtype, device: str = "meta") 
     """Return the ported VAE without weights, or with random ones.
 
     Args:
-        model: a published config of `CONFIGS`, a directory or a hub id; None for "5b".
+        model: a published config of `CONFIGS`, a directory or a hub id; None for "5b". `ModelError` if its
+            config cannot be read.
         dtype: dtype of the weights.
         device: torch's device: "meta" for no weights, another one for random weights.
-
-    Raises:
-        ModelError: a model whose config cannot be read.
     """
     config = CONFIGS.get(model or "5b")
     if config is None:
@@ -39,7 +37,7 @@ def weightless_vae(model: str | None, dtype: torch.dtype, device: str = "meta") 
 
 
 def build(make: Callable[[], Any], dtype: torch.dtype, device: str) -> Any:
-    """Return the network `make()` in evaluation mode, built on torch's `device` and cast to a dtype.
+    """Return the network `make()` in evaluation mode, built on a device of torch.
 
     torchax is off meanwhile: it would break building on "meta".
     """
