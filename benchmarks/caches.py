@@ -1,4 +1,4 @@
-"""diffusers' caches: memory for CogVideoX-5b by its shapes, and error on frames of a small pipeline.
+"""diffusers' caches: the memory that they take for CogVideoX-5b, and their error on frames of a small pipeline.
 
 The pipeline has random weights; results/caches.json keeps the figures for the table in docs/pipelines.md.
 
@@ -18,14 +18,15 @@ from benchmarks.pages import RESULTS, estimate
 from cogvideox_torchax import make_mesh, port, runtime
 from cogvideox_torchax.files.reports import load, table, write_json
 from cogvideox_torchax.pipelines.cache_options import config_of
-from cogvideox_torchax.pipelines.transformer import step_tensors
 from cogvideox_torchax.plan import networks
+from cogvideox_torchax.plan.chips import GIB
 from cogvideox_torchax.vae.tolerances import psnr
 from tests import small_pipelines
 
 FORMAT = "cogvideox-torchax-caches/1"
 RESULT = RESULTS / "caches.json"
 RATIOS = RESULTS.parent / "ratios.json"
+LATENTS: dict[str, int] = {"frames": 13, "height": 60, "width": 90}
 CHOICES = ("first-block:0.1", "first-block:0.2", "pab", f"magcache:{RATIOS}", "taylorseer", "fastercache")
 HEAD = (
     "`--cache`",
@@ -42,7 +43,12 @@ def measured() -> dict[str, Any]:
     pipe = port(small_pipelines.build(transformer=small_pipelines.transformer("5b", num_layers=4)))
     plain, rows = _frames(pipe), {}
     for choice in CHOICES:
-        kept = [_kept_bytes(make_mesh(*sizes), choice) / 2**30 for sizes in ((1, 1), (2, 4))]
+        # What a guided step of 5b for 49 frames of 480 x 720 keeps on a device for the next step.
+        steps = [
+            networks.step_work("5b", torch.bfloat16, make_mesh(*sizes), None, **LATENTS, cache=choice)
+            for sizes in ((1, 1), (2, 4))
+        ]
+        kept = [step.kept / GIB for step in steps]
         pipe.transformer.enable_cache(
             config_of(choice, steps=networks.STEPS, guided=True, timestep=lambda: pipe.current_timestep)
         )
@@ -52,14 +58,6 @@ def measured() -> dict[str, Any]:
         rows[choice.removesuffix(f":{RATIOS}")] = [*kept, skipped, quality]
         print(choice, kept, skipped, quality, flush=True)
     return {"format": FORMAT, "rows": rows}
-
-
-def _kept_bytes(mesh: Any, cache: str) -> int:
-    """Return the bytes that a guided step of 5b, 49 x 480 x 720, keeps on each device for the next step."""
-    network = networks.weightless_transformer("5b", torch.bfloat16)
-    network.place_on(mesh)
-    tensors = step_tensors(network, batch=2, frames=13, height=60, width=90)
-    return networks.cache_bytes(*networks.cached_program(network, tensors, cache, batch=2, step=0))
 
 
 def _frames(pipe: Any) -> torch.Tensor:
@@ -83,7 +81,7 @@ def _estimate(name: str, skipped: int) -> str:
 
 
 def extrapolated(estimates: list[dict[str, Any]]) -> str:
-    """Return a sentence about estimates of networks that were not compiled whole; empty if all were."""
+    """Return a sentence about networks whose programs were not compiled whole; empty if all were."""
     few = {each["summary"]["network"].partition(", from programs of ")[2] for each in estimates} - {""}
     if not few:
         return ""

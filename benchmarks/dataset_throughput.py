@@ -1,10 +1,10 @@
-"""Clips a second of `encode DIRECTORY` against the model's own: what reading and writing cost.
+"""Clips a second of `encode DIRECTORY` against the model's own: the cost of reading and writing.
 
     python -m benchmarks.dataset_throughput     # then python -m benchmarks draw
 
-The model's own is `encode_stream` of frames that are in memory. Both run in one process, in turn, with
-programs that are compiled. Random weights of the small model that the package carries, float32, on a CPU,
-which reads, computes and writes with the same cores: on a TPU reading and writing have theirs to themselves.
+The model's own speed is that of `encode_stream` for frames that are in memory. Both run in one process, in
+turn, with programs that are compiled. The model is the small one in the package, in float32 on a CPU, which
+reads, computes and writes with the same cores. A TPU leaves its host's cores to reading and writing.
 """
 
 import os

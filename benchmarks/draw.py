@@ -9,7 +9,6 @@ from benchmarks import (
     host,
     memory,
     pipelines,
-    programs,
     runs,
     schedules,
     sharding,
@@ -40,6 +39,8 @@ LAYER = {
     "prepare": ("`prepare`: norms of queries and keys, rotation, layout", 1.19, 0.81),
 }
 LAYERS = 42
+PROGRAMS = "programs/1"
+"""The format of the report of `scripts/programs_of_others.py`."""
 COMPILED_VIDEOS = "decode 49 x 480 x 720", "encode 49 x 480 x 720", "decode 49 x 768 x 1360"
 """The videos of the rows of `compile_times`."""
 
@@ -240,6 +241,20 @@ def training() -> str:
     return table(head, [*rows, whole])
 
 
+def programs(document: dict[str, Any] | None = None) -> str:
+    """Return the table of a report of `scripts/programs_of_others.py`, by default of the kept one."""
+    rows = []
+    for row in (document or load(RESULTS / "programs_of_others.json", PROGRAMS))["rows"]:
+        if "failed" in row:
+            figures = (row["failed"], "", "")
+        else:
+            again = f", {row['compiled']} compiled" if row["compiled"] else ""
+            left = f", {', '.join(row['left_on_host'])} on the host" if row["left_on_host"] else ""
+            figures = (f"{row['error']:.0e}{left}", f"{row['first_s']:.1f}", f"{row['second_s']:.1f}{again}")
+        rows.append((row["program"], row["commit"], row["devices"], *figures))
+    return table(("program", "commit", "devices", "error", "first call, s", "second call, s"), rows)
+
+
 # Devices
 
 
@@ -294,7 +309,7 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/kernels.md", "layer"): layer,
     ("docs/accuracy.md", "rounding"): rounding,
     ("docs/planning.md", "training"): training,
-    ("docs/pipelines.md", "programs"): programs.drawn,
+    ("docs/pipelines.md", "programs"): programs,
     **caches.TABLES,
     **dataset_throughput.TABLES,
     **host.TABLES,

@@ -4,9 +4,9 @@
 
 A small pipeline with random weights has as many layers as a published one, so that Python sees as many
 modules and weights, while its widths are small. `call` is `transformer(...)` until it returns, before the
-device has computed anything; `step` is a whole step of the pipeline, with guidance, scheduler and progress
-bar. Each is the CPU time of the calling thread, so that other work on the machine counts little, and the
-median of `REPETITIONS`.
+device has computed anything. `step` is a whole step of the pipeline, with guidance, scheduler and progress
+bar. Each is the median of `REPETITIONS` times. They are CPU times of the calling thread, on which other work
+of the machine has little effect.
 """
 
 import itertools

@@ -33,13 +33,10 @@ WHOLE = "whole"
 
 
 def probe(dp: int | None, tp: int | None) -> dict[str, Any]:
-    """Return a description of the devices in a mesh.
+    """Return a description of the devices in a mesh; `ValueError` if it does not fit the devices.
 
     "count" is the number of all devices, "used" the number of devices in the mesh. "torch" is PyTorch's name
     for the hardware, "cuda" or "cpu"; None on a TPU.
-
-    Raises:
-        ValueError: a mesh that does not fit the devices.
     """
     used = mesh(dp, tp).devices.reshape(-1).tolist()
     platform = used[0].platform
@@ -59,11 +56,9 @@ def probe(dp: int | None, tp: int | None) -> dict[str, Any]:
 def reference(case: Case, data: str) -> dict[str, Any]:
     """Compute a case, whose way is "", in float32 on the host, and write the results to the .npy file `data`.
 
-    A network's reference is diffusers' network in PyTorch; an op's is the op without its kernel.
-
-    Returns:
-        "rms", the error of the same computation in the case's dtype (0 for float32), and "flops", the
-        floating-point operations that PyTorch counts in the float32 run.
+    A network's reference is diffusers' network in PyTorch; an op's is its plain form. Return "rms", the error
+    of the same computation in the case's dtype (0 for float32), and "flops", which PyTorch counts in the
+    float32 run.
     """
     exact = replace(case, dtype="float32")
     with FlopCounterMode(display=False) as counter:
@@ -218,13 +213,9 @@ def _flat(results: list[Any]) -> torch.Tensor:
 
 
 def estimate(case: Case, topology: str) -> dict[str, Any]:
-    """Estimate a case's seconds on a topology of TPUs such as "v6e:2x4", which need not be there.
+    """Estimate a case on a topology of TPUs, which need not exist; return "seconds" by the names of its parts.
 
-    Returns:
-        {"seconds": the estimates by the names of the job's parts}.
-
-    Raises:
-        PlanError: a network of another shape than the published ones.
+    `PlanError` for a network whose shape is not a published one.
     """
     generation, _, _grid = topology.partition(":")
     chip, devices = chips.CHIPS[generation], case.mesh(chips.topology_devices(topology))

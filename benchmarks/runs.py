@@ -2,9 +2,9 @@
 
 A measurement may fail, hang or run out of memory, so each runs in a process of its own, whose counter of peak
 memory starts anew. In a run of several rounds each way has its turn in each round, so that a drift of the
-machine's speed hits all ways; the first round starts with an empty compile cache, later rounds with the one
-that the first has filled. A kernel that raises, or whose results are wrong, is switched off for all later
-measurements. The report is kept after each result: a run that was ended is resumed from it.
+machine's speed affects all ways. The first round starts with an empty compile cache, and later rounds with
+the one that it has filled. A kernel that raises, or whose results are wrong, is switched off for all later
+measurements. The report is kept after each result, so that an ended run can be resumed from it.
 """
 
 import os
@@ -151,12 +151,8 @@ class _Laboratory:
     def compared(self, job: str, ways: Collection[str], sizes: tuple[Size, ...]) -> Iterator[dict[str, Any]]:
         """Measure a job in each way in rounds; yield the results that the report does not have.
 
-        A way that failed in a round is not run in the next.
-
-        Args:
-            job: the job.
-            ways: the ways to run it.
-            sizes: the sizes to try, the largest first; the first that fits is measured.
+        A way that failed in a round is not run in the next. `sizes` are tried from the largest on; the first
+        that fits is measured.
         """
         done = {
             result["way"]
@@ -259,22 +255,14 @@ class _Laboratory:
                 yield result
 
     def _at_home(self, size: Size) -> Size:
-        """Return a size with the directory or the hub id of its model."""
         return size._replace(model=self._settings.models.get(size.model, size.model))
 
     def _case(self, job: str, way: str, size: Size, platform: str) -> dict[str, Any]:
-        """Return the fields of a `loading.Case`."""
         about = {"dtype": self.report["dtype"], "platform": platform, **self.report["mesh"]}
         return {"job": job, "way": way, "size": self._at_home(size), **about}
 
     def _ask(self, do: str, request: dict[str, Any], off: Collection[str] = ()) -> dict[str, Any]:
-        """Have a process call a function of `measure`; return its answer, which holds a "status".
-
-        Args:
-            do: the function's name.
-            request: its arguments.
-            off: names of kernels to run without.
-        """
+        """Have a process call a function of `measure`, without the kernels `off`; return its answer."""
         way = request.get("case", {}).get("way", "")
         environment = {"TORCHINDUCTOR_CACHE_DIR": str(self._scratch / "inductor")}
         if self._settings.rounds == 1:  # compiling is measured: nothing comes from a cache
@@ -309,7 +297,6 @@ def merged(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
         return after
 
     def joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-        """Return the times of a part, or of the whole, in both."""
         starts = [*one.get("warm_starts_s", []), other["start_s"]]
         return {**one, **spread([*one["all_s"], *other["all_s"]]), "warm_starts_s": starts}
 
@@ -324,5 +311,4 @@ def merged(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
 
 
 def _larger(*sizes: int | None) -> int | None:
-    """Return the larger of two sizes; None for one stands for a process that cannot tell."""
     return max((size for size in sizes if size is not None), default=None)

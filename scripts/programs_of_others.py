@@ -32,7 +32,7 @@ from diffusers import AutoencoderKLCogVideoX, CogVideoXDPMScheduler
 from torch import nn
 from transformers import T5Config, T5EncoderModel
 
-from benchmarks import programs
+from benchmarks import draw
 from cogvideox_torchax import make_mesh, port
 from cogvideox_torchax.files import reports
 from cogvideox_torchax.versions import versions
@@ -245,11 +245,11 @@ def main() -> None:
             row = {"program": title, "commit": commit_of(folder, name), "devices": devices}
             rows.append(row | measured(*build(folder), expected, mesh))
     document = {
-        "format": programs.FORMAT,
+        "format": draw.PROGRAMS,
         "versions": versions("torch", "torchax", "jax", "diffusers"),
         "rows": rows,
     }
-    print(programs.drawn(document))
+    print(draw.programs(document))
     if args.output:
         reports.write_json(args.output, document)
 
