@@ -1,4 +1,4 @@
-"""diffusers' caches: the memory that they take for CogVideoX-5b, and their error on frames of a small pipeline.
+"""diffusers' caches: their memory for CogVideoX-5b, and their error on the frames of a small pipeline.
 
 The pipeline has random weights; results/caches.json keeps the figures for the table in docs/pipelines.md.
 

@@ -214,7 +214,7 @@ def _network_and_inputs(case: Case) -> tuple[Any, dict[str, Any]]:
 
 
 def _network(case: Case) -> Run:
-    """Load the transformer or the text encoder; a run gives one pair: the job's name, and the network's result.
+    """Load the transformer or the text encoder; a run gives the job's name and the network's result.
 
     On JAX the network is ported for the backend "torchax", and diffusers' own for "torchax-stock". There a
     network of a published size gets random JAX arrays as weights; a small one's own weights are moved to JAX.

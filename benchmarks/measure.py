@@ -213,7 +213,7 @@ def _flat(results: list[Any]) -> torch.Tensor:
 
 
 def estimate(case: Case, topology: str) -> dict[str, Any]:
-    """Estimate a case on a topology of TPUs, which need not exist; return "seconds" by the names of its parts.
+    """Estimate a case on a topology of absent TPUs; return "seconds" by the names of its parts.
 
     `PlanError` for a network whose shape is not a published one.
     """

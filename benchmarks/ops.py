@@ -68,7 +68,7 @@ def latents(size: Size) -> dict[str, int]:
 
 
 def axes(size: Size) -> dict[str, int]:
-    """Return the length of each axis that `OPS` names by letters, such as T or H/2, for a video and its model."""
+    """Return the lengths of the axes that `OPS` names, such as T or H/2, for a video and its model."""
     T, H, W = min(size.frames, 8), size.height, size.width  # 8: the frames of a chunk
     heads = TRANSFORMERS.get(size.model, SMALL_TRANSFORMER)["num_attention_heads"]
     patches = latents(size)["frames"] * (H // 16) * (W // 16)  # a patch: 2 x 2 latent pixels, 16 x 16 pixels
@@ -79,7 +79,7 @@ def axes(size: Size) -> dict[str, int]:
 
 
 def bound(name: str, size: Size, dtype: Any) -> tuple[functools.partial[Any], Any]:
-    """Return an op of `OPS` with its options bound, and the `jax.ShapeDtypeStruct`s of its operands, nested as the op takes them.
+    """Return an op of `OPS` with its options bound, and `jax.ShapeDtypeStruct`s, nested as its operands.
 
     `dtype` is that of the operands for which `OPS` names none.
     """

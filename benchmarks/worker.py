@@ -17,10 +17,10 @@ COMMAND = (sys.executable, "-m", "benchmarks.worker")
 
 
 def ask(do: str, request: dict[str, Any], environment: dict[str, str], limit: float) -> dict[str, Any]:
-    """Have a new process call a function of `measure`, with `environment` set; return its answer, with a "status".
+    """Have a new process call a function of `measure`, with `environment` set; return the answer.
 
-    If the process crashes, is killed or takes longer than `limit` seconds, the answer's status is not "ok",
-    and it has a "reason". A request's "case" has the fields of a `Case`.
+    If the process crashes, is killed or takes longer than `limit` seconds, the answer has a "reason"
+    and a "status" other than "ok". A request's "case" has the fields of a `Case`.
     """
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     try:

@@ -233,7 +233,7 @@ def times(counts: Sequence[int], plans: Sequence[TimedPlan]) -> dict[str, float]
 
 
 def _kernel_cell(kernel: KernelTime) -> str:
-    """Return a cell for the kernels of one name: their number, and the ms by their bytes and by their schedules.
+    """Return a cell for the kernels of one name: their number, and the ms by bytes and by their schedules.
 
     `kernel.by_bytes` of them have no known schedule. `kernel.assumed_branches` branches depend on data, and
     are assumed to be taken or not.

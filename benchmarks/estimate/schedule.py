@@ -74,7 +74,7 @@ class Schedule:
 
 
 def compile_with_schedules(lowered: Any, chip: Chip) -> tuple[Any, dict[str, Schedule]]:
-    """Compile a program, the result of `jax.jit(...).lower(...)`; return it with the schedules of its Pallas kernels.
+    """Compile what `jax.jit(...).lower(...)` has returned; return it with its Pallas kernels' schedules.
 
     The schedules are by the name of a kernel's instruction. There are none if libtpu was loaded before
     `chips.dumping_schedules` set its flags.

@@ -165,7 +165,7 @@ def print_results(args: argparse.Namespace, clock: CompileClock, results: dict[s
 
 
 def make_directory(name: str, purpose: str = "write into") -> Path:
-    """Make and return a directory; `ValueError`, "cannot" and the `purpose`, if it cannot be made."""
+    """Make and return a directory; if it cannot be made, raise `ValueError`, which names the `purpose`."""
     path = Path(name)
     try:
         path.mkdir(parents=True, exist_ok=True)
