@@ -26,7 +26,7 @@ from tests import small_pipelines
 FORMAT = "cogvideox-torchax-caches/1"
 RESULT = RESULTS / "caches.json"
 RATIOS = RESULTS.parent / "ratios.json"
-LATENTS: dict[str, int] = {"frames": 13, "height": 60, "width": 90}
+LATENTS: dict[str, Any] = {"frames": 13, "height": 60, "width": 90}
 CHOICES = ("first-block:0.1", "first-block:0.2", "pab", f"magcache:{RATIOS}", "taylorseer", "fastercache")
 HEAD = (
     "`--cache`",

@@ -57,10 +57,13 @@ def measure(
         "temp_mib_single_device": temp / MIB,
         "temp_mib_per_device": found.temp_bytes / MIB,
         "temp_ratio": found.temp_bytes / temp,
-        "largest_all_gather_bytes": traffic.largest
-        if (traffic := found.collectives.get("all-gather"))
+        "largest_all_gather_bytes": found.collectives["all-gather"].largest
+        if "all-gather" in found.collectives
         else 0,
-        "collectives": found.traffic,
+        "collectives": {
+            kind: {"count": traffic.count, "bytes": traffic.bytes}
+            for kind, traffic in found.collectives.items()
+        },
         "layers": [asdict(row) for row in found.layers if row.collectives],
     }
 

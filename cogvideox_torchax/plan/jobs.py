@@ -165,7 +165,7 @@ def largest_tile_that_fits(
 
 
 def smallest_mesh_that_fits(
-    model: str | None,
+    model: str,
     dtype: torch.dtype,
     job: Job,
     topology: str,

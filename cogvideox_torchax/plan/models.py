@@ -18,19 +18,19 @@ CONFIGS = {
 """The published VAEs, which differ in nothing that costs time: everything else is diffusers' default."""
 
 
-def weightless_vae(model: str | None, dtype: torch.dtype, device: str = "meta") -> AutoencoderKLCogVideoX:
+def weightless_vae(model: str, dtype: torch.dtype, device: str = "meta") -> AutoencoderKLCogVideoX:
     """Return the ported VAE without weights, or with random ones.
 
     Args:
-        model: a published config of `CONFIGS`, a directory or a hub id; None for "5b". `ModelError` if its
+        model: a published config of `CONFIGS`, a directory or a hub id. `ModelError` if its
             config cannot be read.
         dtype: dtype of the weights.
         device: torch's device: "meta" for no weights, another one for random weights.
     """
-    config = CONFIGS.get(model or "5b")
+    config = CONFIGS.get(model)
     if config is None:
         try:
-            config = checkpoint.read_config(locate(str(model), "vae", files=("config.json",)))
+            config = checkpoint.read_config(locate(model, "vae", files=("config.json",)))
         except ModelError as error:
             raise ModelError(f"{error}; of published models plan knows {', '.join(CONFIGS)}") from error
     return build(lambda: AutoencoderKLCogVideoX.from_config(config), dtype, device)

@@ -1,8 +1,7 @@
 """`plan` for a pipeline's transformer and text encoder: one denoising step, and the encoding of a prompt.
 
-A `model` is a name of `TRANSFORMERS`, such as "5b", or a pipeline's directory or hub id; None is "5b". A
-`dtype` is that of weights and activations. A cache is a step cache, by its name on the command line
-(`cache_options.CHOICES`).
+A `model` is a name of `TRANSFORMERS`, such as "5b", or a pipeline's directory or hub id. A `dtype` is that of
+weights and activations. A `cache` is a step cache, by its name on the command line (`cache_options.CHOICES`).
 """
 
 import functools
@@ -78,7 +77,7 @@ class NetworkWork(Work):
     kept: int = 0
 
 
-def weightless_transformer(model: str | None, dtype: torch.dtype) -> Any:
+def weightless_transformer(model: str, dtype: torch.dtype) -> Any:
     """Return a ported transformer without weights; `PlanError` if the model has none."""
     config = transformer_config(model)
     if "num_layers" not in config:  # of a VAE
@@ -89,20 +88,19 @@ def weightless_transformer(model: str | None, dtype: torch.dtype) -> Any:
     return port_network(models.build(lambda: kind.from_config(config), dtype, "meta"))
 
 
-def transformer_class(model: str | None, config: dict[str, Any]) -> Any:
+def transformer_class(model: str, config: dict[str, Any]) -> Any:
     """Return the class that model_index.json or the config names; `PlanError` if it cannot be imported."""
-    name = model or "5b"
-    if name in TRANSFORMERS or "_class_name" not in config:
+    if model in TRANSFORMERS or "_class_name" not in config:
         return CogVideoXTransformer3DModel
     package, kind = "diffusers", config["_class_name"]
-    index = locate(name, files=(INDEX,)) / INDEX
+    index = locate(model, files=(INDEX,)) / INDEX
     if index.is_file():
         package, kind = read_json(index).get("transformer", (package, kind))
     try:
         return getattr(importlib.import_module(package), kind)
     except (ImportError, AttributeError) as error:
         raise PlanError(
-            f"{name} has a transformer of class {kind}, which cannot be imported from {package}: put it on "
+            f"{model} has a transformer of class {kind}, which cannot be imported from {package}: put it on "
             "PYTHONPATH"
         ) from error
 
@@ -117,29 +115,27 @@ def text_encoder(config: dict[str, Any], dtype: torch.dtype, device: str = "meta
     return models.build(lambda: T5EncoderModel(T5Config(**config)), dtype, device)
 
 
-def transformer_config(model: str | None) -> dict[str, Any]:
+def transformer_config(model: str) -> dict[str, Any]:
     """Return the config of a model's transformer."""
-    name = model or "5b"
-    if name in TRANSFORMERS:
-        return TRANSFORMERS[name]
-    return read_json(locate(name, "transformer", files=("config.json",)) / "config.json")
+    if model in TRANSFORMERS:
+        return TRANSFORMERS[model]
+    return read_json(locate(model, "transformer", files=("config.json",)) / "config.json")
 
 
-def text_encoder_config(model: str | None) -> dict[str, Any]:
+def text_encoder_config(model: str) -> dict[str, Any]:
     """Return the config of a model's text encoder; `PlanError` if it is no T5."""
-    name = model or "5b"
-    if name in TRANSFORMERS:
+    if model in TRANSFORMERS:
         return TEXT_ENCODER
-    config = read_json(locate(name, "text_encoder", files=("config.json",)) / "config.json")
+    config = read_json(locate(model, "text_encoder", files=("config.json",)) / "config.json")
     if config.get("model_type") != "t5":
         raise PlanError(
-            f"{name} has no T5 text encoder: give a whole pipeline, or one of {', '.join(TRANSFORMERS)}"
+            f"{model} has no T5 text encoder: give a whole pipeline, or one of {', '.join(TRANSFORMERS)}"
         )
     return config
 
 
 def step_work(
-    model: str | None,
+    model: str,
     dtype: torch.dtype,
     mesh: Any,
     chip: Chip | None,
@@ -214,7 +210,7 @@ def _counted_flops(network: Any, tensors: TensorSpecs) -> int:
     return runtime.without_torchax(count)
 
 
-def cached_steps(model: str | None, dtype: torch.dtype, cache: str, guided: bool = True) -> dict[int, int]:
+def cached_steps(model: str, dtype: torch.dtype, cache: str, guided: bool = True) -> dict[int, int]:
     """Return the number of steps of each kind in a run with a cache, by the number of the kind's first step.
 
     Steps of one kind run the same layers, and share a program. FirstBlockCache decides at run time which
@@ -278,7 +274,7 @@ def _device_bytes(structs: Any) -> int:
     )
 
 
-def prompt_work(model: str | None, dtype: torch.dtype, mesh: Any, *, tokens: int) -> NetworkWork:
+def prompt_work(model: str, dtype: torch.dtype, mesh: Any, *, tokens: int) -> NetworkWork:
     """Return the program that encodes one prompt of so many tokens."""
     config = text_encoder_config(model)
     network = port_network(text_encoder(config, dtype))

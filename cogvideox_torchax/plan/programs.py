@@ -66,16 +66,6 @@ class ProgramPlan:
     layers: list[Row] = field(default_factory=list, repr=False)
 
     @property
-    def traffic(self) -> dict[str, dict[str, int]]:
-        """The "count" and "bytes" of all layers' collectives, by kind, such as "all-reduce"."""
-        total: dict[str, dict[str, int]] = {}
-        for row in self.layers:
-            for kind, of_layer in row.collectives.items():
-                before = total.get(kind, {"count": 0, "bytes": 0})
-                total[kind] = {key: before[key] + value for key, value in of_layer.items()}
-        return total
-
-    @property
     def peak_bytes(self) -> int:
         return self.argument_bytes + self.temp_bytes + self.output_bytes
 
