@@ -32,10 +32,7 @@ def _check_options(args: argparse.Namespace, need_mesh: tuple[str, ...]) -> None
 
 
 def mesh_of(args: argparse.Namespace) -> Any:
-    """Return the mesh of this process's devices that `--dp` and `--tp` ask for; None for one device.
-
-    `ValueError` if options contradict each other, or the mesh does not fit.
-    """
+    """Return the mesh that `--dp` and `--tp` ask for; None for one device; `ValueError` if it does not fit."""
     _check_options(args, ("dp", "tp"))  # names of the options that need a mesh
     if (args.dp, args.tp) in ((None, None), (1, 1)):
         return None

@@ -170,8 +170,8 @@ def check(args: argparse.Namespace) -> None:
             f"--topology {args.topology} does not go with --platform cpu: leave one out": (
                 args.platform == "cpu" and args.topology != TOPOLOGY
             ),
-            "--skips N says how many of 50 steps --cache first-block skips, which decides as it runs: give both "
-            "or neither": has_skips != is_first_block,
+            "--skips N says how many of 50 steps --cache first-block skips, which decides as it runs: give "
+            "both or neither": has_skips != is_first_block,
             f"got --skips {args.skips}: of 50 steps, the first of which is computed": (
                 has_skips and not 0 <= args.skips < 50
             ),

@@ -131,6 +131,6 @@ class Changes:
             )
 
     def report(self) -> dict[str, Any]:
-        """Return the counts, and the frames a second of the latents: one number, or least and most."""
+        """Return the counts, and the latents' frames a second: one number, or least and most."""
         rates = [f"{float(rate):.6g}" for rate in sorted(self._rates)]
         return {**self._counts, "fps": " to ".join(dict.fromkeys(rates[:1] + rates[-1:]))}

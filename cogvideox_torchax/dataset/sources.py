@@ -124,7 +124,7 @@ def shards(directory: Path) -> list[Path]:
 
 
 def _complete_files(directory: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    """Return the files below a directory that end in one of `suffixes`, but no output in the making."""
+    """Return the files below a directory with one of the suffixes, but no output in the making."""
     return sorted(
         path
         for path in directory.rglob("*")

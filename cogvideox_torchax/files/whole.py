@@ -132,10 +132,7 @@ def _make_locked(place: Path, path: str | Path) -> int:
 
 
 def lock(handle: int, path: str | Path) -> None:
-    """Lock an open file or directory, for the output `path`, until it is closed.
-
-    A file system without locks does not raise. `LockedError` if another run has locked it.
-    """
+    """Lock an open file or directory, for the output `path`, if the file system has locks; raise `LockedError`."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -149,7 +146,7 @@ def lock(handle: int, path: str | Path) -> None:
 def remove_leftover(place: Path) -> None:
     """Remove a directory that a killed run has left, unless it is locked: its run is then alive.
 
-    The lock ends with its process. `flock` raises `OSError` for a lock that is held.
+    `flock` raises `OSError` for a lock that is held.
     """
     with contextlib.suppress(OSError), _opened(place) as handle:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -136,7 +136,8 @@ def largest_tile_that_fits(
     """Return the option for a tile, about as large as possible and of the picture's aspect ratio, that fits.
 
     A program's memory besides its weights grows with the pixels. That gives the tile's size, with a margin of
-    a twentieth; the tile's programs are compiled, and the tile is made smaller until they fit.
+    a twentieth; the tile's programs are compiled, and the tile is made smaller until they fit. None if not
+    even the smallest tile fits.
 
     Args:
         vae: the model without weights.
@@ -145,9 +146,6 @@ def largest_tile_that_fits(
         chip: the chip, whose memory is the limit.
         peak_bytes: peak memory of the job as it is, which is too much.
         options: further keywords of `plan_programs`: `dp`, `tp`, `backend`.
-
-    Returns:
-        The tiling and its peak memory; None if not even the smallest tile fits.
     """
     scale, weights = vae.spatial_compression_ratio, weight_bytes(vae, job.direction)
     height, width = job.tile or (job.height, job.width)
@@ -175,17 +173,14 @@ def smallest_mesh_that_fits(
 ) -> Change | None:
     """Return the generation's smallest grid on which a job fits if all chips split the video's width.
 
+    None if 256 chips are not enough, or if `GRIDS` does not have the generation's grids (v5p, tpu7x).
+
     Args:
         model, dtype: as for `weightless_vae`.
         job: the job that does not fit.
-        topology: the present topology, such as "v6e:1x1"; larger grids of its generation are tried.
-        tp: number of chips that split the width at present.
+        topology, tp: the present grid, such as "v6e:1x1", and the number of its chips that split the width.
         peak_bytes: peak memory of the job at present, which is too much.
         options: further keywords of `plan_programs`: `dp`, `backend`.
-
-    Returns:
-        The mesh and its peak memory. None if 256 chips are not enough, or if `GRIDS` does not have the
-            generation's grids (v5p, tpu7x).
     """
     generation, _, grid = topology.partition(":")
     if grid.count("x") != 1:  # a three-dimensional grid

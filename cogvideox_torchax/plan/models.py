@@ -19,13 +19,9 @@ CONFIGS = {
 
 
 def weightless_vae(model: str, dtype: torch.dtype, device: str = "meta") -> AutoencoderKLCogVideoX:
-    """Return the ported VAE without weights, or with random ones.
+    """Return the ported VAE without weights on the device "meta" of torch, or with random ones on another.
 
-    Args:
-        model: a published config of `CONFIGS`, a directory or a hub id. `ModelError` if its
-            config cannot be read.
-        dtype: dtype of the weights.
-        device: torch's device: "meta" for no weights, another one for random weights.
+    `model` is a published config of `CONFIGS`, a directory or a hub id; `ModelError` if it has no config.
     """
     config = CONFIGS.get(model)
     if config is None:
