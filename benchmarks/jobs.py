@@ -125,8 +125,7 @@ the VAE; a denoising step; the encoding of a prompt."""
 
 def row(job: str) -> JobRow:
     """Return a job's row in `JOBS`; a job "kernels OP", which runs one kernel, has the row of "kernels"."""
-    name, _, _op = job.partition(" ")
-    return JOBS[name]
+    return JOBS[job.partition(" ")[0]]
 
 
 def kernels_used(job: str, platform: str) -> tuple[str, ...]:

@@ -113,8 +113,8 @@ def mesh(dp: int | None, tp: int | None, devices: Any = None) -> Any:
 def load(case: Case) -> Run:
     """Load the model and the inputs of a case; return the function that runs it once."""
     loaders = {"kernels": _op, "train": _training_step, "step": _network, "prompt": _network}
-    job, _, _op_name = case.job.partition(" ")  # an op's job is "kernels OP"
-    return loaders.get(job, _chunks)(case)  # "encode", "decode" and "still" run in chunks
+    # An op's job is "kernels OP"; "encode", "decode" and "still" run in chunks.
+    return loaders.get(case.job.partition(" ")[0], _chunks)(case)
 
 
 def _backend_and_inputs(case: Case, *directions: Direction) -> tuple[Any, list[torch.Tensor]]:

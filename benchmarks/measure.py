@@ -98,8 +98,8 @@ def measure(
     run = load(replace(case, size=Size(*checked)))
     load_seconds = time.perf_counter() - start
     first_run, results = _once(run)  # times of each part and of the whole, by name; each part's result
-    job, _, _op = case.job.partition(" ")  # an op's job is "kernels OP"
-    allowed_error = ALLOWED.get((job, case.dtype))  # None: the bound of `tolerances.contract`
+    # An op's job is "kernels OP". None stands for the bound of `tolerances.contract`.
+    allowed_error = ALLOWED.get((case.job.partition(" ")[0], case.dtype))
     verdict = check(_flat(results), torch.from_numpy(np.load(data)), case.dtype, rms, allowed_error)
     del results  # frees the device's memory for the runs below
     is_finite = isinstance(verdict.get("rms_error"), float)  # `check` gives text for any other number
@@ -217,8 +217,7 @@ def estimate(case: Case, topology: str) -> dict[str, Any]:
 
     `PlanError` for a network whose shape is not a published one.
     """
-    generation, _, _grid = topology.partition(":")
-    chip, devices = chips.CHIPS[generation], case.mesh(chips.topology_devices(topology))
+    chip, devices = chips.CHIPS[topology.partition(":")[0]], case.mesh(chips.topology_devices(topology))
     plans = [programs.estimate_program(work, devices, chip) for work in works(case, devices, chip)]
     return {"seconds": {plan.name: plan.seconds_with_collectives for plan in plans}}
 

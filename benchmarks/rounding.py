@@ -145,14 +145,11 @@ def rounded_as_the_kernel(filters: bool) -> Iterator[None]:
         yield
 
 
-def main() -> None:
-    torch.manual_seed(0)
-    stock = AutoencoderKLCogVideoX(**PUBLISHED).eval()
-    rows = [layer(*shape) for shape in shapes(stock)] + whole(stock)
-    reports.write_json(
-        RESULTS / "rounding.json", {"versions": versions("torch", "jax", "flax", "diffusers"), "rows": rows}
-    )
-
-
 if __name__ == "__main__":
-    main()
+    torch.manual_seed(0)
+    published = AutoencoderKLCogVideoX(**PUBLISHED).eval()
+    kept = {
+        "versions": versions("torch", "jax", "flax", "diffusers"),
+        "rows": [layer(*shape) for shape in shapes(published)] + whole(published),
+    }
+    reports.write_json(RESULTS / "rounding.json", kept)

@@ -32,7 +32,7 @@ def _check_options(args: argparse.Namespace, need_mesh: tuple[str, ...]) -> None
 
 
 def mesh_of(args: argparse.Namespace) -> Any:
-    """Return the mesh that `--dp` and `--tp` ask for; None for one device; `ValueError` if it does not fit."""
+    """Return the mesh that `--dp` and `--tp` ask for, or None for one device; `ValueError` if none fits."""
     _check_options(args, ("dp", "tp"))  # names of the options that need a mesh
     if (args.dp, args.tp) in ((None, None), (1, 1)):
         return None

@@ -132,7 +132,10 @@ def _make_locked(place: Path, path: str | Path) -> int:
 
 
 def lock(handle: int, path: str | Path) -> None:
-    """Lock an open file or directory, for the output `path`, if the file system has locks; raise `LockedError`."""
+    """Lock an open file or directory, for the output `path`; raise `LockedError` if another run has.
+
+    On a file system without locks nothing is locked.
+    """
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
