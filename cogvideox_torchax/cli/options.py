@@ -121,7 +121,7 @@ def seed(text: str) -> int:
 
 
 def argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return `read` as a `type` for argparse, which prints the message of an `ArgumentTypeError` alone."""
+    """Return a `type` for argparse that calls `read`; argparse then prints a `ValueError`'s message."""
 
     def value(text: str) -> Any:
         try:
@@ -136,7 +136,7 @@ frame_rate = argument(video.frame_rate)
 
 
 def model_options(default: str = "the small bundled model") -> tuple[Option, ...]:
-    """Return the options of a command that runs a model; `default` is help's word for no `--model`."""
+    """Return the options of a command that runs a model; help calls the model without `--model` `default`."""
     model = f"a CogVideoX VAE or a whole pipeline, as a directory or a hub id (default: {default})"
     names, dtypes = backends.names(backends.Use.RUN), ", ".join(DTYPES)
     return (

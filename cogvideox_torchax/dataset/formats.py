@@ -41,7 +41,7 @@ Members = Sequence[tuple[int, Path]]
 
 
 def write(kind: str, members: Members, path: Path) -> None:
-    """Write a shard, whole or not at all, in a format of `SUFFIXES`; raise `LatentsError`, `ImportError`."""
+    """Write a shard, whole or not at all, in a format of `SUFFIXES`; `LatentsError` for a broken file."""
     writers = {SAFETENSORS: _write_safetensors, PARQUET: _write_parquet, WEBDATASET: _write_tar}
     writers[kind](members, path)
 
@@ -71,7 +71,7 @@ def entries(path: Path) -> list[Entry]:
 
 
 def _read_entry(name: str, read: Callable[[], Latents]) -> Latents:
-    """Return the latents that `read` gives; raise `LatentsError`, with `name`, if they are no one clip's."""
+    """Return `read()`, an entry's latents; raise `LatentsError` if they are broken or of several videos."""
     with _naming_errors(name):
         latents = read()
     if len(latents.tensor) != 1:

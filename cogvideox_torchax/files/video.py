@@ -132,7 +132,7 @@ def _name_for_messages(source: Source) -> Path:
 
 @contextlib.contextmanager
 def _opened(source: Source, **options: str) -> Iterator[tuple[Any, Any]]:
-    """Open a container by FFmpeg's `options`; yield it with its video stream; raise `VideoError`."""
+    """Open a container with FFmpeg's `options`; yield it with its video stream; raise `VideoError` only."""
     av, path = _av(), _name_for_messages(source)
     if not isinstance(source, bytes):
         if not path.exists():
@@ -155,7 +155,7 @@ def _opened(source: Source, **options: str) -> Iterator[tuple[Any, Any]]:
 
 
 def _main_stream(container: Any, kind: str) -> Any:
-    """Return FFmpeg's best stream of a kind, "video" or "audio", that is no still cover picture; or None."""
+    """Return FFmpeg's best "video" or "audio" stream that is no still cover picture; None without one."""
     still = _av().stream.Disposition.attached_pic
     moving = [each for each in getattr(container.streams, kind) if still not in each.disposition]
     best = container.streams.best(kind)

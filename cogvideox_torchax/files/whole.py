@@ -132,7 +132,7 @@ def _make_locked(place: Path, path: str | Path) -> int:
 
 
 def lock(handle: int, path: str | Path) -> None:
-    """Lock an open file or directory, for the output `path`; raise `LockedError` if another run has.
+    """Lock an open file or directory for the output `path`; raise `LockedError` if another run has locked it.
 
     On a file system without locks nothing is locked.
     """
