@@ -95,7 +95,6 @@ COMMANDS: dict[str, tuple[str, tuple[Option, ...]]] = {
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands."""
     root = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = root.add_subparsers(dest="command", required=True)
     for name, (summary, options) in COMMANDS.items():
@@ -106,7 +105,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return 0 for success, 2 for wrong input, 1 for a result that is wrong or none at all.
+    """Run a command; return 0 for success, 2 for wrong input, 1 for a wrong result or none at all.
 
     `argv` is the command line without the program's name; None for the process's own.
     """
@@ -133,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measured(args: argparse.Namespace) -> int:
     """Measure backends or a device, and print the report; return the exit code.
 
-    With `--output` the report is written after each result too, so that a run that was ended is resumed.
+    With `--output` the report is written after each result too, so that an ended run can be resumed.
     """
     from benchmarks import report, runs
 
@@ -167,7 +166,6 @@ def measured(args: argparse.Namespace) -> int:
     before = reports.load(path, runs.FORMAT) if path and path.exists() else None
 
     def keep(document: dict[str, Any]) -> None:
-        """Write the report so far, where there is a directory for it."""
         if path:
             reports.write_json(path, document)
 

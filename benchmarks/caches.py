@@ -1,4 +1,4 @@
-"""diffusers' caches: memory for CogVideoX-5b by its shapes, and error on frames of a small pipeline.
+"""diffusers' caches: their memory for CogVideoX-5b, and their error on the frames of a small pipeline.
 
 The pipeline has random weights; results/caches.json keeps the figures for the table in docs/pipelines.md.
 
@@ -14,27 +14,26 @@ if __name__ == "__main__":
 
 import torch
 
-from benchmarks.estimate.command import FORMAT as ESTIMATE
-from benchmarks.pages import RESULTS
+from benchmarks.pages import RESULTS, estimate
 from cogvideox_torchax import make_mesh, port, runtime
 from cogvideox_torchax.files.reports import load, table, write_json
 from cogvideox_torchax.pipelines.cache_options import config_of
-from cogvideox_torchax.pipelines.transformer import step_tensors
 from cogvideox_torchax.plan import networks
+from cogvideox_torchax.plan.chips import GIB
 from cogvideox_torchax.vae.tolerances import psnr
 from tests import small_pipelines
 
 FORMAT = "cogvideox-torchax-caches/1"
 RESULT = RESULTS / "caches.json"
 RATIOS = RESULTS.parent / "ratios.json"
+LATENTS: dict[str, Any] = {"frames": 13, "height": 60, "width": 90}
 CHOICES = ("first-block:0.1", "first-block:0.2", "pab", f"magcache:{RATIOS}", "taylorseer", "fastercache")
-STEPS = 50
 HEAD = (
     "`--cache`",
     "arrays kept, one chip, GiB",
     "on each of eight, GiB",
-    f"{STEPS} steps on one v6e, estimate, s",
-    f"small model: steps partly skipped, of {STEPS}",
+    f"{networks.STEPS} steps on one v6e, estimate, s",
+    f"small model: steps partly skipped, of {networks.STEPS}",
     "small model: PSNR, dB",
 )
 
@@ -44,9 +43,14 @@ def measured() -> dict[str, Any]:
     pipe = port(small_pipelines.build(transformer=small_pipelines.transformer("5b", num_layers=4)))
     plain, rows = _frames(pipe), {}
     for choice in CHOICES:
-        kept = [_kept_bytes(make_mesh(*sizes), choice) / 2**30 for sizes in ((1, 1), (2, 4))]
+        # What a guided step of 5b for 49 frames of 480 x 720 keeps on a device for the next step.
+        steps = [
+            networks.step_work("5b", torch.bfloat16, make_mesh(*sizes), None, **LATENTS, cache=choice)
+            for sizes in ((1, 1), (2, 4))
+        ]
+        kept = [step.kept / GIB for step in steps]
         pipe.transformer.enable_cache(
-            config_of(choice, steps=STEPS, guided=True, timestep=lambda: pipe.current_timestep)
+            config_of(choice, steps=networks.STEPS, guided=True, timestep=lambda: pipe.current_timestep)
         )
         quality = psnr(_frames(pipe), plain, peak=1.0)
         skipped = pipe.transformer.step_cache.computed.count(False)
@@ -56,17 +60,9 @@ def measured() -> dict[str, Any]:
     return {"format": FORMAT, "rows": rows}
 
 
-def _kept_bytes(mesh: Any, cache: str) -> int:
-    """Return the bytes that a guided step of 5b, 49 x 480 x 720, keeps on each device for the next step."""
-    network = networks.weightless_transformer("5b", torch.bfloat16)
-    network.place_on(mesh)
-    tensors = step_tensors(network, batch=2, frames=13, height=60, width=90)
-    return networks.cache_bytes(*networks.cached_program(network, tensors, cache, batch=2, step=0))
-
-
 def _frames(pipe: Any) -> torch.Tensor:
     """Return the frames, in [0, 1], that a pipeline generates from a fixed prompt and seed."""
-    result = pipe(**small_pipelines.inputs("text", num_inference_steps=STEPS))
+    result = pipe(**small_pipelines.inputs("text", num_inference_steps=networks.STEPS))
     return runtime.to_torch(result.frames).float()
 
 
@@ -76,17 +72,16 @@ def _estimate(name: str, skipped: int) -> str:
     FirstBlockCache decides at run time which steps it skips: `skipped` is their number.
     """
     cache = name.partition(":")[0]
-    file = RESULT.with_name(f"cached-{cache}.json")
-    if not file.exists():
+    if not (RESULTS / f"cached-{cache}.json").exists():
         return ""
-    estimate = load(file, ESTIMATE)
-    counts = (STEPS - skipped, skipped) if cache == "first-block" else estimate["counts"]
-    seconds = (program["seconds_with_collectives"] for program in estimate["programs"])
+    found = estimate(f"cached-{cache}")
+    counts = (networks.STEPS - skipped, skipped) if cache == "first-block" else found["counts"]
+    seconds = (program["seconds_with_collectives"] for program in found["programs"])
     return f"{sum(count * one for count, one in zip(counts, seconds, strict=True)):.1f}"
 
 
 def extrapolated(estimates: list[dict[str, Any]]) -> str:
-    """Return a sentence about estimates of networks that were not compiled whole; empty if all were."""
+    """Return a sentence about networks whose programs were not compiled whole; empty if all were."""
     few = {each["summary"]["network"].partition(", from programs of ")[2] for each in estimates} - {""}
     if not few:
         return ""
@@ -95,15 +90,13 @@ def extrapolated(estimates: list[dict[str, Any]]) -> str:
 
 def drawn() -> str:
     """Return the table of the kept report."""
-    rows = load(RESULT, FORMAT)["rows"].items()
-    step = load(RESULT.with_name("network-step-5b-v6e-1.json"), ESTIMATE)
-    seconds = step["summary"]["with_collectives_s"]
-    cells = [("none", "", "", f"{STEPS * seconds:.1f}", "0", "")]
-    cells += [
+    step = estimate("network-step-5b-v6e-1")
+    cells = [
         (f"`{name}`", f"{one:.2f}", f"{eight:.2f}", _estimate(name, skipped), str(skipped), f"{quality:.1f}")
-        for name, (one, eight, skipped, quality) in rows
+        for name, (one, eight, skipped, quality) in load(RESULT, FORMAT)["rows"].items()
     ]
-    return table(HEAD, cells) + extrapolated([step])
+    plain = ("none", "", "", f"{networks.STEPS * step['summary']['with_collectives_s']:.1f}", "0", "")
+    return table(HEAD, [plain, *cells]) + extrapolated([step])
 
 
 TABLES = {("docs/pipelines.md", "caches"): drawn}

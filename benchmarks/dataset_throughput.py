@@ -1,10 +1,10 @@
-"""Clips a second of `encode DIRECTORY` against the model's own: what reading and writing cost.
+"""Clips a second of `encode DIRECTORY` against the model's own: the cost of reading and writing.
 
     python -m benchmarks.dataset_throughput     # then python -m benchmarks draw
 
-The model's own is `encode_stream` of frames that are in memory. Both run in one process, in turn, with
-programs that are compiled. Random weights of the small model that the package carries, float32, on a CPU,
-which reads, computes and writes with the same cores: on a TPU reading and writing have theirs to themselves.
+The model's own speed is that of `encode_stream` for frames that are in memory. Both run in one process, in
+turn, with programs that are compiled. The model is the small one in the package, in float32 on a CPU, which
+reads, computes and writes with the same cores. A TPU leaves its host's cores to reading and writing.
 """
 
 import os
@@ -20,8 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from benchmarks.estimate.command import FORMAT as ESTIMATE
-from benchmarks.pages import RESULTS
+from benchmarks.pages import RESULTS, estimate
 from cogvideox_torchax import runtime
 from cogvideox_torchax.cli.common import DEMO_MODEL
 from cogvideox_torchax.dataset import Clip, ClipConfig, EncodeClip, sources
@@ -31,14 +30,13 @@ from cogvideox_torchax.versions import versions
 from tests.dataset.conftest import write_clip
 
 FORMAT = "cogvideox-torchax-dataset-throughput/1"
-RESULT, PLAN = RESULTS / "dataset_throughput.json", RESULTS / "plan-v6e-1-encode-torchax.json"
-MILLION = 1_000_000
+RESULT = RESULTS / "dataset_throughput.json"
 CLIPS, ROUNDS, VIDEO = 16, 5, (17, 64, 96)
 """Number of clips, how often all of them are encoded each way, and a clip's frames, height and width."""
 
 
 def seconds_alone(unit: EncodeClip, clips: list[Clip]) -> float:
-    """Return the seconds that the model takes for the clips' frames, which are in memory."""
+    """Return the seconds that the model takes to encode the clips' frames, which are in memory."""
     readings = [unit.read(clip) for clip in clips]
     start = time.perf_counter()
     for reading in readings:
@@ -88,11 +86,12 @@ def measured() -> dict[str, Any]:
     }
 
 
-def drawn(report: dict[str, Any], plan: dict[str, Any]) -> str:
-    """Return the page's table: a report of `measured`, and what it means for the clips of a plan."""
+def drawn() -> str:
+    """Return the table of the kept report, and the time that its ratio means for an estimated clip."""
+    report, plan = reports.load(RESULT, FORMAT), estimate("plan-v6e-1-encode-torchax")
     frames, height, width = report["video"]
     job, seconds = plan["job"], plan["summary"]["with_collectives_s"]
-    hours = MILLION * seconds / report["ratio"] / 3600
+    hours = 1_000_000 * seconds / report["ratio"] / 3600
     rows = (
         (
             f"a directory, {report['clips']} clips of {frames} x {height} x {width}, bundled model, CPU",
@@ -109,11 +108,7 @@ def drawn(report: dict[str, Any], plan: dict[str, Any]) -> str:
     return reports.table(("encoding", "rate"), rows)
 
 
-TABLES = {
-    ("docs/datasets.md", "throughput"): lambda: drawn(
-        reports.load(RESULT, FORMAT), reports.load(PLAN, ESTIMATE)
-    )
-}
+TABLES = {("docs/datasets.md", "throughput"): drawn}
 
 if __name__ == "__main__":
     reports.write_json(RESULT, measured())

@@ -9,26 +9,24 @@ from benchmarks import (
     host,
     memory,
     pipelines,
-    programs,
     runs,
     schedules,
     sharding,
 )
-from benchmarks.estimate.command import FORMAT
 from benchmarks.jobs import Size
-from benchmarks.pages import RESULTS, ROOT, fill
+from benchmarks.pages import RESULTS, ROOT, estimate, fill
 from benchmarks.report import beside, markdown
 from cogvideox_torchax.files.reports import load, parse, table, write_text
+from cogvideox_torchax.plan.chips import GIB
+from cogvideox_torchax.plan.networks import STEPS
 
-GIB = 2**30
-STEPS = 50
 VIDEOS = {
-    # The estimates of a video's parts: the prompt, a denoising step, the VAE.
-    "2b, 49 x 480 x 720, one v6e": ("prompt-v6e-1", "step-2b-v6e-1", "v6e-1-decode"),
-    "5b, 49 x 480 x 720, one v6e": ("prompt-v6e-1", "step-5b-v6e-1", "v6e-1-decode"),
-    "5b, 49 x 480 x 720, v6e-8": ("prompt-v6e-8", "step-5b-v6e-8", "v6e-8-decode-small"),
-    "1.5-5b, 81 x 768 x 1360, v6e-8": ("prompt-v6e-8", "step-1.5-5b-v6e-8", "v6e-8-decode"),
+    "2b, 49 x 480 x 720, one v6e": "pipeline-2b-v6e-1",
+    "5b, 49 x 480 x 720, one v6e": "pipeline-5b-v6e-1",
+    "5b, 49 x 480 x 720, v6e-8": "pipeline-5b-v6e-8",
+    "1.5-5b, 81 x 768 x 1360, v6e-8": "pipeline-1.5-5b-v6e-8",
 }
+"""By a video: the key of the estimates of its parts in `pipelines.PARTS`."""
 FUSED = "norm_conv3d", "upsampled"
 """The kernels with a column in `composition`, which sums up the times of all others."""
 LAYER = {
@@ -41,18 +39,15 @@ LAYER = {
     "prepare": ("`prepare`: norms of queries and keys, rotation, layout", 1.19, 0.81),
 }
 LAYERS = 42
+PROGRAMS = "programs/1"
+"""The format of the report of `scripts/programs_of_others.py`."""
 COMPILED_VIDEOS = "decode 49 x 480 x 720", "encode 49 x 480 x 720", "decode 49 x 768 x 1360"
 """The videos of the rows of `compile_times`."""
 
 
 def estimates(pattern: str) -> list[dict[str, Any]]:
     """Return the kept estimates whose names in results/ match a pattern, sorted by name."""
-    return [load(path, FORMAT) for path in sorted(RESULTS.glob(f"{pattern}.json"))]
-
-
-def estimate(name: str) -> dict[str, Any]:
-    """Return the kept estimate of a name in results/."""
-    return load(RESULTS / f"{name}.json", FORMAT)
+    return [estimate(path.stem) for path in sorted(RESULTS.glob(f"{pattern}.json"))]
 
 
 # The VAE
@@ -163,21 +158,18 @@ def videos() -> str:
         *("video", "prompts, s", f"{STEPS} steps, s", "one step, s", "a step's host, s"),
         *("VAE, s", "total, s"),
     )
-    rows = [
-        (name, *(_seconds(seconds, 0.1, 3) for seconds in seconds_of_video(name, *parts)))
-        for name, parts in VIDEOS.items()
-    ]
+    rows = [(name, *(_seconds(seconds, 0.1, 3) for seconds in seconds_of_video(name))) for name in VIDEOS]
     return table(head, rows) + caches.extrapolated(estimates("network-*"))
 
 
-def seconds_of_video(name: str, prompt: str, step: str, vae: str) -> tuple[float, ...]:
+def seconds_of_video(name: str) -> tuple[float, ...]:
     """Return the seconds of the prompts, all steps, one step, its work on the host, the VAE, and a video.
 
-    The host queues a step while the device computes the one before, so the longer of the two counts. The
-    names are those of `VIDEOS`.
+    The host queues a step while the device computes the one before, so the longer of the two counts. `name`
+    is a key of `VIDEOS`.
     """
-    names = f"network-{prompt}", f"network-{step}", f"plan-{vae}-torchax"
-    prompts, one_step, frames = (estimate(name)["summary"]["with_collectives_s"] for name in names)
+    parts = map(estimate, pipelines.PARTS[VIDEOS[name]])
+    prompts, one_step, frames = (part["summary"]["with_collectives_s"] for part in parts)
     host_step = host.step_seconds(name)
     steps = STEPS * max(one_step, host_step)
     return prompts, steps, one_step, host_step, frames, prompts + steps + frames
@@ -198,15 +190,17 @@ def figures() -> str:
         rows.append((f"{kind} a chunk, 8 frames of 480 x 720", "1 v6e", *chunks))
     video = estimate("plan-v6e-8-decode-torchax")["summary"]["with_collectives_s"]
     step = estimate("network-step-5b-v6e-1")
-    seconds, mark = (
-        step["summary"]["with_collectives_s"],
-        ", extrapolated" if caches.extrapolated([step]) else "",
-    )
-    name = "5b, 49 x 480 x 720, v6e-8"
-    whole = seconds_of_video(name, *VIDEOS[name])[-1]
+    seconds = step["summary"]["with_collectives_s"]
+    mark = ", extrapolated" if caches.extrapolated([step]) else ""
+    whole = seconds_of_video("5b, 49 x 480 x 720, v6e-8")[-1]
     rows += [
         ("decode 81 frames of 768 x 1360", "8 v6e", "", f"{video:.2f} s"),
-        ("a denoising step, 49 frames of 480 x 720", "1 v6e", "", f"{seconds:.2f} s{mark}"),
+        (
+            "a denoising step, 49 frames of 480 x 720",
+            "1 v6e",
+            "",
+            f"{seconds:.2f} s{mark}",
+        ),
         ("a prompt to 49 frames of 480 x 720, 50 steps", "8 v6e", "", f"{whole:.2f} s{mark}"),
     ]
     return table(head, rows)
@@ -245,6 +239,20 @@ def training() -> str:
     )
     head = ("v6e, 1 x 64 x 64, bfloat16", "estimate, ms", "floor, ms", "temporaries, GiB", "compile, s")
     return table(head, [*rows, whole])
+
+
+def programs(document: dict[str, Any] | None = None) -> str:
+    """Return the table of a report of `scripts/programs_of_others.py`, by default of the kept one."""
+    rows = []
+    for row in (document or load(RESULTS / "programs_of_others.json", PROGRAMS))["rows"]:
+        if "failed" in row:
+            figures = (row["failed"], "", "")
+        else:
+            again = f", {row['compiled']} compiled" if row["compiled"] else ""
+            left = f", {', '.join(row['left_on_host'])} on the host" if row["left_on_host"] else ""
+            figures = (f"{row['error']:.0e}{left}", f"{row['first_s']:.1f}", f"{row['second_s']:.1f}{again}")
+        rows.append((row["program"], row["commit"], row["devices"], *figures))
+    return table(("program", "commit", "devices", "error", "first call, s", "second call, s"), rows)
 
 
 # Devices
@@ -301,7 +309,7 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/kernels.md", "layer"): layer,
     ("docs/accuracy.md", "rounding"): rounding,
     ("docs/planning.md", "training"): training,
-    ("docs/pipelines.md", "programs"): programs.drawn,
+    ("docs/pipelines.md", "programs"): programs,
     **caches.TABLES,
     **dataset_throughput.TABLES,
     **host.TABLES,

@@ -4,11 +4,12 @@
 
 A small pipeline with random weights has as many layers as a published one, so that Python sees as many
 modules and weights, while its widths are small. `call` is `transformer(...)` until it returns, before the
-device has computed anything; `step` is a whole step of the pipeline, with guidance, scheduler and progress
-bar. Each is the CPU time of the calling thread, so that other work on the machine counts little, and the
-median of `REPETITIONS`.
+device has computed anything. `step` is a whole step of the pipeline, with guidance, scheduler and progress
+bar. Each is the median of `REPETITIONS` times. They are CPU times of the calling thread, on which other work
+of the machine has little effect.
 """
 
+import itertools
 import os
 import platform
 import statistics
@@ -17,8 +18,6 @@ from typing import Any
 
 if __name__ == "__main__":
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
-import itertools
 
 from benchmarks.pages import RESULTS
 from cogvideox_torchax import port
@@ -32,13 +31,14 @@ LAYERS = {"2 layers": 2, "2b": 30, "5b and 1.5-5b": 42}
 """Numbers of layers by what has them."""
 REPETITIONS = 20
 CALL = {"prompt": "a cat", "height": 16, "width": 16, "num_frames": 9, "output_type": "latent"}
-TABLES = {("docs/performance.md", "host"): lambda: table(reports.load(RESULT, FORMAT))}
 
 
 def measure(layers: int) -> dict[str, float]:
     """Return the milliseconds of the host for a call of the transformer and for a step."""
     pipe = small_pipeline.pipeline(num_layers=layers)
     port(pipe)
+    run: Any = pipe  # diffusers types no callback that is a function
+    run(num_inference_steps=2, **CALL)  # compiles
     calls: list[float] = []
     steps: list[float] = []
     transformer: Any = pipe.transformer
@@ -56,11 +56,7 @@ def measure(layers: int) -> dict[str, float]:
 
     type(transformer).forward = timed
     try:
-        for count in (2, REPETITIONS + 1):  # the first run compiles
-            calls.clear()
-            steps.clear()
-            run: Any = pipe  # diffusers types no callback that is a function
-            run(num_inference_steps=count, callback_on_step_end=step_end, **CALL)
+        run(num_inference_steps=REPETITIONS + 1, callback_on_step_end=step_end, **CALL)
     finally:
         type(transformer).forward = forward
     between = [after - before for before, after in itertools.pairwise(steps)]
@@ -73,24 +69,22 @@ def step_seconds(video: str) -> float:
     return next(row["step_ms"] for name, row in rows.items() if video.split(",")[0] in name) / 1e3
 
 
-def table(result: dict[str, Any]) -> str:
-    """Return the table of the host's times."""
+def drawn() -> str:
+    """Return the table of the kept times."""
     rows = [
-        (name, f"{row['call_ms']:.1f}", f"{row['step_ms']:.1f}") for name, row in result["layers"].items()
+        (name, f"{row['call_ms']:.1f}", f"{row['step_ms']:.1f}")
+        for name, row in reports.load(RESULT, FORMAT)["layers"].items()
     ]
     return reports.table(("transformer of", "call, ms of the host", "step, ms of the host"), rows)
 
 
-def main() -> None:
-    result = {
+TABLES = {("docs/performance.md", "host"): drawn}
+
+if __name__ == "__main__":
+    kept = {
         "format": FORMAT,
         "versions": versions("jax", "torch", "torchax"),
         "cpu": platform.processor() or platform.machine(),
         "layers": {name: measure(layers) for name, layers in LAYERS.items()},
     }
-    reports.write_json(RESULT, result)
-    print(table(result))
-
-
-if __name__ == "__main__":
-    main()
+    reports.write_json(RESULT, kept)

@@ -125,8 +125,7 @@ the VAE; a denoising step; the encoding of a prompt."""
 
 def row(job: str) -> JobRow:
     """Return a job's row in `JOBS`; a job "kernels OP", which runs one kernel, has the row of "kernels"."""
-    name, _, _op = job.partition(" ")
-    return JOBS[name]
+    return JOBS[job.partition(" ")[0]]
 
 
 def kernels_used(job: str, platform: str) -> tuple[str, ...]:
@@ -155,10 +154,8 @@ def checked(job: str, on_cpu: bool) -> Size:
 def ways(job: str, device: dict[str, Any], several: bool) -> tuple[str, ...]:
     """Return the ways in which a job can be run: names of `WAYS`, such as "torchax" or "torch-compile".
 
-    Args:
-        job: the job's name.
-        device: a description by `measure.probe`: "platform" is JAX's, "torch" the device of PyTorch or None.
-        several: whether the devices form a mesh, on which diffusers' own modules do not run.
+    `device` is a description by `measure.probe`. With `several` devices, a mesh, diffusers' own modules do
+    not run.
     """
     no_torch = several or device["torch"] is None
     left_out = {  # by way, whether it cannot be run, or is the same as another way
@@ -174,12 +171,8 @@ def ways(job: str, device: dict[str, Any], several: bool) -> tuple[str, ...]:
 def all_jobs(chosen: Collection[str], several: bool) -> list[str]:
     """Return the jobs of a run: "kernels" becomes a job "kernels OP" for each kernel.
 
-    Args:
-        chosen: names of `JOBS`.
-        several: whether the run is on several devices; "kernels" is then dropped, as a kernel runs on one.
-
-    Raises:
-        ValueError: an unknown job.
+    `chosen` are names of `JOBS`; another name is a `ValueError`. On `several` devices "kernels" is dropped,
+    because a kernel runs on one.
     """
     for name in chosen:
         if name not in JOBS:

@@ -98,16 +98,14 @@ class Case:
         return ENCODE if self.job == "encode" else DECODE
 
     def mesh(self, devices: Any = None) -> Any:
-        """Return the mesh of `dp` x `tp` devices: of `devices`, or of JAX's where that is None."""
         return mesh(self.dp, self.tp, devices)
 
 
 def mesh(dp: int | None, tp: int | None, devices: Any = None) -> Any:
-    """Return the mesh of `dp` x `tp` devices, or of one device where neither is given.
+    """Return the mesh of `dp` x `tp` devices, or of one device if neither is given.
 
-    Args:
-        dp, tp: sizes of the axes; a tp of None beside a dp takes all devices that dp leaves.
-        devices: the devices of a topology to plan for; None for JAX's.
+    A tp of None beside a dp takes all devices that dp leaves. `devices` are those of a topology; None for
+    JAX's.
     """
     return make_mesh(dp or 1, tp if dp or tp else 1, devices=devices)
 
@@ -115,15 +113,15 @@ def mesh(dp: int | None, tp: int | None, devices: Any = None) -> Any:
 def load(case: Case) -> Run:
     """Load the model and the inputs of a case; return the function that runs it once."""
     loaders = {"kernels": _op, "train": _training_step, "step": _network, "prompt": _network}
-    job, _, _op_name = case.job.partition(" ")  # an op's job is "kernels OP"
-    return loaders.get(job, _chunks)(case)  # "encode", "decode" and "still" run in chunks
+    # An op's job is "kernels OP"; "encode", "decode" and "still" run in chunks.
+    return loaders.get(case.job.partition(" ")[0], _chunks)(case)
 
 
 def _backend_and_inputs(case: Case, *directions: Direction) -> tuple[Any, list[torch.Tensor]]:
-    """Return a VAE on the case's backend, and a list of random inputs, one for each of the directions.
+    """Return a VAE on the case's backend, and a random input for each of the directions, on the VAE's device.
 
-    The inputs are on the VAE's device. A published config gets random weights. An input has one video; to
-    train, one for each of the mesh's `dp` devices.
+    A published config gets random weights. An input has one video; to train, one for each of the mesh's `dp`
+    devices.
     """
     size, dtype, device = case.size, case.torch_dtype, case.torch_device  # no device: arrays are JAX's
     torch.manual_seed(0)
@@ -152,10 +150,7 @@ def _backend_and_inputs(case: Case, *directions: Direction) -> tuple[Any, list[t
 
 
 def _chunks(case: Case) -> Run:
-    """Load a VAE; return a function that encodes or decodes a video and gives (name, result) of each chunk.
-
-    The name is "first" for the first chunk, "later" for every later one.
-    """
+    """Load a VAE; a run encodes or decodes a video, and gives a chunk as "first" or "later"."""
     backend, (x,) = _backend_and_inputs(case, case.direction)
     names = "first", *["later"] * case.size.frames  # more than there are chunks: `zip` drops the excess
     return lambda: zip(names, backend.chunks(case.direction, x), strict=False)
@@ -171,7 +166,6 @@ def _training_step(case: Case) -> Run:
     vae.enable_gradient_checkpointing()
 
     def gradients(direction: Direction, x: torch.Tensor) -> tuple[str, Any]:
-        """Run a direction on `x`, and its backward pass; return a name for it, and gradients by weight."""
         vae.zero_grad()
         # `measure` runs jobs without gradients, so they are enabled here. On JAX torchax is enabled too.
         with torch.enable_grad(), contextlib.nullcontext() if case.torch_device else runtime.active():
@@ -195,7 +189,6 @@ class Stock(nn.Module):
         self.model = model
 
     def forward(self, tensors: dict[str, Any], cache: None) -> tuple[torch.Tensor, None]:
-        """Return (the model's result, None) for `tensors`, the model's arguments by name."""
         return self.model(**tensors, return_dict=False)[0], cache
 
 
@@ -221,12 +214,10 @@ def _network_and_inputs(case: Case) -> tuple[Any, dict[str, Any]]:
 
 
 def _network(case: Case) -> Run:
-    """Load the transformer or the text encoder; return a function that calls it once.
+    """Load the transformer or the text encoder; a run gives the job's name and the network's result.
 
-    The function returns an iterator over one pair: the job's name, and the network's result. The network
-    runs in PyTorch where `case.torch_device` names a device, else on JAX: ported for the backend
-    "torchax", as diffusers' own for "torchax-stock". On JAX a network of a published size gets random JAX
-    arrays as weights; a small one's own weights are moved to JAX.
+    On JAX the network is ported for the backend "torchax", and diffusers' own for "torchax-stock". There a
+    network of a published size gets random JAX arrays as weights; a small one's own weights are moved to JAX.
     """
     # diffusers' network, and (shape, dtype) of each input by name.
     model, described = _network_and_inputs(case)
@@ -275,17 +266,12 @@ def _random_weight(struct: Any) -> jax.Array:
 
 
 def _op(case: Case) -> Run:
-    """Load an op with random operands; for the reference (`case.way` is "") load its form without a kernel.
-
-    The returned function runs it once, and gives one pair: the op's name and the result.
-    """
+    """Load an op with random operands, for the reference in its plain form; a run gives (name, result)."""
     name = case.job.removeprefix("kernels ")
-    reference_options = {}
-    if name == "norm_conv3d" and case.platform == "tpu" and case.dtype != "float32":
-        # A TPU's kernel convolves by Winograd's algorithm, 2 results at a time; its reference does the same,
-        # to round alike.
-        reference_options = {"tile": 2}
+    # A TPU's kernel convolves by Winograd's algorithm, 2 results at a time; its reference does the same, to
+    # round alike.
+    by_winograd = name == "norm_conv3d" and case.platform == "tpu" and case.dtype != "float32"
     # None loads the op itself; options, even {}, load its form without a kernel.
-    options = None if case.way else reference_options
+    options = None if case.way else {"tile": 2} if by_winograd else {}
     run = ops.load(name, case.size, runtime.jax_dtype(case.torch_dtype), options)
     return lambda: iter([(name, run())])

@@ -33,13 +33,10 @@ WHOLE = "whole"
 
 
 def probe(dp: int | None, tp: int | None) -> dict[str, Any]:
-    """Return a description of the devices in a mesh.
+    """Return a description of the devices in a mesh; `ValueError` if it does not fit the devices.
 
     "count" is the number of all devices, "used" the number of devices in the mesh. "torch" is PyTorch's name
     for the hardware, "cuda" or "cpu"; None on a TPU.
-
-    Raises:
-        ValueError: a mesh that does not fit the devices.
     """
     used = mesh(dp, tp).devices.reshape(-1).tolist()
     platform = used[0].platform
@@ -59,21 +56,16 @@ def probe(dp: int | None, tp: int | None) -> dict[str, Any]:
 def reference(case: Case, data: str) -> dict[str, Any]:
     """Compute a case, whose way is "", in float32 on the host, and write the results to the .npy file `data`.
 
-    A network's reference is diffusers' network in PyTorch; an op's is the op without its kernel.
-
-    Returns:
-        "rms", the error of the same computation in the case's dtype (0 for float32), and "flops", the
-        floating-point operations that PyTorch counts in the float32 run.
+    A network's reference is diffusers' network in PyTorch; an op's is its plain form. Return "rms", the error
+    of the same computation in the case's dtype (0 for float32), and "flops", which PyTorch counts in the
+    float32 run.
     """
     exact = replace(case, dtype="float32")
     with FlopCounterMode(display=False) as counter:
-        _seconds, results = _once(load(exact))
-    want = got = _flat(results)
-    del results  # frees the memory for the second run
+        want = got = _flat(_once(load(exact))[1])
     np.save(data, want.numpy())
     if case != exact:
-        _seconds, results = _once(load(case))
-        got = _flat(results)
+        got = _flat(_once(load(case))[1])
     return {"rms": tolerances.rms_error(got, want), "flops": counter.get_total_flops()}
 
 
@@ -106,8 +98,8 @@ def measure(
     run = load(replace(case, size=Size(*checked)))
     load_seconds = time.perf_counter() - start
     first_run, results = _once(run)  # times of each part and of the whole, by name; each part's result
-    job, _, _op = case.job.partition(" ")  # an op's job is "kernels OP"
-    allowed_error = ALLOWED.get((job, case.dtype))  # None: the bound of `tolerances.contract`
+    # An op's job is "kernels OP". None stands for the bound of `tolerances.contract`.
+    allowed_error = ALLOWED.get((case.job.partition(" ")[0], case.dtype))
     verdict = check(_flat(results), torch.from_numpy(np.load(data)), case.dtype, rms, allowed_error)
     del results  # frees the device's memory for the runs below
     is_finite = isinstance(verdict.get("rms_error"), float)  # `check` gives text for any other number
@@ -221,16 +213,11 @@ def _flat(results: list[Any]) -> torch.Tensor:
 
 
 def estimate(case: Case, topology: str) -> dict[str, Any]:
-    """Estimate a case's seconds on a topology of TPUs such as "v6e:2x4", which need not be there.
+    """Estimate a case on a topology of absent TPUs; return "seconds" by the names of its parts.
 
-    Returns:
-        {"seconds": the estimates by the names of the job's parts}.
-
-    Raises:
-        PlanError: a network of another shape than the published ones.
+    `PlanError` for a network whose shape is not a published one.
     """
-    generation, _, _grid = topology.partition(":")
-    chip, devices = chips.CHIPS[generation], case.mesh(chips.topology_devices(topology))
+    chip, devices = chips.CHIPS[topology.partition(":")[0]], case.mesh(chips.topology_devices(topology))
     plans = [programs.estimate_program(work, devices, chip) for work in works(case, devices, chip)]
     return {"seconds": {plan.name: plan.seconds_with_collectives for plan in plans}}
 

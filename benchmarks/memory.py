@@ -2,13 +2,14 @@
 
     python -m benchmarks.memory       # writes results/memory.json; then python -m benchmarks draw
 
-Each point is a process of its own. What counts is its largest resident set less that of the same process
-with one frame, which has the packages, the weights and the programs: of the curve's own size where the frames
-vary, of `PLACE` where the size does. `reconstruct` goes from file to file; the others decode latents that are
-there to frames that stay there. Random weights of a small model, float32, one CPU; XLA without LLVM's passes,
-so that compiling takes no memory of note; the C library gives back at once what is freed.
+Each point is a process of its own. Its figure is its largest resident set less that of the same process with
+one frame, which has the packages, the weights and the programs. That frame has the curve's own size if the
+frames vary, and the size `PLACE` if the size does. `reconstruct` goes from file to file; the others decode
+latents in memory to frames in memory. A small model has random weights, in float32 on one CPU. XLA runs
+without LLVM's passes, so that compiling takes little memory, and the C library returns freed memory at once.
 """
 
+import collections
 import contextlib
 import ctypes
 import functools
@@ -89,8 +90,7 @@ def _decode(way: str, frames: int, height: int, width: int) -> None:
         return
     vae: Any = reference.on_jax(stock)
     if way == "torchax, streamed":
-        for _ in vae.decode_stream(z, output_dtype=torch.uint8):
-            pass
+        collections.deque(vae.decode_stream(z, output_dtype=torch.uint8), maxlen=0)  # drops the frames
         return
     if way == "torchax, in tiles":
         rows = TILE[0] if height > TILE[0] else height // 2
@@ -114,10 +114,7 @@ def _reconstruct(frames: int, height: int, width: int) -> None:
 
 
 def curve(way: str, points: list[tuple[int, int, int]], before: tuple[int, int, int]) -> dict[str, Any]:
-    """Return the memory of one way at each point over that at the point `before`.
-
-    A point is (frames, height, width).
-    """
+    """Return the memory of one way at each point (frames, height, width) over that at the point `before`."""
     base = measured(way, *before)
     found = [round(measured(way, *point) - base, 1) for point in points]
     print(way, points, found, flush=True)
@@ -125,7 +122,7 @@ def curve(way: str, points: list[tuple[int, int, int]], before: tuple[int, int, 
 
 
 def measure() -> None:
-    """Measure all curves, keeping the results after each."""
+    """Measure all curves, and keep the results after each."""
     found: dict[str, Any] = {"format": FORMAT, "versions": versions("torch", "torchax", "jax", "diffusers")}
     kinds = {  # by kind of curves: the ways, the points and the point that is subtracted
         "long": (("reconstruct",), [(frames, *SMALL) for frames in LONG], (1, *SMALL)),
@@ -165,7 +162,6 @@ def drawn(kind: str) -> str:
 
 
 def plot() -> None:
-    """Plot all curves."""
     found = reports.load(RESULT, FORMAT)
     figure, axes = reports.pyplot().subplots(1, len(PANELS), figsize=(4.5 * len(PANELS), 4))
     for axis, (kind, (label, _part, head)) in zip(axes, PANELS.items(), strict=True):

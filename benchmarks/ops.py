@@ -64,20 +64,11 @@ OPS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def latents(size: Size) -> dict[str, int]:
-    """Return the "frames", "height" and "width" of a video's latents.
-
-    The first frame gives one latent frame, each 4 further frames give another; 8 x 8 pixels give one latent
-    pixel.
-    """
     return {"frames": (size.frames - 1) // 4 + 1, "height": size.height // 8, "width": size.width // 8}
 
 
 def axes(size: Size) -> dict[str, int]:
-    """Return the length of each axis that `OPS` names by letters, such as T or H/2.
-
-    Args:
-        size: of the video, and the model whose transformer gives the number of heads.
-    """
+    """Return the lengths of the axes that `OPS` names, such as T or H/2, for a video and its model."""
     T, H, W = min(size.frames, 8), size.height, size.width  # 8: the frames of a chunk
     heads = TRANSFORMERS.get(size.model, SMALL_TRANSFORMER)["num_attention_heads"]
     patches = latents(size)["frames"] * (H // 16) * (W // 16)  # a patch: 2 x 2 latent pixels, 16 x 16 pixels
@@ -88,14 +79,9 @@ def axes(size: Size) -> dict[str, int]:
 
 
 def bound(name: str, size: Size, dtype: Any) -> tuple[functools.partial[Any], Any]:
-    """Return an op with its options bound, and the `jax.ShapeDtypeStruct`s of its operands.
+    """Return an op of `OPS` with its options bound, and `jax.ShapeDtypeStruct`s, nested as its operands.
 
-    The structs are nested as the op takes the operands.
-
-    Args:
-        name: of the op, in `OPS`.
-        size: of the video, and the model whose transformer gives the number of heads.
-        dtype: of the operands for which `OPS` names none.
+    `dtype` is that of the operands for which `OPS` names none.
     """
     lengths, (operands, options) = axes(size), OPS[name]  # lengths: by the axis's letter
 
@@ -111,20 +97,15 @@ def bound(name: str, size: Size, dtype: Any) -> tuple[functools.partial[Any], An
 
 
 def load(name: str, size: Size, dtype: Any, reference: dict[str, int] | None) -> Callable[[], Any]:
-    """Load an op of `jax_kernels` with random operands; return the function that runs it once.
+    """Load an op of `OPS` with random operands; return the function that runs it once.
 
-    Args:
-        name: of the op, in `OPS`.
-        size: of the video, and the model whose transformer gives the number of heads.
-        dtype: of the operands for which `OPS` names none.
-        reference: None loads the op itself, compiled. A dictionary loads the op's plain form, not compiled,
-            and has the options that only the plain form takes.
+    `dtype` is as for `bound`. If `reference` is None, the op itself is loaded, compiled. A dictionary loads
+    the op's plain form, not compiled, and has the options that only the plain form takes.
     """
     op, structs = bound(name, size, dtype)  # a partial of the op with its options; its operands' structs
     generator = torch.Generator().manual_seed(1)
 
     def draw(struct: Any) -> jax.Array:
-        """Return a random operand of a struct's shape and dtype."""
         if struct.dtype == np.int32:
             return jnp.full(struct.shape, INTEGER, np.int32)  # valid for every integer operand of an op
         numbers = torch.randn(struct.shape, generator=generator).numpy()

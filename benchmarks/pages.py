@@ -1,12 +1,20 @@
-"""The marks in the documents between which results are drawn."""
+"""The kept results, and the marks in the documents between which they are drawn."""
 
 import re
 from pathlib import Path
+from typing import Any
 
-from cogvideox_torchax.files.reports import write_text
+from cogvideox_torchax.files.reports import load, write_text
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+FORMAT = "cogvideox-torchax-estimate/1"
+"""The format of an estimate."""
+
+
+def estimate(name: str) -> dict[str, Any]:
+    """Return the kept estimate of a name in results/."""
+    return load(RESULTS / f"{name}.json", FORMAT)
 
 
 def fill(page: Path, name: str, drawn: str) -> None:

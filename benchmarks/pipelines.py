@@ -4,28 +4,18 @@
     python -m benchmarks estimate --cases pipeline-5b-v6e-1    # compiles one pipeline for one slice
     python -m benchmarks draw planning.md
 
-Weights are arithmetic, of shapes and of how a mesh splits them: they take no compiler, and are of all slices.
-What a program needs beside them is read off its compiled form, in the estimates that were made.
+The weights follow from shapes and from how a mesh splits them, so they are known of every slice without
+compiling. What a program needs beside its weights is read off its compiled form, where one was estimated.
 """
 
-import math
-import os
 from typing import Any
 
-if __name__ == "__main__":
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=16")
-
-import numpy as np
-import torch
-
-from benchmarks.estimate.command import CASES
-from benchmarks.estimate.command import FORMAT as ESTIMATE
-from benchmarks.pages import RESULTS
-from cogvideox_torchax import runtime
+from benchmarks.estimate.command import CASES, parsed
+from benchmarks.pages import RESULTS, estimate
+from cogvideox_torchax.cli import planning
 from cogvideox_torchax.files.reports import load, table, write_json
 from cogvideox_torchax.plan.chips import CHIPS, GIB
-from cogvideox_torchax.sharding import make_mesh
+from cogvideox_torchax.plan.networks import STEPS
 
 FORMAT = "cogvideox-torchax-pipelines/1"
 RESULT = RESULTS / "pipelines.json"
@@ -34,7 +24,7 @@ HEAD = (
     *("pipeline", "chips, mesh", "memory of a device, GiB", "weights, GiB", "peak, GiB", "fits"),
     *("a video, s", "compiled"),
 )
-PROMPTS, STEPS = 2, 50
+PROMPTS = 2
 PARTS = {
     "pipeline-2b-v6e-1": ("network-prompt-v6e-1", "network-step-2b-v6e-1", "plan-v6e-1-decode-torchax"),
     "pipeline-5b-v6e-1": ("network-prompt-v6e-1", "network-step-5b-v6e-1", "plan-v6e-1-decode-torchax"),
@@ -49,64 +39,31 @@ PARTS = {
 
 
 def main() -> None:
-    from benchmarks.estimate.command import parsed
-    from cogvideox_torchax.plan import models, networks
-
-    runtime.enable()
-    parts: dict[str, tuple[Any, ...]] = {}  # by a pipeline: text encoder, transformer, VAE, without weights
+    """Write the weights of every pipeline on a device of every slice, as `plan` computes them."""
     rows = {}
     for case, words in CASES.items():
-        if not case.startswith(PREFIX):
-            continue
-        args = parsed(words.split())
-        if args.model not in parts:
-            text = networks.text_encoder(networks.text_encoder_config(args.model), torch.bfloat16)
-            parts[args.model] = (
-                networks.port_network(text),
-                networks.weightless_transformer(args.model, torch.bfloat16),
-                models.weightless_vae(args.model, torch.bfloat16),
-            )
-        *sequences, vae = parts[args.model]
-        mesh, chip = make_mesh(args.dp, args.tp), CHIPS[args.topology.partition(":")[0]]
-        for network in sequences:
-            network.place_on(mesh, None, chip.memory)
-        rows[case] = {
-            "weights": [*map(_on_a_device, sequences), _bytes(vae)],
-            "decoder": _bytes(vae.decoder),
-            "parallel": str(sequences[1].parallelism),
-        }
+        if case.startswith(PREFIX):
+            request = planning.requested(parsed(words.split()))
+            parts = (request.about[f"{name}_GiB"] for name in ("text_encoder", "transformer", "vae"))
+            weights = [round(size * GIB) for size in parts]
+            rows[case] = {
+                "weights": weights,
+                "decoder": sum(weights) - request.beside[-1],
+                "parallel": request.about["parallel"],
+            }
     write_json(RESULT, {"format": FORMAT, "rows": rows})
-
-
-def _on_a_device(network: Any) -> int:
-    """Return the bytes of a placed network's weights on one device of its mesh."""
-    place = network.placement
-    return sum(
-        math.prod(struct.sharding.shard_shape(struct.shape)) * weight.element_size()
-        for name, weight in network.named_parameters()
-        for struct in [place.weight_struct(name, tuple(weight.shape), np.float32)]
-    )
-
-
-def _bytes(network: Any) -> int:
-    return sum(weight.numel() * weight.element_size() for weight in network.parameters())
 
 
 def drawn() -> str:
     """Return the table: a row for each slice, with what was compiled for it."""
-    from benchmarks.estimate.command import parsed
-
     rows = []
     for case, found in load(RESULT, FORMAT)["rows"].items():
-        args, (model, generation, count) = (
-            parsed(CASES[case].split()),
-            case.removeprefix(PREFIX).rsplit("-", 2),
-        )
+        args = parsed(CASES[case].split())
+        model, generation, count = case.removeprefix(PREFIX).rsplit("-", 2)
         memory = CHIPS[generation].memory
         total, (how, peak, seconds) = sum(found["weights"]), _compiled(case, found)
-        fits = "" if total <= memory else "no"
-        if peak:
-            fits = "yes" if peak <= memory else "no"
+        # Without the peak, weights that fit do not tell whether the pipeline does.
+        fits = "no" if max(total, peak) > memory else "yes" if peak else ""
         rows.append(
             (
                 f"{model}, {args.frames} x {args.height} x {args.width}",
@@ -125,16 +82,14 @@ def drawn() -> str:
 def _compiled(case: str, found: dict[str, Any]) -> tuple[str, float, float]:
     """Return how a slice was compiled, the bytes at its peak, and the seconds of a video; 0 for not compiled.
 
-    Where the pipeline was not compiled whole, the estimates of its parts are taken if there are all three.
+    Where the pipeline was not compiled whole, the estimates of its parts are taken, if `PARTS` names them.
     """
-    path = RESULTS / f"{case}.json"
-    if path.exists():
-        summary = load(path, ESTIMATE)["summary"]
+    if (RESULTS / f"{case}.json").exists():
+        summary = estimate(case)["summary"]
         return "whole", summary["peak_memory_GiB"] * GIB, summary["with_collectives_s"]
-    parts = [RESULTS / f"{name}.json" for name in PARTS.get(case, ())]
-    if not parts or not all(part.exists() for part in parts):
+    if case not in PARTS:
         return "not compiled", 0.0, 0.0
-    documents = [load(part, ESTIMATE) for part in parts]
+    documents = [estimate(part) for part in PARTS[case]]
     own = [*found["weights"][:2], found["decoder"]]
     peaks = [max(program["peak_bytes"] for program in document["programs"]) for document in documents]
     prompt, step, decoding = (document["summary"]["with_collectives_s"] for document in documents)

@@ -36,10 +36,7 @@ def about() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """Return the git commit of the running code, with "+" if files have changed.
-
-    Return None if the code is not in a git checkout.
-    """
+    """Return the git commit of the running code, with "+" for changed files; None outside a checkout."""
     root = Path(__file__).parents[1]
     # The paths are given so that git does not search the directories above.
     git = ["git", f"--git-dir={root / '.git'}", f"--work-tree={root}"]
@@ -144,11 +141,7 @@ def _cell(value: float | None, unit: float = 1.0, format_spec: str = ".3g") -> s
 def _estimate_cells(estimates: dict[str, Any], part: dict[str, Any]) -> Row:
     """Return two cells: a part's estimate in ms, and the ratio of the estimate to the measured time.
 
-    Without an estimate the first cell has the reason, if there is one, and the second cell is empty.
-
-    Args:
-        estimates: seconds by the names of parts. If nothing was estimated, it is empty or has a "reason".
-        part: the part's name and its measured times.
+    Without an estimate the first cell has the reason, which `estimates` may have instead of seconds by part.
     """
     seconds = estimates.get(part["part"])
     if seconds is None:

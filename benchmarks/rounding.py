@@ -2,10 +2,10 @@
 
     python -m benchmarks.rounding     # then python -m benchmarks draw
 
-Random weights; root-mean-square errors against float32. A layer is GroupNorm, SiLU and a causal convolution,
-as `norm_conv3d` computes them: each pair of channels once, eight frames of normal inputs. It is rounded as in
-the reference that the tests hold the kernel to. Then the whole model encodes and decodes nine frames in the
-forms that a TPU takes, each `norm_conv3d` rounded so.
+Weights are random, and errors are root-mean-square errors against float32. A layer is GroupNorm, SiLU and a
+causal convolution, as `norm_conv3d` computes them, for each pair of channels and eight frames of normal
+inputs. It is rounded as in the reference that the tests hold the kernel to. Then the whole model encodes and
+decodes nine frames in the forms that a TPU takes, with each `norm_conv3d` rounded in the same way.
 """
 
 import os
@@ -84,12 +84,10 @@ def layer(inputs: int, outputs: int) -> dict[str, Any]:
 
 
 def row(name: str, want: torch.Tensor, half: torch.Tensor, errors: dict[int, float]) -> dict[str, Any]:
-    """Return a row of the results: errors over the reference's root mean square.
+    """Return a row of the results: errors over the root mean square of `want`, PyTorch's result in float32.
 
-    Args:
-        name: of the row.
-        want, half: PyTorch's results in float32 and in bfloat16.
-        errors: by Winograd's tile, or `DIRECT`, the error in bfloat16.
+    `half` is PyTorch's result in bfloat16; `errors` has the error in bfloat16 by Winograd's tile, or
+    `DIRECT`.
     """
     scale = rms_error(want, torch.zeros(()))
     result = {"name": name, "torch": rms_error(half.float(), want) / scale}
@@ -121,8 +119,7 @@ def run(vae: Any, kind: str, given: Any) -> Any:
 def rounded_as_the_kernel(filters: bool) -> Iterator[None]:
     """Have ops take a TPU's forms by XLA, and `norm_conv3d` its kernel's rounding.
 
-    Args:
-        filters: whether convolutions of four and eight frames are filtered by Winograd's algorithm.
+    With `filters` convolutions of four and eight frames are filtered by Winograd's algorithm.
     """
 
     def summed(frames: Any, kernel: Any, columns: Any) -> Any:
@@ -148,14 +145,11 @@ def rounded_as_the_kernel(filters: bool) -> Iterator[None]:
         yield
 
 
-def main() -> None:
-    torch.manual_seed(0)
-    stock = AutoencoderKLCogVideoX(**PUBLISHED).eval()
-    rows = [layer(*shape) for shape in shapes(stock)] + whole(stock)
-    reports.write_json(
-        RESULTS / "rounding.json", {"versions": versions("torch", "jax", "flax", "diffusers"), "rows": rows}
-    )
-
-
 if __name__ == "__main__":
-    main()
+    torch.manual_seed(0)
+    published = AutoencoderKLCogVideoX(**PUBLISHED).eval()
+    kept = {
+        "versions": versions("torch", "jax", "flax", "diffusers"),
+        "rows": [layer(*shape) for shape in shapes(published)] + whole(published),
+    }
+    reports.write_json(RESULTS / "rounding.json", kept)

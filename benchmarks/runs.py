@@ -2,9 +2,9 @@
 
 A measurement may fail, hang or run out of memory, so each runs in a process of its own, whose counter of peak
 memory starts anew. In a run of several rounds each way has its turn in each round, so that a drift of the
-machine's speed hits all ways; the first round starts with an empty compile cache, later rounds with the one
-that the first has filled. A kernel that raises, or whose results are wrong, is switched off for all later
-measurements. The report is kept after each result: a run that was ended is resumed from it.
+machine's speed affects all ways. The first round starts with an empty compile cache, and later rounds with
+the one that it has filled. A kernel that raises, or whose results are wrong, is switched off for all later
+measurements. The report is kept after each result, so that an ended run can be resumed from it.
 """
 
 import os
@@ -80,8 +80,8 @@ def run(
     several = bool(settings.dp or settings.tp)  # whether devices form a mesh
     names = jobs.all_jobs(settings.jobs, several)
     with tempfile.TemporaryDirectory() as scratch:
-        laboratory = _Laboratory(settings, Path(scratch), say)
-        report = laboratory.begin(before)
+        laboratory = _Laboratory(settings, Path(scratch), say, before)
+        report = laboratory.report
         on_cpu = report["device"]["platform"] == "cpu"
         for job in names:
             ladders = [(size,) for size in settings.sizes or ()] or [jobs.sizes(job, on_cpu)]
@@ -104,31 +104,32 @@ class _Laboratory:
         settings: settings of the run.
         scratch: a directory for references and compile caches.
         say: gets a line for each measurement that begins.
+        before: the report of an unfinished run, to resume; None for a new report.
+
+    Attributes:
+        report: the report, to which results are added.
+
+    Raises:
+        ValueError: no such device or mesh, or `before` is of other settings.
     """
 
-    def __init__(self, settings: Settings, scratch: Path, say: Callable[[str], None]):
+    def __init__(
+        self,
+        settings: Settings,
+        scratch: Path,
+        say: Callable[[str], None],
+        before: dict[str, Any] | None,
+    ):
         self._settings, self._scratch, self._say = settings, scratch, say
         # By (job, size), the answer for the reference; only the latest is kept, as is its file.
         self._references: dict[tuple[str, Size], dict[str, Any]] = {}
-        self._report: dict[str, Any] = {}
-        self._on_cpu = False  # until `begin` knows the device
-
-    def begin(self, before: dict[str, Any] | None) -> dict[str, Any]:
-        """Ask a process for the devices; return the report to which results are then added.
-
-        Args:
-            before: the report of an unfinished run, to resume; None for a new report.
-
-        Raises:
-            ValueError: no such device or mesh, or `before` is of other settings.
-        """
-        settings = self._settings
+        self._on_cpu = False  # until the device is known
         device = self._ask("probe", {"dp": settings.dp, "tp": settings.tp})
         if device.pop("status") != "ok":
             # The reason begins with the type of its error.
             raise ValueError(device["reason"].removeprefix("ValueError: "))
         self._on_cpu = device["platform"] == "cpu"
-        self._report = {
+        self.report: dict[str, Any] = {
             "format": FORMAT,
             **about(),
             "device": device,
@@ -139,28 +140,23 @@ class _Laboratory:
             "results": [],
         }
         if before is not None:  # results of two settings do not go into one report
-            changed = [name for name in SAME if before.get(name) != self._report[name]]
+            changed = [name for name in SAME if before.get(name) != self.report[name]]
             if changed:
                 raise ValueError(
                     f"the output holds results of another {' and '.join(changed)}: give another directory, "
                     "or delete its report"
                 )
-            self._report = before
-        return self._report
+            self.report = before
 
     def compared(self, job: str, ways: Collection[str], sizes: tuple[Size, ...]) -> Iterator[dict[str, Any]]:
         """Measure a job in each way in rounds; yield the results that the report does not have.
 
-        A way that failed in a round is not run in the next.
-
-        Args:
-            job: the job.
-            ways: the ways to run it.
-            sizes: the sizes to try, the largest first; the first that fits is measured.
+        A way that failed in a round is not run in the next. `sizes` are tried from the largest on; the first
+        that fits is measured.
         """
         done = {
             result["way"]
-            for result in self._report["results"]
+            for result in self.report["results"]
             if result["job"] == job and Size(**result["size"]) in sizes
         }
         results: dict[str, dict[str, Any]] = {}
@@ -199,8 +195,8 @@ class _Laboratory:
         to blame. Any other job that did not hang is run again without one of its kernels, each in turn. If it
         then passes, the kernel left out is to blame, and the result of that run is returned.
         """
-        off = self._report["switched_off"]  # by a kernel's name, the reason
-        platform = self._report["device"]["platform"]
+        off = self.report["switched_off"]  # by a kernel's name, the reason
+        platform = self.report["device"]["platform"]
         # The size at which results are compared: the size itself, or one that PyTorch's host is quick at.
         checked = size if self._settings.sizes else jobs.checked(job, self._on_cpu)
         data = str(self._scratch / "wanted.npy")
@@ -243,14 +239,14 @@ class _Laboratory:
         A result is yielded once it has its estimate. If the device is of an unknown kind, nothing is yielded,
         and the report's "not_estimated" has the reason.
         """
-        device, switched_off = self._report["device"], self._report["switched_off"]  # kernels that are off
+        device, switched_off = self.report["device"], self.report["switched_off"]  # kernels that are off
         try:
             topology = chips.topology_of(device["kind"], device["coordinates"])
             check_compiler()
         except PlanError as error:
-            self._report["not_estimated"] = str(error)
+            self.report["not_estimated"] = str(error)
             return
-        for result in self._report["results"]:
+        for result in self.report["results"]:
             if result["way"] == "torchax" and result["status"] == "ok" and "estimate" not in result:
                 case = self._case(result["job"], "torchax", Size(**result["size"]), "tpu")
                 answer = self._ask("estimate", {"case": case, "topology": topology}, switched_off)
@@ -259,22 +255,14 @@ class _Laboratory:
                 yield result
 
     def _at_home(self, size: Size) -> Size:
-        """Return a size with the directory or the hub id of its model."""
         return size._replace(model=self._settings.models.get(size.model, size.model))
 
     def _case(self, job: str, way: str, size: Size, platform: str) -> dict[str, Any]:
-        """Return the fields of a `loading.Case`."""
-        about = {"dtype": self._report["dtype"], "platform": platform, **self._report["mesh"]}
+        about = {"dtype": self.report["dtype"], "platform": platform, **self.report["mesh"]}
         return {"job": job, "way": way, "size": self._at_home(size), **about}
 
     def _ask(self, do: str, request: dict[str, Any], off: Collection[str] = ()) -> dict[str, Any]:
-        """Have a process call a function of `measure`; return its answer, which holds a "status".
-
-        Args:
-            do: the function's name.
-            request: its arguments.
-            off: names of kernels to run without.
-        """
+        """Have a process call a function of `measure`, without the kernels `off`; return its answer."""
         way = request.get("case", {}).get("way", "")
         environment = {"TORCHINDUCTOR_CACHE_DIR": str(self._scratch / "inductor")}
         if self._settings.rounds == 1:  # compiling is measured: nothing comes from a cache
@@ -309,7 +297,6 @@ def merged(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
         return after
 
     def joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-        """Return the times of a part, or of the whole, in both."""
         starts = [*one.get("warm_starts_s", []), other["start_s"]]
         return {**one, **spread([*one["all_s"], *other["all_s"]]), "warm_starts_s": starts}
 
@@ -324,5 +311,4 @@ def merged(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
 
 
 def _larger(*sizes: int | None) -> int | None:
-    """Return the larger of two sizes; None for one stands for a process that cannot tell."""
     return max((size for size in sizes if size is not None), default=None)

@@ -1,9 +1,10 @@
-"""Final schedules of kernels by themselves, compiled for TPUs that are not there: tables of docs/kernels.md.
+"""Final schedules of single kernels, compiled for TPUs that need not exist: tables of docs/kernels.md.
 
     python -m benchmarks.schedules        # two minutes; then python -m benchmarks draw
 
-Floor: FLOPs, of a convolution by its direct form, over the chip's peak. Bytes: operands and results over the
-bandwidth. Cycles of attention are for 1024 x 1024 scores of a head, the second pass not taken.
+The floor is the FLOPs, of a convolution by its direct form, over the chip's peak. The column of bytes is
+operands and results over the bandwidth. Cycles of attention are for 1024 x 1024 scores of a head, without the
+second pass.
 """
 
 import functools
@@ -62,10 +63,7 @@ ATTENTION_HEAD = ("chip", "cycles", "with a running maximum, formerly")
 def schedule(topology: str, function: Callable[..., Any], *shapes: Sequence[int]) -> dict[str, float]:
     """Return "schedule_ms" and "bytes_ms" of the one Pallas kernel in a function of bfloat16 arrays.
 
-    Args:
-        topology: a name such as "v6e:1x1"; one of its devices is compiled for.
-        function: takes the arrays as one list.
-        shapes: of the arrays.
+    It is compiled for one device of the topology. `function` takes arrays of the `shapes` as one list.
     """
     devices, chip = topology_devices(topology)[:1], CHIPS[topology.partition(":")[0]]
     mesh = jax.sharding.Mesh(devices, "x")
@@ -131,7 +129,6 @@ def _floor(products: float) -> float:
 
 
 def convolution_table() -> str:
-    """Return the table of norms with convolutions, and of upsamplers."""
     rows = [
         (kind, *(f"{one[name]:.2f}" for name in ("schedule_ms", "floor_ms", "bytes_ms")))
         for kind, one in load(OUTPUT, FORMAT)["convolutions"].items()
@@ -140,7 +137,6 @@ def convolution_table() -> str:
 
 
 def attention_table() -> str:
-    """Return the table of attention."""
     rows = [
         (chip, f"{one['cycles_of_1024_x_1024']:.0f}", str(RUNNING_MAXIMUM.get(chip, "")))
         for chip, one in load(OUTPUT, FORMAT)["attention"].items()

@@ -2,8 +2,8 @@
 
     python -m benchmarks.sharding     # then python -m benchmarks draw
 
-Compiles the steady-state chunk of the published model's widths (bfloat16) for one device and for a mesh of
-dp=1, tp=8, on eight CPU devices that are really one machine; nothing is run, and no weights are made.
+This compiles the steady chunk of the published model, in bfloat16, for one device and for a mesh of dp=1,
+tp=8, on eight CPU devices that are really one machine. Nothing is run, and no weights are made.
 """
 
 import json
@@ -41,13 +41,7 @@ def measure(
     height: int,
     width: int,
 ) -> dict[str, Any]:
-    """Compile a direction's steady-state chunk for one device and for the mesh; return the costs of both.
-
-    Args:
-        single, sharded: the VAE for one device and the VAE on the mesh.
-        direction: the direction.
-        height, width: of the latents.
-    """
+    """Compile a direction's steady chunk for one device and for the mesh; return the costs of both."""
     shape = (1, 16, 5, height, width) if direction is DECODE else (1, 3, 17, 8 * height, 8 * width)
     _, alone = compile_last_chunk(single, shape, direction=direction)
     found = report(sharded, shape, direction=direction)
@@ -63,16 +57,18 @@ def measure(
         "temp_mib_single_device": temp / MIB,
         "temp_mib_per_device": found.temp_bytes / MIB,
         "temp_ratio": found.temp_bytes / temp,
-        "largest_all_gather_bytes": traffic.largest
-        if (traffic := found.collectives.get("all-gather"))
+        "largest_all_gather_bytes": found.collectives["all-gather"].largest
+        if "all-gather" in found.collectives
         else 0,
-        "collectives": found.traffic,
+        "collectives": {
+            kind: {"count": traffic.count, "bytes": traffic.bytes}
+            for kind, traffic in found.collectives.items()
+        },
         "layers": [asdict(row) for row in found.layers if row.collectives],
     }
 
 
 def drawn() -> str:
-    """Return a table with a row for each result of `measure`."""
     head = (
         "chunk",
         "latents",
@@ -104,7 +100,7 @@ TABLES = {("docs/architecture.md", "sharding"): drawn}
 
 
 def main() -> None:
-    """Measure each direction and size, keeping the results after each."""
+    """Measure each direction and size, and keep the results after each."""
     single, sharded = (weightless_vae("5b", torch.bfloat16) for _ in range(2))
     port(sharded, mesh=make_mesh(dp=1, tp=8))
     results = []

@@ -46,19 +46,6 @@ SHOWN = "bikes, end"
 """The case whose source and reconstruction are drawn."""
 
 
-def frames_of(name: str, count: int) -> torch.Tensor:
-    """Return the frames of a case, in bytes (1, C, T, H, W)."""
-    file, start, height, width, _ = CASES[name]
-    frames = video.read_frames(demo_clip().with_name(file), video.Framing(height, width), start + count)
-    return torch.stack(list(itertools.islice(frames, start, None)), dim=2)
-
-
-def reconstructed(backend: backends.Backend, source: torch.Tensor) -> torch.Tensor:
-    """Return the frames decoded from the mean of a video's posterior; both in bytes (1, C, T, H, W)."""
-    moments = backend.run(ENCODE, from_uint8(source, "float32"))
-    return to_uint8(backend.run(DECODE, moments.chunk(2, 1)[0]))
-
-
 def measure(source: torch.Tensor, got: torch.Tensor) -> dict[str, Any]:
     """Return the errors of a reconstruction; both are in bytes (1, C, T, H, W).
 
@@ -83,17 +70,18 @@ def measured() -> list[dict[str, Any]]:
     found = []
     for name in BACKENDS:
         backend = backends.backend(name).load(str(DEMO_MODEL), torch.float32)
-        for case in CASES:
-            for count in FRAMES:
-                source = frames_of(case, count)
-                with torch.no_grad():
-                    got = reconstructed(backend, source)
-                line = {"backend": name, "case": case, "frames": count, **measure(source, got)}
-                print(line, flush=True)
-                found.append(line)
-                if case == SHOWN and count == FRAMES[0] and name == BACKENDS[0]:
-                    with whole_file(IMAGES / "tiny-vae.png") as temporary:
-                        contact_sheet(source, got, columns=3).save(temporary, "PNG")
+        for (case, (file, start, height, width, _)), count in itertools.product(CASES.items(), FRAMES):
+            size = video.Framing(height, width)
+            frames = video.read_frames(demo_clip().with_name(file), size, start + count)
+            source = torch.stack(list(itertools.islice(frames, start, None)), dim=2)
+            with torch.no_grad():
+                moments = backend.run(ENCODE, from_uint8(source, "float32"))
+                got = to_uint8(backend.run(DECODE, moments.chunk(2, 1)[0]))  # decodes the mean
+            found.append({"backend": name, "case": case, "frames": count, **measure(source, got)})
+            print(found[-1], flush=True)
+            if case == SHOWN and count == FRAMES[0] and name == BACKENDS[0]:
+                with whole_file(IMAGES / "tiny-vae.png") as temporary:
+                    contact_sheet(source, got, columns=3).save(temporary, "PNG")
     return found
 
 
@@ -101,23 +89,18 @@ def table(report: dict[str, Any]) -> str:
     """Return a table with a row for each case and length; a figure that all builds share is given once."""
     head = ("clip", "role in training", "frames", "PSNR, dB", "worst frame, dB", "SSIM", "color error")
     rows = []
-    for case, (_, _, _, _, role) in CASES.items():
-        for count in FRAMES:
-            lines = [one for one in report["results"] if (one["case"], one["frames"]) == (case, count)]
-            seen = [sorted({line[name] for line in lines}) for name in MEASURES]
-            rows.append((case, role, str(count), *(" to ".join(map(str, values)) for values in seen)))
+    for (case, (*_, role)), count in itertools.product(CASES.items(), FRAMES):
+        lines = [one for one in report["results"] if (one["case"], one["frames"]) == (case, count)]
+        seen = [sorted({line[name] for line in lines}) for name in MEASURES]
+        rows.append((case, role, str(count), *(" to ".join(map(str, values)) for values in seen)))
     return reports.table(head, rows)
 
 
-def main() -> None:
-    report = {
+if __name__ == "__main__":
+    kept = {
         "format": FORMAT,
-        "versions": {name: versions.installed(name) for name in ("torch", "torchax", "jax", "flax")},
+        "versions": versions.versions("torch", "torchax", "jax", "flax"),
         "results": measured(),
     }
-    reports.write_json(RESULTS / "tiny_vae.json", report)
-    fill(PAGE, "results", table(report))
-
-
-if __name__ == "__main__":
-    main()
+    reports.write_json(RESULTS / "tiny_vae.json", kept)
+    fill(PAGE, "results", table(kept))

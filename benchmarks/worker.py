@@ -17,16 +17,10 @@ COMMAND = (sys.executable, "-m", "benchmarks.worker")
 
 
 def ask(do: str, request: dict[str, Any], environment: dict[str, str], limit: float) -> dict[str, Any]:
-    """Have a new process call a function of `measure`; return the answer, with a "status".
+    """Have a new process call a function of `measure`, with `environment` set; return the answer.
 
-    A process that crashes, is killed or hangs is an answer too: its status is not "ok", and a "reason" says
-    why.
-
-    Args:
-        do: the function's name.
-        request: its arguments; "case" has the fields of a `Case`.
-        environment: variables to set for the process.
-        limit: seconds that it may take.
+    If the process crashes, is killed or takes longer than `limit` seconds, the answer has a "reason"
+    and a "status" other than "ok". A request's "case" has the fields of a `Case`.
     """
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     try:
@@ -54,10 +48,6 @@ def answer(do: str, request: dict[str, Any]) -> dict[str, Any]:
     """Call a function of `measure` in this process; return its result, or the `failure` for its error.
 
     The result's "status" is "ok", unless the function sets another.
-
-    Args:
-        do: the function's name.
-        request: its arguments; "case" has the fields of a `Case`.
     """
     try:  # the import may fail too
         from benchmarks import measure

@@ -32,7 +32,7 @@ from diffusers import AutoencoderKLCogVideoX, CogVideoXDPMScheduler
 from torch import nn
 from transformers import T5Config, T5EncoderModel
 
-from benchmarks.programs import FORMAT, programs
+from benchmarks import draw
 from cogvideox_torchax import make_mesh, port
 from cogvideox_torchax.files import reports
 from cogvideox_torchax.versions import versions
@@ -244,8 +244,12 @@ def main() -> None:
         for devices, mesh in (("one", None), ("2 x 4", make_mesh(2, 4))):
             row = {"program": title, "commit": commit_of(folder, name), "devices": devices}
             rows.append(row | measured(*build(folder), expected, mesh))
-    document = {"format": FORMAT, "versions": versions("torch", "torchax", "jax", "diffusers"), "rows": rows}
-    print(programs(document))
+    document = {
+        "format": draw.PROGRAMS,
+        "versions": versions("torch", "torchax", "jax", "diffusers"),
+        "rows": rows,
+    }
+    print(draw.programs(document))
     if args.output:
         reports.write_json(args.output, document)
 

@@ -70,12 +70,8 @@ SCHEDULES = "--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=fina
 def topology_of(kind: str, coordinates: list[list[int]]) -> str:
     """Return the topology of real devices: the smallest grid around their chips, such as "v6e:2x4".
 
-    Args:
-        kind: the devices' `device_kind` in JAX.
-        coordinates: for each device that is used, the coordinates (x, y, z) of its chip.
-
-    Raises:
-        PlanError: a kind that is not in `DEVICE_KINDS`.
+    `kind` is the devices' `device_kind` in JAX; `PlanError` if it is not in `DEVICE_KINDS`. `coordinates`
+    has, for each device that is used, the coordinates (x, y, z) of its chip.
     """
     if kind not in DEVICE_KINDS:
         raise PlanError(f"got a device of kind {kind}: there are estimates for {', '.join(DEVICE_KINDS)}")
@@ -87,11 +83,7 @@ def topology_of(kind: str, coordinates: list[list[int]]) -> str:
 
 
 def topology_devices(name: str) -> list[Any]:
-    """Return the devices of a TPU topology such as "v6e:2x4"; libtpu then dumps the schedules of kernels.
-
-    Raises:
-        PlanError: no libtpu, or a topology that the installed one does not know.
-    """
+    """Return a TPU topology's devices, as `plan` does; libtpu then dumps the schedules of kernels."""
     with dumping_schedules():
         return chips.topology_devices(name)
 

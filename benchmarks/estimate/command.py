@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.estimate import chips, programs, training
-from benchmarks.pages import RESULTS
+from benchmarks.pages import FORMAT, RESULTS
 from cogvideox_torchax import cli
 from cogvideox_torchax.cli import common, plan, planning
 from cogvideox_torchax.files import reports, whole
 from cogvideox_torchax.plan import summary
 
-FORMAT = "cogvideox-torchax-estimate/1"
 SMALL = "--frames 49 --height 480 --width 720"
 WIDE = "--frames 49 --height 720 --width 1280"
 LARGE = "--frames 81 --height 768 --width 1360"
@@ -90,7 +89,6 @@ CASES = {
 
 
 def parsed(words: list[str]) -> argparse.Namespace:
-    """Parse the options of an estimate: those of `plan`, and `--training`."""
     training_only = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     training_only.add_argument("--training", action="store_true")
     own, others = training_only.parse_known_args(words)
@@ -117,14 +115,9 @@ def estimated(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(cases: list[str], words: list[str]) -> None:
-    """Estimate what the options ask for; or else cases of `CASES`, into results/.
+    """Estimate what the options `words` ask for; or else `cases` of `CASES`, into results/.
 
-    Args:
-        cases: names of `CASES`.
-        words: options of `plan`, and `--training`; with cases none.
-
-    Raises:
-        ValueError: cases that there are not, or options beside cases.
+    `ValueError` for a case that is not in `CASES`, and for options beside cases.
     """
     if unknown := {*cases} - {*CASES}:
         raise ValueError(f"got case {', '.join(sorted(unknown))}: one of {', '.join(CASES)}")

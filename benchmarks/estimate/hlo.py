@@ -97,14 +97,10 @@ def tiled_bytes(array: ArrayType) -> int:
 
 
 def times_run(found: Sequence[TimedInstruction]) -> dict[str, int]:
-    """Return how often each computation, by its name, runs in one run of the program.
+    """Return how often each computation, by its name, runs in one run of a program's instructions.
 
     A loop's body runs once per trip; a loop of unknown length counts as one trip. Several instructions may
-    run one computation, such as the start and the end of an asynchronous pair. The most frequent of these
-    instructions gives the computation's count; their counts are not summed.
-
-    Args:
-        found: all instructions of the program.
+    run one computation, such as the start and the end of an asynchronous pair: the most frequent one counts.
     """
     callers: dict[str, list[tuple[str, int]]] = {}  # by computation: (calling computation, trips)
     for instruction in found:
@@ -113,7 +109,6 @@ def times_run(found: Sequence[TimedInstruction]) -> dict[str, int]:
 
     @functools.cache
     def count(name: str) -> int:
-        """Return how often a computation runs: its caller's count times the trips; 1 for the entry."""
         return max((trips * count(caller) for caller, trips in callers.get(name, ())), default=1)
 
     return {instruction.computation: count(instruction.computation) for instruction in found}
@@ -135,17 +130,14 @@ def _groups(text: str) -> tuple[tuple[int, ...], ...]:
 
 
 def _integers(text: str) -> list[int]:
-    """Parse numbers, such as "2,4"; an empty text has none."""
     return [int(number) for number in text.split(",") if number]
 
 
 def _first_group(pattern: re.Pattern[str], line: str) -> str | None:
-    """Return the text that a pattern's first group matches in a line; None without a match."""
     match = pattern.search(line)
     return match[1] if match else None
 
 
 def _number(pattern: re.Pattern[str], line: str) -> int | None:
-    """Return the number that a pattern's first group matches in a line; None without a match."""
     text = _first_group(pattern, line)
     return int(text) if text else None

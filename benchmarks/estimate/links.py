@@ -41,7 +41,6 @@ class Links:
 
     @classmethod
     def from_devices(cls, devices: Iterable[Any], chip: Chip) -> "Links":
-        """Return the links of a TPU topology's devices."""
         return cls(tuple((*device.coords, device.core_on_chip) for device in devices), chip)
 
     def seconds(
@@ -50,11 +49,8 @@ class Links:
         """Return the seconds that a program waits for its collectives, by kind.
 
         Each computation is followed on its own: the chip runs its instructions in order, and the links send
-        its collectives in order.
-
-        Args:
-            found: the program's instructions, in the order of their schedule.
-            busy: returns the seconds of an instruction that is no collective.
+        its collectives in order. `found` are the instructions in the order of their schedule. `busy` returns
+        the seconds of one that is no collective.
         """
         runs = times_run(found)  # how often each computation runs
         waits: dict[str, float] = {}  # the result

@@ -95,15 +95,10 @@ def read_times(
     compile_seconds: float,
     schedules: Mapping[str, Schedule],
 ) -> TimedPlan:
-    """Return the figures and the times of a compiled program.
+    """Return the figures and the times of a compiled program, the result of `.compile()`.
 
-    Args:
-        work: the program.
-        compiled: the result of `.compile()`.
-        chip: the chip whose peaks apply.
-        compile_seconds: seconds that compiling took.
-        schedules: schedules of its Pallas kernels, by their instructions' names; a kernel without one is
-            timed by its bytes only.
+    `schedules` has the schedules of its Pallas kernels, by their instructions' names; a kernel without one is
+    timed by its bytes alone.
     """
     plan = read_program(work, compiled, compile_seconds)
     found = list(instructions(plan.text))
@@ -132,7 +127,6 @@ def _collective_seconds(
         return {}
 
     def busy(instruction: TimedInstruction) -> float:
-        """Return the seconds of an instruction that is no collective."""
         if instruction.is_kernel:
             # The longer of its times by bytes in memory and by its schedule.
             return max(_kernel_seconds(instruction, chip, schedules.get(instruction.name)))
@@ -169,11 +163,7 @@ def kernel_times(
 ) -> dict[str, KernelTime]:
     """Return the summed times of a program's Pallas kernels by name, without the number of each.
 
-    Args:
-        found: the program's instructions.
-        chip: the chip whose peaks apply.
-        schedules: compiled schedules by kernels' names with their numbers; a kernel without one counts by
-            bytes alone.
+    `schedules` is as for `read_times`.
     """
     runs = times_run(found)  # how often each computation runs
     total: dict[str, KernelTime] = {}
@@ -213,7 +203,6 @@ def _kernel_seconds(kernel: TimedInstruction, chip: Chip, schedule: Schedule | N
 
 
 def timed_rows(plan: TimedPlan, chip: Chip) -> dict[str, Any]:
-    """Return the rows of a program's table, by their names."""
     shares = ", ".join(
         f"{kind} {100 * seconds / plan.seconds:.0f} %" for kind, seconds in plan.shares.items()
     )
@@ -244,11 +233,10 @@ def times(counts: Sequence[int], plans: Sequence[TimedPlan]) -> dict[str, float]
 
 
 def _kernel_cell(kernel: KernelTime) -> str:
-    """Return a table's cell for the kernels of one name: their number, and two estimates of their time in ms.
+    """Return a cell for the kernels of one name: their number, and the ms by bytes and by their schedules.
 
-    "by bytes" is the time to move their bytes, "by schedule" the time of the cycles in the compiler's
-    schedules. `kernel.by_bytes` is the number of kernels without a known schedule, `kernel.assumed_branches`
-    the number of branches that depend on data: each is assumed to be taken or not.
+    `kernel.by_bytes` of them have no known schedule. `kernel.assumed_branches` branches depend on data, and
+    are assumed to be taken or not.
     """
     start = f"{kernel.count} of them, by bytes {1e3 * kernel.bytes_seconds:.2f}"
     if kernel.schedule_seconds is None:

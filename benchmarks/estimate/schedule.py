@@ -74,17 +74,12 @@ class Schedule:
 
 
 def compile_with_schedules(lowered: Any, chip: Chip) -> tuple[Any, dict[str, Schedule]]:
-    """Compile a program, and read the schedules of its Pallas kernels.
+    """Compile what `jax.jit(...).lower(...)` has returned; return it with its Pallas kernels' schedules.
 
-    Args:
-        lowered: the result of `jax.jit(...).lower(...)`, for the devices of a topology.
-        chip: the chip that the topology is made of.
-
-    Returns:
-        The compiled program, and the schedules by the name of a kernel's instruction. There are none if
-        libtpu was loaded before `chips.dumping_schedules` set its flags.
+    The schedules are by the name of a kernel's instruction. There are none if libtpu was loaded before
+    `chips.dumping_schedules` set its flags.
     """
-    _empty_dump_directory()  # of the dumps of programs compiled before
+    _empty_dump_directory()  # of the dumps of programs that were compiled before
     compiled = compile_afresh(lowered)
     kernels = [found.name for found in instructions(compiled.as_text()) if found.is_kernel]
     schedules = read_schedules(dump_directory(), kernels, chip.delay_slots)
@@ -93,22 +88,14 @@ def compile_with_schedules(lowered: Any, chip: Chip) -> tuple[Any, dict[str, Sch
 
 
 def _empty_dump_directory() -> None:
-    """Empty the directory of libtpu's dumps."""
     for path in dump_directory().iterdir():
         path.unlink() if path.is_file() else shutil.rmtree(path)
 
 
 def read_schedules(directory: Path, kernels: Iterable[str], delay_slots: int) -> dict[str, Schedule]:
-    """Read the schedules that libtpu has written for kernels; missing or unreadable ones are left out.
+    """Return the schedules that libtpu has written for kernels, by the name of a kernel's instruction.
 
-    Args:
-        directory: dump of one program.
-        kernels: names of the kernels' instructions.
-        delay_slots: number of bundles (the instructions of one cycle) behind a branch that run whether it is
-            taken or not; a figure of the chip.
-
-    Returns:
-        The schedules by the name of a kernel's instruction.
+    Missing and unreadable ones are left out. `delay_slots` is as for `read_schedule`.
     """
     # Names of files begin with the time: of two schedules of a kernel the later one replaces the earlier.
     paths = sorted(directory.iterdir())
@@ -121,7 +108,6 @@ def read_schedules(directory: Path, kernels: Iterable[str], delay_slots: int) ->
 
     @functools.cache
     def schedule(path: Path) -> Schedule | None:
-        """Read a file; None if it cannot be read."""
         try:
             return read_schedule(path.read_text(), delay_slots)
         except UnknownDumpError:
@@ -236,13 +222,9 @@ def _bundles(text: str) -> tuple[list[str], dict[str, int]]:
 def _branch(instruction: str, targets: dict[str, int]) -> _Branch | None:
     """Parse an instruction; return None if it is no branch.
 
-    Args:
-        instruction: its text.
-        targets: the addresses of the bundles that branches go to, by the number in the branch's text. The key
-            "", if there is one, is for numbers that have no key.
-
-    Raises:
-        UnknownDumpError: a branch of another form, or to a number without an address.
+    `targets` has the addresses of the bundles that branches go to, by the number in the branch's text. The
+    key "", if there is one, is for numbers that have no key. `UnknownDumpError` for a branch of another form,
+    or to a number without an address.
     """
     if match := _BRANCH.search(instruction):
         target = targets.get(match["region"], targets.get(""))
@@ -298,12 +280,11 @@ def _operands(text: str) -> list[tuple[str, str | int]]:
 
 
 def _signed(value: int) -> int:
-    """Return the signed number (two's complement) that a register's word, 0 to `WORD` - 1, stands for."""
+    """Return the signed number (two's complement) that a register's word stands for."""
     return value - WORD if value >= WORD // 2 else value
 
 
 def _same(value: Value) -> Value:
-    """Return an operand as it is."""
     return value
 
 
@@ -321,14 +302,10 @@ def _float_comparison(*_: Value) -> Value:
 
 
 def _guarded(negated: bool, compute: Callable[..., Value], guard: Value, old: Value, *values: Value) -> Value:
-    """Return the result of an instruction with a guard.
+    """Return the result of an instruction with a guard, whose predicate is the value `guard`.
 
-    Args:
-        negated: whether the instruction has effect if the guard is false, not true.
-        compute: the instruction's function.
-        guard: value of the guard's predicate; None, unknown, makes the result unknown.
-        old: the result if the instruction has no effect.
-        values: values of the instruction's operands.
+    It has effect if the guard is true, or with `negated` if it is false; otherwise the result is `old`. An
+    unknown guard makes the result unknown.
     """
     if guard is None:
         return None
@@ -435,7 +412,6 @@ def _follow(
     cycles = start = 0
 
     def execute(address: int) -> None:
-        """Run the operations of the bundle at an address: write their results to `values`."""
         # All of a bundle's instructions read before any of them writes. An operand is a number or a cell.
         results = {
             operation.cell: operation.compute(

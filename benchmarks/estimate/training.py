@@ -50,10 +50,8 @@ def requested(args: argparse.Namespace) -> PlanRequest:
 def gradient_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any) -> Iterator[Work]:
     """Yield the program of each direction's gradients.
 
-    Args:
-        vae: a VAE without weights; it is set to train, and placed on a mesh of more than one device.
-        job: the video; its `direction` is not read.
-        mesh: of `make_mesh`, of the devices to compile for; a batch has a video for each device of "dp".
+    `vae` has no weights; it is set to train, and placed on a mesh of more than one device. `job` is the
+    video, whose direction is not read; a batch has a video for each device of the mesh's "dp".
     """
     runtime.enable()
     if mesh.size > 1:

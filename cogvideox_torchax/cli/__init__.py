@@ -27,7 +27,6 @@ INTERRUPTED = 130
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands."""
     from cogvideox_torchax.cli.options import CommandParser
 
     root = argparse.ArgumentParser(
@@ -74,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _ended_by_ctrl_c() -> Iterator[None]:
     """Have Ctrl-C end the process at once, while the `with` block imports packages.
 
-    A `KeyboardInterrupt` that is raised in the import of a C++ module may abort the process with a dump.
+    A `KeyboardInterrupt` in the import of a C++ module may abort the process with a dump.
     """
     previous_handler = signal.getsignal(signal.SIGINT)
     # A caller's own handler stays. Python sets handlers only in the main thread.
@@ -94,8 +93,7 @@ def _ended_by_ctrl_c() -> Iterator[None]:
 def _report_error(error: BaseException, args: argparse.Namespace) -> int:
     """Print the error that ended a command, in one line; return the command's exit code.
 
-    With `--traceback` the error is raised instead. Where the command has several processes, the traceback is
-    printed before the line.
+    With `--traceback` the error is raised; if the command has several processes, its traceback is printed.
     """
     if isinstance(error, KeyboardInterrupt):
         print("interrupted; nothing half-written was left", file=sys.stderr)
@@ -119,6 +117,5 @@ def _report_error(error: BaseException, args: argparse.Namespace) -> int:
 
 
 def _one_line(error: BaseException) -> str:
-    """Return an error's message on one line, without the middle of a long one."""
     text = " ".join(str(error).split())
     return text if len(text) <= 600 else f"{text[:300]} ... {text[-300:]} (--traceback shows all)"

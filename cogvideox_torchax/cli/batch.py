@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cogvideox_torchax.cli import common, devices
+from cogvideox_torchax.cli import common, devices, options
 from cogvideox_torchax.dataset import clip, decoding, formats, loop, sources
 from cogvideox_torchax.dataset.directory import OutputDirectory
 from cogvideox_torchax.dataset.encoding import Changes, LatentDirectory
@@ -34,17 +34,17 @@ def _check_output(path: str) -> None:
 
 
 def encode(args: argparse.Namespace) -> int:
-    """Encode the clips that the output directory lacks; return 1 where some cannot be encoded, else 0."""
+    """Encode the clips that the output directory lacks; return 1 if some cannot be encoded, else 0."""
     is_mean = args.keep in (None, clip.POSTERIOR, clip.MEAN)
     on_ray = args.ray is not None
-    for is_wrong, message in (
-        (args.seed is not None and is_mean, "--seed draws samples: add --keep sample, or both"),
-        (args.actors and not on_ray, "--actors is for Ray: add --ray"),
-        (args.distributed and on_ray, "Ray deals out the clips itself: leave out --distributed"),
-        (args.workers and on_ray, "Ray reads the clips itself: leave out --workers"),
-    ):
-        if is_wrong:
-            raise ValueError(message)
+    options.refuse(
+        {
+            "--seed draws samples: add --keep sample, or both": args.seed is not None and is_mean,
+            "--actors is for Ray: add --ray": args.actors and not on_ray,
+            "Ray deals out the clips itself: leave out --distributed": args.distributed and on_ray,
+            "Ray reads the clips itself: leave out --workers": args.workers and on_ray,
+        }
+    )
     _check_output(args.output)
     clips = sources.clips(args.video)
     with devices.process_shard(args) as process_shard:  # checks the options
@@ -65,7 +65,7 @@ def encode(args: argparse.Namespace) -> int:
         unit.check()
         directory = LatentDirectory(args.output, unit, clips, process_shard, retry=args.retry_failed)
         with directory.locked():
-            if on_ray:
+            if on_ray and directory.missing:
                 from cogvideox_torchax.dataset import ray
 
                 # "" is `--ray` without an address.
@@ -78,7 +78,7 @@ def encode(args: argparse.Namespace) -> int:
 
 
 def decode(args: argparse.Namespace) -> int:
-    """Decode a directory's latents that have no video yet; return 1 where some cannot be decoded, else 0.
+    """Decode a directory's latents that have no video yet; return 1 if some cannot be decoded, else 0.
 
     The model is that of `--model`, or else the one that the first clip's latents name.
     """
@@ -141,7 +141,6 @@ def _run_loop(
 
 
 def _print_report(args: argparse.Namespace, report: dict[str, Any], directory: OutputDirectory) -> int:
-    """Print a report, when stdout is stdout again; return 1 where clips are bad, else 0."""
     common.print_report(report, args.json)
     if not directory.bad:
         return 0

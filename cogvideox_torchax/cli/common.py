@@ -63,19 +63,16 @@ def take_bundled_model(args: argparse.Namespace) -> None:
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype of a name of `DTYPES`; `ValueError` for another name."""
     if name not in DTYPES:
         raise ValueError(f"unknown dtype {name!r}: one of {', '.join(DTYPES)}")
     return getattr(torch, name)
 
 
 def load_vae(model: str, backend: str, dtype: str, mesh: Any = None) -> Any:
-    """Return the VAE of a model or a pipeline, loaded on a backend, and over `mesh` if it is not None."""
     return backends.backend(backend).load(model, parse_dtype(dtype), mesh).vae
 
 
 def device_name(backend: str) -> str:
-    """Return the name of the device that a backend runs on."""
     return backends.backend(backend).device()
 
 
@@ -83,10 +80,7 @@ def device_name(backend: str) -> str:
 
 
 def config_of(args: argparse.Namespace, **options: Any) -> ClipConfig:
-    """Return the `ClipConfig` of a command, from the command's options that are fields of the class.
-
-    `options` are further fields of `ClipConfig`; they take precedence over the command's options.
-    """
+    """Return the `ClipConfig` of a command's options that are its fields; `options` take precedence."""
     names = ("model", "backend", "dtype", "tiling", "dp", "tp", "frames", "height", "width", "crop")
     given = {name: getattr(args, name) for name in names if hasattr(args, name)} | options
     parse_dtype(given["dtype"])  # raises for an unknown name
@@ -98,9 +92,8 @@ def open_clip(
 ) -> DecodedClip:
     """Return the part of `args.video` to encode, not read yet; raise `ValueError` for an impossible size.
 
-    The part is the first `--frames` frames, at the rate `fps` or, where it is None, at the video's. Without
-    `--frames` it is the first `at_most` frames, or all frames of a shorter video; where `at_most` is None,
-    all frames.
+    It is the first `--frames` frames; without that option the first `at_most`, or all of a shorter video.
+    `fps` is the rate at which frames are taken; None for the video's own.
     """
     check_video(args.video, args.output)
     count = args.frames or (at_most and min(at_most, video.probe(args.video).num_frames))
@@ -113,12 +106,8 @@ def open_clip(
 def unit_of(kind: type[Unit], args: argparse.Namespace, vae: Any, fetch: Fetch, **options: Any) -> Unit:
     """Return an `EncodeClip` or a `DecodeClip` that shows its progress through a clip's chunks as a bar.
 
-    Args:
-        kind: which of the two classes.
-        args: the command's options.
-        vae: the loaded model.
-        fetch: brings a chunk's result to the host.
-        options: fields of `ClipConfig`; they take precedence over the command's options.
+    `vae` is the loaded model, and `fetch` brings a chunk's result to the host. `options` are fields of
+    `ClipConfig`, which take precedence over the command's.
     """
     return kind(
         config_of(args, **options), say, vae=vae, fetch=fetch, follow=functools.partial(progress, args=args)
@@ -126,20 +115,13 @@ def unit_of(kind: type[Unit], args: argparse.Namespace, vae: Any, fetch: Fetch, 
 
 
 def encoder_of(args: argparse.Namespace, vae: Any, fetch: Fetch, **options: Any) -> EncodeClip:
-    """Return the encoder of a clip to its posterior's mean, or with `--seed` to a sample of the posterior.
-
-    `vae` is the loaded model, `fetch` brings a chunk's result to the host, and `options` are fields of
-    `ClipConfig`.
-    """
+    """Return the encoder to the posterior's mean, or with `--seed` to a sample; see `unit_of`."""
     keep = MEAN if args.seed is None else SAMPLE
     return unit_of(EncodeClip, args, vae, fetch, keep=keep, seed=args.seed or 0, **options)
 
 
 def decode_to(sink: video.Sink, vae: Any, latents: Latents, args: argparse.Namespace, fetch: Fetch) -> int:
-    """Decode latents with `vae` and write each chunk's frames into a sink; return the number of frames.
-
-    `args` are the command's options; `fetch` brings a chunk's frames to the host.
-    """
+    """Decode latents and write each chunk's frames into a sink; return the number of frames."""
     # `args` may have no model and no dtype: the latents name their model, and the loaded VAE has the dtype.
     unit = unit_of(DecodeClip, args, vae, fetch, model=latents.model, dtype=runtime.dtype_name(vae.dtype))
     return video.write_all(sink, unit.stream(latents))
@@ -151,29 +133,19 @@ def decode_to(sink: video.Sink, vae: Any, latents: Latents, args: argparse.Names
 def progress(
     items: Iterable[Item], total: int, name: str, *, args: argparse.Namespace, unit: str = "chunk"
 ) -> Iterator[Item]:
-    """Yield the items under a progress bar; `--quiet` hides it.
-
-    Args:
-        items: the items.
-        total: number of items.
-        name: the bar's title.
-        args: the command's options.
-        unit: the word for an item.
-    """
+    """Yield `total` items under a progress bar with the title `name`, unless `--quiet` is given."""
     from tqdm import tqdm
 
     yield from tqdm(items, total=total, desc=name, unit=unit, disable=args.quiet, leave=False)
 
 
 def print_report(report: dict[str, Any], as_json: bool = False) -> None:
-    """Print a report as JSON on one line, or as a table of two columns."""
     width = max(len(key) for key in report)
     rows = (f"  {key.replace('_', ' '):<{width}}  {_shown(value)}" for key, value in report.items())
     print(json.dumps(report) if as_json else "\n".join(rows))
 
 
 def _shown(value: Any) -> str:
-    """Return a value of a report as text, a float with few digits."""
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 0.01 else f"{value:.2f}"
     return str(value)
@@ -193,10 +165,7 @@ def print_results(args: argparse.Namespace, clock: CompileClock, results: dict[s
 
 
 def make_directory(name: str, purpose: str = "write into") -> Path:
-    """Return a directory to write into, made where it is not there yet; `ValueError` where it cannot be.
-
-    `purpose` completes "cannot" in the error's message.
-    """
+    """Make and return a directory; if it cannot be made, raise `ValueError`, which names the `purpose`."""
     path = Path(name)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -206,7 +175,7 @@ def make_directory(name: str, purpose: str = "write into") -> Path:
 
 
 def report_directory(name: str) -> Path:
-    """Make and return a directory for a report with plots; `ValueError` where matplotlib is not installed."""
+    """Make and return a directory for a report with plots, for which matplotlib is needed."""
     reports.pyplot()  # raises before the work, not after it
     return make_directory(name)
 
@@ -217,7 +186,6 @@ def announcing_clock(args: argparse.Namespace) -> CompileClock:
 
 
 def narrator(args: argparse.Namespace) -> Callable[[str], None]:
-    """Return `say`, or, with `--quiet`, a function that prints nothing."""
     return (lambda line: None) if args.quiet else say
 
 

@@ -60,9 +60,8 @@ def run(args: argparse.Namespace) -> None:
 def _run_all(vae: Any, direction: Direction, frames: int, height: int, width: int) -> None:
     """Run zeros through every program of a direction: the first run of a program compiles it.
 
-    A video is encoded or decoded in chunks of frames. The first chunk has one program, all later chunks
-    another. Each exists for pixels in uint8 (the command line and the streams) and for pixels in the model's
-    dtype (`vae.encode`, `vae.decode` and pipelines).
+    The first chunk has one program, all later chunks another. Each exists for pixels in uint8 (the command
+    line and the streams) and in the model's dtype (`vae.encode`, `vae.decode` and pipelines).
     """
     if direction is DECODE:  # from here on the size is the input's, the latents'
         frames = sum(ENCODE.results(vae, frames))  # the latent frames of every chunk

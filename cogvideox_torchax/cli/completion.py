@@ -12,7 +12,6 @@ COMMAND = Command(
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print a shell's script that completes commands and options."""
     import shtab
 
     from cogvideox_torchax.cli import parser

@@ -40,9 +40,9 @@ COMMAND = options.Command(
 
 
 def run(args: argparse.Namespace) -> None:
-    """Encode and decode a clip, and compare each result with PyTorch's.
+    """Encode and decode a clip, and compare each result with PyTorch's; print the figures.
 
-    Writes a video and a picture of the source beside the reconstruction, and the latents; prints the figures.
+    The files are a video and a picture of the source beside the reconstruction, and the latents.
     """
     if args.video is None:
         args.video = demo_clip()
@@ -112,7 +112,7 @@ def demo_clip() -> Path:
 def _run(
     direction: Direction, vae: Any, x: torch.Tensor, args: argparse.Namespace, name: str
 ) -> torch.Tensor:
-    """Encode a video to the mean of its latents, or decode latents, under a progress bar of chunks."""
+    """Return the mean of a video's latents, or the frames of latents, computed under a progress bar."""
     if direction is ENCODE:
         results = (posterior.mode() for posterior in vae.encode_stream(x))
     else:

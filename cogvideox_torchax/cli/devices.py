@@ -20,7 +20,6 @@ Fetch = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _check_options(args: argparse.Namespace, need_mesh: tuple[str, ...]) -> None:
-    """Raise `ValueError` for options that cannot go together."""
     for name in need_mesh:
         if getattr(args, name) and not backends.backend(args.backend).runs_on_mesh:
             raise ValueError(
@@ -33,11 +32,7 @@ def _check_options(args: argparse.Namespace, need_mesh: tuple[str, ...]) -> None
 
 
 def mesh_of(args: argparse.Namespace) -> Any:
-    """Return the mesh of this process's devices that `--dp` and `--tp` ask for; None for one device.
-
-    Raises:
-        ValueError: options that contradict each other, or a mesh that does not fit.
-    """
+    """Return the mesh that `--dp` and `--tp` ask for, or None for one device; `ValueError` if none fits."""
     _check_options(args, ("dp", "tp"))  # names of the options that need a mesh
     if (args.dp, args.tp) in ((None, None), (1, 1)):
         return None
@@ -54,7 +49,7 @@ class ProcessGroup:
         mesh: the mesh of their devices; None for one device.
         is_first: whether this process writes outputs and messages.
         fetch_to_all, fetch_to_first: bring a computed chunk to the host, in every process or in the first
-            process alone; all other processes then get no frames.
+            process alone.
     """
 
     mesh: Any = None
@@ -65,10 +60,7 @@ class ProcessGroup:
     def writing(
         self, path: str, fps: Fraction | float, alongside: video.SourceTiming | None = None
     ) -> contextlib.AbstractContextManager[video.Sink]:
-        """Return the sink of `video.writing` in the first process; elsewhere a sink that drops its frames.
-
-        `alongside` is what an .mp4 takes over from its source video, or None.
-        """
+        """Return the sink of `video.writing` in the first process, and elsewhere one that drops frames."""
         return video.writing(path, fps, alongside) if self.is_first else contextlib.nullcontext(video.Sink())
 
 
@@ -76,8 +68,7 @@ class ProcessGroup:
 def process_group(args: argparse.Namespace) -> Iterator[ProcessGroup]:
     """Yield the processes of a command, connected for as long as the block lasts.
 
-    Raises:
-        ValueError: contradictory options, a mesh that does not fit, processes that cannot connect.
+    `ValueError` if options contradict each other, a mesh does not fit, or processes cannot connect.
     """
     if args.distributed:
         _check_options(args, ("dp", "tp", "distributed"))  # names of the options that need a mesh
@@ -96,9 +87,7 @@ def process_shard(args: argparse.Namespace) -> Iterator[ProcessShard]:
     """Yield the index of this process and the number of processes, by which they divide many clips.
 
     With `--process` and `--processes` but no `--coordinator` the processes work without a connection.
-
-    Raises:
-        ValueError: options that contradict each other, or processes that cannot connect.
+    `ValueError` if options contradict each other, or processes cannot connect.
     """
     # Refuses `--dp` and `--tp` for a backend that does not run on a mesh. `--distributed` is allowed, as here
     # each process has its own model.
@@ -121,8 +110,7 @@ def process_shard(args: argparse.Namespace) -> Iterator[ProcessShard]:
 def _connected(args: argparse.Namespace) -> Iterator[Any]:
     """Connect this process to the command's other processes; yield the package `sharding`.
 
-    Until the block ends, stdout goes to stderr: gloo, which connects CPUs, prints lines about its
-    connections.
+    Until the block ends, stdout goes to stderr, because gloo, which connects CPUs, prints there.
     """
     from cogvideox_torchax import sharding
 

@@ -29,7 +29,7 @@ COMMAND = options.Command("show versions and devices, and what is missing", "", 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print versions, devices and advice; return 1 where torch and torchax do not work together, else 0."""
+    """Print versions, devices and advice; return 1 if torch and torchax do not work together, else 0."""
     # Each package's version, or a word in its place.
     core = {name: installed(name) or "missing" for name in CORE}
     optional = {name: installed(name) or "not installed" for name in OPTIONAL}
@@ -56,7 +56,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _devices() -> str:
-    """Return JAX's devices, or why there are none."""
     try:
         import jax
 
@@ -67,7 +66,6 @@ def _devices() -> str:
 
 
 def _compile_cache() -> str:
-    """Return the directory of JAX's compile cache, or why there is none; devices are not needed."""
     try:
         import jax
     except Exception:

@@ -128,7 +128,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _vae_for(args: argparse.Namespace, latents: latent_files.Latents) -> Any:
-    """Return the model's VAE to decode latents with, in `--dtype` or else in the latents' dtype."""
     dtype = args.dtype or runtime.dtype_name(latents.tensor.dtype)
     return common.load_vae(args.model, "torchax", dtype, devices.mesh_of(args))
 
@@ -136,8 +135,8 @@ def _vae_for(args: argparse.Namespace, latents: latent_files.Latents) -> Any:
 def _load_latents_stage(args: argparse.Namespace) -> latent_files.Latents:
     """Return the latents that an earlier run wrote into `--save-stages`; this run only decodes them.
 
-    Raises:
-        ValueError: options of sampling, which is done already; no latents, or another model's.
+    `ValueError` for options of sampling, which is done already, and if there are no latents, or another
+    model's.
     """
     # Names of the options of sampling. `--dtype` is not one of them: the VAE has a dtype too.
     sampling = {*stages.FIELDS, "preview", "cache"} - {"dtype"}
@@ -155,7 +154,7 @@ def _load_latents_stage(args: argparse.Namespace) -> latent_files.Latents:
 
 
 def _kept_path(args: argparse.Namespace) -> Path:
-    """Return the path, beside the output, of the file that keeps latents until their video is complete."""
+    """Return the path, beside the output, of the latents that are kept until their video is complete."""
     output = Path(args.output)  # drops the slash that a directory's name may end in
     return output.with_name(f"{output.name}.latents.safetensors")
 
@@ -183,8 +182,8 @@ def _kept(args: argparse.Namespace, latents: latent_files.Latents) -> Iterator[N
 def _sample_latents(args: argparse.Namespace) -> tuple[Any, latent_files.Latents]:
     """Check the request, then run the pipeline up to its VAE; return the VAE and the sampled latents.
 
-    The prompt's embeddings and the latents are written to the directory of `--save-stages`, if it is given.
-    With `--from-stage text` an earlier run's embeddings are read from it, and no text encoder is loaded.
+    `--save-stages` gets the prompt's embeddings and the latents. With `--from-stage text` an earlier run's
+    embeddings are read there, and no text encoder is loaded.
     """
     mesh = devices.mesh_of(args)
     # An earlier run's embeddings. Here --from-stage is "text": with "latents" nothing is sampled.

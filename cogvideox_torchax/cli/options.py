@@ -26,12 +26,9 @@ ABSENT: dict[str, Any] = {
 
 
 class Option:
-    """An option or a positional argument of a command, declared as for argparse's `add_argument`.
+    """An option or a positional argument: flags and settings as for argparse's `add_argument`.
 
-    Args:
-        flags: its names, such as "-o" and "--output"; a positional argument has one, without dashes.
-        group: the title under which help lists it; None for argparse's own titles.
-        settings: keyword arguments of `add_argument`.
+    `group` is the title under which help lists it; None for argparse's own titles.
     """
 
     def __init__(self, *flags: str, group: str | None = None, **settings: Any):
@@ -64,10 +61,9 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def _advice(name: str, known: Iterable[str]) -> str:
-    """Return the option that is nearest to a name, as a question: by whole words, then by letters."""
+    """Return, as a question, the option that is nearest to a name by whole words, then by letters."""
 
     def likeness(option: str) -> tuple[int, float]:
-        """Return the number of words that an option shares with the name, and a ratio of their letters."""
         ours, theirs = name.strip("-"), option.strip("-")
         ratio = difflib.SequenceMatcher(None, ours, theirs).ratio()
         return len({*ours.split("-")} & {*theirs.split("-")}), ratio
@@ -86,7 +82,6 @@ class Command:
     options: tuple[Option, ...]
 
     def add_to(self, subparsers: Any, name: str) -> argparse.ArgumentParser:
-        """Add this command's parser to argparse's subparsers; return it."""
         parser = subparsers.add_parser(
             name,
             help=self.summary,
@@ -106,31 +101,29 @@ class Command:
 
 
 def refuse(faults: dict[str, Any]) -> None:
-    """Raise `ValueError` with the first message in `faults` whose value is true; return if none is."""
+    """Raise `ValueError` with the first message in `faults` whose value is true."""
     for message, is_present in faults.items():
         if is_present:
             raise ValueError(message)
 
 
 def positive(text: str) -> int:
-    """Return the whole number above 0 that a text names."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
     return int(text)
 
 
 def seed(text: str) -> int:
-    """Return the seed that a text names, a whole number that PyTorch's generators and NumPy's take."""
+    """Return the whole number that a text names, which PyTorch's generators and NumPy's take as a seed."""
     if not text.isdecimal() or int(text) >= 2**64:
         raise argparse.ArgumentTypeError(f"got {text}: give a whole number from 0 to {2**64 - 1}")
     return int(text)
 
 
 def argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return `read` as a `type` for argparse, which then prints the message of a `ValueError` of `read`."""
+    """Return a `type` for argparse that calls `read`; argparse then prints a `ValueError`'s message."""
 
     def value(text: str) -> Any:
-        """Return `read(text)`; argparse prints the message of an `ArgumentTypeError` alone."""
         try:
             return read(text)
         except ValueError as error:
@@ -143,10 +136,7 @@ frame_rate = argument(video.frame_rate)
 
 
 def model_options(default: str = "the small bundled model") -> tuple[Option, ...]:
-    """Return the options of a command that runs a model: the model's, and the report's.
-
-    `default` is help's text about the model that is used without `--model`.
-    """
+    """Return the options of a command that runs a model; help calls the model without `--model` `default`."""
     model = f"a CogVideoX VAE or a whole pipeline, as a directory or a hub id (default: {default})"
     names, dtypes = backends.names(backends.Use.RUN), ", ".join(DTYPES)
     return (
@@ -161,11 +151,7 @@ def model_options(default: str = "the small bundled model") -> tuple[Option, ...
 
 
 def clip_options(frames: int | None = None) -> tuple[Option, ...]:
-    """Return the options that name a part of a clip.
-
-    `frames` is the number of frames that the command takes without `--frames`; None for all frames. It is
-    only printed in the help: the command itself applies it.
-    """
+    """Return the options of a part of a clip; `frames` is the default that help names, None for all."""
     shown = "" if frames is None else f" (default: {frames}, or all of a shorter clip)"
     resize_help = "resize to this {} in pixels; the {} follows if it is not given"
     return (
@@ -191,7 +177,6 @@ def clip_options(frames: int | None = None) -> tuple[Option, ...]:
 
 
 def output(help: str, metavar: str = "FILE", **settings: Any) -> Option:
-    """Return the option that names a command's output; `settings` are further arguments of `Option`."""
     return Option("-o", "--output", metavar=metavar, help=help, **settings)
 
 

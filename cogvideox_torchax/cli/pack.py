@@ -32,7 +32,6 @@ COMMAND = options.Command(
 
 
 def run(args: argparse.Namespace) -> None:
-    """Pack a directory of latents; print the report."""
     common.check_input(args.latents)
     clips, shards = packing.pack(args.latents, args.output, args.format, args.shard_size)
     common.print_report({"output": args.output, "clips": clips, "shards": shards}, args.json)

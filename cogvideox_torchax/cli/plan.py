@@ -165,23 +165,24 @@ def check(args: argparse.Namespace) -> None:
     if args.cache:
         config_of(args.cache, steps=50, guided=not args.no_guidance)  # raises for an unknown cache
     has_skips, is_first_block = args.skips is not None, (args.cache or "").startswith("first-block")
-    faults = {
-        f"--topology {args.topology} does not go with --platform cpu: leave one out": (
-            args.platform == "cpu" and args.topology != TOPOLOGY
-        ),
-        "--skips N says how many of 50 steps --cache first-block skips, which decides as it runs: give both "
-        "or neither": has_skips != is_first_block,
-        f"got --skips {args.skips}: of 50 steps, the first of which is computed": (
-            has_skips and not 0 <= args.skips < 50
-        ),
-        "--layers tells what lies where on a mesh: pass --dp or --tp": (
-            args.layers and args.dp * args.tp == 1
-        ),
-        "--layers reads the names of PyTorch's modules: the Flax build's programs have none": (
-            args.layers and args.backend == "flax"
-        ),
-    }
-    options.refuse(faults)
+    options.refuse(
+        {
+            f"--topology {args.topology} does not go with --platform cpu: leave one out": (
+                args.platform == "cpu" and args.topology != TOPOLOGY
+            ),
+            "--skips N says how many of 50 steps --cache first-block skips, which decides as it runs: give "
+            "both or neither": has_skips != is_first_block,
+            f"got --skips {args.skips}: of 50 steps, the first of which is computed": (
+                has_skips and not 0 <= args.skips < 50
+            ),
+            "--layers tells what lies where on a mesh: pass --dp or --tp": (
+                args.layers and args.dp * args.tp == 1
+            ),
+            "--layers reads the names of PyTorch's modules: the Flax build's programs have none": (
+                args.layers and args.backend == "flax"
+            ),
+        }
+    )
 
 
 def run(args: argparse.Namespace) -> None:

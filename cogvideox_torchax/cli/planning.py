@@ -70,13 +70,9 @@ def compiled(
     compile_one: Callable[[Work], Any],
     rows: Callable[[Any, Any], dict[str, Any]],
 ) -> list[Any]:
-    """Compile a request's programs, and print the figures of each as it is there; return their plans.
+    """Compile a request's programs, print the figures of each at once, and return their plans.
 
-    Args:
-        args: the options of `plan`; `--save-hlo` keeps the compiled texts.
-        request: the programs.
-        compile_one: compiles a program, and returns its `ProgramPlan`.
-        rows: returns the printed figures of such a plan on the request's chip.
+    `compile_one` returns a program's `ProgramPlan`, and `rows` the figures to print of such a plan on a chip.
     """
     if args.save_hlo:
         common.make_directory(args.save_hlo)
@@ -96,11 +92,7 @@ def compiled(
 
 
 def requested(args: argparse.Namespace) -> PlanRequest:
-    """Return the programs that the options of `plan` ask for.
-
-    Raises:
-        ValueError: a size, a model, a mesh or a topology that is not possible.
-    """
+    """Return the programs that the options of `plan` ask for; `ValueError` if they are not possible."""
     if args.platform == "tpu":
         devices = chips.topology_devices(args.topology)  # those of a slice that need not exist
         chip = chips.CHIPS[args.topology.partition(":")[0]]  # a topology is "GENERATION:GRID"
@@ -112,7 +104,6 @@ def requested(args: argparse.Namespace) -> PlanRequest:
 
 
 def _requested_video(args: argparse.Namespace, vae: Any, mesh: Any, chip: chips.Chip | None) -> PlanRequest:
-    """Return the programs that encode or decode a video; `vae` is the model without weights."""
     # Height and width of a tile. `--tiling` without a size is "default", the model's own; None is no tiling.
     tile = args.tiling and (vae.tile_sample_min_height, vae.tile_sample_min_width)
     if args.tiling not in (None, "default"):
@@ -133,10 +124,7 @@ def _requested_video(args: argparse.Namespace, vae: Any, mesh: Any, chip: chips.
 
 
 def _requested_network(args: argparse.Namespace, vae: Any, mesh: Any, chip: chips.Chip | None) -> PlanRequest:
-    """Return the program of the text encoder, of a denoising step, or with `--cache` of each kind of step.
-
-    Of `vae` only the dtype and the compression ratios are used.
-    """
+    """Return the program of the text encoder, of a step, or with `--cache` of each kind of step."""
     from cogvideox_torchax.plan import networks  # needs transformers, as the VAE does not
 
     runtime.enable()
@@ -170,7 +158,7 @@ def _requested_network(args: argparse.Namespace, vae: Any, mesh: Any, chip: chip
 def _requested_pipeline(
     args: argparse.Namespace, vae: Any, mesh: Any, chip: chips.Chip | None
 ) -> PlanRequest:
-    """Return the programs of a video: its prompt, a step and its decoding, with all weights in memory."""
+    """Return the programs of a whole video, with all weights in memory."""
     from cogvideox_torchax.plan import networks  # needs transformers, as the VAE does not
 
     prompt, step = (
@@ -200,7 +188,6 @@ def _requested_pipeline(
 
 
 def _with(args: argparse.Namespace, **changes: Any) -> argparse.Namespace:
-    """Return a copy of options with changes."""
     return argparse.Namespace(**vars(args) | changes)
 
 
@@ -263,7 +250,7 @@ def document(
     programs: Sequence[ProgramPlan],
     figures: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return a plan as a JSON document of a format, of the options, the programs and the printed figures."""
+    """Return a plan as a JSON document: the options, the programs and the printed figures."""
     return {
         "format": format_name,
         "job": request.job,

@@ -31,7 +31,6 @@ COMMAND = options.Command(
 
 
 def run(args: argparse.Namespace) -> None:
-    """Encode a video and decode it again into another; print the report."""
     clip = common.open_clip(args)
     with devices.process_group(args) as group:
         fps = args.fps or clip.info.fps
@@ -66,8 +65,8 @@ def _reconstruction(
 ) -> Iterator[torch.Tensor]:
     """Encode and decode a clip; yield each chunk's frames, uint8 (1, 3, t, H, W).
 
-    Latents are decoded as soon as there are enough for a chunk: memory does not grow with the clip. Several
-    processes decode together: each gets the latents, only the first gets the frames.
+    Latents are decoded as soon as there are enough for a chunk, so memory does not grow with the clip. In
+    several processes each gets the latents, and only the first gets the frames.
     """
     encoder = common.encoder_of(args, vae, group.fetch_to_all)
     decoder = common.unit_of(DecodeClip, args, vae, group.fetch_to_first)
@@ -84,10 +83,7 @@ def _reconstruction(
 def _source_timing(
     args: argparse.Namespace, clip: DecodedClip, frames_out: int
 ) -> tuple[video.SourceTiming, list[str]]:
-    """Return the times, sound and pixel shape that an .mp4 takes over from its source, and lines to print.
-
-    The lines name each difference between output and source, with its reason.
-    """
+    """Return what an .mp4 takes over from its source, and a line on each difference, with its reason."""
     info, messages = clip.info, []
     is_mp4 = Path(args.output).suffix.lower() == ".mp4"
     at_own_rate = args.fps in (None, info.fps)  # None, without --fps, is the source's rate

@@ -45,11 +45,7 @@ COMMAND = options.Command(
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare backends with PyTorch in float32, in each dtype; print the report.
-
-    Returns:
-        The exit code: 1 if a backend breaks a contract, a bound on its difference from PyTorch, else 0.
-    """
+    """Compare backends with PyTorch in float32, in each dtype; return 1 if one breaks a contract, else 0."""
     from cogvideox_torchax.vae.torchax.networks import stock_of
     from cogvideox_torchax.verify import compare, report
 

@@ -53,15 +53,10 @@ class Bucket:
 
     @classmethod
     def parse(cls, text: str) -> "Bucket":
-        """Return the bucket of a text such as "49x480x720": frames, height, width.
-
-        Raises:
-            SizeError: a text of another form.
-        """
+        """Return the bucket of a text such as "49x480x720": frames, height, width; else raise `SizeError`."""
         return cls(*parse_size(text, frames=True))
 
     def __str__(self) -> str:
-        """Return the text that `parse` takes."""
         return f"{self.frames}x{self.height}x{self.width}"
 
 
@@ -109,6 +104,9 @@ class ClipConfig:
         seed: seed of the samples, which depend on it and on the clip's id alone.
         tiling: tiles of "HEIGHTxWIDTH" in pixels, "auto" for tiles if a clip does not fit, None for no tiles.
         dp, tp: mesh of this process's own devices; None for one device.
+
+    Raises:
+        ClipError: a value is unknown, or does not go with another.
     """
 
     model: str
@@ -129,7 +127,6 @@ class ClipConfig:
     tp: int | None = None
 
     def __post_init__(self) -> None:
-        """Raise `ClipError` for values that are unknown, or that do not go together."""
         if self.keep not in KEEP:
             raise ClipError(f"got keep={self.keep!r}: one of {', '.join(KEEP)}")
         if self.buckets and (self.frames or self.height or self.width or self.crop):
@@ -142,11 +139,10 @@ class ClipConfig:
             raise ClipError(f"got {self.fps} frames a second: {FASTEST} are the most")
 
     def fixed_settings(self, model_sha256: str) -> dict[str, Any]:
-        """Return the settings that the latents depend on; a run is resumed only with equal ones.
+        """Return the settings that the latents depend on, as JSON's values.
 
-        Backend and mesh are left out: they change results by rounding alone, so a run may be resumed on other
-        devices. The model counts by its hash, wherever its files are; if the hash is "", it is left out. The
-        values are those of JSON, in which the settings are stored.
+        A run is resumed only with equal ones. Backend and mesh are left out, because they change results by
+        rounding alone. The model counts by its hash, wherever its files are; an empty hash is left out.
         """
         not_fixed = ("model", "backend", "dp", "tp")
         fixed = {name: value for name, value in asdict(self).items() if name not in not_fixed}
@@ -173,11 +169,11 @@ class DecodedClip:
         clip, info: the clip, and the properties of its file.
         framing: the size that frames are brought to.
         indices: the frames of the file to encode, in ascending order.
-        length: number of frames to encode at once; all, or those of a window.
-        changes: what becomes of the clip's frames, for the latents' `about`.
+        length: number of frames to encode at once: all of them, or a window's.
+        changes: the changes to the clip's frames, for the latents' `about`.
         frames: uint8 (1, 3, T, H, W); None for a long clip, which is read while it is encoded.
         sha256: hash of the file; "" if it was not computed.
-        stamp: the file's size and time of change, before it was read; None for bytes.
+        stamp: the file's size and time of change before it was read; None for bytes.
     """
 
     clip: Clip
@@ -192,7 +188,6 @@ class DecodedClip:
 
     @property
     def num_frames(self) -> int:
-        """Number of frames to encode."""
         return len(self.indices)
 
     def stream(self) -> Iterator[torch.Tensor]:
@@ -203,7 +198,7 @@ class DecodedClip:
             yield from self.frames.unbind(2)
 
     def windows(self) -> Iterator["DecodedClip"]:
-        """Yield the windows of a clip, each with its frames and an id of its own, such as "a.mp4/00002"."""
+        """Yield a clip's windows, each with its frames and an id of its own, such as "a.mp4/00002"."""
         frames = self.stream()
         for number, start in enumerate(range(0, self.num_frames, self.length)):
             yield replace(
@@ -216,16 +211,15 @@ class DecodedClip:
 
 
 def select_part(clip: Clip, config: "ClipConfig", scale: int) -> DecodedClip:
-    """Return the part of a clip to encode: which of its frames, in which size. No frame is read.
+    """Return the frames of a clip to encode, and their size, without reading them.
 
-    With buckets in the config, one of them gives the number and the size. Otherwise each comes from the clip,
-    else from the config, else from the video.
-
-    `scale` is the number of pixels to a latent pixel along a side: it must divide the height and the width.
+    Both come from one of the config's buckets, if it has any. Otherwise each comes from the clip, else from
+    the config, else from the video. `scale`, the pixels to a latent pixel along a side, must divide the
+    height and the width.
 
     Raises:
-        VideoError: a video that cannot be read.
-        ClipError: a clip that is too short or too small, or of another size than the config asks for.
+        VideoError: the video cannot be read.
+        ClipError: the clip is too short or too small, or of another size than the config asks for.
     """
     # The stamp, the file's size and time of change, tells later whether the file was changed.
     stamp, info = _stamp(clip.source), video.probe(clip.source)
@@ -265,15 +259,15 @@ _LOADING = threading.RLock()
 
 
 class _ClipUnit:
-    """A config and its model, which is loaded on first use, and left out of a pickle.
+    """A config and its model, which is loaded on first use and left out of a pickle.
 
     Args:
         config: model and settings.
         say: called with messages for a user.
         vae: the model, if it is loaded already.
         fetch: brings a chunk's result to the host.
-        follow: wraps the results of a clip's chunks in a progress bar; it gets them, their number and the
-            direction. None for no bar.
+        follow: wraps the results of a clip's chunks in a progress bar, given them, their number and the
+            direction; None for no bar.
     """
 
     def __init__(
@@ -294,7 +288,6 @@ class _ClipUnit:
 
     @property
     def vae(self) -> Any:
-        """The model, loaded on first use."""
         with _LOADING:  # the loop's thread and the threads that read clips may ask at the same time
             if self._vae is None:
                 self._vae = self.config.load()
@@ -302,13 +295,12 @@ class _ClipUnit:
 
     @property
     def model_sha256(self) -> str:
-        """The hash of the model's config and of its weights as they are loaded."""
         with _LOADING:  # several threads may ask at the same time
             self._hash = self._hash or model_sha256(self.vae)
             return self._hash
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle, without the model and its hash: another process loads its own model."""
+        """Return the state to pickle, without the model: another process loads its own."""
         return {**vars(self), "_vae": None, "_hash": ""}
 
     def _with_tiles_and_progress(
@@ -319,14 +311,13 @@ class _ClipUnit:
         start: Callable[[], Chunks],
         clip_id: str,
     ) -> Chunks:
-        """Return the iterator `start()`, with tiles set, memory errors handled and progress shown.
+        """Return the iterator `start()`, with tiles set and progress shown.
 
-        The model gets the tiles of the config's `tiling`; it keeps its own where `tiling` is None. If memory
-        runs out, smaller tiles are set and `start` is called again.
+        The tiles are those of the config's `tiling`, or else the model's own. If memory runs out, smaller
+        tiles are set and `start` is called again.
         """
 
         def say(line: str) -> None:
-            """Print a message, the clip's id before it."""
             self._say(f"{clip_id}: {line}" if clip_id else line)
 
         # A text that describes the tiles if `tiling` is "auto" and the clip needs them, else None.
@@ -342,23 +333,23 @@ class _ClipUnit:
 class EncodeClip(_ClipUnit):
     """Encodes clips: `EncodeClip(config)(clip)`; equal clips give equal latents, whatever came before.
 
-    A program is compiled for each picture size and length of a chunk, once. `read` and `encode` are the two
-    steps of a call, for a loop that reads the next clip while one is computed; any thread may read.
+    A program is compiled once for each picture size and length of a chunk. `read` and `encode` are the two
+    steps of a call, so that a loop can read the next clip while one is computed; any thread may read.
     """
 
     def __call__(self, clip: Clip) -> Latents:
         """Return the clip's latents; their `about` names the source and the model.
 
         Raises:
-            VideoError, ClipError: a clip that cannot be read, or not in a size that is wanted; a config with
-                windows, of which `windows` returns the latents.
+            VideoError, ClipError: the clip cannot be read, or not in the size that is wanted; or the config
+                has windows, whose latents `windows` returns.
         """
         if self.config.windows:
             raise ClipError("a clip gives several latents: call `windows` for them")
         return self.encode(self.read(clip))
 
     def windows(self, clip: Clip) -> Iterator[Latents]:
-        """Yield the latents of each of a clip's windows; without windows in the config, the only ones."""
+        """Yield the latents of each of a clip's windows; without windows in the config, those of the clip."""
         return self.encode_all(self.read(clip))
 
     def encode_all(self, decoded: DecodedClip) -> Iterator[Latents]:
@@ -368,10 +359,7 @@ class EncodeClip(_ClipUnit):
     def read(self, clip: Clip) -> DecodedClip:
         """Read a clip's frames, resized for the VAE, and compute the hash of its file.
 
-        Frames that take more than `AHEAD_BYTES` stay None: they are read while they are encoded.
-
-        Raises:
-            VideoError, ClipError: a clip that cannot be read, or not in a size that is wanted.
+        Frames that take more than `AHEAD_BYTES` are not read yet. Raise as `__call__` does.
         """
         # The first frames of the clip, as many as the config asks for; not read yet.
         part = select_part(clip, self.config, self.vae.spatial_compression_ratio)
@@ -427,10 +415,7 @@ class EncodeClip(_ClipUnit):
         )
 
     def pieces(self, decoded: DecodedClip) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield, for each chunk, the tensors to keep of its posterior, by their names in a latent file.
-
-        Samples depend on the config's seed and the clip's id, not on clips before it.
-        """
+        """Yield, for each chunk, the tensors to keep of its posterior, by their names in a latent file."""
         config, name = self.config, decoded.clip.id
         # A checksum gives each id a seed, equal in every process, which Python's `hash` is not.
         seed = zlib.crc32(f"{config.seed} {name}".encode()) if name else config.seed
@@ -440,7 +425,6 @@ class EncodeClip(_ClipUnit):
             yield {tensor: take(posterior, generator) for tensor, take in KEEP[config.keep].items()}
 
     def _about(self, decoded: DecodedClip) -> dict[str, Any]:
-        """Return the field `about` of a clip's latent file: its id, caption, source, changes and settings."""
         tile = memory.tile_of(self.vae)  # (height, width) in pixels, or None for whole frames
         return {
             "id": decoded.clip.id,
@@ -479,8 +463,7 @@ class DecodeClip(_ClipUnit):
         """Yield the frames of each chunk, uint8 (1, 3, t, H, W), of latents that come in pieces.
 
         Args:
-            start: returns an iterator over the pieces (1, C, t, h, w); called again, to begin anew with
-                smaller tiles, if memory runs out.
+            start: returns an iterator over the pieces (1, C, t, h, w). It is called again if memory runs out.
             shape: (latent frames, rows, columns) of all pieces together.
         """
         vae = self.vae
@@ -499,17 +482,10 @@ class DecodeClip(_ClipUnit):
 
 
 def choose(buckets: Sequence[Bucket], info: video.VideoInfo, frames: int) -> Bucket:
-    """Return the bucket for a video: of the buckets that are not longer than it, the nearest in shape.
+    """Return the bucket for a video with `frames` frames: the nearest in shape of those that are not longer.
 
     Of equally near buckets the longest is taken, and of equally long ones the bucket with the most pixels.
-
-    Args:
-        buckets: buckets to choose from.
-        info: properties of the video.
-        frames: number of its frames that may be taken.
-
-    Raises:
-        ClipError: a video shorter than every bucket.
+    `ClipError` if every bucket is longer.
     """
     fitting = [bucket for bucket in buckets if bucket.frames <= frames]
     if not fitting:
@@ -517,7 +493,6 @@ def choose(buckets: Sequence[Bucket], info: video.VideoInfo, frames: int) -> Buc
         raise ClipError(f"{info.path} has {frames} frames, the shortest bucket {shortest}")
 
     def rank(bucket: Bucket) -> tuple[float, int, int]:
-        """Return a key, lowest for the best bucket: distance of width / height, then frames, then pixels."""
         distance = abs(math.log(bucket.width / bucket.height / float(info.shape)))
         # Rounded, so that buckets of one shape and different sizes are equally near.
         return round(distance, 6), -bucket.frames, -bucket.height * bucket.width
@@ -538,7 +513,7 @@ def model_sha256(vae: Any) -> str:
 
 
 def _stamp(source: video.Source) -> tuple[int, int] | None:
-    """Return a file's size and time of change, to tell whether it was changed; None if it is no file."""
+    """Return a file's size and time of change, to tell later whether it was changed; None for bytes."""
     if isinstance(source, bytes) or not Path(source).is_file():
         return None
     status = Path(source).stat()

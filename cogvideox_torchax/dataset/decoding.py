@@ -22,14 +22,14 @@ class VideoDirectory(OutputDirectory):
     A file that cannot be read, and a clip whose video cannot be written, are in the first process's `bad`.
 
     Args:
-        directory: made where it is not there.
+        directory: made if it does not exist.
         files: files of latents, of one clip or several.
-        fps: frames a second; each clip's own where None.
+        fps: frames a second; None for each clip's own.
         shard: the part of this process.
         retry: whether clips that failed in an earlier run are tried again.
 
     Raises:
-        OutputError: a directory that cannot be written, or that has videos of the clips from elsewhere.
+        OutputError: the directory cannot be written, or has videos of the clips from elsewhere.
     """
 
     FAILED, SETTINGS, FORMAT = "failed-videos.jsonl", "videos.json", "cogvideox-torchax-videos/1"
@@ -58,7 +58,7 @@ class VideoDirectory(OutputDirectory):
             )
 
     def _valid_entries(self, files: Sequence[Path], refused: dict[str, str]) -> Iterator[formats.Entry]:
-        """Yield the entries of files of latents whose videos can be written; add all others to `refused`."""
+        """Yield the entries whose videos can be written; add all others to `refused`."""
         clips: list[tuple[Path, formats.Entry]] = []
         for file in files:
             try:
@@ -81,14 +81,10 @@ class VideoDirectory(OutputDirectory):
                 refused[str(clip_id)] = f"{file}: {error}"
 
     def _path(self, clip_id: str) -> Path:
-        """Return the path of a clip's video; an id may end in .mp4 already."""
         return self.directory / f"{clip_id.removesuffix('.mp4')}.mp4"
 
     def fix_settings(self, settings: dict[str, Any]) -> None:
-        """Write the settings of the videos, unless they are there; raise `OutputError` if others are.
-
-        If no clip is missing, nothing is written.
-        """
+        """Write the settings of the videos if a clip is missing; raise `OutputError` if others are there."""
         settings = {**settings, "fps": None if self._fps is None else str(self._fps)}
         while self.missing and not self._settings.exists():
             try:
@@ -107,17 +103,12 @@ class VideoDirectory(OutputDirectory):
         return None
 
     def work(self, unit: DecodeClip, *, readers: int = loop.READERS) -> Iterator[loop.Step]:
-        """Decode the clips whose video is missing; yield the outcome of each.
+        """Decode the clips whose video is missing, chunk by chunk; yield the outcome of each.
 
-        Frames are written chunk by chunk, so a clip may be of any length.
-
-        Args:
-            unit: decodes one clip's latents.
-            readers: number of clips whose latents are read at a time.
+        `unit` decodes one clip's latents. `readers` is the number of clips whose latents are read at a time.
         """
 
         def compute(given: tuple[str, Latents]) -> None:
-            """Decode a clip, given its (id, latents), into its video."""
             clip_id, latents = given
             path = self._path(clip_id)
             path.parent.mkdir(parents=True, exist_ok=True)

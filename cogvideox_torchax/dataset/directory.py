@@ -1,7 +1,7 @@
 """An output directory of many clips: a file or a directory for each, and a list of those that failed.
 
-What is there decides what is to do: a clip whose output exists is done. Outputs are whole or absent
-(`files/whole.py`), so a run may be killed at any time, and the same command completes its work.
+A clip whose output exists is done. Outputs are complete or absent (`files/whole.py`), so a run may be killed
+at any time, and the same command completes its work.
 """
 
 import contextlib
@@ -30,18 +30,15 @@ class OutputDirectory:
     A subclass sets `FAILED`, the name of the file with a line for each clip that failed, and adds the clips.
 
     Args:
-        directory: made where it is not there.
+        directory: made if it does not exist; `OutputError` if it cannot be written.
         shard: the part of this process.
         retry: whether clips that failed in an earlier run are tried again.
 
     Attributes:
-        missing: what this process has to make a clip of, by the clip's id.
-        bad: reasons why clips of this process cannot be made, by id.
+        missing: by a clip's id, what this process makes the clip's output of.
+        bad: by id, why an output of this process cannot be made.
         done_before: number of this process's clips that an earlier run has made.
         failed: path of the list of clips that failed.
-
-    Raises:
-        OutputError: a directory that cannot be written.
     """
 
     FAILED: str

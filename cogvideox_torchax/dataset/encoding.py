@@ -1,6 +1,6 @@
-"""Encode many clips into a directory: a latent file for each, or a directory of one file a window.
+"""Encode many clips into a directory: a latent file for each, or a directory with one file for each window.
 
-A latent file names the settings by which it was made; a directory has latents of the same settings only.
+A latent file names its settings; a directory has latents of the same settings only.
 """
 
 import contextlib
@@ -28,15 +28,15 @@ class LatentDirectory(OutputDirectory):
     `missing` has each `Clip` by its id.
 
     Args:
-        directory: made where it is not there.
+        directory: made if it does not exist.
         unit: encodes the clips.
         clips: all clips, of all processes.
         shard: the part of this process.
         retry: whether clips that failed in an earlier run are tried again.
 
     Raises:
-        OutputError: a directory that cannot be written, or that holds latents of other settings.
-        LatentsError: a broken latent file in the directory.
+        OutputError: the directory cannot be written, or holds latents of other settings.
+        LatentsError: a latent file in the directory is broken.
     """
 
     FAILED = "failed.jsonl"
@@ -64,11 +64,10 @@ class LatentDirectory(OutputDirectory):
                 self.refuse(clip.id, str(error))
 
     def path(self, clip: Clip) -> Path:
-        """Return the path of a clip's latent file, or of the directory of its windows."""
         return self.directory / (clip.id if self._unit.config.windows else f"{clip.id}.safetensors")
 
     def work(self, *, readers: int = loop.READERS) -> Iterator[loop.Step]:
-        """Encode the missing clips; yield the outcome of each, and as its result each latents' `about`.
+        """Encode the missing clips; yield the outcome of each, with each latents' `about` as its result.
 
         `readers` is the number of clips that are read at a time.
         """
@@ -94,6 +93,13 @@ def write(unit: EncodeClip, decoded: DecodedClip, path: Path) -> Written:
             file.write_bytes(latent_files.dumps(latents))
             abouts.append(latents.about)
         return stack.pop_all(), abouts
+
+
+def write_at_once(unit: EncodeClip, decoded: DecodedClip, path: Path) -> list[dict[str, Any]]:
+    """Encode a clip into `path`; return the `about` of each of its latents."""
+    place, abouts = write(unit, decoded, path)
+    place.close()
+    return abouts
 
 
 class Changes:
@@ -125,6 +131,6 @@ class Changes:
             )
 
     def report(self) -> dict[str, Any]:
-        """Return the counts, and the frames a second of the latents: one number, or least and most."""
+        """Return the counts, and the latents' frames a second: one number, or least and most."""
         rates = [f"{float(rate):.6g}" for rate in sorted(self._rates)]
         return {**self._counts, "fps": " to ".join(dict.fromkeys(rates[:1] + rates[-1:]))}

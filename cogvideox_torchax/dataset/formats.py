@@ -17,6 +17,7 @@ import torch
 
 from cogvideox_torchax.files import latents as latent_files
 from cogvideox_torchax.files import reports
+from cogvideox_torchax.files.extras import needing
 from cogvideox_torchax.files.latents import Latents, LatentsError
 from cogvideox_torchax.files.whole import whole_file
 from cogvideox_torchax.runtime import without_torchax
@@ -40,18 +41,12 @@ Members = Sequence[tuple[int, Path]]
 
 
 def write(kind: str, members: Members, path: Path) -> None:
-    """Write a shard, whole or not at all, in a format of `SUFFIXES`.
-
-    Raises:
-        LatentsError: a latent file that cannot be read.
-        ImportError: pyarrow is not installed.
-    """
+    """Write a shard, whole or not at all, in a format of `SUFFIXES`; `LatentsError` for a broken file."""
     writers = {SAFETENSORS: _write_safetensors, PARQUET: _write_parquet, WEBDATASET: _write_tar}
     writers[kind](members, path)
 
 
 def _write_safetensors(members: Members, path: Path) -> None:
-    """Write latent files as one safetensors file; see `latents.save_shard`."""
     latent_files.save_shard((latent_files.load(file) for _, file in members), path)
 
 
@@ -60,10 +55,10 @@ Entry = tuple[str, Callable[[], Latents]]
 
 
 def entries(path: Path) -> list[Entry]:
-    """Return (id, function that reads the latents) of each clip in a shard, or of the one in a latent file.
+    """Return the entries of a shard's clips, or of the one clip in a latent file.
 
     Raises:
-        LatentsError: a file that is truncated, or no shard; a returned function may raise it, too.
+        LatentsError: the file is truncated or no shard; a returned function may raise it, too.
         ImportError: pyarrow is not installed.
     """
     # By suffix, the function that lists a file's entries.
@@ -76,10 +71,7 @@ def entries(path: Path) -> list[Entry]:
 
 
 def _read_entry(name: str, read: Callable[[], Latents]) -> Latents:
-    """Return a clip's latents, `read()`; raise `LatentsError` if they are broken, or of several videos.
-
-    `name` is the name of the shard and the clip in the error's message.
-    """
+    """Return `read()`, an entry's latents; raise `LatentsError` if they are broken or of several videos."""
     with _naming_errors(name):
         latents = read()
     if len(latents.tensor) != 1:
@@ -106,25 +98,20 @@ _BROKEN = (
 
 
 def pyarrow() -> Any:
-    """Return the package that reads and writes Parquet; `ImportError` where it is not installed."""
-    try:
-        import pyarrow
+    """Return the package that reads and writes Parquet; raise `ImportError` if it is not installed."""
+    with needing("data", "Parquet needs pyarrow", ImportError):
         import pyarrow.parquet
-    except ImportError as error:
-        raise ImportError("Parquet needs pyarrow: pip install 'cogvideox-torchax[data]'") from error
     return pyarrow
 
 
 def _schema(arrow: Any) -> Any:
     """Return the schema of a Parquet shard: the columns that FastVideo's loader reads, then our own.
 
-    FastVideo's columns are its schema for text to video, in `fastvideo/dataset/dataloader/schema.py`. `arrow`
-    is the module pyarrow.
+    FastVideo's columns are its schema for text to video, in `fastvideo/dataset/dataloader/schema.py`.
     """
     text, count, numbers, data = arrow.string(), arrow.int64(), arrow.list_(arrow.int64()), arrow.binary()
 
     def tensor(name: str) -> list[tuple[str, Any]]:
-        """Return the three columns of a tensor, each as a name and a type."""
         return [(f"{name}_bytes", data), (f"{name}_shape", numbers), (f"{name}_dtype", text)]
 
     return arrow.schema(
@@ -148,7 +135,6 @@ def _schema(arrow: Any) -> Any:
 
 
 def _write_parquet(members: Members, path: Path) -> None:
-    """Write latent files as rows of a Parquet file."""
     arrow = pyarrow()
     schema = _schema(arrow)
     # Latents hardly compress; the zeros in place of a text do.
@@ -196,10 +182,7 @@ def _row_of_file(file: Path) -> dict[str, Any]:
 
 
 def _safetensors_entries(path: Path) -> list[Entry]:
-    """Return the entries of a safetensors shard, or the only one of a latent file.
-
-    If a latent file holds no id, its name without the suffix is the id.
-    """
+    """Return the entries of a shard, or the one of a latent file, whose id may be its name."""
     ids = latent_files.shard_ids(path)
     if ids is not None:
         return [(name, functools.partial(latent_files.load, path, name)) for name in ids]
@@ -207,7 +190,6 @@ def _safetensors_entries(path: Path) -> list[Entry]:
 
 
 def _parquet_entries(path: Path) -> list[Entry]:
-    """Return the entries of a Parquet shard, one a row."""
     with pyarrow().parquet.ParquetFile(path) as file:
         return [
             (name, functools.partial(_parquet_latents, path, group, offset, name))
@@ -217,7 +199,7 @@ def _parquet_entries(path: Path) -> list[Entry]:
 
 
 def _parquet_latents(path: Path, group: int, offset: int, name: Any) -> Latents:
-    """Return the latents of one row of a Parquet shard, in the dtype of the latent file it was made from."""
+    """Return the latents in one row of a Parquet shard, in their own dtype."""
     columns = [
         "id",
         "about",
@@ -264,7 +246,6 @@ def _write_tar(members: Members, path: Path) -> None:
 
 
 def _tar_entries(path: Path) -> list[Entry]:
-    """Return (id, function that reads the latents) of each clip in a WebDataset tar."""
     with tarfile.open(path, "r:") as tar:  # "r:" refuses a compressed tar
         members = {entry.name: entry for entry in tar if entry.isfile()}
         end = tar.offset  # the end of the last member, where a block of zeros ends a complete tar
@@ -272,13 +253,11 @@ def _tar_entries(path: Path) -> list[Entry]:
         raise LatentsError(f"{path} is truncated, as its end is missing: make it again")
 
     def read(name: str) -> bytes:
-        """Return the bytes of a member."""
         with path.open("rb") as file:
             file.seek(members[name].offset_data)
             return file.read(members[name].size)
 
     def latents(name: str) -> Latents:
-        """Return the latents of a member."""
         return latent_files.loads(read(name), f"{path}, {name}")
 
     def id_of(stem: str) -> Any:

@@ -51,11 +51,8 @@ def attempt(
 ) -> tuple[Any, str | None]:
     """Call `step(given)`; return (result, None), or (None, reason) if it raises one of `errors`.
 
-    Args:
-        step: a function of one argument.
-        given: its argument.
-        errors: errors that the argument causes, not the machine. An `OutputError` is raised even so, and a
-            `RuntimeError` unless it reports exhausted memory.
+    `errors` are those that the argument causes, not the machine. So an `OutputError` is raised even if it is
+    one of them, and so is a `RuntimeError` that does not report exhausted memory.
     """
     try:
         return step(given), None
@@ -79,13 +76,12 @@ def work(
     """Run jobs in order; yield the outcome of each after its computation, and return when all are written.
 
     Args:
-        jobs: anything that names a clip, such as its number or id.
-        read: returns a job's input; runs in threads of its own. Errors of `IN_READING`, which a broken clip
-            causes, fail the clip's job alone.
-        compute: returns the result of an input; runs in the caller's thread. Errors of `CLIPS_OWN`, which are
-            `IN_READING` without `OSError`, fail the clip's job alone.
-        keep: writes a job's result; runs in one thread. Any error there ends the loop.
-        refuse: called with a job that failed, and the reason, in the thread of `keep`.
+        jobs: anything that names a clip, such as its id.
+        read: returns a job's input, in a thread of its own. An error of `IN_READING` fails that job alone.
+        compute: returns an input's result, in the caller's thread. An error of `CLIPS_OWN` fails that job
+            alone.
+        keep: writes a job's result, in one thread for all jobs. Any error there ends the loop.
+        refuse: called, in the thread of `keep`, with a job that failed and the reason.
         readers: number of jobs that are read at a time.
     """
     reading = ThreadPoolExecutor(readers, "read")

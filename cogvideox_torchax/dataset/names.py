@@ -16,10 +16,7 @@ class ClipError(ValueError):
 
 
 def check_id(name: Any) -> None:
-    """Raise `ClipError` unless an id is a relative path below an output directory, in its shortest spelling.
-
-    "a//b" and "./a" are refused.
-    """
+    """Raise `ClipError` unless an id is a relative path below an output, in its shortest spelling."""
     path = PurePosixPath(name) if isinstance(name, str) else PurePosixPath()
     if not path.parts or path.is_absolute() or ".." in path.parts or path.as_posix() != name:
         raise ClipError(f"got the id {name!r}: a path that must not lead out of the output is wanted")
@@ -47,8 +44,8 @@ def check_file(
 
     Args:
         name: the id.
-        path: path of the file.
-        directory: the output directory, which the file is in or below.
+        path: path of the file, below the output directory.
+        directory: the output directory.
         taken: the files of all clips, none of which may be a directory of `path`.
         is_directory: whether the clip has a directory in place of a file.
     """

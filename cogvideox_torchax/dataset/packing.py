@@ -25,9 +25,8 @@ def pack(directory: str | Path, output: str | Path, kind: str, shard_size: int =
         The number of clips, and of shards.
 
     Raises:
-        LatentsError: a broken latent file.
-        OutputError: an output that cannot be written, or latents of several settings.
-        ClipError: no latent files.
+        LatentsError, ClipError: a latent file is broken, or there are none.
+        OutputError: the output cannot be written, or the latents are of several settings.
         ImportError: pyarrow is not installed.
     """
     if kind == formats.PARQUET:

@@ -1,7 +1,7 @@
 """Encoding by Ray Data: many machines, an actor for each host's chips; Ray replaces actors that die.
 
-An actor writes a clip's latents itself, into a directory that all machines see. A task that Ray runs again
-because its actor died finds the latents there.
+An actor writes a clip's latents itself, into a directory that all machines see. If it dies, Ray runs the task
+again, which finds latents that are there already.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ from typing import Any
 from cogvideox_torchax.dataset import encoding
 from cogvideox_torchax.dataset.clip import Clip, ClipConfig, EncodeClip
 from cogvideox_torchax.dataset.loop import CLIPS_OWN, IN_READING, Step, attempt
+from cogvideox_torchax.files.extras import needing
 
 RETRIES = 100
 """Restarts of an actor, and attempts at a clip, before the work fails."""
@@ -27,22 +28,19 @@ class ClipActor:
         self._unit = EncodeClip(config)  # the model is loaded for the first clip
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Encode the clip of a row, with "clip" (its fields in JSON) and the "path" of its output.
+        """Encode the clip of a row, given the "clip" (its fields in JSON) and the "path" of its output.
 
-        Returns:
-            A row with the JSON of each latents' `about`, or with an "error".
+        Return a row with each latents' `about` in JSON, or with an "error".
         """
         clip, path = Clip(**json.loads(row["clip"])), Path(row["path"])
-        written, reason = None, None
+        abouts, reason = None, None
         if not path.exists():  # else an actor that died before it could return has written it
             decoded, reason = attempt(self._unit.read, clip, IN_READING)
             if reason is None:
-                written, reason = attempt(
-                    lambda given: encoding.write(self._unit, given, path), decoded, CLIPS_OWN
+                abouts, reason = attempt(
+                    lambda frames: encoding.write_at_once(self._unit, frames, path), decoded, CLIPS_OWN
                 )
-        place, abouts = written or (contextlib.ExitStack(), [])
-        place.close()
-        return {"id": clip.id, "abouts": json.dumps(abouts), "error": reason or ""}
+        return {"id": clip.id, "abouts": json.dumps(abouts or []), "error": reason or ""}
 
 
 def work(
@@ -54,22 +52,20 @@ def work(
 ) -> Iterator[Step]:
     """Encode a directory's missing clips on a Ray cluster; yield each one's outcome as `directory.work` does.
 
-    An actor takes the chips of the config's mesh where the cluster has TPUs, and a CPU elsewhere.
+    An actor takes the chips of the config's mesh if the cluster has TPUs, and else a CPU.
 
     Args:
-        directory: the output; every machine can open it and the clips by the same paths.
+        directory: the output, which lacks at least one clip. Every machine opens it, and the clips, by the
+            same paths.
         config: settings by which clips are encoded.
-        address: of the cluster; None for the cluster that RAY_ADDRESS names, or a new one on this machine.
+        address: of the cluster; None for the one that RAY_ADDRESS names, or a new one on this machine.
         actors: number of models that run at a time; None for as many as the chips allow, or one.
 
     Raises:
-        ValueError: Ray is not installed, or no cluster is there.
+        ValueError: Ray is not installed, or there is no cluster.
     """
-    try:
-        import ray
+    with needing("ray", "encoding on Ray needs it"):
         import ray.data
-    except ImportError as error:
-        raise ValueError("encoding on Ray needs it: pip install 'cogvideox-torchax[ray]'") from error
     rows = [
         {
             "clip": json.dumps({**asdict(clip), "source": str(Path(str(clip.source)).absolute())}),
@@ -77,8 +73,6 @@ def work(
         }
         for clip in directory.missing.values()
     ]
-    if not rows:
-        return
     # Ray prints on stdout, and a command's stdout is its report.
     with contextlib.redirect_stdout(sys.stderr), _connected(ray, address):
         ray.data.DataContext.get_current().enable_progress_bars = False
@@ -103,7 +97,6 @@ def work(
 
 
 def _connected(ray: Any, address: str | None) -> Any:
-    """Return a connection to a cluster, which a `with` block closes; `ValueError` if no cluster is there."""
     try:
         return ray.init(address=address, log_to_driver=False)
     except ConnectionError as error:

@@ -31,7 +31,7 @@ def clips(path: str | Path) -> list[Clip]:
     paths are relative to the list.
 
     Raises:
-        ClipError: no such directory or list, no clip in it, a wrong line, or an id that comes twice.
+        ClipError: the directory or list is missing or has no clip, a line is wrong, or an id comes twice.
     """
     path = Path(path)
     found = _clips_below(path) if path.is_dir() else list(_listed_clips(path))
@@ -55,7 +55,6 @@ def _clips_below(directory: Path) -> list[Clip]:
 
 
 def _caption_beside(file: Path) -> str:
-    """Return the text of the .txt file beside a video; "" where there is none."""
     beside = file.with_suffix(".txt")
     return _read_text(beside).strip() if beside.is_file() else ""
 
@@ -71,7 +70,6 @@ def _read_text(path: Path) -> str:
 
 
 def _listed_clips(path: Path) -> Iterator[Clip]:
-    """Yield the clips of a .txt or .jsonl list; errors name the line."""
     if not path.is_file():
         raise ClipError(f"there is no file {path}")
     for number, line in enumerate(_read_text(path).split("\n"), 1):
@@ -83,7 +81,6 @@ def _listed_clips(path: Path) -> Iterator[Clip]:
 
 
 def _clip_of_line(line: str, path: Path) -> Clip:
-    """Return the clip of one line of the list `path`; raise `ClipError` for a wrong line."""
     try:
         given: dict[str, Any] = {"path": line.strip()} if path.suffix == ".txt" else dict(reports.parse(line))
         file = path.parent / given["path"]
@@ -116,11 +113,7 @@ def latent_files(directory: Path) -> list[Path]:
 
 
 def shards(directory: Path) -> list[Path]:
-    """Return the files that hold latents in a directory and below it, of one clip or several.
-
-    Raises:
-        ClipError: there are none.
-    """
+    """Return the files of latents in a directory and below it; `ClipError` if there are none."""
     suffixes = tuple(formats.SUFFIXES.values())
     found = _complete_files(directory, suffixes)
     if not found:
@@ -131,7 +124,7 @@ def shards(directory: Path) -> list[Path]:
 
 
 def _complete_files(directory: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    """Return the files below a directory that end in one of `suffixes`, but no output in the making."""
+    """Return the files below a directory with one of the suffixes, but no output in the making."""
     return sorted(
         path
         for path in directory.rglob("*")

@@ -49,14 +49,13 @@ class Latents:
     """Latents (N, C, T, H, W) as the VAE's encoder gives them, not scaled, and where they come from.
 
     Attributes:
-        tensor: the posterior's mean, or a sample where that alone was wanted.
-        config: the config of the VAE that made them; holds `scaling_factor`, `shift_factor` and
-            `invert_scale_latents`, which a diffusion pipeline applies on its own side.
+        tensor: the posterior's mean, or a sample if only a sample was wanted.
+        config: the config of the VAE that made them. Diffusion pipelines scale latents by its
+            `scaling_factor`, `shift_factor` and `invert_scale_latents`.
         model: directory or hub id of that VAE.
-        fps: of the source video.
-        num_frames: of the source video.
-        logvar: the posterior's log-variance, of the mean's shape; None if it was not kept.
-        sample: a sample of the posterior, besides its mean; None if none was kept.
+        fps, num_frames: of the source video.
+        logvar: the posterior's log-variance, in the mean's shape; None if it was not kept.
+        sample: a sample of the posterior beside its mean; None if none was kept.
         about: further fields: in a data set the clip's caption, sizes and hashes.
     """
 
@@ -71,7 +70,7 @@ class Latents:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The mean, the log-variance and the sample, those that are not None, by their names in a file."""
+        """The tensors that are not None, by their names in a file."""
         kept = {TENSOR: self.tensor, LOGVAR: self.logvar, SAMPLE: self.sample}
         return {name: tensor for name, tensor in kept.items() if tensor is not None}
 
@@ -120,8 +119,8 @@ def dumps(latents: Latents) -> bytes:
 def save_shard(clips: Iterable[Latents], path: str | Path) -> None:
     """Write the latents of several clips into one safetensors file, whole or not at all.
 
-    The tensors of a clip are named `ID/latents`, `ID/logvar` and so on, by the "id" in its `about`. The JSON
-    object under `KEY` has under "clips" the fields of each clip's latent file, by id.
+    A clip's tensors are named `ID/latents`, `ID/logvar` and so on, by the "id" in its `about`. The JSON
+    object under `KEY` has the fields of each clip's latent file, by id, under "clips".
     """
     found: dict[str, torch.Tensor] = {}
     fields: dict[str, Any] = {}
@@ -133,17 +132,13 @@ def save_shard(clips: Iterable[Latents], path: str | Path) -> None:
 
 
 def shard_ids(path: Path) -> list[str] | None:
-    """Return the ids of the clips in a file of `save_shard`; None for any other safetensors file.
-
-    Raises:
-        LatentsError: no safetensors, truncated, or metadata that is no JSON.
-    """
+    """Return the ids of the clips in a file of `save_shard`; None for any other safetensors file."""
     clips = _clips(_parsed(path, tensors.metadata(path, LatentsError)))
     return None if clips is None else list(clips)
 
 
 def _clips(fields: Any) -> dict[str, Any] | None:
-    """Return the fields of each clip in the JSON object of a shard; None for any other JSON value."""
+    """Return the fields of each clip in a shard's JSON value; None if the value is not a shard's."""
     clips = fields.get("clips") if isinstance(fields, dict) else None
     return clips if isinstance(clips, dict) else None
 
@@ -152,8 +147,7 @@ def load(path: str | Path, clip_id: str | None = None) -> Latents:
     """Read a latent file, or the clip `clip_id` of a file of `save_shard`.
 
     Raises:
-        LatentsError: no file, or one that is truncated, no safetensors, without the tensor or the metadata
-            that `save` writes, or with a broken field, which the message names.
+        LatentsError: the file is missing or broken; the message names a broken field.
     """
     if not Path(path).is_file():
         raise LatentsError(f"there is no file {path}")
@@ -163,24 +157,12 @@ def load(path: str | Path, clip_id: str | None = None) -> Latents:
 
 
 def about(path: Path) -> dict[str, Any]:
-    """Return the field `about` of a latent file; its tensors are not read.
-
-    Raises:
-        LatentsError: no safetensors, truncated, another format, or a broken field.
-    """
+    """Return the field `about` of a latent file, without reading its tensors."""
     return _checked(path, _parsed(path, tensors.metadata(path, LatentsError)))["about"]
 
 
 def loads(data: bytes, name: str | Path) -> Latents:
-    """Return the latents of a latent file, given its bytes.
-
-    Args:
-        data: the file.
-        name: of the file, for errors.
-
-    Raises:
-        LatentsError: bytes that are no whole latent file, or a field that is broken, which is named.
-    """
+    """Return the latents of a latent file from its bytes; errors call the file `name`."""
     with tensors.readable(name, LatentsError):
         found = without_torchax(deserialized, data)  # while torchax is on, safetensors cannot be loaded
     # The file begins with the length of its JSON header, in eight bytes; `deserialized` drops the metadata.
@@ -193,11 +175,11 @@ def from_fields(path: str | Path, fields: Any, found: dict[str, torch.Tensor]) -
 
     Args:
         path: of the file, for errors.
-        fields: as `Latents.fields` gives them; any other value is an error.
-        found: tensors by their names in a file, as `Latents.tensors` gives them.
+        fields: the JSON value, which is valid if `Latents.fields` could have returned it.
+        found: tensors by their names in a file.
 
     Raises:
-        LatentsError: no tensor, another format, or a broken field, which is named.
+        LatentsError: the tensor is missing, or a field is broken; the message names it.
     """
     checked, tensor = _checked(path, fields), found.get(TENSOR)
     if tensor is None:
@@ -211,17 +193,15 @@ def from_fields(path: str | Path, fields: Any, found: dict[str, torch.Tensor]) -
 
 
 def _foreign(path: str | Path) -> LatentsError:
-    """Return the error for a file that is no latent file."""
     return LatentsError(
         f"{path} is no latent file of this program: write one with `cogvideox-torchax encode`"
     )
 
 
 def _checked(path: str | Path, fields: Any) -> dict[str, Any]:
-    """Check the fields of a file; return them as the arguments of `Latents`, without its tensors.
+    """Check a file's fields by `_CHECKS`; return those that are arguments of `Latents`.
 
-    `_CHECKS` has a check for each field. The config's `FACTORS`, by which pipelines scale latents, are
-    checked like fields of the file: an error then names the factor, not the whole config.
+    The config's `FACTORS` are checked one by one, so that an error names the factor.
     """
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         raise _foreign(path)
@@ -237,7 +217,7 @@ def _checked(path: str | Path, fields: Any) -> dict[str, Any]:
 
 
 def _parsed(path: str | Path, metadata: dict[str, str]) -> Any:
-    """Return the JSON value under `KEY` in a file's metadata, None where there is none; for errors `path`."""
+    """Return the JSON value under `KEY` in a file's metadata; None if there is none."""
     try:
         return reports.parse(metadata.get(KEY, "null"))
     except ValueError as error:
@@ -245,15 +225,11 @@ def _parsed(path: str | Path, metadata: dict[str, str]) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether a value is a number in float32's range, and no bool.
-
-    An int of JSON may be larger than any float: the value is compared as it is, not converted.
-    """
+    """Return whether a value is a number in float32's range; an int in JSON may exceed every float."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -1e38 < value < 1e38
 
 
 def _is_rate(value: Any) -> bool:
-    """Return whether a value is a text that names a frame rate."""
     try:
         return isinstance(value, str) and video.frame_rate(value) > 0
     except ValueError:

@@ -15,18 +15,14 @@ INDEX = "model_index.json"
 class ModelError(ValueError, OSError):
     """A model that cannot be loaded; the message names the file and what to do.
 
-    It is an `OSError` too, the error that diffusers raises for a missing file.
+    It is an `OSError` too, because diffusers raises that for a missing file.
     """
 
 
 def local(name: str | Path) -> Path | None:
     """Return the directory of a model on this machine; None for a hub id, OWNER/NAME.
 
-    Args:
-        name: a directory, a file in one, or a hub id; "~" is the home directory.
-
-    Raises:
-        ModelError: a name that is none of these.
+    `name` is a directory, a file in one, or a hub id; any other name raises `ModelError`.
     """
     path = Path(name).expanduser()
     if path.exists():
@@ -39,18 +35,18 @@ def local(name: str | Path) -> Path | None:
 def locate(
     name: str | Path, part: str | None = None, *, files: Sequence[str] = ("*.json",), **hub_options: Any
 ) -> Path:
-    """Return the directory of a model, or of a part of a pipeline, downloaded where `name` is a hub id.
+    """Return the directory of a model, or of a part of a pipeline; download a hub id's files.
 
     Args:
         name: a directory, a file in one, or a hub id.
-        part: the folder within a pipeline, such as "vae"; a directory with neither this folder nor a
+        part: the folder within a pipeline, such as "vae". A directory with neither this folder nor a
             model_index.json counts as the part.
         files: patterns of the files to download.
-        hub_options: of huggingface_hub's `snapshot_download`: `revision`, `token`, `cache_dir`,
-            `local_files_only`. Without a network huggingface_hub's cache is used.
+        hub_options: of huggingface_hub's `snapshot_download`, such as `revision` or `local_files_only`.
+            Without a network huggingface_hub's cache is used.
 
     Raises:
-        ModelError: no such directory, or a repository that cannot be downloaded and is not in the cache.
+        ModelError: there is no such directory, or neither the hub nor its cache has the repository.
     """
     directory = local(name)
     if directory is None:  # a hub id
@@ -64,7 +60,6 @@ def locate(
 
 
 def _snapshot(repository: str, patterns: list[str], hub_options: dict[str, Any]) -> Path:
-    """Download a hub repository's files of some patterns; return the repository's directory in the cache."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -74,7 +69,7 @@ def _snapshot(repository: str, patterns: list[str], hub_options: dict[str, Any])
 
 
 def not_on_hub(repository: str, error: Exception) -> ModelError:
-    """Return the error for a repository that neither the hub nor its cache has; `error` is the reason."""
+    """Return the error for a repository that neither the hub nor its cache has."""
     return ModelError(
         f"cannot load {repository} from the hub, nor from its cache on this machine: check the name and the "
         f"network, or give a local directory ({' '.join(str(error).split())[:200]})"
@@ -99,14 +94,13 @@ def read_json(path: Path) -> dict[str, Any]:
 def saved_from_host(save_pretrained: Callable[..., None]) -> Callable[..., None]:
     """Return a model's `save_pretrained` for weights on JAX or in PyTorch.
 
-    The returned method calls `save_pretrained` with a copy of the module tree that has plain tensors
-    (`host_skeleton`). Then it repairs permissions: safetensors makes weight files that only their owner may
-    read, whatever the umask is; config.json has the permissions that the umask gives.
+    The returned method saves a copy of the module tree with plain tensors (`host_skeleton`). safetensors
+    makes weight files that only their owner may read, so the method then gives them the permissions of
+    config.json.
     """
 
     @functools.wraps(save_pretrained)
     def save(model: Any, save_directory: str | Path, *args: Any, **options: Any) -> None:
-        """Save the model, then give the weight files that this call wrote the permissions of config.json."""
         directory = Path(save_directory)
         before = {file: file.stat().st_mtime_ns for file in directory.glob("*.safetensors")}
         runtime.without_torchax(

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cogvideox_torchax.files.extras import needing
 from cogvideox_torchax.files.whole import check_file, whole_file
 
 
@@ -51,17 +52,15 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def pyplot() -> Any:
-    """Return `matplotlib.pyplot`, set to draw without a display; `ValueError` where it is not installed."""
-    try:
+    """Return `matplotlib.pyplot`, set to draw without a display; `ValueError` if it is not installed."""
+    with needing("plots", "drawing needs matplotlib"):
         import matplotlib.pyplot
-    except ImportError as error:
-        raise ValueError("drawing needs matplotlib: pip install 'cogvideox-torchax[plots]'") from error
     matplotlib.use("Agg")
     return matplotlib.pyplot
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Write a matplotlib figure as a PNG, whole or not at all; then close the figure, to free its memory."""
+    """Write a matplotlib figure as a PNG, whole or not at all, and close it to free its memory."""
     with whole_file(path) as temporary:
         figure.savefig(temporary, dpi=110, format="png")
     pyplot().close(figure)

@@ -23,7 +23,7 @@ def save_video(frames: Any, path: str | Path, fps: Fraction | float) -> None:
     Args:
         frames: `frames` or `frames[0]` of a pipeline's result, of every `output_type` but "latent": Pillow
             images; arrays (T, H, W, 3) or (1, T, H, W, 3); or torch tensors (T, 3, H, W) or (1, T, 3, H, W),
-            which may be on JAX. Values are floats in [0, 1], or uint8.
+            also on JAX. Values are floats in [0, 1], or uint8.
         path: of the file or the directory.
         fps: frames a second. CogVideoX makes 8, CogVideoX 1.5 makes 16.
 
@@ -44,7 +44,7 @@ def _save(frames: Any, path: str | Path, fps: Fraction | float) -> None:
 
 
 def _array(frames: Any) -> np.ndarray:
-    """Return frames in NumPy, channels last, and all else as it is."""
+    """Return frames as a NumPy array with the channels last."""
     if isinstance(frames, torch.Tensor):
         host = runtime.to_torch(frames).detach().cpu()
         host = host.float() if host.is_floating_point() else host  # NumPy has no bfloat16
@@ -58,7 +58,7 @@ def _array(frames: Any) -> np.ndarray:
 
 
 def _one_video(frames: Any, array: np.ndarray) -> np.ndarray:
-    """Return (T, H, W, 3) of one video's array; raise `VideoError` for anything else, as the user gave it."""
+    """Return one video's array as (T, H, W, 3); raise `VideoError` for anything else."""
     kind, shape = type(frames).__name__, tuple(getattr(frames, "shape", array.shape))
     is_float = np.issubdtype(array.dtype, np.floating)
     if not is_float and array.dtype != np.uint8:

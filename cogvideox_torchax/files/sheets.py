@@ -14,9 +14,8 @@ GAIN = 4
 def contact_sheet(source: torch.Tensor, result: torch.Tensor, columns: int = 5) -> Any:
     """Return a Pillow image with a row of frames each for source, reconstruction and amplified difference.
 
-    Args:
-        source, result: uint8 (1, 3, T, H, W), the video and its reconstruction.
-        columns: most frames in a row; they are spread evenly over the video.
+    `source` and `result` are uint8 (1, 3, T, H, W). At most `columns` frames are shown, spread over the
+    video.
     """
     from PIL import Image, ImageDraw, ImageFont
 

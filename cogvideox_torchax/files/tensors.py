@@ -31,7 +31,7 @@ def load(
 ) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
     """Return a safetensors file's metadata and tensors; raise the error class `refused` if it is broken.
 
-    Only tensors whose names begin with `prefix` are read, and returned under their names without it.
+    Only tensors whose names begin with `prefix` are read, and are returned without the prefix.
     """
 
     # One opening: a file that is replaced meanwhile is read in one version.

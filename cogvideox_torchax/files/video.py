@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import numpy as np
 import torch
 
+from cogvideox_torchax.files.extras import needing
 from cogvideox_torchax.files.whole import check_output, refuse, resolved, whole_file
 
 Source = str | Path | bytes
@@ -53,11 +54,11 @@ class VideoInfo:
     Attributes:
         path: of the file; for a video in bytes, words for messages.
         height, width: of a frame, upright, in pixels as they are stored.
-        fps: frames a second; their average where the gaps between frames differ.
-        num_frames: number of frames in the file that are shown; an edit list may hide others.
-        times: when each frame is shown, in seconds after the first; empty where the file does not say.
+        fps: frames a second, on average.
+        num_frames: number of frames that are shown; an edit list may hide others.
+        times: seconds after the first frame at which each is shown; empty if the file does not say.
         tick: period of the clock of `times`, in seconds.
-        sound: the codec of the sound track; "" where there is none, "unknown" where FFmpeg has no decoder.
+        sound: the codec of the sound track; "" for none, "unknown" if FFmpeg has no decoder.
         pixel: a pixel's width over its height, as it is shown.
     """
 
@@ -73,12 +74,12 @@ class VideoInfo:
 
     @property
     def shape(self) -> Fraction:
-        """A frame's width over its height, as it is shown; `pixel` is the same ratio of one pixel."""
+        """A frame's width over its height, as it is shown."""
         return self.width * self.pixel / self.height
 
     @property
     def gaps(self) -> tuple[Fraction, Fraction]:
-        """Shortest and longest time from frame to frame, in seconds; (0, 0) for fewer than two `times`."""
+        """Shortest and longest seconds from frame to frame; (0, 0) for fewer than two `times`."""
         found = [b - a for a, b in itertools.pairwise(self.times)]
         return (min(found), max(found)) if found else (Fraction(0), Fraction(0))
 
@@ -86,9 +87,8 @@ class VideoInfo:
     def variable(self) -> bool:
         """True if the frame rate varies.
 
-        Times are rounded to ticks of the file's clock, so at a steady rate the gaps between frames may differ
-        by one tick. If the shortest gap has four ticks or fewer, every difference counts: a tick is then too
-        large a part of the gap to be taken for rounding.
+        At a steady rate rounding to ticks lets gaps differ by one tick. A gap of four ticks or fewer is too
+        short for that: then every difference counts.
         """
         shortest, longest = self.gaps
         return longest - shortest > (self.tick if 4 * self.tick < shortest else 0)
@@ -96,8 +96,8 @@ class VideoInfo:
     def at_rate(self, fps: Fraction) -> list[int]:
         """Return the indices of the frames that show the video at another rate.
 
-        For each multiple of 1 / `fps` seconds the frame nearest in time is taken. An index is left out if no
-        such time is nearest to its frame, and repeated if several are.
+        For each multiple of 1 / `fps` seconds the frame nearest in time is taken, so an index may be left out
+        or repeated.
         """
         times = self.times or [index / self.fps for index in range(self.num_frames)]
         # Between two frames the time from which on the later one is nearer; after the last frame the end.
@@ -109,8 +109,7 @@ class VideoInfo:
 def frame_rate(text: str) -> Fraction:
     """Return the frames a second that a text such as 29.97 or 30000/1001 names.
 
-    Raises:
-        ValueError: no number above 0, or one that does not fit FFmpeg's fractions of 32-bit integers.
+    `ValueError` if it is no number above 0, or does not fit FFmpeg's fractions of 32-bit integers.
     """
     with contextlib.suppress(ValueError, ZeroDivisionError):
         if RATE.fullmatch(text):
@@ -121,27 +120,19 @@ def frame_rate(text: str) -> Fraction:
 
 
 def _av() -> Any:
-    """Return PyAV's package; raise `VideoError` if it is not installed."""
-    try:
+    """Return the package PyAV."""
+    with needing("video", "reading and writing video needs PyAV", VideoError):
         import av
-    except ImportError as error:
-        raise VideoError(
-            "reading and writing video needs PyAV: pip install 'cogvideox-torchax[video]'"
-        ) from error
     return av
 
 
 def _name_for_messages(source: Source) -> Path:
-    """Return a video's path for messages; for a video in bytes, words in place of a path."""
     return Path("the video") if isinstance(source, bytes) else Path(source)
 
 
 @contextlib.contextmanager
 def _opened(source: Source, **options: str) -> Iterator[tuple[Any, Any]]:
-    """Open a container for a `with` block, and yield it with its video stream.
-
-    `options` are options of FFmpeg's demuxer for the format. PyAV's errors are raised as `VideoError`.
-    """
+    """Open a container with FFmpeg's `options`; yield it with its video stream; raise `VideoError` only."""
     av, path = _av(), _name_for_messages(source)
     if not isinstance(source, bytes):
         if not path.exists():
@@ -164,10 +155,7 @@ def _opened(source: Source, **options: str) -> Iterator[tuple[Any, Any]]:
 
 
 def _main_stream(container: Any, kind: str) -> Any:
-    """Return the stream of a kind, "video" or "audio", that FFmpeg takes for the best; None if there is none.
-
-    A still picture, such as the cover of an album, is no video.
-    """
+    """Return FFmpeg's best "video" or "audio" stream that is no still cover picture; None without one."""
     still = _av().stream.Disposition.attached_pic
     moving = [each for each in getattr(container.streams, kind) if still not in each.disposition]
     best = container.streams.best(kind)
@@ -175,9 +163,7 @@ def _main_stream(container: Any, kind: str) -> Any:
 
 
 def probe(source: Source) -> VideoInfo:
-    """Read a video's size, rate, frame count and times.
-
-    The packets are counted: a header that announces more frames than the file has is an error.
+    """Read a video's size, rate, frame count and times; its packets are counted.
 
     Raises:
         VideoError: no file, no video, no frames, or fewer frames than the header announces.
@@ -226,9 +212,7 @@ def _count_frames(source: Source) -> int:
 class Orientation(NamedTuple):
     """The changes that set a frame's pixels upright, in their order: a phone stores a portrait on its side.
 
-    Attributes:
-        swapped: rows and columns change places.
-        upward, leftward: rows, and columns, come in the opposite order.
+    `swapped` exchanges rows and columns. `upward` then reverses the rows, and `leftward` the columns.
     """
 
     swapped: bool = False
@@ -239,8 +223,8 @@ class Orientation(NamedTuple):
     def of(cls, frame: Any) -> Self:
         """Return the orientation of a decoded frame, by its display matrix; upright if it has none.
 
-        The matrix is that of ISO/IEC 14496-12: nine integers, row by row. A pixel at (x, y) is shown at
-        x' = a x + c y and y' = b x + d y.
+        The matrix is that of ISO/IEC 14496-12: nine integers, row by row. A pixel at (x, y) is shown at x' =
+        a x + c y and y' = b x + d y.
         """
         matrix = frame.side_data.get("DISPLAYMATRIX")
         if matrix is None:
@@ -250,10 +234,7 @@ class Orientation(NamedTuple):
         return cls(swapped, upward=(b if swapped else d) < 0, leftward=(c if swapped else a) < 0)
 
     def sides(self, sides: tuple[int, int]) -> tuple[int, int]:
-        """Return the upright (height, width) of a stored frame, or the stored one of an upright frame.
-
-        Either way the sides are exchanged if turning the frame upright exchanges rows and columns.
-        """
+        """Return the upright (height, width) of a stored frame, or the stored one of an upright frame."""
         return (sides[1], sides[0]) if self.swapped else sides
 
     def pixels(self, pixels: np.ndarray) -> np.ndarray:
@@ -263,10 +244,7 @@ class Orientation(NamedTuple):
 
 
 def _codec(stream: Any) -> str:
-    """Return the name of a stream's codec; "unknown" where FFmpeg has no decoder.
-
-    A codec's decoder may have another name: "mp3float" is one of "mp3".
-    """
+    """Return a codec's own name, such as "mp3" for the decoder "mp3float"; "unknown" without a decoder."""
     return stream.codec_context.codec.canonical_name if stream.codec_context else "unknown"
 
 
@@ -277,8 +255,7 @@ class Framing:
     Attributes:
         height, width: the size, in pixels.
         crop: whether the middle is cut out; else frames are resized.
-        resized: with `crop`, the (height, width) to resize to before the middle is cut out; None to cut it
-            out of the frame as it is.
+        resized: with `crop`, the (height, width) to resize to before; None for no resizing.
     """
 
     height: int
@@ -314,8 +291,7 @@ def framing(info: VideoInfo, *, multiple: int, height: int | None, width: int | 
         crop: whether to cut out the middle instead of resizing; sides are then rounded down to multiples.
 
     Raises:
-        VideoError: sides that are no multiples, for which the message offers the crop if it fits; a size that
-            is too large, or larger than the video to crop.
+        VideoError: a side is no multiple, or too large, or larger than the video to crop.
     """
     if not crop and height and not width:
         width = max(round(height * info.shape / multiple), 1) * multiple
@@ -351,12 +327,11 @@ def read_frames(source: Source, size: Framing, frames: int | Sequence[int]) -> I
 
     Args:
         source: path or bytes of the video file.
-        size: the size that frames are brought to, and whether they are resized or cropped.
-        frames: number of frames, from the first on; or their indices in ascending order, in which an index
-            that comes several times gives its frame as often.
+        size: the size that frames are brought to, and the way.
+        frames: number of frames, from the first on; or their indices in ascending order, which may repeat.
 
     Raises:
-        VideoError: a file that cannot be read, that ends before the last frame, or whose frames change size.
+        VideoError: the file cannot be read, ends before the last frame, or has frames of several sizes.
     """
     indices = range(frames) if isinstance(frames, int) else frames
     path = _name_for_messages(source)
@@ -392,7 +367,7 @@ def read_image(path: str | Path) -> Any:
 
 
 def _framed_pixels(frame: Any, size: Framing) -> Any:
-    """Return a decoded frame's RGB bytes (H, W, 3), upright, resized and cropped as `size` says."""
+    """Return a decoded frame's RGB bytes (H, W, 3), upright, and resized and cropped to `size`."""
     orientation = Orientation.of(frame)
     # Upright (height, width) to resize to, before the middle is cut out; None for a crop without resizing.
     resized = size.resized if size.crop else (size.height, size.width)
@@ -415,13 +390,13 @@ class Sink:
     """A sink of frames; this one drops them."""
 
     def write(self, frames: torch.Tensor) -> None:
-        """Write uint8 frames (1, 3, t, H, W); the base class drops them."""
+        """Write uint8 frames (1, 3, t, H, W)."""
 
     def finish(self) -> None:
-        """Write the end of the output, if its format has one, after the last frame."""
+        """Write the end of the output, after the last frame."""
 
     def close(self) -> None:
-        """Close the open files, even if writing was not completed; the base class has none."""
+        """Close the open files, even if writing was not completed."""
 
 
 def write_all(sink: Sink, pieces: Iterable[torch.Tensor]) -> int:
@@ -434,7 +409,6 @@ def write_all(sink: Sink, pieces: Iterable[torch.Tensor]) -> int:
 
 
 def _frames_NHWC(frames: torch.Tensor) -> Iterator[np.ndarray]:
-    """Yield the frames of a video (1, 3, t, H, W), each as an array (H, W, 3)."""
     yield from frames[0].permute(1, 2, 3, 0).contiguous().numpy()
 
 
@@ -450,14 +424,12 @@ class _GifSink(Sink):
         self._images: list[Any] = []
 
     def write(self, frames: torch.Tensor) -> None:
-        """Keep the frames, as Pillow images, for `finish`."""
         from PIL import Image
 
         # All frames are held, as Pillow writes a GIF at once. Palette indices take a third of RGB's bytes.
         self._images += [Image.fromarray(pixels).quantize() for pixels in _frames_NHWC(frames)]
 
     def finish(self) -> None:
-        """Write the file, which needs all frames."""
         if self._images:
             first, *rest = self._images
             # Times, in hundredths of a second, are rounded, not durations: errors of rounding do not add up.
@@ -476,7 +448,6 @@ class _FrameSink(Sink):
         self._count = 0
 
     def write(self, frames: torch.Tensor) -> None:
-        """Write a PNG file for each frame."""
         from PIL import Image
 
         for pixels in _frames_NHWC(frames):
@@ -489,7 +460,7 @@ class SourceTiming:
     """Times, sound and pixel shape of a source video, which an .mp4 takes over.
 
     Attributes:
-        times: when each frame is shown, in seconds after the first; empty for an even rate.
+        times: seconds after the first frame at which each is shown; empty for an even rate.
         sound: the file whose sound, in a codec that .mp4 takes, is copied; None for no sound.
         seconds: the length of the output, at which the sound is cut.
         pixel: a pixel's width over its height.
@@ -505,14 +476,10 @@ class SourceTiming:
 def writing(path: str | Path, fps: Fraction | float, source: SourceTiming | None = None) -> Iterator[Sink]:
     """Open a sink for an .mp4 or .gif file, or a directory of numbered PNG frames.
 
-    Args:
-        path: of the file or the directory.
-        fps: frames a second.
-        source: times and sound of the source video for an .mp4; .gif and PNG have none.
+    `fps` is frames a second. An .mp4 takes its times and sound from `source`; .gif and PNG have none.
 
     Raises:
-        OutputError: another suffix, an output that cannot be written, a directory that has files in it, or a
-            rate that is not above 0 or has a frame last for longer than `LONGEST` seconds.
+        OutputError: as `check_writing` raises it, or the output cannot be written.
     """
     source = source or SourceTiming()
     kind = check_writing(path, fps, source.times)  # the suffix; "" for a directory
@@ -532,7 +499,8 @@ def writing(path: str | Path, fps: Fraction | float, source: SourceTiming | None
 def check_writing(path: str | Path, fps: Fraction | float, times: Sequence[Fraction] = ()) -> str:
     """Return the suffix of an output, "" for a directory; raise `OutputError` for a bad output.
 
-    `times` are the seconds after the first frame at which each frame is shown; empty for an even rate.
+    It is bad if it has another suffix than .mp4 and .gif, is a directory with files in it, has a rate that is
+    not above 0, or shows a frame for longer than `LONGEST` seconds. `times` are as in `SourceTiming`.
     """
     path = check_output(path)
     refuse(path, {f"it has {fps} frames a second: give a rate above 0": not fps > 0})  # NaN is refused, too
@@ -559,8 +527,8 @@ def check_writing(path: str | Path, fps: Fraction | float, times: Sequence[Fract
 class _Mp4Sink(Sink):
     """An .mp4 of H.264 in yuv420p, which every player shows, in a quality that looks like the frames.
 
-    Its colors are those that players suppose of its size, BT.709 from `HD_ROWS` rows on and BT.601 below, and
-    it says so.
+    It states its colors, and they are those that players suppose: BT.709 from `HD_ROWS` rows on, BT.601
+    below.
     """
 
     OPTIONS: ClassVar = {"crf": "18", "mbtree": "0"}
@@ -603,11 +571,7 @@ class _Mp4Sink(Sink):
             self._written += 1
 
     def _add_video_stream(self, height: int, width: int) -> Any:
-        """Add the video stream to the file and return it.
-
-        It gets the frames' size and colors, the shape of a pixel and, for frames with their own times, the
-        clock.
-        """
+        """Add a video stream with the frames' size, colors, pixel shape and clock; return it."""
         if height % 2 or width % 2:
             raise VideoError(f"got frames of {height} x {width} pixels: an .mp4 needs even sides")
         stream = self._container.add_stream(
@@ -633,8 +597,7 @@ class _Mp4Sink(Sink):
     def close(self) -> None:
         """Close the source of the sound and the .mp4, without writing another packet.
 
-        On a full disk, where the header could not be written, a packet would make FFmpeg begin the header
-        again and crash.
+        If the header could not be written to a full disk, another packet would crash FFmpeg.
         """
         self._sound.close()
         # Closing writes the trailer, which fails if frames failed: that first error is the one to report.
@@ -645,8 +608,8 @@ class _Mp4Sink(Sink):
 def _copied_sound(source: SourceTiming, container: Any) -> Generator[Fraction]:
     """Copy the source's sound into a container, one packet for each step of the generator.
 
-    The generator yields a packet's time, in seconds after the first frame, before it copies the packet: the
-    caller first writes the frames before that time. Sound after the output's end, `source.seconds`, is cut.
+    It yields a packet's seconds after the first frame before it copies the packet, so that the caller can
+    write earlier frames first. Sound after `source.seconds` is cut.
     """
     if source.sound is None:
         return

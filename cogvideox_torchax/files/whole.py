@@ -1,8 +1,7 @@
 """Write files and directories whole or not at all.
 
-An output is made beside its final name, in a hidden directory whose name follows from the output's. The
-writer holds a lock on that directory while it lives: no second writer uses it, and the next writer of the
-same output removes the directory of a killed one.
+An output is made in a hidden directory beside its final name. The writer holds a lock on that directory: no
+second writer uses it, and the next writer of the same output removes the directory of a killed one.
 """
 
 import contextlib
@@ -33,11 +32,7 @@ def refuse(path: str | Path, faults: dict[str, bool]) -> None:
 
 
 def check_output(path: str | Path) -> Path:
-    """Return the path, if a file or a directory can be written there.
-
-    Raises:
-        OutputError: its directory is missing or cannot be written, or a device or a pipe is there.
-    """
+    """Return the path, if a file or a directory can be written there; else raise `OutputError`."""
     path, parent = Path(path), resolved(path).parent
     try:
         is_special = path.exists() and not (path.is_file() or path.is_dir())
@@ -68,12 +63,9 @@ def resolved(path: str | Path) -> Path:
 def whole_file(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
     """Yield an empty temporary file that replaces `path` when the `with` block ends without an error.
 
-    If the block raises, the temporary file is removed and `path` stays as it was. A symbolic link stays, and
-    its target is replaced. The block must write into the file, not replace it.
-
-    Args:
-        path: of the output.
-        directory: whether the output is a directory of files; it may replace an empty directory.
+    The block must write into the file, not replace it. If the block raises, `path` stays as it was. A
+    symbolic link stays, and its target is replaced. With `directory` the output is a directory of files,
+    which may replace an empty directory.
 
     Raises:
         OutputError: `path` cannot be written.
@@ -97,14 +89,9 @@ def whole_file(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def reserved(path: str | Path, suffix: str) -> Iterator[tuple[Path, int]]:
-    """Make and lock an empty directory, `hidden(path, suffix)` beside `path`, for the block; then remove it.
+    """Make and lock an empty directory, `hidden(path, suffix)`, for the block; then remove it.
 
-    Yields:
-        The directory, and its open descriptor, which holds the lock.
-
-    Raises:
-        OutputError: `path` cannot be written.
-        LockedError: another run is writing it.
+    Yield the directory and its open descriptor, which holds the lock. Raise as `whole_file` does.
     """
     place = hidden(check_output(path), suffix)
     try:
@@ -129,12 +116,9 @@ def hidden(path: str | Path, suffix: str) -> Path:
 
 
 def _make_locked(place: Path, path: str | Path) -> int:
-    """Make and lock an empty directory; return its open descriptor, which holds the lock.
+    """Make and lock an empty directory, for the output `path`; return its descriptor, which holds the lock.
 
-    A directory that a killed run has left there is removed first, with its files.
-
-    Raises:
-        LockedError: another run, which is writing `path`, holds the lock.
+    The directory of a killed run is removed first. `LockedError` if another run holds the lock.
     """
     while True:
         place.mkdir(exist_ok=True)
@@ -148,12 +132,9 @@ def _make_locked(place: Path, path: str | Path) -> int:
 
 
 def lock(handle: int, path: str | Path) -> None:
-    """Lock an open file or directory, for the output `path`, until it is closed.
+    """Lock an open file or directory for the output `path`; raise `LockedError` if another run has locked it.
 
-    On a file system without locks nothing is locked, and no error is raised.
-
-    Raises:
-        LockedError: another run has locked it.
+    On a file system without locks nothing is locked.
     """
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -168,7 +149,7 @@ def lock(handle: int, path: str | Path) -> None:
 def remove_leftover(place: Path) -> None:
     """Remove a directory that a killed run has left, unless it is locked: its run is then alive.
 
-    A run locks its directory, and the lock ends with its process. `flock` raises `OSError` if it is locked.
+    `flock` raises `OSError` for a lock that is held.
     """
     with contextlib.suppress(OSError), _opened(place) as handle:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -184,7 +165,6 @@ def _is_still_at(handle: int, path: Path) -> bool:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """Open a file or a directory, but no link, for the block; yield the descriptor."""
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         yield handle
@@ -193,6 +173,5 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file or a directory is on the disk."""
     with _opened(path) as handle:
         os.fsync(handle)

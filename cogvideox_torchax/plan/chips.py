@@ -1,4 +1,4 @@
-"""Chips: their published peaks, and the topologies that libtpu makes of them on a machine without any."""
+"""Chips: their published peaks, and the topologies that libtpu simulates on a machine without TPUs."""
 
 import importlib.util
 import os
@@ -16,7 +16,7 @@ class Chip:
     """Published peaks of one device of a TPU.
 
     The sources are the generations' pages at cloud.google.com/tpu/docs (v5e, v5p, v6e, tpu7x). A device is a
-    chip, except on tpu7x, where it is one of a chip's two cores, with half of the chip's arithmetic and
+    chip, except on tpu7x: there it is one of a chip's two cores, with half of the chip's arithmetic and
     memory.
 
     Attributes:
@@ -62,10 +62,8 @@ def check_compiler() -> None:
 def topology_devices(name: str) -> list[Any]:
     """Return the devices of a TPU topology such as "v6e:2x4"; libtpu simulates them.
 
-    Variables that libtpu needs on a machine without TPUs are set in `os.environ`; a user's values are kept.
-
-    Raises:
-        PlanError: no libtpu, or a topology that the installed one does not know.
+    This sets the variables of `HOST_FACTS` in `os.environ`. `PlanError` if libtpu is not installed, or does
+    not know the topology.
     """
     from jax.experimental import topologies
 

@@ -1,6 +1,6 @@
 """The reader of compiled text (`compiled.as_text()`, XLA's HLO): instructions, arrays, collectives.
 
-The text has one line for each instruction. On a mesh it is the program of one device.
+The text has a line for each instruction. On a mesh it is the program of one device.
 """
 
 import math
@@ -51,7 +51,6 @@ class Instruction:
 
     @property
     def is_kernel(self) -> bool:
-        """True if it runs a Pallas kernel."""
         return self.op == "custom-call" and PALLAS in self.line
 
     @property
@@ -99,13 +98,7 @@ def arrays(types: str) -> tuple[ArrayType, ...]:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The collectives of one kind, on one device.
-
-    Attributes:
-        count: number of instructions.
-        bytes: bytes of their results, summed.
-        largest: bytes of the largest array of any of them.
-    """
+    """The collectives of one kind on one device: their number, the bytes of all, and of the largest array."""
 
     count: int
     bytes: int
@@ -113,11 +106,7 @@ class Traffic:
 
 
 def collectives(found: Iterable[Instruction]) -> dict[str, Traffic]:
-    """Return a device's communication by kind of collective; one inside a loop counts once.
-
-    Args:
-        found: instructions of a program, or of a part of it.
-    """
+    """Return a device's communication by kind of collective; a collective inside a loop counts once."""
     by_kind: dict[str, list[Instruction]] = {}
     for instruction in found:
         if instruction.collective:

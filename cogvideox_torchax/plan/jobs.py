@@ -1,7 +1,4 @@
-"""The VAE's chunk programs, compiled for a TPU on a machine without one: do they fit, and what would.
-
-libtpu contains the TPU's compiler.
-"""
+"""The VAE's chunk programs, compiled for a TPU on a machine without one: do they fit, and what would."""
 
 import functools
 from collections.abc import Iterator
@@ -44,10 +41,7 @@ class Job:
         """Return each chunk's range of frames, and (channels, height, width) of the input of every chunk.
 
         The inputs are frames to encode, or latents to decode. With tiles the size is the largest tile's.
-
-        Raises:
-            SizeError: a video or a tile of a size that the model cannot take.
-            ValueError: no frames.
+        `SizeError` if the model cannot take the size of the video or of a tile.
         """
         scale = vae.spatial_compression_ratio
         check_sides("a video", self.height, self.width, multiple=scale)
@@ -63,10 +57,7 @@ class Job:
         return self.direction.chunks(vae, frames), (channels, height, width)
 
     def tiles(self, vae: AutoencoderKLCogVideoX) -> int:
-        """Return the number of tiles of a frame; tiles at its edges are smaller.
-
-        `self.tile` is a tile's (height, width) in pixels, or None for no tiling.
-        """
+        """Return the number of tiles of a frame; tiles at its edges are smaller."""
         if self.tile is None or (self.height <= self.tile[0] and self.width <= self.tile[1]):
             return 1
         scale = vae.spatial_compression_ratio  # tiles are planned in latent pixels
@@ -89,18 +80,11 @@ def plan_programs(
     tp: int = 1,
     backend: str = "torchax",
 ) -> Iterator[ProgramPlan]:
-    """Compile a job's program of the first chunk and, if it has later chunks, their program; yield each plan.
-
-    Args:
-        vae: of `weightless_vae`, or any ported VAE; with more than one device it is placed on their mesh.
-        job: the direction, the video's size and its tiles.
-        devices: devices of a topology, or of this machine.
-        dp, tp: sizes of the mesh, whose axis "dp" splits the batch and "tp" the width; both 1 for one device.
-        backend: the backend whose programs are compiled, one of `backends.names(Use.PLAN)`.
+    """Compile a job's programs, as `chunk_works` gives them, for a mesh of `devices`; yield each plan.
 
     Raises:
-        SizeError: a size that the model cannot take.
-        BackendError: a backend that is not installed.
+        SizeError: the model cannot take the size.
+        BackendError: the backend is not installed.
     """
     mesh = make_mesh(dp, tp, devices=devices)
     for work in chunk_works(vae, job, mesh, backend):
@@ -112,9 +96,9 @@ def chunk_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any, backend: str =
 
     Args:
         vae: a ported VAE, with or without weights; it is placed on a mesh of more than one device.
-        job: the video, its tiles and the direction.
+        job: the direction, the video's size and its tiles.
         mesh: of `make_mesh`, of the devices to compile for.
-        backend: name of the backend whose programs are compiled.
+        backend: name of the backend whose programs are compiled, one of `backends.names(Use.PLAN)`.
     """
     if mesh.size > 1:
         vae.place_on(mesh)
@@ -135,12 +119,7 @@ def chunk_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any, backend: str =
 
 @dataclass(frozen=True)
 class Change:
-    """A change that makes a job fit.
-
-    Attributes:
-        what: the change, as options of the command line.
-        peak_bytes: peak memory of the job's largest program after the change.
-    """
+    """A change, as options of the command line, that makes a job fit, and the job's peak memory with it."""
 
     what: str
     peak_bytes: int
@@ -157,18 +136,16 @@ def largest_tile_that_fits(
     """Return the option for a tile, about as large as possible and of the picture's aspect ratio, that fits.
 
     A program's memory besides its weights grows with the pixels. That gives the tile's size, with a margin of
-    a twentieth; the tile's programs are compiled, and the tile is made smaller until they fit.
+    a twentieth; the tile's programs are compiled, and the tile is made smaller until they fit. None if not
+    even the smallest tile fits.
 
     Args:
         vae: the model without weights.
-        job: the job to plan: encoding or decoding one video.
+        job: the job that does not fit.
         devices: the devices to compile for.
         chip: the chip, whose memory is the limit.
         peak_bytes: peak memory of the job as it is, which is too much.
         options: further keywords of `plan_programs`: `dp`, `tp`, `backend`.
-
-    Returns:
-        The tiling and its peak memory; None if not even the smallest tile fits.
     """
     scale, weights = vae.spatial_compression_ratio, weight_bytes(vae, job.direction)
     height, width = job.tile or (job.height, job.width)
@@ -186,7 +163,7 @@ def largest_tile_that_fits(
 
 
 def smallest_mesh_that_fits(
-    model: str | None,
+    model: str,
     dtype: torch.dtype,
     job: Job,
     topology: str,
@@ -196,18 +173,14 @@ def smallest_mesh_that_fits(
 ) -> Change | None:
     """Return the generation's smallest grid on which a job fits if all chips split the video's width.
 
+    None if 256 chips are not enough, or if `GRIDS` does not have the generation's grids (v5p, tpu7x).
+
     Args:
-        model: a published config of `models.CONFIGS`, a directory or a hub id; None for "5b".
-        dtype: dtype of the weights.
-        job: the job to plan: encoding or decoding one video.
-        topology: the present topology, such as "v6e:1x1"; larger grids of its generation are tried.
-        tp: number of chips that split the width at present.
+        model, dtype: as for `weightless_vae`.
+        job: the job that does not fit.
+        topology, tp: the present grid, such as "v6e:1x1", and the number of its chips that split the width.
         peak_bytes: peak memory of the job at present, which is too much.
         options: further keywords of `plan_programs`: `dp`, `backend`.
-
-    Returns:
-        The mesh and its peak memory; None if 256 chips are not enough, or for a generation whose grids are
-        not those of `GRIDS` (v5p, tpu7x).
     """
     generation, _, grid = topology.partition(":")
     if grid.count("x") != 1:  # a three-dimensional grid

@@ -18,28 +18,22 @@ CONFIGS = {
 """The published VAEs, which differ in nothing that costs time: everything else is diffusers' default."""
 
 
-def weightless_vae(model: str | None, dtype: torch.dtype, device: str = "meta") -> AutoencoderKLCogVideoX:
-    """Return the ported VAE without weights, or with random ones.
+def weightless_vae(model: str, dtype: torch.dtype, device: str = "meta") -> AutoencoderKLCogVideoX:
+    """Return the ported VAE without weights on the device "meta" of torch, or with random ones on another.
 
-    Args:
-        model: a published config of `CONFIGS`, a directory or a hub id; None for "5b".
-        dtype: dtype of the weights.
-        device: torch's device: "meta" for no weights, another one for random weights.
-
-    Raises:
-        ModelError: a model whose config cannot be read.
+    `model` is a published config of `CONFIGS`, a directory or a hub id; `ModelError` if it has no config.
     """
-    config = CONFIGS.get(model or "5b")
+    config = CONFIGS.get(model)
     if config is None:
         try:
-            config = checkpoint.read_config(locate(str(model), "vae", files=("config.json",)))
+            config = checkpoint.read_config(locate(model, "vae", files=("config.json",)))
         except ModelError as error:
             raise ModelError(f"{error}; of published models plan knows {', '.join(CONFIGS)}") from error
     return build(lambda: AutoencoderKLCogVideoX.from_config(config), dtype, device)
 
 
 def build(make: Callable[[], Any], dtype: torch.dtype, device: str) -> Any:
-    """Return the network `make()` in evaluation mode, built on torch's `device` and cast to a dtype.
+    """Return the network `make()` in evaluation mode, built on a device of torch.
 
     torchax is off meanwhile: it would break building on "meta".
     """

@@ -1,4 +1,8 @@
-"""`plan` for a pipeline's transformer and text encoder: one denoising step, and the encoding of a prompt."""
+"""`plan` for a pipeline's transformer and text encoder: one denoising step, and the encoding of a prompt.
+
+A `model` is a name of `TRANSFORMERS`, such as "5b", or a pipeline's directory or hub id. A `dtype` is that of
+weights and activations. A `cache` is a step cache, by its name on the command line (`cache_options.CHOICES`).
+"""
 
 import functools
 import importlib
@@ -60,13 +64,12 @@ STEPS = 50
 
 @dataclass(frozen=True)
 class NetworkWork(Work):
-    """The program of a network, whole.
+    """The program of a whole network.
 
     Attributes:
         layers: number of layers of the network.
         parallel: in words, how the network uses the mesh's axis "tp", and why.
-        kept: bytes on one device that a step cache keeps for the next step; the program's arguments have them
-            too.
+        kept: bytes on one device that a cache keeps for the next step, and that the arguments contain.
     """
 
     layers: int = 0
@@ -74,12 +77,8 @@ class NetworkWork(Work):
     kept: int = 0
 
 
-def weightless_transformer(model: str | None, dtype: torch.dtype) -> Any:
-    """Return a ported transformer without weights; `model` as for `transformer_config`.
-
-    Raises:
-        PlanError: a model that has no transformer.
-    """
+def weightless_transformer(model: str, dtype: torch.dtype) -> Any:
+    """Return a ported transformer without weights; `PlanError` if the model has none."""
     config = transformer_config(model)
     if "num_layers" not in config:  # of a VAE
         raise PlanError(
@@ -89,72 +88,54 @@ def weightless_transformer(model: str | None, dtype: torch.dtype) -> Any:
     return port_network(models.build(lambda: kind.from_config(config), dtype, "meta"))
 
 
-def transformer_class(model: str | None, config: dict[str, Any]) -> Any:
-    """Return the class of a model's transformer, which its model_index.json or its config names.
-
-    Raises:
-        PlanError: a class that cannot be imported.
-    """
-    name = model or "5b"
-    if name in TRANSFORMERS or "_class_name" not in config:
+def transformer_class(model: str, config: dict[str, Any]) -> Any:
+    """Return the class that model_index.json or the config names; `PlanError` if it cannot be imported."""
+    if model in TRANSFORMERS or "_class_name" not in config:
         return CogVideoXTransformer3DModel
     package, kind = "diffusers", config["_class_name"]
-    index = locate(name, files=(INDEX,)) / INDEX
+    index = locate(model, files=(INDEX,)) / INDEX
     if index.is_file():
         package, kind = read_json(index).get("transformer", (package, kind))
     try:
         return getattr(importlib.import_module(package), kind)
     except (ImportError, AttributeError) as error:
         raise PlanError(
-            f"{name} has a transformer of class {kind}, which cannot be imported from {package}: put it on "
+            f"{model} has a transformer of class {kind}, which cannot be imported from {package}: put it on "
             "PYTHONPATH"
         ) from error
 
 
 def transformer(config: dict[str, Any], dtype: torch.dtype, device: str = "meta") -> Any:
-    """Return diffusers' transformer of a config, with random weights; with none on device "meta"."""
+    """Return diffusers' transformer with random weights, or with none on the device "meta"."""
     return models.build(lambda: CogVideoXTransformer3DModel.from_config(config), dtype, device)
 
 
 def text_encoder(config: dict[str, Any], dtype: torch.dtype, device: str = "meta") -> Any:
-    """Return transformers' text encoder of a T5 config, with random weights; with none on device "meta"."""
+    """Return the text encoder of a T5 config with random weights, or with none on the device "meta"."""
     return models.build(lambda: T5EncoderModel(T5Config(**config)), dtype, device)
 
 
-def transformer_config(model: str | None) -> dict[str, Any]:
-    """Return a transformer's config.
-
-    Args:
-        model: a name of `TRANSFORMERS`, or a pipeline's directory or hub id; None is "5b".
-    """
-    name = model or "5b"
-    if name in TRANSFORMERS:
-        return TRANSFORMERS[name]
-    return read_json(locate(name, "transformer", files=("config.json",)) / "config.json")
+def transformer_config(model: str) -> dict[str, Any]:
+    """Return the config of a model's transformer."""
+    if model in TRANSFORMERS:
+        return TRANSFORMERS[model]
+    return read_json(locate(model, "transformer", files=("config.json",)) / "config.json")
 
 
-def text_encoder_config(model: str | None) -> dict[str, Any]:
-    """Return the text encoder's config of a model.
-
-    Args:
-        model: a name of `TRANSFORMERS`, such as "5b", a pipeline's directory or hub id; None for "5b".
-
-    Raises:
-        PlanError: a model that has no T5.
-    """
-    name = model or "5b"
-    if name in TRANSFORMERS:
+def text_encoder_config(model: str) -> dict[str, Any]:
+    """Return the config of a model's text encoder; `PlanError` if it is no T5."""
+    if model in TRANSFORMERS:
         return TEXT_ENCODER
-    config = read_json(locate(name, "text_encoder", files=("config.json",)) / "config.json")
+    config = read_json(locate(model, "text_encoder", files=("config.json",)) / "config.json")
     if config.get("model_type") != "t5":
         raise PlanError(
-            f"{name} has no T5 text encoder: give a whole pipeline, or one of {', '.join(TRANSFORMERS)}"
+            f"{model} has no T5 text encoder: give a whole pipeline, or one of {', '.join(TRANSFORMERS)}"
         )
     return config
 
 
 def step_work(
-    model: str | None,
+    model: str,
     dtype: torch.dtype,
     mesh: Any,
     chip: Chip | None,
@@ -170,19 +151,16 @@ def step_work(
     """Return the program of one denoising step of one video.
 
     Args:
-        model: a name of `TRANSFORMERS`, such as "5b", a pipeline's directory or hub id; None for "5b".
-        dtype: dtype of weights and activations.
+        model, dtype, cache: see the module.
         mesh: of `make_mesh`, of the devices to compile for.
         chip: the chip whose memory decides whether a device has all weights; None for all of them.
         frames, height, width: size of the latents.
         guided: whether the batch has the video twice, without the prompt and with it, for guidance.
         parallel: the use of the mesh's axis "tp", as `port` takes it; None chooses by the chip's memory.
-        cache: a step cache, which reuses results of earlier steps, as the command line takes it
-            (`cache_options.CHOICES`); None for none.
-        step: with a cache, number of the step to plan, a key of `cached_steps`. Step 0 runs all layers.
+        step: with a cache, the number of the step to plan, a key of `cached_steps`. Step 0 runs all layers.
 
     Raises:
-        PlanError: a config that cannot be read, or a size that its patches do not divide.
+        PlanError: a config cannot be read, or its patches do not divide the size.
     """
     network = weightless_transformer(model, dtype)
     if cache and not issubclass(type(network), KnownNetwork):
@@ -219,12 +197,10 @@ def _counted_flops(network: Any, tensors: TensorSpecs) -> int:
     """Return the FLOPs of diffusers' own modules, as PyTorch counts them for tensors without numbers."""
 
     def meta(described: tuple[Any, ...]) -> torch.Tensor:
-        """Return a tensor without numbers, of a (shape, dtype)."""
         shape, dtype = described
         return torch.empty(shape, dtype=getattr(torch, np.dtype(dtype).name), device="meta")
 
     def count() -> int:
-        """Run the network on tensors without numbers, and count."""
         # "positions" is the port's own argument: diffusers' model computes its table of positions.
         own = {name: each for name, each in tensors.items() if name != "positions"}
         with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -234,17 +210,11 @@ def _counted_flops(network: Any, tensors: TensorSpecs) -> int:
     return runtime.without_torchax(count)
 
 
-def cached_steps(model: str | None, dtype: torch.dtype, cache: str, guided: bool = True) -> dict[int, int]:
+def cached_steps(model: str, dtype: torch.dtype, cache: str, guided: bool = True) -> dict[int, int]:
     """Return the number of steps of each kind in a run with a cache, by the number of the kind's first step.
 
     Steps of one kind run the same layers, and share a program. FirstBlockCache decides at run time which
     layers a step runs: its result has one step that runs all blocks, and one that does not.
-
-    Args:
-        model: a name of `TRANSFORMERS`, such as "5b", a pipeline's directory or hub id; None for "5b".
-        dtype: dtype of weights and activations.
-        cache: a step cache, as the command line takes it (`cache_options.CHOICES`).
-        guided: whether the batch has the video twice, for guidance.
     """
     network = weightless_transformer(model, dtype)
     # Each step's form: the layers that it runs and the results that it keeps (`caches.Form`), its kind.
@@ -259,7 +229,7 @@ def _plan_cached_run(network: Any, cache: str, batch: int) -> list[Any]:
     timestep = [0.0]
 
     def steps() -> Iterator[int]:
-        """Yield each step's number, once its timestep is set: from 999 down, as diffusers' schedulers."""
+        """Yield each step's number once its timestep is set: from 999 down, as in diffusers' schedulers."""
         for step in range(STEPS):
             timestep[0] = 999 - step * 1000 / STEPS
             yield step
@@ -275,12 +245,8 @@ def cached_program(
 ) -> tuple[Any, TensorSpecs]:
     """Return the program of a step with a cache, and the (shape, JAX dtype) of each of its inputs by name.
 
-    Args:
-        network: a ported transformer without weights; the cache is enabled on it.
-        tensors: inputs of a step without a cache, of `step_tensors`.
-        cache: name of the step cache, as the command line takes it.
-        batch: number of videos: 2 with guidance, else 1.
-        step: the step's number in a run.
+    The cache is enabled on `network`, a ported transformer without weights. `tensors` are the inputs of a
+    step without a cache. `batch` is 2 with guidance, else 1.
     """
     # The layers that the step runs, and scalar inputs that the cache adds, such as a threshold.
     form, numbers = _plan_cached_run(network, cache, batch)[step]
@@ -292,18 +258,15 @@ def cached_program(
 
 
 def cache_bytes(program: runtime.Program, tensors: TensorSpecs) -> int:
-    """Return the bytes on one device of the cache that a program returns for these inputs."""
     # What a call returns, the next call takes: `structs` describes the next call, with equal inputs.
     return _device_bytes(program.structs(tensors, before=tensors)[-1])
 
 
 def weight_bytes(work: Work) -> int:
-    """Return the bytes of a program's weights on one device."""
     return _device_bytes(work.structs()[0])
 
 
 def _device_bytes(structs: Any) -> int:
-    """Return the bytes on one device of the arrays that a tree of `jax.ShapeDtypeStruct`s describes."""
     return sum(
         math.prod(struct.sharding.shard_shape(struct.shape) if struct.sharding else struct.shape)
         * struct.dtype.itemsize
@@ -311,15 +274,8 @@ def _device_bytes(structs: Any) -> int:
     )
 
 
-def prompt_work(model: str | None, dtype: torch.dtype, mesh: Any, *, tokens: int) -> NetworkWork:
-    """Return the program of the encoding of one prompt.
-
-    Args:
-        model: a name of `TRANSFORMERS`, such as "5b", a pipeline's directory or hub id; None for "5b".
-        dtype: dtype of weights and activations.
-        mesh: of `make_mesh`, of the devices to compile for.
-        tokens: number of tokens of the prompt.
-    """
+def prompt_work(model: str, dtype: torch.dtype, mesh: Any, *, tokens: int) -> NetworkWork:
+    """Return the program that encodes one prompt of so many tokens."""
     config = text_encoder_config(model)
     network = port_network(text_encoder(config, dtype))
     network.place_on(mesh)
@@ -330,11 +286,10 @@ def prompt_work(model: str | None, dtype: torch.dtype, mesh: Any, *, tokens: int
 
 
 def about(work: NetworkWork, counts: Sequence[int]) -> dict[str, Any]:
-    """Return what is known of a network before it is compiled, by the names that `plan` prints.
+    """Return the figures of a network that need no compiling, by the names that `plan` prints.
 
-    Args:
-        work: the program; with a cache that of a full step.
-        counts: number of times that it runs in a video, and with a cache those of each kind of skipping step.
+    `work` is the program, with a cache that of a full step. `counts` are the numbers of its runs in a video,
+    and with a cache of those of each kind of skipping step.
     """
     rows = {"network": f"{work.name}, {work.layers} layers", "parallel": work.parallel}
     if not work.kept:

@@ -20,9 +20,9 @@ class Row:
         layer: the module's name, or "(program)" for all instructions that belong to no layer.
         shape: the whole shape of its largest activation, (N, C, T, H, W) or a sequence (N, S, C).
         spec: the requested `PartitionSpec` of that activation.
-        shards: number of devices that the compiled program splits the activation over, as the shapes of the
-            program's arrays show; 1 if it is whole, None if no array has the whole or the split shape, as the
-            compiler has fused the activation into another instruction.
+        shards: number of devices that the compiled program splits the activation over, 1 for a whole one.
+            None if no array has the whole or the split shape, because the compiler has fused the activation
+            away.
         bytes_per_device: bytes of the largest result of the layer's instructions on one device.
         collectives: by kind, {"count": number, "bytes": bytes of their results on one device}.
     """
@@ -43,8 +43,7 @@ class ProgramPlan:
         name: the program's name: "first" or "later" for a chunk's, "step" or "prompt" for a pipeline's.
         frames: number of input frames; of tokens for a prompt.
         flops: multiply-adds times two; of Pallas kernels only those that state theirs.
-        bytes_accessed: traffic between the chip and its memory, as the compiler counts it: without that of
-            most Pallas kernels.
+        bytes_accessed: traffic with the chip's memory, without that of most Pallas kernels.
         kernels: number of Pallas kernels in the program.
         argument_bytes, temp_bytes, output_bytes: memory; donated caches are in the arguments alone.
         collectives: the collectives by their kind.
@@ -67,25 +66,15 @@ class ProgramPlan:
     layers: list[Row] = field(default_factory=list, repr=False)
 
     @property
-    def traffic(self) -> dict[str, dict[str, int]]:
-        """The "count" and "bytes" of all layers' collectives, by kind, such as "all-reduce"."""
-        total: dict[str, dict[str, int]] = {}
-        for row in self.layers:
-            for kind, of_layer in row.collectives.items():
-                before = total.get(kind, {"count": 0, "bytes": 0})
-                total[kind] = {key: before[key] + value for key, value in of_layer.items()}
-        return total
-
-    @property
     def peak_bytes(self) -> int:
         return self.argument_bytes + self.temp_bytes + self.output_bytes
 
     def floor_seconds(self, chip: Chip) -> float:
-        """Return the time that no run can go below: the larger of FLOPs and bytes over the chip's peaks."""
+        """Return the floor of the time: the larger of FLOPs and bytes over the chip's peaks."""
         return max(self.flops / chip.flops, self.bytes_accessed / chip.bandwidth)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the figures for `json.dumps`: without the program's text and layers, with the peak."""
+        """Return the figures for `json.dumps`, with the peak and without the text and the layers."""
         values = asdict(self)
         del values["text"], values["layers"]
         return values | {"peak_bytes": self.peak_bytes}
@@ -96,13 +85,13 @@ class Work:
     """A program to plan, or to run.
 
     Attributes:
-        name, frames: as `ProgramPlan` has them.
+        name, frames: as in `ProgramPlan`.
         lower: lowers the program for arrays, or for `jax.ShapeDtypeStruct`s of their shapes.
-        structs: returns the structs that `lower` takes: of weights, of inputs and, for a program with a
-            cache, of the cache.
+        structs: returns the structs that `lower` takes: of weights, of inputs and of the cache, if there is
+            one.
         program: the `runtime.Program` that is lowered; None for another function.
-        flops: FLOPs of a device that were counted without the compiler, which does not see those of most
-            Pallas kernels; 0 where they were not counted.
+        flops: FLOPs of a device, counted without the compiler, which does not see those of most Pallas
+            kernels; 0 if nobody counted them.
     """
 
     name: str
@@ -113,13 +102,12 @@ class Work:
     flops: float = 0.0
 
     def lowered(self, mesh: Any) -> Any:
-        """Lower the program over a mesh: the kernels' lowering for a TPU reads the chip's kind from it."""
+        """Lower the program over a mesh, from which the kernels read the chip's kind."""
         with jax.set_mesh(mesh):
             return self.lower(*self.structs())
 
 
 def compile_program(work: Work, mesh: Any) -> ProgramPlan:
-    """Lower the program of `work` over a mesh, compile it, and return its figures."""
     start = time.perf_counter()
     compiled = compile_afresh(work.lowered(mesh))
     return read_program(work, compiled, time.perf_counter() - start)
@@ -128,7 +116,7 @@ def compile_program(work: Work, mesh: Any) -> ProgramPlan:
 def compile_afresh(lowered: Any) -> Any:
     """Compile what `jax.jit(...).lower(...)` has returned, without JAX's compile cache.
 
-    A program from the cache is not compiled: it has no time to compile, and libtpu dumps nothing of it.
+    A program from the cache would have no time of compiling, and libtpu would dump nothing of it.
     """
     was_enabled = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
     try:
@@ -141,7 +129,7 @@ def compile_afresh(lowered: Any) -> Any:
 
 
 def read_program(work: Work, compiled: Any, compile_seconds: float) -> ProgramPlan:
-    """Return the figures of a compiled program: the result of `.compile()` on what `work` lowers to."""
+    """Return the figures of a compiled program, the result of `.compile()` on what `work` lowers to."""
     text = compiled.as_text()
     found = list(instructions(text))
     memory, cost = compiled.memory_analysis(), compiled.cost_analysis()

@@ -16,7 +16,7 @@ ELSEWHERE = "(program)"
 
 
 def table(rows: list[Row]) -> list[list[str]]:
-    """Return a table of layers: a list of cells for the header, then one for each of `rows`."""
+    """Return a table of layers: the cells of its header, then those of each row."""
     cells = [["layer", "shape", "spec", "shards", "bytes a device", "collectives"]]
     for row in rows:
         shape = " x ".join(map(str, row.shape or ()))
@@ -29,7 +29,7 @@ def table(rows: list[Row]) -> list[list[str]]:
 def report(vae: Any, shape: tuple[int, ...], *, direction: Direction = DECODE) -> ProgramPlan:
     """Compile the program of an input's last chunk and report its sharding, layer by layer.
 
-    The result's `layers` have a `Row` for each layer: its `shape` and `spec` are from tracing, its other
+    The result's `layers` have a `Row` for each layer. Its `shape` and `spec` are from tracing; its other
     figures are read off the compiled program.
 
     Args:
@@ -38,7 +38,7 @@ def report(vae: Any, shape: tuple[int, ...], *, direction: Direction = DECODE) -
         direction: `DECODE` or `ENCODE`.
 
     Raises:
-        ValueError: a model of the Flax build, or one that was ported without a mesh.
+        ValueError: the model is of the Flax build, or has no mesh.
     """
     if not isinstance(vae, AutoencoderKLCogVideoX):
         raise ValueError(
@@ -53,17 +53,9 @@ def report(vae: Any, shape: tuple[int, ...], *, direction: Direction = DECODE) -
 def compile_last_chunk(
     vae: AutoencoderKLCogVideoX, shape: tuple[int, ...], *, direction: Direction = DECODE
 ) -> tuple[runtime.Program, Any]:
-    """Compile, without running it, the program of an input's last chunk.
+    """Compile the program of an input's last chunk, which all later chunks share; return it in both forms.
 
-    All chunks after the first are of one length and share one program.
-
-    Args:
-        vae: the model, in PyTorch, on JAX or without weights on "meta".
-        shape: (N, C, T, H, W) of the whole input: latents to decode, or frames to encode.
-        direction: `DECODE` or `ENCODE`.
-
-    Returns:
-        The program, and JAX's compiled form of it.
+    The arguments are those of `report`; the model needs no mesh. The second form is JAX's compiled one.
     """
     program, dtype = vae.build_program(direction), runtime.jax_dtype(vae.dtype)
     videos, channels, frames, *size = shape
@@ -79,12 +71,9 @@ def report_network(network: Any, tensors: dict[str, Any]) -> ProgramPlan:
     """Compile a ported transformer or text encoder; return its plan, with each layer's sharding.
 
     Args:
-        network: a network with a mesh; in PyTorch, on JAX or on torch's "meta" device.
+        network: a network with a mesh, in PyTorch, on JAX or on torch's "meta" device; else a `ValueError`.
         tensors: (shape, JAX dtype) of each argument, by name, from `step_tensors` or `prompt_tensors` of
             `pipelines.networks`.
-
-    Raises:
-        ValueError: a network that was ported without a mesh.
     """
     _check_mesh("network", network)
     program = network.build_program()
@@ -95,29 +84,21 @@ def report_network(network: Any, tensors: dict[str, Any]) -> ProgramPlan:
 
 
 def _check_mesh(kind: str, model: Any) -> None:
-    """Raise `ValueError` for a model without a mesh; `kind` is the message's word for the model."""
     if model.mesh is None:
         raise ValueError(f"report got a {kind} without a mesh: port(..., mesh=make_mesh(dp, tp)) first")
 
 
 def _read_plan(name: str, frames: int, program: Any, compiled: Any) -> ProgramPlan:
-    """Return the plan of a program, with each layer's sharding and communication.
-
-    `compiled` is JAX's compiled form of `program`; `name` and `frames` go into the plan.
-    """
+    """Return the plan of a program and JAX's compiled form of it, with each layer's sharding."""
     plan = read_program(Work(name, frames, program.lower, program.structs, program), compiled, 0.0)
     plan.layers = layers(program, plan.text)
     return plan
 
 
 def layers(program: runtime.Program, text: str) -> list[Row]:
-    """Return each layer's sharding and communication.
+    """Return each layer's sharding and communication in a traced program, whose compiled text is `text`.
 
-    The list is empty for a program on one device and for a program of the Flax build: neither names layers.
-
-    Args:
-        program: a program that was traced before.
-        text: the compiled text of its last tracing.
+    The list is empty on one device and for the Flax build, whose programs name no layers.
     """
     place: Any = program.place
     shapes = getattr(place, "layers", {})  # by a layer's name, its activations' shapes in the last tracing
@@ -134,7 +115,6 @@ def layers(program: runtime.Program, text: str) -> list[Row]:
 
 
 def _row(name: str, shapes: set[tuple[int, ...]] | None, own: list[Instruction], place: MeshPlace) -> Row:
-    """Return the row of a layer."""
     computing = [
         instruction
         for instruction in own
@@ -177,8 +157,7 @@ def _shard_count(
 def _can_hold(result: tuple[int, ...], activation: tuple[int, ...]) -> bool:
     """Return whether an array of shape `result` can be an activation of shape `activation`.
 
-    XLA transposes an activation's axes, and joins some of them to one. Weights' arrays seldom have such a
-    shape by chance.
+    XLA transposes an activation's axes, and joins some of them. Weights seldom have such a shape by chance.
     """
     if math.prod(result) != math.prod(activation):
         return False

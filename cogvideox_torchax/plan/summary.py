@@ -40,10 +40,10 @@ def of_job(
     chip: Chip | None,
     beside: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Return the figures of a job: its peak memory, and with a chip if it fits, and the floor of its time.
+    """Return the figures of a job: its peak memory, and for a chip whether it fits and the floor of its time.
 
     Args:
-        about: what comes first.
+        about: the figures that come first.
         counts: number of times that each program runs in the job.
         programs: the programs' plans.
         chip: the chip that the programs are compiled for, or None.

@@ -281,7 +281,7 @@ def test_weights_that_do_not_fit_are_gathered_in_their_layer(tensors):
     whole = report.report_network(ported(split="2x4 context"), tensors)
     assert found.argument_bytes < 0.5 * whole.argument_bytes
     matrices = sum(p.numel() * 4 for p in stock().transformer_blocks.parameters() if p.ndim == 2)
-    assert found.traffic["all-gather"]["bytes"] >= matrices
+    assert found.collectives["all-gather"].bytes >= matrices
 
 
 CHOICES = {

@@ -104,7 +104,7 @@ def test_the_halves_of_guidance_go_over_dp_and_sums_and_a_few_vectors_travel(ste
     tokens, channels, blocks = 16 + 3 * 4 * 8 // 4, 128, 2
     # Of one of the two videos: after attention and the feed-forward its tokens, six vectors before each.
     summed = blocks * 2 * 4 * (tokens * channels + 6 * channels)
-    assert step_report.traffic["all-reduce"]["bytes"] == summed
+    assert step_report.collectives["all-reduce"].bytes == summed
     assert set(step_report.collectives) == {"all-reduce", "all-gather"}
     result = 2 * 3 * 16 * 4 * 8 * 4
     assert step_report.collectives["all-gather"].largest == result
