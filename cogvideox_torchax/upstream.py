@@ -280,7 +280,6 @@ def _wrap_class_method(kind: Any, name: str, around: Callable[..., Any]) -> None
 
     @functools.wraps(method)
     def call(cls: type, *args: Any, **kwargs: Any) -> Any:
-        """Call `around` with the original method, the class and the arguments."""
         return around(method, cls, *args, **kwargs)
 
     setattr(kind, name, classmethod(call))
@@ -314,9 +313,8 @@ def dtype_option() -> str:
 def wrap_from_pipe(around: Callable[..., Any]) -> None:
     """Replace diffusers' `from_pipe` by `around(make, cls, pipeline, ...)`.
 
-    `make` is the original method, and `cls, pipeline, ...` are its arguments. By the cache a second call with
-    the same `around` does nothing. Needs `from_pipe` to be a class method of `DiffusionPipeline`, which its
-    subclasses inherit.
+    `make` is the original method, which takes `cls, pipeline, ...`. `functools.cache` makes each `around`
+    wrap it only once. Needs `from_pipe` to be a class method of `DiffusionPipeline`.
     """
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
