@@ -76,7 +76,6 @@ def torchax_off() -> contextlib.ExitStack:
             # Default arguments keep this stack's functions: at the exit, when `put` runs again, the loop's
             # variables are those of the last stack.
             def put(modes: list[Any], current: Any = current, push: Any = push, pop: Any = pop) -> None:
-                """Make `modes` the whole stack."""
                 for _ in current():
                     pop()
                 for mode in modes:
@@ -156,7 +155,6 @@ def teach_copying(kind: Any, tensor_of: Any, to_torch: Any, without_torchax: Any
         return copied
 
     def reduce(tensor: Any) -> Any:
-        """Return the pickle protocol's description of the tensor: that of a plain copy on the host."""
         host = without_torchax(to_torch, tensor)
         if isinstance(tensor, nn.Parameter):
             host = without_torchax(nn.Parameter, host, tensor.requires_grad)
@@ -236,7 +234,6 @@ def module_of(function: Any) -> str:
 
 
 def _is_own(method: FunctionType) -> bool:
-    """Return whether a method is of one of the packages, or of Python's own decorators."""
     package = module_of(method).partition(".")[0]
     return package in _PACKAGES or package in sys.stdlib_module_names
 
