@@ -76,7 +76,6 @@ def torchax_off() -> contextlib.ExitStack:
             # Default arguments keep this stack's functions: at the exit, when `put` runs again, the loop's
             # variables are those of the last stack.
             def put(modes: list[Any], current: Any = current, push: Any = push, pop: Any = pop) -> None:
-                """Make `modes` the whole stack."""
                 for _ in current():
                     pop()
                 for mode in modes:
@@ -156,7 +155,6 @@ def teach_copying(kind: Any, tensor_of: Any, to_torch: Any, without_torchax: Any
         return copied
 
     def reduce(tensor: Any) -> Any:
-        """Return the pickle protocol's description of the tensor: that of a plain copy on the host."""
         host = without_torchax(to_torch, tensor)
         if isinstance(tensor, nn.Parameter):
             host = without_torchax(nn.Parameter, host, tensor.requires_grad)
@@ -236,7 +234,6 @@ def module_of(function: Any) -> str:
 
 
 def _is_own(method: FunctionType) -> bool:
-    """Return whether a method is of one of the packages, or of Python's own decorators."""
     package = module_of(method).partition(".")[0]
     return package in _PACKAGES or package in sys.stdlib_module_names
 
@@ -280,7 +277,6 @@ def _wrap_class_method(kind: Any, name: str, around: Callable[..., Any]) -> None
 
     @functools.wraps(method)
     def call(cls: type, *args: Any, **kwargs: Any) -> Any:
-        """Call `around` with the original method, the class and the arguments."""
         return around(method, cls, *args, **kwargs)
 
     setattr(kind, name, classmethod(call))
@@ -314,9 +310,8 @@ def dtype_option() -> str:
 def wrap_from_pipe(around: Callable[..., Any]) -> None:
     """Replace diffusers' `from_pipe` by `around(make, cls, pipeline, ...)`.
 
-    `make` is the original method, and `cls, pipeline, ...` are its arguments. By the cache a second call with
-    the same `around` does nothing. Needs `from_pipe` to be a class method of `DiffusionPipeline`, which its
-    subclasses inherit.
+    `make` is the original method, which takes `cls, pipeline, ...`. `functools.cache` makes each `around`
+    wrap it only once. Needs `from_pipe` to be a class method of `DiffusionPipeline`.
     """
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 

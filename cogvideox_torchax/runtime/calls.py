@@ -128,7 +128,6 @@ class MethodCall(nn.Module):
 
 
 def _is_unchanged(tree: Any, leaves: list[Any], structure: pytree.TreeSpec) -> bool:
-    """Return whether a tree of arguments still has these leaves, the same objects."""
     leaves_now, structure_now = pytree.tree_flatten(tree)
     return structure_now == structure and all(map(operator.is_, leaves_now, leaves))
 

@@ -46,11 +46,6 @@ def replace_keys(environment: Any) -> None:
     """
 
     def key(_self: Any, generator: torch.Generator | None = None) -> Any:
-        """Return a key of JAX, drawn by torch's generator on the host.
-
-        Raises:
-            RandomInTraceError: JAX traces a program.
-        """
         import jax
         import jax.numpy as jnp
 
@@ -135,11 +130,6 @@ def _drawn_on_host(draw: Callable[..., torch.Tensor]) -> Callable[..., Any]:
 
     @functools.wraps(draw)
     def call(*args: Any, **options: Any) -> Any:
-        """Draw numbers.
-
-        Raises:
-            RandomInTraceError: JAX traces a program.
-        """
         import jax.numpy as jnp
 
         from cogvideox_torchax.runtime.bridge import host_array

@@ -48,11 +48,7 @@ class _Differentiated(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Return no gradients for `function` and `run` of `forward`, and one for each of its tensors.
-
-        `gradients` is the gradient of the one result. `forward` has saved a JAX tree in `ctx`: its arrays in
-        `saved_tensors`, its other leaves in `leaves`, with None in the place of each array.
-        """
+        """Return a gradient for each tensor that `forward` took, and None for `function` and for `run`."""
         import jax
 
         arrays = map(array_of, ctx.saved_tensors)
@@ -111,7 +107,6 @@ class _Refused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, why: str, run: Callable[[], torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-        """Return the result of `run`, which is computed from `tensors`; `why` is the error's message."""
         ctx.why = why
         return run()
 

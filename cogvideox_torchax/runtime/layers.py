@@ -41,13 +41,11 @@ def watched(
     scopes: list[Any] = []  # name scopes that are open, from the outermost layer's to the innermost layer's
 
     def before(name: str, _module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Open the layer's name scope and call `taken`; with `name` bound it is a module's pre-hook."""
         scopes.append(jax.named_scope(name))
         scopes[-1].__enter__()
         return taken(name, (args, kwargs))
 
     def after(name: str, _module: nn.Module, _args: Any, result: Any) -> Any:
-        """Call `given` and close the layer's name scope; with `name` bound it is a module's hook."""
         result = given(name, result)
         scopes.pop().__exit__(None, None, None)
         return result
@@ -91,7 +89,6 @@ def as_layer(module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def call(*inputs: Any) -> Any:
-        """Call `run` between the module's `names_only` hooks, which open and close the name scope."""
         for hook in module._forward_pre_hooks.values():
             hook(module, inputs, {})  # pyright: ignore[reportCallIssue]
         result = run(*inputs)

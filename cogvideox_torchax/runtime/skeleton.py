@@ -38,7 +38,6 @@ class _Uncompiled(nn.Module):
         return self._orig_mod(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Look an attribute up in the wrapped module if this one lacks it."""
         try:
             return super().__getattr__(name)
         except AttributeError:

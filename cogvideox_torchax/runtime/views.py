@@ -126,7 +126,6 @@ def share_views(torchax: Any) -> None:
     @functools.wraps(dispatch)
     @runs_unchecked
     def call(self: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation; have a view share its input's values."""
         source: Any = args[0] if args else None
         if not isinstance(source, (tensor, view)):
             return dispatch(self, func, types, args, kwargs)
@@ -153,5 +152,4 @@ def share_views(torchax: Any) -> None:
 
 
 def _tensors(results: Any) -> Iterator[Any]:
-    """Yield the tensors of an operation's result, a tensor or several."""
     yield from results if isinstance(results, list | tuple) else (results,)

@@ -85,7 +85,6 @@ class MeshPlace(Place):
         return jax.lax.with_sharding_constraint(x, self.sharding(x.shape))
 
     def _add_shape(self, name: str, x: Any) -> None:
-        """Add the shape of a layer's activation to `layers`."""
         self.layers.setdefault(name, set()).add(tuple(x.shape))
 
 

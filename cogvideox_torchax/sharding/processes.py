@@ -167,7 +167,6 @@ class Exchange:
                 self._wait(self.directory / f"{process}.left")
 
     def _path(self, chunk: int, process: int) -> Path:
-        """Return the file of a process's part of a chunk, by the numbers of both."""
         return self.directory / f"{chunk:06}.{process}"
 
     def _write(self, tensor: "torch.Tensor") -> jax.Array:

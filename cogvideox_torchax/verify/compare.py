@@ -250,7 +250,6 @@ def compare_layers(
 def _layer_error(
     name: str, dtype: torch.dtype, chunks: list[Differences], torch_bfloat16: list[Differences]
 ) -> LayerError:
-    """Return a layer's error over all chunks, with the first chunk that leaves the tolerance."""
     each = Differences.of_chunks(chunks)  # its attributes are arrays, with a number for each chunk
     if dtype == torch.float32:
         passed = each.largest <= tolerances.FLOAT32_RELATIVE * each.scale.max()
@@ -378,7 +377,6 @@ class Verifier:
     def _layer_errors(
         self, candidates: list[Candidate], torch_bfloat16: Candidate | None, say: Callable[[str], None]
     ) -> list[list[LayerError]]:
-        """Return the errors of each candidate's layers in both directions, a list for each candidate."""
         errors: list[list[LayerError]] = [[] for _ in candidates]
         compared = candidates if torch_bfloat16 is None else [*candidates, torch_bfloat16]
         for direction in Direction:
