@@ -49,7 +49,8 @@ class GELU(DiffusersGELU):
 class Block(CogVideoXBlock):
     """A layer of the transformer, which also takes text and patches as one sequence."""
 
-    # A step with a cache sets both in its own copy of the block, by part of the block: "attn1" or "ff".
+    # A step with a cache sets both in its own copy of the block, by part of the block: "attn1", its
+    # attention, or "ff", its feed-forward.
     replaced: dict[str, torch.Tensor | None] = {}  # noqa: RUF012 - set anew, not written to
     """Results (N, S, C) to use instead of running a part; None for zeros."""
     collected: dict[str, list[torch.Tensor]] = {}  # noqa: RUF012
@@ -84,9 +85,7 @@ class Block(CogVideoXBlock):
             (x_NSC, replaced), temb_NE, tables = cast(Any, tensor_of(arrays))
             return array_of(self._run_local_tokens(x_NSC, replaced, temb_NE, tables, sequence))
 
-        # A part of a layer is its attention ("attn1") or its feed-forward ("ff"). A step with a cache has set
-        # `replaced`, results to use instead of running a part, and `collected`, lists for the results of
-        # parts that run. Like the tokens, results are (N, S, C), split by videos and tokens.
+        # Like the tokens, the results of parts are split by videos and tokens.
         x_NSC, results = torch_view(sequence.map_local_tokens(run_local_arrays))(
             (hidden_states, self.replaced), temb, image_rotary_emb
         )
@@ -102,10 +101,7 @@ class Block(CogVideoXBlock):
         tables: Tables,
         sequence: Sequence,
     ) -> Any:
-        """Run the layer on a device's local tokens; return them, and the results that a cache wants by name.
-
-        `replaced` has results (N, S, C) to use instead of running a part, "attn1" or "ff"; None for zeros.
-        """
+        """Run the layer on a device's local tokens; return them, and the results of `collected` parts."""
         # Tokens before the first patch are text: a norm has other shifts, scales and gates for them.
         first_patch = sequence.first_patch()
         results: dict[str, Any] = {}
@@ -186,7 +182,7 @@ class LastProjection:
     transposed: bool = False
 
     def result(self) -> torch.Tensor:
-        h_NSC = self.h.transpose(1, 2) if self.transposed else self.h  # (N, C, S) if `transposed`
+        h_NSC = self.h.transpose(1, 2) if self.transposed else self.h
         y_SC = h_NSC.flatten(0, 1)  # the tokens of all videos on one axis
         for layer in self.layers:
             y_SC = layer(y_SC)
@@ -194,7 +190,6 @@ class LastProjection:
 
     def added(self, x_NSC: torch.Tensor, gate_N2C: torch.Tensor, first_patch: Any) -> torch.Tensor:
         """Return `x_NSC + gate * linear(h)` by one kernel; the gate has vectors for text and for patches."""
-        # `self.h` is the linear layer's input, with channels before tokens if `transposed`.
         fused = functools.partial(jax_kernels.gated_linear, transposed=self.transposed)
         linear, *_dropouts = self.layers
         return torch_view(fused)(self.h, linear.weight, linear.bias, x_NSC, gate_N2C, first_patch)

@@ -196,7 +196,8 @@ class PortedPipeline(PicklesAsStock, DiffusionPipeline):
     def progress_bar(self, iterable: Any = None, total: Any = None) -> Any:
         """Return diffusers' progress bar, which ends with the number of steps that a cache has skipped."""
         inherited: Any = super()
-        bar, cache = inherited.progress_bar(iterable, total), _step_cache(self)
+        bar = inherited.progress_bar(iterable, total)
+        cache = getattr(getattr(self, "transformer", None), "step_cache", None)
         if cache is not None and not bar.disable:
             close = bar.close  # called when the pipeline leaves its `with` block, after the last step
 
@@ -207,10 +208,6 @@ class PortedPipeline(PicklesAsStock, DiffusionPipeline):
 
             bar.close = close_with_skips
         return bar
-
-
-def _step_cache(pipe: Any) -> Any:
-    return getattr(getattr(pipe, "transformer", None), "step_cache", None)
 
 
 def _decode_in_chunks(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
@@ -224,7 +221,8 @@ def _decode_in_chunks(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
     # The pipelines call the VAE's scaling factor `vae_scaling_factor_image`, for videos too.
     z = 1 / pipe.vae_scaling_factor_image * latents.permute(0, 2, 1, 3, 4)
     # `decode` may have been set on the model, on its class, or in a subclass.
-    if _is_users_own(pipe.vae.decode) or upstream.is_patched(DiffusersAutoencoder):
+    author = pipe.vae.decode.__module__.partition(".")[0]
+    if author not in ("diffusers", "cogvideox_torchax") or upstream.is_patched(DiffusersAutoencoder):
         return runtime.to_torch(pipe.vae.decode(z).sample)
     return torch.cat(list(pipe.vae.decode_stream(z)), dim=2)
 
@@ -331,10 +329,6 @@ def _check_ported(pipe: Any) -> None:
             )
         if runtime.is_on_jax(model):
             _check_in_place(model)
-
-
-def _is_users_own(method: Any) -> bool:
-    return method.__module__.partition(".")[0] not in ("diffusers", __name__.partition(".")[0])
 
 
 def _own_methods(kind: type) -> set[str]:

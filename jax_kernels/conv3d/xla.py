@@ -155,7 +155,6 @@ def suits_patches(x: Array, kernel: Array) -> bool:
 
 
 def _patch_bytes(x: Array, window: tuple[int, ...]) -> int:
-    """Return the bytes that `patches` writes: each pixel of `x` once for each tap of the `window`."""
     return x.size * math.prod(window) * x.dtype.itemsize
 
 

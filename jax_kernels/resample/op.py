@@ -93,10 +93,9 @@ def _split_and_resample(
     target: Target, resample: Callable[..., Array], x: Array, in_time: bool, first_frame_alone: bool
 ) -> Array:
     """Resample frames in runs: `resample(frames, in_time, first_frame_alone)` returns the result of one."""
-    is_odd = x.shape[1] % 2 == 1
     # `split_frames` makes the first frame a run by itself if their number is odd. That suits only an odd
     # number with a single first frame, and an even number without: else all frames are one run.
-    runs = [run for (run,) in split_frames(target, x)] if is_odd == first_frame_alone else [x]
+    runs = [run for (run,) in split_frames(target, x)] if x.shape[1] % 2 == first_frame_alone else [x]
     if len(runs) == 1:
         return resample(x, in_time, first_frame_alone)
     # A run of one frame is the single first frame, which is not resampled in time. All other runs have whole

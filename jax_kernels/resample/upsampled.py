@@ -237,7 +237,6 @@ class _Step:
         return pltpu.bitcast(tiles.duplicated_in_words(x), x.dtype)
 
     def _interleave_columns(self, left: Array, right: Array) -> Array:
-        """Interleave the sums of pixels' left and right results by pixel."""
         frames, outputs = self.sizes.frames_out, self.sizes.outputs
         by_pixel = [sums.reshape(-1, 1, frames, outputs) for sums in (left, right)]
         return jnp.concatenate(by_pixel, axis=1).reshape(-1, outputs)

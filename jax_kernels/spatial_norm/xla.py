@@ -76,11 +76,12 @@ def modulate_pixels(
 def match_frames_and_columns(z_NTHWC: Array, x_shape: tuple[int, ...], *, first_frame_alone: bool) -> Array:
     """Upsample latents (nearest) to the frames and columns of activations of `x_shape`; rows stay."""
     # A part of the latents covers `length` frames. The dictionary has repetitions by axis: 1 is T, 3 is W.
-    resized = [
-        repeat_nearest(part, {1: length // part.shape[1], 3: x_shape[3] // part.shape[3]})
-        for part, length in _frame_parts(z_NTHWC, x_shape, first_frame_alone)
-    ]
-    return join_frames(resized)
+    return join_frames(
+        [
+            repeat_nearest(part, {1: length // part.shape[1], 3: x_shape[3] // part.shape[3]})
+            for part, length in _frame_parts(z_NTHWC, x_shape, first_frame_alone)
+        ]
+    )
 
 
 def _frame_parts(
