@@ -211,14 +211,14 @@ def refused(capsys):
     """Return a function that runs a command, which must end with exit code 2, and returns its one line."""
     from cogvideox_torchax import cli
 
-    def run(*arguments):
+    def refused_line(*arguments, main=cli.main):
         capsys.readouterr()
-        assert cli.main([str(argument) for argument in arguments]) == cli.USER_ERROR
+        assert main([str(argument) for argument in arguments]) == cli.USER_ERROR
         said = capsys.readouterr().err
         assert said.count("\n") == 1, said
         return said
 
-    return run
+    return refused_line
 
 
 @pytest.fixture

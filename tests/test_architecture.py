@@ -10,11 +10,11 @@ import importlib
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.processes import ROOT
+
 PACKAGES = ("cogvideox_torchax", "jax_kernels")
 
 LEVELS = (

@@ -12,8 +12,7 @@ import jax_kernels
 from cogvideox_torchax import port
 from cogvideox_torchax.pipelines.blocks import Block
 from tests import reference, small_pipelines
-
-ROOT = Path(__file__).parents[1]
+from tests.processes import ROOT
 
 
 class Reached(Exception):

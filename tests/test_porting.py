@@ -1,7 +1,5 @@
 import copy
 import json
-import subprocess
-import sys
 import types
 
 import diffusers
@@ -12,6 +10,7 @@ import cogvideox_torchax
 from cogvideox_torchax import AutoencoderKLCogVideoX, port
 from cogvideox_torchax.runtime import without_torchax
 from cogvideox_torchax.vae.torchax.modules import PORTED
+from tests.processes import printed_by
 
 
 def test_every_hot_module_is_swapped_and_nothing_else_changes(small_vae):
@@ -89,6 +88,6 @@ assert "torchax" not in sys.modules
 
 
 def test_public_names_are_lazy_and_complete_and_nothing_but_the_port_needs_torchax():
-    subprocess.run([sys.executable, "-c", IMPORTS], check=True)
+    printed_by(IMPORTS)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = cogvideox_torchax.nothing

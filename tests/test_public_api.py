@@ -6,15 +6,14 @@ import inspect
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.docs.blocks import PAGES, blocks
+from tests.processes import ROOT
 from tests.test_architecture import PACKAGES, public_names
 
-ROOT = Path(__file__).parents[1]
 ENTRIES = [
     entry
     for page in sorted((ROOT / "docs" / "reference").glob("*.md"))
@@ -55,6 +54,20 @@ def test_every_name_of_a_package_is_in_the_reference(package, name):
     value = getattr(importlib.import_module(package), name)
     assert name in dir(importlib.import_module(package))
     assert any(entry.endswith(f".{name}") and value_of(entry) is value for entry in ENTRIES)
+
+
+CHECKED = (ROOT / "tests/typing/public_names.py").read_text()
+
+
+@pytest.mark.parametrize("name", [name for package, name in public_names() if package != "jax_kernels"])
+def test_a_public_name_is_checked_strictly(name):
+    code = CHECKED.partition("# pyright: strict")[2].partition("\ndef ")[2]  # behind the imports
+    assert re.search(rf"(?<![\w.]){name}[(.)]", code)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_type_checker_is_told_to_read_the_annotations(package):
+    assert (ROOT / package / "py.typed").read_text() == ""
 
 
 def sources() -> Iterator[tuple[str, str]]:

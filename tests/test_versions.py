@@ -2,13 +2,11 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
 from cogvideox_torchax import versions
-
-ROOT = Path(__file__).parent.parent
+from tests.processes import ROOT
 
 
 def test_tested_is_from_what_is_pinned_to_the_newest_of_the_matrix():

@@ -1,13 +1,12 @@
 """Final schedules: of a kernel that the TPU's compiler schedules here, and of text made up."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.estimate import chips, programs, schedule
 from benchmarks.estimate.hlo import instructions
+from tests.processes import printed_by
 
 CHIP = chips.CHIPS["v6e"]
 
@@ -172,10 +171,7 @@ print(chips.dump_directory())
 def test_a_kernels_loops_count_as_often_as_they_run(topology):
     pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
     # In a process of its own: libtpu takes its flags once, when it is loaded.
-    done = subprocess.run(
-        [sys.executable, "-c", KERNEL, topology], capture_output=True, text=True, timeout=300, check=True
-    )
-    *lines, directory = done.stdout.split("\n")[:4]
+    *lines, directory = printed_by(KERNEL, topology).splitlines()
     few, grid, loop = map(int, lines)
     assert grid == pytest.approx(2 * few, rel=0.1)
     body, rest = divmod(loop - few, 4 * 5)  # five more trips in each of the grid's four

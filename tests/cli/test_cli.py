@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from fractions import Fraction
@@ -30,6 +29,7 @@ from cogvideox_torchax.vae.tolerances import psnr
 from tests import reference
 from tests.conftest import umask_of
 from tests.files.test_video import TIMES, encode, heard, moving_frames, read_all, with_sound, write
+from tests.processes import run_python
 
 pytestmark = pytest.mark.usefixtures("torchax_off", "in_an_empty_directory")
 
@@ -198,7 +198,7 @@ def test_doctor_names_the_command_that_measures_where_there_is_a_device(monkeypa
 def test_doctor_works_where_jax_does_not():
     code = "import sys; sys.modules['jax'] = None; from cogvideox_torchax import cli; "
     code += "sys.exit(cli.main(['doctor']))"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    ended = run_python(code)
     assert (ended.returncode, ended.stderr) == (1, "")
     for words in ("JAX_PLATFORMS=cpu", "none, as JAX does not import", "pip install"):
         assert words in ended.stdout
@@ -534,9 +534,7 @@ def test_ctrl_c_during_the_imports_is_no_traceback(tmp_path):
     tmp_path.joinpath("torch.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
     code = "import signal, runpy; signal.signal(signal.SIGINT, signal.default_int_handler); "
     code += "runpy.run_module('cogvideox_torchax.cli', run_name='__main__')"
-    path = os.pathsep.join([str(tmp_path), *sys.path])
-    options = {"env": os.environ | {"PYTHONPATH": path}, "capture_output": True, "text": True}
-    ended = subprocess.run([sys.executable, "-c", code, "doctor"], **options)
+    ended = run_python(code, "doctor", PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
     assert (ended.returncode, ended.stdout, ended.stderr) == (cli.INTERRUPTED, "", "")
 
 

@@ -4,19 +4,17 @@ import importlib.util
 import inspect
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests import reference
-
-FOLDER = Path(__file__).parents[2] / "comfyui"
+from tests.processes import ROOT
 
 
 @pytest.fixture(scope="module")
 def nodes():
-    spec = importlib.util.spec_from_file_location("custom_nodes_cogvideox", FOLDER / "__init__.py")
+    spec = importlib.util.spec_from_file_location("custom_nodes_cogvideox", ROOT / "comfyui" / "__init__.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)

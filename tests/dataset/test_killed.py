@@ -1,14 +1,10 @@
 """Runs of the command line that are killed, each at another step: the next one ends as an undisturbed one."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from cogvideox_torchax import cli
 from tests.dataset.conftest import OPTIONS, tree
+from tests.processes import printed_by
 
 pytestmark = [pytest.mark.usefixtures("torchax_off"), pytest.mark.slow]
 
@@ -56,15 +52,8 @@ def test_what_a_killed_run_left_is_whole_and_the_next_completes_it_bit_for_bit(s
     outputs = [tmp_path / str(moment) / "out" for moment in MOMENTS]
     for out in outputs:
         out.parent.mkdir()
-    ended = subprocess.run(
-        [sys.executable, "-c", KILLED, *("|".join((str(out.parent), *command)) for out in outputs)],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("ended by -9") > 4
+    ended = printed_by(KILLED, *("|".join((str(out.parent), *command)) for out in outputs))
+    assert ended.count("ended by -9") > 4
     for out in outputs:
         left = {name: data for name, data in tree(out).items() if ".partial/" not in name}
         assert left.items() <= wanted.items(), "only whole files have their names"

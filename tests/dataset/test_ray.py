@@ -1,10 +1,6 @@
 """Encoding on a local Ray, in a process of its own, whose actors are killed on the way."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -12,6 +8,7 @@ import pytest
 from cogvideox_torchax import cli
 from cogvideox_torchax.files.whole import OutputError
 from tests.dataset.conftest import BAD, command, tree
+from tests.processes import run_python
 
 ENCODE = """
 import os, signal, sys
@@ -42,13 +39,7 @@ def test_an_actor_that_is_killed_is_replaced_and_the_result_is_that_of_one_machi
     def of(name):
         return command(small, tmp_path / name)
 
-    ended = subprocess.run(
-        [sys.executable, "-c", ENCODE, *of("ray"), "--ray", "--json"],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    ended = run_python(ENCODE, *of("ray"), "--ray", "--json")
     assert ended.returncode == 1, ended.stderr[-3000:]
     assert all(f"bad clip {name}" in ended.stderr for name in BAD)
     report = json.loads(ended.stdout)  # and nothing else, whatever Ray prints

@@ -15,8 +15,9 @@ import torch
 
 from cogvideox_torchax import cli, runtime
 from tests import small_pipelines
-from tests.docs.blocks import PAGES, ROOT, Block, blocks
+from tests.docs.blocks import PAGES, Block, blocks
 from tests.files.test_video import write
+from tests.processes import ROOT
 
 RUN = {page: [block for block in blocks(page) if block.reason is None] for page in PAGES}
 RUN = {page: found for page, found in RUN.items() if any(b.language in ("python", "bash") for b in found)}

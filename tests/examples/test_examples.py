@@ -13,8 +13,9 @@ from cogvideox_torchax.files import video
 from cogvideox_torchax.pipelines import generate
 from tests import reference, small_pipelines
 from tests.files.test_video import read_all, write
+from tests.processes import ROOT
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = ROOT / "examples"
 
 pytestmark = pytest.mark.usefixtures("torchax_off", "in_an_empty_directory")
 

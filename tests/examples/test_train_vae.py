@@ -16,8 +16,9 @@ from torch import nn
 from cogvideox_torchax import runtime
 from tests import reference
 from tests.files.test_video import moving_frames, write
+from tests.processes import ROOT
 
-FOLDER = Path(__file__).parents[2] / "examples" / "train_vae"
+FOLDER = ROOT / "examples" / "train_vae"
 CONFIG = {
     **reference.SMALL,
     **reference.TWO_SHALLOW_LEVELS,

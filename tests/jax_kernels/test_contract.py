@@ -362,7 +362,7 @@ def test_modulation_of_every_length_is_the_reference(scale, activation, latent_f
 
 
 @every_way
-@pytest.mark.slow_cases("norm_conv3d, *-on a TPU")
+@pytest.mark.slow_cases("norm_conv3d*-on a TPU")
 def test_bfloat16_sums_in_float32_and_is_rounded_once(name, way):
     for got, want in results(CASES[name], jnp.bfloat16, way):
         assert got.dtype == jnp.bfloat16
@@ -377,6 +377,7 @@ DIFFERENTIATED = [
 
 
 @pytest.mark.parametrize(("name", "way"), DIFFERENTIATED)
+@pytest.mark.slow_cases("norm_conv3d, *-chosen")
 def test_its_derivatives_are_the_references(name, way):
     case = CASES[name]
     operands, arrays = drawn(case, jnp.float32)
@@ -402,6 +403,7 @@ OVER_DEVICES = [(name, way) for name, way in WAYS if CASES[name].activations and
 
 @pytest.mark.parametrize(("name", "way"), OVER_DEVICES)
 @pytest.mark.parametrize("padded", [1, 2], ids=["filled", "padded"])
+@pytest.mark.slow_cases("filled-norm_conv3d, *", "filled-spatial_norm, *")
 def test_shards_are_the_whole_and_their_padding_is_clear(name, way, padded):
     case, how = CASES[name], {} if way == "chosen" else {"implementation": way}
     operands, arrays = drawn(case, jnp.float32)

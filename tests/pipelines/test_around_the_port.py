@@ -3,8 +3,6 @@
 import copy
 import json
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ from cogvideox_torchax.flax import FlaxVAEForPipelines
 from cogvideox_torchax.pipelines.port import PortedPipeline
 from cogvideox_torchax.vae.tolerances import relative_error
 from tests import small_pipelines
+from tests.processes import printed_by
 from tests.small_pipelines import one_layer as build
 
 TOLERANCE = 1e-4
@@ -148,8 +147,7 @@ def test_what_is_saved_loads_where_this_package_is_not(ported, stock, tmp_path):
     index = json.loads((tmp_path / "saved" / "model_index.json").read_text())
     assert {name: tuple(index[name]) for name in NAMES} == NAMES
     assert index["_class_name"] == "CogVideoXPipeline"
-    command = [sys.executable, "-c", ELSEWHERE, str(tmp_path / "saved"), str(tmp_path / "weights")]
-    subprocess.run(command, check=True, capture_output=True)
+    printed_by(ELSEWHERE, tmp_path / "saved", tmp_path / "weights")
     loaded = runtime.without_torchax(load_file, tmp_path / "weights")
     for i, part in enumerate((stock.transformer, stock.text_encoder, stock.vae)):
         assert all(torch.equal(loaded[f"{i}.{n}"], weight) for n, weight in part.state_dict().items())

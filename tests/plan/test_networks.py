@@ -1,5 +1,6 @@
 """Plans of a transformer's step and of a prompt, of small networks, on this machine's CPU."""
 
+import functools
 import json
 import math
 from pathlib import Path
@@ -11,13 +12,14 @@ import torch
 from diffusers import ConsisIDTransformer3DModel
 
 from cogvideox_torchax import cli, make_mesh, runtime
+from cogvideox_torchax.cli import planning
 from cogvideox_torchax.plan import chips, networks, programs
 from cogvideox_torchax.plan.chips import PlanError
 from tests import small_pipelines
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
 
-SMALL = {**small_pipelines.TRANSFORMER, "use_rotary_positional_embeddings": True, "num_layers": 4}
+SMALL = {**small_pipelines.TRANSFORMER, "use_rotary_positional_embeddings": True, "num_layers": 2}
 SMALL_TEXT = {**networks.TEXT_ENCODER, "vocab_size": 64, "d_model": 32, "d_kv": 4, "d_ff": 64}
 
 
@@ -35,7 +37,7 @@ def test_a_step_is_planned_whole_with_the_work_that_pytorch_counts():
     sizes = [
         parameter.numel() for parameter in networks.weightless_transformer("5b", torch.float32).parameters()
     ]
-    assert work.layers == 4
+    assert work.layers == 2
     assert plan.argument_bytes == pytest.approx(4 * sum(sizes), rel=0.05)  # all layers' weights, and inputs
     # Of two passes through all layers: 2 FLOPs for each weight of a matrix and each token, and attention's.
     tokens = 16 + 3 * 2 * 4
@@ -82,7 +84,7 @@ def planned(network, *more):
 def test_a_plan_on_the_command_line():
     step = ("step", *SIZE)
     found = planned(*step, "--dp", "2", "--tp", "4")
-    assert found["summary"]["network"].startswith("step, 4 layers")
+    assert found["summary"]["network"].startswith("step, 2 layers")
     assert found["summary"]["parallel"] == "context over tp, weights whole (tp=4 divides 8 heads)"
     assert found["programs"][0]["collectives"]["all-to-all"]["count"] > 0
     of_tensors = planned(*step, "--tp", "8", "--parallel", "tensor")
@@ -93,7 +95,7 @@ def test_a_plan_on_the_command_line():
 CACHES = {
     # Of 50 steps, how many are of each kind, the full one first; arrays (N, S, C) that are kept.
     "first-block:0.1": (["--skips", "20"], "30 in full, 20 of skipping step 1", 2),
-    "pab": ([], "33 in full, 17 of skipping step 1", 4),
+    "pab": ([], "33 in full, 17 of skipping step 1", 2),
     "fastercache": ([], "24 in full, 13 of skipping step 1, 13 of skipping step 2", None),
     "taylorseer:5": ([], "13 in full, 37 of skipping step 1", None),
 }
@@ -172,25 +174,38 @@ def test_a_step_of_an_unknown_transformer_costs_what_the_known_one_of_its_sizes_
         networks.step_work(str(tmp_path), torch.float32, mesh, None, **size)
 
 
-@pytest.fixture
-def small_pipeline(tmp_path, monkeypatch):
-    """Save a pipeline and make slices of v6e of CPUs; return the options of its plan."""
-    small_pipelines.build().save_pretrained(tmp_path / "pipe")
-    monkeypatch.setattr(
-        chips, "topology_devices", lambda name: jax.devices()[: math.prod(map(int, name[4:].split("x")))]
-    )
-    return ("--pipeline", "pipe", "--dtype", "float32", "--frames", "9", "--height", "32", "--width", "64")
+@pytest.fixture(scope="module")
+def whole_plan(tmp_path_factory):
+    """Save a pipeline; return a function that plans it for chips of so many bytes: CPUs are its slices."""
+    directory = tmp_path_factory.mktemp("pipeline")
+    runtime.without_torchax(small_pipelines.build().save_pretrained, directory)
+    options = ("--pipeline", str(directory), "--dtype", "float32", *SIZE, "-o", str(directory / "plan.json"))
+
+    def devices_of(slice_name):
+        return jax.devices()[: math.prod(map(int, slice_name[4:].split("x")))]
+
+    compiled = {}
+
+    def compile_once(work, mesh):
+        program = work.name, *mesh.shape.values()
+        if program not in compiled:
+            compiled[program] = programs.compile_program(work, mesh)
+        return compiled[program]
+
+    @functools.cache
+    def whole_plan(memory, *more):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(chips, "topology_devices", devices_of)
+            patch.setattr(planning, "compile_program", compile_once)
+            patch.setitem(chips.CHIPS, "v6e", chips.Chip(1e12, 1e12, memory))
+            assert cli.main(["plan", *options, *more]) == 0
+        return json.loads((directory / "plan.json").read_text())
+
+    return whole_plan
 
 
-def whole_plan(monkeypatch, memory, *words):
-    """Return the plan of a pipeline for a chip of so many bytes, by the command line."""
-    monkeypatch.setitem(chips.CHIPS, "v6e", chips.Chip(1e12, 1e12, memory))
-    assert cli.main(["plan", *words, "-o", "plan.json"]) == 0
-    return json.loads(Path("plan.json").read_text())
-
-
-def test_a_whole_pipeline_is_planned_with_all_its_weights_beside_each_program(small_pipeline, monkeypatch):
-    found = whole_plan(monkeypatch, 2**40, *small_pipeline)
+def test_a_whole_pipeline_is_planned_with_all_its_weights_beside_each_program(whole_plan):
+    found = whole_plan(2**40)
     summary = found["summary"]
     assert [each["name"] for each in found["programs"]] == ["prompt", "step", "first", "later"]
     assert found["counts"] == [2, 50, 1, 1]
@@ -211,15 +226,15 @@ def test_a_whole_pipeline_is_planned_with_all_its_weights_beside_each_program(sm
     assert summary["peak_memory_GiB"] * 2**30 == max(peaks)
 
 
-def test_a_pipeline_that_does_not_fit_is_told_what_fits(small_pipeline, monkeypatch):
-    summary = whole_plan(monkeypatch, 2**40, *small_pipeline)["summary"]
+def test_a_pipeline_that_does_not_fit_is_told_what_fits(whole_plan):
+    summary = whole_plan(2**40)["summary"]
     text, peak = (summary[name] * 2**30 for name in ("text_encoder_GiB", "peak_memory_GiB"))
-    found = whole_plan(monkeypatch, peak - text, *small_pipeline)["summary"]
+    found = whole_plan(peak - text)["summary"]
     assert not found["fits"]
     host, mesh = found["would_fit"]
     assert host == "the prompt encoded on the host"
     assert found["would_fit"][host] * 2**30 == pytest.approx(peak - text)
-    again = whole_plan(monkeypatch, peak - text, *small_pipeline, *mesh.split())["summary"]
+    again = whole_plan(peak - text, *mesh.split())["summary"]
     assert again["fits"]
     assert again["peak_memory_GiB"] == found["would_fit"][mesh]
-    assert "would_fit" not in whole_plan(monkeypatch, peak - text, *small_pipeline, "--no-advice")["summary"]
+    assert "would_fit" not in whole_plan(peak - text, "--no-advice")["summary"]

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.processes import ROOT
+
 PACKAGES = ("cogvideox_torchax", "jax_kernels")
 
 

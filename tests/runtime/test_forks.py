@@ -1,9 +1,6 @@
 """Children that are forked from a process which uses JAX: they compute in PyTorch, and never wait for JAX."""
 
-import subprocess
-import sys
-
-import pytest
+from tests.processes import printed_by
 
 SCRIPT = """
 import faulthandler, multiprocessing, os, warnings
@@ -32,24 +29,16 @@ def said_in_a_child(use):
     return ours.recv()
 """
 
-ENABLED = {
-    "enable": "cogvideox_torchax.enable()",
-    "enable_globally": "torchax.enable_globally()",
-}
-
-LOADERS = {
-    "a DataLoader": """
+LOADERS = """
 loader = DataLoader(plain, batch_size=None, num_workers=1, timeout=30)
 print([x.tolist() for x in loader])
-""",
-    "a pool": "print(context.Pool(1).map_async(total, range(4)).get(30))",
-    "datasets": """
+print(context.Pool(1).map_async(total, range(4)).get(30))
 import datasets
 datasets.disable_progress_bars()
 rows = datasets.Dataset.from_dict({"n": [0, 1, 2, 3]})
 print(rows.map(lambda row: {"sum": total(row["n"])}, num_proc=2)["sum"][:])
-""",
-}
+"""
+"""Ways to compute in children: a DataLoader's, a pool's, those of `datasets`."""
 
 USES = {
     "a tensor's values": "on_jax + 1",
@@ -67,23 +56,17 @@ USES = {
 """Expressions that would compute on JAX."""
 
 
-def printed(code):
-    ended = subprocess.run(
-        [sys.executable, "-c", SCRIPT + code], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout.splitlines()
-
-
-@pytest.mark.parametrize("way", ENABLED)
-def test_a_forked_worker_computes_in_pytorch(way):
-    said = printed("\n".join([ENABLED[way], *LOADERS.values()]))
-    assert said == [str([3 * [float(n)] for n in range(4)]), *2 * [str([3.0 * (n + 1) for n in range(4)])]]
+def test_a_forked_worker_computes_in_pytorch_however_torchax_was_turned_on():
+    by_hand, ours = "torchax.enable_globally()", "torchax.disable_globally(); cogvideox_torchax.enable()"
+    said = printed_by("\n".join([SCRIPT, by_hand, LOADERS, ours, LOADERS])).splitlines()
+    whole, sums = [3 * [float(n)] for n in range(4)], [3.0 * (n + 1) for n in range(4)]
+    assert said == 2 * [str(whole), str(sums), str(sums)]
 
 
 def test_a_use_of_jax_in_a_forked_worker_is_an_error_that_says_what_to_do():
     """A tensor's shape and dtype stay readable; a worker that turns torchax off has it off already."""
-    said = printed(
+    said = printed_by(
+        f"{SCRIPT}\n"
         "from cogvideox_torchax.flax import FlaxAutoencoderKLCogVideoX\n"
         "vae = cogvideox_torchax.AutoencoderKLCogVideoX.from_pretrained(model_directory).to('jax')\n"
         "flax_vae = FlaxAutoencoderKLCogVideoX.from_pretrained(model_directory)\n"
@@ -92,7 +75,7 @@ def test_a_use_of_jax_in_a_forked_worker_is_an_error_that_says_what_to_do():
         "print(said_in_a_child(lambda: (tuple(on_jax.shape), vae.dtype, torchax.disable_globally())))\n"
         f"for use in {list(USES.values())}:\n"
         "    print(said_in_a_child(lambda: eval(use)))\n"
-    )
+    ).splitlines()
     assert said[0] == "got ((4,), torch.float32, None)"
     assert {use: line.partition(":")[0] for use, line in zip(USES, said[1:], strict=True)} == dict.fromkeys(
         USES, "ForkError"
@@ -101,10 +84,11 @@ def test_a_use_of_jax_in_a_forked_worker_is_an_error_that_says_what_to_do():
 
 
 def test_jax_works_in_a_child_that_was_forked_before_it_started():
-    (said,) = printed(
+    said = printed_by(
+        f"{SCRIPT}\n"
         "def use():\n"
         "    cogvideox_torchax.enable()\n"
         "    return (torch.ones(2).to('jax') + 1).tolist()\n"
         "print(said_in_a_child(use))"
     )
-    assert said == "got [2.0, 2.0]"
+    assert said == "got [2.0, 2.0]\n"

@@ -1,7 +1,4 @@
 import contextvars
-import os
-import subprocess
-import sys
 import threading
 
 import jax
@@ -11,11 +8,7 @@ import torchax
 
 from cogvideox_torchax import enable, runtime
 from cogvideox_torchax.runtime import clock
-
-
-def run_python(code, **environment):
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
+from tests.processes import printed_by, run_python
 
 
 @pytest.mark.usefixtures("torchax_off")
@@ -132,8 +125,7 @@ runtime.configure_compile_cache()
 jax.jit(lambda x: x * 3 + 1)(1.0)
 assert os.listdir(os.environ["COGVIDEOX_TORCHAX_COMPILE_CACHE"])
 """
-    result = run_python(code, COGVIDEOX_TORCHAX_COMPILE_CACHE=str(tmp_path))
-    assert result.returncode == 0, result.stderr
+    printed_by(code, COGVIDEOX_TORCHAX_COMPILE_CACHE=str(tmp_path))
 
 
 TALK = """

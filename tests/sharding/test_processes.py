@@ -19,6 +19,7 @@ from cogvideox_torchax.pipelines.port import port_pipeline
 from cogvideox_torchax.sharding import Exchange, ProcessError, check_all_take_part
 from tests import reference
 from tests.files.test_video import moving_frames, write
+from tests.processes import ROOT, run_python
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
 
@@ -34,7 +35,7 @@ def start(directory, code, count=2):
     environment = {
         **os.environ,
         "XLA_FLAGS": re.sub(r"device_count=\d+", "device_count=4", os.environ["XLA_FLAGS"]),
-        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "PYTHONPATH": str(ROOT),
     }
     return [
         subprocess.Popen(
@@ -258,11 +259,8 @@ def test_a_process_that_failed_waits_for_no_other_with_a_traceback_either(direct
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_processes_that_nobody_names_are_told_how_to_meet(tmp_path):
+def test_processes_that_nobody_names_are_told_how_to_meet():
     """It runs in a process of its own: one whose devices are in use can join no other."""
     code = "from cogvideox_torchax.sharding import connect; connect()"
-    environment = os.environ | {"TPU_SKIP_MDS_QUERY": "1"}  # no TPU pod's server to wait for
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment
-    )
-    assert re.search("ProcessError: cannot join the other processes.*pass a coordinator", done.stderr)
+    ended = run_python(code, TPU_SKIP_MDS_QUERY="1")  # no TPU pod's server to wait for
+    assert re.search("ProcessError: cannot join the other processes.*pass a coordinator", ended.stderr)

@@ -1,6 +1,6 @@
 """A strictly typed program's view of the public names: checked by pyright in `make lint`, never run.
 
-`tests/typing/test_public_names.py` checks that none is left out but kernels, of which a few stand for all.
+`tests/test_public_api.py` checks that none is left out but kernels, of which a few stand for all.
 """
 # pyright: strict
 

@@ -16,8 +16,9 @@ from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.sizes import SizeError
 from cogvideox_torchax.vae.torchax.networks import DecoderChunk
 from tests import reference
+from tests.processes import ROOT
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+RESULTS = ROOT / "benchmarks" / "results"
 WIDE = SimpleNamespace(
     config={"block_out_channels": (128,)},
     dtype=torch.bfloat16,

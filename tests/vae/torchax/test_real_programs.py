@@ -5,7 +5,6 @@ import os
 import pickle
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from cogvideox_torchax import AutoencoderKLCogVideoX, port, runtime
 from cogvideox_torchax.runtime.models import PROGRAMS
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
 from tests import reference
+from tests.processes import ROOT
 from tests.vae.torchax.shallow import Z, decoded, shallow_latents
 
 
@@ -118,8 +118,7 @@ USERS = {
 def test_the_contract_holds_as_users_run_it(tests):
     """In a process of its own: XLA reads its flags once."""
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:xdist", "-p", "no:cacheprovider"]
-    root = Path(__file__).parents[3]
     done = subprocess.run(
-        [*command, *tests], cwd=root, env=os.environ | USERS, capture_output=True, text=True
+        [*command, *tests], cwd=ROOT, env=os.environ | USERS, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout
