@@ -10,6 +10,8 @@ from cogvideox_torchax.files import reports
 
 INDEX = "model_index.json"
 """File that a whole pipeline has, and a single model has not."""
+FILE_SUFFIXES = (".json", ".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+"""Suffixes of a model's files, which stand for their directory."""
 
 
 class ModelError(ValueError, OSError):
@@ -29,6 +31,8 @@ def local(name: str | Path) -> Path | None:
         ModelError: a name that is none of these.
     """
     path = Path(name).expanduser()
+    if path.is_file() and path.suffix not in FILE_SUFFIXES:
+        raise ModelError(f"{path} is no file of a model: give the model's directory")
     if path.exists():
         return path.parent if path.is_file() else path
     if str(name).count("/") == 1 and str(name)[0] not in "./~":  # OWNER/NAME, and no path

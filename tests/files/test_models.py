@@ -73,6 +73,7 @@ def test_either_build_loads_what_the_other_does(home, build, name, options):
     [
         ("./none", None, "there is no model directory none"),
         ("~/none/vae", None, "none/vae"),
+        (__file__, "vae", "test_models.py is no file of a model: give the model's directory"),
         ("none", None, "give a directory, or a hub id such as"),
         (
             "someone/not-cached",
