@@ -39,7 +39,10 @@ def run(args: argparse.Namespace) -> int:
         return batch.encode(args)
     batch.check_one(args)  # raises for options that only many clips have
     if not args.output.endswith(".safetensors"):
-        raise ValueError(f"cannot write {args.output}: latents go into a .safetensors file")
+        raise ValueError(
+            f"cannot write {args.output}: latents of one clip go into a .safetensors file; "
+            "many clips are a directory, or a list in .txt or .jsonl"
+        )
     whole.check_file(args.output)
     clip = common.open_clip(args, fps=args.fps)
     with devices.process_group(args) as group:

@@ -29,7 +29,9 @@ COMMAND = options.Command(
         _request("--prompt", help="what to show"),
         _request("--negative-prompt", help="what not to show"),
         _request("--image", metavar="FILE", help="the first frame, for an image-to-video model"),
-        _request("--video", metavar="FILE", help="a video to start from, or a control video"),
+        _request(
+            "--video", "--control-video", metavar="FILE", help="a video to start from, or a control video"
+        ),
         _request("--strength", type=float, help="how far from --video to go, 0 to 1 (default: 0.8)"),
         _sampling("--num-inference-steps", type=int, help="denoising steps (default: 50)"),
         _sampling("--guidance-scale", type=float, help="classifier-free guidance, 1 for none (default: 6)"),
@@ -110,14 +112,18 @@ def run(args: argparse.Namespace) -> None:
             raise ValueError(f"cannot write {args.preview}: a preview goes into a .png file")
     if args.video:
         common.check_video(args.video, args.output)
+    elif args.strength is not None and args.from_stage != stages.LATENTS:
+        raise ValueError(
+            f"got --strength {args.strength} without a video to start from: pass --video, or leave it out"
+        )
     latents = _load_latents_stage(args) if args.from_stage == stages.LATENTS else None
     args.fps = args.fps or (latents.fps if latents else FPS)
     # Without --save-stages `_kept` keeps the sampled latents in a file while they are decoded. `keeping` is
     # the outer context, which ends last: the file is removed only when the video is written completely.
     with contextlib.ExitStack() as keeping, video.writing(args.output, args.fps) as sink:
-        if args.save_stages:
+        if args.save_stages and not args.from_stage:
             common.make_directory(args.save_stages, "keep stages in")
-        else:
+        elif not args.save_stages:
             whole.check_file(_kept_path(args))
         clock = common.announcing_clock(args)
         vae, latents = _sample_latents(args) if latents is None else (_vae_for(args, latents), latents)

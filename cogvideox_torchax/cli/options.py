@@ -14,7 +14,7 @@ from cogvideox_torchax.dataset import clip
 from cogvideox_torchax.files import video
 
 DTYPES = ("float32", "bfloat16", "float16")
-NEAR = 0.6
+NEAR = 0.75
 """Ratio of common letters from which on an option is near to another name."""
 REPORT = "report"
 """The group of options that help lists last."""
@@ -70,7 +70,10 @@ def _advice(name: str, known: Iterable[str]) -> str:
 
     nearest = max(known, key=likeness)
     shared, ratio = likeness(nearest)
-    return f": did you mean {nearest}?" if shared or ratio > NEAR else ""
+    is_near = (
+        2 * shared > len(name.strip("-").split("-")) or ratio > NEAR
+    )  # most of its words, or its letters
+    return f": did you mean {nearest}?" if is_near else ""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from cogvideox_torchax.files import reports
 
 INDEX = "model_index.json"
 """File that a whole pipeline has, and a single model has not."""
+FILE_SUFFIXES = (".json", ".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+"""Suffixes of a model's files, which stand for their directory."""
 
 
 class ModelError(ValueError, OSError):
@@ -25,6 +27,8 @@ def local(name: str | Path) -> Path | None:
     `name` is a directory, a file in one, or a hub id; any other name raises `ModelError`.
     """
     path = Path(name).expanduser()
+    if path.is_file() and path.suffix not in FILE_SUFFIXES:
+        raise ModelError(f"{path} is no file of a model: give the model's directory")
     if path.exists():
         return path.parent if path.is_file() else path
     if str(name).count("/") == 1 and str(name)[0] not in "./~":  # OWNER/NAME, and no path

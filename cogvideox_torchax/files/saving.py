@@ -1,6 +1,7 @@
 """`save_video`: the frames that a pipeline returns, in any of their forms, to a file."""
 
 from fractions import Fraction
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ def save_video(frames: Any, path: str | Path, fps: Fraction | float) -> None:
         VideoError: frames of another type, shape or range, or several videos.
         OutputError: an output that cannot be written.
     """
+    if not isinstance(fps, Real):
+        raise VideoError(f"got fps={fps!r}: give the number of frames a second, such as 8")
     runtime.without_torchax(_save, frames, path, fps)
 
 

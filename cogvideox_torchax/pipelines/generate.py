@@ -5,6 +5,7 @@ Everything that a user passes is checked against the model's configs before any 
 
 import hashlib
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -143,6 +144,8 @@ def check(request: Request, model: Model) -> None:
     _check_prompt(request, model)
     if request.num_inference_steps < 1:
         raise RequestError(f"got --num-inference-steps {request.num_inference_steps}: at least 1")
+    if not math.isfinite(request.guidance_scale):
+        raise RequestError(f"got --guidance-scale {request.guidance_scale}: give a number such as 6")
     if not 0 < request.strength <= 1:
         raise RequestError(f"got --strength {request.strength}: more than 0, and at most 1")
     if steps_of(request, model) < 1:

@@ -17,7 +17,7 @@ from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.files.models import INDEX, ModelError, local, not_on_hub, read_json
 from cogvideox_torchax.pipelines.known import port_network
 from cogvideox_torchax.pipelines.port import PIPELINES, port_pipeline
-from cogvideox_torchax.sharding import Parallel, check_one_process
+from cogvideox_torchax.sharding import Parallel, check_mesh, check_one_process
 from cogvideox_torchax.vae.checkpoint import (
     WEIGHTS_STEM,
     check_loading_info,
@@ -45,7 +45,7 @@ def load_pipeline(
     pipeline_class: None = None,
     mesh: Mesh | None = None,
     parallel: Parallel | None = None,
-    dtype: Dtype = torch.bfloat16,
+    dtype: Dtype = "bfloat16",
     variant: str | None = None,
     **diffusers_options: Any,
 ) -> Any: ...
@@ -56,7 +56,7 @@ def load_pipeline(
     pipeline_class: type[Pipeline],
     mesh: Mesh | None = None,
     parallel: Parallel | None = None,
-    dtype: Dtype = torch.bfloat16,
+    dtype: Dtype = "bfloat16",
     variant: str | None = None,
     **diffusers_options: Any,
 ) -> Pipeline: ...
@@ -66,7 +66,7 @@ def load_pipeline(
     pipeline_class: type | None = None,
     mesh: Mesh | None = None,
     parallel: Parallel | None = None,
-    dtype: Dtype = torch.bfloat16,
+    dtype: Dtype = "bfloat16",
     variant: str | None = None,
     **diffusers_options: Any,
 ) -> Any:
@@ -102,6 +102,14 @@ def load_pipeline(
         )
     if parallel is not None and mesh is None:
         raise ValueError(f"load_pipeline got parallel={parallel!r}: it is for a mesh; pass both, or none")
+    if (
+        "torch_dtype" in diffusers_options and dtype != "bfloat16"
+    ):  # the default is a name: torch's own differs
+        raise ValueError("load_pipeline got both dtype and torch_dtype, which are one option: leave one out")
+    if pipeline_class is not None and not isinstance(pipeline_class, type):
+        raise ValueError(f"load_pipeline got pipeline_class={pipeline_class!r}: give the class, not its name")
+    if mesh is not None:
+        check_mesh(mesh)
     check_one_process(mesh)
     diffusers_options.pop("use_safetensors", None)  # nothing else is read
     dtype = diffusers_options.pop("torch_dtype", dtype)

@@ -68,7 +68,7 @@ def topology_devices(name: str) -> list[Any]:
     from jax.experimental import topologies
 
     generation, _, grid = name.partition(":")
-    if generation not in CHIPS or not re.fullmatch(r"\d+(x\d+)+", grid):
+    if generation not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)+", grid):
         raise PlanError(
             f"got topology {name!r}: it takes one of {', '.join(CHIPS)}, a colon and a grid, such as v6e:2x4"
         )

@@ -411,6 +411,37 @@ WRONG = {
         ("decode", "s.parquet", *DECODE[2:]),
         "s.parquet is a shard of a data set: decode its directory",
     ),
+    "a list in .csv": (
+        lambda: Path("list.csv").touch(),
+        ("encode", "list.csv", "-o", "new", "--model", "vae"),
+        "many clips are a directory, or a list in .txt or .jsonl",
+    ),
+    "a clip as the model": (
+        lambda: None,
+        (*ENCODE[:-1], "clip.mp4"),
+        "clip.mp4 is no file of a model: give the model's directory",
+    ),
+    "a picture as latents": (
+        lambda: Path("cat.png").write_bytes(b"PNG" * 9),
+        ("decode", "cat.png", *DECODE[2:]),
+        "cat.png is truncated or no safetensors file",
+    ),
+    "no clip in a directory": (
+        lambda: Path("films").mkdir(),
+        ("encode", "films", "-o", "new"),
+        "films names no clips: a video ends in .avi",
+    ),
+    "an unwritable output": (lambda: None, (*DECODE[:3], "/proc/none/a.mp4"), "there is no directory"),
+    "a name in another alphabet": (
+        lambda: None,
+        ("decode", "größe 猫.st", *DECODE[2:]),
+        "no file or directory gr",
+    ),
+    "no chips": (
+        lambda: None,
+        ("plan", "--topology", "v6e:0x1", "--no-advice"),
+        "a colon and a grid, such as v6e:2x4",
+    ),
     "a mesh for many clips": (lambda: None, ("encode", ".", "-o", "new", "--tp", 2), "runs on one device"),
     "a seed for no sample": (lambda: None, ("encode", ".", *ENCODE[2:], "--seed", 3), "add --keep sample"),
 }
@@ -423,7 +454,8 @@ def test_wrong_input_is_one_line_exit_code_2_and_no_output(latent_file, refused,
 
     prepare()
     before = files()
-    assert words in refused(*arguments, "--backend", "torch", "--quiet")
+    options = () if arguments[0] == "plan" else ("--backend", "torch", "--quiet")
+    assert words in refused(*arguments, *options)
     assert files() == before
 
 
@@ -472,6 +504,12 @@ WRONG_ARGUMENTS = {
         "generate --guidance_scal=3",
         "no option --guidance_scal: did you mean --guidance-scale?",
     ),
+    "a name with a word in common": (
+        "generate --num_videos_per_prompt 2",
+        "error: there is no option --num_videos_per_prompt",
+    ),
+    "a name with letters in common": ("generate --device cuda", "error: there is no option --device"),
+    "a swapped letter": ("generate --promtp x", "no option --promtp: did you mean --prompt?"),
     "a name that is near none": ("encode a.mp4 --frobnicate", "there is no option --frobnicate"),
     "frames in words": ("encode a.mp4 --frames many", "--num-frames: many is not a whole number above 0"),
     "a seed in words": ("encode a.mp4 --seed any", "argument --seed: got any: give a whole number from 0"),
@@ -486,6 +524,7 @@ def check_refused(capsys, arguments, words):
     said = capsys.readouterr().err
     assert said.startswith(f"usage: cogvideox-torchax {arguments.split()[0]} ")
     assert words in said.splitlines()[-1]
+    assert "did you mean" not in said or "did you mean" in words, "no false advice"
 
 
 @pytest.mark.parametrize(("arguments", "words"), WRONG_ARGUMENTS.values(), ids=WRONG_ARGUMENTS)
@@ -494,9 +533,10 @@ def test_a_wrong_argument_is_refused_before_anything_is_read(arguments, words, c
 
 
 def test_an_option_may_be_named_as_diffusers_names_its_arguments():
-    given = "generate --model m -o a.mp4 --num_frames 9 --guidance_scale=3 --negative_prompt"
-    args = cli.parser().parse_args([*given.split(), "--a dark_blue"])
+    given = "generate --model m -o a.mp4 --control_video c.mp4 --num_frames 9 --guidance_scale=3"
+    args = cli.parser().parse_args([*given.split(), "--negative_prompt", "--a dark_blue"])
     assert (args.frames, args.guidance_scale, args.negative_prompt) == (9, 3.0, "--a dark_blue")
+    assert args.video == "c.mp4"
     assert cli.parser().parse_args(["encode", "a", "-o", "b", "--num-frames", "5"]).frames == 5
 
 

@@ -115,6 +115,13 @@ def test_what_a_block_names_is_there(block):
     if block.language == "python":
         assert block.reason is None, "Python blocks run, all of them"
         ast.parse(block.text)
+    for script in re.findall(r"<<'END'\n(.*?)^END$", block.text, re.DOTALL | re.MULTILINE):
+        imports = [line for line in ast.parse(script).body if isinstance(line, ast.ImportFrom)]
+        exec(compile(ast.Module(imports, []), block.page, "exec"), {})
+    if block.language == "sh":  # of a machine that is rented: this package's commands and pip's extras
+        joined = [line for line in block.text.splitlines() if line.startswith(("cogvideox-torchax ", "pip "))]
+        for words in Block(block.page, block.line, "bash", "\n".join(joined), None).commands:
+            check(words, f"{block.page}:{block.line}")
     if block.language == "bash":
         assert block.commands, f"{block.page}:{block.line} holds no command"
         for words in block.commands:
@@ -143,6 +150,13 @@ def check(words: list[str], where: str):
         assert named <= set(project["optional-dependencies"]), f"{where}: no such extra"
     else:
         assert program in ("git", "cd", "ln", "pre-commit", "source"), f"{where}: {program} is unknown"
+
+
+def test_a_reader_finds_every_page():
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    for index in ("README.md", "CHANGELOG.md"):
+        assert pages <= set(re.findall(r"\(docs/([\w-]+\.md)", (ROOT / index).read_text())), index
+    assert pages <= set(re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
 
 
 def test_a_test_that_a_page_names_is_there():

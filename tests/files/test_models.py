@@ -68,11 +68,18 @@ def test_either_build_loads_what_the_other_does(home, build, name, options):
     assert tuple(vae.config["block_out_channels"]) == reference.SMALL["block_out_channels"]
 
 
+@pytest.mark.parametrize("build", [AutoencoderKLCogVideoX, FlaxVAEForPipelines])
+def test_two_names_of_a_dtype_are_refused(saved, build):
+    with pytest.raises(ValueError, match="both dtype and torch_dtype"):
+        build.from_pretrained(saved, dtype=torch.float32, torch_dtype=torch.float16)
+
+
 @pytest.mark.parametrize(
     ("name", "part", "words"),
     [
         ("./none", None, "there is no model directory none"),
         ("~/none/vae", None, "none/vae"),
+        (__file__, "vae", "test_models.py is no file of a model: give the model's directory"),
         ("none", None, "give a directory, or a hub id such as"),
         (
             "someone/not-cached",

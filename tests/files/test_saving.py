@@ -78,3 +78,9 @@ def test_anything_else_is_refused_by_name(tmp_path, make, words):
     with pytest.raises(VideoError, match=words):
         save_video(make(), tmp_path / "a.mp4", fps=8)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("fps", ["8", None])
+def test_a_rate_is_a_number(tmp_path, fps):
+    with pytest.raises(VideoError, match="give the number of frames a second"):
+        save_video(returned("np"), tmp_path / "a.mp4", fps=fps)

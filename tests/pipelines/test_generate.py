@@ -212,7 +212,9 @@ BAD = {
     "size": ("text", ["--height", 10], "multiples of 4"),
     "learned positions": ("learned", ["--image", "picture.png", "--height", 16], "height=8, width=16 alone"),
     "no steps": ("text", ["--num-inference-steps", 0], "at least 1"),
-    "strength": ("text", ["--strength", 2], "at most 1"),
+    "strength": ("text", ["--video", "clip.mp4", "--strength", 2], "at most 1"),
+    "a strength of no video": ("text", ["--strength", 0.5], "without a video to start from"),
+    "no number": ("text", ["--guidance-scale", "nan"], "got --guidance-scale nan: give a number"),
     "a strength without steps": ("text", ["--video", "clip.mp4", "--strength", 0.2], "no step is left"),
     "1.5 and a clip's frames": ("1.5", ["--video", "clip.mp4", "--frames", 5], "generates 3 or 7 of them"),
     "long prompt": ("text", ["--prompt", "a panda plays " * 9], r"tokens: .* takes 16; shorten it"),
@@ -249,6 +251,7 @@ def test_wrong_input_is_one_line_before_any_weight_is_loaded(models, name, more,
     said = refused(*arguments(model, *more))
     assert re.search(words, said), said
     assert not Path("frames").exists()
+    assert not Path("none").exists(), "stages to resume from are not made"
 
 
 def test_a_prompt_is_needed(models, refused):

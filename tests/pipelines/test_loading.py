@@ -95,6 +95,18 @@ def test_a_dtype_for_a_part_that_is_not_there_is_refused(directory):
         load_pipeline(directory, dtype={"transfomer": torch.float16})
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_names_of_a_dtype_are_refused(directory, dtype):
+    with pytest.raises(ValueError, match="both dtype and torch_dtype"):
+        load_pipeline(directory, dtype=dtype, torch_dtype=torch.float16)
+
+
+@pytest.mark.parametrize("wrong", [{"mesh": (1, 2)}, {"pipeline_class": "CogVideoXPipeline"}])
+def test_a_tuple_is_no_mesh_and_a_name_no_class(directory, wrong):
+    with pytest.raises(ValueError, match=r"type tuple: make one with make_mesh|give the class, not its name"):
+        load_pipeline(directory, **wrong)
+
+
 def test_a_split_without_a_mesh_is_refused(directory):
     with pytest.raises(ValueError, match="parallel='context': it is for a mesh"):
         load_pipeline(directory, parallel="context")

@@ -107,6 +107,8 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         """
         name = pretrained_model_name_or_path
         diffusers_options.pop("use_safetensors", None)  # nothing else is read
+        if dtype is not None and "torch_dtype" in diffusers_options:
+            raise ValueError("got both dtype and torch_dtype, which are one option: leave one out")
         dtype = diffusers_options.pop("torch_dtype", dtype)
         hub_options = {
             option: diffusers_options.pop(option) for option in HUB_OPTIONS & diffusers_options.keys()
