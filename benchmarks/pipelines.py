@@ -27,6 +27,7 @@ HEAD = (
 PROMPTS = 2
 PARTS = {
     "pipeline-2b-v6e-1": ("network-prompt-v6e-1", "network-step-2b-v6e-1", "plan-v6e-1-decode-torchax"),
+    "pipeline-2b-v6e-8": ("network-prompt-v6e-8", "network-step-2b-v6e-8", "plan-v6e-8-decode-small-torchax"),
     "pipeline-5b-v6e-1": ("network-prompt-v6e-1", "network-step-5b-v6e-1", "plan-v6e-1-decode-torchax"),
     "pipeline-5b-v6e-8": ("network-prompt-v6e-8", "network-step-5b-v6e-8", "plan-v6e-8-decode-small-torchax"),
     "pipeline-1.5-5b-v6e-8": (

@@ -48,12 +48,11 @@ def test_a_page_without_the_marks_of_a_table_is_refused():
         draw.draw(["nowhere.md"])
 
 
-def test_networks_that_were_compiled_in_part_are_told_from_whole_ones():
-    plan = draw.estimate("network-step-5b-v6e-1")
-    assert draw._network_row(plan)[2] == "2 and 3"
-    whole = plan | {"summary": plan["summary"] | {"network": "step, 42 layers"}}
-    assert draw._network_row(whole)[2] == "all 42"
+def test_steps_that_were_compiled_in_part_are_told_from_whole_ones():
+    whole = {"summary": {"network": "step, 42 layers"}}
+    part = {"summary": {"network": "step, 42 layers, from programs of 2 and 3"}}
     assert draw.caches.extrapolated([whole]) == ""
+    assert "from programs of 2 and 3 layers" in draw.caches.extrapolated([whole, part])
 
 
 def test_a_result_has_a_row_for_the_whole_run_and_one_for_each_part():

@@ -1,0 +1,69 @@
+"""A snapshot of a module tree: each change that a traced program would not have seen ends it."""
+
+import pytest
+import torch
+from torch import nn
+
+from cogvideox_torchax.runtime.snapshot import Snapshot
+
+
+class Scaled(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.options = {"scales": [1.0]}
+        self.shift = torch.zeros(4)
+
+
+class Renamed(Scaled):
+    pass
+
+
+@pytest.fixture
+def network():
+    return nn.Sequential(Scaled(), Scaled())
+
+
+CHANGES = {
+    "a part in the place of another": lambda network: network.__setitem__(0, Scaled()),
+    "a part more": lambda network: network[0].add_module("part", nn.Identity()),
+    "two parts swapped": lambda network: network._modules.update({"0": network[1], "1": network[0]}),
+    "a part's class": lambda network: setattr(network[0], "__class__", Renamed),
+    "a part's method": lambda network: setattr(network[0], "forward", lambda x: x),
+    "an attribute more": lambda network: setattr(network[0], "more", 1),
+    "an attribute less": lambda network: delattr(network[0], "options"),
+    "an attribute's value": lambda network: setattr(network[0], "in_features", 5),
+    "an attribute of the root": lambda network: setattr(network, "more", 1),
+    "an item inside an attribute": lambda network: network[0].options["scales"].append(2.0),
+    "a hook": lambda network: network[0].register_forward_hook(print),
+    "a write into a plain tensor": lambda network: network[0].shift.add_(1),
+    "a weight under another name": lambda network: network[0]._parameters.update(
+        offset=network[0]._parameters.pop("bias")
+    ),
+    "a weight more": lambda network: network[0].register_buffer("more", torch.zeros(1)),
+    "a weight less": lambda network: setattr(network[0], "bias", None),
+    "a weight tied to another": lambda network: setattr(network[1], "weight", network[0].weight),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_seen(network, change):
+    parts = list(network)  # a part that is replaced lives on
+    snapshot = Snapshot(network)
+    assert snapshot.holds(network)
+    CHANGES[change](network)
+    assert not snapshot.holds(network)
+    del parts
+
+
+def test_a_method_that_is_replaced_on_a_class_is_seen(network, monkeypatch):
+    snapshot = Snapshot(network)
+    monkeypatch.setattr(Scaled, "forward", lambda self, x: x)
+    assert not snapshot.holds(network)
+
+
+def test_new_weights_are_no_change_and_neither_is_another_root_around_the_parts(network):
+    snapshot = Snapshot(network)
+    network[0].weight = nn.Parameter(torch.ones(4, 4))
+    network[0].load_state_dict(Scaled().state_dict(), assign=True)
+    assert snapshot.holds(network)
+    assert snapshot.holds(nn.Sequential(*network))
