@@ -23,6 +23,7 @@ from cogvideox_torchax.runtime.weights import named_tensors
 Trees = dict[tuple[Any, ...], Any]
 """The structures of a flat function's results, by the `shapes_of` its arguments."""
 
+HALVES = ("bfloat16", "float16")
 SHAPES = 256
 """Most sets of shapes for which one network is compiled: sizes of videos and of tiles."""
 
@@ -73,8 +74,9 @@ def _flattened(function: Callable[..., Any], tree: Any, constants: tuple[Any, ..
         """Call the function, while it is traced."""
         rest = iter(arrays)
         args, kwargs = tree.unflatten(next(rest) if leaf is None else leaf for leaf in constants)
-        # As in a program on JAX: by default a TPU multiplies float32 in bfloat16. Vectors do not count.
-        exact = any(array.dtype == "float32" and array.ndim > 1 for array in arrays)
+        # By default a TPU multiplies float32 in bfloat16. An operation on 16 bits, of which the moments are
+        # float32, keeps the default: its kernel has no other. Vectors do not count.
+        exact = not any(array.dtype in HALVES and array.ndim > 1 for array in arrays)
         with jax.default_matmul_precision("highest" if exact else "default"):
             results, trees[shapes_of(arrays)] = jax.tree.flatten(function(*args, **kwargs))
         return results

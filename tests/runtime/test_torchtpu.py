@@ -75,6 +75,20 @@ def pieces(pair, scale, *, offset=None, halves=1, split=WHOLE):
     return (total, rest), a.sum()
 
 
+def is_exact(weight, other):
+    return jnp.asarray(jax.config.jax_default_matmul_precision == "highest")
+
+
+@pytest.mark.parametrize(
+    ("weight", "other", "exact"), [("bfloat16", "float32", False), ("float32", "float32", True)]
+)
+def test_an_operation_on_sixteen_bits_with_moments_in_float32_keeps_the_default_precision(
+    on_cpu, weight, other, exact
+):
+    tensors = (torch.ones(2, 2, dtype=getattr(torch, dtype)) for dtype in (weight, other))
+    assert runtime.torch_view(is_exact)(*tensors) == exact
+
+
 @pytest.mark.parametrize("offset", [None, 3.0], ids=["without", "with"])
 def test_trees_constants_and_tensors_that_may_be_absent_reach_the_function(on_cpu, offset):
     call = runtime.torch_view(pieces)
