@@ -1,4 +1,4 @@
-"""The laboratory's command line: `python -m benchmarks ab | device | estimate | draw`, in a checkout."""
+"""The laboratory's command line: `python -m benchmarks ab | device | estimate | torchtpu | draw`, in a checkout."""
 
 import argparse
 import json
@@ -86,6 +86,7 @@ COMMANDS: dict[str, tuple[str, tuple[Option, ...]]] = {
             ),
         ),
     ),
+    "torchtpu": ("estimate the VAE's programs under TorchTPU, in an environment that has it", ()),
     "draw": (
         "draw the tables of the documents from results/",
         (Option("pages", nargs="*", metavar="PAGE", help="such as performance.md (default: all)"),),
@@ -117,6 +118,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from benchmarks.estimate import command
 
             command.run(args.cases, others)
+        elif args.command == "torchtpu":
+            from benchmarks import torchtpu
+
+            torchtpu.run()
         elif args.command == "draw":
             from benchmarks import draw
 

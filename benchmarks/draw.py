@@ -12,6 +12,7 @@ from benchmarks import (
     runs,
     schedules,
     sharding,
+    torchtpu,
 )
 from benchmarks.jobs import Size
 from benchmarks.pages import RESULTS, ROOT, estimate, fill
@@ -61,7 +62,7 @@ def plans() -> str:
         f"jax {each['versions']['jax']}"
         for each in found
     }
-    head = ("video", "chips", "build", "first chunk, ms", "steady chunk, ms", "whole video, s", "peak, GB")
+    head = ("video", "chips", "build", "first chunk, ms", "steady chunk, ms", "whole video, s", "peak, GiB")
     rows = sorted(map(_plan_row, found), key=lambda row: (row[1], row[0]))  # by chips, then by video
     return f"{'; '.join(sorted(origins))}:\n\n{table(head, rows)}\n"
 
@@ -82,8 +83,24 @@ def _plan_row(plan: dict[str, Any]) -> tuple[str, ...]:
         f"{first:.0f}" if whole else "",
         "" if one_chunk else f"{steady:.0f}",
         f"{summary['with_collectives_s']:.2f}" if whole else "",
-        (f"{peak / 1e9:.1f}" + ("" if summary["fits"] else " (does not fit)")) if whole else "",
+        (f"{peak / GIB:.1f}" + ("" if summary["fits"] else " (does not fit)")) if whole else "",
     )
+
+
+def builds() -> str:
+    """Return a table of both builds' times: measured on a CPU, and estimated for a v6e."""
+    measured = load(RESULTS / "ab-5b-cpu.json", runs.FORMAT)
+    pytorch = {name: peer for name, _port, peer in beside(measured, "torch")}
+    rows = [
+        (f"{name}, measured", f"{pytorch[name]:.2f}", f"{port:.2f}", f"{flax:.2f}", f"{port / flax:.2f}")
+        for name, port, flax in beside(measured, "flax")
+    ]
+    for kind in ("decode", "encode"):
+        port, flax = (estimate(f"plan-v6e-1-{kind}-{build}")["summary"] for build in ("torchax", "flax"))
+        seconds = [each["with_collectives_s"] for each in (port, flax)]
+        name = f"{port['video']}, v6e, an estimate"
+        rows.append((name, "", *(f"{each:.2f}" for each in seconds), f"{seconds[0] / seconds[1]:.2f}"))
+    return table(("job", "PyTorch, s", "torchax, s", "Flax, s", "torchax over Flax"), rows)
 
 
 def composition() -> str:
@@ -133,22 +150,22 @@ def rounding() -> str:
 
 def networks() -> str:
     """Return a table with a row for each estimate of a step or a prompt."""
-    head = ("network", "mesh", "layers compiled", "arguments, GiB", "temporaries, GiB", "fits", "estimate, s")
-    return table((*head, "collectives, s"), [_network_row(plan) for plan in estimates("network-*")])
+    head = ("network", "mesh", "arguments, GiB", "temporaries, GiB", "fits", "estimate, s", "collectives, s")
+    return table((*head, "a step's host, s"), [_network_row(plan) for plan in estimates("network-*")])
 
 
 def _network_row(plan: dict[str, Any]) -> tuple[str, ...]:
     job, mesh, summary, (program,) = plan["job"], plan["mesh"], plan["summary"], plan["programs"]
-    video = f", {job['frames']} x {job['height']} x {job['width']}" if job["network"] == "step" else ""
-    _name, layers, *extrapolated = summary["network"].split(", ")
+    is_step = job["network"] == "step"
+    video = f", {job['frames']} x {job['height']} x {job['width']}" if is_step else ""
     return (
         f"{job['network']}, {plan['model']}{video}",
         f"{plan['topology']}, dp={mesh['dp']} tp={mesh['tp']}",
-        extrapolated[0].removeprefix("from programs of ") if extrapolated else f"all {layers.split()[0]}",
         f"{program['argument_bytes'] / GIB:.2f}",
         f"{program['temp_bytes'] / GIB:.2f}",
         "yes" if summary["fits"] else "no",
         *(_seconds(summary[name], 0.01, 4) for name in ("estimate_s", "collectives_s")),
+        f"{host.step_seconds(plan['model']):.3f}" if is_step else "",
     )
 
 
@@ -159,7 +176,7 @@ def videos() -> str:
         *("VAE, s", "total, s"),
     )
     rows = [(name, *(_seconds(seconds, 0.1, 3) for seconds in seconds_of_video(name))) for name in VIDEOS]
-    return table(head, rows) + caches.extrapolated(estimates("network-*"))
+    return table(head, rows)
 
 
 def seconds_of_video(name: str) -> tuple[float, ...]:
@@ -189,19 +206,12 @@ def figures() -> str:
         chunks = (f"{plan['programs'][-1]['seconds_with_collectives']:.3f} s" for plan in plans)
         rows.append((f"{kind} a chunk, 8 frames of 480 x 720", "1 v6e", *chunks))
     video = estimate("plan-v6e-8-decode-torchax")["summary"]["with_collectives_s"]
-    step = estimate("network-step-5b-v6e-1")
-    seconds = step["summary"]["with_collectives_s"]
-    mark = ", extrapolated" if caches.extrapolated([step]) else ""
+    step = estimate("network-step-5b-v6e-1")["summary"]["with_collectives_s"]
     whole = seconds_of_video("5b, 49 x 480 x 720, v6e-8")[-1]
     rows += [
         ("decode 81 frames of 768 x 1360", "8 v6e", "", f"{video:.2f} s"),
-        (
-            "a denoising step, 49 frames of 480 x 720",
-            "1 v6e",
-            "",
-            f"{seconds:.2f} s{mark}",
-        ),
-        ("a prompt to 49 frames of 480 x 720, 50 steps", "8 v6e", "", f"{whole:.2f} s{mark}"),
+        ("a denoising step, 49 frames of 480 x 720", "1 v6e", "", f"{step:.2f} s"),
+        ("a prompt to 49 frames of 480 x 720, 50 steps", "8 v6e", "", f"{whole:.2f} s"),
     ]
     return table(head, rows)
 
@@ -301,6 +311,7 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("README.md", "figures"): figures,
     ("docs/performance.md", "plans"): plans,
     ("docs/performance.md", "compile-times"): compile_times,
+    ("docs/torchax-or-flax.md", "builds"): builds,
     ("docs/performance.md", "network plans"): networks,
     ("docs/performance.md", "videos"): videos,
     ("docs/performance.md", "devices"): device_links,
@@ -317,6 +328,7 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     **pipelines.TABLES,
     **schedules.TABLES,
     **sharding.TABLES,
+    **torchtpu.TABLES,
 }
 """By page and name of its marks: the function that returns what goes between them."""
 
