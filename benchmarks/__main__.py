@@ -1,4 +1,4 @@
-"""The laboratory's command line: `python -m benchmarks ab | device | estimate | torchtpu | draw`, in a checkout."""
+"""The laboratory's command line, in a checkout: `python -m benchmarks COMMAND`, as its `--help` lists them."""
 
 import argparse
 import json
