@@ -1,4 +1,4 @@
-"""The laboratory's command line, in a checkout: `python -m benchmarks COMMAND`, as its `--help` lists them."""
+"""The laboratory's command line in a checkout: `python -m benchmarks COMMAND`; see its `--help`."""
 
 import argparse
 import json
