@@ -272,7 +272,7 @@ class Downsample3D(OnColumns, nnx.Module):
 
 
 class Upsample3D(OnColumns, nnx.Module):
-    """A layer that doubles height and width, and with `expand_time` the number of frames; then it convolves."""
+    """A layer that doubles height, width and, with `expand_time`, the number of frames; then it convolves."""
 
     def __init__(self, channels: int, config: LayerConfig, *, expand_time: bool):
         self.conv = Conv(channels, channels, (3, 3), config)
