@@ -182,7 +182,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         return DecoderOutput(sample=frames) if return_dict else (frames,)
 
     def _is_replaced(self, method: str) -> bool:
-        """Return whether a user has replaced a method of diffusers' class, which then runs on JAX as it is."""
+        """Return whether the model is on JAX, and a user has replaced this method of diffusers' class."""
         return runtime.is_on_jax(self) and upstream.is_patched(DiffusersAutoencoder, method)
 
     def _run_replaced(self, method: Any, *args: Any) -> Any:
