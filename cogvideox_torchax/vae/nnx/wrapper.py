@@ -224,7 +224,7 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
         return self.flax_vae.mesh
 
     def place_on(self, mesh: jax.sharding.Mesh) -> None:
-        """Run on a mesh from now on; `port(vae, mesh=mesh)` calls it."""
+        """Run on a mesh of `cogvideox_torchax.make_mesh` from now on; `port(vae, mesh=mesh)` calls this."""
         self.flax_vae.place_on(mesh)
 
     def encode(self, x: torch.Tensor, return_dict: bool = True) -> Any:
