@@ -61,7 +61,7 @@ class DecoderChunk(nn.Module):
 
 
 def _permuted(cache: Any, axes: Axes, wanted: Axes) -> Any:
-    """Return a cache, whose tensors are in nested dictionaries, with their axes in another order."""
+    """Return a cache, tensors in nested dictionaries, with the tensors' axes in another order."""
     if isinstance(cache, dict):  # sorted, as JAX has dictionaries: programs then come out the same
         return {name: _permuted(cache[name], axes, wanted) for name in sorted(cache)}
     return None if cache is None else cache.permute([axes.index(letter) for letter in wanted])
@@ -73,7 +73,7 @@ def chunk_network(vae: DiffusersAutoencoder, direction: Direction, as_uint8: boo
 
 
 class RecordedLayers(nn.Module):
-    """A network whose result is the outputs of `network`'s layers, by name, if their name is `wanted`."""
+    """A network that runs another one, and returns the outputs of those layers whose names are `wanted`."""
 
     def __init__(self, network: nn.Module, wanted: Callable[[str], Any]):
         super().__init__()
@@ -100,7 +100,7 @@ def stock_of(vae: DiffusersAutoencoder) -> DiffusersAutoencoder:
         return vae
 
     def build() -> DiffusersAutoencoder:
-        with torch.device("meta"):  # which takes no memory
+        with torch.device("meta"):  # takes no memory
             stock: Any = DiffusersAutoencoder.from_config(vae.config)
         stock.load_state_dict(vae.state_dict(), assign=True)
         return stock.eval()
