@@ -1,4 +1,4 @@
-"""The interface of a backend: a VAE, and how it is loaded, run, inspected and planned."""
+"""The interface of a backend, which loads, runs and inspects a VAE, and gives its programs to `plan`."""
 
 import abc
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ class Backend(abc.ABC):
     """A VAE on one backend.
 
     Attributes:
-        vae: the model, by diffusers' interface: `encode(x).latent_dist`, `decode(z).sample`, NCTHW.
+        vae: the model, with diffusers' interface: `encode(x).latent_dist` and `decode(z).sample`, in NCTHW.
     """
 
     model_class = cast(Any, None)
