@@ -27,11 +27,8 @@ def locate_vae(
 ) -> Path:
     """Return the directory of a VAE, whose config and safetensors files have been checked.
 
-    Args:
-        name: a directory or a hub id.
-        part: the folder of the VAE in a pipeline; None for a VAE alone.
-        variant: the variant of the weight files, such as "fp16".
-        hub_options: the options of `locate` for the hub, such as `revision` and `token`.
+    `name` is a directory or a hub id, and `part` is the folder of the VAE in a pipeline. `hub_options` are
+    those of `files.models.locate`.
 
     Raises:
         ModelError: there is no such model, or a file is missing or wrong.
@@ -44,11 +41,7 @@ def locate_vae(
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Return the config.json of a VAE.
-
-    Raises:
-        ModelError: the file is missing, unreadable or another model's.
-    """
+    """Return the config.json of a VAE; `ModelError` if it is missing, unreadable or another model's."""
     path = directory / "config.json"
     if not path.is_file() and (directory / INDEX).is_file():
         raise ModelError(f"{directory} has no config.json; this is a whole pipeline: pass subfolder='vae'")
@@ -94,10 +87,8 @@ def dtype_name_of(
 ) -> str:
     """Return the name of the dtype that a caller of `from_pretrained` asks for.
 
-    Args:
-        dtype: a dtype of torch, its name, "auto" for the widest that the weights are saved in, or None for
-            float32.
-        directory, variant, stem: the arguments of `weight_files`; only "auto" needs them.
+    `dtype` is a dtype of torch, its name, "auto" for the widest one in the `weight_files`, or None for
+    float32.
 
     Raises:
         ValueError: `dtype` is another object or name.
@@ -142,9 +133,7 @@ def _check_safetensors(path: Path) -> None:
 def check_loading_info(info: dict[str, Any], source: object) -> None:
     """Raise `ModelError` if loading left a parameter without a value, or a value without a parameter.
 
-    Args:
-        info: the names that diffusers returns as "missing_keys", "unexpected_keys" and "mismatched_keys".
-        source: what the message calls the weights.
+    `info` has the lists of names that diffusers returns. The message calls the weights by `source`.
     """
     kinds = {"missing": "missing", "unexpected": "unexpected", "mismatched": "of another shape"}
     for kind, words in kinds.items():

@@ -21,14 +21,9 @@ def check_shape(
     config: Mapping[str, Any],
     spatial_compression_ratio: int,
 ) -> None:
-    """Raise `ValueError` unless the input of a direction has a shape that a model takes.
+    """Raise `ValueError` unless a model of this config takes an input of this shape.
 
-    Args:
-        direction: `ENCODE` for a video, `DECODE` for latents.
-        shape: the input's shape.
-        axes: the order of the input's axes.
-        config: the model's config, which has the numbers of channels.
-        spatial_compression_ratio: the number of pixels for each latent pixel, along one axis.
+    `spatial_compression_ratio` is the number of a video's pixels for each latent pixel, along one axis.
     """
     input_name, channels = direction.takes, config[direction.channels]
     multiple = direction.scale(spatial_compression_ratio)  # height and width must be multiples of it
@@ -63,12 +58,8 @@ def check_values(
 ) -> None:
     """Raise `ValueError` for an input with a NaN or Inf; warn of a video far outside [-1, 1].
 
-    Args:
-        direction: `ENCODE` or `DECODE`.
-        largest: the input's largest absolute value (`runtime.largest`); None if it is not known.
-        find_nonfinite: returns the index of the first NaN or Inf (`runtime.first_nonfinite`).
-        axes: the order of the input's axes.
-        first_frame: the position of the input's first frame in the whole video.
+    `largest` is the input's largest absolute value, if it is known. `find_nonfinite` returns the index of the
+    first NaN or Inf. `first_frame` is the position of the input's first frame in the whole video.
     """
     if largest is None:
         return

@@ -19,10 +19,6 @@ SAMPLE_FRAMES_A_CHUNK = 8
 def plan(num_frames: int, frames_a_chunk: int) -> list[range]:
     """Return the range of frames of each chunk of a video; the first chunk also takes the remainder.
 
-    Args:
-        num_frames: the number of frames of the whole video, or of latents.
-        frames_a_chunk: the number of frames of each later chunk.
-
     Raises:
         ValueError: there are no frames.
     """

@@ -83,10 +83,9 @@ def estimated_bytes(vae: Any, direction: Direction, height: int, width: int, fra
 def fitting_tile(
     vae: Any, direction: Direction, height: int, width: int, frames: int, free: int
 ) -> tuple[int, ...] | None:
-    """Return the (height, width) in pixels of the largest tile that is estimated to fit into memory.
+    """Return the (height, width) in pixels of the largest tile, of the frame's shape, for `free` bytes.
 
-    The tile has about the shape of the frame. The result is None if whole frames fit into the `free` bytes of
-    a device.
+    It is None if whole frames fit.
     """
     whole_bytes = estimated_bytes(vae, direction, height, width, frames)
     if whole_bytes <= MARGIN * free:
@@ -153,11 +152,8 @@ def retry_tiled_on_oom(
     model's tiling stays on. With several processes the error is raised, because the other processes do not
     know of it and would wait.
 
-    Args:
-        vae: the model.
-        size: the height and width of the frames, in pixels.
-        start: starts the video with the model's tiling, and returns an iterator over the chunks' results.
-        say: is called with a message if memory runs out.
+    `size` is the (height, width) of the frames, in pixels. `start` starts the video with the model's tiling,
+    and returns an iterator over the chunks' results. `say` gets a message if memory runs out.
     """
     yielded = 0
     try:

@@ -13,12 +13,8 @@ def parse_size(
 ) -> tuple[int, ...]:
     """Return the numbers of a text such as "480x720" (height and width).
 
-    Args:
-        text: the user's text.
-        what: what an error calls the thing that has the size, such as "tiles".
-        frames: whether the number of frames comes first, as in "49x480x720".
-        multiple: a number that must divide height and width.
-        least: the smallest side, in units of `multiple`.
+    With `frames`, the number of frames comes first, as in "49x480x720". An error calls the thing that has the
+    size `what`, such as "tiles". For `multiple` and `least` see `check_sides`.
 
     Raises:
         SizeError: the text has another form, a number is zero, or a side does not fit.

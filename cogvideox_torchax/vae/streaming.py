@@ -1,7 +1,6 @@
 """Streams, slicing and checks of a VAE that runs chunk by chunk, which both builds share.
 
-Axis letters: N videos, C channels, T frames, H rows, W columns; t is the frames of a chunk. Tensors are
-NCTHW.
+Axis letters: N videos, C channels, T frames, t frames of a chunk, H rows, W columns. Tensors are NCTHW.
 """
 
 import contextlib
@@ -159,13 +158,8 @@ class ChunkedVAE:
     ) -> Iterator[torch.Tensor]:
         """Return an iterator over the results of a video's chunks, left on the device.
 
-        With slicing, each chunk runs one video at a time.
-
-        Args:
-            direction: `ENCODE` or `DECODE`.
-            chunks: the chunks, in order.
-            plan: the tiles of a frame; None for whole frames.
-            as_uint8: whether decoded frames are bytes.
+        A `plan` has the tiles of a frame. With `as_uint8` decoded frames are bytes. With slicing, each chunk
+        runs one video at a time.
         """
         raise NotImplementedError
 
@@ -266,13 +260,8 @@ def regrouped_into_chunks(
 ) -> Iterator[torch.Tensor]:
     """Yield the chunks (N, C, t, H, W) of an input that comes in pieces, which may be single frames.
 
-    Args:
-        what: what an error calls the input, "video" or "latents".
-        first: the first piece.
-        rest: the later pieces.
-        plan: the range of frames of each chunk.
-        check: raises an error for a bad chunk. Its arguments are the chunk, and as `first_frame` the position
-            of the chunk's first frame.
+    `plan` has the range of frames of each chunk. `check` raises an error for a bad chunk, which it gets with
+    the position of the chunk's first frame. Errors call the input `what`: "video" or "latents".
 
     Raises:
         ValueError: a piece has another size than the first; there are more or fewer frames than planned.

@@ -28,12 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AxisPlan:
-    """The tiles of one spatial axis.
+    """The tiles of one spatial axis, given by the (start, stop) of each one in input pixels.
 
-    Attributes:
-        spans: the (start, stop) of each tile, in input pixels.
-        keep: the number of output pixels of a tile that the frame takes, if the tile has so many.
-        blend: the number of output pixels at a tile's start that are blended with the tile before.
+    Of each tile's output, the first `blend` pixels are blended with the tile before, and then the frame takes
+    the first `keep` pixels.
     """
 
     spans: tuple[tuple[int, int], ...]
@@ -67,13 +65,10 @@ def tile_groups_of(plan: TilePlan, together: int) -> list[list[tuple[int, int]]]
 
 
 def plan_axis(size: int, *, tile: int, overlap: float, scale_in: int = 1, scale_out: int = 1) -> AxisPlan:
-    """Return the tiles of one axis.
+    """Return the tiles of one axis of `size` input pixels.
 
-    Args:
-        size: the input's size along the axis, in pixels.
-        tile: the size of a tile, in latent pixels.
-        overlap: the fraction of a tile that overlaps the next one.
-        scale_in, scale_out: the number of pixels of the input, and of the output, for each latent pixel.
+    A `tile` is given in latent pixels, and its overlap as a fraction of it. For each latent pixel the input
+    has `scale_in` pixels, and the output `scale_out`.
 
     Raises:
         ValueError: the overlap is not in [0, 1), or a tile starts less than one latent pixel after the tile
@@ -132,17 +127,11 @@ class TileSettings:
 
 @dataclass(frozen=True)
 class TiledStep:
-    """A step that runs each chunk in tiles, and joins their results.
+    """A step that runs each chunk in tiles, and joins their results, as bytes if `as_uint8`.
 
-    Its cache is the list of the caches of all groups of tiles.
-
-    Attributes:
-        step: the step of a batch of tiles, whose results are floats.
-        plan: the tiles.
-        axes: the order of the chunks' axes; videos are on axis 0.
-        placement: the sharding on a mesh; None for one device. If "dp" does not divide the number of videos,
-            groups of as many tiles as "dp" run as one batch.
-        as_uint8: whether joined results become bytes.
+    It runs groups of tiles as one batch, by a `step` whose results are floats. Its cache is the list of the
+    groups' caches. `axes` is the order of the chunks' axes, and videos are on axis 0. On a mesh, which
+    `placement` has, a group has "dp" tiles if "dp" does not divide the number of videos.
     """
 
     step: Step

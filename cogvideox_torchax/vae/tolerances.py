@@ -1,7 +1,4 @@
-"""The errors of a backend, and the tolerances that tests and `verify` allow.
-
-The reference is diffusers in float32 on the CPU.
-"""
+"""The tolerated errors of a backend against diffusers in float32 on the CPU, for tests and `verify`."""
 
 import torch
 
@@ -31,10 +28,8 @@ def rms_error(got: torch.Tensor, reference: torch.Tensor) -> float:
 def contract(dtype: torch.dtype, relative: float, rms: float, torch_rms: float) -> tuple[str, float, float]:
     """Return (name, value, largest allowed value) of the error that decides whether a result is accepted.
 
-    Args:
-        dtype: the dtype of the computation. In float32 the relative error decides, else the RMS error.
-        relative, rms: the result's `relative_error` and `rms_error`.
-        torch_rms: the `rms_error` of PyTorch's own run in this dtype.
+    In float32 the result's `relative_error` decides. In another dtype its `rms_error` decides, beside that of
+    PyTorch's own run.
     """
     if dtype == torch.float32:
         return "relative error", relative, FLOAT32_RELATIVE

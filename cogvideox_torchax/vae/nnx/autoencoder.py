@@ -79,12 +79,9 @@ class EncoderChunk(OnColumns, nnx.Module):
 
 
 class DecoderChunk(nnx.Module):
-    """The network that decodes a chunk of latents to frames, which are in [-1, 1] or bytes.
+    """The network that decodes a chunk of latents to frames, in [-1, 1] or as bytes.
 
-    Args:
-        vae: the model whose decoder runs.
-        as_uint8: whether the frames are bytes.
-        frame_by_frame: whether each chunk is a single latent frame.
+    With `frame_by_frame`, each chunk is a single latent frame.
     """
 
     def __init__(
@@ -111,11 +108,8 @@ class DecoderChunk(nnx.Module):
 class Network:
     """A Flax network without its weights, in the form that a `runtime.ArrayProgram` takes.
 
-    Attributes:
-        graph: the module without its weights, from `nnx.split`.
-        state: the tree structure of the weights. A program takes them as a list, which JAX flattens faster.
-        name: the name of the module's class.
-        weights: the weights' `jax.ShapeDtypeStruct`s, if the program is compiled ahead of time.
+    `graph` is that of `nnx.split`, and `state` is the tree structure of the weights. A program takes them as
+    a list, which JAX flattens faster. `weights` are `jax.ShapeDtypeStruct`s, to compile ahead of time.
     """
 
     graph: nnx.GraphDef
@@ -153,10 +147,8 @@ compiled = functools.lru_cache(maxsize=256)(runtime.ArrayProgram)
 class Kept(NamedTuple):
     """A chunk's program, which is kept because Flax takes long to split a module.
 
-    Attributes:
-        parts: the module's attributes, at any depth. A module of the same objects is the same network.
-        program: the module's program.
-        variables: the module's weights, in the order in which the program takes them.
+    `parts` are the module's attributes, at any depth: a module of the same objects is the same network.
+    `variables` are its weights, in the order in which the program takes them.
     """
 
     parts: list[Any]
@@ -416,11 +408,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
     ) -> chunks.Step:
         """Return the step of a direction on arrays of JAX or NumPy, with the weights as they are now.
 
-        Args:
-            direction: `ENCODE` or `DECODE`.
-            plan: the tiles of a frame; None for whole frames.
-            as_uint8: whether decoded frames are bytes.
-            frame_by_frame: whether each chunk is one latent frame.
+        `plan` has the tiles of a frame. The other options are those of a `DecoderChunk`.
         """
         placement = self.placement(direction)
         tile_as_uint8 = as_uint8 and plan is None  # tiles are blended as floats

@@ -38,12 +38,8 @@ Cache = dict[str, Any]
 class LayerConfig:
     """The settings that the layers of one network share.
 
-    Attributes:
-        rngs: the keys of random parameters.
-        num_groups: the number of channel groups of every norm.
-        eps: epsilon of a residual block's GroupNorms. All other norms have diffusers' 1e-6.
-        latent_channels: the number of channels of `zq`; None for plain GroupNorms.
-        param_dtype: the dtype of the stored parameters.
+    `eps` is that of a residual block's GroupNorms; all other norms have diffusers' 1e-6. `latent_channels` is
+    the number of channels of `zq`, or None for plain GroupNorms.
     """
 
     rngs: nnx.Rngs
@@ -85,10 +81,7 @@ class Conv3d(Conv):
 
 
 class CausalConv3d(OnColumns, nnx.Module):
-    """A convolution that sees no later frame.
-
-    It pads as diffusers' `pad_mode="first"` does, which all of CogVideoX uses.
-    """
+    """A convolution that sees no later frame, and pads as diffusers' `pad_mode="first"` does."""
 
     def __init__(self, in_channels: int, out_channels: int, kernel_size: int, config: LayerConfig):
         self.conv = Conv(in_channels, out_channels, (kernel_size,) * 3, config)
@@ -178,19 +171,8 @@ def normed_conv(
     """Compute conv(silu(norm(x))) + residual, by one call of `jax_kernels.norm_conv3d`.
 
     A layer of another class, such as one that records its output (`vae.nnx.recording`), is called by itself.
-
-    Args:
-        norm: a `GroupNorm` or a `SpatialNorm3D`.
-        causal: a `CausalConv3d`.
-        x_NTHWC: the frames.
-        zq_NthwC: the latents of a spatial norm.
-        cache: the convolution's cache.
-        moments: the column moments that the kernel returned with `x_NTHWC`; without them, the norm's
-            statistics are computed from the frames.
-        residual: frames to add.
-
-    Returns:
-        The result, the next cache, and the column moments of the result if the kernel returns any.
+    The result comes with the next cache and, if the kernel returns them, with its column moments. The call
+    that takes the result as its `x_NTHWC` also takes these `moments`, and need not sum them again.
     """
     if type(norm) not in (GroupNorm, SpatialNorm3D) or type(causal) is not CausalConv3d:
         inputs = (x_NTHWC,) if zq_NthwC is None else (x_NTHWC, zq_NthwC)
@@ -217,10 +199,7 @@ def normed_conv(
 
 
 class ResnetBlock3D(nnx.Module):
-    """A residual block: norm, SiLU and convolution, twice.
-
-    With `latent_channels` in the config, the norms are spatial.
-    """
+    """A residual block, in which a norm, SiLU and a convolution run twice, beside a shortcut."""
 
     def __init__(self, in_channels: int, out_channels: int, config: LayerConfig):
         def norm(channels: int) -> GroupNorm | SpatialNorm3D:
@@ -252,10 +231,7 @@ class ResnetBlock3D(nnx.Module):
 
 
 class Downsample3D(OnColumns, nnx.Module):
-    """A layer that halves height and width, and with `compress_time` the number of frames.
-
-    The first of an odd number of frames is not averaged with another one.
-    """
+    """A layer that halves height, width and, with `compress_time`, the number of frames."""
 
     def __init__(self, channels: int, config: LayerConfig, *, compress_time: bool):
         self.conv = Conv(channels, channels, (3, 3), config)
@@ -291,17 +267,9 @@ class Upsample3D(OnColumns, nnx.Module):
 
 
 class Block3D(nnx.Module):
-    """Residual blocks, which a downsampler or an upsampler may follow.
+    """Several residual blocks, which a downsampler or an upsampler may follow; a mid block has neither.
 
-    Args:
-        in_channels: the number of channels of the input.
-        out_channels: the number of channels after the first residual block.
-        config: the settings of the residual blocks.
-        num_layers: the number of residual blocks.
-        downsampler, upsampler: the layer that follows the residual blocks. A mid block has neither.
-
-    Attributes:
-        rematerialize: whether a backward pass recomputes the activations inside of each residual block.
+    If `rematerialize` is set, a backward pass recomputes the activations inside of each residual block.
     """
 
     def __init__(
@@ -350,10 +318,7 @@ def _rematerialized(module: nnx.Module) -> Callable[..., Any]:
 
 
 class Encoder3D(nnx.Module):
-    """The network from frames (N, T, H, W, C) to moments (N, t, h, w, 2 * latent_channels).
-
-    Moments are means, then log-variances.
-    """
+    """The network from frames (N, T, H, W, C) to means and log-variances of latents (N, t, h, w, 2 * C)."""
 
     def __init__(self, config: FlaxAutoencoderKLCogVideoXConfig, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
         widths = config.block_out_channels  # a level's input has the channels of the level before

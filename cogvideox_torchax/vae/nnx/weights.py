@@ -51,13 +51,9 @@ def to_torch(path: Keys, parameter: np.ndarray) -> np.ndarray:
 def read_state(
     abstract: nnx.State, tensors: Iterable[tuple[str, np.ndarray]], *, source: object, param_dtype: DTypeLike
 ) -> nnx.State:
-    """Build an NNX state from diffusers' tensors, which are read one by one.
+    """Return an NNX state like `abstract` with the values of diffusers' tensors, which are read one by one.
 
-    Args:
-        abstract: a state with the shapes of the result, with or without its arrays.
-        tensors: pairs of a name, which may have the `COMPILED_PREFIX` in it, and an array.
-        source: what an error calls the weights.
-        param_dtype: the dtype of the result.
+    A tensor's name may have the `COMPILED_PREFIX` in it. An error calls the weights by `source`.
 
     Raises:
         ModelError: a tensor is missing, left over, given twice or of another shape.
