@@ -13,7 +13,7 @@ from cogvideox_torchax.files.models import INDEX, ModelError, locate, read_json
 CLASS_NAME = "AutoencoderKLCogVideoX"
 WEIGHTS_STEM = "diffusion_pytorch_model"
 DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""The names of dtypes in torch and JAX, by their names in safetensors."""
+"""The names of dtypes in torch and JAX, by their names in safetensors; the widest dtype comes first."""
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AxisPlan:
-    """The tiles of one spatial axis, given by the (start, stop) of each one in input pixels.
+    """The tiles of one spatial axis, whose `spans` are the (start, stop) of each one in input pixels.
 
-    Of each tile's output, the first `blend` pixels are blended with the tile before, and then the frame takes
-    the first `keep` pixels.
+    The first `blend` pixels of a tile's output are blended with the tile before it. Then the frame takes the
+    first `keep` pixels.
     """
 
     spans: tuple[tuple[int, int], ...]

@@ -11,7 +11,7 @@ BFLOAT16_RMS_RATIO = 1.1
 BFLOAT16_LAYER_RMS_RATIO = 1.5
 """The bound of the same ratio for one layer in one chunk, where fewer roundings average out.
 
-A report names the first layer beyond it. No check fails by it.
+A report finds the layer at fault by it. No check fails by it.
 """
 
 

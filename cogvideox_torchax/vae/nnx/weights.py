@@ -104,7 +104,7 @@ def from_torch(tensors: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def save(state: nnx.State, config: FlaxAutoencoderKLCogVideoXConfig, directory: str | Path) -> None:
-    """Write config.json and the weights as diffusers' `save_pretrained` does, in one file."""
+    """Write config.json, and the weights in one file, as diffusers' `save_pretrained` does."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     diffusers_version = installed("diffusers") or TESTED["diffusers"].newest
