@@ -43,6 +43,7 @@ _REGISTRY = {
 
 
 def names(use: Use) -> tuple[str, ...]:
+    """Return the names of the backends that have a use."""
     return tuple(name for name, entry in _REGISTRY.items() if use in entry.uses)
 
 
