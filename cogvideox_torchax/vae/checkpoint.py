@@ -1,4 +1,4 @@
-"""The files of a VAE: their place, their checks before loading, and the reading of their tensors."""
+"""Functions that find and check the files of a VAE, and read their tensors."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -27,8 +27,8 @@ def locate_vae(
 ) -> Path:
     """Return the directory of a VAE, whose config and safetensors files have been checked.
 
-    `name` is a directory or a hub id, and `part` is the folder of the VAE in a pipeline. `hub_options` are
-    those of `files.models.locate`.
+    `name` is a directory or a hub id. `part` is the VAE's folder in a pipeline, or None for a VAE alone.
+    `hub_options` are those of `files.models.locate`.
 
     Raises:
         ModelError: there is no such model, or a file is missing or wrong.

@@ -83,9 +83,9 @@ def estimated_bytes(vae: Any, direction: Direction, height: int, width: int, fra
 def fitting_tile(
     vae: Any, direction: Direction, height: int, width: int, frames: int, free: int
 ) -> tuple[int, ...] | None:
-    """Return the (height, width) in pixels of the largest tile, of the frame's shape, for `free` bytes.
+    """Return the (height, width) in pixels of the largest tile that is estimated to fit into `free` bytes.
 
-    It is None if whole frames fit.
+    The tile has about the shape of the frame. The result is None if whole frames fit.
     """
     whole_bytes = estimated_bytes(vae, direction, height, width, frames)
     if whole_bytes <= MARGIN * free:

@@ -158,8 +158,8 @@ class ChunkedVAE:
     ) -> Iterator[torch.Tensor]:
         """Return an iterator over the results of a video's chunks, left on the device.
 
-        A `plan` has the tiles of a frame. With `as_uint8` decoded frames are bytes. With slicing, each chunk
-        runs one video at a time.
+        `plan` has the tiles of a frame; without it, whole frames run. With `as_uint8` decoded frames are
+        bytes. With slicing, each chunk runs one video at a time.
         """
         raise NotImplementedError
 

@@ -67,8 +67,8 @@ def tile_groups_of(plan: TilePlan, together: int) -> list[list[tuple[int, int]]]
 def plan_axis(size: int, *, tile: int, overlap: float, scale_in: int = 1, scale_out: int = 1) -> AxisPlan:
     """Return the tiles of one axis of `size` input pixels.
 
-    A `tile` is given in latent pixels, and its overlap as a fraction of it. For each latent pixel the input
-    has `scale_in` pixels, and the output `scale_out`.
+    A tile has `tile` latent pixels, and shares the fraction `overlap` of them with the next tile. For each
+    latent pixel the input has `scale_in` pixels, and the output `scale_out`.
 
     Raises:
         ValueError: the overlap is not in [0, 1), or a tile starts less than one latent pixel after the tile
@@ -129,9 +129,9 @@ class TileSettings:
 class TiledStep:
     """A step that runs each chunk in tiles, and joins their results, as bytes if `as_uint8`.
 
-    It runs groups of tiles as one batch, by a `step` whose results are floats. Its cache is the list of the
-    groups' caches. `axes` is the order of the chunks' axes, and videos are on axis 0. On a mesh, which
-    `placement` has, a group has "dp" tiles if "dp" does not divide the number of videos.
+    Each group of tiles runs as one batch, by `step`, whose results are floats. A group is a single tile. Only
+    on a mesh whose "dp" does not divide the number of videos it is "dp" tiles. The cache is the list of the
+    groups' caches. `axes` is the order of the chunks' axes, of which the first one has the videos.
     """
 
     step: Step

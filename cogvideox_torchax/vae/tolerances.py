@@ -28,8 +28,8 @@ def rms_error(got: torch.Tensor, reference: torch.Tensor) -> float:
 def contract(dtype: torch.dtype, relative: float, rms: float, torch_rms: float) -> tuple[str, float, float]:
     """Return (name, value, largest allowed value) of the error that decides whether a result is accepted.
 
-    In float32 the result's `relative_error` decides. In another dtype its `rms_error` decides, beside that of
-    PyTorch's own run.
+    In float32 the result's `relative_error` decides. In another dtype its `rms_error` decides, as a multiple
+    of `torch_rms`, the error of PyTorch's own run in this dtype.
     """
     if dtype == torch.float32:
         return "relative error", relative, FLOAT32_RELATIVE

@@ -8,7 +8,7 @@
   name. At the start of a video the cache is None.
 - `zq`, as in diffusers, are the latents that modulate a spatial norm. Norms without latents get None.
 - `first_frame_alone` says whether the first frame stays single where the number of frames is doubled. If it
-  is None, the frame does so if the number of frames is odd.
+  is None, the first frame stays single if the number of frames is odd.
 
 Axis letters: N videos, T frames, H rows, W columns, C channels; t, h and w are the sizes of the latents; I
 and O are the input and output channels of a kernel.
