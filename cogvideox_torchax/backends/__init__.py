@@ -1,4 +1,4 @@
-"""The one list of backends. A new backend is an entry here and a file that defines its `Backend`."""
+"""The list of backends. A new backend is an entry here, and a file that defines its `Backend`."""
 
 import importlib
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ __all__ = ["Backend", "BackendError", "Use", "backend", "names"]
 
 
 class BackendError(ValueError):
-    """An unknown backend, or one that is not installed; the message says what to do."""
+    """An error for a backend that is unknown or not installed; the message says what to do."""
 
 
 class Use(Enum):
-    """The purposes of a backend: commands that run a VAE, `verify` and `plan`."""
+    """A purpose of a backend: to run a VAE, or to be compared by `verify`, or planned by `plan`."""
 
     RUN = "run"
     VERIFY = "verify"
@@ -23,13 +23,9 @@ class Use(Enum):
 
 @dataclass(frozen=True)
 class _Entry:
-    """The location of a backend's class, which is imported on request, and its purposes.
+    """A backend, whose class is imported on request from a module of this package.
 
-    Attributes:
-        module: the module in this package.
-        attribute: name of the class in it.
-        uses: purposes of the backend.
-        extra: the extra of this package that installs its requirements; None if it needs none.
+    `extra` is the extra of `cogvideox-torchax` that the backend needs; None if it needs none.
     """
 
     module: str
@@ -47,7 +43,7 @@ _REGISTRY = {
 
 
 def names(use: Use) -> tuple[str, ...]:
-    """Return the names of the backends for a use."""
+    """Return the names of the backends that have a use."""
     return tuple(name for name, entry in _REGISTRY.items() if use in entry.uses)
 
 
@@ -55,7 +51,7 @@ def backend(name: str) -> type[Backend]:
     """Return a backend's class by its name.
 
     Raises:
-        BackendError: no such backend, or one whose packages are not installed.
+        BackendError: there is no such backend, or its packages are not installed.
     """
     if name not in _REGISTRY:
         raise BackendError(f"unknown backend {name!r}: one of {', '.join(_REGISTRY)}")

@@ -1,4 +1,4 @@
-"""The interface of a backend: a VAE, and how it is loaded, run, inspected and planned."""
+"""The interface of a backend, which loads, runs and inspects a VAE, and gives its programs to `plan`."""
 
 import abc
 from collections.abc import Callable, Iterator
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
 Recorder = Callable[[torch.Tensor, Any], tuple[dict[str, torch.Tensor], Any]]
-"""A step, (chunk, cache) -> (outputs, next cache), whose outputs are those of layers: plain tensors by name.
+"""A function that runs a chunk, (chunk, cache) -> (outputs, next cache).
 
-The names are diffusers'. The first chunk of a video has the cache None.
+The outputs are those of the layers, as plain tensors by diffusers' names. A video's first cache is None.
 """
 
 
@@ -25,32 +25,32 @@ class Backend(abc.ABC):
     """A VAE on one backend.
 
     Attributes:
-        vae: the model, by diffusers' interface: `encode(x).latent_dist`, `decode(z).sample`, NCTHW.
+        vae: the model, with diffusers' interface: `encode(x).latent_dist` and `decode(z).sample`, in NCTHW.
     """
 
     model_class = cast(Any, None)
-    """The class whose `from_pretrained` loads a model; each backend has one."""
+    """The class whose `from_pretrained` loads a model."""
     runs_on_mesh = True
-    """True if a model can be split over a mesh."""
+    """Whether a model can be split over a mesh."""
     axes = NCTHW
-    """Layout of the chunks that `program` takes."""
+    """The order of the axes of the chunks that `program` takes."""
     compiled_by_jax = True
-    """True if JAX compiles it, so that `jax.monitoring` has the times to lower and to compile."""
+    """Whether JAX compiles the model, so that `jax.monitoring` has the times to lower and to compile."""
 
     def __init__(self, vae: Any):
         self.vae = vae
 
     @classmethod
     def load(cls, model: str, dtype: torch.dtype, mesh: "Mesh | None" = None) -> "Backend":
-        """Load a model, ready to run, from a directory or a hub id, of a VAE or of a whole pipeline.
+        """Load a VAE, alone or from a whole pipeline, and run it on a mesh if there is one.
 
         Args:
-            model: the directory or the id.
-            dtype: dtype of the weights.
+            model: a local directory or a hub id.
+            dtype: the dtype of the weights.
             mesh: a mesh of `make_mesh`, or None.
 
         Raises:
-            ModelError: a `ValueError` that says what is missing or wrong, and what to do.
+            ModelError: a file is missing or wrong; this `ValueError` says what to do.
         """
         vae = cls.model_class.from_pretrained(locate_vae(model), torch_dtype=dtype)
         if mesh is not None:
@@ -60,21 +60,19 @@ class Backend(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def from_native(cls, native: Any) -> "Backend":
-        """Return a backend with the weights of a PyTorch model, diffusers' or ported."""
+        """Return a backend with the weights of a VAE in PyTorch, which is diffusers' or ported."""
 
     @classmethod
     def program(cls, vae: Any, direction: Direction) -> Any:
-        """Return the chunk program of a direction, to compile ahead of time.
+        """Return a direction's chunk program, to compile it ahead of time.
 
-        Args:
-            vae: a model without weights (`plan.models`), whose config, dtype and mesh the program gets.
-            direction: `ENCODE` or `DECODE`.
+        It gets the config, the dtype and the mesh of `vae`, which has no weights (see `plan.models`).
         """
         raise NotImplementedError(f"{cls.__name__} compiles nothing ahead of time")
 
     @classmethod
     def device(cls) -> str:
-        """Return the name of the device, with the number of devices if there are several."""
+        """Return the name of JAX's device, behind the number of devices if there are several."""
         import jax
 
         devices = jax.devices()
@@ -84,7 +82,7 @@ class Backend(abc.ABC):
     # A whole video
 
     def run(self, direction: Direction, x: torch.Tensor) -> torch.Tensor:
-        """Encode a video to its posterior's moments, or decode latents to frames; return a plain tensor."""
+        """Encode a video to its posterior's parameters, or decode latents; return a plain tensor."""
         placed = self.put(x)
         if direction == ENCODE:
             return self.to_torch(self.vae.encode(placed).latent_dist.parameters)
@@ -93,32 +91,27 @@ class Backend(abc.ABC):
     # Chunk by chunk
 
     def chunks(self, direction: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield the results of a video's chunks, left on the device that computed them."""
-        # Imported here, since it imports JAX, which the list of backends does without.
+        """Return an iterator over the results of a video's chunks, left on the device."""
+        # Imported here, because it imports JAX, which the list of backends does without.
         from cogvideox_torchax.vae.streaming import frames_of_chunks
 
         return self.vae.results(direction, frames_of_chunks(self.vae, direction, self.put(x)))
 
     @abc.abstractmethod
     def recorder(self, direction: Direction, wanted: Callable[[str], Any]) -> Recorder:
-        """Return the step of a chunk whose result is the outputs of its layers.
-
-        Args:
-            direction: whether the video is encoded, or latents are decoded.
-            wanted: predicate of a layer's name: whether its output is returned.
-        """
+        """Return the function that runs a chunk and records the layers whose name is `wanted`."""
 
     @property
     def program_counts(self) -> dict[str, int]:
-        """Number of compiled programs for each direction; empty if the backend does not count."""
+        """The number of compiled programs of each direction; empty if the backend does not count them."""
         return {}
 
     def put(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a plain tensor as the model takes it; the base class leaves it unchanged."""
+        """Return a plain tensor as the model takes it."""
         return x
 
     def wait(self, chunk: torch.Tensor) -> torch.Tensor:
-        """Return a chunk's result once it has been computed."""
+        """Wait for a chunk's result to be computed, and return it."""
         return runtime.wait(chunk)
 
     def to_torch(self, chunk: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The Flax NNX build, behind diffusers' interface."""
+"""The backend of the Flax NNX build."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,23 +16,21 @@ from cogvideox_torchax.vae.nnx.wrapper import FlaxVAEForPipelines, to_array, to_
 
 
 class Flax(Backend):
-    """The Flax build behind torch tensors."""
+    """The Flax build, behind diffusers' interface."""
 
     model_class = FlaxVAEForPipelines
     axes = NTHWC
 
     @classmethod
     def from_native(cls, native: Any) -> "Flax":
-        """Return the backend of a Flax VAE with a copy of a PyTorch model's weights."""
         return cls(FlaxVAEForPipelines.from_diffusers(native))
 
     @classmethod
     def program(cls, vae: Any, direction: Direction) -> runtime.ArrayProgram:
-        """Return the program of a Flax VAE without weights, with the config, dtype and mesh of `vae`."""
         config = FlaxAutoencoderKLCogVideoXConfig.from_dict(dict(vae.config))
         dtype = runtime.jax_dtype(vae.dtype)
         weightless = FlaxAutoencoderKLCogVideoX.weightless(config, dtype=dtype, param_dtype=dtype)
-        weightless.mesh = vae.mesh  # read by `build_program`
+        weightless.mesh = vae.mesh  # which `build_program` reads
         return weightless.build_program(direction)
 
     def recorder(self, direction: Direction, wanted: Callable[[str], Any]) -> Recorder:

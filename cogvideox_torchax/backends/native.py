@@ -1,4 +1,4 @@
-"""Diffusers' own modules in PyTorch on the CPU, the reference."""
+"""The reference backend, which is diffusers' own modules in PyTorch on the CPU."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +14,7 @@ from cogvideox_torchax.vae.torchax.networks import RecordedLayers, chunk_network
 
 
 class Torch(Backend):
-    """diffusers' modules as they are."""
+    """Diffusers' own modules in PyTorch."""
 
     model_class = AutoencoderKLCogVideoX
     runs_on_mesh = False
@@ -22,7 +22,6 @@ class Torch(Backend):
 
     @classmethod
     def from_native(cls, native: Any) -> "Torch":
-        """Return the backend of a loaded VAE, ported or not: stock modules that share its weights."""
         return cls(stock_of(native))
 
     @classmethod
@@ -30,7 +29,6 @@ class Torch(Backend):
         return "cpu"
 
     def chunks(self, direction: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Return an iterator of the results of a video's chunks, each run with the previous chunk's cache."""
         return run(chunk_network(self.vae, direction), frames_of_chunks(self.vae, direction, x))
 
     def recorder(self, direction: Direction, wanted: Callable[[str], Any]) -> Recorder:

@@ -1,4 +1,4 @@
-"""Torch modules compiled by JAX, ported or diffusers' own: one program for the first chunk, one for later."""
+"""The backends of PyTorch modules that JAX compiles, which are the ported ones or diffusers' own."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,7 +26,6 @@ class Torchax(Backend):
 
     @classmethod
     def from_native(cls, native: Any) -> "Torchax":
-        """Return the backend of a PyTorch model, diffusers' or ported, after porting it."""
         return cls(port_vae(native))
 
     @classmethod
@@ -35,14 +34,13 @@ class Torchax(Backend):
 
     @property
     def program_counts(self) -> dict[str, int]:
-        """Number of compiled programs for each direction."""
         return {direction: self.vae.program(direction).compilations for direction in Direction}
 
     def put(self, x: torch.Tensor) -> torch.Tensor:
         return runtime.to_jax(x)
 
     def _step(self, name: str, network: nn.Module) -> Step:
-        """Return the step of a chunk's network, on arrays; the model keeps the compiled program by `name`."""
+        """Return the function that runs chunks on arrays; the model keeps the network's program by `name`."""
         program = runtime.programs_of(self.vae).get(name, network, runtime.Program)
         return program.step(program.weights(network))
 
@@ -60,24 +58,21 @@ class Torchax(Backend):
 
 
 class TorchaxStock(Torchax):
-    """diffusers' own modules, unchanged, through torchax."""
+    """Diffusers' own modules, unchanged, through torchax."""
 
     program_counts = Backend.program_counts  # none: `Torchax` counts the programs of ported modules
 
     @classmethod
     def from_native(cls, native: Any) -> "TorchaxStock":
-        """Return the backend of diffusers' own classes ("stock") with the weights of a PyTorch model."""
         return cls(stock_of(native))
 
     @classmethod
     def program(cls, vae: AutoencoderKLCogVideoX, direction: Direction) -> runtime.Program:
-        """Return the program of diffusers' stock modules for a chunk, to compile ahead of time."""
-        # Only `plan` uses this program; `chunks` makes another. On a mesh it would be wrong: stock modules do
-        # not leave out the padding of a width that the devices do not divide.
+        # Only `plan` uses this program; `chunks` makes another one. On a mesh its results would be wrong,
+        # because diffusers' modules do not leave out the padding of a width that the devices do not divide.
         return vae.build_program(direction, stock=True)
 
     def chunks(self, direction: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Return an iterator of the results of a video's chunks, as tensors on JAX."""
         step = self._step(direction, chunk_network(self.vae, direction))
         chunks = frames_of_chunks(self.vae, direction, self.put(x))
         return map(runtime.tensor_of, run(step, chunks))

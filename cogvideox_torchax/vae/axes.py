@@ -1,7 +1,7 @@
-"""The orders of axes of videos, latents and caches, as texts of a letter for each axis."""
+"""The orders of axes of videos, latents and caches, with a letter for each axis."""
 
 Axes = str
-"""An order of axes: N videos, C channels, T frames, H rows, W columns; `axes.index("W")` is the axis of W."""
+"""An order of the axes N (videos), C (channels), T (frames), H (rows) and W (columns), such as "NCTHW"."""
 
 NCTHW: Axes = "NCTHW"
 NTHWC: Axes = "NTHWC"

@@ -1,4 +1,4 @@
-"""Check a model directory before it is loaded; errors say what to do."""
+"""Functions that find and check the files of a VAE, and read their tensors."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -13,28 +13,25 @@ from cogvideox_torchax.files.models import INDEX, ModelError, locate, read_json
 CLASS_NAME = "AutoencoderKLCogVideoX"
 WEIGHTS_STEM = "diffusion_pytorch_model"
 DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""Names of dtypes, as torch and JAX have them, by safetensors' own."""
+"""The names of dtypes in torch and JAX, by their names in safetensors; the widest dtype comes first."""
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 FILES = ("config.json", f"{WEIGHTS_STEM}*.safetensors*")
-"""Files of a VAE to download."""
+"""The files of a VAE to download."""
 
 
 def locate_vae(
     name: str | Path, part: str | None = "vae", variant: str | None = None, **hub_options: Any
 ) -> Path:
-    """Return the directory of a whole AutoencoderKLCogVideoX in safetensors, alone or in a pipeline.
+    """Return the directory of a VAE, whose config and safetensors files have been checked.
 
-    Args:
-        name: a directory or a hub id.
-        part: folder of the VAE in a pipeline; None for a VAE alone.
-        variant: of the weight files, such as "fp16".
-        hub_options: options of `locate` for the hub, such as `revision` and `token`.
+    `name` is a directory or a hub id. `part` is the VAE's folder in a pipeline, or None for a VAE alone.
+    `hub_options` are those of `files.models.locate`.
 
     Raises:
-        ModelError: no such model, or one that is not whole.
+        ModelError: there is no such model, or a file is missing or wrong.
     """
     directory = locate(name, part, files=FILES, **hub_options)
     read_config(directory)
@@ -44,7 +41,7 @@ def locate_vae(
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Return the model's config.json; `ModelError` where it is missing, unreadable or another model's."""
+    """Return the config.json of a VAE; `ModelError` if it is missing, unreadable or another model's."""
     path = directory / "config.json"
     if not path.is_file() and (directory / INDEX).is_file():
         raise ModelError(f"{directory} has no config.json; this is a whole pipeline: pass subfolder='vae'")
@@ -58,7 +55,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def weight_files(directory: Path, variant: str | None = None, *, stem: str = WEIGHTS_STEM) -> list[Path]:
-    """Return a model's safetensors files, one or several shards, whose names begin with `stem`."""
+    """Return the safetensors files of a model's weights, whose names begin with `stem`."""
     suffix = "" if variant is None else f".{variant}"
     single = directory / f"{stem}{suffix}.safetensors"
     index = directory / f"{stem}.safetensors.index{suffix}.json"
@@ -90,19 +87,17 @@ def dtype_name_of(
 ) -> str:
     """Return the name of the dtype that a caller of `from_pretrained` asks for.
 
-    Args:
-        dtype: a dtype of torch, its name, "auto" for the one that the weights are saved in, or None for
-            float32.
-        directory, variant, stem: of `weight_files`, which are read for "auto" alone.
+    `dtype` is a dtype of torch, its name, "auto" for the widest one in the `weight_files`, or None for
+    float32.
 
     Raises:
-        ValueError: another object or name.
+        ValueError: `dtype` is another object or name.
     """
     name = "float32" if dtype is None else str(dtype).removeprefix("torch.")
     if name == "auto":
         with safe_open(weight_files(directory, variant, stem=stem)[0], framework="numpy") as file:
             saved = {file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118 (it has no iterator)
-        name = next((DTYPES[known] for known in DTYPES if known in saved), "float32")  # the widest
+        name = next((DTYPES[known] for known in DTYPES if known in saved), "float32")
     if name not in DTYPES.values():
         raise ValueError(
             f'got dtype {dtype!r}: give a torch dtype such as torch.bfloat16, its name, "auto" for that of '
@@ -117,14 +112,13 @@ def read_tensors(files: Iterable[Path]) -> Iterator[tuple[str, np.ndarray]]:
         with safe_open(path, framework="numpy") as file:
             names = list(file.keys())
         for name in names:
-            # Opened again for each tensor: pages that a mapping has read stay in memory until it is closed,
-            # and would add up to the whole file beside the weights.
+            # The file is opened again for each tensor. The pages that are read stay in memory until it is
+            # closed, and would add up to the whole file beside the weights.
             with safe_open(path, framework="numpy") as file:
                 yield name, file.get_tensor(name)
 
 
 def _check_safetensors(path: Path) -> None:
-    """Raise `ModelError` for a file that is truncated, empty or no safetensors file."""
     try:
         with safe_open(path, framework="numpy") as file:
             names = list(file.keys())
@@ -139,11 +133,8 @@ def _check_safetensors(path: Path) -> None:
 def check_loading_info(info: dict[str, Any], source: object) -> None:
     """Raise `ModelError` if loading left a parameter without a value, or a value without a parameter.
 
-    Args:
-        info: names under "missing_keys", "unexpected_keys" and "mismatched_keys", as diffusers returns them.
-        source: name of the weights in the message.
+    `info` has the lists of names that diffusers returns. The message calls the weights by `source`.
     """
-    # For each list of `info` the words of the message.
     kinds = {"missing": "missing", "unexpected": "unexpected", "mismatched": "of another shape"}
     for kind, words in kinds.items():
         names = sorted(map(str, info.get(f"{kind}_keys") or []))

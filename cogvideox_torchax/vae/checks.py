@@ -1,4 +1,4 @@
-"""Checks of a user's inputs to a VAE, where they enter, in either layout."""
+"""Checks of the videos and latents that a user gives a VAE, in either layout."""
 
 import math
 import warnings
@@ -9,7 +9,7 @@ from cogvideox_torchax.vae.axes import Axes
 from cogvideox_torchax.vae.directions import ENCODE, Direction
 
 FAR = 10
-"""Absolute value that noise around a video in [-1, 1] does not reach, but bytes as floats do."""
+"""An absolute value that noise around a video in [-1, 1] does not reach, but bytes as floats do."""
 
 CONVERT = "to [-1, 1] by cogvideox_torchax.vae.pixels.from_uint8(video, 'float32')"
 
@@ -21,18 +21,12 @@ def check_shape(
     config: Mapping[str, Any],
     spatial_compression_ratio: int,
 ) -> None:
-    """Raise `ValueError` unless the input of a direction has a shape that a model takes.
+    """Raise `ValueError` unless a model of this config takes an input of this shape.
 
-    Args:
-        direction: `ENCODE` for a video, `DECODE` for latents.
-        shape: the input's shape, in the order of `axes`.
-        axes: order of the axes, such as "NCTHW".
-        config: the model's config, which has the numbers of channels.
-        spatial_compression_ratio: the model's pixels for each latent pixel, along one axis.
+    `spatial_compression_ratio` is the number of a video's pixels for each latent pixel, along one axis.
     """
-    # `direction.channels` is the config's field with the number of input channels.
     input_name, channels = direction.takes, config[direction.channels]
-    multiple = direction.scale(spatial_compression_ratio)  # must divide height and width; 1 for latents
+    multiple = direction.scale(spatial_compression_ratio)  # height and width must be multiples of it
     if len(shape) != 5:
         raise ValueError(
             f"got {input_name} of rank {len(shape)}, shape {shape}: it takes ({', '.join(axes)})"
@@ -64,12 +58,8 @@ def check_values(
 ) -> None:
     """Raise `ValueError` for an input with a NaN or Inf; warn of a video far outside [-1, 1].
 
-    Args:
-        direction: `ENCODE` or `DECODE`.
-        largest: the input's largest absolute value (`runtime.largest`); None for one that is not known.
-        find_nonfinite: returns the index of the first NaN or Inf (`runtime.first_nonfinite`).
-        axes: order of the input's axes.
-        first_frame: position of the input's first frame in the whole video, for the message.
+    `largest` is the input's largest absolute value, if it is known. `find_nonfinite` returns the index of the
+    first NaN or Inf. `first_frame` is the position of the input's first frame in the whole video.
     """
     if largest is None:
         return
@@ -89,7 +79,7 @@ def check_values(
 
 
 def integers_refused(direction: Direction, dtype: object) -> ValueError:
-    """Return the error for an input of integers, whose cast alone would not be what the model takes."""
+    """Return the error for an input of integers, which must be scaled before they are cast to floats."""
     bytes_to = f"convert 0 to 255 {CONVERT}; encode_stream takes uint8"
     return ValueError(
         f"got {direction.takes} of {dtype}: {bytes_to if direction == ENCODE else 'pass floats'}"

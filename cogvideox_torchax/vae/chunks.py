@@ -1,8 +1,8 @@
-"""The chunks of a video: which frames go through the network together, and how many frames result.
+"""The chunks of a video: the frames that go through the network together, and the number that results.
 
-GroupNorm's statistics span the frames of a chunk, so the chunks are part of the function that the VAE
-computes (diffusers' `AutoencoderKLCogVideoX._encode` and `_decode`); only this file knows them. It also has
-the rule of the first frame for up- and downsampling in time.
+GroupNorm's statistics span the frames of a chunk, so the chunks affect the result. They are those of
+diffusers' `AutoencoderKLCogVideoX._encode` and `_decode`. Only this file has their rule, and the rule of the
+first frame in temporal resampling.
 """
 
 import itertools
@@ -10,22 +10,17 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
-"""A step of a video: (chunk, cache) -> (result, next cache). The first chunk has the cache None."""
+"""A function that runs a chunk: (chunk, cache) -> (result, next cache). The first cache is None."""
 
 LATENT_FRAMES_A_CHUNK = 2
 SAMPLE_FRAMES_A_CHUNK = 8
 
 
 def plan(num_frames: int, frames_a_chunk: int) -> list[range]:
-    """Return the range of frames of each chunk of a video; the remainder joins the first chunk.
-
-    Args:
-        num_frames: length of the whole video: latent frames to decode or sample frames to encode.
-        frames_a_chunk: number of frames in a chunk: usually the model's, by default `LATENT_FRAMES_A_CHUNK`
-            to decode and `SAMPLE_FRAMES_A_CHUNK` to encode; 1 to decode frame by frame.
+    """Return the range of frames of each chunk of a video; the first chunk also takes the remainder.
 
     Raises:
-        ValueError: no frames.
+        ValueError: there are no frames.
     """
     if num_frames < 1:
         raise ValueError(f"got a video of {num_frames} frames: at least one is needed")
@@ -36,31 +31,30 @@ def plan(num_frames: int, frames_a_chunk: int) -> list[range]:
 
 
 def run(step: Step, chunks: Iterable[Any]) -> Iterator[Any]:
-    """Yield the result of each of a video's chunks, which are in order."""
+    """Yield the result of each chunk of a video."""
     cache = None
     for chunk in chunks:
         result, cache = step(chunk, cache)
         yield result
-        del result  # so that only its taker holds it while the next one is computed
+        del result  # only the caller has it while the next one is computed
 
 
 def first_frame_is_alone(frames: int) -> bool:
-    """Return whether the first of a chunk's `frames` frames stays single in temporal resampling.
+    """Return whether the first of a chunk's frames stays single in temporal resampling.
 
-    CogVideoX compresses 4k + 1 frames to k + 1: a chunk of odd length starts with the video's first frame,
-    which is kept single (diffusers: `CogVideoXUpsample3D`, `CogVideoXDownsample3D`,
-    `CogVideoXSpatialNorm3D`).
+    CogVideoX compresses 4k + 1 frames to k + 1. A chunk of odd length starts with the video's first frame,
+    which stays single, as in diffusers' `CogVideoXUpsample3D`.
     """
     return frames % 2 == 1
 
 
 def temporal_steps(compression_ratio: float) -> int:
-    """Return the number of times that a model of this temporal compression ratio halves or doubles frames."""
+    """Return how often a model of this temporal compression ratio halves or doubles the frames."""
     return max(int(compression_ratio), 1).bit_length() - 1
 
 
 def decoded_length(latent_frames: int, doublings: int = 2) -> int:
-    """Return the number of sample frames of a decoded chunk; the first of an odd number is not doubled."""
+    """Return the number of frames of a decoded chunk; a doubling keeps the first of an odd number."""
     length = latent_frames
     for _ in range(doublings):
         length = 2 * length - first_frame_is_alone(length)
@@ -68,10 +62,7 @@ def decoded_length(latent_frames: int, doublings: int = 2) -> int:
 
 
 def encoded_length(sample_frames: int, halvings: int = 2) -> int:
-    """Return the number of latent frames of an encoded chunk.
-
-    Each of the `halvings` averages frames in pairs; the first of an odd number of frames stays as it is.
-    """
+    """Return the number of latent frames of an encoded chunk; a halving keeps the first of an odd number."""
     length = sample_frames
     for _ in range(halvings):
         length = (length + first_frame_is_alone(length)) // 2

@@ -1,4 +1,4 @@
-"""The two directions of a VAE, encoding and decoding, with the inputs and chunks of each."""
+"""The two directions of a VAE, encoding and decoding."""
 
 from enum import StrEnum
 from typing import Any
@@ -7,13 +7,13 @@ from cogvideox_torchax.vae import chunks
 
 
 class Direction(StrEnum):
-    """One of a VAE's two directions; equal to its name, "encode" or "decode".
+    """One of a VAE's two directions, which equals its name, "encode" or "decode".
 
     Attributes:
         takes: the kind of input, "video" or "latents".
-        network: the model's attribute that holds the network.
-        channels: the config's field that holds the number of input channels.
-        _frames: the model's attribute that holds the number of frames of every chunk but the first.
+        network: the model's attribute that has the network.
+        channels: the config's field that has the number of input channels.
+        _frames: the model's attribute that has the number of frames of every chunk but the first.
     """
 
     takes: str
@@ -25,32 +25,22 @@ class Direction(StrEnum):
     DECODE = "decode", "latents", "decoder", "latent_channels", "num_latent_frames_batch_size"
 
     def __new__(cls, name: str, takes: str, network: str, channels: str, frames: str) -> "Direction":
-        """Make a member that equals its name, with four attributes.
-
-        Args:
-            name: "encode" or "decode".
-            takes: the kind of input, "video" or "latents".
-            network: the model's attribute that holds the network.
-            channels: the config's field that holds the number of input channels.
-            frames: the model's attribute that holds the number of frames of every chunk but the first.
-        """
         member = str.__new__(cls, name)
         member._value_ = name
         member.takes, member.network, member.channels, member._frames = takes, network, channels, frames
         return member
 
     def scale(self, spatial_compression_ratio: int) -> int:
-        """Return the number of input pixels for each latent pixel, along one axis: 1 to decode."""
+        """Return the number of input pixels for each latent pixel, along one axis."""
         return spatial_compression_ratio if self is ENCODE else 1
 
     def chunks(self, vae: Any, frames: int) -> list[range]:
-        """Return the range of frames of each chunk of a video, or of latents, of so many frames."""
+        """Return the range of frames of each chunk of an input."""
         return chunks.plan(frames, getattr(vae, self._frames))
 
     def results(self, vae: Any, frames: int) -> list[int]:
-        """Return the number of frames of each chunk's result, for an input of `frames` frames."""
+        """Return the number of frames of each chunk's result."""
         result_length = chunks.encoded_length if self is ENCODE else chunks.decoded_length
-        # How often the frames are halved to encode, and doubled to decode.
         steps = chunks.temporal_steps(vae.config["temporal_compression_ratio"])
         return [result_length(len(chunk), steps) for chunk in self.chunks(vae, frames)]
 

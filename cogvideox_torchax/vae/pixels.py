@@ -1,20 +1,19 @@
-"""Bytes and floats of frames, for torch tensors and JAX arrays alike."""
+"""The conversion of frames between bytes and floats, for torch tensors and for JAX and NumPy arrays."""
 
 from typing import Any
 
 
 def to_uint8(frames: Any) -> Any:
-    """Return frames in [-1, 1] as bytes, rounded as diffusers' VideoProcessor does."""
+    """Return frames in [-1, 1] as bytes, rounded as diffusers' `VideoProcessor` rounds them."""
     return _cast(((_cast(frames, "float32") * 0.5 + 0.5).clip(0.0, 1.0) * 255.0).round(), "uint8")
 
 
 def from_uint8(pixels: Any, dtype: str) -> Any:
-    """Return bytes as frames in [-1, 1], of a dtype by its name."""
+    """Return bytes as frames in [-1, 1], in the dtype of this name."""
     return _cast(_cast(pixels, "float32") / 127.5 - 1.0, dtype)
 
 
 def _cast(x: Any, dtype: str) -> Any:
-    """Cast a torch tensor or a JAX array to a dtype by its name."""
     if hasattr(x, "astype"):  # an array
         return x.astype(dtype)
     import torch

@@ -1,38 +1,31 @@
-"""Similarity of a video to its source as people measure it: PSNR is in `tolerances`, SSIM here."""
+"""The structural similarity (SSIM) of a video to its source."""
 
 import numpy as np
 import torch
 
 WINDOW, SIGMA = 11, 1.5
-"""Side of the Gaussian window, and its standard deviation, in pixels, as in the paper that `ssim` names."""
+"""The side of the Gaussian window and its standard deviation in pixels, as in the paper that `ssim` names."""
 K1, K2 = 0.01, 0.03
-"""The paper's constants, relative to the peak: they bound the ratio if means or variances are near zero."""
+"""The paper's constants, relative to the peak, for quotients in which means or variances are near zero."""
 
 
 def ssim(got: torch.Tensor, reference: torch.Tensor, peak: float = 255.0) -> float:
-    """Return the mean structural similarity (SSIM) of two videos; 1 if they are equal.
+    """Return the mean structural similarity (SSIM) of two videos (N, C, T, H, W), 1 if they are equal.
 
-    Each channel of each frame is compared under a Gaussian window of 11 x 11 pixels with a standard deviation
-    of 1.5, at every position that is wholly in the frame; a smaller frame has a smaller window. Wang et al.,
-    "Image quality assessment: from error visibility to structural similarity", 2004.
-
-    Args:
-        got, reference: (N, C, T, H, W).
-        peak: the range of their values.
+    Each channel of each frame is compared under a Gaussian window at every position that is wholly in the
+    frame. A smaller frame has a smaller window. See Wang et al., "Image quality assessment: from error
+    visibility to structural similarity", 2004. `peak` is the range of the videos' values.
     """
     frames = zip(got.unbind(2), reference.unbind(2), strict=True)
     return float(np.mean([_similarity(a.double().numpy(), b.double().numpy(), peak) for a, b in frames]))
 
 
 def _similarity(a: np.ndarray, b: np.ndarray, peak: float) -> float:
-    """Return the mean structural similarity (SSIM) of two batches of frames (N, C, H, W).
-
-    `peak` is the range of the pixels' values, such as 255.
-    """
+    """Return the mean structural similarity of two batches of frames (N, C, H, W)."""
     mean_a, mean_b = _window_means(a), _window_means(b)
     var_a, var_b = _window_means(a * a) - mean_a**2, _window_means(b * b) - mean_b**2
     covariance = _window_means(a * b) - mean_a * mean_b
-    c1, c2 = (K1 * peak) ** 2, (K2 * peak) ** 2  # SSIM's constants, which keep the quotient finite
+    c1, c2 = (K1 * peak) ** 2, (K2 * peak) ** 2
     similarity = (2 * mean_a * mean_b + c1) * (2 * covariance + c2)
     return float((similarity / ((mean_a**2 + mean_b**2 + c1) * (var_a + var_b + c2))).mean())
 

@@ -1,11 +1,11 @@
-"""Sizes as a user writes them: HEIGHTxWIDTH or FRAMESxHEIGHTxWIDTH, in pixels."""
+"""Sizes that a user writes as HEIGHTxWIDTH or FRAMESxHEIGHTxWIDTH, in pixels."""
 
 SMALLEST_TILE = 2
-"""Fewest latent pixels of a tile's side: a smaller tile would only overlap the next."""
+"""The fewest latent pixels of a tile's side, as a smaller tile would only overlap the next one."""
 
 
 class SizeError(ValueError):
-    """A text that is no size, or a size that a model cannot take; the message names a good one."""
+    """The error for a text that is no size, or a size that a model cannot take; it names a good one."""
 
 
 def parse_size(
@@ -13,15 +13,11 @@ def parse_size(
 ) -> tuple[int, ...]:
     """Return the numbers of a text such as "480x720" (height and width).
 
-    Args:
-        text: text of the user.
-        what: name of the sized thing for an error, such as "tiles".
-        frames: whether the number of frames comes first, as in "49x480x720".
-        multiple: required divisor of height and width.
-        least: fewest multiples of `multiple` on a side.
+    With `frames`, the number of frames comes first, as in "49x480x720". An error calls the thing that has the
+    size `what`, such as "tiles". For `multiple` and `least` see `check_sides`.
 
     Raises:
-        SizeError: another text, no frames, or sides that do not fit.
+        SizeError: the text has another form, a number is zero, or a side does not fit.
     """
     form, example = ("FRAMESxHEIGHTxWIDTH", "49x480x720") if frames else ("HEIGHTxWIDTH", "240x360")
     parts = text.lower().split("x")
@@ -35,10 +31,7 @@ def parse_size(
 
 
 def check_sides(what: str, height: int, width: int, *, multiple: int, least: int = 1) -> None:
-    """Raise `SizeError` unless both sides are multiples of `multiple`, and at least `least * multiple`.
-
-    `what` is the name of the thing that has this size, for the message.
-    """
+    """Raise `SizeError` unless both sides are multiples of `multiple`, and at least `least * multiple`."""
     good_height, good_width = (max(round(side / multiple), least) * multiple for side in (height, width))
     if (height, width) != (good_height, good_width):
         raise SizeError(

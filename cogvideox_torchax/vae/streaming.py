@@ -1,8 +1,6 @@
-"""A VAE that runs chunk by chunk: streams, slices and checks, which both builds share.
+"""Streams, slicing and checks of a VAE that runs chunk by chunk, which both builds share.
 
-A chunk is the frames that go through the network together (`vae.chunks`).
-
-Axis letters: N videos, C channels, T frames, H rows, W columns. Tensors are NCTHW.
+Axis letters: N videos, C channels, T frames, t frames of a chunk, H rows, W columns. Tensors are NCTHW.
 """
 
 import contextlib
@@ -21,14 +19,13 @@ from cogvideox_torchax.vae.chunks import Step
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 
 Fetch = Callable[[torch.Tensor], torch.Tensor]
-"""Function that copies a torchax tensor, which may still be computed, to the host."""
+"""A function that waits for a torchax tensor and copies it to the host."""
 
 
 class ChunkedVAE:
-    """Mixin of VAEs with diffusers' interface: streams over their chunks, and checks of inputs.
+    """A mixin that gives a VAE with diffusers' interface its streams and the checks of its inputs.
 
-    The class that it is mixed into has diffusers' attributes (`config`, `dtype`, tiling, slicing), and
-    defines `results`, which runs the chunks.
+    The VAE's class has diffusers' attributes, and defines `results`, which runs the chunks.
     """
 
     config: Any
@@ -52,24 +49,26 @@ class ChunkedVAE:
         *,
         fetch: Fetch = runtime.to_torch,
     ) -> Iterator[DiagonalGaussianDistribution]:
-        """Encode a video that need not fit into memory; the next chunk is computed while one is taken.
+        """Encode a video that need not fit into memory, chunk by chunk.
+
+        While the caller uses the posterior of a chunk, the next chunk is computed.
 
         Args:
-            frames: a video (N, C, T, H, W), or an iterable of its frames (N, C, H, W); floats in [-1, 1], or
-                uint8. They are where the weights are, or plain torch tensors.
-            num_frames: number of frames that an iterable gives. The first chunk takes the remainder by 8, so
-                the length has to be known before the first frame is encoded. A video has its own length.
-            fetch: brings a chunk's moments from the device to the host; a method of `sharding.Exchange` on a
-                mesh of several processes.
+            frames: a video (N, C, T, H, W), or an iterable of its frames (N, C, H, W), as floats in [-1, 1]
+                or as uint8. They are where the weights are, or plain torch tensors.
+            num_frames: the number of frames of an iterable. The length must be known before the first frame
+                is encoded, because the first chunk takes the remainder.
+            fetch: copies a chunk's moments to the host. On a mesh of several processes this is a method of
+                `sharding.Exchange`.
 
         Returns:
-            An iterator over the posteriors of the chunks, as plain torch tensors without gradients; their
-            `mode()`s, concatenated on axis 2, equal the mode of `encode`. If the source of the frames fails,
-            the chunks that were computed come first, then the failure.
+            An iterator over the chunks' posteriors, plain torch tensors without gradients. Their `mode()`s,
+            concatenated on axis 2, equal the mode of `encode`. If the source of the frames fails, the
+            posteriors that were computed come before the error.
 
         Raises:
-            ValueError: a bad video or first frame, or no `num_frames` for an iterable, at once; a bad later
-                frame, or more or fewer frames than announced, when it is their turn.
+            ValueError: at once, for a bad video or first frame, or an iterable without `num_frames`; later,
+                for a bad frame, or more or fewer frames than announced.
         """
         return (
             DiagonalGaussianDistribution(moments)
@@ -84,24 +83,24 @@ class ChunkedVAE:
         output_dtype: torch.dtype | None = None,
         fetch: Fetch = runtime.to_torch,
     ) -> Iterator[torch.Tensor]:
-        """Decode chunk by chunk; the next chunk is computed while one is taken, and at most two are held.
+        """Decode latents chunk by chunk, and hold the frames of at most two chunks.
+
+        While the caller uses the frames of a chunk, the next chunk is computed.
 
         Args:
-            z: latents (N, C, T, H, W), not scaled by `scaling_factor`, where the weights are or as a plain
-                torch tensor; or an iterable of plain pieces of latents, of any lengths.
-            num_frames: number of latent frames that an iterable gives in all.
+            z: latents (N, C, T, H, W), not scaled by `scaling_factor`, or an iterable of pieces of them, of
+                any lengths. Latents are where the weights are, or plain torch tensors; pieces are plain.
+            num_frames: the number of latent frames of an iterable.
             output_dtype: torch.uint8 for bytes (0 to 255); None for the model's dtype, in about [-1, 1].
-            fetch: brings a chunk from the device to the host; a method of `sharding.Exchange` on a mesh of
-                several processes.
+            fetch: copies a chunk's frames to the host, as for `encode_stream`.
 
         Returns:
-            An iterator over frames (N, C, t, H, W), plain torch tensors without gradients; concatenated, they
-            equal the frames of `decode`.
+            An iterator over frames (N, C, t, H, W), plain torch tensors without gradients. Concatenated on
+            axis 2, they equal the frames of `decode`.
 
         Raises:
-            ValueError: bad latents or a bad first piece, another output dtype, or no `num_frames` for an
-                iterable, at once; a bad later piece, or more or fewer frames than announced, when the
-                iterator gets there.
+            ValueError: at once, for bad latents or a bad first piece, another output dtype, or an iterable
+                without `num_frames`; later, for a bad piece, or more or fewer frames than announced.
         """
         if output_dtype not in (None, torch.uint8):
             raise ValueError(f"decode_stream got output_dtype {output_dtype}: None or torch.uint8")
@@ -116,7 +115,6 @@ class ChunkedVAE:
         *,
         as_uint8: bool = False,
     ) -> Iterator[torch.Tensor]:
-        """Check an input; return its chunks' results on the host, each fetched while the next is computed."""
         chunks, size = self._checked_chunks(direction, given, num_frames)
         return fetched_one_behind(
             self.results(direction, chunks, self._tile_plan(direction, size), as_uint8), fetch
@@ -125,14 +123,10 @@ class ChunkedVAE:
     def _checked_chunks(
         self, direction: Direction, given: torch.Tensor | Iterable[torch.Tensor], num_frames: int | None
     ) -> tuple[Iterator[torch.Tensor], torch.Size]:
-        """Check an input; return an iterator over its chunks, and its (rows, columns).
-
-        `given` is a whole input, or an iterable of its pieces, which have `num_frames` frames in all.
-        """
+        """Check a whole input, or an iterable of its pieces; return its chunks, and its (rows, columns)."""
         name = f"{direction}_stream"  # of the public method, for errors
         if hasattr(given, "ndim"):  # an array, which must not count as an iterable of frames
             check_is_tensor(given)
-        # `follow_weights`: a stream takes plain tensors for weights on JAX too.
         if isinstance(given, torch.Tensor):
             self._check(direction, given, follow_weights=True)
             if num_frames not in (None, given.shape[2]):
@@ -164,27 +158,22 @@ class ChunkedVAE:
     ) -> Iterator[torch.Tensor]:
         """Return an iterator over the results of a video's chunks, left on the device.
 
-        With slicing, each chunk runs one video at a time.
-
-        Args:
-            direction: `ENCODE` or `DECODE`.
-            chunks: the chunks, in order.
-            plan: the tile plan; None for whole frames.
-            as_uint8: whether decoded frames are bytes.
+        `plan` has the tiles of a frame; without it, whole frames run. With `as_uint8` decoded frames are
+        bytes. With slicing, each chunk runs one video at a time.
         """
         raise NotImplementedError
 
     def _torchax_on_for(self, x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which torchax is on if `x` is on JAX; `ValueError` for no tensor."""
+        """Return a context in which torchax is on if `x` is on JAX."""
         check_is_tensor(x)
         return runtime.active() if runtime.on_jax(x) else contextlib.nullcontext()
 
     def _tile_plan(
         self, direction: Direction, size: torch.Size, *, always: bool = False
     ) -> tiling.TilePlan | None:
-        """Return the tiles of frames of `size` (rows, columns), by diffusers' attributes of the model.
+        """Return the tiles of frames of a size (rows, columns), by diffusers' attributes of the model.
 
-        Without `always` the result is None if tiling is off or one tile is enough.
+        Without `always`, the result is None if tiling is off or one tile is enough.
         """
         if not always and not self.use_tiling:
             return None
@@ -199,7 +188,10 @@ class ChunkedVAE:
     def _check(
         self, direction: Direction, x: torch.Tensor, *, follow_weights: bool = False, first_frame: int = 0
     ) -> None:
-        """Raise `ValueError` for an input that the model cannot take."""
+        """Raise `ValueError` for an input that the model cannot take.
+
+        With `follow_weights`, which streams pass, a plain tensor is taken for weights on an accelerator too.
+        """
         check_is_tensor(x)
         check_shape(direction, tuple(x.shape), NCTHW, self.config, self.spatial_compression_ratio)
         self._check_place(direction.takes, x, follow_weights)
@@ -214,14 +206,9 @@ class ChunkedVAE:
         check_values(direction, runtime.largest(x), find, NCTHW, first_frame=first_frame)
 
     def _check_place(self, name: str, x: torch.Tensor, follow_weights: bool) -> None:
-        """Accept every tensor; a subclass raises `ValueError` for an `x` that is not where the weights are.
-
-        `name` is "video" or "latents", for the message. With `follow_weights` a plain tensor may be given for
-        weights on JAX.
-        """
+        """Accept every tensor; a subclass raises `ValueError` for one that is not where the weights are."""
 
     def _takes_dtype(self, x: torch.Tensor) -> bool:
-        """Return whether the model computes in the dtype of `x`."""
         return x.dtype == self.dtype
 
 
@@ -231,11 +218,11 @@ INSTEAD = {
     "DiagonalGaussianDistribution": "its .mode() or .sample()",
     "DecoderOutput": "its .sample",
 }
-"""The tensor to pass in place of an object, by the name of its class."""
+"""Advice on what to pass in place of an object, by the name of the object's class."""
 
 
 def check_is_tensor(x: Any) -> None:
-    """Raise `ValueError` for an input that is no tensor."""
+    """Raise `ValueError` unless an input is a torch tensor."""
     if not isinstance(x, torch.Tensor):
         kind = type(x).__name__
         instead = INSTEAD.get(kind, "a tensor, or a JAX array to FlaxAutoencoderKLCogVideoX")
@@ -249,7 +236,7 @@ def frames_of_chunks(vae: Any, direction: Direction, x: torch.Tensor) -> Iterato
 
 
 def joined(results: Iterator[torch.Tensor], *, on_host: bool) -> torch.Tensor:
-    """Return the results of all chunks in one tensor, on the host if asked for."""
+    """Return the results of all chunks as one tensor."""
     # All chunks are queued before the first is fetched, so that fetching does not delay them.
     parts = list(results)
     if on_host:
@@ -271,18 +258,13 @@ def regrouped_into_chunks(
     plan: list[range],
     check: Callable[..., None],
 ) -> Iterator[torch.Tensor]:
-    """Yield the chunks (N, C, t, H, W) of an input that comes in pieces of any length or single frames.
+    """Yield the chunks (N, C, t, H, W) of an input that comes in pieces, which may be single frames.
 
-    Args:
-        what: "video" or "latents", for errors.
-        first: the first piece.
-        rest: iterator over the pieces after the first.
-        plan: each chunk's range of frames.
-        check: raises an error for a bad chunk; called with the chunk, and the position of the chunk's first
-            frame as `first_frame`.
+    `plan` has the range of frames of each chunk. `check` raises an error for a bad chunk, which it gets with
+    the position of the chunk's first frame. Errors call the input `what`: "video" or "latents".
 
     Raises:
-        ValueError: a piece of another size than the first; more or fewer frames than planned.
+        ValueError: a piece has another size than the first; there are more or fewer frames than planned.
     """
     num_frames = plan[-1].stop
     piece = with_time(first)  # (N, C, t, H, W): the frames of a piece that no chunk has taken yet
@@ -314,9 +296,9 @@ def regrouped_into_chunks(
 
 @torch.no_grad()
 def fetched_one_behind(results: Iterator[torch.Tensor], fetch: Fetch) -> Iterator[torch.Tensor]:
-    """Yield each result on the host, fetched while the next one is computed.
+    """Yield each result on the host; it is copied there while the next one is computed.
 
-    If computing a result fails, the result before it is yielded first, then the error is raised.
+    If a result cannot be computed, the result before it is yielded before the error is raised.
     """
     result, failure = next(results), None
     runtime.fetch_async(result)
@@ -335,7 +317,7 @@ def fetched_one_behind(results: Iterator[torch.Tensor], fetch: Fetch) -> Iterato
 
 
 def one_video_at_a_time(step: Step) -> Step:
-    """Return the step that runs each video of a chunk alone, and has a list of their caches as its cache."""
+    """Return a step that runs each video of a chunk alone; its cache is the list of the videos' caches."""
 
     def run_each(chunk: torch.Tensor, caches: Any) -> tuple[torch.Tensor, Any]:
         if len(chunk) == 1:

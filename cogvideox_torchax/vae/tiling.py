@@ -1,8 +1,10 @@
-"""The tile plan and the blending of tiles, for any array library and either layout.
+"""The plan of tiles and their blending, for torch tensors, JAX and NumPy arrays of either layout.
 
-Tiles are cut, run and blended as in diffusers. There, overlap and crop are rounded separately, so that a tile
-whose overlap is not a whole number of latent pixels gives an output of the wrong size. Here all sizes follow
-from one number of latent pixels: they equal diffusers' sizes where diffusers' are right.
+Tiles are cut, run and blended as in diffusers. Diffusers rounds a tile's overlap and its crop separately, so
+its output has the wrong size if the overlap is not a whole number of latent pixels. Here both follow from the
+number of latent pixels from one tile's start to the next.
+
+In this file, tiles are given as a list of rows of tiles, and the axis of the width follows `height_axis`.
 """
 
 import functools
@@ -26,12 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AxisPlan:
-    """The tiles of one spatial axis of the input, and the overlap of their outputs.
+    """The tiles of one spatial axis, whose `spans` are the (start, stop) of each one in input pixels.
 
-    Attributes:
-        spans: (start, stop) of each tile, in input pixels.
-        keep: output pixels that each tile contributes; the last one contributes all of its pixels.
-        blend: output pixels at the start of a tile that are blended with the tile before.
+    The first `blend` pixels of a tile's output are blended with the tile before it. Then the frame takes the
+    first `keep` pixels.
     """
 
     spans: tuple[tuple[int, int], ...]
@@ -41,26 +41,16 @@ class AxisPlan:
 
 @dataclass(frozen=True)
 class TilePlan:
-    """The tiles of a frame: all pairs of a row and a column of tiles.
-
-    Attributes:
-        rows: the plan along the height.
-        columns: the plan along the width.
-    """
+    """The tiles of a frame: their rows along the height, and their columns along the width."""
 
     rows: AxisPlan
     columns: AxisPlan
 
 
 def tile_groups_of(plan: TilePlan, together: int) -> list[list[tuple[int, int]]]:
-    """Group the tiles of a plan into batches to run at once.
+    """Return groups of tiles of one size, which run as one batch; a tile is given as its (row, column).
 
-    Args:
-        plan: the tiles of a frame.
-        together: number of tiles of one size in a group; each tile of a remainder is a group alone.
-
-    Returns:
-        Groups of tiles, each tile given as its (row, column) in the plan.
+    A group has `together` tiles. Each tile of a remainder is a group by itself.
     """
     by_size: dict[tuple[int, int], list[tuple[int, int]]] = {}  # tiles by (height, width) in pixels
     for row, (top, bottom) in enumerate(plan.rows.spans):
@@ -68,33 +58,29 @@ def tile_groups_of(plan: TilePlan, together: int) -> list[list[tuple[int, int]]]
             by_size.setdefault((bottom - top, right - left), []).append((row, column))
     groups = []
     for tiles in by_size.values():
-        grouped = len(tiles) // together * together  # number of tiles in groups of `together`
+        grouped = len(tiles) // together * together
         groups += [tiles[first : first + together] for first in range(0, grouped, together)]
         groups += [[tile] for tile in tiles[grouped:]]
     return groups
 
 
 def plan_axis(size: int, *, tile: int, overlap: float, scale_in: int = 1, scale_out: int = 1) -> AxisPlan:
-    """Return the tiles of one axis.
+    """Return the tiles of one axis of `size` input pixels.
 
-    Args:
-        size: the input's pixels along the axis.
-        tile: a tile's size in latent pixels.
-        overlap: fraction of a tile that overlaps the next, 0 <= overlap < 1.
-        scale_in, scale_out: pixels of the input and of the output for each latent pixel (1 and 8 to decode, 8
-            and 1 to encode).
+    A tile has `tile` latent pixels, and shares the fraction `overlap` of them with the next tile. For each
+    latent pixel the input has `scale_in` pixels, and the output `scale_out`.
 
     Raises:
-        ValueError: an overlap out of range, or a tile that starts less than one latent pixel after the tile
-            before; the message names good values.
+        ValueError: the overlap is not in [0, 1), or a tile starts less than one latent pixel after the tile
+            before it.
     """
     if not 0 <= overlap < 1:
         raise ValueError(
             f"got tiles that overlap by {overlap:.3f} of their size: at least 0 and less than 1 is wanted; "
             "diffusers takes 1/6 of the height and 1/5 of the width"
         )
-    # Latent pixels from a tile's start to the next tile's. 1e-6: for a product rounded to just below a whole
-    # number.
+    # `step` is the number of latent pixels from a tile's start to the next tile's. The product may be rounded
+    # to just below a whole number, hence 1e-6.
     step = int(tile * (1 - overlap) + 1e-6)
     if tile < 1 or step < 1:
         smallest = math.ceil(1 / (1 - overlap) - 1e-6)
@@ -102,15 +88,14 @@ def plan_axis(size: int, *, tile: int, overlap: float, scale_in: int = 1, scale_
             f"got a tile of {tile} latent pixels with overlap {overlap:.3f}: a tile must advance by at least "
             f"one latent pixel; with this overlap use a tile of {smallest} at least, or a smaller overlap"
         )
-    starts = range(0, size, step * scale_in)  # in input pixels, as `spans`
+    starts = range(0, size, step * scale_in)
     spans = tuple((start, min(start + tile * scale_in, size)) for start in starts)
-    # In output pixels: the part of a tile up to the next tile, and the overlap of both, which is blended.
     return AxisPlan(spans, keep=step * scale_out, blend=(tile - step) * scale_out)
 
 
 @dataclass(frozen=True)
 class TileSettings:
-    """The size of a tile in latent pixels, and the fraction of it that overlaps the next."""
+    """The size of a tile in latent pixels, and the fractions of it that overlap the next tiles."""
 
     latent_height: int
     latent_width: int
@@ -124,12 +109,12 @@ class TileSettings:
 
         Args:
             direction: `ENCODE` or `DECODE`.
-            size: height and width of the input, in its pixels.
-            scale: video pixels for each latent pixel, along one axis.
+            size: the height and width of the input: in pixels of a video, or in latent pixels.
+            scale: the number of a video's pixels for each latent pixel, along one axis.
             always: whether an input of one tile has a plan too.
         """
         height, width = size
-        scale_in = direction.scale(scale)  # input pixels for each latent pixel
+        scale_in = direction.scale(scale)
         is_one_tile = height <= self.latent_height * scale_in and width <= self.latent_width * scale_in
         if is_one_tile and not always:
             return None
@@ -142,17 +127,11 @@ class TileSettings:
 
 @dataclass(frozen=True)
 class TiledStep:
-    """A step that runs each chunk in tiles, and joins their results.
+    """A step that runs each chunk in tiles, and joins their results, as bytes if `as_uint8`.
 
-    Its cache is a list: the cache of each group of tiles that run as one batch.
-
-    Attributes:
-        step: the step of a tile, or of several as a batch. Its results are floats, which are blended.
-        plan: the tiles.
-        axes: order of the chunks' axes; videos are on axis 0.
-        placement: sharding of chunks and results on a mesh; None for one device. If its axis "dp" does not
-            divide the number of videos, so many tiles of one size are run as one batch.
-        as_uint8: whether joined results become bytes.
+    Each group of tiles runs as one batch, by `step`, whose results are floats. A group is a single tile. Only
+    on a mesh whose "dp" does not divide the number of videos it is "dp" tiles. The cache is the list of the
+    groups' caches. `axes` is the order of the chunks' axes, of which the first one has the videos.
     """
 
     step: Step
@@ -162,10 +141,8 @@ class TiledStep:
     as_uint8: bool = False
 
     def __call__(self, chunk: Any, caches: list[Any] | None) -> tuple[Any, list[Any]]:
-        """Run a chunk of videos, an array of JAX or NumPy or a torch tensor; return (result, next caches)."""
         videos, height_axis = chunk.shape[0], self.axes.index("H")
         dp = 1 if self.placement is None else self.placement.mesh.shape["dp"]
-        # A group is the tiles of a batch, each by its (row, column).
         groups = tile_groups_of(self.plan, 1 if videos % dp == 0 else dp)
         cut_chunk = _cut_on_jax if isinstance(chunk, jax.Array) else cut
         tiles = cut_chunk(chunk, self.plan, height_axis)
@@ -183,42 +160,34 @@ class TiledStep:
 
 
 def cut(x: Any, plan: TilePlan, height_axis: int) -> list[list[Any]]:
-    """Return the tiles of `x`, a list for each row of tiles; the axis of the width follows `height_axis`."""
-    axes_before = (slice(None),) * height_axis  # tiles have all positions of these axes
+    """Return the tiles of `x`."""
+    axes_before = (slice(None),) * height_axis
     return [
         [x[(*axes_before, slice(top, bottom), slice(left, right))] for left, right in plan.columns.spans]
         for top, bottom in plan.rows.spans
     ]
 
 
-_cut_on_jax = functools.partial(jax.jit, static_argnums=(1, 2))(cut)  # static: all but the array
+_cut_on_jax = functools.partial(jax.jit, static_argnums=(1, 2))(cut)
 
 
 def _join_and_place(
     tiles: list[list[Any]], plan: TilePlan, height_axis: int, placement: "Placement | None", as_uint8: bool
 ) -> Any:
-    """Join the tiles' outputs to frames; as bytes if `as_uint8`, and sharded by `placement` if given.
-
-    `tiles` has the outputs, a list for each row of tiles; their axis of the width follows `height_axis`.
-    """
+    """Return the frames that tiles join to, as bytes if `as_uint8`, and sharded if there is a placement."""
     frames = join(tiles, plan, height_axis)
     frames = to_uint8(frames) if as_uint8 else frames
     return frames if placement is None else placement.result_without_padding(frames)
 
 
-_join_on_jax = functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))(_join_and_place)  # all but the tiles
+_join_on_jax = functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))(_join_and_place)
 
 
 def join(tiles: Sequence[Sequence[Any]], plan: TilePlan, height_axis: int) -> Any:
-    """Return frames of the tiles' outputs: blend them at their edges, crop them and concatenate them.
+    """Blend the tiles' outputs at their edges, crop them and concatenate them.
 
     Each tile is blended with the blended tile above it, then with the blended tile to its left, as in
     diffusers.
-
-    Args:
-        tiles: the outputs, a list for each row of tiles.
-        plan: has for each axis the number of pixels to `blend` at a tile's start, and to `keep` of a tile.
-        height_axis: axis of the height in the outputs; the width is the next axis.
     """
     width_axis = height_axis + 1
     blended: list[list[Any]] = []
@@ -234,7 +203,6 @@ def join(tiles: Sequence[Sequence[Any]], plan: TilePlan, height_axis: int) -> An
             blended[row].append(tile)
 
     def crop(tile: Any) -> Any:
-        """Return the pixels that a tile contributes; an axis's last tile has no more than `keep`."""
         tile = _slice_of(tile, height_axis, 0, plan.rows.keep)
         return _slice_of(tile, width_axis, 0, plan.columns.keep)
 
@@ -243,9 +211,9 @@ def join(tiles: Sequence[Sequence[Any]], plan: TilePlan, height_axis: int) -> An
 
 
 def _blend_edge(before: Any, tile: Any, extent: int, axis: int) -> Any:
-    """Return `tile` with its first `extent` pixels along `axis` blended with the last ones of `before`.
+    """Return a tile with its first `extent` pixels along an axis blended with the last ones of `before`.
 
-    `before` is the tile before it along the axis. From 0 the weight of `tile` rises linearly.
+    The weight of the tile begins with 0 and rises linearly.
     """
     extent = min(before.shape[axis], tile.shape[axis], extent)
     if extent == 0:
@@ -259,7 +227,7 @@ def _blend_edge(before: Any, tile: Any, extent: int, axis: int) -> Any:
         weight = torch.as_tensor(weight, device=tile.device)
     old = _slice_of(before, axis, before.shape[axis] - extent, before.shape[axis])
     new = _slice_of(tile, axis, 0, extent)
-    # The weights are float32, and so is a mixture of bfloat16 tiles.
+    # The weights are float32, so a mixture of bfloat16 tiles is float32 too.
     mixed = old * (1 - weight) + new * weight
     mixed = mixed.astype(tile.dtype) if isinstance(tile, np.ndarray | jax.Array) else mixed.to(tile.dtype)
     return arrays.concatenate([mixed, _slice_of(tile, axis, extent, tile.shape[axis])], axis)

@@ -1,17 +1,17 @@
-"""The tolerated error of a backend against diffusers in float32 on CPU: one table, for tests and `verify`."""
+"""The tolerated errors of a backend against diffusers in float32 on the CPU, for tests and `verify`."""
 
 import torch
 
 FLOAT32_RELATIVE = 1e-5
-"""Largest difference in float32, over the largest absolute value of the reference."""
+"""The bound of `relative_error` in float32."""
 
 BFLOAT16_RMS_RATIO = 1.1
-"""Bound of the root-mean-square error in bfloat16, as a multiple of PyTorch's own bfloat16 error."""
+"""The bound of `rms_error` in bfloat16, as a multiple of PyTorch's own error in bfloat16."""
 
 BFLOAT16_LAYER_RMS_RATIO = 1.5
-"""Bound of the same ratio for a single layer in a single chunk, where fewer roundings average out.
+"""The bound of the same ratio for one layer in one chunk, where fewer roundings average out.
 
-It only finds the layer to report; no check fails by it.
+A report finds the layer at fault by it. No check fails by it.
 """
 
 
@@ -22,17 +22,14 @@ def relative_error(got: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def rms_error(got: torch.Tensor, reference: torch.Tensor) -> float:
-    """Return the root-mean-square difference."""
     return (got.double() - reference.double()).square().mean().sqrt().item()
 
 
 def contract(dtype: torch.dtype, relative: float, rms: float, torch_rms: float) -> tuple[str, float, float]:
     """Return (name, value, largest allowed value) of the error that decides whether a result is accepted.
 
-    Args:
-        dtype: of the computation; in float32 the relative error decides, else the RMS error.
-        relative, rms: the result's `relative_error` and `rms_error`.
-        torch_rms: the root-mean-square error of PyTorch's own run in this dtype.
+    In float32 the result's `relative_error` decides. In another dtype its `rms_error` decides, as a multiple
+    of `torch_rms`, the error of PyTorch's own run in this dtype.
     """
     if dtype == torch.float32:
         return "relative error", relative, FLOAT32_RELATIVE
@@ -40,7 +37,7 @@ def contract(dtype: torch.dtype, relative: float, rms: float, torch_rms: float) 
 
 
 def ratio(error: float, scale: float) -> float:
-    """Return `error / scale`. If `scale` is zero, the result is 0 for no error, else infinity."""
+    """Return `error / scale`; if `scale` is zero, return 0 for no error, else infinity."""
     return error / scale if scale else (0.0 if error == 0 else float("inf"))
 
 

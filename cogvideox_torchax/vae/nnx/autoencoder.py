@@ -1,9 +1,11 @@
-"""FlaxAutoencoderKLCogVideoX: the VAE in Flax NNX: encode, decode, and their streams, a chunk at a time.
+"""The VAE in Flax NNX, which encodes and decodes a chunk at a time.
 
-A chunk is the frames that go through the network together. Its *cache*, which the next chunk takes, is the
-last input frames of each causal convolution.
+Each chunk gives a *cache* to the next one: the last input frames of each causal convolution. A *network* runs
+one chunk, (chunk, cache) -> (result, next cache). The encoder's results are called *moments*: the means and
+the log-variances of the latents, one after the other along the channels.
 
-Axis letters: N videos, T frames, H rows, W columns, C channels; t h w the sizes of latents. Arrays are NTHWC.
+Axis letters: N videos, T frames, H rows, W columns, C channels; t, h and w are the sizes of latents. Arrays
+are NTHWC.
 """
 
 import dataclasses
@@ -44,10 +46,7 @@ class Posterior(NamedTuple):
 
     @classmethod
     def from_moments(cls, moments: jax.Array) -> "Posterior":
-        """Return the posterior of the encoder's output, means and log-variances (N, t, h, w, 2 C).
-
-        Log-variances are clamped to [-30, 20], as in diffusers.
-        """
+        """Return the posterior of moments (N, t, h, w, 2 C), with log-variances clamped as in diffusers."""
         mean, logvar = jnp.split(moments, 2, axis=-1)
         return cls(mean, jnp.clip(logvar, -30.0, 20.0))
 
@@ -63,7 +62,7 @@ class Posterior(NamedTuple):
 
 
 class EncoderChunk(OnColumns, nnx.Module):
-    """Network of one chunk of frames, float in [-1, 1] or uint8, to its moments (means and log-variances)."""
+    """The network that encodes a chunk (N, T, H, W, 3), floats in [-1, 1] or uint8, to its moments."""
 
     def __init__(self, vae: "FlaxAutoencoderKLCogVideoX"):
         self.encoder = vae.encoder
@@ -72,10 +71,6 @@ class EncoderChunk(OnColumns, nnx.Module):
         self.pallas = pallas_mode()  # part of the graph, so that each mode is compiled separately
 
     def __call__(self, x: jax.Array, cache: Cache | None) -> tuple[jax.Array, Cache]:
-        """Encode a chunk (N, T, H, W, 3); return its moments and the cache for the next chunk.
-
-        The moments are the means, then the logarithms of the variances, along the channels.
-        """
         if x.dtype == jnp.uint8:
             # `from_uint8` turns the zeros of padding columns into -1.
             x = with_clear_padding(from_uint8(x, "float32"), self.split)
@@ -84,12 +79,9 @@ class EncoderChunk(OnColumns, nnx.Module):
 
 
 class DecoderChunk(nnx.Module):
-    """Network of one chunk of latents to its frames, in [-1, 1] or as uint8.
+    """The network that decodes a chunk of latents to frames, in [-1, 1] or as bytes.
 
-    Args:
-        vae: the model whose parts it runs.
-        as_uint8: whether the frames are bytes.
-        frame_by_frame: whether each chunk is a single latent frame.
+    With `frame_by_frame`, each chunk is a single latent frame.
     """
 
     def __init__(
@@ -102,7 +94,6 @@ class DecoderChunk(nnx.Module):
         self.pallas = pallas_mode()  # part of the graph, so that each mode is compiled separately
 
     def __call__(self, z: jax.Array, cache: Cache | None) -> tuple[jax.Array, Cache]:
-        """Decode a chunk; return its frames (uint8 if `self.as_uint8`) and the cache for the next chunk."""
         z = z.astype(self.dtype)
         if self.post_quant_conv is not None:
             z = self.post_quant_conv(z)
@@ -115,13 +106,10 @@ class DecoderChunk(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """A Flax network as a `Program` takes it.
+    """A Flax network without its weights, in the form that a `runtime.ArrayProgram` takes.
 
-    Attributes:
-        graph: the module without its weights, from `nnx.split`.
-        state: the structure of its weights, which a program takes as a list: JAX flattens it faster.
-        name: of the module's class.
-        weights: `jax.ShapeDtypeStruct`s of the weights, to compile ahead of time; else None.
+    `graph` is that of `nnx.split`, and `state` is the tree structure of the weights. A program takes them as
+    a list, which JAX flattens faster. `weights` are `jax.ShapeDtypeStruct`s, to compile ahead of time.
     """
 
     graph: nnx.GraphDef
@@ -140,10 +128,9 @@ class Network:
     def __call__(
         self, _place: runtime.Place, weights: list[Any], chunk: jax.Array, cache: Any, split: Split = WHOLE
     ) -> tuple[jax.Array, Cache]:
-        """Run a chunk on `weights`; return the result and the next cache.
+        """Run a chunk on `weights`; the cache's axes are HWNTC on the way in and out.
 
-        The cache goes in and out with the axes HWNTC. `split` is the sharding of the width; `_place`, which a
-        `Program` passes to every network, is not used.
+        A program passes `_place` to every network; this one does not use it.
         """
         network: Any = nnx.merge(self.graph, jax.tree.unflatten(self.state, weights))
         if split != WHOLE:
@@ -158,12 +145,10 @@ compiled = functools.lru_cache(maxsize=256)(runtime.ArrayProgram)
 
 
 class Kept(NamedTuple):
-    """A chunk's program, kept with the objects that it was made of: Flax takes long to split a module.
+    """A chunk's program, which is kept because Flax takes long to split a module.
 
-    Attributes:
-        parts: the module's attributes, at any depth. A module of the same objects is the same network.
-        program: the program of the module.
-        variables: the module's weights, in the order of the program's.
+    `parts` are the module's attributes, at any depth: a module of the same objects is the same network.
+    `variables` are its weights, in the order in which the program takes them.
     """
 
     parts: list[Any]
@@ -172,14 +157,12 @@ class Kept(NamedTuple):
 
     @classmethod
     def of(cls, module: nnx.Module, parts: list[Any], placement: Placement | None) -> "Kept":
-        """Split a module, whose `parts` are given, and return its program for a placement."""
         network, _weights = Network.split(module)
         paths = [path for path, _ in nnx.to_flat_state(nnx.state(module))]
         variables = [functools.reduce(_member, path, module) for path in paths]
         return cls(parts, compiled(network, placement), variables)
 
     def holds(self, parts: list[Any]) -> bool:
-        """Return whether a module with these parts is the one that the program was made of."""
         return len(parts) == len(self.parts) and all(map(operator.is_, parts, self.parts))
 
 
@@ -188,7 +171,7 @@ def _member(node: Any, key: Any) -> Any:
 
 
 def _parts(node: Any) -> Iterator[Any]:
-    """Yield the attributes of a module and of all modules in it, without Flax's own notes."""
+    """Yield the attributes of a module and of all modules in it, without those that Flax adds."""
     for name, value in vars(node).items():
         if not name.startswith("_pytree__"):
             yield value
@@ -197,21 +180,21 @@ def _parts(node: Any) -> Iterator[Any]:
 
 
 _KEPT: weakref.WeakKeyDictionary[nnx.Module, dict[Any, Kept]] = weakref.WeakKeyDictionary()
-"""By model: its chunks' programs, by direction, placement and options."""
+"""The chunk programs of each model, whose keys are a direction, a placement and options."""
 
 
 class FlaxAutoencoderKLCogVideoX(nnx.Module):
-    """CogVideoX's VAE, the same function as diffusers' `AutoencoderKLCogVideoX`, on NTHWC arrays.
+    """CogVideoX's VAE, which computes the same as diffusers' `AutoencoderKLCogVideoX`, on NTHWC arrays.
 
     Args:
-        config: sizes; see `FlaxAutoencoderKLCogVideoXConfig`.
-        dtype: to compute in. Statistics of the norms are float32 whatever it is.
-        param_dtype: to store the parameters in.
-        rngs: for random parameters.
+        config: the sizes of the model.
+        dtype: the dtype to compute in. The norms' statistics are always float32.
+        param_dtype: the dtype to store the parameters in.
+        rngs: the keys of random parameters.
 
     Attributes:
-        mesh: the device mesh to run on, as given to `place_on`; None for one device.
-        tiles: `TileSettings` to run frames larger than a tile in overlapping tiles; None for whole frames.
+        mesh: the mesh that was given to `place_on`; None for one device.
+        tiles: the settings of overlapping tiles, for frames larger than a tile; None for whole frames.
     """
 
     num_sample_frames_batch_size = chunks.SAMPLE_FRAMES_A_CHUNK
@@ -244,10 +227,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
     def weightless(
         cls, config: FlaxAutoencoderKLCogVideoXConfig, **dtypes: Any
     ) -> "FlaxAutoencoderKLCogVideoX":
-        """Return a model with `jax.ShapeDtypeStruct`s as weights.
-
-        `dtypes` are `dtype` and `param_dtype`, as in `from_tensors`.
-        """
+        """Return a model whose weights are `jax.ShapeDtypeStruct`s; `dtypes` are the class's two dtypes."""
         return nnx.eval_shape(lambda: cls(config, rngs=nnx.Rngs(0), **dtypes))
 
     @classmethod
@@ -260,16 +240,10 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
     ) -> "FlaxAutoencoderKLCogVideoX":
-        """Build a model from diffusers' tensors.
-
-        Args:
-            config: sizes of the model.
-            tensors: (name, NumPy array) pairs, read one at a time.
-            source: name of the weights in an error.
-            dtype, param_dtype: dtypes of the computation and of the stored parameters.
+        """Build a model from diffusers' tensors, which are given as for `load_tensors`.
 
         Raises:
-            ModelError: a tensor that is missing, left over or of another shape, by name.
+            ModelError: a tensor is missing, left over or of another shape.
         """
         model = cls.weightless(config, dtype=dtype, param_dtype=param_dtype)
         model.load_tensors(tensors, source=source)
@@ -282,7 +256,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         state_dict: dict[str, Any],
         **dtypes: Any,
     ) -> "FlaxAutoencoderKLCogVideoX":
-        """Build a model from a torch state dict; `dtypes` are `from_tensors`' `dtype` and `param_dtype`."""
+        """Build a model from a torch state dict; `dtypes` are the class's `dtype` and `param_dtype`."""
         if not isinstance(config, FlaxAutoencoderKLCogVideoXConfig):
             config = FlaxAutoencoderKLCogVideoXConfig.from_dict(config)
         return cls.from_tensors(config, weights.from_torch(state_dict), **dtypes)
@@ -305,13 +279,13 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
 
         Args:
             name: a local directory or a hub id.
-            subfolder: the VAE's folder in `name`, "vae" for a whole pipeline.
-            variant: variant of the weight files, such as "fp16".
-            dtype, param_dtype: dtypes of the computation and of the stored parameters.
+            subfolder: the VAE's folder in `name`: "vae" for a whole pipeline.
+            variant: the variant of the weight files, such as "fp16".
+            dtype, param_dtype: the dtypes to compute in, and to store the parameters in.
             revision, token, cache_dir, local_files_only: the hub's options.
 
         Raises:
-            ModelError: a `ValueError` that says what is missing or wrong, and what to do.
+            ModelError: a file is missing or wrong; this `ValueError` says what to do.
         """
         directory = checkpoint.locate_vae(
             name,
@@ -335,14 +309,14 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         weights.save(nnx.state(self, nnx.Param), self.config, directory)
 
     def load_tensors(self, tensors: Iterable[tuple[str, Any]], *, source: object = "the state dict") -> None:
-        """Replace the weights by diffusers' tensors, all or none, on the mesh if there is one.
+        """Replace all weights by diffusers' tensors, or none of them if one does not fit.
 
         Args:
-            tensors: (name, NumPy array) pairs, read one at a time.
-            source: name of the weights in an error.
+            tensors: pairs of a name and a NumPy array, which are read one at a time.
+            source: what an error calls the weights.
 
         Raises:
-            ModelError: a tensor that is missing, left over or of another shape, by name.
+            ModelError: a tensor is missing, left over or of another shape.
         """
         state = nnx.state(self, nnx.Param)
         nnx.update(self, weights.read_state(state, tensors, source=source, param_dtype=self.param_dtype))
@@ -360,7 +334,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         """Return the posterior of videos (N, T, H, W, C), floats in [-1, 1] or uint8.
 
         Raises:
-            ValueError: another rank, channel count or size, or NaN or Inf.
+            ValueError: the videos have another rank, number of channels or size, or a NaN or Inf.
         """
         return Posterior.from_moments(self._joined_results(ENCODE, x))
 
@@ -368,20 +342,17 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         """Decode latents (N, t, h, w, C), not scaled by `scaling_factor`, to frames in about [-1, 1].
 
         Raises:
-            ValueError: another rank or channel count, or NaN or Inf.
+            ValueError: the latents have another rank or number of channels, or a NaN or Inf.
         """
         return self._joined_results(DECODE, z)
 
     def decode_frame_by_frame(self, z: jax.Array) -> jax.Array:
-        """Decode one latent frame a step, at about half the memory: ANOTHER FUNCTION than `decode`.
+        """Decode latents in chunks of one latent frame, which takes about half the memory of `decode`.
 
-        GroupNorm's statistics span the frames of a step, and the network was trained on steps of two; with
-        one frame a step they differ, and so does every pixel (docs/accuracy.md has the measured difference).
-        The first latent frame gives one frame, each further one four: 4 t - 3 in all, also for an even t,
-        where `decode` gives 4 t.
-
-        Args:
-            z: latents (N, t, h, w, C), not scaled by `scaling_factor`.
+        **The frames differ from those of `decode`.** GroupNorm's statistics span the frames of a chunk, and
+        the network was trained on chunks of two. docs/accuracy.md has the measured difference. The first
+        latent frame gives one frame and each later one gives four, so the result has 4 t - 3 frames. For an
+        even t, `decode` gives 4 t.
         """
         return self._joined_results(DECODE, z, frame_by_frame=True)
 
@@ -393,11 +364,11 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         """Decode chunk by chunk; a chunk is computed when its frames are asked for.
 
         Args:
-            z: latents as `decode` takes them.
+            z: latents, as for `decode`.
             output_dtype: jnp.uint8 for bytes (0 to 255); None for the model's dtype, in about [-1, 1].
 
         Raises:
-            ValueError: bad latents, or another output dtype.
+            ValueError: `decode` does not take the latents, or the output dtype is another one.
         """
         if output_dtype is not None and jnp.dtype(output_dtype) != jnp.uint8:
             raise ValueError(f"decode_stream got output_dtype {output_dtype}: None or jnp.uint8")
@@ -406,20 +377,12 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
     def _joined_results(
         self, direction: Direction, x: jax.Array, *, frame_by_frame: bool = False
     ) -> jax.Array:
-        """Return the joined results of all chunks of `x` (N, T, H, W, C).
-
-        With `frame_by_frame` each chunk is one latent frame.
-        """
         return runtime.concatenate(list(self._stream(direction, x, frame_by_frame=frame_by_frame)), 1)
 
     def _stream(
         self, direction: Direction, x: jax.Array, *, frame_by_frame: bool = False, **options: bool
     ) -> Iterator[jax.Array]:
-        """Check an input (N, T, H, W, C) and return an iterator over its chunks' results.
-
-        With `frame_by_frame` each chunk is one latent frame. The only further option is `as_uint8`, whether
-        decoded frames are bytes.
-        """
+        """Check an input and return an iterator over its chunks' results; the options are those of `step`."""
         if not isinstance(x, jax.Array | np.ndarray):
             raise ValueError(
                 f"got {type(x).__name__} where the model takes an array of JAX or NumPy: pass "
@@ -445,11 +408,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
     ) -> chunks.Step:
         """Return the step of a direction on arrays of JAX or NumPy, with the weights as they are now.
 
-        Args:
-            direction: `ENCODE` or `DECODE`.
-            plan: the tiles of a frame; None for whole frames.
-            as_uint8: whether decoded frames are bytes.
-            frame_by_frame: whether each chunk is one latent frame, see `decode_frame_by_frame`.
+        `plan` has the tiles of a frame. The other options are those of a `DecoderChunk`.
         """
         placement = self.placement(direction)
         tile_as_uint8 = as_uint8 and plan is None  # tiles are blended as floats
@@ -463,14 +422,11 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         return step if plan is None else tiling.TiledStep(step, plan, NTHWC, placement, as_uint8)
 
     def chunk(self, direction: Direction, **options: bool) -> EncoderChunk | DecoderChunk:
-        """Return the module that runs a chunk; `options` are `DecoderChunk`'s arguments, unused to encode."""
+        """Return a direction's network; `options` are those of a `DecoderChunk`."""
         return EncoderChunk(self) if direction == ENCODE else DecoderChunk(self, **options)
 
     def build_program(self, direction: Direction) -> runtime.ArrayProgram:
-        """Return a chunk's program, to inspect its compiled text.
-
-        Call it on a `weightless` model, whose weights are `jax.ShapeDtypeStruct`s.
-        """
+        """Return a chunk's program, to compile it ahead of time; the model must be `weightless`."""
         network, weights = Network.split(self.chunk(direction))
         return runtime.ArrayProgram(dataclasses.replace(network, weights=weights), self.placement(direction))
 
@@ -479,26 +435,24 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
     def place_on(self, mesh: jax.sharding.Mesh) -> None:
         """Run on a mesh of `cogvideox_torchax.make_mesh` from now on; the weights are copied to its devices.
 
-        One video is split by width over all devices. A batch whose number of videos "dp" divides is split by
-        video over "dp" and by width over "tp". Any width is valid. Inputs may be on any device; results are
-        sharded.
+        A single video is split by width over all devices. If "dp" divides the number of videos, the batch is
+        split by video over "dp" and by width over "tp". Every width is valid. Inputs may be on any device;
+        results are sharded.
 
         Raises:
-            ValueError: a mesh that was not made by `make_mesh`.
+            ValueError: the mesh was not made by `make_mesh`.
         """
         self.mesh = check_mesh(mesh)
         move = functools.partial(spread, sharding=Placement(mesh).replicated)
         nnx.update(self, jax.tree.map(move, nnx.state(self, nnx.Param)))
 
     def __copy__(self) -> "FlaxAutoencoderKLCogVideoX":
-        """Return a shallow copy, which shares the weights."""
         copied = object.__new__(type(self))
         vars(copied).update(vars(self))
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the mesh, whose devices cannot be pickled."""
-        return {**super().__getstate__(), "mesh": None}
+        return {**super().__getstate__(), "mesh": None}  # a mesh's devices cannot be pickled
 
     def placement(self, direction: Direction) -> Placement | None:
         """Return the sharding of a direction's arrays on the mesh; None for one device."""
@@ -514,8 +468,8 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
     # Training
 
     def enable_gradient_checkpointing(self) -> None:
-        """Make a backward pass recompute residual blocks (`nnx.remat`) instead of keeping activations."""
-        self.set_attributes(rematerialize=True)  # of all `Block3D`s
+        """Make a backward pass recompute the activations of residual blocks, instead of keeping them."""
+        self.set_attributes(rematerialize=True)  # of every `Block3D`
 
     def disable_gradient_checkpointing(self) -> None:
         """Make a backward pass keep all activations, which is the default."""

@@ -1,4 +1,4 @@
-"""The config of the Flax build: every field of diffusers' config.json, and nothing that it cannot honour."""
+"""The config of the Flax build, which has the fields of diffusers' config.json."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any
 from cogvideox_torchax.vae import checkpoint, chunks
 
 NEVER_READ = ("sample_size",)
-"""Fields of old config files that diffusers' class documents and does not read."""
+"""The fields of old config files that diffusers' class documents and does not read."""
 
 DOWN_BLOCK = "CogVideoXDownBlock3D"
 UP_BLOCK = "CogVideoXUpBlock3D"
@@ -16,13 +16,13 @@ UP_BLOCK = "CogVideoXUpBlock3D"
 
 @dataclasses.dataclass(frozen=True)
 class FlaxAutoencoderKLCogVideoXConfig:
-    """CogVideoX's VAE by diffusers' own field names and defaults; see diffusers' `AutoencoderKLCogVideoX`.
+    """The config of CogVideoX's VAE, with the names and defaults of diffusers' `AutoencoderKLCogVideoX`.
 
-    `scaling_factor`, `shift_factor`, `latents_mean`, `latents_std` and `invert_scale_latents` are what a
-    diffusion pipeline does to the latents on its own side; they are kept for it and change nothing here.
+    `scaling_factor`, `shift_factor`, `latents_mean`, `latents_std` and `invert_scale_latents` change nothing
+    in the VAE. A pipeline scales the latents by them.
 
     Raises:
-        ModelError: a block type, an activation or a size that this build does not have.
+        ModelError: the Flax build does not have a block type, the activation or a size.
     """
 
     in_channels: int = 3
@@ -48,7 +48,6 @@ class FlaxAutoencoderKLCogVideoXConfig:
     invert_scale_latents: bool = False
 
     def __post_init__(self) -> None:
-        """Raise `ModelError` for block types, an activation or sizes that the Flax build does not have."""
         levels = len(self.block_out_channels)
         for field, wanted in (
             ("down_block_types", (DOWN_BLOCK,) * levels),
@@ -70,20 +69,20 @@ class FlaxAutoencoderKLCogVideoXConfig:
 
     @property
     def time_doublings(self) -> int:
-        """Number of levels whose block halves the frames to encode, and doubles them to decode."""
+        """Number of levels whose block halves the frames in encoding, and doubles them in decoding."""
         return chunks.temporal_steps(self.temporal_compression_ratio)
 
     @property
     def spatial_compression_ratio(self) -> int:
-        """Number of pixels of a video for each latent pixel, along height or width."""
+        """Number of a video's pixels for each latent pixel, along one axis."""
         return 2 ** (len(self.block_out_channels) - 1)
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "FlaxAutoencoderKLCogVideoXConfig":
-        """Read diffusers' config, which may have private fields (`_class_name`, ...).
+        """Return the config of diffusers' dict, without the fields whose names begin with `_`.
 
         Raises:
-            ModelError: a field that this build does not know, with a value that is not None.
+            ModelError: the Flax build does not know a field that is not None.
         """
         known = {field.name for field in dataclasses.fields(cls)}
         unknown = [
@@ -96,7 +95,7 @@ class FlaxAutoencoderKLCogVideoXConfig:
                 f"the config has {unknown[0]} = {config[unknown[0]]!r}, which the Flax build does not know: "
                 "use the torchax build, or remove the field if the model does not depend on it"
             )
-        # Lists of the JSON become tuples, so that the config is hashable.
+        # A config must be hashable, so the JSON's lists become tuples.
         fields: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in config.items()

@@ -1,13 +1,17 @@
 """The VAE's layers and networks in Flax NNX, channels last, over `jax_kernels`.
 
-Every module has the attribute names of its diffusers counterpart, so a parameter's path is its diffusers name
-but for the last word (`kernel` or `scale` for `weight`). A layer computes in the dtype of its input:
-parameters, stored in `param_dtype`, are cast to it. The cache, the last input frames of each causal
-convolution, goes in and out as an explicit pytree, a dict by module name; at the start of a video it is None.
-`zq`, as in diffusers, are the latents that modulate a spatial norm.
+- Every module has the attribute names of its diffusers counterpart. So a parameter's path is its diffusers
+  name, except for the last word (`kernel` or `scale` for `weight`).
+- A layer casts its parameters to the dtype of its input, and computes in it.
+- Each layer, block and network runs one chunk of frames. A causal convolution returns its last input frames,
+  its cache, and takes them again with the next chunk. A block's cache is a dict of its modules' caches by
+  name. At the start of a video the cache is None.
+- `zq`, as in diffusers, are the latents that modulate a spatial norm. Norms without latents get None.
+- `first_frame_alone` says whether the first frame stays single where the number of frames is doubled. If it
+  is None, the first frame stays single if the number of frames is odd.
 
-Axis letters: N videos, T frames, H rows, W columns, C channels; t h w the sizes of the latents; I and O the
-input and output channels of a kernel.
+Axis letters: N videos, T frames, H rows, W columns, C channels; t, h and w are the sizes of the latents; I
+and O are the input and output channels of a kernel.
 """
 
 import functools
@@ -27,19 +31,15 @@ from cogvideox_torchax.vae.nnx.config import FlaxAutoencoderKLCogVideoXConfig
 from jax_kernels.common.pointwise import Activation
 
 Cache = dict[str, Any]
-"""Cache of a block: its modules' caches by name; that of a causal convolution is its last input frames."""
+"""The cache of a block or a network."""
 
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """Settings that the layers of one network share.
+    """The settings that the layers of one network share.
 
-    Attributes:
-        rngs: keys of random parameters.
-        num_groups: channel groups of every norm.
-        eps: epsilon of a residual block's GroupNorms; all others have diffusers' 1e-6.
-        latent_channels: channels of the latents that modulate the norms; None for plain GroupNorms.
-        param_dtype: dtype of the stored parameters.
+    `eps` is that of a residual block's GroupNorms; all other norms have diffusers' 1e-6. `latent_channels` is
+    the number of channels of `zq`, or None for plain GroupNorms.
     """
 
     rngs: nnx.Rngs
@@ -59,17 +59,17 @@ class Conv(OnColumns, nnx.Module):
         self.bias = nnx.Param(jnp.zeros((out_channels,), config.param_dtype))
 
     def cast(self, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-        """Return kernel and bias in the dtype to compute in."""
+        """Return the kernel and the bias in a dtype."""
         return self.kernel[...].astype(dtype), self.bias[...].astype(dtype)
 
     def matrix(self, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-        """Return a 1x1x1 convolution's kernel as a matrix (I, O), and its bias."""
+        """Return the kernel of a 1x1x1 convolution as a matrix (I, O), and the bias, in a dtype."""
         kernel, bias = self.cast(dtype)
         return kernel[0, 0, 0], bias
 
 
 class Conv3d(Conv):
-    """A 1x1x1 convolution: no padding, no cache."""
+    """A 1x1x1 convolution, which needs no padding and no cache."""
 
     def __init__(self, in_channels: int, out_channels: int, config: LayerConfig):
         super().__init__(in_channels, out_channels, (1, 1, 1), config)
@@ -81,7 +81,7 @@ class Conv3d(Conv):
 
 
 class CausalConv3d(OnColumns, nnx.Module):
-    """A convolution that sees no later frame; diffusers' `pad_mode="first"`, which all of CogVideoX uses."""
+    """A convolution that sees no later frame, and pads as diffusers' `pad_mode="first"` does."""
 
     def __init__(self, in_channels: int, out_channels: int, kernel_size: int, config: LayerConfig):
         self.conv = Conv(in_channels, out_channels, (kernel_size,) * 3, config)
@@ -93,10 +93,10 @@ class CausalConv3d(OnColumns, nnx.Module):
         *,
         residual: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Convolve, and add `residual`; return the result and the cache for the next chunk.
+        """Convolve, and add `residual`; return the result and the next cache.
 
-        Without a cache, at a video's start, the first frame is repeated before it. For a `kernel_size` of 1
-        the next cache is None.
+        Without a cache, the first frame is repeated before the chunk. For a `kernel_size` of 1 the next cache
+        is None.
         """
         return jax_kernels.conv3d(
             x_NTHWC,
@@ -109,7 +109,7 @@ class CausalConv3d(OnColumns, nnx.Module):
 
 
 class GroupNorm(OnColumns, nnx.Module):
-    """GroupNorm over the last axis, and the activation after it; statistics in float32."""
+    """GroupNorm over the last axis with statistics in float32, and the activation after it."""
 
     def __init__(self, channels: int, config: LayerConfig, *, eps: float = 1e-6):
         self.scale = nnx.Param(jnp.ones((channels,), config.param_dtype))
@@ -118,7 +118,6 @@ class GroupNorm(OnColumns, nnx.Module):
         self.eps = eps
 
     def __call__(self, x_NTHWC: jax.Array, *, activation: Activation | None = None) -> jax.Array:
-        """Norm each video's groups of channels over all of its frames and pixels."""
         return jax_kernels.group_norm(
             x_NTHWC,
             self.scale[...],
@@ -142,7 +141,6 @@ class SpatialNorm3D(OnColumns, nnx.Module):
     def __call__(
         self, x_NTHWC: jax.Array, zq_NthwC: jax.Array, *, activation: Activation | None = None
     ) -> jax.Array:
-        """Norm activations and modulate them by the latents `zq_NthwC`, upsampled to their size."""
         norm = self.norm_layer
         # `matrix` returns (kernel, bias): first those of the scale, then those of the shift.
         return jax_kernels.spatial_norm(
@@ -172,22 +170,9 @@ def normed_conv(
 ) -> tuple[jax.Array, jax.Array | None, jax_kernels.ColumnMoments | None]:
     """Compute conv(silu(norm(x))) + residual, by one call of `jax_kernels.norm_conv3d`.
 
-    If a layer is of another class, as one that records its output (`vae.nnx.recording`), the layers are
-    called one after the other.
-
-    Args:
-        norm: a `GroupNorm` or a `SpatialNorm3D`.
-        causal: a `CausalConv3d`.
-        x_NTHWC: the frames.
-        zq_NthwC: latents for a spatial norm; None for a GroupNorm.
-        cache: the convolution's, from the previous chunk; None at a video's start.
-        moments: column moments of `x_NTHWC` (mean and squared deviations of each column of pixels), from the
-            call that returned `x_NTHWC`; None computes the norm's statistics from the frames.
-        residual: frames to add, or None.
-
-    Returns:
-        The frames; the convolution's cache for the next chunk; the column moments of the frames, for a next
-        norm, or None.
+    A layer of another class, such as one that records its output (`vae.nnx.recording`), is called by itself.
+    The result comes with the next cache and, if the kernel returns them, with its column moments. The call
+    that takes the result as its `x_NTHWC` also takes these `moments`, and need not sum them again.
     """
     if type(norm) not in (GroupNorm, SpatialNorm3D) or type(causal) is not CausalConv3d:
         inputs = (x_NTHWC,) if zq_NthwC is None else (x_NTHWC, zq_NthwC)
@@ -214,11 +199,10 @@ def normed_conv(
 
 
 class ResnetBlock3D(nnx.Module):
-    """Norm, SiLU and convolution, twice, beside a shortcut; with `latent_channels` the norms are spatial."""
+    """A residual block, in which a norm, SiLU and a convolution run twice, beside a shortcut."""
 
     def __init__(self, in_channels: int, out_channels: int, config: LayerConfig):
         def norm(channels: int) -> GroupNorm | SpatialNorm3D:
-            """Build a spatial norm if latents modulate the norms, else a GroupNorm."""
             if config.latent_channels is None:
                 return GroupNorm(channels, config, eps=config.eps)
             return SpatialNorm3D(channels, config.latent_channels, config)
@@ -234,10 +218,6 @@ class ResnetBlock3D(nnx.Module):
     def __call__(
         self, x_NTHWC: jax.Array, zq_NthwC: jax.Array | None = None, cache: Cache | None = None
     ) -> tuple[jax.Array, Cache]:
-        """Run the block on a chunk; return the result and the caches of both convolutions.
-
-        `zq_NthwC` are the latents that modulate a spatial norm; None for GroupNorms.
-        """
         old, new = cache or {}, {}  # caches by the name of a layer
         shortcut = x_NTHWC if self.conv_shortcut is None else self.conv_shortcut(x_NTHWC)
         # The first convolution's kernel also returns the moments of its result, which the second norm needs.
@@ -251,14 +231,13 @@ class ResnetBlock3D(nnx.Module):
 
 
 class Downsample3D(OnColumns, nnx.Module):
-    """Half the height and width, and with `compress_time` half the frames."""
+    """A layer that halves height, width and, with `compress_time`, the number of frames."""
 
     def __init__(self, channels: int, config: LayerConfig, *, compress_time: bool):
         self.conv = Conv(channels, channels, (3, 3), config)
         self.compress_time = compress_time
 
     def __call__(self, x_NTHWC: jax.Array) -> jax.Array:
-        """Downsample; the first of an odd number of frames is not averaged with another."""
         return jax_kernels.downsample(
             x_NTHWC,
             *self.conv.cast(x_NTHWC.dtype),  # kernel and bias
@@ -269,18 +248,13 @@ class Downsample3D(OnColumns, nnx.Module):
 
 
 class Upsample3D(OnColumns, nnx.Module):
-    """Twice the height and width, and with `expand_time` twice the frames."""
+    """A layer that doubles height, width and, with `expand_time`, the number of frames; then it convolves."""
 
     def __init__(self, channels: int, config: LayerConfig, *, expand_time: bool):
         self.conv = Conv(channels, channels, (3, 3), config)
         self.expand_time = expand_time
 
     def __call__(self, x_NTHWC: jax.Array, *, first_frame_alone: bool | None = None) -> jax.Array:
-        """Double height and width, and the frames if `expand_time`; then convolve.
-
-        `first_frame_alone` is whether the first frame stays single in time; if None, it does if the number of
-        frames is odd.
-        """
         if first_frame_alone is None:
             first_frame_alone = first_frame_is_alone(x_NTHWC.shape[1])
         return jax_kernels.upsample(
@@ -293,16 +267,9 @@ class Upsample3D(OnColumns, nnx.Module):
 
 
 class Block3D(nnx.Module):
-    """Residual blocks, then a down- or upsampler: a down or up block, or with neither a mid block.
+    """Several residual blocks, which a downsampler or an upsampler may follow; a mid block has neither.
 
-    Args:
-        in_channels, out_channels: of the block; the first residual block changes the one to the other.
-        config: settings of the residual blocks.
-        num_layers: number of residual blocks.
-        downsampler, upsampler: the layer that follows them; both None for a block that keeps the size.
-
-    Attributes:
-        rematerialize: whether a backward pass recomputes the activations inside of each residual block.
+    If `rematerialize` is set, a backward pass recomputes the activations inside of each residual block.
     """
 
     def __init__(
@@ -322,7 +289,7 @@ class Block3D(nnx.Module):
         # Lists of one or none, for diffusers' parameter names.
         self.downsamplers = nnx.List([] if downsampler is None else [downsampler])
         self.upsamplers = nnx.List([] if upsampler is None else [upsampler])
-        self.rematerialize = False  # a backward pass keeps the activations inside of the blocks
+        self.rematerialize = False
 
     def __call__(
         self,
@@ -332,11 +299,6 @@ class Block3D(nnx.Module):
         *,
         first_frame_alone: bool | None = None,
     ) -> tuple[jax.Array, Cache]:
-        """Run the block on a chunk; return the result and the next cache.
-
-        `first_frame_alone` is whether the upsampler keeps the first frame single in time; if None, it does so
-        if the number of frames is odd.
-        """
         old, new = cache or {}, {}  # caches by the name of a layer
         for i, resnet in enumerate(self.resnets):
             name = f"resnet_{i}"
@@ -350,13 +312,13 @@ class Block3D(nnx.Module):
 
 
 def _rematerialized(module: nnx.Module) -> Callable[..., Any]:
-    """Return a module's call whose backward pass recomputes the module's activations."""
+    """Return a function that calls a module, and whose backward pass recomputes the module's activations."""
     # `nnx.remat` takes a function that has the module as an argument, not in its closure.
     return functools.partial(nnx.remat(type(module).__call__), module)
 
 
 class Encoder3D(nnx.Module):
-    """Frames (N, T, H, W, C) to moments (N, t, h, w, 2 * latent_channels)."""
+    """The network from frames (N, T, H, W, C) to means and log-variances of latents (N, t, h, w, 2 * C)."""
 
     def __init__(self, config: FlaxAutoencoderKLCogVideoXConfig, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
         widths = config.block_out_channels  # a level's input has the channels of the level before
@@ -381,7 +343,6 @@ class Encoder3D(nnx.Module):
         self.conv_out = CausalConv3d(widths[-1], 2 * config.latent_channels, 3, layers)  # mean, log-variance
 
     def __call__(self, x_NTHWC: jax.Array, cache: Cache | None = None) -> tuple[jax.Array, Cache]:
-        """Encode a chunk; return its moments (mean, log-variance) and the cache for the next chunk."""
         old, new = cache or {}, {}  # caches by the name of a layer
         x_NTHWC, new["conv_in"] = self.conv_in(x_NTHWC, old.get("conv_in"))
         for i, block in enumerate(self.down_blocks):
@@ -396,7 +357,7 @@ class Encoder3D(nnx.Module):
 
 
 class Decoder3D(nnx.Module):
-    """Latents (N, t, h, w, C) to frames (N, T, H, W, C)."""
+    """The network from latents (N, t, h, w, C) to frames (N, T, H, W, C)."""
 
     def __init__(self, config: FlaxAutoencoderKLCogVideoXConfig, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
         widths = config.block_out_channels[::-1]  # the config has them in the encoder's order
@@ -425,11 +386,6 @@ class Decoder3D(nnx.Module):
     def __call__(
         self, z_NthwC: jax.Array, cache: Cache | None = None, *, first_frame_alone: bool | None = None
     ) -> tuple[jax.Array, Cache]:
-        """Decode a chunk; return its frames and the cache for the next chunk.
-
-        `first_frame_alone` is whether the first frame stays single in time; if None, it does if the number of
-        frames is odd.
-        """
         old, new = cache or {}, {}  # caches by the name of a layer
         x_NTHWC, new["conv_in"] = self.conv_in(z_NthwC, old.get("conv_in"))
         x_NTHWC, new["mid_block"] = self.mid_block(x_NTHWC, z_NthwC, old.get("mid_block"))

@@ -1,4 +1,4 @@
-"""Recordings of every layer of the Flax build, chunk by chunk, to compare builds layer by layer."""
+"""The recording of a Flax network's layers, to compare the builds layer by layer."""
 
 import functools
 from collections.abc import Callable
@@ -12,12 +12,10 @@ from cogvideox_torchax.vae.nnx.modules import Cache
 
 
 class RecordedLayers(nnx.Module):
-    """A chunk's network whose result is its layers' outputs, by diffusers' names.
-
-    `decoder.norm_out` is left out: its output here has the activation in it, diffusers' has not.
+    """A network that runs another one, and returns the outputs of the other's layers, by diffusers' names.
 
     Args:
-        network: the network of the layers. A call changes it: give a copy, and trace it once.
+        network: the other network. A call swaps the classes of its layers, so it can be called once.
         wanted: returns whether a layer of this name is recorded.
     """
 
@@ -26,16 +24,12 @@ class RecordedLayers(nnx.Module):
         self._wanted = wanted
 
     def __call__(self, chunk_NTHWC: jax.Array, cache: Cache | None) -> tuple[dict[str, jax.Array], Cache]:
-        """Run a chunk; return the recorded layers' outputs, by name, and the next cache.
-
-        The class of each recorded layer of `network` is swapped for one that records the output.
-        """
         outputs: dict[str, jax.Array] = {}
         for path, layer in list(nnx.iter_modules(self.network)):
             name = ".".join(map(str, path))
-            # The output of the decoder's `norm_out` has the activation in it here, but not in diffusers.
+            # The output of the decoder's `norm_out` has the activation in it, and that of diffusers has not.
             if self._wanted(name) and name != "decoder.norm_out":
-                # `__setattr__` of NNX would make the attributes a part of the module's state.
+                # NNX's own `__setattr__` would make the attributes a part of the module's state.
                 object.__setattr__(layer, "__class__", _recording_class(type(layer)))
                 object.__setattr__(layer, "_record", functools.partial(outputs.__setitem__, name))
         _, cache = self.network(chunk_NTHWC, cache)
@@ -44,10 +38,7 @@ class RecordedLayers(nnx.Module):
 
 @functools.cache
 def _recording_class(kind: type[nnx.Module]) -> type[nnx.Module]:
-    """Return a subclass of a layer's class, whose call passes its output to the layer's `_record` too.
-
-    Of a call that returns (output, cache) only the output is recorded.
-    """
+    """Return a subclass of a layer's class that passes each output, without a cache, to `_record`."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = kind.__call__(self, *args, **kwargs)

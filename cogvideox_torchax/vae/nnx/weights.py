@@ -1,7 +1,7 @@
-"""Weights between diffusers' state dict and the NNX state, both ways, bit for bit, one tensor at a time.
+"""The conversion of weights between diffusers' state dict and the NNX state, bit for bit.
 
-The attribute names are diffusers' own, so a path maps to a name word by word; only the last word differs, and
-only kernels are stored the other way round: torch (O, I, *window), here (*window, I, O).
+The attribute names are diffusers' own, so a path in the NNX state and a name in the state dict differ only in
+the last word. A kernel is (*window, I, O) here, and (O, I, *window) in torch.
 """
 
 import json
@@ -22,34 +22,27 @@ from cogvideox_torchax.vae.nnx.config import FlaxAutoencoderKLCogVideoXConfig
 from cogvideox_torchax.versions import TESTED, installed
 
 Keys = tuple[Any, ...]
-"""Path of a parameter in the NNX state: names and list indices from the root down."""
+"""The path of a parameter in the NNX state: names and list indices from the root down."""
 
 COMPILED_PREFIX = "_orig_mod."
-"""Prefix that `torch.compile` adds to the names of a compiled module's tensors."""
+"""The prefix that `torch.compile` adds to the names of a compiled module's tensors."""
 
 _LEAVES = {"kernel": "weight", "scale": "weight", "bias": "bias"}
-"""Last word of diffusers' name for the last word of an NNX path."""
+"""The last word of diffusers' name, by the last word of the path."""
 
 
 def diffusers_name(path: Keys) -> str:
-    """Return the name in diffusers' state dict of the parameter at a path of the NNX state."""
     *modules, leaf = path
     return ".".join(map(str, [*modules, _LEAVES[leaf]]))
 
 
 def to_nnx(path: Keys, tensor: np.ndarray) -> np.ndarray:
-    """Return a torch tensor's array as the parameter at `path` holds it.
-
-    A kernel is transposed from torch's (O, I, ...) to (..., I, O).
-    """
+    """Return the array of a torch tensor in the layout of the parameter at `path`."""
     return np.ascontiguousarray(np.moveaxis(tensor, (1, 0), (-2, -1))) if path[-1] == "kernel" else tensor
 
 
 def to_torch(path: Keys, parameter: np.ndarray) -> np.ndarray:
-    """Return the parameter at `path` as a torch tensor's array: the inverse of `to_nnx`.
-
-    A kernel is transposed from (..., I, O) to torch's (O, I, ...).
-    """
+    """Return the parameter at `path` in torch's layout."""
     is_kernel = path[-1] == "kernel"
     return np.ascontiguousarray(np.moveaxis(parameter, (-1, -2), (0, 1))) if is_kernel else parameter
 
@@ -58,16 +51,12 @@ def to_torch(path: Keys, parameter: np.ndarray) -> np.ndarray:
 def read_state(
     abstract: nnx.State, tensors: Iterable[tuple[str, np.ndarray]], *, source: object, param_dtype: DTypeLike
 ) -> nnx.State:
-    """Build an NNX state of concrete arrays from diffusers' tensors, read one by one.
+    """Return an NNX state like `abstract` with the values of diffusers' tensors, which are read one by one.
 
-    Args:
-        abstract: the state with shapes in place of arrays (`nnx.eval_shape`), or a state to replace.
-        tensors: (name, array) pairs; a name may have the `COMPILED_PREFIX` of `torch.compile` in it.
-        source: name of the weights in an error.
-        param_dtype: dtype of the result.
+    A tensor's name may have the `COMPILED_PREFIX` in it. An error calls the weights by `source`.
 
     Raises:
-        ModelError: a tensor of another shape, missing, left over, or given twice, by name.
+        ModelError: a tensor is missing, left over, given twice or of another shape.
     """
     runtime.check_not_forked()
     wanted = {diffusers_name(path): (path, variable) for path, variable in nnx.to_flat_state(abstract)}
@@ -87,7 +76,7 @@ def read_state(
                 f"{name} of {source} has the shape {tensor.shape}: the config asks for {expected}; give the "
                 "config.json that belongs to these weights"
             )
-        # Wait: copies to a device run asynchronously, and would keep many host tensors alive at once.
+        # Copies to a device run asynchronously. Without waiting, many host tensors would be alive at once.
         array = jnp.array(to_nnx(path, tensor), dtype=param_dtype).block_until_ready()
         loaded[name] = path, variable.replace(array)
     info = {"missing_keys": wanted.keys() - loaded.keys(), "unexpected_keys": unexpected}
@@ -96,12 +85,12 @@ def read_state(
 
 
 def torch_shape(path: Keys, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape that diffusers gives the parameter at `path`: a kernel (..., I, O) is (O, I, ...)."""
+    """Return the shape in torch's layout of the parameter at `path`."""
     return shape if path[-1] != "kernel" else (shape[-1], shape[-2], *shape[:-2])
 
 
 def state_dict(state: nnx.State) -> dict[str, np.ndarray]:
-    """Return an NNX state as diffusers' state dict of NumPy arrays (bfloat16 as `ml_dtypes` has it)."""
+    """Return an NNX state as a state dict of NumPy arrays; bfloat16 is that of `ml_dtypes`."""
     return {
         diffusers_name(path): to_torch(path, np.asarray(variable[...]))
         for path, variable in nnx.to_flat_state(state)
@@ -109,13 +98,13 @@ def state_dict(state: nnx.State) -> dict[str, np.ndarray]:
 
 
 def from_torch(tensors: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield a torch state dict's tensors, plain or on JAX, as NumPy arrays, one at a time."""
+    """Yield the tensors of a torch state dict, plain or on JAX, as NumPy arrays."""
     for name, tensor in tensors.items():
         yield name, runtime.host_array(runtime.to_torch(tensor).cpu())
 
 
 def save(state: nnx.State, config: FlaxAutoencoderKLCogVideoXConfig, directory: str | Path) -> None:
-    """Write config.json and the weights as diffusers' `save_pretrained` does, in one file."""
+    """Write config.json, and the weights in one file, as diffusers' `save_pretrained` does."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     diffusers_version = installed("diffusers") or TESTED["diffusers"].newest

@@ -1,6 +1,6 @@
-"""FlaxVAEForPipelines: the interface of a VAE to a diffusers pipeline, over the Flax build.
+"""The Flax build with the interface that a diffusers pipeline expects of a VAE.
 
-Axis letters: N videos, C channels, T frames, H rows, W columns. Tensors are NCTHW, as diffusers has them.
+Axis letters: N videos, C channels, T frames, H rows, W columns. Tensors are NCTHW, as in diffusers.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -40,13 +40,13 @@ def _channels_first(x_NTHWC: jax.Array) -> jax.Array:
 
 
 def to_array(x: torch.Tensor) -> Any:
-    """Return a tensor channels-last for the Flax build; a plain one becomes a NumPy array on the host."""
+    """Return a tensor as an array with the channels last; a plain tensor becomes a NumPy array."""
     array = runtime.as_array(x)
     return np.moveaxis(array, 1, -1) if isinstance(array, np.ndarray) else _channels_last(array)
 
 
 def to_tensor(x: jax.Array) -> torch.Tensor:
-    """Return an array of the Flax build, channels last, as a torchax tensor with channels on axis 1."""
+    """Return an array with the channels last as a torchax tensor with the channels on axis 1."""
     return runtime.tensor_of(_channels_first(x))
 
 
@@ -58,20 +58,17 @@ def _check_dtype(dtype: torch.dtype) -> None:
 class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
     """The Flax build where diffusers expects its own class: `pipe.vae = FlaxVAEForPipelines(flax_vae)`.
 
-    Plain torch tensors give plain torch tensors, torchax tensors give torchax tensors. It has what pipelines
-    ask of a VAE (`encode(...).latent_dist`, `decode(...).sample`, `config`, tiling, slicing), and the streams
-    of `cogvideox_torchax.AutoencoderKLCogVideoX`. The weights are the Flax model's: this module has no torch
-    parameters, and `.to(...)` moves nothing.
+    A plain torch tensor gives a plain torch tensor, and a torchax tensor gives a torchax tensor. The wrapper
+    has what pipelines ask of a VAE (`encode(...).latent_dist`, `decode(...).sample`, `config`, tiling,
+    slicing), and the streams of `cogvideox_torchax.AutoencoderKLCogVideoX`. It has no torch parameters, so
+    `.to(...)` moves nothing.
 
     Args:
-        flax_vae: the model to run.
-
-    Attributes:
-        flax_vae: the same.
+        flax_vae: the model to run, which stays an attribute of this name.
     """
 
     config_name = "config.json"
-    stands_for = Diffusers  # the class that `from_pipe` passes it on as (`upstream.parts_for`)
+    stands_for = Diffusers  # `from_pipe` passes the wrapper on as this class (`upstream.parts_for`)
 
     def __init__(self, flax_vae: FlaxAutoencoderKLCogVideoX):
         super().__init__()
@@ -103,15 +100,15 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
 
         Args:
             pretrained_model_name_or_path: a local directory or a hub id.
-            subfolder: folder of the VAE in it, "vae" for a whole pipeline.
-            variant: variant of the weight files, such as "fp16".
-            dtype: dtype of the weights and of the computation, or its name; "auto" for that of the files,
-                float32 if None.
-            hub_options: `revision`, `token`, `cache_dir`, `local_files_only`; `torch_dtype`, diffusers' older
-                name of `dtype`, among them.
+            subfolder: the VAE's folder: "vae" for a whole pipeline.
+            variant: the variant of the weight files, such as "fp16".
+            dtype: the dtype of the weights and of the computation, or its name; "auto" for that of the files,
+                None for float32.
+            hub_options: `revision`, `token`, `cache_dir`, `local_files_only`, or `torch_dtype`, the older
+                name of `dtype`.
 
         Raises:
-            ModelError: a `ValueError` that says what is missing or wrong, and what to do.
+            ModelError: a file is missing or wrong; this `ValueError` says what to do.
         """
         if dtype is not None and "torch_dtype" in hub_options:
             raise ValueError("got both dtype and torch_dtype, which are one option: leave one out")
@@ -127,7 +124,7 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
 
     @classmethod
     def from_diffusers(cls, vae: torch.nn.Module, dtype: torch.dtype | None = None) -> "FlaxVAEForPipelines":
-        """Copy the weights of a loaded diffusers VAE; `dtype` is the VAE's own if None."""
+        """Return a model with a copy of a diffusers VAE's weights, in the VAE's dtype or another one."""
         diffusers_vae: Any = vae  # type checkers do not know the `dtype` and `config` of a module
         jax_dtype = runtime.jax_dtype(dtype or diffusers_vae.dtype)
         return cls(
@@ -137,7 +134,7 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
         )
 
     def save_pretrained(self, save_directory: str | Path, **diffusers_options: Any) -> None:  # pyright: ignore
-        """Write diffusers' format in one safetensors file; diffusers' options have no effect."""
+        """Write the model in diffusers' format, in one file of weights; diffusers' options have no effect."""
         self.flax_vae.save_pretrained(save_directory)
 
     # Methods of torch modules and of diffusers' models, on the Flax model's weights
@@ -146,7 +143,7 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
         """Return copies of the weights as plain tensors, by diffusers' names.
 
         Raises:
-            ValueError: an option of torch's `state_dict`.
+            ValueError: an option of torch's `state_dict` is given.
         """
         if args or kwargs:
             raise ValueError("state_dict of the Flax build takes no options: it gives every weight, by name")
@@ -156,25 +153,25 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load a torch state dict, all tensors or none; `assign` has no meaning here.
+        """Load all tensors of a torch state dict, or none if one does not fit; `assign` has no effect.
 
         Raises:
-            ModelError: a tensor that is missing, left over or of another shape, by name.
-            ValueError: not `strict`.
+            ModelError: a tensor is missing, left over or of another shape.
+            ValueError: `strict` is false.
         """
         if not strict:
             raise ValueError("load_state_dict of the Flax build is strict: give every weight, and no other")
         self.flax_vae.load_tensors(weights.from_torch(state_dict))
-        # The wrapper has no torch weights: an empty load returns what torch returns for a complete one.
+        # The wrapper has no torch weights, so an empty load returns what torch returns for a complete one.
         return super().load_state_dict({})
 
     def to(self, *args: Any, **kwargs: Any) -> "FlaxVAEForPipelines":
         """Cast the weights to a dtype, if one is given as torch's `to` takes it; return the model.
 
-        The model stays on JAX's devices: moving it to "jax", "cuda" or "cpu" does nothing.
+        A device has no effect, because the model stays on JAX's devices.
 
         Raises:
-            ValueError: a dtype that JAX does not compute in by default.
+            ValueError: the Flax build does not compute in this dtype.
         """
         _device, dtype = runtime.device_and_dtype(args, kwargs)
         return self._cast(dtype)
@@ -182,15 +179,11 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
     def _apply(
         self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> "FlaxVAEForPipelines":
-        """Cast the weights; torch's `half()`, `float()` and the like call this with their cast as `fn`.
-
-        `recurse` has no effect.
-        """
+        """Cast the weights; torch's `half()`, `float()` and the like call this with their cast as `fn`."""
         # An empty tensor shows the dtype that `fn` casts to.
         return self._cast(runtime.without_torchax(lambda: fn(torch.zeros(0, dtype=self.dtype)).dtype))
 
     def _cast(self, dtype: torch.dtype | None) -> "FlaxVAEForPipelines":
-        """Cast the Flax model's weights to `dtype`, unless it is None or theirs already."""
         if dtype is not None:
             _check_dtype(dtype)
         if dtype not in (None, self.dtype):
@@ -201,10 +194,10 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
         """Return the model, none of whose weights requires a gradient.
 
         Raises:
-            ValueError: asked for gradients.
+            ValueError: `requires_grad` is true.
         """
         if requires_grad:
-            self.enable_gradient_checkpointing()  # raises the error that the wrapper has no gradients
+            self.enable_gradient_checkpointing()  # raises the error
         return self
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
@@ -212,11 +205,7 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
         return sum(weight.size for weight in jax.tree.leaves(nnx.state(self.flax_vae, nnx.Param)))
 
     def enable_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
-        """Raise `ValueError`: the wrapper passes no gradients on.
-
-        Raises:
-            ValueError: always.
-        """
+        """Raise `ValueError`, because the wrapper passes no gradients on."""
         raise ValueError("the wrapper passes no gradients on: take them of `flax_vae` with jax.grad")
 
     @property
@@ -226,7 +215,7 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
 
     @property
     def device(self) -> torch.device:
-        """The device of plain inputs and results: the host. The model itself runs on JAX's devices."""
+        """The CPU, where plain inputs and results are; the model itself runs on JAX's devices."""
         return torch.device("cpu")
 
     @property
@@ -235,7 +224,7 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
         return self.flax_vae.mesh
 
     def place_on(self, mesh: jax.sharding.Mesh) -> None:
-        """Run on a mesh from now on; `port(vae, mesh=mesh)` calls it."""
+        """Run on a mesh of `cogvideox_torchax.make_mesh` from now on; `port(vae, mesh=mesh)` calls this."""
         self.flax_vae.place_on(mesh)
 
     def encode(self, x: torch.Tensor, return_dict: bool = True) -> Any:
@@ -250,7 +239,7 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
         return DecoderOutput(sample=frames) if return_dict else (frames,)
 
     def _run(self, direction: Direction, x: torch.Tensor) -> torch.Tensor:
-        """Check an input (N, C, T, H, W), and return the results of all of its chunks joined."""
+        """Check an input, and return the joined results of all of its chunks."""
         self._check(direction, x)
         plan = self._tile_plan(direction, x.shape[3:])
         results = self.results(direction, frames_of_chunks(self, direction, x), plan)
@@ -263,7 +252,7 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
         plan: TilePlan | None = None,
         as_uint8: bool = False,
     ) -> Iterator[torch.Tensor]:
-        """Return the results, computed by the Flax model and left on JAX."""
+        """Return the results of the Flax model; the arguments are those of `ChunkedVAE.results`."""
         step = self.flax_vae.step(direction, plan, as_uint8)
         step = one_video_at_a_time(step) if self.use_slicing else step
         return map(to_tensor, run(step, map(to_array, chunks)))

@@ -1,6 +1,6 @@
-"""AutoencoderKLCogVideoX: diffusers' class, ported: encode, decode, and their streams.
+"""The ported class of diffusers' VAE.
 
-Axis letters: N videos, C channels, T frames, H rows, W columns. Public tensors are NCTHW.
+Axis letters: N videos, C channels, T frames, H rows, W columns. Tensors are NCTHW.
 """
 
 import functools
@@ -30,15 +30,16 @@ from cogvideox_torchax.vae.torchax.modules import LAYERS, port_modules
 from cogvideox_torchax.vae.torchax.networks import EncoderChunk, chunk_network, stock_of
 
 HUB_OPTIONS = {"revision", "token", "cache_dir", "local_files_only", "force_download"}
-"""Options of diffusers' `from_pretrained` that belong to huggingface_hub."""
+"""The options of diffusers' `from_pretrained` that it passes to huggingface_hub."""
 
 
 class DifferentiablePosterior(DiagonalGaussianDistribution):
-    """diffusers' posterior with gradients on JAX, where torch's own split and clamp lose them."""
+    """Diffusers' posterior, with gradients on JAX."""
 
     def __init__(self, parameters: torch.Tensor):
         self.parameters, self.deterministic = parameters, False
-        # By JAX, as torch's split and clamp of torchax tensors lose gradients; the bounds are diffusers'.
+        # JAX computes these, because torch's split and clamp lose the gradients of torchax tensors. The
+        # bounds are those of diffusers.
         self.mean = runtime.differentiated(lambda moments: moments[:, : moments.shape[1] // 2], parameters)
         self.logvar = runtime.differentiated(
             lambda moments: moments[:, moments.shape[1] // 2 :].clip(-30.0, 20.0), parameters
@@ -47,10 +48,9 @@ class DifferentiablePosterior(DiagonalGaussianDistribution):
 
 
 def _from_pipe_with_ported_parts(make: Callable[..., Any], kind: type, pipeline: Any, **options: Any) -> Any:
-    """Call diffusers' `from_pipe` so that it accepts ported parts in place of stock ones.
+    """Call diffusers' `from_pipe`, and pass it the ported parts of a pipeline by name.
 
-    Diffusers leaves out a part whose class is a subclass of the expected one, as a ported part's is, unless
-    it is passed by name.
+    It leaves out any other part whose class is a subclass of the expected one, as a ported part's class is.
     """
     ported = {
         name: part
@@ -63,23 +63,22 @@ def _from_pipe_with_ported_parts(make: Callable[..., Any], kind: type, pipeline:
         return make(kind, pipeline, **{**ported, **options})
 
 
-# At import: `from_pipe` must know a model that was unpickled, for which nothing here was called.
+# This runs at import, because an unpickled model has called nothing of this module.
 upstream.wrap_from_pipe(_from_pipe_with_ported_parts)
 
 
 class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
-    """CogVideoX's VAE on torchax, by diffusers' own names.
+    """CogVideoX's VAE, by diffusers' own names, which runs in PyTorch and on JAX.
 
-    A plain torch tensor runs natively in PyTorch; a torchax tensor runs on JAX, a chunk of frames at a time,
-    two compiled programs for a video of any length. `vae.to("jax")` moves the weights, `x.to("jax")` an
-    input.
+    `vae.to("jax")` moves the weights to JAX, and `x.to("jax")` moves an input. A torchax tensor runs on JAX
+    chunk by chunk, by two compiled programs for a video of any length. A plain torch tensor runs in PyTorch.
     """
 
     @functools.wraps(DiffusersAutoencoder.__init__)
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         save_as_stock(self)  # a saved pipeline names diffusers' class, and loads without this package
-        port_modules(self)  # gives diffusers' modules the ported classes, in place
+        port_modules(self)
 
     @classmethod
     def from_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -95,15 +94,15 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
 
         Args:
             pretrained_model_name_or_path: a local directory or a hub id.
-            subfolder: folder of the VAE in it, "vae" for a whole pipeline.
-            variant: variant of the weight files, such as "fp16".
-            dtype: dtype of the loaded weights, or its name; "auto" for that of the files, float32 if None.
-            diffusers_options: further options of diffusers' `from_pretrained` (`revision`, `token`,
-                `cache_dir`, `local_files_only`, ...); `torch_dtype`, the older name of `dtype`, among them.
-                `use_safetensors` is always on: a pickle is never loaded.
+            subfolder: the VAE's folder: "vae" for a whole pipeline.
+            variant: the variant of the weight files, such as "fp16".
+            dtype: the dtype of the weights, or its name; "auto" for that of the files, None for float32.
+            diffusers_options: further options of diffusers' `from_pretrained`, such as `revision` and
+                `torch_dtype`, the older name of `dtype`. `use_safetensors` has no effect, because a pickle is
+                never loaded.
 
         Raises:
-            ModelError: a `ValueError` that says what is missing or wrong, and what to do.
+            ModelError: a file is missing or wrong; this `ValueError` says what to do.
         """
         name = pretrained_model_name_or_path
         diffusers_options.pop("use_safetensors", None)  # nothing else is read
@@ -138,13 +137,12 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
     def encode(self, x: torch.Tensor, return_dict: bool = True) -> Any:
         with self._torchax_on_for(x):
             (posterior,) = super().encode(x, return_dict=False)
-            # On JAX diffusers' own posterior would lose the gradients.
             if runtime.on_jax(x) and posterior.parameters.requires_grad:
                 posterior = DifferentiablePosterior(posterior.parameters)
         return AutoencoderKLOutput(latent_dist=posterior) if return_dict else (posterior,)
 
     def _encode(self, x: torch.Tensor) -> torch.Tensor:
-        """Check a video; return its posterior's means and log-variances, for diffusers' `encode`."""
+        """Check a video; return the means and log-variances of its posterior, for diffusers' `encode`."""
         self._check(ENCODE, x)
         if self._is_replaced("_encode"):
             return self._run_replaced(DiffusersAutoencoder._encode, x)
@@ -156,45 +154,38 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
             return super().decode(z, return_dict)
 
     def forward(self, sample: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Encode the video `sample`, and decode its latents; further arguments are diffusers'."""
+        """Encode a video and decode its latents; further arguments are those of diffusers."""
         with self._torchax_on_for(sample):
             return super().forward(sample, *args, **kwargs)
 
     def _decode(self, z: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
-        """Check latents and return their frames; diffusers' `decode` calls this."""
+        """Check latents and return their frames, for diffusers' `decode`."""
         self._check(DECODE, z)
         if self._is_replaced("_decode"):
             return self._run_replaced(DiffusersAutoencoder._decode, z, return_dict)
         frames = self._run(DECODE, z)
         return DecoderOutput(sample=frames) if return_dict else (frames,)
 
-    # Tiling: the plan of `tiling.py` in place of diffusers' own
+    # Tiles, which differ from those of diffusers where its result has a wrong size
 
     def tiled_encode(self, x: torch.Tensor) -> torch.Tensor:
-        """Encode in tiles, also if one tile would do.
-
-        For some tile sizes diffusers' result has a wrong size; this result has the right one.
-        """
+        """Encode in tiles, even if one tile is enough; return the posterior's means and log-variances."""
         if self._is_replaced("tiled_encode"):
             return self._run_replaced(DiffusersAutoencoder.tiled_encode, x)
         return self._run(ENCODE, x, in_tiles=True)
 
     def tiled_decode(self, z: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
-        """Decode in tiles, also if one tile would do.
-
-        For some tile sizes diffusers' result has a wrong size; this result has the right one.
-        """
+        """Decode in tiles, even if one tile is enough."""
         if self._is_replaced("tiled_decode"):
             return self._run_replaced(DiffusersAutoencoder.tiled_decode, z, return_dict)
         frames = self._run(DECODE, z, in_tiles=True)
         return DecoderOutput(sample=frames) if return_dict else (frames,)
 
     def _is_replaced(self, method: str) -> bool:
-        """Return whether somebody has replaced a method of diffusers' class, whose place ours would take."""
+        """Return whether the model is on JAX, and a user has replaced this method of diffusers' class."""
         return runtime.is_on_jax(self) and upstream.is_patched(DiffusersAutoencoder, method)
 
     def _run_replaced(self, method: Any, *args: Any) -> Any:
-        """Return the result of a method that has been set on diffusers' class."""
         place = None if self.mesh is None else BatchPlacement(self.mesh)
         return runtime.run_method(self, method, *args, place=place, name="vae")
 
@@ -207,7 +198,10 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         plan: tiling.TilePlan | None = None,
         as_uint8: bool = False,
     ) -> Iterator[torch.Tensor]:
-        """Return the results, by compiled programs for weights on an accelerator, else by PyTorch."""
+        """Return the results, by compiled programs for weights on an accelerator, else by PyTorch.
+
+        The arguments are those of `ChunkedVAE.results`.
+        """
         on_jax = runtime.is_on_jax(self)
         tile_as_uint8 = as_uint8 and plan is None  # tiles are blended as floats
         network = chunk_network(self, direction, tile_as_uint8)
@@ -225,11 +219,11 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         return map(runtime.tensor_of, run(step, map(runtime.as_array, chunks)))
 
     def _run(self, direction: Direction, x: torch.Tensor, *, in_tiles: bool = False) -> torch.Tensor:
-        """Return the results of all chunks, concatenated, with gradients if torch records them.
+        """Return the joined results of all chunks, with gradients if torch records them.
 
         In training mode the forward pass keeps what the backward pass needs. In evaluation mode it keeps only
-        the input, and a backward pass recomputes the rest: most users who forget `torch.no_grad()` never call
-        `backward()`. `in_tiles` runs tiles even if one is enough or tiling is off.
+        the input, and a backward pass recomputes the rest, because most users who forget `torch.no_grad()`
+        never call `backward()`. With `in_tiles` tiles run even if one is enough or tiling is off.
         """
         plan = self._tile_plan(direction, x.shape[3:], always=in_tiles)
         network = chunk_network(self, direction)
@@ -263,9 +257,9 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         super().enable_gradient_checkpointing(gradient_checkpointing_func or runtime.rematerialized)
 
     def program(self, direction: Direction, as_uint8: bool = False) -> Any:
-        """Return the compiled chunk program of a direction, built on the first request.
+        """Return a direction's chunk program.
 
-        It is built again once modules, hooks or attributes differ from those that it was traced from.
+        It is built at the first call, and again after a change of the modules, hooks or attributes.
         """
         network = chunk_network(self, direction, as_uint8)
         return runtime.programs_of(self).get((direction, as_uint8), network, self._compile_for)
@@ -273,12 +267,11 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
     def build_program(self, direction: Direction, *, stock: bool = False) -> runtime.Program:
         """Build a separate chunk program, to inspect its compiled text.
 
-        With `stock` its network has diffusers' own modules in place of ported ones.
+        With `stock` it runs diffusers' own modules in place of ported ones.
         """
         return self._compile_for(chunk_network(stock_of(self) if stock else self, direction))
 
     def _compile_for(self, network: nn.Module) -> Any:
-        """Return a new program of a network: by TorchTPU, or on JAX for the model's mesh if there is one."""
         if runtime.is_on_tpu(network):
             return runtime.TorchTPUProgram(network)
         if self.mesh is None:
@@ -289,26 +282,22 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
             axes=NCTHW,
             cache_axes=HWNTC,
             unit=direction.scale(self.spatial_compression_ratio),  # input columns of a latent: 8 or 1
-            types=LAYERS,  # types of modules whose activations' shapes are recorded, for reports
+            types=LAYERS,  # reports list the shapes of their activations
         )
         return runtime.Program(network, place)
 
     def place_on(self, mesh: Mesh) -> None:
-        """Run on another mesh from now on; the programs compiled so far are dropped.
+        """Run on another mesh from now on, and drop the programs that were compiled so far.
 
         Raises:
-            ValueError: a mesh that was not made by `make_mesh`.
+            ValueError: the mesh was not made by `make_mesh`.
         """
         if check_mesh(mesh) != self._mesh:
             self._mesh = mesh
             runtime.forget_programs(self)
 
     def _check_place(self, name: str, x: torch.Tensor, follow_weights: bool) -> None:
-        """Raise `ValueError` for a tensor on an accelerator and weights in PyTorch, or the other way round.
-
-        With `follow_weights` a plain tensor may be given for weights on an accelerator. `name` is "video" or
-        "latents".
-        """
+        """Raise `ValueError` if only one of an input and the weights is on an accelerator."""
         if runtime.is_on_jax(self):
             runtime.check_not_forked()
         accelerated = runtime.is_on_jax(self) or runtime.is_on_tpu(self)
@@ -319,14 +308,14 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
             raise ValueError(f"got {name} on {tensor} for weights {model}: move {move}")
 
     def _takes_dtype(self, x: torch.Tensor) -> bool:
-        """Return whether the model takes the dtype of `x`; under PyTorch's autocast it takes all floats."""
+        """Return whether the model takes a tensor's dtype; under PyTorch's autocast it takes all floats."""
         in_pytorch = not runtime.is_on_jax(self)
         by_autocast = in_pytorch and torch.is_autocast_enabled(x.device.type) and x.is_floating_point()
         return by_autocast or super()._takes_dtype(x)
 
 
 def check_vae_class(model: Any) -> None:
-    """Raise `ValueError` for a VAE whose class has the name of diffusers', but is another package's."""
+    """Raise `ValueError` for a class that has the name of diffusers' VAE, but is of another package."""
     kind = type(model)
     if kind.__name__ == DiffusersAutoencoder.__name__ and not issubclass(
         kind, DiffusersAutoencoder | ChunkedVAE
@@ -339,14 +328,14 @@ def check_vae_class(model: Any) -> None:
 
 
 def port_vae(vae: Any) -> Any:
-    """Give diffusers' model and its modules their ported classes, in place; return the model.
+    """Give a VAE of diffusers and its modules their ported classes, in place; return the model.
 
-    A second call ports only modules that were added after the first.
+    A second call ports only modules that were added since the first call.
     """
     if not isinstance(vae, PortedModel):
         vae.__class__ = _ported_class(type(vae))
-        save_as_stock(vae)  # a pipeline that is saved names diffusers' class
-        for module in vae.modules():  # if gradient checkpointing is on already, it has torch's function
+        save_as_stock(vae)
+        for module in vae.modules():  # if gradient checkpointing is on already, it uses torch's function
             if getattr(module, "gradient_checkpointing", False):
                 module._gradient_checkpointing_func = runtime.rematerialized  # pyright: ignore
     port_modules(vae)
@@ -355,12 +344,12 @@ def port_vae(vae: Any) -> Any:
 
 @functools.cache
 def _ported_class(kind: type[DiffusersAutoencoder]) -> Any:
-    """Return the ported class of diffusers' class, or of a subclass of it, whose own methods come first."""
+    """Return the ported class of diffusers' VAE, or of a subclass, whose own methods come first."""
     if kind is DiffusersAutoencoder:
         return AutoencoderKLCogVideoX
 
     def reduce(self: Any, _protocol: Any) -> Any:
-        """Return (function, arguments, state) for pickle, which could not import the class made here."""
+        """Return (function, arguments, state) for pickle, which cannot import a class that is made here."""
         return _revived, (kind,), self.__getstate__()
 
     members = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__reduce_ex__": reduce}
@@ -368,5 +357,5 @@ def _ported_class(kind: type[DiffusersAutoencoder]) -> Any:
 
 
 def _revived(kind: type[DiffusersAutoencoder]) -> Any:
-    """Return a blank instance of the ported class of `kind`, for unpickling."""
+    """Return an instance without attributes of the ported class of `kind`, for unpickling."""
     return object.__new__(_ported_class(kind))

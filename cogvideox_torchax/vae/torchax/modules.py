@@ -1,14 +1,18 @@
 """The ported modules: diffusers' own classes, with a second way to run.
 
-Each class here subclasses the module that it replaces, adds no state, and decides by the tensor it
-gets: a plain torch tensor takes the inherited forward, a torchax tensor the JAX kernel. `port` swaps a
-module's class in place, so parameters, names, hooks and `isinstance` stay what they were. On JAX a norm and
-the activation after it are one call, so that their hooks see other tensors than in diffusers.
+Each class here subclasses the module that it replaces, and adds no state. Its forward runs a kernel of
+`jax_kernels` for a torchax tensor. For a plain tensor, and where a hook or a change of the module needs it,
+the forward of diffusers runs. `port` swaps a module's class in place, so parameters, names, hooks and
+`isinstance` stay what they were. On JAX a norm and the activation after it are one call, so their hooks see
+other tensors than in diffusers.
 
-A causal convolution's cache (`conv_cache`) is its last input frames, which the next chunk of frames takes; a
-block has its modules' caches by name. `zq`, as in diffusers, are the latents that modulate a spatial norm.
+A causal convolution's cache (`conv_cache`) is its last input frames, which the next chunk takes. A block's
+cache has its modules' caches by name. `zq`, as in diffusers, are the latents that modulate a spatial norm.
+`split` is the sharding of the width over devices. Its padding columns are zero, and PyTorch's operations may
+overwrite them.
 
-Axis letters: N videos, C channels, T frames, H rows, W columns; O, I output and input channels of a kernel.
+Axis letters: N videos, C channels, T frames, H rows, W columns; O and I are the output and input channels of
+a kernel.
 """
 
 import functools
@@ -34,31 +38,26 @@ COLUMN_AXIS = 4
 
 
 def _channels_last(x_NCTHW: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as the kernels take it, (N, T, H, W, C)."""
     return x_NCTHW.permute(0, 2, 3, 4, 1)
 
 
 def _channels_first(x_NTHWC: torch.Tensor) -> torch.Tensor:
-    """Return a kernel's result as diffusers has it, (N, C, T, H, W)."""
     return x_NTHWC.permute(0, 4, 1, 2, 3)
 
 
 def _window_first(weight_OI: torch.Tensor) -> torch.Tensor:
-    """Return a torch convolution's weight (O, I, *window) in the order of `jax_kernels`, (*window, I, O)."""
+    """Return a torch convolution's weight (O, I, *window) as `jax_kernels` takes it, (*window, I, O)."""
     return weight_OI.permute(*range(2, weight_OI.ndim), 1, 0)
 
 
 def _as_ported(module: nn.Module) -> bool:
-    """Return whether all submodules are as `port` left them: of the types `PARTS`, and without hooks."""
+    """Return whether all submodules are as `port` left them, of the types `PARTS` and without hooks."""
     parts = (part for part in module.modules() if part is not module)
     return all(type(part) in PARTS and not is_watched(part) for part in parts)
 
 
 def with_zero_padding(x_NCTHW: torch.Tensor, split: Split) -> torch.Tensor:
-    """Return `x_NCTHW` with zeros in the padding columns of `split`, the sharding of the width.
-
-    PyTorch's operations may have overwritten the zeros. Only tensors on JAX have padding.
-    """
+    """Return `x_NCTHW` with zeros in the padding columns; only tensors on JAX have any."""
     return torch_view(with_clear_padding)(x_NCTHW, split, COLUMN_AXIS) if on_accelerator(x_NCTHW) else x_NCTHW
 
 
@@ -71,7 +70,7 @@ def _activated(y: torch.Tensor, activation: str | None) -> torch.Tensor:
     """Apply an activation, or none, to the result of a norm that ran without its kernel.
 
     Raises:
-        ValueError: an activation for a tensor in PyTorch, where diffusers' modules apply their own.
+        ValueError: an activation is given for a tensor in PyTorch, where diffusers' modules apply their own.
     """
     if activation is None:
         return y
@@ -81,13 +80,9 @@ def _activated(y: torch.Tensor, activation: str | None) -> torch.Tensor:
 
 
 class GroupNorm(OnColumns, nn.GroupNorm):
-    """GroupNorm with float32 statistics of one pass, and its activation, as one kernel.
-
-    See `jax_kernels.group_norm`.
-    """
+    """GroupNorm with statistics in float32, and the activation after it, by `jax_kernels.group_norm`."""
 
     def forward(self, input: torch.Tensor, *, activation: str | None = None) -> torch.Tensor:
-        """Norm on JAX by the kernel, and apply `activation`, "silu" or None; in PyTorch it must be None."""
         if not by_kernel(self, input) or input.ndim < 3:  # the kernel wants a pixel axis
             return _activated(super().forward(input), activation)
         return torch_view(jax_kernels.group_norm)(
@@ -102,20 +97,21 @@ class GroupNorm(OnColumns, nn.GroupNorm):
 
 
 class SiLU(nn.SiLU):
-    """SiLU in float32, rounded once (`jax_kernels.silu`)."""
+    """SiLU, computed in float32 and rounded once, by `jax_kernels.silu`."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Apply SiLU, by `jax_kernels` if the input is on JAX; of five axes the third is time."""
         if not by_kernel(self, input):
             return super().forward(input)
         return torch_view(jax_kernels.silu)(input, time_axis=2 if input.ndim == 5 else None)
 
 
 class SafeConv3d(OnColumns, diffusers_vae.CogVideoXSafeConv3d):
-    """A 3-D convolution. On JAX a 1x1x1 window is one product, which diffusers would cut to save memory."""
+    """A 3-D convolution; on JAX `jax_kernels.conv3d` runs windows of 1x1x1 with a stride of 1.
+
+    Diffusers would cut such a convolution's input, to save memory.
+    """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Convolve by `jax_kernels` if window and stride are 1x1x1, on JAX; else as diffusers."""
         if not by_kernel(self, input) or self.kernel_size != (1, 1, 1) or self.stride != (1, 1, 1):
             return super().forward(input)
         y, _no_cache = torch_view(jax_kernels.conv3d)(
@@ -125,10 +121,7 @@ class SafeConv3d(OnColumns, diffusers_vae.CogVideoXSafeConv3d):
 
 
 class CausalConv3d(OnColumns, diffusers_vae.CogVideoXCausalConv3d):
-    """The causal convolution as one call, cache in and cache out (`jax_kernels.conv3d`).
-
-    `residual` is added to the result.
-    """
+    """The causal convolution, by `jax_kernels.conv3d`."""
 
     @property
     def is_plain(self) -> bool:
@@ -146,20 +139,13 @@ class CausalConv3d(OnColumns, diffusers_vae.CogVideoXCausalConv3d):
         *,
         residual: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Convolve by the JAX kernel, or by diffusers' forward for plain tensors and changed modules.
+        """Convolve, and add `residual`; return the result and the next cache.
 
-        Args:
-            inputs: frames (N, C, T, H, W).
-            conv_cache: the last frames of the previous chunk; None for a video's first chunk.
-            residual: a tensor that is added to the result, or None.
-
-        Returns:
-            The result, and the cache for the next chunk; None if the kernel has one tap of time.
+        The next cache is None if the kernel has one tap of time.
         """
         conv = self.conv
         if not by_kernel(self, inputs) or not self.is_plain:
             y, new_cache = super().forward(inputs, conv_cache)
-            # PyTorch's operations may have overwritten the zeros in padding columns.
             return with_zero_padding(y if residual is None else y + residual, self.split), new_cache
         cache, residual = (None if x is None else _channels_last(x) for x in (conv_cache, residual))
         y, new_cache = torch_view(jax_kernels.conv3d)(
@@ -175,7 +161,7 @@ class CausalConv3d(OnColumns, diffusers_vae.CogVideoXCausalConv3d):
 
 
 class SpatialNorm3D(OnColumns, diffusers_vae.CogVideoXSpatialNorm3D):
-    """Norm, modulation by the latents and activation as one kernel (`jax_kernels.spatial_norm`)."""
+    """GroupNorm, its modulation by latents and the activation, by `jax_kernels.spatial_norm`."""
 
     def forward(
         self,
@@ -185,14 +171,13 @@ class SpatialNorm3D(OnColumns, diffusers_vae.CogVideoXSpatialNorm3D):
         *,
         activation: str | None = None,
     ) -> tuple[torch.Tensor, Cache]:
-        """Norm `f` and modulate it by the latents `zq`; on JAX by one kernel, unless a part was changed.
+        """Norm `f`, modulate it by the latents, and apply an activation; return the result and a cache.
 
-        The cache of diffusers' interface is empty: 1x1x1 convolutions need none. `activation`, "silu" or
-        None, is applied to the result; for a tensor in PyTorch it must be None.
+        On JAX the cache is empty, because convolutions of 1x1x1 need none.
         """
         if not by_kernel(self, f) or not _as_ported(self):
             y, new_cache = super().forward(f, zq, conv_cache)
-            cache: Any = {} if on_accelerator(f) else new_cache  # convolutions of 1x1x1 need none
+            cache: Any = {} if on_accelerator(f) else new_cache
             return with_zero_padding(_activated(y, activation), self.split), cache
         norm, conv_y, conv_b = self.norm_layer, self.conv_y.conv, self.conv_b.conv
         y = torch_view(jax_kernels.spatial_norm)(
@@ -214,11 +199,11 @@ class SpatialNorm3D(OnColumns, diffusers_vae.CogVideoXSpatialNorm3D):
 
 
 class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
-    """The residual block: activations go to the norms before them, the shortcut to the last convolution.
+    """The residual block, in which a norm and a convolution run as one, by `jax_kernels.norm_conv3d`.
 
-    On JAX a hook on `conv2` therefore sees the sum with the shortcut, a hook on a norm sees its result after
-    the activation, and a hook on `nonlinearity` is not called. A norm and a convolution without hooks run as
-    one kernel (`jax_kernels.norm_conv3d`).
+    If the norm or the convolution has a hook, two kernels run. The norm's kernel also applies the activation,
+    and that of the second convolution adds the shortcut. So on JAX a hook on a norm sees the result after the
+    activation, a hook on `conv2` sees the sum with the shortcut, and a hook on `nonlinearity` is not called.
     """
 
     def forward(
@@ -228,11 +213,10 @@ class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
         zq: torch.Tensor | None = None,
         conv_cache: Cache | None = None,
     ) -> tuple[torch.Tensor, Cache]:
-        """Run the block fused, or by diffusers' forward.
+        """Run the block on a chunk; return the result and the next cache.
 
-        Diffusers' forward is taken for plain tensors, convolutions that are not ported, a time embedding
-        `temb`, dropout, or a causal convolution as shortcut (`use_conv_shortcut`). `zq` are the latents that
-        modulate spatial norms.
+        Diffusers' forward also runs for a time embedding `temb`, dropout, and a causal convolution as the
+        shortcut (`use_conv_shortcut`).
         """
         drops = self.training and self.dropout.p > 0
         ported = all(isinstance(conv, CausalConv3d) for conv in (self.conv1, self.conv2))
@@ -260,7 +244,7 @@ class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
         moments: Any = None,
         **options: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
-        """Apply a norm, the activation and a convolution, as one kernel unless one has a hook."""
+        """Apply a norm, the activation and a convolution; return the result, its cache and its moments."""
         is_silu = isinstance(self.nonlinearity, nn.SiLU) and not is_patched(type(self.nonlinearity))
         if not is_silu or not _can_fuse(norm, conv):
             activates = is_silu and isinstance(norm, GroupNorm | SpatialNorm3D)
@@ -273,10 +257,7 @@ class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
 
 
 def _can_fuse(norm: nn.Module, conv: nn.Module) -> bool:
-    """Return whether `jax_kernels.norm_conv3d` may run a norm and a convolution, in place of both.
-
-    It may not if a hook must see one of them, or for types and settings that the kernel does not have.
-    """
+    """Return whether `jax_kernels.norm_conv3d` computes both modules, and no hook must see one of them."""
     types_fit = type(norm) in (GroupNorm, SpatialNorm3D) and type(conv) is CausalConv3d
     if not types_fit or is_watched(norm) or is_watched(conv):
         return False
@@ -294,7 +275,7 @@ def _fused_norm_conv(
     *,
     residual: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
-    """Run a norm, SiLU and a convolution as one kernel; tensors are NCTHW."""
+    """Run a norm, SiLU and a convolution as one kernel; return the result, its cache and its moments."""
     conv, group_norm = causal.conv, norm
     # The latents; kernel and bias of their convolution to the norm's factors (y), then to its addends (b).
     modulation: tuple[Any, ...] = ()
@@ -312,18 +293,16 @@ def _fused_norm_conv(
         eps=group_norm.eps,
         first_frame_alone=first_frame_is_alone(hidden.shape[2]),
         residual=None if residual is None else _channels_last(residual),
-        split=causal.split,  # how columns are sharded over devices
+        split=causal.split,
     )
     return _channels_first(y), None if new_cache is None else _channels_first(new_cache), new_moments
 
 
 class Upsample3D(OnColumns, CogVideoXUpsample3D):
-    """The upsampler, frames doubled after the convolution instead of before (`jax_kernels.upsample`)."""
+    """The upsampler, by `jax_kernels.upsample`, which doubles the frames only after the convolution."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Upsample by the JAX kernel, or by diffusers' forward for plain tensors and changed modules."""
         if not by_kernel(self, inputs) or not _as_ported(self):
-            # Columns that pad the width must stay zero.
             return with_zero_padding(super().forward(inputs), self.split)
         y = torch_view(jax_kernels.upsample)(
             _channels_last(inputs),
@@ -337,12 +316,10 @@ class Upsample3D(OnColumns, CogVideoXUpsample3D):
 
 
 class Downsample3D(OnColumns, CogVideoXDownsample3D):
-    """The downsampler (`jax_kernels.downsample`)."""
+    """The downsampler, by `jax_kernels.downsample`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Downsample by the kernel; in PyTorch, or if a submodule was changed, by diffusers' forward."""
         if not by_kernel(self, x) or not _as_ported(self):
-            # Columns that pad the width must stay zero.
             return with_zero_padding(super().forward(x), self.split)
         y = torch_view(jax_kernels.downsample)(
             _channels_last(x),
@@ -356,19 +333,16 @@ class Downsample3D(OnColumns, CogVideoXDownsample3D):
 
 
 class CogVideoXDecoder3D(diffusers_vae.CogVideoXDecoder3D):
-    """The decoder: its last norm, activation and convolution run as one kernel on JAX.
+    """The decoder, whose last norm, activation and convolution run as one kernel.
 
     If the norm or the activation has a hook, diffusers' forward runs, and the hook sees the same as there. If
-    the convolution has one, norm and activation run as one kernel before it.
+    the convolution alone has one, the norm and the activation run as one kernel before it.
     """
 
     def forward(
         self, sample: torch.Tensor, temb: torch.Tensor | None = None, conv_cache: Cache | None = None
     ) -> tuple[torch.Tensor, Cache]:
-        """Decode a chunk `sample` of latents; return its frames and the next cache (`temb` is None).
-
-        Diffusers' forward is taken for plain tensors, and if a hook must see the last norm or its activation.
-        """
+        """Decode a chunk `sample` of latents; return its frames and the next cache. `temb` is None."""
         norm, activation = self.norm_out, self.conv_act
         ported = type(norm) is SpatialNorm3D and type(activation) is SiLU
         if not by_kernel(self, sample) or not ported or is_watched(norm) or is_watched(activation):
@@ -411,14 +385,14 @@ PORTED: dict[type[nn.Module], type[nn.Module]] = {
 """The ported class of each of diffusers' modules that take most of the time."""
 
 PARTS = (nn.Conv2d, GroupNorm, SafeConv3d, CausalConv3d)
-"""Types of submodules that a layer's kernel computes along with the layer, unless they have hooks."""
+"""The types of submodules that a layer's kernel computes along with the layer, unless they have hooks."""
 
 LAYERS = tuple(ported for ported in PORTED.values() if ported is not CogVideoXDecoder3D)
-"""Ported classes of single layers and blocks: all but the decoder."""
+"""The ported classes of single layers and blocks."""
 
 
 def port_modules(root: nn.Module) -> None:
-    """Give `root` and every module below it that `PORTED` lists its ported class, in place."""
+    """Give each module in `root` that `PORTED` lists its ported class, in place."""
     for module in root.modules():
         ported = PORTED.get(type(module))
         if ported is not None:

@@ -1,9 +1,8 @@
-"""The networks of one chunk, around the modules of a VAE, which its programs are compiled of.
+"""The networks of one chunk, (chunk, cache) -> (result, next cache), which programs are compiled from.
 
-A chunk is the frames that go through the network together. Its cache is the last input frames of each causal
-convolution, by names; at the start of a video it is None. Diffusers' modules have it in NCTHW. Between two
-chunks it is in HWNTC, the order that a TPU computes in: in any other order each program would rearrange it on
-its way in and out. Moments are the encoder's means and log-variances.
+The cache has the last input frames of each causal convolution, by name; at the start of a video it is None.
+Diffusers' modules have it in NCTHW. Between two chunks it is in HWNTC, the order that a TPU computes in. In
+any other order each program would rearrange it on its way in and out.
 
 Axis letters: N videos, C channels, T frames, H rows, W columns.
 """
@@ -27,7 +26,7 @@ from cogvideox_torchax.vae.torchax.modules import with_zero_padding
 
 
 class EncoderChunk(OnColumns, nn.Module):
-    """Network of one chunk of frames, float in [-1, 1] or uint8, to its moments."""
+    """The network from frames, floats in [-1, 1] or uint8, to their latents' means and log-variances."""
 
     def __init__(self, vae: DiffusersAutoencoder):
         super().__init__()
@@ -35,7 +34,6 @@ class EncoderChunk(OnColumns, nn.Module):
         self.quant_conv = vae.quant_conv
 
     def forward(self, x: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
-        """Encode a chunk; return its moments and the cache for the next chunk."""
         if x.dtype == torch.uint8:
             dtype = runtime.dtype_name(self.encoder.conv_in.conv.weight.dtype)
             # `from_uint8` turns the zeros of padding columns into -1.
@@ -47,7 +45,7 @@ class EncoderChunk(OnColumns, nn.Module):
 
 
 class DecoderChunk(nn.Module):
-    """Network of one chunk of latents to its frames, in [-1, 1] or as uint8."""
+    """The network from latents to frames, in [-1, 1] or as uint8."""
 
     def __init__(self, vae: DiffusersAutoencoder, as_uint8: bool = False):
         super().__init__()
@@ -56,7 +54,6 @@ class DecoderChunk(nn.Module):
         self.as_uint8 = as_uint8
 
     def forward(self, z: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
-        """Decode a chunk; return its frames and the cache for the next chunk."""
         if self.post_quant_conv is not None:
             z = self.post_quant_conv(z)
         frames, cache = self.decoder(z, conv_cache=_permuted(cache, HWNTC, NCTHW))
@@ -64,24 +61,19 @@ class DecoderChunk(nn.Module):
 
 
 def _permuted(cache: Any, axes: Axes, wanted: Axes) -> Any:
-    """Return a cache, tensors in nested dictionaries, with the axes of the tensors in another order."""
+    """Return a cache, tensors in nested dictionaries, with the tensors' axes in another order."""
     if isinstance(cache, dict):  # sorted, as JAX has dictionaries: programs then come out the same
         return {name: _permuted(cache[name], axes, wanted) for name in sorted(cache)}
     return None if cache is None else cache.permute([axes.index(letter) for letter in wanted])
 
 
 def chunk_network(vae: DiffusersAutoencoder, direction: Direction, as_uint8: bool = False) -> nn.Module:
-    """Return the network of a direction's chunks; `as_uint8` makes decoded frames bytes."""
+    """Return the network of a direction's chunks; with `as_uint8` decoded frames are bytes."""
     return EncoderChunk(vae) if direction == ENCODE else DecoderChunk(vae, as_uint8)
 
 
 class RecordedLayers(nn.Module):
-    """A chunk's network whose result is its layers' outputs.
-
-    Args:
-        network: the network of the layers, (chunk, cache) -> (result, cache).
-        wanted: returns whether a layer of this name is recorded.
-    """
+    """A network that runs another one, and returns the outputs of those layers whose names are `wanted`."""
 
     def __init__(self, network: nn.Module, wanted: Callable[[str], Any]):
         super().__init__()
@@ -89,11 +81,9 @@ class RecordedLayers(nn.Module):
         self._wanted = wanted
 
     def forward(self, chunk: torch.Tensor, cache: Any) -> tuple[dict[str, torch.Tensor], Any]:
-        """Run a chunk; return the recorded layers' outputs, by name, and the next cache."""
         outputs: dict[str, torch.Tensor] = {}
 
         def record(name: str, result: Any) -> Any:
-            """Record a layer's output, without a cache that comes with it; return the result unchanged."""
             output, *_cache = result if isinstance(result, tuple) else (result,)
             outputs[name] = output
             return result
@@ -105,13 +95,12 @@ class RecordedLayers(nn.Module):
 
 
 def stock_of(vae: DiffusersAutoencoder) -> DiffusersAutoencoder:
-    """Return a stock diffusers VAE that shares the weights of a ported one, which is in PyTorch."""
+    """Return a VAE of diffusers' own modules that shares the weights of a ported one, which is in PyTorch."""
     if type(vae) is DiffusersAutoencoder:
         return vae
 
     def build() -> DiffusersAutoencoder:
-        """Build the stock model on "meta", which takes no memory, then assign the weights."""
-        with torch.device("meta"):
+        with torch.device("meta"):  # takes no memory
             stock: Any = DiffusersAutoencoder.from_config(vae.config)
         stock.load_state_dict(vae.state_dict(), assign=True)
         return stock.eval()
