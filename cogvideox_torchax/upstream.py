@@ -183,7 +183,7 @@ def one_program_each(registry: Any) -> None:
 
 
 def added_device() -> str:
-    """Return the name of the device that a package has added to PyTorch, "jax" or "tpu", or torch's own name."""
+    """Return the name of the device that a package has added to PyTorch, or torch's own name for it."""
     import torch
 
     return _attribute("torch", torch._C, "_get_privateuse1_backend_name")()

@@ -18,9 +18,9 @@ Function = Callable[..., Any]
 class _Differentiated(torch.autograd.Function):
     """A JAX function's result with the gradients of `jax.vjp`.
 
-    `forward(ctx, function, run, *tensors)` saves what `backward` needs. If `run` is None, that is the function
-    that `jax.vjp` returns, with all arrays that it keeps. If `run` computes the result, without keeping arrays,
-    that is the inputs alone, and `backward` calls `jax.vjp` first.
+    `forward(ctx, function, run, *tensors)` saves what `backward` needs. If `run` is None, that is the
+    function that `jax.vjp` returns, with all arrays that it keeps. If `run` computes the result, without
+    keeping arrays, that is the inputs alone, and `backward` calls `jax.vjp` first.
     """
 
     @staticmethod
