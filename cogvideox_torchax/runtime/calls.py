@@ -45,7 +45,7 @@ class UntraceableError(ValueError):
 
 
 class _Thread(threading.local):
-    """A thread's state: while `inside` is true `run_method` runs a method, and methods that it calls run in place."""
+    """A thread's state: `inside` is true while a method runs, and methods that it calls run in place."""
 
     inside = False
 
