@@ -76,7 +76,7 @@ def enable() -> None:
 
 @contextlib.contextmanager
 def active() -> Iterator[None]:
-    """Enable torchax for this thread's torch calls in a `with` block; gradients stay on or off.
+    """Enable torchax for this thread's torch calls in a `with` block, and leave gradients on or off.
 
     Inference mode is off in the block. In that mode torch does not decompose operations such as `chunk` and
     `split`, and torchax implements only the smaller operations that they decompose into.

@@ -110,8 +110,8 @@ class MethodCall(nn.Module):
         """Return (the method's result, None) of the call's arguments, by position.
 
         Raises:
-            UntraceableError: the method writes into its model or its arguments, or returns what a program
-                cannot.
+            UntraceableError: the method writes into its model or its arguments, or returns an object that no
+                program can return.
         """
         leaves = [arguments.get(str(position), value) for position, value in enumerate(self.form.values)]
         args, kwargs = pytree.tree_unflatten(leaves, self.form.structure)

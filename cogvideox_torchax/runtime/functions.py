@@ -107,7 +107,7 @@ def _split_by_video(x: Any) -> Any:
     """Return queries, keys or values (N, S, H, D), on a mesh split by videos alone.
 
     The kernel splits heads too. XLA's partitioner would propagate that split to earlier operations, and then
-    computes some of them wrongly: a slice of the tokens that is set to its rotation (JAX 0.10.2, on a CPU).
+    compute one of them wrongly: a slice of the tokens that is set to its rotation (JAX 0.10.2, on a CPU).
     """
     import jax
 

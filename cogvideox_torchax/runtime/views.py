@@ -106,7 +106,7 @@ def share_views(torchax: Any) -> None:
     def share(source: Any, results: Any, make: Callable[[torch.Tensor], Any]) -> None:
         """Add the results of an operation to the storage of its input `source`, as far as they are views.
 
-        torch tells by the layouts that `make`, the operation, returns: a `reshape` copies what it cannot
+        The layouts that `make`, the operation, returns tell which ones are: a `reshape` copies what it cannot
         view.
         """
         with no_dispatch(), torch._C.DisableTorchFunction():

@@ -5,10 +5,11 @@ width over "tp". A batch that "dp" does not divide is split as one video is: pad
 device a video's work, padding a width costs a few columns. Time is never split, and every device has all
 weights.
 
-A width that does not divide is padded on entry (`PaddedChunk`): 90 latent columns over 8 devices become
-8 x 12, and so 24, 48 and 96 columns a device at the levels above. Kernels get the number of columns that
-belong to the frame (`jax_kernels.common.columns.Split`), and the padding is cut off a user's results. XLA would pad
-each level separately, 180 columns to 8 x 23 and 360 to 8 x 45, and move columns between devices each time.
+A width that does not divide is padded on entry (`PaddedChunk`): 90 latent columns over 8 devices become 96,
+12 a device, and so 24, 48 and 96 columns a device at the levels above. Kernels get the number of columns that
+belong to the frame (`jax_kernels.common.columns.Split`), and the padding is cut off a user's results. XLA
+would pad each level separately, 180 columns to 8 x 23 and 360 to 8 x 45, and move columns between devices
+each time.
 """
 
 import contextlib
