@@ -250,7 +250,7 @@ def _own_methods(kind: type) -> list[tuple[type, dict[str, Any]]]:
 
 
 def is_patched(kind: type, *names: str) -> bool:
-    """Return whether somebody has replaced a method of a class of another package, or of its base.
+    """Return whether somebody has replaced a method of another package's class, or of one of its bases.
 
     Args:
         kind: the class, or a subclass of it in this package, whose own methods do not count.
@@ -292,7 +292,7 @@ def wrap_from_pretrained(around: Callable[..., Any]) -> None:
 
 
 def dtype_option() -> str:
-    """Return the name of the dtype in `from_pretrained` of pipelines; diffusers 0.40 deprecates the older."""
+    """Return the name of a pipeline's argument of `from_pretrained` for the dtype, which diffusers 0.40 renames."""
     return "dtype" if Version(installed("diffusers") or "0") >= Version("0.40") else "torch_dtype"
 
 

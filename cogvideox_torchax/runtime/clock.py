@@ -24,7 +24,7 @@ class CompileClock:
         import jax.monitoring
 
         self.started = time.perf_counter()
-        self.spans: list[tuple[str, float, float]] = []  # (event, start, end) of JAX's work
+        self.spans: list[tuple[str, float, float]] = []
         self._announce, self._announced = announce, set[str]()  # `_announced`: names of programs
         self._traced = dict[str, float]()  # seconds of tracing, by the name of a program
         jax.monitoring.register_event_duration_secs_listener(self._listen)

@@ -101,7 +101,6 @@ class ArrayProgram:
         self._compiled = jax.jit(
             run,
             donate_argnums=2,  # the cache
-            # JAX drops arguments that are not read, and then does not donate them.
             keep_unused=getattr(network, "keep_unused", False),
             compiler_options=self.place.compiler_options(),
         )
@@ -159,7 +158,7 @@ class ArrayProgram:
         return weights, self._structs(inputs), cache
 
     def _cache_structs(self, weights: Any, inputs: Any) -> Any:
-        """Return the structs of the cache that a call without a cache returns, for arrays or structs."""
+        """Return the structs of the cache that a call without a cache, for arrays or structs, returns."""
         _, cache = jax.eval_shape(self._compiled, weights, inputs, None)
         return jax.tree.map(lambda struct: self.place.cache_struct(struct.shape, struct.dtype), cache)
 

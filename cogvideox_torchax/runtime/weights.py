@@ -99,7 +99,7 @@ def _replace(module: nn.Module, make: Callable[[str, torch.Tensor], torch.Tensor
 
 
 def _replaced(tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Return `make(tensor)`, a parameter if `tensor` is one; its gradient is `make` of the gradient."""
+    """Return `make(tensor)`, a parameter if `tensor` is one, whose gradient is `make` of the old gradient."""
     made = make(tensor)
     if made is tensor or not isinstance(tensor, nn.Parameter):
         return made

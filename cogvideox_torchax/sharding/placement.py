@@ -126,7 +126,7 @@ class Placement(MeshPlace):
 
         The width of a shard is a multiple of `self.unit`.
         """
-        divisors = self.parts(self.spec(shape))  # for each axis, the number of devices that split it
+        divisors = self.parts(self.spec(shape))
         divisors[self.axes.index("W")] *= self.unit
         # `-size % divisor` is what `size` lacks to the next multiple.
         return [(0, -size % divisor) for size, divisor in zip(shape, divisors, strict=True)]

@@ -129,11 +129,10 @@ class Exchange:
     """
 
     def __init__(self, directory: Path):
-        self.directory = directory  # all processes see it: they exchange chunks by files in it
+        self.directory = directory
         self._chunks = 0  # number of chunks written so far; chunks are numbered from 1
-        self._previous_file: Path | None = (
-            None  # of `fetch_to_all`, by this process; others may be reading it
-        )
+        # The last file of `fetch_to_all` by this process, which others may be reading.
+        self._previous_file: Path | None = None
 
     def fetch_to_all(self, tensor: "torch.Tensor") -> "torch.Tensor":
         """Return a chunk, of which each process holds a part, as a plain tensor in every process."""

@@ -322,7 +322,7 @@ class Verifier:
         mean, _log_variance = moments.chunk(2, dim=1)
         self.inputs = {ENCODE: x, DECODE: mean}
         self.answers = {ENCODE: moments, DECODE: exact.run(DECODE, self.inputs[DECODE])}
-        self.lengths = {  # by direction, the number of the result's frames from each chunk of the input
+        self.lengths = {
             direction: direction.results(reference, self.inputs[direction].shape[2])
             for direction in Direction
         }
