@@ -292,7 +292,7 @@ def wrap_from_pretrained(around: Callable[..., Any]) -> None:
 
 
 def dtype_option() -> str:
-    """Return the name of a pipeline's argument of `from_pretrained` for the dtype, which diffusers 0.40 renames."""
+    """Return the name of the dtype's argument of `from_pretrained`, which diffusers 0.40 renames."""
     return "dtype" if Version(installed("diffusers") or "0") >= Version("0.40") else "torch_dtype"
 
 

@@ -165,7 +165,7 @@ def to_jax(tensor: torch.Tensor) -> torch.Tensor:
 
 @runs_unchecked
 def to_torch(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor of torchax or TorchTPU to the CPU when it is computed; return any other tensor unchanged."""
+    """Copy a tensor of torchax or TorchTPU to the CPU, once computed; return any other tensor unchanged."""
     if on_jax(tensor):
         return plain_tensor(np.array(array_of(tensor)))
     return tensor.cpu() if tensor.device.type == TPU else tensor
