@@ -413,7 +413,7 @@ CACHE_STATE = frozenset({"_cache_config", "_diffusers_hook", "step_cache"})
 
 
 class Hooked(NamedTuple):
-    """A hook of diffusers, with its name in the registry of the module that `module` names in the model."""
+    """A hook of diffusers, with its module's name in the model and its own name in that module's registry."""
 
     module: str
     name: str
@@ -421,7 +421,10 @@ class Hooked(NamedTuple):
 
 
 def take_hooks(model: Any) -> list[Hooked]:
-    """Take the hooks of diffusers' caches off a model's modules, which get their own forwards back."""
+    """Take the hooks of diffusers' caches off a model's modules, and return them.
+
+    The modules get their own forwards back.
+    """
     taken = []
     for name, module in model.named_modules():
         registry = vars(module).get("_diffusers_hook")

@@ -80,8 +80,8 @@ def differentiable(
         network: the network of these weights; parameters with `requires_grad` get a gradient.
         weights: the arrays of the parameters, by name, as the function takes them.
         x: the input, a torchax tensor; it gets a gradient if it has `requires_grad`.
-        run: returns the same result without keeping any arrays, which the backward pass then computes first.
-            None keeps them: that takes more memory, and less time.
+        run: returns the same result without keeping arrays; the backward pass then runs `function` first. If
+            None, `function` runs, and arrays for the backward pass are kept.
     """
     trained = {name: weight for name, weight in network.named_parameters() if weight.requires_grad}
     inputs = [x] if x.requires_grad else []
