@@ -1,7 +1,7 @@
 """`port`: a loaded diffusers model or pipeline, made ready for torchax in place.
 
-An import of this module lets diffusers' `from_pretrained` work while torchax is on. Its name is not `port`:
-importing a submodule of that name would replace the function `port`.
+An import of this module lets diffusers' `from_pretrained` work while torchax is on. The module's name is not
+`port`: importing a submodule of that name would replace the function `port`.
 """
 
 from typing import Any, TypeVar
@@ -36,10 +36,10 @@ def port(
     natively. Move the result with `.to("jax")` to run it on JAX.
 
     A pipeline, of any class of diffusers' or of your own, is moved as well: every network becomes compiled
-    programs, its weights go to JAX, and the pipeline's own call runs there; a part that is None stays None.
-    torchax is on while the pipeline's methods run, and not after. A network that this package does not know
-    is compiled as it is. A line is logged for each of them, and for each part that stays on the host. The
-    modules of another object with a VAE are moved too, but its methods stay as they are.
+    programs, its weights go to JAX, and the pipeline's own call runs there. torchax is on while the
+    pipeline's methods run, and not after. A network that this package does not know is compiled as it is. A
+    line is logged for each of these, and for each part that stays on the host. The modules of another object
+    with a VAE are moved too, but its methods stay as they are.
 
     A scheduler, as a loop of your own needs it, keeps its tables on the host.
 
@@ -48,8 +48,8 @@ def port(
     Args:
         model_or_pipeline: a diffusers `AutoencoderKLCogVideoX`, a diffusers pipeline, an object whose `vae`
             is such a VAE, or a scheduler.
-        mesh: of `make_mesh`, to split the work over it. None changes nothing: the work runs on one device,
-            or on the mesh of an earlier `port`.
+        mesh: a mesh from `make_mesh`, to split the work over. None changes nothing: the work runs on one
+            device, or on the mesh of an earlier `port`.
         parallel: how a pipeline's transformer uses "tp". "context" splits its tokens, with weights whole on
             every device or gathered a layer at a time; "tensor" splits the channels of its weights. None
             chooses "context" where "tp" divides the attention's heads. `pipe.transformer.parallelism` gives

@@ -1,7 +1,9 @@
-"""Every use of other packages' undocumented interfaces, each with its requirement.
+"""Every use of other packages' undocumented interfaces.
 
-When a release removes one, this file alone changes; `tests/test_upstream.py` finds it.
-Imports are lazy, so that the Flax build can use this module without torch.
+When a release removes one, this file alone changes; `tests/test_upstream.py` finds it. `_attribute` reads
+most of the private names, so that the error of a missing one says which release to install. A function under
+`functools.cache` patches a class once for each argument. Imports are lazy, so that the Flax build can use
+this module without torch.
 """
 
 import contextlib
@@ -18,7 +20,7 @@ from cogvideox_torchax.versions import TESTED, installed
 
 
 def _attribute(package: str, owner: Any, name: str) -> Any:
-    """Return the attribute `name` of `owner`, a module or a class of `package`; a new release may lack it.
+    """Return an attribute of a module or a class of `package`, which a new release may lack.
 
     Raises:
         ImportError: the attribute is gone; the message names the release that still has it.
@@ -35,8 +37,8 @@ def _attribute(package: str, owner: Any, name: str) -> Any:
 def torchax_is_on() -> bool:
     """Return whether this thread's torch calls go through torchax.
 
-    They do if torchax's mode is in torch's stack of function modes, which has no public reader. torchax's own
-    `enabled` flag cannot be used: it turns false after the first function that runs through `jax_view`.
+    torchax's own flag `enabled` turns false after the first function that runs through `jax_view`, so torch's
+    stack of function modes is read.
     """
     if "torchax" not in sys.modules:
         return False
@@ -50,8 +52,7 @@ def torchax_is_on() -> bool:
 def torchax_off() -> contextlib.ExitStack:
     """Take torchax's modes off this thread's stacks of modes; closing the returned context puts them back.
 
-    Needs torch's stacks of function modes and of dispatch modes, which have no public way to take off a mode
-    that is not the last one.
+    torch has no public way to take off a mode that is not the last one.
     """
     import torch.overrides
     import torch.utils._python_dispatch
@@ -89,8 +90,7 @@ def torchax_off() -> contextlib.ExitStack:
 def jax_has_started() -> bool:
     """Return whether this process has used a device of JAX.
 
-    Needs JAX's table of its backends: the function that reads it takes a lock, which another thread may have
-    held when this process was forked.
+    JAX's public functions take a lock, which another thread may have held when this process was forked.
     """
     bridge = sys.modules.get("jax._src.xla_bridge")
     return bridge is not None and bool(_attribute("jax", bridge, "_backends"))
@@ -99,8 +99,7 @@ def jax_has_started() -> bool:
 def leave_torchax(refuse: Callable[[], None]) -> None:
     """Turn torchax off in a forked child, and have `refuse` raise the error wherever it would use JAX.
 
-    torchax's tensors keep their shape, dtype and device. Needs torchax's classes of tensors, all of whose
-    methods but `dim` use JAX, and the two methods that turn torchax on and off.
+    torchax's tensors keep their shape, dtype and device; of their methods only `dim` works without JAX.
     """
     if "torchax.interop" not in sys.modules:  # the last module that an import of torchax completes
         return
@@ -115,16 +114,15 @@ def leave_torchax(refuse: Callable[[], None]) -> None:
 
 
 def replace_array(tensor: Any, move: Callable[[Any], Any]) -> Any:
-    """Replace the array of a torchax tensor by `move(array)`; the tensor stays the same object.
+    """Replace the array of a torchax tensor by `move(array)`.
 
-    Needs `apply_jax_` of torchax's tensors: with public functions of `torchax.interop` a parameter would
-    become another object.
+    The tensor stays the same object, which torchax's public functions would replace if it is a parameter.
     """
     return _attribute("torchax", type(tensor), "apply_jax_")(tensor, move)
 
 
 def array_in(tensor: Any) -> Any:
-    """Return the array that a torchax tensor holds, None for a plain tensor. Needs `_elem` of its tensors.
+    """Return the array that a torchax tensor holds, None for a plain tensor.
 
     A public function takes a hundred times as long, and a call of a transformer reads a thousand weights.
     """
@@ -132,14 +130,14 @@ def array_in(tensor: Any) -> Any:
 
 
 def teach_copying(kind: Any, tensor_of: Any, to_torch: Any, without_torchax: Any) -> None:
-    """Make a class of torchax's tensors, whole ones or views, copyable and picklable, which torchax does not.
+    """Make a class of torchax's tensors copyable and picklable, which torchax does not.
 
     A copy, also inside a copied module or state dict, shares the tensor's JAX array, which nothing writes
     into. A pickle holds a plain torch tensor, which loads with torchax installed or not. The class must
     define neither `__deepcopy__` nor `__reduce_ex__`.
 
     Args:
-        kind: the class; it gets a `__deepcopy__`, and an entry of `copyreg`.
+        kind: the class, of whole tensors or of views.
         tensor_of: makes a torchax tensor of a JAX array.
         to_torch: makes a plain tensor of a torchax tensor.
         without_torchax: calls a function while torchax is off.
@@ -147,7 +145,6 @@ def teach_copying(kind: Any, tensor_of: Any, to_torch: Any, without_torchax: Any
     from torch import nn
 
     def deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
-        """Return a tensor of the same array, a parameter if `tensor` is one."""
         copied = tensor_of(tensor.jax())
         if isinstance(tensor, nn.Parameter):
             copied = nn.Parameter(copied, requires_grad=tensor.requires_grad)
@@ -171,8 +168,8 @@ def one_program_each(registry: Any) -> None:
     before the program of the sum. A device's queue has room for 32 programs. A step of diffusers' DPM
     scheduler had 43, so Python waited until one network was done before it sent the next.
 
-    Needs the JAX function of each operator as `func` in the table of torchax's module `registry`, where this
-    replaces it.
+    Args:
+        registry: torchax's module of that name, whose table has each operator's function as `func`.
     """
     import jax
 
@@ -186,20 +183,14 @@ def one_program_each(registry: Any) -> None:
 
 
 def added_device() -> str:
-    """Return the name of the device that a package has added to PyTorch: "jax", "tpu", or torch's own name.
-
-    Needs torch's function for it, which has no public form.
-    """
+    """Return the name of the device that a package has added to PyTorch, or torch's own name for it."""
     import torch
 
     return _attribute("torch", torch._C, "_get_privateuse1_backend_name")()
 
 
 def traced_whole(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that `torch.compile` traces by running it, as `jax.jit` does, and not by its code.
-
-    Needs `nonstrict_trace` of torch._dynamo, which is documented, but not in `torch.compiler`.
-    """
+    """Return a function that `torch.compile` traces by running it, as `jax.jit` does, and not by its code."""
     import torch._dynamo
 
     return _attribute("torch", torch._dynamo, "nonstrict_trace")(function)
@@ -214,7 +205,7 @@ def untraceable_errors() -> tuple[type[Exception], ...]:
 
 
 def is_traced(array: Any) -> bool:
-    """Return whether JAX is tracing the array, so that it has no value. Needs `jax.core.Tracer`."""
+    """Return whether JAX is tracing the array, so that it has no value."""
     import jax.core
 
     return isinstance(array, _attribute("jax", jax.core, "Tracer"))
@@ -225,7 +216,10 @@ _PACKAGES = frozenset({"accelerate", "diffusers", "peft", "torch", "transformers
 
 
 def module_of(function: Any) -> str:
-    """Return the name of the module that a function or a method was written in, whatever it claims to be."""
+    """Return the name of the module that a function or a method was written in.
+
+    `__module__` does not tell: `functools.wraps` copies it from another function.
+    """
     while isinstance(function, functools.partial | MethodType):
         function = function.func if isinstance(function, functools.partial) else function.__func__
     if not isinstance(function, FunctionType):
@@ -240,7 +234,7 @@ def _is_own(method: FunctionType) -> bool:
 
 @functools.cache
 def _own_methods(kind: type) -> list[tuple[type, dict[str, Any]]]:
-    """Return the methods, by name, of each class of the packages that `kind` is, or inherits from.
+    """Return each class of `_PACKAGES` that `kind` is or inherits from, with its methods by name.
 
     None stands for a method that has been replaced already.
     """
@@ -256,11 +250,11 @@ def _own_methods(kind: type) -> list[tuple[type, dict[str, Any]]]:
 
 
 def is_patched(kind: type, *names: str) -> bool:
-    """Return whether somebody has replaced a method of a class of another package, or of its base.
+    """Return whether somebody has replaced a method of another package's class, or of one of its bases.
 
     Args:
         kind: the class, or a subclass of it in this package, whose own methods do not count.
-        names: of the methods that count; all if there are none.
+        names: the methods that count; all if there are none.
     """
     return any(
         vars(each).get(name) is not method
@@ -272,7 +266,7 @@ def is_patched(kind: type, *names: str) -> bool:
 
 def _wrap_class_method(kind: Any, name: str, around: Callable[..., Any]) -> None:
     """Replace a class method of diffusers by a call of `around(method, cls, *args, **kwargs)`."""
-    # `_attribute` raises if diffusers has no such method. `__func__` is not bound: it takes the class.
+    # `__func__` is not bound: it takes the class.
     method = _attribute("diffusers", kind, name).__func__
 
     @functools.wraps(method)
@@ -284,15 +278,11 @@ def _wrap_class_method(kind: Any, name: str, around: Callable[..., Any]) -> None
 
 @functools.cache
 def wrap_from_pretrained(around: Callable[..., Any]) -> None:
-    """Replace diffusers' `from_pretrained`, of models and of pipelines, by `around(load, cls, ...)`.
+    """Replace the `from_pretrained` of diffusers' models and pipelines by `around(load, cls, ...)`.
 
-    `load` is the original, called with the class and the user's arguments. `functools.cache` makes each
-    `around` wrap it only once. Needs `from_pretrained` to be a class method of `ModelMixin` and of
-    `DiffusionPipeline`.
-
-    While torchax is on, `from_pretrained` can neither read a safetensors file (`torch.asarray` of a storage)
-    nor build a module on `torch.device("meta")`. A script that turns torchax on by hand and then loads a
-    pipeline has imported `port` and called nothing of this package yet: so the wrap is made on import.
+    `load` is the original, called with the class and the user's arguments. While torchax is on, it can
+    neither read a safetensors file (`torch.asarray` of a storage) nor build a module on
+    `torch.device("meta")`.
     """
     from diffusers.models.modeling_utils import ModelMixin
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
@@ -302,17 +292,13 @@ def wrap_from_pretrained(around: Callable[..., Any]) -> None:
 
 
 def dtype_option() -> str:
-    """Return the name of the dtype in `from_pretrained` of pipelines; diffusers 0.40 deprecates the older."""
+    """Return the name of the dtype's argument of `from_pretrained`, which diffusers 0.40 renames."""
     return "dtype" if Version(installed("diffusers") or "0") >= Version("0.40") else "torch_dtype"
 
 
 @functools.cache
 def wrap_from_pipe(around: Callable[..., Any]) -> None:
-    """Replace diffusers' `from_pipe` by `around(make, cls, pipeline, ...)`.
-
-    `make` is the original method, which takes `cls, pipeline, ...`. `functools.cache` makes each `around`
-    wrap it only once. Needs `from_pipe` to be a class method of `DiffusionPipeline`.
-    """
+    """Replace diffusers' `from_pipe` by `around(make, cls, pipeline, ...)`, where `make` is the original."""
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
     _wrap_class_method(DiffusionPipeline, "from_pipe", around)
@@ -320,10 +306,7 @@ def wrap_from_pipe(around: Callable[..., Any]) -> None:
 
 @functools.cache
 def wrap_register_modules(after: Callable[[Any, dict[str, Any]], None]) -> None:
-    """Have `after(pipeline, parts)` called when a pipeline is made of parts.
-
-    Needs `register_modules`, which each pipeline's constructor calls.
-    """
+    """Have `after(pipeline, parts)` called when a pipeline's constructor registers its parts."""
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
     register = _attribute("diffusers", DiffusionPipeline, "register_modules")
@@ -337,20 +320,13 @@ def wrap_register_modules(after: Callable[[Any, dict[str, Any]], None]) -> None:
 
 
 def parts_for(pipeline_class: Any, pipeline: Any) -> dict[str, Any]:
-    """Return the parts of a pipeline that another pipeline's class takes under the same names.
+    """Return the parts of a pipeline that another class of pipelines takes under the same names.
 
     A part is taken if it has one of the types that the class gives for its name. A part whose class has the
     attribute `stands_for`, another class, counts as an instance of that class. `from_pipe` itself leaves
     out parts of a subclass, unless they are passed by name.
-
-    Args:
-        pipeline_class: the class of the pipeline to make.
-        pipeline: the pipeline that has the parts.
-
-    Returns:
-        The parts by their name in both pipelines.
     """
-    # Diffusers' private method returns the types of each part, by the part's name; some are no classes.
+    # The types of each part, by the part's name; some are no classes.
     kinds = _attribute("diffusers", pipeline_class, "_get_signature_types")()
     return {
         name: part
@@ -367,9 +343,7 @@ ROTARY_TABLES = "_prepare_rotary_positional_embeddings"
 
 
 def positions(patch_embed: Any, height: int, width: int, frames: int) -> Any:
-    """Return a patch embedding's table of sinusoidal positions (1, S, C) for latents, zeros for the text.
-
-    Calls diffusers' private method that computes this table when a module is made.
+    """Return a patch embedding's table of sinusoidal positions (1, S, C), which is zero for the text.
 
     Args:
         patch_embed: diffusers' module, whose numbers of channels and text tokens apply.
@@ -381,20 +355,16 @@ def positions(patch_embed: Any, height: int, width: int, frames: int) -> Any:
 
 
 def set_saved_package(model: Any, kind: type) -> None:
-    """Set `__module__` of a model, not of its class, so that a saved pipeline is loaded with `kind` instead.
+    """Have a saved pipeline name `kind`, the class of the same name that the model's own class replaces.
 
-    `from_pretrained` imports the model's class from the package that model_index.json names. Needs diffusers
-    to take that name from `__module__` of the object (`_fetch_class_library_tuple`).
-
-    Args:
-        model: an object of a class that replaces `kind`.
-        kind: the replaced class, which has the same name.
+    diffusers takes the package that it writes into model_index.json, and from which `from_pretrained`
+    imports the class, from `__module__` of the object (`_fetch_class_library_tuple`).
     """
     vars(model)["__module__"] = kind.__module__
 
 
 def is_compiled(module: Any) -> bool:
-    """Return whether a module is torch.compile's wrapper of another. Needs torch's `OptimizedModule`."""
+    """Return whether a module is torch.compile's wrapper of another."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # None: torch.compile has not run
     return dynamo is not None and isinstance(module, _attribute("torch", dynamo, "OptimizedModule"))
 
@@ -411,7 +381,7 @@ COMPILED_CALL = "_compiled_call_impl"
 def is_offloaded(network: Any) -> bool:
     """Return whether a network's weights are moved between devices, or cast, layer by layer.
 
-    Needs accelerate's attribute `_hf_hook`, and the names of diffusers' hooks in `_diffusers_hook`.
+    accelerate marks such a network by `_hf_hook`, and diffusers by the names of its hooks.
     """
     registries = (vars(module).get("_diffusers_hook") for module in network.modules())
     hooks = {name for registry in registries if registry is not None for name in registry.hooks}
@@ -429,13 +399,9 @@ COMPILING_EVENTS = ("/jax/core/compile/backend_compile_duration",)
 
 
 def scaling_loras(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a transformer's forward `step` so that `attention_kwargs["scale"]` scales its LoRAs.
-
-    Diffusers decorates its own transformers' forwards by `apply_lora_scale(name of the argument)`.
-    """
+    """Decorate a transformer's forward `step` so that `attention_kwargs["scale"]` scales its LoRAs."""
     from diffusers.utils import peft_utils
 
-    # `_attribute` gets the attribute, or names the release of diffusers that has it.
     return _attribute("diffusers", peft_utils, "apply_lora_scale")("attention_kwargs")(step)
 
 
@@ -447,13 +413,7 @@ CACHE_STATE = frozenset({"_cache_config", "_diffusers_hook", "step_cache"})
 
 
 class Hooked(NamedTuple):
-    """A hook of diffusers, and where it was.
-
-    Attributes:
-        module: name of the hooked module in the model.
-        name: name of the hook in the module's registry.
-        hook: the hook itself.
-    """
+    """A hook of diffusers, with its module's name in the model and its own name in that module's registry."""
 
     module: str
     name: str
@@ -463,8 +423,7 @@ class Hooked(NamedTuple):
 def take_hooks(model: Any) -> list[Hooked]:
     """Take the hooks of diffusers' caches off a model's modules, and return them.
 
-    The modules get their own forwards back. Needs a module's attribute `_diffusers_hook`, diffusers' registry
-    of its hooks.
+    The modules get their own forwards back.
     """
     taken = []
     for name, module in model.named_modules():
@@ -499,9 +458,9 @@ def put_hooks(model: Any, hooks: list[Hooked]) -> None:
 
 
 def set_context(hook: Any, name: str | None) -> None:
-    """Make a hook that is on no module use the state of the context called `name`; None for no context.
+    """Have a hook that is on no module use the state of a context, or of none if the name is None.
 
-    Needs the hook's `state_manager`; a hook without one has a single state, and is left as it is.
+    A hook without a `state_manager` has a single state, and is left as it is.
     """
     from diffusers.hooks.hooks import CacheContext
 
@@ -510,10 +469,7 @@ def set_context(hook: Any, name: str | None) -> None:
 
 
 def call_hook(hook: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Call a hook that is on no module, with `forward` in place of a module's, and drop the result.
-
-    Needs the hook's `fn_ref`, from which a hook takes the forward; this call replaces it.
-    """
+    """Call a hook that is on no module, with `forward` in place of a module's, and drop the result."""
     hook.fn_ref = SimpleNamespace(original_forward=forward)
     hook.new_forward(None, *args, **kwargs)  # None in place of the module, which the hook does not read
 
@@ -521,12 +477,11 @@ def call_hook(hook: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any)
 def record_ratio(hook: Any, ratio: Any) -> None:
     """Record a step's ratio for the calibration of MagCache, and count the step.
 
-    Diffusers prints the recorded ratios after the last step. Needs `calibration_ratios` of the hook's state,
-    and the hook's method `_advance_step`, which counts steps.
+    Diffusers prints the recorded ratios after the last step.
 
     Args:
         hook: the last block's MagCache hook, whose context is set (`set_context`).
-        ratio: the ratio, a tensor with one value. For the first step 1 is recorded instead, as in diffusers.
+        ratio: a tensor with one value. For the first step 1 is recorded instead, as in diffusers.
     """
     state = hook.state_manager.get_state()
     state.calibration_ratios.append(float(ratio) if state.calibration_ratios else 1.0)
@@ -538,7 +493,6 @@ def cached_block(kind: type) -> None:
     """Register a class of blocks with diffusers' caches, as diffusers does for its CogVideoX block.
 
     The caches look up in the registry which item of a block's result is the patches, and which the text.
-    `functools.cache` registers each class only once.
     """
     from diffusers.hooks import _helpers
 

@@ -1,6 +1,6 @@
 """torch on JAX: tensors and arrays, compiled programs, weights, and the compile cache.
 
-Names are imported at their first use: `arrays`, `places`, `compile_cache` and `memory` need no torch.
+A name's module is imported at the name's first use, since some modules, such as `arrays`, need no torch.
 """
 
 import importlib
@@ -223,7 +223,6 @@ _HOMES = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name from its module at its first use, so that the Flax build needs no torch."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -17,7 +17,7 @@ from cogvideox_torchax.upstream import is_traced
 def largest_of(array: Any) -> float | None:
     """Return the largest absolute value in a JAX or NumPy array; NaN or Inf if it has one of the two.
 
-    None for integers, and for an array that is being traced and has no values.
+    The result is None for integers, and for an array that is being traced and has no values.
     """
     if not jnp.issubdtype(array.dtype, jnp.floating) or is_traced(array):
         return None
@@ -37,7 +37,7 @@ def _largest_of(array: Any) -> jax.Array:
 def first_nonfinite_of(array: Any) -> tuple[int, ...] | None:
     """Return the index of the first NaN or Inf in a JAX or NumPy array; None if there is none.
 
-    None also for integers, and for an array that is being traced and has no values.
+    The result is None also for integers, and for an array that is being traced.
 
     Raises:
         ValueError: only another process's shard of the array has one.
@@ -79,7 +79,7 @@ def concatenate(parts: Sequence[Any], axis: int) -> Any:
 def take(x: Any, axis: int, start: int, length: int) -> Any:
     """Return entries `start` to `start + length` of an axis of an array or a tensor.
 
-    torchax need not be enabled. On JAX `start` is an argument of one small program, which serves every start.
+    torchax need not be enabled. On JAX one small program serves every `start`.
     """
     if isinstance(x, np.ndarray):
         return x[(slice(None),) * axis + (slice(start, start + length),)]

@@ -1,4 +1,4 @@
-"""The bridge between torch and JAX by torchax: enable and disable it, convert functions and tensors.
+"""The bridge between torch and JAX by torchax, which converts functions and tensors.
 
 Only this module imports torchax, and only when it is needed: a user of native PyTorch never starts JAX.
 """
@@ -28,7 +28,7 @@ TPU = "tpu"
 
 
 def import_torchax() -> Any:
-    """Import torchax with its `interop` and patch it (`upstream`): tensors can be copied and pickled.
+    """Import torchax with its `interop`, and patch it.
 
     Raises:
         ForkError: this process was forked from one that uses JAX.
@@ -76,11 +76,10 @@ def enable() -> None:
 
 @contextlib.contextmanager
 def active() -> Iterator[None]:
-    """Enable torchax for this thread's torch calls in a `with` block.
+    """Enable torchax for this thread's torch calls in a `with` block, and leave gradients on or off.
 
-    Inference mode is off in the block, and gradients stay on or off as they were. In inference mode torch
-    does not decompose operations such as `chunk` and `split`, and torchax implements only the smaller
-    operations that they decompose into.
+    Inference mode is off in the block. In that mode torch does not decompose operations such as `chunk` and
+    `split`, and torchax implements only the smaller operations that they decompose into.
     """
     if is_enabled() and not torch.is_inference_mode_enabled():
         yield
@@ -92,10 +91,7 @@ def active() -> Iterator[None]:
 
 
 def without_torchax(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return `function(*args, **kwargs)`, with torchax off and every other setting of this thread kept.
-
-    Loading safetensors and building on `torch.device("meta")` go wrong while torchax is on.
-    """
+    """Return `function(*args, **kwargs)`, with torchax off and every other setting of this thread kept."""
     with torchax_off() if is_enabled() else contextlib.nullcontext():
         return function(*args, **kwargs)
 
@@ -169,7 +165,7 @@ def to_jax(tensor: torch.Tensor) -> torch.Tensor:
 
 @runs_unchecked
 def to_torch(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor of torchax or TorchTPU, once computed, to the CPU; return any other tensor unchanged."""
+    """Copy a tensor of torchax or TorchTPU to the CPU, once computed; return any other tensor unchanged."""
     if on_jax(tensor):
         return plain_tensor(np.array(array_of(tensor)))
     return tensor.cpu() if tensor.device.type == TPU else tensor
@@ -194,7 +190,7 @@ def host_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def as_array(value: Any) -> Any:
-    """Return a tensor, plain or on JAX, as an array, without a copy; an array is returned unchanged."""
+    """Return a tensor, plain or on JAX, as an array without a copy, and an array itself."""
     if not isinstance(value, torch.Tensor):
         return value
     return array_of(value) if on_jax(value) else host_array(value)

@@ -1,7 +1,6 @@
 """The seam between ported modules and the two bridges to JAX: torchax and TorchTPU.
 
-A bridge is two functions: whether a tensor is where kernels run, and a JAX function seen as one of such
-tensors. Modules know nothing else of either.
+Ported modules know only the two functions of this module.
 """
 
 import functools
@@ -22,7 +21,7 @@ def on_accelerator(tensor: torch.Tensor) -> bool:
 def torch_view(jax_function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of JAX arrays as one of tensors, by the bridge that this process has.
 
-    There is one at most: torchax and TorchTPU both take the one device that a package may add to PyTorch.
+    It has one at most: torchax and TorchTPU both take the one device that a package may add to PyTorch.
     """
 
     @functools.wraps(jax_function)

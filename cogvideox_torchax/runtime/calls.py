@@ -1,7 +1,7 @@
 """Calls of a model's own methods as compiled programs, whatever their arguments and results are.
 
-`run_method` traces a method as it is. What no trace can do, such as a branch on a tensor's value, runs
-operation by operation, with the same result.
+`run_method` traces a method as it is. A method that no trace can follow, because it branches on a tensor's
+value for example, runs operation by operation, with the same result.
 """
 
 import contextlib
@@ -41,11 +41,11 @@ logger = logging.getLogger("cogvideox_torchax")
 
 
 class UntraceableError(ValueError):
-    """A method that no program can do; the message says why."""
+    """A method that no program can run; the message says why."""
 
 
 class _Thread(threading.local):
-    """State of a thread: `inside` while `run_method` runs a method; methods that it calls run in place."""
+    """A thread's state: `inside` is true while a method runs, and methods that it calls run in place."""
 
     inside = False
 
@@ -64,13 +64,14 @@ _THREAD = _Thread()
 
 @dataclass(frozen=True)
 class _Form:
-    """The part of a call that a program has as constants.
+    """The part of a call that its program has as constants.
 
     Attributes:
         method: the method.
         structure: torch's description of the tree of its arguments.
-        values: the tree's leaves: numbers, words and the like, or None for an argument of the program.
-        types: their types, since 1, 1.0 and True are equal; of a float its text, since 0.0 and -0.0 are.
+        values: the tree's leaves, with None for an argument of the program.
+        types: the types of the values, since 1, 1.0 and True are equal; of a float its text, since 0.0 and
+            -0.0 are equal.
         arguments: the positions of the leaves that are arguments of the program.
     """
 
@@ -91,12 +92,12 @@ class _Form:
 
 @functools.lru_cache(maxsize=1024)
 def _interned(form: _Form) -> _Form:
-    """Return one object for all equal forms: a snapshot of modules compares attributes by identity."""
+    """Return one object for all equal forms, as a snapshot of modules compares attributes by identity."""
     return form
 
 
 class MethodCall(nn.Module):
-    """A call of one form of a model's method: the module that its program is compiled from."""
+    """A module that runs one form of a call of a model's method; a program is compiled from it."""
 
     component = "model"
 
@@ -109,8 +110,8 @@ class MethodCall(nn.Module):
         """Return (the method's result, None) of the call's arguments, by position.
 
         Raises:
-            UntraceableError: the method writes into its model or its arguments, or returns what a program
-                cannot return.
+            UntraceableError: the method writes into its model or its arguments, or returns an object that no
+                program can return.
         """
         leaves = [arguments.get(str(position), value) for position, value in enumerate(self.form.values)]
         args, kwargs = pytree.tree_unflatten(leaves, self.form.structure)
@@ -133,7 +134,7 @@ def _is_unchanged(tree: Any, leaves: list[Any], structure: pytree.TreeSpec) -> b
 
 
 class _Result:
-    """A tree of tensors and constants, whose structure and constants JAX keeps with the program."""
+    """A method's result, a tree whose structure and constants JAX keeps with the program."""
 
     def __init__(self, tensors: tuple[Any, ...], constants: tuple[Any, ...]):
         self.tensors, self.constants = tensors, constants
@@ -153,7 +154,6 @@ class _Result:
         return cls(tensors, (structure, *(None if _is_tensor(leaf) else (leaf,) for leaf in leaves)))
 
     def tree(self) -> Any:
-        """Return the method's result."""
         structure, *values = self.constants
         arrays = iter(self.tensors)
         leaves = [tensor_of(next(arrays)) if value is None else value[0] for value in values]
@@ -201,8 +201,7 @@ class MixedTensors(TorchFunctionMode):
     """Mode in which an operation on tensors of the host and of JAX moves the first kind to JAX.
 
     An operation that writes into a tensor of the host is refused. A tensor's method whose tensors are all on
-    the host runs without torchax, with the same result and in a tenth of the time. Most of a scheduler's
-    arithmetic is of this kind.
+    the host runs without torchax, in a tenth of the time; most of a scheduler's arithmetic is of this kind.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -240,12 +239,12 @@ def mixing() -> Iterator[None]:
 
 @dataclass
 class _Numbers:
-    """The numbers among a call's arguments, by position: those of the last call, and how each is passed.
+    """How the numbers among a call's arguments are passed, by their positions.
 
     Attributes:
         last: the values of the last call.
-        varying: positions whose values have changed: arguments of the program.
-        branched: positions whose values a trace must know: constants of a program each.
+        varying: positions whose values have changed, which are arguments of the program.
+        branched: positions whose values a trace must know; each value has a program.
         checked: positions for which both ways have given the same result.
     """
 
@@ -255,7 +254,6 @@ class _Numbers:
     checked: frozenset[int] = frozenset()
 
     def next(self, numbers: dict[int, float]) -> "_Numbers":
-        """Return the state after a call with these numbers."""
         changed = {position for position, value in numbers.items() if self.last.get(position, value) != value}
         return replace(self, last=numbers, varying=(self.varying | changed) - self.branched)
 
@@ -273,16 +271,14 @@ def run_method(
 ) -> Any:
     """Call a method of a model whose weights are on JAX, as a compiled program if it can be traced.
 
-    Tensors among the arguments are moved to the program's devices. A number that changes between calls
-    becomes an argument of the program, unless the method branches on it. Modules, attributes and hooks select
-    the program, as for every other. A method that branches on the values of tensors, writes into its model,
-    draws random numbers, or takes or returns other objects runs operation by operation, and a warning says
-    why.
+    A number that changes between calls becomes an argument of the program, unless the method branches on it.
+    A method that branches on the values of tensors, writes into its model, draws random numbers, or takes or
+    returns other objects runs operation by operation, and a warning says why.
 
     Args:
-        model: the model.
+        model: the model; a change of its modules, attributes or hooks selects another program.
         method: a function of the model and the other arguments.
-        args, kwargs: arguments of the call.
+        args, kwargs: arguments of the call; tensors are moved to the program's devices.
         place: the devices of the program; None for JAX's default device.
         name: the model's name for the warning.
     """
@@ -333,11 +329,7 @@ def method_program(
 
 
 def _run_compiled(model: nn.Module, method: Method, leaves: list[Any], structure: Any, place: Place) -> Any:
-    """Run a method as a program.
-
-    Raises:
-        UntraceableError: no program can do what the method does; the message says why.
-    """
+    """Run a method as a program, or raise `UntraceableError`."""
     _register_result()
     tensors = {position for position, leaf in enumerate(leaves) if not isinstance(leaf, VALUES)}
     numbers = {position: leaf for position, leaf in enumerate(leaves) if type(leaf) in (int, float)}
@@ -377,11 +369,7 @@ TRACING_ERRORS = (
 
 
 def _run_form(model: nn.Module, form: _Form, leaves: list[Any], place: Place) -> _Result:
-    """Run the program of a form.
-
-    Raises:
-        UntraceableError: there can be no program of it.
-    """
+    """Run the program of a form, or raise `UntraceableError`."""
     network = MethodCall(model, form)
     try:
         program = programs_of(model).get(form, network, lambda each: Program(each, place))
@@ -411,7 +399,7 @@ def _are_alike(result: _Result, other: _Result) -> bool:
 
 
 def _without_gradient(model: nn.Module, leaves: list[Any], why: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a result as a tensor; a backward pass through it raises an error, with the message `why`."""
+    """Return a tensor through which a backward pass raises an error with the message `why`."""
     if not on_jax(tensor) or not tensor.is_floating_point() or not torch.is_grad_enabled():
         return tensor
     asks = (leaf for leaf in leaves if _is_tensor(leaf) and leaf.requires_grad)
@@ -423,7 +411,7 @@ def _without_gradient(model: nn.Module, leaves: list[Any], why: str, tensor: tor
 def _run_by_operation(
     model: nn.Module, method: Method, given: tuple[tuple[Any, ...], dict[str, Any]], moved: list[Any]
 ) -> Any:
-    """Run a method operation by operation, and write what it wrote into its arguments into the caller's.
+    """Run a method operation by operation, and copy what it wrote into its arguments to the caller's.
 
     Args:
         model, method: the model and its method.
@@ -431,7 +419,7 @@ def _run_by_operation(
         moved: the leaves of `given`, with arrays on the program's devices in the place of tensors.
 
     Raises:
-        ValueError: the method changes a container, and the caller's cannot be passed, as its tensors moved.
+        ValueError: the method changes a container, and has got a copy of the caller's with moved tensors.
     """
     leaves, structure = pytree.tree_flatten(given)
     is_tensor = list(map(_is_tensor, leaves))

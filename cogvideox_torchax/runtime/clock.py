@@ -10,7 +10,7 @@ LONG = 0.3
 
 
 class CompileClock:
-    """Counts the seconds of JAX's lowering (with tracing) and compiling; nested spans count once.
+    """A clock of the seconds that JAX traces, lowers and compiles; nested spans count once.
 
     Args:
         announce: called with a message before a large program is compiled, once for each name.
@@ -24,16 +24,13 @@ class CompileClock:
         import jax.monitoring
 
         self.started = time.perf_counter()
-        self.spans: list[tuple[str, float, float]] = []  # (event, start, end) of JAX's work
+        self.spans: list[tuple[str, float, float]] = []
         self._announce, self._announced = announce, set[str]()  # `_announced`: names of programs
         self._traced = dict[str, float]()  # seconds of tracing, by the name of a program
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
     def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        """Record a span of JAX's work, and announce a program whose tracing and lowering took long.
-
-        JAX calls it when `event` has ended, after `duration_secs`.
-        """
+        """Record a span of JAX's work, and announce a program whose tracing and lowering took long."""
         now = time.perf_counter()
         self.spans.append((event, now - duration_secs, now))
         name = str(kwargs.get("fun_name")).removeprefix("jit(").removesuffix(")")
@@ -59,7 +56,7 @@ class CompileClock:
         return time.perf_counter() - self.started
 
     def take(self) -> dict[str, float]:
-        """Return the seconds of lowering and of compiling since the last call, as `lower_s`, `compile_s`."""
+        """Return the seconds of lowering (`lower_s`) and of compiling (`compile_s`) since the last call."""
         spans, self.spans = self.spans, []
         return {
             "lower_s": covered_seconds(spans, TRACING_EVENTS),

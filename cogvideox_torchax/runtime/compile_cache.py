@@ -11,9 +11,9 @@ COMPILE_CACHE_VARIABLE = "COGVIDEOX_TORCHAX_COMPILE_CACHE"
 def configure_compile_cache() -> None:
     """Point JAX's persistent compile cache at the user's cache directory, once.
 
-    A cache that JAX is already configured with (`JAX_COMPILATION_CACHE_DIR`, or `jax_compilation_cache_dir`)
-    is left alone. Otherwise it is the directory that `COGVIDEOX_TORCHAX_COMPILE_CACHE` names; "off" sets no
-    cache. By default it is `cogvideox-torchax/xla` in `$XDG_CACHE_HOME`, or without that in `~/.cache`.
+    The directory is the one that `COGVIDEOX_TORCHAX_COMPILE_CACHE` names, or by default
+    `cogvideox-torchax/xla` in `$XDG_CACHE_HOME` or `~/.cache`. "off" sets no cache. A cache that JAX is
+    already configured with is left alone.
     """
     import jax
     from jax.experimental.compilation_cache import compilation_cache

@@ -1,7 +1,4 @@
-"""Operations that torchax computes in another way here: attention, and random numbers.
-
-`replace_functions` changes their entries in torchax's table of operators, for all of the process.
-"""
+"""Operations that torchax computes in another way here: attention, and random numbers."""
 
 import functools
 import math
@@ -26,7 +23,7 @@ class RandomInTraceError(ValueError):
 
 
 def replace_functions(table: dict[Any, Any]) -> None:
-    """Replace functions in torchax's `table` of operators, each of which has its function as `func`."""
+    """Replace functions in torchax's table of operators, for all of the process."""
     aten = torch.ops.aten
     functions = {F.scaled_dot_product_attention: _attention(table[F.scaled_dot_product_attention].func)}
     for make in (torch.randn, torch.rand, torch.randint):
@@ -42,7 +39,8 @@ def replace_functions(table: dict[Any, Any]) -> None:
 def replace_keys(environment: Any) -> None:
     """Have torchax's other random functions, such as dropout, follow torch's seed, and refuse a trace.
 
-    Needs `get_and_rotate_prng_key` of torchax's class of environments, from which each takes its key.
+    Args:
+        environment: torchax's class of environments, which take their keys by `get_and_rotate_prng_key`.
     """
 
     def key(_self: Any, generator: torch.Generator | None = None) -> Any:
@@ -60,8 +58,8 @@ def replace_keys(environment: Any) -> None:
 def _attention(plain: Callable[..., Any]) -> Callable[..., Any]:
     """Return torch's `scaled_dot_product_attention` as a function of JAX arrays (..., H, S, D).
 
-    Without a mask, and with a boolean mask of keys alone, `jax_kernels.attention` runs, which never has all
-    scores in memory. Other forms run by `plain`, torchax's own function of its tensors.
+    `jax_kernels.attention`, which never has all scores in memory, runs without a mask and with a boolean mask
+    of keys. `plain`, torchax's own function of its tensors, runs with other masks and options.
     """
 
     @functools.wraps(F.scaled_dot_product_attention)
@@ -78,7 +76,6 @@ def _attention(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _kernel_takes(q: Any, k: Any, v: Any, mask: Any) -> bool:
-    """Return whether the kernel computes attention of these arrays, with a boolean mask of keys or None."""
     heads_fit = q.ndim == k.ndim == v.ndim and q.shape[:-2] == k.shape[:-2] == v.shape[:-2]
     of_keys = mask is None or (mask.dtype == bool and mask.ndim == q.ndim == 4 and mask.shape[1:3] == (1, 1))
     return heads_fit and q.ndim > 1 and q.dtype == k.dtype == v.dtype and of_keys
@@ -109,8 +106,8 @@ def _attend(query: Any, key: Any, value: Any, mask: Any, scale: float | None) ->
 def _split_by_video(x: Any) -> Any:
     """Return queries, keys or values (N, S, H, D), on a mesh split by videos alone.
 
-    The kernel splits heads too. XLA's partitioner would propagate that to the operations before, some of
-    which it then gets wrong: a slice of the tokens that is set to its rotation (JAX 0.10.2, on a CPU).
+    The kernel splits heads too. XLA's partitioner would propagate that split to earlier operations, and then
+    compute one of them wrongly: a slice of the tokens that is set to its rotation (JAX 0.10.2, on a CPU).
     """
     import jax
 
@@ -123,10 +120,7 @@ def _split_by_video(x: Any) -> Any:
 
 
 def _drawn_on_host(draw: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    """Return a function that draws by torch's generator on the host, and returns a JAX array.
-
-    So `torch.manual_seed` and a generator decide the numbers, as in PyTorch on the CPU.
-    """
+    """Return a function that draws on the host, as torch does on the CPU, and returns a JAX array."""
 
     @functools.wraps(draw)
     def call(*args: Any, **options: Any) -> Any:

@@ -16,18 +16,17 @@ Function = Callable[..., Any]
 
 
 class _Differentiated(torch.autograd.Function):
-    """A JAX function's result, with the gradients of `jax.vjp`."""
+    """A JAX function's result with the gradients of `jax.vjp`.
+
+    `forward(ctx, function, run, *tensors)` saves what `backward` needs. If `run` is None, that is the
+    function that `jax.vjp` returns, with all arrays that it keeps. If `run` computes the result, without
+    keeping arrays, that is the inputs alone, and `backward` calls `jax.vjp` first.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, function: Function, run: Callable[[], torch.Tensor] | None, *tensors: torch.Tensor
     ) -> torch.Tensor:
-        """Compute `function(*tensors)` on JAX, and save what `backward` needs.
-
-        If `run` is None, the function that `jax.vjp` returns is saved, with all arrays that it keeps. If not,
-        `run` computes the result, as `function` would but without keeping arrays, and the inputs alone are
-        saved: `backward` then computes `function` again.
-        """
         import jax
 
         inputs = tuple(map(array_of, tensors))
@@ -37,9 +36,8 @@ class _Differentiated(torch.autograd.Function):
         else:
             result, saved = run(), inputs
         ctx.recomputed = None if run is None else function
-        # `saved` is a JAX tree: the function of `jax.vjp` is one too, of the arrays that it keeps.
-        # torch frees saved tensors after the backward pass, so arrays are saved as tensors. `ctx.leaves` has
-        # the other leaves of the tree, and None in the place of each array: no leaf of a JAX tree is None.
+        # The function of `jax.vjp` is a JAX tree of its arrays. They are saved as tensors, which torch frees
+        # after the backward pass. `ctx.leaves` has the other leaves, and None in the place of each array.
         leaves, ctx.structure = jax.tree.flatten(saved)
         ctx.save_for_backward(*(tensor_of(leaf) for leaf in leaves if isinstance(leaf, jax.Array)))
         ctx.leaves = [None if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
@@ -48,16 +46,15 @@ class _Differentiated(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Return a gradient for each tensor that `forward` took, and None for `function` and for `run`."""
         import jax
 
         arrays = map(array_of, ctx.saved_tensors)
         leaves = [next(arrays) if leaf is None else leaf for leaf in ctx.leaves]
         saved = jax.tree.unflatten(ctx.structure, leaves)
         # `pull_back` computes the inputs' gradients from the result's.
-        if ctx.recomputed is None:  # `forward` has saved the function of `jax.vjp`
+        if ctx.recomputed is None:
             pull_back = saved
-        else:  # `forward` has saved the inputs, and its function in `ctx.recomputed`
+        else:
             _result, pull_back = jax.vjp(ctx.recomputed, *saved)
         (gradient,) = gradients
         return None, None, *map(tensor_of, pull_back(array_of(gradient)))
@@ -65,7 +62,6 @@ class _Differentiated(torch.autograd.Function):
 
 def differentiated(function: Function, *tensors: torch.Tensor) -> torch.Tensor:
     """Call a JAX function on torchax tensors; the result has gradients for tensors that require them."""
-    # None: arrays are kept for the backward pass, which does not compute `function` again.
     return _Differentiated.apply(function, None, *tensors)  # pyright: ignore[reportReturnType]
 
 
@@ -84,8 +80,8 @@ def differentiable(
         network: the network of these weights; parameters with `requires_grad` get a gradient.
         weights: the arrays of the parameters, by name, as the function takes them.
         x: the input, a torchax tensor; it gets a gradient if it has `requires_grad`.
-        run: returns the same result without keeping anything; the backward pass then runs `function` first.
-            If None, `function` runs, and arrays for the backward pass are kept.
+        run: returns the same result without keeping arrays; the backward pass then runs `function` first. If
+            None, `function` runs, and arrays for the backward pass are kept.
     """
     trained = {name: weight for name, weight in network.named_parameters() if weight.requires_grad}
     inputs = [x] if x.requires_grad else []
@@ -116,9 +112,9 @@ class _Refused(torch.autograd.Function):
 
 
 def without_gradient(network: nn.Module, x: torch.Tensor, result: torch.Tensor, why: str) -> torch.Tensor:
-    """Return `result`, which `network` has computed from `x`.
+    """Return `result`, which `network` has computed from `x`, such that a backward pass through it fails.
 
-    A backward pass through it raises `ValueError` with the message `why`.
+    The backward pass raises `ValueError` with the message `why`.
     """
     if not wants_gradient(network, x):
         return result

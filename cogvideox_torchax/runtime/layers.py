@@ -1,4 +1,4 @@
-"""Hooks on a torch network's layers, which see or change inputs and outputs, and name scopes in a program."""
+"""Hooks on a torch network's layers, which see or change values and name a program's instructions."""
 
 import contextlib
 import functools
@@ -33,8 +33,7 @@ def watched(
         is_layer: `is_layer(name, module)` returns whether a module of the network is a layer.
         given: `given(name, result)` returns the replacement of a layer's result.
         taken: `taken(name, (args, kwargs))` returns the replacement of a layer's arguments.
-        names_only: whether `given` and `taken` return values unchanged, so that hooks only name scopes; a
-            fused kernel may then replace a layer, as `is_watched` is false for it.
+        names_only: whether both return values unchanged; a fused kernel may then replace a layer.
     """
     import jax
 
@@ -63,7 +62,8 @@ def watched(
 def by_kernel(module: nn.Module, x: torch.Tensor) -> bool:
     """Return whether a ported layer runs its kernel on `x`, not the method that it inherits.
 
-    It does if `x` is where kernels run, unless somebody has replaced a method of the class that was ported.
+    The kernel runs if `x` is on an accelerator and nobody has replaced a method of the layer's original
+    class.
     """
     return on_accelerator(x) and not is_patched(type(module))
 
@@ -73,7 +73,6 @@ def is_watched(module: nn.Module) -> bool:
 
     That is so if the module has a `forward` set on the instance, a hook that may change or read values, or a
     class of which somebody has replaced a method.
-    The hooks of `watched(..., names_only=True)`, which only name a program's instructions, do not count.
     """
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     has_hooks = any(not getattr(hook, "names_only", False) for hook in hooks)
@@ -84,7 +83,7 @@ def as_layer(module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls `run`, in the place of a module, in the module's name scope.
 
     Args:
-        module: a module for which `is_watched` is false: all of its hooks are `names_only`.
+        module: a module for which `is_watched` is false, so that its hooks only name scopes.
         run: function of the module's inputs to its result.
     """
 

@@ -33,7 +33,7 @@ def of_several_processes(mesh: "Mesh | None") -> bool:
 
 
 def free_memory(mesh: "Mesh | None" = None) -> int:
-    """Return the free bytes of a device: of JAX's first device here, or of each device of a mesh.
+    """Return the free bytes of JAX's first device here, or of each device of a mesh.
 
     CPU devices share the host's free memory equally. For a mesh of several processes the result is the least
     of all processes', and every process must call this.
@@ -49,7 +49,6 @@ def free_memory(mesh: "Mesh | None" = None) -> int:
 
 
 def _free_memory(devices: int) -> int:
-    """Return the free bytes of the first local device; on a CPU, the host's divided by `devices`."""
     import jax
 
     stats = jax.local_devices()[0].memory_stats()

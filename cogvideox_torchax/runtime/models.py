@@ -20,10 +20,7 @@ from cogvideox_torchax.runtime.weights import put_weights, replace_weights
 
 
 def save_as_stock(model: nn.Module) -> None:
-    """Have a pipeline's model_index.json name the model's class of diffusers or transformers, not ours.
-
-    That class is the first one in the order of inheritance that is not of this package.
-    """
+    """Have a saved pipeline name the model's class of diffusers or transformers, not this package's."""
     ours = __name__.partition(".")[0]
     kinds = (kind for kind in type(model).__mro__ if kind.__module__.partition(".")[0] != ours)
     upstream.set_saved_package(model, next(kinds))
@@ -41,18 +38,15 @@ class CopiesWithoutPrograms:
     """Mixin of ported classes: a copy is ported as well, and compiles its own programs."""
 
     def _state(self) -> dict[str, Any]:
-        """Return the attributes for a copy: without compiled programs."""
         attributes = vars(self).copy()  # in one step: another thread may add its first program meanwhile
         return {name: value for name, value in attributes.items() if name not in DERIVED_ATTRIBUTES}
 
     def __copy__(self) -> Any:
-        """Return a shallow copy with the same weights, and without compiled programs."""
         copied = object.__new__(type(self))
         vars(copied).update(self._state())
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return a deep copy without compiled programs."""
         copied = object.__new__(type(self))
         memo[id(self)] = copied
         # With torchax on, plain tensors, which a model may hold beside its weights, could not be copied.
@@ -64,20 +58,18 @@ class PicklesAsStock(CopiesWithoutPrograms):
     """Mixin of ported pipelines and schedulers: a pickle has the original class, from before `port`."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes for a pickle: without compiled programs."""
         return self._state()
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
-        """Return (function, arguments, state) for pickle: make an empty stock object, set its attributes."""
         # The last base is the original class; pickle could not import the class that `port` made.
         stock = type(self).__bases__[-1]
         return object.__new__, (stock,), self.__getstate__()
 
 
 class PortedModel(CopiesWithoutPrograms, nn.Module):
-    """Mixin of ported models, with a mesh; a copy has the mesh too, and no compiled programs.
+    """Mixin of ported models, which have a mesh. A copy has the same mesh.
 
-    A pickle has neither mesh nor programs; an unpickled model is in PyTorch.
+    A pickle has neither the mesh nor the state of step caches; an unpickled model is in PyTorch.
     """
 
     _mesh: Any = None
@@ -91,12 +83,11 @@ class PortedModel(CopiesWithoutPrograms, nn.Module):
         """Move or cast the model as torch does, whether or not torchax is on.
 
         Tied weights stay tied. Weights moved to "cpu" are copies, which share no memory with JAX's arrays.
-        For "jax" the weights are cast first, on the device where they are, so that JAX gets the final dtype.
         """
         device, dtype = device_and_dtype(args, kwargs)
         if is_jax_device(device):
             if dtype is not None:
-                self.to(dtype)
+                self.to(dtype)  # before the move, so that JAX gets the final dtype
             self.place()
             return self
         if device is not None and torch.device(device).type == "cpu":
@@ -112,7 +103,6 @@ class PortedModel(CopiesWithoutPrograms, nn.Module):
         put_weights(self)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Apply `fn` to all weights, with torchax on if they are on JAX."""
         with active() if is_on_jax(self) else contextlib.nullcontext():
             return super()._apply(fn, recurse)
 
@@ -121,12 +111,10 @@ class PortedModel(CopiesWithoutPrograms, nn.Module):
         return self.to("cpu")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PortedModel":
-        """Return a deep copy on the same mesh, without compiled programs."""
         if self._mesh is not None:
             memo[id(self._mesh)] = self._mesh  # JAX's devices cannot be copied
         return super().__deepcopy__(memo)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes for a pickle: without mesh, programs and the state of step caches."""
         left_out = {"_mesh", *upstream.CACHE_STATE}
         return {name: value for name, value in self._state().items() if name not in left_out}

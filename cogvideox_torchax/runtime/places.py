@@ -1,7 +1,7 @@
 """Programs of arrays: pure functions of weights, inputs and a cache, each for a place. Without torch.
 
 A cache is a tree of arrays that a call returns and the next call takes: a VAE's convolutions keep frames of a
-chunk in it for the next chunk. A struct is a `jax.ShapeDtypeStruct`, which stands for an array.
+chunk in it for the next chunk. A struct is a `jax.ShapeDtypeStruct`: an array's shape, dtype and sharding.
 """
 
 import contextlib
@@ -20,22 +20,18 @@ from cogvideox_torchax.runtime.user_checks import runs_unchecked
 class Place:
     """The devices of a program: here one device, JAX's default if None; a subclass is for a mesh.
 
-    The argument `name` of a method is the name of a weight, by which a subclass may choose a sharding.
+    A subclass may choose a weight's sharding by its `name`.
     """
 
     def __init__(self, device: Any = None):
         self._device = device
 
     def weight(self, name: str, array: Any) -> Any:
-        """Return a weight, an array on JAX, on the program's devices.
-
-        For one device, which has it already, this is `array` itself. A subclass for a mesh may choose a
-        sharding by `name`.
-        """
+        """Return a weight, an array on JAX, on the program's devices."""
         return array
 
     def put(self, array: Any) -> Any:
-        """Return an input, a NumPy or a JAX array, even a traced one, on the devices of the program.
+        """Return an input, a NumPy or a JAX array, even a traced one, on the program's devices.
 
         Without a mesh it is returned unchanged: the program's call moves it.
         """
@@ -47,47 +43,48 @@ class Place:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     def weight_struct(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Return the `jax.ShapeDtypeStruct` of a weight; only a subclass for a mesh reads its `name`."""
+        """Return the struct of a weight."""
         return self.struct(shape, dtype)
 
     def cache_struct(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Return the struct (shape, dtype, sharding) of one of a cache's arrays."""
+        """Return the struct of one of a cache's arrays."""
         return self.struct(shape, dtype)
 
     def trace(self, run: Callable[..., Any], inputs: Any, cache: Any) -> Any:
         """Return `run(inputs, cache)`, the result and the next cache; called while a program is traced.
 
-        A subclass may change the arguments and results, for example to shard them. Keywords that it passes to
-        `run` reach the network's call; a `TorchNetwork` passes them to `self.watching`.
+        A subclass may shard the arguments and results. Keywords that it passes to `run` reach the network's
+        call; a `TorchNetwork` passes them to `self.watching`.
         """
         return run(inputs, cache)
 
     def compiler_options(self) -> dict[str, str]:
-        """Return XLA's options, by name, for a program; this class has none."""
+        """Return XLA's options, by name, for a program."""
         return {}
 
     def watching(self, network: Any) -> contextlib.AbstractContextManager[Any]:
         """Return a context that is open while `network`, a copy of a torch network, is traced.
 
-        A subclass uses it to change the copy. This class changes nothing.
+        A subclass may change the copy.
         """
         return contextlib.nullcontext()
 
 
 class ArrayProgram:
-    """A network (inputs, cache) -> (result, cache), compiled for a place: a pure function of weights too.
+    """A network (inputs, cache) -> (result, cache), compiled for a place as a pure function of weights too.
 
     For each set of shapes there are two compiled programs: one for a call without a cache, such as a video's
-    first chunk, and one for a call with a cache, which is donated. Weights are arguments, and none are kept.
-    Any thread may run it. `compilations` counts the programs traced so far; `untraceable` is the reason
-    if the network cannot be traced.
+    first chunk, and one for a call with a cache, which is donated. Any thread may run it.
 
     Args:
         network: called as `network(place, weights, inputs, cache, **options)`, returns (result, next cache).
-            Its `name` is the program's; its `weights` are structs, which only `structs` reads. JAX drops
-            arguments that are not read, and does not donate them: a network with a true `keep_unused` keeps
-            them.
+            Its `name` is the program's; its `weights` are structs, which only `structs` reads. A network with
+            a true `keep_unused` keeps arguments that it does not read, which JAX would drop and not donate.
         place: the devices that the program runs on; None for JAX's default device.
+
+    Attributes:
+        compilations: number of programs traced so far.
+        untraceable: the reason why the network cannot be traced, or None.
     """
 
     def __init__(self, network: Any, place: Place | None = None):
@@ -104,13 +101,12 @@ class ArrayProgram:
         self._compiled = jax.jit(
             run,
             donate_argnums=2,  # the cache
-            # JAX drops arguments that are not read, and then does not donate them.
             keep_unused=getattr(network, "keep_unused", False),
             compiler_options=self.place.compiler_options(),
         )
 
     def _trace(self, weights: Any, inputs: Any, cache: Any) -> Any:
-        """Run the network, sharded by the place; count a program, as JAX calls this only to trace one."""
+        """Run the network, sharded by the place; JAX calls this only to trace a program, which is counted."""
         self.compilations += 1
         return self.place.trace(functools.partial(self._network, self.place, weights), inputs, cache)
 
@@ -127,7 +123,7 @@ class ArrayProgram:
 
     @runs_unchecked
     def empty_cache(self, weights: Any, inputs: Any) -> Any:
-        """Return zeros, shaped and placed like the cache that the first call, without a cache, returns."""
+        """Return zeros, shaped and placed like the cache that a call without a cache returns."""
         return jax.tree.map(
             lambda struct: jnp.zeros(struct.shape, struct.dtype, device=struct.sharding),
             self._cache_structs(weights, inputs),
@@ -141,21 +137,19 @@ class ArrayProgram:
 
     @runs_unchecked
     def lower(self, weights: Any, inputs: Any, cache: Any = None) -> Any:
-        """Lower the program for arrays, or for `jax.ShapeDtypeStruct`s."""
+        """Lower the program for arrays or structs."""
         return self._compiled.lower(weights, inputs, cache)
 
     def structs(self, inputs: Any, *, before: Any = None) -> tuple[Any, Any, Any]:
-        """Return structs (`ShapeDtypeStruct`) of the weights, the inputs and the cache that `lower` takes.
+        """Return structs of the weights, the inputs and the cache that `lower` takes.
 
         Args:
-            inputs: the input's pair (shape, JAX dtype). For several inputs, a dictionary from a name to such
-                a pair, or for cosines and sines to a tuple of two pairs.
+            inputs: the input's pair (shape, JAX dtype), or a dictionary or a tuple of such pairs.
             before: the inputs of the previous call, whose cache this call takes, described as `inputs`; None
                 for a call without a cache.
         """
 
         def place_weight(path: Any, weight: Any) -> Any:
-            """Return a weight's struct on the place; its name is its path in the tree of weights."""
             name = jax.tree_util.keystr(path, simple=True)
             return self.place.weight_struct(name, weight.shape, weight.dtype)
 
@@ -164,18 +158,11 @@ class ArrayProgram:
         return weights, self._structs(inputs), cache
 
     def _cache_structs(self, weights: Any, inputs: Any) -> Any:
-        """Return the shapes, dtypes and shardings of the cache that a call without a cache returns.
-
-        The result's leaves are `jax.ShapeDtypeStruct`s; the arguments' leaves may be these, or arrays.
-        """
+        """Return the structs of the cache that a call without a cache, for arrays or structs, returns."""
         _, cache = jax.eval_shape(self._compiled, weights, inputs, None)
         return jax.tree.map(lambda struct: self.place.cache_struct(struct.shape, struct.dtype), cache)
 
     def _structs(self, described: Any) -> Any:
-        """Return sharded shape-dtype structs of inputs.
-
-        `described` is a (shape, dtype), or a tree of such pairs: a dictionary or a tuple.
-        """
         return jax.tree.map(lambda pair: self.place.struct(*pair), described, is_leaf=describes_one_input)
 
 

@@ -48,8 +48,6 @@ def profiling(directory: str | Path) -> Iterator[None]:
 def named_layers(network: nn.Module) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which tracing a network names instructions after its layers, if profiling.
 
-    Without a profile the context does nothing.
-
     Args:
         network: a skeleton (a copy of a user's modules, made to be traced); it gets hooks.
     """
@@ -61,5 +59,5 @@ def named_layers(network: nn.Module) -> contextlib.AbstractContextManager[Any]:
 
 
 def is_profiling() -> bool:
-    """Return whether a profile is being recorded; programs traced meanwhile have the layers' names."""
+    """Return whether a profile is being recorded."""
     return _profiling

@@ -48,8 +48,8 @@ class _Uncompiled(nn.Module):
 def _copied(module: Module, done: dict[int, Any]) -> Module:
     """Copy a module and its children, around the same weights.
 
-    `done` maps ids of originals to copies, so that each is copied once. It gets a copy before the children
-    are copied: a child may refer to its parent.
+    `done` maps ids of originals to copies. It gets a copy before the children are copied, as a child may
+    refer to its parent.
     """
     if id(module) in done:
         return done[id(module)]
@@ -85,8 +85,8 @@ LIBRARIES = frozenset(
 def has_state(value: Any, of_processor: bool) -> bool:
     """Return whether a value is an object with attributes that a forward may read and write.
 
-    It is no module, tensor, class or function. `of_processor` is whether it is an attention processor, or in
-    one; other objects count if they are of a class of the user's.
+    An attention processor counts, and any object in one (`of_processor`) but modules, tensors, classes and
+    functions. Elsewhere only an object whose class is the user's counts.
     """
     others = nn.Module | torch.Tensor | type | ModuleType | FunctionType | MethodType
     if not hasattr(value, "__dict__") or isinstance(value, others) or type(value) in CONTAINERS:
@@ -130,7 +130,7 @@ class ForeignForwardError(ValueError):
 
 
 def weightless(module: Module) -> Module:
-    """Return a copy of a module tree (`skeleton`) whose weights have a shape and a dtype, but no memory.
+    """Return a skeleton whose weights have a shape and a dtype, but no memory.
 
     Raises:
         ForeignForwardError: a module has one.
@@ -153,12 +153,11 @@ def weightless(module: Module) -> Module:
 
 
 def host_skeleton(module: Module) -> Module:
-    """Return a copy of the modules (`skeleton`) whose weights are plain tensors; `module` does not change."""
+    """Return a skeleton of a module tree whose weights are plain tensors."""
     return _with_weights(module, to_torch)
 
 
 def _with_weights(module: Module, make: Callable[[torch.Tensor], torch.Tensor]) -> Module:
-    """Return a copy (`skeleton`) with `make(weight)` in place of each weight; tied weights stay tied."""
     copied = skeleton(module)
     without_torchax(replace_weights, copied, make)
     return copied

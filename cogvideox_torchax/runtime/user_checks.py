@@ -19,7 +19,7 @@ CHECKS = (
 
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
-    """Run a block without the two checks.
+    """Run a block without JAX's checks of rank promotion and of transfers.
 
     `jax_numpy_rank_promotion="raise"` refuses the broadcasting that is usual in PyTorch, and
     `jax_transfer_guard="disallow"` each Python number and array of the host that reaches a device.
@@ -31,7 +31,7 @@ def unchecked() -> Iterator[None]:
 
 
 def runs_unchecked(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a function that runs without the two checks; if they are off, at next to no cost."""
+    """Return a function that runs `unchecked`; if the checks are off, at next to no cost."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

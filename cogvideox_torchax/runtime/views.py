@@ -3,7 +3,7 @@
 In PyTorch a view, such as `x.transpose(1, 2)`, shares its storage with `x`: a write into either is seen in
 both. JAX's arrays are values, and torchax makes an independent array of every view but a slice by brackets.
 So it loses `x.transpose(1, 2)[:, ::2] *= 0.5` without a word. `share_views` has each tensor know the tensors
-that would share its storage, and brings them up to date after a write.
+that would share its storage, and updates them after a write.
 """
 
 import functools
@@ -37,7 +37,7 @@ class _Storage:
         self._tensors[key] = weakref.ref(tensor, lambda _: self._tensors.pop(key, None))
 
     def write(self, source: Any) -> None:
-        """Bring all other tensors up to date after a write into `source`.
+        """Update all other tensors after a write into `source`.
 
         Raises:
             ValueError: another tensor has another dtype, as `x.view(dtype)` has.
@@ -78,8 +78,7 @@ def _places(layout: torch.Tensor) -> Any:
 def share_views(torchax: Any) -> None:
     """Have the views of torchax's tensors share their values.
 
-    Needs `Environment.dispatch`, through which each operation goes, and `_elem` of torchax's tensors, which
-    each write sets.
+    Each operation goes through torchax's `Environment.dispatch`, and each write sets a tensor's `_elem`.
     """
     tensor, view = torchax.tensor.Tensor, torchax.view.View
     dispatch, detach_alone = torchax.tensor.Environment.dispatch, vars(tensor)["detach"]
@@ -105,10 +104,10 @@ def share_views(torchax: Any) -> None:
         return vars(source)[LAYOUT]
 
     def share(source: Any, results: Any, make: Callable[[torch.Tensor], Any]) -> None:
-        """Add the results of an operation, a view in most cases, to the storage of its input `source`.
+        """Add the results of an operation to the storage of its input `source`, as far as they are views.
 
-        `make` is the operation, of which torch tells by its layouts whether it makes views: a `reshape`
-        copies what it cannot view.
+        The layouts that `make`, the operation, returns tell which ones are: a `reshape` copies what it cannot
+        view.
         """
         with no_dispatch(), torch._C.DisableTorchFunction():
             layout = layout_of(source)
@@ -139,7 +138,6 @@ def share_views(torchax: Any) -> None:
         return result
 
     def detach(self: Any) -> Any:
-        """Return the tensor without its gradient; both share their values."""
         detached = detach_alone(self)
         share(self, detached, torch.Tensor.detach)
         return detached

@@ -54,10 +54,7 @@ def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 @runs_unchecked
 def on_default_device(_name: str, array: Any) -> Any:
-    """Return a NumPy array as a copy on JAX's default device; return a JAX array unchanged.
-
-    This is the default `place` of `put_weights`, which passes a weight's name first.
-    """
+    """Return a NumPy array as a copy on JAX's default device, and a JAX array itself."""
     import jax
     import jax.numpy as jnp
 
@@ -65,13 +62,10 @@ def on_default_device(_name: str, array: Any) -> Any:
 
 
 def replace_weights(module: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Replace a module's parameters and buffers, each made once from the old one; tied weights stay tied.
+    """Replace a module's parameters and buffers by `make(tensor)`, once for each tensor.
 
-    Call it with torchax off.
-
-    Args:
-        module: the module; its old tensors are left as they are.
-        make: returns a new plain tensor for an old tensor.
+    `make` returns a new plain tensor, and leaves the old one as it is. Tied weights stay tied. torchax must
+    be off.
     """
     _replace(module, lambda _name, tensor: make(tensor))
 
@@ -85,7 +79,6 @@ def put_weights(module: nn.Module, place: Callable[[str, Any], Any] = on_default
     """
 
     def put(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor on JAX, the same object if it is there already."""
         if on_jax(tensor):
             return replace_array(tensor, functools.partial(place, name))
         return tensor_of(place(name, host_array(tensor)))
@@ -96,7 +89,6 @@ def put_weights(module: nn.Module, place: Callable[[str, Any], Any] = on_default
 # In inference mode torch would make parameters that nobody can train, and that take no in-place change.
 @torch.inference_mode(False)
 def _replace(module: nn.Module, make: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
-    """Replace a module's parameters and buffers by `make(name, tensor)`, once for each tensor."""
     replacements: dict[int, torch.Tensor] = {}
     # `tensors[key]` is the weight `name` in its module's own dictionary of parameters or buffers.
     for name, tensors, key in _weight_slots(module):
@@ -107,7 +99,7 @@ def _replace(module: nn.Module, make: Callable[[str, torch.Tensor], torch.Tensor
 
 
 def _replaced(tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Return `make(tensor)`, a parameter if `tensor` is one; its gradient is `make` of the gradient."""
+    """Return `make(tensor)`, a parameter if `tensor` is one, whose gradient is `make` of the old gradient."""
     made = make(tensor)
     if made is tensor or not isinstance(tensor, nn.Parameter):
         return made

@@ -1,14 +1,15 @@
 """The sharding of a VAE's arrays on a mesh, and the padding of sizes that do not divide.
 
-Videos are split by width, in either layout: one video over both mesh axes, a batch that "dp" divides by video
-over "dp" and by width over "tp". A batch that "dp" does not divide is split as one video is: padding the
-batch would cost each device a video's work, padding a width costs a few columns. Time is never split, weights
-are copied to every device.
+Videos are split by width: one video over both mesh axes, a batch that "dp" divides by video over "dp" and by
+width over "tp". A batch that "dp" does not divide is split as one video is: padding the batch would cost each
+device a video's work, padding a width costs a few columns. Time is never split, and every device has all
+weights.
 
-A width that does not divide is padded on entry (`PaddedChunk`): 90 latent columns over 8 devices to 8 x 12,
-and so 24, 48 and 96 columns a device at the levels above. Kernels get the number of columns that belong to
-the frame (`jax_kernels.common.columns.Split`), and the padding is cut off a user's results. XLA would pad
-each level separately, 180 columns to 8 x 23 and 360 to 8 x 45, and move columns between devices each time.
+A width that does not divide is padded on entry (`PaddedChunk`): 90 latent columns over 8 devices become 96,
+12 a device, and so 24, 48 and 96 columns a device at the levels above. Kernels get the number of columns that
+belong to the frame (`jax_kernels.common.columns.Split`), and the padding is cut off a user's results. XLA
+would pad each level separately, 180 columns to 8 x 23 and 360 to 8 x 45, and move columns between devices
+each time.
 """
 
 import contextlib
@@ -62,7 +63,7 @@ class MeshPlace(Place):
     layers: dict[str, set[tuple[int, ...]]] = field(default_factory=dict, compare=False, kw_only=True)
 
     def spec(self, shape: tuple[int, ...]) -> PartitionSpec:
-        """Return the sharding of an activation of this shape; each subclass has its own rule."""
+        """Return the sharding of an activation of this shape."""
         raise NotImplementedError
 
     def parts(self, spec: PartitionSpec) -> list[int]:
@@ -104,15 +105,14 @@ class Placement(MeshPlace):
 
     @property
     def cache_placement(self) -> "Placement":
-        """The placement of the convolutions' caches, which may have another order of axes than chunks."""
+        """The placement of the convolutions' caches."""
         return Placement(self.mesh, self.cache_axes or self.axes)
 
     def spec(self, shape: tuple[int, ...]) -> PartitionSpec:
-        """Return the sharding of an activation of this shape, split along its width."""
         return self._spec_along(shape, self.axes.index("W"))
 
     def _spec_along(self, shape: tuple[int, ...], axis: int) -> PartitionSpec:
-        """Return the sharding of an array of this shape: by video over "dp" and along `axis` over "tp".
+        """Return the sharding of an array of this shape, by video over "dp" and along `axis` over "tp".
 
         If "dp" does not divide the number of videos, the array is split along `axis` over "dp" and "tp".
         """
@@ -124,21 +124,22 @@ class Placement(MeshPlace):
     def padding(self, shape: tuple[int, ...]) -> list[tuple[int, int]]:
         """Return the padding (before, after) of each axis that makes shards equal at all resolutions.
 
-        A device must have all columns of a latent pixel: the width of a shard is a multiple of `self.unit`,
-        the number of columns for each latent pixel.
+        The width of a shard is a multiple of `self.unit`.
         """
-        divisors = self.parts(self.spec(shape))  # for each axis, the number of devices that split it
+        divisors = self.parts(self.spec(shape))
         divisors[self.axes.index("W")] *= self.unit
         # `-size % divisor` is what `size` lacks to the next multiple.
         return [(0, -size % divisor) for size, divisor in zip(shape, divisors, strict=True)]
 
     def result_without_padding(self, x: jax.Array, split: Split = WHOLE) -> jax.Array:
-        """Return a result without the padding columns, sharded by `result_spec`; for traced code.
-
-        `split` has the ratio of the frame's own columns to all columns; by default there is no padding.
+        """Return a traced result without the padding columns, sharded by `result_spec`.
 
         The padded result is constrained to a split by width first. Otherwise XLA would propagate a split by
         rows or channels (`result_spec`) back into earlier layers, and gather their inputs.
+
+        Args:
+            x: the padded result.
+            split: has the ratio of the frame's own columns to all columns; by default there is no padding.
         """
         width_axis = self.axes.index("W")
         width = split.real_columns(x.shape[width_axis])
@@ -148,16 +149,12 @@ class Placement(MeshPlace):
         )
 
     def trace(self, run: Callable[..., Any], inputs: PaddedChunk, cache: Any) -> tuple[jax.Array, Any]:
-        """Run a network on a chunk and its cache with their shardings; inside a program.
+        """Return `run(array, cache, split=split)`, sharded on the mesh, with the result's padding cut off.
 
         Args:
-            run: returns (result, next cache) of `run(array, cache, split=split)`; `split` is the sharding of
-                columns.
-            inputs: the chunk: a padded `array`, and its `shape` without the padding.
+            run: returns (result, next cache); `split` is the sharding of columns.
+            inputs: the chunk.
             cache: from the chunk before; None at a video's start.
-
-        Returns:
-            The result, without padding, and the next cache.
         """
         video_axis, channel_axis, width_axis = map(self.axes.index, "NCW")
         spec = self.spec(inputs.shape)
@@ -218,20 +215,17 @@ class Placement(MeshPlace):
         return PaddedChunk(spread(array, sharding), shape)
 
     def struct(self, shape: tuple[int, ...], dtype: Any) -> PaddedChunk:
-        """Return the result of `put` for an input of this shape, with a sharded struct as its array."""
         padded = tuple(size + after for size, (_, after) in zip(shape, self.padding(shape), strict=True))
         return PaddedChunk(jax.ShapeDtypeStruct(padded, dtype, sharding=self.sharding(shape)), shape)
 
     def cache_struct(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        """Return the shape, dtype and sharding of one array of the convolutions' cache."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.cache_placement.sharding(shape))
 
     def weight(self, name: str, array: Any) -> jax.Array:
-        """Return a weight with a copy on every device of the mesh, whatever its name."""
+        """Return a weight with a copy on every device of the mesh."""
         return spread(array, self.replicated)
 
     def weight_struct(self, name: str, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        """Return the struct of a weight, replicated on the mesh whatever its name."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
 
     def result_spec(self, shape: tuple[int, ...]) -> PartitionSpec:
@@ -272,7 +266,7 @@ class BatchPlacement(MeshPlace):
     """Elements of the smallest weight that is split."""
 
     def spec(self, shape: tuple[int, ...]) -> PartitionSpec:
-        """Return the sharding of an input: its first axis over "dp", if that divides it."""
+        """Return the sharding of an input's batch, its first axis, over "dp" if that divides it."""
         return (
             PartitionSpec("dp")
             if len(shape) > 1 and shape[0] % self.mesh.shape["dp"] == 0
@@ -280,7 +274,6 @@ class BatchPlacement(MeshPlace):
         )
 
     def weight_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
-        """Return the sharding of a weight."""
         divided = (axis for axis, size in enumerate(shape) if size % self.mesh.size == 0)
         axis = next(divided, None) if self.split and math.prod(shape) >= self.SMALLEST else None
         return (
@@ -288,23 +281,18 @@ class BatchPlacement(MeshPlace):
         )
 
     def weight(self, name: str, array: Any) -> jax.Array:
-        """Return a weight with its sharding; the same array if it has that already."""
         return spread(array, self.weight_sharding(array.shape))
 
     def weight_struct(self, name: str, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        """Return the shape, dtype and sharding of a weight."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.weight_sharding(shape))
 
     def put(self, array: Any) -> jax.Array:
-        """Return an input that is whole on every device."""
         return spread(array, self.replicated)
 
     def struct(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        """Return the shape, dtype and sharding of an input: whole on every device."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
 
     def trace(self, run: Callable[..., Any], inputs: Any, cache: Any) -> Any:
-        """Return (result, cache) of `run(inputs, cache)` in a trace; the inputs' batch is split."""
         # Kernels read the mesh, and map themselves over the devices: XLA cannot split a kernel.
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             result, cache = run(jax.tree.map(self._split_batch, inputs), cache)
@@ -317,7 +305,7 @@ class BatchPlacement(MeshPlace):
 def columns_last_on(target: Target, x_NTHWC: jax.Array) -> jax.Array:
     """Return `x` unchanged; a TPU stores it with columns, not its few channels, in the lanes of tiles.
 
-    `target` is the platform that the op is traced for, with the sharding of columns (from `dispatch`).
+    `dispatch` passes `target`, the platform that the op is traced for, with the sharding of columns.
     """
     return map_shards(target, store_columns_last, (x_NTHWC,))
 
@@ -325,11 +313,9 @@ def columns_last_on(target: Target, x_NTHWC: jax.Array) -> jax.Array:
 def spread(array: Any, sharding: NamedSharding) -> jax.Array:
     """Return an array with a sharding, or the array itself if it has that sharding already.
 
-    Each process places its own shards.
-
     Args:
-        array: of NumPy or JAX, even a traced one. Each of several processes passes the whole array, or a JAX
-            array that is on the devices of all processes.
+        array: of NumPy or JAX, even a traced one. Each of several processes passes the whole array, of which
+            it places its own shards, or a JAX array that is on the devices of all processes.
         sharding: of the result.
     """
     if is_traced(array):

@@ -109,10 +109,9 @@ def check_one_process(mesh: Mesh | None) -> None:
 
 
 def exit_at_once(code: int) -> None:
-    """Exit at once, with an exit code, if this process has joined others; return if it is alone.
+    """Exit with a code after a failure, if this process has joined others; return if it is alone.
 
-    For a process that has failed: a clean exit would first wait for the other processes, which wait for this
-    one.
+    A clean exit would first wait for the other processes, which wait for this one.
     """
     if jax.distributed.is_initialized():
         sys.stdout.flush()
@@ -125,16 +124,15 @@ class Exchange:
 
     Its methods must be called in the same order in every process.
 
-    Attributes:
+    Args:
         directory: directory of the files; the same for all processes, and of this run alone.
     """
 
     def __init__(self, directory: Path):
-        self.directory = directory  # all processes see it: they exchange chunks by files in it
+        self.directory = directory
         self._chunks = 0  # number of chunks written so far; chunks are numbered from 1
-        self._previous_file: Path | None = (
-            None  # of `fetch_to_all`, by this process; others may be reading it
-        )
+        # The last file of `fetch_to_all` by this process, which others may be reading.
+        self._previous_file: Path | None = None
 
     def fetch_to_all(self, tensor: "torch.Tensor") -> "torch.Tensor":
         """Return a chunk, of which each process holds a part, as a plain tensor in every process."""
@@ -147,10 +145,7 @@ class Exchange:
         return whole
 
     def fetch_to_first(self, tensor: "torch.Tensor") -> "torch.Tensor":
-        """Return a chunk as a plain tensor in the first process, a tensor of no frames in other processes.
-
-        Each process holds a part of the chunk, and writes it to a file. The first process joins the files.
-        """
+        """Return a chunk as a plain tensor in the first process, a tensor of no frames in other processes."""
         array = self._write(tensor)  # (N, C, T, H, W), of which this process has a part
         if not is_first():
             return runtime.plain_tensor(np.zeros((*array.shape[:2], 0, *array.shape[3:]), array.dtype))
@@ -183,9 +178,9 @@ class Exchange:
         return array
 
     def _join(self, array: jax.Array) -> "torch.Tensor":
-        """Return a chunk's whole array, joined from the files that all processes write their shards to.
+        """Return the whole array of the last chunk, from the files of all processes.
 
-        The chunk is the last one that `_write` counted; `array` has the shards of this process.
+        `array` has the shape, the dtype and the shards of the chunk.
         """
         whole = np.empty(array.shape, array.dtype)
         for process, shards in shards_by_process(array).items():

@@ -57,9 +57,7 @@ class Error:
 class LayerError(Error):
     """The error of a layer's output, over all chunks.
 
-    Attributes:
-        name: the layer's name.
-        chunk: number of the first chunk in which the difference leaves the tolerance; None if it never does.
+    `chunk` is the number of the first chunk whose difference leaves the tolerance; None if none does.
     """
 
     name: str
@@ -73,8 +71,7 @@ class WholeError(Error):
     Attributes:
         at_borders: mean difference of the frames next to a border between chunks; None without such frames.
         inside: mean difference of all other frames; None without such frames.
-        psnr, ssim: of each decoded frame against the reference's, infinite and 1 for equal frames; empty for
-            moments.
+        psnr, ssim: of each decoded frame, infinite and 1 for equal frames; empty for moments.
     """
 
     at_borders: float | None
@@ -85,14 +82,7 @@ class WholeError(Error):
 
 @dataclass
 class Contract:
-    """One contract of docs/architecture.md, as measured.
-
-    Attributes:
-        name: the contract in words, with the direction.
-        measured: the measured value.
-        allowed: its bound.
-        passed: whether the bound is kept; false for a NaN.
-    """
+    """One contract of docs/architecture.md, named in words, with its measured value and its bound."""
 
     name: str
     measured: float
@@ -102,13 +92,7 @@ class Contract:
 
 @dataclass
 class Candidate:
-    """A backend to verify.
-
-    Attributes:
-        name: name of the backend.
-        dtype: dtype of its weights and input.
-        backend: the backend with its model.
-    """
+    """A backend to verify, with its model; `dtype` is that of the weights and of the input."""
 
     name: str
     dtype: torch.dtype
@@ -128,7 +112,6 @@ class Result:
     """The results of one backend in one dtype.
 
     Attributes:
-        backend, dtype: their names.
         layers: the errors of the layers of both directions, in running order.
         whole: by direction, the error of the whole result; a result of a wrong shape has no entry.
         contracts: the contracts, kept or not.
@@ -151,12 +134,7 @@ class Result:
 
 
 def make_candidate(name: str, dtype: torch.dtype, reference: DiffusersAutoencoder) -> Candidate:
-    """Return a backend that has a copy of the reference's weights in another dtype.
-
-    Args:
-        name: name of the backend.
-        dtype: dtype of its weights and input.
-        reference: diffusers' own model.
+    """Return a backend, by its name, that has a copy of the reference's weights in another dtype.
 
     Raises:
         BackendError: a backend that is unknown, or not part of this installation.
@@ -187,7 +165,6 @@ class Differences(NamedTuple):
 
     @classmethod
     def between(cls, got: torch.Tensor, want: torch.Tensor) -> "Differences":
-        """Return the differences of one chunk's output from the reference's."""
         if got.shape != want.shape:
             raise ValueError(
                 f"got a layer of shape {tuple(got.shape)}, the reference's is {tuple(want.shape)}"
@@ -219,7 +196,7 @@ Layers = dict[str, list[Differences]]
 def compare_layers(
     reference: DiffusersAutoencoder, candidates: list[Candidate], direction: Direction, x: torch.Tensor
 ) -> list[Layers]:
-    """Run the reference and all candidates over the same chunks; return the candidates' differences.
+    """Run the reference and all candidates over the same chunks.
 
     Args:
         reference: diffusers' model in float32.
@@ -228,8 +205,7 @@ def compare_layers(
         x: the direction's whole input (N, C, T, H, W): a video, or latents.
 
     Returns:
-        For each candidate, in order, the differences of each chunk by the name of a layer (`Layers`). Layers
-        that a backend lacks are left out.
+        For each candidate, in order, the differences of the layers that its backend has.
     """
     # A recorder is the step of a chunk, with the outputs of layers, whose names `LAYER_NAME` matches.
     recorders = [candidate.backend.recorder(direction, LAYER_NAME.fullmatch) for candidate in candidates]
@@ -283,8 +259,7 @@ def compare_whole(got: torch.Tensor, want: torch.Tensor, lengths: list[int], pix
         got: the backend's result.
         want: the reference's result.
         lengths: number of the result's frames in each chunk.
-        pixels: whether the results are decoded frames, which get PSNR and SSIM too; false for the encoder's
-            moments (mean and log-variance).
+        pixels: whether the results are decoded frames, which get PSNR and SSIM too, and not moments.
     """
     difference = (got.double() - want.double()).abs()
     by_frame = difference.mean(dim=(0, 1, 3, 4)).numpy()
@@ -313,7 +288,7 @@ def _mean(values: np.ndarray) -> float | None:
 
 
 def _stream_contract(candidate: Candidate, z: torch.Tensor, want: torch.Tensor) -> Contract:
-    """Return the contract for `decode_stream`: its error relative to `decode`, and the limit of that error.
+    """Return the contract for the error of `decode_stream` relative to `decode`.
 
     Only the order of work differs, so the tolerance of float32 holds in every dtype.
     """
@@ -347,7 +322,7 @@ class Verifier:
         mean, _log_variance = moments.chunk(2, dim=1)
         self.inputs = {ENCODE: x, DECODE: mean}
         self.answers = {ENCODE: moments, DECODE: exact.run(DECODE, self.inputs[DECODE])}
-        self.lengths = {  # by direction, the number of the result's frames from each chunk of the input
+        self.lengths = {
             direction: direction.results(reference, self.inputs[direction].shape[2])
             for direction in Direction
         }
@@ -416,10 +391,7 @@ class Verifier:
     def _result(
         self, candidate: Candidate, layers: list[LayerError], baseline: dict[str, WholeError]
     ) -> Result:
-        """Run a candidate on the whole video; return its result, with all contracts.
-
-        A contract is a measured number, the largest allowed, and whether it is kept.
-        """
+        """Run a candidate on the whole video; return its result, with all contracts."""
         whole, shape_contracts = self._encode_and_decode(candidate)
         contracts = []
         for direction, error in whole.items():

@@ -107,9 +107,7 @@ def draw_layers(results: list[Result], path: Path) -> None:
     """Draw each layer's relative error on a log axis, a line for each result, and save the picture.
 
     Another line is the tolerance of float32; that of bfloat16 bounds other errors, relative to PyTorch's own.
-
-    A log axis has no 0. So a layer with an error of 0 is drawn on a line named "exact", at a third of the
-    smallest other error.
+    A log axis has no 0, so a layer with an error of 0 is drawn on a line named "exact".
     """
     figure, axes = pyplot().subplots(figsize=(12, 6), layout="constrained")
     values = [layer.relative for result in results for layer in result.layers]
