@@ -38,8 +38,8 @@ def port(
     A pipeline, of any class of diffusers' or of your own, is moved as well: every network becomes compiled
     programs, its weights go to JAX, and the pipeline's own call runs there. torchax is on while the
     pipeline's methods run, and not after. A network that this package does not know is compiled as it is. A
-    line is logged for each of these, and for each part that stays on the host. The modules of another object
-    with a VAE are moved too, but its methods stay as they are.
+    line is logged for each of these, and for each part that stays on the host. A part that is None stays
+    None. The modules of another object with a VAE are moved too, but its methods stay as they are.
 
     A scheduler, as a loop of your own needs it, keeps its tables on the host.
 

@@ -91,7 +91,10 @@ def active() -> Iterator[None]:
 
 
 def without_torchax(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return `function(*args, **kwargs)`, with torchax off and every other setting of this thread kept."""
+    """Return `function(*args, **kwargs)`, with torchax off and every other setting of this thread kept.
+
+    Loading safetensors and building on `torch.device("meta")` go wrong while torchax is on.
+    """
     with torchax_off() if is_enabled() else contextlib.nullcontext():
         return function(*args, **kwargs)
 

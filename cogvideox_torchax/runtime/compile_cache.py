@@ -13,7 +13,7 @@ def configure_compile_cache() -> None:
 
     The directory is the one that `COGVIDEOX_TORCHAX_COMPILE_CACHE` names, or by default
     `cogvideox-torchax/xla` in `$XDG_CACHE_HOME` or `~/.cache`. "off" sets no cache. A cache that JAX is
-    already configured with is left alone.
+    already configured with (`JAX_COMPILATION_CACHE_DIR`, or `jax_compilation_cache_dir`) is left alone.
     """
     import jax
     from jax.experimental.compilation_cache import compilation_cache
