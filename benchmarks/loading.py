@@ -112,7 +112,7 @@ def mesh(dp: int | None, tp: int | None, devices: Any = None) -> Any:
 
 def load(case: Case) -> Run:
     """Load the model and the inputs of a case; return the function that runs it once."""
-    loaders = {"kernels": _op, "train": _training_step, "step": _network, "prompt": _network}
+    loaders = {"kernels": _op, "train": _training_step, "step": network, "prompt": network}
     # An op's job is "kernels OP"; "encode", "decode" and "still" run in chunks.
     return loaders.get(case.job.partition(" ")[0], _chunks)(case)
 
@@ -213,7 +213,7 @@ def _network_and_inputs(case: Case) -> tuple[Any, dict[str, Any]]:
     return networks.transformer(config, dtype, device), inputs
 
 
-def _network(case: Case) -> Run:
+def network(case: Case) -> Run:
     """Load the transformer or the text encoder; a run gives the job's name and the network's result.
 
     On JAX the network is ported for the backend "torchax", and diffusers' own for "torchax-stock". There a

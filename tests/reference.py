@@ -231,7 +231,7 @@ def interpreted_kernels(*, lanes=16, large=1, on_mesh=False):
         patch.setattr(pl, "pallas_call", traced_call)
         patch.setattr(tiles, "LANES", lanes)
         patch.setattr(tiles, "SMALLEST", large)
-        patch.setattr(tpu, "RAGGED_IN_PLACE", False)
+        patch.setattr(tpu, "IN_PLACE", False)
         yield traced
 
 

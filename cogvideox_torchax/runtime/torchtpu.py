@@ -19,6 +19,7 @@ from cogvideox_torchax import upstream
 from cogvideox_torchax.runtime import bridge
 from cogvideox_torchax.runtime.skeleton import skeleton
 from cogvideox_torchax.runtime.weights import named_tensors
+from jax_kernels.norm_conv3d import tpu as kernel
 
 Trees = dict[tuple[Any, ...], Any]
 """The structures of a flat function's results, by the `shapes_of` its arguments."""
@@ -92,6 +93,7 @@ def shapes_of(arrays: Sequence[Any]) -> tuple[Any, ...]:
 @functools.cache
 def _operation(function: Callable[..., Any], tree: Any, constants: tuple[Any, ...]) -> tuple[Any, Trees]:
     """Return the operation of torch that computes a JAX function, for one structure of its arguments."""
+    kernel.IN_PLACE = False  # TorchTPU donates no inputs
     flat, trees = _flattened(function, tree, constants)
     # The same name in every process, as TorchTPU keeps compiled programs on disk.
     digest = hashlib.sha256(repr((tree, constants)).encode()).hexdigest()[:16]
@@ -112,7 +114,8 @@ def jax_op(name: str, function: Callable[..., Any]) -> Any:
 class TorchTPUProgram:
     """A network (inputs, cache) -> (result, cache), compiled by TorchTPU: a program for each set of shapes.
 
-    In `torch.compiler.set_stance("force_eager")` it runs operation by operation. A cache is not donated.
+    In `torch.compiler.set_stance("force_eager")` it runs operation by operation. A cache is not
+    donated, so the kernels write the next one beside it.
     """
 
     def __init__(self, network: nn.Module, backend: Any = None):

@@ -39,11 +39,12 @@ from jax_kernels.norm_conv3d.sizes import (
 )
 from jax_kernels.norm_conv3d.step import grid_position, matrices
 
-RAGGED_IN_PLACE = True
-"""True if the next cache reuses the memory of the last one even where columns are no whole chunks.
+IN_PLACE = True
+"""Whether the next cache reuses the memory of the last one, which a program's caller then has to donate.
 
-JAX's interpreters cannot run blocks that reach beyond such an argument. So tests that interpret the kernel
-set this to False; others compile it for TPUs without running it.
+TorchTPU donates no inputs, so its bridge sets this to False: XLA would copy each cache before the kernel
+writes into it. Tests that interpret the kernel set it to False too, because JAX's interpreters cannot run
+blocks that reach beyond such an argument; others compile it for TPUs without running it.
 """
 
 
@@ -176,8 +177,7 @@ def _by_kernel(
     y_bytes = x.nbytes // sizes.channels * sizes.outputs * (1 if residual is None else 2)
     cache_bytes = x.nbytes // sizes.input_frames * (TAPS - 1)  # the last two frames
     aliases = {}
-    # Tests that interpret the kernel turn `RAGGED_IN_PLACE` off for columns that are no whole chunks.
-    if cache is not None and (sizes.width == sizes.columns or RAGGED_IN_PLACE):
+    if cache is not None and IN_PLACE:
         # The next cache reuses the memory of `cache`. Keys are indices of arguments, values of results.
         aliases = {len(weights) + names.index("cache"): [*results].index("latest")}
     # The axes are videos, strips if there are several, and steps. A step modulates one block and finishes the

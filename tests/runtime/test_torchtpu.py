@@ -57,6 +57,7 @@ def on_cpu(monkeypatch, torchax_off):
     """Have the CPU be TorchTPU's device, and torch's own backend that traces be its compiler."""
     torchtpu._operation.cache_clear()
     monkeypatch.setattr(torchtpu, "jax_op", jax_op)
+    monkeypatch.setattr(torchtpu.kernel, "IN_PLACE", True)
     monkeypatch.setattr(bridge, "TPU", "cpu")
     monkeypatch.setattr(upstream, "added_device", lambda: "cpu")
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)  # torchax's, in this process
@@ -73,6 +74,11 @@ def pieces(pair, scale, *, offset=None, halves=1, split=WHOLE):
     total = a + b * scale if offset is None else a + b * scale + offset
     rest = {"half": total / halves} if a.shape[0] > 2 else None
     return (total, rest), a.sum()
+
+
+def test_a_kernel_does_not_write_into_its_caches_as_torchtpu_donates_none(on_cpu):
+    runtime.torch_view(pieces)((torch.ones(3), torch.ones(3)), 2.0)
+    assert not torchtpu.kernel.IN_PLACE
 
 
 def is_exact(weight, other):

@@ -244,7 +244,7 @@ def test_shards_have_the_gradients_of_one_device(interpreted_on_mesh):
 )
 @pytest.mark.slow_cases(but=["a padded shard with neighbours"])
 def test_its_derivatives_are_those_of_the_plain_form(of_shard, outputs, monkeypatch):
-    monkeypatch.setattr(tpu, "RAGGED_IN_PLACE", False)
+    monkeypatch.setattr(tpu, "IN_PLACE", False)
     x, _, kernel, bias, cache = inputs((1, 2, 2, 32, 128), outputs)
     ones = jnp.ones((1, 1, 1, 8, 128))
     residual = x[..., :outputs] + 1
