@@ -236,7 +236,7 @@ def _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, fa
     sums_ref[...] = jnp.zeros_like(sums_ref)
 
     def over_scores(visit: Callable[[Any, Any, Array], None]) -> None:
-        """Call `visit(queries_at, keys_at, scaled)` with the slices of each strip of queries and chunk of keys.
+        """Call `visit(queries_at, keys_at, scaled)` for each chunk of keys and each strip of queries.
 
         `scaled` holds the scores times `factor`, and minus infinity for padding keys.
         """

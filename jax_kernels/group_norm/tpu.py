@@ -138,8 +138,8 @@ def _moments(x_ref, mean_ref, m2_ref, origin_ref, *, blocks: int, together: int 
     Sums are of differences from a typical value of each column, in `origin_ref`, against cancellation. Until
     the last of `blocks` blocks `mean_ref` has means less the origins. A loop's body has `together` columns.
     """
-    # The grid is (videos, blocks of columns, blocks of rows). `pl.num_programs` could be wrong: JAX 0.11 reuses
-    # a kernel's trace for blocks of the same shapes, even in a grid of another size.
+    # The grid is (videos, blocks of columns, blocks of rows). `pl.num_programs` could be wrong: JAX 0.11
+    # reuses a kernel's trace for blocks of the same shapes, even in a grid of another size.
     blocks_before, rows = pl.program_id(2), x_ref.shape[0]
 
     @pl.when(blocks_before == 0)

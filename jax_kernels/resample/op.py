@@ -153,6 +153,7 @@ def _image_by_kernel(target: Target, x: Array, kernel: Array, bias: Array | None
     XLA takes 52 s to compile its own convolution of 120 x 180 x 512, and 3 s for this.
     """
     height = x.shape[2]
+    # An odd number of rows is padded with a row of zeros, which the convolution sees below an image anyway.
     even = jnp.pad(kernel_layout(x), [(0, 0), (0, 0), (0, height % 2), (0, 0), (0, 0)])
     y = _by_kernel(target, split_bands(even, OVERLAP, bands), kernel, bias, expand_time=False)
     # The rows by which bands overlap are doubled too.
