@@ -78,8 +78,7 @@ def attention_transposed(
 ) -> Float[Array, "N H D S"]:
     """Compute `attention` of arrays with positions last, the order in which the TPU's kernel computes.
 
-    The options and errors are those of `attention`. The function that calls the kernel transposes to this
-    order again, and XLA cancels both transposes.
+    The options and errors are those of `attention`.
     """
     if not q.ndim == k.ndim == v.ndim == 4:
         raise ValueError(
@@ -100,9 +99,7 @@ def apply_rotary(
 ) -> Float[Array, "N S H D"]:
     """Apply rotary positions (Su et al. 2021) to the last P of S positions; copy the positions before them.
 
-    Neighbouring channels form a pair: (a, b) becomes (a cos - b sin, b cos + a sin). A product with a matrix
-    of 0, 1 and -1, which is exact, swaps the channels of each pair: an axis of two channels would fill a
-    TPU's lanes with padding.
+    Neighbouring channels form a pair: (a, b) becomes (a cos - b sin, b cos + a sin).
 
     Args:
         x: any float dtype, D even.
@@ -123,7 +120,7 @@ def apply_rotary(
     cos_SHD = jnp.pad(cos, padding, constant_values=1.0)[:, None]
     sin_SHD = jnp.pad(sin, padding)[:, None]
     # The product of `x` with this matrix, 2 x 2 blocks on the diagonal, has channels (-b, a) for each pair
-    # (a, b).
+    # (a, b), exactly. An axis of two channels would fill a TPU's lanes with padding.
     rotation_DD = jnp.asarray(np.kron(np.eye(channels // 2), [[0, 1], [-1, 0]]), x.dtype)
     partners = jnp.einsum("nshd,de->nshe", x, rotation_DD, precision=precision_for(x.dtype))
     return (x.astype(jnp.float32) * cos_SHD + partners.astype(jnp.float32) * sin_SHD).astype(x.dtype)
@@ -180,8 +177,7 @@ def _over_mesh(
 ) -> Array:
     """Run `attend(q, k, v)` on every device for its share of videos, heads and queries, with all keys.
 
-    XLA cannot split a kernel, and would gather its inputs. Mesh axes split as `attention` says; split queries
-    are padded to equal shares.
+    XLA cannot split a kernel, and would gather its inputs. Split queries are padded to equal shares.
     """
     videos, queries, heads, _ = q.shape
     first_axis, *other_axes = mesh.axis_names

@@ -87,8 +87,7 @@ def qk_norm_rope_on(
 def is_supported(x: Float[Array, "N S C"], heads: int) -> bool:
     """Return whether the kernel supports this projection.
 
-    It needs float32 or bfloat16, and heads of a multiple of 8 channels: channels are the rows of the result,
-    and a tile of float32 has 8 rows.
+    It needs float32 or bfloat16, and heads of a multiple of 8 channels, which are the rows of the result.
     """
     return x.dtype in DTYPES and x.shape[-1] // heads % 8 == 0
 

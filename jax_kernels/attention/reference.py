@@ -7,10 +7,7 @@ import jax.numpy as jnp
 
 
 def attention(q, k, v, *, scale=None, num_keys=None):
-    """Compute attention in float32; keys from `num_keys` on are padding, and are left out.
-
-    `q` is (N, S, H, D), `k` and `v` are (N, K, H, D). `scale` multiplies the scores.
-    """
+    """Compute attention of (N, S, H, D) in float32, leaving out the padding keys from `num_keys` on."""
     q_f32, k_f32, v_f32 = (x.astype(jnp.float32) for x in (q, k[:, :num_keys], v[:, :num_keys]))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     scores = jnp.einsum("nshd,nkhd->nhsk", q_f32, k_f32, precision=jax.lax.Precision.HIGHEST) * scale
@@ -26,11 +23,7 @@ def attention_transposed(q, k, v, *, scale=None, num_keys=None):
 
 
 def qk_norm_rope(x, weight=None, bias=None, cos=None, sin=None, *, heads, scale=1.0, eps=1e-6):
-    """Apply each head's layer norm, the rotation (RoPE) and the scale one after the other, in float32.
-
-    `x` (N, S, heads * D) holds queries, keys or values; the result is (N, heads, D, S). Without `weight`
-    there is no norm, and without the tables `cos` and `sin` there is no rotation.
-    """
+    """Norm each head, then rotate it, then scale it, in float32: from (N, S, H D) to (N, H, D, S)."""
     y = x.astype(jnp.float32).reshape(*x.shape[:2], heads, -1)
     if weight is not None:
         y = (y - y.mean(-1, keepdims=True)) / jnp.sqrt(y.var(-1, keepdims=True) + eps)
@@ -41,11 +34,7 @@ def qk_norm_rope(x, weight=None, bias=None, cos=None, sin=None, *, heads, scale=
 
 
 def apply_rotary(x, cos, sin):
-    """Rotate each pair (a, b) of neighbouring channels to (a cos - b sin, b cos + a sin).
-
-    `x` is (N, S, H, D). The tables (P, D) belong to its last P positions, the patches; the text before them
-    is not rotated.
-    """
+    """Rotate channel pairs (a, b) of the last P positions, the patches, to (a cos - b sin, b cos + a sin)."""
     x_f32, num_text = x.astype(jnp.float32), x.shape[1] - cos.shape[0]
     a, b = x_f32[:, num_text:, :, ::2], x_f32[:, num_text:, :, 1::2]
     cos, sin = (table[:, None, ::2] for table in (cos, sin))  # tables have each angle twice

@@ -59,8 +59,8 @@ def is_supported(
 ) -> bool:
     """Return whether the kernel supports such queries and keys.
 
-    It needs float32 or bfloat16, heads of at most 256 channels, and keys that fit into VMEM (with 64 channels
-    in bfloat16, 130,000 of them on a v6e).
+    It needs float32 or bfloat16, heads of at most 256 channels, and keys that fit into VMEM: 130,000 of 64
+    bfloat16 channels on a v6e.
     """
     # Keys and values, of this head and of the next.
     fits = 4 * k.shape[1] * k.shape[3] * k.dtype.itemsize < KEYS_SHARE * vmem_limit()
@@ -77,8 +77,8 @@ def transposed(
 ) -> Float[Array, "N S H D"]:
     """Transpose and pad queries, keys and values, attend by the kernel, and transpose its result back.
 
-    `q`, `k` and `v` are arrays that `is_supported` accepts. XLA drops a transpose that follows its opposite.
-    There is at least one real key.
+    `is_supported` accepts the arrays, and there is at least one real key. XLA drops a transpose after its
+    opposite.
     """
     videos, queries, heads, channels = q.shape
     padded_channels = tiled_sublanes(channels, q.dtype)  # zeros fill whole tiles
@@ -124,8 +124,7 @@ def transposed(
 def _block_length(length: int, sizes: tuple[int, ...]) -> int:
     """Return the one of `sizes` that pads a sequence least, and the largest of equals.
 
-    A sequence no longer than any of `sizes` is one block, of whole chunks or of a tile's lanes. The last
-    block may reach beyond the sequence.
+    A sequence no longer than any of `sizes` is one block, of whole chunks or of a tile's lanes.
     """
     if length <= min(sizes):
         unit = LANES if length <= LANES else CHUNK
@@ -148,18 +147,11 @@ def _attend_block(
     key_block,
     factor,
 ) -> None:
-    """Attend from a block of queries to all keys, a block of keys at a time.
+    """Attend from a block of queries (D, S) to all keys and values (D, K) of a head, `key_block` at a time.
 
-    Args:
-        q_ref, k_ref, v_ref: queries (D, S), keys and values (D, K) of a head; keys and values in whole
-            blocks.
-        y_ref: the result, (D, S).
-        extended_ref: memory for the queries, and below them for `_subtracted_rows`.
-        sums_ref, totals_ref: memory for the sums of weighted values, (D, S), and for those of weights, (8,
-            S): partial sums, one in each row of a register.
-        num_queries, num_keys: number of real queries and keys; padding follows them.
-        key_block: keys of a loop's body.
-        factor: of the scores, the products of queries and keys.
+    The result `y_ref` is (D, S). `extended_ref` is memory for the queries and the `_subtracted_rows` below
+    them, `sums_ref` for sums of weighted values, and `totals_ref` (8, S) for eight partial sums of the
+    weights. Padding follows the real queries and keys. `factor` multiplies the scores.
     """
     channels, query_block = q_ref.shape
     chunk = min(CHUNK, key_block)
@@ -176,10 +168,9 @@ def _attend_block(
 
         @functools.cache  # loaded once for all strips of queries
         def keys_of(start: int) -> Array:
-            """Return the keys of the block's chunk at `start`, and below them a tile of ones and zeros.
+            """Return a chunk of keys, and below them the tile that meets the queries' `_subtracted_rows`.
 
-            Its first row, all ones, meets the queries' row of minus their maximum. Its second row, with ones
-            at padding keys alone, meets the queries' row of minus `PADDING_PENALTY`.
+            The tile's first row is all ones; its second row has ones at padding keys alone.
             """
             at = pl.multiple_of(block * key_block + start, LANES)
             k = k_ref[:, pl.ds(at, chunk)]
@@ -232,11 +223,10 @@ def _attend_block(
 
 
 def _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, factor) -> None:
-    """Attend from a block of queries with the maximum over all keys, in two passes.
+    """Attend from a block of queries with the maximum of `factor * score` over all keys, in two passes.
 
-    The first pass finds the maximum and the sum of weights. The second adds the values with weights that are
-    divided by that sum already, so that no sum overflows. Here the maximum is that of `factor * score`. The
-    first two rows of `totals_ref` get the maximum and the sum of weights.
+    The first pass finds the maximum and the sum of weights, and keeps them in `totals_ref`. The second adds
+    the values with weights that are divided by that sum already, so that no sum overflows.
     """
     query_block = q_ref.shape[1]
     strip, chunk = min(STRIP, query_block), min(CHUNK, k_ref.shape[1])
@@ -246,10 +236,9 @@ def _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, fa
     sums_ref[...] = jnp.zeros_like(sums_ref)
 
     def over_scores(visit: Callable[[Any, Any, Array], None]) -> None:
-        """Call `visit(queries_at, keys_at, scaled)` for every chunk of keys and strip of queries.
+        """Call `visit(queries_at, keys_at, scaled)` for each chunk of keys and each strip of queries.
 
-        `queries_at` and `keys_at` are slices. `scaled` holds the scores times `factor`, and minus infinity
-        for padding keys.
+        `scaled` holds the scores times `factor`, and minus infinity for padding keys.
         """
 
         @pl.loop(0, pl.cdiv(num_keys, chunk))
@@ -283,9 +272,9 @@ def _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, fa
 def _subtracted_rows(keys: Array, q: Array, factor: float) -> Array:
     """Return a tile of rows to put below `q` (channels, queries): they subtract from its scores with keys.
 
-    Row 0 is minus each query's maximum score with `keys`, rounded; row 1 is minus `PADDING_PENALTY`; the
-    other rows are zeros (`keys_of` has the rows that they meet). Scores are multiplied by `factor` after the
-    product: if it is negative, the smallest score is subtracted, and the penalty is added.
+    Row 0 is minus each query's maximum score with `keys`, rounded; row 1 is minus `PADDING_PENALTY`. If
+    `factor`, by which scores are multiplied later, is negative, the smallest score is subtracted and the
+    penalty is added.
     """
     scores = _product(keys, q, over=0)
     extreme = scores.max(0, keepdims=True) if factor > 0 else scores.min(0, keepdims=True)
@@ -300,10 +289,7 @@ def _positions(at: Any, count: int) -> Array:
 
 
 def _replace_padding(x: Array, at: Any, num_keys: int, other: Array | int) -> Array:
-    """Return a chunk (D, K) of keys or values that begins at position `at`, with `other` in place of padding.
-
-    Padding may hold NaNs, which a weight of zero would not remove. `other` is one column, or a number.
-    """
+    """Return a chunk (D, K) from position `at` on, with `other` in place of padding, which may hold NaNs."""
     return jnp.where(_positions(at, x.shape[1]) < num_keys, x, other)
 
 

@@ -38,9 +38,9 @@ def _plain_block(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.
 def cudnn_supports(q: jax.Array) -> bool:
     """Return whether cuDNN's attention supports these queries on the GPU that is JAX's backend.
 
-    It supports float16 and bfloat16, NVIDIA's GPUs from Ampere on, and heads of a multiple of 8 channels: up
-    to 128, and from Hopper on up to 256. Tracing cuDNN's kernel queries the GPU, so a machine without one
-    cannot lower it for a GPU.
+    It supports float16 and bfloat16, NVIDIA's GPUs from Ampere on, and heads of a multiple of 8 channels, up
+    to 128, or from Hopper on up to 256. A machine without a GPU cannot lower cuDNN's kernel, whose tracing
+    queries the GPU.
     """
     channels = q.shape[-1]
     if jax.default_backend() != "gpu" or q.dtype not in (jnp.float16, jnp.bfloat16) or channels % 8:

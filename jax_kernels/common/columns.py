@@ -82,10 +82,7 @@ WHOLE = Split()
 def neighbours_of(
     split: Split, x: Float[Array, "N T H W C"], reach: int
 ) -> tuple[Float[Array, "N T H reach C"], Float[Array, "N T H reach C"]]:
-    """Fetch from the neighbouring devices the `reach` columns left and right of a shard `x`.
-
-    Returns:
-        The columns left of the shard, zeros for the first shard; those right of it, zeros for the last.
+    """Fetch the `reach` columns left and right of a shard `x` from other devices; a frame's end has zeros.
 
     Raises:
         ValueError: a reach beyond the next shard's columns.
@@ -101,11 +98,9 @@ def neighbours_of(
 def exchanged(
     split: Split, first: Shaped[Array, "*column"], last: Shaped[Array, "*column"]
 ) -> tuple[Array, Array]:
-    """Send a shard's first and last columns to its neighbours, and return the neighbours' columns.
+    """Send a shard's first and last columns to its neighbours, and return (left, right) columns of theirs.
 
-    Returns:
-        The left neighbour's last columns, zeros for the first shard; the right neighbour's first columns,
-        zeros for the last shard.
+    The first shard gets zeros on its left, the last on its right.
     """
     to_right = [(shard, shard + 1) for shard in range(split.shards - 1)]  # (sender, receiver)
     to_left = [(receiver, sender) for sender, receiver in to_right]
@@ -114,10 +109,7 @@ def exchanged(
 
 
 def add_columns(y: Float[Array, "N T H W C"], columns: Float[Array, "N T H w C"], at: int) -> Array:
-    """Return `y` with `columns` added to its columns from `at` on.
-
-    XLA fuses the padding of `columns` with the sum; `y.at[...].add` would be a scatter.
-    """
+    """Return `y` with `columns` added to its columns from `at` on, by a sum that XLA can fuse."""
     padding = [(0, 0, 0)] * 5  # of each axis: before, after, between elements
     padding[3] = at, y.shape[3] - columns.shape[3] - at, 0
     return y + jax.lax.pad(columns, jnp.zeros((), columns.dtype), padding)
@@ -132,12 +124,9 @@ def add_from_neighbours(
 ) -> Float[Array, "N T2 H2 W O"]:
     """Add to a shard's convolution `y` of `x` what its neighbours' columns contribute at its edges.
 
-    Args:
-        split: the sharding of columns.
-        y: the shard's float32 sums, computed with zeros in place of the neighbours' columns.
-        x: the shard's input of the convolution.
-        kernel: of the convolution, an odd number of columns wide.
-        convolve: `convolve(columns, kernel, (left, right))` pads with so many zero columns and convolves.
+    `y` are float32 sums, computed with zeros in place of the neighbours' columns. The kernel has an odd
+    number of columns. `convolve(columns, kernel, (left, right))` pads with so many zero columns and
+    convolves.
     """
     reach = kernel.shape[-3] // 2
     if not reach or not split.has_neighbours:

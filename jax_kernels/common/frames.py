@@ -38,10 +38,10 @@ def split_frames(
 ) -> list[tuple[Any, ...]]:
     """Split the frames of arrays into runs; return the arrays of each run, in order.
 
-    On a TPU, in bfloat16, the first of an odd number of frames is a run by itself. The frames after it are
-    equal runs of 8, 4 or 2 frames, the largest of `RUNS` that divides their number; but if one of `others`
-    has fewer frames than `x`, as latents have, they are a single run. Elsewhere all frames are one run. An
-    array that is None is None in every run.
+    On a TPU, in bfloat16, the first of an odd number of frames is a run by itself, and the frames after it
+    are equal runs of the largest of `RUNS` that divides their number. They are a single run if one of
+    `others` has fewer frames than `x`, as latents have. Elsewhere all frames are one run. An array that is
+    None is None in every run.
     """
     arrays, frames = (x, *others), x.shape[time_axis]
     if not splits_first_frame(target, x):  # anything but bfloat16 on a TPU
@@ -79,7 +79,7 @@ def is_image_for_tpu(target: Target, x: jax.Array) -> bool:
 def split_bands(x: Float[Array, "N 1 H W C"], overlap: int, bands: int) -> Float[Array, "N B h W C"]:
     """Cut an image's rows into B bands of h = H / B + 2 `overlap` rows, along the axis of frames.
 
-    A band repeats `overlap` rows of each neighbouring band, and has zeros beyond the image.
+    Neighbouring bands overlap; zeros are beyond the image.
     """
     rows = x.shape[2] // bands
     padded = jnp.pad(x, [(0, 0), (0, 0), (overlap, overlap), (0, 0), (0, 0)])
@@ -95,11 +95,7 @@ def join_bands(x: Float[Array, "N B h W C"], overlap: int) -> Float[Array, "N 1 
 
 
 def pixels_first(x_NTHWC: jax.Array) -> jax.Array:
-    """Transpose to (H, W, N, T, C), the order in which a TPU keeps the frames of a 2-D convolution.
-
-    Frames lie in the sublanes of its tiles and pixels outside of them, so repeating pixels is a plain
-    broadcast.
-    """
+    """Transpose to (H, W, N, T, C), the order in which a TPU keeps the frames of a 2-D convolution."""
     return x_NTHWC.transpose(2, 3, 0, 1, 4)
 
 
@@ -111,10 +107,8 @@ def frames_first(x_HWNTC: jax.Array) -> jax.Array:
 def is_large(x_NTHWC: jax.Array) -> bool:
     """Return whether frames are so large that a layout constraint on them helps a TPU; an image never is.
 
-    The limit is between 192 x 44 and 120 x 180 pixels. The v6e compiler estimates a steady-state chunk of
-    CogVideoX's VAE at 178 ms with constraints only on frames larger than 120 x 180, and at 156 ms with
-    constraints on 120 x 180 too. With constraints on a shard's 192 x 44 it compiles for longer than twelve
-    minutes.
+    The limit is between 192 x 44 pixels, where a constraint compiles for longer than twelve minutes, and 120
+    x 180, where it reduces the v6e compiler's estimate of a chunk of CogVideoX's VAE from 178 ms to 156 ms.
     """
     return x_NTHWC.shape[1] > 1 and x_NTHWC.shape[2] * x_NTHWC.shape[3] >= LARGE_FRAME
 
@@ -122,10 +116,8 @@ def is_large(x_NTHWC: jax.Array) -> bool:
 def kernel_layout(x_NTHWC: jax.Array) -> jax.Array:
     """Return `x` in the memory layout of the Pallas kernels: H W N T C, or N T H W C for an image.
 
-    A kernel that processes several videos one after the other would rather have N first; the cost of the
-    constraint to it is not known. Without the constraint XLA copies frames that are sliced from a
-    concatenation, such as the frames after the first in a first chunk, into another order and back (v6e, 8 x
-    480 x 720 x 128: 4.3 ms).
+    Without the constraint XLA copies frames that are sliced from a concatenation into another order and back
+    (v6e, 8 x 480 x 720 x 128: 4.3 ms).
     """
     order = (0, 1, 2, 3, 4) if x_NTHWC.shape[1] == 1 else (2, 3, 0, 1, 4)  # the outermost axis first
     return with_layout_constraint(x_NTHWC, Layout(order))
@@ -134,10 +126,10 @@ def kernel_layout(x_NTHWC: jax.Array) -> jax.Array:
 def store_pixels_first(target: Target, x_NTHWC: jax.Array) -> jax.Array:
     """Return `x`, kept in memory in the order (H, W, N, T, C) of `pixels_first` on a TPU.
 
-    XLA finds that order by itself for most large frames. Where it does not, it writes an activation in
-    float32, copies it and rounds it in separate passes (v6e, one of 8 x 480 x 720 x 128: 11 ms). Small frames
-    are better left to XLA: with constraints on all of them it compiles for longer than ten minutes. On a
-    mesh, call this inside `dispatch.map_shards`: outside, XLA's partitioner would gather the array.
+    Where XLA does not find that order by itself, it copies and rounds an activation in separate passes (v6e,
+    8 x 480 x 720 x 128: 11 ms). Small frames are better left to XLA, which compiles constraints on all of
+    them for longer than ten minutes. On a mesh, call this inside `dispatch.map_shards`: outside, XLA's
+    partitioner would gather the array.
     """
     if not target.on_tpu:
         return x_NTHWC
@@ -146,29 +138,23 @@ def store_pixels_first(target: Target, x_NTHWC: jax.Array) -> jax.Array:
 
 
 def store_columns_last(target: Target, x_NTHWC: jax.Array) -> jax.Array:
-    """Return `x`, kept in memory as N, C, T, H, W on a TPU: columns in the lanes of its tiles.
+    """Return `x`, kept in memory as N, C, T, H, W on a TPU, which suits few channels: columns fill the lanes.
 
-    This suits few channels, which would leave most of the 128 lanes empty. On a mesh, call it only inside
-    `map_shards`: outside, XLA's partitioner would gather the array.
+    On a mesh, call it only inside `map_shards`: outside, XLA's partitioner would gather the array.
     """
     return with_layout_constraint(x_NTHWC, Layout((0, 4, 1, 2, 3))) if target.on_tpu else x_NTHWC
 
 
 def zero_of(x: jax.Array) -> jax.Array:
-    """Return zeros that are computed from `x`; adding them makes an operation wait for `x`.
-
-    XLA does not see that they are zeros. An optimization barrier would not do: XLA drops it before it orders
-    operations.
-    """
-    # The minimum of a NaN and 0 is NaN.
+    """Return zeros that are computed from `x`: an operation that adds them waits for `x`."""
+    # XLA would drop an optimization barrier before it orders operations. The minimum of a NaN and 0 is NaN.
     return jnp.where(jnp.isnan(x), 0, jnp.minimum(jnp.abs(x), 0))
 
 
 def check_convolution(name: str, x: Array, kernel: Array, bias: Array | None, kernel_axes: str) -> None:
     """Raise `ValueError` for frames, a kernel and a bias that do not fit each other, or an even kernel.
 
-    `name` is that of the function, for the message; `kernel_axes` are the axes of its kernel, such as "kh kw
-    I O".
+    The message has the function's `name` and its `kernel_axes`, such as "kh kw I O".
     """
     if x.ndim != 5 or kernel.ndim != len(kernel_axes.split()):
         raise ValueError(
@@ -208,8 +194,7 @@ def conv_patches(
 ) -> Float[Array, "N T H2 W2 O"]:
     """Convolve frames by one matrix product of all windows (patches); return float32 sums.
 
-    `taps` has the frames under each of the kernel's taps of time, already padded in space: one array for a
-    kernel without the axis of time.
+    `taps` has the frames, padded in space, under each of the kernel's taps of time.
     """
     window_rows, window_columns, _, outputs = kernel.shape[-4:]
     height, width = (  # of the result
@@ -254,9 +239,8 @@ def select_frames(
 ) -> jax.Array:
     """Return `x[:, frames]`; on a TPU, where slicing sublanes is slow, by a matrix of zeros and ones.
 
-    A sum of one finite value and zeros is exact in any dtype. The estimate for a v6e: two of 8 frames of 480
-    x 720 x 128 take 1.7 ms instead of 4.7. A TPU selects the frames once the array `after`, if any, has been
-    computed.
+    This is exact. The estimate for a v6e: two of 8 frames of 480 x 720 x 128 take 1.7 ms instead of 4.7. A
+    TPU selects the frames once the array `after`, if any, has been computed.
     """
     index = np.asarray(frames)
     if not target.on_tpu:
@@ -274,9 +258,8 @@ def _mix_frames(weights_ST: jax.Array, x_NTHWC: jax.Array) -> jax.Array:
 def average_pairs(target: Target, x_NTHWC: jax.Array, *, first_frame_alone: bool) -> jax.Array:
     """Return the means of pairs of frames; `first_frame_alone` keeps the first frame, before the pairs.
 
-    Frames must be finite: on a TPU the means are a matrix product with 0.5 and 0, which bfloat16 holds
-    exactly, and 0 times an infinity is NaN. A mean over pairs of sublanes would take 25.6 ms (v6e, 8 x 480 x
-    720 x 128).
+    Frames must be finite: on a TPU the means are a matrix product, in which 0 times an infinity is NaN. A
+    mean over pairs of sublanes would take 25.6 ms (v6e, 8 x 480 x 720 x 128).
     """
     if target.on_tpu:
         length = x_NTHWC.shape[1]

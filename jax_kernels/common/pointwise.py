@@ -10,10 +10,7 @@ Activation = Literal["silu"]
 
 
 def check_channels(kernel: str, channels: int, **vectors: Any) -> None:
-    """Raise `ValueError` unless each of `vectors` is None or has one number for each channel.
-
-    `kernel` is the name of the function that checks its arguments.
-    """
+    """Raise `ValueError` for the function `kernel` if a vector has not one number for each channel."""
     for name, vector in vectors.items():
         if vector is not None and vector.shape != (channels,):
             raise ValueError(
@@ -30,8 +27,8 @@ def check_choice(name: str, value: str | None, *choices: str | None) -> None:
 def precision_for(dtype: jnp.dtype) -> jax.lax.Precision:
     """Return the precision of products: full for float32, the hardware's own for narrower dtypes.
 
-    By default a TPU multiplies float32 operands in bfloat16, and a recent GPU in TF32. The error of either is
-    a thousand times the 1e-5 that the tests allow float32.
+    By default a TPU multiplies float32 in bfloat16, and a recent GPU in TF32: far less precise than the tests
+    allow.
     """
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
@@ -41,9 +38,6 @@ def activate(x: jax.Array, activation: Activation | None) -> jax.Array:
 
 
 def standardized(x: jax.Array, eps: float, axis: int = -1) -> jax.Array:
-    """Return `(x - mean) / sqrt(variance + eps)` with mean and variance over `axis`; `x` is float32.
-
-    A second pass takes the variance of the differences from the mean, against cancellation.
-    """
+    """Return `(x - mean) / sqrt(variance + eps)` over `axis` of a float32 `x`, by two passes."""
     x = x - x.mean(axis, keepdims=True)
     return x * jax.lax.rsqrt(jnp.square(x).mean(axis, keepdims=True) + eps)

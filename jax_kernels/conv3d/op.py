@@ -102,8 +102,7 @@ def _causal(
 ) -> tuple[Array, Array | None]:
     """Convolve frames after the frames of `cache`, on one device; return the result and the next cache.
 
-    A kernel of one tap in time has no cache and ignores `implementation`. If that is None, a video's first
-    frame alone is convolved as an image.
+    A kernel of one tap in time has no cache and ignores `implementation`.
     """
     if kernel.shape[0] == 1:
         y = xla.convolve_same(target, x, kernel, xla.image_form(target, x, kernel))
@@ -124,9 +123,9 @@ def _causal(
 def _fastest(target: Target, x: Array, kernel: Array) -> Implementation:
     """Return the fastest known way to convolve; on a TPU, as the v6e compiler estimates CogVideoX's layers.
 
-    On a TPU the 3-D convolution is faster for small frames. For large frames its relayouts cost more than the
-    copies of frames that "folded" makes, one for each tap of time. Other platforms sum 2-D convolutions: on
-    an H200 we stopped a decoding with 3-D convolutions after 100 s, compiling included.
+    On a TPU the 3-D convolution is faster for small frames; for large ones its relayouts cost more than the
+    copies of frames that "folded" makes. Elsewhere 2-D convolutions are summed: on an H200 a decoding with
+    3-D convolutions did not end within 100 s, compiling included.
     """
     if not target.on_tpu:
         return "filtered" if xla.suits_filtering(x, kernel) else "summed"

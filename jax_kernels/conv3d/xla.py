@@ -48,8 +48,7 @@ SMALLEST_FILTERED = 256
 def direct(frames: Array, kernel: Array, columns: Padding) -> Array:
     """Convolve in 3-D at once; return float32 sums.
 
-    As in every form, `columns` is the padding (left, right) of the width, rows are padded so that their
-    number stays, and frames are not padded.
+    Every form pads rows so that their number stays, the width by `columns` (left, right), and no frames.
     """
     return jax.lax.conv_general_dilated(
         frames,
@@ -82,9 +81,8 @@ def folded(frames: Array, kernel: Array, columns: Padding) -> Array:
 def filtered_on_cpu(frames: Array, kernel: Array, columns: Padding, *, at_start: bool = False) -> Array:
     """Compute `summed`, on a CPU by Winograd's filtering along time (`transforms`), which multiplies less.
 
-    `patches` convolves a few pixels. Frames are filtered four and two together; one that is left over comes
-    first. With `at_start` the first three frames are equal, and the taps of the first result are added before
-    they multiply.
+    Frames are filtered four and two together; one that is left over comes first. With `at_start` the first
+    three frames are equal, and the taps of the first result are added before they multiply.
     """
     plain = functools.partial(summed, columns=columns)
     by_filtering = functools.partial(_filtered, columns=columns, at_start=at_start)
@@ -115,10 +113,9 @@ def _filtered(frames: Array, kernel: Array, columns: Padding, at_start: bool) ->
 
 
 def _written_out(kernel: Array) -> Array:
-    """Return a kernel, copied tap by tap if it is large.
+    """Return a kernel, copied tap by tap if it is large, in a loop that XLA cannot fuse.
 
-    XLA would transpose a weight of PyTorch's again for every product that uses it. It drops barriers on a
-    CPU, but cannot fuse a loop.
+    Otherwise XLA would transpose a weight of PyTorch's again for every product that uses it.
     """
 
     def with_tap(tap: Array, copied: Array) -> Array:
@@ -141,11 +138,9 @@ def patches(frames: Array, kernel: Array, columns: Padding) -> Array:
 
 
 def suits_patches(x: Array, kernel: Array) -> bool:
-    """Return whether to convolve frames by `patches`.
+    """Return whether to convolve by `patches`: few channels of small frames, whose patches fit into memory.
 
-    The frames must be small, with at most `FEW` channels in or fewer than 128 out, and their patches must fit
-    into memory. XLA would compile a convolution to few channels for half a minute, one from few channels for
-    ten seconds.
+    XLA would compile a convolution to few channels for half a minute, one from few channels for ten seconds.
     """
     return (
         (x.shape[-1] <= FEW or kernel.shape[-1] < LANES)
@@ -183,8 +178,8 @@ def convolve_image(
 ) -> tuple[Array, Array]:
     """Convolve a video's first frame alone, by one 2-D kernel; return the result and the next cache.
 
-    With `replicate` the frames before `x` are copies of it: all taps of time see it, and their sum is the 2-D
-    kernel. Otherwise they are zeros, and the last tap is the 2-D kernel. A sum of taps in a narrow dtype is
+    With `replicate` the frames before `x` are copies of it, and the 2-D kernel is the sum of all taps of
+    time. Without it they are zeros, and the 2-D kernel is the last tap. A sum of taps in a narrow dtype is
     represented by two kernels, its rounded value and the rounding error, whose results are added.
     """
     taps_sum = jnp.sum(kernel, axis=0, keepdims=True, dtype=jnp.float32) if replicate else kernel[-1:]
@@ -202,10 +197,10 @@ def convolve_image(
 
 
 def image_form(target: Target, x: Array, kernel: Array) -> Form:
-    """Return the form for one tap of time: `patches` for an image on a TPU, else `summed`.
+    """Return the form for one tap of time: `patches` for an image on a TPU, where they fit, else `summed`.
 
-    Patches must fit into memory. They compile fast: XLA takes 111 s to compile the convolution of an image of
-    60 x 90 x 512, an encoder's last, and 5 s for one product.
+    XLA takes 111 s to compile the convolution of an image of 60 x 90 x 512, an encoder's last, and 5 s for
+    patches.
     """
     if not is_image_for_tpu(target, x):
         return summed
@@ -245,8 +240,8 @@ def add_bias_and_residual(sums: Array, bias: Array | None, residual: Array | Non
 def finish(target: Target, sums: Array, bias: Array | None, residual: Array | None, *, like: Array) -> Array:
     """Add bias and residual, where given, to a convolution's float32 sums, and round them.
 
-    Padding columns get zeros. Large frames, and images, get the memory layout that a TPU's next operation
-    reads. `like` is the convolution's input: the result gets its dtype, and the layout for its size.
+    Padding columns get zeros. The result gets the dtype of the convolution's input `like`, and for its size
+    the memory layout that a TPU's next operation reads.
     """
     y = with_clear_padding(add_bias_and_residual(sums, bias, residual).astype(like.dtype), target.split)
     if is_image_for_tpu(target, like):

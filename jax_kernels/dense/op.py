@@ -1,4 +1,9 @@
-"""Operations on channels alone: matrix products, LayerNorm and its modulation, SiLU and GELU."""
+"""Operations on channels alone: matrix products, LayerNorm and its modulation, SiLU and GELU.
+
+Some of them treat the tokens of text and the patches of frames differently. The patches follow the text: they
+begin at the index `first`, which is negative or beyond the tokens on a device whose tokens are all of one
+kind. A gate, scale or shift (N, 2, C) has one vector for a video's text tokens and one for its patches.
+"""
 
 import functools
 import math
@@ -141,16 +146,9 @@ def adaptive_layer_norm(
 ) -> Float[Array, "N S C"]:
     """Return `layer_norm(x) * (1 + scale) + shift` of tokens, in one pass.
 
-    Args:
-        x: tokens of any float dtype: text first, then patches of frames.
-        weight, bias: the norm's, or None.
-        scale, shift: two vectors for each video: one for its text tokens, one for its patches.
-        first: index of the first patch. It may be negative or beyond the tokens: on a device that has a part
-            of the sequence all tokens may be of one kind.
-        eps: added to the variance.
-
-    Returns:
-        The dtype of `x`; all arithmetic is float32, and rounded once.
+    The module's docstring explains `scale`, `shift` and `first`; `weight` and `bias` are the norm's, or None.
+    `eps` is added to the variance. The result has the dtype of `x`; all arithmetic is float32, and rounded
+    once.
 
     Raises:
         ValueError: a weight or bias of another length.
@@ -167,7 +165,7 @@ def adaptive_layer_norm(
 def adaptive_layer_norm_on(
     target: Target, x: Array, factor: Array, offset: Array, first_patch: Array, *, eps: float
 ) -> Array:
-    """Return `standardized(x) * factor + offset`; both have a vector for text and one for patches."""
+    """Return `standardized(x) * factor + offset`; `factor` and `offset` are (N, 2, C), like `scale`."""
 
     def plain(x: Array, factor: Array, offset: Array, first_patch: Array) -> Array:
         y = standardized(x.astype(jnp.float32), eps)
@@ -189,13 +187,8 @@ def gated_residual(
 ) -> Float[Array, "N S C"]:
     """Return `x + gate * y` of tokens, in one pass.
 
-    Args:
-        x, y: tokens of any float dtype: text first, then patches of frames.
-        gate: two vectors for each video: one for its text tokens, one for its patches.
-        first: index of the first patch. It may be negative or beyond the tokens, which then are of one kind.
-
-    Returns:
-        The dtype of `x`; the arithmetic is float32.
+    The module's docstring explains `gate` and `first`. The result has the dtype of `x`; the arithmetic is
+    float32.
     """
     total = x.astype(jnp.float32) + _token_vectors(gate.astype(jnp.float32), x, first) * y.astype(jnp.float32)
     # Written once, rounded: XLA would compute the sum again in the operations that read it.
@@ -234,7 +227,7 @@ def gated_linear(
     *,
     transposed: bool = False,
 ) -> Float[Array, "N S O"]:
-    """Return `residual + gate * linear(x, weight, bias)`, with a gate for text tokens and one for patches.
+    """Return `residual + gate * linear(x, weight, bias)` of tokens; the module explains `gate` and `first`.
 
     On a TPU a Pallas kernel computes this in one pass and rounds once; XLA's operations round twice.
 
@@ -242,8 +235,7 @@ def gated_linear(
         x: (N, S, I), or (N, I, S) if `transposed`.
         weight, bias: as `linear` takes them.
         residual: the tokens that the gated product is added to.
-        gate: two vectors for each video: one for its text tokens, one for its patches.
-        first: index of the first patch. It may be negative or beyond the tokens, which then are of one kind.
+        gate, first: the factors of the product, and the index of the first patch.
         transposed: whether channels of `x` come before its tokens, as `attention_transposed` returns them.
 
     Raises:
@@ -299,18 +291,14 @@ def _checked_bias(name: str, weight: Array, bias: Array | None) -> Array:
 
 
 def _token_vectors(vectors_N2C: Array, x_NSC: Array, first_patch: Array | int) -> Array:
-    """Return a vector for each token: its video's first vector for text, its second one for patches."""
     is_patch = jnp.arange(x_NSC.shape[1]) >= first_patch
     return jnp.where(is_patch[:, None], vectors_N2C[:, 1:], vectors_N2C[:, :1])
 
 
 @jitted()
 def gelu(x: Float[Array, "*any"]) -> Float[Array, "*any"]:
-    """Compute GELU by its tanh approximation, in float32, rounded once, in a separate pass.
-
-    The barrier ends the pass: XLA would fuse GELU into the matrix product that reads the result, and compute
-    it again for every block of that product's outputs.
-    """
+    """Compute GELU by its tanh approximation, in float32, rounded once, in a separate pass."""
+    # Without the barrier XLA would compute GELU again for every block of the next matrix product.
     return jax.lax.optimization_barrier(_gelu(x.astype(jnp.float32)).astype(x.dtype))
 
 

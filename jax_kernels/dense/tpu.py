@@ -50,10 +50,7 @@ def adaptive_layer_norm(
     *,
     eps: float,
 ) -> Float[Array, "N S C"]:
-    """Return `standardized(x) * factor + offset`, in one pass; the channels of `x` fill whole tiles.
-
-    `factor` and `offset` are float32, and have one vector for a video's text tokens and one for its patches.
-    """
+    """Return `standardized(x) * factor + offset`, with float32 vectors (N, 2, C) for text and for patches."""
     videos, tokens, width = x.shape
     # Tokens of a block: all, or as many as fit, at most `TOKENS`, in whole groups of `ROWS`.
     fitting = tiles.BLOCK_BYTES // (width * x.dtype.itemsize) // ROWS * ROWS
@@ -126,8 +123,8 @@ def product(
     Args:
         x: tokens (N, S, I), or (N, I, S) if `transposed`.
         weight, bias: the product's.
-        gated: empty, or three arrays for `residual + gate * product`: the residual (N, S, O); the gate (N, 2,
-            O), float32, one vector for text tokens and one for patches; the index of the first patch.
+        gated: empty, or the arrays of `residual + gate * product`: the residual (N, S, O), the float32 gate
+            (N, 2, O) and the index of the first patch.
         gelu: whether GELU follows.
         transposed: whether the channels of `x` come before its tokens.
         parts: number of equal parts that O is split into; 1 with `gated`.
@@ -187,11 +184,10 @@ def product(
 def _product_block(
     first_patch_ref, x_ref, weight_ref, bias_ref, *refs, width: int, body: int, gelu: bool, transposed: bool
 ) -> None:
-    """Compute a block of tokens and outputs, a unit of `width` outputs at a time.
+    """Compute a block of tokens and outputs; a loop's body computes `body` units of `width` outputs.
 
-    A loop's body computes `body` units. It multiplies a unit before it applies the epilogue (bias, GELU or
-    gated sum) to the unit before, so that the two overlap. `refs` are the residual and the gate, if there is
-    a gated sum, and the result.
+    The body multiplies a unit before it applies the epilogue (bias, GELU or gated sum) to the unit before, so
+    that the two overlap. `refs` are the residual and the gate, if there is a gated sum, and the result.
     """
     *gated, y_ref = refs
 

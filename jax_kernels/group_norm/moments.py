@@ -21,8 +21,7 @@ def moments(target: Target, x: Float[Array, "N *rest"], *, num_groups: int, chan
 
     Each column of pixels, along H, is reduced a block of rows at a time, as a sum of squares over all rows
     would lose digits; then the columns' moments are merged. W may be sharded: devices communicate only merged
-    moments. `x` has any rank of three or more; once channels are moved last, the third axis from the end is
-    the rows.
+    moments. Once channels are moved last, the third axis from the end is the rows.
     """
     x = jnp.moveaxis(x, channel_axis, -1)
     row_axis = max(1, x.ndim - 3)  # rank 3 has one axis of pixels, taken for the rows
@@ -53,11 +52,11 @@ def moments_of_columns(
     *,
     num_groups: int,
 ) -> Moments:
-    """Merge the moments of columns of `length` pixels to those, (N, G), of each video's groups of channels.
+    """Merge moments of columns of `length` pixels to those, (N, G), of each video's groups (Chan's formula).
 
-    This is Chan's formula. The means are averaged as differences from one of them (`origin`): a float32 sum
-    of many means that are far from zero would lose digits. Channels are the last axis of `mean` and `m2`,
-    columns the axis before it; padding columns are left out.
+    The means are averaged as differences from one of them (`origin`): a float32 sum of many means that are
+    far from zero would lose digits. Channels are the last axis, columns the axis before it; padding columns
+    are left out.
     """
     group_shape = num_groups, mean.shape[-1] // num_groups
     mean, m2 = (moment.reshape(*moment.shape[:-1], *group_shape) for moment in (mean, m2))

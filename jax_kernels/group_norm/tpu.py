@@ -36,17 +36,16 @@ UNROLLED = 5 if PARTLY_UNROLLED else 1
 def is_supported(x: Float[Array, "N T H W C"]) -> bool:
     """Return whether the kernels support these activations.
 
-    They need float32 or bfloat16, and whole tiles of channels. A grid step holds at least a pixel of each of
-    its `COLUMNS` columns, in all frames, and these columns' moments: all must fit into `BLOCK_BYTES`.
+    They need float32 or bfloat16, and whole tiles of channels. One pixel of each of `COLUMNS` columns, in all
+    frames, and these columns' moments must fit into `BLOCK_BYTES`.
     """
     return fills_tiles(x) and COLUMNS * (_column_bytes(x) + _pixel_bytes(x)) <= BLOCK_BYTES
 
 
 def _pixel_bytes(x: Array) -> int:
-    """Return a bound of the bytes of VMEM that one pixel takes in a grid step: all videos and frames, twice.
+    """Return a cautious bound of the bytes of VMEM that one pixel takes: all videos and frames, twice.
 
-    It is cautious: a step has the frames of one video, and `BLOCK_BYTES` allows for the next step's pixels
-    already. A smaller bound would give larger blocks, whose times are not known.
+    A smaller bound would give larger blocks, whose times are not known.
     """
     videos, length, _, _, channels = x.shape
     return 2 * videos * tiled_sublanes(length, x.dtype) * channels * x.dtype.itemsize
@@ -70,11 +69,7 @@ def _block_shape(x: Array) -> tuple[int, int]:
 def _column_moments(
     x: Float[Array, "N T H W C"],
 ) -> tuple[Float[Array, "N T 1 W C"], Float[Array, "N T 1 W C"]]:
-    """Return mean and M2 of each column of pixels, in float32.
-
-    A grid step finds the mean of its own rows, then the squares of their deviations from it, in VMEM: a pixel
-    is fetched once. Steps are merged by Chan's formula.
-    """
+    """Return mean and M2 of each column of pixels, in float32; each pixel is fetched once."""
     videos, length, height, width, channels = x.shape
     rows, columns = _block_shape(x)
     column_shape = (columns, length, channels)
@@ -138,19 +133,13 @@ image_moments = with_derivatives_of(xla.column_moments, _image_moments)
 
 
 def _moments(x_ref, mean_ref, m2_ref, origin_ref, *, blocks: int, together: int = TOGETHER) -> None:
-    """Add a block of rows to the moments of each of its columns.
+    """Add a block of rows, (rows, columns, T, C), to the moments (columns, T, C) of each of its columns.
 
-    Args:
-        x_ref: the block, (rows, columns, T, C).
-        mean_ref, m2_ref: the results, (columns, T, C). Until the last block of rows `mean_ref` has means less
-            the origins.
-        origin_ref: memory for a typical value of each column. Sums are of differences from it, against
-            cancellation.
-        blocks: number of blocks of rows. `pl.num_programs` could be wrong: JAX 0.11 reuses a kernel's trace
-            for blocks of the same shapes, even in a grid of another size.
-        together: number of columns in a loop's body.
+    Sums are of differences from a typical value of each column, in `origin_ref`, against cancellation. Until
+    the last of `blocks` blocks `mean_ref` has means less the origins. A loop's body has `together` columns.
     """
-    # The grid is (videos, blocks of columns, blocks of rows).
+    # The grid is (videos, blocks of columns, blocks of rows). `pl.num_programs` could be wrong: JAX 0.11
+    # reuses a kernel's trace for blocks of the same shapes, even in a grid of another size.
     blocks_before, rows = pl.program_id(2), x_ref.shape[0]
 
     @pl.when(blocks_before == 0)

@@ -43,18 +43,14 @@ def merge(a: Moments, b: Moments) -> Moments:
 
 
 def median_of_three(first: Array, middle: Array, last: Array) -> Array:
-    """Return the element-wise median of three values.
-
-    Of three pixels of a column the median is close to most pixels: sums of differences from it are small.
-    """
+    """Return the element-wise median: of three pixels of a column it is close to most of its pixels."""
     return jnp.maximum(jnp.minimum(first, last), jnp.minimum(jnp.maximum(first, last), middle))
 
 
 def merge_equal(parts: Moments, axis: int) -> Moments:
     """Merge the moments of parts of equal count, which are along `axis`, by Chan's formula, all at once.
 
-    The means are averaged as differences from the first mean (`origin`): a plain float32 sum of many means
-    near 1000 loses digits.
+    The means are averaged as differences from the first one, so that a sum of many loses no digits.
     """
     origin = jax.lax.slice_in_dim(parts.mean, 0, 1, axis=axis)
     offset = jnp.mean(parts.mean - origin, axis, keepdims=True)
@@ -66,9 +62,8 @@ def merge_equal(parts: Moments, axis: int) -> Moments:
 def column_moments(x: Array) -> tuple[Array, Array]:
     """Return mean and M2 of each column of pixels, with a single row, in float32.
 
-    `x` is (..., rows, columns, channels), with one axis or more before the rows; or (N, rows, channels).
-    Blocks of at most `ROWS` rows are summed, so few that float32 sums keep their digits; then their moments
-    are merged.
+    `x` is (..., rows, columns, channels) or (N, rows, channels). Blocks of at most `ROWS` rows are summed,
+    then their moments are merged.
     """
     axis = max(1, x.ndim - 3)  # of rows
     height = x.shape[axis]
@@ -87,10 +82,7 @@ def column_moments(x: Array) -> tuple[Array, Array]:
 
 
 def _typical_row(x: Array, axis: int) -> Array:
-    """Return for each column a value close to most of its pixels: the median of three.
-
-    Sums are of differences from this value. Results depend on it only by rounding, so it gets no derivative.
-    """
+    """Return the median of three pixels of each column: it affects results only by rounding."""
     height = x.shape[axis]
     rows = (jax.lax.slice_in_dim(x, row, row + 1, axis=axis) for row in (0, height // 2, height - 1))
     return jax.lax.stop_gradient(median_of_three(*rows).astype(jnp.float32))
@@ -99,8 +91,7 @@ def _typical_row(x: Array, axis: int) -> Array:
 def _block_moments(x: Array, origin: Array, axis: int, block_rows: int) -> Moments:
     """Return the moments of `x - origin` along `axis`, merged from those of blocks of `block_rows` rows.
 
-    A block's sums are of differences from a typical row of its own (`shift`), against cancellation; `origin`
-    is the typical row of all blocks.
+    A block's sums are of differences from a typical row of its own (`shift`), against cancellation.
     """
     blocks = x.shape[axis] // block_rows
     x = x.reshape(*x.shape[:axis], blocks, block_rows, *x.shape[axis + 1 :])

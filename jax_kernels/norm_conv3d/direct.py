@@ -37,10 +37,7 @@ with 6, 4.00 and 2.2.
 def tap(
     kernel: Float[Array, "3 3 3 I O"], row: int, time_tap: int, result_row: int, column_tap: int
 ) -> Array:
-    """Return the weights (I, O) between one input (row, time tap) and one result (row, column tap).
-
-    They are zeros where no tap of the kernel connects the two.
-    """
+    """Return the weights (I, O) between an input (row, time tap) and a result (row, column tap), or zeros."""
     row_tap = row - result_row
     connected = 0 <= row_tap < TAPS
     return kernel[time_tap, row_tap, column_tap] if connected else jnp.zeros_like(kernel[0, 0, 0])
@@ -108,12 +105,9 @@ class DirectStep(ConvStep):
             sums[last] = sums[last] + refs["edges"][0, row, frames : 2 * frames, lanes_of(part)]
 
     def _multiply(self, column: Any) -> None:
-        """Compute the products of the chunk at `column`, and modulate the chunk left of it.
-
-        With a single turn both are one piece of code, in which the compiler overlaps them.
-        """
+        """Compute the products of the chunk at `column`, and modulate the chunk left of it."""
         previous, turns = column - self.sizes.chunk, self.sizes.turns
-        if turns == 1:
+        if turns == 1:  # one piece of code, in which the compiler overlaps both
             self._multiply_turn(0, column, modulated=previous)
         else:
             self._modulate_chunk(previous)
@@ -152,10 +146,7 @@ class DirectStep(ConvStep):
                 refs["sums"][row, out_part, at] = part_sums
 
     def _input(self, row: int, time_tap: int, part: int, column: Any) -> Array:
-        """Return one input of a product, (entries, 128): a chunk of an input row, as a tap of time sees it.
-
-        Row 0 is above the block of results, rows 1 and 2 are the block, and row 3 is below it.
-        """
+        """Return an input of a product, (entries, 128): a chunk of one row, as a tap of time sees it."""
         sizes = self.sizes
         if row == ROWS + 1:  # the row below is not in the ring yet, but in the upper row (0) of the stage
             at = self._entries(column, sizes.chunk, sizes.words, before=sizes.chunk)
@@ -185,10 +176,6 @@ class DirectStep(ConvStep):
         x: Array,
         before: Any | None,
     ) -> Array:
-        """Store a unit's activated frames in the stage, once for each tap of time; return the last words.
-
-        A word has the earlier frame in its low 16 bits; a single frame fills both halves.
-        """
         sizes, words = self.sizes, self.sizes.words  # words of a pixel
         unit_at = self._entries(column, sizes.unit, words, before=sizes.chunk)
         x_words = pltpu.bitcast(x, jnp.int32) if sizes.input_frames > 1 else duplicated_in_words(x)

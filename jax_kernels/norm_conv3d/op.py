@@ -51,10 +51,7 @@ class NormParams(NamedTuple):
 
 
 class ColumnMoments(NamedTuple):
-    """Mean, and sum of squared deviations (M2), of each column of pixels (along H) in float32.
-
-    A norm's statistics are merged from them.
-    """
+    """The float32 moments of each column of pixels (along H), from which a norm's are merged."""
 
     mean: Float[Array, "N T W C"]
     m2: Float[Array, "N T W C"]
@@ -202,8 +199,7 @@ def _kernel_supports(
 def _coefficient_grid(split: Split, x: Array, zq: Array | None) -> tuple[int, ...]:
     """Return the numbers of frames, rows and columns for which one device has coefficients of its own.
 
-    Each latent of `zq` has its own. Without latents all pixels share them, but if the width is padded, each
-    column has its own: those of padding columns are zeros.
+    Each latent has its own. Without latents all pixels share them, but columns of a padded width do not.
     """
     if zq is None:
         return 1, 1, split.shard_of(x).shape[3] if split.is_padded else 1
@@ -254,11 +250,9 @@ def _convolved(
     scale_NC: Array,
     shift_NC: Array,
 ) -> tuple[Array, ...]:
-    """Compute a run by the Pallas kernel, on one device.
+    """Compute a run by the Pallas kernel, on one device; the latents are `zq`, not in `norm`.
 
-    `norm` has no latents here: they are `zq`. GroupNorm is `x * scale + shift`. The result has the convolved
-    frames, the next cache, and mean and M2 of the frames' columns, both (N, T, 1, W, O): five axes, as
-    `map_shards` needs.
+    The moments of the convolved frames' columns are (N, T, 1, W, O): `map_shards` needs five axes.
     """
     split = target.split
     frames, _, columns, _ = x.shape[1:]
@@ -291,8 +285,8 @@ def _coefficients(
 ) -> tuple[Array, Array]:
     """Return the coefficients, with zeros for padding columns; `coefficient_columns` have their own.
 
-    `repeat(values)` repeats an array (N, t, h, w, channels) to what uses it: to the sublanes of the kernel's
-    registers, or to the pixels of one column.
+    `repeat` repeats an array (N, t, h, w, channels) to the kernel's registers, or to the pixels of one
+    column.
     """
     scale, shift = scale_NC[:, None, None, None], shift_NC[:, None, None, None]
     if zq is None:
@@ -323,10 +317,10 @@ def _edge_sums(
     coefficients: Callable[..., tuple[Array, Array]],
     conv_sizes: sizes.ConvSizes,
 ) -> tuple[Array, Array]:
-    """Return the edges of E strips: left ones and right ones, each (N, T, H, E, O), in float32.
+    """Return the left and the right edges of E strips, each (N, T, H, E, O), in float32.
 
     The columns beside a strip are in another strip or in a neighbour's shard; beside the frame they are
-    zeros. `coefficients(repeat)` returns the norm's coefficients (`_coefficients`).
+    zeros.
     """
     # The first column of each strip but the leftmost one.
     starts = range(conv_sizes.width, conv_sizes.columns, conv_sizes.width)
@@ -374,10 +368,7 @@ def _activated_column(
 def _column_sums(
     hidden: Float[Array, "N P H I"], kernel: Float[Array, "kt 3 I O"]
 ) -> Float[Array, "N P-kt+1 H O"]:
-    """Convolve one column of pixels over time and rows as one product; return float32 sums.
-
-    Rows are padded with zeros, so their number stays. `kernel` is a kernel at a single tap of columns.
-    """
+    """Convolve a column over time and zero-padded rows by one column tap; return float32 sums."""
     time_taps = kernel.shape[0]
     frames, height = hidden.shape[1] - time_taps + 1, hidden.shape[2]
     hidden = jnp.pad(hidden, [(0, 0), (0, 0), (1, 1), (0, 0)])

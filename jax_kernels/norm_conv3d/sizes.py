@@ -37,14 +37,13 @@ MOST_STRIPS = 8
 
 
 class ConvSizes(NamedTuple):
-    """The sizes that a kernel is compiled for.
+    """The sizes that a kernel is compiled for; `step` defines the terms.
 
     Attributes:
         input_frames: frames that the kernel gets.
         columns: columns of the frame, or of a shard.
         strips: number of strips; the last one may be narrower.
-        chunk: columns of a chunk.
-        chunks: chunks of a strip's row; the last one may be incomplete.
+        chunk, chunks: columns of a chunk, and chunks of a strip's row; the last one may be incomplete.
         cell, cell_rows: columns and rows of a cell.
         blocks: blocks of the frame.
         channels, outputs: channels into the convolution and out of it, padded to a multiple of 128.
@@ -101,10 +100,9 @@ class ConvSizes(NamedTuple):
 
     @property
     def rows_together(self) -> bool:
-        """True if each of Winograd's products multiplies the inputs of both rows of results by one matrix.
+        """True if one matrix multiplies the inputs of both rows of results in Winograd's products.
 
-        This holds with more than 128 output channels. 128 fill only half of the matrix unit's width: there a
-        matrix has the weights of two results side by side.
+        128 output channels fill only half of the matrix unit: there a matrix has the weights of two results.
         """
         return self.outputs > tiles.LANES
 
@@ -130,10 +128,9 @@ class Product(NamedTuple):
     Row 0 of the inputs is above the block of results, rows 1 and 2 are the block, and row 3 is below it.
 
     Attributes:
-        inputs: (row, time tap) in direct convolution; (row, shift by columns) in Winograd's, which has no
-            taps of time.
+        inputs: (row, time tap) in direct convolution; (row, shift by columns) in Winograd's.
         results: (row of the block, column tap) in direct convolution; (row of the block, column) in
-            Winograd's: 0 for the inputs' own column, 1 for the column right of it.
+            Winograd's, where column 0 is the inputs' own and column 1 is right of it.
     """
 
     inputs: list[tuple[int, int]]
@@ -173,10 +170,9 @@ def direct_products(channels: int, outputs: int) -> list[Product]:
 def winograd_products(outputs: int) -> list[Product]:
     """Return the products of a block of results for one component; all components have the same.
 
-    With 128 output channels a product gives two results: of inputs above or below the block, in two columns
-    of the nearest row; of inputs in the block, in both of its rows. With more output channels only the upper
-    row's products are returned: the lower row's have the same matrices, and inputs one row below. Sums of
-    adjacent products with the same results are added.
+    With 128 output channels a product gives two results. With more channels only the upper row's products are
+    returned: the lower row's have the same matrices, and inputs one row below. Sums of adjacent products with
+    the same results are added.
     """
     if outputs == tiles.LANES:
         return [
@@ -202,8 +198,8 @@ def is_supported(
 
     It supports two, four or eight frames of bfloat16, or the first frame of a video. Frames must not be
     small, and must have an even number of rows. The number of input channels must be a multiple of 128, and
-    so must that of output channels if there are more than 128. VMEM must hold a frame, or a strip of a frame
-    that is cut into at most `MOST_STRIPS`.
+    so must that of output channels if there are more than 128. VMEM must hold one of at most `MOST_STRIPS`
+    strips of a frame.
 
     Args:
         x: frames, or a shard of frames that have so many `pixels`.
@@ -266,10 +262,9 @@ def sizes_of(
 ) -> ConvSizes:
     """Choose the sizes that the kernel is compiled for.
 
-    Four and eight frames are convolved by Winograd's filtering, unless it is off (`pallas_mode`), does not
-    fit into VMEM, or cannot take the registers of coefficients or the number of columns. Other numbers of
-    frames are convolved directly. There are as few strips as fit into VMEM, or `MOST_STRIPS`. The norm has
-    `coefficient_rows` rows of coefficients, of `registers` registers each (`tpu.to_registers`).
+    Four and eight frames are convolved by Winograd's filtering where it is on (`pallas_mode`) and fits; other
+    numbers of frames are convolved directly. There are as few strips as fit into VMEM, or `MOST_STRIPS`. The
+    norm has `coefficient_rows` rows of coefficients, of `registers` registers each (`tpu.to_registers`).
     """
     input_frames, height, columns, channels = x.shape[1:]
     outputs += -outputs % tiles.LANES  # padded to a multiple of 128
@@ -318,8 +313,7 @@ def _cut_into_strips(sizes: ConvSizes, residual: bool) -> ConvSizes:
 def _chunk(sizes: ConvSizes) -> int:
     """Return the number of columns of a chunk.
 
-    Winograd's is from a range that keeps the matrix unit busy and whose sums fit into registers: the number
-    that pads the frame's width least, and of equally good numbers the largest.
+    For Winograd's filtering it keeps the matrix unit busy, its sums fit into registers, and it pads least.
     """
     if not sizes.tile:  # direct convolution
         return UNIT_ENTRIES * UNITS // sizes.frames

@@ -56,9 +56,8 @@ def lanes_of(part: int) -> slice:
 def matrices(kernel: Array, product: Product, turns: int, weights_between: Callable[..., Array]) -> Array:
     """Return the matrices that multiply a product's inputs: one for each turn, stacked.
 
-    `kernel` is the convolution's kernel, or its transform; output channels are the last axis.
     `weights_between(share, *input, *result)` returns the weights (..., I, O) between an input and a result,
-    where `share` is the kernel for the output channels of one turn.
+    where `share` is the part of `kernel`, or of its transform, for the output channels of one turn.
     """
     turn_matrices = []
     for share in jnp.split(kernel, turns, axis=-1):
@@ -117,11 +116,7 @@ class ConvStep(ABC):
 
     @abstractmethod
     def _padding(self) -> dict[str, list[Any]]:
-        """Return references to the memory that holds the convolution's zero padding, by its place.
-
-        The places are "beside" a strip, on both sides; "above" and "below" the frame; and "right" of its last
-        column.
-        """
+        """Return the zero padding "beside" a strip, and "above", "below" and "right" of the frame."""
 
     @abstractmethod
     def _convolve(self) -> None:
@@ -143,9 +138,9 @@ class ConvStep(ABC):
     ) -> Array:
         """Store a unit's activated frames in the stage; return the words of their last two frames.
 
-        `slot` is the unit's in a buffer that has one for each unit of a chunk. A negative `column` is left of
-        the frame, where nothing is read. `before` refers to the words of the two frames before `x`. It is
-        None at a video's start, where the first frame of `x` takes the place of both.
+        `slot` is the unit's among those of a chunk. Nothing reads a negative `column`. `before` refers to the
+        words of the two frames before `x`; at a video's start it is None, and the first frame of `x` takes
+        their place.
         """
 
     def _modulate_block(self) -> None:
@@ -161,10 +156,8 @@ class ConvStep(ABC):
     def _modulate(self, column: Any, slot: int = 0, after: Array | None = None) -> None:
         """Modulate one unit of a block into the stage, and write its part of the next cache.
 
-        Args:
-            column: the unit's first column. If it is negative, left of the frame, column 0 is read instead.
-            slot: the unit's slot in the buffer "past".
-            after: sums of a product. The work waits for them, so that it overlaps with the next product.
+        A negative `column` is left of the frame, where column 0 is read instead. The work waits for the
+        product's sums `after`, so that it overlaps with the next product.
         """
         sizes, refs = self.sizes, self.refs
         # The unit in "cache" and "latest", whose first index is the video's: two frames of each part.
@@ -208,9 +201,8 @@ class ConvStep(ABC):
     ) -> None:
         """Add bias and residual to the sums of `count` columns, round, write, and update the moments.
 
-        A chunk is written while the next one is multiplied. At the first chunk `column` is therefore
-        negative: what is written then has no meaning, and the first chunk's results overwrite it. `sums(row,
-        part)` returns the products' sums.
+        A chunk is written while the next one is multiplied. What is written at the first chunk, where
+        `column` is negative, has no meaning and is overwritten.
         """
         sizes, refs = self.sizes, self.refs
         at = self._entries(_at_least_zero(column), count, sizes.input_frames)
@@ -237,10 +229,9 @@ class ConvStep(ABC):
     def _add_to_running_moments(
         self, part: int, at: Any, is_first: Array, upper: Array, lower: Array
     ) -> None:
-        """Add the results of a block's two rows, in float32 but already rounded, to the running moments.
+        """Add the rounded results of a block's two rows to each column's origin, sum and sum of squares.
 
-        The running moments are a column's origin, which is its first result; the sum of the differences from
-        it; and the sum of their squares. Differences avoid cancellation.
+        The origin is the column's first result. The sums are of differences from it, against cancellation.
         """
         origin, total, squares = (self.refs["moments"].at[index, part] for index in range(3))
         shared_origin = jnp.where(is_first, upper, origin[at])
@@ -285,10 +276,10 @@ class ConvStep(ABC):
         return jnp.where(self.strip == sizes.strips - 1, sizes.last_columns, sizes.width) - 1
 
     def _entries(self, column: Any, count: int, per_column: int, before: int = 0, shift: int = 0) -> Any:
-        """Return the slice of `count` columns on an axis that has `per_column` entries for each column.
+        """Return the slice of `count` columns, from `column + shift` on, on an axis of entries.
 
-        The axis begins `before` columns left of column 0. The slice begins `shift` columns after `column`.
-        `column` and `before` are multiples of `count`, so that the compiler can align the slice.
+        The axis begins `before` columns left of column 0. The compiler can align the slice because `column`
+        and `before` are multiples of `count`.
         """
         start = (column + before) * per_column
         if isinstance(start, jax.Array):  # traced: the compiler does not know its value
@@ -313,7 +304,6 @@ def repeat_earlier_frame(words: Array) -> Array:
 def zeros_after(sums: Array) -> Array:
     """Return a register of zeros computed from `sums`: an operation that adds them waits for the sums.
 
-    Without them the compiler would schedule the vector unit's work before all products instead of between
-    them. It does not see that the minimum is always zero.
+    Otherwise the compiler would schedule the vector unit's work before all products instead of between them.
     """
     return jnp.minimum(jnp.abs(sums[:SUBLANES, : tiles.LANES]), 0.0)

@@ -53,9 +53,8 @@ def to_registers(z: Shaped[Array, "N t h w Z"], frames: int, columns: int) -> Sh
 
     A register has S = 8 sublanes: one for each frame of a pixel, for as many pixels as fit. `frames` and
     `columns` are the activations', whole multiples of t and w. Each row of latents has one register for each
-    latent (v = w) if all pixels of a register have one latent, as in a row of a single latent or where a
-    latent's pixels fill whole registers. Otherwise it has as many as hold a value for each frame of each
-    pixel.
+    latent (v = w) if all pixels of a register have one latent. Otherwise it has as many registers as hold a
+    value for each frame of each pixel.
     """
     register_pixels = SUBLANES // frames
     latent_columns = columns // z.shape[3]  # columns of pixels that a latent covers
@@ -101,10 +100,7 @@ def _xla_form(
     edges: tuple[Array, Array] | None = None,
     true_width: Array | None = None,
 ) -> Any:
-    """Compute in XLA what the kernel computes, for the derivatives.
-
-    Of the edges it adds only those for the first and the last column of `x`.
-    """
+    """Compute in XLA, for the derivatives, what the kernel computes; only the outermost edges are added."""
     hidden = activated(x, _over_pixels(multiplier, x), _over_pixels(offset, x))
     if cache is None:  # at the start of a video its first frame is repeated
         cache = jnp.concatenate([hidden[:, :1]] * 2, axis=1)
@@ -139,21 +135,12 @@ def _by_kernel(
     Float[Array, "N 2 H W I"],
     tuple[Float[Array, "N T W O"], Float[Array, "N T W O"]],
 ]:
-    """Run the Pallas kernel: the causal convolution of `silu(x * multiplier + offset)`, and what follows it.
+    """Run the Pallas kernel for frames that `sizes.is_supported` accepts.
 
-    Args:
-        x: frames, of sizes that the kernel supports (`sizes.is_supported`).
-        multiplier, offset: the norm, float32, as `to_registers` makes them: v registers of S = 8 sublanes for
-            each of h rows of coefficients. Such a row covers H / h rows of pixels.
-        cache: the two activated frames before `x`, whose memory the next cache reuses; None at the start of a
-            video, before which its first frame is repeated.
-        residual: added to the sums before they are rounded, or None.
-        kernel, bias: the convolution's.
-        edges: the left and the right edges of E strips, float32; None for a single strip without neighbours.
-        true_width: columns from this one on are padding and get zeros; None without padding.
-
-    Returns:
-        The convolved frames; the next cache; the moments of the convolved frames' columns.
+    `multiplier` and `offset` are float32 registers of coefficients, as `to_registers` makes them: each of the
+    h rows covers H / h rows of pixels. The next cache reuses the memory of `cache`, and `edges` are those of
+    E strips. Columns from `true_width` on are padding and get zeros. The results are the convolved frames,
+    the next cache, and the moments of the frames' columns.
     """
     _, coefficient_rows, registers, *_ = multiplier.shape
     outputs = kernel.shape[-1]
@@ -221,10 +208,7 @@ def _operands(
     edges: tuple[Array, Array] | None,
     true_width: Array | None,
 ) -> tuple[dict[str, tuple[Any, pl.BlockSpec]], list[Array]]:
-    """Return the kernel's operands by name, each with its `BlockSpec`; and the matrices of its products.
-
-    Optional operands that are None are left out. The arguments are those of `_by_kernel`.
-    """
+    """Return the kernel's operands that are given, with their `BlockSpec`s, and its products' matrices."""
     row_frames = sizes.width * sizes.input_frames  # of all pixels in a row of a strip
 
     def padded_outputs(array: Array) -> Array:
@@ -261,10 +245,7 @@ def _operands(
 
 
 def _joined_edges(sizes: ConvSizes, edges: Iterable[Array]) -> Float[Array, "N H entries O"]:
-    """Return the edges of all strips in one array, in the order of axes in which the kernel reads them.
-
-    For each strip it has an entry for each frame of the left edge, then of the right edge.
-    """
+    """Return the edges of all strips in the order in which the kernel reads them."""
     copies = sizes.frames // sizes.input_frames  # a single frame is multiplied as two equal ones
     repeated = (jnp.repeat(edge, copies, axis=1) for edge in edges)
     joined = jnp.concatenate([edge.transpose(0, 2, 3, 1, 4) for edge in repeated], axis=3)  # N H E 2T O
@@ -318,18 +299,12 @@ def _result_specs(
 
 
 def _modulated_block(sizes: ConvSizes, step: Array) -> Array:
-    """Return the index of the block that a step modulates.
-
-    The last `LAG` steps modulate none: the index stays at the last block, so that nothing is fetched.
-    """
+    """Return the index of the block that a step modulates; the last `LAG` steps fetch no new one."""
     return jax.lax.min(step, sizes.blocks - 1)
 
 
 def _finished_block(step: Array) -> Array:
-    """Return the index of the block that a step finishes.
-
-    The first `LAG` steps finish none: the index stays at 0, the block that step `LAG` writes.
-    """
+    """Return the index of the block that a step finishes; the first `LAG` steps finish none, and get 0."""
     return jax.lax.max(step - LAG, 0)
 
 
@@ -369,10 +344,7 @@ def _frames_first(y: Array, sizes: ConvSizes, outputs: int) -> Array:
 
 
 def _cache_pixels_first(cache_NTHWC: Array) -> Array:
-    """Return a cache as (N, H, W P T, 128), for T = 2 frames and P parts.
-
-    That is the order in which a TPU keeps two frames in memory.
-    """
+    """Return a cache as (N, H, W P T, 128), the order in which a TPU keeps its T = 2 frames of P parts."""
     cache = cache_NTHWC.transpose(0, 2, 3, 1, 4)
     videos, height, columns, frames, channels = cache.shape
     cache = cache.reshape(videos, height, columns, frames, channels // tiles.LANES, tiles.LANES)
@@ -380,10 +352,7 @@ def _cache_pixels_first(cache_NTHWC: Array) -> Array:
 
 
 def column_of_cache(cache: Float[Array, "N 2 H W I"], column: int) -> Float[Array, "N 2 H 1 I"]:
-    """Return `cache[:, :, :, column : column + 1]`, sliced in the order of axes that the kernel takes.
-
-    For a slice in the order of `cache` XLA would first copy the whole cache.
-    """
+    """Return one column of a cache, sliced in the kernel's order of axes: XLA then copies no whole cache."""
     videos, frames, height, _, channels = cache.shape
     # Entries of a column in the reshaped cache, (N, H, W * entries, 128).
     entries = channels // tiles.LANES * frames
@@ -392,11 +361,7 @@ def column_of_cache(cache: Float[Array, "N 2 H W I"], column: int) -> Float[Arra
 
 
 def _cache_frames_first(latest: Array, shape: tuple[int, ...]) -> Array:
-    """Invert `_cache_pixels_first`: return a cache of this `shape`, (N, 2, H, W, C).
-
-    Each reshape and transpose is inverted separately, so that XLA drops both functions where one follows the
-    other.
-    """
+    """Invert `_cache_pixels_first` step by step, so that XLA drops the pair; `shape` is (N, 2, H, W, C)."""
     videos, frames, height, columns, channels = shape
     latest = latest.reshape(videos, height, columns, -1, frames, tiles.LANES).transpose(0, 1, 2, 4, 3, 5)
     return latest.reshape(videos, height, columns, frames, channels).transpose(0, 3, 1, 2, 4)

@@ -39,10 +39,9 @@ def tap(
     result_row: int,
     result_column: int,
 ) -> Array:
-    """Return the weights (components, I, O) between an input (row, shift) and a result (row, column).
+    """Return the weights (components, I, O) from an input (row, shift) to a result (row, column).
 
-    They are zeros where no tap connects the two. A result right of the input's column takes only the
-    unshifted input, by the left tap; its other taps take the inputs of its own column.
+    A result right of the input's column takes only the unshifted input, by the left tap.
     """
     row_tap, column_tap = row - result_row, shift - result_column + 1
     connected = 0 <= row_tap < TAPS and 0 <= column_tap < TAPS and (result_column == 0 or shift == 0)
@@ -124,10 +123,9 @@ class WinogradStep(ConvStep):
                 self._store_components(turn, component, results, sums, column)
 
     def _other_work(self, turn: Any, column: Any) -> list[Callable[..., None]]:
-        """Return a turn's work besides its products, in pieces: functions of `after`, the sums to wait for.
+        """Return a turn's work besides its products, as functions of `after`, the sums to wait for.
 
-        A piece modulates a unit of the chunk that begins at `column`, or finishes a unit of the chunk before.
-        Each turn has equally many units.
+        Each modulates a unit of the chunk that begins at `column`, or finishes a unit of the chunk before.
         """
         sizes = self.sizes
         turn_units = sizes.units // sizes.turns
@@ -168,8 +166,7 @@ class WinogradStep(ConvStep):
     ) -> None:
         """Store a product's sums as a component of the results, or add them to what is stored.
 
-        The sums have 128 channels for each of `results`, (row, column). With `rows_together`, which ignores
-        `results`, they have row 0's tiles, then row 1's, and 128 channels for each part of the turn.
+        The sums have 128 channels for each of `results`, or with `rows_together` for each part of the turn.
         """
         sizes, refs = self.sizes, self.refs
         count = sizes.chunk * TILES  # tiles in a row of the chunk
@@ -264,10 +261,7 @@ class WinogradStep(ConvStep):
             frames[at, :] = frames[at, :] + jnp.where(inside, edge, 0.0)
 
     def _word_columns(self, column: Any, count: int, shift: int = 0) -> Any:
-        """Return the slice of `count` columns, from `column + shift` on, in a buffer of transformed frames.
-
-        `column` is a multiple of 8, the sublanes of a register.
-        """
+        """Return the slice of `count` columns of transformed frames; `column` is a multiple of 8."""
         start = column + MARGIN
         if isinstance(start, jax.Array):  # traced: the compiler needs to know that it is aligned
             start = pl.multiple_of(start, SUBLANES)
@@ -275,10 +269,7 @@ class WinogradStep(ConvStep):
 
 
 def _unpacked(words: Array) -> tuple[Array, Array]:
-    """Return the two bfloat16 numbers of each word as float32: the low 16 bits, then the high ones.
-
-    A bfloat16 is the high half of a float32 whose low half is zeros: -(2**16) keeps the high 16 bits.
-    """
+    """Return the two bfloat16 numbers of each word as float32: the low 16 bits, then the high ones."""
     return pltpu.bitcast(words << 16, jnp.float32), pltpu.bitcast(words & -(2**16), jnp.float32)
 
 

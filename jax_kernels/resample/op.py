@@ -123,8 +123,7 @@ def _kernel_for(
 def _bands_of(image: jax.ShapeDtypeStruct, kernel: Array, pixels: int) -> int | None:
     """Return the number of bands into which an image is cut for the Pallas kernel; None if no number fits.
 
-    The kernel computes several frames together: the bands of an image take their place. `image` may be a
-    shard; `pixels` counts the whole image's.
+    `image` may be a shard; `pixels` counts the whole image's.
     """
     videos, _, height, columns, channels = image.shape
     even_height = height + height % 2  # as `_image_by_kernel` pads it
@@ -151,10 +150,10 @@ def _by_kernel(target: Target, x: Array, kernel: Array, bias: Array | None, *, e
 def _image_by_kernel(target: Target, x: Array, kernel: Array, bias: Array | None, *, bands: int) -> Array:
     """Upsample an image by the Pallas kernel, which needs several frames: bands take their place.
 
-    XLA takes 52 s to compile its own convolution of 120 x 180 x 512, and 3 s for this. An odd number of rows
-    is padded with a row of zeros, which the convolution sees below an image anyway.
+    XLA takes 52 s to compile its own convolution of 120 x 180 x 512, and 3 s for this.
     """
     height = x.shape[2]
+    # An odd number of rows is padded with a row of zeros, which the convolution sees below an image anyway.
     even = jnp.pad(kernel_layout(x), [(0, 0), (0, 0), (0, height % 2), (0, 0), (0, 0)])
     y = _by_kernel(target, split_bands(even, OVERLAP, bands), kernel, bias, expand_time=False)
     # The rows by which bands overlap are doubled too.

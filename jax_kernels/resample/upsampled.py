@@ -48,13 +48,7 @@ COLUMNS = 8
 
 
 class UpsampleSizes(NamedTuple):
-    """The sizes that a kernel is compiled for.
-
-    Attributes:
-        frames_in, frames_out: frames of the input and of the result: as many, or twice as many.
-        columns: columns of pixels of the input, a whole frame or a shard.
-        channels, outputs: channels into the convolution and out of it.
-    """
+    """The sizes that a kernel is compiled for; `columns` are those of a frame of the input, or of a shard."""
 
     frames_in: int
     frames_out: int
@@ -89,9 +83,9 @@ def is_supported(
 ) -> bool:
     """Return whether the kernel supports these frames; only their shape and dtype are read.
 
-    It supports two, four or eight frames of bfloat16; the result must have one of these numbers too. Frames
-    must not be small, channels in and out must fill whole tiles, and a row must fit into VMEM. `pixels` is
-    the number in a whole frame, of which `x` may be a shard.
+    It supports two, four or eight frames of bfloat16, in the result too. Frames must not be small, channels
+    in and out must fill whole tiles, and a row must fit into VMEM. `x` may be a shard of a frame of `pixels`
+    pixels.
     """
     sizes = _sizes(x, kernel.shape[3], expand_time)
     return (
@@ -120,16 +114,12 @@ def _vmem_bytes(sizes: UpsampleSizes) -> int:
 
 
 class _Step:
-    """A grid step of the kernel.
+    """A grid step of the kernel; `refs` are references to memory by name.
 
-    Attributes:
-        sizes: the sizes that the kernel is compiled for.
-        refs: references to memory by name. Operands: "x", a row of pixels; "weights", "bias"; "beside", the
-            neighbours' columns, and "true_width", if needed. Result: "y", two rows of results. Scratch, of
-            the row of pixels before this step's: "upper_results", finished; "lower_sums", its lower results
-            so far; "next_upper_sums", what it adds to the upper results of the row after it, plus bias.
-            "left_products": the products of the column left of a chunk, for each kernel row.
-        step, last: index of this grid step, and of the last one.
+    The operand "x" is a row of pixels, "beside" has the neighbours' columns, and the result "y" is two rows.
+    Three buffers belong to the row of pixels before this step's: "upper_results" are finished, "lower_sums"
+    are its lower results so far, and "next_upper_sums" is what it adds to the row after it, plus bias.
+    "left_products" are those of the column left of a chunk, for each kernel row.
     """
 
     def __init__(self, sizes: UpsampleSizes, refs: dict[str, Any], last: int):
@@ -154,9 +144,8 @@ class _Step:
     def _add_row(self) -> None:
         """Add the products of a row of pixels to the sums of results, in chunks of columns, the left first.
 
-        The results at a chunk's edges need products of the columns beside it. "left_products" holds those of
-        the column on its left. The column on its right is multiplied with the chunk; only the last chunk gets
-        its products as an argument.
+        The column left of a chunk has its products in "left_products"; the column right of it is multiplied
+        with it.
         """
         sizes, refs = self.sizes, self.refs
         if "beside" in refs:
@@ -186,8 +175,8 @@ class _Step:
     def _add_chunk(self, first: Any, count: int, right_products: list[Array] | None = None) -> None:
         """Add the products of `count` columns from `first` on; they finish lower results of the row above.
 
-        For a row's last chunk `right_products` has the products of the column right of it by the right tap,
-        one array for each kernel row. Other chunks load that column of "x" too.
+        A row's last chunk gets the products of the column right of it as `right_products`, one array for each
+        kernel row.
         """
         sizes, refs = self.sizes, self.refs
         frames = sizes.frames_out
@@ -266,8 +255,8 @@ def upsampled(
 ) -> Float[Array, "N T2 2*H 2*W O"]:
     """Double rows and columns (nearest), with `expand_time` frames too, then convolve; by the Pallas kernel.
 
-    `x` are frames for which `is_supported` holds. `beside` are the neighbours' columns (left, right) of a
-    shard; None for zeros. Columns of the result from `true_width` on are padding and get zeros.
+    `is_supported` holds for `x`. `beside` are the neighbours' columns (left, right) of a shard; None for
+    zeros. Columns of the result from `true_width` on are padding and get zeros.
     """
     plain, by_kernel = (functools.partial(form, expand_time=expand_time) for form in (_xla_form, _by_kernel))
     return with_derivatives_of(plain, by_kernel)(x, kernel, bias, beside, true_width)

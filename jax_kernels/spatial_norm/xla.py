@@ -23,9 +23,8 @@ def modulate_rows(
 ) -> Array:
     """Return `activation((x * scale + shift) * y + b)`, computed as one multiply-add.
 
-    `y` and `b` are 1x1x1 convolutions of the latents `zq`, N T h W Z (`match_frames_and_columns`): `to_y` and
-    `to_b` have the kernel and the bias of each. They are computed for the latents' rows, and broadcast to the
-    rows of `x`.
+    `y` and `b` are 1x1x1 convolutions of the latents `zq`, N T h W Z; `to_y` and `to_b` have each one's
+    kernel and bias. They are computed for the latents' rows, and broadcast to the rows of `x`.
     """
     y = pointwise("nthwz,zc->nthwc", zq, *to_y)
     multiplier = y * scale_NC[:, None, None, None]
@@ -49,11 +48,10 @@ def modulate_pixels(
     *,
     activation: Activation | None,
 ) -> Array:
-    """Compute `modulate_rows` in the order H W N T C, as two multiply-adds.
+    """Compute `modulate_rows` in the order H W N T C, in which a TPU keeps a convolution's activations.
 
-    A TPU keeps a convolution's activations in this order. Here repeating a row is a broadcast over an outer
-    axis, which costs nothing inside a fusion. To compute `scale * y` and `shift * y + b` first, for a single
-    multiply-add, costs more than it saves.
+    Repeating a row costs nothing here. `scale * y` and `shift * y + b` for a single multiply-add would cost
+    more than they save.
     """
     # Adding a zero computed from `scale` has `y` and `b` wait for the statistics: the compiler would compute
     # every norm's `y` and `b` first, and keep them. Each video has a zero, as it has statistics of its own.
@@ -87,10 +85,7 @@ def match_frames_and_columns(z_NTHWC: Array, x_shape: tuple[int, ...], *, first_
 def _frame_parts(
     z_NTHWC: Array, x_shape: tuple[int, ...], first_frame_alone: bool
 ) -> list[tuple[Array, int]]:
-    """Return parts of the latents along time, each with the number of frames that it covers.
-
-    There are two parts if the first latent frame covers the first frame alone, else one.
-    """
+    """Return parts of the latents along time, each with the number of frames that it covers."""
     frames = x_shape[1]
     if first_frame_alone and frames > 1:
         return [(z_NTHWC[:, :1], 1), (z_NTHWC[:, 1:], frames - 1)]
