@@ -39,9 +39,11 @@ def port(
     programs, its weights go to JAX, and the pipeline's own call runs there. torchax is on while the
     pipeline's methods run, and not after. A network that this package does not know is compiled as it is. A
     line is logged for each of these, and for each part that stays on the host. A part that is None stays
-    None. The modules of another object with a VAE are moved too, but its methods stay as they are.
+    None. Of an object that is no pipeline but has a VAE, the modules are moved too, and the methods stay
+    as they are.
 
-    A scheduler, as a loop of your own needs it, keeps its tables on the host.
+    A scheduler can be passed alone, for a denoising loop that you write yourself. Its tables stay on the
+    host.
 
     A second call with equal arguments changes nothing.
 

@@ -124,7 +124,8 @@ def replace_array(tensor: Any, move: Callable[[Any], Any]) -> Any:
 def array_in(tensor: Any) -> Any:
     """Return the array that a torchax tensor holds, None for a plain tensor.
 
-    A public function takes a hundred times as long, and a call of a transformer reads a thousand weights.
+    torchax's public function takes a hundred times as long, and a call of a transformer reads a thousand
+    weights.
     """
     return getattr(tensor, "_elem", None)
 
@@ -233,10 +234,10 @@ def _is_own(method: FunctionType) -> bool:
 
 
 @functools.cache
-def _own_methods(kind: type) -> list[tuple[type, dict[str, Any]]]:
-    """Return each class of `_PACKAGES` that `kind` is or inherits from, with its methods by name.
+def _original_methods(kind: type) -> list[tuple[type, dict[str, Any]]]:
+    """Return each class of `_PACKAGES` that `kind` is or inherits from, with its methods at the first call.
 
-    None stands for a method that has been replaced already.
+    None stands for a method that had been replaced before.
     """
     classes = (each for each in kind.__mro__ if each.__module__.partition(".")[0] in _PACKAGES)
     from torch import nn
@@ -253,12 +254,12 @@ def is_patched(kind: type, *names: str) -> bool:
     """Return whether somebody has replaced a method of another package's class, or of one of its bases.
 
     Args:
-        kind: the class, or a subclass of it in this package, whose own methods do not count.
+        kind: the class, or this package's subclass of it; methods that the subclass defines are ignored.
         names: the methods that count; all if there are none.
     """
     return any(
         vars(each).get(name) is not method
-        for each, methods in _own_methods(kind)
+        for each, methods in _original_methods(kind)
         for name, method in methods.items()
         if not names or name in names
     )

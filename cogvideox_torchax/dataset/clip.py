@@ -455,7 +455,7 @@ class DecodeClip(_ClipUnit):
         self.check(latents)
         z = latents.tensor.to(self.vae.dtype)
         _, _, frames, rows, columns = z.shape
-        return self.pieces(lambda: [z], (frames, rows, columns))  # all latents are one piece
+        return self.pieces(lambda: [z], (frames, rows, columns))  # all latents at once
 
     def pieces(
         self, start: Callable[[], Iterable[torch.Tensor]], shape: tuple[int, int, int]

@@ -135,10 +135,10 @@ class StepCache:
         return runtime.tensor_of(prediction)
 
     def plan_run(self, model: Any, batch: int, steps: Iterable[Any]) -> list[StepPlan]:
-        """Return the form and the numbers of each step of a run, without running any.
+        """Return the `StepPlan` of each step of a run, without running a step.
 
-        `steps` yields once before each step is planned. A generator may set the timestep that the hooks'
-        callbacks return; the items are ignored.
+        `steps` has an item for each step, which is ignored. A generator may set the step's timestep, which
+        the hooks' callbacks return, before it yields.
         """
         state = self._new_state("a plan")  # hooks need a context; its name does not matter
         tensors = {"hidden_states": torch.empty(batch, 0)}  # hooks read nothing of them but the batch size

@@ -53,9 +53,10 @@ def report(vae: Any, shape: tuple[int, ...], *, direction: Direction = DECODE) -
 def compile_last_chunk(
     vae: AutoencoderKLCogVideoX, shape: tuple[int, ...], *, direction: Direction = DECODE
 ) -> tuple[runtime.Program, Any]:
-    """Compile the program of an input's last chunk, which all later chunks share; return it in both forms.
+    """Compile the program of an input's last chunk: the steady chunk's, or the first's if it is alone.
 
-    The arguments are those of `report`; the model needs no mesh. The second form is JAX's compiled one.
+    The program is returned as a `Program`, and as JAX's compiled one. The arguments are those of `report`;
+    the model needs no mesh.
     """
     program, dtype = vae.build_program(direction), runtime.jax_dtype(vae.dtype)
     videos, channels, frames, *size = shape

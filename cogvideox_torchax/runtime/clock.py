@@ -56,7 +56,7 @@ class CompileClock:
         return time.perf_counter() - self.started
 
     def take(self) -> dict[str, float]:
-        """Return the seconds of lowering (`lower_s`) and of compiling (`compile_s`) since the last call."""
+        """Return the seconds of tracing and lowering (`lower_s`), and of compiling, since the last call."""
         spans, self.spans = self.spans, []
         return {
             "lower_s": covered_seconds(spans, TRACING_EVENTS),

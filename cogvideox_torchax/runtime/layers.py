@@ -80,7 +80,7 @@ def is_watched(module: nn.Module) -> bool:
 
 
 def as_layer(module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `run`, in the place of a module, in the module's name scope.
+    """Return a function that calls `run` instead of a module, within the module's name scope.
 
     Args:
         module: a module for which `is_watched` is false, so that its hooks only name scopes.
@@ -88,6 +88,7 @@ def as_layer(module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def call(*inputs: Any) -> Any:
+        # The hooks of name scopes are registered with keyword arguments before a call, and without after it.
         for hook in module._forward_pre_hooks.values():
             hook(module, inputs, {})  # pyright: ignore[reportCallIssue]
         result = run(*inputs)

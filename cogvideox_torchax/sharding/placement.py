@@ -1,8 +1,8 @@
 """The sharding of a VAE's arrays on a mesh, and the padding of sizes that do not divide.
 
-Videos are split by width: one video over both mesh axes, a batch that "dp" divides by video over "dp" and by
-width over "tp". A batch that "dp" does not divide is split as one video is: padding the batch would cost each
-device a video's work, padding a width costs a few columns. Time is never split, and every device has all
+One video is split by width over both mesh axes. A batch whose size "dp" divides is split by video over "dp",
+and by width over "tp". Any other batch is split as one video is: padding the batch would cost each device a
+video's work, while padding a width costs a few columns. Time is never split, and every device has all
 weights.
 
 A width that does not divide is padded on entry (`PaddedChunk`): 90 latent columns over 8 devices become 96,

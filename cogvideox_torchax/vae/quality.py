@@ -13,8 +13,9 @@ def ssim(got: torch.Tensor, reference: torch.Tensor, peak: float = 255.0) -> flo
     """Return the mean structural similarity (SSIM) of two videos (N, C, T, H, W), 1 if they are equal.
 
     Each channel of each frame is compared under a Gaussian window at every position that is wholly in the
-    frame. A smaller frame has a smaller window. See Wang et al., "Image quality assessment: from error
-    visibility to structural similarity", 2004. `peak` is the range of the videos' values.
+    frame. A frame that is smaller than the window gets a smaller one. See Wang et al., "Image quality
+    assessment: from error visibility to structural similarity", 2004. `peak` is the range of the videos'
+    values.
     """
     frames = zip(got.unbind(2), reference.unbind(2), strict=True)
     return float(np.mean([_similarity(a.double().numpy(), b.double().numpy(), peak) for a, b in frames]))

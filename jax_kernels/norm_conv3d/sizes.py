@@ -299,11 +299,15 @@ def sizes_of(
 
 
 def _cut_into_strips(sizes: ConvSizes, residual: bool) -> ConvSizes:
-    """Return the sizes with a chunk, and the fewest strips that fit into VMEM, or the most allowed."""
+    """Return the sizes with `chunk`, `strips` and `chunks` set: the fewest strips for which VMEM suffices.
+
+    If it suffices for none, they are the most that are allowed.
+    """
     chunk = _chunk(sizes)  # number of columns
     frame_chunks = -(-sizes.columns // chunk)
     for most_strips in range(1, min(MOST_STRIPS, frame_chunks) + 1):
-        chunks = -(-frame_chunks // most_strips)  # of a strip; rounded up, so fewer strips may do
+        chunks = -(-frame_chunks // most_strips)
+        # The chunks of a strip are rounded up, so fewer than `most_strips` strips may cover the frame.
         sizes = sizes._replace(chunk=chunk, strips=-(-frame_chunks // chunks), chunks=chunks)
         if _vmem_bytes(sizes, residual) <= vmem_limit():
             break
