@@ -164,11 +164,7 @@ def check(request: Request, model: Model) -> None:
 
 
 def steps_of(request: Request, model: Model) -> int:
-    """Return the number of denoising steps.
-
-    A `VIDEO` pipeline adds noise to its input video only in part: the denoising steps are the fraction
-    `strength` of the requested steps.
-    """
+    """Return the number of denoising steps: for a `VIDEO` pipeline a fraction `strength` of those requested."""
     return (
         int(request.num_inference_steps * request.strength)
         if model.kind == VIDEO

@@ -45,9 +45,9 @@ class LinearPreview:
 def fit(vae: Any) -> LinearPreview:
     """Fit a preview's map to a VAE by least squares, on the latents of patches of random colors.
 
-    Each picture is a video of one frame, of patches blurred into each other; the color of a latent is the
+    Each picture is a video of one frame, of patches blurred into each other. The color of a latent is the
     mean of the pixels that it stands for. Three quarters of the pictures are fitted to; the others give
-    `explained`. The VAE is in PyTorch, and its encoder runs for some seconds.
+    `explained`.
     """
     generator = torch.Generator().manual_seed(0)
     # Colors are in [-1, 1], as the VAE takes them.
