@@ -164,7 +164,7 @@ def check(request: Request, model: Model) -> None:
 
 
 def steps_of(request: Request, model: Model) -> int:
-    """Return the number of denoising steps: for a `VIDEO` pipeline a fraction `strength` of those requested."""
+    """Return the number of denoising steps; a `VIDEO` pipeline takes a part, `strength`, of them."""
     return (
         int(request.num_inference_steps * request.strength)
         if model.kind == VIDEO
