@@ -47,7 +47,7 @@ def fit(vae: Any) -> LinearPreview:
 
     Each picture is a video of one frame, of patches blurred into each other. The color of a latent is the
     mean of the pixels that it stands for. Three quarters of the pictures are fitted to; the others give
-    `explained`.
+    `explained`. The VAE is in PyTorch, and its encoder runs for some seconds.
     """
     generator = torch.Generator().manual_seed(0)
     # Colors are in [-1, 1], as the VAE takes them.
