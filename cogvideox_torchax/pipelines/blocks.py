@@ -172,9 +172,8 @@ class Block(CogVideoXBlock):
 class LastProjection:
     """The last projection of attention or of the feed-forward, not computed yet, and its input.
 
-    Attributes:
-        layers: the projection, and the dropouts after it.
-        h: the input, (N, S, C), or (N, C, S) if `transposed`.
+    `layers` are the projection and the dropouts after it. `h` is its input, (N, S, C), or (N, C, S) if
+    `transposed`.
     """
 
     layers: list[Any]

@@ -37,11 +37,10 @@ class BlockStack(nn.Module):
     Args:
         form: form of the step; its kind names the method that runs.
         kept: the residuals that the last step kept, by name: "head" of the first block, "tail" of the blocks
-            after it, or of all; None in a trace for shapes.
+            after it, or of all; None in a trace for shapes. The attribute has those for the next step.
         numbers: values of `NUMBERS`, by name.
 
     Attributes:
-        kept: arrays for the next step, by name.
         seen: a scalar for the host, or None.
     """
 
@@ -54,11 +53,7 @@ class BlockStack(nn.Module):
         self.seen: Any = None  # a scalar for the host, which `forward` may set
 
     def step(self, model: Any, predict: Predict, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
-        """Return `predict(tensors)`, with this module in place of all blocks of `model`.
-
-        `model`, a program's own copy of the transformer, is changed. Only `ReusedModules.step` needs
-        `joined`.
-        """
+        """Return `predict(tensors)`, with this module in place of all blocks of `model`, a program's copy."""
         self.blocks = tuple(model.transformer_blocks)
         model.transformer_blocks = nn.ModuleList([self])
         return predict(tensors)
@@ -161,8 +156,8 @@ class ReusedModules:
     def step(self, model: Any, predict: Predict, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
         """Return `predict(tensors)`, with estimates in place of the skipped modules' results.
 
-        `model`, a program's own copy of the transformer, is changed. `joined` tells whether its blocks take
-        text and patches as one sequence.
+        `model` is a program's own copy of the transformer; with `joined` its blocks take text and patches as
+        one sequence.
         """
         dtype = tensors["hidden_states"].dtype
         last_kept = self.kept or {}  # by a module's name; empty in a trace for the shapes of arrays to keep
@@ -229,8 +224,8 @@ class TaylorModules(ReusedModules):
 class FasterCacheModules(ReusedModules):
     """FasterCache: attention is extrapolated, and the prediction without the prompt is estimated.
 
-    The last two results of attention for prompted videos are kept, and the low and high frequencies of the
-    difference of the two predictions. A step takes (older, newer) results and returns (newer, older), so that
+    A step keeps the low and high frequencies of the difference of the two predictions, and the last two
+    results of attention for prompted videos. It takes (older, newer) results and returns (newer, older): so
     its new result is written to the donated memory of the oldest one.
     """
 
@@ -238,8 +233,8 @@ class FasterCacheModules(ReusedModules):
         """Run a step for all videos, or only for the prompted ones; return the predictions for all.
 
         A step for all keeps the low and high frequencies of the difference, without minus with the prompt. A
-        step for the prompted videos adds these frequencies, weighted, to its prediction: the sum estimates
-        the prediction without the prompt.
+        step for the prompted videos adds them, weighted, to its prediction, to estimate the prediction
+        without the prompt.
         """
         if self.form.prompted_only is None:  # distilled guidance: no video has a twin without the prompt
             return super().step(model, predict, tensors, joined)
@@ -353,8 +348,8 @@ REUSES: dict[str, Any] = {
 def takes_sequences(form: Form) -> bool:
     """Return whether a cache of this form works with text and patches as one sequence.
 
-    The form may name only blocks, their parts "attn1" and "ff", and modules outside of the blocks: with one
-    sequence the modules inside a part are not called, as kernels take their weights.
+    The form may name only blocks, their parts "attn1" and "ff", and modules outside of the blocks: kernels
+    take the weights of the modules inside a part, without a call.
     """
     allowed = re.compile(r"transformer_blocks\.\d+(\.(attn1|ff))?|(?!transformer_blocks\.).*")
     return all(allowed.fullmatch(name) for name in (*form.kept, *form.skipped))

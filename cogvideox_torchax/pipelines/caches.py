@@ -1,9 +1,9 @@
 """diffusers' step caches on JAX: what its hooks would skip of a step is not computed.
 
-`enable_cache` has diffusers hook the transformer's modules. The hooks are removed from the modules, and kept:
-a copy of them for each run decides on the host what a step skips; for FirstBlockCache the device decides. The
-arrays that a step keeps for later steps are the program's cache: donated, and zeros before the first step.
-The docstring of `pipelines` explains the terms.
+`enable_cache` has diffusers hook the transformer's modules. Here a copy of these hooks for each run decides
+on the host what a step skips; for FirstBlockCache the device decides. The arrays that a step keeps for later
+steps are the program's cache: donated, and zeros before the first step. The docstring of `pipelines` explains
+the terms.
 """
 
 import contextlib
@@ -60,8 +60,7 @@ class RunState:
     Attributes:
         hooks: diffusers' hooks, copied for this run, by the module's name.
         kept: arrays that the last step has kept; None before the first step.
-        computed: for each step, whether it skipped nothing: a bool, or a scalar on the device that is not
-            waited for.
+        computed: for each step, whether it skipped nothing: a bool, or a scalar that is still on the device.
     """
 
     hooks: dict[str, Any]
@@ -251,8 +250,8 @@ class TaylorSteps(StepCache):
 def results_read_by_skips(names: Iterable[str]) -> list[str]:
     """Return the names of the modules whose kept results a step reads if it skips all modules `names`.
 
-    The kept result of a whole block, or of the last layer "proj_out", replaces all that is computed before
-    it. So the modules before the last such one are left out: nothing reads their results.
+    The result of a whole block, or of the last layer "proj_out", replaces all that is computed before it. So
+    the step reads only the result of the last such module, and those of the modules after it.
     """
 
     def position(name: str) -> tuple[float, bool]:

@@ -164,11 +164,7 @@ def check(request: Request, model: Model) -> None:
 
 
 def steps_of(request: Request, model: Model) -> int:
-    """Return the number of denoising steps.
-
-    A `VIDEO` pipeline adds noise to its input video only in part: the denoising steps are the fraction
-    `strength` of the requested steps.
-    """
+    """Return the number of denoising steps; a `VIDEO` pipeline takes a part, `strength`, of them."""
     return (
         int(request.num_inference_steps * request.strength)
         if model.kind == VIDEO

@@ -103,8 +103,8 @@ class FusedAttnProcessor(JointAttention, FusedCogVideoXAttnProcessor2_0):
 class PatchEmbed(CogVideoXPatchEmbed):
     """The patch embedding, with its table of sinusoidal positions computed on the host, in float64.
 
-    Latents of another size than the model's own need another table, which is as large as an activation: the
-    transformer's program takes it as an argument, "positions".
+    The program takes another table, for latents of another size than the model's own, as its argument
+    "positions".
     """
 
     table: torch.Tensor | None = None

@@ -35,9 +35,7 @@ _FOREIGN = _Foreign()
 
 
 class CompiledNetwork(PortedModel):
-    """Mixin of a network of any class: a call is a compiled program of the class's own forward.
-
-    The class that it is mixed into comes after it, and defines the forward. A subclass may know a faster one.
+    """Mixin, before the class of a network: a call is a compiled program of that class's own forward.
 
     Attributes:
         component: the network's name in its pipeline.
@@ -158,8 +156,7 @@ def memory_of(mesh: Mesh, memory: float | None) -> float | None:
 class KnownNetwork(CompiledNetwork):
     """Base of the networks whose layers this package knows, and whose sequences it can split over a mesh.
 
-    Attributes:
-        network_class: the module that a program is compiled from, made from the model and a call's options.
+    A program is compiled from a `network_class`, a module made from the model and a call's options.
     """
 
     network_class: Any

@@ -51,11 +51,7 @@ parts, so the lock can be taken again.
 
 
 def port_pipeline(pipe: Any, mesh: Any = None, parallel: Parallel | None = None) -> None:
-    """Port a pipeline's VAE and networks and put them on JAX, as `port` documents.
-
-    Args:
-        pipe: a diffusers pipeline, or another object with models as attributes.
-        mesh, parallel: as `port` takes them.
+    """Port a pipeline, or another object with models as attributes, as `port` documents.
 
     Raises:
         ValueError: as `port` raises it; nothing has been moved then.
@@ -267,11 +263,7 @@ def _decode_latents(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs:
 
 
 def _rotary_tables(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Compute rotary tables on the host, whatever the `device`, and move them to the transformer.
-
-    On JAX the tables would be computed by many small programs, from angles in float32, where the reference
-    has float64.
-    """
+    """Compute rotary tables on the host, in float64, for any `device`; move them to the transformer."""
     bound = inspect.signature(inherited).bind(pipe, *args, **kwargs)
     if "device" in bound.arguments:
         bound.arguments["device"] = torch.device("cpu")

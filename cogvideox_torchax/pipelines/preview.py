@@ -45,7 +45,7 @@ class LinearPreview:
 def fit(vae: Any) -> LinearPreview:
     """Fit a preview's map to a VAE by least squares, on the latents of patches of random colors.
 
-    Each picture is a video of one frame, of patches blurred into each other; the color of a latent is the
+    Each picture is a video of one frame, of patches blurred into each other. The color of a latent is the
     mean of the pixels that it stands for. Three quarters of the pictures are fitted to; the others give
     `explained`. The VAE is in PyTorch, and its encoder runs for some seconds.
     """

@@ -1,13 +1,12 @@
 """Text and patches as one sequence on a mesh: the placement of its tokens, and the communication.
 
 The batch, two videos with classifier-free guidance, is split over "dp". With split tokens each device
-computes its own (local) tokens. Attention alone needs tokens of other devices: before it the devices exchange
-tokens for heads, so that each has all tokens of some heads, and after it back (Jacobs et al. 2023, "DeepSpeed
-Ulysses").
+computes its own (local) tokens. Attention alone needs others: before it the devices exchange tokens for
+heads, so that each has all tokens of some heads, and after it back (Jacobs et al. 2023, "DeepSpeed Ulysses").
 
 Axis letters: N videos, S positions of a sequence, C channels, H heads, D channels of a head, P parts, one for
-each device that shares a video's tokens (in `pad_table` P is patches). In names with PSC, S is the tokens
-of all videos, one video's after the other's.
+each device that shares a video's tokens (in `pad_table` P is patches). In names with PSC, S is the tokens of
+all videos, one video's after the other's.
 """
 
 import contextlib
@@ -117,9 +116,9 @@ class Sequence:
     def shard_heads(self, qk_norm_rope: Callable[..., jax.Array], heads: int) -> Callable[..., jax.Array]:
         """Return the kernel `qk_norm_rope`, sharded as the attention after it.
 
-        If each device calls the layers on its local tokens, the tokens are exchanged before the kernel, which
-        gets all tokens of the device's heads. If XLA shards the layers, the kernel is sharded here, as XLA
-        cannot shard a kernel: by heads, or by tokens if "tp" does not divide the heads.
+        If each device has local tokens, they are exchanged before the kernel, which gets all tokens of the
+        device's heads. If XLA shards the layers, the kernel, which XLA cannot shard, is sharded here: by
+        heads, or by tokens if "tp" does not divide the heads.
 
         The result takes tokens (N, S, C) and the kernel's other arguments, except for the number of all
         devices' `heads`, and returns (N, H, D, S).
@@ -175,10 +174,9 @@ class Sequence:
         return self.text - jax.lax.axis_index(self.axes) * local_tokens
 
     def to_heads(self, x_PSC: jax.Array, videos: int) -> jax.Array:
-        """Exchange local tokens for all tokens of one part of the channels, which has whole heads.
+        """Exchange local tokens for all tokens of whole heads: (P, N * S, C / P) becomes (N, P * S, C / P).
 
-        The shapes are (P, N * S, C / P) before and (N, P * S, C / P) after it. With split tokens call it
-        inside `map_local_tokens`; else nothing is exchanged.
+        With split tokens call it inside `map_local_tokens`; else nothing is exchanged.
         """
         if self.axes:
             # Without the barrier the communication is float32, not the rounded values.
@@ -209,8 +207,8 @@ class Sequence:
 def _padded_length(tokens: int, parts: int) -> int:
     """Return a sequence's length, padded so that `parts` devices get equal shards of whole tiles.
 
-    A tile has `LANES` tokens. A sequence is padded only to equal shards if whole tiles would make it longer
-    by more than half: 136 tokens would become 256, and take twice the time.
+    A tile has `LANES` tokens. Shards need not be whole tiles if these would lengthen the sequence by more
+    than half.
     """
 
     def next_multiple(divisor: int) -> int:
@@ -224,11 +222,8 @@ def _padded_length(tokens: int, parts: int) -> int:
 class SequencePlacement(MeshPlace):
     """The sharding of sequences (N, S, C): by batch over "dp" where it divides, over "tp" by `parallelism`.
 
-    Weights are sharded, a program's inputs and its result are whole on every device.
-
-    Attributes:
-        parallelism: what is split over "tp".
-        heads: number of attention heads.
+    Weights are sharded; a program's inputs and its result are whole on every device. Attention has `heads`
+    heads.
     """
 
     parallelism: Parallelism = field(default_factory=Parallelism)

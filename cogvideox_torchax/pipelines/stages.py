@@ -67,8 +67,7 @@ class Stage:
     Attributes:
         path: path of the file.
         tensors: the prompts' embeddings, by the pipeline's argument names.
-        request: the request that they were made for.
-        model: the `generate.Model.fingerprint`.
+        request, model: the request that they were made for, and its model's `generate.Model.fingerprint`.
     """
 
     path: Path
