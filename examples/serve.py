@@ -30,7 +30,6 @@ from fastapi.responses import FileResponse, HTMLResponse
 from pydantic import BaseModel, Field
 
 from cogvideox_torchax import load_pipeline, make_mesh, runtime, save_video
-from cogvideox_torchax.vae.sizes import parse_size
 
 KEPT = 16
 """Number of finished videos that are kept: a new request deletes the oldest ones."""
@@ -247,6 +246,13 @@ def make_app(
     return app
 
 
+def parse_size(size: str) -> tuple[int, ...]:
+    numbers = tuple(map(int, size.split("x")))
+    if len(numbers) != 3 or min(numbers) < 1:
+        raise ValueError(f"got size {size}: it takes FRAMESxHEIGHTxWIDTH, such as 49x480x720")
+    return numbers
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description="A page and an HTTP interface that turn prompts into videos.",
@@ -261,7 +267,7 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1", help="to listen on")
     parser.add_argument("--port", type=int, default=8000, help="to listen on")
     args = parser.parse_args()
-    sizes = {size: parse_size(size, frames=True, multiple=16) for size in args.sizes}
+    sizes = {size: parse_size(size) for size in args.sizes}
     pipe = load_pipeline(args.model, mesh=make_mesh(args.dp, args.tp))
     pipe.set_progress_bar_config(disable=True)
     with tempfile.TemporaryDirectory() as directory:

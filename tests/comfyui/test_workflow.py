@@ -2,7 +2,8 @@
 
 import json
 
-from tests.comfyui.test_nodes import FOLDER, nodes  # noqa: F401
+from tests.comfyui.test_nodes import nodes  # noqa: F401
+from tests.processes import ROOT
 
 # By node of ComfyUI 0.3.64: the types of its inputs that take links, by name, and of its outputs.
 COMFYUI = {
@@ -23,7 +24,7 @@ def test_every_node_of_the_workflow_exists_and_every_link_joins_one_type(nodes):
             key: type_ for key, type_ in given.items() if isinstance(type_, str) and type_ not in WIDGETS
         }
         known[name] = (linked, list(kind.RETURN_TYPES))
-    workflow = json.loads((FOLDER / "workflow.json").read_text())
+    workflow = json.loads((ROOT / "comfyui" / "workflow.json").read_text())
     by_id = {node["id"]: node for node in workflow["nodes"]}
     for node in by_id.values():
         inputs, outputs = known[node["type"]]
