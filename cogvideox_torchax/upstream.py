@@ -1,9 +1,9 @@
 """Every use of other packages' undocumented interfaces.
 
 When a release removes one, this file alone changes; `tests/test_upstream.py` finds it. `_attribute` reads
-most of the private names, so that the error of a missing one says which release to install. A function under
-`functools.cache` patches a class once for each argument. Imports are lazy, so that the Flax build can use
-this module without torch.
+most of the private names, so that the error of a missing one says which release to install. A function that
+patches a class is under `functools.cache`, so that it does so once. Imports are lazy, so that the Flax build
+can use this module without torch.
 """
 
 import contextlib
@@ -237,7 +237,7 @@ def _is_own(method: FunctionType) -> bool:
 def _original_methods(kind: type) -> list[tuple[type, dict[str, Any]]]:
     """Return each class of `_PACKAGES` that `kind` is or inherits from, with its methods at the first call.
 
-    None stands for a method that had been replaced before.
+    `is_patched` compares later methods with these. None stands for a method that had been replaced before.
     """
     classes = (each for each in kind.__mro__ if each.__module__.partition(".")[0] in _PACKAGES)
     from torch import nn

@@ -151,11 +151,11 @@ class Block(CogVideoXBlock):
             for y_PSC in projections(attn, h_NSC.flatten(0, 1), sequence)
         )
         head_channels = q.shape[-1] * sequence.parts / attn.heads  # `q` has one of `parts` parts
-        # The softmax is of 2 ** (score * scale * log2(e)). With the scale ln(2) that factor is 1: the
-        # queries carry log2(e) / sqrt(head_channels) instead, which saves a multiplication of all scores.
-        scale = math.log2(math.e) / math.sqrt(head_channels)
+        # The attention kernel computes 2 ** (score * log2(e) * its scale). With the scale ln(2) it multiplies
+        # no score: the queries carry log2(e) / sqrt(head_channels) instead.
+        query_scale = math.log2(math.e) / math.sqrt(head_channels)
         norm_q, norm_k = attn.norm_q, attn.norm_k
-        q = qk_norm_rope(q, norm_q.weight, norm_q.bias, *tables, eps=norm_q.eps, scale=scale)
+        q = qk_norm_rope(q, norm_q.weight, norm_q.bias, *tables, eps=norm_q.eps, scale=query_scale)
         k = qk_norm_rope(k, norm_k.weight, norm_k.bias, *tables, eps=norm_k.eps)
         y_NHDS = torch_view(jax_kernels.attention_transposed)(
             q,

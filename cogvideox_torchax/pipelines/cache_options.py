@@ -34,7 +34,7 @@ def config_of(choice: str, *, steps: int, guided: bool, timestep: Callable[[], A
         raise ValueError(f"got --cache {choice}: it takes {'; '.join(CHOICES.values())}")
     if name == "fastercache" and not guided:
         raise ValueError(
-            "got --cache fastercache without guidance: it skips videos without a prompt; take another"
+            "got --cache fastercache without guidance: it only skips the pass without a prompt; take another"
         )
     try:
         return _config(name, value, steps, timestep)

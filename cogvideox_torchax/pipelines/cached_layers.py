@@ -105,7 +105,10 @@ class BlockStack(nn.Module):
         return y, *first_result[1:]  # the text is only passed on: after the blocks nothing reads it
 
     def _all_blocks(self, x: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-        """Run all blocks; `seen` is the ratio of the residual's norm to the last step's."""
+        """Run all blocks and keep their residual; `seen` is its norm relative to that of the last step.
+
+        It is the mean over all patches, which a calibration of MagCache reads.
+        """
         last_tail = self.kept["tail"]
         y = self._run_blocks(self.blocks, x, options)
         self.kept = {"tail": y[0] - x[0]}

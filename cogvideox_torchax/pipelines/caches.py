@@ -342,9 +342,10 @@ class FasterSteps(StepCache):
 
 
 def computes_module(hook: Any, result: Any, *args: Any, **kwargs: Any) -> bool:
-    """Return whether a hook, which is on no module, calls its module; the hook counts a step.
+    """Run a hook with a stand-in for its module; return whether the hook called the stand-in.
 
-    `result` is what the module's stand-in returns to the hook.
+    If so, this step has to compute the module. The hook counts the step. `result` is what the stand-in
+    returns to it.
     """
     ran: list[bool] = []
 

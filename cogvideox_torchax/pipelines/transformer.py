@@ -117,7 +117,7 @@ class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
         """Return diffusers' output for a step, by its own code for plain tensors, else by a program."""
         if on_jax(hidden_states) != runtime.is_on_jax(self):
             inputs, weights = ("jax", "in PyTorch") if on_jax(hidden_states) else ("the host", "on jax")
-            raise ValueError(f'got inputs on {inputs} for weights {weights}: move either .to("jax")')
+            raise ValueError(f'got inputs on {inputs} for weights {weights}: move both .to("jax")')
         if not on_jax(hidden_states):
             return super().forward(
                 hidden_states,
@@ -147,7 +147,7 @@ class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
             if self.step_cache is None:
                 sample = self.run_program(TransformerStep(self, attention_kwargs), tensors)
             else:
-                cached_step = functools.partial(CachedStep, self, attention_kwargs)  # of a form
+                cached_step = functools.partial(CachedStep, self, attention_kwargs)  # takes a form
                 sample = self.step_cache.step(self, cached_step, tensors)
         sample = runtime.without_gradient(
             self, hidden_states, sample, "on JAX a transformer has no gradients"

@@ -104,10 +104,10 @@ def _attend(query: Any, key: Any, value: Any, mask: Any, scale: float | None) ->
 
 
 def _split_by_video(x: Any) -> Any:
-    """Return queries, keys or values (N, S, H, D), on a mesh split by videos alone.
+    """Return queries, keys or values (N, S, H, D); if there is a mesh, they are split by videos alone.
 
     The kernel splits heads too. XLA's partitioner would propagate that split to earlier operations, and then
-    compute one of them wrongly: a slice of the tokens that is set to its rotation (JAX 0.10.2, on a CPU).
+    compute one of them wrongly: `x[:, a:] = rotated`, for some of the tokens (JAX 0.10.2, on a CPU).
     """
     import jax
 

@@ -113,7 +113,8 @@ def share_views(torchax: Any) -> None:
             layout = layout_of(source)
             try:
                 layouts = make(layout)
-            except RuntimeError:  # a `view` that strides forbid: it is a reshape's, which copies
+            except RuntimeError:
+                # The strides forbid this view: it comes from a `reshape`, which then copies.
                 return
         while isinstance(source, view):
             source = source.parent
@@ -145,8 +146,8 @@ def share_views(torchax: Any) -> None:
     torchax.tensor.Environment.dispatch = call
     tensor._elem = property(lambda self: vars(self)[ARRAY], write)
     tensor.detach = detach
-    del tensor.flatten  # it makes an independent array, and takes no negative axes but -1
-    tensor.type_as = lambda self, other: self.to(other.dtype)  # it changes the tensor itself
+    del tensor.flatten  # torchax's makes an independent array, and takes no negative axes but -1
+    tensor.type_as = lambda self, other: self.to(other.dtype)  # torchax's changes its input
 
 
 def _tensors(results: Any) -> Iterator[Any]:

@@ -112,7 +112,7 @@ class WinogradStep(ConvStep):
             for results, group in itertools.groupby(pairs, lambda pair: pair[0].results):
                 sums: Any = None
                 for product, weights in group:
-                    product_sums = self._multiplied(component, product.inputs, weights, turn, column)
+                    product_sums = self._component_product(component, product.inputs, weights, turn, column)
                     sums = product_sums if sums is None else sums + product_sums
                     products_left -= 1
                     # Other work keeps pace: pieces are done until the fraction of them that is left is at
@@ -138,16 +138,17 @@ class WinogradStep(ConvStep):
             ]
         return work
 
-    def _multiplied(
+    def _component_product(
         self, component: int, inputs: list[tuple[int, int]], weights: Any, turn: Any, column: Any
     ) -> Array:
-        chunks = [
+        """Return the product of a component's inputs, side by side, with the weights of a turn."""
+        operands = [
             self._input(component, row, shift, part, column)
             for row, shift in inputs
             for part in range(self.sizes.parts)
         ]
         return jnp.dot(
-            jnp.concatenate(chunks, axis=1), weights[turn, component], preferred_element_type=jnp.float32
+            jnp.concatenate(operands, axis=1), weights[turn, component], preferred_element_type=jnp.float32
         )
 
     def _input(self, component: int, row: int, shift: int, part: int, column: Any) -> Array:
@@ -250,8 +251,11 @@ class WinogradStep(ConvStep):
         return frames[...]
 
     def _add_edges(self, frames: Any, column: Any, row: int, part: int) -> None:
-        """Add the edges to `frames`, the results of a unit, if it has the strip's first or last column."""
-        sizes, count = self.sizes, self.sizes.input_frames  # frames of a pixel
+        """Add to a unit's results, `frames`, what neighbouring columns contribute to the strip's ends.
+
+        The ends are the first and the last column of the strip, of which a unit may have one.
+        """
+        sizes, count = self.sizes, self.sizes.input_frames  # results of a pixel
         for side, edge_column in enumerate((0, self._last_column())):
             # `column` is traced: to a unit without the edge's column, zeros are added.
             inside = (edge_column >= column) & (edge_column < column + sizes.unit)
