@@ -247,10 +247,10 @@ def make_app(
 
 
 def parse_size(size: str) -> tuple[int, ...]:
-    numbers = tuple(map(int, size.split("x")))
-    if len(numbers) != 3 or min(numbers) < 1:
+    numbers = size.split("x")
+    if len(numbers) != 3 or not all(number.isdecimal() and int(number) for number in numbers):
         raise ValueError(f"got size {size}: it takes FRAMESxHEIGHTxWIDTH, such as 49x480x720")
-    return numbers
+    return tuple(map(int, numbers))
 
 
 def main() -> None:
@@ -267,7 +267,10 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1", help="to listen on")
     parser.add_argument("--port", type=int, default=8000, help="to listen on")
     args = parser.parse_args()
-    sizes = {size: parse_size(size) for size in args.sizes}
+    try:
+        sizes = {size: parse_size(size) for size in args.sizes}
+    except ValueError as error:
+        parser.error(str(error))
     pipe = load_pipeline(args.model, mesh=make_mesh(args.dp, args.tp))
     pipe.set_progress_bar_config(disable=True)
     with tempfile.TemporaryDirectory() as directory:

@@ -70,9 +70,8 @@ def _advice(name: str, known: Iterable[str]) -> str:
 
     nearest = max(known, key=likeness)
     shared, ratio = likeness(nearest)
-    is_near = (
-        2 * shared > len(name.strip("-").split("-")) or ratio > NEAR
-    )  # most of its words, or its letters
+    words = len(name.strip("-").split("-"))
+    is_near = 2 * shared > words or ratio > NEAR  # most of its words, or of its letters
     return f": did you mean {nearest}?" if is_near else ""
 
 

@@ -102,9 +102,8 @@ def load_pipeline(
         )
     if parallel is not None and mesh is None:
         raise ValueError(f"load_pipeline got parallel={parallel!r}: it is for a mesh; pass both, or none")
-    if (
-        "torch_dtype" in diffusers_options and dtype != "bfloat16"
-    ):  # the default is a name: torch's own differs
+    # The default is a name, so that it differs from `torch.bfloat16`, which a user passes.
+    if "torch_dtype" in diffusers_options and dtype != "bfloat16":
         raise ValueError("load_pipeline got both dtype and torch_dtype, which are one option: leave one out")
     if pipeline_class is not None and not isinstance(pipeline_class, type):
         raise ValueError(f"load_pipeline got pipeline_class={pipeline_class!r}: give the class, not its name")

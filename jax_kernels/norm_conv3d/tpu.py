@@ -42,9 +42,9 @@ from jax_kernels.norm_conv3d.step import grid_position, matrices
 IN_PLACE = True
 """Whether the next cache reuses the memory of the last one, which a program's caller then has to donate.
 
-TorchTPU donates no inputs, so its bridge sets this to False: XLA would copy each cache before the kernel
-writes into it. Tests that interpret the kernel set it to False too, because JAX's interpreters cannot run
-blocks that reach beyond such an argument; others compile it for TPUs without running it.
+A caller that cannot donate inputs sets this to False: XLA would copy each cache before the kernel writes
+into it. Tests that interpret the kernel set it to False too, because JAX's interpreters cannot run blocks
+that reach beyond such an argument; others compile it for TPUs without running it.
 """
 
 
