@@ -227,3 +227,11 @@ def test_a_browser_follows_a_prompt_cancels_it_and_plays_the_next(app, gated):
         server.should_exit = True
         thread.join()
     assert gated.prompts[len(SIZES) :] == ["slow", "a panda"]
+
+
+@pytest.mark.parametrize("size", ["480x720", "9x0x32", "9xax32"])
+def test_a_size_of_another_form_is_refused_in_one_line(size, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["serve", "--sizes", size])
+    with pytest.raises(SystemExit):
+        serve.main()
+    assert f"got size {size}: it takes FRAMESxHEIGHTxWIDTH" in capsys.readouterr().err
