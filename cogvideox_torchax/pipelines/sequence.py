@@ -250,8 +250,8 @@ class SequencePlacement(MeshPlace):
 
     def compiler_options(self) -> dict[str, str]:
         # Let a TPU compute while tokens are exchanged for heads; by default it waits.
-        on_tpu = self.mesh.devices.flat[0].platform == "tpu"
-        return {"xla_tpu_enable_async_all_to_all": "true"} if on_tpu else {}
+        exchange = {"xla_tpu_enable_async_all_to_all": "true"} if self.platform == "tpu" else {}
+        return {**super().compiler_options(), **exchange}
 
     def trace(self, run: Callable[..., Any], inputs: Any, cache: Any) -> Any:
         """Return (result, cache) of `run(inputs, cache)` in a trace, constrained to their shardings."""

@@ -17,6 +17,13 @@ from cogvideox_torchax.runtime.forks import check_not_forked
 from cogvideox_torchax.runtime.user_checks import runs_unchecked
 
 
+_CPU_OPTIONS = {}
+if jax.__version_info__ >= (0, 9, 1):  # the first version with this option
+    # By default XLA orders a CPU's operations so that many can run side by side, and begins with what needs
+    # only weights: it would hold the transformed weights of all layers at once.
+    _CPU_OPTIONS = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+
+
 class Place:
     """The devices of a program: here one device, JAX's default if None; a subclass is for a mesh.
 
@@ -25,6 +32,11 @@ class Place:
 
     def __init__(self, device: Any = None):
         self._device = device
+
+    @property
+    def platform(self) -> str:
+        """JAX's name of the devices' kind, such as "tpu" or "cpu"."""
+        return self._device.platform if self._device else jax.default_backend()
 
     def weight(self, name: str, array: Any) -> Any:
         """Return a weight, an array on JAX, on the program's devices."""
@@ -60,7 +72,7 @@ class Place:
 
     def compiler_options(self) -> dict[str, str]:
         """Return XLA's options, by name, for a program."""
-        return {}
+        return _CPU_OPTIONS if self.platform == "cpu" else {}
 
     def watching(self, network: Any) -> contextlib.AbstractContextManager[Any]:
         """Return a context that is open while `network`, a copy of a torch network, is traced.

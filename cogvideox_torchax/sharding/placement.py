@@ -62,6 +62,10 @@ class MeshPlace(Place):
     types: "tuple[type[nn.Module], ...]" = field(default=(), kw_only=True)
     layers: dict[str, set[tuple[int, ...]]] = field(default_factory=dict, compare=False, kw_only=True)
 
+    @property
+    def platform(self) -> str:
+        return self.mesh.devices.flat[0].platform
+
     def spec(self, shape: tuple[int, ...]) -> PartitionSpec:
         """Return the sharding of an activation of this shape."""
         raise NotImplementedError

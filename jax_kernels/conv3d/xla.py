@@ -92,7 +92,8 @@ def filtered_on_cpu(frames: Array, kernel: Array, columns: Padding, *, at_start:
 
 
 def _filtered(frames: Array, kernel: Array, columns: Padding, at_start: bool) -> Array:
-    kernel = _written_out(kernel)
+    if kernel.size >= LARGE_KERNEL:  # else XLA would transpose a weight of PyTorch's for every product
+        kernel = _written_out(kernel, axis=0)
     if math.prod(frames.shape[:4]) <= kernel.shape[-1]:  # patches are smaller than the kernel
         return patches(frames, kernel, columns)
     convolve = functools.partial(conv_frames, padding=_padding(kernel, columns))
@@ -112,18 +113,21 @@ def _filtered(frames: Array, kernel: Array, columns: Padding, at_start: bool) ->
     return join_frames(parts)
 
 
-def _written_out(kernel: Array) -> Array:
-    """Return a kernel, copied tap by tap if it is large, in a loop that XLA cannot fuse.
+def _written_out(x: Array, axis: int) -> Array:
+    """Return `x`; on a CPU a copy, made slice by slice along an axis, in a loop that XLA cannot fuse."""
 
-    Otherwise XLA would transpose a weight of PyTorch's again for every product that uses it.
-    """
+    def copy(x: Array) -> Array:
+        def with_slice(index: Array, copied: Array) -> Array:
+            of_x = jax.lax.dynamic_slice_in_dim(x, index, 1, axis)
+            return jax.lax.dynamic_update_slice_in_dim(copied, of_x, index, axis)
 
-    def with_tap(tap: Array, copied: Array) -> Array:
-        of_tap = jax.lax.dynamic_slice_in_dim(kernel, tap, 1, axis=0)
-        return jax.lax.dynamic_update_slice_in_dim(copied, of_tap, tap, axis=0)
+        return jax.lax.fori_loop(0, x.shape[axis], with_slice, jnp.zeros_like(x))
 
-    is_large = kernel.size >= LARGE_KERNEL
-    return jax.lax.fori_loop(0, kernel.shape[0], with_tap, jnp.zeros_like(kernel)) if is_large else kernel
+    def unchanged(x: Array) -> Array:
+        return x
+
+    by_platform = functools.partial(jax.lax.platform_dependent, cpu=copy, default=unchanged)
+    return with_derivatives_of(unchanged, by_platform)(x)
 
 
 def suits_filtering(frames: Array, kernel: Array) -> bool:
@@ -166,6 +170,12 @@ def convolve_frames(
     """Convolve frames `x` after the frames of `cache`; return the result and the next cache."""
     past = cache.shape[1]  # number of cached frames
     frames = jnp.concatenate([cache, x], axis=1)
+    if not target.on_tpu:
+        next_cache = _written_out(frames[:, -past:], axis=1)
+        # The convolution reads its last frames from the next cache, so a CPU has to compute that first. It
+        # would be computed at the end of the program, and all frames of all layers would be kept until then.
+        frames = jnp.concatenate([frames[:, :-past], next_cache], axis=1)
+        return finish(target, convolve_same(target, frames, kernel, form), bias, residual, like=x), next_cache
     y = finish(target, convolve_same(target, frames, kernel, form), bias, residual, like=x)
     # The next cache takes the memory of the old one, if that is donated. XLA copies the old cache first if
     # anything reads it later: so the frames are selected after `y`, and from `x` if it has enough frames.

@@ -39,9 +39,10 @@ def test_a_sequence_is_padded_to_whole_tiles_unless_that_would_make_it_half_long
 
 
 def test_on_tpus_a_program_is_compiled_to_compute_while_it_exchanges():
-    for platform, options in (("tpu", {"xla_tpu_enable_async_all_to_all": "true"}), ("cpu", {})):
+    for platform in ("tpu", "cpu"):
         mesh = SimpleNamespace(devices=np.array([[SimpleNamespace(platform=platform)]]))
-        assert SequencePlacement(mesh).compiler_options() == options
+        asked = SequencePlacement(mesh).compiler_options().get("xla_tpu_enable_async_all_to_all")
+        assert asked == ("true" if platform == "tpu" else None)
 
     class Mistaken(Place):
         def compiler_options(self):

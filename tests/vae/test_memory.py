@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from cogvideox_torchax.vae import memory
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.sizes import SizeError
 from cogvideox_torchax.vae.torchax.networks import DecoderChunk
+from jax_kernels import conv3d
 from tests import reference
 from tests.processes import ROOT
 
@@ -171,3 +174,20 @@ def test_another_error_passes_and_a_second_end_of_memory_does(native_vae, monkey
     with pytest.raises(RuntimeError, match="something else"):
         list(memory.retry_tiled_on_oom(vae, (12, 20), lambda: vae.decode_stream(z), print))
     assert not vae.use_tiling
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 9, 1), reason="XLA orders a CPU's operations for memory since")
+def test_a_cpu_keeps_neither_the_frames_nor_the_transformed_weights_of_all_layers():
+    layers, frames, kernels = 8, jnp.zeros((1, 8, 16, 16, 64)), jnp.zeros((8, 3, 3, 3, 64, 64))
+
+    def network(place, weights, inputs, cache):
+        caches = []
+        for kernel, earlier in zip(weights, cache, strict=True):
+            inputs, latest = conv3d(jax.nn.silu(inputs), kernel, None, cache=earlier)
+            caches.append(latest)
+        return inputs, caches
+
+    network.name = "layers"
+    lowered = runtime.ArrayProgram(network).lower(list(kernels), frames, [frames[:, :2]] * layers)
+    analysis = lowered.compile().memory_analysis()
+    assert analysis.temp_size_in_bytes < 6 * frames.nbytes
