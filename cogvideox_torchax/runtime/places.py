@@ -16,7 +16,6 @@ from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
 from cogvideox_torchax.runtime.forks import check_not_forked
 from cogvideox_torchax.runtime.user_checks import runs_unchecked
 
-
 _CPU_OPTIONS = {}
 if jax.__version_info__ >= (0, 9, 1):  # the first version with this option
     # By default XLA orders a CPU's operations so that many can run side by side, and begins with what needs

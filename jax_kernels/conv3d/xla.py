@@ -114,7 +114,7 @@ def _filtered(frames: Array, kernel: Array, columns: Padding, at_start: bool) ->
 
 
 def _written_out(x: Array, axis: int) -> Array:
-    """Return `x`; on a CPU a copy, made slice by slice along an axis, in a loop that XLA cannot fuse."""
+    """Return a copy of `x`, made slice by slice along an axis, in a loop that XLA cannot fuse."""
 
     def copy(x: Array) -> Array:
         def with_slice(index: Array, copied: Array) -> Array:
@@ -123,11 +123,7 @@ def _written_out(x: Array, axis: int) -> Array:
 
         return jax.lax.fori_loop(0, x.shape[axis], with_slice, jnp.zeros_like(x))
 
-    def unchanged(x: Array) -> Array:
-        return x
-
-    by_platform = functools.partial(jax.lax.platform_dependent, cpu=copy, default=unchanged)
-    return with_derivatives_of(unchanged, by_platform)(x)
+    return with_derivatives_of(lambda x: x, copy)(x)
 
 
 def suits_filtering(frames: Array, kernel: Array) -> bool:
@@ -172,8 +168,8 @@ def convolve_frames(
     frames = jnp.concatenate([cache, x], axis=1)
     if not target.on_tpu:
         next_cache = _written_out(frames[:, -past:], axis=1)
-        # The convolution reads its last frames from the next cache, so a CPU has to compute that first. It
-        # would be computed at the end of the program, and all frames of all layers would be kept until then.
+        # The convolution reads its last frames from the next cache, so XLA computes that first. Otherwise it
+        # does so at the end of the program, and keeps the frames of all layers until then.
         frames = jnp.concatenate([frames[:, :-past], next_cache], axis=1)
         return finish(target, convolve_same(target, frames, kernel, form), bias, residual, like=x), next_cache
     y = finish(target, convolve_same(target, frames, kernel, form), bias, residual, like=x)
