@@ -136,3 +136,13 @@ def with_derivatives_of(plain: Callable[..., Any], kernel: Callable[..., Any]) -
     # The rule returns the kernel's result and the plain function's tangent, the second result of `jvp`.
     derived.defjvp(lambda primals, tangents: (derived(*primals), jax.jvp(plain, primals, tangents)[1]))
     return derived
+
+
+def kernel_or_plain(
+    target: Target, kernel: Callable[..., Any], plain: Callable[..., Any], *, is_supported: bool
+) -> Callable[..., Any]:
+    """Return `kernel` with the derivatives of `plain` where a Pallas kernel may run, else `plain`.
+
+    `is_supported` is whether the kernel supports the arrays of this call.
+    """
+    return with_derivatives_of(plain, kernel) if target.uses_pallas and is_supported else plain

@@ -19,13 +19,13 @@ from jax_kernels.common.frames import join_frames, repeat_nearest, split_frames,
 from jax_kernels.common.transforms import filtered
 from jax_kernels.conv3d.op import check_conv3d, conv3d_on
 from jax_kernels.group_norm import xla as norm_xla
-from jax_kernels.group_norm.moments import (
+from jax_kernels.group_norm.op import (
     check_groups,
     column_moments,
+    group_norm_on,
     moments_of_columns,
     scale_and_shift,
 )
-from jax_kernels.group_norm.op import group_norm_on
 from jax_kernels.norm_conv3d import sizes, tpu
 from jax_kernels.spatial_norm import xla as spatial_xla
 from jax_kernels.spatial_norm.op import check_spatial_norm, spatial_norm_on

@@ -9,7 +9,7 @@ from jax_kernels.common.columns import WHOLE, Split
 from jax_kernels.common.dispatch import Target, dispatch, map_shards
 from jax_kernels.common.frames import join_frames, split_frames
 from jax_kernels.common.pointwise import Activation, check_choice
-from jax_kernels.group_norm.moments import check_groups, moments, scale_and_shift
+from jax_kernels.group_norm.op import check_groups, moments, scale_and_shift
 from jax_kernels.spatial_norm import xla
 
 Implementation = Literal["rows", "pixels_first"]
