@@ -1,6 +1,7 @@
 """The bridge between torch and JAX by torchax, which converts functions and tensors.
 
-Only this module imports torchax, and only when it is needed: a user of native PyTorch never starts JAX.
+Only this module imports torchax, and only when it is needed: a user of native PyTorch never starts JAX. Ported
+modules know only `on_accelerator` and `torch_view`, which serve the bridge of TorchTPU too.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from cogvideox_torchax import upstream
 from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
 from cogvideox_torchax.runtime.forks import check_not_forked
 from cogvideox_torchax.runtime.functions import replace_functions, replace_keys
@@ -115,6 +117,11 @@ def on_tpu(tensor: torch.Tensor) -> bool:
     return tensor.device.type == TPU
 
 
+def on_accelerator(tensor: torch.Tensor) -> bool:
+    """Return whether kernels compute with a tensor: it is on JAX by torchax, or on a TPU by TorchTPU."""
+    return on_jax(tensor) or on_tpu(tensor)
+
+
 def is_on_jax(module: torch.nn.Module) -> bool:
     """Return whether a module's first weight or buffer, and so all of them, is on JAX."""
     first = next(itertools.chain(module.parameters(), module.buffers()), None)
@@ -140,10 +147,20 @@ def device_and_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any
 
 
 def torch_view(jax_function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of JAX arrays as one of torchax tensors; torchax is imported at the first call."""
+    """Return a function of JAX arrays as one of tensors, by the bridge that this process has.
+
+    It has one at most: torchax and TorchTPU both take the one device that a package may add to PyTorch. The
+    first call imports the package.
+    """
 
     @functools.wraps(jax_function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if upstream.added_device() == TPU:
+            from cogvideox_torchax.runtime import (
+                torchtpu,  # imports JAX, which a command's parser does without
+            )
+
+            return torchtpu.torch_view(jax_function)(*args, **kwargs)
         with unchecked():
             return import_torchax().interop.call_jax(jax_function, *args, **kwargs)
 

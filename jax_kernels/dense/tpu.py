@@ -160,7 +160,7 @@ def product(
     weight_spec = pl.BlockSpec((block_outputs, inputs), lambda j, n, i, _: (j, 0))
     bias_spec = pl.BlockSpec((1, block_outputs), lambda j, n, i, _: (0, j))
     gate_spec = pl.BlockSpec((None, 2, block_outputs), lambda j, n, i, _: (n, 0, j))
-    first_patch = jnp.int32(0) if first_patch is None else first_patch  # not read without a gate
+    boundary = jnp.int32(0) if first_patch is None else first_patch  # not read without a gate
     return pl.pallas_call(
         functools.partial(
             _product_block,
@@ -181,7 +181,7 @@ def product(
             dimension_semantics=("parallel",) * 3, vmem_limit_bytes=tiles.vmem_limit()
         ),
         name="gated_linear" if gated else "linear_gelu" if gelu else "linear",
-    )(first_patch.reshape(1), x, weight, bias.astype(jnp.float32)[None], *gated)
+    )(boundary.reshape(1), x, weight, bias.astype(jnp.float32)[None], *gated)
 
 
 def _product_block(

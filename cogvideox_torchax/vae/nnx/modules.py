@@ -170,7 +170,7 @@ def normed_conv(
 ) -> tuple[jax.Array, jax.Array | None, jax_kernels.ColumnMoments | None]:
     """Compute conv(silu(norm(x))) + residual, by one call of `jax_kernels.norm_conv3d`.
 
-    A layer of another class, such as one that records its output (`vae.nnx.recording`), is called by itself.
+    A layer of another class, such as one that records its output (`RecordedLayers`), is called by itself.
     The result comes with the next cache and, if the kernel returns them, with its column moments. The call
     that takes the result as its `x_NTHWC` also takes these `moments`, and need not sum them again.
     """
