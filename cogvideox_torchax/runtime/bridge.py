@@ -1,7 +1,7 @@
 """The bridge between torch and JAX by torchax, which converts functions and tensors.
 
-Only this module imports torchax, and only when it is needed: a user of native PyTorch never starts JAX. Ported
-modules know only `on_accelerator` and `torch_view`, which serve the bridge of TorchTPU too.
+Only this module imports torchax, and only when it is needed: a user of native PyTorch never starts JAX.
+Ported modules know only `on_accelerator` and `torch_view`, which serve the bridge of TorchTPU too.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Hooks on a torch network's layers, which see or change values, or name a program's instructions in a profile."""
+"""Hooks on a torch network's layers, which see or change values, and profiles that name these layers."""
 
 import contextlib
 import functools
