@@ -54,7 +54,6 @@ if TYPE_CHECKING:
         first_nonfinite,
         jax_dtype,
         largest,
-        wait,
     )
     from cogvideox_torchax.runtime.torchtpu import NO_GRADIENT, TorchTPUProgram, is_on_tpu
     from cogvideox_torchax.runtime.user_checks import runs_unchecked
@@ -125,7 +124,6 @@ __all__ = [
     "to_jax",
     "to_torch",
     "torch_view",
-    "wait",
     "wants_gradient",
     "warn_once",
     "without_gradient",
@@ -201,7 +199,6 @@ _MODULES = {
         "first_nonfinite",
         "jax_dtype",
         "largest",
-        "wait",
     ),
     "torchtpu": (
         "NO_GRADIENT",

@@ -134,8 +134,7 @@ def rematerialized(module: nn.Module, *inputs: Any) -> Any:
 
     diffusers' `enable_gradient_checkpointing` takes this function. It serves JAX and PyTorch.
     """
-    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
-    if not any(map(on_jax, tensors)):
+    if not any(on_jax(value) for value in inputs if isinstance(value, torch.Tensor)):
         return checkpoint(module, *inputs, use_reentrant=False)
     import jax
 
