@@ -81,6 +81,16 @@ class MeshPlace(Place):
         """The sharding of an array that is whole on every device."""
         return NamedSharding(self.mesh, PartitionSpec())
 
+    def input_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
+        return self.replicated
+
+    def weight(self, name: str, array: Any) -> jax.Array:
+        """Return a weight, a NumPy or a JAX array, on the mesh; the same array if it is there already."""
+        return spread(array, self.weight_sharding(name, array.shape))
+
+    def put(self, array: Any) -> Any:
+        return spread(array, self.input_sharding(array.shape))
+
     def constrain(self, x: jax.Array) -> jax.Array:
         """Return `x`, a traced array, constrained to `sharding(x.shape)`."""
         return jax.lax.with_sharding_constraint(x, self.sharding(x.shape))
@@ -218,15 +228,8 @@ class Placement(MeshPlace):
         padded = tuple(size + after for size, (_, after) in zip(shape, self.padding(shape), strict=True))
         return PaddedChunk(jax.ShapeDtypeStruct(padded, dtype, sharding=self.sharding(shape)), shape)
 
-    def cache_struct(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.cache_placement.sharding(shape))
-
-    def weight(self, name: str, array: Any) -> jax.Array:
-        """Return a weight with a copy on every device of the mesh."""
-        return spread(array, self.replicated)
-
-    def weight_struct(self, name: str, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
+    def cache_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
+        return self.cache_placement.sharding(shape)
 
     def result_spec(self, shape: tuple[int, ...]) -> PartitionSpec:
         """Return the sharding of a result, which must not have padding.
@@ -273,24 +276,12 @@ class BatchPlacement(MeshPlace):
             else PartitionSpec()
         )
 
-    def weight_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
+    def weight_sharding(self, name: str, shape: tuple[int, ...]) -> NamedSharding:
         divided = (axis for axis, size in enumerate(shape) if size % self.mesh.size == 0)
         axis = next(divided, None) if self.split and math.prod(shape) >= self.SMALLEST else None
         return (
             self.replicated if axis is None else NamedSharding(self.mesh, PartitionSpec(*[None] * axis, AXES))
         )
-
-    def weight(self, name: str, array: Any) -> jax.Array:
-        return spread(array, self.weight_sharding(array.shape))
-
-    def weight_struct(self, name: str, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.weight_sharding(shape))
-
-    def put(self, array: Any) -> jax.Array:
-        return spread(array, self.replicated)
-
-    def struct(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
 
     def trace(self, run: Callable[..., Any], inputs: Any, cache: Any) -> Any:
         # Kernels read the mesh, and map themselves over the devices: XLA cannot split a kernel.
