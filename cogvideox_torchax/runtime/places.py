@@ -38,15 +38,15 @@ class Place:
         """Return the result of `put` for an input of this shape, with structs in place of arrays."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.input_sharding(shape))
 
-    def input_sharding(self, shape: tuple[int, ...]) -> jax.sharding.Sharding | None:
+    def input_sharding(self, shape: tuple[int, ...]) -> Any:
         """Return the sharding of an input of this shape; None is JAX's default device."""
         return None if self._device is None else jax.sharding.SingleDeviceSharding(self._device)
 
-    def weight_sharding(self, name: str, shape: tuple[int, ...]) -> jax.sharding.Sharding | None:
+    def weight_sharding(self, name: str, shape: tuple[int, ...]) -> Any:
         """Return the sharding of a weight, which a subclass may choose by its name."""
         return self.input_sharding(shape)
 
-    def cache_sharding(self, shape: tuple[int, ...]) -> jax.sharding.Sharding | None:
+    def cache_sharding(self, shape: tuple[int, ...]) -> Any:
         """Return the sharding of one of a cache's arrays."""
         return self.input_sharding(shape)
 

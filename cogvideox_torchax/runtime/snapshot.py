@@ -163,8 +163,7 @@ def _classes(modules: Iterable[_ModuleSnapshot]) -> set[type]:
     """Return the classes of recorded modules and attention processors, and the classes they inherit from."""
     kinds = {type(each.attributes[PROCESSOR]) for each in modules if PROCESSOR in each.attributes}
     kinds |= {each.kind for each in modules}
-    bases = {base for kind in kinds for base in kind.__mro__}
-    return bases - {*nn.Module.__mro__}
+    return {base for kind in kinds for base in kind.__mro__} - {*nn.Module.__mro__}
 
 
 def _contents(modules: Iterable[dict[str, Any]]) -> list[tuple[Any, list[Any]]]:

@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from cogvideox_torchax.runtime.places import Place
 from cogvideox_torchax.sharding.mesh import AXES
 from cogvideox_torchax.upstream import is_traced
-from cogvideox_torchax.vae.axes import NCTHW, Axes
+from cogvideox_torchax.vae.axes import HWNTC, NCTHW, Axes
 from cogvideox_torchax.vae.columns import OnColumns
 from jax_kernels.common.columns import WHOLE, Split
 from jax_kernels.common.dispatch import Target, dispatch, map_shards
@@ -105,18 +105,16 @@ class Placement(MeshPlace):
 
     Attributes:
         axes: the order of axes of chunks, activations and results.
-        cache_axes: the order of axes of the caches between two chunks; None for `axes`.
         unit: number of columns of a chunk for each latent pixel; a device has all columns of a latent pixel.
     """
 
     axes: Axes = NCTHW
-    cache_axes: Axes | None = None
     unit: int = 1
 
     @property
     def cache_placement(self) -> "Placement":
-        """The placement of the convolutions' caches."""
-        return Placement(self.mesh, self.cache_axes or self.axes)
+        """The placement of the convolutions' caches, whose axes are in the order that a TPU computes in."""
+        return Placement(self.mesh, HWNTC)
 
     def spec(self, shape: tuple[int, ...]) -> PartitionSpec:
         return self._spec_along(shape, self.axes.index("W"))

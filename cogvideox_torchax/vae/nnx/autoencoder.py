@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 from cogvideox_torchax import runtime
 from cogvideox_torchax.sharding import Placement, check_mesh, spread
 from cogvideox_torchax.vae import checkpoint, chunks, tiling
-from cogvideox_torchax.vae.axes import HWNTC, NTHWC
+from cogvideox_torchax.vae.axes import NTHWC
 from cogvideox_torchax.vae.checks import check_shape, check_values, integers_refused
 from cogvideox_torchax.vae.columns import OnColumns
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
@@ -498,7 +498,6 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         return Placement(
             self.mesh,
             axes=NTHWC,
-            cache_axes=HWNTC,  # the order that a TPU computes in
             unit=direction.scale(self.config.spatial_compression_ratio),  # input columns of a latent pixel
         )
 

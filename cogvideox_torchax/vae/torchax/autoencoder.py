@@ -22,7 +22,7 @@ from cogvideox_torchax.files.models import saved_from_host
 from cogvideox_torchax.runtime.models import PortedModel, save_as_stock
 from cogvideox_torchax.sharding import BatchPlacement, Placement, check_mesh
 from cogvideox_torchax.vae import checkpoint, tiling
-from cogvideox_torchax.vae.axes import HWNTC, NCTHW
+from cogvideox_torchax.vae.axes import NCTHW
 from cogvideox_torchax.vae.chunks import Step, run
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.streaming import ChunkedVAE, frames_of_chunks, joined, one_video_at_a_time
@@ -283,7 +283,6 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         place = Placement(
             self.mesh,
             axes=NCTHW,
-            cache_axes=HWNTC,
             unit=direction.scale(self.spatial_compression_ratio),  # input columns of a latent: 8 or 1
             types=LAYERS,  # reports list the shapes of their activations
         )
