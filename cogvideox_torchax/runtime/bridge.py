@@ -16,9 +16,7 @@ import torch
 from cogvideox_torchax import upstream
 from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
 from cogvideox_torchax.runtime.forks import check_not_forked
-from cogvideox_torchax.runtime.functions import replace_functions, replace_keys
 from cogvideox_torchax.runtime.user_checks import runs_unchecked, unchecked
-from cogvideox_torchax.runtime.views import share_views
 from cogvideox_torchax.upstream import one_program_each, teach_copying, torchax_off
 from cogvideox_torchax.upstream import torchax_is_on as is_enabled
 from cogvideox_torchax.versions import TESTED, installed
@@ -56,6 +54,10 @@ def _patched_torchax() -> Any:
             f"torchax {installed('torchax')} does not import with torch {torch.__version__} ({error}); "
             f"install the pair that is tested: pip install {pair}"
         ) from error
+    # These modules import JAX.
+    from cogvideox_torchax.runtime.functions import replace_functions, replace_keys
+    from cogvideox_torchax.runtime.views import share_views
+
     for kind in (torchax.tensor.Tensor, torchax.view.View):
         teach_copying(kind, tensor_of, to_torch, without_torchax)
     # A sum or product of tensors is one program, not several: fewer programs wait in a device's queue.

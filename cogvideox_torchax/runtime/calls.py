@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
 import numpy as np
 import torch
 from torch import nn
@@ -133,11 +134,13 @@ def _is_unchanged(tree: Any, leaves: list[Any], structure: pytree.TreeSpec) -> b
     return structure_now == structure and all(map(operator.is_, leaves_now, leaves))
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class _Result:
     """A method's result, a tree whose structure and constants JAX keeps with the program."""
 
-    def __init__(self, tensors: tuple[Any, ...], constants: tuple[Any, ...]):
-        self.tensors, self.constants = tensors, constants
+    tensors: tuple[Any, ...]
+    constants: tuple[Any, ...] = field(metadata={"static": True})
 
     @classmethod
     def of(cls, result: Any) -> "_Result":
@@ -158,15 +161,6 @@ class _Result:
         arrays = iter(self.tensors)
         leaves = [tensor_of(next(arrays)) if value is None else value[0] for value in values]
         return pytree.tree_unflatten(leaves, structure)
-
-
-@functools.cache
-def _register_result() -> None:
-    import jax
-
-    jax.tree_util.register_pytree_node(
-        _Result, lambda result: (result.tensors, result.constants), lambda constants, t: _Result(t, constants)
-    )
 
 
 def _is_tensor(leaf: Any) -> bool:
@@ -316,9 +310,6 @@ def method_program(
         place: the devices of the program; None for JAX's default device.
         values: other arguments of the call, by name.
     """
-    import jax
-
-    _register_result()
     described, _ = jax.tree.flatten(tensors, is_leaf=describes_one_input)
     marks = jax.tree.map(lambda _: torch.empty(0), tensors, is_leaf=describes_one_input)
     leaves, structure = pytree.tree_flatten(((), {**marks, **values}))
@@ -330,7 +321,6 @@ def method_program(
 
 def _run_compiled(model: nn.Module, method: Method, leaves: list[Any], structure: Any, place: Place) -> Any:
     """Run a method as a program, or raise `UntraceableError`."""
-    _register_result()
     tensors = {position for position, leaf in enumerate(leaves) if not isinstance(leaf, VALUES)}
     numbers = {position: leaf for position, leaf in enumerate(leaves) if type(leaf) in (int, float)}
     known = _NUMBERS.setdefault(model, {})  # a state for each form of a call

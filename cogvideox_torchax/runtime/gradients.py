@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
@@ -26,8 +27,6 @@ class _Differentiated(torch.autograd.Function):
     def forward(
         ctx: Any, function: Function, run: Callable[[], torch.Tensor] | None, *tensors: torch.Tensor
     ) -> torch.Tensor:
-        import jax
-
         inputs = tuple(map(array_of, tensors))
         if run is None:
             array, saved = jax.vjp(function, *inputs)
@@ -45,8 +44,6 @@ class _Differentiated(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        import jax
-
         arrays = map(array_of, ctx.saved_tensors)
         leaves = [next(arrays) if leaf is None else leaf for leaf in ctx.leaves]
         saved = jax.tree.unflatten(ctx.structure, leaves)
@@ -136,8 +133,6 @@ def rematerialized(module: nn.Module, *inputs: Any) -> Any:
     """
     if not any(on_jax(value) for value in inputs if isinstance(value, torch.Tensor)):
         return checkpoint(module, *inputs, use_reentrant=False)
-    import jax
-
     interop = import_torchax().interop
     call = jax.checkpoint(interop.jax_view(module.__call__))
     return interop.torch_view(call(*interop.jax_view(inputs)))

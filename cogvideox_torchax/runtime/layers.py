@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import torch
 from torch import nn
 
@@ -38,8 +39,6 @@ def watched(
         taken: `taken(name, (args, kwargs))` returns the replacement of a layer's arguments.
         names_only: whether both return values unchanged; a fused kernel may then replace a layer.
     """
-    import jax
-
     scopes: list[Any] = []  # name scopes that are open, from the outermost layer's to the innermost layer's
 
     def before(name: str, _module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -115,8 +114,6 @@ def profiling(directory: str | Path) -> Iterator[None]:
     Raises:
         ValueError: a directory that cannot be written into.
     """
-    import jax
-
     global _profiling
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)

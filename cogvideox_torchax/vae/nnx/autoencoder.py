@@ -456,7 +456,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         if kept is None or not kept.holds(parts):
             kept = programs[key] = Kept.of(module, parts, placement)
         step = kept.program.step([variable.get_raw_value() for variable in kept.variables])
-        return step if plan is None else tiling.TiledStep(step, plan, NTHWC, placement, as_uint8)
+        return step if plan is None else tiling.tiled_step(step, plan, NTHWC, placement, as_uint8)
 
     def chunk(self, direction: Direction, **options: bool) -> EncoderChunk | DecoderChunk:
         """Return a direction's network; `options` are those of a `DecoderChunk`."""

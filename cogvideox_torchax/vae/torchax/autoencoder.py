@@ -214,7 +214,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
             step = program.step(program.weights(network))
         if plan is not None:
             placement = Placement(self.mesh) if on_jax and self.mesh is not None else None
-            step = tiling.TiledStep(step, plan, NCTHW, placement, as_uint8)
+            step = tiling.tiled_step(step, plan, NCTHW, placement, as_uint8)
         if self.use_slicing:
             step = one_video_at_a_time(step)
         if not on_jax:
