@@ -79,12 +79,12 @@ class Snapshot:
         weight_ids = _weight_ids(attributes)
         if not is_identical:
             modules = modules_of(root)
-            if len(modules) != len(self._modules):
-                return False
             # Modules are the same objects, except for the root.
-            for recorded, module in zip(others, modules[1:], strict=True):
-                if recorded.module() is not module or not recorded.is_unchanged(module):
-                    return False
+            if len(modules) != len(self._modules) or not all(
+                recorded.module() is module and recorded.is_unchanged(module)
+                for recorded, module in zip(others, modules[1:], strict=True)
+            ):
+                return False
         elif weight_ids == self._weight_ids:
             return True
         if self._weights != _weight_pattern(modules):  # names of weights, and which are tied

@@ -197,11 +197,9 @@ def join(tiles: Sequence[Sequence[Any]], plan: TilePlan, height_axis: int) -> An
         blended.append([])
         for column, tile in enumerate(row_tiles):
             if row > 0:
-                above = blended[row - 1][column]
-                tile = _blend_edge(above, tile, plan.rows.blend, height_axis)
+                tile = _blend_edge(blended[row - 1][column], tile, plan.rows.blend, height_axis)
             if column > 0:
-                left = blended[row][column - 1]
-                tile = _blend_edge(left, tile, plan.columns.blend, width_axis)
+                tile = _blend_edge(blended[row][column - 1], tile, plan.columns.blend, width_axis)
             blended[row].append(tile)
 
     def crop(tile: Any) -> Any:

@@ -32,6 +32,8 @@ from cogvideox_torchax.vae.torchax.networks import EncoderChunk, chunk_network, 
 OPTIONS = {"revision", "token", "cache_dir", "local_files_only", "force_download", "torch_dtype"}
 """The options of diffusers' `from_pretrained` that find the files and their dtype."""
 
+NO_GRADIENT_IN_TILES = "gradients do not pass through tiles on JAX: call disable_tiling() before"
+
 
 class DifferentiablePosterior(DiagonalGaussianDistribution):
     """Diffusers' posterior, with gradients on JAX."""
@@ -236,13 +238,10 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         if not (wants_gradient and self.training):
             results = self.results(direction, frames_of_chunks(self, direction, x), plan)
             result = joined(results, on_host=not runtime.on_accelerator(x))
-        refusal = None  # the message of the error that a backward pass raises
-        if on_tpu:
-            refusal = runtime.NO_GRADIENT
-        elif plan is not None:
-            refusal = "gradients do not pass through tiles on JAX: call disable_tiling() before"
-        if refusal:
-            return runtime.without_gradient(network, x, result, refusal)
+        if on_tpu or plan is not None:
+            return runtime.without_gradient(
+                network, x, result, runtime.NO_GRADIENT if on_tpu else NO_GRADIENT_IN_TILES
+            )
         if not wants_gradient:
             return result
         program = self.program(direction)
@@ -311,9 +310,8 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
 
     def _takes_dtype(self, x: torch.Tensor) -> bool:
         """Return whether the model takes a tensor's dtype; under PyTorch's autocast it takes all floats."""
-        in_pytorch = not runtime.is_on_jax(self)
-        by_autocast = in_pytorch and torch.is_autocast_enabled(x.device.type) and x.is_floating_point()
-        return by_autocast or super()._takes_dtype(x)
+        casts = not runtime.is_on_jax(self) and torch.is_autocast_enabled(x.device.type)
+        return (casts and x.is_floating_point()) or super()._takes_dtype(x)
 
 
 def check_vae_class(model: Any) -> None:

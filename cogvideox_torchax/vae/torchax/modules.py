@@ -128,9 +128,8 @@ class CausalConv3d(OnColumns, diffusers_vae.CogVideoXCausalConv3d):
         """True if the kernels compute this convolution."""
         if not _as_ported(self):  # for example `conv` is a LoRA's layer, which has no `stride`
             return False
-        is_dense = self.conv.stride == self.conv.dilation == (1, 1, 1)
         # diffusers' "replicate" also repeats edge rows and columns, and has no cache.
-        return is_dense and self.pad_mode != "replicate"
+        return self.conv.stride == self.conv.dilation == (1, 1, 1) and self.pad_mode != "replicate"
 
     def forward(
         self,
