@@ -48,10 +48,7 @@ class _Differentiated(torch.autograd.Function):
         leaves = [next(arrays) if leaf is None else leaf for leaf in ctx.leaves]
         saved = jax.tree.unflatten(ctx.structure, leaves)
         # `pull_back` computes the inputs' gradients from the result's.
-        if ctx.recomputed is None:
-            pull_back = saved
-        else:
-            _result, pull_back = jax.vjp(ctx.recomputed, *saved)
+        pull_back = saved if ctx.recomputed is None else jax.vjp(ctx.recomputed, *saved)[1]
         (gradient,) = gradients
         return None, None, *map(tensor_of, pull_back(array_of(gradient)))
 

@@ -284,11 +284,9 @@ class BatchPlacement(MeshPlace):
     def trace(self, run: Callable[..., Any], inputs: Any, cache: Any) -> Any:
         # Kernels read the mesh, and map themselves over the devices: XLA cannot split a kernel.
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-            result, cache = run(jax.tree.map(self._split_batch, inputs), cache)
+            split = jax.tree.map(lambda x: self.constrain(x) if isinstance(x, jax.Array) else x, inputs)
+            result, cache = run(split, cache)
         return jax.lax.with_sharding_constraint(result, self.replicated), cache
-
-    def _split_batch(self, x: Any) -> Any:
-        return self.constrain(x) if isinstance(x, jax.Array) else x
 
 
 def columns_last_on(target: Target, x_NTHWC: jax.Array) -> jax.Array:

@@ -264,9 +264,8 @@ def _convolved(
     _, coefficient_rows, registers, *_ = multiplier.shape  # rows of coefficients, and registers that hold one
     conv_sizes = sizes.sizes_of(x, coefficient_rows, registers, kernel.shape[-1], residual is not None)
     # The columns beside a whole frame are zeros: if it is one strip, it has no edges.
-    edges = None
-    if conv_sizes.strips > 1 or split.has_neighbours:
-        edges = _edge_sums(target, x, cache, kernel, coefficients, conv_sizes)
+    has_edges = conv_sizes.strips > 1 or split.has_neighbours
+    edges = _edge_sums(target, x, cache, kernel, coefficients, conv_sizes) if has_edges else None
     true_width = split.real_columns_here(columns) if split.is_padded else None  # columns without padding
     y, next_cache, (mean, m2) = tpu.convolved(
         x, multiplier, offset, cache, residual, kernel, bias, edges, true_width

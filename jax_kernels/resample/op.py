@@ -257,8 +257,7 @@ def _downsample_shard(
     compress_time: bool,
     first_frame_alone: bool,
 ) -> Array:
-    has_pairs = x.shape[1] > int(first_frame_alone)  # a single first frame has no pair
-    if compress_time and has_pairs:
+    if compress_time and x.shape[1] > int(first_frame_alone):  # a single first frame has no pair
         x = average_pairs(target, x, first_frame_alone=first_frame_alone)
     # As one matrix product of all 3 x 3 windows (patches), which XLA compiles faster for an image on a TPU.
     by_patches = is_image_for_tpu(target, x) and xla.suits_patches(x)

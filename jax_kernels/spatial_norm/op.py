@@ -125,7 +125,14 @@ def check_spatial_norm(
 ) -> None:
     channels, latent_channels = x.shape[-1], zq.shape[-1]
     check_groups("spatial_norm", channels, num_groups, weight=weight, bias=bias, bias_y=bias_y, bias_b=bias_b)
-    xla.check_sizes(zq, x.shape, first_frame_alone=first_frame_alone)
+    # `zq_part` is the latents that cover `frames` of the activations.
+    for zq_part, frames in xla.frame_parts(zq, x.shape, first_frame_alone):
+        sizes = zip((frames, *x.shape[2:4]), zq_part.shape[1:4], strict=True)  # a pair for each axis
+        if any(zq_size == 0 or size % zq_size for size, zq_size in sizes):
+            raise ValueError(
+                f"spatial_norm got latents {zq.shape} for activations {x.shape}: frames, rows and "
+                "columns of the activations must be whole multiples of the latents'"
+            )
     for kernel in (kernel_y, kernel_b):
         if kernel.shape != (latent_channels, channels):
             raise ValueError(

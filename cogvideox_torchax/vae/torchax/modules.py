@@ -126,10 +126,11 @@ class CausalConv3d(OnColumns, diffusers_vae.CogVideoXCausalConv3d):
     @property
     def is_plain(self) -> bool:
         """True if the kernels compute this convolution."""
-        if not _as_ported(self):  # for example `conv` is a LoRA's layer, which has no `stride`
-            return False
-        # diffusers' "replicate" also repeats edge rows and columns, and has no cache.
-        return self.conv.stride == self.conv.dilation == (1, 1, 1) and self.pad_mode != "replicate"
+        return (
+            _as_ported(self)  # else `conv` may be a LoRA's layer, which has no `stride`
+            and self.conv.stride == self.conv.dilation == (1, 1, 1)
+            and self.pad_mode != "replicate"  # which also repeats edge rows and columns, and has no cache
+        )
 
     def forward(
         self,
@@ -257,11 +258,15 @@ class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
 
 def _can_fuse(norm: nn.Module, conv: nn.Module) -> bool:
     """Return whether `jax_kernels.norm_conv3d` computes both modules, and no hook must see one of them."""
-    types_fit = type(norm) in (GroupNorm, SpatialNorm3D) and type(conv) is CausalConv3d
-    if not types_fit or is_watched(norm) or is_watched(conv):
-        return False
-    # The kernel computes the norm and the convolution as they were ported, without a LoRA or a hook inside.
-    return _as_ported(norm) and conv.is_plain  # pyright: ignore[reportReturnType]
+    return (
+        type(norm) in (GroupNorm, SpatialNorm3D)
+        and type(conv) is CausalConv3d
+        and not is_watched(norm)
+        and not is_watched(conv)
+        # The kernel computes both as they were ported, without a LoRA or a hook inside.
+        and _as_ported(norm)
+        and conv.is_plain
+    )
 
 
 def _fused_norm_conv(
@@ -352,9 +357,11 @@ class CogVideoXDecoder3D(diffusers_vae.CogVideoXDecoder3D):
         blocks = {f"up_block_{index}": block for index, block in enumerate(self.up_blocks)}
         recomputed = torch.is_grad_enabled() and self.gradient_checkpointing
         for name, block in {"mid_block": self.mid_block, **blocks}.items():
-            run: Any = block
-            if recomputed:
-                run = functools.partial(self._gradient_checkpointing_func, block)  # pyright: ignore
+            run: Any = (
+                functools.partial(self._gradient_checkpointing_func, block)  # pyright: ignore
+                if recomputed
+                else block
+            )
             hidden, new_cache[name] = run(hidden, temb, sample, cache.get(name))
         conv, out_cache = self.conv_out, cache.get("conv_out")
         if not _can_fuse(norm, conv):
@@ -393,6 +400,5 @@ LAYERS = tuple(ported for ported in PORTED.values() if ported is not CogVideoXDe
 def port_modules(root: nn.Module) -> None:
     """Give each module in `root` that `PORTED` lists its ported class, in place."""
     for module in root.modules():
-        ported = PORTED.get(type(module))
-        if ported is not None:
-            module.__class__ = ported
+        if type(module) in PORTED:
+            module.__class__ = PORTED[type(module)]
