@@ -25,8 +25,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def jitted(*static_argnames: str) -> Callable[[Function], Function]:
     """Return a decorator: `jax.jit` with static arguments, but with the signature for type checkers."""
-    decorator = functools.partial(jax.jit, static_argnames=static_argnames)
-    return cast(Callable[[Function], Function], decorator)
+    return cast(Callable[[Function], Function], functools.partial(jax.jit, static_argnames=static_argnames))
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,6 @@ from jax_kernels.common.columns import WHOLE, Split, with_clear_padding
 
 Cache = dict[str, Any]
 
-COLUMN_AXIS = 4
-
 
 def _channels_last(x_NCTHW: torch.Tensor) -> torch.Tensor:
     return x_NCTHW.permute(0, 2, 3, 4, 1)
@@ -58,7 +56,8 @@ def _as_ported(module: nn.Module) -> bool:
 
 def with_zero_padding(x_NCTHW: torch.Tensor, split: Split) -> torch.Tensor:
     """Return `x_NCTHW` with zeros in the padding columns; only tensors on JAX have any."""
-    return torch_view(with_clear_padding)(x_NCTHW, split, COLUMN_AXIS) if on_accelerator(x_NCTHW) else x_NCTHW
+    # Columns are the last axis of NCTHW.
+    return torch_view(with_clear_padding)(x_NCTHW, split, 4) if on_accelerator(x_NCTHW) else x_NCTHW
 
 
 def _matrix(conv: nn.Conv3d) -> torch.Tensor:
