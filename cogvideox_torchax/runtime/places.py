@@ -159,14 +159,13 @@ class ArrayProgram:
 
     def _cache_structs(self, weights: Any, inputs: Any) -> Any:
         """Return the structs of the cache that a call without a cache, for arrays or structs, returns."""
-
-        def place_array(array: Any) -> Any:
-            return jax.ShapeDtypeStruct(
-                array.shape, array.dtype, sharding=self.place.cache_sharding(array.shape)
-            )
-
         _, cache = jax.eval_shape(self._compiled, weights, inputs, None)
-        return jax.tree.map(place_array, cache)
+        return jax.tree.map(
+            lambda array: jax.ShapeDtypeStruct(
+                array.shape, array.dtype, sharding=self.place.cache_sharding(array.shape)
+            ),
+            cache,
+        )
 
     def _structs(self, described: Any) -> Any:
         return jax.tree.map(lambda pair: self.place.struct(*pair), described, is_leaf=describes_one_input)

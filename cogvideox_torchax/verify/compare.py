@@ -7,7 +7,7 @@ one chunk before the next, so that no more than one chunk of activations is held
 import copy
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,8 +76,8 @@ class WholeError(Error):
 
     at_borders: float | None
     inside: float | None
-    psnr: list[float] = field(default_factory=list)
-    ssim: list[float] = field(default_factory=list)
+    psnr: list[float]
+    ssim: list[float]
 
 
 @dataclass
@@ -265,19 +265,17 @@ def compare_whole(got: torch.Tensor, want: torch.Tensor, lengths: list[int], pix
     by_frame = difference.mean(dim=(0, 1, 3, 4)).numpy()
     # True for the frames on both sides of a border between chunks.
     is_border = np.isin(np.arange(len(by_frame)), border_frames(lengths))
-    whole = WholeError(
+    frames = range(want.shape[2]) if pixels else ()
+    return WholeError(
         mean=difference.mean().item(),
         largest=difference.max().item(),
         relative=tolerances.relative_error(got, want),
         rms=tolerances.rms_error(got, want),
         at_borders=_mean(by_frame[is_border]),
         inside=_mean(by_frame[~is_border]),
+        psnr=[tolerances.psnr(got[:, :, t], want[:, :, t], PIXEL_RANGE) for t in frames],
+        ssim=[ssim(got[:, :, t : t + 1], want[:, :, t : t + 1], PIXEL_RANGE) for t in frames],
     )
-    if pixels:
-        frames = range(want.shape[2])
-        whole.psnr = [tolerances.psnr(got[:, :, t], want[:, :, t], PIXEL_RANGE) for t in frames]
-        whole.ssim = [ssim(got[:, :, t : t + 1], want[:, :, t : t + 1], PIXEL_RANGE) for t in frames]
-    return whole
 
 
 def _mean(values: np.ndarray) -> float | None:

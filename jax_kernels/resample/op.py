@@ -176,11 +176,10 @@ def _by_xla(
     y = convolve(doubled, kernel, (zero_columns, zero_columns))
     y = add_from_neighbours(target.split, y, doubled, kernel, convolve)
     y = with_clear_padding(add_bias_and_residual(y, bias).astype(x.dtype), target.split)
-    frames = list(range(x.shape[1]))
-    single, to_double = (frames[:1], frames[1:]) if first_frame_alone else ([], frames)
-    if not expand_time or not to_double:
+    alone, length = int(first_frame_alone), x.shape[1]  # `alone` frames stay single
+    if not expand_time or length == alone:
         return y
-    return select_frames(target, y, [*single, *(frame for frame in to_double for _ in range(2))])
+    return select_frames(target, y, [*range(alone), *(t for t in range(alone, length) for _ in range(2))])
 
 
 def downsample(
