@@ -5,10 +5,10 @@ value for example, runs operation by operation, with the same result.
 """
 
 import contextlib
+import contextvars
 import functools
 import logging
 import operator
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -45,22 +45,18 @@ class UntraceableError(ValueError):
     """A method that no program can run; the message says why."""
 
 
-class _Thread(threading.local):
-    """A thread's state: `inside` is true while a method runs, and methods that it calls run in place."""
-
-    inside = False
-
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        outer, self.inside = self.inside, True
-        try:
-            with MixedTensors():
-                yield
-        finally:
-            self.inside = outer
+_INSIDE = contextvars.ContextVar("_INSIDE", default=False)
+"""Whether a method runs, in this thread: methods that it calls run in place."""
 
 
-_THREAD = _Thread()
+@contextlib.contextmanager
+def _inside_method() -> Iterator[None]:
+    token = _INSIDE.set(True)
+    try:
+        with MixedTensors():
+            yield
+    finally:
+        _INSIDE.reset(token)
 
 
 @dataclass(frozen=True)
@@ -118,7 +114,7 @@ class MethodCall(nn.Module):
         args, kwargs = pytree.tree_unflatten(leaves, self.form.structure)
         before, weights = Snapshot(self.model), named_tensors(self.model)
         arrays = [(tensor, array_of(tensor)) for tensor in (*weights.values(), *arguments.values())]
-        with _THREAD.entered():
+        with _inside_method():
             result = self.form.method(self.model, *args, **kwargs)
         if not before.holds(self.model):
             raise UntraceableError("it changes its modules' attributes")
@@ -276,7 +272,7 @@ def run_method(
         place: the devices of the program; None for JAX's default device.
         name: the model's name for the warning.
     """
-    if _THREAD.inside:
+    if _INSIDE.get():
         return method(model, *args, **kwargs)
     place = place or Place()
     leaves, structure = pytree.tree_flatten((args, kwargs))
@@ -419,7 +415,7 @@ def _run_by_operation(
         tensors = {id(x): tensor_of(y) for x, y, t in zip(leaves, moved, is_tensor, strict=True) if t}
         values = [tensors.get(id(leaf), leaf) for leaf in leaves]
     args, kwargs = given if stays else pytree.tree_unflatten(values, structure)
-    with _THREAD.entered():
+    with _inside_method():
         result = method(model, *args, **kwargs)
     if stays:
         return result
