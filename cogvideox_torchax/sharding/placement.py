@@ -89,7 +89,7 @@ class MeshPlace(Place):
         return spread(array, self.weight_sharding(name, array.shape))
 
     def put(self, array: Any) -> Any:
-        return spread(array, self.input_sharding(array.shape))
+        return spread(array, self.replicated)
 
     def constrain(self, x: jax.Array) -> jax.Array:
         """Return `x`, a traced array, constrained to `sharding(x.shape)`."""
