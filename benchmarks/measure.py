@@ -151,7 +151,8 @@ def _once(run: Run) -> tuple[dict[str, dict[str, Any]], list[Any]]:
     start = time.perf_counter()
     for name, result in run():
         for leaf in jax.tree.leaves(result):
-            jax.block_until_ready(runtime.wait(leaf) if isinstance(leaf, torch.Tensor) else leaf)
+            on_jax = isinstance(leaf, torch.Tensor) and runtime.on_jax(leaf)
+            jax.block_until_ready(runtime.array_of(leaf) if on_jax else leaf)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # PyTorch returns before a GPU is done
         taken: Any = {"start_s": time.perf_counter() - start, **clock.take()}

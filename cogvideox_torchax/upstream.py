@@ -239,15 +239,20 @@ def _original_methods(kind: type) -> list[tuple[type, dict[str, Any]]]:
 
     `is_patched` compares later methods with these. None stands for a method that had been replaced before.
     """
-    classes = (each for each in kind.__mro__ if each.__module__.partition(".")[0] in _PACKAGES)
     from torch import nn
 
-    found = []
-    for each in classes:
-        if each is not nn.Module:
-            methods = {name: f for name, f in vars(each).items() if isinstance(f, FunctionType)}
-            found.append((each, {name: f if _is_own(f) else None for name, f in methods.items()}))
-    return found
+    return [
+        (
+            each,
+            {
+                name: method if _is_own(method) else None
+                for name, method in vars(each).items()
+                if isinstance(method, FunctionType)
+            },
+        )
+        for each in kind.__mro__
+        if each is not nn.Module and each.__module__.partition(".")[0] in _PACKAGES
+    ]
 
 
 def is_patched(kind: type, *names: str) -> bool:

@@ -110,10 +110,6 @@ class Backend(abc.ABC):
         """Return a plain tensor as the model takes it."""
         return x
 
-    def wait(self, chunk: torch.Tensor) -> torch.Tensor:
-        """Wait for a chunk's result to be computed, and return it."""
-        return runtime.wait(chunk)
-
     def to_torch(self, chunk: torch.Tensor) -> torch.Tensor:
         """Return a chunk's result as a plain tensor."""
         return runtime.to_torch(chunk)

@@ -9,9 +9,13 @@ from cogvideox_torchax import runtime
 from cogvideox_torchax.backends.base import Backend, Recorder
 from cogvideox_torchax.vae.axes import NTHWC
 from cogvideox_torchax.vae.directions import Direction
-from cogvideox_torchax.vae.nnx.autoencoder import FlaxAutoencoderKLCogVideoX, Network, compiled
+from cogvideox_torchax.vae.nnx.autoencoder import (
+    FlaxAutoencoderKLCogVideoX,
+    Network,
+    RecordedLayers,
+    compiled,
+)
 from cogvideox_torchax.vae.nnx.config import FlaxAutoencoderKLCogVideoXConfig
-from cogvideox_torchax.vae.nnx.recording import RecordedLayers
 from cogvideox_torchax.vae.nnx.wrapper import FlaxVAEForPipelines, to_array, to_tensor
 
 

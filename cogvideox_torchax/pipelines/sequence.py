@@ -31,7 +31,7 @@ from cogvideox_torchax.pipelines.sharding import (
     weight_spec,
 )
 from cogvideox_torchax.runtime.layers import watched
-from cogvideox_torchax.sharding import MeshPlace, spread
+from cogvideox_torchax.sharding import MeshPlace
 
 LANES = 128
 """Lanes of a kernel's tile: a device's number of tokens is a multiple of it, unless there are few tokens."""
@@ -259,19 +259,16 @@ class SequencePlacement(MeshPlace):
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             result, cache = run(inputs, cache)
         return jax.lax.with_sharding_constraint(result, self.replicated), jax.tree.map(
-            lambda array: jax.lax.with_sharding_constraint(array, self._cache_sharding(array.shape)), cache
+            lambda array: jax.lax.with_sharding_constraint(array, self.cache_sharding(array.shape)), cache
         )
 
-    def _cache_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
+    def cache_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
         """Return the sharding of a kept array: that of a sequence if the mesh divides it, else whole."""
         if len(shape) != 3:
             return self.replicated
         spec = self.spec(shape)
         divides = all(size % devices == 0 for size, devices in zip(shape, self.parts(spec), strict=True))
         return NamedSharding(self.mesh, spec) if divides else self.replicated
-
-    def cache_struct(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._cache_sharding(shape))
 
     def watching(self, network: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which sequences that enter or leave the network's layers get their sharding.
@@ -301,17 +298,5 @@ class SequencePlacement(MeshPlace):
         self._add_shape(name, value)
         return runtime.torch_view(self.constrain)(value)
 
-    def weight(self, name: str, array: Any) -> jax.Array:
-        """Return a weight, a NumPy or a JAX array, put on the mesh; the same array if it is there already."""
-        return spread(array, weight_sharding(self.mesh, name, array.shape, self.parallelism))
-
-    def weight_struct(self, name: str, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(
-            shape, dtype, sharding=weight_sharding(self.mesh, name, shape, self.parallelism)
-        )
-
-    def put(self, array: Any) -> jax.Array:
-        return jax.device_put(array, self.replicated)
-
-    def struct(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
+    def weight_sharding(self, name: str, shape: tuple[int, ...]) -> NamedSharding:
+        return weight_sharding(self.mesh, name, shape, self.parallelism)

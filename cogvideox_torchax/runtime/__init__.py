@@ -18,14 +18,15 @@ if TYPE_CHECKING:
         is_enabled,
         is_jax_device,
         is_on_jax,
+        on_accelerator,
         on_jax,
         plain_tensor,
         tensor_of,
         to_jax,
         to_torch,
+        torch_view,
         without_torchax,
     )
-    from cogvideox_torchax.runtime.bridges import on_accelerator, torch_view
     from cogvideox_torchax.runtime.calls import method_program, mixing, run_method, warn_once
     from cogvideox_torchax.runtime.compile_cache import COMPILE_CACHE_VARIABLE, configure_compile_cache
     from cogvideox_torchax.runtime.forks import check_not_forked
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
         wants_gradient,
         without_gradient,
     )
+    from cogvideox_torchax.runtime.layers import profiling
     from cogvideox_torchax.runtime.memory import (
         free_memory,
         host_peak_bytes,
@@ -43,7 +45,6 @@ if TYPE_CHECKING:
         out_of_memory,
     )
     from cogvideox_torchax.runtime.places import ArrayProgram, Place
-    from cogvideox_torchax.runtime.profiles import profiling
     from cogvideox_torchax.runtime.programs import Program, Programs, forget_programs, programs_of
     from cogvideox_torchax.runtime.skeleton import host_skeleton
     from cogvideox_torchax.runtime.tensors import (
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
         first_nonfinite,
         jax_dtype,
         largest,
-        wait,
     )
     from cogvideox_torchax.runtime.torchtpu import NO_GRADIENT, TorchTPUProgram, is_on_tpu
     from cogvideox_torchax.runtime.user_checks import runs_unchecked
@@ -124,7 +124,6 @@ __all__ = [
     "to_jax",
     "to_torch",
     "torch_view",
-    "wait",
     "wants_gradient",
     "warn_once",
     "without_gradient",
@@ -148,16 +147,14 @@ _MODULES = {
         "is_enabled",
         "is_jax_device",
         "is_on_jax",
+        "on_accelerator",
         "on_jax",
         "plain_tensor",
         "tensor_of",
         "to_jax",
         "to_torch",
-        "without_torchax",
-    ),
-    "bridges": (
-        "on_accelerator",
         "torch_view",
+        "without_torchax",
     ),
     "calls": (
         "method_program",
@@ -177,6 +174,7 @@ _MODULES = {
         "wants_gradient",
         "without_gradient",
     ),
+    "layers": ("profiling",),
     "memory": (
         "free_memory",
         "host_peak_bytes",
@@ -187,7 +185,6 @@ _MODULES = {
         "ArrayProgram",
         "Place",
     ),
-    "profiles": ("profiling",),
     "programs": (
         "Program",
         "Programs",
@@ -202,7 +199,6 @@ _MODULES = {
         "first_nonfinite",
         "jax_dtype",
         "largest",
-        "wait",
     ),
     "torchtpu": (
         "NO_GRADIENT",

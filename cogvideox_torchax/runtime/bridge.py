@@ -1,6 +1,7 @@
 """The bridge between torch and JAX by torchax, which converts functions and tensors.
 
 Only this module imports torchax, and only when it is needed: a user of native PyTorch never starts JAX.
+Ported modules know only `on_accelerator` and `torch_view`, which serve the bridge of TorchTPU too.
 """
 
 import contextlib
@@ -12,11 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from cogvideox_torchax import upstream
 from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
 from cogvideox_torchax.runtime.forks import check_not_forked
-from cogvideox_torchax.runtime.functions import replace_functions, replace_keys
 from cogvideox_torchax.runtime.user_checks import runs_unchecked, unchecked
-from cogvideox_torchax.runtime.views import share_views
 from cogvideox_torchax.upstream import one_program_each, teach_copying, torchax_off
 from cogvideox_torchax.upstream import torchax_is_on as is_enabled
 from cogvideox_torchax.versions import TESTED, installed
@@ -54,6 +54,10 @@ def _patched_torchax() -> Any:
             f"torchax {installed('torchax')} does not import with torch {torch.__version__} ({error}); "
             f"install the pair that is tested: pip install {pair}"
         ) from error
+    # These modules import JAX.
+    from cogvideox_torchax.runtime.functions import replace_functions, replace_keys
+    from cogvideox_torchax.runtime.views import share_views
+
     for kind in (torchax.tensor.Tensor, torchax.view.View):
         teach_copying(kind, tensor_of, to_torch, without_torchax)
     # A sum or product of tensors is one program, not several: fewer programs wait in a device's queue.
@@ -115,6 +119,11 @@ def on_tpu(tensor: torch.Tensor) -> bool:
     return tensor.device.type == TPU
 
 
+def on_accelerator(tensor: torch.Tensor) -> bool:
+    """Return whether kernels compute with a tensor: it is on JAX by torchax, or on a TPU by TorchTPU."""
+    return on_jax(tensor) or on_tpu(tensor)
+
+
 def is_on_jax(module: torch.nn.Module) -> bool:
     """Return whether a module's first weight or buffer, and so all of them, is on JAX."""
     first = next(itertools.chain(module.parameters(), module.buffers()), None)
@@ -140,10 +149,20 @@ def device_and_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any
 
 
 def torch_view(jax_function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of JAX arrays as one of torchax tensors; torchax is imported at the first call."""
+    """Return a function of JAX arrays as one of tensors, by the bridge that this process has.
+
+    It has one at most: torchax and TorchTPU both take the one device that a package may add to PyTorch. The
+    first call imports the package.
+    """
 
     @functools.wraps(jax_function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if upstream.added_device() == TPU:
+            from cogvideox_torchax.runtime import (
+                torchtpu,  # imports JAX, which a command's parser does without
+            )
+
+            return torchtpu.torch_view(jax_function)(*args, **kwargs)
         with unchecked():
             return import_torchax().interop.call_jax(jax_function, *args, **kwargs)
 

@@ -5,15 +5,16 @@ value for example, runs operation by operation, with the same result.
 """
 
 import contextlib
+import contextvars
 import functools
 import logging
 import operator
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
 import numpy as np
 import torch
 from torch import nn
@@ -44,22 +45,18 @@ class UntraceableError(ValueError):
     """A method that no program can run; the message says why."""
 
 
-class _Thread(threading.local):
-    """A thread's state: `inside` is true while a method runs, and methods that it calls run in place."""
-
-    inside = False
-
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        outer, self.inside = self.inside, True
-        try:
-            with MixedTensors():
-                yield
-        finally:
-            self.inside = outer
+_INSIDE = contextvars.ContextVar("_INSIDE", default=False)
+"""Whether a method runs, in this thread: methods that it calls run in place."""
 
 
-_THREAD = _Thread()
+@contextlib.contextmanager
+def _inside_method() -> Iterator[None]:
+    token = _INSIDE.set(True)
+    try:
+        with MixedTensors():
+            yield
+    finally:
+        _INSIDE.reset(token)
 
 
 @dataclass(frozen=True)
@@ -117,7 +114,7 @@ class MethodCall(nn.Module):
         args, kwargs = pytree.tree_unflatten(leaves, self.form.structure)
         before, weights = Snapshot(self.model), named_tensors(self.model)
         arrays = [(tensor, array_of(tensor)) for tensor in (*weights.values(), *arguments.values())]
-        with _THREAD.entered():
+        with _inside_method():
             result = self.form.method(self.model, *args, **kwargs)
         if not before.holds(self.model):
             raise UntraceableError("it changes its modules' attributes")
@@ -133,11 +130,13 @@ def _is_unchanged(tree: Any, leaves: list[Any], structure: pytree.TreeSpec) -> b
     return structure_now == structure and all(map(operator.is_, leaves_now, leaves))
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class _Result:
     """A method's result, a tree whose structure and constants JAX keeps with the program."""
 
-    def __init__(self, tensors: tuple[Any, ...], constants: tuple[Any, ...]):
-        self.tensors, self.constants = tensors, constants
+    tensors: tuple[Any, ...]
+    constants: tuple[Any, ...] = field(metadata={"static": True})
 
     @classmethod
     def of(cls, result: Any) -> "_Result":
@@ -158,15 +157,6 @@ class _Result:
         arrays = iter(self.tensors)
         leaves = [tensor_of(next(arrays)) if value is None else value[0] for value in values]
         return pytree.tree_unflatten(leaves, structure)
-
-
-@functools.cache
-def _register_result() -> None:
-    import jax
-
-    jax.tree_util.register_pytree_node(
-        _Result, lambda result: (result.tensors, result.constants), lambda constants, t: _Result(t, constants)
-    )
 
 
 def _is_tensor(leaf: Any) -> bool:
@@ -282,7 +272,7 @@ def run_method(
         place: the devices of the program; None for JAX's default device.
         name: the model's name for the warning.
     """
-    if _THREAD.inside:
+    if _INSIDE.get():
         return method(model, *args, **kwargs)
     place = place or Place()
     leaves, structure = pytree.tree_flatten((args, kwargs))
@@ -316,9 +306,6 @@ def method_program(
         place: the devices of the program; None for JAX's default device.
         values: other arguments of the call, by name.
     """
-    import jax
-
-    _register_result()
     described, _ = jax.tree.flatten(tensors, is_leaf=describes_one_input)
     marks = jax.tree.map(lambda _: torch.empty(0), tensors, is_leaf=describes_one_input)
     leaves, structure = pytree.tree_flatten(((), {**marks, **values}))
@@ -330,7 +317,6 @@ def method_program(
 
 def _run_compiled(model: nn.Module, method: Method, leaves: list[Any], structure: Any, place: Place) -> Any:
     """Run a method as a program, or raise `UntraceableError`."""
-    _register_result()
     tensors = {position for position, leaf in enumerate(leaves) if not isinstance(leaf, VALUES)}
     numbers = {position: leaf for position, leaf in enumerate(leaves) if type(leaf) in (int, float)}
     known = _NUMBERS.setdefault(model, {})  # a state for each form of a call
@@ -429,7 +415,7 @@ def _run_by_operation(
         tensors = {id(x): tensor_of(y) for x, y, t in zip(leaves, moved, is_tensor, strict=True) if t}
         values = [tensors.get(id(leaf), leaf) for leaf in leaves]
     args, kwargs = given if stays else pytree.tree_unflatten(values, structure)
-    with _THREAD.entered():
+    with _inside_method():
         result = method(model, *args, **kwargs)
     if stays:
         return result

@@ -5,10 +5,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import torch
 from torch.nn import functional as F
 from torch.utils._mode_utils import no_dispatch
 
+from cogvideox_torchax.runtime.bridge import array_of, host_array, tensor_of
 from cogvideox_torchax.upstream import is_traced
 
 MASKED = -6e4
@@ -44,9 +47,6 @@ def replace_keys(environment: Any) -> None:
     """
 
     def key(_self: Any, generator: torch.Generator | None = None) -> Any:
-        import jax
-        import jax.numpy as jnp
-
         if is_traced(jnp.zeros(())):
             raise RandomInTraceError("it draws random numbers, which no program on JAX does")
         with no_dispatch(), torch._C.DisableTorchFunction():
@@ -67,8 +67,6 @@ def _attention(plain: Callable[..., Any]) -> Callable[..., Any]:
         is_default = not args and not any(value for name, value in options.items() if name != "scale")
         if is_default and _kernel_takes(q, k, v, attn_mask):
             return _attend(q, k, v, attn_mask, options.get("scale"))
-        from cogvideox_torchax.runtime.bridge import array_of, tensor_of
-
         q, k, v, attn_mask = (None if x is None else tensor_of(x) for x in (q, k, v, attn_mask))
         return array_of(plain(q, k, v, attn_mask, *args, **options))
 
@@ -83,9 +81,7 @@ def _kernel_takes(q: Any, k: Any, v: Any, mask: Any) -> bool:
 
 def _attend(query: Any, key: Any, value: Any, mask: Any, scale: float | None) -> Any:
     """Return attention (..., H, S, D) by `jax_kernels.attention`; `mask` is (N or 1, 1, 1, K) or None."""
-    import jax.numpy as jnp
-
-    import jax_kernels
+    import jax_kernels  # takes longer to import than all others
 
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     # (N, S, H, D): leading axes are joined, and a single head has no axis of its own in torch.
@@ -109,8 +105,6 @@ def _split_by_video(x: Any) -> Any:
     The kernel splits heads too. XLA's partitioner would propagate that split to earlier operations, and then
     compute one of them wrongly: `x[:, a:] = rotated`, for some of the tokens (JAX 0.10.2, on a CPU).
     """
-    import jax
-
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.manual_axes:
         return x
@@ -124,10 +118,6 @@ def _drawn_on_host(draw: Callable[..., torch.Tensor]) -> Callable[..., Any]:
 
     @functools.wraps(draw)
     def call(*args: Any, **options: Any) -> Any:
-        import jax.numpy as jnp
-
-        from cogvideox_torchax.runtime.bridge import host_array
-
         if is_traced(jnp.zeros(())):
             raise RandomInTraceError(f"{draw.__name__} draws random numbers, which no program on JAX does")
         for name in ("device", "layout", "pin_memory", "memory_format", "requires_grad"):

@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from cogvideox_torchax.runtime.bridge import array_of, import_torchax, on_jax, tensor_of
-from cogvideox_torchax.runtime.bridges import on_accelerator
+from cogvideox_torchax.runtime.bridge import array_of, import_torchax, on_accelerator, on_jax, tensor_of
 
 Function = Callable[..., Any]
 """Function of JAX arrays to a JAX array."""
@@ -27,8 +27,6 @@ class _Differentiated(torch.autograd.Function):
     def forward(
         ctx: Any, function: Function, run: Callable[[], torch.Tensor] | None, *tensors: torch.Tensor
     ) -> torch.Tensor:
-        import jax
-
         inputs = tuple(map(array_of, tensors))
         if run is None:
             array, saved = jax.vjp(function, *inputs)
@@ -46,16 +44,11 @@ class _Differentiated(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        import jax
-
         arrays = map(array_of, ctx.saved_tensors)
         leaves = [next(arrays) if leaf is None else leaf for leaf in ctx.leaves]
         saved = jax.tree.unflatten(ctx.structure, leaves)
         # `pull_back` computes the inputs' gradients from the result's.
-        if ctx.recomputed is None:
-            pull_back = saved
-        else:
-            _result, pull_back = jax.vjp(ctx.recomputed, *saved)
+        pull_back = saved if ctx.recomputed is None else jax.vjp(ctx.recomputed, *saved)[1]
         (gradient,) = gradients
         return None, None, *map(tensor_of, pull_back(array_of(gradient)))
 
@@ -135,11 +128,8 @@ def rematerialized(module: nn.Module, *inputs: Any) -> Any:
 
     diffusers' `enable_gradient_checkpointing` takes this function. It serves JAX and PyTorch.
     """
-    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
-    if not any(map(on_jax, tensors)):
+    if not any(on_jax(value) for value in inputs if isinstance(value, torch.Tensor)):
         return checkpoint(module, *inputs, use_reentrant=False)
-    import jax
-
     interop = import_torchax().interop
     call = jax.checkpoint(interop.jax_view(module.__call__))
     return interop.torch_view(call(*interop.jax_view(inputs)))

@@ -62,8 +62,7 @@ class PicklesAsStock(CopiesWithoutPrograms):
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
         # The last base is the original class; pickle could not import the class that `port` made.
-        stock = type(self).__bases__[-1]
-        return object.__new__, (stock,), self.__getstate__()
+        return object.__new__, type(self).__bases__[-1:], self.__getstate__()
 
 
 class PortedModel(CopiesWithoutPrograms, nn.Module):

@@ -24,10 +24,7 @@ if jax.__version_info__ >= (0, 9, 1):  # the first version with this option
 
 
 class Place:
-    """The devices of a program: here one device, JAX's default if None; a subclass is for a mesh.
-
-    A subclass may choose a weight's sharding by its `name`.
-    """
+    """The devices of a program: here one device, JAX's default if None; a subclass is for a mesh."""
 
     def __init__(self, device: Any = None):
         self._device = device
@@ -50,16 +47,19 @@ class Place:
 
     def struct(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """Return the result of `put` for an input of this shape, with structs in place of arrays."""
-        sharding = None if self._device is None else jax.sharding.SingleDeviceSharding(self._device)
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.input_sharding(shape))
 
-    def weight_struct(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Return the struct of a weight."""
-        return self.struct(shape, dtype)
+    def input_sharding(self, shape: tuple[int, ...]) -> Any:
+        """Return the sharding of an input of this shape; None is JAX's default device."""
+        return None if self._device is None else jax.sharding.SingleDeviceSharding(self._device)
 
-    def cache_struct(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Return the struct of one of a cache's arrays."""
-        return self.struct(shape, dtype)
+    def weight_sharding(self, name: str, shape: tuple[int, ...]) -> Any:
+        """Return the sharding of a weight, which a subclass may choose by its name."""
+        return self.input_sharding(shape)
+
+    def cache_sharding(self, shape: tuple[int, ...]) -> Any:
+        """Return the sharding of one of a cache's arrays."""
+        return self.input_sharding(shape)
 
     def trace(self, run: Callable[..., Any], inputs: Any, cache: Any) -> Any:
         """Return `run(inputs, cache)`, the result and the next cache; called while a program is traced.
@@ -161,8 +161,8 @@ class ArrayProgram:
         """
 
         def place_weight(path: Any, weight: Any) -> Any:
-            name = jax.tree_util.keystr(path, simple=True)
-            return self.place.weight_struct(name, weight.shape, weight.dtype)
+            sharding = self.place.weight_sharding(jax.tree_util.keystr(path, simple=True), weight.shape)
+            return jax.ShapeDtypeStruct(weight.shape, weight.dtype, sharding=sharding)
 
         weights = jax.tree_util.tree_map_with_path(place_weight, self._network.weights)
         cache = None if before is None else self._cache_structs(weights, self._structs(before))
@@ -171,7 +171,12 @@ class ArrayProgram:
     def _cache_structs(self, weights: Any, inputs: Any) -> Any:
         """Return the structs of the cache that a call without a cache, for arrays or structs, returns."""
         _, cache = jax.eval_shape(self._compiled, weights, inputs, None)
-        return jax.tree.map(lambda struct: self.place.cache_struct(struct.shape, struct.dtype), cache)
+        return jax.tree.map(
+            lambda array: jax.ShapeDtypeStruct(
+                array.shape, array.dtype, sharding=self.place.cache_sharding(array.shape)
+            ),
+            cache,
+        )
 
     def _structs(self, described: Any) -> Any:
         return jax.tree.map(lambda pair: self.place.struct(*pair), described, is_leaf=describes_one_input)

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from cogvideox_torchax.runtime.bridge import array_of, as_array, import_torchax, on_jax, tensor_of
+from cogvideox_torchax.runtime.layers import is_profiling, named_layers
 from cogvideox_torchax.runtime.models import PROGRAMS
 from cogvideox_torchax.runtime.places import ArrayProgram, Place
-from cogvideox_torchax.runtime.profiles import is_profiling, named_layers
 from cogvideox_torchax.runtime.skeleton import skeleton, weightless
 from cogvideox_torchax.runtime.snapshot import Snapshot, modules_of
 from cogvideox_torchax.runtime.tensors import jax_dtype

@@ -3,7 +3,7 @@
 import itertools
 import operator
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -47,7 +47,11 @@ class Snapshot:
         self._classes = [(kind, list(vars(kind).values())) for kind in _classes(self._modules)]
         # Plain tensors that are neither weights nor buffers, with the numbers of writes into them.
         values = (value for recorded in self._modules for value in recorded.attributes.values())
-        self._plain = [(value, value._version) for value in values if _counts_writes(value)]
+        self._plain = [
+            (value, value._version)
+            for value in values
+            if type(value) is torch.Tensor and not value.is_inference()  # those do not count writes
+        ]
 
     def holds(self, root: nn.Module) -> bool:
         """Return whether a tree is unchanged; its root may be another module with the same attributes."""
@@ -56,7 +60,10 @@ class Snapshot:
             # Containers that were empty are empty, and others have the items that they had.
             and not any(self._empty)
             and all(_same_items(_items(container), items) for container, items in self._contents)
-            and all(_are_same(vars(kind).values(), members) for kind, members in self._classes)
+            and all(
+                len(vars(kind)) == len(members) and all(map(operator.is_, vars(kind).values(), members))
+                for kind, members in self._classes
+            )
             and all(tensor._version == version for tensor, version in self._plain)
         )
 
@@ -79,12 +86,12 @@ class Snapshot:
         weight_ids = _weight_ids(attributes)
         if not is_identical:
             modules = modules_of(root)
-            if len(modules) != len(self._modules):
-                return False
             # Modules are the same objects, except for the root.
-            for recorded, module in zip(others, modules[1:], strict=True):
-                if recorded.module() is not module or not recorded.is_unchanged(module):
-                    return False
+            if len(modules) != len(self._modules) or not all(
+                recorded.module() is module and recorded.is_unchanged(module)
+                for recorded, module in zip(others, modules[1:], strict=True)
+            ):
+                return False
         elif weight_ids == self._weight_ids:
             return True
         if self._weights != _weight_pattern(modules):  # names of weights, and which are tied
@@ -150,21 +157,11 @@ class _ModuleSnapshot:
         return True
 
 
-def _counts_writes(value: Any) -> bool:
-    """Return whether a value is a plain tensor that counts the writes into it."""
-    return type(value) is torch.Tensor and not value.is_inference()
-
-
-def _are_same(values: Collection[Any], others: Collection[Any]) -> bool:
-    return len(values) == len(others) and all(map(operator.is_, values, others))
-
-
 def _classes(modules: Iterable[_ModuleSnapshot]) -> set[type]:
     """Return the classes of recorded modules and attention processors, and the classes they inherit from."""
     kinds = {type(each.attributes[PROCESSOR]) for each in modules if PROCESSOR in each.attributes}
     kinds |= {each.kind for each in modules}
-    bases = {base for kind in kinds for base in kind.__mro__}
-    return bases - {*nn.Module.__mro__}
+    return {base for kind in kinds for base in kind.__mro__} - {*nn.Module.__mro__}
 
 
 def _contents(modules: Iterable[dict[str, Any]]) -> list[tuple[Any, list[Any]]]:

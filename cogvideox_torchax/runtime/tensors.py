@@ -15,13 +15,6 @@ def fetch_async(tensor: torch.Tensor) -> None:
         array_of(tensor).copy_to_host_async()
 
 
-def wait(tensor: torch.Tensor) -> torch.Tensor:
-    """Wait until a tensor on JAX is computed, and return it; return a plain tensor at once."""
-    if on_jax(tensor):
-        array_of(tensor).block_until_ready()
-    return tensor
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name that torch, JAX and NumPy share, such as "bfloat16" for `torch.bfloat16`."""
     return str(dtype).removeprefix("torch.")

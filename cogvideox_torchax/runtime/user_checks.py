@@ -38,10 +38,8 @@ def runs_unchecked(function: Callable[P, R]) -> Callable[P, R]:
         import jax
 
         # None is JAX's default of a guard.
-        checks = [getattr(jax.config, name) for name in CHECKS]
-        if all(check in ("allow", None) for check in checks):
-            return function(*args, **kwargs)
-        with unchecked():
+        is_checked = any(getattr(jax.config, name) not in ("allow", None) for name in CHECKS)
+        with unchecked() if is_checked else contextlib.nullcontext():
             return function(*args, **kwargs)
 
     return call

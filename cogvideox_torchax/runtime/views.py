@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax.numpy as jnp
 import torch
 from torch.utils._mode_utils import no_dispatch
 
@@ -46,8 +47,6 @@ class _Storage:
         others = [tensor for tensor in others if tensor is not None and tensor is not source]
         if not others:
             return
-        import jax.numpy as jnp
-
         new, written = vars(source)[ARRAY], _places(vars(source)[LAYOUT])
         flat = jnp.zeros(self._size, new.dtype).at[written].set(new)
         is_written = jnp.zeros(self._size, bool).at[written].set(True)
@@ -64,8 +63,6 @@ class _Storage:
 
 def _places(layout: torch.Tensor) -> Any:
     """Return the places in the storage of a tensor's elements, an array of the tensor's shape."""
-    import jax.numpy as jnp
-
     axes = range(layout.ndim)
     steps = (
         jnp.arange(layout.shape[axis]).reshape([-1 if each == axis else 1 for each in axes])

@@ -20,9 +20,7 @@ def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def is_movable(tensor: torch.Tensor) -> bool:
     """Return whether a weight is on JAX or can be put there; a quantized one, of its own class, cannot."""
-    if type(tensor) not in PLAIN:
-        return on_jax(tensor)
-    return tensor.dtype in MOVABLE_DTYPES
+    return tensor.dtype in MOVABLE_DTYPES if type(tensor) in PLAIN else on_jax(tensor)
 
 
 MOVABLE_DTYPES = frozenset(

@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from cogvideox_torchax.runtime.places import Place
 from cogvideox_torchax.sharding.mesh import AXES
 from cogvideox_torchax.upstream import is_traced
-from cogvideox_torchax.vae.axes import NCTHW, Axes
+from cogvideox_torchax.vae.axes import HWNTC, NCTHW, Axes
 from cogvideox_torchax.vae.columns import OnColumns
 from jax_kernels.common.columns import WHOLE, Split
 from jax_kernels.common.dispatch import Target, dispatch, map_shards
@@ -85,6 +85,16 @@ class MeshPlace(Place):
         """The sharding of an array that is whole on every device."""
         return NamedSharding(self.mesh, PartitionSpec())
 
+    def input_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
+        return self.replicated
+
+    def weight(self, name: str, array: Any) -> jax.Array:
+        """Return a weight, a NumPy or a JAX array, on the mesh; the same array if it is there already."""
+        return spread(array, self.weight_sharding(name, array.shape))
+
+    def put(self, array: Any) -> Any:
+        return spread(array, self.replicated)
+
     def constrain(self, x: jax.Array) -> jax.Array:
         """Return `x`, a traced array, constrained to `sharding(x.shape)`."""
         return jax.lax.with_sharding_constraint(x, self.sharding(x.shape))
@@ -99,18 +109,16 @@ class Placement(MeshPlace):
 
     Attributes:
         axes: the order of axes of chunks, activations and results.
-        cache_axes: the order of axes of the caches between two chunks; None for `axes`.
         unit: number of columns of a chunk for each latent pixel; a device has all columns of a latent pixel.
     """
 
     axes: Axes = NCTHW
-    cache_axes: Axes | None = None
     unit: int = 1
 
     @property
     def cache_placement(self) -> "Placement":
-        """The placement of the convolutions' caches."""
-        return Placement(self.mesh, self.cache_axes or self.axes)
+        """The placement of the convolutions' caches, whose axes are in the order that a TPU computes in."""
+        return Placement(self.mesh, HWNTC)
 
     def spec(self, shape: tuple[int, ...]) -> PartitionSpec:
         return self._spec_along(shape, self.axes.index("W"))
@@ -222,15 +230,8 @@ class Placement(MeshPlace):
         padded = tuple(size + after for size, (_, after) in zip(shape, self.padding(shape), strict=True))
         return PaddedChunk(jax.ShapeDtypeStruct(padded, dtype, sharding=self.sharding(shape)), shape)
 
-    def cache_struct(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.cache_placement.sharding(shape))
-
-    def weight(self, name: str, array: Any) -> jax.Array:
-        """Return a weight with a copy on every device of the mesh."""
-        return spread(array, self.replicated)
-
-    def weight_struct(self, name: str, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
+    def cache_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
+        return self.cache_placement.sharding(shape)
 
     def result_spec(self, shape: tuple[int, ...]) -> PartitionSpec:
         """Return the sharding of a result, which must not have padding.
@@ -277,33 +278,19 @@ class BatchPlacement(MeshPlace):
             else PartitionSpec()
         )
 
-    def weight_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
+    def weight_sharding(self, name: str, shape: tuple[int, ...]) -> NamedSharding:
         divided = (axis for axis, size in enumerate(shape) if size % self.mesh.size == 0)
         axis = next(divided, None) if self.split and math.prod(shape) >= self.SMALLEST else None
         return (
             self.replicated if axis is None else NamedSharding(self.mesh, PartitionSpec(*[None] * axis, AXES))
         )
 
-    def weight(self, name: str, array: Any) -> jax.Array:
-        return spread(array, self.weight_sharding(array.shape))
-
-    def weight_struct(self, name: str, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.weight_sharding(shape))
-
-    def put(self, array: Any) -> jax.Array:
-        return spread(array, self.replicated)
-
-    def struct(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
-
     def trace(self, run: Callable[..., Any], inputs: Any, cache: Any) -> Any:
         # Kernels read the mesh, and map themselves over the devices: XLA cannot split a kernel.
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-            result, cache = run(jax.tree.map(self._split_batch, inputs), cache)
+            split = jax.tree.map(lambda x: self.constrain(x) if isinstance(x, jax.Array) else x, inputs)
+            result, cache = run(split, cache)
         return jax.lax.with_sharding_constraint(result, self.replicated), cache
-
-    def _split_batch(self, x: Any) -> Any:
-        return self.constrain(x) if isinstance(x, jax.Array) else x
 
 
 def columns_last_on(target: Target, x_NTHWC: jax.Array) -> jax.Array:

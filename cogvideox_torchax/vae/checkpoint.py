@@ -106,6 +106,23 @@ def dtype_name_of(
     return name
 
 
+def locate_with_dtype(
+    name: str | Path, part: str | None, variant: str | None, dtype: Any, options: dict[str, Any]
+) -> tuple[Path, str]:
+    """Return the directory of a VAE as `locate_vae` does, and the name of its dtype as `dtype_name_of` does.
+
+    `options` are those of the hub, and `torch_dtype`, the older name of `dtype`.
+
+    Raises:
+        ValueError: both dtypes are given.
+    """
+    if dtype is not None and "torch_dtype" in options:
+        raise ValueError("got both dtype and torch_dtype, which are one option: leave one out")
+    dtype = options.pop("torch_dtype", dtype)
+    directory = locate_vae(name, part, variant, **options)
+    return directory, dtype_name_of(dtype, directory, variant)
+
+
 def read_tensors(files: Iterable[Path]) -> Iterator[tuple[str, np.ndarray]]:
     """Yield every tensor of safetensors files, one at a time."""
     for path in files:

@@ -5,6 +5,7 @@ Axis letters: N videos, C channels, T frames, t frames of a chunk, H rows, W col
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -267,30 +268,29 @@ def regrouped_into_chunks(
         ValueError: a piece has another size than the first; there are more or fewer frames than planned.
     """
     num_frames = plan[-1].stop
-    piece = with_time(first)  # (N, C, t, H, W): the frames of a piece that no chunk has taken yet
-    for chunk in plan:
-        parts: list[torch.Tensor] = []
-        position = chunk.start
-        while position < chunk.stop:
-            if not piece.shape[2]:
-                following = next(rest, None)
-                if following is None:
-                    raise ValueError(
-                        f"the {what} ended after {position} frames where {num_frames} were announced"
-                    )
-                piece = with_time(following)
+
+    def single_frames() -> Iterator[torch.Tensor]:
+        """Yield each frame (N, C, H, W)."""
+        position = 0
+        for piece in map(with_time, itertools.chain([first], rest)):
             # All axes but the frames'; `first` may be a single frame, without that axis.
             if (*piece.shape[:2], *piece.shape[3:]) != (*first.shape[:2], *first.shape[-2:]):
                 raise ValueError(
                     f"frame {position} is {tuple(piece.shape)}, the ones before it {tuple(first.shape)}"
                 )
-            count = min(chunk.stop - position, piece.shape[2])
-            parts.append(piece[:, :, :count])
-            piece, position = piece[:, :, count:], position + count
-        joined = torch.cat(parts, dim=2)
+            position += piece.shape[2]
+            yield from piece.unbind(2)
+
+    frames = single_frames()
+    for chunk in plan:
+        parts = list(itertools.islice(frames, len(chunk)))
+        if len(parts) < len(chunk):
+            ended = chunk.start + len(parts)
+            raise ValueError(f"the {what} ended after {ended} frames where {num_frames} were announced")
+        joined = torch.stack(parts, dim=2)
         check(joined, first_frame=chunk.start)
         yield joined
-    if piece.shape[2] or next(rest, None) is not None:
+    if next(frames, None) is not None:
         raise ValueError(f"the {what} goes on after the {num_frames} frames that were announced")
 
 

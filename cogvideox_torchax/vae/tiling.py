@@ -125,38 +125,40 @@ class TileSettings:
         )
 
 
-@dataclass(frozen=True)
-class TiledStep:
-    """A step that runs each chunk in tiles, and joins their results, as bytes if `as_uint8`.
+def tiled_step(
+    step: Step,
+    plan: TilePlan,
+    axes: Axes,
+    placement: "Placement | None" = None,
+    as_uint8: bool = False,
+) -> Step:
+    """Return a step that runs each chunk in tiles, and joins their results, as bytes if `as_uint8`.
 
     Each group of tiles runs as one batch, by `step`, whose results are floats. A group is a single tile. Only
     on a mesh whose "dp" does not divide the number of videos it is "dp" tiles. The cache is the list of the
     groups' caches. `axes` is the order of the chunks' axes, of which the first one has the videos.
     """
+    height_axis = axes.index("H")
 
-    step: Step
-    plan: TilePlan
-    axes: Axes
-    placement: "Placement | None" = None
-    as_uint8: bool = False
-
-    def __call__(self, chunk: Any, caches: list[Any] | None) -> tuple[Any, list[Any]]:
-        videos, height_axis = chunk.shape[0], self.axes.index("H")
-        dp = 1 if self.placement is None else self.placement.mesh.shape["dp"]
-        groups = tile_groups_of(self.plan, 1 if videos % dp == 0 else dp)
+    def run_tiles(chunk: Any, caches: list[Any] | None) -> tuple[Any, list[Any]]:
+        videos = chunk.shape[0]
+        dp = 1 if placement is None else placement.mesh.shape["dp"]
+        groups = tile_groups_of(plan, 1 if videos % dp == 0 else dp)
         cut_chunk = _cut_on_jax if isinstance(chunk, jax.Array) else cut
-        tiles = cut_chunk(chunk, self.plan, height_axis)
+        tiles = cut_chunk(chunk, plan, height_axis)
         outputs: list[list[Any]] = [[None] * len(row) for row in tiles]
         next_caches = []
         for group, cache in zip(groups, caches or [None] * len(groups), strict=True):
             batch = arrays.concatenate([tiles[row][column] for row, column in group], 0)
-            output, cache = self.step(batch, cache)
+            output, cache = step(batch, cache)
             next_caches.append(cache)
             is_alone = len(group) == 1
             for index, (row, column) in enumerate(group):  # each tile has `videos` entries of the batch
                 outputs[row][column] = output if is_alone else arrays.take(output, 0, index * videos, videos)
         join_and_place = _join_on_jax if isinstance(outputs[0][0], jax.Array) else _join_and_place
-        return join_and_place(outputs, self.plan, height_axis, self.placement, self.as_uint8), next_caches
+        return join_and_place(outputs, plan, height_axis, placement, as_uint8), next_caches
+
+    return run_tiles
 
 
 def cut(x: Any, plan: TilePlan, height_axis: int) -> list[list[Any]]:
@@ -195,11 +197,9 @@ def join(tiles: Sequence[Sequence[Any]], plan: TilePlan, height_axis: int) -> An
         blended.append([])
         for column, tile in enumerate(row_tiles):
             if row > 0:
-                above = blended[row - 1][column]
-                tile = _blend_edge(above, tile, plan.rows.blend, height_axis)
+                tile = _blend_edge(blended[row - 1][column], tile, plan.rows.blend, height_axis)
             if column > 0:
-                left = blended[row][column - 1]
-                tile = _blend_edge(left, tile, plan.columns.blend, width_axis)
+                tile = _blend_edge(blended[row][column - 1], tile, plan.columns.blend, width_axis)
             blended[row].append(tile)
 
     def crop(tile: Any) -> Any:

@@ -7,7 +7,7 @@ one chunk before the next, so that no more than one chunk of activations is held
 import copy
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,8 +76,8 @@ class WholeError(Error):
 
     at_borders: float | None
     inside: float | None
-    psnr: list[float] = field(default_factory=list)
-    ssim: list[float] = field(default_factory=list)
+    psnr: list[float]
+    ssim: list[float]
 
 
 @dataclass
@@ -265,37 +265,21 @@ def compare_whole(got: torch.Tensor, want: torch.Tensor, lengths: list[int], pix
     by_frame = difference.mean(dim=(0, 1, 3, 4)).numpy()
     # True for the frames on both sides of a border between chunks.
     is_border = np.isin(np.arange(len(by_frame)), border_frames(lengths))
-    whole = WholeError(
+    frames = range(want.shape[2]) if pixels else ()
+    return WholeError(
         mean=difference.mean().item(),
         largest=difference.max().item(),
         relative=tolerances.relative_error(got, want),
         rms=tolerances.rms_error(got, want),
         at_borders=_mean(by_frame[is_border]),
         inside=_mean(by_frame[~is_border]),
+        psnr=[tolerances.psnr(got[:, :, t], want[:, :, t], PIXEL_RANGE) for t in frames],
+        ssim=[ssim(got[:, :, t : t + 1], want[:, :, t : t + 1], PIXEL_RANGE) for t in frames],
     )
-    if pixels:
-        frames = range(want.shape[2])
-        whole.psnr = [tolerances.psnr(got[:, :, t], want[:, :, t], PIXEL_RANGE) for t in frames]
-        whole.ssim = [ssim(got[:, :, t : t + 1], want[:, :, t : t + 1], PIXEL_RANGE) for t in frames]
-    return whole
 
 
 def _mean(values: np.ndarray) -> float | None:
     return float(values.mean()) if values.size else None
-
-
-# The contracts
-
-
-def _stream_contract(candidate: Candidate, z: torch.Tensor, want: torch.Tensor) -> Contract:
-    """Return the contract for the error of `decode_stream` relative to `decode`.
-
-    Only the order of work differs, so the tolerance of float32 holds in every dtype.
-    """
-    chunks = list(candidate.vae.decode_stream(z.to(candidate.dtype)))
-    error = tolerances.relative_error(torch.cat(chunks, dim=2), want)
-    allowed = tolerances.FLOAT32_RELATIVE
-    return Contract("decode_stream: relative error to decode", error, allowed, error <= allowed)
 
 
 # All of it
@@ -385,7 +369,11 @@ class Verifier:
                 continue
             errors[direction] = compare_whole(got, want, self.lengths[direction], pixels=direction == DECODE)
             if direction == DECODE and hasattr(candidate.vae, "decode_stream"):
-                contracts.append(_stream_contract(candidate, self.inputs[direction], got))
+                # Only the order of work differs, so the tolerance of float32 holds in every dtype.
+                chunks = candidate.vae.decode_stream(self.inputs[direction].to(candidate.dtype))
+                error = tolerances.relative_error(torch.cat(list(chunks), dim=2), got)
+                name, allowed = "decode_stream: relative error to decode", tolerances.FLOAT32_RELATIVE
+                contracts.append(Contract(name, error, allowed, error <= allowed))
         return errors, contracts
 
     def _result(
@@ -395,10 +383,9 @@ class Verifier:
         whole, shape_contracts = self._encode_and_decode(candidate)
         contracts = []
         for direction, error in whole.items():
-            # In float32 there is no baseline, and this value is not read.
-            torch_rms = baseline.get(direction, error).rms
+            torch_error = baseline.get(direction, error)  # in float32 there is none, and none is read
             name, measured, allowed = tolerances.contract(
-                candidate.dtype, error.relative, error.rms, torch_rms
+                candidate.dtype, error.relative, error.rms, torch_error.rms
             )
             contracts.append(Contract(f"{direction}: {name}", measured, allowed, measured <= allowed))
         contracts += shape_contracts

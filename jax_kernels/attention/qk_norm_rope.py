@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from jax_kernels.common.dispatch import Target, dispatch, with_derivatives_of
+from jax_kernels.common.dispatch import Target, dispatch, kernel_or_plain
 from jax_kernels.common.pointwise import check_channels, standardized
 from jax_kernels.common.tiles import BLOCK_BYTES, DTYPES, KERNEL_VMEM, LANES
 
@@ -78,9 +78,7 @@ def qk_norm_rope_on(
     plain, by_kernel = (
         functools.partial(function, heads=heads, scale=scale, eps=eps) for function in (_xla_form, _by_kernel)
     )
-    uses_kernel = target.uses_pallas and is_supported(x, heads)
-    # JAX cannot differentiate a Pallas kernel: derivatives are those of the plain function.
-    form = with_derivatives_of(plain, by_kernel) if uses_kernel else plain
+    form = kernel_or_plain(target, by_kernel, plain, is_supported=is_supported(x, heads))
     return form(x, norm, tables)
 
 

@@ -117,8 +117,7 @@ def transposed(
         ),
         name="attention",
     )(q_BDS, k_BDK, v_BDK)
-    y = y_BDS.reshape(videos, heads, padded_channels, queries)[:, :, :channels]
-    return y.transpose(0, 3, 1, 2)
+    return y_BDS.reshape(videos, heads, padded_channels, queries)[:, :, :channels].transpose(0, 3, 1, 2)
 
 
 def _block_length(length: int, sizes: tuple[int, ...]) -> int:
@@ -280,8 +279,7 @@ def _subtracted_rows(keys: Array, q: Array, factor: float) -> Array:
     extreme = scores.max(0, keepdims=True) if factor > 0 else scores.min(0, keepdims=True)
     row = jax.lax.broadcasted_iota(jnp.int32, (tile_rows(q.dtype), q.shape[1]), 0)
     penalty = math.copysign(PADDING_PENALTY, factor)
-    rows = jnp.where(row == 0, -extreme, jnp.where(row == 1, -penalty, 0.0))
-    return rows.astype(q.dtype)
+    return jnp.where(row == 0, -extreme, jnp.where(row == 1, -penalty, 0.0)).astype(q.dtype)
 
 
 def _positions(at: Any, count: int) -> Array:

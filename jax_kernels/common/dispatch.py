@@ -25,8 +25,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def jitted(*static_argnames: str) -> Callable[[Function], Function]:
     """Return a decorator: `jax.jit` with static arguments, but with the signature for type checkers."""
-    decorator = functools.partial(jax.jit, static_argnames=static_argnames)
-    return cast(Callable[[Function], Function], decorator)
+    return cast(Callable[[Function], Function], functools.partial(jax.jit, static_argnames=static_argnames))
 
 
 @dataclass(frozen=True)
@@ -136,3 +135,13 @@ def with_derivatives_of(plain: Callable[..., Any], kernel: Callable[..., Any]) -
     # The rule returns the kernel's result and the plain function's tangent, the second result of `jvp`.
     derived.defjvp(lambda primals, tangents: (derived(*primals), jax.jvp(plain, primals, tangents)[1]))
     return derived
+
+
+def kernel_or_plain(
+    target: Target, kernel: Callable[..., Any], plain: Callable[..., Any], *, is_supported: bool
+) -> Callable[..., Any]:
+    """Return `kernel` with the derivatives of `plain` where a Pallas kernel may run, else `plain`.
+
+    `is_supported` is whether the kernel supports the arrays of this call.
+    """
+    return with_derivatives_of(plain, kernel) if target.uses_pallas and is_supported else plain

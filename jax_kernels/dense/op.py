@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_kernels.common.dispatch import Target, dispatch, jitted, with_derivatives_of
+from jax_kernels.common.dispatch import Target, dispatch, jitted, kernel_or_plain
 from jax_kernels.common.frames import join_frames, split_frames
 from jax_kernels.common.pointwise import check_channels, precision_for, standardized
 from jax_kernels.common.tiles import fills_tiles
@@ -131,8 +131,8 @@ def split_linear_on(target: Target, x: Array, weight: Array, bias: Array, *, par
     def by_kernel(x: Array, weight: Array, bias: Array) -> Array:
         return tpu.product(x[None], weight, bias, parts=parts)
 
-    is_supported = target.uses_pallas and tpu.supports_product(x[None], weight, parts)
-    return (with_derivatives_of(plain, by_kernel) if is_supported else plain)(x, weight, bias)
+    is_supported = tpu.supports_product(x[None], weight, parts)
+    return kernel_or_plain(target, by_kernel, plain, is_supported=is_supported)(x, weight, bias)
 
 
 def adaptive_layer_norm(
@@ -174,7 +174,7 @@ def adaptive_layer_norm_on(
         return jax.lax.optimization_barrier(y.astype(x.dtype))
 
     by_kernel = functools.partial(tpu.adaptive_layer_norm, eps=eps)
-    norm = with_derivatives_of(plain, by_kernel) if target.uses_pallas and fills_tiles(x) else plain
+    norm = kernel_or_plain(target, by_kernel, plain, is_supported=fills_tiles(x))
     return norm(x, factor, offset, first_patch)
 
 
@@ -213,8 +213,9 @@ def linear_gelu_on(target: Target, x: Array, weight: Array, bias: Array) -> Arra
     def plain(x: Array, weight: Array, bias: Array) -> Array:
         return gelu(linear(x, weight, bias))
 
-    by_kernel = with_derivatives_of(plain, functools.partial(tpu.product, gelu=True))
-    return (by_kernel if target.uses_pallas and tpu.supports_product(x, weight) else plain)(x, weight, bias)
+    by_kernel = functools.partial(tpu.product, gelu=True)
+    form = kernel_or_plain(target, by_kernel, plain, is_supported=tpu.supports_product(x, weight))
+    return form(x, weight, bias)
 
 
 def gated_linear(
@@ -273,15 +274,8 @@ def gated_linear_on(
         x_SC = (x.swapaxes(1, 2) if transposed else x).reshape(-1, weight.shape[1])
         return gated_residual(residual, linear(x_SC, weight, bias).reshape(residual.shape), gate, first_patch)
 
-    def by_kernel(
-        x: Array, weight: Array, bias: Array, residual: Array, gate: Array, first_patch: Array
-    ) -> Array:
-        return tpu.product(
-            x, weight, bias, (residual, gate.astype(jnp.float32), first_patch), transposed=transposed
-        )
-
-    is_supported = target.uses_pallas and tpu.supports_product(x, weight)
-    form = with_derivatives_of(plain, by_kernel) if is_supported else plain
+    by_kernel = functools.partial(tpu.product, transposed=transposed)
+    form = kernel_or_plain(target, by_kernel, plain, is_supported=tpu.supports_product(x, weight))
     return form(x, weight, bias, residual, gate, first_patch)
 
 

@@ -112,7 +112,9 @@ def product(
     x: Float[Array, "N S_or_I I_or_S"],
     weight: Float[Array, "O I"],
     bias: Float[Array, " O"],
-    gated: tuple[Array, ...] = (),
+    residual: Float[Array, "N S O"] | None = None,
+    gate: Float[Array, "N 2 O"] | None = None,
+    first_patch: Int[Array, ""] | None = None,
     *,
     gelu: bool = False,
     transposed: bool = False,
@@ -123,15 +125,16 @@ def product(
     Args:
         x: tokens (N, S, I), or (N, I, S) if `transposed`.
         weight, bias: the product's.
-        gated: empty, or the arrays of `residual + gate * product`: the residual (N, S, O), the float32 gate
-            (N, 2, O) and the index of the first patch.
+        residual, gate, first_patch: the other arrays of `residual + gate * product`, with the index of the
+            first patch; all of them are given, or none.
         gelu: whether GELU follows.
         transposed: whether the channels of `x` come before its tokens.
-        parts: number of equal parts that O is split into; 1 with `gated`.
+        parts: number of equal parts that O is split into; 1 with a gate.
 
     Returns:
         (N * parts, S, O / parts): the parts of the first video, then those of the second, and so on.
     """
+    gated = [] if residual is None or gate is None else [residual, gate.astype(jnp.float32)]
     videos, outputs = x.shape[0], weight.shape[0] // parts  # `outputs` of a part
     inputs, tokens = x.shape[1:] if transposed else (x.shape[2], x.shape[1])
     # Tokens of a block: the choice with the least padding, of equal ones the larger.
@@ -157,7 +160,7 @@ def product(
     weight_spec = pl.BlockSpec((block_outputs, inputs), lambda j, n, i, _: (j, 0))
     bias_spec = pl.BlockSpec((1, block_outputs), lambda j, n, i, _: (0, j))
     gate_spec = pl.BlockSpec((None, 2, block_outputs), lambda j, n, i, _: (n, 0, j))
-    *residual_and_gate, first_patch = gated or (jnp.int32(0),)  # an index that is not read, if not gated
+    boundary = jnp.int32(0) if first_patch is None else first_patch  # not read without a gate
     return pl.pallas_call(
         functools.partial(
             _product_block,
@@ -178,7 +181,7 @@ def product(
             dimension_semantics=("parallel",) * 3, vmem_limit_bytes=tiles.vmem_limit()
         ),
         name="gated_linear" if gated else "linear_gelu" if gelu else "linear",
-    )(first_patch.reshape(1), x, weight, bias.astype(jnp.float32)[None], *residual_and_gate)
+    )(boundary.reshape(1), x, weight, bias.astype(jnp.float32)[None], *gated)
 
 
 def _product_block(

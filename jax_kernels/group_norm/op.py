@@ -1,17 +1,23 @@
-"""GroupNorm with a one-pass Welford variance, over any channel axis."""
+"""GroupNorm with a one-pass Welford variance, over any channel axis.
+
+The moments of groups of channels are Welford's mean and M2 (sum of squared deviations), merged by Chan's
+formula.
+"""
 
 import functools
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_kernels.common.columns import WHOLE, Split
+from jax_kernels.common.columns import WHOLE, Split, with_clear_padding
 from jax_kernels.common.dispatch import Target, dispatch, map_shards
-from jax_kernels.common.frames import join_frames, split_frames
-from jax_kernels.common.pointwise import Activation, check_choice
-from jax_kernels.group_norm import xla
-from jax_kernels.group_norm.moments import check_groups, moments, per_channel
+from jax_kernels.common.frames import is_image_for_tpu, is_large, join_frames, split_frames
+from jax_kernels.common.pointwise import Activation, check_channels, check_choice
+from jax_kernels.group_norm import tpu, xla
+from jax_kernels.group_norm.xla import Moments
 
 
 def group_norm(
@@ -91,3 +97,96 @@ def group_norm_on(
         for (frames,) in split_frames(target, x)
     ]
     return jnp.moveaxis(join_frames(results), -1, channel_axis)
+
+
+def moments(target: Target, x: Float[Array, "N *rest"], *, num_groups: int, channel_axis: int = 1) -> Moments:
+    """Return the moments (N, G) of each video's groups of channels, in float32, by one pass over `x`.
+
+    Each column of pixels, along H, is reduced a block of rows at a time, as a sum of squares over all rows
+    would lose digits; then the columns' moments are merged. W may be sharded: devices communicate only merged
+    moments. Once channels are moved last, the third axis from the end is the rows.
+    """
+    x = jnp.moveaxis(x, channel_axis, -1)
+    row_axis = max(1, x.ndim - 3)  # rank 3 has one axis of pixels, taken for the rows
+    if x.ndim == 5:
+        mean, m2 = column_moments(target, x)
+    else:  # no video: neither runs of frames nor a split over devices
+        mean, m2 = (jnp.squeeze(moment, row_axis) for moment in xla.column_moments(x))
+    return moments_of_columns(target, mean, m2, x.shape[row_axis], num_groups=num_groups)
+
+
+def column_moments(
+    target: Target, x: Float[Array, "N T H W C"]
+) -> tuple[Float[Array, "N T W C"], Float[Array, "N T W C"]]:
+    """Return mean and M2 of each column of pixels, along H, in float32."""
+    of_runs = [  # the axis of rows has length one
+        [jnp.squeeze(moment, 2) for moment in map_shards(target, _shard_column_moments, (run,))]
+        for (run,) in split_frames(target, x)
+    ]
+    means, m2s = zip(*of_runs, strict=True)
+    return join_frames(means), join_frames(m2s)
+
+
+def moments_of_columns(
+    target: Target,
+    mean: Float[Array, "N *rest"],
+    m2: Float[Array, "N *rest"],
+    length: int,
+    *,
+    num_groups: int,
+) -> Moments:
+    """Merge moments of columns of `length` pixels to those, (N, G), of each video's groups (Chan's formula).
+
+    The means are averaged as differences from one of them (`origin`): a float32 sum of many means that are
+    far from zero would lose digits. Channels are the last axis, columns the axis before it; padding columns
+    are left out.
+    """
+    group_shape = num_groups, mean.shape[-1] // num_groups
+    mean, m2 = (moment.reshape(*moment.shape[:-1], *group_shape) for moment in (mean, m2))
+    # Now (N, ..., W, G, C / G); all axes but N and G are merged. Moments (N, C) have no axis of columns W.
+    axes = (*range(1, mean.ndim - 2), mean.ndim - 1)
+    column_axis = mean.ndim - 3
+    split = target.split if column_axis in axes else WHOLE
+    without_padding = functools.partial(with_clear_padding, split=split, column_axis=column_axis)
+    width = split.real_columns(mean.shape[column_axis])
+    # Number of merged columns; padding does not count.
+    count = math.prod(width if axis == column_axis else mean.shape[axis] for axis in axes)
+    origin = mean
+    for axis in axes:
+        origin = jax.lax.slice_in_dim(origin, 0, 1, axis=axis)
+    # The merged mean is `origin + offset`.
+    offset = jnp.sum(without_padding(mean - origin), axes, keepdims=True) / count
+    deviation = without_padding(mean - origin - offset)
+    m2 = jnp.sum(without_padding(m2), axes) + length * jnp.sum(deviation * deviation, axes)
+    return Moments(length * count, jnp.squeeze(origin + offset, axes), m2)
+
+
+def _shard_column_moments(target: Target, x_NTHWC: Array) -> tuple[Array, Array]:
+    """Return mean and M2 of a shard's columns, both (N, T, 1, W, C), by the form that suits the frames."""
+    if target.uses_pallas and is_large(x_NTHWC) and tpu.is_supported(x_NTHWC):
+        return tpu.column_moments(x_NTHWC)
+    if target.uses_pallas and is_image_for_tpu(target, x_NTHWC) and tpu.supports_image(x_NTHWC):
+        return tpu.image_moments(x_NTHWC)
+    return xla.column_moments(x_NTHWC)
+
+
+def scale_and_shift(
+    stats: Moments, weight: Float[Array, " C"], bias: Float[Array, " C"], eps: float
+) -> tuple[Float[Array, "N C"], Float[Array, "N C"]]:
+    """Return GroupNorm as `x * scale + shift` of each channel, in float32."""
+    channels = weight.shape[0]
+    scale = per_channel(jax.lax.rsqrt(stats.variance + eps), channels) * weight.astype(jnp.float32)
+    return scale, bias.astype(jnp.float32) - per_channel(stats.mean, channels) * scale
+
+
+def per_channel(stat_NG: Float[Array, "N G"], channels: int) -> Float[Array, "N C"]:
+    return jnp.repeat(stat_NG, channels // stat_NG.shape[1], axis=1)
+
+
+def check_groups(kernel: str, channels: int, num_groups: int, **vectors: Any) -> None:
+    """Raise `ValueError` unless `num_groups` divides the channels, and the named vectors fit them."""
+    if num_groups < 1 or channels % num_groups:
+        raise ValueError(
+            f"got {channels} channels in {num_groups} groups: num_groups must divide the channel count"
+        )
+    check_channels(kernel, channels, **vectors)

@@ -136,8 +136,7 @@ class DirectStep(ConvStep):
         for result, (row, column_tap) in enumerate(results):
             # By tap 0 a column counts in the result on its right, by tap 1 in its own, by tap 2 in the result
             # on its left.
-            shift = 1 - column_tap
-            at = self._entries(column, sizes.chunk, sizes.frames, before=sizes.chunk, shift=shift)
+            at = self._entries(column, sizes.chunk, sizes.frames, before=sizes.chunk, shift=1 - column_tap)
             for part in range(turn_parts):
                 part_sums = sums[:, lanes_of(result * turn_parts + part)]
                 out_part = turn * turn_parts + part  # its index in all output channels

@@ -19,13 +19,13 @@ from jax_kernels.common.frames import join_frames, repeat_nearest, split_frames,
 from jax_kernels.common.transforms import filtered
 from jax_kernels.conv3d.op import check_conv3d, conv3d_on
 from jax_kernels.group_norm import xla as norm_xla
-from jax_kernels.group_norm.moments import (
+from jax_kernels.group_norm.op import (
     check_groups,
     column_moments,
+    group_norm_on,
     moments_of_columns,
     scale_and_shift,
 )
-from jax_kernels.group_norm.op import group_norm_on
 from jax_kernels.norm_conv3d import sizes, tpu
 from jax_kernels.spatial_norm import xla as spatial_xla
 from jax_kernels.spatial_norm.op import check_spatial_norm, spatial_norm_on
@@ -264,9 +264,8 @@ def _convolved(
     _, coefficient_rows, registers, *_ = multiplier.shape  # rows of coefficients, and registers that hold one
     conv_sizes = sizes.sizes_of(x, coefficient_rows, registers, kernel.shape[-1], residual is not None)
     # The columns beside a whole frame are zeros: if it is one strip, it has no edges.
-    edges = None
-    if conv_sizes.strips > 1 or split.has_neighbours:
-        edges = _edge_sums(target, x, cache, kernel, coefficients, conv_sizes)
+    has_edges = conv_sizes.strips > 1 or split.has_neighbours
+    edges = _edge_sums(target, x, cache, kernel, coefficients, conv_sizes) if has_edges else None
     true_width = split.real_columns_here(columns) if split.is_padded else None  # columns without padding
     y, next_cache, (mean, m2) = tpu.convolved(
         x, multiplier, offset, cache, residual, kernel, bias, edges, true_width

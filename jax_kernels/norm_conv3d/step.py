@@ -171,8 +171,9 @@ class ConvStep(ABC):
             for part in range(sizes.parts):
                 words_at = pl.ds(part, sizes.unit, stride=sizes.parts)  # this part of each pixel
                 before = past.at[words_at, :] if "cache" in refs else None
-                last = self._store_activated(row, part, slot, column, x[:, lanes_of(part)], before)
-                past[words_at, :] = last
+                past[words_at, :] = self._store_activated(
+                    row, part, slot, column, x[:, lanes_of(part)], before
+                )
             refs["latest"][0, row, cache_at] = pltpu.bitcast(past[...], jnp.bfloat16)
 
     def _activated(self, row: int, column: Any, after: Array | None) -> Array:
@@ -263,8 +264,8 @@ class ConvStep(ABC):
                 origin, total, squares = (refs["moments"][index, part, moments_at] for index in range(3))
                 refs["mean"][0, results_at, lanes_of(part)] = origin + total * inverse_count
                 # Rounding may make the M2 of nearly equal results negative.
-                m2 = jnp.maximum(squares - total * total * inverse_count, 0.0)
-                refs["m2"][0, results_at, lanes_of(part)] = m2
+                m2 = squares - total * total * inverse_count
+                refs["m2"][0, results_at, lanes_of(part)] = jnp.maximum(m2, 0.0)
 
         jax.lax.fori_loop(0, sizes.chunks, write_chunk, None)
 

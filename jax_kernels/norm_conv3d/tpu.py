@@ -260,14 +260,13 @@ def _coefficient_spec(sizes: ConvSizes, registers: int) -> pl.BlockSpec:
     # The step's two rows of pixels are in one row of cells, unless a cell has a single row.
     rows_of_cells = ROWS if sizes.cell_rows == 1 else 1
 
-    def index(*indices: Any) -> tuple[Any, ...]:
-        video, strip, step = grid_position(indices)
+    def index(video: Any, strip: Any, step: Any) -> tuple[Any, ...]:
         strip = strip if registers > 1 else 0  # a single register serves all strips
         first_row = _modulated_block(sizes, step) * ROWS  # of pixels
         covered_rows = max(ROWS, sizes.cell_rows)  # rows of pixels that a step's coefficients cover
         return video, jax.lax.div(first_row, covered_rows), strip, 0, 0
 
-    return pl.BlockSpec((1, rows_of_cells, cells, SUBLANES, sizes.channels), index)
+    return _block_spec((1, rows_of_cells, cells, SUBLANES, sizes.channels), index)
 
 
 def _result_specs(
@@ -281,12 +280,10 @@ def _result_specs(
     latest_shape = (videos, height, sizes.columns * sizes.parts * (TAPS - 1), tiles.LANES)
     moments = jax.ShapeDtypeStruct((videos, row_frames, sizes.outputs), jnp.float32)
 
-    def index(*indices: Any) -> tuple[Any, ...]:
-        # Steps go down a strip's rows, and share its moments.
-        video, strip, _step = grid_position(indices)
-        return video, strip, 0
-
-    moments_spec = pl.BlockSpec((1, strip_frames, sizes.outputs), index)
+    # Steps go down a strip's rows, and share its moments.
+    moments_spec = _block_spec(
+        (1, strip_frames, sizes.outputs), lambda video, strip, _step: (video, strip, 0)
+    )
     return {
         "y": (
             jax.ShapeDtypeStruct((videos, height, row_frames, sizes.outputs), x.dtype),
@@ -310,12 +307,14 @@ def _finished_block(step: Array) -> Array:
 
 def _rows_spec(block_of: Callable[[Any], Any], strip_entries: int, lanes: int) -> pl.BlockSpec:
     """Return the spec of the block `block_of(step)` of an array (N, H, entries, lanes)."""
+    return _block_spec(
+        (1, ROWS, strip_entries, lanes), lambda video, strip, step: (video, block_of(step), strip, 0)
+    )
 
-    def index(*indices: Any) -> tuple[Any, ...]:
-        video, strip, step = grid_position(indices)
-        return video, block_of(step), strip, 0
 
-    return pl.BlockSpec((1, ROWS, strip_entries, lanes), index)
+def _block_spec(shape: tuple[int, ...], index: Callable[[Any, Any, Any], tuple[Any, ...]]) -> pl.BlockSpec:
+    """Return the spec of blocks of a shape, by `index(video, strip, step)` whatever axes the grid has."""
+    return pl.BlockSpec(shape, lambda *indices: index(*grid_position(indices)))
 
 
 def _cache_rows_spec(sizes: ConvSizes) -> pl.BlockSpec:

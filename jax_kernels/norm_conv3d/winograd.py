@@ -184,6 +184,7 @@ class WinogradStep(ConvStep):
         # Here there are 128 output channels: the results have a single part, 0.
         for index, (row, result_column) in enumerate(results):
             result_sums = sums[:, lanes_of(index)]
+            component_sums = refs["components"].at[component, row, 0]
             if result_column == 1:
                 # Sums for the columns right of the inputs' columns, so stored one column (`TILES` entries)
                 # later. Before them goes what the previous chunk's last column, still stored, adds to this
@@ -191,12 +192,10 @@ class WinogradStep(ConvStep):
                 shifted = refs["shifted"].at[component, row]
                 shifted[pl.ds(0, TILES)] = shifted[pl.ds(count, TILES)]
                 shifted[pl.ds(TILES, count)] = result_sums
-                component_sums = refs["components"].at[component, row, 0]
                 component_sums[at] = component_sums[at] + shifted[pl.ds(0, count)]
             elif first_row == second_row:  # these products come first: they set the sums
                 refs["components"][component, row, 0, at] = result_sums
             else:
-                component_sums = refs["components"].at[component, row, 0]
                 component_sums[at] = component_sums[at] + result_sums
 
     def _move(self, column: Any, count: int) -> None:

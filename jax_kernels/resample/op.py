@@ -176,11 +176,10 @@ def _by_xla(
     y = convolve(doubled, kernel, (zero_columns, zero_columns))
     y = add_from_neighbours(target.split, y, doubled, kernel, convolve)
     y = with_clear_padding(add_bias_and_residual(y, bias).astype(x.dtype), target.split)
-    frames = list(range(x.shape[1]))
-    single, to_double = (frames[:1], frames[1:]) if first_frame_alone else ([], frames)
-    if not expand_time or not to_double:
+    alone, length = int(first_frame_alone), x.shape[1]  # `alone` frames stay single
+    if not expand_time or length == alone:
         return y
-    return select_frames(target, y, [*single, *(frame for frame in to_double for _ in range(2))])
+    return select_frames(target, y, [*range(alone), *(t for t in range(alone, length) for _ in range(2))])
 
 
 def downsample(
@@ -257,8 +256,7 @@ def _downsample_shard(
     compress_time: bool,
     first_frame_alone: bool,
 ) -> Array:
-    has_pairs = x.shape[1] > int(first_frame_alone)  # a single first frame has no pair
-    if compress_time and has_pairs:
+    if compress_time and x.shape[1] > int(first_frame_alone):  # a single first frame has no pair
         x = average_pairs(target, x, first_frame_alone=first_frame_alone)
     # As one matrix product of all 3 x 3 windows (patches), which XLA compiles faster for an image on a TPU.
     by_patches = is_image_for_tpu(target, x) and xla.suits_patches(x)

@@ -215,8 +215,7 @@ class _Step:
 
     def _product(self, x: Array, kernel_row: int, tap: int) -> Array:
         """Multiply entries by a kernel row's left (0), middle or right (2) tap; return float32 products."""
-        weights = self.refs["weights"][TAPS * kernel_row + tap]
-        return jnp.dot(x, weights, preferred_element_type=jnp.float32)
+        return jnp.dot(x, self.refs["weights"][TAPS * kernel_row + tap], preferred_element_type=jnp.float32)
 
     def _repeat_frames(self, x: Array) -> Array:
         """Return entries `x`, every one twice if frames are doubled."""

@@ -9,7 +9,7 @@ from jax_kernels.common.columns import WHOLE, Split
 from jax_kernels.common.dispatch import Target, dispatch, map_shards
 from jax_kernels.common.frames import join_frames, split_frames
 from jax_kernels.common.pointwise import Activation, check_choice
-from jax_kernels.group_norm.moments import check_groups, moments, scale_and_shift
+from jax_kernels.group_norm.op import check_groups, moments, scale_and_shift
 from jax_kernels.spatial_norm import xla
 
 Implementation = Literal["rows", "pixels_first"]
@@ -125,7 +125,14 @@ def check_spatial_norm(
 ) -> None:
     channels, latent_channels = x.shape[-1], zq.shape[-1]
     check_groups("spatial_norm", channels, num_groups, weight=weight, bias=bias, bias_y=bias_y, bias_b=bias_b)
-    xla.check_sizes(zq, x.shape, first_frame_alone=first_frame_alone)
+    # `zq_part` is the latents that cover `frames` of the activations.
+    for zq_part, frames in xla.frame_parts(zq, x.shape, first_frame_alone):
+        sizes = zip((frames, *x.shape[2:4]), zq_part.shape[1:4], strict=True)  # a pair for each axis
+        if any(zq_size == 0 or size % zq_size for size, zq_size in sizes):
+            raise ValueError(
+                f"spatial_norm got latents {zq.shape} for activations {x.shape}: frames, rows and "
+                "columns of the activations must be whole multiples of the latents'"
+            )
     for kernel in (kernel_y, kernel_b):
         if kernel.shape != (latent_channels, channels):
             raise ValueError(

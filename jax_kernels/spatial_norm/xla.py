@@ -77,31 +77,17 @@ def match_frames_and_columns(z_NTHWC: Array, x_shape: tuple[int, ...], *, first_
     return join_frames(
         [
             repeat_nearest(part, {1: length // part.shape[1], 3: x_shape[3] // part.shape[3]})
-            for part, length in _frame_parts(z_NTHWC, x_shape, first_frame_alone)
+            for part, length in frame_parts(z_NTHWC, x_shape, first_frame_alone)
         ]
     )
 
 
-def _frame_parts(
-    z_NTHWC: Array, x_shape: tuple[int, ...], first_frame_alone: bool
-) -> list[tuple[Array, int]]:
+def frame_parts(z_NTHWC: Array, x_shape: tuple[int, ...], first_frame_alone: bool) -> list[tuple[Array, int]]:
     """Return parts of the latents along time, each with the number of frames that it covers."""
     frames = x_shape[1]
     if first_frame_alone and frames > 1:
         return [(z_NTHWC[:, :1], 1), (z_NTHWC[:, 1:], frames - 1)]
     return [(z_NTHWC, frames)]
-
-
-def check_sizes(z_NTHWC: Array, x_shape: tuple[int, ...], *, first_frame_alone: bool) -> None:
-    """Raise `ValueError` unless the activations' frames, rows and columns are multiples of the latents'."""
-    # `z_part` is the latents that cover `frames` of the activations.
-    for z_part, frames in _frame_parts(z_NTHWC, x_shape, first_frame_alone):
-        sizes = zip((frames, *x_shape[2:4]), z_part.shape[1:4], strict=True)  # a pair for each axis
-        if any(z_size == 0 or size % z_size for size, z_size in sizes):
-            raise ValueError(
-                f"spatial_norm got latents {z_NTHWC.shape} for activations {x_shape}: frames, rows and "
-                "columns of the activations must be whole multiples of the latents'"
-            )
 
 
 def pointwise(equation: str, z: Array, kernel_ZC: Array, bias_C: Array) -> Array:

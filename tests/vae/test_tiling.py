@@ -120,7 +120,7 @@ def test_tiles_of_a_size_run_together_where_a_mesh_splits_batches(videos, dp, ba
     placement = SimpleNamespace(
         mesh=SimpleNamespace(shape={"dp": dp}), result_without_padding=lambda frames: frames
     )
-    step, caches, results = tiling.TiledStep(double, plan, "NTHW", placement), None, []
+    step, caches, results = tiling.tiled_step(double, plan, "NTHW", placement), None, []
     for chunk in chunks:
         result, caches = step(chunk[:, None], caches)
         results.append(result)

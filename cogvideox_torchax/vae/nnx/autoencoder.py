@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import operator
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 from cogvideox_torchax import runtime
 from cogvideox_torchax.sharding import Placement, check_mesh, spread
 from cogvideox_torchax.vae import checkpoint, chunks, tiling
-from cogvideox_torchax.vae.axes import HWNTC, NTHWC
+from cogvideox_torchax.vae.axes import NTHWC
 from cogvideox_torchax.vae.checks import check_shape, check_values, integers_refused
 from cogvideox_torchax.vae.columns import OnColumns
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
@@ -102,6 +102,43 @@ class DecoderChunk(nnx.Module):
         first_frame_alone = False if cache is not None and self.frame_by_frame else None
         frames, cache = self.decoder(z, cache, first_frame_alone=first_frame_alone)
         return to_uint8(frames) if self.as_uint8 else frames, cache
+
+
+class RecordedLayers(nnx.Module):
+    """A network that runs another one, and returns the outputs of the other's layers, by diffusers' names.
+
+    Args:
+        network: the other network. A call swaps the classes of its layers, so it can be called once.
+        wanted: returns whether a layer of this name is recorded.
+    """
+
+    def __init__(self, network: EncoderChunk | DecoderChunk, wanted: Callable[[str], Any]):
+        self.network = network
+        self._wanted = wanted
+
+    def __call__(self, chunk_NTHWC: jax.Array, cache: Cache | None) -> tuple[dict[str, jax.Array], Cache]:
+        outputs: dict[str, jax.Array] = {}
+        for path, layer in list(nnx.iter_modules(self.network)):
+            name = ".".join(map(str, path))
+            # The output of the decoder's `norm_out` has the activation in it, and that of diffusers has not.
+            if self._wanted(name) and name != "decoder.norm_out":
+                # NNX's own `__setattr__` would make the attributes a part of the module's state.
+                object.__setattr__(layer, "__class__", _recording_class(type(layer)))
+                object.__setattr__(layer, "_record", functools.partial(outputs.__setitem__, name))
+        _, cache = self.network(chunk_NTHWC, cache)
+        return outputs, cache
+
+
+@functools.cache
+def _recording_class(kind: type[nnx.Module]) -> type[nnx.Module]:
+    """Return a subclass of a layer's class that passes each output, without a cache, to `_record`."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = kind.__call__(self, *args, **kwargs)
+        self._record(result[0] if isinstance(result, tuple) else result)
+        return result
+
+    return type(kind.__name__, (kind,), {"__call__": call})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -419,7 +456,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         if kept is None or not kept.holds(parts):
             kept = programs[key] = Kept.of(module, parts, placement)
         step = kept.program.step([variable.get_raw_value() for variable in kept.variables])
-        return step if plan is None else tiling.TiledStep(step, plan, NTHWC, placement, as_uint8)
+        return step if plan is None else tiling.tiled_step(step, plan, NTHWC, placement, as_uint8)
 
     def chunk(self, direction: Direction, **options: bool) -> EncoderChunk | DecoderChunk:
         """Return a direction's network; `options` are those of a `DecoderChunk`."""
@@ -461,7 +498,6 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         return Placement(
             self.mesh,
             axes=NTHWC,
-            cache_axes=HWNTC,  # the order that a TPU computes in
             unit=direction.scale(self.config.spatial_compression_ratio),  # input columns of a latent pixel
         )
 

@@ -170,7 +170,7 @@ def normed_conv(
 ) -> tuple[jax.Array, jax.Array | None, jax_kernels.ColumnMoments | None]:
     """Compute conv(silu(norm(x))) + residual, by one call of `jax_kernels.norm_conv3d`.
 
-    A layer of another class, such as one that records its output (`vae.nnx.recording`), is called by itself.
+    A layer of another class, such as one that records its output (`RecordedLayers`), is called by itself.
     The result comes with the next cache and, if the kernel returns them, with its column moments. The call
     that takes the result as its `x_NTHWC` also takes these `moments`, and need not sum them again.
     """
@@ -345,11 +345,10 @@ class Encoder3D(nnx.Module):
     def __call__(self, x_NTHWC: jax.Array, cache: Cache | None = None) -> tuple[jax.Array, Cache]:
         old, new = cache or {}, {}  # caches by the name of a layer
         x_NTHWC, new["conv_in"] = self.conv_in(x_NTHWC, old.get("conv_in"))
-        for i, block in enumerate(self.down_blocks):
-            name = f"down_block_{i}"
+        blocks = {f"down_block_{i}": block for i, block in enumerate(self.down_blocks)}
+        for name, block in {**blocks, "mid_block": self.mid_block}.items():
             # None in place of latents, which only a decoder's norms take.
             x_NTHWC, new[name] = block(x_NTHWC, None, old.get(name))
-        x_NTHWC, new["mid_block"] = self.mid_block(x_NTHWC, None, old.get("mid_block"))
         # Two calls, as in diffusers: the output of `norm_out` can be recorded without the activation.
         x_NTHWC = jax_kernels.silu(self.norm_out(x_NTHWC), time_axis=1)
         x_NTHWC, new["conv_out"] = self.conv_out(x_NTHWC, old.get("conv_out"))
@@ -388,9 +387,8 @@ class Decoder3D(nnx.Module):
     ) -> tuple[jax.Array, Cache]:
         old, new = cache or {}, {}  # caches by the name of a layer
         x_NTHWC, new["conv_in"] = self.conv_in(z_NthwC, old.get("conv_in"))
-        x_NTHWC, new["mid_block"] = self.mid_block(x_NTHWC, z_NthwC, old.get("mid_block"))
-        for i, block in enumerate(self.up_blocks):
-            name = f"up_block_{i}"
+        blocks = {f"up_block_{i}": block for i, block in enumerate(self.up_blocks)}
+        for name, block in {"mid_block": self.mid_block, **blocks}.items():
             x_NTHWC, new[name] = block(x_NTHWC, z_NthwC, old.get(name), first_frame_alone=first_frame_alone)
         x_NTHWC, new["conv_out"], _column_moments = normed_conv(
             self.norm_out, self.conv_out, x_NTHWC, z_NthwC, old.get("conv_out")

@@ -107,10 +107,9 @@ def save(state: nnx.State, config: FlaxAutoencoderKLCogVideoXConfig, directory: 
     """Write config.json, and the weights in one file, as diffusers' `save_pretrained` does."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    diffusers_version = installed("diffusers") or TESTED["diffusers"].newest
     fields = {
         "_class_name": checkpoint.CLASS_NAME,
-        "_diffusers_version": diffusers_version,
+        "_diffusers_version": installed("diffusers") or TESTED["diffusers"].newest,
         **config.to_dict(),
     }
     with whole_file(directory / "config.json") as temporary:

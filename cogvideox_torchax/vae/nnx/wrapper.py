@@ -110,11 +110,9 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
         Raises:
             ModelError: a file is missing or wrong; this `ValueError` says what to do.
         """
-        if dtype is not None and "torch_dtype" in hub_options:
-            raise ValueError("got both dtype and torch_dtype, which are one option: leave one out")
-        dtype = hub_options.pop("torch_dtype", dtype)
-        directory = checkpoint.locate_vae(pretrained_model_name_or_path, subfolder, variant, **hub_options)
-        name = checkpoint.dtype_name_of(dtype, directory, variant)
+        directory, name = checkpoint.locate_with_dtype(
+            pretrained_model_name_or_path, subfolder, variant, dtype, hub_options
+        )
         _check_dtype(getattr(torch, name))
         return cls(
             FlaxAutoencoderKLCogVideoX.from_pretrained(

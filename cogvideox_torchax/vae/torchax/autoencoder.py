@@ -22,15 +22,17 @@ from cogvideox_torchax.files.models import saved_from_host
 from cogvideox_torchax.runtime.models import PortedModel, save_as_stock
 from cogvideox_torchax.sharding import BatchPlacement, Placement, check_mesh
 from cogvideox_torchax.vae import checkpoint, tiling
-from cogvideox_torchax.vae.axes import HWNTC, NCTHW
+from cogvideox_torchax.vae.axes import NCTHW
 from cogvideox_torchax.vae.chunks import Step, run
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.streaming import ChunkedVAE, frames_of_chunks, joined, one_video_at_a_time
 from cogvideox_torchax.vae.torchax.modules import LAYERS, port_modules
 from cogvideox_torchax.vae.torchax.networks import EncoderChunk, chunk_network, stock_of
 
-HUB_OPTIONS = {"revision", "token", "cache_dir", "local_files_only", "force_download"}
-"""The options of diffusers' `from_pretrained` that it passes to huggingface_hub."""
+OPTIONS = {"revision", "token", "cache_dir", "local_files_only", "force_download", "torch_dtype"}
+"""The options of diffusers' `from_pretrained` that find the files and their dtype."""
+
+NO_GRADIENT_IN_TILES = "gradients do not pass through tiles on JAX: call disable_tiling() before"
 
 
 class DifferentiablePosterior(DiagonalGaussianDistribution):
@@ -65,6 +67,29 @@ def _from_pipe_with_ported_parts(make: Callable[..., Any], kind: type, pipeline:
 
 # This runs at import, because an unpickled model has called nothing of this module.
 upstream.wrap_from_pipe(_from_pipe_with_ported_parts)
+
+
+def _checked(direction: Direction) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator of methods that diffusers' class has too: it checks the input of a direction.
+
+    On JAX a method that a user has put in the place of diffusers' runs instead.
+    """
+
+    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+        name = method.__name__
+
+        @functools.wraps(method)
+        def call(self: Any, x: torch.Tensor, *args: Any, **options: Any) -> Any:
+            self._check(direction, x)
+            if not (runtime.is_on_jax(self) and upstream.is_patched(DiffusersAutoencoder, name)):
+                return method(self, x, *args, **options)
+            place = None if self.mesh is None else BatchPlacement(self.mesh)
+            replaced = getattr(DiffusersAutoencoder, name)
+            return runtime.run_method(self, replaced, x, *args, place=place, name="vae", **options)
+
+        return call
+
+    return decorate
 
 
 class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
@@ -106,15 +131,9 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         """
         name = pretrained_model_name_or_path
         diffusers_options.pop("use_safetensors", None)  # nothing else is read
-        if dtype is not None and "torch_dtype" in diffusers_options:
-            raise ValueError("got both dtype and torch_dtype, which are one option: leave one out")
-        dtype = diffusers_options.pop("torch_dtype", dtype)
-        hub_options = {
-            option: diffusers_options.pop(option) for option in HUB_OPTIONS & diffusers_options.keys()
-        }
-        # Only the download needs `hub_options`: `directory` is local.
-        directory = checkpoint.locate_vae(name, subfolder, variant, **hub_options)
-        dtype_name = checkpoint.dtype_name_of(dtype, directory, variant)
+        # Only the download needs these: `directory` is local.
+        options = {option: diffusers_options.pop(option) for option in OPTIONS & diffusers_options.keys()}
+        directory, dtype_name = checkpoint.locate_with_dtype(name, subfolder, variant, dtype, options)
         try:
             vae, info = runtime.without_torchax(
                 super().from_pretrained,
@@ -141,11 +160,9 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
                 posterior = DifferentiablePosterior(posterior.parameters)
         return AutoencoderKLOutput(latent_dist=posterior) if return_dict else (posterior,)
 
+    @_checked(ENCODE)
     def _encode(self, x: torch.Tensor) -> torch.Tensor:
-        """Check a video; return the means and log-variances of its posterior, for diffusers' `encode`."""
-        self._check(ENCODE, x)
-        if self._is_replaced("_encode"):
-            return self._run_replaced(DiffusersAutoencoder._encode, x)
+        """Return the means and log-variances of a video's posterior, for diffusers' `encode`."""
         return self._run(ENCODE, x)
 
     @functools.wraps(DiffusersAutoencoder.decode)
@@ -158,36 +175,24 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         with self._torchax_on_for(sample):
             return super().forward(sample, *args, **kwargs)
 
+    @_checked(DECODE)
     def _decode(self, z: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
-        """Check latents and return their frames, for diffusers' `decode`."""
-        self._check(DECODE, z)
-        if self._is_replaced("_decode"):
-            return self._run_replaced(DiffusersAutoencoder._decode, z, return_dict)
+        """Return the frames of latents, for diffusers' `decode`."""
         frames = self._run(DECODE, z)
         return DecoderOutput(sample=frames) if return_dict else (frames,)
 
     # Tiles, which differ from those of diffusers where its result has a wrong size
 
+    @_checked(ENCODE)
     def tiled_encode(self, x: torch.Tensor) -> torch.Tensor:
         """Encode in tiles, even if one tile is enough; return the posterior's means and log-variances."""
-        if self._is_replaced("tiled_encode"):
-            return self._run_replaced(DiffusersAutoencoder.tiled_encode, x)
         return self._run(ENCODE, x, in_tiles=True)
 
+    @_checked(DECODE)
     def tiled_decode(self, z: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
         """Decode in tiles, even if one tile is enough."""
-        if self._is_replaced("tiled_decode"):
-            return self._run_replaced(DiffusersAutoencoder.tiled_decode, z, return_dict)
         frames = self._run(DECODE, z, in_tiles=True)
         return DecoderOutput(sample=frames) if return_dict else (frames,)
-
-    def _is_replaced(self, method: str) -> bool:
-        """Return whether the model is on JAX, and a user has replaced this method of diffusers' class."""
-        return runtime.is_on_jax(self) and upstream.is_patched(DiffusersAutoencoder, method)
-
-    def _run_replaced(self, method: Any, *args: Any) -> Any:
-        place = None if self.mesh is None else BatchPlacement(self.mesh)
-        return runtime.run_method(self, method, *args, place=place, name="vae")
 
     # Running chunks
 
@@ -211,7 +216,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
             step = program.step(program.weights(network))
         if plan is not None:
             placement = Placement(self.mesh) if on_jax and self.mesh is not None else None
-            step = tiling.TiledStep(step, plan, NCTHW, placement, as_uint8)
+            step = tiling.tiled_step(step, plan, NCTHW, placement, as_uint8)
         if self.use_slicing:
             step = one_video_at_a_time(step)
         if not on_jax:
@@ -233,13 +238,10 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         if not (wants_gradient and self.training):
             results = self.results(direction, frames_of_chunks(self, direction, x), plan)
             result = joined(results, on_host=not runtime.on_accelerator(x))
-        refusal = None  # the message of the error that a backward pass raises
-        if on_tpu:
-            refusal = runtime.NO_GRADIENT
-        elif plan is not None:
-            refusal = "gradients do not pass through tiles on JAX: call disable_tiling() before"
-        if refusal:
-            return runtime.without_gradient(network, x, result, refusal)
+        if on_tpu or plan is not None:
+            return runtime.without_gradient(
+                network, x, result, runtime.NO_GRADIENT if on_tpu else NO_GRADIENT_IN_TILES
+            )
         if not wants_gradient:
             return result
         program = self.program(direction)
@@ -280,7 +282,6 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         place = Placement(
             self.mesh,
             axes=NCTHW,
-            cache_axes=HWNTC,
             unit=direction.scale(self.spatial_compression_ratio),  # input columns of a latent: 8 or 1
             types=LAYERS,  # reports list the shapes of their activations
         )
@@ -309,9 +310,8 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
 
     def _takes_dtype(self, x: torch.Tensor) -> bool:
         """Return whether the model takes a tensor's dtype; under PyTorch's autocast it takes all floats."""
-        in_pytorch = not runtime.is_on_jax(self)
-        by_autocast = in_pytorch and torch.is_autocast_enabled(x.device.type) and x.is_floating_point()
-        return by_autocast or super()._takes_dtype(x)
+        casts = not runtime.is_on_jax(self) and torch.is_autocast_enabled(x.device.type)
+        return (casts and x.is_floating_point()) or super()._takes_dtype(x)
 
 
 def check_vae_class(model: Any) -> None:

@@ -34,8 +34,6 @@ from jax_kernels.common.columns import WHOLE, Split, with_clear_padding
 
 Cache = dict[str, Any]
 
-COLUMN_AXIS = 4
-
 
 def _channels_last(x_NCTHW: torch.Tensor) -> torch.Tensor:
     return x_NCTHW.permute(0, 2, 3, 4, 1)
@@ -58,7 +56,8 @@ def _as_ported(module: nn.Module) -> bool:
 
 def with_zero_padding(x_NCTHW: torch.Tensor, split: Split) -> torch.Tensor:
     """Return `x_NCTHW` with zeros in the padding columns; only tensors on JAX have any."""
-    return torch_view(with_clear_padding)(x_NCTHW, split, COLUMN_AXIS) if on_accelerator(x_NCTHW) else x_NCTHW
+    # Columns are the last axis of NCTHW.
+    return torch_view(with_clear_padding)(x_NCTHW, split, 4) if on_accelerator(x_NCTHW) else x_NCTHW
 
 
 def _matrix(conv: nn.Conv3d) -> torch.Tensor:
@@ -126,11 +125,11 @@ class CausalConv3d(OnColumns, diffusers_vae.CogVideoXCausalConv3d):
     @property
     def is_plain(self) -> bool:
         """True if the kernels compute this convolution."""
-        if not _as_ported(self):  # for example `conv` is a LoRA's layer, which has no `stride`
-            return False
-        is_dense = self.conv.stride == self.conv.dilation == (1, 1, 1)
-        # diffusers' "replicate" also repeats edge rows and columns, and has no cache.
-        return is_dense and self.pad_mode != "replicate"
+        return (
+            _as_ported(self)  # else `conv` may be a LoRA's layer, which has no `stride`
+            and self.conv.stride == self.conv.dilation == (1, 1, 1)
+            and self.pad_mode != "replicate"  # which also repeats edge rows and columns, and has no cache
+        )
 
     def forward(
         self,
@@ -258,11 +257,15 @@ class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
 
 def _can_fuse(norm: nn.Module, conv: nn.Module) -> bool:
     """Return whether `jax_kernels.norm_conv3d` computes both modules, and no hook must see one of them."""
-    types_fit = type(norm) in (GroupNorm, SpatialNorm3D) and type(conv) is CausalConv3d
-    if not types_fit or is_watched(norm) or is_watched(conv):
-        return False
-    # The kernel computes the norm and the convolution as they were ported, without a LoRA or a hook inside.
-    return _as_ported(norm) and conv.is_plain  # pyright: ignore[reportReturnType]
+    return (
+        type(norm) in (GroupNorm, SpatialNorm3D)
+        and type(conv) is CausalConv3d
+        and not is_watched(norm)
+        and not is_watched(conv)
+        # The kernel computes both as they were ported, without a LoRA or a hook inside.
+        and _as_ported(norm)
+        and conv.is_plain
+    )
 
 
 def _fused_norm_conv(
@@ -353,9 +356,11 @@ class CogVideoXDecoder3D(diffusers_vae.CogVideoXDecoder3D):
         blocks = {f"up_block_{index}": block for index, block in enumerate(self.up_blocks)}
         recomputed = torch.is_grad_enabled() and self.gradient_checkpointing
         for name, block in {"mid_block": self.mid_block, **blocks}.items():
-            run: Any = block
-            if recomputed:
-                run = functools.partial(self._gradient_checkpointing_func, block)  # pyright: ignore
+            run: Any = (
+                functools.partial(self._gradient_checkpointing_func, block)  # pyright: ignore
+                if recomputed
+                else block
+            )
             hidden, new_cache[name] = run(hidden, temb, sample, cache.get(name))
         conv, out_cache = self.conv_out, cache.get("conv_out")
         if not _can_fuse(norm, conv):
@@ -394,6 +399,5 @@ LAYERS = tuple(ported for ported in PORTED.values() if ported is not CogVideoXDe
 def port_modules(root: nn.Module) -> None:
     """Give each module in `root` that `PORTED` lists its ported class, in place."""
     for module in root.modules():
-        ported = PORTED.get(type(module))
-        if ported is not None:
-            module.__class__ = ported
+        if type(module) in PORTED:
+            module.__class__ = PORTED[type(module)]

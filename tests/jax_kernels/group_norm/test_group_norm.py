@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from jax_kernels import group_norm
 from jax_kernels.common.dispatch import Target
-from jax_kernels.group_norm import moments as of_groups
+from jax_kernels.group_norm import op
 from jax_kernels.group_norm.xla import Moments, merge
 
-moments = functools.partial(of_groups.moments, Target())
+moments = functools.partial(op.moments, Target())
 SHAPES = {"audio": (2, 8, 7), "image": (2, 8, 5, 6), "video": (2, 8, 3, 5, 6), "one pixel": (1, 8, 1, 1, 1)}
 
 

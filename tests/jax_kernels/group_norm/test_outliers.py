@@ -12,8 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax_kernels import group_norm
 from jax_kernels.common.columns import WHOLE, Split
 from jax_kernels.common.dispatch import Target
-from jax_kernels.group_norm import moments as norm_moments
-from jax_kernels.group_norm import tpu
+from jax_kernels.group_norm import op, tpu
 
 LARGEST_ERROR = 2e-6
 EPS = 1e-6
@@ -56,7 +55,7 @@ def exact(x):
 
 
 def norm(x, split=WHOLE):
-    stats = norm_moments.moments(Target(split=split), x, num_groups=GROUPS, channel_axis=-1)
+    stats = op.moments(Target(split=split), x, num_groups=GROUPS, channel_axis=-1)
     y = group_norm(x, None, None, num_groups=GROUPS, eps=EPS, channel_axis=-1, split=split)
     return stats.mean, stats.variance, y
 
@@ -80,7 +79,7 @@ def width(request, monkeypatch):
     if request.param == "xla":
         yield 8
         return
-    monkeypatch.setattr(norm_moments, "_shard_column_moments", lambda _, x: tpu.column_moments(x))
+    monkeypatch.setattr(op, "_shard_column_moments", lambda _, x: tpu.column_moments(x))
     monkeypatch.setattr(
         tpu, "_block_shape", lambda x: (next(n for n in (120, 60, 4, 1) if x.shape[2] % n == 0), 2)
     )
