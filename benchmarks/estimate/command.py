@@ -13,7 +13,7 @@ from benchmarks.pages import FORMAT, RESULTS
 from cogvideox_torchax import cli
 from cogvideox_torchax.cli import common, plan, planning
 from cogvideox_torchax.files import reports, whole
-from cogvideox_torchax.plan import summary
+from cogvideox_torchax.plan.programs import job_figures
 
 SMALL = "--frames 49 --height 480 --width 720"
 WIDE = "--frames 49 --height 720 --width 1280"
@@ -106,7 +106,7 @@ def estimated(args: argparse.Namespace) -> dict[str, Any]:
     chip = chips.CHIPS[args.topology.partition(":")[0]]
     compile_one = functools.partial(programs.estimate_program, mesh=request.mesh, chip=chip)
     plans = planning.compiled(args, request, compile_one, lambda each, _chip: programs.timed_rows(each, chip))
-    figures = summary.of_job(request.about, request.counts, plans, chip, request.beside)
+    figures = job_figures(request.about, request.counts, plans, chip, request.beside)
     if args.training:
         figures |= training.memory(request, plans, chip)
     figures |= programs.times(request.counts, plans)

@@ -17,8 +17,7 @@ from benchmarks.estimate.chips import Chip
 from benchmarks.estimate.hlo import TimedInstruction, instructions, tiled_bytes, times_run
 from benchmarks.estimate.links import Links
 from benchmarks.estimate.schedule import Schedule, compile_with_schedules
-from cogvideox_torchax.plan.programs import ProgramPlan, Work, read_program
-from cogvideox_torchax.plan.summary import program_rows
+from cogvideox_torchax.plan.programs import ProgramPlan, Work, program_rows, read_program
 
 CONVOLUTION, COPY, OTHER, KERNEL = "convolutions", "copies", "other", "kernels"
 """Kinds of instructions by which a program's time is divided; matrix products are convolutions on a TPU."""

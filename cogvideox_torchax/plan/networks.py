@@ -24,9 +24,8 @@ from cogvideox_torchax.files.models import INDEX, locate, read_json
 from cogvideox_torchax.pipelines.cache_options import config_of
 from cogvideox_torchax.pipelines.known import port_network
 from cogvideox_torchax.pipelines.networks import KnownNetwork, TensorSpecs
-from cogvideox_torchax.pipelines.steps import CachedStep
 from cogvideox_torchax.pipelines.text_encoder import prompt_tensors
-from cogvideox_torchax.pipelines.transformer import step_tensors
+from cogvideox_torchax.pipelines.transformer import CachedStep, step_tensors
 from cogvideox_torchax.plan import models
 from cogvideox_torchax.plan.chips import GIB, Chip, PlanError
 from cogvideox_torchax.plan.programs import Work

@@ -14,7 +14,7 @@ import torch
 from cogvideox_torchax import cli
 from cogvideox_torchax.cli import planning
 from cogvideox_torchax.cli.common import DEMO_MODEL
-from cogvideox_torchax.plan import chips, jobs, models, programs, summary
+from cogvideox_torchax.plan import chips, jobs, models, programs
 from cogvideox_torchax.plan.hlo import Traffic, collectives, instructions
 from cogvideox_torchax.vae.directions import DECODE, Direction
 from tests import reference
@@ -217,9 +217,9 @@ def test_the_floor_of_a_job_counts_each_program_as_often_as_it_runs():
         programs.ProgramPlan("", 1, flops, moved, 0, size, 0, 0, {}, 0.0)
         for flops, moved, size in ((30.0, 5.0, 5), (10.0, 20.0, 7))
     )
-    found = summary.of_job({"chunks": 6}, (2, 10), [first, later], chip)
+    found = programs.job_figures({"chunks": 6}, (2, 10), [first, later], chip)
     assert found == found | {"floor_s": 2 * 3.0 + 10 * 4.0, "peak_memory_GiB": 7 / chips.GIB, "fits": False}
-    assert "fits" not in summary.of_job({}, (2, 10), [first, later], None)
+    assert "fits" not in programs.job_figures({}, (2, 10), [first, later], None)
 
 
 def test_the_first_chunk_runs_once_and_the_later_program_for_each_other_chunk_in_every_tile():
