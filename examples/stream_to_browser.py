@@ -11,11 +11,9 @@ answered by one line. No file name is taken from a request.
 import argparse
 import io
 import secrets
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -105,17 +103,14 @@ async def body(request: Request, largest: int) -> bytes:
 
 def read(data: bytes, vae: Any) -> Chunks:
     """Return the stream of uploaded latents, not decoded yet; 400 for latents of another model."""
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "upload"
-        path.write_bytes(data)
-        try:
-            latents = latent_files.load(path)
-            latents.check_model(vae.config)
-            if len(latents.tensor) != 1:
-                raise ValueError(f"{path} holds {len(latents.tensor)} videos: one at a time")
-            return vae.decode_stream(latents.tensor.to(vae.dtype), output_dtype=torch.uint8)
-        except ValueError as error:
-            raise HTTPException(400, str(error).replace(str(path), "the upload")) from error
+    try:
+        latents = latent_files.loads(data, "the upload")
+        latents.check_model(vae.config)
+        if len(latents.tensor) != 1:
+            raise ValueError(f"the upload holds {len(latents.tensor)} videos: one at a time")
+        return vae.decode_stream(latents.tensor.to(vae.dtype), output_dtype=torch.uint8)
+    except ValueError as error:
+        raise HTTPException(400, str(error)) from error
 
 
 def jpegs(chunks: Chunks) -> Iterator[bytes]:

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from cogvideox_torchax.cli import common, options
-from cogvideox_torchax.files import latents as latent_files
-from cogvideox_torchax.files import sheets, video, whole
+from cogvideox_torchax.files import latents as latent_files, sheets, video, whole
 from cogvideox_torchax.runtime.clock import CompileClock
 from cogvideox_torchax.vae import pixels, quality, tolerances
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction

@@ -12,8 +12,7 @@ from typing import Any
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.cli import common, devices, options
-from cogvideox_torchax.files import latents as latent_files
-from cogvideox_torchax.files import video, whole
+from cogvideox_torchax.files import latents as latent_files, video, whole
 from cogvideox_torchax.pipelines import cache_options, generate, preview, stages
 from cogvideox_torchax.vae import memory
 

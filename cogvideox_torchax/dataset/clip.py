@@ -16,8 +16,7 @@ import torch
 
 from cogvideox_torchax import backends, runtime
 from cogvideox_torchax.dataset.names import ClipError
-from cogvideox_torchax.files import latents as latent_files
-from cogvideox_torchax.files import video
+from cogvideox_torchax.files import latents as latent_files, video
 from cogvideox_torchax.files.latents import Latents
 from cogvideox_torchax.vae import memory
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction

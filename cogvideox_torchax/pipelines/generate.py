@@ -14,11 +14,9 @@ from typing import Any
 
 import torch
 
-from cogvideox_torchax.files import latents as latent_files
-from cogvideox_torchax.files import video
+from cogvideox_torchax.files import latents as latent_files, video
 from cogvideox_torchax.files.models import INDEX, locate, read_json
 from cogvideox_torchax.pipelines import stages
-from cogvideox_torchax.pipelines.stages import Request
 from cogvideox_torchax.runtime import to_torch, without_torchax
 
 TEXT, IMAGE, VIDEO, CONTROL = "text", "image", "video", "control"
@@ -138,7 +136,7 @@ def _kind(name: str, class_name: str, image: bool, clip: bool) -> str:
     return kind
 
 
-def check(request: Request, model: Model) -> None:
+def check(request: stages.Request, model: Model) -> None:
     """Raise `RequestError` or `VideoError` unless the model can serve the request."""
     _check_size(request, model)
     _check_prompt(request, model)
@@ -163,7 +161,7 @@ def check(request: Request, model: Model) -> None:
             )
 
 
-def steps_of(request: Request, model: Model) -> int:
+def steps_of(request: stages.Request, model: Model) -> int:
     """Return the number of denoising steps; a `VIDEO` pipeline takes a part, `strength`, of them."""
     return (
         int(request.num_inference_steps * request.strength)
@@ -172,7 +170,7 @@ def steps_of(request: Request, model: Model) -> int:
     )
 
 
-def _check_size(request: Request, model: Model) -> None:
+def _check_size(request: stages.Request, model: Model) -> None:
     """Raise `RequestError` or `ValueError` for a size that the model's patches or positions do not fit."""
     from cogvideox_torchax.pipelines.port import check_size
 
@@ -196,7 +194,7 @@ def _check_size(request: Request, model: Model) -> None:
         raise RequestError(f"got --frames {request.frames}: {model.name} generates {fewer} or {more} of them")
 
 
-def _check_prompt(request: Request, model: Model) -> None:
+def _check_prompt(request: stages.Request, model: Model) -> None:
     from transformers import AutoTokenizer
 
     limit = model.transformer["max_text_seq_length"]
@@ -252,7 +250,7 @@ class Generation:
 
     pipe: Any
     model: Model
-    request: Request
+    request: stages.Request
     keep: Path | None = None
     show: Callable[[torch.Tensor], None] | None = None
 

@@ -19,8 +19,8 @@ from diffusers.models.attention_processor import (
 )
 from diffusers.models.embeddings import CogVideoXPatchEmbed
 from diffusers.models.normalization import CogVideoXLayerNormZero
-from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXBlock
 from diffusers.models.transformers.cogvideox_transformer_3d import (
+    CogVideoXBlock,
     CogVideoXTransformer3DModel as DiffusersTransformer,
 )
 from jax.sharding import Mesh

@@ -27,7 +27,6 @@ from cogvideox_torchax.pipelines.networks import (
     check_split,
     memory_of,
 )
-from cogvideox_torchax.runtime import on_jax
 from cogvideox_torchax.sharding import Parallel
 
 
@@ -181,10 +180,12 @@ class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
         return_dict: bool = True,
     ) -> Any:
         """Return diffusers' output for a step, by its own code for plain tensors, else by a program."""
-        if on_jax(hidden_states) != runtime.is_on_jax(self):
-            inputs, weights = ("jax", "in PyTorch") if on_jax(hidden_states) else ("the host", "on jax")
+        if runtime.on_jax(hidden_states) != runtime.is_on_jax(self):
+            inputs, weights = (
+                ("jax", "in PyTorch") if runtime.on_jax(hidden_states) else ("the host", "on jax")
+            )
             raise ValueError(f'got inputs on {inputs} for weights {weights}: move both .to("jax")')
-        if not on_jax(hidden_states):
+        if not runtime.on_jax(hidden_states):
             return super().forward(
                 hidden_states,
                 encoder_hidden_states,

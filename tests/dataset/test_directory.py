@@ -16,8 +16,7 @@ from cogvideox_torchax.dataset import Clip, ClipError, EncodeClip, formats, sour
 from cogvideox_torchax.dataset.decoding import VideoDirectory
 from cogvideox_torchax.dataset.directory import ProcessShard, failures
 from cogvideox_torchax.dataset.encoding import LatentDirectory
-from cogvideox_torchax.files import latents as latent_files
-from cogvideox_torchax.files import video, whole
+from cogvideox_torchax.files import latents as latent_files, video, whole
 from tests import reference
 from tests.dataset.conftest import BAD, GOOD, OPTIONS, command, encode, tree, write_clip
 

@@ -12,8 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax_kernels import group_norm
 from jax_kernels.common.columns import WHOLE, Split
 from jax_kernels.common.dispatch import Target
-from jax_kernels.group_norm import moments as norm_moments
-from jax_kernels.group_norm import tpu
+from jax_kernels.group_norm import moments as norm_moments, tpu
 
 LARGEST_ERROR = 2e-6
 EPS = 1e-6
