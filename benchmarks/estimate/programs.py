@@ -134,7 +134,8 @@ def _collective_seconds(
     # The inputs have the program's mesh: collectives name devices by their index in it.
     shardings = jax.tree.leaves(compiled.input_shardings)
     mesh: Any = next(each.mesh for each in shardings if isinstance(each, jax.sharding.NamedSharding))
-    return Links.from_devices(mesh.devices.flat, chip).seconds(found, busy)
+    places = tuple((*device.coords, device.core_on_chip) for device in mesh.devices.flat)
+    return Links(places, chip).seconds(found, busy)
 
 
 def cycles_by_kind(found: list[TimedInstruction]) -> Counter[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from tqdm import tqdm
 
 from cogvideox_torchax import backends, runtime
 from cogvideox_torchax.cli.devices import Fetch
@@ -134,8 +135,6 @@ def progress(
     items: Iterable[Item], total: int, name: str, *, args: argparse.Namespace, unit: str = "chunk"
 ) -> Iterator[Item]:
     """Yield `total` items under a progress bar with the title `name`, unless `--quiet` is given."""
-    from tqdm import tqdm
-
     yield from tqdm(items, total=total, desc=name, unit=unit, disable=args.quiet, leave=False)
 
 
@@ -191,8 +190,6 @@ def narrator(args: argparse.Namespace) -> Callable[[str], None]:
 
 def say(message: str) -> None:
     """Print a line for a person on stderr: stdout is for results, which a program may read."""
-    from tqdm import tqdm
-
     # Not by `print`: a line would begin where a progress bar ends. A file name that is no UTF-8 has lone
     # surrogates, which not every stream can write.
     tqdm.write(message.encode("utf-8", "backslashreplace").decode(), file=sys.stderr)

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from cogvideox_torchax.cli import batch, common, devices, options
-from cogvideox_torchax.files import latents, video
+from cogvideox_torchax.files import faults, latents, video
 
 COMMAND = options.Command(
     "decode latents to a video, or a directory of them",
@@ -32,13 +32,16 @@ def run(args: argparse.Namespace) -> int:
     if Path(args.latents).is_dir():
         return batch.decode(args)
     batch.check_one(args)
-    if Path(args.latents).suffix.lower() in video.SUFFIXES:
-        raise ValueError(f"{args.latents} is a video: encode it first, and decode the latents")
-    if Path(args.latents).suffix in (".parquet", ".tar"):
-        raise ValueError(
+    suffix = Path(args.latents).suffix
+    faults.refuse(
+        {
+            f"{args.latents} is a video: encode it first, and decode the latents": (
+                suffix.lower() in video.SUFFIXES
+            ),
             f"{args.latents} is a shard of a data set: decode its directory, {Path(args.latents).parent}, "
-            "into another one"
-        )
+            "into another one": suffix in (".parquet", ".tar"),
+        }
+    )
     with devices.process_group(args) as group:
         loaded = latents.load(args.latents)
         if len(loaded.tensor) > 1:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cogvideox_torchax.backends import Use, names
 from cogvideox_torchax.cli import options
-from cogvideox_torchax.files import reports, whole
+from cogvideox_torchax.files import faults, reports, whole
 from cogvideox_torchax.pipelines.cache_options import config_of
 
 TOPOLOGY = "v6e:1x1"
@@ -165,7 +165,7 @@ def check(args: argparse.Namespace) -> None:
     if args.cache:
         config_of(args.cache, steps=50, guided=not args.no_guidance)  # raises for an unknown cache
     has_skips, is_first_block = args.skips is not None, (args.cache or "").startswith("first-block")
-    options.refuse(
+    faults.refuse(
         {
             f"--topology {args.topology} does not go with --platform cpu: leave one out": (
                 args.platform == "cpu" and args.topology != TOPOLOGY

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from cogvideox_torchax.files import latents as latent_files, video
+from cogvideox_torchax.files import faults, latents as latent_files, video
 from cogvideox_torchax.files.models import INDEX, locate, read_json
 from cogvideox_torchax.pipelines import stages
 from cogvideox_torchax.runtime import to_torch, without_torchax
@@ -140,12 +140,18 @@ def check(request: stages.Request, model: Model) -> None:
     """Raise `RequestError` or `VideoError` unless the model can serve the request."""
     _check_size(request, model)
     _check_prompt(request, model)
-    if request.num_inference_steps < 1:
-        raise RequestError(f"got --num-inference-steps {request.num_inference_steps}: at least 1")
-    if not math.isfinite(request.guidance_scale):
-        raise RequestError(f"got --guidance-scale {request.guidance_scale}: give a number such as 6")
-    if not 0 < request.strength <= 1:
-        raise RequestError(f"got --strength {request.strength}: more than 0, and at most 1")
+    faults.refuse(
+        {
+            f"got --num-inference-steps {request.num_inference_steps}: at least 1": (
+                request.num_inference_steps < 1
+            ),
+            f"got --guidance-scale {request.guidance_scale}: give a number such as 6": (
+                not math.isfinite(request.guidance_scale)
+            ),
+            f"got --strength {request.strength}: more than 0, and at most 1": not 0 < request.strength <= 1,
+        },
+        RequestError,
+    )
     if steps_of(request, model) < 1:
         raise RequestError(
             f"got --strength {request.strength} with --num-inference-steps {request.num_inference_steps}: "
