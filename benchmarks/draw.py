@@ -275,8 +275,7 @@ def programs() -> str:
 
 def devices() -> dict[str, dict[str, Any]]:
     """Return the kept reports of measured devices, by the name of their file."""
-    paths = sorted((RESULTS / "devices").glob("*.json"))
-    return {path.stem: load(path, runs.FORMAT) for path in paths}
+    return {path.stem: load(path, runs.FORMAT) for path in sorted((RESULTS / "devices").glob("*.json"))}
 
 
 def device_links() -> str:

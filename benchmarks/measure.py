@@ -123,8 +123,7 @@ def measure(
         for part in parts.values():
             # JAX compiled nothing here. `torch.compile` compiles within the first run and does not time it:
             # the whole first run counts as compilation.
-            compiled = part["start_s"] if case.way == "torch-compile" else None
-            part.update(lower_s=None, compile_s=compiled)
+            part.update(lower_s=None, compile_s=part["start_s"] if case.way == "torch-compile" else None)
     peak = _peak_bytes()
     return {
         "check": verdict,

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax.cli import common, devices
-from cogvideox_torchax.dataset import clip, decoding, formats, loop, sources
-from cogvideox_torchax.dataset.directory import OutputDirectory
-from cogvideox_torchax.dataset.encoding import Changes, LatentDirectory
+from cogvideox_torchax.dataset import clip, formats, loop, sources
+from cogvideox_torchax.dataset.directory import Changes, LatentDirectory, OutputDirectory, VideoDirectory
 from cogvideox_torchax.files import faults, models
 from cogvideox_torchax.files.whole import refuse
 
@@ -87,9 +86,7 @@ def decode(args: argparse.Namespace) -> int:
         models.local(args.model)  # raises before the output is made, if there is no such directory
     files = sources.shards(Path(args.latents))
     with devices.process_shard(args) as process_shard:
-        directory = decoding.VideoDirectory(
-            args.output, files, args.fps, process_shard, retry=args.retry_failed
-        )
+        directory = VideoDirectory(args.output, files, args.fps, process_shard, retry=args.retry_failed)
         with directory.locked():
             for name, reason in directory.bad.items():
                 common.say(f"bad: {name}: {reason}")

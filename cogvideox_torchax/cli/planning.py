@@ -232,12 +232,10 @@ def _pipeline_would_fit(
         working = (used - _bytes(request, "weights")) * request.mesh.size / count
         if _bytes(other, "weights") + working > 1.1 * chip.memory:
             continue
-        compile_one = functools.partial(compile_program, mesh=other.mesh)
-        plans = compiled(larger, other, compile_one, program_rows)
+        plans = compiled(larger, other, functools.partial(compile_program, mesh=other.mesh), program_rows)
         peak = peak_bytes(plans, other.beside)
         if peak <= chip.memory:
-            what = f"--topology {larger.topology} --dp {dp} --tp {larger.tp}"
-            return [*changes, jobs.Change(what, peak)]
+            return [*changes, jobs.Change(f"--topology {larger.topology} --dp {dp} --tp {larger.tp}", peak)]
     return changes
 
 

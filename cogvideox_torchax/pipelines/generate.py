@@ -204,8 +204,7 @@ def _check_prompt(request: stages.Request, model: Model) -> None:
     from transformers import AutoTokenizer
 
     limit = model.transformer["max_text_seq_length"]
-    directory = locate(model.name, "tokenizer", files=("*",))
-    tokenizer = without_torchax(AutoTokenizer.from_pretrained, directory)
+    tokenizer = without_torchax(AutoTokenizer.from_pretrained, locate(model.name, "tokenizer", files=("*",)))
     for name, text in (("--prompt", request.prompt), ("--negative-prompt", request.negative_prompt)):
         count = len(tokenizer(text).input_ids)
         if count > limit:
