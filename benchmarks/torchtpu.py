@@ -27,7 +27,7 @@ from benchmarks.pages import RESULTS, estimate
 from cogvideox_torchax import AutoencoderKLCogVideoX, make_mesh
 from cogvideox_torchax.files import reports
 from cogvideox_torchax.plan.chips import GIB
-from cogvideox_torchax.plan.models import CONFIGS, build
+from cogvideox_torchax.plan.jobs import CONFIGS, build
 from cogvideox_torchax.plan.programs import Work
 from cogvideox_torchax.runtime import bridge, torchtpu
 from cogvideox_torchax.runtime.tensors import jax_dtype

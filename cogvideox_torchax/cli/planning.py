@@ -12,7 +12,7 @@ import jax
 from cogvideox_torchax import runtime
 from cogvideox_torchax.cli import common
 from cogvideox_torchax.files import reports
-from cogvideox_torchax.plan import chips, jobs, models, report
+from cogvideox_torchax.plan import chips, jobs, report
 from cogvideox_torchax.plan.programs import (
     ProgramPlan,
     Work,
@@ -105,7 +105,7 @@ def requested(args: argparse.Namespace) -> PlanRequest:
         chip = chips.CHIPS[args.topology.partition(":")[0]]  # a topology is "GENERATION:GRID"
     else:
         devices, chip = jax.devices("cpu"), None
-    vae = models.weightless_vae(args.model, common.parse_dtype(args.dtype))
+    vae = jobs.weightless_vae(args.model, common.parse_dtype(args.dtype))
     request = {"vae": _requested_video, "pipeline": _requested_pipeline}.get(args.network, _requested_network)
     return request(args, vae, make_mesh(args.dp, args.tp, devices=devices), chip)
 
@@ -202,7 +202,7 @@ def _video_would_fit(
     args: argparse.Namespace, request: PlanRequest, chip: chips.Chip, programs: Sequence[ProgramPlan]
 ) -> list[jobs.Change]:
     """Return what makes a video fit: tiles, or a larger slice. `programs` are those that do not."""
-    vae, job = models.weightless_vae(args.model, common.parse_dtype(args.dtype)), jobs.Job(**request.job)
+    vae, job = jobs.weightless_vae(args.model, common.parse_dtype(args.dtype)), jobs.Job(**request.job)
     options = {"dp": args.dp, "backend": args.backend}
     devices, peak = list(request.mesh.devices.flat), peak_bytes(programs)
     changes = [  # each an option with which the video fits, or None
