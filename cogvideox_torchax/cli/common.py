@@ -26,7 +26,7 @@ from cogvideox_torchax.dataset.clip import (
     EncodeClip,
     select_part,
 )
-from cogvideox_torchax.files import faults, reports, video
+from cogvideox_torchax.files import faults, reports, video, whole
 from cogvideox_torchax.files.latents import Latents
 from cogvideox_torchax.runtime.clock import CompileClock
 
@@ -171,20 +171,10 @@ def print_results(args: argparse.Namespace, clock: CompileClock, results: dict[s
     print_report(report, args.json)
 
 
-def make_directory(name: str, purpose: str = "write into") -> Path:
-    """Make and return a directory; if it cannot be made, raise `ValueError`, which names the `purpose`."""
-    path = Path(name)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"cannot {purpose} {path}: {error.strerror}") from error
-    return path
-
-
 def report_directory(name: str) -> Path:
     """Make and return a directory for a report with plots, for which matplotlib is needed."""
     reports.pyplot()  # raises before the work, not after it
-    return make_directory(name)
+    return whole.make_directory(name)
 
 
 def announcing_clock(args: argparse.Namespace) -> CompileClock:

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
         if not (args.height or args.width or args.crop):
             args.height, args.width = DEMO_SIZE
     clip = common.open_clip(args, at_most=FRAMES)  # the frames after the first `FRAMES` are not read
-    output = common.make_directory(args.output)
+    output = whole.make_directory(args.output)
     whole.check_output(output / "demo.mp4")  # an error now, not after the models have run
     source = torch.stack(list(clip.stream()), dim=2)
 

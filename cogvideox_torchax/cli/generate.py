@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> None:
     # the outer context, which ends last: the file is removed only when the video is written completely.
     with contextlib.ExitStack() as keeping, video.writing(args.output, args.fps) as sink:
         if args.save_stages and not args.from_stage:
-            common.make_directory(args.save_stages, "keep stages in")
+            whole.make_directory(args.save_stages, "keep stages in")
         elif not args.save_stages:
             whole.check_file(_kept_path(args))
         clock = common.announcing_clock(args)

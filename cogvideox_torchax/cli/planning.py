@@ -11,7 +11,7 @@ import jax
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.cli import common
-from cogvideox_torchax.files import reports
+from cogvideox_torchax.files import reports, whole
 from cogvideox_torchax.plan import chips, jobs, report
 from cogvideox_torchax.plan.programs import (
     ProgramPlan,
@@ -82,7 +82,7 @@ def compiled(
     `compile_one` returns a program's `ProgramPlan`, and `rows` the figures to print of such a plan on a chip.
     """
     if args.save_hlo:
-        common.make_directory(args.save_hlo)
+        whole.make_directory(args.save_hlo)
     common.say(f"programs to compile: {len(request.works)}; each can take minutes")
     plans = []
     for work in request.works:

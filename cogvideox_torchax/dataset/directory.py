@@ -27,6 +27,7 @@ from cogvideox_torchax.files.whole import (
     LockedError,
     OutputError,
     hidden,
+    make_directory,
     remove_leftover,
     reserved,
     whole_file,
@@ -61,14 +62,10 @@ class OutputDirectory:
     FAILED: str
 
     def __init__(self, directory: str | Path, shard: ProcessShard, *, retry: bool):
-        self.directory, self.shard = Path(directory), shard
+        self.directory, self.shard = make_directory(directory), shard
         self.missing: dict[str, Any] = {}
         self.bad: dict[str, str] = {}
         self.done_before = 0
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise OutputError(f"cannot write into {self.directory}: {error.strerror}") from error
         self.failed = self.directory / self.FAILED
         self._failed_before = {} if retry else failures(self.failed)
 

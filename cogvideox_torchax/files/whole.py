@@ -54,6 +54,16 @@ def check_file(path: str | Path) -> None:
     refuse(path, {"it is a directory": check_output(path).is_dir()})
 
 
+def make_directory(name: str | Path, purpose: str = "write into") -> Path:
+    """Make and return a directory; if it cannot be made, raise `OutputError`, which names the `purpose`."""
+    path = Path(name)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"cannot {purpose} {path}: {error.strerror}") from error
+    return path
+
+
 def resolved(path: str | Path) -> Path:
     """Return the absolute path, with symbolic links followed."""
     return Path(os.path.realpath(path))
