@@ -26,7 +26,7 @@ from cogvideox_torchax.dataset.clip import (
     EncodeClip,
     select_part,
 )
-from cogvideox_torchax.files import faults, reports, video, whole
+from cogvideox_torchax.files import reports, video, whole
 from cogvideox_torchax.files.latents import Latents
 from cogvideox_torchax.runtime.clock import CompileClock
 
@@ -41,27 +41,19 @@ Unit = TypeVar("Unit", EncodeClip, DecodeClip)
 
 def check_input(path: str) -> None:
     """Raise `ValueError` for an input that does not exist, or an empty name, which `Path` takes for "."."""
-    faults.refuse(
-        {
-            'got an empty name: give a file or a directory, "." for the current one': not path,
-            f"there is no file or directory {path}": not Path(path).exists(),
-        }
-    )
+    if not path:
+        raise ValueError('got an empty name: give a file or a directory, "." for the current one')
+    if not Path(path).exists():
+        raise ValueError(f"there is no file or directory {path}")
 
 
 def check_video(path: str, output: str | None = None) -> None:
     """Raise `ValueError` for a video that does not exist, that holds latents, or that is the output."""
     check_input(path)
-    faults.refuse(
-        {
-            f"{path} holds latents: decode it, or give a video": (
-                Path(path).suffix in formats.SUFFIXES.values() and Path(path).is_file()
-            ),
-            f"cannot write {output}: it is the input; name another file": (
-                output and Path(output).exists() and Path(path).samefile(output)
-            ),
-        }
-    )
+    if Path(path).suffix in formats.SUFFIXES.values() and Path(path).is_file():
+        raise ValueError(f"{path} holds latents: decode it, or give a video")
+    if output and Path(output).exists() and Path(path).samefile(output):
+        raise ValueError(f"cannot write {output}: it is the input; name another file")
 
 
 def take_bundled_model(args: argparse.Namespace) -> None:

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from cogvideox_torchax.cli import batch, common, devices, options
-from cogvideox_torchax.files import faults, latents, video
+from cogvideox_torchax.files import latents, video
 
 COMMAND = options.Command(
     "decode latents to a video, or a directory of them",
@@ -32,16 +32,13 @@ def run(args: argparse.Namespace) -> int:
     if Path(args.latents).is_dir():
         return batch.decode(args)
     batch.check_one(args)
-    suffix = Path(args.latents).suffix
-    faults.refuse(
-        {
-            f"{args.latents} is a video: encode it first, and decode the latents": (
-                suffix.lower() in video.SUFFIXES
-            ),
+    if Path(args.latents).suffix.lower() in video.SUFFIXES:
+        raise ValueError(f"{args.latents} is a video: encode it first, and decode the latents")
+    if Path(args.latents).suffix in (".parquet", ".tar"):
+        raise ValueError(
             f"{args.latents} is a shard of a data set: decode its directory, {Path(args.latents).parent}, "
-            "into another one": suffix in (".parquet", ".tar"),
-        }
-    )
+            "into another one"
+        )
     with devices.process_group(args) as group:
         loaded = latents.load(args.latents)
         if len(loaded.tensor) > 1:

@@ -126,11 +126,12 @@ class ClipConfig:
     tp: int | None = None
 
     def __post_init__(self) -> None:
+        has_size = self.frames or self.height or self.width or self.crop
         faults.refuse(
             {
                 f"got keep={self.keep!r}: one of {', '.join(KEEP)}": self.keep not in KEEP,
-                "got buckets and frames, a height, a width or a crop: buckets have them all; give one of "
-                "them": self.buckets and (self.frames or self.height or self.width or self.crop),
+                "got buckets and frames, a height, a width or a crop: buckets have them all; "
+                "give one of them": self.buckets and has_size,
                 "got windows of no length: give buckets or a number of frames": (
                     self.windows and not (self.buckets or self.frames)
                 ),

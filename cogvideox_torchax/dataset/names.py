@@ -4,8 +4,6 @@ from collections.abc import Container, Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from cogvideox_torchax.files import faults
-
 LONGEST_NAME, LONGEST_PATH, MOST_PARTS = 255, 4095, 100
 """Most bytes of a file's name and of a path, by Linux's limits.h; most parts of a path.
 
@@ -57,26 +55,14 @@ def check_file(
         sizes = [len(part.encode()) for part in path.parts]
     except UnicodeEncodeError as error:
         raise ClipError(f"got the id {name!r}: it is no UTF-8 ({error.reason})") from error
+    if max(sizes) > LONGEST_NAME:
+        raise ClipError(f"its file would have a name of {max(sizes)} bytes, {LONGEST_NAME} are the most")
     # `LONGEST_NAME` bytes are left for the name of the temporary file beside it.
-    is_long = sum(sizes) + len(sizes) + LONGEST_NAME > LONGEST_PATH or len(sizes) > MOST_PARTS
-    faults.refuse(
-        {
-            f"its file would have a name of {max(sizes)} bytes, {LONGEST_NAME} are the most": (
-                max(sizes) > LONGEST_NAME
-            ),
-            f"its file would have a path of {sum(sizes)} bytes in {len(sizes)} parts: too long": is_long,
-        },
-        ClipError,
-    )
+    if sum(sizes) + len(sizes) + LONGEST_NAME > LONGEST_PATH or len(sizes) > MOST_PARTS:
+        raise ClipError(f"its file would have a path of {sum(sizes)} bytes in {len(sizes)} parts: too long")
     # The directories between the output and the file; the last of `parents` is the output itself.
     above = [directory / parent for parent in path.relative_to(directory).parents[:-1]]
-    faults.refuse(
-        {
-            f"its {path} is a file: give it another id": is_directory and path.is_file(),
-            f"its {path} is a directory: give it another id": not is_directory and path.is_dir(),
-            f"its file {path} would be below another file: give it another id": any(
-                parent in taken or parent.is_file() for parent in above
-            ),
-        },
-        ClipError,
-    )
+    if path.is_file() if is_directory else path.is_dir():
+        raise ClipError(f"its {path} is a {'file' if is_directory else 'directory'}: give it another id")
+    if any(parent in taken or parent.is_file() for parent in above):
+        raise ClipError(f"its file {path} would be below another file: give it another id")
