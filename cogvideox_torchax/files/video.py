@@ -16,7 +16,6 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
-from PIL import Image
 
 from cogvideox_torchax.files.extras import needing
 from cogvideox_torchax.files.whole import check_output, refuse, resolved, whole_file
@@ -357,6 +356,8 @@ def read_frames(source: Source, size: Framing, frames: int | Sequence[int]) -> I
 
 def read_image(path: str | Path) -> Any:
     """Return an image file as a Pillow image in RGB; raise `VideoError` if it cannot be read."""
+    from PIL import Image
+
     try:
         with Image.open(path) as image:
             return image.convert("RGB")
@@ -423,6 +424,8 @@ class _GifSink(Sink):
         self._images: list[Any] = []
 
     def write(self, frames: torch.Tensor) -> None:
+        from PIL import Image
+
         # All frames are held, as Pillow writes a GIF at once. Palette indices take a third of RGB's bytes.
         self._images += [Image.fromarray(pixels).quantize() for pixels in _frames_NHWC(frames)]
 
@@ -445,6 +448,8 @@ class _FrameSink(Sink):
         self._count = 0
 
     def write(self, frames: torch.Tensor) -> None:
+        from PIL import Image
+
         for pixels in _frames_NHWC(frames):
             Image.fromarray(pixels).save(self._path / f"frame_{self._count:05d}.png")
             self._count += 1
