@@ -11,7 +11,7 @@ from benchmarks.jobs import BACKENDS, JOBS, Budget, Size
 from cogvideox_torchax.cli.common import DEMO_MODEL, narrator, report_directory, say
 from cogvideox_torchax.cli.options import JSON, QUIET, Option, output, positive
 from cogvideox_torchax.files import reports
-from cogvideox_torchax.plan.models import CONFIGS
+from cogvideox_torchax.plan.jobs import CONFIGS
 from cogvideox_torchax.vae.checkpoint import locate_vae
 from cogvideox_torchax.vae.sizes import check_sides
 

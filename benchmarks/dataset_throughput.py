@@ -24,7 +24,7 @@ from benchmarks.pages import RESULTS, estimate
 from cogvideox_torchax import runtime
 from cogvideox_torchax.cli.common import DEMO_MODEL
 from cogvideox_torchax.dataset import Clip, ClipConfig, EncodeClip, sources
-from cogvideox_torchax.dataset.encoding import LatentDirectory
+from cogvideox_torchax.dataset.directory import LatentDirectory
 from cogvideox_torchax.files import reports
 from cogvideox_torchax.versions import versions
 from tests.dataset.conftest import write_clip

@@ -164,8 +164,7 @@ def ways(job: str, device: dict[str, Any], several: bool) -> tuple[str, ...]:
         "torch": no_torch,
         "torch-compile": no_torch or device["torch"] == "cpu",
     }
-    candidates = "torchax", KERNELS_OFF, *row(job).peers
-    return tuple(way for way in candidates if not left_out.get(way))
+    return tuple(way for way in ("torchax", KERNELS_OFF, *row(job).peers) if not left_out.get(way))
 
 
 def all_jobs(chosen: Collection[str], several: bool) -> list[str]:

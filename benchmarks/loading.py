@@ -20,7 +20,7 @@ from cogvideox_torchax import backends, runtime
 from cogvideox_torchax.pipelines.known import port_network
 from cogvideox_torchax.pipelines.text_encoder import prompt_tensors
 from cogvideox_torchax.pipelines.transformer import step_tensors
-from cogvideox_torchax.plan import jobs, models, networks
+from cogvideox_torchax.plan import jobs, networks
 from cogvideox_torchax.runtime.places import describes_one_input
 from cogvideox_torchax.sharding import make_mesh
 from cogvideox_torchax.vae.checkpoint import locate_vae
@@ -125,10 +125,10 @@ def _backend_and_inputs(case: Case, *directions: Direction) -> tuple[Any, list[t
     """
     size, dtype, device = case.size, case.torch_dtype, case.torch_device  # no device: arrays are JAX's
     torch.manual_seed(0)
-    if size.model in models.CONFIGS:
+    if size.model in jobs.CONFIGS:
         # On "cpu" the weights are random. Not `vae.to(dtype)`: diffusers wraps that method in a way that
         # pyright cannot follow.
-        vae: Any = nn.Module.to(models.weightless_vae(size.model, torch.float32, "cpu"), dtype)
+        vae: Any = nn.Module.to(jobs.weightless_vae(size.model, torch.float32, "cpu"), dtype)
     else:
         vae = AutoencoderKLCogVideoX.from_pretrained(locate_vae(size.model), torch_dtype=dtype)
     generator = torch.Generator().manual_seed(1)

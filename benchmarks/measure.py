@@ -17,7 +17,7 @@ from benchmarks.estimate import chips, programs, training
 from benchmarks.jobs import Budget, Size, spread
 from benchmarks.loading import Case, Run, load, mesh
 from cogvideox_torchax import runtime
-from cogvideox_torchax.plan import jobs, models, networks
+from cogvideox_torchax.plan import jobs, networks
 from cogvideox_torchax.plan.chips import PlanError
 from cogvideox_torchax.plan.programs import Work
 from cogvideox_torchax.runtime.clock import CompileClock
@@ -123,8 +123,7 @@ def measure(
         for part in parts.values():
             # JAX compiled nothing here. `torch.compile` compiles within the first run and does not time it:
             # the whole first run counts as compilation.
-            compiled = part["start_s"] if case.way == "torch-compile" else None
-            part.update(lower_s=None, compile_s=compiled)
+            part.update(lower_s=None, compile_s=part["start_s"] if case.way == "torch-compile" else None)
     peak = _peak_bytes()
     return {
         "check": verdict,
@@ -239,7 +238,7 @@ def works(case: Case, devices: Any, chip: chips.Chip) -> Iterable[Work]:
             of_video: Any = ops.latents(size)
             return [networks.step_work(size.model, dtype, devices, chip, **of_video)]
         return [networks.prompt_work(size.model, dtype, devices, tokens=ops.TOKENS)]
-    vae = models.weightless_vae(size.model, dtype)
+    vae = jobs.weightless_vae(size.model, dtype)
     # One video to encode or decode; training does both, and does not read the direction.
     video = jobs.Job(case.direction, size.frames, size.height, size.width)
     return (training.gradient_works if case.job == "train" else jobs.chunk_works)(vae, video, devices)

@@ -34,11 +34,9 @@ from cogvideox_torchax.vae.tolerances import rms_error
 from cogvideox_torchax.versions import versions
 from jax_kernels import NormParams
 from jax_kernels.common import tiles
-from jax_kernels.common.tiles import SWITCH
 from jax_kernels.common.transforms import TRANSFORMS, filtered
 from jax_kernels.conv3d import xla
-from jax_kernels.group_norm import op as group_norm_op
-from jax_kernels.group_norm import xla as norm_xla
+from jax_kernels.group_norm import op as group_norm_op, xla as norm_xla
 from jax_kernels.norm_conv3d import reference, tpu
 from tests.reference import as_on_a_tpu, latents, video
 
@@ -136,7 +134,7 @@ def rounded_as_the_kernel(filters: bool) -> Iterator[None]:
 
     jax.clear_caches()  # of programs with another rounding
     with as_on_a_tpu() as patch:
-        patch.setenv(SWITCH, f"off:group_norm,spatial_norm,upsample,downsample,{filters}")
+        patch.setenv(tiles.SWITCH, f"off:group_norm,spatial_norm,upsample,downsample,{filters}")
         patch.setattr(tiles, "SMALLEST", 1)  # else frames this small would not take the kernel
         # No Pallas kernel can run here: the norms' sums, and the fused kernel around `summed`, are XLA's.
         patch.setattr(group_norm_op, "_shard_column_moments", lambda target, x: norm_xla.column_moments(x))

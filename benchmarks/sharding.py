@@ -23,7 +23,7 @@ import torch
 from benchmarks.pages import RESULTS
 from cogvideox_torchax import AutoencoderKLCogVideoX, make_mesh, port
 from cogvideox_torchax.files import reports
-from cogvideox_torchax.plan.models import weightless_vae
+from cogvideox_torchax.plan.jobs import weightless_vae
 from cogvideox_torchax.plan.report import compile_last_chunk, report
 from cogvideox_torchax.vae.directions import DECODE, Direction
 from cogvideox_torchax.versions import versions

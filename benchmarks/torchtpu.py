@@ -22,13 +22,12 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks import pages
 from benchmarks.estimate import chips, programs
-from benchmarks.pages import RESULTS
+from benchmarks.pages import RESULTS, estimate
 from cogvideox_torchax import AutoencoderKLCogVideoX, make_mesh
 from cogvideox_torchax.files import reports
 from cogvideox_torchax.plan.chips import GIB
-from cogvideox_torchax.plan.models import CONFIGS, build
+from cogvideox_torchax.plan.jobs import CONFIGS, build
 from cogvideox_torchax.plan.programs import Work
 from cogvideox_torchax.runtime import bridge, torchtpu
 from cogvideox_torchax.runtime.tensors import jax_dtype
@@ -151,7 +150,7 @@ def table(result: dict[str, Any]) -> str:
         stock, ported = (
             {
                 program["name"]: program
-                for program in pages.estimate(f"plan-v6e-1-{direction}-{backend}")["programs"]
+                for program in estimate(f"plan-v6e-1-{direction}-{backend}")["programs"]
             }
             for backend in ("torchax-stock", "torchax")
         )

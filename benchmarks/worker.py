@@ -38,8 +38,7 @@ def ask(do: str, request: dict[str, Any], environment: dict[str, str], limit: fl
     if done.returncode == 0:
         return json.loads(done.stdout)
     if done.returncode == -signal.SIGKILL:
-        reason = "killed, as the system does when host memory runs out"
-        return {"status": "does not fit", "reason": reason}
+        return {"status": "does not fit", "reason": "killed, as the system does when host memory runs out"}
     *_, last_line = ["no message", *done.stderr.strip().splitlines()]
     return {"status": "failed", "reason": f"exit code {done.returncode}: {last_line[:300]}"}
 

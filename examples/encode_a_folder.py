@@ -26,8 +26,7 @@ class Posteriors(torch.utils.data.Dataset):
         return len(self.files)
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        file = self.files[index]
-        kept = latents.load(file)
+        kept = latents.load(self.files[index])
         drawn = kept.tensor + torch.exp(0.5 * kept.logvar) * torch.randn_like(kept.tensor)
         return drawn[0] * kept.config["scaling_factor"]
 

@@ -11,11 +11,9 @@ answered by one line. No file name is taken from a request.
 import argparse
 import io
 import secrets
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,34 +63,6 @@ PAGE = """<!doctype html>
 """
 
 
-class Waiting:
-    """The videos that were uploaded and not seen yet; any thread may ask."""
-
-    def __init__(self, limit: int):
-        self._limit = limit
-        self._lock = threading.Lock()
-        self._held: dict[str, tuple[float, Chunks]] = {}
-
-    def add(self, chunks: Chunks) -> str:
-        """Keep a video under a name made here; 429 if too many wait."""
-        now = time.monotonic()
-        with self._lock:
-            self._held = {name: kept for name, kept in self._held.items() if now - kept[0] < PATIENCE}
-            if len(self._held) >= self._limit:
-                raise HTTPException(429, f"{self._limit} videos are waiting: try again later")
-            name = secrets.token_urlsafe(16)
-            self._held[name] = (now, chunks)
-        return name
-
-    def take(self, name: str) -> Chunks:
-        """Hand a video out, once; 404 if there is none."""
-        with self._lock:
-            kept = self._held.pop(name, None)
-        if kept is None or time.monotonic() - kept[0] >= PATIENCE:
-            raise HTTPException(404, "no such video: upload it, and watch it once")
-        return kept[1]
-
-
 async def body(request: Request, largest: int) -> bytes:
     """Read an upload, no further than `largest` bytes."""
     held = bytearray()
@@ -105,17 +75,14 @@ async def body(request: Request, largest: int) -> bytes:
 
 def read(data: bytes, vae: Any) -> Chunks:
     """Return the stream of uploaded latents, not decoded yet; 400 for latents of another model."""
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "upload"
-        path.write_bytes(data)
-        try:
-            latents = latent_files.load(path)
-            latents.check_model(vae.config)
-            if len(latents.tensor) != 1:
-                raise ValueError(f"{path} holds {len(latents.tensor)} videos: one at a time")
-            return vae.decode_stream(latents.tensor.to(vae.dtype), output_dtype=torch.uint8)
-        except ValueError as error:
-            raise HTTPException(400, str(error).replace(str(path), "the upload")) from error
+    try:
+        latents = latent_files.loads(data, "the upload")
+        latents.check_model(vae.config)
+        if len(latents.tensor) != 1:
+            raise ValueError(f"the upload holds {len(latents.tensor)} videos: one at a time")
+        return vae.decode_stream(latents.tensor.to(vae.dtype), output_dtype=torch.uint8)
+    except ValueError as error:
+        raise HTTPException(400, str(error)) from error
 
 
 def jpegs(chunks: Chunks) -> Iterator[bytes]:
@@ -133,13 +100,16 @@ def jpegs(chunks: Chunks) -> Iterator[bytes]:
 def make_app(vae: Any, *, queue: int = 4, largest: int = 64_000_000) -> FastAPI:
     """Return the page, where latents go up and frames come down.
 
+    The event loop's thread answers all requests, and is the only one to change the table of videos.
+
     Args:
         vae: the decoder, ready to run.
         queue: number of videos that may wait.
         largest: bytes of an upload.
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    waiting, decoding = Waiting(queue), threading.Lock()
+    waiting: dict[str, tuple[float, Chunks]] = {}  # by name, with the time of the upload
+    decoding = threading.Lock()
 
     @app.exception_handler(StarletteHTTPException)
     async def one_line(request: Request, error: StarletteHTTPException) -> Response:
@@ -152,12 +122,20 @@ def make_app(vae: Any, *, queue: int = 4, largest: int = 64_000_000) -> FastAPI:
 
     @app.post("/videos")
     async def upload(request: Request) -> PlainTextResponse:
-        name = waiting.add(read(await body(request, largest), vae))
+        chunks, now = read(await body(request, largest), vae), time.monotonic()
+        for name in [name for name, (since, _) in waiting.items() if now - since >= PATIENCE]:
+            del waiting[name]
+        if len(waiting) >= queue:
+            raise HTTPException(429, f"{queue} videos are waiting: try again later")
+        name = secrets.token_urlsafe(16)
+        waiting[name] = now, chunks
         return PlainTextResponse(f"/videos/{name}\n")
 
     @app.get("/videos/{name}")
-    def watch(name: str) -> StreamingResponse:
-        chunks = waiting.take(name)
+    async def watch(name: str) -> StreamingResponse:
+        since, chunks = waiting.pop(name, (0.0, None))  # a video is handed out once
+        if chunks is None or time.monotonic() - since >= PATIENCE:
+            raise HTTPException(404, "no such video: upload it, and watch it once")
 
         def one_at_a_time() -> Iterator[bytes]:
             with decoding:

@@ -73,12 +73,6 @@ def wanted(name: str) -> list[str]:
     return sorted(asked.values())
 
 
-def version_of(interpreter: str) -> str:
-    """Return the version of a Python interpreter, such as "3.13.0"."""
-    command = [interpreter, "-c", "import platform; print(platform.python_version())"]
-    return subprocess.run(command, capture_output=True, check=True, text=True).stdout.strip()
-
-
 def run(name: str, interpreter: str, asked: list[str], directory: Path) -> dict[str, Any]:
     """Install a set, run `TESTS` with it, and return a report of the outcome.
 
@@ -95,12 +89,19 @@ def run(name: str, interpreter: str, asked: list[str], directory: Path) -> dict[
     subprocess.run([interpreter, "-m", "venv", directory], check=True)
     install = [python, "-m", "pip", "install", "--quiet", f"{ROOT}[cpu,test,text]", *asked]
     installed = subprocess.run(install, capture_output=True, text=True)
-    about = {"format": FORMAT, "set": name, "python": version_of(interpreter), "asked": asked}
-    about["date"] = time.strftime("%Y-%m-%d")
+    inspect = subprocess.run([python, "-m", "pip", "inspect"], capture_output=True, check=True)
+    found = json.loads(inspect.stdout)
+    about = {
+        "format": FORMAT,
+        "set": name,
+        "python": found["environment"]["python_full_version"],
+        "asked": asked,
+        "date": time.strftime("%Y-%m-%d"),
+    }
     if installed.returncode:
         return about | {"reason": " ".join(installed.stderr.split())[-600:]}
-    listed = subprocess.run([python, "-m", "pip", "list", "--format=json"], capture_output=True, check=True)
-    versions = {entry["name"].lower(): entry["version"] for entry in json.loads(listed.stdout)}
+    packages = (package["metadata"] for package in found["installed"])
+    versions = {package["name"].lower(): package["version"] for package in packages}
     outcome = _tested(python, directory / "junit.xml")
     return about | {
         "versions": {package: versions.get(package, "none") for package in PACKAGES},

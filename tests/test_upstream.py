@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from cogvideox_torchax import AutoencoderKLCogVideoX, runtime, upstream
-from cogvideox_torchax.pipelines import classes, known, loras, transformer
+from cogvideox_torchax.pipelines import known, loras, networks, transformer
 from cogvideox_torchax.pipelines.layers import PatchEmbed
 from cogvideox_torchax.pipelines.port import PIPELINES, PortedPipeline
 from cogvideox_torchax.runtime.bridge import import_torchax
@@ -181,7 +181,7 @@ OVERRIDDEN = {
         "enable_sequential_cpu_offload",
         "progress_bar",
     ),
-    **dict.fromkeys((*PORTED.values(), *classes.LAYERS.values(), *known.KNOWN.values()), ("forward",)),
+    **dict.fromkeys((*PORTED.values(), *networks.LAYERS.values(), *known.KNOWN.values()), ("forward",)),
     transformer.CogVideoXTransformer3DModel: (
         "forward",
         "enable_cache",

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax.plan import chips
-from cogvideox_torchax.plan.chips import PlanError
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,9 @@ def topology_of(kind: str, coordinates: list[list[int]]) -> str:
     has, for each device that is used, the coordinates (x, y, z) of its chip.
     """
     if kind not in DEVICE_KINDS:
-        raise PlanError(f"got a device of kind {kind}: there are estimates for {', '.join(DEVICE_KINDS)}")
+        raise chips.PlanError(
+            f"got a device of kind {kind}: there are estimates for {', '.join(DEVICE_KINDS)}"
+        )
     generation = DEVICE_KINDS[kind]
     # JAX gives all chips three coordinates; v5e and v6e have two-dimensional grids.
     dimensions = 2 if generation in ("v5e", "v6e") else 3

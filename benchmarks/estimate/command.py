@@ -1,19 +1,14 @@
 """`python -m benchmarks estimate`: the programs of `plan`, with times; the cases of the documents' tables."""
 
 import argparse
-import contextlib
 import functools
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 from benchmarks.estimate import chips, programs, training
 from benchmarks.pages import FORMAT, RESULTS
 from cogvideox_torchax import cli
 from cogvideox_torchax.cli import common, plan, planning
-from cogvideox_torchax.files import reports, whole
-from cogvideox_torchax.plan import summary
+from cogvideox_torchax.plan.programs import job_figures
 
 SMALL = "--frames 49 --height 480 --width 720"
 WIDE = "--frames 49 --height 720 --width 1280"
@@ -106,7 +101,7 @@ def estimated(args: argparse.Namespace) -> dict[str, Any]:
     chip = chips.CHIPS[args.topology.partition(":")[0]]
     compile_one = functools.partial(programs.estimate_program, mesh=request.mesh, chip=chip)
     plans = planning.compiled(args, request, compile_one, lambda each, _chip: programs.timed_rows(each, chip))
-    figures = summary.of_job(request.about, request.counts, plans, chip, request.beside)
+    figures = job_figures(request.about, request.counts, plans, chip, request.beside)
     if args.training:
         figures |= training.memory(request, plans, chip)
     figures |= programs.times(request.counts, plans)
@@ -125,11 +120,4 @@ def run(cases: list[str], words: list[str]) -> None:
         raise ValueError(f"got {' '.join(words)}: a case has its own options")
     given = [[*CASES[case].split(), "-o", str(RESULTS / f"{case}.json")] for case in cases] or [words]
     for args in map(parsed, given):
-        if args.output:  # raises before the work, not after it
-            whole.check_file(args.output)
-        with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
-            document = estimated(args)
-        if args.output:
-            reports.write_json(Path(args.output), document)
-        if args.json:
-            print(json.dumps(document))
+        plan.deliver(args, estimated)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from cogvideox_torchax.plan import hlo
-from cogvideox_torchax.plan.hlo import ArrayType
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _CALLED = re.compile(r"calls=%?([\w.\-]+)")
@@ -54,7 +53,7 @@ class TimedInstruction(hlo.Instruction):
     """
 
     computation: str
-    operands: tuple[ArrayType, ...]
+    operands: tuple[hlo.ArrayType, ...]
     called: str | None
     cycles: int | None
     runs: tuple[str, ...]
@@ -85,7 +84,7 @@ def instructions(text: str) -> Iterator[TimedInstruction]:
             )
 
 
-def tiled_bytes(array: ArrayType) -> int:
+def tiled_bytes(array: hlo.ArrayType) -> int:
     """Return an array's bytes in the layout of a TPU's kernels: row-major, in tiles of up to 8 x 128 numbers.
 
     Columns are the last axis, rows the axis before it; both are padded to whole tiles.
@@ -93,7 +92,7 @@ def tiled_bytes(array: ArrayType) -> int:
     *outer, rows, columns = [1, 1, *array.shape]  # a scalar or a vector has axes of 1 before it
     tile_rows = min(SUBLANES, 1 << (rows - 1).bit_length())  # with few rows the next power of two
     padded_rows, padded_columns = -(-rows // tile_rows) * tile_rows, -(-columns // LANES) * LANES
-    return ArrayType(array.dtype, (*outer, padded_rows, padded_columns)).bytes
+    return hlo.ArrayType(array.dtype, (*outer, padded_rows, padded_columns)).bytes
 
 
 def times_run(found: Sequence[TimedInstruction]) -> dict[str, int]:

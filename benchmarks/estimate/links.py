@@ -39,10 +39,6 @@ class Links:
     places: tuple[Coordinates, ...]
     chip: Chip
 
-    @classmethod
-    def from_devices(cls, devices: Iterable[Any], chip: Chip) -> "Links":
-        return cls(tuple((*device.coords, device.core_on_chip) for device in devices), chip)
-
     def seconds(
         self, found: Sequence[TimedInstruction], busy: Callable[[TimedInstruction], float]
     ) -> dict[str, float]:

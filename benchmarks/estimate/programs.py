@@ -17,8 +17,7 @@ from benchmarks.estimate.chips import Chip
 from benchmarks.estimate.hlo import TimedInstruction, instructions, tiled_bytes, times_run
 from benchmarks.estimate.links import Links
 from benchmarks.estimate.schedule import Schedule, compile_with_schedules
-from cogvideox_torchax.plan.programs import ProgramPlan, Work, read_program
-from cogvideox_torchax.plan.summary import program_rows
+from cogvideox_torchax.plan.programs import ProgramPlan, Work, program_rows, read_program
 
 CONVOLUTION, COPY, OTHER, KERNEL = "convolutions", "copies", "other", "kernels"
 """Kinds of instructions by which a program's time is divided; matrix products are convolutions on a TPU."""
@@ -135,7 +134,8 @@ def _collective_seconds(
     # The inputs have the program's mesh: collectives name devices by their index in it.
     shardings = jax.tree.leaves(compiled.input_shardings)
     mesh: Any = next(each.mesh for each in shardings if isinstance(each, jax.sharding.NamedSharding))
-    return Links.from_devices(mesh.devices.flat, chip).seconds(found, busy)
+    places = tuple((*device.coords, device.core_on_chip) for device in mesh.devices.flat)
+    return Links(places, chip).seconds(found, busy)
 
 
 def cycles_by_kind(found: list[TimedInstruction]) -> Counter[str]:

@@ -98,8 +98,9 @@ def read_schedules(directory: Path, kernels: Iterable[str], delay_slots: int) ->
     Missing and unreadable ones are left out. `delay_slots` is as for `read_schedule`.
     """
     # Names of files begin with the time: of two schedules of a kernel the later one replaces the earlier.
-    paths = sorted(directory.iterdir())
-    written = {match[1]: path for path in paths if (match := _FILE.fullmatch(path.name))}
+    written = {
+        match[1]: path for path in sorted(directory.iterdir()) if (match := _FILE.fullmatch(path.name))
+    }
     # The compiler schedules one of several equal kernels. By each kernel's name: the scheduled one's name.
     scheduled: dict[str, str] = {}
     for path in directory.glob("*deduplication-map.txt"):

@@ -18,9 +18,8 @@ from benchmarks.estimate import chips
 from cogvideox_torchax import runtime
 from cogvideox_torchax.cli import common
 from cogvideox_torchax.cli.planning import PlanRequest
-from cogvideox_torchax.plan import models
 from cogvideox_torchax.plan.chips import GIB
-from cogvideox_torchax.plan.jobs import Job
+from cogvideox_torchax.plan.jobs import Job, weightless_vae
 from cogvideox_torchax.plan.programs import ProgramPlan, Work
 from cogvideox_torchax.sharding import make_mesh
 from cogvideox_torchax.vae.directions import ENCODE, Direction
@@ -33,7 +32,7 @@ FLOAT32_BYTES = 4
 
 def requested(args: argparse.Namespace) -> PlanRequest:
     """Return the programs of a training step, for a video of the size that the options of `plan` give."""
-    vae = models.weightless_vae(args.model, common.parse_dtype(args.dtype))
+    vae = weightless_vae(args.model, common.parse_dtype(args.dtype))
     mesh = make_mesh(args.dp, args.tp, devices=chips.topology_devices(args.topology))
     job = Job(ENCODE, args.frames, args.height, args.width)  # planned in both directions
     moments = MOMENTS * FLOAT32_BYTES * sum(math.prod(weight.shape) for weight in vae.parameters())

@@ -66,7 +66,7 @@ class Backend(abc.ABC):
     def program(cls, vae: Any, direction: Direction) -> Any:
         """Return a direction's chunk program, to compile it ahead of time.
 
-        It gets the config, the dtype and the mesh of `vae`, which has no weights (see `plan.models`).
+        It gets the config, the dtype and the mesh of `vae`, which has no weights (see `plan.jobs`).
         """
         raise NotImplementedError(f"{cls.__name__} compiles nothing ahead of time")
 

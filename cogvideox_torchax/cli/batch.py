@@ -6,11 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cogvideox_torchax.cli import common, devices, options
-from cogvideox_torchax.dataset import clip, decoding, formats, loop, sources
-from cogvideox_torchax.dataset.directory import OutputDirectory
-from cogvideox_torchax.dataset.encoding import Changes, LatentDirectory
-from cogvideox_torchax.files import models
+from cogvideox_torchax.cli import common, devices
+from cogvideox_torchax.dataset import clip, formats, loop, sources
+from cogvideox_torchax.dataset.directory import Changes, LatentDirectory, OutputDirectory, VideoDirectory
+from cogvideox_torchax.files import faults, models
 from cogvideox_torchax.files.whole import refuse
 
 FOR_MANY = ("keep", "buckets", "windows", "min_size", "ray", "actors", "workers", "retry_failed")
@@ -37,7 +36,7 @@ def encode(args: argparse.Namespace) -> int:
     """Encode the clips that the output directory lacks; return 1 if some cannot be encoded, else 0."""
     is_mean = args.keep in (None, clip.POSTERIOR, clip.MEAN)
     on_ray = args.ray is not None
-    options.refuse(
+    faults.refuse(
         {
             "--seed draws samples: add --keep sample, or both": args.seed is not None and is_mean,
             "--actors is for Ray: add --ray": args.actors and not on_ray,
@@ -87,9 +86,7 @@ def decode(args: argparse.Namespace) -> int:
         models.local(args.model)  # raises before the output is made, if there is no such directory
     files = sources.shards(Path(args.latents))
     with devices.process_shard(args) as process_shard:
-        directory = decoding.VideoDirectory(
-            args.output, files, args.fps, process_shard, retry=args.retry_failed
-        )
+        directory = VideoDirectory(args.output, files, args.fps, process_shard, retry=args.retry_failed)
         with directory.locked():
             for name, reason in directory.bad.items():
                 common.say(f"bad: {name}: {reason}")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from tqdm import tqdm
 
 from cogvideox_torchax import backends, runtime
 from cogvideox_torchax.cli.devices import Fetch
@@ -25,7 +26,7 @@ from cogvideox_torchax.dataset.clip import (
     EncodeClip,
     select_part,
 )
-from cogvideox_torchax.files import reports, video
+from cogvideox_torchax.files import reports, video, whole
 from cogvideox_torchax.files.latents import Latents
 from cogvideox_torchax.runtime.clock import CompileClock
 
@@ -134,8 +135,6 @@ def progress(
     items: Iterable[Item], total: int, name: str, *, args: argparse.Namespace, unit: str = "chunk"
 ) -> Iterator[Item]:
     """Yield `total` items under a progress bar with the title `name`, unless `--quiet` is given."""
-    from tqdm import tqdm
-
     yield from tqdm(items, total=total, desc=name, unit=unit, disable=args.quiet, leave=False)
 
 
@@ -164,20 +163,10 @@ def print_results(args: argparse.Namespace, clock: CompileClock, results: dict[s
     print_report(report, args.json)
 
 
-def make_directory(name: str, purpose: str = "write into") -> Path:
-    """Make and return a directory; if it cannot be made, raise `ValueError`, which names the `purpose`."""
-    path = Path(name)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"cannot {purpose} {path}: {error.strerror}") from error
-    return path
-
-
 def report_directory(name: str) -> Path:
     """Make and return a directory for a report with plots, for which matplotlib is needed."""
     reports.pyplot()  # raises before the work, not after it
-    return make_directory(name)
+    return whole.make_directory(name)
 
 
 def announcing_clock(args: argparse.Namespace) -> CompileClock:
@@ -191,8 +180,6 @@ def narrator(args: argparse.Namespace) -> Callable[[str], None]:
 
 def say(message: str) -> None:
     """Print a line for a person on stderr: stdout is for results, which a program may read."""
-    from tqdm import tqdm
-
     # Not by `print`: a line would begin where a progress bar ends. A file name that is no UTF-8 has lone
     # surrogates, which not every stream can write.
     tqdm.write(message.encode("utf-8", "backslashreplace").decode(), file=sys.stderr)

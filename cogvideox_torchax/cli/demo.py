@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from cogvideox_torchax.cli import common, options
-from cogvideox_torchax.files import latents as latent_files
-from cogvideox_torchax.files import sheets, video, whole
+from cogvideox_torchax.files import latents as latent_files, sheets, video, whole
 from cogvideox_torchax.runtime.clock import CompileClock
 from cogvideox_torchax.vae import pixels, quality, tolerances
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
@@ -49,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
         if not (args.height or args.width or args.crop):
             args.height, args.width = DEMO_SIZE
     clip = common.open_clip(args, at_most=FRAMES)  # the frames after the first `FRAMES` are not read
-    output = common.make_directory(args.output)
+    output = whole.make_directory(args.output)
     whole.check_output(output / "demo.mp4")  # an error now, not after the models have run
     source = torch.stack(list(clip.stream()), dim=2)
 

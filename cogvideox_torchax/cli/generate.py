@@ -12,8 +12,7 @@ from typing import Any
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.cli import common, devices, options
-from cogvideox_torchax.files import latents as latent_files
-from cogvideox_torchax.files import video, whole
+from cogvideox_torchax.files import faults, latents as latent_files, video, whole
 from cogvideox_torchax.pipelines import cache_options, generate, preview, stages
 from cogvideox_torchax.vae import memory
 
@@ -98,31 +97,33 @@ COMMAND = options.Command(
 
 def run(args: argparse.Namespace) -> None:
     """Generate a video, from a prompt or from the stage of an earlier run, and print the report."""
-    if args.distributed:
-        raise ValueError(
+    faults.refuse(
+        {
             "generate runs as one process, on the devices of one host: leave out --distributed, and start it "
             "on each host with a prompt of its own; several processes can decode latents of --save-stages "
-            "(cogvideox-torchax decode --distributed)"
-        )
-    if args.from_stage and not args.save_stages:
-        raise ValueError("--from-stage needs the stages' directory: pass --save-stages DIR")
+            "(cogvideox-torchax decode --distributed)": args.distributed,
+            "--from-stage needs the stages' directory: pass --save-stages DIR": (
+                args.from_stage and not args.save_stages
+            ),
+            f"cannot write {args.preview}: a preview goes into a .png file": (
+                args.preview and not args.preview.endswith(".png")
+            ),
+            f"got --strength {args.strength} without a video to start from: pass --video, or leave it out": (
+                args.strength is not None and not args.video and args.from_stage != stages.LATENTS
+            ),
+        }
+    )
     if args.preview:
         whole.check_file(args.preview)
-        if not args.preview.endswith(".png"):
-            raise ValueError(f"cannot write {args.preview}: a preview goes into a .png file")
     if args.video:
         common.check_video(args.video, args.output)
-    elif args.strength is not None and args.from_stage != stages.LATENTS:
-        raise ValueError(
-            f"got --strength {args.strength} without a video to start from: pass --video, or leave it out"
-        )
     latents = _load_latents_stage(args) if args.from_stage == stages.LATENTS else None
     args.fps = args.fps or (latents.fps if latents else FPS)
     # Without --save-stages `_kept` keeps the sampled latents in a file while they are decoded. `keeping` is
     # the outer context, which ends last: the file is removed only when the video is written completely.
     with contextlib.ExitStack() as keeping, video.writing(args.output, args.fps) as sink:
         if args.save_stages and not args.from_stage:
-            common.make_directory(args.save_stages, "keep stages in")
+            whole.make_directory(args.save_stages, "keep stages in")
         elif not args.save_stages:
             whole.check_file(_kept_path(args))
         clock = common.announcing_clock(args)

@@ -102,13 +102,6 @@ class Command:
         return parser
 
 
-def refuse(faults: dict[str, Any]) -> None:
-    """Raise `ValueError` with the first message in `faults` whose value is true."""
-    for message, is_present in faults.items():
-        if is_present:
-            raise ValueError(message)
-
-
 def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")

@@ -4,11 +4,13 @@ import argparse
 import contextlib
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from cogvideox_torchax.backends import Use, names
 from cogvideox_torchax.cli import options
-from cogvideox_torchax.files import reports, whole
+from cogvideox_torchax.files import faults, reports, whole
 from cogvideox_torchax.pipelines.cache_options import config_of
 
 TOPOLOGY = "v6e:1x1"
@@ -165,7 +167,7 @@ def check(args: argparse.Namespace) -> None:
     if args.cache:
         config_of(args.cache, steps=50, guided=not args.no_guidance)  # raises for an unknown cache
     has_skips, is_first_block = args.skips is not None, (args.cache or "").startswith("first-block")
-    options.refuse(
+    faults.refuse(
         {
             f"--topology {args.topology} does not go with --platform cpu: leave one out": (
                 args.platform == "cpu" and args.topology != TOPOLOGY
@@ -186,17 +188,22 @@ def check(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Compile and print a plan; with `--output` write it too.
+    """Compile and print a plan; with `--output` write it too."""
+    check(args)
+    from cogvideox_torchax.cli import planning  # imports JAX: wrong options are refused before that
+
+    deliver(args, planning.planned)
+
+
+def deliver(args: argparse.Namespace, make: Callable[[argparse.Namespace], dict[str, Any]]) -> None:
+    """Make a plan's document by `make(args)`, which prints its figures; write it with `--output`.
 
     With `--json` stdout gets the JSON document alone, and all that is printed before it goes to stderr.
     """
-    check(args)
     if args.output:  # raises before the work, not after it
         whole.check_file(args.output)
-    from cogvideox_torchax.cli import planning  # imports JAX: wrong options are refused before that
-
     with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
-        document = planning.planned(args)
+        document = make(args)
     if args.output:
         reports.write_json(Path(args.output), document)
     if args.json:

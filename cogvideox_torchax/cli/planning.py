@@ -11,9 +11,16 @@ import jax
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.cli import common
-from cogvideox_torchax.files import reports
-from cogvideox_torchax.plan import chips, jobs, models, report, summary
-from cogvideox_torchax.plan.programs import ProgramPlan, Work, compile_program
+from cogvideox_torchax.files import reports, whole
+from cogvideox_torchax.plan import chips, jobs, report
+from cogvideox_torchax.plan.programs import (
+    ProgramPlan,
+    Work,
+    compile_program,
+    job_figures,
+    peak_bytes,
+    program_rows,
+)
 from cogvideox_torchax.sharding import make_mesh
 from cogvideox_torchax.vae.directions import DECODE, ENCODE
 from cogvideox_torchax.vae.memory import parse_tiles
@@ -46,8 +53,8 @@ class PlanRequest:
 def planned(args: argparse.Namespace) -> dict[str, Any]:
     """Compile the programs of `--network`, and print their figures; return the plan as a JSON document."""
     request = requested(args)
-    programs = compiled(args, request, lambda work: compile_program(work, request.mesh), summary.program_rows)
-    figures = summary.of_job(request.about, request.counts, programs, request.chip, request.beside)
+    programs = compiled(args, request, lambda work: compile_program(work, request.mesh), program_rows)
+    figures = job_figures(request.about, request.counts, programs, request.chip, request.beside)
     common.print_report(figures)
     rows = programs[-1].layers if args.layers else []  # of the later chunks, which are most of a video
     if rows:
@@ -75,7 +82,7 @@ def compiled(
     `compile_one` returns a program's `ProgramPlan`, and `rows` the figures to print of such a plan on a chip.
     """
     if args.save_hlo:
-        common.make_directory(args.save_hlo)
+        whole.make_directory(args.save_hlo)
     common.say(f"programs to compile: {len(request.works)}; each can take minutes")
     plans = []
     for work in request.works:
@@ -98,7 +105,7 @@ def requested(args: argparse.Namespace) -> PlanRequest:
         chip = chips.CHIPS[args.topology.partition(":")[0]]  # a topology is "GENERATION:GRID"
     else:
         devices, chip = jax.devices("cpu"), None
-    vae = models.weightless_vae(args.model, common.parse_dtype(args.dtype))
+    vae = jobs.weightless_vae(args.model, common.parse_dtype(args.dtype))
     request = {"vae": _requested_video, "pipeline": _requested_pipeline}.get(args.network, _requested_network)
     return request(args, vae, make_mesh(args.dp, args.tp, devices=devices), chip)
 
@@ -195,9 +202,9 @@ def _video_would_fit(
     args: argparse.Namespace, request: PlanRequest, chip: chips.Chip, programs: Sequence[ProgramPlan]
 ) -> list[jobs.Change]:
     """Return what makes a video fit: tiles, or a larger slice. `programs` are those that do not."""
-    vae, job = models.weightless_vae(args.model, common.parse_dtype(args.dtype)), jobs.Job(**request.job)
+    vae, job = jobs.weightless_vae(args.model, common.parse_dtype(args.dtype)), jobs.Job(**request.job)
     options = {"dp": args.dp, "backend": args.backend}
-    devices, peak = list(request.mesh.devices.flat), summary.peak_bytes(programs)
+    devices, peak = list(request.mesh.devices.flat), peak_bytes(programs)
     changes = [  # each an option with which the video fits, or None
         jobs.largest_tile_that_fits(vae, job, devices, chip, peak, tp=args.tp, **options),
         jobs.smallest_mesh_that_fits(args.model, vae.dtype, job, args.topology, args.tp, peak, **options),
@@ -210,10 +217,10 @@ def _pipeline_would_fit(
 ) -> list[jobs.Change]:
     """Return what makes a pipeline fit: its prompt encoded on the host, or the smallest larger slice."""
     changes = []
-    without_text = summary.peak_bytes(programs[1:], request.beside[1:]) - _bytes(request, "text_encoder")
+    without_text = peak_bytes(programs[1:], request.beside[1:]) - _bytes(request, "text_encoder")
     if without_text <= chip.memory:
         changes.append(jobs.Change("the prompt encoded on the host", int(without_text)))
-    used, generation = summary.peak_bytes(programs, request.beside), args.topology.partition(":")[0]
+    used, generation = peak_bytes(programs, request.beside), args.topology.partition(":")[0]
     flat = args.topology.count("x") == 1  # grids of other generations have three axes
     for count, grid in chips.GRIDS.items() if flat else ():
         dp = 1 if args.no_guidance else 2
@@ -225,12 +232,10 @@ def _pipeline_would_fit(
         working = (used - _bytes(request, "weights")) * request.mesh.size / count
         if _bytes(other, "weights") + working > 1.1 * chip.memory:
             continue
-        compile_one = functools.partial(compile_program, mesh=other.mesh)
-        plans = compiled(larger, other, compile_one, summary.program_rows)
-        peak = summary.peak_bytes(plans, other.beside)
+        plans = compiled(larger, other, functools.partial(compile_program, mesh=other.mesh), program_rows)
+        peak = peak_bytes(plans, other.beside)
         if peak <= chip.memory:
-            what = f"--topology {larger.topology} --dp {dp} --tp {larger.tp}"
-            return [*changes, jobs.Change(what, peak)]
+            return [*changes, jobs.Change(f"--topology {larger.topology} --dp {dp} --tp {larger.tp}", peak)]
     return changes
 
 

@@ -16,8 +16,7 @@ import torch
 
 from cogvideox_torchax import backends, runtime
 from cogvideox_torchax.dataset.names import ClipError
-from cogvideox_torchax.files import latents as latent_files
-from cogvideox_torchax.files import video
+from cogvideox_torchax.files import faults, latents as latent_files, video
 from cogvideox_torchax.files.latents import Latents
 from cogvideox_torchax.vae import memory
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
@@ -127,16 +126,21 @@ class ClipConfig:
     tp: int | None = None
 
     def __post_init__(self) -> None:
-        if self.keep not in KEEP:
-            raise ClipError(f"got keep={self.keep!r}: one of {', '.join(KEEP)}")
-        if self.buckets and (self.frames or self.height or self.width or self.crop):
-            raise ClipError(
-                "got buckets and frames, a height, a width or a crop: buckets have them all; give one of them"
-            )
-        if self.windows and not (self.buckets or self.frames):
-            raise ClipError("got windows of no length: give buckets or a number of frames")
-        if self.fps is not None and video.frame_rate(self.fps) > FASTEST:
-            raise ClipError(f"got {self.fps} frames a second: {FASTEST} are the most")
+        has_size = self.frames or self.height or self.width or self.crop
+        faults.refuse(
+            {
+                f"got keep={self.keep!r}: one of {', '.join(KEEP)}": self.keep not in KEEP,
+                "got buckets and frames, a height, a width or a crop: buckets have them all; "
+                "give one of them": self.buckets and has_size,
+                "got windows of no length: give buckets or a number of frames": (
+                    self.windows and not (self.buckets or self.frames)
+                ),
+                f"got {self.fps} frames a second: {FASTEST} are the most": (
+                    self.fps is not None and video.frame_rate(self.fps) > FASTEST
+                ),
+            },
+            ClipError,
+        )
 
     def fixed_settings(self, model_sha256: str) -> dict[str, Any]:
         """Return the settings that the latents depend on, as JSON's values.

@@ -1,19 +1,37 @@
-"""An output directory of many clips: a file or a directory for each, and a list of those that failed.
+"""Output directories of many clips: one of latents, to which clips are encoded, and one of videos.
 
-A clip whose output exists is done. Outputs are complete or absent (`files/whole.py`), so a run may be killed
-at any time, and the same command completes its work.
+A clip has a file, or a directory with a file for each window, and is done if that exists. A list has the
+clips that failed. Outputs are complete or absent (`files/whole.py`), so a run may be killed at any time, and
+the same command completes its work. A directory has outputs of the same settings only: each latent file names
+its own, and `videos.json` those of the videos.
 """
 
 import contextlib
 import json
 import os
 import reprlib
-from dataclasses import dataclass
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from cogvideox_torchax.files import reports
-from cogvideox_torchax.files.whole import WRITING, OutputError, hidden, remove_leftover, reserved
+from cogvideox_torchax.dataset import formats, loop, sources
+from cogvideox_torchax.dataset.clip import Clip, DecodeClip, DecodedClip, EncodeClip
+from cogvideox_torchax.dataset.names import ClipError, check_file, check_id
+from cogvideox_torchax.files import latents as latent_files, reports, video
+from cogvideox_torchax.files.whole import (
+    WRITING,
+    LockedError,
+    OutputError,
+    hidden,
+    make_directory,
+    remove_leftover,
+    reserved,
+    whole_file,
+)
 
 
 @dataclass(frozen=True)
@@ -44,14 +62,10 @@ class OutputDirectory:
     FAILED: str
 
     def __init__(self, directory: str | Path, shard: ProcessShard, *, retry: bool):
-        self.directory, self.shard = Path(directory), shard
+        self.directory, self.shard = make_directory(directory), shard
         self.missing: dict[str, Any] = {}
         self.bad: dict[str, str] = {}
         self.done_before = 0
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise OutputError(f"cannot write into {self.directory}: {error.strerror}") from error
         self.failed = self.directory / self.FAILED
         self._failed_before = {} if retry else failures(self.failed)
 
@@ -100,4 +114,236 @@ def check_settings(found: Any, wanted: dict[str, Any], where: Path) -> None:
     if differing:
         raise OutputError(
             f"{where} was made with other settings ({'; '.join(differing)}): give those, or another directory"
+        )
+
+
+# Encoding
+
+Written = tuple[contextlib.ExitStack, list[dict[str, Any]]]
+"""A stack that, when it is closed, puts a clip's output in its place; and the `about` of each latents."""
+
+
+class LatentDirectory(OutputDirectory):
+    """A directory of latents, to which the missing ones of some clips are added.
+
+    `missing` has each `Clip` by its id.
+
+    Args:
+        directory: made if it does not exist.
+        unit: encodes the clips.
+        clips: all clips, of all processes.
+        shard: the part of this process.
+        retry: whether clips that failed in an earlier run are tried again.
+
+    Raises:
+        OutputError: the directory cannot be written, or holds latents of other settings.
+        LatentsError: a latent file in the directory is broken.
+    """
+
+    FAILED = "failed.jsonl"
+
+    def __init__(
+        self,
+        directory: str | Path,
+        unit: EncodeClip,
+        clips: Sequence[Clip],
+        shard: ProcessShard | None = None,
+        *,
+        retry: bool = False,
+    ):
+        super().__init__(directory, shard or ProcessShard(), retry=retry)
+        self._unit = unit
+        settings = unit.config.fixed_settings(unit.model_sha256)
+        for file in sources.latent_files(self.directory):
+            check_settings(latent_files.about(file).get("settings"), settings, file)
+        paths = {self.path(clip) for clip in clips}
+        for clip in clips[self.shard.index :: self.shard.count]:
+            try:
+                check_file(clip.id, self.path(clip), self.directory, paths, is_directory=unit.config.windows)
+                self.add(clip.id, self.path(clip), clip)
+            except ClipError as error:
+                self.refuse(clip.id, str(error))
+
+    def path(self, clip: Clip) -> Path:
+        return self.directory / (clip.id if self._unit.config.windows else f"{clip.id}.safetensors")
+
+    def work(self, *, readers: int = loop.READERS) -> Iterator[loop.Step]:
+        """Encode the missing clips; yield the outcome of each, with each latents' `about` as its result.
+
+        `readers` is the number of clips that are read at a time.
+        """
+        for step in loop.work(
+            jobs=self.missing,
+            read=lambda clip_id: self._unit.read(self.missing[clip_id]),
+            compute=lambda decoded: write(self._unit, decoded, self.path(decoded.clip)),
+            keep=lambda _, written: written[0].close(),  # waits for the disk, in a thread of its own
+            refuse=self.refuse,
+            readers=readers,
+        ):
+            yield replace(step, result=step.result[1]) if step.result else step
+
+
+def write(unit: EncodeClip, decoded: DecodedClip, path: Path) -> Written:
+    """Encode a clip into a temporary file or directory, which `Written` puts in the place of `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    abouts = []
+    with contextlib.ExitStack() as stack:
+        place = stack.enter_context(whole_file(path, directory=unit.config.windows))
+        for latents in unit.encode_all(decoded):
+            file = place / f"{len(abouts):05}.safetensors" if unit.config.windows else place
+            file.write_bytes(latent_files.dumps(latents))
+            abouts.append(latents.about)
+        return stack.pop_all(), abouts
+
+
+def write_at_once(unit: EncodeClip, decoded: DecodedClip, path: Path) -> list[dict[str, Any]]:
+    """Encode a clip into `path`; return the `about` of each of its latents."""
+    place, abouts = write(unit, decoded, path)
+    place.close()
+    return abouts
+
+
+class Changes:
+    """Counts what becomes of clips' frames, by the `about` of the latents."""
+
+    def __init__(self) -> None:
+        self._counts = Counter(
+            latents=0,
+            frames_dropped=0,
+            frames_repeated=0,
+            clips_resampled=0,
+            clips_of_variable_rate=0,
+            clips_enlarged=0,
+        )
+        self._rates: set[Fraction] = set()  # frames a second of the latents
+
+    def add(self, abouts: Sequence[dict[str, Any]]) -> None:
+        """Count a clip, given the `about` of each of its latents."""
+        for about in abouts[:1]:  # the windows of a clip share what is counted
+            fps, is_variable = about["settings"]["fps"], about["variable_frame_rate"]
+            self._rates.add(Fraction(fps or about["source_fps"]))
+            self._counts.update(
+                latents=len(abouts),
+                frames_dropped=about["dropped_frames"],
+                frames_repeated=about["repeated_frames"],
+                clips_resampled=bool(fps) and (is_variable or Fraction(fps) != Fraction(about["source_fps"])),
+                clips_of_variable_rate=is_variable and not fps,
+                clips_enlarged=about["enlarged"] > 1,
+            )
+
+    def report(self) -> dict[str, Any]:
+        """Return the counts, and the latents' frames a second: one number, or least and most."""
+        rates = [f"{float(rate):.6g}" for rate in sorted(self._rates)]
+        return {**self._counts, "fps": " to ".join(dict.fromkeys(rates[:1] + rates[-1:]))}
+
+
+# Decoding
+
+
+class VideoDirectory(OutputDirectory):
+    """A directory of decoded clips; `missing` has the function that reads each one's latents.
+
+    A file that cannot be read, and a clip whose video cannot be written, are in the first process's `bad`.
+
+    Args:
+        directory: made if it does not exist.
+        files: files of latents, of one clip or several.
+        fps: frames a second; None for each clip's own.
+        shard: the part of this process.
+        retry: whether clips that failed in an earlier run are tried again.
+
+    Raises:
+        OutputError: the directory cannot be written, or has videos of the clips from elsewhere.
+    """
+
+    FAILED, SETTINGS, FORMAT = "failed-videos.jsonl", "videos.json", "cogvideox-torchax-videos/1"
+
+    def __init__(
+        self,
+        directory: str | Path,
+        files: Sequence[Path],
+        fps: Fraction | None = None,
+        shard: ProcessShard | None = None,
+        *,
+        retry: bool = False,
+    ):
+        super().__init__(directory, shard or ProcessShard(), retry=retry)
+        self._fps, self._settings = fps, self.directory / self.SETTINGS
+        refused: dict[str, str] = {}
+        entries = list(self._valid_entries(files, refused))
+        if self.shard.index == 0:
+            self.bad |= refused
+        for clip_id, read in entries[self.shard.index :: self.shard.count]:
+            self.add(clip_id, self._path(clip_id), read)
+        if self.done_before and not self._settings.exists():  # a run writes it before its first video
+            raise OutputError(
+                f"{self.directory} holds videos of these names that were not decoded there: give another "
+                "directory"
+            )
+
+    def _valid_entries(self, files: Sequence[Path], refused: dict[str, str]) -> Iterator[formats.Entry]:
+        """Yield the entries whose videos can be written; add all others to `refused`."""
+        clips: list[tuple[Path, formats.Entry]] = []
+        for file in files:
+            try:
+                clips += [(file, entry) for entry in formats.entries(file)]
+            except latent_files.LatentsError as error:
+                refused[str(file)] = str(error)
+        # A broken file may have any value as an id: `check_id` refuses it.
+        paths = {self._path(clip_id) for _, (clip_id, _) in clips if isinstance(clip_id, str)}
+        owners: dict[Path, str] = {}  # by a video's path: the first clip, which gets it, and its file
+        for file, (clip_id, read) in clips:
+            try:
+                check_id(clip_id)
+                path = self._path(clip_id)
+                check_file(clip_id, path, self.directory, {*paths, self._settings})
+                if path in owners:
+                    raise ClipError(f"its video would replace {owners[path]}: give it another id")
+                owners[path] = f"{clip_id}'s in {file}"
+                yield clip_id, read
+            except ClipError as error:
+                refused[str(clip_id)] = f"{file}: {error}"
+
+    def _path(self, clip_id: str) -> Path:
+        return self.directory / f"{clip_id.removesuffix('.mp4')}.mp4"
+
+    def fix_settings(self, settings: dict[str, Any]) -> None:
+        """Write the settings of the videos if a clip is missing; raise `OutputError` if others are there."""
+        settings = {**settings, "fps": None if self._fps is None else str(self._fps)}
+        while self.missing and not self._settings.exists():
+            try:
+                reports.write_json(self._settings, {"format": self.FORMAT, "settings": settings})
+            except (FileNotFoundError, LockedError):  # another process of this run is writing it
+                time.sleep(0.1)
+        if self._settings.exists():
+            saved = reports.load(self._settings, self.FORMAT).get("settings")
+            check_settings(saved, settings, self._settings)
+
+    def first_latents(self) -> latent_files.Latents | None:
+        """Return the first readable latents of a clip that has no video yet; None if there are none."""
+        for read in self.missing.values():
+            with contextlib.suppress(*loop.IN_READING):  # `work`, which decodes all, meets the error again
+                return read()
+        return None
+
+    def work(self, unit: DecodeClip, *, readers: int = loop.READERS) -> Iterator[loop.Step]:
+        """Decode the clips whose video is missing, chunk by chunk; yield the outcome of each.
+
+        `unit` decodes one clip's latents. `readers` is the number of clips whose latents are read at a time.
+        """
+
+        def compute(given: tuple[str, latent_files.Latents]) -> None:
+            clip_id, latents = given
+            path = self._path(clip_id)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with video.writing(path, self._fps or latents.fps) as sink:
+                video.write_all(sink, unit.stream(latents))
+
+        return loop.work(
+            jobs=self.missing,
+            read=lambda clip_id: (clip_id, self.missing[clip_id]()),
+            compute=compute,
+            keep=lambda *_: None,
+            refuse=self.refuse,
+            readers=readers,
         )

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cogvideox_torchax.files import latents as latent_files
-from cogvideox_torchax.files import reports
+from cogvideox_torchax.files import latents as latent_files, reports
 from cogvideox_torchax.files.extras import needing
 from cogvideox_torchax.files.latents import Latents, LatentsError
 from cogvideox_torchax.files.whole import whole_file

@@ -12,8 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cogvideox_torchax.dataset import encoding
 from cogvideox_torchax.dataset.clip import Clip, ClipConfig, EncodeClip
+from cogvideox_torchax.dataset.directory import LatentDirectory, write_at_once
 from cogvideox_torchax.dataset.loop import CLIPS_OWN, IN_READING, Step, attempt
 from cogvideox_torchax.files.extras import needing
 
@@ -38,13 +38,13 @@ class ClipActor:
             decoded, reason = attempt(self._unit.read, clip, IN_READING)
             if reason is None:
                 abouts, reason = attempt(
-                    lambda frames: encoding.write_at_once(self._unit, frames, path), decoded, CLIPS_OWN
+                    lambda frames: write_at_once(self._unit, frames, path), decoded, CLIPS_OWN
                 )
         return {"id": clip.id, "abouts": json.dumps(abouts or []), "error": reason or ""}
 
 
 def work(
-    directory: encoding.LatentDirectory,
+    directory: LatentDirectory,
     config: ClipConfig,
     address: str | None = None,
     *,

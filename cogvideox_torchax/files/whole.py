@@ -12,6 +12,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from cogvideox_torchax.files import faults
+
 WRITING, EXCHANGE = ".partial", ".exchange"
 """Suffixes of the hidden directories: of an output in the making, and of its processes' messages."""
 
@@ -24,11 +26,9 @@ class LockedError(OutputError):
     """An output that another run is writing."""
 
 
-def refuse(path: str | Path, faults: dict[str, bool]) -> None:
-    """Raise `OutputError` with the first message in `faults` whose value is True; return if none is."""
-    for fault, is_present in faults.items():
-        if is_present:
-            raise OutputError(f"cannot write {path}: {fault}")
+def refuse(path: str | Path, found: dict[str, bool]) -> None:
+    """Raise `OutputError` with the first message in `found` whose value is True; return if none is."""
+    faults.refuse({f"cannot write {path}: {fault}": there for fault, there in found.items()}, OutputError)
 
 
 def check_output(path: str | Path) -> Path:
@@ -52,6 +52,16 @@ def check_output(path: str | Path) -> Path:
 def check_file(path: str | Path) -> None:
     """Raise `OutputError` for a directory, and for a path at which no file can be written."""
     refuse(path, {"it is a directory": check_output(path).is_dir()})
+
+
+def make_directory(name: str | Path, purpose: str = "write into") -> Path:
+    """Make and return a directory; if it cannot be made, raise `OutputError`, which names the `purpose`."""
+    path = Path(name)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"cannot {purpose} {path}: {error.strerror}") from error
+    return path
 
 
 def resolved(path: str | Path) -> Path:

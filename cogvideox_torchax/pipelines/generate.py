@@ -14,11 +14,9 @@ from typing import Any
 
 import torch
 
-from cogvideox_torchax.files import latents as latent_files
-from cogvideox_torchax.files import video
+from cogvideox_torchax.files import faults, latents as latent_files, video
 from cogvideox_torchax.files.models import INDEX, locate, read_json
 from cogvideox_torchax.pipelines import stages
-from cogvideox_torchax.pipelines.stages import Request
 from cogvideox_torchax.runtime import to_torch, without_torchax
 
 TEXT, IMAGE, VIDEO, CONTROL = "text", "image", "video", "control"
@@ -138,16 +136,22 @@ def _kind(name: str, class_name: str, image: bool, clip: bool) -> str:
     return kind
 
 
-def check(request: Request, model: Model) -> None:
+def check(request: stages.Request, model: Model) -> None:
     """Raise `RequestError` or `VideoError` unless the model can serve the request."""
     _check_size(request, model)
     _check_prompt(request, model)
-    if request.num_inference_steps < 1:
-        raise RequestError(f"got --num-inference-steps {request.num_inference_steps}: at least 1")
-    if not math.isfinite(request.guidance_scale):
-        raise RequestError(f"got --guidance-scale {request.guidance_scale}: give a number such as 6")
-    if not 0 < request.strength <= 1:
-        raise RequestError(f"got --strength {request.strength}: more than 0, and at most 1")
+    faults.refuse(
+        {
+            f"got --num-inference-steps {request.num_inference_steps}: at least 1": (
+                request.num_inference_steps < 1
+            ),
+            f"got --guidance-scale {request.guidance_scale}: give a number such as 6": (
+                not math.isfinite(request.guidance_scale)
+            ),
+            f"got --strength {request.strength}: more than 0, and at most 1": not 0 < request.strength <= 1,
+        },
+        RequestError,
+    )
     if steps_of(request, model) < 1:
         raise RequestError(
             f"got --strength {request.strength} with --num-inference-steps {request.num_inference_steps}: "
@@ -163,7 +167,7 @@ def check(request: Request, model: Model) -> None:
             )
 
 
-def steps_of(request: Request, model: Model) -> int:
+def steps_of(request: stages.Request, model: Model) -> int:
     """Return the number of denoising steps; a `VIDEO` pipeline takes a part, `strength`, of them."""
     return (
         int(request.num_inference_steps * request.strength)
@@ -172,7 +176,7 @@ def steps_of(request: Request, model: Model) -> int:
     )
 
 
-def _check_size(request: Request, model: Model) -> None:
+def _check_size(request: stages.Request, model: Model) -> None:
     """Raise `RequestError` or `ValueError` for a size that the model's patches or positions do not fit."""
     from cogvideox_torchax.pipelines.port import check_size
 
@@ -196,12 +200,11 @@ def _check_size(request: Request, model: Model) -> None:
         raise RequestError(f"got --frames {request.frames}: {model.name} generates {fewer} or {more} of them")
 
 
-def _check_prompt(request: Request, model: Model) -> None:
+def _check_prompt(request: stages.Request, model: Model) -> None:
     from transformers import AutoTokenizer
 
     limit = model.transformer["max_text_seq_length"]
-    directory = locate(model.name, "tokenizer", files=("*",))
-    tokenizer = without_torchax(AutoTokenizer.from_pretrained, directory)
+    tokenizer = without_torchax(AutoTokenizer.from_pretrained, locate(model.name, "tokenizer", files=("*",)))
     for name, text in (("--prompt", request.prompt), ("--negative-prompt", request.negative_prompt)):
         count = len(tokenizer(text).input_ids)
         if count > limit:
@@ -252,7 +255,7 @@ class Generation:
 
     pipe: Any
     model: Model
-    request: Request
+    request: stages.Request
     keep: Path | None = None
     show: Callable[[torch.Tensor], None] | None = None
 

@@ -13,8 +13,7 @@ from cogvideox_torchax import upstream
 from cogvideox_torchax.files.models import saved_from_host
 from cogvideox_torchax.pipelines import loras
 from cogvideox_torchax.pipelines.blocks import Block
-from cogvideox_torchax.pipelines.classes import port_layers
-from cogvideox_torchax.pipelines.networks import CompiledNetwork, KnownNetwork
+from cogvideox_torchax.pipelines.networks import CompiledNetwork, KnownNetwork, port_layers
 from cogvideox_torchax.pipelines.text_encoder import T5EncoderModel
 from cogvideox_torchax.pipelines.transformer import CogVideoXTransformer3DModel
 from cogvideox_torchax.runtime.models import save_as_stock

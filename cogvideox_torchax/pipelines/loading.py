@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from transformers import T5Config, T5EncoderModel
 
 from cogvideox_torchax import runtime, upstream
+from cogvideox_torchax.files import faults
 from cogvideox_torchax.files.models import INDEX, ModelError, local, not_on_hub, read_json
 from cogvideox_torchax.pipelines.known import port_network
 from cogvideox_torchax.pipelines.port import PIPELINES, port_pipeline
@@ -96,17 +97,22 @@ def load_pipeline(
         ValueError: anything that `port` refuses, and options that would load weights in another way.
     """
     refused = {"quantization_config", "device_map"} & diffusers_options.keys()
-    if refused:
-        raise ValueError(
-            f"load_pipeline got {', '.join(sorted(refused))}: weights lie as port has them, unquantized"
-        )
-    if parallel is not None and mesh is None:
-        raise ValueError(f"load_pipeline got parallel={parallel!r}: it is for a mesh; pass both, or none")
-    # The default is a name, so that it differs from `torch.bfloat16`, which a user passes.
-    if "torch_dtype" in diffusers_options and dtype != "bfloat16":
-        raise ValueError("load_pipeline got both dtype and torch_dtype, which are one option: leave one out")
-    if pipeline_class is not None and not isinstance(pipeline_class, type):
-        raise ValueError(f"load_pipeline got pipeline_class={pipeline_class!r}: give the class, not its name")
+    # The default dtype is a name, so that it differs from `torch.bfloat16`, which a user passes.
+    two_dtypes = "torch_dtype" in diffusers_options and dtype != "bfloat16"
+    faults.refuse(
+        {
+            f"load_pipeline got {', '.join(sorted(refused))}: weights lie as port has them, unquantized": (
+                refused
+            ),
+            f"load_pipeline got parallel={parallel!r}: it is for a mesh; pass both, or none": (
+                parallel is not None and mesh is None
+            ),
+            "load_pipeline got both dtype and torch_dtype, which are one option: leave one out": two_dtypes,
+            f"load_pipeline got pipeline_class={pipeline_class!r}: give the class, not its name": (
+                not isinstance(pipeline_class, type | None)
+            ),
+        }
+    )
     if mesh is not None:
         check_mesh(mesh)
     check_one_process(mesh)

@@ -101,20 +101,16 @@ def _models(pipe: Any) -> dict[str, nn.Module]:
         if not isinstance(part, nn.Module):
             continue
         model = upstream.uncompiled(part)
-        reason = _reason_to_stay(model)
-        if reason is None:
-            models[name] = model
+        reasons = [
+            f"JAX has no {type(tensor).__name__} of {tensor.dtype}, as its {weight} is"
+            for weight, tensor in runtime.named_tensors(model).items()
+            if not runtime.is_movable(tensor)
+        ]
+        if reasons:
+            logger.warning("%s: %s stays on the host, since %s", name, type(model).__name__, reasons[0])
         else:
-            logger.warning("%s: %s stays on the host, since %s", name, type(model).__name__, reason)
+            models[name] = model
     return models
-
-
-def _reason_to_stay(model: nn.Module) -> str | None:
-    """Return the reason why a model's weights cannot be moved to JAX; None if they can."""
-    for name, tensor in runtime.named_tensors(model).items():
-        if not runtime.is_movable(tensor):
-            return f"JAX has no {type(tensor).__name__} of {tensor.dtype}, as its {name} is"
-    return None
 
 
 def _parallelism_of(network: Any, mesh: Any, requested: Parallel | None) -> Any:

@@ -170,8 +170,7 @@ class Sequence:
         """
         if not self.axes:  # tokens are not split: this device has the first one
             return self.text
-        local_tokens = self.length // self.parts
-        return self.text - jax.lax.axis_index(self.axes) * local_tokens
+        return self.text - jax.lax.axis_index(self.axes) * (self.length // self.parts)
 
     def to_heads(self, x_PSC: jax.Array, videos: int) -> jax.Array:
         """Exchange local tokens for all tokens of whole heads: (P, N * S, C / P) becomes (N, P * S, C / P).

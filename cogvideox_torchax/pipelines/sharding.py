@@ -11,8 +11,7 @@ import re
 from dataclasses import dataclass, field
 
 import jax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from cogvideox_torchax.sharding import Parallel
 

@@ -12,8 +12,7 @@ from typing import Any, get_type_hints
 
 import torch
 
-from cogvideox_torchax.files import reports
-from cogvideox_torchax.files import tensors as tensor_files
+from cogvideox_torchax.files import reports, tensors as tensor_files
 
 FORMAT = "cogvideox-torchax-stage/1"
 TEXT, LATENTS = "text", "latents"

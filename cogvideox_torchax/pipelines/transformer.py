@@ -1,4 +1,4 @@
-"""CogVideoX's transformer, ported: a denoising step is one program."""
+"""CogVideoX's transformer, ported: a denoising step, with a cache of steps or without, is one program."""
 
 import contextlib
 import functools
@@ -13,15 +13,80 @@ from diffusers.models.transformers.cogvideox_transformer_3d import (
     CogVideoXTransformer3DModel as DiffusersTransformer,
 )
 from jax.sharding import Mesh
+from torch import nn
 
 from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.files.models import saved_from_host
-from cogvideox_torchax.pipelines import caches, loras, sharding
-from cogvideox_torchax.pipelines.classes import STOCK_CLASSES
-from cogvideox_torchax.pipelines.networks import KnownNetwork, TensorSpecs, bytes_of, check_split, memory_of
-from cogvideox_torchax.pipelines.steps import CachedStep, TransformerStep
-from cogvideox_torchax.runtime import on_jax
+from cogvideox_torchax.pipelines import cached_layers, caches, loras, sharding
+from cogvideox_torchax.pipelines.blocks import joined_step, takes_sequences
+from cogvideox_torchax.pipelines.networks import (
+    STOCK_CLASSES,
+    KnownNetwork,
+    TensorSpecs,
+    bytes_of,
+    check_split,
+    memory_of,
+)
 from cogvideox_torchax.sharding import Parallel
+
+
+class TransformerStep(nn.Module):
+    """A denoising step of the transformer, the module that a program is compiled from.
+
+    It runs text and patches as one sequence if its layers allow it, else diffusers' own forward. The options
+    of a call, `attention_kwargs`, belong to the program: other values are another one.
+    """
+
+    component = "transformer"
+
+    def __init__(self, model: Any, attention_kwargs: dict[str, Any] | None = None):
+        super().__init__()
+        self.model = model
+        self.options = dict(attention_kwargs or {})
+
+    @functools.cached_property
+    def joined(self) -> bool:
+        """True if text and patches run as one sequence: `joined_step` knows no option but "scale"."""
+        return takes_sequences(self.model) and self.options.keys() <= {"scale"}
+
+    def predict(self, tensors: dict[str, Any]) -> torch.Tensor:
+        arguments = {**tensors, "attention_kwargs": dict(self.options) or None}
+        if "positions" in arguments:  # a table of sinusoidal positions, for `patch_embed` alone
+            self.model.patch_embed.use_table(arguments.pop("positions"))
+        if self.joined:  # text and patches as one sequence
+            return joined_step(self.model, **arguments)
+        return DiffusersTransformer.forward(self.model, **arguments, return_dict=False)[0]
+
+    def forward(self, tensors: dict[str, Any], cache: None) -> tuple[torch.Tensor, None]:
+        """Return (prediction, None) of a step from its tensors by name; it has no cache."""
+        return self.predict(tensors), cache
+
+
+class CachedStep(TransformerStep):
+    """A step that reuses results of earlier steps, which it takes as its cache."""
+
+    keep_unused = True  # cached arrays that a full step does not read must be donated, or stay alive
+
+    def __init__(self, model: Any, attention_kwargs: dict[str, Any] | None, form: caches.Form):
+        super().__init__(model, attention_kwargs)
+        self.form = form
+
+    @functools.cached_property
+    def joined(self) -> bool:
+        """True if text and patches run as one sequence: the form has to allow it too."""
+        return super().joined and cached_layers.takes_sequences(self.form)
+
+    def forward(self, tensors: dict[str, Any], cache: Any) -> tuple[Any, Any]:
+        """Return ((prediction, scalar for the host or None), arrays to keep for the next step).
+
+        `tensors` has the numbers of the step too. The cache is None in a trace for shapes.
+        """
+        inputs = dict(tensors)
+        numbers = {name: inputs.pop(name) for name in cached_layers.NUMBERS if name in inputs}
+        # The step's form tells which layers run; its kind, the class that runs them.
+        reuse = cached_layers.REUSES[self.form.kind](self.form, cache, numbers)
+        prediction = reuse.step(self.model, self.predict, inputs, self.joined)
+        return (prediction, reuse.seen), reuse.kept
 
 
 class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
@@ -115,10 +180,12 @@ class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
         return_dict: bool = True,
     ) -> Any:
         """Return diffusers' output for a step, by its own code for plain tensors, else by a program."""
-        if on_jax(hidden_states) != runtime.is_on_jax(self):
-            inputs, weights = ("jax", "in PyTorch") if on_jax(hidden_states) else ("the host", "on jax")
+        if runtime.on_jax(hidden_states) != runtime.is_on_jax(self):
+            inputs, weights = (
+                ("jax", "in PyTorch") if runtime.on_jax(hidden_states) else ("the host", "on jax")
+            )
             raise ValueError(f'got inputs on {inputs} for weights {weights}: move both .to("jax")')
-        if not on_jax(hidden_states):
+        if not runtime.on_jax(hidden_states):
             return super().forward(
                 hidden_states,
                 encoder_hidden_states,

@@ -1,24 +1,62 @@
-"""The VAE's chunk programs, compiled for a TPU on a machine without one: do they fit, and what would."""
+"""The VAE's chunk programs, compiled for a TPU on a machine without one: do they fit, and what would.
+
+Models have no weights: they are built on torch's "meta" device, as `plan` needs the weights' shapes alone.
+"""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from cogvideox_torchax import backends, runtime
+from cogvideox_torchax.files.models import ModelError, locate
 from cogvideox_torchax.plan.chips import CHIPS, GRIDS, Chip, topology_devices
-from cogvideox_torchax.plan.models import weightless_vae
 from cogvideox_torchax.plan.programs import ProgramPlan, Work, compile_program
 from cogvideox_torchax.sharding import make_mesh
-from cogvideox_torchax.vae import tiling
+from cogvideox_torchax.vae import checkpoint, tiling
 from cogvideox_torchax.vae.axes import ordered
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.sizes import SMALLEST_TILE, check_sides
 from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
 
 FORMAT = "cogvideox-torchax-plan/3"
+
+CONFIGS = {
+    "2b": {"scaling_factor": 1.15258426},
+    "5b": {"scaling_factor": 0.7},
+    "1.5-5b": {"scaling_factor": 0.7, "invert_scale_latents": True},
+}
+"""The published VAEs, which differ in nothing that costs time: everything else is diffusers' default."""
+
+
+def weightless_vae(model: str, dtype: torch.dtype, device: str = "meta") -> AutoencoderKLCogVideoX:
+    """Return the ported VAE without weights on the device "meta" of torch, or with random ones on another.
+
+    `model` is a published config of `CONFIGS`, a directory or a hub id; `ModelError` if it has no config.
+    """
+    config = CONFIGS.get(model)
+    if config is None:
+        try:
+            config = checkpoint.read_config(locate(model, "vae", files=("config.json",)))
+        except ModelError as error:
+            raise ModelError(f"{error}; of published models plan knows {', '.join(CONFIGS)}") from error
+    return build(lambda: AutoencoderKLCogVideoX.from_config(config), dtype, device)
+
+
+def build(make: Callable[[], Any], dtype: torch.dtype, device: str) -> Any:
+    """Return the network `make()` in evaluation mode, built on a device of torch.
+
+    torchax is off meanwhile: it would break building on "meta".
+    """
+
+    def built() -> Any:
+        with torch.device(device):
+            # Not `.to(dtype)`: diffusers' own method warns at every cast.
+            return torch.nn.Module.to(make(), dtype).eval()
+
+    return runtime.without_torchax(built)
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,9 @@ from cogvideox_torchax.files.models import INDEX, locate, read_json
 from cogvideox_torchax.pipelines.cache_options import config_of
 from cogvideox_torchax.pipelines.known import port_network
 from cogvideox_torchax.pipelines.networks import KnownNetwork, TensorSpecs
-from cogvideox_torchax.pipelines.steps import CachedStep
 from cogvideox_torchax.pipelines.text_encoder import prompt_tensors
-from cogvideox_torchax.pipelines.transformer import step_tensors
-from cogvideox_torchax.plan import models
+from cogvideox_torchax.pipelines.transformer import CachedStep, step_tensors
+from cogvideox_torchax.plan import jobs
 from cogvideox_torchax.plan.chips import GIB, Chip, PlanError
 from cogvideox_torchax.plan.programs import Work
 from cogvideox_torchax.runtime.places import describes_one_input
@@ -85,7 +84,7 @@ def weightless_transformer(model: str, dtype: torch.dtype) -> Any:
             f"{model} has no transformer: give a whole pipeline, or one of {', '.join(TRANSFORMERS)}"
         )
     kind = transformer_class(model, config)
-    return port_network(models.build(lambda: kind.from_config(config), dtype, "meta"))
+    return port_network(jobs.build(lambda: kind.from_config(config), dtype, "meta"))
 
 
 def transformer_class(model: str, config: dict[str, Any]) -> Any:
@@ -107,12 +106,12 @@ def transformer_class(model: str, config: dict[str, Any]) -> Any:
 
 def transformer(config: dict[str, Any], dtype: torch.dtype, device: str = "meta") -> Any:
     """Return diffusers' transformer with random weights, or with none on the device "meta"."""
-    return models.build(lambda: CogVideoXTransformer3DModel.from_config(config), dtype, device)
+    return jobs.build(lambda: CogVideoXTransformer3DModel.from_config(config), dtype, device)
 
 
 def text_encoder(config: dict[str, Any], dtype: torch.dtype, device: str = "meta") -> Any:
     """Return the text encoder of a T5 config with random weights, or with none on the device "meta"."""
-    return models.build(lambda: T5EncoderModel(T5Config(**config)), dtype, device)
+    return jobs.build(lambda: T5EncoderModel(T5Config(**config)), dtype, device)
 
 
 def transformer_config(model: str) -> dict[str, Any]:

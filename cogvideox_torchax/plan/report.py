@@ -110,8 +110,7 @@ def layers(program: runtime.Program, text: str) -> list[Row]:
     for instruction in instructions(text):
         # The innermost layer that the instruction was traced in: a scope is names from the outside in, "a/b".
         names = reversed(instruction.scope.split("/"))
-        owner = next((name for name in names if name in owned), ELSEWHERE)
-        owned[owner].append(instruction)
+        owned[next((name for name in names if name in owned), ELSEWHERE)].append(instruction)
     return [_row(name, shapes.get(name), own, place) for name, own in owned.items()]
 
 

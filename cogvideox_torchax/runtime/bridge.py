@@ -17,8 +17,12 @@ from cogvideox_torchax import upstream
 from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
 from cogvideox_torchax.runtime.forks import check_not_forked
 from cogvideox_torchax.runtime.user_checks import runs_unchecked, unchecked
-from cogvideox_torchax.upstream import one_program_each, teach_copying, torchax_off
-from cogvideox_torchax.upstream import torchax_is_on as is_enabled
+from cogvideox_torchax.upstream import (
+    one_program_each,
+    teach_copying,
+    torchax_is_on as is_enabled,
+    torchax_off,
+)
 from cogvideox_torchax.versions import TESTED, installed
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -12,8 +12,7 @@ from benchmarks.estimate import chips, command, programs, training
 from benchmarks.estimate.hlo import instructions
 from cogvideox_torchax import make_mesh
 from cogvideox_torchax.cli.common import DEMO_MODEL
-from cogvideox_torchax.plan import models
-from cogvideox_torchax.plan.jobs import Job
+from cogvideox_torchax.plan import jobs
 from cogvideox_torchax.plan.programs import compile_program
 from cogvideox_torchax.vae.directions import ENCODE
 from tests import reference
@@ -88,11 +87,11 @@ def test_an_estimate_that_cannot_be_made_is_one_line(arguments, words, refused):
 
 @pytest.mark.slow
 def test_a_training_step_takes_both_gradients_and_what_the_optimizer_keeps(monkeypatch):
-    monkeypatch.setitem(models.CONFIGS, "5b", {**reference.SMALL, **reference.TWO_SHALLOW_LEVELS})
-    vae = models.weightless_vae("5b", torch.float32)
+    monkeypatch.setitem(jobs.CONFIGS, "5b", {**reference.SMALL, **reference.TWO_SHALLOW_LEVELS})
+    vae = jobs.weightless_vae("5b", torch.float32)
     weights = sum(4 * weight.numel() for weight in vae.parameters())
     mesh = make_mesh(1, 1, devices=jax.devices("cpu"))
-    works = list(training.gradient_works(vae, Job(ENCODE, 1, 8, 8), mesh))
+    works = list(training.gradient_works(vae, jobs.Job(ENCODE, 1, 8, 8), mesh))
     encode, decode = plans = [compile_program(work, mesh) for work in works]
     assert (encode.name, decode.name) == ("train encode", "train decode")
     request = SimpleNamespace(about={"optimizer_GiB": 2 * weights / 2**30})
@@ -109,7 +108,7 @@ def test_the_optimizer_keeps_two_float32_moments_of_each_weight():
     args = command.parsed(
         ["--training", "--model", str(DEMO_MODEL), "--frames", "1", "--height", "8", "--width", "8"]
     )
-    vae = models.weightless_vae(str(DEMO_MODEL), torch.float32)
+    vae = jobs.weightless_vae(str(DEMO_MODEL), torch.float32)
     kept = training.requested(args).about["optimizer_GiB"] * 2**30
     assert kept == pytest.approx(2 * 4 * sum(weight.numel() for weight in vae.parameters()))
 

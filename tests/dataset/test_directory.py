@@ -13,11 +13,8 @@ import torch
 
 from cogvideox_torchax import cli
 from cogvideox_torchax.dataset import Clip, ClipError, EncodeClip, formats, sources
-from cogvideox_torchax.dataset.decoding import VideoDirectory
-from cogvideox_torchax.dataset.directory import ProcessShard, failures
-from cogvideox_torchax.dataset.encoding import LatentDirectory
-from cogvideox_torchax.files import latents as latent_files
-from cogvideox_torchax.files import video, whole
+from cogvideox_torchax.dataset.directory import LatentDirectory, ProcessShard, VideoDirectory, failures
+from cogvideox_torchax.files import latents as latent_files, video, whole
 from tests import reference
 from tests.dataset.conftest import BAD, GOOD, OPTIONS, command, encode, tree, write_clip
 

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import strategies
 
 from cogvideox_torchax.dataset import EncodeClip, sources
-from cogvideox_torchax.dataset.decoding import VideoDirectory
-from cogvideox_torchax.dataset.encoding import LatentDirectory
+from cogvideox_torchax.dataset.directory import LatentDirectory, VideoDirectory
 from cogvideox_torchax.dataset.loop import IN_READING, attempt
 from tests.broken import texts
 from tests.dataset.test_formats import parquet, shard, webdataset  # noqa: F401

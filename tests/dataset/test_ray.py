@@ -71,7 +71,7 @@ def test_an_actor_refuses_a_clip_that_cannot_be_read_and_ends_where_the_output_c
         )
         assert "Input/output error" in actor(row)["error"]
     monkeypatch.setattr(
-        "cogvideox_torchax.dataset.encoding.whole_file", Mock(side_effect=OutputError("not writable"))
+        "cogvideox_torchax.dataset.directory.whole_file", Mock(side_effect=OutputError("not writable"))
     )
     with pytest.raises(OutputError, match="not writable"):
         actor(row)

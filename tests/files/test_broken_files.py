@@ -6,8 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from safetensors.torch import save
 
 from cogvideox_torchax.cli import common

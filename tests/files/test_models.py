@@ -10,7 +10,7 @@ import torch
 from cogvideox_torchax import AutoencoderKLCogVideoX, backends
 from cogvideox_torchax.files.models import ModelError, locate
 from cogvideox_torchax.flax import FlaxVAEForPipelines
-from cogvideox_torchax.plan import models
+from cogvideox_torchax.plan import jobs
 from cogvideox_torchax.vae.checkpoint import locate_vae
 from tests import reference
 
@@ -52,7 +52,7 @@ def home(saved, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", [BARE, PIPELINE, "~/vae", "~/vae/config.json"])
 def test_a_vae_is_found_by_what_is_there_not_by_its_name(home, name):
-    assert models.weightless_vae(name, torch.float32).spatial_compression_ratio == 4
+    assert jobs.weightless_vae(name, torch.float32).spatial_compression_ratio == 4
     assert (locate_vae(name) / "config.json").is_file()
 
 

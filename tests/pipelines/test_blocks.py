@@ -9,10 +9,10 @@ import torch
 from diffusers.models.attention_processor import CogVideoXAttnProcessor2_0
 
 from cogvideox_torchax import make_mesh, runtime
-from cogvideox_torchax.pipelines import known, steps
+from cogvideox_torchax.pipelines import known
 from cogvideox_torchax.pipelines.layers import AttnProcessor
 from cogvideox_torchax.pipelines.sharding import CONTEXT, TENSOR, choose_parallelism
-from cogvideox_torchax.pipelines.transformer import step_tensors
+from cogvideox_torchax.pipelines.transformer import TransformerStep, step_tensors
 from cogvideox_torchax.plan import report
 from cogvideox_torchax.vae.tolerances import BFLOAT16_RMS_RATIO, relative_error, rms_error
 from tests import small_pipelines
@@ -95,7 +95,7 @@ def reference(version="5b", videos=2):
 )
 def test_a_step_is_that_of_stock_diffusers(version, split):
     model = ported(version, split)
-    assert steps.TransformerStep(model).joined
+    assert TransformerStep(model).joined
     assert relative_error(ported_step(model), reference(version)) < TOLERANCE
 
 
@@ -122,7 +122,7 @@ def test_fused_projections_change_nothing(split, fused_before):
     attention = model.transformer_blocks[0].attn1
     assert runtime.on_jax(attention.to_qkv.weight)
     assert "Fused" in type(attention.processor).__name__
-    assert steps.TransformerStep(model).joined
+    assert TransformerStep(model).joined
     assert relative_error(ported_step(model), reference()) < TOLERANCE
 
 

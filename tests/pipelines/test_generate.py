@@ -17,8 +17,7 @@ from safetensors.torch import load_file, save_file
 from cogvideox_torchax import cli, make_mesh
 from cogvideox_torchax.cli import common
 from cogvideox_torchax.files import latents, video
-from cogvideox_torchax.pipelines import generate as generation
-from cogvideox_torchax.pipelines import stages
+from cogvideox_torchax.pipelines import generate as generation, stages
 from cogvideox_torchax.pipelines.transformer import CogVideoXTransformer3DModel
 from tests import small_pipelines
 from tests.files.test_latents import MADE

@@ -21,9 +21,9 @@ from diffusers import (
 from diffusers.models.autoencoders.vae import DecoderOutput
 
 from cogvideox_torchax import make_mesh, port, runtime
-from cogvideox_torchax.pipelines import known, layers, steps
+from cogvideox_torchax.pipelines import known, layers
 from cogvideox_torchax.pipelines.scheduler import NonFiniteError, port_scheduler
-from cogvideox_torchax.pipelines.transformer import step_tensors
+from cogvideox_torchax.pipelines.transformer import TransformerStep, step_tensors
 from cogvideox_torchax.plan import report
 from cogvideox_torchax.vae.tolerances import relative_error
 from examples.small_pipeline import SENTENCES
@@ -403,7 +403,7 @@ def test_a_decode_of_the_users_own_is_used():
 
 def test_options_of_a_call_are_compiled_in_and_only_the_last_ones_kept(ported):
     def program(**options):
-        return model.program_of(steps.TransformerStep(model, options))
+        return model.program_of(TransformerStep(model, options))
 
     model = ported.transformer
     first = program(scale=0)

@@ -14,7 +14,7 @@ import torch
 from cogvideox_torchax import cli
 from cogvideox_torchax.cli import planning
 from cogvideox_torchax.cli.common import DEMO_MODEL
-from cogvideox_torchax.plan import chips, jobs, models, programs, summary
+from cogvideox_torchax.plan import chips, jobs, programs
 from cogvideox_torchax.plan.hlo import Traffic, collectives, instructions
 from cogvideox_torchax.vae.directions import DECODE, Direction
 from tests import reference
@@ -105,7 +105,7 @@ def test_a_plan_for_this_machine(tmp_path, monkeypatch, capsys, tp):
 @pytest.mark.slow_cases(but=["flax-encode-1"])
 def test_the_other_backends_are_planned_too(tmp_path, backend, kind, tp):
     reference.small_vae().save_pretrained(tmp_path)
-    vae = models.weightless_vae(str(tmp_path), torch.float32)
+    vae = jobs.weightless_vae(str(tmp_path), torch.float32)
     job = jobs.Job(Direction(kind), 9, 16, 16)
     ours, theirs = (
         list(jobs.plan_programs(vae, job, jax.devices("cpu"), tp=tp, backend=name))
@@ -133,7 +133,7 @@ def test_a_plan_in_tiles_compiles_one_tile(model_directory, tmp_path, monkeypatc
 
 
 def test_what_fits_is_said_by_the_largest_of_its_programs(model_directory, monkeypatch):
-    vae = models.weightless_vae(str(model_directory), torch.float32)
+    vae = jobs.weightless_vae(str(model_directory), torch.float32)
     weights = sum(value.numel() * value.element_size() for value in vae.decoder.parameters())
 
     def planned(vae, job, devices, *, tp=1):
@@ -158,10 +158,10 @@ def test_what_fits_is_said_by_the_largest_of_its_programs(model_directory, monke
 
 
 def test_a_hollow_model_has_shapes_and_no_weights():
-    vae = models.weightless_vae("5b", torch.bfloat16)
+    vae = jobs.weightless_vae("5b", torch.bfloat16)
     assert sum(parameter.numel() for parameter in vae.parameters()) == 215_583_907
     assert all(parameter.device.type == "meta" for parameter in vae.parameters())
-    assert models.weightless_vae("1.5-5b", torch.bfloat16).config["invert_scale_latents"]
+    assert jobs.weightless_vae("1.5-5b", torch.bfloat16).config["invert_scale_latents"]
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_latent_frames_follow_the_models_own_ratio(small_vae, tmp_path, ratio, l
     config = {name: value for name, value in small_vae.config.items() if not name.startswith("_")}
     config |= {"temporal_compression_ratio": ratio, "_class_name": "AutoencoderKLCogVideoX"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    vae = models.weightless_vae(str(tmp_path), torch.float32)
+    vae = jobs.weightless_vae(str(tmp_path), torch.float32)
     pieces, _ = jobs.Job(DECODE, 17, 16, 16).chunk_shapes(vae)
     assert pieces[-1].stop == latent_frames
 
@@ -217,9 +217,9 @@ def test_the_floor_of_a_job_counts_each_program_as_often_as_it_runs():
         programs.ProgramPlan("", 1, flops, moved, 0, size, 0, 0, {}, 0.0)
         for flops, moved, size in ((30.0, 5.0, 5), (10.0, 20.0, 7))
     )
-    found = summary.of_job({"chunks": 6}, (2, 10), [first, later], chip)
+    found = programs.job_figures({"chunks": 6}, (2, 10), [first, later], chip)
     assert found == found | {"floor_s": 2 * 3.0 + 10 * 4.0, "peak_memory_GiB": 7 / chips.GIB, "fits": False}
-    assert "fits" not in summary.of_job({}, (2, 10), [first, later], None)
+    assert "fits" not in programs.job_figures({}, (2, 10), [first, later], None)
 
 
 def test_the_first_chunk_runs_once_and_the_later_program_for_each_other_chunk_in_every_tile():

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from jax_kernels import group_norm
 from jax_kernels.common.dispatch import Target
