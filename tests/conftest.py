@@ -47,13 +47,19 @@ from collections import Counter
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+import jax
 import jaxtyping
 import pytest
 import torch
-
-from tests import reference
+import torchax
+from jax.experimental.compilation_cache import compilation_cache
 
 jaxtyping.install_import_hook("jax_kernels", "beartype.beartype")  # annotated shapes are checked
+
+from cogvideox_torchax import cli, make_mesh, port
+from cogvideox_torchax.runtime import enable, is_enabled
+from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
+from tests import reference
 
 SLOW_WEIGHT = 20
 """Work of a slow test, counted in quick ones."""
@@ -112,8 +118,6 @@ def _bounded_memory(kept_bytes):
     """Drop JAX's programs and return memory to the system where the process has grown by `GROWTH`."""
     yield
     if resident_bytes() > kept_bytes[-1] + GROWTH:
-        import jax
-
         jax.clear_caches()
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
@@ -135,23 +139,19 @@ def shallow_vae():
 @pytest.fixture(scope="session")
 def native_vae(small_vae):
     """Return the same weights, ported, still in PyTorch."""
-    from cogvideox_torchax import port
-
     return port(copy.deepcopy(small_vae))
 
 
 @pytest.fixture(scope="session")
 def jax_vae(small_vae):
     """Return the same weights, ported and moved to JAX; shared, so that its programs are compiled once."""
-    return reference.on_jax(copy.deepcopy(small_vae))
+    return reference.built("torchax", small_vae)
 
 
 @pytest.fixture(scope="session")
 def flax_vae(small_vae):
     """Return the same weights in the Flax build, behind diffusers' interface."""
-    from cogvideox_torchax.flax import FlaxVAEForPipelines
-
-    return FlaxVAEForPipelines.from_diffusers(small_vae)
+    return reference.built("flax", small_vae)
 
 
 @pytest.fixture(scope="session")
@@ -163,9 +163,7 @@ def jax_vae_on_eight(small_vae):
 @pytest.fixture(scope="session")
 def flax_vae_on_eight(small_vae):
     """Return `flax_vae`, one video over eight devices."""
-    from cogvideox_torchax.flax import FlaxVAEForPipelines
-
-    return port_to_eight(FlaxVAEForPipelines.from_diffusers(small_vae))
+    return port_to_eight(reference.built("flax", small_vae))
 
 
 BACKENDS = {
@@ -184,8 +182,6 @@ def backend(request):
 
 
 def port_to_eight(vae):
-    from cogvideox_torchax import make_mesh, port
-
     return port(vae, mesh=make_mesh(1, 8))
 
 
@@ -209,7 +205,6 @@ def model_directory(small_vae, tmp_path):
 @pytest.fixture
 def refused(capsys):
     """Return a function that runs a command, which must end with exit code 2, and returns its one line."""
-    from cogvideox_torchax import cli
 
     def refused_line(*arguments, main=cli.main):
         capsys.readouterr()
@@ -224,11 +219,6 @@ def refused(capsys):
 @pytest.fixture
 def restored_cache():
     """Let a test configure JAX's compile cache anew; afterwards it is as before."""
-    import jax
-    from jax.experimental.compilation_cache import compilation_cache
-
-    from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
-
     settings = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
     before = {setting: getattr(jax.config, setting) for setting in settings}
     configure_compile_cache.cache_clear()
@@ -251,10 +241,6 @@ def umask_of(mode):
 @contextlib.contextmanager
 def torchax_disabled():
     """Restore the state of a session that has not enabled torchax yet, whatever the tests before did."""
-    import torchax
-
-    from cogvideox_torchax.runtime import enable, is_enabled
-
     was_enabled = is_enabled()
     while is_enabled():
         torchax.disable_globally()

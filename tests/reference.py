@@ -5,10 +5,24 @@ import copy
 import itertools
 import re
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKLCogVideoX
+from jax._src.pallas.mosaic.primitives import pack_elementwise_p
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.interpreters import mlir
+
+from cogvideox_torchax import enable, port, runtime
+from cogvideox_torchax.flax import FlaxVAEForPipelines
+from cogvideox_torchax.vae.directions import Direction
+from cogvideox_torchax.vae.nnx.autoencoder import Network, compiled
+from cogvideox_torchax.vae.torchax.networks import chunk_network
+from jax_kernels.common import dispatch, tiles
+from jax_kernels.norm_conv3d import tpu
 
 SMALL = {
     "block_out_channels": (8, 8, 16),
@@ -64,8 +78,6 @@ def randomized(module):
 
 def on_jax(vae):
     """Port and move the model, with torchax enabled for the whole test session."""
-    from cogvideox_torchax import enable, port
-
     port(vae)
     enable()
     return vae.to("jax")
@@ -73,18 +85,11 @@ def on_jax(vae):
 
 def built(name, stock):
     """Return a build of the VAE, "torchax" or "flax", with stock diffusers' weights, on JAX."""
-    from cogvideox_torchax.flax import FlaxVAEForPipelines
-
     return FlaxVAEForPipelines.from_diffusers(stock) if name == "flax" else on_jax(copy.deepcopy(stock))
 
 
 def program_of(vae, kind):
     """Return a chunk program, and its weights, of either build."""
-    from cogvideox_torchax.flax import FlaxVAEForPipelines
-    from cogvideox_torchax.vae.directions import Direction
-    from cogvideox_torchax.vae.nnx.autoencoder import Network, compiled
-    from cogvideox_torchax.vae.torchax.networks import chunk_network
-
     kind = Direction(kind)
     if isinstance(vae, FlaxVAEForPipelines):
         network, weights = Network.split(vae.flax_vae.chunk(kind))
@@ -119,13 +124,29 @@ def encoded(stock: AutoencoderKLCogVideoX, x: torch.Tensor) -> torch.Tensor:
 
 
 def _answer(kind, stock, given, compute):
-    from cogvideox_torchax.runtime import without_torchax
-
     key = kind, id(stock), tuple(given.shape), given.dtype, given.float().numpy().tobytes()
     if key not in _answers:
         # Where torchax is on, each of PyTorch's own operations takes its way too.
-        _answers[key] = stock, without_torchax(torch.no_grad()(compute))  # kept, the model keeps its id
+        _answers[key] = (
+            stock,
+            runtime.without_torchax(torch.no_grad()(compute)),
+        )  # kept: its id stays its own
     return _answers[key][1].clone()
+
+
+def beside(vae, x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor where the model's weights are."""
+    return runtime.to_jax(x) if vae.device.type == "jax" else x
+
+
+def run_decode(vae, z: torch.Tensor) -> torch.Tensor:
+    """Return the frames of any build, on the host."""
+    return runtime.to_torch(vae.decode(beside(vae, z)).sample)
+
+
+def run_encode(vae, x: torch.Tensor) -> torch.Tensor:
+    """Return the moments of any build, on the host."""
+    return runtime.to_torch(vae.encode(beside(vae, x)).latent_dist.parameters)
 
 
 def latents(
@@ -155,16 +176,12 @@ def largest_error(got, want) -> float:
 
 def live_bytes() -> int:
     """Return the bytes of all arrays that JAX holds."""
-    import jax
-
     return sum(array.nbytes for array in jax.live_arrays())
 
 
 @contextlib.contextmanager
 def compilations():
     """Yield a list that gets the name of every program that JAX compiles."""
-    import jax
-
     compiled = []
 
     def listen(event, duration_secs, **about):
@@ -184,18 +201,14 @@ _times_anew = itertools.count()
 @contextlib.contextmanager
 def traced_anew():
     """Trace ops and models anew, and for this context alone."""
-    from jax_kernels.common.tiles import SWITCH
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(SWITCH, f"on, for the {next(_times_anew)}th time")  # each value is another program
+        patch.setenv(tiles.SWITCH, f"on, for the {next(_times_anew)}th time")  # each value is another program
         yield patch
 
 
 @contextlib.contextmanager
 def as_on_a_tpu():
     """Run ops in the forms that they have for a TPU."""
-    # Not before the tests have begun: what is imported earlier has its annotated shapes unchecked.
-    from jax_kernels.common import dispatch
 
     def for_tpu(*operands, default, **forms):
         return forms.get("tpu", default)(*operands)
@@ -213,12 +226,6 @@ def interpreted_kernels(*, lanes=16, large=1, on_mesh=False):
     knows a TPU's memory has devices wait for each other, for which a machine of few cores has too few
     threads. On a mesh the plain one runs it.
     """
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import tpu as pltpu
-
-    from jax_kernels.common import tiles
-    from jax_kernels.norm_conv3d import tpu
-
     traced, pallas_call = [], pl.pallas_call
 
     def traced_call(*args, name, **options):
@@ -237,10 +244,6 @@ def interpreted_kernels(*, lanes=16, large=1, on_mesh=False):
 
 def _let_a_cpu_pack():
     """JAX's interpreters know no `pack_elementwise`, what a TPU has to round pairs of float32 into words."""
-    import jax
-    import jax.numpy as jnp
-    from jax._src.pallas.mosaic.primitives import pack_elementwise_p
-    from jax.interpreters import mlir
 
     def packed(low, high, *, packed_dtype):
         assert packed_dtype == jnp.bfloat16

@@ -45,17 +45,6 @@ def test_the_estimate_is_what_the_compiler_says_or_somewhat_more(path):
     assert 0.95 <= estimate / taken <= (1.2 if frames == 13 else 1.05)  # 13 are computed four at a time
 
 
-@pytest.mark.parametrize("job", ["decode 8 x 480 x 720, one chip", "encode 8 x 480 x 720, one chip"])
-def test_an_even_number_of_frames_takes_as_much_as_one_more(job):
-    rows = json.loads((RESULTS / "compile-times.json").read_text())["jobs"]
-    program = next(row for row in rows if row["job"] == job)["programs"][0]
-    kind = job.split()[0]
-    taken = program["temp_bytes"] + memory.CACHE_BYTES[kind] * 480 * 720
-    estimate = memory.estimated_bytes(WIDE, Direction(kind), 480, 720, program["frames"])
-    assert program["frames"] % 2 == 0
-    assert estimate == pytest.approx(taken, rel=0.05)
-
-
 def test_a_picture_that_fits_is_not_cut_and_one_that_does_not_is_cut_into_what_fits():
     def estimated_bytes(height, width):
         return memory.estimated_bytes(WIDE, DECODE, height, width, 13)

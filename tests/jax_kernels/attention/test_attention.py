@@ -258,15 +258,15 @@ def test_cudnn_gets_even_lengths_alone(queries, keys, num_keys, monkeypatch):
         assert largest_error(got, wanted) < 1e-5
 
 
-SPLITS = {
-    "batch and heads": (2, 8, 33, PartitionSpec("dp", None, "tp", None)),
-    "heads that tp does not divide": (2, 6, 33, PartitionSpec("dp", "tp", None, None)),
-    "one video": (1, 8, 33, PartitionSpec(None, "dp", "tp", None)),
-    "neither": (1, 6, 35, PartitionSpec(None, ("dp", "tp"), None, None)),
-}
-
-
-@pytest.mark.parametrize(("batch", "heads", "length", "spec"), SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize(
+    ("batch", "heads", "length", "spec"),
+    [
+        pytest.param(2, 8, 33, PartitionSpec("dp", None, "tp", None), id="batch and heads"),
+        pytest.param(2, 6, 33, PartitionSpec("dp", "tp", None, None), id="heads that tp does not divide"),
+        pytest.param(1, 8, 33, PartitionSpec(None, "dp", "tp", None), id="one video"),
+        pytest.param(1, 6, 35, PartitionSpec(None, ("dp", "tp"), None, None), id="neither"),
+    ],
+)
 def test_over_a_mesh_each_device_has_its_own_part_and_no_number_changes(batch, heads, length, spec):
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
     q, k, v = inputs(length, batch=batch, heads=heads)

@@ -11,7 +11,7 @@ import torch
 
 from jax_kernels import attention_transposed, qk_norm_rope
 from jax_kernels.attention import tpu
-from tests.jax_kernels.chips import compiled_for, struct
+from tests.jax_kernels.devices import compiled_for, struct
 from tests.reference import interpreted_kernels, largest_error
 
 module = importlib.import_module(
@@ -53,17 +53,18 @@ def interpreted(*arrays, **options):
 
 FORMS = pytest.mark.parametrize("form", [qk_norm_rope, interpreted], ids=["plain", "kernel"])
 
-SHAPES = {
-    "lanes filled by two heads": {"heads": 4, "channels": 64, "positions": 130},
-    "an odd head left": {"heads": 3, "channels": 64, "positions": 128},
-    "small heads": {"heads": 5, "channels": 16, "positions": 40},
-    "heads that fill the lanes": {"heads": 1, "channels": 128, "positions": 300},
-}
-
 
 @FORMS
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param({"heads": 4, "channels": 64, "positions": 130}, id="lanes filled by two heads"),
+        pytest.param({"heads": 3, "channels": 64, "positions": 128}, id="an odd head left"),
+        pytest.param({"heads": 5, "channels": 16, "positions": 40}, id="small heads"),
+        pytest.param({"heads": 1, "channels": 128, "positions": 300}, id="heads that fill the lanes"),
+    ],
+)
 def test_it_is_diffusers_norm_and_rotary_positions(form, shape, dtype, monkeypatch):
     monkeypatch.setattr(module, "BLOCK_BYTES", 1)  # blocks of 128 positions
     arrays = inputs(**shape, dtype=dtype)
@@ -91,17 +92,17 @@ def test_what_it_prepares_is_what_attention_takes():
     assert largest_error(got, want) < 1e-5
 
 
-CHIPS = {
-    "v6e": ("v6e:1x1", jnp.bfloat16, 64, 1000),
-    "v6e, float32": ("v6e:1x1", jnp.float32, 32, 1000),
-    "v6e, wide heads, few tokens": ("v6e:1x1", jnp.bfloat16, 128, 100),
-    "v5e": ("v5e:1x1", jnp.bfloat16, 64, 1000),
-    "v5p": ("v5p:2x2x1", jnp.bfloat16, 64, 1000),
-    "tpu7x": ("tpu7x:2x2x1", jnp.bfloat16, 64, 1000),
-}
-
-
-@pytest.mark.parametrize(("topology", "dtype", "channels", "tokens"), CHIPS.values(), ids=CHIPS)
+@pytest.mark.parametrize(
+    ("topology", "dtype", "channels", "tokens"),
+    [
+        pytest.param("v6e:1x1", jnp.bfloat16, 64, 1000, id="v6e"),
+        pytest.param("v6e:1x1", jnp.float32, 32, 1000, id="v6e, float32"),
+        pytest.param("v6e:1x1", jnp.bfloat16, 128, 100, id="v6e, wide heads, few tokens"),
+        pytest.param("v5e:1x1", jnp.bfloat16, 64, 1000, id="v5e"),
+        pytest.param("v5p:2x2x1", jnp.bfloat16, 64, 1000, id="v5p"),
+        pytest.param("tpu7x:2x2x1", jnp.bfloat16, 64, 1000, id="tpu7x"),
+    ],
+)
 def test_attention_compiles_and_copies_nothing(topology, dtype, channels, tokens, monkeypatch):
     for sizes in ("QUERIES", "KEYS"):
         monkeypatch.setattr(tpu, sizes, (512,))  # whole ones compile for long

@@ -8,17 +8,9 @@ import pytest
 from jax_kernels import conv3d
 from jax_kernels.common.dispatch import Target
 from jax_kernels.conv3d import op, reference, xla
-from tests.jax_kernels.chips import answer, struct
+from tests.jax_kernels.devices import answer, check_rounded_once, struct
 
 TPU = Target("tpu")
-
-
-def check_rounded_once(got, sums):
-    """Check against float32 sums, which may have been added in another order."""
-    assert got.dtype == jnp.bfloat16
-    sums = np.array(sums)
-    half_a_unit = np.exp2(np.floor(np.log2(np.abs(sums))) - 8)
-    assert np.all(np.abs(np.array(got, np.float32) - sums) <= half_a_unit + 1e-5)
 
 
 @pytest.mark.parametrize("start", ["replicate", "zeros"])

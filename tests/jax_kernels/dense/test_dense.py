@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from jax_kernels import adaptive_layer_norm, gated_linear, gelu, layer_norm, linear, linear_gelu
-from tests.jax_kernels.chips import compiled_for, struct
+from tests.jax_kernels.devices import compiled_for, struct
 from tests.reference import largest_error
 
 

@@ -1,32 +1,38 @@
+"""Norms equal PyTorch's; their sums keep the digits, as Pallas kernels too, which Mosaic compiles."""
+
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from benchmarks.estimate import chips, programs
+from cogvideox_torchax.plan.programs import Work
 from jax_kernels import group_norm
+from jax_kernels.common.columns import WHOLE, Split
 from jax_kernels.common.dispatch import Target
-from jax_kernels.group_norm import op
-from jax_kernels.group_norm.xla import Moments, merge
+from jax_kernels.common.tiles import tiled_sublanes
+from jax_kernels.group_norm import op, tpu, xla
+from jax_kernels.group_norm.tpu import _column_bytes, _pixel_bytes, column_moments, image_moments
+from tests.jax_kernels.devices import compiled_for, struct
+from tests.reference import largest_error
 
 moments = functools.partial(op.moments, Target())
 SHAPES = {"audio": (2, 8, 7), "image": (2, 8, 5, 6), "video": (2, 8, 3, 5, 6), "one pixel": (1, 8, 1, 1, 1)}
 
 
-def _normal(shape, *, mean=0.0, deviation=1.0, seed=0, dtype=jnp.float32):
-    draws = np.random.default_rng(seed).normal(mean, deviation, shape)
-    return jnp.asarray(draws, jnp.float32).astype(dtype)
-
-
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("channel_axis", [1, -1])
 def test_float32_equals_torch(shape, channel_axis):
-    x, weight, bias = _normal(shape, mean=0.3), _normal((8,), seed=1), _normal((8,), seed=2)
-    given, *affine = (torch.from_numpy(np.array(array)) for array in (x, weight, bias))
-    want = torch.nn.functional.group_norm(given, 4, *affine, eps=1e-6)
+    given = [np.random.default_rng(0).normal(0.3, 1, sides).astype(np.float32) for sides in (shape, 8, 8)]
+    (x, weight, bias), (inputs, *affine) = (map(to, given) for to in (jnp.asarray, torch.from_numpy))
+    want = torch.nn.functional.group_norm(inputs, 4, *affine, eps=1e-6)
     got = group_norm(jnp.moveaxis(x, 1, channel_axis), weight, bias, num_groups=4, channel_axis=channel_axis)
     np.testing.assert_allclose(np.moveaxis(np.array(got), channel_axis, 1), want, atol=3e-6)
 
@@ -36,34 +42,10 @@ def test_an_empty_batch_stays_empty():
     assert group_norm(x, None, None, num_groups=4, channel_axis=-1, activation="silu").shape == x.shape
 
 
-def test_variance_is_right_where_sums_of_squares_fail():
-    x = _normal((1, 4, 2, 64, 64), mean=1000.0, deviation=1.0)
-    grouped = np.array(x, np.float64).reshape(1, 2, -1)
-    exact = grouped.var(-1)
-    naive = jnp.square(x.reshape(1, 2, -1)).mean(-1) - jnp.square(x.reshape(1, 2, -1).mean(-1))
-    welford = jax.jit(lambda x: moments(x, num_groups=2).variance)(x)
-    assert np.abs(np.array(naive) / exact - 1).max() > 1e-3
-    assert np.abs(np.array(welford) / exact - 1).max() < 1e-4
-
-
 def test_constant_input_has_variance_zero():
     x = jnp.full((1, 4, 3, 8, 8), 1234.567, jnp.float32)
     assert (moments(x, num_groups=2).variance == 0).all()
     assert (group_norm(x, None, jnp.ones(4), num_groups=2) == 1).all()
-
-
-@settings(deadline=None, max_examples=30)
-@given(st.lists(st.floats(-1e3, 1e3, width=32), min_size=2, max_size=40), st.data())
-def test_merged_parts_have_the_moments_of_the_whole(values, data):
-    cut = data.draw(st.integers(1, len(values) - 1))
-
-    def of(part):
-        part = np.asarray(part, np.float64)
-        return Moments(len(part), part.mean(), np.square(part - part.mean()).sum())
-
-    merged, whole = merge(of(values[:cut]), of(values[cut:])), of(values)
-    assert merged.count == whole.count
-    np.testing.assert_allclose([merged.mean, merged.m2], [whole.mean, whole.m2], rtol=1e-9, atol=1e-6)
 
 
 def test_no_temporary_of_the_size_of_the_input():
@@ -71,3 +53,184 @@ def test_no_temporary_of_the_size_of_the_input():
     compiled = jax.jit(lambda x: moments(x, num_groups=8, channel_axis=-1)).lower(x).compile()
     size = 64**3 * 32 * 4
     assert compiled.memory_analysis().temp_size_in_bytes < size / 8
+
+
+def check(moments, x):
+    """Check a kernel's moments against those of a reduction; of a single row the deviations are zeros."""
+    with pltpu.force_tpu_interpret_mode():
+        got = moments(x)
+    for mine, plain in zip(got, xla.column_moments(x), strict=True):
+        assert mine.shape == plain.shape
+        np.testing.assert_allclose(mine, plain, rtol=0, atol=1e-6 * np.abs(plain).max())
+
+
+every_block = pytest.mark.parametrize(
+    ("videos", "length", "height", "width", "rows"),
+    [(1, 8, 12, 16, 12), (2, 9, 6, 21, 3), (1, 2, 5, 3, 1), (2, 1, 1, 18, 1)],
+)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@every_block
+@pytest.mark.slow_cases("*-bfloat16")
+def test_sums_are_those_of_a_reduction(videos, length, height, width, rows, dtype, monkeypatch):
+    x = jax.random.normal(jax.random.key(0), (videos, length, height, width, 128), dtype) + 3
+    block = min(16, width) * (_column_bytes(x) + rows * _pixel_bytes(x))
+    monkeypatch.setattr(tpu, "BLOCK_BYTES", block)
+    check(column_moments, x)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("videos", "height", "width", "rows"), [(1, 12, 40, 12), (2, 6, 7, 2), (1, 5, 64, 1)]
+)
+def test_an_images_sums_are_those_of_a_reduction(videos, height, width, rows, dtype, monkeypatch):
+    x = jax.random.normal(jax.random.key(0), (videos, 1, height, width, 128), dtype) + 3
+    assert tpu._image_rows_of_step(x) == height
+    row, kept = (tiled_sublanes(width, jnp.dtype(kind)) * 128 for kind in (dtype, jnp.float32))
+    monkeypatch.setattr(tpu, "BLOCK_BYTES", 3 * kept * 4 + rows * row * x.dtype.itemsize)
+    assert tpu._image_rows_of_step(x) == rows
+    check(image_moments, x)
+
+
+@pytest.mark.parametrize(("moments", "frames"), [(column_moments, 2), (image_moments, 1)])
+def test_statistics_far_from_zero_keep_their_digits(moments, frames):
+    x = jax.random.normal(jax.random.key(0), (1, frames, 8, 16, 128)) + 1000
+    with pltpu.force_tpu_interpret_mode():
+        _, m2 = moments(x)
+    exact = np.asarray(x, np.float64).var(2, keepdims=True) * x.shape[2]
+    assert largest_error(m2, exact) < 1e-6
+
+
+@pytest.mark.parametrize(("moments", "frames"), [(column_moments, 2), (image_moments, 1)])
+@pytest.mark.slow_cases("_column_moments-2")
+def test_its_derivatives_are_those_of_a_reduction(moments, frames):
+    x = jax.random.normal(jax.random.key(0), (1, frames, 3, 4, 128))
+
+    def squared(x, form):
+        return sum(jnp.sum(part**2) for part in form(x))
+
+    with pltpu.force_tpu_interpret_mode():
+        got = jax.grad(squared)(x, moments)
+    assert largest_error(got, jax.grad(squared)(x, xla.column_moments)) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("length", [8, 9])
+@pytest.mark.parametrize("topology", ["v5e:1x1", "v6e:1x1"])
+@pytest.mark.slow_cases(but=["v6e:1x1-*-bfloat16"])
+def test_mosaic_compiles_them_and_the_estimate_counts_their_bytes(topology, length, dtype):
+    x, chip = struct(1, length, 64, 45, 256, dtype=dtype), chips.CHIPS[topology[:3]]
+    sublanes = 8 if length == 8 else 16  # a tile holds eight
+    pixels, columns = 64 * 45 * 256 * x.dtype.itemsize, 45 * 256 * 4
+    compiled = compiled_for(topology, column_moments, x)
+    plan = programs.read_times(Work("later", length, None, None), compiled, chip, 0.0, {})
+    assert plan.kernels == 1
+    assert plan.shares["kernels"] * chip.bandwidth == pytest.approx(sublanes * (pixels + 2 * columns))
+
+
+@pytest.mark.parametrize(("topology", "width"), [("v6e:1x1", 90), ("v5e:1x1", 22)])
+def test_mosaic_compiles_it_for_an_image(topology, width):
+    assert "image_moments" in compiled_for(topology, image_moments, struct(1, 1, 16, width, 256)).as_text()
+
+
+@pytest.mark.parametrize("shape", [(12, 9, 128, 128, 256), (24, 9, 128, 128, 128), (8, 9, 128, 128, 512)])
+@pytest.mark.slow
+@pytest.mark.product_cases("shape0", "shape2")
+def test_many_videos_fit_the_memory_of_a_step_or_are_left_to_xla(shape):
+    norm = functools.partial(group_norm, num_groups=4, channel_axis=-1, activation="silu")
+    compiled_for("v5e:1x1", lambda x: norm(x, None, None), struct(*shape))
+
+
+LARGEST_ERROR = 2e-6
+EPS = 1e-6
+FRAMES, CHANNELS, GROUPS = 2, 4, 2
+
+
+def outliers(rows):
+    """Return the pixels of each kind of outlier in frames of so many rows, as indices."""
+    some = np.random.default_rng(1).permutation(rows)[: -(-rows // 100)]
+    return {
+        "first pixel": [np.s_[:, 0, 0, 0]],
+        "first row": [np.s_[:, :, 0]],
+        "last row": [np.s_[:, :, -1]],
+        "first frame": [np.s_[:, 0]],
+        "border": [np.s_[:, :, 0], np.s_[:, :, -1], np.s_[:, :, :, 0], np.s_[:, :, :, -1]],
+        "subtitle": [np.s_[:, :, rows // 2 : rows // 2 + -(-rows // 12)]],
+        "scattered rows": [np.s_[:, :, some]],
+        "every thirtieth row": [np.s_[:, :, ::30]],
+    }
+
+
+CASES = list(itertools.product((1, 100, 1000), outliers(1)))
+"""Outliers' distance in deviations, and their pixels: a video for each."""
+
+
+def frames_of(rows, width, deviations, kind):
+    x = np.random.default_rng(0).normal(0.5, 1, (1, FRAMES, rows, width, CHANNELS))
+    for pixels in outliers(rows)[kind]:
+        x[pixels] += deviations
+    return x.astype(np.float32)
+
+
+def exact(x):
+    """Mean and variance of each group, and the normalized frames, in float64."""
+    grouped = x.astype(np.float64).reshape(*x.shape[:-1], GROUPS, CHANNELS // GROUPS)
+    axes = (1, 2, 3, 5)
+    mean, variance = grouped.mean(axes), grouped.var(axes)
+    centre, scale = (part[:, None, None, None, :, None] for part in (mean, 1 / np.sqrt(variance + EPS)))
+    return mean, variance, ((grouped - centre) * scale).reshape(x.shape)
+
+
+def norm(x, split=WHOLE):
+    stats = op.moments(Target(split=split), x, num_groups=GROUPS, channel_axis=-1)
+    y = group_norm(x, None, None, num_groups=GROUPS, eps=EPS, channel_axis=-1, split=split)
+    return stats.mean, stats.variance, y
+
+
+def over_eight():
+    """Return `norm` as eight devices compute it, each on its local columns."""
+    mesh = Mesh(np.array(jax.devices()), ("tp",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, PartitionSpec(None, None, None, "tp"))
+
+    @jax.jit
+    def traced(x):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return norm(x, Split(columns=("tp",)))
+
+    return lambda x: traced(jax.device_put(x, sharding))
+
+
+@pytest.fixture(params=["xla", "pallas"])
+def width(request, monkeypatch):
+    """Choose the form of the moments of columns; return a width that the other form has not traced."""
+    if request.param == "xla":
+        yield 8
+        return
+    monkeypatch.setattr(op, "_shard_column_moments", lambda _, x: tpu.column_moments(x))
+    monkeypatch.setattr(
+        tpu, "_block_shape", lambda x: (next(n for n in (120, 60, 4, 1) if x.shape[2] % n == 0), 2)
+    )
+    # Not the interpreter of a TPU's memory: it takes arrays through callbacks, which wait for each other
+    # forever where they are large and the devices many.
+    monkeypatch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
+    yield 16
+
+
+@pytest.mark.parametrize("rows", [8, 113, 480, 1080])
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.slow_cases("pallas-1-113", "*-480")
+def test_outliers_cost_no_accuracy(devices, rows, width):
+    x = np.concatenate([frames_of(rows, width, *case) for case in CASES])
+    want_mean, want_variance, want_y = exact(x)
+    found = (jax.jit(norm) if devices == 1 else over_eight())(x)
+    mean, variance, y = (np.asarray(part, np.float64) for part in found)
+    largest = np.abs(want_y).max((1, 2, 3, 4), keepdims=True)
+    errors = {
+        "mean": (mean - want_mean) / np.sqrt(want_variance),
+        "variance": variance / want_variance - 1,
+        "result": (y - want_y) / largest,
+    }
+    for what, error in errors.items():
+        wrong = np.abs(error).reshape(len(CASES), -1).max(1) >= LARGEST_ERROR
+        assert not wrong.any(), (what, list(itertools.compress(CASES, wrong)))

@@ -1,20 +1,196 @@
-"""FlaxVAEForPipelines where diffusers expects its own VAE: what pipelines call, and a module's own calls."""
+"""The Flax build as diffusers' VAE: its files and weights, bit for bit, and its calls in pipelines."""
 
 import copy
 import importlib
+import inspect
 import json
 import pickle
 import sys
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
+from diffusers import AutoencoderKLCogVideoX
+from flax import nnx
+from safetensors.torch import load_file, save_file
 
 from cogvideox_torchax import make_mesh, port, runtime
-from cogvideox_torchax.flax import FlaxVAEForPipelines
+from cogvideox_torchax.flax import (
+    FlaxAutoencoderKLCogVideoX,
+    FlaxAutoencoderKLCogVideoXConfig,
+    FlaxVAEForPipelines,
+)
 from cogvideox_torchax.plan import report
 from cogvideox_torchax.vae.checkpoint import ModelError
+from cogvideox_torchax.vae.nnx import weights
+from cogvideox_torchax.vae.nnx.config import DOWN_BLOCK, UP_BLOCK
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
 from tests import reference, small_pipelines
+from tests.processes import printed_by
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+def test_every_tensor_of_the_full_model_has_one_place():
+    with torch.device("meta"):
+        stock = AutoencoderKLCogVideoX(use_quant_conv=True, use_post_quant_conv=True)  # beside the published
+    want = {name: tuple(tensor.shape) for name, tensor in stock.state_dict().items()}
+    config = FlaxAutoencoderKLCogVideoXConfig.from_dict(stock.config)
+    state = nnx.state(nnx.eval_shape(lambda: FlaxAutoencoderKLCogVideoX(config, rngs=nnx.Rngs(0))))
+    places = [
+        (weights.diffusers_name(path), weights.torch_shape(path, variable.shape))
+        for path, variable in nnx.to_flat_state(state)
+    ]
+    assert len(places) == len(want) == 436 + 4
+    assert dict(places) == want
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_load_and_save_give_back_the_same_files(tmp_path, dtype):
+    torch_dtype = getattr(torch, dtype)
+    stock = reference.small_vae(use_quant_conv=True, **reference.TWO_LEVELS).to(torch_dtype)
+    stock.save_pretrained(tmp_path / "vae")
+    vae = FlaxVAEForPipelines.from_pretrained(tmp_path / "vae", dtype=torch_dtype)
+    assert vae.dtype == torch_dtype
+    vae.save_pretrained(tmp_path / "again")
+    assert (tmp_path / "again" / WEIGHTS).read_bytes() == (tmp_path / "vae" / WEIGHTS).read_bytes()
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("vae", "again")]
+    assert configs[0] == configs[1]
+
+
+def test_shards_and_compiled_names_load(small_vae, tmp_path):
+    small_vae.save_pretrained(tmp_path, max_shard_size="500KB")
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    assert len(shards) > 1
+    tensors = {f"_orig_mod.{name}": tensor for name, tensor in load_file(shards[0]).items()}
+    save_file(tensors, shards[0], metadata={"format": "pt"})
+    vae = FlaxAutoencoderKLCogVideoX.from_pretrained(tmp_path)
+    for name, array in weights.state_dict(nnx.state(vae, nnx.Param)).items():
+        assert np.array_equal(array, small_vae.state_dict()[name].numpy())
+
+
+def test_param_dtype_stores_and_dtype_computes():
+    stock = reference.small_vae(**reference.TWO_LEVELS)
+    vae = FlaxAutoencoderKLCogVideoX.from_state_dict(
+        stock.config, stock.state_dict(), dtype=jnp.bfloat16, param_dtype=jnp.float32
+    )
+    assert {str(array.dtype) for array in jax.tree.leaves(nnx.state(vae, nnx.Param))} == {"float32"}
+    found = vae.decode(jnp.zeros((1, 1, 2, 3, 16))), vae.encode(jnp.zeros((1, 1, 4, 6, 3))).mean
+    assert [vae.dtype, *(array.dtype for array in found)] == [jnp.bfloat16] * 3
+
+
+CONVOLUTION = "decoder.mid_block.resnets.1.conv2.conv.weight"
+
+
+def _transpose(state):
+    state["encoder.conv_in.conv.weight"] = state["encoder.conv_in.conv.weight"].transpose(0, 1)
+
+
+WRONG_STATES = {
+    "missing": (lambda s: s.pop(CONVOLUTION), f"missing {CONVOLUTION}"),
+    "left over": (lambda s: s.update(extra=torch.zeros(2)), "unexpected extra"),
+    "shape": (
+        _transpose,
+        r"encoder.conv_in.conv.weight of the state dict has the shape \(3, 8, 3, 3, 3\): the config asks "
+        r"for \(8, 3, 3, 3, 3\)",
+    ),
+    "twice": (lambda s: s.update({f"_orig_mod.{CONVOLUTION}": s[CONVOLUTION]}), f"gives {CONVOLUTION} twice"),
+}
+
+
+@pytest.mark.parametrize(("change", "words"), WRONG_STATES.values(), ids=WRONG_STATES)
+def test_a_wrong_state_dict_is_named(small_vae, change, words):
+    state = dict(small_vae.state_dict())
+    change(state)
+    with pytest.raises(ModelError, match=words):
+        FlaxAutoencoderKLCogVideoX.from_state_dict(small_vae.config, state)
+
+
+def test_the_configs_defaults_are_diffusers():
+    signature = inspect.signature(AutoencoderKLCogVideoX.__init__)
+    wanted = {name: parameter.default for name, parameter in list(signature.parameters.items())[1:]}
+    found = FlaxAutoencoderKLCogVideoXConfig().to_dict()
+    assert json.loads(json.dumps(found)) == json.loads(json.dumps(wanted)), "but for tuples and lists"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        pytest.param({"use_attention": True}, "use_attention = True", id="unknown field"),
+        pytest.param({"act_fn": "gelu"}, "act_fn is 'gelu'", id="activation"),
+        pytest.param({"up_block_types": ["Other"] * 4}, "up_block_types is", id="block type"),
+        pytest.param({"temporal_compression_ratio": 3}, "temporal_compression_ratio is 3", id="compression"),
+        pytest.param({"norm_num_groups": 7}, "norm_num_groups is 7", id="groups"),
+    ],
+)
+def test_a_config_that_cannot_be_honoured_is_refused(small_vae, change, words):
+    with pytest.raises(ModelError, match=words):
+        FlaxAutoencoderKLCogVideoXConfig.from_dict({**small_vae.config, **change})
+
+
+def test_fields_that_change_nothing_are_let_through(small_vae):
+    extra = {"sample_size": 256, "_name_or_path": "x", "something_new": None}
+    config = FlaxAutoencoderKLCogVideoXConfig.from_dict({**small_vae.config, **extra})
+    assert config == FlaxAutoencoderKLCogVideoXConfig.from_dict(small_vae.config)
+
+
+CONFIG = FlaxAutoencoderKLCogVideoXConfig(
+    block_out_channels=(4, 4),
+    down_block_types=(DOWN_BLOCK,) * 2,
+    up_block_types=(UP_BLOCK,) * 2,
+    layers_per_block=0,
+    norm_num_groups=2,
+    latent_channels=2,
+    temporal_compression_ratio=2,
+)
+
+WITHOUT_TORCH = """
+import importlib.abc, sys
+
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "torchax", "diffusers"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+directory = sys.argv[1]
+import numpy as np
+from cogvideox_torchax import make_mesh
+from cogvideox_torchax.flax import FlaxAutoencoderKLCogVideoX, TileSettings
+vae = FlaxAutoencoderKLCogVideoX.from_pretrained(directory)
+vae.save_pretrained(f"{directory}/saved")
+video = np.load(f"{directory}/video.npy")
+latents = vae.encode(video).mode()
+frames = vae.decode(latents)
+vae.tiles = TileSettings(2, 4)
+tiled = vae.decode(latents)
+vae.tiles = None
+vae.place_on(make_mesh(dp=1, tp=4, devices=make_mesh().devices.flat[:4]))
+on_mesh = vae.decode(latents)
+np.savez(f"{directory}/results.npz", latents=latents, frames=frames, tiled=tiled, on_mesh=on_mesh)
+"""
+
+
+def test_without_torch_a_model_is_loaded_saved_and_run_in_tiles_and_on_a_mesh_too(tmp_path):
+    vae = FlaxAutoencoderKLCogVideoX(CONFIG, rngs=nnx.Rngs(0))
+    vae.save_pretrained(tmp_path)
+    video = np.random.default_rng(0).uniform(-1, 1, (1, 1, 4, 16, 3)).astype(np.float32)
+    np.save(tmp_path / "video.npy", video)
+    printed_by(WITHOUT_TORCH, tmp_path)  # with the quick compiler of the tests
+    assert (tmp_path / "saved" / WEIGHTS).read_bytes() == (tmp_path / WEIGHTS).read_bytes()
+    saved, given = (json.loads((path / "config.json").read_text()) for path in (tmp_path / "saved", tmp_path))
+    assert saved == given
+    with np.load(tmp_path / "results.npz") as found:
+        z = torch.from_numpy(found["latents"]).movedim(-1, 1)
+        in_tiles = FlaxVAEForPipelines(vae)
+        in_tiles.enable_tiling(tile_sample_min_height=4, tile_sample_min_width=8)
+        tiled = in_tiles.decode(z).sample
+        wanted = {"latents": vae.encode(video).mode(), "tiled": np.moveaxis(tiled.numpy(), 1, -1)}
+        wanted |= dict.fromkeys(("frames", "on_mesh"), vae.decode(found["latents"]))
+        for name, array in wanted.items():
+            np.testing.assert_allclose(found[name], array, atol=2e-5, err_msg=name)
 
 
 @pytest.mark.parametrize("enabled", [False, True])
@@ -114,9 +290,6 @@ def test_its_state_is_the_stock_models_and_its_own(vae, stock):
     assert all(torch.equal(state[name], value) for name, value in held.items())
     state["decoder.conv_in.conv.bias"] += 1
     assert is_of(vae, stock)
-    assert vae.num_parameters() == stock.num_parameters()
-    with pytest.raises(ValueError, match="takes no options"):
-        vae.state_dict(prefix="vae.")
 
 
 @pytest.mark.parametrize("on_jax", [False, True])
@@ -127,15 +300,6 @@ def test_loaded_weights_are_those_that_it_runs(vae, stock, other, on_jax):
     answer = vae.load_state_dict(state)
     assert answer.missing_keys + answer.unexpected_keys == []
     assert is_of(vae, other)
-
-
-def test_weights_that_do_not_fit_are_named_and_none_is_taken(vae, stock, other):
-    name, whole = "decoder.conv_in.conv.weight", other.state_dict()
-    with pytest.raises(ModelError, match=name):
-        vae.load_state_dict({**whole, name: whole[name][:1]})
-    assert is_of(vae, stock)
-    with pytest.raises(ValueError, match="is strict"):
-        vae.load_state_dict(whole, strict=False)
 
 
 CASTS = {
@@ -161,11 +325,13 @@ def test_a_cast_casts_what_is_stored_taken_and_given(vae, cast, dtype):
         assert vae.decode(Z.to(dtype)).sample.dtype == dtype
 
 
-@pytest.mark.parametrize("cast", [lambda vae: vae.double(), lambda vae: vae.to(torch.float64)])
-def test_a_dtype_that_jax_does_not_have_is_refused_and_nothing_is_cast(vae, stock, cast):
-    with pytest.raises(ValueError, match="takes float32, bfloat16 or float16"):
-        cast(vae)
-    assert is_of(vae, stock)
+NAME = "decoder.conv_in.conv.weight"
+
+
+def with_one_cut(vae):
+    """Return other weights than the model's, of which one does not fit."""
+    state = {name: value * 2 for name, value in vae.state_dict().items()}
+    return {**state, NAME: state[NAME][:1]}
 
 
 REFUSED = {
@@ -173,16 +339,22 @@ REFUSED = {
     "checkpointing": (lambda vae: vae.enable_gradient_checkpointing(), "gradients"),
     "a mesh": (lambda vae: vae.place_on("dp=8"), "make one with make_mesh"),
     "a report of layers": (
-        lambda vae: report.report(port(vae, mesh=make_mesh(1, 2)), (1, 16, 1, 2, 4)),
+        lambda vae: report.report(port(copy.deepcopy(vae), mesh=make_mesh(1, 2)), (1, 16, 1, 2, 4)),
         "a report needs diffusers' model",
     ),
+    "a state with a prefix": (lambda vae: vae.state_dict(prefix="vae."), "takes no options"),
+    "a part of a state": (lambda vae: vae.load_state_dict(vae.state_dict(), strict=False), "is strict"),
+    "weights that do not fit": (lambda vae: vae.load_state_dict(with_one_cut(vae)), NAME),
+    "float64": (lambda vae: vae.double(), "takes float32, bfloat16 or float16"),
+    "to float64": (lambda vae: vae.to(torch.float64), "takes float32, bfloat16 or float16"),
 }
 
 
 @pytest.mark.parametrize(("ask", "words"), REFUSED.values(), ids=REFUSED)
-def test_what_it_cannot_do_is_refused_in_one_line(vae, ask, words):
+def test_what_it_cannot_do_is_refused_in_one_line_and_changes_nothing(vae, stock, ask, words):
     with pytest.raises(ValueError, match=f"^[^\n]*{words}[^\n]*$"):
         ask(vae)
+    assert is_of(vae, stock)
 
 
 def test_what_changes_nothing_is_let_through(vae, stock):

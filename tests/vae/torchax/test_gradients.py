@@ -28,18 +28,7 @@ def small_vae():
     return reference.small_vae(**reference.TWO_LEVELS)
 
 
-@pytest.fixture(scope="module")
-def jax_vae(small_vae):
-    return reference.on_jax(copy.deepcopy(small_vae))
-
-
 LATENTS, VIDEO = reference.latents(4, height=2, width=3), reference.video(17, height=4, width=6)
-CASES = {
-    # What runs, its input, from which frame on the loss looks, whether blocks are computed anew, the devices.
-    "decode two chunks, a loss on the second, blocks anew": (decoded, LATENTS, 4, True, 1),
-    "encode two chunks, a loss on the second": (encoded, VIDEO, 5, False, 1),
-    "encode over eight devices, blocks anew": (encoded, reference.video(1, height=4), 0, True, 8),
-}
 
 
 def weighed(shape, first_frame):
@@ -60,7 +49,17 @@ def backward(vae, run, x, first_frame):
     return leaf.grad
 
 
-@pytest.mark.parametrize(("run", "x", "first_frame", "anew", "devices"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("run", "x", "first_frame", "anew", "devices"),
+    [
+        # What runs, its input, from which frame on the loss looks, whether blocks are computed anew, devices.
+        pytest.param(decoded, LATENTS, 4, True, 1, id="decode two chunks, a loss on the second, blocks anew"),
+        pytest.param(encoded, VIDEO, 5, False, 1, id="encode two chunks, a loss on the second"),
+        pytest.param(
+            encoded, reference.video(1, height=4), 0, True, 8, id="encode over eight devices, blocks anew"
+        ),
+    ],
+)
 @pytest.mark.slow_cases(but=["encode two chunks, a loss on the second"])
 def test_gradients_equal_pytorchs(small_vae, run, x, first_frame, anew, devices):
     stock, vae = copy.deepcopy(small_vae), copy.deepcopy(small_vae)
@@ -77,8 +76,8 @@ def test_gradients_equal_pytorchs(small_vae, run, x, first_frame, anew, devices)
             assert relative_error(runtime.to_torch(other.grad), weight.grad) < RELATIVE, name
 
 
-def test_frozen_weights_get_none_and_where_nothing_is_trained_nothing_is_recorded(jax_vae):
-    vae = copy.deepcopy(jax_vae).requires_grad_(False)
+def test_frozen_weights_get_none_and_where_nothing_is_trained_nothing_is_recorded(vae):
+    vae.requires_grad_(False)
     x = runtime.to_jax(reference.video(1))
     with torch.enable_grad():
         assert not vae.encode(x).latent_dist.mean.requires_grad
@@ -111,11 +110,10 @@ def test_only_training_keeps_activations_and_fewer_where_blocks_are_computed_ane
     assert in_evaluation < 1e4 < before_the_port == after_it < 0.5 * whole
 
 
-def test_a_backward_pass_lets_go_what_the_forward_pass_kept(jax_vae):
-    vae = copy.deepcopy(jax_vae).train()
+def test_a_backward_pass_lets_go_what_the_forward_pass_kept(vae):
     x = runtime.to_jax(reference.video(1))
     with torch.enable_grad():
-        vae.encode(x).latent_dist.mean.sum().backward()  # gradients, and what the first call makes, stay
+        vae.train().encode(x).latent_dist.mean.sum().backward()  # gradients and first results stay
         vae.zero_grad()
         before = reference.live_bytes()
         loss = vae.encode(x).latent_dist.mean.sum()
@@ -138,8 +136,7 @@ def test_autocast_in_pytorch_is_as_in_diffusers(small_vae):
         vae.decode(reference.latents(1).bfloat16())
 
 
-def test_dropout_is_refused_by_name(jax_vae):
-    vae = copy.deepcopy(jax_vae)
+def test_dropout_is_refused_by_name(vae):
     block = vae.encoder.mid_block.resnets[0]
     block.dropout.p = 0.1
     x = runtime.to_jax(reference.video(1))
@@ -150,8 +147,8 @@ def test_dropout_is_refused_by_name(jax_vae):
     vae.encode(x)
 
 
-def test_a_gradient_has_the_dtype_of_its_weight_after_a_cast_on_jax(jax_vae):
-    vae = copy.deepcopy(jax_vae).to(torch.bfloat16).to(torch.float32).train()
+def test_a_gradient_has_the_dtype_of_its_weight_after_a_cast_on_jax(vae):
+    vae.to(torch.bfloat16).to(torch.float32).train()
     with torch.enable_grad():
         vae.encode(runtime.to_jax(reference.video(1))).latent_dist.mean.sum().backward()
     weight = vae.encoder.conv_out.conv.weight
@@ -160,28 +157,25 @@ def test_a_gradient_has_the_dtype_of_its_weight_after_a_cast_on_jax(jax_vae):
 
 
 @pytest.mark.slow
-def test_tiles_decode_and_refuse_gradients_in_words(jax_vae):
-    vae = copy.deepcopy(jax_vae)
-    z = runtime.to_jax(reference.latents(1, height=4, width=6))
+def test_tiles_decode_and_refuse_gradients_in_words(vae):
     with torch.enable_grad():
-        frames = vae.tiled_decode(z).sample
+        frames = vae.tiled_decode(runtime.to_jax(reference.latents(1, height=4, width=6))).sample
         with pytest.raises(ValueError, match=r"disable_tiling\(\)"):
             frames.sum().backward()
 
 
-def test_slices_of_a_batch_have_their_gradients(small_vae, jax_vae):
-    stock, vae, x = copy.deepcopy(small_vae), copy.deepcopy(jax_vae).train(), reference.video(1, batch=2)
-    for model in (stock, vae):
-        model.enable_slicing()
-    want = runtime.without_torchax(backward, stock, encoded, x, 0)
+def test_slices_of_a_batch_have_their_gradients(stock, vae):
+    x = reference.video(1, batch=2)
+    vae.train().enable_slicing()
+    want = runtime.without_torchax(backward, copy.deepcopy(stock), encoded, x, 0)
     assert relative_error(runtime.to_torch(backward(vae, encoded, x, 0)), want) < RELATIVE
 
 
-def test_what_is_on_the_host_stays_the_same_parameters_and_gradients_move_along(small_vae):
-    vae = port(copy.deepcopy(small_vae))
-    before = list(vae.parameters())
-    assert all(one is other for one, other in zip(vae.to("cpu").parameters(), before, strict=True))
-    vae = reference.on_jax(copy.deepcopy(small_vae)).requires_grad_(False)
+def test_what_is_on_the_host_stays_the_same_parameters_and_gradients_move_along(stock, vae):
+    on_host = port(copy.deepcopy(stock))
+    before = list(on_host.parameters())
+    assert all(one is other for one, other in zip(on_host.to("cpu").parameters(), before, strict=True))
+    vae.requires_grad_(False)
     vae.encoder.conv_out.requires_grad_(True)
     with torch.enable_grad():
         vae.encode(runtime.to_jax(reference.video(1))).latent_dist.mean.sum().backward()

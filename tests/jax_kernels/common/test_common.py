@@ -1,11 +1,36 @@
-"""Winograd's filtering gives what a filter of three taps gives, and rounds little even in its worst cases."""
+"""First frames by themselves, and the rounding of Winograd's filtering."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_kernels.common.transforms import TRANSFORMS, filtered, transformed_taps
+from jax_kernels.common import frames as over_frames
+from jax_kernels.common.dispatch import Target
+from jax_kernels.common.transforms import TRANSFORMS, filtered
+from jax_kernels.norm_conv3d import sizes
+from tests.jax_kernels.devices import answer, struct
+
+
+@pytest.mark.parametrize(
+    ("dtype", "platform", "apart"),
+    [(jnp.bfloat16, "tpu", True), (jnp.bfloat16, "default", False), (jnp.float32, "tpu", False)],
+)
+def test_where_a_first_frame_stands_apart(dtype, platform, apart):
+    assert over_frames.splits_first_frame(Target(platform), jnp.zeros((1, 5, 2, 4, 1), dtype)) == apart
+
+
+def test_what_is_waited_for_adds_nothing():
+    x = jnp.array([1.0, -2.0, 0.0, jnp.inf, jnp.nan])
+    assert (over_frames.zero_of(x) == 0).all()
+
+
+def test_kernels_take_every_part():
+    def takes(x, kernel):
+        return sizes.is_supported(x, (1, 1, 1), kernel, residual=False, at_start=True, pixels=64 * 64)
+
+    structs = {frames: (struct(1, frames, 64, 64, 128), struct(3, 3, 3, 128, 128)) for frames in range(2, 20)}
+    assert set(over_frames.RUNS) == {frames for frames, given in structs.items() if answer(takes, *given)}
+
 
 CHANNELS = 64
 
@@ -19,23 +44,6 @@ def direct(frames, kernel):
     frames, kernel = (np.asarray(part, np.float64) for part in (frames, kernel))
     length = frames.shape[1] - 2
     return sum(frames[:, tap : tap + length] @ kernel[tap] for tap in range(3))
-
-
-@pytest.mark.parametrize("tile", TRANSFORMS)
-@pytest.mark.parametrize("tiles", [1, 2])
-def test_it_is_exact_where_nothing_is_rounded(tile, tiles):
-    rng = np.random.default_rng(0)
-    frames = jnp.asarray(rng.integers(-8, 8, (3, tiles * tile + 2, 5)), jnp.float32)
-    kernel = jnp.asarray(4 * rng.integers(-8, 8, (3, 5, 7)), jnp.float32)
-    np.testing.assert_array_equal(filtered(frames, kernel, tile, over_channels), direct(frames, kernel))
-
-
-@pytest.mark.parametrize("tile", TRANSFORMS)
-def test_taps_are_transformed_in_their_dtype_without_a_product(tile):
-    kernel = jnp.ones((3, 1, 1), jnp.bfloat16) * 1.01
-    assert transformed_taps(kernel, tile).dtype == jnp.bfloat16
-    text = jax.jit(transformed_taps, static_argnums=1).lower(kernel, tile).as_text()
-    assert "dot_general" not in text  # which a TPU's compiler takes up to 15 s for
 
 
 def of_frames(kind, rng, length=10):

@@ -1,20 +1,20 @@
-"""The plan and the blending; that a tiled model equals diffusers' is tested in test_autoencoder.py."""
-
-from types import SimpleNamespace
+"""How a video is cut into chunks and tiles; test_autoencoder.py tests that a tiled model is diffusers'."""
 
 import hypothesis
 import numpy as np
 import pytest
 from hypothesis import strategies
 
-from cogvideox_torchax.vae import tiling
+from cogvideox_torchax.vae import chunks, tiling
 
 
-def test_published_sizes_give_diffusers_numbers():
-    rows = tiling.plan_axis(60, tile=30, overlap=1 / 6, scale_out=8)
-    columns = tiling.plan_axis(90, tile=45, overlap=1 / 5, scale_out=8)
-    assert (rows.spans, rows.keep, rows.blend) == (((0, 30), (25, 55), (50, 60)), 200, 40)
-    assert (columns.spans, columns.keep, columns.blend) == (((0, 45), (36, 81), (72, 90)), 288, 72)
+@hypothesis.given(frames=strategies.integers(1, 3000), a_chunk=strategies.integers(1, 16))
+def test_every_frame_is_in_one_chunk_and_what_does_not_fill_a_chunk_joins_the_first(frames, a_chunk):
+    plan = chunks.plan(frames, a_chunk)
+    assert [frame for chunk in plan for frame in range(chunk.start, chunk.stop)] == list(range(frames))
+    assert all(len(chunk) == a_chunk for chunk in plan[1:])
+    assert len(plan[0]) < 2 * a_chunk
+    assert len(plan) == 1 or len(plan[0]) >= a_chunk
 
 
 @pytest.mark.parametrize("size", [7, 12, 13, 31])
@@ -35,14 +35,6 @@ def test_any_tile_size_gives_the_right_output_size_and_equal_tiles_blend_to_them
     np.testing.assert_allclose(tiling.join(tiles, plan, axis), upscale(x), rtol=1e-6)
 
 
-def test_a_tile_fades_in_from_the_one_before():
-    plan = tiling.TilePlan(tiling.plan_axis(1, tile=1, overlap=0), tiling.plan_axis(6, tile=4, overlap=0.5))
-    left, right = np.zeros((1, 1, 1, 1, 4), np.float32), np.ones((1, 1, 1, 1, 4), np.float32)
-    last = np.ones((1, 1, 1, 1, 2), np.float32)
-    joined = tiling.join([[left, right, last]], plan, 3)
-    np.testing.assert_allclose(joined.ravel(), [0, 0, 0, 0.5, 1, 1])
-
-
 BAD = {
     "at least one latent pixel": ((0, 0.1), (1, 0.5), (4, 0.9)),
     "at least 0 and less than 1": ((4, -0.1), (4, 1.0), (4, 1.5)),
@@ -55,16 +47,6 @@ BAD = {
 def test_a_tile_that_does_not_advance_or_an_overlap_that_is_none_is_an_error(words, tile, overlap):
     with pytest.raises(ValueError, match=words):
         tiling.plan_axis(10, tile=tile, overlap=overlap)
-
-
-@hypothesis.given(overlap=strategies.floats(0, 0.99), tile=strategies.integers(1, 200))
-def test_the_tile_that_an_error_names_is_good(overlap, tile):
-    try:
-        tiling.plan_axis(10, tile=tile, overlap=overlap)
-    except ValueError as error:
-        named = int(str(error).split("a tile of ")[-1].split()[0])
-        tiling.plan_axis(10, tile=named, overlap=overlap)
-        assert named > tile
 
 
 @hypothesis.given(
@@ -105,25 +87,3 @@ def test_groups_have_every_tile_once_and_tiles_of_one_size_alone(sizes, tile, to
     assert sorted(at for group in groups for at in group) == every
     left = [size(group[0]) for group in groups if len(group) == 1]
     assert together == 1 or all(left.count(shape) < together for shape in left)
-
-
-@pytest.mark.parametrize(
-    ("videos", "dp", "batches"), [(1, 1, {1}), (1, 2, {1, 2}), (2, 2, {2}), (3, 2, {3, 6})]
-)
-def test_tiles_of_a_size_run_together_where_a_mesh_splits_batches(videos, dp, batches):
-    chunks = np.random.default_rng(0).normal(size=(2, videos, 5, 9)).astype(np.float32)
-    plan = tiling.TilePlan(*(tiling.plan_axis(size, tile=4, overlap=0.25) for size in (5, 9)))
-
-    def double(tile, shapes):
-        return 2 * tile, [*(shapes or []), tile.shape]
-
-    placement = SimpleNamespace(
-        mesh=SimpleNamespace(shape={"dp": dp}), result_without_padding=lambda frames: frames
-    )
-    step, caches, results = tiling.tiled_step(double, plan, "NTHW", placement), None, []
-    for chunk in chunks:
-        result, caches = step(chunk[:, None], caches)
-        results.append(result)
-    assert {shape[0] for shapes in caches for shape in shapes} == batches
-    assert all(len(shapes) == 2 and len(set(shapes)) == 1 for shapes in caches), "a group keeps its cache"
-    np.testing.assert_allclose(results, 2 * chunks[:, :, None], rtol=1e-6)

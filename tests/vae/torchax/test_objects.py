@@ -1,0 +1,442 @@
+"""A ported VAE is an ordinary PyTorch object: its copies, threads, changed modules and programs around it."""
+
+import copy
+import gc
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import types
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+from diffusers import AutoencoderKLCogVideoX as DiffusersAutoencoder
+from torch import nn
+
+from cogvideox_torchax import AutoencoderKLCogVideoX, make_mesh, port, runtime
+from cogvideox_torchax.runtime.models import PROGRAMS
+from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
+from tests import reference
+from tests.processes import ROOT
+from tests.vae.torchax.conftest import Z, decoded, decodes_as, shallow_latents, shallow_stock
+
+
+def test_a_copy_is_its_own(vae, stock):
+    copied = copy.deepcopy(vae)
+    assert torch.equal(decoded(copied), decoded(vae))
+    copied.decoder.conv_out.conv.bias.add_(1)
+    assert decodes_as(vae, stock)
+    assert not decodes_as(copied, stock)
+    assert runtime.on_jax(copy.deepcopy(vae.decoder.conv_in).conv.bias)
+
+
+def test_a_copy_stays_on_its_mesh_and_a_pickle_leaves_it(stock):
+    vae = reference.on_jax(port(copy.deepcopy(stock), mesh=make_mesh(1, 2)))
+    copied, loaded = copy.deepcopy(vae), pickle.loads(pickle.dumps(vae))
+    assert (copied.mesh, loaded.mesh) == (vae.mesh, None)
+    assert decodes_as(copied, stock)
+    assert isinstance(loaded, AutoencoderKLCogVideoX)
+    assert {type(weight) for weight in loaded.parameters()} == {nn.Parameter}
+    assert torch.equal(loaded.decode(Z).sample, stock.decode(Z).sample), "in PyTorch, from the same weights"
+
+
+@pytest.mark.parametrize("saved", ["the model", "its state"])
+def test_what_torch_saves_is_in_pytorch(vae, stock, saved, tmp_path):
+    path = tmp_path / "saved.pt"
+    torch.save(vae if saved == "the model" else vae.state_dict(), path)
+    loaded = torch.load(path, weights_only=saved == "its state")
+    state = loaded.state_dict() if saved == "the model" else loaded
+    assert all(torch.equal(value, state[name]) for name, value in stock.state_dict().items())
+    assert {type(value) for value in state.values()} == {torch.Tensor}
+
+
+def test_a_slice_is_copied_and_saved_as_a_whole_tensor_is(vae, tmp_path):
+    part = runtime.to_jax(Z)[0]
+    torch.save({"part": part}, tmp_path / "part.pt")
+    for loaded in (torch.load(tmp_path / "part.pt")["part"], pickle.loads(pickle.dumps(part))):
+        assert type(loaded) is torch.Tensor
+        assert torch.equal(loaded, Z[0])
+    copied = copy.deepcopy(part)
+    part += 1
+    assert torch.equal(runtime.to_torch(copied), Z[0])
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_nothing_of_a_dropped_model_is_kept(stock, hooked):
+    vae = reference.on_jax(copy.deepcopy(stock))
+    if hooked:
+        owner = types.SimpleNamespace(vae=vae)  # of a hook's method, which holds the model
+        see = types.MethodType(lambda self, module, args, output: None, owner)
+        vae.decoder.mid_block.register_forward_hook(see)
+        del owner, see
+    decoded(vae)
+    dropped = weakref.ref(vae)
+    del vae
+    gc.collect()
+    assert dropped() is None
+
+
+def in_threads(count, work):
+    """Run `work(number)` in threads that start together; the first error is raised here."""
+    together = threading.Barrier(count)
+
+    def run(number):
+        together.wait()
+        with torch.no_grad():
+            work(number)
+
+    with ThreadPoolExecutor(count) as threads:
+        list(threads.map(run, range(count)))
+
+
+def test_threads_over_a_mesh_get_what_one_gets(stock):
+    vae, x = (
+        reference.on_jax(port(copy.deepcopy(stock), mesh=make_mesh(1, 2))),
+        reference.video(1, height=4, width=8),
+    )
+
+    def work(number):
+        z = shallow_latents(width=4 + 2 * (number % 2))
+        assert decodes_as(vae, stock, z)
+        assert relative_error(next(vae.decode_stream(z)), stock.decode(z).sample) < FLOAT32_RELATIVE
+        moments = next(vae.encode_stream(x)).parameters
+        assert relative_error(moments, stock.encode(x).latent_dist.parameters) < FLOAT32_RELATIVE
+
+    in_threads(8, work)
+
+
+def test_a_thread_that_enabled_nothing_streams_one_video_at_a_time(vae, stock):
+    vae.enable_slicing()
+    z, x = shallow_latents(1, batch=2), reference.video(5, height=8, width=16, batch=2)
+    on_jax = [runtime.to_jax(tensor) for tensor in (z, x)]
+    drawn = stock(x, sample_posterior=True, generator=torch.Generator().manual_seed(3)).sample
+
+    def work(_):
+        got = torch.cat(list(vae.decode_stream(on_jax[0])), dim=2)
+        assert relative_error(got, reference.decoded(stock, z)) < FLOAT32_RELATIVE
+        moments = [runtime.to_torch(part.parameters) for part in vae.encode_stream(on_jax[1])]
+        assert relative_error(torch.cat(moments, 2), reference.encoded(stock, x)) < FLOAT32_RELATIVE
+        got = vae(on_jax[1], sample_posterior=True, generator=torch.Generator().manual_seed(3)).sample
+        assert relative_error(runtime.to_torch(got), drawn) < FLOAT32_RELATIVE
+
+    in_threads(1, work)
+
+
+def test_a_later_hook_is_seen_and_a_trace_that_it_fails_leaves_the_model_as_it_was(vae):
+    plain = decoded(vae)
+    before = {name: id(weight) for name, weight in vae.named_parameters()}
+
+    def fail(module, args, output):
+        raise RuntimeError("from a hook")
+
+    hook = vae.decoder.conv_out.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="from a hook"):
+        decoded(vae)
+    hook.remove()
+    assert {name: id(weight) for name, weight in vae.named_parameters()} == before
+    assert not any(isinstance(runtime.array_of(weight), jax.core.Tracer) for weight in vae.parameters())
+    assert torch.equal(decoded(vae), plain)
+
+
+def test_a_replaced_part_is_run_and_the_one_before_is_let_go(vae):
+    decoded(vae)
+    old, other = weakref.ref(vae.decoder), shallow_stock(seed=1)
+    vae.decoder = reference.on_jax(copy.deepcopy(other)).decoder
+    assert decodes_as(vae, other)
+    gc.collect()
+    assert old() is None
+    inner = shallow_stock(seed=2)
+    vae.decoder.mid_block.resnets[0] = reference.on_jax(copy.deepcopy(inner)).decoder.mid_block.resnets[0]
+    other.decoder.mid_block.resnets[0] = inner.decoder.mid_block.resnets[0]
+    assert decodes_as(vae, other)
+    vae.decoder.conv_out, other.decoder.conv_out = (
+        copy.deepcopy(inner.decoder.conv_out),
+        inner.decoder.conv_out,
+    )
+    assert decodes_as(vae, other)  # a plain, stock part
+
+
+INNER = [
+    "decoder.up_blocks.0.resnets.0.conv2.conv",  # of which the upsampler reads columns that only pad
+    *("decoder.conv_in.conv", "decoder.mid_block.resnets.0.norm1.norm_layer", "encoder.conv_out.conv"),
+    *("decoder.up_blocks.0.resnets.0.norm2.conv_y.conv", "decoder.up_blocks.1.resnets.0.norm1.conv_b"),
+    *("decoder.up_blocks.0.upsamplers.0.conv", "encoder.down_blocks.0.downsamplers.0.conv"),
+]
+"""Parts of the modules that a kernel stands in for as a whole."""
+
+
+def with_hooks(model):
+    def double(module, args, out):
+        return (out[0] * 2, *out[1:]) if isinstance(out, tuple) else out * 2
+
+    for name in INNER:
+        model.get_submodule(name).register_forward_hook(double)
+
+
+def with_loras(model):
+    from peft import LoraConfig, inject_adapter_in_model
+
+    torch.manual_seed(3)
+    names = [name for name in INNER if not name.endswith(("norm_layer", "conv_b"))]
+    config = LoraConfig(r=2, lora_alpha=64, target_modules=names, init_lora_weights=False)
+    inject_adapter_in_model(config, model)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return weight * 2
+
+
+def with_a_parametrization(model):
+    """Add one, as weight norm is: the module's class is another, and its weight is computed."""
+    for half in (model.encoder, model.decoder):
+        convolution = half.conv_out.conv
+        nn.utils.parametrize.register_parametrization(convolution, "weight", Doubled(), unsafe=True)
+
+
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64")  # torchax's interpolation
+@pytest.mark.parametrize("mesh", [None, (1, 8)], ids=["one device", "a padded mesh"])
+@pytest.mark.parametrize("change", [with_hooks, with_loras, with_a_parametrization])
+@pytest.mark.slow_cases(but=["with_*-one device"])
+def test_what_changes_a_part_within_a_layer_is_not_passed_over(stock, change, mesh):
+    z, x = shallow_latents(3, width=12), reference.video(9, height=4, width=24)
+    plain = reference.decoded(stock, z), reference.encoded(stock, x)
+
+    def changed():
+        model = copy.deepcopy(stock)
+        change(model)
+        return model
+
+    model = runtime.without_torchax(changed)
+    want = runtime.without_torchax(lambda: (model.decode(z).sample, model.encode(x).latent_dist.parameters))
+    vae = port(model, mesh=None if mesh is None else make_mesh(*mesh))
+    runtime.enable()
+    vae.to("jax")
+    got = decoded(vae, z), reference.run_encode(vae, x)
+    for ours, theirs, unchanged in zip(got, want, plain, strict=True):
+        assert relative_error(theirs, unchanged) > 1e-2
+        assert relative_error(ours, theirs) < FLOAT32_RELATIVE
+
+
+def set_epsilons(model):
+    """Set each norm's, one of which is computed by itself, as where it has a hook."""
+    model.decoder.norm_out.register_forward_hook(lambda *_: None)
+    decoded(model)
+    for module in model.modules():
+        if isinstance(module, nn.GroupNorm):
+            module.eps = 0.5
+
+
+def set_a_weight(model):
+    """Set a plain one on the host in the place of one that is freed."""
+    model.decoder.conv_in.conv.weight = copy.deepcopy(shallow_stock(seed=4).decoder.conv_in.conv.weight)
+    gc.collect()
+
+
+def set_a_forward_and_then_weights(model):
+    def louder(self, inputs, conv_cache=None):
+        result, cache = type(self).forward(self, inputs, conv_cache)
+        return result * 2, cache
+
+    model.decoder.conv_in.forward = types.MethodType(louder, model.decoder.conv_in)
+    decoded(model)
+    state = shallow_stock(seed=3).decoder.conv_in.conv.state_dict()
+    model.decoder.conv_in.conv.load_state_dict(
+        {name: reference.beside(model, value) for name, value in state.items()}
+    )
+
+
+@pytest.mark.parametrize("change", [set_epsilons, set_a_weight, set_a_forward_and_then_weights])
+def test_a_later_change_of_a_module_is_seen(vae, stock, change):
+    assert decodes_as(vae, stock)
+    changed = copy.deepcopy(stock)
+    for model in (vae, changed):
+        change(model)
+    assert decodes_as(vae, changed)
+    assert not decodes_as(vae, stock)
+
+
+def test_a_forward_that_hides_a_modules_weights_is_refused(vae, stock):
+    inherited = vae.decoder.forward
+    vae.decoder.forward = lambda *args, **kwargs: inherited(*args, **kwargs)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"decoder.forward is a function of its own.*MethodType"):
+            decoded(vae)
+    del vae.decoder.forward
+    assert decodes_as(vae, stock)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda module: module.options["a"].update(gain=3),
+        lambda module: module.options["a"]["list"][0].append("louder"),
+        lambda module: module.options["tuple"][0][0].add("louder"),
+        lambda module: module.processor.names.append("louder"),
+        lambda module: setattr(module, "kinds", (1,)),
+        lambda module: setattr(module, "kinds", [True]),
+        lambda module: setattr(module, "gain", 3.0),
+    ],
+)
+def test_a_changed_attribute_is_seen_and_a_value_changed_in_place_at_any_depth(vae, change):
+    def scaled(module, args, result):
+        inner, names = module.options["a"], module.processor.names
+        louder = len([*inner["list"][0], *module.options["tuple"][0][0], *names])
+        louder += not isinstance(module.kinds, list) or isinstance(module.kinds[0], bool)
+        return result[0] * module.gain * inner["gain"] * 3**louder, result[1]
+
+    module = vae.decoder.conv_out
+    module.gain = 1.0
+    module.options = {"a": {"gain": 1, "list": [[]]}, "tuple": ([set()],)}
+    module.kinds = [1]
+    module.processor = types.SimpleNamespace(names=[])  # as an attention processor, an object with a state
+    module.register_forward_hook(scaled)
+    plain = decoded(vae)
+    change(module)
+    assert relative_error(decoded(vae), 3 * plain) < FLOAT32_RELATIVE
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_loaded_weights_are_seen_without_compiling_again_and_another_dtype_is(vae, assign):
+    decoded(vae)
+    other = shallow_stock(seed=1)
+    state = {name: runtime.to_jax(value) for name, value in other.state_dict().items()}
+    vae.load_state_dict(state, assign=assign)
+    assert decodes_as(vae, other)
+    assert vae.program("decode").compilations == 1
+    assert decoded(vae.to(torch.bfloat16), Z.bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("where", ["wrapped", "in place"])
+def test_what_torch_compile_has_made_of_a_part_is_not_run_with_old_weights(vae, stock, where):
+    decoded(vae)
+    if where == "wrapped":
+        vae.decoder = torch.compile(vae.decoder, backend="eager")
+        vae.decoder.mid_block = torch.compile(vae.decoder.mid_block, backend="eager")
+    else:
+        vae.decoder.compile(backend="eager")
+    assert decodes_as(vae, stock)
+    copied = copy.deepcopy(vae)
+    vae.decoder.conv_out.conv.bias.apply_jax_(lambda array: array + 1)
+    vae.decoder.mid_block.resnets[0].conv1.conv.weight.apply_jax_(lambda array: array * 2)
+    changed = copy.deepcopy(stock)
+    changed.decoder.conv_out.conv.bias += 1
+    changed.decoder.mid_block.resnets[0].conv1.conv.weight *= 2
+    assert decodes_as(vae, changed)
+    assert decodes_as(copied, stock)
+
+
+def test_parts_that_take_turns_are_compiled_once_each(vae):
+    first, second = vae.decoder, reference.on_jax(shallow_stock(seed=1)).decoder
+    programs = []
+    for decoder in (first, second, first, second):
+        vae.decoder = decoder
+        decoded(vae)
+        programs.append(vae.program("decode"))
+    assert programs[:2] == programs[2:]
+    assert [program.compilations for program in programs[:2]] == [1, 1]
+
+
+@pytest.mark.usefixtures("torchax_off")
+@pytest.mark.parametrize("enabled", [False, True])
+def test_all_that_a_model_does_it_does_in_inference_mode_and_trains_afterwards(stock, enabled, tmp_path):
+    x, z = reference.video(5, height=8, width=16), Z
+    moments, frames = reference.encoded(stock, x), reference.decoded(stock, z)
+    stock.save_pretrained(tmp_path)
+    with torch.inference_mode():
+        if enabled:
+            runtime.enable()
+        vae = AutoencoderKLCogVideoX.from_pretrained(tmp_path).to("jax", torch.bfloat16).float()
+        assert runtime.is_enabled() is enabled
+        vae = copy.deepcopy(port(vae.to("cpu").to("jax")))
+        posterior = vae.encode(runtime.to_jax(x)).latent_dist
+        got = [posterior.parameters, posterior.mode(), vae.decode(runtime.to_jax(z)).sample]
+        streamed = next(vae.encode_stream(x)).parameters, next(vae.decode_stream(z))
+        mean = moments.chunk(2, dim=1)[0]
+        for ours, theirs in zip((*got, *streamed), (moments, mean, frames, moments, frames), strict=True):
+            assert relative_error(runtime.to_torch(ours), theirs) < 2e-2  # of weights in bfloat16
+        vae.save_pretrained(tmp_path / "saved")
+    runtime.enable()
+    with torch.enable_grad():
+        vae.train().decode(runtime.to_jax(z)).sample.sum().backward()
+    assert vae.decoder.conv_out.conv.weight.grad is not None
+
+
+@pytest.mark.parametrize("kind", ["encode", "decode"])
+def test_float32_is_multiplied_in_float32(vae, kind):
+    program = vae.program(kind)
+    shape = (1, 3, 8, 16, 24) if kind == "encode" else (1, 16, 2, 4, 6)
+    for first in (None, shape):
+        structs = program.structs((shape, jnp.float32), before=first and (first, jnp.float32))
+        lowered = program.lower(*structs)
+        assert bool(jax.tree.leaves(lowered.args_info[0][2])) == (first is not None)
+        assert reference.multiplies_exactly(lowered.as_text())
+
+
+def test_a_subclass_is_ported_with_what_it_adds(stock):
+    class Louder(DiffusersAutoencoder):
+        def decode(self, z, return_dict=True):
+            answer = super().decode(z, return_dict=True)
+            answer.sample = answer.sample * 2
+            return answer
+
+    louder = Louder.from_config(stock.config)
+    louder.load_state_dict(stock.state_dict())
+    vae = reference.on_jax(louder.eval())
+    z = shallow_latents(5)
+    want = stock.decode(z).sample
+    assert isinstance(vae, Louder)
+    assert relative_error(decoded(vae, z), want * 2) < FLOAT32_RELATIVE
+    assert relative_error(torch.cat(list(vae.decode_stream(z)), dim=2), want) < FLOAT32_RELATIVE
+    assert type(port(vae)) is type(vae)
+
+
+def test_what_torch_compile_makes_of_it_is_neither_traced_nor_traced_for(vae):
+    before = decoded(vae)
+    programs = vars(vae)[PROGRAMS]
+    vae.compile()
+    assert "_compiled_call_impl" in vars(vae)
+    assert torch.equal(decoded(vae), before)
+    assert vars(vae)[PROGRAMS] is programs
+    assert [len(kept) for kept in programs._kept.values()] == [1]
+    assert runtime.on_jax(vae(runtime.to_jax(reference.video(1, height=16, width=16))).sample)
+    copied, pickled = copy.deepcopy(vae), pickle.loads(pickle.dumps(vae))
+    assert copied._compiled_call_impl is pickled._compiled_call_impl is None
+
+
+USERS = {
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=8 "
+    "--xla_cpu_collective_call_terminate_timeout_seconds=900",
+    "COGVIDEOX_TORCHAX_COMPILE_CACHE": "off",
+}
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        pytest.param(
+            ["vae/torchax/test_objects.py::test_a_subclass_is_ported_with_what_it_adds"],
+            id="programs without and with a cache",
+        ),
+        pytest.param(
+            [
+                "vae/torchax/test_objects.py::test_a_thread_that_enabled_nothing_streams_one_video_at_a_time",
+                "vae/torchax/test_objects.py::test_a_copy_stays_on_its_mesh_and_a_pickle_leaves_it",
+                "vae/nnx/test_autoencoder.py::test_arrays_in_and_arrays_out_equal_diffusers",
+            ],
+            id="encoding, meshes and Flax",
+        ),
+    ],
+)
+@pytest.mark.slow_cases("encoding*")
+def test_the_contract_holds_as_users_run_it(tests):
+    """In a process of its own: XLA reads its flags once."""
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    command += [f"tests/{test}" for test in tests]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | USERS, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
