@@ -126,6 +126,7 @@ def _schema(arrow: Any) -> Any:
             ("num_frames", count),
             ("duration_sec", arrow.float64()),
             ("fps", arrow.float64()),
+            # Our own columns. `about` has the settings of the encoding as JSON.
             *tensor("vae_logvar"),
             *tensor("vae_sample"),
             ("about", text),

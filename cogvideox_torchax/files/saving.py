@@ -38,7 +38,8 @@ def save_video(frames: Any, path: str | Path, fps: Fraction | float) -> None:
 
 
 def _save(frames: Any, path: str | Path, fps: Fraction | float) -> None:
-    frames_THWC = _one_video(frames, _array(frames))
+    """Write frames that are on the host."""
+    frames_THWC = _one_video(_array(frames), given=frames)
     with video.writing(path, fps) as sink:
         for pixels in frames_THWC:
             if pixels.dtype != np.uint8:
@@ -60,9 +61,9 @@ def _array(frames: Any) -> np.ndarray:
     return np.asarray(frames.convert("RGB") if hasattr(frames, "convert") else frames)
 
 
-def _one_video(frames: Any, array: np.ndarray) -> np.ndarray:
-    """Return one video's array as (T, H, W, 3); raise `VideoError` for anything else."""
-    kind, shape = type(frames).__name__, tuple(getattr(frames, "shape", array.shape))
+def _one_video(array: np.ndarray, *, given: Any) -> np.ndarray:
+    """Return one video's array as (T, H, W, 3); raise `VideoError`, which names what was given, if it is none."""
+    kind, shape = type(given).__name__, tuple(getattr(given, "shape", array.shape))
     is_float = np.issubdtype(array.dtype, np.floating)
     if not is_float and array.dtype != np.uint8:
         raise VideoError(f"got {kind} of {array.dtype}: give a pipeline's frames, images, floats or uint8")

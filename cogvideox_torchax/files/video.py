@@ -275,8 +275,7 @@ def cover(info: VideoInfo, height: int, width: int) -> Framing:
     """Return the framing that resizes a video to just cover `height` x `width`, and cuts out the middle."""
     # The smallest height at which neither side is smaller than the size; `shape` is width over height.
     covering_height = max(Fraction(height), width / info.shape)
-    # `max`, as rounding may lose a pixel of the size to cut out.
-    resized = max(round(covering_height), height), max(round(covering_height * info.shape), width)
+    resized = round(covering_height), round(covering_height * info.shape)
     return Framing(height, width, crop=True, resized=resized)
 
 

@@ -199,16 +199,17 @@ class ReusedModules:
 class TaylorModules(ReusedModules):
     """TaylorSeer: skipped results are extrapolated by a Taylor series.
 
-    For each tensor the factors of its series are kept: the value of the last computed step, and its divided
-    differences of rising order.
+    For each tensor as many arrays are kept as its series has terms: the value of the last computed step, and
+    estimates of the first and higher derivatives, from differences between the computed steps.
     """
 
     def _estimate(self, name: str, kept: Any, dtype: torch.dtype) -> tuple[Any, ...]:
+        """Return each tensor's Taylor polynomial at the present step."""
         since = self.numbers["since"]  # steps since the last computed step
         powers = [(since**order / math.factorial(order)).to(dtype) for order in range(self.form.arrays)]
         return tuple(
-            sum(factor.to(dtype) * power for factor, power in zip(factors, powers, strict=True))
-            for factors in kept
+            sum(derivative.to(dtype) * power for derivative, power in zip(derivatives, powers, strict=True))
+            for derivatives in kept
         )
 
     def _to_keep(self, name: str, y: torch.Tensor, arrays: Any) -> tuple[torch.Tensor, ...]:

@@ -134,12 +134,12 @@ class CompiledNetwork(PortedModel):
             _FOREIGN.modules = outer
 
     def check_modules(self) -> None:
-        """Raise `ValueError` if a `forward` that was set on the object runs, and has put in other modules.
+        """Raise `ValueError` if another library's `forward` runs here and has replaced modules.
 
-        Libraries that cache steps do so: their modules keep arrays of a step, which no program may.
+        Libraries that cache steps do so. Their modules keep arrays of a step, and a program may keep none.
         """
-        before = _FOREIGN.modules.get(self)
-        if before is not None and before != [*self.modules()]:
+        at_start = _FOREIGN.modules.get(self)  # the modules when that forward began; None if none is running
+        if at_start is not None and at_start != [*self.modules()]:
             name, setter = self.component, upstream.module_of(vars(self)["forward"])
             raise ValueError(
                 f"{name}.forward was set by {setter}, which puts in other modules while it runs: take it "

@@ -148,7 +148,7 @@ def _port_class_of(pipe: Any, parts: dict[str, Any]) -> None:
 
 
 def _port_from_pipe(make: Callable[..., Any], kind: type, pipeline: Any, **options: Any) -> Any:
-    """Make a pipeline by diffusers' own `from_pipe`, `make`; port it if `pipeline` is ported."""
+    """Make a pipeline by `make`, which is diffusers' own `from_pipe`; port it if `pipeline` is ported."""
     made = make(kind, pipeline, **options)
     if not isinstance(pipeline, PortedPipeline):
         return made
@@ -158,9 +158,8 @@ def _port_from_pipe(make: Callable[..., Any], kind: type, pipeline: Any, **optio
     if first is not None and runtime.is_on_jax(first):
         parallelism = getattr(models.get("transformer"), "parallelism", None)
         port_pipeline(made, getattr(first, "mesh", None), getattr(parallelism, "kind", None))
-    elif not isinstance(
-        made, PortedPipeline
-    ):  # the parts, which the two pipelines share, were moved to the host: they stay there
+    elif not isinstance(made, PortedPipeline):
+        # There are no parts, or they were moved back to the host: they stay there, but can be moved again.
         made.__class__ = _ported_pipeline_class(type(made))
     return made
 

@@ -71,7 +71,8 @@ def _with_ones(features: torch.Tensor) -> torch.Tensor:
 def preview_writer(vae: Any, path: str | Path, say: Callable[[str], None]) -> Callable[[torch.Tensor], None]:
     """Return a function of latents (N, T, C, H, W) that writes frames of the first video to a PNG file.
 
-    A copy of the VAE runs on the host. Each call replaces the file; `say` is told how well the map fits.
+    The map is fitted here, once, to what a copy of the VAE on the host decodes. Each call of the function
+    replaces the file. `say` is told how well the map fits.
     """
     from PIL import Image
 

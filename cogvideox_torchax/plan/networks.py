@@ -152,7 +152,8 @@ def step_work(
     Args:
         model, dtype, cache: see the module.
         mesh: of `make_mesh`, of the devices to compile for.
-        chip: the chip whose memory decides whether a device has all weights; None for all of them.
+        chip: the weights are split over "tp" if they do not fit into this chip's memory. With None, each
+            device has all weights.
         frames, height, width: size of the latents.
         guided: whether the batch has the video twice, without the prompt and with it, for guidance.
         parallel: the use of the mesh's axis "tp", as `port` takes it; None chooses by the chip's memory.
@@ -172,13 +173,13 @@ def step_work(
     frames = -(-frames // patch_t) * patch_t  # padded to whole patches, as diffusers' pipelines do
     batch = 2 if guided else 1
     tensors = step_tensors(network, batch=batch, frames=frames, height=height, width=width)
-    # A cache skips layers, which PyTorch would not: then the compiler's own count has to do.
+    # 0: the compiler's own count has to do. PyTorch's would include the layers that the cache skips.
     flops = 0.0 if cache else _counted_flops(network, tensors) / mesh.size
     network.place_on(mesh, parallel, chip and chip.memory)
     (program, tensors), before, kept = network.described_program(tensors), None, 0
     if cache is not None:
         program, tensors = cached_program(network, tensors, cache, batch, step)
-        before = tensors  # the program takes arrays that the previous step, with equal inputs, has kept
+        before = tensors  # the program also takes what the previous step kept, whose inputs were alike
         kept = cache_bytes(program, tensors)
     return NetworkWork(
         "step",

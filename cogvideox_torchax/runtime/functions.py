@@ -80,7 +80,11 @@ def _kernel_takes(q: Any, k: Any, v: Any, mask: Any) -> bool:
 
 
 def _attend(query: Any, key: Any, value: Any, mask: Any, scale: float | None) -> Any:
-    """Return attention (..., H, S, D) by `jax_kernels.attention`; `mask` is (N or 1, 1, 1, K) or None."""
+    """Return attention (..., H, S, D) by `jax_kernels.attention`; `mask` is (N or 1, 1, 1, K) or None.
+
+    The kernel takes no mask, so one more channel carries it: 1 in each query, and 0 or `MASKED` in each key,
+    which adds 0 or `MASKED` to the scores of that key.
+    """
     import jax_kernels  # takes longer to import than all others
 
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
@@ -89,12 +93,13 @@ def _attend(query: Any, key: Any, value: Any, mask: Any, scale: float | None) ->
         jnp.moveaxis(x.reshape(-1, *(x.shape[-3:] if x.ndim > 2 else (1, *x.shape))), 1, 2)
         for x in (query, key, value)
     )
-    channels, added = max(q.shape[-1], v.shape[-1]), 0 if mask is None else EXTRA_CHANNELS
+    channels = max(q.shape[-1], v.shape[-1])
+    added = 0 if mask is None else EXTRA_CHANNELS
     # Zeros in queries and keys change no score.
     q, k, v = (jnp.pad(x, ((0, 0),) * 3 + ((0, channels + added - x.shape[-1]),)) for x in (q, k, v))
-    if mask is not None:  # the first of the added channels: 1 for queries, `MASKED` for masked keys
-        scores_NK = jnp.where(jnp.broadcast_to(mask[:, 0, 0], k.shape[:2]), 0, MASKED).astype(k.dtype)
-        q, k = q.at[..., channels].set(1), k.at[..., channels].set(scores_NK[..., None])
+    if mask is not None:
+        bias_NK = jnp.where(jnp.broadcast_to(mask[:, 0, 0], k.shape[:2]), 0, MASKED).astype(k.dtype)
+        q, k = q.at[..., channels].set(1), k.at[..., channels].set(bias_NK[..., None])
     y = jax_kernels.attention(*map(_split_by_video, (q, k, v)), scale=scale)[..., : value.shape[-1]]
     return jnp.moveaxis(y, 2, 1).reshape(*query.shape[:-1], value.shape[-1])
 

@@ -45,9 +45,11 @@ class _Differentiated(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         arrays = map(array_of, ctx.saved_tensors)
+        # `forward` put None where torch saved an array.
         leaves = [next(arrays) if leaf is None else leaf for leaf in ctx.leaves]
         saved = jax.tree.unflatten(ctx.structure, leaves)
-        # `pull_back` computes the inputs' gradients from the result's.
+        # `pull_back` computes the inputs' gradients from the result's. Either it was saved itself, or the
+        # inputs were, and the function is computed again.
         pull_back = saved if ctx.recomputed is None else jax.vjp(ctx.recomputed, *saved)[1]
         (gradient,) = gradients
         return None, None, *map(tensor_of, pull_back(array_of(gradient)))

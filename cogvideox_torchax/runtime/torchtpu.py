@@ -1,9 +1,9 @@
 """The bridge between torch and JAX by TorchTPU (`torch-tpu`): experimental, as no TPU has run it yet.
 
-TorchTPU is PyTorch's own device "tpu". Its `jax_op` makes an operation of torch of a JAX function whose
-arguments are arrays, sequences of arrays and plain values; it refuses trees, and annotations of shapes. So an
-operation here takes a list of arrays and returns one. There is one for each function, structure of its
-arguments, and values of those arguments that are no tensors.
+TorchTPU is PyTorch's own device "tpu". Its `jax_op` turns a JAX function into an operation of torch. The
+function's arguments may be arrays, sequences of arrays and plain values, but no trees, and their shapes may
+not be annotated. So an operation here takes a list of arrays and returns one. One operation is made, and
+kept, for each function, structure of its arguments, and set of values of the arguments that are no tensors.
 """
 
 import functools

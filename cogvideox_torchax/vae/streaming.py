@@ -116,6 +116,10 @@ class ChunkedVAE:
         *,
         as_uint8: bool = False,
     ) -> Iterator[torch.Tensor]:
+        """Yield the results of a video, or of an iterable of parts with `num_frames` frames in all.
+
+        Each result is fetched to the host while the next one is computed.
+        """
         chunks, size = self._checked_chunks(direction, given, num_frames)
         return fetched_one_behind(
             self.results(direction, chunks, self._tile_plan(direction, size), as_uint8), fetch

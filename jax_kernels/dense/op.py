@@ -89,7 +89,8 @@ def layer_norm(
 def silu(x: Float[Array, "*any"], *, time_axis: int | None = None) -> Float[Array, "*any"]:
     """Return `x * sigmoid(x)`, float32 inside and rounded once, as in PyTorch; `jax.nn.silu` rounds twice.
 
-    `time_axis` is the axis of the frames, of which a TPU computes a few at a time, or None.
+    `time_axis` is the axis of the frames. If it is given, a TPU computes a few frames at a time, which saves
+    temporaries; None computes all at once.
     """
     return dispatch(silu_on, x, time_axis=time_axis)
 

@@ -148,7 +148,7 @@ def _by_kernel(target: Target, x: Array, kernel: Array, bias: Array | None, *, e
 
 
 def _image_by_kernel(target: Target, x: Array, kernel: Array, bias: Array | None, *, bands: int) -> Array:
-    """Upsample an image by the Pallas kernel, which needs several frames: bands take their place.
+    """Upsample an image by the Pallas kernel: it needs several frames, so bands of rows are passed as frames.
 
     XLA takes 52 s to compile its own convolution of 120 x 180 x 512, and 3 s for this.
     """
@@ -168,7 +168,7 @@ def _by_xla(
     # Both forms give the same. On a TPU the first is faster for several frames, as a tile then holds frames
     # and channels.
     tiles_of_frames = target.on_tpu and x.shape[1] > 1
-    doubled = xla.double_pixels_outside(x) if tiles_of_frames else xla.double_pixels(x)
+    doubled = xla.double_pixels_as_outer_axes(x) if tiles_of_frames else xla.double_pixels(x)
 
     def convolve(columns: Array, taps: Array, padding: tuple[int, int]) -> Array:
         return conv_frames(columns, taps, padding=((zero_rows, zero_rows), padding))
