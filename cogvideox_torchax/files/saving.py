@@ -62,7 +62,7 @@ def _array(frames: Any) -> np.ndarray:
 
 
 def _one_video(array: np.ndarray, *, given: Any) -> np.ndarray:
-    """Return one video's array as (T, H, W, 3); raise `VideoError`, which names what was given, if it is none."""
+    """Return one video's array as (T, H, W, 3); raise `VideoError` about what was given otherwise."""
     kind, shape = type(given).__name__, tuple(getattr(given, "shape", array.shape))
     is_float = np.issubdtype(array.dtype, np.floating)
     if not is_float and array.dtype != np.uint8:
