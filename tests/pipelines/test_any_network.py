@@ -7,10 +7,9 @@ import types
 import diffusers
 import pytest
 import torch
-from diffusers import CogVideoXTransformer3DModel, ConsisIDTransformer3DModel
-from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers import CogVideoXTransformer3DModel, ConfigMixin, ConsisIDTransformer3DModel, ModelMixin
+from diffusers.configuration_utils import register_to_config
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
-from diffusers.models.modeling_utils import ModelMixin
 from diffusers.pipelines.consisid.pipeline_consisid import ConsisIDPipeline  # no need of OpenCV
 from torch import nn
 from torch.nn import functional as F
@@ -18,9 +17,46 @@ from torch.nn import functional as F
 from cogvideox_torchax import make_mesh, port, runtime
 from cogvideox_torchax.pipelines import known, layers, transformer
 from cogvideox_torchax.pipelines.port import PortedPipeline
-from tests import small_pipelines
-from tests.pipelines.unknown_networks import TOLERANCE, consisid, identified
+from tests import reference, small_pipelines
+from tests.pipelines.test_pipeline import frames, latents
 from tests.reference import largest_error
+
+pytestmark = pytest.mark.usefixtures("torchax_off")
+
+TOLERANCE = 1e-4
+"""Relative error of the frames in float32."""
+
+CONSISID = {
+    **small_pipelines.TRANSFORMER,
+    "num_layers": 1,
+    "num_attention_heads": 6,
+    "in_channels": 32,
+    "use_rotary_positional_embeddings": True,
+    "is_train_face": True,
+    "cross_attn_interval": 1,
+    "cross_attn_dim_head": 8,
+    "cross_attn_num_heads": 2,
+    **{"LFE_id_dim": 24, "LFE_vit_dim": 16, "LFE_depth": 5, "LFE_dim_head": 8, "LFE_num_heads": 2},
+    **{"LFE_output_dim": 64, "LFE_num_querie": 4},
+}
+
+
+def consisid():
+    torch.manual_seed(1)
+    model = reference.randomized(ConsisIDTransformer3DModel(**CONSISID))
+    pipe = ConsisIDPipeline(**small_pipelines.one_layer("image", transformer=model).components)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def faces():
+    """Return the arguments of ConsisID's call beside those of a pipeline of images."""
+    draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(5))
+    return {"id_cond": draw(1, 24), "id_vit_hidden": [draw(1, 5, 16) for _ in range(5)]}
+
+
+def identified(pipe):
+    return frames(pipe, "image", **faces())
 
 
 class WithCamera(CogVideoXTransformer3DModel):
@@ -86,8 +122,9 @@ class Sampler(diffusers.DiffusionPipeline):
 
 def sampler(kind):
     torch.manual_seed(0)
-    model = Plain() if kind == "plain" else small_pipelines.transformer("2b", max_text_seq_length=5)
+    model = Plain()
     if kind == "subclass":
+        model = small_pipelines.transformer("2b", num_layers=1, max_text_seq_length=5)
         model.__class__ = WithCamera
     return Sampler(
         small_pipelines.text_encoder(num_layers=1), small_pipelines.vae(), model, small_pipelines.scheduler()
@@ -109,7 +146,6 @@ PROGRAMS = {
 MESHES = {"one device": None, "2x4": (2, 4)}
 
 
-@pytest.mark.usefixtures("torchax_off")
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
 @pytest.mark.parametrize(("make", "run"), PROGRAMS.values(), ids=PROGRAMS)
 def test_a_program_of_others_equals_pytorch(make, run, mesh, caplog):
@@ -137,39 +173,20 @@ def test_layers_of_a_network_get_their_kernels_and_attention_never_has_all_score
     assert not {nn.Linear, nn.LayerNorm} & kinds
 
 
-@pytest.mark.usefixtures("torchax_off")
 def test_parts_of_a_ported_pipeline_make_another_pipeline_that_runs(tmp_path):
     pipe = port(consisid())
-    expected = identified(pipe)
     made = ConsisIDPipeline(**pipe.components)
     made.set_progress_bar_config(disable=True)
     assert isinstance(made, PortedPipeline)
-    assert torch.equal(identified(made), expected)
+    assert torch.equal(*(latents(each, "image", **faces()) for each in (pipe, made)))
     assert isinstance(ConsisIDPipeline.from_pipe(pipe), PortedPipeline)
     pipe.save_pretrained(tmp_path)
     loaded = ConsisIDTransformer3DModel.from_pretrained(tmp_path / "transformer")
     assert torch.equal(loaded.proj_out.weight, runtime.to_torch(pipe.transformer.proj_out.weight))
 
 
-@pytest.mark.usefixtures("torchax_off")
-def test_a_lora_of_an_unknown_network_is_loaded_merged_and_taken_out(tmp_path):
-    small_pipelines.save_lora(consisid(), tmp_path)
-    stock, pipe = consisid(), port(consisid())
-    before = identified(pipe)
-    for each in (stock, pipe):
-        each.load_lora_weights(tmp_path)
-    expected = identified(stock)
-    assert largest_error(expected, before) > 1e-3
-    assert largest_error(identified(pipe), expected) < TOLERANCE
-    pipe.fuse_lora()
-    assert largest_error(identified(pipe), expected) < TOLERANCE
-    pipe.unfuse_lora()
-    pipe.unload_lora_weights()
-    assert largest_error(identified(pipe), before) < TOLERANCE
-
-
 class Faster(diffusers.CogVideoXPipeline):
-    """A subclass that adds arguments to methods which `port` wraps."""
+    """A subclass that adds arguments to methods which `port` wraps, and whose call is its own."""
 
     def _prepare_rotary_positional_embeddings(self, height, width, num_frames, device, fps=8):
         table = super()._prepare_rotary_positional_embeddings(height, width, num_frames, device)
@@ -178,55 +195,41 @@ class Faster(diffusers.CogVideoXPipeline):
     def decode_latents(self, latents, brightness=1.0):
         return super().decode_latents(latents) * brightness
 
-    def __call__(self, *args, fps, **kwargs):
-        made = self._prepare_rotary_positional_embeddings
-        self._prepare_rotary_positional_embeddings = functools.partial(made, fps=fps)
-        try:
-            return super().__call__(*args, **kwargs)
-        finally:
-            del self._prepare_rotary_positional_embeddings
+    def __call__(self, latents, *, fps):
+        table = self._prepare_rotary_positional_embeddings(8, 16, 3, self.device, fps=fps)
+        return *table, self.decode_latents(latents, brightness=2.0)
 
 
-@pytest.mark.usefixtures("torchax_off")
 def test_a_subclass_may_add_arguments_to_a_pipelines_methods():
     stock, pipe = (Faster(**small_pipelines.one_layer().components) for _ in range(2))
-    port(pipe)
-    results = [each(**small_pipelines.inputs("text"), fps=12).frames for each in (stock, pipe)]
-    assert largest_error(*reversed(results)) < TOLERANCE
     latents = torch.randn(1, 3, 16, 4, 8, generator=torch.Generator().manual_seed(0))
-    expected = stock.decode_latents(latents, brightness=2.0)
-    result = pipe.decode_latents(runtime.to_jax(latents), brightness=2.0)
-    assert largest_error(result, expected) < TOLERANCE
+    expected = stock(latents, fps=12)
+    for want, got in zip(expected, port(pipe)(runtime.to_jax(latents), fps=12), strict=True):
+        assert largest_error(runtime.to_torch(got), want) < TOLERANCE
 
 
-@pytest.mark.usefixtures("torchax_off")
 def test_prompts_on_the_host_are_moved_beside_those_on_jax():
     stock, pipe = small_pipelines.one_layer(), port(small_pipelines.one_layer())
     prompt, negative = stock.encode_prompt("a cat", "", max_sequence_length=16)
-    given = small_pipelines.inputs("text", prompt=None)
-    expected = stock(**given, prompt_embeds=prompt, negative_prompt_embeds=negative).frames
-    for mixed in ((prompt, negative), (runtime.to_jax(prompt), negative), (prompt, runtime.to_jax(negative))):
-        given = small_pipelines.inputs("text", prompt=None)
-        frames = pipe(**given, prompt_embeds=mixed[0], negative_prompt_embeds=mixed[1]).frames
-        assert largest_error(frames, expected) < TOLERANCE
+
+    def sampled_from(pipe, prompt, negative):
+        embeddings = {"prompt_embeds": prompt, "negative_prompt_embeds": negative}
+        return latents(pipe, prompt=None, guidance_scale=6.0, **embeddings)
+
+    expected, to_jax = sampled_from(stock, prompt, negative), runtime.to_jax
+    for mixed in ((prompt, negative), (to_jax(prompt), negative), (prompt, to_jax(negative))):
+        assert largest_error(sampled_from(pipe, *mixed), expected) < TOLERANCE
 
 
 def test_compiled_models_are_unwrapped_at_the_port_and_after_it():
     pipe = small_pipelines.one_layer()
     pipe.vae, pipe.transformer = torch.compile(pipe.vae), torch.compile(pipe.transformer)
     port(pipe)
-    expected = pipe(**small_pipelines.inputs("text")).frames
-    assert type(pipe.transformer) is transformer.CogVideoXTransformer3DModel
-    pipe.transformer = torch.compile(pipe.transformer)
-    assert torch.equal(pipe(**small_pipelines.inputs("text")).frames, expected)
-    assert type(pipe.transformer) is transformer.CogVideoXTransformer3DModel
-
-
-def test_a_scheduler_is_ported_alone():
-    scheduler = small_pipelines.scheduler()
-    assert port(scheduler) is scheduler
-    scheduler.set_timesteps(4, device="jax")
-    assert not runtime.on_jax(scheduler.alphas_cumprod)
+    for _ in range(2):
+        pipe(**small_pipelines.inputs("text", num_inference_steps=1))
+        assert type(pipe.transformer) is transformer.CogVideoXTransformer3DModel
+        assert pipe.transformer.program.compilations == 1
+        pipe.transformer = torch.compile(pipe.transformer)
 
 
 def test_a_vae_of_another_package_is_refused_by_its_module():
@@ -251,6 +254,6 @@ def test_modules_of_an_object_are_moved_and_weights_that_jax_lacks_stay_on_the_h
 def test_a_subclass_that_computes_the_same_is_a_known_network():
     model = small_pipelines.transformer("5b", num_layers=1)
     model.__class__ = type("Same", (CogVideoXTransformer3DModel,), {"extra": lambda self: 3})
-    ported = port(small_pipelines.build(transformer=model)).transformer
+    ported = known.port_network(model)
     assert isinstance(ported, transformer.CogVideoXTransformer3DModel)
     assert ported.extra() == 3

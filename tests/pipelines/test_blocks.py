@@ -53,20 +53,17 @@ def given(model, videos=2):
     }
 
 
-def step(model, videos=2, **options):
-    """Run a step of a model, stock or ported; return a plain tensor."""
-    return runtime.without_torchax(lambda: model(**given(model, videos), **options, return_dict=False)[0])
-
-
-def ported_step(model, videos=2, **changed):
-    tensors = jax.tree.map(runtime.to_jax, runtime.without_torchax(given, model, videos)) | changed
+def step(model, videos=2, **changed):
+    """Run a step of a model, stock or ported, where its weights are; return a plain tensor."""
+    tensors = runtime.without_torchax(given, model, videos)
+    if not runtime.is_on_jax(model):
+        return runtime.without_torchax(lambda: model(**tensors, **changed, return_dict=False)[0])
+    tensors = jax.tree.map(runtime.to_jax, tensors) | changed
     return runtime.to_torch(model(**tensors, return_dict=False)[0])
 
 
 def stock(version="5b", **overrides):
-    return runtime.without_torchax(
-        functools.partial(small_pipelines.transformer, version, **SMALL, **overrides)
-    )
+    return runtime.without_torchax(small_pipelines.transformer, version, **{**SMALL, **overrides})
 
 
 def ported(version="5b", split="one device", dtype=torch.float32, *, fused=False):
@@ -81,6 +78,10 @@ def ported(version="5b", split="one device", dtype=torch.float32, *, fused=False
     return model
 
 
+shared = functools.cache(ported)
+"""A model that a test does not change."""
+
+
 @functools.cache
 def reference(version="5b", videos=2):
     return step(stock(version), videos)
@@ -90,25 +91,29 @@ def reference(version="5b", videos=2):
     ("version", "split"),
     [
         *(("5b", split) for split in SPLITS),
-        *((version, split) for version in ("2b", "1.5") for split in SPLITS if "1x8" not in split),
+        *(
+            (version, split)
+            for version in ("2b", "1.5")
+            for split in ("one device", "2x4 context", "2x4 tensor")
+        ),
     ],
 )
 def test_a_step_is_that_of_stock_diffusers(version, split):
-    model = ported(version, split)
+    model = shared(version, split)
     assert TransformerStep(model).joined
-    assert relative_error(ported_step(model), reference(version)) < TOLERANCE
+    assert relative_error(step(model), reference(version)) < TOLERANCE
 
 
 def test_one_video_is_split_over_dp_too():
-    model = ported(split="2x4 context")
+    model = shared("5b", "2x4 context")
     assert model.placement.token_axes(1) == ("dp", "tp")
-    assert relative_error(ported_step(model, 1), reference(videos=1)) < TOLERANCE
+    assert relative_error(step(model, 1), reference(videos=1)) < TOLERANCE
 
 
 @pytest.mark.parametrize("split", ["one device", "2x4 context", "2x4 tensor"])
 def test_sixteen_bits_are_as_close_as_pytorchs_own(split):
     native = step(runtime.without_torchax(stock().to, torch.bfloat16))
-    got = ported_step(ported(split=split, dtype=torch.bfloat16))
+    got = step(ported(split=split, dtype=torch.bfloat16))
     assert rms_error(got, reference()) < BFLOAT16_RMS_RATIO * rms_error(native, reference())
 
 
@@ -123,7 +128,7 @@ def test_fused_projections_change_nothing(split, fused_before):
     assert runtime.on_jax(attention.to_qkv.weight)
     assert "Fused" in type(attention.processor).__name__
     assert TransformerStep(model).joined
-    assert relative_error(ported_step(model), reference()) < TOLERANCE
+    assert relative_error(step(model), reference()) < TOLERANCE
 
 
 def test_what_was_fused_and_is_no_more_runs_on_its_own_weights():
@@ -139,12 +144,12 @@ def test_what_was_fused_and_is_no_more_runs_on_its_own_weights():
     change(model)
     want = step(changed)
     assert relative_error(want, reference()) > 1e-3
-    assert relative_error(ported_step(model), want) < TOLERANCE
+    assert relative_error(step(model), want) < TOLERANCE
 
 
 @pytest.mark.parametrize("split", ["one device", "2x4 context"])
 def test_one_timestep_is_that_of_all_videos(split):
-    got = ported_step(ported(split=split), timestep=runtime.to_jax(torch.tensor([499])))
+    got = step(shared("5b", split), timestep=runtime.to_jax(torch.tensor([499])))
     assert relative_error(got, reference()) < TOLERANCE
 
 
@@ -154,14 +159,14 @@ def test_weights_moved_or_loaded_lie_where_the_mesh_has_them(split):
         return {name: runtime.array_of(weight).sharding for name, weight in model.named_parameters()}
 
     model = ported(split=split)
-    wanted, program, before = places(), model.program, ported_step(model)
+    wanted, program, before = places(), model.program, step(model)
     model.to("cpu").proj_out.bias.mul_(2)
     model.to("jax")
     assert places() == wanted
-    assert relative_error(ported_step(model), before) > 1e-3
+    assert relative_error(step(model), before) > 1e-3
     model.load_state_dict({name: runtime.to_jax(value) for name, value in stock().state_dict().items()})
     assert places() != wanted
-    assert relative_error(ported_step(model), reference()) < TOLERANCE
+    assert relative_error(step(model), reference()) < TOLERANCE
     assert places() == wanted
     assert (model.program, program.compilations) == (program, 1)
 
@@ -210,7 +215,7 @@ def test_a_processor_that_writes_to_itself_is_compiled_once():
     processor, model = Counting(), ported("2b")
     model.set_attn_processor(processor)
     for _ in range(2):
-        assert relative_error(ported_step(model), reference("2b")) < TOLERANCE
+        assert relative_error(step(model), reference("2b")) < TOLERANCE
     assert model.program.compilations == 1
     assert processor.count == 0
     assert processor.seen == {"all": [types.SimpleNamespace(last=None)]}
@@ -225,46 +230,38 @@ def test_rotary_tables_of_another_size_are_refused(joined, positions):
         model.transformer_blocks[0].register_forward_hook(lambda *_: None)
     table = runtime.to_jax(torch.ones(patches + positions, 16))
     with pytest.raises(ValueError, match=f"tables of {patches + positions} positions for {patches} patches"):
-        ported_step(model, image_rotary_emb=(table, table))
+        step(model, image_rotary_emb=(table, table))
 
 
-def test_a_chosen_split_stays_where_nothing_else_is_asked_for():
-    model = ported(split="2x4 tensor")
-    program = model.program
-    model.place_on(make_mesh(2, 4))
-    model.place()
-    assert model.parallelism.kind == TENSOR
-    assert model.program is program
-
-
-@pytest.mark.parametrize("part", ["attn1.to_q", "ff"])
-def test_a_hook_on_a_part_inside_acts(part):
+@pytest.mark.parametrize(
+    ("part", "split"),
+    [
+        *((part, "2x4 context") for part in ("attn1.to_q", "ff", "attn1")),
+        ("attn1", "one device"),
+    ],
+)
+def test_a_hook_on_a_part_inside_acts_and_sees_what_diffusers_shows_there(part, split):
     def twice(module, args, result):
-        return result * 2
+        seen.append(jax.tree.map(lambda part: part.shape, result))
+        return jax.tree.map(lambda part: part * 2, result)
 
-    changed, model = stock(), ported(split="2x4 context")
+    changed, model, seen = stock(), ported(split=split), []
     for hooked in (changed, model):
-        hooked.transformer_blocks[0].get_submodule(part).register_forward_hook(twice)
-    assert relative_error(ported_step(model), step(changed)) < TOLERANCE
-
-
-@pytest.mark.parametrize("split", ["one device", "2x4 context"])
-def test_who_looks_at_a_part_sees_what_diffusers_shows_there(split):
-    model, seen = ported(split=split), []
-    attention = model.transformer_blocks[1].attn1
-    attention.register_forward_hook(lambda module, args, result: seen.extend(part.shape for part in result))
-    assert relative_error(ported_step(model), reference()) < TOLERANCE
-    assert seen == [(2, FRAMES * HEIGHT * WIDTH // 4, 128), (2, TEXT, 128)]
+        hooked.transformer_blocks[1].get_submodule(part).register_forward_hook(twice)
+    assert relative_error(step(model), step(changed)) < TOLERANCE
+    assert seen[0] == seen[-1]
 
 
 @pytest.fixture(scope="module")
 def tensors():
     runtime.enable()
-    return step_tensors(ported(), batch=2, frames=FRAMES, height=HEIGHT, width=WIDTH, text=TEXT)
+    return step_tensors(
+        shared("5b", "one device"), batch=2, frames=FRAMES, height=HEIGHT, width=WIDTH, text=TEXT
+    )
 
 
 def test_by_tokens_four_exchanges_a_layer_are_all_that_travels(tensors):
-    found = report.report_network(ported(split="2x4 context"), tensors)
+    found = report.report_network(shared("5b", "2x4 context"), tensors)
     rows = {row.layer: row for row in found.layers}
     own = -(-(TEXT + FRAMES * HEIGHT * WIDTH // 4) // 4) * 128 * 4
     for block in (rows[f"model.transformer_blocks.{i}"] for i in range(2)):
@@ -273,12 +270,25 @@ def test_by_tokens_four_exchanges_a_layer_are_all_that_travels(tensors):
     assert "all-reduce" not in found.collectives
 
 
+def test_by_channels_halves_of_guidance_go_over_dp_and_sums_and_a_few_vectors_travel(tensors):
+    found = report.report_network(shared("5b", "2x4 tensor"), tensors)
+    rows = {row.layer: row for row in found.layers}
+    layers = [f"model.transformer_blocks.{i}" for i in range(2)]
+    assert {(rows[name].spec, rows[name].shards) for name in layers} == {("P('dp', None, None)", 2)}
+    tokens, channels, blocks = TEXT + FRAMES * HEIGHT * WIDTH // 4, 128, 2
+    # Of one of the two videos: after attention and the feed-forward its tokens, six vectors before each.
+    summed = blocks * 2 * 4 * (tokens * channels + 6 * channels)
+    assert found.collectives["all-reduce"].bytes == summed
+    assert set(found.collectives) == {"all-reduce", "all-gather"}
+    assert found.collectives["all-gather"].largest == 2 * FRAMES * 16 * HEIGHT * WIDTH * 4
+
+
 def test_weights_that_do_not_fit_are_gathered_in_their_layer(tensors):
-    model = ported(split="2x4 context, weights gathered")
+    model = shared("5b", "2x4 context, weights gathered")
     weight = runtime.array_of(model.transformer_blocks[0].ff.net[0].proj.weight)
     assert weight.sharding.shard_shape(weight.shape) == (128, 128)
     found = report.report_network(model, tensors)
-    whole = report.report_network(ported(split="2x4 context"), tensors)
+    whole = report.report_network(shared("5b", "2x4 context"), tensors)
     assert found.argument_bytes < 0.5 * whole.argument_bytes
     matrices = sum(p.numel() * 4 for p in stock().transformer_blocks.parameters() if p.ndim == 2)
     assert found.collectives["all-gather"].bytes >= matrices

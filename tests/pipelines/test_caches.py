@@ -1,4 +1,4 @@
-"""diffusers' caches on a ported pipeline: the steps that stock diffusers skips, and its frames."""
+"""diffusers' caches on a ported pipeline: the steps that stock diffusers skips, and its latents."""
 
 import copy
 import functools
@@ -11,18 +11,21 @@ from unittest.mock import Mock
 import jax
 import pytest
 import torch
-from diffusers.hooks.faster_cache import FasterCacheConfig
-from diffusers.hooks.first_block_cache import FirstBlockCacheConfig, apply_first_block_cache
-from diffusers.hooks.mag_cache import MagCacheConfig
-from diffusers.hooks.pyramid_attention_broadcast import PyramidAttentionBroadcastConfig
-from diffusers.hooks.sea_cache import SeaCacheConfig
-from diffusers.hooks.taylorseer_cache import TaylorSeerCacheConfig
+from diffusers import (
+    FasterCacheConfig,
+    FirstBlockCacheConfig,
+    MagCacheConfig,
+    PyramidAttentionBroadcastConfig,
+    SeaCacheConfig,
+    TaylorSeerCacheConfig,
+    apply_first_block_cache,
+)
 
-from cogvideox_torchax import port, runtime
+from cogvideox_torchax import runtime
 from cogvideox_torchax.vae.tolerances import relative_error
 from examples.small_pipeline import SENTENCES
 from tests import small_pipelines
-from tests.pipelines.test_pipeline import PLACEMENTS, TOLERANCE, port_to, shared
+from tests.pipelines.test_pipeline import PLACEMENTS, TOLERANCE, pipeline
 from tests.reference import compilations
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.meshgrid")  # of diffusers' FasterCache
@@ -30,13 +33,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.meshgrid")  # of diffusers
 STEPS = 6
 
 
-def build(kind="text", version="5b", placement=None):
+def build(kind="text", version="5b", placement=None, cache=None):
     """Build a pipeline of three layers, whose transformer is its own."""
-    vae, text_encoder = shared(placement)
-    parts = {"vae": small_pipelines.configured(vae, version), "text_encoder": text_encoder}
     conditioning = small_pipelines.conditioning(kind, version)
-    model = small_pipelines.transformer(version, num_layers=3, **conditioning)
-    return small_pipelines.build(kind, version, transformer=model, **parts)
+    model = runtime.without_torchax(small_pipelines.transformer, version, num_layers=3, **conditioning)
+    if cache is not None:
+        runtime.without_torchax(model.enable_cache, cache)
+    return pipeline(kind, version, placement, transformer=model)
 
 
 def first_block(pipe, threshold=0.3):
@@ -84,8 +87,9 @@ CONFIGS = {
 }
 
 
-def frames(pipe, kind="text", **overrides):
-    return pipe(**small_pipelines.inputs(kind, **{"num_inference_steps": STEPS, **overrides})).frames
+def latents(pipe, kind="text", **overrides):
+    given = {"num_inference_steps": STEPS, "output_type": "latent", **overrides}
+    return runtime.to_torch(pipe(**small_pipelines.inputs(kind, **given)).frames)
 
 
 def clip(kind, version):
@@ -111,13 +115,13 @@ def recorded_steps(model):
 
 @functools.cache
 def reference(kind, version, name):
-    """Frames of stock diffusers with this cache, and which steps it computed whole."""
+    """Latents of stock diffusers with this cache, and which steps it computed whole."""
 
     def run():
         pipe = build(kind, version)
         pipe.transformer.enable_cache(CONFIGS[name](pipe))
         steps = recorded_steps(pipe.transformer)
-        found = frames(pipe, kind, **clip(kind, version))
+        found = latents(pipe, kind, **clip(kind, version))
         return found, [step == steps[0] for step in steps]  # the first step computes everything
 
     return runtime.without_torchax(run)
@@ -139,7 +143,7 @@ def donated(monkeypatch):
 
 @functools.lru_cache(maxsize=1)
 def for_all_caches(kind, version, placement):
-    return port_to(placement, build(kind, version, placement))
+    return build(kind, version, placement)
 
 
 QUICK = [
@@ -188,8 +192,8 @@ def test_a_cache_skips_what_it_skips_in_stock_diffusers(kind, version, placement
     pipe.transformer.disable_cache()
     pipe.transformer.enable_cache(CONFIGS[name](pipe))
     with compilations() as compiled:
-        frames(pipe, kind, num_inference_steps=2, output_type="latent", **clip(kind, version))
-        got = frames(pipe, kind, **clip(kind, version))
+        latents(pipe, kind, num_inference_steps=2, **clip(kind, version))
+        got = latents(pipe, kind, **clip(kind, version))
     assert compiled.count("jit(CachedStep)") <= 4
     assert relative_error(got, want) < TOLERANCE
     assert pipe.transformer.step_cache.computed == computed
@@ -201,27 +205,24 @@ def test_a_cache_skips_what_it_skips_in_stock_diffusers(kind, version, placement
 @pytest.mark.parametrize("name", ["broadcast", "taylor"])
 def test_beside_a_hook_on_attention_a_cache_skips_what_it_skips_without(name):
     want, computed = reference("text", "5b", name)
-    pipe = port(build(placement="one device"))
-    seen = []
+    pipe, seen = build(placement="one device"), []
     pipe.transformer.transformer_blocks[1].attn1.register_forward_hook(lambda *_: seen.append(1))
     pipe.transformer.enable_cache(CONFIGS[name](pipe))
-    assert relative_error(frames(pipe), want) < TOLERANCE
+    assert relative_error(latents(pipe), want) < TOLERANCE
     assert pipe.transformer.step_cache.computed == computed
     assert seen
 
 
 @functools.cache
 def without():
-    """Frames of stock diffusers without a cache."""
-    return runtime.without_torchax(lambda: frames(build()))
+    """Latents of stock diffusers without a cache."""
+    return runtime.without_torchax(lambda: latents(build()))
 
 
 @pytest.fixture(scope="module")
 def enabled_before():
     """Return a pipeline whose cache was enabled before it was ported."""
-    pipe = build(placement="one device")
-    runtime.without_torchax(pipe.transformer.enable_cache, first_block(pipe))
-    return port(pipe)
+    return build(placement="one device", cache=first_block(None))
 
 
 @pytest.fixture
@@ -234,7 +235,7 @@ def ported(enabled_before):
 
 def is_as_stock(pipe, **overrides):
     want, computed = reference("text", "5b", "first block")
-    got = relative_error(frames(pipe, **overrides), want)
+    got = relative_error(latents(pipe, **overrides), want)
     return got < TOLERANCE and pipe.transformer.step_cache.computed == computed
 
 
@@ -244,11 +245,11 @@ def test_a_cache_enabled_before_the_port_is_traced_once_and_begins_anew_with_eac
         assert is_as_stock(ported)
     assert compiled.count("jit(CachedStep)") == 1
     with compilations() as compiled:
-        frames(ported, prompt="an astronaut hatches")
+        latents(ported, prompt="an astronaut hatches")
         assert is_as_stock(ported)
         ported.transformer.disable_cache()
         ported.transformer.enable_cache(first_block(ported, threshold=1e-6))
-        frames(ported)
+        latents(ported)
     assert not compiled
     assert ported.transformer.step_cache is not network
     assert ported.transformer.step_cache.computed == [True] * STEPS
@@ -257,7 +258,7 @@ def test_a_cache_enabled_before_the_port_is_traced_once_and_begins_anew_with_eac
 
 def test_what_a_run_kept_that_failed_is_not_reused(ported):
     with pytest.raises(KeyError):
-        frames(ported, prompt="the sea is calm", callback_on_step_end=Mock(side_effect=KeyError("stopped")))
+        latents(ported, prompt="the sea is calm", callback_on_step_end=Mock(side_effect=KeyError("stopped")))
     assert is_as_stock(ported)
 
 
@@ -279,7 +280,7 @@ def test_threads_do_not_mix_with_a_transformer_each_or_one_for_both(ported):
         return {}
 
     def run(pipe, prompt, callback=None):
-        return frames(pipe, prompt=prompt, callback_on_step_end=callback)
+        return latents(pipe, prompt=prompt, callback_on_step_end=callback)
 
     want = [run(*each) for each in zip(pipes, SENTENCES, strict=False)]
     with ThreadPoolExecutor(3) as pool:
@@ -312,14 +313,14 @@ def test_a_copy_keeps_the_cache_and_a_pickle_drops_it(ported):
     assert is_as_stock(copied)
     plain = runtime.without_torchax(lambda: pickle.loads(pickle.dumps(copied)))
     assert not plain.transformer.is_cache_enabled
-    assert relative_error(runtime.without_torchax(frames, plain), without()) < TOLERANCE
+    assert relative_error(runtime.without_torchax(latents, plain), without()) < TOLERANCE
 
 
 def test_on_the_host_the_cache_is_diffusers_own_and_back_on_jax_it_is_ours(ported):
     want, _ = reference("text", "5b", "first block")
     ported.to("cpu")
     assert ported.transformer.step_cache is None
-    assert relative_error(runtime.without_torchax(frames, ported), want) < 1e-6
+    assert relative_error(runtime.without_torchax(latents, ported), want) < 1e-6
     assert is_as_stock(ported.to("jax"))
 
 
@@ -331,7 +332,7 @@ def test_a_cache_applied_by_diffusers_function_is_seen(ported):
 
 def test_the_progress_bar_counts_the_steps_and_says_how_many_were_skipped(ported, capsys):
     ported.set_progress_bar_config(disable=False, ascii=True)
-    frames(ported, output_type="latent")
+    latents(ported)
     ported.set_progress_bar_config(disable=True)
     shown, skipped = capsys.readouterr().err, ported.transformer.step_cache.computed.count(False)
     assert f"{STEPS}/{STEPS}" in shown
@@ -346,7 +347,7 @@ def test_a_cache_without_effect_says_so_and_a_disabled_one_leaves_nothing(ported
     assert ported.transformer.step_cache is None
     with pytest.warns(UserWarning, match=f"{type(config).__name__} skips nothing on CogVideoX.*FirstBlock"):
         ported.transformer.enable_cache(config)
-    assert relative_error(frames(ported), without()) < TOLERANCE
+    assert relative_error(latents(ported), without()) < TOLERANCE
     ported.transformer.disable_cache()
     assert not any("forward" in vars(module) for module in ported.transformer.modules())
 
@@ -362,9 +363,8 @@ def test_magcache_calibrates_as_in_diffusers(capsys):
     printed = []
     for placement in (None, "one device"):
         pipe = build(placement=placement)
-        pipe = pipe if placement is None else port_to(placement, pipe)
         pipe.transformer.enable_cache(MagCacheConfig(calibrate=True, num_inference_steps=STEPS))
-        frames(pipe, output_type="latent")
+        latents(pipe)
         printed.append(torch.tensor(eval(capsys.readouterr().out.splitlines()[-2])))
     assert len(printed[0]) == STEPS
     assert relative_error(printed[1], printed[0]) < TOLERANCE

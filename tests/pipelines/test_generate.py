@@ -2,21 +2,20 @@
 
 import json
 import re
-from fractions import Fraction
+from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
 import torch
 from diffusers import CogVideoXDPMScheduler
 from PIL import Image
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from cogvideox_torchax import cli, make_mesh
 from cogvideox_torchax.cli import common
-from cogvideox_torchax.files import latents, video
+from cogvideox_torchax.files import latents, tensors as tensor_files, video
 from cogvideox_torchax.pipelines import generate as generation, stages
 from cogvideox_torchax.pipelines.transformer import CogVideoXTransformer3DModel
 from tests import small_pipelines
@@ -29,30 +28,16 @@ MODELS = {
     "text": ("text", "5b"),
     "image": ("image", "5b"),
     "control": ("control", "5b"),
-    "noisy": ("text", "5b"),
+    "noisy": ("text", "5b", CogVideoXDPMScheduler),
     "1.5": ("text", "1.5"),
     "learned": ("image", "5b-I2V"),
 }
+"""Arguments of `saved`. A noisy model's scheduler draws noise in every step, and reads the one before."""
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """Pipelines on disk, saved when they are first asked for.
-
-    "noisy" has a scheduler that draws noise in every step and looks back at the one before.
-    """
-    root = tmp_path_factory.mktemp("models")
-
-    def saved(name):
-        if not (root / name).exists():
-            kind, version = MODELS[name]
-            pipe = small_pipelines.one_layer(kind, version)
-            if name == "noisy":
-                pipe.scheduler = small_pipelines.scheduler(CogVideoXDPMScheduler)
-            pipe.save_pretrained(root / name)
-        return root / name
-
-    return saved
+@pytest.fixture
+def models(saved):
+    return lambda name: saved(*MODELS[name])
 
 
 @pytest.fixture
@@ -73,11 +58,8 @@ def generate(model, *more, output="frames"):
 
 
 def pictures(directory):
-    return [np.asarray(Image.open(path)) for path in sorted(Path(directory).iterdir())]
-
-
-def same(one, other):
-    return len(one) == len(other) and all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+    """Return the pictures of a directory as one array (T, H, W, 3) of integers."""
+    return np.stack([np.asarray(Image.open(path), int) for path in sorted(Path(directory).iterdir())])
 
 
 @pytest.mark.parametrize(("name", "mesh"), [("text", ["--dp", 2, "--tp", 4]), ("1.5", [])])
@@ -86,54 +68,38 @@ def test_the_frames_are_those_of_stock_diffusers(models, name, mesh):
     stock = small_pipelines.CLASSES["text"].from_pretrained(models(name))
     stock.set_progress_bar_config(disable=True)
     options = {"prompt": "a panda", "guidance_scale": 6.0, "output_type": "pil"}
-    want = [np.asarray(p).astype(int) for p in stock(**small_pipelines.inputs("text", **options)).frames[0]]
+    (want,) = stock(**small_pipelines.inputs("text", **options)).frames
     assert generate(models(name), *mesh) == 0
     got = pictures("frames")
-    assert len(got) == len(want) == small_pipelines.FRAMES
-    assert max(np.abs(a - b).max() for a, b in zip(got, want, strict=True)) <= 1
+    assert len(got) == small_pipelines.FRAMES
+    assert np.abs(got - np.stack([np.asarray(picture, int) for picture in want])).max() <= 1
 
 
 @pytest.fixture
-def steps(monkeypatch):
-    """Return a list that grows with every step of denoising."""
-    made, real = [], CogVideoXTransformer3DModel.forward
-
-    def forward(self, *args, **kwargs):
-        made.append(self)
-        return real(self, *args, **kwargs)
-
-    monkeypatch.setattr(CogVideoXTransformer3DModel, "forward", forward)
-    return made
+def steps():
+    """Return a mock that counts the steps of denoising."""
+    forward = CogVideoXTransformer3DModel.forward
+    with patch.object(CogVideoXTransformer3DModel, "forward", autospec=True, side_effect=forward) as made:
+        yield made
 
 
-@pytest.fixture
-def shown(monkeypatch):
-    """Return a list that grows with every picture that a preview writes."""
-    pictures, inherited = [], Image.Image.save
-
-    def save(image, path, *kind):
-        if kind:  # frames are written without
-            pictures.append(image.tobytes())
-        inherited(image, path, *kind)
-
-    monkeypatch.setattr(Image.Image, "save", save)
-    return pictures
-
-
-def test_every_stage_takes_up_to_the_same_frames(models, steps, shown, capsys):
+def test_every_stage_takes_up_to_the_same_frames(models, steps, capsys):
     model = models("text")
-    assert generate(model, "--save-stages", "kept", "--preview", "steps.png") == 0
+    with patch.object(Image.Image, "save", autospec=True, side_effect=Image.Image.save) as save:
+        assert generate(model, "--save-stages", "kept", "--preview", "steps.png") == 0
     assert "a linear map of latents that explains" in capsys.readouterr().err
-    assert len(set(shown)) == 4, "one for each step"
+    # Frames are written without a format.
+    shown = {image.tobytes() for image, _path, *kind in (call.args for call in save.call_args_list) if kind}
+    assert len(shown) == 4, "one for each step"
     assert Image.open("steps.png").size == (3 * 3 * 8, 3 * 4)
     assert {path.stem for path in Path("kept").iterdir()} == {"text", "latents"}
     before = latents.load("kept/latents.safetensors").tensor
     for stage in ("latents", "text"):
         more = ["--num-inference-steps", 4] if stage == "text" else []
-        steps.clear()
+        steps.reset_mock()
         assert generate(model, "--save-stages", "kept", "--from-stage", stage, *more, output=stage) == 0
-        assert len(steps) == {"latents": 0, "text": 4}[stage]
-        assert same(pictures(stage), pictures("frames")), stage
+        assert steps.call_count == {"latents": 0, "text": 4}[stage]
+        assert np.array_equal(pictures(stage), pictures("frames")), stage
         assert torch.equal(latents.load("kept/latents.safetensors").tensor, before), stage
 
 
@@ -154,17 +120,14 @@ CONDITIONED = {
 def test_a_conditioned_video_is_sampled_again_from_its_text(models, steps, name, more):
     kept = ["--save-stages", "kept", "--guidance-scale", 1, "--num-inference-steps", 4, *more]
     assert generate(models(name), *kept) == 0
-    whole = len(steps)
+    whole = steps.call_count
     assert generate(models(name), *kept, "--from-stage", "text", output="again") == 0
-    assert len(steps) == 2 * whole
-    assert same(pictures("again"), pictures("frames"))
+    assert steps.call_count == 2 * whole
+    assert np.array_equal(pictures("again"), pictures("frames"))
 
 
-def test_a_failed_decode_loses_nothing(models, monkeypatch, capsys):
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            "cogvideox_torchax.cli.common.decode_to", Mock(side_effect=RuntimeError("out of memory"))
-        )
+def test_a_failed_decode_loses_nothing(models, capsys):
+    with patch.object(common, "decode_to", side_effect=RuntimeError("out of memory")):
         assert generate(models("text"), "--tiling", "8x16", output="my frames/") == 1
         assert generate(models("text"), "--save-stages", "kept") == 1
     said, kept = capsys.readouterr().err, Path("my frames.latents.safetensors")
@@ -258,7 +221,7 @@ def test_a_prompt_is_needed(models, refused):
 
 
 @pytest.fixture
-def kept(models):
+def kept(models, in_an_empty_directory):
     """Stages without a run: as `generate` leaves them."""
     model = generation.describe(str(models("text")), image=False, clip=False)
     frames, height, width = model.size
@@ -270,31 +233,37 @@ def kept(models):
     return request
 
 
-def test_a_stage_of_another_model_or_truncated_or_contradicted_is_refused(models, kept, monkeypatch, refused):
-    monkeypatch.setattr(generation, "load_generator", None)
+CONTRADICTED = {
+    "another model": ("1.5", ["--num-inference-steps", 4], "another model"),
+    "another prompt": ("text", ["--prompt", "b"], "made with --prompt 'a panda'"),
+    "no guidance": ("text", ["--guidance-scale", 1], "made with guidance"),
+}
 
-    def error(model, *more):
-        return refused(*arguments(model, "--save-stages", "kept", *more))
 
-    assert "another model" in error(models("1.5"), "--from-stage", "text", "--num-inference-steps", 4)
-    assert "made with --prompt 'a panda'" in error(models("text"), "--from-stage", "text", "--prompt", "b")
-    assert "made with guidance" in error(models("text"), "--from-stage", "text", "--guidance-scale", 1)
-    text = Path("kept/text.safetensors")
-    tensors = load_file(text)
-    with safe_open(text, "pt") as opened:
-        metadata = opened.metadata()
+@pytest.mark.usefixtures("kept")
+@pytest.mark.parametrize(("name", "more", "words"), CONTRADICTED.values(), ids=CONTRADICTED)
+def test_a_stage_that_the_request_contradicts_is_refused(models, name, more, words, refused):
+    assert words in refused(*arguments(models(name), "--save-stages", "kept", "--from-stage", "text", *more))
+
+
+@pytest.mark.usefixtures("kept")
+def test_a_stage_that_is_broken_or_another_or_of_another_model_is_refused(models, refused):
+    def error(stage):
+        return refused(*arguments(models("text"), "--save-stages", "kept", "--from-stage", stage))
+
+    text = stages.path_of("kept", "text")
+    metadata, tensors = tensor_files.load(text, ValueError)
     request = json.loads(metadata["request"])
     del request["dtype"]  # a request's own default is another
     save_file(tensors, text, metadata | {"request": json.dumps(request)})
-    assert "is broken (it has no dtype)" in error(models("text"), "--from-stage", "text")
+    assert "is broken (it has no dtype)" in error("text")
     text.write_bytes(text.read_bytes()[:-100])
-    assert "truncated" in error(models("text"), "--from-stage", "text")
+    assert "truncated" in error("text")
     save_file(tensors, text)
-    assert "no 'text' stage" in error(models("text"), "--from-stage", "text")
-    config = {"latent_channels": 4, "scaling_factor": 0.7, "invert_scale_latents": False}
-    tensor = latents.Latents(torch.zeros(1, 16, 3, 4, 8), config, "other", Fraction(8), 5)
-    latents.save(tensor, "kept/latents.safetensors")
-    assert "of another model" in error(models("text"), "--from-stage", "latents")
+    assert "no 'text' stage" in error("text")
+    other = replace(MADE, config={**MADE.config, "latent_channels": 4})
+    latents.save(other, "kept/latents.safetensors")
+    assert "of another model" in error("latents")
 
 
 def test_a_new_generation_takes_the_stages_of_the_one_before_away(models, kept, monkeypatch):

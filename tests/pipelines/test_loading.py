@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import warnings
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 from cogvideox_torchax import load_pipeline, make_mesh, port, runtime
 from cogvideox_torchax.vae.checkpoint import ModelError
 from tests import small_pipelines
+from tests.pipelines.test_pipeline import latents
 
 
 @pytest.fixture(scope="module")
@@ -23,11 +23,6 @@ def directory(tmp_path_factory):
     for part in ("transformer", "text_encoder"):
         assert len(list((path / part).glob("*.safetensors"))) > 1
     return path
-
-
-def latents(pipe):
-    pipe.set_progress_bar_config(disable=True)
-    return runtime.to_torch(pipe(**small_pipelines.inputs("image", output_type="latent")).frames)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +44,7 @@ def test_what_is_fed_is_what_diffusers_loads(directory, wanted):
             assert torch.equal(runtime.to_torch(got[name]), runtime.to_torch(tensor)), name
         assert not getattr(pipe, part).training
     assert pipe.text_encoder.shared.weight is pipe.text_encoder.encoder.embed_tokens.weight
-    assert torch.equal(latents(pipe), latents(wanted))
+    assert torch.equal(latents(pipe, "image"), latents(wanted, "image"))
 
 
 def test_over_a_mesh_each_device_gets_its_part_and_the_dtype_is_the_one_asked_for(directory, wanted):
@@ -80,65 +75,57 @@ def in_three_dtypes(tmp_path_factory):
     return path
 
 
+@pytest.mark.filterwarnings("error")  # diffusers warns of a name that it deprecates
 @pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
 @pytest.mark.parametrize(("asked", "wanted_names"), ASKED.values(), ids=ASKED)
 def test_dtypes_are_asked_for_as_in_diffusers(in_three_dtypes, asked, wanted_names, name):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # diffusers warns of a name that it deprecates
-        pipe = load_pipeline(in_three_dtypes, **{name: asked})
+    pipe = load_pipeline(in_three_dtypes, **{name: asked})
     parts = (pipe.transformer, pipe.text_encoder, pipe.vae)
     assert tuple(runtime.dtype_name(part.dtype) for part in parts) == wanted_names
 
 
-def test_a_dtype_for_a_part_that_is_not_there_is_refused(directory):
-    with pytest.raises(ValueError, match="for transfomer: its keys are text_encoder, transformer, vae"):
-        load_pipeline(directory, dtype={"transfomer": torch.float16})
+REFUSED = {
+    "a dtype of no part": ({"dtype": {"transfomer": "float16"}}, "transfomer: its keys are text_encoder, tr"),
+    "two names of a dtype": (
+        {"dtype": torch.float32, "torch_dtype": torch.float16},
+        "both dtype and torch_",
+    ),
+    "and one the default": (
+        {"dtype": torch.bfloat16, "torch_dtype": torch.float16},
+        "both dtype and torch_",
+    ),
+    "a tuple for a mesh": ({"mesh": (1, 2)}, "type tuple: make one with make_mesh"),
+    "a name for a class": ({"pipeline_class": "CogVideoXPipeline"}, "give the class, not its name"),
+    "a split without a mesh": ({"parallel": "context"}, "parallel='context': it is for a mesh"),
+    "a variant that is not there": ({"variant": "fp16"}, "has no"),
+}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_two_names_of_a_dtype_are_refused(directory, dtype):
-    with pytest.raises(ValueError, match="both dtype and torch_dtype"):
-        load_pipeline(directory, dtype=dtype, torch_dtype=torch.float16)
+@pytest.mark.parametrize(("options", "words"), REFUSED.values(), ids=REFUSED)
+def test_an_option_that_means_nothing_is_refused(directory, options, words):
+    with pytest.raises(ValueError, match=words):
+        load_pipeline(directory, **options)
 
 
-@pytest.mark.parametrize("wrong", [{"mesh": (1, 2)}, {"pipeline_class": "CogVideoXPipeline"}])
-def test_a_tuple_is_no_mesh_and_a_name_no_class(directory, wrong):
-    with pytest.raises(ValueError, match=r"type tuple: make one with make_mesh|give the class, not its name"):
-        load_pipeline(directory, **wrong)
+NAME = "proj_out.weight"
+FAULTS = {
+    "missing": ({NAME: None}, r"proj_out\.weight"),
+    "unexpected": ({"surplus.weight": np.zeros(3, np.float32)}, "surplus"),
+    "of another shape": ({NAME: np.zeros((64, 127), np.float32)}, r"proj_out\.weight"),
+}
 
 
-def test_a_split_without_a_mesh_is_refused(directory):
-    with pytest.raises(ValueError, match="parallel='context': it is for a mesh"):
-        load_pipeline(directory, parallel="context")
+@pytest.mark.parametrize(("changes", "words"), FAULTS.values(), ids=FAULTS)
+def test_weights_that_do_not_fit_their_config_are_named(directory, tmp_path, changes, words):
+    path = shutil.copytree(directory, tmp_path / "broken") / "transformer"
+    index = json.loads((path / "diffusion_pytorch_model.safetensors.index.json").read_text())
+    file = path / index["weight_map"][NAME]
+    tensors = {**load_file(file), **changes}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, file)
+    with pytest.raises(ValueError, match=words):
+        load_pipeline(path.parent, torch_dtype=torch.float32)
 
 
-@pytest.fixture
-def broken(directory, tmp_path):
-    """Return a copy whose first file of the transformer a test may change."""
-    path = tmp_path / "broken"
-    shutil.copytree(directory, path)
-    index = path / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
-    name = "proj_out.weight"
-    return path, path / "transformer" / json.loads(index.read_text())["weight_map"][name], name
-
-
-@pytest.mark.parametrize("fault", ["missing", "unexpected", "of another shape"])
-def test_weights_that_do_not_fit_their_config_are_named(broken, fault):
-    path, file, name = broken
-    tensors = load_file(file)
-    if fault == "missing":
-        del tensors[name]
-    elif fault == "unexpected":
-        tensors["surplus.weight"] = np.zeros(3, np.float32)
-    else:
-        tensors[name] = np.ascontiguousarray(tensors[name][:, :-1])
-    save_file(tensors, file)
-    with pytest.raises(ValueError, match="surplus" if fault == "unexpected" else name.replace(".", r"\.")):
-        load_pipeline(path, torch_dtype=torch.float32)
-
-
-def test_a_directory_without_a_pipeline_is_refused_in_words(directory, tmp_path):
+def test_a_directory_without_a_pipeline_is_refused_in_words(tmp_path):
     with pytest.raises(ModelError, match="model_index.json: give the directory of a whole pipeline"):
         load_pipeline(tmp_path)
-    with pytest.raises(ModelError, match="has no"):
-        load_pipeline(directory, variant="fp16")

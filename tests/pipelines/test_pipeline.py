@@ -72,18 +72,22 @@ def port_to(placement, pipe):
 def pipeline(kind="text", version="5b", placement=None, **components):
     """Return a pipeline of stock diffusers, or, for a placement, a ported one of the same weights."""
     vae, text_encoder = shared(placement)
-    conditioning = tuple(small_pipelines.conditioning(kind, version).items())
-    common = {
-        "vae": small_pipelines.configured(vae, version),
-        "text_encoder": text_encoder,
-        "transformer": transformer(placement, version, conditioning),
-    }
-    pipe = small_pipelines.build(kind, version, **{**common, **components})
+    parts = {"vae": small_pipelines.configured(vae, version), "text_encoder": text_encoder, **components}
+    if "transformer" not in components:
+        conditioning = tuple(small_pipelines.conditioning(kind, version).items())
+        parts["transformer"] = transformer(placement, version, conditioning)
+    pipe = small_pipelines.build(kind, version, **parts)
     return pipe if placement is None else port_to(placement, pipe)
 
 
 def frames(pipe, kind="text", **overrides):
     return pipe(**small_pipelines.inputs(kind, **overrides)).frames
+
+
+def latents(pipe, kind="text", **overrides):
+    """Return the latents after two steps, without guidance, on the host."""
+    few = {"num_inference_steps": 2, "guidance_scale": 1.0, "output_type": "latent"}
+    return runtime.to_torch(frames(pipe, kind, **{**few, **overrides}))
 
 
 BOTH, GUIDED, UNGUIDED = (6.0, 1.0), (6.0,), (1.0,)
@@ -189,60 +193,47 @@ def test_the_calls_own_options_work(ported, stock, options):
     assert largest_error(result(ported), result(stock)) < TOLERANCE
 
 
-@pytest.mark.parametrize("changes", ["latents", "guidance"])
-def test_a_callback_sees_every_step_and_may_change_latents_and_guidance(ported, stock, changes):
-    def run(pipe):
-        seen = []
+@pytest.mark.parametrize("changes", ["latents", "guidance", "weights"])
+def test_a_callback_sees_every_step_what_it_changes_counts_and_what_it_keeps_stays(
+    ported, stock, changes, monkeypatch
+):
+    def run(pipe, given):
+        seen, kept = [], []
 
         def callback(pipe, step, timestep, kwargs):
             seen.append((step, int(timestep), sorted(kwargs)))
+            kept.append(kwargs["latents"])
             if step == 1 and changes == "guidance":
                 pipe._guidance_scale = 1.0
+            if step == 1 and changes == "weights":
+                layer = pipe.transformer.proj_out
+                monkeypatch.setitem(layer._parameters, "weight", torch.nn.Parameter(layer.weight * 0.5))
             return {"latents": kwargs["latents"] * 0.5} if step == 1 and changes == "latents" else {}
 
         tensors = {"callback_on_step_end_tensor_inputs": ["latents", "prompt_embeds"]}
-        return frames(pipe, callback_on_step_end=callback, **tensors), seen
+        made = frames(pipe, callback_on_step_end=callback, latents=given, **tensors)
+        return made, torch.stack([runtime.to_torch(latents) for latents in kept]), seen
 
-    (got, steps), (want, stock_steps) = run(ported), run(stock)
+    latents = torch.full((1, 3, 16, 4, 8), 0.5)
+    on_jax = runtime.to_jax(latents)
+    (want, stock_kept, stock_steps), (got, kept, steps) = run(stock, latents), run(ported, on_jax)
+    monkeypatch.undo()
     assert steps == stock_steps
     assert len(steps) == 4
     assert relative_error(got, want) < TOLERANCE
-    assert relative_error(got, frames(stock)) > TOLERANCE
-
-
-def test_what_a_callback_changes_in_the_network_is_seen_and_what_it_keeps_stays(ported):
-    given = runtime.to_jax(torch.full((1, 3, 16, 4, 8), 0.5))
-    kept = []
-
-    def halve(pipe, step, timestep, kwargs):
-        kept.append(kwargs["latents"])
-        if step == 1:
-            pipe.transformer.proj_out.weight = torch.nn.Parameter(pipe.transformer.proj_out.weight * 0.5)
-        return {}
-
-    before = ported.transformer.proj_out.weight
-    try:
-        changed = frames(ported, callback_on_step_end=halve, latents=given)
-    finally:
-        ported.transformer.proj_out.weight = before
-    assert relative_error(changed, frames(ported, latents=given)) > TOLERANCE
-    assert len({runtime.to_torch(step).sum().item() for step in kept}) == 4
-    assert bool(runtime.to_torch(given).eq(0.5).all())
+    assert relative_error(kept, stock_kept) < TOLERANCE
+    assert torch.equal(runtime.to_torch(on_jax), latents)
+    assert relative_error(got, frames(stock, latents=latents)) > TOLERANCE
 
 
 def test_a_hook_on_the_transformer_gets_tensors_and_may_keep_what_it_sees(ported):
-    def see(module, args, kwargs, result=()):
+    def see(module, args, kwargs, result):
         seen.extend((kwargs["hidden_states"], *result))
 
-    seen, transformer = [], ported.transformer
-    hooks = [
-        transformer.register_forward_pre_hook(see, with_kwargs=True),
-        transformer.register_forward_hook(see, with_kwargs=True),
-    ]
-    frames(ported, guidance_scale=1.0, output_type="latent")
-    for hook in hooks:
-        hook.remove()
-    assert len(seen) == 4 + 8
+    seen = []
+    with ported.transformer.register_forward_hook(see, with_kwargs=True):
+        frames(ported, guidance_scale=1.0, output_type="latent")
+    assert len(seen) == 4 * 2
     assert all(runtime.first_nonfinite(part) is None for part in seen)
 
 
@@ -309,36 +300,36 @@ def test_a_step_is_looked_at_while_the_next_one_runs(ported, monkeypatch):
     ]
 
 
-def test_a_schedulers_tables_keep_their_double_precision(ported):
-    clip = pipeline("video", placement="one device", scheduler=ported.scheduler)
-    frames(clip, "video")  # adds noise, which moves a table to the latents' device
-    table = ported.scheduler.alphas_cumprod
-    assert (table.dtype, table.device.type) == (torch.float64, "cpu")
+def test_a_scheduler_is_ported_alone_and_its_tables_stay_on_the_host_in_double_precision():
+    scheduler = small_pipelines.scheduler()
+    assert port(scheduler) is scheduler
+    scheduler.set_timesteps(4, device="jax")
+    latents = runtime.to_jax(torch.zeros(1, 2))
+    with runtime.mixing():
+        scheduler.add_noise(latents, latents, torch.tensor([9]))  # moves a table to the latents' device
+    assert (scheduler.alphas_cumprod.dtype, scheduler.alphas_cumprod.device.type) == (torch.float64, "cpu")
 
 
-@pytest.mark.parametrize("poisoned", ["proj_out.bias", "patch_embed.text_proj.bias"])
-def test_a_nan_stops_the_run_and_names_the_step(poisoned):
-    pipe = pipeline(placement="one device")
-    weight = pipe.transformer.get_parameter(poisoned)
-    before = runtime.array_of(weight)
+POISONED = {
+    "its last layer": ("proj_out", r"step 3 of 4 \(timestep 499\) .*torch.float32.*bfloat16"),
+    "its first layer": ("patch_embed.text_proj", "step 3 of 4"),
+    "latents after the third step": (None, "step 4 of 4"),
+}
 
+
+@pytest.mark.parametrize(("part", "words"), POISONED.values(), ids=POISONED)
+def test_a_nan_stops_the_run_without_decoding_and_names_the_step(ported, part, words, monkeypatch):
     def callback(pipe, step, timestep, kwargs):
-        if step == 1:
-            weight.apply_jax_(lambda array: array.at[0].set(jnp.nan))
+        if part is None and step == 2:
+            return {"latents": kwargs["latents"] * float("nan")}
+        if part is not None and step == 1:
+            layer = pipe.transformer.get_submodule(part)
+            poisoned = runtime.array_of(layer.bias).at[0].set(jnp.nan)
+            bias = torch.nn.Parameter(runtime.tensor_of(poisoned))
+            monkeypatch.setitem(layer._parameters, "bias", bias)
         return {}
 
-    try:
-        with pytest.raises(NonFiniteError, match=r"step 3 of 4 \(timestep 499\) .*torch.float32.*bfloat16"):
-            frames(pipe, callback_on_step_end=callback)
-    finally:
-        weight.apply_jax_(lambda _: before)
-
-
-def test_a_nan_in_the_last_step_is_found_without_decoding(ported):
-    def callback(pipe, step, timestep, kwargs):
-        return {"latents": kwargs["latents"] * float("nan")} if step == 2 else {}
-
-    with pytest.raises(NonFiniteError, match="step 4 of 4"):
+    with pytest.raises(NonFiniteError, match=words):
         frames(ported, callback_on_step_end=callback, output_type="latent")
 
 
@@ -348,36 +339,38 @@ def test_frames_leave_chunk_by_chunk(ported, monkeypatch):
 
     def spy(z):
         for chunk in stream(z):
-            chunks.append(chunk.shape[2])
-            assert chunk.device.type == "cpu"
+            chunks.append((chunk.shape[2], chunk.device.type))
             yield chunk
 
     monkeypatch.setattr(ported.vae, "decode_stream", spy, raising=False)
     frames(ported, num_frames=9)
-    assert chunks == [5, 4]
+    assert chunks == [(5, "cpu"), (4, "cpu")]
 
 
-def test_offloaded_weights_are_refused():
-    pipe = small_pipelines.build()
-    accelerate.cpu_offload(pipe.text_encoder, torch.device("cpu"))
-    with pytest.raises(ValueError, match="^the weights of a T5EncoderModel are offloaded, or cast"):
+OFFLOADS = {
+    "text_encoder": lambda model: accelerate.cpu_offload(model, torch.device("cpu")),
+    "vae": lambda model: model.enable_group_offload(
+        torch.device("cpu"), offload_device=torch.device("cpu"), offload_type="leaf_level"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OFFLOADS)
+def test_offloaded_weights_are_refused_before_anything_is_moved(name):
+    pipe = small_pipelines.one_layer()
+    OFFLOADS[name](getattr(pipe, name))
+    with pytest.raises(ValueError, match=f"^the weights of a {type(pipe.components[name]).__name__} are off"):
         port(pipe)
-    pipe = small_pipelines.build()
-    host = torch.device("cpu")
-    pipe.vae.enable_group_offload(host, offload_device=host, offload_type="leaf_level")
-    with pytest.raises(ValueError, match="^the weights of a AutoencoderKLCogVideoX are offloaded, or"):
-        port(pipe)
-    assert not runtime.is_on_jax(pipe.text_encoder)
+    assert not runtime.is_on_jax(pipe.transformer)
 
 
-def test_what_is_set_after_the_port_is_refused_before_anything_runs():
+def test_what_is_set_after_the_port_is_refused_before_anything_runs(monkeypatch):
     pipe = pipeline(placement="one device")
     for name, part in (("vae", shared(None)[0]), ("transformer", torch.compile(torch.nn.Linear(1, 1)))):
-        before = getattr(pipe, name)
-        setattr(pipe, name, part)
-        with pytest.raises(ValueError, match=f"^the pipeline's {name}, a .*, was set after port: call port"):
-            frames(pipe)
-        setattr(pipe, name, before)
+        with monkeypatch.context() as patch:
+            patch.setattr(pipe, name, part)
+            with pytest.raises(ValueError, match=f"^the pipeline's {name}, a .*, was set after port: call"):
+                frames(pipe)
     pipe = port(small_pipelines.one_layer())
     with runtime.active():
         pipe.transformer.enable_layerwise_casting(torch.bfloat16, torch.float32)
@@ -385,33 +378,19 @@ def test_what_is_set_after_the_port_is_refused_before_anything_runs():
         frames(pipe)
 
 
-@pytest.mark.usefixtures("torchax_off")
-def test_a_decode_of_the_users_own_is_used():
-    class Dark(CogVideoXPipeline):
-        def decode_latents(self, latents):
-            return super().decode_latents(latents) / 2
-
-    pipe = runtime.without_torchax(small_pipelines.build, transformer=None)
-    z = torch.full((1, 2, 16, 4, 8), 0.5)
-    want = pipe.decode_latents(z)
-    assert relative_error(port(pipe).decode_latents(runtime.to_jax(z)), want) < TOLERANCE
-    dark = port(Dark(**pipe.components))
-    assert relative_error(dark.decode_latents(runtime.to_jax(z)), want / 2) < TOLERANCE
-    pipe.vae.decode = lambda z: DecoderOutput(sample=z[:, :3] * 0 + 3)
-    assert bool(pipe.decode_latents(runtime.to_jax(z)).eq(3).all())
+def test_a_decode_that_is_set_on_the_vae_is_used(ported, monkeypatch):
+    monkeypatch.setitem(vars(ported.vae), "decode", lambda z: DecoderOutput(sample=z[:, :3] * 0 + 3))
+    assert bool(ported.decode_latents(runtime.to_jax(torch.ones(1, 2, 16, 4, 8))).eq(3).all())
 
 
 def test_options_of_a_call_are_compiled_in_and_only_the_last_ones_kept(ported):
-    def program(**options):
-        return model.program_of(TransformerStep(model, options))
-
     model = ported.transformer
-    first = program(scale=0)
-    assert program(scale=0) is first
-    assert program(other=[1]) is program(other=[1]) is not program(other=[2])
-    for scale in range(1, 4):
-        program(scale=scale)
-    assert program(scale=0) is not first
+    options = [{"scale": 0}, {"scale": 0}, {"other": [1]}, {"other": [1]}, {"other": [2]}]
+    options += [{"scale": scale} for scale in (1, 2, 3, 0)]
+    programs = [model.program_of(TransformerStep(model, each)) for each in options]
+    assert programs[0] is programs[1]
+    assert programs[2] is programs[3] is not programs[4]
+    assert programs[-1] is not programs[0]
 
 
 @pytest.mark.parametrize(
@@ -464,8 +443,12 @@ def test_a_table_of_positions_is_that_of_the_size_whatever_other_threads_ask_for
     assert torch.equal(runtime.to_torch(embed.table_for(6, 8, 2)), runtime.to_torch(want))
 
 
-def test_a_tokenizer_whose_padding_is_state_is_used_by_one_thread_at_a_time(ported, monkeypatch):
-    tokenizer, in_use = ported.tokenizer, threading.Lock()
+def test_a_tokenizer_whose_padding_is_state_is_used_by_one_thread_at_a_time_also_in_parts(monkeypatch):
+    class InParts(CogVideoXPipeline):
+        def encode_prompt(self, prompt, *args, **kwargs):
+            if isinstance(prompt, str):
+                return super().encode_prompt(prompt, *args, **kwargs)
+            return [self.encode_prompt(part, *args, **kwargs)[0] for part in prompt]
 
     def tokenize(*args, **kwargs):
         assert in_use.acquire(blocking=False)
@@ -473,25 +456,13 @@ def test_a_tokenizer_whose_padding_is_state_is_used_by_one_thread_at_a_time(port
         in_use.release()
         return tokenizer(*args, **kwargs)
 
-    monkeypatch.setattr(ported, "tokenizer", tokenize)
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(ported.encode_prompt, SENTENCES[:2]))
-
-
-def test_a_subclass_may_encode_a_prompt_in_parts():
-    class InParts(CogVideoXPipeline):
-        def encode_prompt(self, prompt, *args, **kwargs):
-            if isinstance(prompt, str):
-                return super().encode_prompt(prompt, *args, **kwargs)
-            return [self.encode_prompt(part, *args, **kwargs)[0] for part in prompt]
-
-    pipe, found = pipeline(placement="one device"), []
+    in_use, pipe = threading.Lock(), pipeline(placement="one device")
+    tokenizer = pipe.tokenizer
     pipe.__class__ = InParts
-    port(pipe)
-    encode = threading.Thread(target=lambda: found.extend(pipe.encode_prompt(SENTENCES[:2])), daemon=True)
-    encode.start()
-    encode.join(60)  # a lock that it waits for is never given
-    assert len(found) == 2
+    monkeypatch.setattr(port(pipe), "tokenizer", tokenize)
+    with ThreadPoolExecutor(2) as threads:  # a lock that a thread waits for and has itself is never given
+        encoded = threads.map(pipe.encode_prompt, 2 * [SENTENCES[:2]])
+    assert [len(each) for each in encoded] == [2, 2]
 
 
 def test_a_report_without_a_mesh_says_what_to_do(ported):

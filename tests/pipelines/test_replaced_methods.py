@@ -1,6 +1,6 @@
 """What users replace is seen: methods of classes, before `port` or after it, and of objects."""
 
-import logging
+import functools
 import types
 from unittest import mock
 
@@ -10,19 +10,16 @@ import torch
 import transformers
 from diffusers import FirstBlockCacheConfig
 from diffusers.models.activations import GELU
-from diffusers.models.attention import FeedForward
-from diffusers.models.attention_processor import CogVideoXAttnProcessor2_0
 from diffusers.models.autoencoders import autoencoder_kl_cogvideox as vae_classes
-from diffusers.models.normalization import CogVideoXLayerNormZero
 from diffusers.models.transformers import cogvideox_transformer_3d as transformer_classes
-from diffusers.models.upsampling import CogVideoXUpsample3D
 from torch import nn
 
 from cogvideox_torchax import port, runtime
 from cogvideox_torchax.vae.torchax.autoencoder import port_vae
 from tests import small_pipelines
+from tests.pipelines import test_blocks
+from tests.pipelines.test_blocks import step
 from tests.reference import largest_error
-from tests.runtime.test_views import WRITES
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
 
@@ -43,116 +40,69 @@ def replaced(kind, name="forward", change=changed):
     """Return a patch of a class's method by one whose result is changed."""
     method = getattr(kind, name)
 
+    @functools.wraps(method)  # diffusers reads a processor's signature
     def replacement(self, *args, **kwargs):
         return change(method(self, *args, **kwargs))
-
-    if name == "__call__":  # diffusers reads a processor's signature
-
-        def replacement(
-            self, attn, hidden_states, encoder_hidden_states, attention_mask=None, image_rotary_emb=None
-        ):
-            inputs = hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
-            return change(method(self, attn, *inputs))
 
     return mock.patch.object(kind, name, replacement)
 
 
-def counted(result_of):
-    """Return a patch of the transformer's forward by one that counts its calls on the model."""
-
-    def forward(self, *args, **kwargs):
-        self.calls = getattr(self, "calls", 0) + 1
-        result = result_of(self, *args, **kwargs)
-        return result if self.calls % 2 else changed(result)
-
-    return mock.patch.object(Transformer, "forward", forward)
-
-
-def branching(result_of):
-    """Return a patch of the transformer's forward by one that branches on a value of its result."""
-
-    def forward(self, *args, **kwargs):
-        result = result_of(self, *args, **kwargs)
-        return changed(result) if result[0].abs().mean().item() > 0.01 else result
-
-    return mock.patch.object(Transformer, "forward", forward)
-
-
-def inputs():
-    draw = torch.Generator().manual_seed(0)
-    table = torch.randn(3 * 2 * 4, 16, generator=draw)
-    return {
-        "hidden_states": torch.randn(2, 3, 16, 4, 8, generator=draw),
-        "encoder_hidden_states": torch.randn(2, 16, 32, generator=draw),
-        "timestep": torch.tensor([7, 7]),
-        "image_rotary_emb": (table.cos(), table.sin()),
-        "return_dict": False,
-    }
-
-
-def step(model, calls=1):
-    """Return the last of some calls' results, on the host."""
-    on_jax = runtime.is_on_jax(model)
-    given = inputs()
-    if on_jax:
-        given = torch.utils._pytree.tree_map_only(torch.Tensor, runtime.to_jax, given)
-    return runtime.to_torch([model(**given)[0] for _ in range(calls)][-1])
+def changed_if_large(result):
+    return changed(result) if result[0].abs().mean().item() > 0.01 else result
 
 
 def stock():
-    return small_pipelines.transformer("5b", num_layers=2, time_embed_dim=24)
+    return test_blocks.stock(num_layers=1)
 
 
-def ported():
-    pipe = diffusers.CogVideoXPipeline(*(None, None, None, stock()), scheduler=small_pipelines.scheduler())
-    return port(pipe).transformer
+def ported(model=None):
+    parts = (None, None, None, model or stock())
+    return port(diffusers.CogVideoXPipeline(*parts, scheduler=small_pipelines.scheduler())).transformer
 
 
 @pytest.fixture(scope="module")
-def ported_before():
-    model = ported()
-    return model, step(model)
+def model():
+    return ported()
 
 
 OF_THE_TRANSFORMER = {
     "the transformer": replaced(Transformer),
     "a block": replaced(transformer_classes.CogVideoXBlock),
-    "an attention processor": replaced(CogVideoXAttnProcessor2_0, "__call__"),
-    "a feed-forward": replaced(FeedForward),
-    "a modulated norm": replaced(CogVideoXLayerNormZero),
+    "an attention processor": replaced(transformer_classes.CogVideoXAttnProcessor2_0, "__call__"),
+    "a feed-forward": replaced(transformer_classes.FeedForward),
+    "a modulated norm": replaced(transformer_classes.CogVideoXLayerNormZero),
     "a norm": replaced(nn.LayerNorm),
     "a projection": replaced(nn.Linear),
     "GELU": replaced(GELU),
     "a patch embedding": replaced(transformer_classes.CogVideoXPatchEmbed),
-    "a forward that counts": counted(Transformer.forward),
-    "a forward that branches": branching(Transformer.forward),
+    "a forward that branches": replaced(Transformer, change=changed_if_large),
 }
 
 
 @pytest.mark.parametrize("patch", OF_THE_TRANSFORMER.values(), ids=OF_THE_TRANSFORMER)
-def test_a_method_of_the_transformers_classes_acts_as_in_pytorch(patch, ported_before):
-    model, before = ported_before
+def test_a_method_of_the_transformers_classes_acts_as_in_pytorch(patch, model):
+    before = step(model)
     with patch:
-        expected = step(stock(), calls=2)
+        expected = step(stock())
         assert largest_error(expected, before) > 1e-3, "the replacement changes nothing"
-        assert largest_error(step(ported(), calls=2), expected) < 1e-5, "replaced before port"
-        assert largest_error(step(model, calls=2), expected) < 1e-5, "replaced after port"
-    vars(model).pop("calls", None)
+        assert largest_error(step(ported()), expected) < 1e-5, "replaced before port"
+        assert largest_error(step(model), expected) < 1e-5, "replaced after port"
     assert torch.equal(step(model), before), "taken out again"
 
 
-OF_THE_VAE = {
-    "_decode": replaced(vae_classes.AutoencoderKLCogVideoX, "_decode"),
-    "decode": replaced(vae_classes.AutoencoderKLCogVideoX, "decode"),
-    "a causal convolution": replaced(vae_classes.CogVideoXCausalConv3d),
-    "a 3-D convolution": replaced(vae_classes.CogVideoXSafeConv3d),
-    "a spatial norm": replaced(vae_classes.CogVideoXSpatialNorm3D),
-    "a residual block": replaced(vae_classes.CogVideoXResnetBlock3D),
-    "an upsampler": replaced(CogVideoXUpsample3D),
-    "the decoder": replaced(vae_classes.CogVideoXDecoder3D),
-    "SiLU": replaced(nn.SiLU),
-    "GroupNorm": replaced(nn.GroupNorm),
-}
+def test_a_forward_that_changes_an_attribute_runs_operation_by_operation_and_is_named_once(caplog):
+    def forward(self, *args, **kwargs):
+        self.calls = getattr(self, "calls", 0) + 1
+        return changed(original(self, *args, **kwargs)) if self.calls % 2 else original(self, *args, **kwargs)
+
+    original = Transformer.forward
+    with mock.patch.object(Transformer, "forward", forward):
+        expected, results = (torch.stack([step(each) for _ in range(3)]) for each in (stock(), ported()))
+    assert largest_error(results, expected) < 1e-5
+    assert [record.getMessage() for record in caplog.records] == [
+        "transformer: CogVideoXTransformer3DModel runs operation by operation, since it changes its modules' "
+        "attributes"
+    ]
 
 
 def decoded(vae):
@@ -160,31 +110,42 @@ def decoded(vae):
     return runtime.to_torch(vae.decode(runtime.to_jax(z) if runtime.is_on_jax(vae) else z).sample)
 
 
-@pytest.fixture(scope="module")
-def vae_before():
-    vae = port_vae(small_pipelines.vae())
-    vae.place()
-    return vae, decoded(vae)
-
-
-@pytest.mark.parametrize("patch", OF_THE_VAE.values(), ids=OF_THE_VAE)
-def test_a_method_of_the_vaes_classes_acts_as_in_pytorch(patch, vae_before):
-    vae, before = vae_before
-    with patch:
-        expected = decoded(small_pipelines.vae())
-        assert largest_error(expected, before) > 1e-3, "the replacement changes nothing"
-        assert largest_error(decoded(vae), expected) < 2e-5
-    assert torch.equal(decoded(vae), before), "taken out again"
-
-
-def test_an_encoder_of_a_replaced_method_acts_as_in_pytorch():
+def encoded(vae):
     x = torch.rand(1, 3, 5, 8, 16, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    given = runtime.to_jax(x) if runtime.is_on_jax(vae) else x
+    return runtime.to_torch(vae.encode(given).latent_dist.parameters)
+
+
+OF_THE_VAE = {
+    "_encode": (encoded, replaced(vae_classes.AutoencoderKLCogVideoX, "_encode")),
+    "_decode": (decoded, replaced(vae_classes.AutoencoderKLCogVideoX, "_decode")),
+    "decode": (decoded, replaced(vae_classes.AutoencoderKLCogVideoX, "decode")),
+    "a causal convolution": (decoded, replaced(vae_classes.CogVideoXCausalConv3d)),
+    "a 3-D convolution": (decoded, replaced(vae_classes.CogVideoXSafeConv3d)),
+    "a spatial norm": (decoded, replaced(vae_classes.CogVideoXSpatialNorm3D)),
+    "a residual block": (decoded, replaced(vae_classes.CogVideoXResnetBlock3D)),
+    "an upsampler": (decoded, replaced(vae_classes.CogVideoXUpsample3D)),
+    "the decoder": (decoded, replaced(vae_classes.CogVideoXDecoder3D)),
+    "SiLU": (decoded, replaced(nn.SiLU)),
+    "GroupNorm": (decoded, replaced(nn.GroupNorm)),
+}
+
+
+@pytest.fixture(scope="module")
+def vae():
     vae = port_vae(small_pipelines.vae())
     vae.place()
-    with replaced(vae_classes.AutoencoderKLCogVideoX, "_encode"):
-        expected = small_pipelines.vae().encode(x).latent_dist.parameters
-        result = vae.encode(runtime.to_jax(x)).latent_dist.parameters
-    assert largest_error(result, expected) < 1e-5
+    return vae
+
+
+@pytest.mark.parametrize(("run", "patch"), OF_THE_VAE.values(), ids=OF_THE_VAE)
+def test_a_method_of_the_vaes_classes_acts_as_in_pytorch(run, patch, vae):
+    before = run(vae)
+    with patch:
+        expected = run(small_pipelines.vae())
+        assert largest_error(expected, before) > 1e-3, "the replacement changes nothing"
+        assert largest_error(run(vae), expected) < 2e-5
+    assert torch.equal(run(vae), before), "taken out again"
 
 
 OF_A_PIPELINE = {
@@ -195,74 +156,44 @@ OF_A_PIPELINE = {
 
 
 def test_a_method_of_a_pipeline_replaced_after_the_port_acts_as_in_pytorch():
-    pipe = port(small_pipelines.one_layer())
-    before = pipe(**small_pipelines.inputs("text")).frames
+    def frames(pipe):
+        return pipe(**small_pipelines.inputs("text", num_inference_steps=1)).frames
+
+    stock, pipe = small_pipelines.one_layer(), port(small_pipelines.one_layer())
+    before = frames(pipe)
     for name, patch in OF_A_PIPELINE.items():
         with patch:
-            expected = small_pipelines.one_layer()(**small_pipelines.inputs("text")).frames
-            result = pipe(**small_pipelines.inputs("text")).frames
+            expected, result = frames(stock), frames(pipe)
         assert largest_error(expected, before) > 1e-3, name
         assert largest_error(result, expected) < 1e-4, name
 
 
-def test_a_hook_may_write_through_every_kind_of_view():
-    def hook(_module, _args, y):
-        for write in WRITES.values():
-            write(y.view(2, 4, 6))
-
-    results = []
-    for model in (stock(), ported()):
-        model.time_embedding.linear_2.register_forward_hook(hook)
-        results.append(step(model))
-    assert largest_error(*reversed(results)) < 1e-5
-
-
-def test_what_runs_operation_by_operation_is_named_once(caplog):
-    model = ported()
-    with caplog.at_level(logging.WARNING, "cogvideox_torchax"), counted(Transformer.forward):
-        step(model, calls=3)
-    assert [record.getMessage() for record in caplog.records] == [
-        "transformer: CogVideoXTransformer3DModel runs operation by operation, since it changes its modules' "
-        "attributes"
-    ]
-
-
 def test_a_cache_beside_a_replaced_method_is_refused():
-    model = ported()
+    model = ported(test_blocks.stock())
     model.enable_cache(FirstBlockCacheConfig(threshold=0.1))
     with replaced(Transformer), pytest.raises(ValueError, match="call disable_cache[(][)], or take"):
         step(model)
 
 
-def test_a_forward_of_an_object_acts_as_in_pytorch(ported_before):
+def test_a_forward_of_an_object_acts_as_in_pytorch(model, monkeypatch):
     def forward(self, *args, **kwargs):
-        return changed(original(*args, **kwargs))
+        return changed(type(self).forward(self, *args, **kwargs))
 
     results = []
-    for model in (stock(), ported_before[0]):
-        original = model.forward
-        model.forward = types.MethodType(forward, model)
-        results.append(step(model))
-        del model.forward
+    for each in (stock(), model):
+        monkeypatch.setitem(vars(each), "forward", types.MethodType(forward, each))
+        results.append(step(each))
     assert largest_error(*reversed(results)) < 1e-5
 
 
-def test_a_forward_that_puts_in_other_modules_is_refused_by_its_name(ported_before):
-    model, _ = ported_before
-    original, blocks = model.forward, nn.ModuleList([nn.Identity()])
-
+def test_a_forward_that_puts_in_other_modules_is_refused_by_its_name(model, monkeypatch):
     def forward(self, *args, **kwargs):
-        with mock.patch.dict(self._modules, transformer_blocks=blocks):
-            return original(*args, **kwargs)
+        with mock.patch.dict(self._modules, transformer_blocks=nn.ModuleList([nn.Identity()])):
+            return type(self).forward(self, *args, **kwargs)
 
-    model.forward = types.MethodType(forward, model)
-    try:
-        with pytest.raises(
-            ValueError, match=f"transformer.forward was set by {__name__}, which puts in other"
-        ):
-            step(model)
-    finally:
-        del model.forward
+    monkeypatch.setitem(vars(model), "forward", types.MethodType(forward, model))
+    with pytest.raises(ValueError, match=f"transformer.forward was set by {__name__}, which puts in other"):
+        step(model)
 
 
 def test_a_cycle_of_modules_is_refused_by_its_name():

@@ -11,7 +11,7 @@ import jax
 import pytest
 import torch
 
-from cogvideox_torchax import cli
+from cogvideox_torchax import cli, port
 from cogvideox_torchax.cli import planning
 from cogvideox_torchax.cli.common import DEMO_MODEL
 from cogvideox_torchax.plan import chips, jobs, programs
@@ -202,11 +202,8 @@ def test_a_plan_that_cannot_be_made_is_one_line(arguments, words, refused):
 
 
 @pytest.mark.parametrize(("ratio", "latent_frames"), [(2, 9), (4, 5)])
-def test_latent_frames_follow_the_models_own_ratio(small_vae, tmp_path, ratio, latent_frames):
-    config = {name: value for name, value in small_vae.config.items() if not name.startswith("_")}
-    config |= {"temporal_compression_ratio": ratio, "_class_name": "AutoencoderKLCogVideoX"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    vae = jobs.weightless_vae(str(tmp_path), torch.float32)
+def test_latent_frames_follow_the_models_own_ratio(ratio, latent_frames):
+    vae = port(reference.small_vae(temporal_compression_ratio=ratio))
     pieces, _ = jobs.Job(DECODE, 17, 16, 16).chunk_shapes(vae)
     assert pieces[-1].stop == latent_frames
 
@@ -222,12 +219,7 @@ def test_the_floor_of_a_job_counts_each_program_as_often_as_it_runs():
     assert "fits" not in programs.job_figures({}, (2, 10), [first, later], None)
 
 
-def test_the_first_chunk_runs_once_and_the_later_program_for_each_other_chunk_in_every_tile():
-    def counts(*words):
-        line = ["plan", "--platform", "cpu", "--model", str(DEMO_MODEL), "--height", "64", "--width", "64"]
-        line += ["--network", "vae"]
-        return planning.requested(cli.parser().parse_args([*line, *words])).counts
-
-    assert counts("--frames", "49") == (1, 5)
-    assert counts("--frames", "49", "--tiling", "32x32") == (9, 45)
-    assert counts("--frames", "9") == (1,)
+@pytest.mark.parametrize(("words", "counts"), [("49", (1, 5)), ("49 --tiling 32x32", (9, 45)), ("9", (1,))])
+def test_the_first_chunk_runs_once_and_the_later_program_for_each_other_chunk_in_every_tile(words, counts):
+    line = f"plan --platform cpu --model {DEMO_MODEL} --height 64 --width 64 --network vae --frames {words}"
+    assert planning.requested(cli.parser().parse_args(line.split())).counts == counts

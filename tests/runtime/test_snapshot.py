@@ -1,5 +1,7 @@
 """A snapshot of a module tree: each change that a traced program would not have seen ends it."""
 
+import types
+
 import pytest
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ class Scaled(nn.Linear):
         super().__init__(4, 4)
         self.options = {"scales": [1.0]}
         self.shift = torch.zeros(4)
+        self.processor = types.SimpleNamespace(factor=1.0)
 
 
 class Renamed(Scaled):
@@ -34,6 +37,7 @@ CHANGES = {
     "an attribute's value": lambda network: setattr(network[0], "in_features", 5),
     "an attribute of the root": lambda network: setattr(network, "more", 1),
     "an item inside an attribute": lambda network: network[0].options["scales"].append(2.0),
+    "an attribute of an object": lambda network: setattr(network[0].processor, "factor", 2.0),
     "a hook": lambda network: network[0].register_forward_hook(print),
     "a write into a plain tensor": lambda network: network[0].shift.add_(1),
     "a weight under another name": lambda network: network[0]._parameters.update(
