@@ -1,18 +1,27 @@
-"""The layers of the two packages: which imports which, what each may take from outside, and the public names.
+"""The layers of the two packages: which imports which, and what each may take from outside; the main paths.
 
 An import inside a function counts as one at the top of a file; one for type checkers alone does not count.
+The main paths as docs/architecture.md draws them are compared with the stack of a call.
 """
 
 import ast
 import functools
 import graphlib
 import importlib
+import itertools
 import re
 import sys
+import traceback
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch
 
+import jax_kernels
+from cogvideox_torchax import port
+from cogvideox_torchax.pipelines.blocks import Block
+from tests import reference, small_pipelines
 from tests.processes import ROOT
 
 PACKAGES = ("cogvideox_torchax", "jax_kernels")
@@ -97,16 +106,16 @@ def parsed(source: str) -> tuple[ast.Module, list[ast.AST]]:
     return tree, [*nodes(tree)]
 
 
-def imported(node: ast.AST, modules: dict[str, str]) -> Iterator[tuple[str, str, str]]:
-    """Yield for each imported name: its module, its name there, or "", and the name bound here."""
+def imported(node: ast.AST, modules: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield for each imported name its module, and its name there, or ""."""
     if isinstance(node, ast.Import):
-        yield from ((alias.name, "", alias.asname or alias.name) for alias in node.names)
+        yield from ((alias.name, "") for alias in node.names)
     if isinstance(node, ast.ImportFrom):
         for alias in node.names:
             assert node.module is not None, "imports are absolute"
             home = public_homes(node.module).get(alias.name, node.module)
             inner = f"{node.module}.{alias.name}"
-            yield (inner if inner in modules else home, alias.name, alias.asname or alias.name)
+            yield (inner if inner in modules else home, alias.name)
 
 
 def public_homes(module: str) -> dict[str, str]:
@@ -146,14 +155,11 @@ def _complaints_of(module: str, modules: dict[str, str]) -> Iterator[str]:
     (tree, found), part = parsed(modules[module]), part_of(module)
     if not (ast.get_docstring(tree) or "").partition("\n")[0].strip():
         yield f"{module}: its first line does not say what it is"
-    bound: dict[str, str] = {}
     for node in found:
-        for source, name, binds in imported(node, modules):
+        for source, name in imported(node, modules):
             package = source.partition(".")[0]
-            if package in PACKAGES:
-                bound[binds] = source
-                if part_of(source) != part:
-                    yield from _complaints_of_arrow(module, part, source, name)
+            if package in PACKAGES and part_of(source) != part:
+                yield from _complaints_of_arrow(module, part, source, name)
             if part.startswith("jax_kernels") and package not in KERNELS_TAKE:
                 yield f"{module}: a kernel imports {package}"
             if package in OUTSIDE:
@@ -161,11 +167,6 @@ def _complaints_of(module: str, modules: dict[str, str]) -> Iterator[str]:
             owners = OWNERS.get(package, (module,))
             if not any(f"{module}.".startswith(f"{owner}.") for owner in owners):
                 yield f"{module}: {package} is imported by {' and '.join(owners)} alone"
-    for node in found:
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and is_private(node.attr):
-            source = bound.get(node.value.id)
-            if source in modules and part_of(source) != part:
-                yield f"{module}: {source}.{node.attr} is private"
 
 
 def _complaints_of_arrow(module: str, part: str, source: str, name: str) -> Iterator[str]:
@@ -224,11 +225,6 @@ MUTATIONS = {
         "from cogvideox_torchax.runtime.weights import _put",
         "cogvideox_torchax.runtime.weights._put is private",
     ),
-    "a private name through its module": (
-        "cogvideox_torchax.cli.common",
-        "from cogvideox_torchax.runtime import weights as w\nw._put(None, None)",
-        "cogvideox_torchax.runtime.weights._put is private",
-    ),
     "torchax outside of its part": (
         "cogvideox_torchax.vae.checks",
         "def f():\n    import torchax.interop",
@@ -280,7 +276,7 @@ SEAM = {"on_accelerator", "torch_view"}
 def test_ported_modules_know_two_functions_of_a_bridge(module):
     modules = sources()
     _, found = parsed(modules[f"cogvideox_torchax.{module}"])
-    taken = {name for node in found for source, name, _ in imported(node, modules) if "runtime" in source}
+    taken = {name for node in found for source, name in imported(node, modules) if "runtime" in source}
     of_tensors = SEAM | {"as_layer", "by_kernel", "is_watched"}  # of runtime/layers, which asks the seam
     table = {"runtime", ""}  # `pipelines.layers` moves a table to JAX: `runtime.to_jax`
     assert taken <= of_tensors | (table if module == "pipelines.layers" else set())
@@ -299,3 +295,51 @@ def test_a_script_finds_the_names_that_it_imports(path):
             module = importlib.import_module(str(node.module))
             for name in node.names:
                 assert hasattr(module, name.name) or importlib.import_module(f"{node.module}.{name.name}")
+
+
+class Reached(Exception):
+    """The call has reached the end of its path."""
+
+
+def drawn(heading):
+    """Return the (file, function) pairs of the drawing under a heading of the page."""
+    page = (ROOT / "docs/architecture.md").read_text()
+    section = page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return [(file, name) for name, file in re.findall(r"^ {4}(\w+) +([\w/]+)", section, re.MULTILINE)]
+
+
+def decode(monkeypatch):
+    monkeypatch.setattr(jax_kernels, "norm_conv3d", reach)
+    vae = reference.on_jax(port(reference.small_vae(**reference.TWO_SHALLOW_LEVELS)))
+    with torch.no_grad():
+        vae.decode(reference.latents(3).to("jax"))
+
+
+def denoise(monkeypatch):
+    monkeypatch.setattr(Block, "forward", reach)
+    pipe = port(small_pipelines.build())
+    size = {"height": small_pipelines.HEIGHT, "width": small_pipelines.WIDTH, "num_frames": 5}
+    pipe("a cat", num_inference_steps=1, **size)
+
+
+def reach(*_args, **_options):
+    raise Reached
+
+
+@pytest.mark.parametrize(
+    ("heading", "call", "end"),
+    [("A decode call", decode, [("norm_conv3d/op", "norm_conv3d")]), ("A denoising step", denoise, [])],
+)
+def test_the_drawing_has_every_file_of_a_call_in_order(monkeypatch, heading, call, end):
+    with pytest.raises(Reached) as reached:
+        call(monkeypatch)
+    package = str(ROOT / "cogvideox_torchax")
+    stack = [
+        (str(Path(frame.filename).relative_to(package).with_suffix("")), frame.name)
+        for frame in traceback.extract_tb(reached.tb)
+        if frame.filename.startswith(package) and not frame.filename.endswith("user_checks.py")  # a decorator
+    ] + end
+    files = [file for file, _ in itertools.groupby(stack, key=lambda hop: hop[0])]
+    assert files == [file for file, _ in itertools.groupby(drawn(heading), key=lambda hop: hop[0])]
+    remaining = iter(stack)
+    assert all(hop in remaining for hop in drawn(heading)), "a function is drawn that was not called"

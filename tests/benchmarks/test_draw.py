@@ -48,13 +48,6 @@ def test_a_page_without_the_marks_of_a_table_is_refused():
         draw.draw(["nowhere.md"])
 
 
-def test_steps_that_were_compiled_in_part_are_told_from_whole_ones():
-    whole = {"summary": {"network": "step, 42 layers"}}
-    part = {"summary": {"network": "step, 42 layers, from programs of 2 and 3"}}
-    assert draw.caches.extrapolated([whole]) == ""
-    assert "from programs of 2 and 3 layers" in draw.caches.extrapolated([whole, part])
-
-
 def test_a_result_has_a_row_for_the_whole_run_and_one_for_each_part():
     warm = GOOD | {"whole": GOOD["whole"] | {"warm_starts_s": [0.5, 0.75, 1.5]}, "flops": 4e9}
     estimated = warm | {"estimate": {"later": 0.25}}
@@ -64,7 +57,6 @@ def test_a_result_has_a_row_for_the_whole_run_and_one_for_each_part():
     assert found[0] == found[0] | {"cold start, s": "3", "warm start, s": "0.75", "GFLOP/s": "2"}
     assert found[0] == found[0] | {"run, ms": "2e+03", "fastest to slowest": "1e+03 to 3e+03", "runs": "3"}
     assert [row["estimate over measured"] for row in found] == ["", "", "0.50"]
-    assert "device, MB" not in head, "no device has told its memory"
 
 
 def test_what_does_not_fit_or_is_wrong_is_said_and_shows_no_time():

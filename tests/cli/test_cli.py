@@ -11,22 +11,26 @@ import sys
 import time
 from fractions import Fraction
 from pathlib import Path
+from types import MappingProxyType
 from unittest.mock import Mock
 
 import av
+import jax
 import pytest
 import torch
+from jax.experimental.compilation_cache import compilation_cache
 
-from cogvideox_torchax import cli, versions
-from cogvideox_torchax.cli import common, doctor, options
+from cogvideox_torchax import cli, runtime, versions
+from cogvideox_torchax.cli import common, compile, doctor, options
 from cogvideox_torchax.cli.common import DEMO_MODEL
 from cogvideox_torchax.cli.demo import demo_clip
 from cogvideox_torchax.files import latents, video
 from cogvideox_torchax.runtime import COMPILE_CACHE_VARIABLE, bridge, clock
+from cogvideox_torchax.vae import directions
 from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
 from cogvideox_torchax.vae.quality import ssim
 from cogvideox_torchax.vae.tolerances import psnr
-from tests import reference
+from tests import reference, small_pipelines
 from tests.conftest import umask_of
 from tests.files.test_video import TIMES, encode, heard, moving_frames, read_all, with_sound, write
 from tests.processes import run_python
@@ -69,7 +73,7 @@ def test_encode_then_decode_then_reconstruct(clip, capsys, backend):
     stock.save_pretrained("vae")
     options = ("--model", "vae", "--backend", backend)
     encoded = report(capsys, "encode", clip, "-o", "z.safetensors", *options)
-    assert (encoded["frames"], encoded["latents"]) == (9, "1 x 16 x 3 x 6 x 10")
+    assert encoded["latents"] == "1 x 16 x 3 x 6 x 10"
     loaded = latents.load("z.safetensors")
     assert reference.largest_error(loaded.tensor, stock.encode(pixels(clip)).latent_dist.mode()) < 1e-5
     assert {name: loaded.config[name] for name in latents.FACTORS} == {
@@ -78,11 +82,9 @@ def test_encode_then_decode_then_reconstruct(clip, capsys, backend):
         "invert_scale_latents": False,
     }
     assert (loaded.fps, loaded.num_frames, loaded.model) == (10, 9, "vae")
-    decoded = report(capsys, "decode", "z.safetensors", "-o", "again.mp4", "--backend", backend)
-    assert (decoded["frames"], decoded["fps"]) == (9, 10.0)
-    again = report(capsys, "reconstruct", clip, "-o", "frames", *options)
-    assert (again["frames_in"], again["frames_out"]) == (9, 9)
-    assert len(list(Path("frames").iterdir())) == 9
+    assert report(capsys, "decode", "z.safetensors", "-o", "again.mp4", "--backend", backend)["fps"] == 10
+    assert report(capsys, "reconstruct", clip, "-o", "frames", *options)["frames_out"] == 9
+    assert {path.name for path in Path("frames").iterdir()} == {f"frame_{i:05d}.png" for i in range(9)}
     assert video.probe("again.mp4").num_frames == 9
 
 
@@ -126,9 +128,7 @@ def test_demo_writes_all_and_agrees_with_pytorch(clip, capsys, backend):
     for what in ("latents", "frames"):
         assert result[f"largest_difference_to_PyTorch_{what}"] < 1e-5
     assert min(result["compile_s"], result["run_s"]) > 0
-    assert 0 < result["SSIM_against_source"] < 1
     assert 10 < result["PSNR_against_source_dB"] < 60
-    assert video.probe("out/demo.mp4").width == 2 * 40
     assert latents.load("out/demo.safetensors").num_frames == 5
 
 
@@ -146,9 +146,8 @@ def test_the_bundled_model_is_small_and_has_every_kind_of_tensor_of_the_real_one
 
 
 def test_the_bundled_model_gives_back_a_clip_that_it_was_not_trained_on():
-    shown, size = video.probe(demo_clip()), video.Framing(96, 96, crop=True)
-    assert (shown.height, shown.width, shown.num_frames) == (720, 1280, 132)
-    source = read_all(demo_clip().with_name("carphone_pristine.mp4"), size, 9)
+    clip, size = demo_clip().with_name("carphone_pristine.mp4"), video.Framing(96, 96, crop=True)
+    source = read_all(clip, size, 9)
     vae = common.load_vae(str(DEMO_MODEL), "torch", "float32")
     latents = vae.encode(from_uint8(source, "float32")).latent_dist.mode()
     got = to_uint8(vae.decode(latents).sample)
@@ -188,13 +187,6 @@ def test_doctor_names_an_untested_version_and_what_is_optional_and_how_to_instal
     assert lines <= set(report(capsys, "doctor")["advice"])
 
 
-def test_doctor_names_the_command_that_measures_where_there_is_a_device(monkeypatch, capsys):
-    for devices, named in (("tpu:0 (TPU v6 lite)", True), ("gpu:0 (NVIDIA H100)", True), ("cpu:0", False)):
-        monkeypatch.setattr(doctor, "_devices", lambda devices=devices: devices)
-        assert run("doctor") == 0
-        assert ("python -m benchmarks device -o out/device" in capsys.readouterr().out) == named
-
-
 def test_doctor_works_where_jax_does_not():
     code = "import sys; sys.modules['jax'] = None; from cogvideox_torchax import cli; "
     code += "sys.exit(cli.main(['doctor']))"
@@ -226,21 +218,6 @@ def test_help_shows_an_example_and_fits_a_screen_or_groups_its_options(command, 
     assert f"example: cogvideox-torchax {command}" in text
     groups = [part.split("\n  -")[1:] for part in re.split(r"\n(?=\S[^\n]*:\n)", text)]
     assert text.count("\n") <= 40 or max(map(len, groups)) <= 10
-    assert text.rindex("\nreport:\n") > max(
-        text.find(f"\n{title}:\n") for title in ("options", "several devices")
-    )
-
-
-def test_lines_about_compiling_and_bad_clips_do_not_hang_on_a_progress_bar(
-    clip, model_directory, capsys, monkeypatch
-):
-    monkeypatch.setattr("cogvideox_torchax.runtime.clock.LONG", 0)  # each program is announced
-    Path("bad.mp4").write_bytes(b"no video")
-    assert cli.main(["encode", ".", "-o", "out", "--model", "vae"]) == 1
-    said = re.split("[\r\n]", capsys.readouterr().err)
-    announced = "compiling EncoderChunk, unless the compile cache has it: minutes on a TPU, once for a size"
-    assert said.count(announced) == 1
-    assert any(line.startswith("bad clip bad.mp4: ") for line in said)
 
 
 def test_a_program_that_takes_long_is_announced_once_before_it_is_compiled(monkeypatch):
@@ -437,6 +414,11 @@ WRONG = {
         ("decode", "größe 猫.st", *DECODE[2:]),
         "no file or directory gr",
     ),
+    "a pipeline on several processes": (
+        lambda: None,
+        ("generate", "--model", "m", "--prompt", "a cat", "-o", "out", "--distributed"),
+        "generate runs as one process",
+    ),
     "no chips": (
         lambda: None,
         ("plan", "--topology", "v6e:0x1", "--no-advice"),
@@ -454,7 +436,7 @@ def test_wrong_input_is_one_line_exit_code_2_and_no_output(latent_file, refused,
 
     prepare()
     before = files()
-    options = () if arguments[0] == "plan" else ("--backend", "torch", "--quiet")
+    options = () if arguments[0] in ("plan", "generate") else ("--backend", "torch", "--quiet")
     assert words in refused(*arguments, *options)
     assert files() == before
 
@@ -595,3 +577,106 @@ def test_ctrl_c_leaves_nothing_half_written(clip, model_directory, tmp_path, mon
     assert ended == cli.INTERRUPTED
     assert capsys.readouterr().err == "interrupted; nothing half-written was left\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["clip.mp4", "vae"]
+
+
+@pytest.fixture
+def fresh_cache(tmp_path, restored_cache):
+    """Return an empty compile cache that keeps every compiled program."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "cache"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    compilation_cache.reset_cache()
+    return tmp_path / "cache"
+
+
+@pytest.mark.slow
+def test_a_profile_names_what_ran_after_the_models_layers(clip, fresh_cache):
+    assert cli.main(["encode", clip, "-o", "z.safetensors", "--quiet", "--profile", "profile"]) == 0
+    (trace,) = Path("profile/plugins/profile").rglob("*.xplane.pb")
+    assert b"encoder.down_blocks.0.resnets.0.conv1" in trace.read_bytes()
+    assert not jax.config.jax_compilation_cache_include_metadata_in_key
+
+
+@pytest.mark.slow
+def test_what_compile_has_compiled_no_later_process_compiles(clip, fresh_cache, capsys):
+    assert cli.main(["compile", "9x24x40", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)  # one line without `--quiet` too
+    kinds = [(program["kind"], program["size"]) for program in found["programs"]]
+    assert kinds == [("decode", "9x24x40"), ("encode", "9x24x40")]
+    assert found["compile_cache"] == str(fresh_cache)
+    before = programs_in(fresh_cache)
+    assert len(before) == 4, "nine frames are one chunk in each direction, of bytes and of floats"
+    jax.clear_caches()  # as in another process
+    assert cli.main(["reconstruct", clip, "-o", "again.mp4", "--quiet"]) == 0
+    vae = common.load_vae(str(common.DEMO_MODEL), "torchax", "float32")
+    z = vae.encode(runtime.to_jax(torch.zeros(1, 3, 9, 24, 40))).latent_dist.mode()
+    vae.decode(z)
+    assert programs_in(fresh_cache) == before
+
+
+@pytest.mark.slow
+def test_two_steps_compile_what_any_number_of_steps_runs(fresh_cache):
+    pipe = small_pipelines.one_layer("text")
+    runtime.without_torchax(pipe.save_pretrained, "model")
+    cat = ["--prompt", "panda", "--frames", "5", "--height", "8", "--width", "16", "-o", "cat.mp4"]
+    asked = ["generate", "--model", "model", *cat, "--quiet"]
+    jax.clear_caches()  # what earlier tests compiled is in no cache on disk
+    assert cli.main([*asked, "--num-inference-steps", "2"]) == 0
+    before = {path.name for path in fresh_cache.iterdir()}
+    assert before
+    jax.clear_caches()  # as in another process
+    assert cli.main([*asked, "--num-inference-steps", "5"]) == 0
+    assert {path.name for path in fresh_cache.iterdir()} == before
+
+
+def programs_in(cache: Path) -> set[str]:
+    """Return the programs of chunks in a cache; operations on single arrays are left out."""
+    return {path.name for path in cache.iterdir() if re.match(r"jit_\w+Chunk-", path.name)}
+
+
+def test_a_longer_video_has_a_second_program_and_no_third():
+    asked = []
+
+    class Vae:
+        config = MappingProxyType({"in_channels": 3, "latent_channels": 16, "temporal_compression_ratio": 4})
+        num_sample_frames_batch_size, num_latent_frames_batch_size = 8, 2
+        spatial_compression_ratio, dtype = 8, torch.float32
+
+        def encode_stream(self, frames):
+            asked.append(("encode", frames.dtype, *frames.shape))
+            return iter(())
+
+        def decode_stream(self, z, output_dtype):
+            asked.append(("decode", output_dtype, z.dtype, *z.shape))
+            return iter(())
+
+    for direction in (directions.ENCODE, directions.DECODE):
+        compile._run_all(Vae(), direction, 49, 16, 24)
+    # Of 49 frames the first chunk holds 9 and each later one 8; of 13 latent frames it is 3 and 2. The
+    # command line reads and writes bytes, `vae.encode` and `vae.decode` floats.
+    assert asked == [
+        *(("encode", dtype, 1, 3, 17, 16, 24) for dtype in (torch.uint8, torch.float32)),
+        *(("decode", dtype, torch.float32, 1, 16, 5, 2, 3) for dtype in (torch.uint8, None)),
+    ]
+
+
+def test_compiling_for_nothing_is_refused(restored_cache, monkeypatch, capsys, refused):
+    monkeypatch.setenv(COMPILE_CACHE_VARIABLE, "off")
+    jax.config.update("jax_compilation_cache_dir", None)
+    assert "--backend torch has no compile cache" in refused("compile", "9x24x40", "--backend", "torch")
+    assert f"the compile cache is off: set {COMPILE_CACHE_VARIABLE}" in refused("compile", "9x24x40")
+    assert report(capsys, "doctor")["compile cache"] == "off"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_completion_knows_every_command(shell, capsys):
+    assert cli.main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    for command in cli.COMMANDS:
+        assert command in script
+
+
+def test_every_option_has_help_and_json_is_a_switch():
+    for name, command in cli.parser()._subparsers._group_actions[0].choices.items():
+        for action in command._actions:
+            assert action.help, f"{name} {action.dest}"
+            assert "--json" not in action.option_strings or action.nargs == 0, f"{name} --json takes a value"

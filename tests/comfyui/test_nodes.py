@@ -1,7 +1,8 @@
-"""ComfyUI's nodes, loaded as ComfyUI loads a custom node, by its contract and without its server."""
+"""ComfyUI's nodes, loaded as ComfyUI loads a custom node, without its server; and their workflow."""
 
 import importlib.util
 import inspect
+import json
 import sys
 import types
 
@@ -66,7 +67,7 @@ def test_every_node_keeps_the_contract(nodes):
 @pytest.fixture
 def stock(tmp_path):
     """Save a small VAE in the test's directory and return it."""
-    vae = reference.small_vae()
+    vae = reference.small_vae(**reference.TWO_SHALLOW_LEVELS)
     vae.save_pretrained(tmp_path)
     return vae
 
@@ -78,14 +79,12 @@ def test_images_go_to_latents_and_back_as_the_model_has_them(nodes, bar, tmp_pat
     latents = run(nodes, "Encode", vae=vae, pixels=pixels)
     video = pixels.movedim(-1, 0)[None] * 2 - 1
     want = stock.encode(video).latent_dist.mode()
-    assert set(latents) == {"samples"}
     torch.testing.assert_close(latents["samples"], want, rtol=0, atol=1e-5 * float(want.abs().max()))
     assert [done for done, _, _ in bar] == list(range(1, 10))
     bar.clear()
     images = run(nodes, "Decode", vae=vae, samples=latents)
     frames = stock.decode(want).sample[0].movedim(0, -1)
     torch.testing.assert_close(images, (frames / 2 + 0.5).clamp(0, 1), rtol=0, atol=1e-4)
-    assert {total for _, total, _ in bar} == {9}
     *_, (done, _, (kind, picture, largest)) = bar
     assert (done, kind, picture.size, largest) == (9, "JPEG", (24, 16), 512)
 
@@ -107,3 +106,35 @@ def test_the_latents_of_a_picture_are_refused_by_their_shape(nodes, native_vae):
 def test_outside_of_comfyui_there_is_no_bar_to_move(nodes, native_vae):
     images = run(nodes, "Decode", vae=native_vae, samples={"samples": torch.zeros(2, 16, 1, 2, 3)})
     assert images.shape == (2, 8, 12, 3)
+
+
+# By node of ComfyUI 0.3.64: the types of its inputs that take links, by name, and of its outputs.
+COMFYUI = {
+    "LoadVideo": ({}, ["VIDEO"]),
+    "GetVideoComponents": ({"video": "VIDEO"}, ["IMAGE", "AUDIO", "FLOAT"]),
+    "SaveLatent": ({"samples": "LATENT"}, []),
+    "CreateVideo": ({"images": "IMAGE", "audio": "AUDIO"}, ["VIDEO"]),
+    "SaveVideo": ({"video": "VIDEO"}, []),
+}
+WIDGETS = ("STRING", "INT", "FLOAT", "BOOLEAN")
+
+
+def test_every_node_of_the_workflow_exists_and_every_link_joins_one_type(nodes):
+    known = dict(COMFYUI)
+    for name, kind in nodes.NODE_CLASS_MAPPINGS.items():
+        given = {key: value[0] for key, value in kind.INPUT_TYPES()["required"].items()}
+        linked = {
+            key: type_ for key, type_ in given.items() if isinstance(type_, str) and type_ not in WIDGETS
+        }
+        known[name] = (linked, list(kind.RETURN_TYPES))
+    workflow = json.loads((ROOT / "comfyui" / "workflow.json").read_text())
+    by_id = {node["id"]: node for node in workflow["nodes"]}
+    for node in by_id.values():
+        inputs, outputs = known[node["type"]]
+        assert {each["name"]: each["type"] for each in node["inputs"]} == inputs, node["type"]
+        assert [each["type"] for each in node["outputs"]] == outputs, node["type"]
+        assert len({each["link"] for each in node["inputs"]}) == len(node["inputs"]), node["type"]
+    for link, source, output, target, taken, type_ in workflow["links"]:
+        start, end = by_id[source]["outputs"][output], by_id[target]["inputs"][taken]
+        assert (start["type"], end["type"], end["link"]) == (type_, type_, link)
+        assert link in start["links"]

@@ -2,11 +2,9 @@
 
 import hashlib
 import pickle
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from time import sleep
 
 import av
 import pytest
@@ -55,24 +53,6 @@ def test_a_pickled_unit_gives_the_same_bits_and_takes_no_weights_along(small):
     other = pickle.loads(pickled)
     assert torch.equal(other(clip_of(small, "b.mp4")).tensor, small.wanted["b.mp4"].tensor)
     assert other.model_sha256 == small.unit.model_sha256
-
-
-def test_two_threads_load_a_model_once(small, monkeypatch):
-    loads, real = [], ClipConfig.load
-    monkeypatch.setattr(
-        ClipConfig, "load", lambda config: (loads.append(config), sleep(0.2), real(config))[2]
-    )
-    unit = EncodeClip(small.config)
-    with ThreadPoolExecutor(2) as threads:
-        one, other = threads.map(lambda _: unit.vae, range(2))
-    assert one is other
-    assert len(loads) == 1
-
-
-def test_another_weight_or_dtype_is_another_model(small, other_weights):
-    others = (ClipConfig(other_weights, "torch"), ClipConfig(small.model, "torch", "bfloat16"))
-    hashes = {small.unit.model_sha256, *(EncodeClip(recipe).model_sha256 for recipe in others)}
-    assert len(hashes) == 3
 
 
 def test_a_sample_depends_on_seed_and_id_and_not_on_the_clips_before(small):
@@ -172,20 +152,6 @@ def test_the_enlargement_is_of_the_picture_as_it_is_shown_and_before_it_is_cropp
     assert video.cover(info, 24, 24).enlargement(info) == 1
     assert video.Framing(24, 144).enlargement(info) == 1.5
     assert video.Framing(16, 24, crop=True).enlargement(info) == 1
-
-
-def test_a_file_that_changes_while_it_is_read_is_an_error(small, tmp_path, monkeypatch):
-    path = write_clip(tmp_path / "growing.mp4")
-    real = video.read_frames
-
-    def and_grows(*args):
-        yield from real(*args)
-        with path.open("ab") as file:
-            file.write(b"more")
-
-    monkeypatch.setattr(video, "read_frames", and_grows)
-    with pytest.raises(ClipError, match="was changed while it was read"):
-        small.unit(Clip("growing", path))
 
 
 def test_a_long_clip_is_read_while_it_is_encoded_and_gives_the_same(small, monkeypatch):

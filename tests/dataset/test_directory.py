@@ -1,12 +1,10 @@
 """Directories of clips by the command line: what is done is skipped, and each fault is named."""
 
-import contextlib
 import json
 import os
 import re
 import shutil
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,9 +12,10 @@ import torch
 from cogvideox_torchax import cli
 from cogvideox_torchax.dataset import Clip, ClipError, EncodeClip, formats, sources
 from cogvideox_torchax.dataset.directory import LatentDirectory, ProcessShard, VideoDirectory, failures
-from cogvideox_torchax.files import latents as latent_files, video, whole
+from cogvideox_torchax.files import latents as latent_files, video
 from tests import reference
 from tests.dataset.conftest import BAD, GOOD, OPTIONS, command, encode, tree, write_clip
+from tests.files.test_whole import files_of_at_most
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
 
@@ -113,30 +112,36 @@ def test_what_is_dropped_resampled_or_enlarged_is_in_the_report_and_in_the_laten
     write_clip(tmp_path / "in/tiny.mp4", height=8, width=24)
     small_bucket = ("--buckets", "5x32x48", "--min-size", 16)
 
-    def report(name, *options):
+    windows = ("--windows", "--fps", 8)
+    for name, options, wanted in (
+        (
+            "first",
+            (),
+            {"latents": 2, "frames_dropped": 42, "clips_enlarged": 2, "clips_resampled": 0, "fps": "8 to 24"},
+        ),
+        (
+            "windows",
+            windows,
+            {"clips": 2, "latents": 4, "frames_dropped": 6, "clips_resampled": 1, "fps": "8"},
+        ),
+        ("windows", windows, {"done_before": 2, "latents": 0, "fps": ""}),
+    ):
         assert encode(small, tmp_path / name, *small_bucket, *options, "--json", clips=tmp_path / "in") == 1
-        return json.loads(capsys.readouterr().out)
-
-    def about(name):
-        return latent_files.about(tmp_path / f"{name}.safetensors")
-
-    found = report("first")
-    wanted = {"latents": 2, "frames_dropped": 42, "clips_enlarged": 2, "clips_resampled": 0, "fps": "8 to 24"}
-    assert found | wanted == found
+        found = json.loads(capsys.readouterr().out)
+        assert found | wanted == found
     assert "is 8 x 24, at least 16 are wanted" in failures(tmp_path / "first/failed.jsonl")["tiny.mp4"]
-    wanted = {"source_fps": "24", "dropped_frames": 35, "enlarged": 2.0, "first_frame": 0}
-    assert (found := about("first/fast.mp4")) | wanted == found
-
-    found = report("windows", "--windows", "--fps", 8)
-    wanted = {"clips": 2, "latents": 4, "frames_dropped": 6, "clips_resampled": 1, "fps": "8"}
-    assert found | wanted == found
-    wanted = {"id": "fast.mp4/00001", "dropped_frames": 4, "first_frame": 15, "repeated_frames": 0}
-    assert (found := about("windows/fast.mp4/00001")) | wanted == found
+    for name, wanted in (
+        ("first/fast.mp4", {"source_fps": "24", "dropped_frames": 35, "enlarged": 2.0, "first_frame": 0}),
+        (
+            "windows/fast.mp4/00001",
+            {"id": "fast.mp4/00001", "dropped_frames": 4, "first_frame": 15, "repeated_frames": 0},
+        ),
+    ):
+        found = latent_files.about(tmp_path / f"{name}.safetensors")
+        assert found | wanted == found
     assert sorted(path.name for path in (tmp_path / "windows/slow.mp4").iterdir()) == [
         *("00000.safetensors", "00001.safetensors")
     ]
-    found = report("windows", "--windows", "--fps", 8)
-    assert (found["done_before"], found["latents"], found["fps"]) == (2, 0, "")
 
 
 def test_a_list_gives_captions_sizes_and_ids(small, tmp_path):
@@ -183,19 +188,20 @@ def test_a_bad_list_or_a_wrong_option_is_one_line_and_marks_no_clip_bad(
     assert not (tmp_path / "out").exists()
 
 
-LISTS = {
-    "a file elsewhere": ("list.txt", "../in/a.mp4\n", ("a.mp4", "")),
-    "a line separator": (
-        "list.jsonl",
-        '{"path": "a.mp4", "caption": "one\u2028two"}\n',
-        ("a.mp4", "one\u2028two"),
-    ),
-    "the mark of Windows": ("list.jsonl", '\ufeff{"path": "a.mp4"}\n', ("a.mp4", "")),
-    "the mark in a caption": ("a.txt", "\ufeffA ball.", ("a.mp4", "A ball.")),
-}
-
-
-@pytest.mark.parametrize(("name", "text", "wanted"), LISTS.values(), ids=LISTS)
+@pytest.mark.parametrize(
+    ("name", "text", "wanted"),
+    [
+        pytest.param("list.txt", "../in/a.mp4\n", ("a.mp4", ""), id="a file elsewhere"),
+        pytest.param(
+            "list.jsonl",
+            '{"path": "a.mp4", "caption": "one\u2028two"}\n',
+            ("a.mp4", "one\u2028two"),
+            id="a line separator",
+        ),
+        pytest.param("list.jsonl", '\ufeff{"path": "a.mp4"}\n', ("a.mp4", ""), id="the mark of Windows"),
+        pytest.param("a.txt", "\ufeffA ball.", ("a.mp4", "A ball."), id="the mark in a caption"),
+    ],
+)
 def test_a_text_in_utf_8_gives_ids_and_captions(tmp_path, name, text, wanted):
     given = tmp_path if name == "a.txt" else tmp_path / name
     (tmp_path / "a.mp4").touch()
@@ -346,24 +352,6 @@ def test_videos_of_other_weights_or_rates_are_refused_in_the_same_directory(
     assert cli.main(decode) == 0
 
 
-@pytest.mark.parametrize("other_writes", [True, False])
-def test_processes_that_begin_together_fix_one_setting(encoded, tmp_path, monkeypatch, other_writes):
-    other, videos = (VideoDirectory(tmp_path / "out", sources.shards(encoded / "latents")) for _ in range(2))
-    lock = contextlib.ExitStack()
-
-    def sleep(_):
-        lock.close()
-        if other_writes:
-            other.fix_settings({"dtype": "other"})
-
-    monkeypatch.setattr("time.sleep", sleep)
-    lock.enter_context(whole.reserved(tmp_path / "out/videos.json", whole.WRITING))
-    refused = pytest.raises(whole.OutputError, match="dtype is 'other' there and 'mine' here")
-    with refused if other_writes else contextlib.nullcontext():
-        videos.fix_settings({"dtype": "mine"})
-    assert ("mine" in (tmp_path / "out/videos.json").read_text()) != other_writes
-
-
 def test_videos_that_were_there_before_are_not_taken_for_decoded_ones(small, encoded, tmp_path, refused):
     shutil.copytree(small.clips, tmp_path / "clips")
     before = tree(tmp_path / "clips")
@@ -380,33 +368,14 @@ def test_latents_and_their_videos_may_share_a_directory(small, tmp_path):
         assert {path.name for path in out.glob("*.mp4")} == {"a.mp4", "b.mp4", "z.mp4"}
 
 
-def test_what_is_in_a_directory_is_listed_by_headers_alone(encoded, monkeypatch):
-    for name in ("load", "loads"):
-        monkeypatch.setattr(latent_files, name, Mock(side_effect=AssertionError("tensors are read")))
-    for kind in ("latents", "safetensors"):
-        paths = sources.shards(encoded / kind)
-        assert sorted(name for path in paths for name, _ in formats.entries(path)) == sorted(GOOD)
-
-
 # Faults
 
 
-def test_a_full_disk_ends_the_run_with_a_line_and_the_next_completes_it(
-    small, encoded, tmp_path, monkeypatch, capsys
-):
-    real, calls = whole._sync, []
-
-    def full(path):
-        calls.append(path)
-        if len(calls) == 5:
-            raise OSError(28, "No space left on device", str(path))
-        real(path)
-
-    monkeypatch.setattr(whole, "_sync", full)
-    assert encode(small, tmp_path / "out") == 1
-    assert re.search(r"^cogvideox-torchax encode: .*No space left on device", capsys.readouterr().err, re.M)
-    monkeypatch.undo()
-    assert 0 < len(tree(tmp_path / "out")) < len(GOOD)
+def test_a_full_disk_ends_the_run_with_a_line_and_the_next_completes_it(small, encoded, tmp_path, capsys):
+    with files_of_at_most(500):
+        assert encode(small, tmp_path / "out") == 1
+    assert re.search(r"^cogvideox-torchax encode: .*too large", capsys.readouterr().err, re.M)
+    assert tree(tmp_path / "out") == {}
     assert encode(small, tmp_path / "out") == 1
     assert tree(tmp_path / "out") == tree(encoded / "latents")
 

@@ -3,6 +3,7 @@
 import json
 import runpy
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from diffusers import CogVideoXPipeline
 from cogvideox_torchax import runtime
 from cogvideox_torchax.files import video
 from cogvideox_torchax.pipelines import generate
+from examples import serve, stream_to_browser
 from tests import reference, small_pipelines
-from tests.files.test_video import read_all, write
+from tests.dataset.conftest import write_clip
+from tests.files.test_video import read_all
 from tests.processes import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -61,22 +64,26 @@ def test_image_to_video_with_a_lora_differs_from_the_one_without(monkeypatch):
     assert not torch.equal(with_it, without)
 
 
-def written(path: str, frames: int = 5, seed: int = 0):
-    generator = torch.Generator().manual_seed(seed)
-    write(path, torch.randint(0, 256, (1, 3, frames, 16, 24), dtype=torch.uint8, generator=generator), 8)
-
-
 def test_a_folder_is_encoded_and_read_by_a_trainer_without_its_bad_clip(monkeypatch, capsys):
     reference.small_vae().save_pretrained("stock")
-    Path("clips").mkdir()
     for i in range(2):
-        written(f"clips/{i}.mp4", seed=i)
+        write_clip(Path(f"clips/{i}.mp4"), shift=i, frames=5)
     Path("clips/bad.mp4").write_bytes(b"no video")
     given = ("--model", "stock", "--dtype", "float32", "--bucket", "5x16x24", "-o", "latents")
     run("encode_a_folder.py", monkeypatch, "clips", *given)
     out = capsys.readouterr().out
     assert "left out bad.mp4" in out
     assert "a batch for the trainer: (2, 16, 2, 4, 6)" in out
+
+
+@pytest.mark.parametrize("server", [serve, stream_to_browser])
+def test_a_server_listens_on_the_loopback_interface_alone(server, monkeypatch, model_directory):
+    run = Mock()
+    monkeypatch.setattr(serve, "load_pipeline", Mock())
+    monkeypatch.setattr("uvicorn.run", run)
+    monkeypatch.setattr("sys.argv", ["server", "--model", str(model_directory)])
+    server.main()
+    assert run.call_args.kwargs["host"] == "127.0.0.1"
 
 
 @pytest.mark.slow

@@ -1,3 +1,5 @@
+"""Videos: written, read back and refused; what pipelines return is saved."""
+
 import dataclasses
 import io
 import struct
@@ -8,8 +10,12 @@ import av
 import numpy as np
 import pytest
 import torch
+from diffusers.video_processor import VideoProcessor
+from PIL import Image
 
+from cogvideox_torchax import runtime, save_video
 from cogvideox_torchax.files import sheets, video
+from cogvideox_torchax.files.video import VideoError
 from cogvideox_torchax.files.whole import OutputError
 
 
@@ -128,7 +134,7 @@ def test_the_tags_of_a_file_are_read(tmp_path, matrix, red, blue, full_range):
     assert np.abs(got.numpy() - 255 * rgb).max() <= 3
 
 
-def test_gif_and_frames(tmp_path):
+def test_a_gif_has_all_frames_and_lasts_as_long(tmp_path):
     from PIL import Image
 
     write(tmp_path / "clip.gif", moving_frames(5))
@@ -143,10 +149,6 @@ def test_gif_and_frames(tmp_path):
             lasting = [gif.seek(i) or gif.info["duration"] for i in range(18)]
         assert sum(lasting) == pytest.approx(1000 * seconds)
         assert max(lasting) - min(lasting) in (0, 10)
-    with video.writing(tmp_path / "frames", 10) as sink:
-        for count in (3, 2):
-            sink.write(moving_frames(count))
-    assert {path.name for path in (tmp_path / "frames").iterdir()} == {f"frame_{i:05d}.png" for i in range(5)}
 
 
 def _no_frames(path):
@@ -270,18 +272,20 @@ def test_a_clip_cut_without_encoding_anew_begins_where_it_is_shown(tmp_path, kep
 
 
 IDENTITY = [1, 0, 0, 0, 1, 0, 0, 0, 0x4000]
-PLACED = {
-    "turned left": ([0, -1, 0, 1, 0, 0, 0, 0, 0x4000], lambda x: x.rot90(1, (3, 4))),
-    "turned right": ([0, 1, 0, -1, 0, 0, 0, 0, 0x4000], lambda x: x.rot90(-1, (3, 4))),
-    "upside down": ([-1, 0, 0, 0, -1, 0, 0, 0, 0x4000], lambda x: x.flip(3, 4)),
-    "mirrored": ([-1, 0, 0, 0, 1, 0, 0, 0, 0x4000], lambda x: x.flip(4)),
-    "mirrored upside down": ([1, 0, 0, 0, -1, 0, 0, 0, 0x4000], lambda x: x.flip(3)),
-    "rows for columns": ([0, 1, 0, 1, 0, 0, 0, 0, 0x4000], lambda x: x.mT),
-}
-"""The matrix of an mp4's track, in units of 2^16, and what it says."""
 
 
-@pytest.mark.parametrize(("placed", "upright_of"), PLACED.values(), ids=PLACED)
+# The matrix of an mp4's track, in units of 2^16, and what it says.
+@pytest.mark.parametrize(
+    ("placed", "upright_of"),
+    [
+        pytest.param([0, -1, 0, 1, 0, 0, 0, 0, 0x4000], lambda x: x.rot90(1, (3, 4)), id="turned left"),
+        pytest.param([0, 1, 0, -1, 0, 0, 0, 0, 0x4000], lambda x: x.rot90(-1, (3, 4)), id="turned right"),
+        pytest.param([-1, 0, 0, 0, -1, 0, 0, 0, 0x4000], lambda x: x.flip(3, 4), id="upside down"),
+        pytest.param([-1, 0, 0, 0, 1, 0, 0, 0, 0x4000], lambda x: x.flip(4), id="mirrored"),
+        pytest.param([1, 0, 0, 0, -1, 0, 0, 0, 0x4000], lambda x: x.flip(3), id="mirrored upside down"),
+        pytest.param([0, 1, 0, 1, 0, 0, 0, 0, 0x4000], lambda x: x.mT, id="rows for columns"),
+    ],
+)
 def test_a_phones_portrait_is_read_upright(clip, placed, upright_of):
     def matrix(values):
         return struct.pack(">9i", *(value << 16 for value in values))
@@ -327,16 +331,6 @@ def test_a_colon_in_a_name_is_no_protocol(clip, tmp_path, monkeypatch):
     sound = video.SourceTiming(sound=Path("12:31:05.mp4"), seconds=Fraction(1))
     write("out.mp4", moving_frames(), source=sound)
     assert video.probe("out.mp4").sound == "aac"
-
-
-def test_sound_without_a_decoder_is_none_that_can_be_read(tmp_path):
-    with_sound(tmp_path / "clip.mkv", container="matroska")
-    data = (tmp_path / "clip.mkv").read_bytes()
-    assert data.count(b"A_AAC") == 1
-    (tmp_path / "clip.mkv").write_bytes(data.replace(b"A_AAC", b"A_ZZZ"))
-    info = video.probe(tmp_path / "clip.mkv")
-    assert info.sound == "unknown"
-    assert read_all(tmp_path / "clip.mkv").shape == (1, 3, 9, 24, 40)
 
 
 TIMES = [Fraction(n, 100) for n in (0, 10, 12, 20, 50, 60, 61, 70, 90)]
@@ -440,3 +434,74 @@ def test_differences_of_a_contact_sheet_are_amplified_as_its_label_says(monkeypa
     sheet = np.asarray(sheets.contact_sheet(source, result))
     assert labels == ["source, frame 0", "reconstruction, frame 0", "4 x difference, frame 0"]
     assert [tuple(sheet[-8, x]) for x in (10, 90)] == [(40, 40, 40), (255, 255, 255)]
+
+
+FRAMES = moving_frames(5)
+"""uint8 (1, 3, T, H, W)."""
+SIGNED = FRAMES.float() / 127.5 - 1
+
+
+def returned(output_type):
+    """Return `frames` as a pipeline makes them of its VAE's."""
+    return VideoProcessor(vae_scale_factor=8).postprocess_video(SIGNED, output_type)
+
+
+TAKEN = {
+    **{f"{kind}, whole": lambda kind=kind: returned(kind) for kind in ("np", "pt", "pil")},
+    **{f"{kind}, the first": lambda kind=kind: returned(kind)[0] for kind in ("np", "pt", "pil")},
+    "bytes": lambda: FRAMES[0].permute(1, 2, 3, 0).numpy(),
+    "bytes in torch": lambda: FRAMES.transpose(1, 2),
+    "a list of arrays": lambda: list(returned("np")[0]),
+    "a list of tensors": lambda: list(returned("pt")[0]),
+    "float16": lambda: returned("np").astype(np.float16),
+    "on JAX": lambda: runtime.to_jax(returned("pt")[0]),
+    "bfloat16 on JAX": lambda: runtime.to_jax(returned("pt").bfloat16()),
+    "with transparency": lambda: [image.convert("RGBA") for image in returned("pil")[0]],
+    "a hair beyond 1": lambda: returned("np") * 1.0001,
+}
+
+
+@pytest.mark.usefixtures("torchax_off")
+@pytest.mark.parametrize("torchax_is_on", [False, True], ids=["", "torchax on"])
+@pytest.mark.parametrize("make", TAKEN.values(), ids=TAKEN)
+def test_what_a_pipeline_returns_is_saved(tmp_path, make, torchax_is_on):
+    frames = make()
+    if torchax_is_on:
+        runtime.enable()
+    save_video(frames, tmp_path / "frames", fps=8)
+    pictures = [np.asarray(Image.open(path)) for path in sorted((tmp_path / "frames").iterdir())]
+    want = runtime.without_torchax(lambda: FRAMES[0].permute(1, 2, 3, 0).numpy())
+    assert np.abs(np.stack(pictures).astype(int) - want).max() <= 1
+
+
+REFUSED = {
+    "two videos": (
+        lambda: returned("np").repeat(2, 0),
+        r"2 videos, ndarray of shape \(2, 5, 24, 40, 3\): save fr",
+    ),
+    "a VAE's frames": (lambda: SIGNED, r"Tensor of shape \(1, 3, 5, 24, 40\).*transpose\(0, 1\) / 2 \+ 0.5"),
+    "latents": (lambda: torch.zeros(1, 3, 16, 4, 6), "decode latents first"),
+    "[-1, 1]": (lambda: SIGNED.transpose(1, 2), "from -1 to 0.569, floats.*frames / 2"),
+    "[0, 255]": (lambda: returned("np") * 255, "values from 0 to 200, .*uint8"),
+    "NaN": (lambda: returned("np") * np.nan, "values from nan"),
+    "integers": (lambda: FRAMES.transpose(1, 2).int(), "Tensor of int32"),
+    "a result": (lambda: {"frames": returned("np")}, "dict of object: give a pipeline's frames"),
+    "a path": (lambda: "cat.mp4", "got str of"),
+    "one image": (lambda: returned("pil")[0][0], r"got Image of shape \(24, 40, 3\)"),
+    "no frame": (list, r"list of shape \(0,\)"),
+    "two sizes": (lambda: [Image.new("RGB", (8, 8)), Image.new("RGB", (8, 16))], "frames of several sizes"),
+    "an odd side": (lambda: FRAMES.transpose(1, 2)[..., 1:], "24 x 39 pixels: an .mp4 needs even sides"),
+}
+
+
+@pytest.mark.parametrize(("make", "words"), REFUSED.values(), ids=REFUSED)
+def test_anything_else_is_refused_by_name(tmp_path, make, words):
+    with pytest.raises(VideoError, match=words):
+        save_video(make(), tmp_path / "a.mp4", fps=8)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("fps", ["8", None])
+def test_a_rate_is_a_number(tmp_path, fps):
+    with pytest.raises(VideoError, match="give the number of frames a second"):
+        save_video(returned("np"), tmp_path / "a.mp4", fps=fps)

@@ -1,14 +1,16 @@
-"""verify passes on sound backends, and names the layer of a broken one."""
+"""verify passes on sound backends, and names the layer of a broken one; its PSNR and SSIM."""
 
 import json
 import sys
 import types
 
+import numpy as np
 import pytest
 import torch
 
 from cogvideox_torchax import cli, runtime
 from cogvideox_torchax.backends.native import Torch
+from cogvideox_torchax.vae.quality import ssim
 from cogvideox_torchax.vae.tolerances import psnr
 from cogvideox_torchax.verify import compare, report
 from tests import reference
@@ -32,25 +34,19 @@ def failed_of(result):
 
 
 @pytest.mark.slow
-def test_torch_and_torchax_pass_in_float32(verifier, torchax_candidate, small_vae):
-    native = compare.make_candidate("torch", torch.float32, small_vae)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torch_and_torchax_pass(small_vae, dtype):
+    # Root-mean-square errors of two ways to round are compared: a few hundred latents are too few for that.
+    verifier = compare.Verifier(small_vae, reference.video(13, height=48, width=64))
     wanted = ["encoder.conv_in", "encoder.mid_block", "encoder.conv_out", "decoder.conv_in"]
     wanted += ["decoder.up_blocks.2.resnets.1", "decoder.norm_out", "decoder.conv_out"]
-    for result in verifier.verify([native, torchax_candidate]):
+    candidates = [compare.make_candidate(name, dtype, small_vae) for name in ("torch", "torchax")]
+    for result in verifier.verify(candidates):
         assert result.passed, report.verdict(result)
         assert result.first_bad_layer is None
         assert len(result.whole["decode"].psnr) == len(result.whole["decode"].ssim) == 13 + 3
         assert [layer.name for layer in result.layers if layer.name in wanted] == wanted, "in order"
-
-
-@pytest.mark.slow
-def test_torch_and_torchax_pass_in_bfloat16(small_vae):
-    # Root-mean-square errors of two ways to round are compared: a few hundred latents are too few for that.
-    verifier = compare.Verifier(small_vae, reference.video(13, height=48, width=64))
-    candidates = [compare.make_candidate(name, torch.bfloat16, small_vae) for name in ("torch", "torchax")]
-    for result in verifier.verify(candidates):
-        assert result.passed, report.verdict(result)
-        assert result.whole["decode"].relative > 1e-4, "nothing was run in bfloat16"
+        assert (result.whole["decode"].relative > 1e-4) == (dtype == torch.bfloat16)
 
 
 @pytest.mark.slow
@@ -139,23 +135,6 @@ def test_psnr_of_known_values():
     assert psnr(torch.full((4,), 0.2), torch.zeros(4), 2.0) == pytest.approx(20)
 
 
-@pytest.mark.parametrize(("dtype", "tolerances"), [("float32", [1e-5]), ("bfloat16", [])])
-def test_a_layers_error_is_drawn_at_its_own_name_beside_the_tolerance(monkeypatch, dtype, tolerances):
-    """The Flax build has no `decoder.norm_out`; its list is the shorter one, and the first."""
-    drawn, named = [], types.SimpleNamespace
-    monkeypatch.setattr(report, "save_figure", lambda figure, _: drawn.append(figure.axes[0]))
-    results = [
-        named(backend="any", dtype=dtype, layers=[named(name=name, relative=0.1) for name in names])
-        for names in ("ac", "abc")
-    ]
-    report.draw_layers(results, "any.png")
-    (axes,) = drawn
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["a", "b", "c"]
-    assert [list(line.get_xdata()) for line in axes.lines[:2]] == [[0, 2], [0, 1, 2]]
-    drawn_as = [line for line in axes.lines if line.get_label().startswith("tolerance of float32")]
-    assert [line.get_ydata()[0] for line in drawn_as] == tolerances
-
-
 def test_the_command_writes_json_tables_and_a_picture(
     model_directory, tmp_path, capsys, torchax_off, monkeypatch
 ):
@@ -167,8 +146,6 @@ def test_the_command_writes_json_tables_and_a_picture(
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads((tmp_path / "out" / "verify.json").read_text())
     assert (printed["format"], printed["device"]) == (report.FORMAT, "8 x cpu"), "JAX's device"
-    fields = {"name", "mean", "largest", "relative", "rms", "chunk"}
-    assert printed["results"][0]["layers"][0].keys() == fields
     assert (tmp_path / "out" / "verify.png").read_bytes().startswith(b"\x89PNG")
     assert "| encoder.conv_in" in (tmp_path / "out" / "verify.md").read_text()
 
@@ -206,7 +183,25 @@ def test_a_backend_that_is_not_installed_says_so(monkeypatch, refused, torchax_o
     assert "the flax backend is not installed" in refused("verify", "--backends", "flax")
 
 
-def test_a_copy_of_the_reference_keeps_its_weights_apart(small_vae):
-    before = {name: value.clone() for name, value in small_vae.state_dict().items()}
-    compare.make_candidate("torch", torch.bfloat16, small_vae)
-    assert all(torch.equal(value, before[name]) for name, value in small_vae.state_dict().items())
+def clips():
+    rng = np.random.default_rng(0)
+    smooth = rng.uniform(0, 255, (1, 3, 2, 6, 8)).repeat(5, 3).repeat(5, 4)
+    noisy = smooth + rng.normal(0, 20, smooth.shape)
+    return (torch.from_numpy(clip.clip(0, 255).round().astype(np.uint8)) for clip in (smooth, noisy))
+
+
+def test_it_is_scikit_images():
+    metrics = pytest.importorskip("skimage.metrics")
+    smooth, noisy = clips()
+    planes = [(smooth[0, c, t].numpy(), noisy[0, c, t].numpy()) for c in range(3) for t in range(2)]
+    options = {"gaussian_weights": True, "sigma": 1.5, "use_sample_covariance": False, "data_range": 255}
+    wanted = [metrics.structural_similarity(*plane, **options) for plane in planes]
+    assert ssim(noisy, smooth) == pytest.approx(np.mean(wanted), abs=1e-6)
+
+
+def test_small_pictures_have_smaller_windows_and_flat_ones_the_formulas_value():
+    smooth, _ = clips()
+    small = smooth[..., :5, :7]
+    assert ssim(small, small) == pytest.approx(1)
+    flat, c1 = torch.zeros(1, 1, 1, 16, 16), (0.01 * 2) ** 2
+    assert ssim(flat + 0.5, flat, 2.0) == pytest.approx(c1 / (0.25 + c1))  # no variance
