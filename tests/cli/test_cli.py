@@ -486,10 +486,12 @@ WRONG_ARGUMENTS = {
         "generate --guidance_scal=3",
         "no option --guidance_scal: did you mean --guidance-scale?",
     ),
-    "a name with a word in common": (
+    "an argument of diffusers": (
         "generate --num_videos_per_prompt 2",
-        "error: there is no option --num_videos_per_prompt",
+        "--num_videos_per_prompt: each run makes one video, so run it again with another --seed",
     ),
+    "a generator": ("generate --generator 2", "there is no option --generator: pass --seed"),
+    "an argument of a pipeline's call": ("generate --eta 0.5", "--eta: port(pipeline) and a call in Python"),
     "a name with letters in common": ("generate --device cuda", "error: there is no option --device"),
     "a swapped letter": ("generate --promtp x", "no option --promtp: did you mean --prompt?"),
     "a name that is near none": ("encode a.mp4 --frobnicate", "there is no option --frobnicate"),
