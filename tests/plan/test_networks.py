@@ -4,7 +4,6 @@ import functools
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import pytest
@@ -46,29 +45,16 @@ def test_a_step_is_planned_whole_with_the_work_that_pytorch_counts():
 
 
 def test_kernels_whose_work_the_compiler_does_not_see_are_counted_by_pytorch():
-    class Compiled:
-        def as_text(self):
-            return ""
-
-        def cost_analysis(self):
-            return {"flops": 1.0}
-
-        def memory_analysis(self):
-            sizes = ("argument", "temp", "output", "alias")
-            return SimpleNamespace(**{f"{name}_size_in_bytes": 0 for name in sizes})
-
-    work = programs.Work("step", 1, None, None, flops=5.0)
-    assert programs.read_program(work, Compiled(), 0.0).flops == 5.0
+    compiled = jax.jit(jax.numpy.sin).lower(1.0).compile()
+    assert programs.read_program(programs.Work("step", 1, None, None, flops=5.0), compiled, 0.0).flops == 5.0
 
 
 def test_a_plan_of_a_prompt_is_of_the_models_own_text_encoder(tmp_path):
     small_pipelines.text_encoder(num_layers=5).save_pretrained(tmp_path / "text_encoder")
     (tmp_path / "model_index.json").write_text("{}")
-    runtime.enable()
-    mesh = make_mesh(1, 1)
-    work = networks.prompt_work(str(tmp_path), torch.float32, mesh, tokens=16)
+    work = networks.prompt_work(str(tmp_path), torch.float32, make_mesh(1, 1), tokens=16)
     assert work.layers == 5
-    assert programs.compile_program(work, mesh).argument_bytes < 1e6, "its own width"
+    assert networks.weight_bytes(work) < 1e6, "its own width"
 
 
 SIZE = ("--frames", "9", "--height", "32", "--width", "64")
@@ -149,8 +135,8 @@ def test_a_size_that_no_patches_fit_is_refused():
 def test_a_step_of_an_unknown_transformer_costs_what_the_known_one_of_its_sizes_costs(tmp_path):
     """Its class is named by the pipeline's index; its attention is the kernel too."""
     runtime.enable()
-    known = small_pipelines.transformer("5b")
-    model = runtime.without_torchax(ConsisIDTransformer3DModel.from_config, {**known.config, "num_layers": 2})
+    known = small_pipelines.transformer("5b", num_layers=1)
+    model = runtime.without_torchax(ConsisIDTransformer3DModel.from_config, {**known.config})
     runtime.without_torchax(model.save_pretrained, tmp_path / "transformer")
     index = {"_class_name": "ConsisIDPipeline", "transformer": ["diffusers", "ConsisIDTransformer3DModel"]}
     (tmp_path / "model_index.json").write_text(json.dumps(index))
@@ -178,7 +164,7 @@ def test_a_step_of_an_unknown_transformer_costs_what_the_known_one_of_its_sizes_
 def whole_plan(tmp_path_factory):
     """Save a pipeline; return a function that plans it for chips of so many bytes: CPUs are its slices."""
     directory = tmp_path_factory.mktemp("pipeline")
-    runtime.without_torchax(small_pipelines.build().save_pretrained, directory)
+    runtime.without_torchax(small_pipelines.one_layer().save_pretrained, directory)
     options = ("--pipeline", str(directory), "--dtype", "float32", *SIZE, "-o", str(directory / "plan.json"))
 
     def devices_of(slice_name):
@@ -205,25 +191,21 @@ def whole_plan(tmp_path_factory):
 
 
 def test_a_whole_pipeline_is_planned_with_all_its_weights_beside_each_program(whole_plan):
-    found = whole_plan(2**40)
+    found, pipe = whole_plan(2**40), small_pipelines.one_layer()
     summary = found["summary"]
     assert [each["name"] for each in found["programs"]] == ["prompt", "step", "first", "later"]
     assert found["counts"] == [2, 50, 1, 1]
     assert summary["fits"]
     assert "would_fit" not in summary
-    pipe = small_pipelines.build()
-    sizes = [
+    *sizes, decoder = (
         sum(4 * weight.numel() for weight in network.parameters())
-        for network in (pipe.text_encoder, pipe.transformer, pipe.vae)
-    ]
+        for network in (pipe.text_encoder, pipe.transformer, pipe.vae, pipe.vae.decoder)
+    )
     names = ("text_encoder", "transformer", "vae")
     assert [summary[f"{name}_GiB"] * 2**30 for name in names] == sizes
-    decoder = sum(4 * weight.numel() for weight in pipe.vae.decoder.parameters())
-    own = [*sizes[:2], decoder, decoder]
-    peaks = [
-        plan["peak_bytes"] + sum(sizes) - each for plan, each in zip(found["programs"], own, strict=True)
-    ]
-    assert summary["peak_memory_GiB"] * 2**30 == max(peaks)
+    own = (*sizes[:2], decoder, decoder)
+    beside = (plan["peak_bytes"] - each for plan, each in zip(found["programs"], own, strict=True))
+    assert summary["peak_memory_GiB"] * 2**30 == sum(sizes) + max(beside)
 
 
 def test_a_pipeline_that_does_not_fit_is_told_what_fits(whole_plan):
