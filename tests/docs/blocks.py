@@ -1,5 +1,6 @@
 """The code blocks of a Markdown page, and how each is run on a small model."""
 
+import itertools
 import re
 import shlex
 from dataclasses import dataclass
@@ -44,18 +45,8 @@ class Block:
         words = [shlex.split(line, comments=True) for line in lines]
         words = [line[: line.index(">")] if ">" in line else line for line in words]
         bare = [[word for i, word in enumerate(line) if i or "=" not in word] for line in words]
-        split = [part for line in bare for part in _split_at_and(line)]
-        return [line for line in split if line]
-
-
-def _split_at_and(words: list[str]) -> list[list[str]]:
-    lines: list[list[str]] = [[]]
-    for word in words:
-        if word == "&&":
-            lines.append([])
-        else:
-            lines[-1].append(word)
-    return lines
+        parts = (itertools.groupby(line, "&&".__eq__) for line in bare)
+        return [list(words) for line in parts for is_and, words in line if not is_and]
 
 
 def blocks(page: str) -> list[Block]:
