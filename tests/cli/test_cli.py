@@ -682,3 +682,15 @@ def test_every_option_has_help_and_json_is_a_switch():
         for action in command._actions:
             assert action.help, f"{name} {action.dest}"
             assert "--json" not in action.option_strings or action.nargs == 0, f"{name} --json takes a value"
+
+
+def test_lines_about_compiling_and_bad_clips_do_not_hang_on_a_progress_bar(
+    clip, model_directory, capsys, monkeypatch
+):
+    monkeypatch.setattr("cogvideox_torchax.runtime.clock.LONG", 0)  # each program is announced
+    Path("bad.mp4").write_bytes(b"no video")
+    assert cli.main(["encode", ".", "-o", "out", "--model", "vae"]) == 1
+    said = re.split("[\r\n]", capsys.readouterr().err)
+    announced = "compiling EncoderChunk, unless the compile cache has it: minutes on a TPU, once for a size"
+    assert said.count(announced) == 1
+    assert any(line.startswith("bad clip bad.mp4: ") for line in said)
