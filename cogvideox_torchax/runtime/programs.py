@@ -173,10 +173,8 @@ class Program(ArrayProgram):
         super().__init__(TorchNetwork(network) if isinstance(network, nn.Module) else network, place)
         # Names and arrays of the last call's weights. One pair, as any thread may replace it.
         self._placed: tuple[list[str], list[weakref.ref[Any]]] = [], []
-        # No cache is donated here: a backward pass reads it again.
-        self._differentiable = jax.jit(
-            self._trace_for_gradients, compiler_options=self.place.compiler_options()
-        )
+        # No cache is donated here: a backward pass reads it again. `jax.vjp` takes no compiler options.
+        self._differentiable = jax.jit(self._trace_for_gradients)
 
     def _trace_for_gradients(self, weights: dict[str, Any], inputs: Any, cache: Any) -> Any:
         """Trace with torch's gradients on: without them modules leave gradient checkpointing out."""
