@@ -322,7 +322,7 @@ def _edge_sums(
     zeros.
     """
     # The first column of each strip but the leftmost one.
-    starts = range(conv_sizes.width, conv_sizes.columns, conv_sizes.width)
+    starts = range(conv_sizes.strip_columns, conv_sizes.columns, conv_sizes.strip_columns)
     # The algorithm is the kernel's, for the same rounding: with a `tile` it is Winograd's.
     winograd = functools.partial(filtered, tile=conv_sizes.tile, multiply=_component_sums)
     convolve = winograd if conv_sizes.tile else _column_sums

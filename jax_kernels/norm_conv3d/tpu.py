@@ -155,10 +155,11 @@ def _by_kernel(
     }
     names = [*operands, *results, *scratch]  # in the order of a Pallas kernel's arguments, after the weights
 
-    def run_step(*refs: Any) -> None:
+    def run_step(*references: Any) -> None:
         step_class = winograd.WinogradStep if sizes.tile else direct.DirectStep
-        weight_refs, named_refs = refs[: len(weights)], refs[len(weights) :]
-        step_class(sizes, weight_refs, dict(zip(names, named_refs, strict=True))).run()
+        weight_references, named_references = references[: len(weights)], references[len(weights) :]
+        memory = dict(zip(names, named_references, strict=True))
+        step_class(sizes, weight_references, memory).run()
 
     # The bytes of the result, which is written, and of a residual of its size, which is read.
     y_bytes = x.nbytes // sizes.channels * sizes.outputs * (1 if residual is None else 2)
@@ -166,11 +167,11 @@ def _by_kernel(
     aliases = {}
     if cache is not None and IN_PLACE:
         # The next cache reuses the memory of `cache`. Keys are indices of arguments, values of results.
-        aliases = {len(weights) + names.index("cache"): [*results].index("latest")}
+        aliases = {len(weights) + names.index("cache"): [*results].index("next_cache")}
     # The axes are videos, strips if there are several, and steps. A step modulates one block and finishes the
     # block of `LAG` steps before, so there are `LAG` more steps than blocks.
     grid = x.shape[0], *([sizes.strips] if sizes.strips > 1 else []), sizes.blocks + LAG
-    y, latest, *moments = pl.pallas_call(
+    y, next_cache, *moments = pl.pallas_call(
         run_step,
         grid=grid,
         in_specs=[*map(tiles.whole_spec, weights), *(spec for _, spec in operands.values())],
@@ -193,7 +194,7 @@ def _by_kernel(
     shape_NWTO = x.shape[0], sizes.columns, sizes.input_frames, outputs
     mean, m2 = (moment[..., :outputs].reshape(shape_NWTO).swapaxes(1, 2) for moment in moments)
     cache_shape = (x.shape[0], TAPS - 1, *x.shape[2:])
-    return _frames_first(y, sizes, outputs), _cache_frames_first(latest, cache_shape), (mean, m2)
+    return _frames_first(y, sizes, outputs), _cache_frames_first(next_cache, cache_shape), (mean, m2)
 
 
 def _operands(
@@ -209,7 +210,7 @@ def _operands(
     true_width: Array | None,
 ) -> tuple[dict[str, tuple[Any, pl.BlockSpec]], list[Array]]:
     """Return the kernel's operands that are given, with their `BlockSpec`s, and its products' matrices."""
-    row_frames = sizes.width * sizes.input_frames  # of all pixels in a row of a strip
+    row_frames = sizes.strip_columns * sizes.input_frames  # of all pixels in a row of a strip
 
     def padded_outputs(array: Array) -> Array:
         return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, sizes.outputs - array.shape[-1])])
@@ -238,15 +239,15 @@ def _operands(
         operands["edges"] = joined_edges, _rows_spec(_finished_block, strip_entries, sizes.outputs)
     if true_width is not None:
         operands["true_width"] = true_width[None], pl.BlockSpec(memory_space=pltpu.SMEM)
-    tap = winograd.tap if sizes.tile else direct.tap
+    weights_between = winograd.weights_between if sizes.tile else direct.weights_between
     if sizes.tile:  # Winograd's filtering combines the taps of time
         kernel = transformed_taps(kernel, sizes.tile)
-    return operands, [matrices(kernel, product, sizes.turns, tap) for product in sizes.products]
+    return operands, [matrices(kernel, product, sizes.shares, weights_between) for product in sizes.products]
 
 
 def _joined_edges(sizes: ConvSizes, edges: Iterable[Array]) -> Float[Array, "N H entries O"]:
     """Return the edges of all strips in the order in which the kernel reads them."""
-    copies = sizes.frames // sizes.input_frames  # a single frame is multiplied as two equal ones
+    copies = sizes.multiplied_frames // sizes.input_frames  # a single frame is multiplied as two equal ones
     repeated = (jnp.repeat(edge, copies, axis=1) for edge in edges)
     joined = jnp.concatenate([edge.transpose(0, 2, 3, 1, 4) for edge in repeated], axis=3)  # N H E 2T O
     if sizes.strips > 1 and joined.shape[3] % SUBLANES:  # each strip's edges fill whole registers
@@ -256,7 +257,7 @@ def _joined_edges(sizes: ConvSizes, edges: Iterable[Array]) -> Float[Array, "N H
 
 def _coefficient_spec(sizes: ConvSizes, registers: int) -> pl.BlockSpec:
     """Return the spec of the coefficients (N, h, v, 8, I) that a step reads; `registers` is v."""
-    cells = -(-sizes.width // sizes.cell)  # in a row of a strip
+    cells = -(-sizes.strip_columns // sizes.cell_columns)  # in a row of a strip
     # The step's two rows of pixels are in one row of cells, unless a cell has a single row.
     rows_of_cells = ROWS if sizes.cell_rows == 1 else 1
 
@@ -275,9 +276,9 @@ def _result_specs(
     """Return shape and dtype of the kernel's results by name, each with its `BlockSpec`."""
     x, _ = operands["x"]
     videos, height, row_frames, _ = x.shape  # W T: the frames of all pixels in a row
-    strip_frames = sizes.width * sizes.input_frames  # of all pixels in a row of a strip
+    strip_frames = sizes.strip_columns * sizes.input_frames  # of all pixels in a row of a strip
     # An entry for each column, each part and each of two frames (`TAPS - 1`).
-    latest_shape = (videos, height, sizes.columns * sizes.parts * (TAPS - 1), tiles.LANES)
+    next_cache_shape = (videos, height, sizes.columns * sizes.parts * (TAPS - 1), tiles.LANES)
     moments = jax.ShapeDtypeStruct((videos, row_frames, sizes.outputs), jnp.float32)
 
     # Steps go down a strip's rows, and share its moments.
@@ -289,7 +290,7 @@ def _result_specs(
             jax.ShapeDtypeStruct((videos, height, row_frames, sizes.outputs), x.dtype),
             _rows_spec(_finished_block, strip_frames, sizes.outputs),
         ),
-        "latest": (jax.ShapeDtypeStruct(latest_shape, x.dtype), _cache_rows_spec(sizes)),
+        "next_cache": (jax.ShapeDtypeStruct(next_cache_shape, x.dtype), _cache_rows_spec(sizes)),
         "mean": (moments, moments_spec),
         "m2": (moments, moments_spec),
     }
@@ -319,7 +320,7 @@ def _block_spec(shape: tuple[int, ...], index: Callable[[Any, Any, Any], tuple[A
 
 def _cache_rows_spec(sizes: ConvSizes) -> pl.BlockSpec:
     """Return the spec of a step's block of the cache, with entries for each column, part and cached frame."""
-    strip_entries = sizes.width * sizes.parts * (TAPS - 1)
+    strip_entries = sizes.strip_columns * sizes.parts * (TAPS - 1)
     return _rows_spec(partial(_modulated_block, sizes), strip_entries, tiles.LANES)
 
 
@@ -359,11 +360,13 @@ def column_of_cache(cache: Float[Array, "N 2 H W I"], column: int) -> Float[Arra
     return _cache_frames_first(cut, (videos, frames, height, 1, channels))
 
 
-def _cache_frames_first(latest: Array, shape: tuple[int, ...]) -> Array:
+def _cache_frames_first(next_cache: Array, shape: tuple[int, ...]) -> Array:
     """Invert `_cache_pixels_first` step by step, so that XLA drops the pair; `shape` is (N, 2, H, W, C)."""
     videos, frames, height, columns, channels = shape
-    latest = latest.reshape(videos, height, columns, -1, frames, tiles.LANES).transpose(0, 1, 2, 4, 3, 5)
-    return latest.reshape(videos, height, columns, frames, channels).transpose(0, 3, 1, 2, 4)
+    next_cache = next_cache.reshape(videos, height, columns, -1, frames, tiles.LANES).transpose(
+        0, 1, 2, 4, 3, 5
+    )
+    return next_cache.reshape(videos, height, columns, frames, channels).transpose(0, 3, 1, 2, 4)
 
 
 convolved = with_derivatives_of(_xla_form, _by_kernel)

@@ -32,7 +32,7 @@ from jax_kernels.norm_conv3d.sizes import MARGIN, ROWS, SUBLANES, TAPS, TILES, C
 from jax_kernels.norm_conv3d.step import ConvStep, fill_zeros, lanes_of, repeat_earlier_frame
 
 
-def tap(
+def weights_between(
     transformed: Float[Array, "components 3 3 I O"],
     row: int,
     shift: int,
@@ -56,8 +56,8 @@ class WinogradStep(ConvStep):
         moved: (buffer, slot) that the upper and the lower row of the stage are moved to.
     """
 
-    def __init__(self, sizes: ConvSizes, weights: tuple[Any, ...], refs: dict[str, Any]):
-        super().__init__(sizes, weights, refs)
+    def __init__(self, sizes: ConvSizes, weights: tuple[Any, ...], memory: dict[str, Any]):
+        super().__init__(sizes, weights, memory)
         self.transform = TRANSFORMS[sizes.tile]
         step = self.step
         # "lower" has three slots, "upper" two; each step loads from the next ones.
@@ -73,13 +73,13 @@ class WinogradStep(ConvStep):
     def _padding(self) -> dict[str, list[Any]]:
         above_name, above_slot = self.rows[0]  # the input row above the block of results
         # Of each buffer, the first column of the padding left of the strip, and of the padding right of it.
-        sides = itertools.product(("stage", "upper", "lower"), (0, MARGIN + self.sizes.width))
+        sides = itertools.product(("stage", "upper", "lower"), (0, MARGIN + self.sizes.strip_columns))
         return {
-            "beside": [self.refs[name].at[:, :, :, pl.ds(start, MARGIN)] for name, start in sides],
-            "above": [self.refs[above_name].at[above_slot]],
-            "below": [self.refs["stage"].at[0]],  # the upper row of the block below
+            "beside": [self.memory[name].at[:, :, :, pl.ds(start, MARGIN)] for name, start in sides],
+            "above": [self.memory[above_name].at[above_slot]],
+            "below": [self.memory["stage"].at[0]],  # the upper row of the block below
             # A single column: products of the frame's last column see no further one.
-            "right": [self.refs["stage"].at[:, :, :, pl.ds(MARGIN + self.sizes.last_columns, 1)]],
+            "right": [self.memory["stage"].at[:, :, :, pl.ds(MARGIN + self.sizes.last_strip_columns, 1)]],
         }
 
     def _convolve(self) -> None:
@@ -88,22 +88,24 @@ class WinogradStep(ConvStep):
         self._move(0, MARGIN)
         # These `TILES` entries of the buffer "shifted" are what a chunk's last column adds to the next chunk.
         # Nothing is added to the first chunk.
-        if "shifted" in self.refs:
-            fill_zeros([self.refs["shifted"].at[:, :, pl.ds(sizes.chunk * TILES, TILES)]])
+        if "shifted" in self.memory:
+            fill_zeros([self.memory["shifted"].at[:, :, pl.ds(sizes.chunk_columns * TILES, TILES)]])
 
         def multiply_chunk(index: Array, carry: None) -> None:
-            column = index * sizes.chunk
-            self._move(column + MARGIN, sizes.chunk)
-            jax.lax.fori_loop(0, sizes.turns, lambda turn, _: self._multiply_turn(turn, column), None)
+            column = index * sizes.chunk_columns
+            self._move(column + MARGIN, sizes.chunk_columns)
+            jax.lax.fori_loop(0, sizes.shares, lambda share, _: self._multiply_share(share, column), None)
 
         jax.lax.fori_loop(0, sizes.chunks, multiply_chunk, None)
-        last_chunk = sizes.width - sizes.chunk  # its first column
-        jax.lax.fori_loop(0, sizes.units, lambda unit, _: self._finish(last_chunk + unit * sizes.unit), None)
+        last_chunk = sizes.strip_columns - sizes.chunk_columns  # its first column
+        jax.lax.fori_loop(
+            0, sizes.units, lambda unit, _: self._finish(last_chunk + unit * sizes.unit_columns), None
+        )
 
-    def _multiply_turn(self, turn: Any, column: Any) -> None:
-        """Compute a chunk's products for one turn, with the turn's share of the other work between them."""
+    def _multiply_share(self, share: Any, column: Any) -> None:
+        """Compute a chunk's products for one share, with the turn's share of the other work between them."""
         sizes = self.sizes
-        work = self._other_work(turn, column)  # pieces: functions to call in this order
+        work = self._other_work(share, column)  # pieces: functions to call in this order
         pieces, products = len(work), sizes.components * len(self.weights)  # how many there are in all
         products_left = products
         pairs = list(zip(sizes.products, self.weights, strict=True))  # each product with its matrices
@@ -112,7 +114,7 @@ class WinogradStep(ConvStep):
             for results, group in itertools.groupby(pairs, lambda pair: pair[0].results):
                 sums: Any = None
                 for product, weights in group:
-                    product_sums = self._component_product(component, product.inputs, weights, turn, column)
+                    product_sums = self._component_product(component, product.inputs, weights, share, column)
                     sums = product_sums if sums is None else sums + product_sums
                     products_left -= 1
                     # Other work keeps pace: pieces are done until the fraction of them that is left is at
@@ -120,26 +122,26 @@ class WinogradStep(ConvStep):
                     # next product.
                     while len(work) / pieces > products_left / products:
                         work.pop(0)(after=sums)
-                self._store_components(turn, component, results, sums, column)
+                self._store_components(share, component, results, sums, column)
 
-    def _other_work(self, turn: Any, column: Any) -> list[Callable[..., None]]:
+    def _other_work(self, share: Any, column: Any) -> list[Callable[..., None]]:
         """Return a turn's work besides its products, as functions of `after`, the sums to wait for.
 
         Each modulates a unit of the chunk that begins at `column`, or finishes a unit of the chunk before.
         """
         sizes = self.sizes
-        turn_units = sizes.units // sizes.turns
+        share_units = sizes.units // sizes.shares
         work = []
-        for unit in range(turn_units):
-            unit_column = column + (turn * turn_units + unit) * sizes.unit  # its first
+        for unit in range(share_units):
+            unit_column = column + (share * share_units + unit) * sizes.unit_columns  # its first
             work += [
                 partial(self._modulate, unit_column, unit),
-                partial(self._finish, unit_column - sizes.chunk, unit),
+                partial(self._finish, unit_column - sizes.chunk_columns, unit),
             ]
         return work
 
     def _component_product(
-        self, component: int, inputs: list[tuple[int, int]], weights: Any, turn: Any, column: Any
+        self, component: int, inputs: list[tuple[int, int]], weights: Any, share: Any, column: Any
     ) -> Array:
         """Return the product of a component's inputs, side by side, with the weights of a turn."""
         operands = [
@@ -148,7 +150,7 @@ class WinogradStep(ConvStep):
             for part in range(self.sizes.parts)
         ]
         return jnp.dot(
-            jnp.concatenate(operands, axis=1), weights[turn, component], preferred_element_type=jnp.float32
+            jnp.concatenate(operands, axis=1), weights[share, component], preferred_element_type=jnp.float32
         )
 
     def _input(self, component: int, row: int, shift: int, part: int, column: Any) -> Array:
@@ -157,26 +159,26 @@ class WinogradStep(ConvStep):
         With `rows_together` the chunk of the row below `row` follows.
         """
         sizes = self.sizes
-        columns = self._word_columns(column, sizes.chunk, shift)
+        columns = self._word_columns(column, sizes.chunk_columns, shift)
         rows = self.rows[row : row + (ROWS if sizes.rows_together else 1)]  # (buffer, slot) of each
-        words = jnp.concatenate([self.refs[name][slot, component, part, columns] for name, slot in rows])
+        words = jnp.concatenate([self.memory[name][slot, component, part, columns] for name, slot in rows])
         return pltpu.bitcast(words, jnp.bfloat16)
 
     def _store_components(
-        self, turn: Any, component: int, results: list[tuple[int, int]], sums: Array, column: Any
+        self, share: Any, component: int, results: list[tuple[int, int]], sums: Array, column: Any
     ) -> None:
         """Store a product's sums as a component of the results, or add them to what is stored.
 
         The sums have 128 channels for each of `results`, or with `rows_together` for each part of the turn.
         """
-        sizes, refs = self.sizes, self.refs
-        count = sizes.chunk * TILES  # tiles in a row of the chunk
-        at = self._entries(column, sizes.chunk, TILES, before=sizes.chunk)
+        sizes, memory = self.sizes, self.memory
+        count = sizes.chunk_columns * TILES  # tiles in a row of the chunk
+        at = self._entries(column, sizes.chunk_columns, TILES, left_columns=sizes.chunk_columns)
         if sizes.rows_together:
-            parts = self.result_parts // sizes.turns  # of a turn
+            parts = self.result_parts // sizes.shares  # of a turn
             for row, part in itertools.product(range(ROWS), range(parts)):
                 row_sums = sums[row * count : (row + 1) * count, lanes_of(part)]
-                refs["components"][component, row, turn * parts + part, at] = row_sums
+                memory["components"][component, row, share * parts + part, at] = row_sums
             return
         # The inputs are either one row, above or below the block, with two results in one row of the block;
         # or the block's rows, with a result in each of them.
@@ -184,17 +186,17 @@ class WinogradStep(ConvStep):
         # Here there are 128 output channels: the results have a single part, 0.
         for index, (row, result_column) in enumerate(results):
             result_sums = sums[:, lanes_of(index)]
-            component_sums = refs["components"].at[component, row, 0]
+            component_sums = memory["components"].at[component, row, 0]
             if result_column == 1:
                 # Sums for the columns right of the inputs' columns, so stored one column (`TILES` entries)
                 # later. Before them goes what the previous chunk's last column, still stored, adds to this
                 # chunk's first.
-                shifted = refs["shifted"].at[component, row]
+                shifted = memory["shifted"].at[component, row]
                 shifted[pl.ds(0, TILES)] = shifted[pl.ds(count, TILES)]
                 shifted[pl.ds(TILES, count)] = result_sums
                 component_sums[at] = component_sums[at] + shifted[pl.ds(0, count)]
             elif first_row == second_row:  # these products come first: they set the sums
-                refs["components"][component, row, 0, at] = result_sums
+                memory["components"][component, row, 0, at] = result_sums
             else:
                 component_sums[at] = component_sums[at] + result_sums
 
@@ -202,7 +204,7 @@ class WinogradStep(ConvStep):
         at = self._word_columns(column, count)
         # The buffer, and the slot in it, that each of the block's two rows is moved to.
         for row, (name, slot) in enumerate(self.moved):
-            self.refs[name][slot, :, :, at] = self.refs["stage"][row, :, :, at]
+            self.memory[name][slot, :, :, at] = self.memory["stage"][row, :, :, at]
 
     def _store_activated(
         self,
@@ -211,41 +213,43 @@ class WinogradStep(ConvStep):
         slot: int,
         column: Any,
         x: Array,
-        before: Any | None,
+        past_words: Any | None,
     ) -> Array:
         """Store a unit's frames, and the two before them, transformed in the stage; return the last words."""
         sizes = self.sizes
         # Words are stored to be loaded by strides: for each word of a pixel, that word of all pixels.
-        pixels = self.refs["pixels"].at[slot, row, part]
+        pixels = self.memory["pixels"].at[slot, row, part]
         pixels[...] = pltpu.bitcast(x, jnp.int32)
-        words = [pixels[pl.ds(index, sizes.unit, stride=sizes.words), :] for index in range(sizes.words)]
-        words_before = repeat_earlier_frame(words[0]) if before is None else before[...]
+        words = [
+            pixels[pl.ds(index, sizes.unit_columns, stride=sizes.words), :] for index in range(sizes.words)
+        ]
+        words_before = repeat_earlier_frame(words[0]) if past_words is None else past_words[...]
         # Each frame of all pixels, from the two before `x` on; then the components of each of the two tiles.
         frames = [frame for word in (words_before, *words) for frame in _unpacked(word)]
         earlier, later = (
             self.transform.inputs(frames[start : start + sizes.tile + TAPS - 1]) for start in (0, sizes.tile)
         )
-        at = self._word_columns(column, sizes.unit)
+        at = self._word_columns(column, sizes.unit_columns)
         for component, of_both_tiles in enumerate(zip(earlier, later, strict=True)):
-            self.refs["stage"][row, component, part, at] = _packed(*of_both_tiles)
+            self.memory["stage"][row, component, part, at] = _packed(*of_both_tiles)
         return words[-1]
 
     def _finish(self, column: Any, slot: int = 0, after: Array | None = None) -> None:
         """Transform the sums of a unit back to frames, and write these results."""
-        self._write_results(column, self.sizes.unit, partial(self._frames, column, slot), after)
+        self._write_results(column, self.sizes.unit_columns, partial(self._frames, column, slot), after)
 
     def _frames(self, column: Any, slot: int, row: int, part: int) -> Array:
         """Transform a unit's components back to frames, (entries, 128), and add the edges."""
         sizes = self.sizes
-        tiles_at = self._entries(column, sizes.unit, TILES, before=sizes.chunk)
+        tiles_at = self._entries(column, sizes.unit_columns, TILES, left_columns=sizes.chunk_columns)
         components = [
-            self.refs["components"][component, row, part, tiles_at] for component in range(sizes.components)
+            self.memory["components"][component, row, part, tiles_at] for component in range(sizes.components)
         ]
-        frames = self.refs["frames"].at[slot, row, part]
+        frames = self.memory["frames"].at[slot, row, part]
         # The transform returns each frame of all tiles; the tiles of a pixel follow each other.
         for index, frame_of_tiles in enumerate(self.transform.results(components)):
-            frames[pl.ds(index, sizes.unit * TILES, stride=sizes.tile), :] = frame_of_tiles
-        if "edges" in self.refs:
+            frames[pl.ds(index, sizes.unit_columns * TILES, stride=sizes.tile), :] = frame_of_tiles
+        if "edges" in self.memory:
             self._add_edges(frames, column, row, part)
         return frames[...]
 
@@ -257,10 +261,12 @@ class WinogradStep(ConvStep):
         sizes, count = self.sizes, self.sizes.input_frames  # results of a pixel
         for side, edge_column in enumerate((0, self._last_column())):
             # `column` is traced: to a unit without the edge's column, zeros are added.
-            inside = (edge_column >= column) & (edge_column < column + sizes.unit)
-            at = self._entries(edge_column % sizes.unit, 1, count)  # counted from the unit's first column
+            inside = (edge_column >= column) & (edge_column < column + sizes.unit_columns)
+            at = self._entries(
+                edge_column % sizes.unit_columns, 1, count
+            )  # counted from the unit's first column
             # "edges" has one video (index 0): the frames of the left edge, then those of the right edge.
-            edge = self.refs["edges"][0, row, side * count : (side + 1) * count, lanes_of(part)]
+            edge = self.memory["edges"][0, row, side * count : (side + 1) * count, lanes_of(part)]
             frames[at, :] = frames[at, :] + jnp.where(inside, edge, 0.0)
 
     def _word_columns(self, column: Any, count: int, shift: int = 0) -> Any:
