@@ -1,9 +1,10 @@
 """A grid step of the Pallas kernel by direct convolution, which multiplies by every tap.
 
 The terms are those of `step`: a step modulates (norms and activates) one *block*, two rows of pixels, and
-convolves the block above. A product covers a *chunk* of columns, which is modulated in *units*, for a *share*
-of the output channels; a *part* is 128 channels. A *word* holds two bfloat16 frames. The *stage* is the
-buffer of the rows that the step modulates. An *entry* is a frame or word of a column.
+computes the results of the block `LAG` blocks above. A product covers a *chunk* of columns, which is
+modulated in *units*, for a *share* of the output channels; a *part* is 128 channels. A *word* holds two
+bfloat16 frames. The *stage* is the buffer of the rows that the step modulates. An *entry* is a frame or word
+of a column.
 
 - Modulated rows are kept as words, in three copies for the three taps of time: as they are, shifted by one
   frame (half a word) and shifted by two frames (a word).
@@ -65,9 +66,8 @@ class DirectStep(ConvStep):
 
     def _padding(self) -> dict[str, list[Any]]:
         sizes, stage = self.sizes, self.memory["stage"]
-        is_incomplete = (
-            sizes.strip_columns > sizes.last_strip_columns
-        )  # the last chunk reaches beyond the frame
+        # The last chunk reaches beyond the frame.
+        is_incomplete = sizes.strip_columns > sizes.last_strip_columns
         # The words of the column right of the frame's last one.
         right = pl.ds((sizes.last_strip_columns + sizes.chunk_columns) * sizes.words, sizes.words)
         return {
