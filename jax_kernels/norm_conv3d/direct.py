@@ -95,7 +95,7 @@ class DirectStep(ConvStep):
         jax.lax.fori_loop(0, chunks // together, multiply_chunks, None)
         if "edges" in self.memory:
             self._end_right()
-        # The work on the last chunk, which no multiplication of a further chunk does.
+        # What the loop does to a chunk while or after it multiplies the next one, here for the last chunk.
         self._finish(sizes.strip_columns - chunk)
         self._modulate_chunk(sizes.strip_columns - chunk)
 
@@ -124,7 +124,8 @@ class DirectStep(ConvStep):
 
     def _multiply(self, column: Any) -> None:
         """Compute the products of the chunk at `column`, and modulate the chunk left of it."""
-        previous, shares = column - self.sizes.chunk_columns, self.sizes.shares
+        previous = column - self.sizes.chunk_columns  # the chunk on the left
+        shares = self.sizes.shares
         if shares == 1:  # without a loop the compiler overlaps products and modulation
             self._multiply_share(0, column, modulated=previous)
         else:
@@ -147,7 +148,7 @@ class DirectStep(ConvStep):
                 jnp.concatenate(inputs, axis=1), weights[share], preferred_element_type=jnp.float32
             )
             self._add_sums(share, product.results, sums, column)
-            # Spread the `UNITS` units of the chunk to modulate evenly over the products.
+            # The `UNITS` units of the chunk to modulate are spread evenly over the products, 3 or 6.
             if modulated is not None and index * UNITS % len(self.weights) == 0:
                 unit = index * UNITS // len(self.weights)
                 self._modulate(modulated + unit * sizes.unit_columns, unit, after=sums)
