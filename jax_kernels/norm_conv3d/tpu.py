@@ -83,10 +83,10 @@ def _over_pixels(
     videos, coefficient_rows, registers = coefficients.shape[:3]
     register_pixels = SUBLANES // frames  # pixels that a register has values for
     # Columns that a register covers: other than `register_pixels` if they share its values.
-    cell = columns_of_register(columns, frames, registers)
+    cell_columns = columns_of_register(columns, frames, registers)
     values = coefficients.reshape(videos, coefficient_rows, registers * register_pixels, frames, channels)
-    if cell != register_pixels:  # all of a register's pixels are equal: the first one is repeated
-        values = repeat_nearest(values[:, :, ::register_pixels], {2: cell})
+    if cell_columns != register_pixels:  # all of a register's pixels are equal: the first one is repeated
+        values = repeat_nearest(values[:, :, ::register_pixels], {2: cell_columns})
     # Padding columns of the last register are cut off.
     values = repeat_nearest(values[:, :, :columns], {1: height // coefficient_rows})
     return values.transpose(0, 3, 1, 2, 4)  # from N H W T C
