@@ -1,12 +1,12 @@
-"""Activations whose columns are split over the devices of a mesh, and padded where they do not divide.
+"""Activations whose columns are split over the devices of a mesh, with padding columns if need be.
 
 Between kernels XLA's partitioner carries the split. A kernel that looks at neighbouring columns, or has a
-part in Pallas, runs on each device's shard (`dispatch.map_shards`). Neighbouring devices send each other the
-columns at their edges. The kernel computes separately what those add to the shard's own edges, so that the
-rest is the program of one device, unchanged.
+part in Pallas, runs on each device's shard (`dispatch.map_shards`). It computes the shard as a single device
+computes a whole frame, with zeros beside it. Neighbouring devices also send each other the columns at their
+edges, and each adds what the columns that it received contribute to the edges of its result.
 
-If the devices do not divide a width, it is padded: the last shards have padding columns on their right. These
-are zero before and after every kernel, and statistics leave them out.
+If the number of devices does not divide a frame's width, the width is padded: the last shards have padding
+columns on their right. These are zero before and after every kernel, and statistics leave them out.
 """
 
 import math
@@ -25,8 +25,8 @@ class Split:
     A split over devices goes with `jax.sharding.use_abstract_mesh`, whose axes it names.
 
     Attributes:
-        real, padded: of every `padded` columns, `real` are the frame's and the others are padding: a ratio,
-            which holds at every resolution of a model.
+        real, padded: of `padded` columns, `real` are the frame's; the remainder is padding on its right. The
+            two are a ratio, so that one split holds at every resolution of a model.
         videos: the mesh axis that splits videos, or None.
         columns: the mesh axes that split columns; none outside a mesh.
         in_shard: whether the code runs for one device, on its local columns.
@@ -57,16 +57,16 @@ class Split:
 
     def real_columns_here(self, columns: int) -> Int[Array, ""]:
         """Return how many of this shard's `columns` belong to the frame."""
-        # `real_columns` counts in the whole frame; `self.columns` are mesh axes.
-        columns_before = jax.lax.axis_index(self.columns) * columns if self.in_shard else 0
-        return jnp.clip(jnp.int32(self.real_columns(columns)) - columns_before, 0, columns)
+        # Columns of the shards on the left; `self.columns` names the mesh axes, not columns.
+        columns_left = jax.lax.axis_index(self.columns) * columns if self.in_shard else 0
+        return jnp.clip(jnp.int32(self.real_columns(columns)) - columns_left, 0, columns)
 
     def mask(self, columns: int) -> jax.Array:
         """Return booleans, which are False for this shard's padding columns."""
         return jax.lax.iota(jnp.int32, columns) < self.real_columns_here(columns)
 
     def shard_of(self, x: jax.Array) -> jax.ShapeDtypeStruct:
-        """Return shape and dtype of one device's shard of `x` (N T H W C): inside a shard, of `x` itself."""
+        """Return shape and dtype of a device's shard of `x` (N T H W C); inside a shard, `x` is the shard."""
         videos, *frames_and_rows, columns, channels = x.shape
         if self.columns and not self.in_shard:
             axis_sizes = jax.sharding.get_abstract_mesh().shape  # by the name of a mesh axis
@@ -82,10 +82,12 @@ WHOLE = Split()
 def neighbours_of(
     split: Split, x: Float[Array, "N T H W C"], reach: int
 ) -> tuple[Float[Array, "N T H reach C"], Float[Array, "N T H reach C"]]:
-    """Fetch the `reach` columns left and right of a shard `x` from other devices; a frame's end has zeros.
+    """Return the `reach` columns left of a shard `x`, and those right of it, as the neighbours send them.
+
+    Beside the frame they are zeros.
 
     Raises:
-        ValueError: a reach beyond the next shard's columns.
+        ValueError: `reach` is more than the columns of a shard, so of its neighbour.
     """
     if not 0 < reach <= x.shape[3]:
         raise ValueError(
@@ -98,19 +100,25 @@ def neighbours_of(
 def exchanged(
     split: Split, first: Shaped[Array, "*column"], last: Shaped[Array, "*column"]
 ) -> tuple[Array, Array]:
-    """Send a shard's first and last columns to its neighbours, and return (left, right) columns of theirs.
+    """Send `first` to the shard on the left and `last` to the one on the right; return what these two send.
 
-    The first shard gets zeros on its left, the last on its right.
+    The results are (from the left, from the right). At the frame's ends, where no shard sends, they are
+    zeros.
     """
     to_right = [(shard, shard + 1) for shard in range(split.shards - 1)]  # (sender, receiver)
     to_left = [(receiver, sender) for sender, receiver in to_right]
-    # `split.columns` are the mesh axes. A device that no pair names as receiver gets zeros.
-    return jax.lax.ppermute(last, split.columns, to_right), jax.lax.ppermute(first, split.columns, to_left)
+    # `split.columns` names the mesh axes. A shard that no pair has as its receiver gets zeros.
+    from_left = jax.lax.ppermute(last, split.columns, to_right)
+    from_right = jax.lax.ppermute(first, split.columns, to_left)
+    return from_left, from_right
 
 
 def add_columns(y: Float[Array, "N T H W C"], columns: Float[Array, "N T H w C"], at: int) -> Array:
-    """Return `y` with `columns` added to its columns from `at` on, by a sum that XLA can fuse."""
-    padding = [(0, 0, 0)] * 5  # of each axis: before, after, between elements
+    """Return `y` with `columns` added to its columns from `at` on.
+
+    `columns` are padded with zeros to the size of `y`, because XLA can fuse the sum of two equal shapes.
+    """
+    padding = [(0, 0, 0)] * 5  # zeros on each axis: before, after and between the elements
     padding[3] = at, y.shape[3] - columns.shape[3] - at, 0
     return y + jax.lax.pad(columns, jnp.zeros((), columns.dtype), padding)
 
@@ -125,16 +133,16 @@ def add_from_neighbours(
     """Add to a shard's convolution `y` of `x` what its neighbours' columns contribute at its edges.
 
     `y` are float32 sums, computed with zeros in place of the neighbours' columns. The kernel has an odd
-    number of columns. `convolve(columns, kernel, (left, right))` pads with so many zero columns and
-    convolves.
+    number of columns. `convolve(columns, kernel, (left, right))` puts `left` zero columns before `columns`
+    and `right` behind them, and convolves.
     """
-    reach = kernel.shape[-3] // 2
+    reach = kernel.shape[-3] // 2  # the columns that the kernel sees on either side of its middle one
     if not reach or not split.has_neighbours:
         return y
     left, right = neighbours_of(split, x, reach)
     left_taps, right_taps = kernel[..., :reach, :, :], kernel[..., reach + 1 :, :, :]
-    # Zeros stand for the shard's own columns, which `y` has counted. `reach` columns and `reach - 1` zeros,
-    # convolved with `reach` taps, give `reach` columns.
+    # Zeros stand for the shard's own columns, whose contribution `y` already has. `reach` columns and
+    # `reach - 1` zeros, convolved by `reach` taps, give the `reach` columns at an edge.
     y = add_columns(y, convolve(left, left_taps, (0, reach - 1)), at=0)
     return add_columns(y, convolve(right, right_taps, (reach - 1, 0)), at=y.shape[3] - reach)
 

@@ -2,8 +2,8 @@
 
 An op's public function checks its arguments and calls its body through `dispatch`. The body, named `OP_on`,
 takes a `Target`, which tells it the platform that it is traced for. JAX traces the body once for each
-platform that has a form of its own, and the program keeps the trace of the platform that it is lowered for.
-`jitted` compiles an op that is the same on every platform.
+platform for which it has code of its own and once for all others. The program keeps the trace of the platform
+that it is lowered for. An op that is the same on every platform is compiled by `jitted` instead.
 """
 
 import functools
@@ -33,8 +33,8 @@ class Target:
     """The platform that an op's body is traced for.
 
     Attributes:
-        platform: "tpu" or "cuda" if the op has a form of its own for it, else "default".
-        pallas: whether Pallas kernels, and cuDNN's, may be used.
+        platform: "tpu" or "cuda" if the op has code of its own for that platform, else "default".
+        pallas: whether Pallas kernels, and the kernels of cuDNN, may be used.
         split: the sharding of columns.
     """
 
@@ -58,14 +58,15 @@ def dispatch(
     split: Split = WHOLE,
     **options: Any,
 ) -> Any:
-    """Call `body(target, *operands, **options)` as a compiled function, with a `Target` for each platform.
+    """Return `body(target, *operands, **options)`, computed by a compiled function.
 
-    Operands are arrays, or trees of arrays. Options are static, and so are `split` and `pallas_mode` (which
-    Pallas kernels run): each combination of their values is another program. `platforms` lists those that the
-    body has a form of its own for.
+    The target has the platform that the function is lowered for. Operands are arrays, trees of arrays, or
+    None. Options are static, and so are `split` and `pallas_mode` (which Pallas kernels run): each
+    combination of their values is another program. `platforms` are those for which the body has code of its
+    own.
     """
     compiled = _compiled(body, platforms)
-    # The mode may turn off the kernels of some ops only: it is read by the op's name.
+    # The mode may turn off the kernels of some ops only, so it is asked with the op's name.
     return compiled(*operands, split=split, pallas=pallas_mode(compiled.__name__), **options)
 
 
@@ -73,12 +74,13 @@ def dispatch(
 def _compiled(body: Callable[..., Any], platforms: tuple[str, ...]) -> Callable[..., Any]:
     """Return the compiled function that `dispatch` calls, named as the body without "_on".
 
-    Programs show this name, and the environment variable `tiles.SWITCH`, which turns Pallas kernels off, may
+    Programs show this name, and the environment variable that turns Pallas kernels off (`tiles.SWITCH`) may
     list it.
     """
 
     def traced(*operands: Any, split: Split, pallas: str, **options: Any) -> Any:
-        # New partials for each trace: JAX would reuse an earlier trace of the same function at equal shapes.
+        # Each trace makes new partials. For a function that it has traced at equal shapes before, JAX would
+        # reuse that trace, even if a setting that the body reads has changed since.
         branches = {
             platform: functools.partial(body, Target(platform, pallas != "off", split), **options)
             for platform in (*platforms, "default")
@@ -86,6 +88,7 @@ def _compiled(body: Callable[..., Any], platforms: tuple[str, ...]) -> Callable[
         return platform_dependent(*operands, **branches)
 
     traced.__name__ = body.__name__.removesuffix("_on")
+    # The options of a body are its keyword-only parameters.
     option_names = [p.name for p in inspect.signature(body).parameters.values() if p.kind is p.KEYWORD_ONLY]
     return jax.jit(traced, static_argnames=("split", "pallas", *option_names))
 
@@ -103,10 +106,10 @@ def map_shards(
 
     Args:
         target: the target; the one that `function` gets on a device has `split.in_shard` set.
-        function: returns activations, or a tuple of them.
+        function: its results are activations, or a tuple of them, sharded as the arguments are.
         activations: arrays N T H W C, sharded by the target's `split`, or None.
         weights: arrays that are the same on every device, or None.
-        statistics: arrays N ..., sharded by video alone: they cover all columns of a video.
+        statistics: arrays N ..., sharded by video alone, because they cover all columns of a video.
     """
     split = target.split
     if not split.columns or split.in_shard:
@@ -127,7 +130,7 @@ def map_shards(
 
 
 def with_derivatives_of(plain: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that computes `kernel` and has the derivatives of `plain`, its equal.
+    """Return a function that computes `kernel`, and has the derivatives of `plain`, which computes the same.
 
     JAX cannot differentiate a Pallas kernel.
     """
@@ -140,8 +143,8 @@ def with_derivatives_of(plain: Callable[..., Any], kernel: Callable[..., Any]) -
 def kernel_or_plain(
     target: Target, kernel: Callable[..., Any], plain: Callable[..., Any], *, is_supported: bool
 ) -> Callable[..., Any]:
-    """Return `kernel` with the derivatives of `plain` where a Pallas kernel may run, else `plain`.
+    """Return `kernel`, with the derivatives of `plain`, where a Pallas kernel may run; elsewhere `plain`.
 
-    `is_supported` is whether the kernel supports the arrays of this call.
+    `is_supported` says whether the kernel supports the arrays of this call.
     """
     return with_derivatives_of(plain, kernel) if target.uses_pallas and is_supported else plain

@@ -1,9 +1,10 @@
 """Frames: the runs in which a TPU computes them, their layout in its memory, and operations on whole frames.
 
 A TPU keeps frames in the sublanes of its tiles. Nine frames fill them badly: they take two and a half times
-as long as eight. Each kernel therefore computes the first of an odd number of frames alone, as an image, and
-the others in runs of two, four or eight, and joins the runs at its end. XLA removes a join that the next
-kernel's split undoes. An image may be cut into bands of rows, which fill the sublanes in place of frames.
+as long as eight. Each kernel therefore splits frames into *runs*, which it computes one after the other, and
+joins the results at its end. The first of an odd number of frames is a run by itself, computed as an image;
+the frames after it are in runs of two, four or eight. XLA removes a join that the next kernel's split undoes.
+An image may be cut into *bands* of rows, which fill the sublanes in place of frames.
 """
 
 from collections.abc import Sequence
@@ -19,38 +20,40 @@ from jax_kernels.common.dispatch import Target
 from jax_kernels.common.pointwise import check_channels, precision_for
 
 RUNS = 8, 4, 2
-"""Numbers of frames that are computed together, in order of preference."""
+"""Numbers of frames in a run, in order of preference."""
 
 MOST_IN_PATCHES = 2**29
-"""Most bytes of patches, the pixels under all windows: `conv_patches` writes each pixel once for each tap."""
+"""Most bytes of patches (`conv_patches`), which hold each pixel once for each tap of the kernel."""
 
 LARGE_FRAME = 16384
-"""Pixels; see `is_large`."""
+"""Fewest pixels of a frame that `is_large` calls large."""
 
 
 def splits_first_frame(target: Target, x: jax.Array) -> bool:
-    """Return whether the first of an odd number of frames is a run by itself: in bfloat16 on a TPU."""
+    """Return whether an odd number of frames is split after the first one: in bfloat16 on a TPU."""
     return x.dtype == jnp.bfloat16 and target.on_tpu
 
 
 def split_frames(
     target: Target, x: jax.Array, *others: jax.Array | None, time_axis: int = 1
 ) -> list[tuple[Any, ...]]:
-    """Split the frames of arrays into runs; return the arrays of each run, in order.
+    """Split the frames of `x` and of `others` into runs; return a tuple of arrays for each run, in order.
 
     On a TPU, in bfloat16, the first of an odd number of frames is a run by itself, and the frames after it
-    are equal runs of the largest of `RUNS` that divides their number. They are a single run if one of
-    `others` has fewer frames than `x`, as latents have. Elsewhere all frames are one run. An array that is
-    None is None in every run.
+    are equal runs of the largest of `RUNS` that divides their number. Elsewhere all frames are one run. An
+    array that is None is None in every run.
+
+    All arrays are sliced at the same frames. So if one of `others` has fewer frames than `x`, as latents
+    have, all frames after a first one are a single run.
     """
     arrays, frames = (x, *others), x.shape[time_axis]
     if not splits_first_frame(target, x):  # anything but bfloat16 on a TPU
         return [arrays]
-    alone = frames % 2  # frames that are computed alone: none, or the first
-    length = next(length for length in RUNS if (frames - alone) % length == 0)  # of a run
+    single_frames = frames % 2  # frames that are a run by themselves: the first, or none
+    length = next(length for length in RUNS if (frames - single_frames) % length == 0)  # of a run
     if any(array is not None and array.shape[time_axis] != frames for array in others):
         length = frames
-    starts = [*range(alone), *range(alone, frames, length)]
+    starts = [*range(single_frames), *range(single_frames, frames, length)]
     if len(starts) == 1:
         return [arrays]
 
@@ -60,7 +63,7 @@ def split_frames(
             for array in arrays
         )
 
-    return list(map(take, starts, [*starts[1:], None]))
+    return list(map(take, starts, [*starts[1:], None]))  # a run stops where the next one starts
 
 
 def join_frames(parts: Sequence[jax.Array], time_axis: int = 1) -> jax.Array:
@@ -69,19 +72,19 @@ def join_frames(parts: Sequence[jax.Array], time_axis: int = 1) -> jax.Array:
 
 
 def is_image_for_tpu(target: Target, x: jax.Array) -> bool:
-    """Return whether `x` (N T H W C) is an image in bfloat16 on a TPU.
+    """Return whether `x` (N T H W C) is an image, a single frame, in bfloat16 on a TPU.
 
-    A TPU's kernels then have other forms, as one frame leaves the sublanes of a tile empty.
+    The kernels have other forms for it than for several frames, whose sublanes one frame would leave empty.
     """
     return x.shape[1] == 1 and splits_first_frame(target, x)
 
 
 def split_bands(x: Float[Array, "N 1 H W C"], overlap: int, bands: int) -> Float[Array, "N B h W C"]:
-    """Cut an image's rows into B bands of h = H / B + 2 `overlap` rows, along the axis of frames.
+    """Cut an image's rows into B bands of h = H / B + 2 `overlap` rows; the bands take the axis of frames.
 
-    Neighbouring bands overlap; zeros are beyond the image.
+    A band begins and ends with `overlap` rows of its neighbours, or of zeros beyond the image.
     """
-    rows = x.shape[2] // bands
+    rows = x.shape[2] // bands  # of a band, without the overlap
     padded = jnp.pad(x, [(0, 0), (0, 0), (overlap, overlap), (0, 0), (0, 0)])
     return jnp.concatenate(
         [padded[:, :, band * rows : (band + 1) * rows + 2 * overlap] for band in range(bands)], axis=1
@@ -90,8 +93,8 @@ def split_bands(x: Float[Array, "N 1 H W C"], overlap: int, bands: int) -> Float
 
 def join_bands(x: Float[Array, "N B h W C"], overlap: int) -> Float[Array, "N 1 H W C"]:
     """Join the bands of an image; leave out each band's first and last `overlap` rows."""
-    kept = slice(overlap, x.shape[2] - overlap)
-    return jnp.concatenate([x[:, band : band + 1, kept] for band in range(x.shape[1])], axis=2)
+    own_rows = slice(overlap, x.shape[2] - overlap)
+    return jnp.concatenate([x[:, band : band + 1, own_rows] for band in range(x.shape[1])], axis=2)
 
 
 def pixels_first(x_NTHWC: jax.Array) -> jax.Array:
@@ -100,7 +103,7 @@ def pixels_first(x_NTHWC: jax.Array) -> jax.Array:
 
 
 def frames_first(x_HWNTC: jax.Array) -> jax.Array:
-    """Invert `pixels_first`."""
+    """Invert `pixels_first`, by the same permutation: it swaps the first two axes with the next two."""
     return x_HWNTC.transpose(2, 3, 0, 1, 4)
 
 
@@ -117,23 +120,25 @@ def kernel_layout(x_NTHWC: jax.Array) -> jax.Array:
     """Return `x` in the memory layout of the Pallas kernels: H W N T C, or N T H W C for an image.
 
     Without the constraint XLA copies frames that are sliced from a concatenation into another order and back
-    (v6e, 8 x 480 x 720 x 128: 4.3 ms).
+    (estimate for a v6e, 8 x 480 x 720 x 128: 4.3 ms).
     """
-    order = (0, 1, 2, 3, 4) if x_NTHWC.shape[1] == 1 else (2, 3, 0, 1, 4)  # the outermost axis first
+    # The axes of `x` from the outermost to the innermost one in memory.
+    order = (0, 1, 2, 3, 4) if x_NTHWC.shape[1] == 1 else (2, 3, 0, 1, 4)
     return with_layout_constraint(x_NTHWC, Layout(order))
 
 
 def store_pixels_first(target: Target, x_NTHWC: jax.Array) -> jax.Array:
     """Return `x`, kept in memory in the order (H, W, N, T, C) of `pixels_first` on a TPU.
 
-    Where XLA does not find that order by itself, it copies and rounds an activation in separate passes (v6e,
-    8 x 480 x 720 x 128: 11 ms). Small frames are better left to XLA, which compiles constraints on all of
-    them for longer than ten minutes. On a mesh, call this inside `dispatch.map_shards`: outside, XLA's
-    partitioner would gather the array.
+    Where XLA does not find that order by itself, it rounds and copies an activation separately (estimate for
+    a v6e, 8 x 480 x 720 x 128: 11 ms). Do not call this for small frames: with a constraint on all of them,
+    XLA compiles for longer than ten minutes. On a mesh, call it only inside `dispatch.map_shards`: outside,
+    XLA's partitioner would gather the array.
     """
     if not target.on_tpu:
         return x_NTHWC
-    # Without the barrier XLA leaves out the rounding of `x`, and keeps a residual in float32.
+    # Without the barrier XLA leaves out the rounding of `x` to its dtype, and keeps a residual in float32,
+    # which takes twice the memory of bfloat16.
     return jax.lax.optimization_barrier(with_layout_constraint(x_NTHWC, Layout((2, 3, 0, 1, 4))))
 
 
@@ -146,8 +151,11 @@ def store_columns_last(target: Target, x_NTHWC: jax.Array) -> jax.Array:
 
 
 def zero_of(x: jax.Array) -> jax.Array:
-    """Return zeros that are computed from `x`: an operation that adds them waits for `x`."""
-    # XLA would drop an optimization barrier before it orders operations. The minimum of a NaN and 0 is NaN.
+    """Return zeros that are computed from `x`: an operation that adds them waits for `x`.
+
+    An optimization barrier would not do, because XLA drops it before it orders operations.
+    """
+    # The minimum of |x| and 0 is 0, except for a NaN, which is replaced.
     return jnp.where(jnp.isnan(x), 0, jnp.minimum(jnp.abs(x), 0))
 
 
@@ -190,45 +198,49 @@ def conv_frames(
 
 
 def conv_patches(
-    taps: Sequence[Float[Array, "N T H W I"]], kernel: Float[Array, "*taps kh kw I O"], *, stride: int = 1
+    tap_frames: Sequence[Float[Array, "N T H W I"]],
+    kernel: Float[Array, "*taps kh kw I O"],
+    *,
+    stride: int = 1,
 ) -> Float[Array, "N T H2 W2 O"]:
-    """Convolve frames by one matrix product of all windows (patches); return float32 sums.
+    """Convolve frames by one matrix product; return float32 sums.
 
-    `taps` has the frames, padded in space, under each of the kernel's taps of time.
+    A row of the product's input is a patch: the pixels of all taps in a window, with their channels side by
+    side. `tap_frames` has, for each of the kernel's taps of time, the frames under it, padded in space.
     """
     window_rows, window_columns, _, outputs = kernel.shape[-4:]
     height, width = (  # of the result
         (size - window) // stride + 1
-        for size, window in zip(taps[0].shape[2:4], (window_rows, window_columns), strict=True)
+        for size, window in zip(tap_frames[0].shape[2:4], (window_rows, window_columns), strict=True)
     )
-    patches = [  # for each tap of the kernel (of time, row, column), the pixels under it in all windows
+    pixels_under_taps = [  # in all windows, for each tap of the kernel, in its order: time, row, column
         frames[
             :,
             :,
             row : row + stride * (height - 1) + 1 : stride,
             column : column + stride * (width - 1) + 1 : stride,
         ]
-        for frames in taps
+        for frames in tap_frames
         for row in range(window_rows)
         for column in range(window_columns)
     ]
     return jnp.einsum(
         "nthwi,io->nthwo",
-        jnp.concatenate(patches, axis=-1),
+        jnp.concatenate(pixels_under_taps, axis=-1),
         kernel.reshape(-1, outputs),
-        precision=precision_for(taps[0].dtype),
+        precision=precision_for(tap_frames[0].dtype),
         preferred_element_type=jnp.float32,
     )
 
 
 def repeat_nearest(x: Array, factors: dict[int, int]) -> Array:
-    """Upsample by whole factors (nearest): repeat each element `factors[axis]` times along every `axis`.
+    """Upsample by nearest neighbour: repeat each element `factors[axis]` times along every `axis`.
 
-    By whole factors `jnp.repeat` is a broadcast and a reshape. By an array of counts it would be a gather,
+    With an integer `jnp.repeat` is a broadcast and a reshape. With an array of counts it would be a gather,
     which on a mesh collects all of a sharded axis on every device.
     """
-    # Columns before rows and frames, while the array is smallest: where the shards of a width and of its
-    # multiple do not line up, devices exchange columns.
+    # Columns, a later axis than rows and frames, come first, while the array is smallest: on a mesh, devices
+    # exchange columns if the shards of the narrow and of the wide frame do not begin at the same pixels.
     for axis in sorted(factors, reverse=True):
         x = jnp.repeat(x, factors[axis], axis=axis)
     return x
@@ -239,12 +251,13 @@ def select_frames(
 ) -> jax.Array:
     """Return `x[:, frames]`; on a TPU, where slicing sublanes is slow, by a matrix of zeros and ones.
 
-    This is exact. The estimate for a v6e: two of 8 frames of 480 x 720 x 128 take 1.7 ms instead of 4.7. A
-    TPU selects the frames once the array `after`, if any, has been computed.
+    The product is exact. The estimate for a v6e: two of 8 frames of 480 x 720 x 128 take 1.7 ms instead of
+    4.7. With an array `after`, a TPU selects the frames only once `after` has been computed.
     """
     index = np.asarray(frames)
     if not target.on_tpu:
         return x_NTHWC[:, index]
+    # A row for each frame to select, with a one in its column.
     weights = jnp.asarray(index[:, None] == np.arange(x_NTHWC.shape[1])[None], x_NTHWC.dtype)
     # A zero that is computed from `after` makes the matrix product wait for it.
     return _mix_frames(weights if after is None else weights + zero_of(after[0, 0, 0, 0, 0]), x_NTHWC)
@@ -256,19 +269,21 @@ def _mix_frames(weights_ST: jax.Array, x_NTHWC: jax.Array) -> jax.Array:
 
 
 def average_pairs(target: Target, x_NTHWC: jax.Array, *, first_frame_alone: bool) -> jax.Array:
-    """Return the means of pairs of frames; `first_frame_alone` keeps the first frame, before the pairs.
+    """Return the means of pairs of frames; with `first_frame_alone` the first frame, then the means.
 
     Frames must be finite: on a TPU the means are a matrix product, in which 0 times an infinity is NaN. A
-    mean over pairs of sublanes would take 25.6 ms (v6e, 8 x 480 x 720 x 128).
+    mean over pairs of sublanes would take 25.6 ms there (estimate for a v6e, 8 x 480 x 720 x 128).
     """
     if target.on_tpu:
         length = x_NTHWC.shape[1]
-        alone = int(first_frame_alone)  # frames that are kept
-        weights = np.zeros((alone + length // 2, length))  # of each frame in each result
-        weights[:alone, :alone] = 1
+        unpaired = int(first_frame_alone)  # number of frames that are no part of a pair
+        weights = np.zeros((unpaired + length // 2, length))  # a row for each result, a column for each frame
+        weights[:unpaired, :unpaired] = 1
         # A row for each pair: 0.5 for its two frames.
-        weights[alone:, alone:] = np.kron(np.eye(length // 2), [0.5, 0.5])
+        weights[unpaired:, unpaired:] = np.kron(np.eye(length // 2), [0.5, 0.5])
         return _mix_frames(jnp.asarray(weights, x_NTHWC.dtype), x_NTHWC)
-    kept, paired = ([x_NTHWC[:, :1]], x_NTHWC[:, 1:]) if first_frame_alone else ([], x_NTHWC)
+    first_frames = [x_NTHWC[:, :1]] if first_frame_alone else []
+    paired = x_NTHWC[:, 1:] if first_frame_alone else x_NTHWC
     pairs = paired.reshape(paired.shape[0], paired.shape[1] // 2, 2, *paired.shape[2:])
-    return jnp.concatenate([*kept, jnp.mean(pairs.astype(jnp.float32), axis=2).astype(paired.dtype)], axis=1)
+    means = jnp.mean(pairs.astype(jnp.float32), axis=2).astype(paired.dtype)
+    return jnp.concatenate([*first_frames, means], axis=1)

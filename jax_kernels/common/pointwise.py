@@ -10,7 +10,10 @@ Activation = Literal["silu"]
 
 
 def check_channels(kernel: str, channels: int, **vectors: Any) -> None:
-    """Raise `ValueError` for the function `kernel` if a vector has not one number for each channel."""
+    """Raise `ValueError` if a vector that is not None has another length than `channels`.
+
+    `kernel` is the name of the function that got the vectors, for the message.
+    """
     for name, vector in vectors.items():
         if vector is not None and vector.shape != (channels,):
             raise ValueError(
@@ -25,7 +28,7 @@ def check_choice(name: str, value: str | None, *choices: str | None) -> None:
 
 
 def precision_for(dtype: jnp.dtype) -> jax.lax.Precision:
-    """Return the precision of products: full for float32, the hardware's own for narrower dtypes.
+    """Return the precision of products: full for float32, the hardware's default for narrower dtypes.
 
     By default a TPU multiplies float32 in bfloat16, and a recent GPU in TF32: far less precise than the tests
     allow.
@@ -38,6 +41,9 @@ def activate(x: jax.Array, activation: Activation | None) -> jax.Array:
 
 
 def standardized(x: jax.Array, eps: float, axis: int = -1) -> jax.Array:
-    """Return `(x - mean) / sqrt(variance + eps)` over `axis` of a float32 `x`, by two passes."""
+    """Return `(x - mean) / sqrt(variance + eps)` over `axis` of a float32 `x`.
+
+    The variance is computed after the mean is subtracted, against cancellation.
+    """
     x = x - x.mean(axis, keepdims=True)
     return x * jax.lax.rsqrt(jnp.square(x).mean(axis, keepdims=True) + eps)

@@ -13,16 +13,17 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 SWITCH = "JAX_KERNELS_PALLAS"
-"""Environment variable of the kernels: "off" leaves their work to XLA, "off:OP,OP" the work of these ops,
-"direct" turns Winograd's filtering off.
+"""Environment variable that turns kernels off: "off" leaves the work of all Pallas kernels to XLA,
+"off:OP,OP" that of the listed ops, and "direct" turns Winograd's filtering off.
 
-It is read at each call; inside a compiled program, when the call is traced.
+An op reads it at each call; inside a compiled program, when the call is traced.
 """
 
 BLOCK_BYTES = 4 * 2**20
-"""Most bytes of a grid step's inputs and results; two steps' are in VMEM, as the next are fetched meanwhile.
+"""Most bytes of the inputs and results of one grid step.
 
-A kernel has 16 MiB on a v5e.
+VMEM holds those of two steps, because the next step's inputs are fetched during a step. On a v5e a kernel has
+16 MiB of VMEM if it asks for no more.
 """
 
 LANES = 128
@@ -35,19 +36,19 @@ SMALLEST = 4096
 """Fewest pixels of a frame for which a kernel with frames in the sublanes is faster than XLA."""
 
 KERNEL_VMEM = 64 * 2**20
-"""Bytes of VMEM that a kernel with blocks of `BLOCK_BYTES` may use, for them and for what it computes."""
+"""Bytes of VMEM for a kernel with blocks of `BLOCK_BYTES`: for its blocks, and for what it computes."""
 
 DTYPES = jnp.float32, jnp.bfloat16
 """Dtypes that a Pallas kernel loads."""
 
 PARTLY_UNROLLED = jax.__version_info__ >= (0, 10, 1)
-"""A kernel's loop can be unrolled in part; JAX before 0.10.1 takes 1 or the whole loop."""
+"""Whether a kernel's loop can be unrolled in part: before 0.10.1, JAX unrolls all of a loop or none of it."""
 
 
 def pallas_mode(op: str | None = None) -> str:
     """Return the value of the environment variable that `SWITCH` names, "on" if it is not set.
 
-    With `op`, an op's name, a list "off:OP,OP" becomes "off" if it has the op, else "on".
+    If `op` is the name of an op, a list "off:OP,OP" is answered for it: "off" if the list has it, else "on".
     """
     mode = os.environ.get(SWITCH, "on")
     if op is None or not mode.startswith("off:"):
@@ -65,7 +66,7 @@ def tile_rows(dtype: jnp.dtype) -> int:
 
 
 def tiled_sublanes(rows: int, dtype: jnp.dtype) -> int:
-    """Return the number of rows of the whole tiles that hold `rows` rows."""
+    """Return `rows`, rounded up to the rows of whole tiles."""
     return pl.cdiv(rows, tile_rows(dtype)) * tile_rows(dtype)
 
 
@@ -77,7 +78,8 @@ def largest_divisor(count: int, limit: int) -> int:
 def whole_spec(array: Array) -> pl.BlockSpec:
     """Return the spec by which every grid step of a kernel reads all of an array.
 
-    The block never changes, so one buffer is enough; a block that changes from step to step has two.
+    The block is the same in every step, so one buffer is enough. A block that changes needs two: one that the
+    step reads, and one for what is fetched meanwhile.
     """
     return pl.BlockSpec(array.shape, lambda *_: (0,) * array.ndim, pipeline_mode=pl.Buffered(1))
 
@@ -85,16 +87,18 @@ def whole_spec(array: Array) -> pl.BlockSpec:
 def duplicated_in_words(rows: Float[Array, "rows lanes"]) -> Int[Array, "rows lanes"]:
     """Return 32-bit words that hold each bfloat16 number twice; call it inside a Pallas kernel.
 
-    A tile packs two rows of bfloat16 into one row of words. Read as bfloat16, the result has every row twice.
+    In a tile, a word holds the numbers of two adjacent rows of bfloat16. So the result, if it is read as
+    bfloat16, has every row twice.
     """
-    high = pltpu.bitcast(rows.astype(jnp.float32), jnp.int32)  # the number's 16 bits, then 16 zero bits
+    # The number's 16 bits, then 16 zero bits: a bfloat16 is the upper half of a float32.
+    high = pltpu.bitcast(rows.astype(jnp.float32), jnp.int32)
     return high | jax.lax.shift_right_logical(high, 16)
 
 
 def vmem_limit() -> int:
-    """Return the bytes of VMEM that a kernel may use: all but 1 MiB, left for what the compiler adds.
+    """Return the bytes of VMEM that a kernel may use: the chip's, but for 1 MiB that the compiler may need.
 
-    The chip is the one that the kernel is traced for, or a v6e if none is known.
+    The chip is the one that the kernel is traced for. If that is not a TPU, it is taken for a v6e.
     """
     try:
         capacity = pltpu.get_tpu_info().vmem_capacity_bytes

@@ -1,10 +1,11 @@
 """Winograd's minimal filtering: few products for several results of a filter with three taps.
 
-A tile is the two or four results (frames) that are computed together. They are linear combinations of
-products (components) of two factors: a combination of the taps, and one of the frames under them. Two results
-take 4 products and four take 7, where direct filtering takes 3 for each. The combinations only add and
-subtract, but for powers of two with the taps, so they round little. Six products would do for four results,
-but with factors that make three times the error of white noise.
+A *tile* is the two or four results (frames) that are computed together. Each result adds and subtracts
+products. One factor of a product is a linear combination of the three taps, the other one of the frames that
+the tile's results see. Each product is a *component* of the tile. Two results take 4 products and four take
+7; direct filtering takes 3 for each result. Frames and products are only added and subtracted, and taps are
+multiplied by powers of two alone, so the transforms round little. Six products would suffice for four
+results, but their factors would make the rounding error for white noise about three times as large.
 """
 
 import functools
@@ -15,16 +16,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 TAPS = 3
-"""Taps of a filter, and of the kernel along each axis."""
+"""Number of taps of a filter, and of a 3 x 3 x 3 kernel along each axis."""
 
 
 class Transform(NamedTuple):
-    """A transform of tiles to factors of products, and of products to results.
+    """The linear combinations for tiles of one length.
 
     Attributes:
-        taps: for each product, the factors of the three taps, powers of two.
-        inputs: function that returns the other factor of each product, from the tile's frames and the two
-            before them.
+        taps: for each product, what the three taps are multiplied by before they are added: 0, or a power of
+            two with a sign. The sum is the taps' factor of the product.
+        inputs: function that returns the frames' factor of each product, from the two frames before the tile
+            and then the tile's.
         results: function that returns the tile's results from the products.
     """
 
@@ -51,8 +53,9 @@ def _two_results(products: Sequence[Any]) -> list[Any]:
 def _inputs_of_four(frames: Sequence[Any]) -> list[Any]:
     """Return the frames' factor in each of the seven products for four results.
 
-    Frames d2 to d5 are the tile, d0 and d1 the two before it. The first three factors are of the points 0, 1
-    and -1, the next three of the polynomial x^2 + 1, the last of infinity.
+    Frames d2 to d5 are the tile, d0 and d1 the two before it. The factors are derived from polynomials: the
+    first three from their values at 0, 1 and -1, the next three from their remainder modulo x^2 + 1, the last
+    from the point at infinity.
     """
     d0, d1, d2, d3, d4, d5 = frames
     even, odd, even_step, odd_step = d2 + d4, d1 + d3, d4 - d2, d3 - d1
@@ -69,7 +72,8 @@ def _inputs_of_four(frames: Sequence[Any]) -> list[Any]:
 
 def _four_results(products: Sequence[Any]) -> list[Any]:
     m0, m1, m2, m3, m4, m5, m6 = products
-    # The even and the odd part of the products at 1 and -1; the coefficients of 1 and x modulo x^2 + 1.
+    # Of the products for 1 and -1, the even and the odd part; of those for x^2 + 1, the constant and the
+    # linear coefficient of the remainder.
     even, odd, constant, linear = m1 + m2, m1 - m2, m3 + m5, m4 + m5
     return [m0 + (even + constant), odd + linear, even - constant, m6 + (odd - linear)]
 
@@ -94,13 +98,18 @@ TRANSFORMS = {
 }
 """Transforms by the number of a tile's results.
 
-Their products are of polynomials at the points 0, 1, -1 and infinity; for four results also modulo x^2 + 1.
+Winograd derives them from a product of polynomials, which its values at the points 0, 1, -1 and infinity
+determine; for four results also its remainder modulo x^2 + 1.
 """
 
 
 def transformed_taps(kernel: Float[Array, "3 ..."], tile: int) -> Float[Array, "components ..."]:
-    """Return the taps' factor of each product of a tile, rounded to the kernel's dtype once."""
-    # Broadcast and added: XLA compiles a product of matrices, or the components one by one, for up to 15 s.
+    """Return the taps' factor of each product, computed in float32 and then rounded to the kernel's dtype.
+
+    The first axis of `kernel` is time. `tile` is the number of a tile's results.
+    """
+    # The three taps are broadcast over the components and added. XLA would compile a matrix product, or one
+    # sum for each component, for up to 15 s.
     factors = jnp.asarray(TRANSFORMS[tile].taps, jnp.float32).reshape(-1, TAPS, *[1] * (kernel.ndim - 1))
     return jnp.asarray(
         sum(factors[:, tap] * kernel[tap].astype(jnp.float32) for tap in range(TAPS)), kernel.dtype
@@ -108,7 +117,8 @@ def transformed_taps(kernel: Float[Array, "3 ..."], tile: int) -> Float[Array, "
 
 
 def separate_taps(kernel: Float[Array, "3 ..."], tile: int) -> list[Array]:
-    """Return `transformed_taps` of a float32 kernel as separate arrays, which suit a CPU."""
+    """Return `transformed_taps` of a float32 kernel as a list of separate arrays, which suits a CPU."""
+    # A tap whose factor is 0 is left out.
     return [
         functools.reduce(jnp.add, (factor * kernel[tap] for tap, factor in enumerate(factors) if factor))
         for factors in TRANSFORMS[tile].taps
@@ -122,23 +132,24 @@ def filtered(
     multiply: Callable[[Array, Array], Array],
     transform_taps: Callable[[Array, int], Iterable[Array]] = transformed_taps,
 ) -> Float[Array, "N P-2 ..."]:
-    """Convolve frames along time by Winograd's filtering, rounded as the TPU's kernel does.
+    """Convolve frames along time by Winograd's filtering, and round where the Pallas kernel rounds.
 
     Transforms are float32; the factors of products are rounded to the dtype of frames and kernel.
 
     Args:
-        frames: P frames: those of whole tiles, and the two before them.
-        kernel: three taps of time.
+        frames: P frames: two, and then those of whole tiles.
+        kernel: three taps of time, on the first axis.
         tile: results of a tile, 2 or 4.
-        multiply: `multiply(frames_factor, taps_factor)` returns the float32 products of one component, for
-            the frames' factor (N, tiles, ...).
+        multiply: `multiply(frames_factor, taps_factor)` returns the float32 products of one component for
+            all tiles; the frames' factor is (N, tiles, ...).
         transform_taps: the function of `kernel` and `tile` that gives the taps' factor of each product.
     """
     transform = TRANSFORMS[tile]
-    last_tile = frames.shape[1] - tile - TAPS + 1  # index of the first frame under the last tile's taps
-    # For each position under a tile's taps, the frames at that position in all tiles.
-    under_taps = [frames[:, start : start + last_tile + 1 : tile] for start in range(tile + TAPS - 1)]
-    inputs = transform.inputs([of_tiles.astype(jnp.float32) for of_tiles in under_taps])
+    window = tile + TAPS - 1  # the number of frames that a tile's results see
+    last_window = frames.shape[1] - window  # index of the first frame of the last tile's window
+    # For each position in the window, the frames of all tiles at that position.
+    positions = [frames[:, start : start + last_window + 1 : tile] for start in range(window)]
+    inputs = transform.inputs([of_tiles.astype(jnp.float32) for of_tiles in positions])
     products = [
         multiply(frames_factor.astype(frames.dtype), taps_factor)
         for frames_factor, taps_factor in zip(inputs, transform_taps(kernel, tile), strict=True)

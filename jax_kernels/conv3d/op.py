@@ -1,4 +1,4 @@
-"""Causal 3-D convolution with a cache of past frames, in five formulations behind one signature."""
+"""Causal 3-D convolution with a cache of past frames; five implementations behind one signature."""
 
 import functools
 from collections.abc import Callable
@@ -40,10 +40,10 @@ def conv3d(
         cache: second result of the call on the frames before, in `x`'s dtype; None at the start of a video.
         residual: added to the sums before they are rounded, or None.
         start: what lies before a video's first frame: that frame again ("replicate"), or zeros.
-        implementation: "direct" is one 3-D convolution; "summed" adds kt 2-D convolutions; "filtered" does
-            so by fewer products on a CPU, for kt = 3; "folded" is one 2-D convolution over kt * I channels;
-            "patches" is one product of all pixels under a window, for few channels. None takes the fastest
-            known for the platform that is compiled for.
+        implementation: "direct" is one 3-D convolution; "summed" adds kt 2-D convolutions; "filtered" is the
+            same, for kt = 3, but takes fewer products on a CPU; "folded" is one 2-D convolution over kt * I
+            channels; "patches" is one matrix product over all pixels of a window, for few channels. None
+            takes the fastest known for the platform that is compiled for.
         split: the sharding of columns.
 
     Returns:
@@ -80,16 +80,17 @@ def conv3d_on(
     start: Start = "replicate",
     implementation: Implementation | None = None,
 ) -> tuple[Array, Array | None]:
-    causal = functools.partial(_causal, start=start, implementation=implementation)
+    """Compute `conv3d` for a target: one run of frames after the other, each on all shards of columns."""
+    convolve_run = functools.partial(_convolve_run, start=start, implementation=implementation)
     results = []
     for frames, run_residual in split_frames(target, x, residual):
-        # A run returns the cache of the next run.
-        y, cache = map_shards(target, causal, (frames, cache, run_residual), (kernel, bias))
+        # The cache that a run returns has the frames before the next run.
+        y, cache = map_shards(target, convolve_run, (frames, cache, run_residual), (kernel, bias))
         results.append(y)
     return join_frames(results), cache
 
 
-def _causal(
+def _convolve_run(
     target: Target,
     x: Array,
     cache: Array | None,
@@ -100,32 +101,34 @@ def _causal(
     start: Start,
     implementation: Implementation | None,
 ) -> tuple[Array, Array | None]:
-    """Convolve frames after the frames of `cache`, on one device; return the result and the next cache.
+    """Convolve a run of frames after the frames of `cache`, on one device; return result and next cache.
 
     A kernel of one tap in time has no cache and ignores `implementation`.
     """
     if kernel.shape[0] == 1:
         y = xla.convolve_same(target, x, kernel, xla.image_form(target, x, kernel))
         return xla.finish(target, y, bias, residual, like=x), None
+    # A video's first frame, computed as a run by itself, takes one 2-D convolution.
     if cache is None and x.shape[1] == 1 and implementation is None:
         return xla.convolve_image(target, x, residual, kernel, bias, replicate=start == "replicate")
     # The function that returns the convolution's sums in float32.
     form = _IMPLEMENTATIONS[implementation or _fastest(target, x, kernel)]
     if cache is None:
         if form is xla.filtered_on_cpu and start == "replicate":
-            form = functools.partial(form, at_start=True)
+            form = functools.partial(form, at_start=True)  # saves products of the first frame's copies
         first_frame = x[:, :1]
-        before = first_frame if start == "replicate" else jnp.zeros_like(first_frame)
-        cache = jnp.repeat(before, kernel.shape[0] - 1, axis=1)
+        padding_frame = first_frame if start == "replicate" else jnp.zeros_like(first_frame)
+        cache = jnp.repeat(padding_frame, kernel.shape[0] - 1, axis=1)
     return xla.convolve_frames(target, x, cache, residual, kernel, bias, form=form)
 
 
 def _fastest(target: Target, x: Array, kernel: Array) -> Implementation:
-    """Return the fastest known way to convolve; on a TPU, as the v6e compiler estimates CogVideoX's layers.
+    """Return the implementation that is fastest, as far as known.
 
-    On a TPU the 3-D convolution is faster for small frames; for large ones its relayouts cost more than the
-    copies of frames that "folded" makes. Elsewhere 2-D convolutions are summed: on an H200 a decoding with
-    3-D convolutions did not end within 100 s, compiling included.
+    For a TPU this follows the v6e compiler's estimates of CogVideoX's layers. "direct" is the fastest for
+    small frames; for large ones its changes of memory layout cost more than the copies that "folded" makes of
+    frames. Elsewhere 2-D convolutions are summed: on an H200 a decoding with 3-D convolutions did not end
+    within 100 s, compiling included.
     """
     if not target.on_tpu:
         return "filtered" if xla.suits_filtering(x, kernel) else "summed"

@@ -9,11 +9,12 @@ def conv3d(x, kernel, bias=None, cache=None, *, residual=None, start="replicate"
 
     At a video's start, without a cache, the past repeats the first frame, or is zeros.
     """
-    # Numbers of cached frames, and of rows and columns of zeros on each side.
-    past, rows, columns = kernel.shape[0] - 1, kernel.shape[1] // 2, kernel.shape[2] // 2
+    past = kernel.shape[0] - 1  # number of cached frames
+    rows, columns = kernel.shape[1] // 2, kernel.shape[2] // 2  # of zeros on each side
     if cache is None:
-        before = x[:, :1] if start == "replicate" else x[:, :1] * 0
-        cache = jnp.concatenate([x[:, :0], *[before] * past], axis=1)  # `x[:, :0]` is for a `past` of 0
+        padding_frame = x[:, :1] if start == "replicate" else x[:, :1] * 0
+        # `x[:, :0]` has no frames: with a `past` of 0 there is nothing else to concatenate.
+        cache = jnp.concatenate([x[:, :0], *[padding_frame] * past], axis=1)
     frames = jnp.concatenate([cache, x], axis=1)
     padded = jnp.pad(frames, ((0, 0), (0, 0), (rows, rows), (columns, columns), (0, 0)))
     y = jax.lax.conv_general_dilated(
@@ -24,5 +25,5 @@ def conv3d(x, kernel, bias=None, cache=None, *, residual=None, start="replicate"
         dimension_numbers=("NDHWC", "DHWIO", "NDHWC"),
         precision=jax.lax.Precision.HIGHEST,
     )
-    y = sum((part.astype(jnp.float32) for part in (bias, residual) if part is not None), start=y)
+    y = sum((term.astype(jnp.float32) for term in (bias, residual) if term is not None), start=y)
     return y.astype(x.dtype), frames[:, frames.shape[1] - past :] if past else None

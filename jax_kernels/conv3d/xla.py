@@ -1,4 +1,10 @@
-"""The forms of a causal 3-D convolution that XLA compiles: how the taps become 2-D convolutions, or not."""
+"""Causal 3-D convolution in XLA, in several forms.
+
+A *form* is a function that convolves frames, which include the cached ones, and returns float32 sums. The
+forms differ in the operations that they give to XLA: one 3-D convolution, 2-D convolutions, or a matrix
+product. `convolve_frames` and `convolve_image` call a form, and do what surrounds it: neighbouring shards,
+bias, residual, rounding and the next cache.
+"""
 
 import functools
 import math
@@ -33,22 +39,21 @@ Padding = tuple[int, int]
 Form = Callable[[Array, Array, Padding], Array]
 """Function of frames, a kernel and the padding of columns, which returns float32 sums."""
 
-
 FEW = 16
 """Most channels that count as few: they leave a TPU's matrix unit, or its tiles, nearly empty."""
 
-
 LARGE_KERNEL = 2**20
-"""Fewest numbers of a kernel that a CPU copies before it convolves."""
+"""Fewest weights of a kernel that a CPU copies before it filters (`_filtered`)."""
 
 SMALLEST_FILTERED = 256
 """Fewest pixels of a frame for which filtering saves a CPU more than the kernel's transform costs."""
 
 
 def direct(frames: Array, kernel: Array, columns: Padding) -> Array:
-    """Convolve in 3-D at once; return float32 sums.
+    """Convolve by one 3-D convolution; return float32 sums.
 
-    Every form pads rows so that their number stays, the width by `columns` (left, right), and no frames.
+    As every form, it pads rows so that their number stays the same, the width by `columns` (left, right), and
+    frames not at all.
     """
     return jax.lax.conv_general_dilated(
         frames,
@@ -62,7 +67,7 @@ def direct(frames: Array, kernel: Array, columns: Padding) -> Array:
 
 
 def summed(frames: Array, kernel: Array, columns: Padding) -> Array:
-    """Add one 2-D convolution for each tap of time, of the frames under it; return float32 sums."""
+    """Convolve in 2-D the frames under each tap of time, and add the results; return float32 sums."""
     return functools.reduce(
         jnp.add,
         (
@@ -73,55 +78,67 @@ def summed(frames: Array, kernel: Array, columns: Padding) -> Array:
 
 
 def folded(frames: Array, kernel: Array, columns: Padding) -> Array:
-    """Convolve in 2-D the frames at all taps of time, with concatenated channels; return float32 sums."""
+    """Convolve in 2-D once: the frames under all taps of time have their channels side by side."""
     inputs = jnp.concatenate(_frames_under_taps(frames, kernel), axis=-1)
     return conv_frames(inputs, jnp.concatenate(list(kernel), axis=2), padding=_padding(kernel, columns))
 
 
 def filtered_on_cpu(frames: Array, kernel: Array, columns: Padding, *, at_start: bool = False) -> Array:
-    """Compute `summed`, on a CPU by Winograd's filtering along time (`transforms`), which multiplies less.
+    """Return what `summed` returns; on a CPU compute it by Winograd's filtering along time (`transforms`).
 
-    Frames are filtered four and two together; one that is left over comes first. With `at_start` the first
-    three frames are equal, and the taps of the first result are added before they multiply.
+    Filtering needs fewer products. `at_start` says that the first three frames are equal, which they are at
+    the start of a video.
     """
     plain = functools.partial(summed, columns=columns)
     by_filtering = functools.partial(_filtered, columns=columns, at_start=at_start)
     by_platform = functools.partial(jax.lax.platform_dependent, cpu=by_filtering, default=plain)
-    # With `summed`'s derivatives, a differentiated program is the same as on every other platform.
+    # The derivatives are those of `summed`, so a differentiated program is the same on every platform.
     return with_derivatives_of(plain, by_platform)(frames, kernel)
 
 
 def _filtered(frames: Array, kernel: Array, columns: Padding, at_start: bool) -> Array:
-    if kernel.size >= LARGE_KERNEL:  # else XLA would transpose a weight of PyTorch's for every product
+    """Convolve by filtering: an odd result directly, then as many as divide by four, then two."""
+    if kernel.size >= LARGE_KERNEL:
+        # PyTorch orders the axes of weights differently: without a copy XLA would transpose for each
+        # product.
         kernel = _written_out(kernel, axis=0)
-    if math.prod(frames.shape[:4]) <= kernel.shape[-1]:  # patches are smaller than the kernel
+    if math.prod(frames.shape[:4]) <= kernel.shape[-1]:
+        # So few pixels have patches smaller than the kernel, which filtering would transform.
         return patches(frames, kernel, columns)
     convolve = functools.partial(conv_frames, padding=_padding(kernel, columns))
-    length = frames.shape[1] - TAPS + 1
-    is_large = frames.shape[2] * frames.shape[3] >= SMALLEST_FILTERED
-    parts, done = [], length % 2
-    if done:  # the first result by itself
+    length = frames.shape[1] - TAPS + 1  # number of results
+    pays = frames.shape[2] * frames.shape[3] >= SMALLEST_FILTERED
+    results = []
+    done = length % 2  # number of results so far; an odd number of them begins with one by itself
+    if done:
         first = frames[:, :TAPS]
-        parts = [convolve(first[:, :1], jnp.sum(kernel, 0)) if at_start else summed(first, kernel, columns)]
+        if at_start:  # three equal frames: one of them is multiplied by the sum of the taps
+            results.append(convolve(first[:, :1], jnp.sum(kernel, 0)))
+        else:
+            results.append(summed(first, kernel, columns))
     for tile in (4, 2):
         count = (length - done) // tile * tile
         if count:
             under_taps = frames[:, done : done + count + TAPS - 1]
             by_tile = functools.partial(filtered, tile=tile, multiply=convolve, transform_taps=separate_taps)
-            parts.append(by_tile(under_taps, kernel) if is_large else summed(under_taps, kernel, columns))
+            results.append(by_tile(under_taps, kernel) if pays else summed(under_taps, kernel, columns))
             done += count
-    return join_frames(parts)
+    return join_frames(results)
 
 
 def _written_out(x: Array, axis: int) -> Array:
-    """Return a copy of `x`, made slice by slice along an axis, in a loop that XLA cannot fuse."""
+    """Return a copy of `x`, which XLA has to write to memory before anything reads it.
+
+    It is made slice by slice along `axis`, by a loop, because XLA cannot fuse a loop with what reads its
+    result.
+    """
 
     def copy(x: Array) -> Array:
-        def with_slice(index: Array, copied: Array) -> Array:
-            of_x = jax.lax.dynamic_slice_in_dim(x, index, 1, axis)
-            return jax.lax.dynamic_update_slice_in_dim(copied, of_x, index, axis)
+        def with_next_slice(index: Array, copied: Array) -> Array:
+            next_slice = jax.lax.dynamic_slice_in_dim(x, index, 1, axis)
+            return jax.lax.dynamic_update_slice_in_dim(copied, next_slice, index, axis)
 
-        return jax.lax.fori_loop(0, x.shape[axis], with_slice, jnp.zeros_like(x))
+        return jax.lax.fori_loop(0, x.shape[axis], with_next_slice, jnp.zeros_like(x))
 
     return with_derivatives_of(lambda x: x, copy)(x)
 
@@ -132,15 +149,16 @@ def suits_filtering(frames: Array, kernel: Array) -> bool:
 
 
 def patches(frames: Array, kernel: Array, columns: Padding) -> Array:
-    """Multiply the pixels under each window by the kernel as one product; return float32 sums."""
+    """Convolve by one matrix product: the pixels under each window, times the kernel (`conv_patches`)."""
     padded = jnp.pad(frames, [(0, 0), (0, 0), *_padding(kernel, columns), (0, 0)])
     return conv_patches(_frames_under_taps(padded, kernel), kernel)
 
 
 def suits_patches(x: Array, kernel: Array) -> bool:
-    """Return whether to convolve by `patches`: few channels of small frames, whose patches fit into memory.
+    """Return whether a TPU convolves by `patches`: few channels, small frames, and patches that fit.
 
-    XLA would compile a convolution to few channels for half a minute, one from few channels for ten seconds.
+    XLA would compile a convolution to few channels for half a minute, and one from few channels for ten
+    seconds.
     """
     return (
         (x.shape[-1] <= FEW or kernel.shape[-1] < LANES)
@@ -168,15 +186,16 @@ def convolve_frames(
     frames = jnp.concatenate([cache, x], axis=1)
     if not target.on_tpu:
         next_cache = _written_out(frames[:, -past:], axis=1)
-        # The convolution reads its last frames from the next cache, so XLA computes that first. Otherwise it
-        # does so at the end of the program, and keeps the frames of all layers until then.
+        # The convolution reads its last frames from the next cache, so XLA makes that cache first. Otherwise
+        # XLA makes all caches at the end of the program, and keeps the frames of all layers until then.
         frames = jnp.concatenate([frames[:, :-past], next_cache], axis=1)
         return finish(target, convolve_same(target, frames, kernel, form), bias, residual, like=x), next_cache
     y = finish(target, convolve_same(target, frames, kernel, form), bias, residual, like=x)
-    # The next cache takes the memory of the old one, if that is donated. XLA copies the old cache first if
-    # anything reads it later: so the frames are selected after `y`, and from `x` if it has enough frames.
-    latest = x if x.shape[1] >= past else frames
-    return y, select_frames(target, latest, range(latest.shape[1] - past, latest.shape[1]), after=y)
+    # The next cache takes the memory of the old one, if that is donated. If an operation could read the old
+    # cache later than that, XLA would copy it first. So the frames are selected once `y`, which reads it, is
+    # computed, and from `x` alone if that has enough of them.
+    source = x if x.shape[1] >= past else frames
+    return y, select_frames(target, source, range(source.shape[1] - past, source.shape[1]), after=y)
 
 
 def convolve_image(
@@ -184,9 +203,10 @@ def convolve_image(
 ) -> tuple[Array, Array]:
     """Convolve a video's first frame alone, by one 2-D kernel; return the result and the next cache.
 
-    With `replicate` the frames before `x` are copies of it, and the 2-D kernel is the sum of all taps of
-    time. Without it they are zeros, and the 2-D kernel is the last tap. A sum of taps in a narrow dtype is
-    represented by two kernels, its rounded value and the rounding error, whose results are added.
+    With `replicate` the frames before `x` are copies of it, so the 2-D kernel is the sum of all taps of time.
+    Without it they are zeros, so the 2-D kernel is the last tap. The sum of taps in bfloat16 would lose
+    precision: two kernels, its rounded value and the rounding error, represent it, and their results are
+    added.
     """
     taps_sum = jnp.sum(kernel, axis=0, keepdims=True, dtype=jnp.float32) if replicate else kernel[-1:]
     rounded = taps_sum.astype(x.dtype)
@@ -195,9 +215,10 @@ def convolve_image(
         sums = convolve_same(target, x, rounded, form)
     else:
         rounding_error = (taps_sum - rounded.astype(taps_sum.dtype)).astype(x.dtype)
-        both = convolve_same(target, x, jnp.concatenate([rounded, rounding_error], axis=-1), form)
-        sums = functools.reduce(jnp.add, jnp.split(both, 2, axis=-1))
-    # The next cache has kt - 1 frames: these, then `x`.
+        # One convolution gives the results of both, side by side in the channels.
+        both_sums = convolve_same(target, x, jnp.concatenate([rounded, rounding_error], axis=-1), form)
+        sums = functools.reduce(jnp.add, jnp.split(both_sums, 2, axis=-1))
+    # The next cache has kt - 1 frames: those earlier ones, then `x`.
     earlier = [x if replicate else jnp.zeros_like(x)] * (kernel.shape[0] - 2)
     return finish(target, sums, bias, residual, like=x), jnp.concatenate([*earlier, x], axis=1)
 
@@ -205,8 +226,8 @@ def convolve_image(
 def image_form(target: Target, x: Array, kernel: Array) -> Form:
     """Return the form for one tap of time: `patches` for an image on a TPU, where they fit, else `summed`.
 
-    XLA takes 111 s to compile the convolution of an image of 60 x 90 x 512, an encoder's last, and 5 s for
-    patches.
+    XLA takes 111 s to compile `summed` for an image of 60 x 90 x 512, which an encoder's last layer has, and
+    5 s to compile `patches`.
     """
     if not is_image_for_tpu(target, x):
         return summed
@@ -216,7 +237,10 @@ def image_form(target: Target, x: Array, kernel: Array) -> Form:
 
 
 def convolve_same(target: Target, frames: Array, kernel: Array, form: Form) -> Array:
-    """Convolve with zero padding to the same size, neighbouring shards included; return float32 sums."""
+    """Convolve to the same size, with the neighbouring shards' columns; return float32 sums.
+
+    Beside the frame are zeros.
+    """
     own_sums = form(frames, kernel, same_width_padding(kernel))
     return add_from_neighbours(target.split, own_sums, frames, kernel, form)
 
@@ -232,7 +256,7 @@ def same_width_padding(kernel: Array) -> Padding:
 
 
 def _padding(kernel: Array, columns: Padding) -> tuple[tuple[int, int], Padding]:
-    """Return the padding of rows, which keeps their number, and of columns, as given."""
+    """Return the padding of rows and of columns; the padding of rows keeps their number."""
     rows = kernel.shape[1] // 2
     return (rows, rows), columns
 
@@ -244,10 +268,10 @@ def add_bias_and_residual(sums: Array, bias: Array | None, residual: Array | Non
 
 
 def finish(target: Target, sums: Array, bias: Array | None, residual: Array | None, *, like: Array) -> Array:
-    """Add bias and residual, where given, to a convolution's float32 sums, and round them.
+    """Add bias and residual, unless they are None, to a convolution's float32 sums, and round the result.
 
-    Padding columns get zeros. The result gets the dtype of the convolution's input `like`, and for its size
-    the memory layout that a TPU's next operation reads.
+    Padding columns get zeros. The result has the dtype of `like`, the convolution's input, and, on a TPU, the
+    memory layout in which the next operation reads results of this size.
     """
     y = with_clear_padding(add_bias_and_residual(sums, bias, residual).astype(like.dtype), target.split)
     if is_image_for_tpu(target, like):

@@ -1,4 +1,10 @@
-"""A step by direct convolution, which multiplies by every tap.
+"""A grid step of the Pallas kernel by direct convolution, which multiplies by every tap.
+
+The terms are those of `step`: a step modulates (norms and activates) one *block*, two rows of pixels, and
+computes the results of the block `LAG` blocks above. A product covers a *chunk* of columns, which is
+modulated in *units*, for a *share* of the output channels; a *part* is 128 channels. A *word* holds two
+bfloat16 frames. The *stage* is the buffer of the rows that the step modulates. An *entry* is a frame or word
+of a column.
 
 - Modulated rows are kept as words, in three copies for the three taps of time: as they are, shifted by one
   frame (half a word) and shifted by two frames (a word).
@@ -7,10 +13,10 @@
   output channels fill a matrix unit that is 256 wide.
 - A video's first frame is multiplied as two equal frames: its words hold it twice, and every second sum is a
   result.
-- The buffer "ring" has a slot for the block of results and one for the block above it. The slots swap roles
-  at each grid step. As soon as a chunk of the old block is multiplied, the same columns of the block below
-  replace it. Axes of the ring: slot, tap of time, row of the block, part, word.
-- A step stores columns left of those that it still loads, so buffers are used again behind the products.
+- The buffer "ring" has a slot for the block of results and one, `old`, for the block above it. As soon as a
+  chunk of the old block is multiplied, the same columns of the block below the results replace it: that block
+  is the next step's block of results, and the slots swap roles. Axes: slot, tap of time, row, part, word.
+- Each step stores columns left of those that it still loads, so one set of buffers is enough.
 """
 
 import itertools
@@ -27,38 +33,46 @@ from jax_kernels.norm_conv3d.sizes import ROWS, TAPS, UNITS, ConvSizes
 from jax_kernels.norm_conv3d.step import ConvStep, fill_zeros, lanes_of, repeat_earlier_frame
 
 UNROLLED = 9
-"""Most products in a loop's body.
+"""Most products in a loop's body: more are faster, but compile longer.
 
-With 18 of them 128 to 128 channels of 8 x 480 x 720 take 3.69 ms, and 7.5 s to compile; with 9, 3.85 and 3.1;
-with 6, 4.00 and 2.2.
+For 128 to 128 channels of 8 x 480 x 720, a v6e's schedule takes 3.69 ms with 18 products, and 7.5 s to
+compile; with 9 products 3.85 ms and 3.1 s; with 6 products 4.00 ms and 2.2 s.
 """
 
 
-def tap(
+def weights_between(
     kernel: Float[Array, "3 3 3 I O"], row: int, time_tap: int, result_row: int, column_tap: int
 ) -> Array:
-    """Return the weights (I, O) between an input (row, time tap) and a result (row, column tap), or zeros."""
-    row_tap = row - result_row
+    """Return the weights (I, O) between an input (row, time tap) and a result (row, column tap).
+
+    They are zeros if the result does not see the input's row.
+    """
+    row_tap = row - result_row  # input rows begin one above the results: tap 0 sees the row above
     connected = 0 <= row_tap < TAPS
     return kernel[time_tap, row_tap, column_tap] if connected else jnp.zeros_like(kernel[0, 0, 0])
 
 
 class DirectStep(ConvStep):
-    """A step that multiplies by every tap; `new` and `old` are the ring's slots of its two blocks."""
+    """A step that multiplies by every tap.
 
-    def __init__(self, sizes: ConvSizes, weights: tuple[Any, ...], refs: dict[str, Any]):
-        super().__init__(sizes, weights, refs)
-        # The slots swap roles at each step of the grid.
+    Attributes:
+        new, old: slots of the buffer "ring" for the block of results and for the block above it.
+    """
+
+    def __init__(self, sizes: ConvSizes, weights: tuple[Any, ...], memory: dict[str, Any]):
+        super().__init__(sizes, weights, memory)
+        # The slots swap roles at each step.
         self.old, self.new = jax.lax.rem(self.step + 1, 2), jax.lax.rem(self.step, 2)
 
     def _padding(self) -> dict[str, list[Any]]:
-        sizes, stage = self.sizes, self.refs["stage"]
-        is_incomplete = sizes.width > sizes.last_columns  # the last chunk reaches beyond the frame
+        sizes, stage = self.sizes, self.memory["stage"]
+        # The last chunk reaches beyond the frame.
+        is_incomplete = sizes.strip_columns > sizes.last_strip_columns
         # The words of the column right of the frame's last one.
-        right = pl.ds((sizes.last_columns + sizes.chunk) * sizes.words, sizes.words)
+        right = pl.ds((sizes.last_strip_columns + sizes.chunk_columns) * sizes.words, sizes.words)
         return {
-            "beside": [],  # no product loads columns beside a strip
-            "above": [self.refs["ring"].at[self.old, :, 1]],  # the lower row of the block above
+            "beside": [],  # no product loads columns beside a strip: edges add what these contribute
+            "above": [self.memory["ring"].at[self.old, :, 1]],  # the lower row of the block above
             "below": [stage.at[:, 0]],  # the upper row of the block below
             # The buffer ends with the last chunk: if that is complete, it has no column right of the frame.
             "right": [stage.at[:, :, part, right] for part in range(sizes.parts) if is_incomplete],
@@ -66,55 +80,63 @@ class DirectStep(ConvStep):
 
     def _convolve(self) -> None:
         sizes = self.sizes
-        chunk, chunks = sizes.chunk, sizes.chunks
+        chunk, chunks = sizes.chunk_columns, sizes.chunks
         self._begin_left()
-        # The chunks of a loop's body: with at most `UNROLLED` products it compiles in seconds.
+        # Number of chunks in a loop's body, which has at most `UNROLLED` products.
         together = largest_divisor(chunks, UNROLLED // len(self.weights))
 
         def multiply_chunks(index: Array, carry: None) -> None:
             for offset in range(together):
                 column = (index * together + offset) * chunk
-                self._multiply(column)  # also modulates the chunk left of it
+                self._multiply(column)  # also modulates the chunk left of this one
                 self._move(column, chunk)
                 self._finish(column - chunk)  # left of column 0: no results, overwritten later
 
         jax.lax.fori_loop(0, chunks // together, multiply_chunks, None)
-        if "edges" in self.refs:
+        if "edges" in self.memory:
             self._end_right()
-        # The last chunk, which is left of no other.
-        self._finish(sizes.width - chunk)
-        self._modulate_chunk(sizes.width - chunk)
+        # What the loop does to a chunk while or after it multiplies the next one, here for the last chunk.
+        self._finish(sizes.strip_columns - chunk)
+        self._modulate_chunk(sizes.strip_columns - chunk)
 
     def _begin_left(self) -> None:
-        """Set the sums of a strip's first column, which no product sets, to the left edge or to zeros."""
-        frames, refs = self.sizes.frames, self.refs
+        """Set the sums of a strip's first column to the left edge, or to zeros without edges.
+
+        The sums of other columns are set by column tap 0 of the column left of them.
+        """
+        frames, memory = self.sizes.multiplied_frames, self.memory
         # The entries of column 0.
-        first = pl.ds(self.sizes.chunk * frames, frames)
-        if "edges" not in refs:
-            fill_zeros([refs["sums"].at[:, :, first]])
+        first = pl.ds(self.sizes.chunk_columns * frames, frames)
+        if "edges" not in memory:
+            fill_zeros([memory["sums"].at[:, :, first]])
             return
         for row, part in itertools.product(range(ROWS), range(self.result_parts)):
             # "edges" has one video (index 0): the frames of the left edge, then those of the right edge.
-            refs["sums"][row, part, first] = refs["edges"][0, row, :frames, lanes_of(part)]
+            memory["sums"][row, part, first] = memory["edges"][0, row, :frames, lanes_of(part)]
 
     def _end_right(self) -> None:
-        frames, refs = self.sizes.frames, self.refs
-        last = self._entries(self._last_column(), 1, frames, before=self.sizes.chunk)
+        """Add the right edge to the sums of a strip's last column."""
+        frames, memory = self.sizes.multiplied_frames, self.memory
+        last = self._entries(self._last_column(), 1, frames, left_columns=self.sizes.chunk_columns)
         for row, part in itertools.product(range(ROWS), range(self.result_parts)):
-            sums = refs["sums"].at[row, part]
-            sums[last] = sums[last] + refs["edges"][0, row, frames : 2 * frames, lanes_of(part)]
+            sums = memory["sums"].at[row, part]
+            sums[last] = sums[last] + memory["edges"][0, row, frames : 2 * frames, lanes_of(part)]
 
     def _multiply(self, column: Any) -> None:
         """Compute the products of the chunk at `column`, and modulate the chunk left of it."""
-        previous, turns = column - self.sizes.chunk, self.sizes.turns
-        if turns == 1:  # one piece of code, in which the compiler overlaps both
-            self._multiply_turn(0, column, modulated=previous)
+        previous = column - self.sizes.chunk_columns  # the chunk on the left
+        shares = self.sizes.shares
+        if shares == 1:  # without a loop the compiler overlaps products and modulation
+            self._multiply_share(0, column, modulated=previous)
         else:
             self._modulate_chunk(previous)
-            jax.lax.fori_loop(0, turns, lambda turn, _: self._multiply_turn(turn, column), None)
+            jax.lax.fori_loop(0, shares, lambda share, _: self._multiply_share(share, column), None)
 
-    def _multiply_turn(self, turn: Any, column: Any, modulated: Any = None) -> None:
-        """Compute a chunk's products for one turn; meanwhile modulate the chunk at `modulated`, if any."""
+    def _multiply_share(self, share: Any, column: Any, modulated: Any = None) -> None:
+        """Compute a chunk's products for one share; meanwhile modulate the chunk at column `modulated`.
+
+        If `modulated` is None, modulate nothing.
+        """
         sizes = self.sizes
         for index, (product, weights) in enumerate(zip(sizes.products, self.weights, strict=True)):
             inputs = [
@@ -122,49 +144,63 @@ class DirectStep(ConvStep):
                 for row, time_tap in product.inputs
                 for part in range(sizes.parts)
             ]
-            sums = jnp.dot(jnp.concatenate(inputs, axis=1), weights[turn], preferred_element_type=jnp.float32)
-            self._add_sums(turn, product.results, sums, column)
-            # The `UNITS` units of the chunk to modulate are spread evenly over the products.
+            sums = jnp.dot(
+                jnp.concatenate(inputs, axis=1), weights[share], preferred_element_type=jnp.float32
+            )
+            self._add_sums(share, product.results, sums, column)
+            # The `UNITS` units of the chunk to modulate are spread evenly over the products, 3 or 6.
             if modulated is not None and index * UNITS % len(self.weights) == 0:
                 unit = index * UNITS // len(self.weights)
-                self._modulate(modulated + unit * sizes.unit, unit, after=sums)
+                self._modulate(modulated + unit * sizes.unit_columns, unit, after=sums)
 
-    def _add_sums(self, turn: Any, results: list[tuple[int, int]], sums: Array, column: Any) -> None:
-        """Add a product's sums to the buffer "sums", each at its result's columns; column tap 0 sets them."""
-        sizes, refs = self.sizes, self.refs
-        turn_parts = self.result_parts // sizes.turns  # parts of a turn
+    def _add_sums(self, share: Any, results: list[tuple[int, int]], sums: Array, column: Any) -> None:
+        """Add a product's sums to the buffer "sums", each at the columns of its result.
+
+        The sums have the channels of a share for each of `results`, side by side.
+        """
+        sizes, memory = self.sizes, self.memory
+        share_parts = self.result_parts // sizes.shares  # number of parts of a share
         for result, (row, column_tap) in enumerate(results):
-            # By tap 0 a column counts in the result on its right, by tap 1 in its own, by tap 2 in the result
-            # on its left.
-            at = self._entries(column, sizes.chunk, sizes.frames, before=sizes.chunk, shift=1 - column_tap)
-            for part in range(turn_parts):
-                part_sums = sums[:, lanes_of(result * turn_parts + part)]
-                out_part = turn * turn_parts + part  # its index in all output channels
-                if column_tap:  # tap 0, whose products come first, sets the sums
-                    part_sums = part_sums + refs["sums"][row, out_part, at]
-                refs["sums"][row, out_part, at] = part_sums
+            # By column tap 0 an input contributes to the result right of it, by tap 1 to that of its own
+            # column, by tap 2 to the result left of it.
+            at = self._entries(
+                column,
+                sizes.chunk_columns,
+                sizes.multiplied_frames,
+                left_columns=sizes.chunk_columns,
+                shift=1 - column_tap,
+            )
+            for part in range(share_parts):
+                part_sums = sums[:, lanes_of(result * share_parts + part)]
+                out_part = share * share_parts + part  # its index in all output channels
+                if column_tap:  # tap 0 comes first, and sets the sums instead
+                    part_sums = part_sums + memory["sums"][row, out_part, at]
+                memory["sums"][row, out_part, at] = part_sums
 
     def _input(self, row: int, time_tap: int, part: int, column: Any) -> Array:
         """Return an input of a product, (entries, 128): a chunk of one row, as a tap of time sees it."""
         sizes = self.sizes
-        if row == ROWS + 1:  # the row below is not in the ring yet, but in the upper row (0) of the stage
-            at = self._entries(column, sizes.chunk, sizes.words, before=sizes.chunk)
-            words = self.refs["stage"][time_tap, 0, part, at]
+        # The row below the block is not in the ring yet: it is the upper row, 0, of the stage.
+        if row == ROWS + 1:
+            at = self._entries(column, sizes.chunk_columns, sizes.words, left_columns=sizes.chunk_columns)
+            words = self.memory["stage"][time_tap, 0, part, at]
         else:  # the ring has the block of results in its slot `new`, and the block above in `old`
             slot, block_row = (self.old, 1) if row == 0 else (self.new, row - 1)
-            at = self._entries(column, sizes.chunk, sizes.words)
-            words = self.refs["ring"][slot, time_tap, block_row, part, at]
+            at = self._entries(column, sizes.chunk_columns, sizes.words)
+            words = self.memory["ring"][slot, time_tap, block_row, part, at]
         return pltpu.bitcast(words, jnp.bfloat16)
 
     def _move(self, column: Any, count: int) -> None:
         """Move `count` columns from the stage to the ring, where they replace those of the old block."""
         ring_at = self._entries(column, count, self.sizes.words)
-        stage_at = self._entries(column, count, self.sizes.words, before=self.sizes.chunk)
-        # The stage has the axes of the ring without that of slots.
-        self.refs["ring"][self.old, :, :, :, ring_at] = self.refs["stage"][:, :, :, stage_at]
+        stage_at = self._entries(column, count, self.sizes.words, left_columns=self.sizes.chunk_columns)
+        # The stage has the axes of the ring, but for that of slots.
+        self.memory["ring"][self.old, :, :, :, ring_at] = self.memory["stage"][:, :, :, stage_at]
 
     def _modulate_chunk(self, column: Any) -> None:
-        jax.lax.fori_loop(0, UNITS, lambda unit, _: self._modulate(column + unit * self.sizes.unit), None)
+        jax.lax.fori_loop(
+            0, UNITS, lambda unit, _: self._modulate(column + unit * self.sizes.unit_columns), None
+        )
 
     def _store_activated(
         self,
@@ -173,30 +209,40 @@ class DirectStep(ConvStep):
         slot: int,
         column: Any,
         x: Array,
-        before: Any | None,
+        past_words: Any | None,
     ) -> Array:
-        sizes, words = self.sizes, self.sizes.words  # words of a pixel
-        unit_at = self._entries(column, sizes.unit, words, before=sizes.chunk)
+        sizes = self.sizes
+        words = sizes.words  # number of words of a pixel
+        unit_at = self._entries(column, sizes.unit_columns, words, left_columns=sizes.chunk_columns)
         x_words = pltpu.bitcast(x, jnp.int32) if sizes.input_frames > 1 else duplicated_in_words(x)
-        # The frames under the three taps of time: those two frames before `x`, one frame before it, and `x`.
+        # The frames that the three taps of time see: those two frames before each frame of `x`, those one
+        # frame before it, and `x`.
         two_before, one_before, same = (
-            self.refs["stage"].at[time_tap, row, part] for time_tap in range(TAPS)
+            self.memory["stage"].at[time_tap, row, part] for time_tap in range(TAPS)
         )
-        firsts = pl.ds(unit_at.start, sizes.unit, stride=words)  # the first word of each pixel
+        firsts = pl.ds(unit_at.start, sizes.unit_columns, stride=words)  # the first word of each pixel
         same[unit_at, :] = x_words
-        if words > 1:  # two frames are one word: all words move by one; each pixel's first is replaced below
-            two_before[pl.ds(unit_at.start + 1, sizes.unit * words - 1), :] = x_words[:-1]
-        two_before[firsts, :] = repeat_earlier_frame(same[firsts, :]) if before is None else before[...]
-        # The later frame of the word before this one, then the earlier frame of this word.
+        # Two frames are a word, so `two_before` is `same`, moved by a word. What moves into a pixel's first
+        # word from the pixel before is replaced by the past word.
+        if words > 1:
+            two_before[pl.ds(unit_at.start + 1, sizes.unit_columns * words - 1), :] = x_words[:-1]
+        two_before[firsts, :] = (
+            repeat_earlier_frame(same[firsts, :]) if past_words is None else past_words[...]
+        )
+        # A word's later frame is its upper half. Words one frame before have the later frame of the word
+        # before, and then the earlier frame of the word itself.
         later_of_word_before = jax.lax.shift_right_logical(two_before[unit_at, :], 16)
         one_before[unit_at, :] = later_of_word_before | (x_words << 16)
-        return same[pl.ds(unit_at.start + words - 1, sizes.unit, stride=words), :]
+        return same[pl.ds(unit_at.start + words - 1, sizes.unit_columns, stride=words), :]
 
     def _finish(self, column: Any) -> None:
+        """Write the results of the chunk at `column`, whose sums are complete."""
         sizes = self.sizes
-        sums_at = self._entries(column, sizes.chunk, sizes.frames, before=sizes.chunk)
+        sums_at = self._entries(
+            column, sizes.chunk_columns, sizes.multiplied_frames, left_columns=sizes.chunk_columns
+        )
         if sizes.input_frames == 1:  # multiplied as two equal frames: every second sum is a result
-            sums_at = pl.ds(sums_at.start, sizes.chunk, stride=sizes.frames)
+            sums_at = pl.ds(sums_at.start, sizes.chunk_columns, stride=sizes.multiplied_frames)
         self._write_results(
-            column, sizes.chunk, lambda row, part: self.refs["sums"].at[row, part][sums_at, :]
+            column, sizes.chunk_columns, lambda row, part: self.memory["sums"].at[row, part][sums_at, :]
         )

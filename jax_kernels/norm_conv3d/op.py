@@ -1,8 +1,11 @@
-"""A norm, SiLU and the causal 3-D convolution after it, in one pass if the frames are large.
+"""A norm, SiLU and the causal 3-D convolution after it: on a TPU one Pallas kernel for most inputs.
 
-A residual block has two such groups, and a decoder ends with one. The kernel (`tpu`) takes the norm as
-coefficients: a multiplier and an offset for each channel, or, modulated by latents, for each latent. `step`
-defines the terms of the kernel, such as strip and edges.
+A residual block has this sequence twice, and a decoder ends with it. The Pallas kernel (`tpu`) takes the norm
+as *coefficients*, a multiplier and an offset: for each channel of a video, or, if latents modulate the norm,
+for each latent and channel. It reads them from *registers* of 8 sublanes. The kernel computes a wide frame in
+*strips* of columns. *Edges*, which XLA computes, are what the columns beside a strip add to the sums of its
+first and last column. *Moments* are the mean and M2, the sum of squared deviations from the mean. A *run* is
+a number of frames that are computed together (`common.frames`).
 """
 
 import functools
@@ -37,8 +40,10 @@ class NormParams(NamedTuple):
     Attributes:
         weight, bias: GroupNorm's, (C,) each.
         zq: latents (N, t, h, w, Z), or None for a GroupNorm.
-        kernel_y, bias_y: the 1x1x1 convolution of the latents to factors of the norm, (Z, C) and (C,).
-        kernel_b, bias_b: the 1x1x1 convolution of the latents to what is added then, (Z, C) and (C,).
+        kernel_y, bias_y: of the 1x1x1 convolution of the latents whose results multiply the normed frames,
+            (Z, C) and (C,).
+        kernel_b, bias_b: of the 1x1x1 convolution of the latents whose results are then added, (Z, C) and
+            (C,).
     """
 
     weight: Any
@@ -51,7 +56,7 @@ class NormParams(NamedTuple):
 
 
 class ColumnMoments(NamedTuple):
-    """The float32 moments of each column of pixels (along H), from which a norm's are merged."""
+    """The float32 moments of each column of pixels (along H), which the next norm merges."""
 
     mean: Float[Array, "N T W C"]
     m2: Float[Array, "N T W C"]
@@ -74,15 +79,15 @@ def norm_conv3d(
     """Return `conv3d(silu(norm(x)))` and the state for the next call.
 
     Before a video's first frame the convolution sees that frame again. On a TPU one Pallas kernel computes
-    all of this for the inputs that it supports (`sizes.is_supported`); otherwise the norm runs first, then
-    the convolution.
+    norm, SiLU and convolution for the inputs that it supports (`sizes.is_supported`); otherwise the norm runs
+    first, then the convolution.
 
     Args:
         x: frames.
         norm: parameters of `group_norm`, or, with latents `zq`, of `spatial_norm`.
         kernel, bias: the convolution's; the kernel is odd in space, of `x`'s dtype.
         cache: second result of the call on the frames before: activated frames. None at the start of a video.
-        moments: third result of the call that computed `x`, or None; it saves a TPU a pass over `x`.
+        moments: third result of the call that computed `x`; with None a TPU reads `x` once more for them.
         num_groups: number of groups of channels that are normed together.
         eps: added to the variance.
         first_frame_alone: whether the first latent frame covers the first frame alone (`spatial_norm`).
@@ -97,7 +102,7 @@ def norm_conv3d(
         ValueError: anything that `conv3d`, `group_norm` or `spatial_norm` refuse.
     """
     check_conv3d(x, kernel, bias, cache, residual)
-    weight, norm_bias, zq, *convolutions = norm  # kernel and bias of two convolutions of `zq`
+    weight, norm_bias, zq, *zq_convolutions = norm  # the last: kernel and bias of two convolutions of `zq`
     if zq is None:
         check_groups("group_norm", x.shape[-1], num_groups, weight=weight, bias=norm_bias)
     else:
@@ -106,7 +111,7 @@ def norm_conv3d(
             zq,
             weight,
             norm_bias,
-            *convolutions,
+            *zq_convolutions,
             num_groups=num_groups,
             first_frame_alone=first_frame_alone,
         )
@@ -140,8 +145,9 @@ def norm_conv3d_on(
     eps: float,
     first_frame_alone: bool,
 ) -> tuple[Array, Array | None, ColumnMoments | None]:
-    # Checked as for a TPU: a program has a branch for each platform. All must return the same shapes, so
-    # moments wherever the TPU's kernel returns them.
+    """Compute `norm_conv3d` for a target: by the Pallas kernel, or by a norm and then a convolution."""
+    # A program has a branch for each platform, and all branches must return the same shapes. So each returns
+    # moments if the Pallas kernel does, and asks whether that supports the inputs on a TPU.
     is_supported = _kernel_supports(
         replace(target, platform="tpu"), x, norm, kernel, bias, cache, residual, first_frame_alone
     )
@@ -149,13 +155,13 @@ def norm_conv3d_on(
         return _by_kernel(
             target, x, norm, kernel, bias, cache, residual, moments, num_groups=num_groups, eps=eps
         )
-    weight, norm_bias, zq, *convolutions = norm
+    weight, norm_bias, zq, *zq_convolutions = norm
     if zq is None:
         norm_on = functools.partial(group_norm_on, channel_axis=x.ndim - 1)
         inputs = x, weight, norm_bias
     else:
         norm_on = functools.partial(spatial_norm_on, first_frame_alone=first_frame_alone)
-        inputs = x, zq, weight, norm_bias, *convolutions
+        inputs = x, zq, weight, norm_bias, *zq_convolutions
     hidden = norm_on(target, *inputs, num_groups=num_groups, eps=eps, activation="silu")
     y, next_cache = conv3d_on(target, hidden, kernel, bias, cache, residual)
     if not is_supported:
@@ -174,7 +180,7 @@ def _kernel_supports(
     residual: Array | None,
     first_frame_alone: bool,
 ) -> bool:
-    """Return whether the TPU's kernel supports each run of these frames, with a device's columns of it."""
+    """Return whether the Pallas kernel supports every run of these frames, with the columns of one device."""
     runs = split_frames(target, x, norm.zq, residual)  # of each run: frames, latents `zq`, residual
     first_frames, *_ = runs[0]
     return (
@@ -197,9 +203,10 @@ def _kernel_supports(
 
 
 def _coefficient_grid(split: Split, x: Array, zq: Array | None) -> tuple[int, ...]:
-    """Return the numbers of frames, rows and columns for which one device has coefficients of its own.
+    """Return the numbers of frames, rows and columns of the coefficients that one device has for `x`.
 
-    Each latent has its own. Without latents all pixels share them, but columns of a padded width do not.
+    With latents, each latent has coefficients. Without them all pixels have the same, except in a padded
+    width: there each column has coefficients, because those of padding columns are zeros.
     """
     if zq is None:
         return 1, 1, split.shard_of(x).shape[3] if split.is_padded else 1
@@ -219,26 +226,27 @@ def _by_kernel(
     num_groups: int,
     eps: float,
 ) -> tuple[Array, Array | None, ColumnMoments]:
+    """Compute `norm_conv3d` by the Pallas kernel: run after run, each on all shards of columns."""
     # Statistics span all frames: they are computed before the first run, and are the same for every run.
     mean, m2 = column_moments(target, x) if moments is None else moments
     group_moments = moments_of_columns(target, mean, m2, x.shape[2], num_groups=num_groups)
     # GroupNorm as `x * scale + shift`: both for each video and channel.
     scale_shift = scale_and_shift(group_moments, norm.weight, norm.bias, eps)
-    # These are the same on every device, but the latents `zq` are sharded as the frames are.
+    # Weights are the same on every device. The latents `zq` are not: they are sharded as the frames are.
     weights = kernel, bias, norm._replace(zq=None)
     results = []  # of each run: frames, and mean and M2 of their columns
     for frames, zq, run_residual in split_frames(target, x, norm.zq, residual):
         # A run's last activated frames are the cache of the next run.
         y, cache, y_mean, y_m2 = map_shards(
-            target, _convolved, (frames, cache, run_residual, zq), weights, scale_shift
+            target, _convolve_run, (frames, cache, run_residual, zq), weights, scale_shift
         )
-        # Axis 2 is of rows, and of length 1.
+        # The moments come with axis 2, of a single row.
         results.append((y, jnp.squeeze(y_mean, 2), jnp.squeeze(y_m2, 2)))
     y, y_mean, y_m2 = (join_frames(of_all_runs) for of_all_runs in zip(*results, strict=True))
     return y, cache, ColumnMoments(y_mean, y_m2)
 
 
-def _convolved(
+def _convolve_run(
     target: Target,
     x: Array,
     cache: Array | None,
@@ -252,18 +260,18 @@ def _convolved(
 ) -> tuple[Array, ...]:
     """Compute a run by the Pallas kernel, on one device; the latents are `zq`, not in `norm`.
 
-    The moments of the convolved frames' columns are (N, T, 1, W, O): `map_shards` needs five axes.
+    Return the convolved frames, the next cache, and mean and M2 of the frames' columns. The latter two are
+    (N, T, 1, W, O), because `map_shards` takes results of five axes.
     """
     split = target.split
     frames, _, columns, _ = x.shape[1:]
-    # With latents, each column of them has coefficients of its own.
     *_, coefficient_columns = _coefficient_grid(split, x, zq)
+    # A function of `repeat`: the kernel reads coefficients from registers, the edges need those of pixels.
     coefficients = functools.partial(_coefficients, split, norm, zq, scale_NC, shift_NC, coefficient_columns)
-    # They are repeated to the registers that the kernel reads.
     multiplier, offset = coefficients(lambda values: tpu.to_registers(values, frames, columns))
-    _, coefficient_rows, registers, *_ = multiplier.shape  # rows of coefficients, and registers that hold one
+    _, coefficient_rows, registers, *_ = multiplier.shape  # `registers` is the number for each row
     conv_sizes = sizes.sizes_of(x, coefficient_rows, registers, kernel.shape[-1], residual is not None)
-    # The columns beside a whole frame are zeros: if it is one strip, it has no edges.
+    # The kernel itself takes zeros beside a strip. If a whole frame is one strip, nothing else is there.
     has_edges = conv_sizes.strips > 1 or split.has_neighbours
     edges = _edge_sums(target, x, cache, kernel, coefficients, conv_sizes) if has_edges else None
     true_width = split.real_columns_here(columns) if split.is_padded else None  # columns without padding
@@ -282,27 +290,27 @@ def _coefficients(
     coefficient_columns: int,
     repeat: Callable[[Array], Array],
 ) -> tuple[Array, Array]:
-    """Return the coefficients, with zeros for padding columns; `coefficient_columns` have their own.
+    """Return multiplier and offset, as `repeat` arranges them, with zeros for padding columns.
 
-    `repeat` repeats an array (N, t, h, w, channels) to the kernel's registers, or to the pixels of one
-    column.
+    `repeat` takes an array (N, t, h, w, channels), and repeats it to the kernel's registers, or to the pixels
+    of one column. In that array w counts columns of latents, or without latents `coefficient_columns`.
     """
     scale, shift = scale_NC[:, None, None, None], shift_NC[:, None, None, None]
     if zq is None:
         multiplier = repeat(jnp.repeat(scale, coefficient_columns, axis=3))
         offset = repeat(jnp.repeat(shift, coefficient_columns, axis=3))
     else:
-        zq = repeat(zq)  # before the convolutions, as it has fewer channels than their results
-        # Two axes become one, such as registers and sublanes: XLA takes 47 s to compile a product of 23 x 8
-        # latents, and 7 s for one of 184.
+        zq = repeat(zq)  # before its convolutions, because it has fewer channels than their results
+        # The axes between the first two and the channels become one. XLA takes 47 s to compile the
+        # convolution of 23 x 8 values, in registers and sublanes, and 7 s for that of 184 values on one axis.
         merged = zq.reshape(*zq.shape[:2], -1, zq.shape[-1])
-        # With latents the norm is (x * scale + shift) * y + b, where y and b are convolutions of the latents.
+        # A spatial norm is (x * scale + shift) * y + b, where y and b are convolutions of the latents.
         y, b = (
             spatial_xla.pointwise("nabz,zo->nabo", merged, kernel, bias).reshape(*zq.shape[:-1], -1)
             for kernel, bias in ((norm.kernel_y, norm.bias_y), (norm.kernel_b, norm.bias_b))
         )
         multiplier, offset = y * scale, y * shift + b
-    if split.is_padded:
+    if split.is_padded:  # with coefficients of zero the activated frames are zero there
         mask = repeat(split.mask(coefficient_columns)[None, None, None, :, None])
         multiplier, offset = jnp.where(mask, multiplier, 0), jnp.where(mask, offset, 0)
     return multiplier, offset
@@ -316,26 +324,26 @@ def _edge_sums(
     coefficients: Callable[..., tuple[Array, Array]],
     conv_sizes: sizes.ConvSizes,
 ) -> tuple[Array, Array]:
-    """Return the left and the right edges of E strips, each (N, T, H, E, O), in float32.
+    """Return the left edges and the right edges of E strips, each (N, T, H, E, O), in float32.
 
     The columns beside a strip are in another strip or in a neighbour's shard; beside the frame they are
-    zeros.
+    zeros. `coefficients` is `_coefficients`, as a function of `repeat` alone.
     """
-    # The first column of each strip but the leftmost one.
-    starts = range(conv_sizes.width, conv_sizes.columns, conv_sizes.width)
-    # The algorithm is the kernel's, for the same rounding: with a `tile` it is Winograd's.
+    # The first columns of all strips but the leftmost one.
+    starts = range(conv_sizes.strip_columns, conv_sizes.columns, conv_sizes.strip_columns)
+    # The edges are convolved as in the kernel, for the same rounding: with a `tile` by Winograd's filtering.
     winograd = functools.partial(filtered, tile=conv_sizes.tile, multiply=_component_sums)
     convolve = winograd if conv_sizes.tile else _column_sums
     activated = functools.partial(_activated_column, target, x, cache, coefficients)
-    # By the first of the kernel's three taps of columns a column adds to the one right of it; by the last
-    # tap, to the one left of it.
+    # By the first of the kernel's three column taps, the column before a strip adds to the strip's first
+    # column. By the last tap, the column after a strip adds to the strip's last one.
     to_first = [convolve(activated(start - 1), kernel[:, :, 0]) for start in starts]
     to_last = [convolve(activated(start), kernel[:, :, -1]) for start in starts]
-    # What is added to the outermost columns of `x`.
+    # What the neighbours' columns add to the outermost columns of `x`.
     if target.split.has_neighbours:
         left, right = exchanged(target.split, activated(0), activated(x.shape[3] - 1))
         to_leftmost, to_rightmost = convolve(left, kernel[:, :, 0]), convolve(right, kernel[:, :, -1])
-    else:  # there are several strips, else no edges are computed
+    else:  # the frame ends here; it has several strips, so `to_first` has an element to copy the shape of
         to_leftmost = to_rightmost = jnp.zeros_like(to_first[0])
     return jnp.stack([to_leftmost, *to_first], axis=3), jnp.stack([*to_last, to_rightmost], axis=3)
 
@@ -347,16 +355,16 @@ def _activated_column(
     coefficients: Callable[..., tuple[Array, Array]],
     column: int,
 ) -> Float[Array, "N P H I"]:
-    """Return one column of pixels: two frames of the cache, then T frames of `silu(norm(x))`; P = T + 2."""
+    """Return a column of pixels in P = T + 2 frames: two of the cache, then those of `silu(norm(x))`."""
     frames, height, columns = x.shape[1:4]
 
     def repeat_over_column(values: Array) -> Array:
-        """Take the column's values from an array (N, t, h, w, Z); repeat them to its frames and rows."""
+        """Return the column's values of an array (N, t, h, w, Z), repeated to all its frames and rows."""
         _, t, h, w, _ = values.shape
-        index = column * w // columns  # on the axis w, which may be coarser than the columns of `x`
+        index = column * w // columns  # on the axis w, where an element may cover several columns of `x`
         return repeat_nearest(values[:, :, :, index : index + 1], {1: frames // t, 2: height // h})
 
-    # The layout is fixed: XLA would first copy all of `x` into the order that suits a single column.
+    # Without a fixed layout XLA would copy all of `x` into the order that suits a single column.
     pixels = store_pixels_first(target, x[:, :, :, column : column + 1])
     activated = tpu.activated(pixels, *coefficients(repeat_over_column))
     first_twice = jnp.repeat(activated[:, :1], 2, axis=1)
@@ -367,7 +375,10 @@ def _activated_column(
 def _column_sums(
     hidden: Float[Array, "N P H I"], kernel: Float[Array, "kt 3 I O"]
 ) -> Float[Array, "N P-kt+1 H O"]:
-    """Convolve a column over time and zero-padded rows by one column tap; return float32 sums."""
+    """Convolve a column of pixels over time and zero-padded rows; return float32 sums.
+
+    `kernel` is one column tap of the convolution's kernel.
+    """
     time_taps = kernel.shape[0]
     frames, height = hidden.shape[1] - time_taps + 1, hidden.shape[2]
     hidden = jnp.pad(hidden, [(0, 0), (0, 0), (1, 1), (0, 0)])

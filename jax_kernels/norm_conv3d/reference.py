@@ -29,27 +29,29 @@ def norm_conv3d(
     frames that Winograd's filtering, with rounded factors, computes together; 0 is direct convolution.
     `moments` is not used: statistics are computed again, and the third result is None.
     """
-    x_f32, norm_f32 = jax.tree.map(lambda part: part.astype(jnp.float32), (x, norm))
-    # `zq`, the latents, is None for a GroupNorm; a spatial norm has also kernel and bias of two convolutions.
-    weight, norm_bias, zq, *convolutions = norm_f32
+    x_f32, norm_f32 = jax.tree.map(lambda array: array.astype(jnp.float32), (x, norm))
+    # For a GroupNorm `zq`, the latents, is None. A spatial norm has `zq`, and kernel and bias of two
+    # convolutions of it.
+    weight, norm_bias, zq, *zq_convolutions = norm_f32
     options = {"num_groups": num_groups, "eps": eps, "activation": "silu"}
     if zq is None:
         hidden = group_norm(x_f32, weight, norm_bias, channel_axis=-1, **options)
     else:
         hidden = spatial_norm(
-            x_f32, zq, weight, norm_bias, *convolutions, first_frame_alone=first_frame_alone, **options
+            x_f32, zq, weight, norm_bias, *zq_convolutions, first_frame_alone=first_frame_alone, **options
         )
+    # Rounded to the dtype of `x`, then computed with in float32.
     hidden, kernel_f32, cache = jax.tree.map(
-        lambda part: part.astype(x.dtype).astype(jnp.float32), (hidden, kernel, cache)
+        lambda array: array.astype(x.dtype).astype(jnp.float32), (hidden, kernel, cache)
     )
-    y, latest = conv3d(hidden, kernel_f32, bias, cache, residual=residual)
+    y, next_cache = conv3d(hidden, kernel_f32, bias, cache, residual=residual)
     if tile:  # the result of Winograd's filtering, with its rounding, in place of `y`
         # Three taps of time see two frames before `x`: the cache, or at a video's start `x`'s first frame.
         past = cache if cache is not None else jnp.concatenate([hidden[:, :1]] * 2, axis=1)
         frames = jnp.concatenate([past, hidden], axis=1).astype(x.dtype)
         y = filtered(frames, kernel, tile, _convolved_component)
-        y = y + sum(part.astype(jnp.float32) for part in (bias, residual) if part is not None)
-    return y.astype(x.dtype), None if latest is None else latest.astype(x.dtype), None
+        y = y + sum(term.astype(jnp.float32) for term in (bias, residual) if term is not None)
+    return y.astype(x.dtype), None if next_cache is None else next_cache.astype(x.dtype), None
 
 
 def _convolved_component(frames, kernel):

@@ -1,6 +1,12 @@
-"""The frames that the kernel for TPUs supports, and the sizes that it is compiled for.
+"""The frames that the Pallas kernel supports, and the sizes that it is compiled for.
 
-`step` defines the terms: block, strip, chunk, unit, cell, turn, part, word, tile, component, buffer, entry.
+The terms, which `step` defines in full: the kernel goes down a *strip*, some columns of the frame, by
+*blocks* of two rows. One matrix product covers a *chunk* of a block's columns, and a *share* of the output
+channels. A *part* is 128 channels. A *unit* is the columns of a chunk that are modulated (normed and
+activated) together. A *cell* is the rectangle of pixels that share one register of coefficients, the norm's
+multiplier and offset. A *word* of 32 bits holds two bfloat16 frames of one pixel and channel. Winograd's
+filtering computes the frames of a *tile* together, by products for each of its *components*. An *entry* is a
+frame, word or tile of a column.
 """
 
 import math
@@ -21,16 +27,16 @@ LAG = 2
 """Grid steps from the modulation of a block to its results."""
 
 UNIT_ENTRIES = 64
-"""Entries of a unit, in direct convolution: one for each frame of each of its columns."""
+"""Entries (columns times frames) of a unit in direct convolution: eight registers for each part."""
 
 UNITS = 3
 """Units of a chunk, in direct convolution."""
 
 MARGIN = SUBLANES
-"""Columns of zeros on both sides of a row in Winograd's buffers; whole registers, to keep slices aligned."""
+"""Columns of zeros on both sides of a row in Winograd's buffers: a whole register, to keep slices aligned."""
 
 TILES = 2
-"""Tiles of a pixel's frames."""
+"""Number of tiles that the frames of a pixel make: their components fill the two halves of a word."""
 
 MOST_STRIPS = 8
 """Most strips of a frame that is too wide for the chip's VMEM."""
@@ -41,21 +47,23 @@ class ConvSizes(NamedTuple):
 
     Attributes:
         input_frames: frames that the kernel gets.
-        columns: columns of the frame, or of a shard.
+        columns: number of columns of the frame, or of a shard.
         strips: number of strips; the last one may be narrower.
-        chunk, chunks: columns of a chunk, and chunks of a strip's row; the last one may be incomplete.
-        cell, cell_rows: columns and rows of a cell.
-        blocks: blocks of the frame.
-        channels, outputs: channels into the convolution and out of it, padded to a multiple of 128.
-        tile: frames of a tile, 2 or 4; 0 for direct convolution.
+        chunk_columns: number of columns of a chunk.
+        chunks: number of chunks in a row of a strip; the last one may reach beyond the frame.
+        cell_columns, cell_rows: numbers of columns and rows of a cell.
+        blocks: number of blocks of the frame.
+        channels, outputs: numbers of channels into the convolution, and out of it; the latter is padded to a
+            multiple of 128.
+        tile: number of frames of a tile, 2 or 4; 0 for direct convolution.
     """
 
     input_frames: int
     columns: int
     strips: int
-    chunk: int
+    chunk_columns: int
     chunks: int
-    cell: int
+    cell_columns: int
     cell_rows: int
     blocks: int
     channels: int
@@ -63,35 +71,35 @@ class ConvSizes(NamedTuple):
     tile: int
 
     @property
-    def frames(self) -> int:
-        """Number of frames that are multiplied: a single frame is multiplied twice, as a word holds two."""
+    def multiplied_frames(self) -> int:
+        """Number of frames that products get: a single frame comes twice, because a word holds two."""
         return max(self.input_frames, 2)
 
     @property
     def words(self) -> int:
         """Number of words of a pixel and channel."""
-        return self.frames // 2
+        return self.multiplied_frames // 2
 
     @property
     def parts(self) -> int:
         return self.channels // tiles.LANES
 
     @property
-    def turns(self) -> int:
-        """Number of turns: each has two parts of the outputs, or all of them if their number is odd.
+    def shares(self) -> int:
+        """Number of shares: each has two parts of the outputs, or all parts if their number is odd.
 
-        With two turns instead of one, 512 channels take 8 % longer, and compile in 5 s instead of 11.
+        With two shares instead of one, 512 channels take 8 % longer, and compile in 5 s instead of 11.
         """
         parts = self.outputs // tiles.LANES
         return 1 if parts % 2 else parts // 2
 
     @property
-    def unit(self) -> int:
-        return SUBLANES if self.tile else UNIT_ENTRIES // self.frames
+    def unit_columns(self) -> int:
+        return SUBLANES if self.tile else UNIT_ENTRIES // self.multiplied_frames
 
     @property
     def units(self) -> int:
-        return self.chunk // self.unit
+        return self.chunk_columns // self.unit_columns
 
     @property
     def components(self) -> int:
@@ -100,37 +108,39 @@ class ConvSizes(NamedTuple):
 
     @property
     def rows_together(self) -> bool:
-        """True if one matrix multiplies the inputs of both rows of results in Winograd's products.
+        """Whether, in Winograd's filtering, one product takes the inputs of both rows of a block of results.
 
-        128 output channels fill only half of the matrix unit: there a matrix has the weights of two results.
+        This is so with more than 128 output channels. 128 of them fill only half of the matrix unit's width:
+        there the matrix has the weights to two results instead.
         """
         return self.outputs > tiles.LANES
 
     @property
     def products(self) -> "list[Product]":
-        """Matrix products that give a chunk of a block of results; Winograd's are those of each component."""
+        """Matrix products for a chunk of a block of results; in Winograd's filtering, for each component."""
         return winograd_products(self.outputs) if self.tile else direct_products(self.channels, self.outputs)
 
     @property
-    def width(self) -> int:
-        """Number of columns of a strip, as if its last chunk were complete."""
-        return self.chunk * self.chunks
+    def strip_columns(self) -> int:
+        """Number of columns of a strip, with all columns of its last chunk."""
+        return self.chunk_columns * self.chunks
 
     @property
-    def last_columns(self) -> int:
+    def last_strip_columns(self) -> int:
         """Number of the frame's columns in the last strip."""
-        return self.columns - (self.strips - 1) * self.width
+        return self.columns - (self.strips - 1) * self.strip_columns
 
 
 class Product(NamedTuple):
     """One matrix product of a chunk of columns: inputs that it contracts, and results that it adds to.
 
-    Row 0 of the inputs is above the block of results, rows 1 and 2 are the block, and row 3 is below it.
+    A block of results needs four rows of inputs: row 0 is above the block, rows 1 and 2 are the block, and
+    row 3 is below it.
 
     Attributes:
-        inputs: (row, time tap) in direct convolution; (row, shift by columns) in Winograd's.
+        inputs: (row, time tap) in direct convolution; (row, shift by columns) in Winograd's filtering.
         results: (row of the block, column tap) in direct convolution; (row of the block, column) in
-            Winograd's, where column 0 is the inputs' own and column 1 is right of it.
+            Winograd's filtering, where column 0 is that of the unshifted input and column 1 is right of it.
     """
 
     inputs: list[tuple[int, int]]
@@ -138,21 +148,22 @@ class Product(NamedTuple):
 
 
 def direct_products(channels: int, outputs: int) -> list[Product]:
-    """Return the products of a block of results by direct convolution.
+    """Return the products for a block of results by direct convolution.
 
-    With 128 output channels a product gives two results, to fill the width of a matrix unit. The results of
-    column tap 0 come first: they set the sums, to which the results of other column taps are added.
+    With 128 output channels a product gives two results, to fill the width of a matrix unit. In each row,
+    column tap 0 comes first: it sets the sums, to which the products of other column taps are added.
     """
-    # The inputs in each of the four rows.
+    # The inputs (row, time tap) in each of the four rows.
     above, row_1, row_2, below = ([(row, time) for time in range(TAPS)] for row in range(TAPS + 1))
     # The inputs of the block's upper row of results, of its lower row, and of both.
     upper, lower, both = above + row_1 + row_2, row_1 + row_2 + below, above + row_1 + row_2 + below
     if channels == tiles.LANES:
-        # Two adjacent inputs of 128 channels fill the depth of a matrix unit. All products have the same
-        # pairs of inputs: so both rows of results take all of `shared`. Inputs out of a row's reach have zero
-        # weights.
+        # Two adjacent inputs of 128 channels fill the depth of a matrix unit. For all products to have the
+        # same pairs of inputs, both rows of results take all of `shared`; an input that a row of results does
+        # not see has weights of zero.
         shared = [(1, 0), (1, 1), (2, 0), (2, 1), (1, 2), (2, 2), (0, 2), (3, 2)]
-        rest_above, rest_below = [(0, 0), (0, 1)], [(3, 0), (3, 1)]  # the other inputs of rows 0 and 3
+        rest_above = [(0, 0), (0, 1)]  # the inputs of row 0 that are not in `shared`
+        rest_below = [(3, 0), (3, 1)]  # and those of row 3
         upper, lower, both = shared + rest_above, shared + rest_below, shared + rest_above + rest_below
     if outputs == tiles.LANES:
         return [
@@ -168,11 +179,11 @@ def direct_products(channels: int, outputs: int) -> list[Product]:
 
 
 def winograd_products(outputs: int) -> list[Product]:
-    """Return the products of a block of results for one component; all components have the same.
+    """Return the products for a block of results in one component; those of other components are alike.
 
-    With 128 output channels a product gives two results. With more channels only the upper row's products are
-    returned: the lower row's have the same matrices, and inputs one row below. Sums of adjacent products with
-    the same results are added.
+    With 128 output channels a product gives two results. With more channels only the products for the upper
+    row of results are returned: those for the lower row have the same matrices, and inputs one row below. The
+    sums of adjacent products with the same results are added.
     """
     if outputs == tiles.LANES:
         return [
@@ -194,20 +205,21 @@ def is_supported(
     at_start: bool,
     pixels: int,
 ) -> bool:
-    """Return whether the kernel supports these frames; only shapes and the dtype of `x` are read.
+    """Return whether the Pallas kernel supports these frames; only shapes and the dtype of `x` are read.
 
-    It supports two, four or eight frames of bfloat16, or the first frame of a video. Frames must not be
-    small, and must have an even number of rows. The number of input channels must be a multiple of 128, and
-    so must that of output channels if there are more than 128. VMEM must hold one of at most `MOST_STRIPS`
-    strips of a frame.
+    The kernel supports two, four or eight frames of bfloat16, or the first frame of a video. Frames must have
+    an even number of rows, and at least `tiles.SMALLEST` pixels. The number of input channels must be a
+    multiple of 128, and so must that of output channels if there are more than 128. If a frame is cut into at
+    most `MOST_STRIPS` strips, VMEM must hold one of them.
 
     Args:
-        x: frames, or a shard of frames that have so many `pixels`.
-        coefficient_grid: numbers of frames, rows and columns that have coefficients of their own.
+        x: frames, or a shard of frames.
+        coefficient_grid: numbers of frames, rows and columns of the norm's coefficients for `x`; each of them
+            covers an equal number of the frames, rows and columns of `x`.
         kernel: it must be (3, 3, 3, I, O).
         residual: whether a residual is added.
         at_start: whether the video starts with these frames: there is no cache.
-        pixels: pixels of a whole frame.
+        pixels: number of pixels of a whole frame, of which `x` may be a shard.
     """
     frames, height, columns = x.shape[1:4]
     coefficient_frames, coefficient_rows, coefficient_columns = coefficient_grid
@@ -224,22 +236,22 @@ def is_supported(
     )
     if not is_suitable:
         return False
-    # Number of vector registers for a row of coefficients (`tpu.to_registers`): one for each of its columns,
-    # or as many as hold a copy for each frame of each pixel.
+    # Number of registers for a row of coefficients (`tpu.to_registers`): one for each of its columns if the
+    # pixels of that column fill registers, else as many as hold a copy for each frame of each pixel.
     is_shared = coefficient_columns == 1 or fills_registers(columns // coefficient_columns, frames)
     registers = coefficient_columns if is_shared else _register_count(columns, frames)
     sizes = sizes_of(x, coefficient_rows, registers, outputs, residual)
     return (
-        # The two rows of a block have a row of coefficients each, or one for both.
+        # The two rows of a block have a row of coefficients each, or they share one.
         (sizes.cell_rows == 1 or sizes.cell_rows % ROWS == 0)
         # A unit has whole cells.
-        and (coefficient_columns == 1 or sizes.unit % sizes.cell == 0)
+        and (coefficient_columns == 1 or sizes.unit_columns % sizes.cell_columns == 0)
         and _vmem_bytes(sizes, residual) <= vmem_limit()
     )
 
 
 def fills_registers(columns: int, frames: int) -> bool:
-    """Return whether so many columns, with a sublane for each of their frames, fill whole registers."""
+    """Return whether so many columns, with a sublane for each frame of each, fill whole registers."""
     return columns * frames % SUBLANES == 0
 
 
@@ -249,7 +261,7 @@ def _register_count(columns: int, frames: int) -> int:
 
 
 def columns_of_register(columns: int, frames: int, registers: int) -> int:
-    """Return the columns of a cell, for rows of `columns` columns with so many `registers`."""
+    """Return the number of columns of a cell, where a row of `columns` columns has so many `registers`."""
     return (
         SUBLANES // frames  # a register has a value for each frame of each column
         if registers == _register_count(columns, frames)
@@ -262,20 +274,21 @@ def sizes_of(
 ) -> ConvSizes:
     """Choose the sizes that the kernel is compiled for.
 
-    Four and eight frames are convolved by Winograd's filtering where it is on (`pallas_mode`) and fits; other
-    numbers of frames are convolved directly. There are as few strips as fit into VMEM, or `MOST_STRIPS`. The
-    norm has `coefficient_rows` rows of coefficients, of `registers` registers each (`tpu.to_registers`).
+    Four and eight frames are convolved by Winograd's filtering, unless it is turned off (`pallas_mode`) or
+    does not fit; other numbers of frames are convolved directly. There are as few strips as VMEM allows, at
+    most `MOST_STRIPS`. The norm has `coefficient_rows` rows of coefficients, of `registers` registers each
+    (`tpu.to_registers`).
     """
     input_frames, height, columns, channels = x.shape[1:]
     outputs += -outputs % tiles.LANES  # padded to a multiple of 128
-    cell = columns_of_register(columns, input_frames, registers)
+    cell_columns = columns_of_register(columns, input_frames, registers)
     direct = ConvSizes(
         input_frames=input_frames,
         columns=columns,
         strips=1,
-        chunk=0,  # `_cut_into_strips` sets chunk and chunks
+        chunk_columns=0,  # `_cut_into_strips` sets the columns of a chunk, and the chunks
         chunks=0,
-        cell=cell,
+        cell_columns=cell_columns,
         cell_rows=height // coefficient_rows,
         blocks=height // ROWS,
         channels=channels,
@@ -287,11 +300,11 @@ def sizes_of(
         winograd = _cut_into_strips(direct._replace(tile=input_frames // TILES), residual)
         fits = _vmem_bytes(winograd, residual) <= vmem_limit()
         # A unit needs whole cells, but a single register covers all columns.
-        has_cells = registers == 1 or winograd.unit % cell == 0
-        # The columns of the last chunk that are the frame's.
-        last_chunk_columns = winograd.last_columns - (winograd.chunks - 1) * winograd.chunk
-        # The first register of a chunk's sums, a sublane for each of a column's `TILES` tiles, must hold no
-        # padding, which may be NaN (`step.zeros_after`).
+        has_cells = registers == 1 or winograd.unit_columns % cell_columns == 0
+        # Number of the frame's columns in the last chunk.
+        last_chunk_columns = winograd.last_strip_columns - (winograd.chunks - 1) * winograd.chunk_columns
+        # The first register of a chunk's sums, with a sublane for each of the `TILES` tiles of a column, must
+        # hold columns of the frame alone: others may be NaN, which `step.zeros_after` cannot turn into zeros.
         is_wide_enough = last_chunk_columns * TILES >= SUBLANES
         if fits and has_cells and is_wide_enough:
             return winograd
@@ -299,61 +312,67 @@ def sizes_of(
 
 
 def _cut_into_strips(sizes: ConvSizes, residual: bool) -> ConvSizes:
-    """Return the sizes with `chunk`, `strips` and `chunks` set: the fewest strips for which VMEM suffices.
+    """Return the sizes with `chunk_columns`, `chunks` and `strips` set, for the fewest strips that fit VMEM.
 
-    If it suffices for none, they are the most that are allowed.
+    If none fit, there are as many strips as are allowed.
     """
-    chunk = _chunk(sizes)  # number of columns
+    chunk = _chunk_columns(sizes)
     frame_chunks = -(-sizes.columns // chunk)
     for most_strips in range(1, min(MOST_STRIPS, frame_chunks) + 1):
         chunks = -(-frame_chunks // most_strips)
-        # The chunks of a strip are rounded up, so fewer than `most_strips` strips may cover the frame.
-        sizes = sizes._replace(chunk=chunk, strips=-(-frame_chunks // chunks), chunks=chunks)
+        # `chunks`, the chunks of a strip, is rounded up, so fewer than `most_strips` may cover the frame.
+        sizes = sizes._replace(chunk_columns=chunk, strips=-(-frame_chunks // chunks), chunks=chunks)
         if _vmem_bytes(sizes, residual) <= vmem_limit():
             break
     return sizes
 
 
-def _chunk(sizes: ConvSizes) -> int:
+def _chunk_columns(sizes: ConvSizes) -> int:
     """Return the number of columns of a chunk.
 
-    For Winograd's filtering it keeps the matrix unit busy, its sums fit into registers, and it pads least.
+    In Winograd's filtering a chunk of fewer than `least` columns would leave the matrix unit idle, and the
+    sums of more than `most` would not fit into registers. Between the two, it is the number for which chunks
+    reach least beyond the frame.
     """
     if not sizes.tile:  # direct convolution
-        return UNIT_ENTRIES * UNITS // sizes.frames
-    # A product that takes both rows of a block together has fewer columns of each.
+        return UNIT_ENTRIES * UNITS // sizes.multiplied_frames
+    # A product for both rows of a block has about half of the columns, so that it has as many sums.
     least, most = (24, 48) if sizes.rows_together else (48, 80)
-    # Each turn has an equal number of units.
-    multiple = sizes.unit * sizes.turns
+    # Each share gets an equal number of units to modulate and finish between its products.
+    multiple = sizes.unit_columns * sizes.shares
     candidates = range(-(-least // multiple) * multiple, most + 1, multiple)
+    # Of those that reach equally far beyond the frame, the largest.
     return min(candidates, key=lambda chunk: (-sizes.columns % chunk, -chunk))
 
 
 def scratch_shapes(sizes: ConvSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
     """Return (shape, dtype) of each scratch buffer by name; the kernel adds a last axis of 128 lanes.
 
-    A buffer of int32 holds words.
+    The last axis of a shape has entries. A buffer of int32 holds words.
     """
-    width, result_parts = sizes.width, sizes.outputs // tiles.LANES
-    # Results are written, and in direct convolution inputs modulated, one chunk behind the products. Buffers
-    # for this begin a chunk left of column 0.
-    width_and_chunk = width + sizes.chunk
+    width, result_parts = sizes.strip_columns, sizes.outputs // tiles.LANES
+    # Results are written one chunk behind the products; in direct convolution, inputs are also modulated so.
+    # The buffers for this begin a chunk left of column 0.
+    width_and_chunk = width + sizes.chunk_columns
     # Of each column: its first result, then the sum and the sum of squares of the differences from it.
     moments = {"moments": ((3, result_parts, width_and_chunk * sizes.input_frames), jnp.float32)}
     if not sizes.tile:  # direct convolution
         block_shape = (TAPS, ROWS, sizes.parts)  # a copy of the block's two rows for each tap of time
         return moments | {
-            # Modulated rows that the products load: two blocks, in turn.
+            # Modulated rows that the products load, of two blocks.
             "ring": ((2, *block_shape, width * sizes.words), jnp.int32),
             # The block that this step modulates.
             "stage": ((*block_shape, width_and_chunk * sizes.words), jnp.int32),
             # The last two activated frames of each unit: the next call's cache.
-            "past": ((UNITS, ROWS, sizes.unit * sizes.parts), jnp.int32),
+            "past": ((UNITS, ROWS, sizes.unit_columns * sizes.parts), jnp.int32),
             # Sums of the products, with a chunk on the right too: column taps reach beyond the strip.
-            "sums": ((ROWS, result_parts, (width_and_chunk + sizes.chunk) * sizes.frames), jnp.float32),
+            "sums": (
+                (ROWS, result_parts, (width_and_chunk + sizes.chunk_columns) * sizes.multiplied_frames),
+                jnp.float32,
+            ),
         }
     row_shape = (sizes.components, sizes.parts, width + 2 * MARGIN)  # with padding on both sides
-    unit_frames = sizes.unit * sizes.input_frames  # of all pixels in a row of a unit
+    unit_frames = sizes.unit_columns * sizes.input_frames  # of all pixels in a row of a unit
     shapes = moments | {
         # Transformed rows that the products load: lower rows of three blocks, upper rows of two.
         "lower": ((3, *row_shape), jnp.int32),
@@ -361,7 +380,7 @@ def scratch_shapes(sizes: ConvSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
         # The block that this step modulates, transformed.
         "stage": ((ROWS, *row_shape), jnp.int32),
         # The last two activated frames of each unit: the next call's cache.
-        "past": ((sizes.units, ROWS, sizes.unit * sizes.parts), jnp.int32),
+        "past": ((sizes.units, ROWS, sizes.unit_columns * sizes.parts), jnp.int32),
         # A unit's activated frames, to be read frame by frame.
         "pixels": ((sizes.units, ROWS, sizes.parts, unit_frames // 2), jnp.int32),
         # Sums of the products, until they are transformed back: one for each of a pixel's `TILES` tiles.
@@ -372,22 +391,23 @@ def scratch_shapes(sizes: ConvSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
     if not sizes.rows_together:
         # What each column of a chunk adds to the column right of it. Before these are the `TILES` sums that
         # the last column of the previous chunk adds, for which the buffer has a whole register.
-        shapes["shifted"] = ((sizes.components, ROWS, sizes.chunk * TILES + SUBLANES), jnp.float32)
+        shapes["shifted"] = ((sizes.components, ROWS, sizes.chunk_columns * TILES + SUBLANES), jnp.float32)
     return shapes
 
 
 def _vmem_bytes(sizes: ConvSizes, residual: bool) -> int:
-    row_frames = sizes.width * sizes.input_frames  # of all pixels in a row of a strip
+    """Return the bytes of VMEM that the kernel takes, for operands, results, weights and scratch buffers."""
+    row_frames = sizes.strip_columns * sizes.input_frames  # of all pixels in a row of a strip
     # bfloat16 has 2 bytes, float32 has 4.
     inputs = ROWS * row_frames * sizes.channels * 2
     results = ROWS * row_frames * sizes.outputs * 2
     # Multiplier and offset (2), in float32; a cell has a register of each for every part.
-    cells = -(-sizes.width // sizes.cell)
+    cells = -(-sizes.strip_columns // sizes.cell_columns)
     coefficients = 2 * ROWS * cells * SUBLANES * sizes.channels * 4
     # The last cache and the next (2), each of two frames, in bfloat16.
-    caches = 2 * ROWS * sizes.width * 2 * sizes.channels * 2
+    caches = 2 * ROWS * sizes.strip_columns * 2 * sizes.channels * 2
     # Sums to add to the first and to the last column (2), in float32.
-    edges = 2 * ROWS * sizes.frames * sizes.outputs * 4
+    edges = 2 * ROWS * sizes.multiplied_frames * sizes.outputs * 4
     # Mean and M2 (2) of each column, in float32.
     moments = 2 * row_frames * sizes.outputs * 4
     residuals = results if residual else 0
@@ -397,5 +417,6 @@ def _vmem_bytes(sizes: ConvSizes, residual: bool) -> int:
     weights = sizes.components * pairs * sizes.channels * sizes.outputs * 2
     # Elements of scratch buffers have 4 bytes, int32 too. The last axis of 128 lanes is not in `shape`.
     scratch = sum(4 * math.prod(shape) * tiles.LANES for shape, _dtype in scratch_shapes(sizes).values())
-    # Operands and results count twice: the next step's are fetched during a step.
+    # Operands and results have two buffers, because the next step's are fetched during a step. The weights,
+    # which are the same in every step, have one.
     return 2 * operands_and_results + weights + scratch

@@ -1,29 +1,30 @@
-"""The work of every kernel step around its products: modulation, results, moments of columns.
+"""A grid step of the Pallas kernel, but for its matrix products: modulation, results, moments of columns.
 
 Terms of this package:
 
     coefficients  the norm's multiplier and offset
-    modulate      apply the norm's multiplier and offset, then SiLU
-    block         two rows of pixels; each grid step modulates one
+    modulate      compute activated frames, `silu(x * multiplier + offset)`, from frames `x`
+    block         two adjacent rows of pixels; each grid step modulates one block
     strip         the columns that the grid computes together; a frame too wide for VMEM has several
     chunk         the columns of a strip that one matrix product covers
     unit          the columns of a chunk that are modulated together
     cell          the rectangle of pixels that share one register of coefficients
-    turn          a pass over a chunk's products, for a share of the output channels
+    share         the output channels that a chunk's products compute together; a loop runs over the shares
     part          128 channels, which fill the lanes of a register
     word          32 bits, which hold two bfloat16 frames of one pixel and channel
     tile          the frames that Winograd's filtering computes together; a pixel has two tiles
     component     one of the combinations of a tile's frames that Winograd's filtering multiplies
-    edges         what the columns beside a strip add to its first and last column
+    edges         what the columns beside a strip add to the results of its first and last column
     moments       the mean and M2, the sum of squared deviations, of a column of pixels
+    cache         the last two activated frames of a call, which the next call reads
     buffer        scratch memory in VMEM, by its name
     slot          one index of a buffer's first axis, for one of several blocks or units
-    entry         one index of the axis before the lanes: a frame, word or tile of a pixel or part
+    entry         one index of the axis before the lanes. This axis has the columns of a row of pixels, and
+                  for each column its frames (or words, tiles, parts) next to each other
     stage         the buffer of modulated rows; the next step moves them to where products load them
-    latest        the next call's cache: the last two activated frames
 
-On the first axis of a product's inputs and sums, the entries of a pixel are neighbours. A buffer that is
-written one chunk behind the products begins one chunk left of column 0.
+A `column` is the index of a unit's or chunk's first column in the strip. A buffer that is written one chunk
+behind the products begins one chunk left of column 0, so that also the first chunk has a place to write to.
 
 The kernel modulates each row once, and keeps it in VMEM in the form that the products load. While the matrix
 unit multiplies, the vector unit modulates the next rows and finishes the results of the columns before. Rows
@@ -53,44 +54,46 @@ def lanes_of(part: int) -> slice:
     return slice(part * tiles.LANES, (part + 1) * tiles.LANES)
 
 
-def matrices(kernel: Array, product: Product, turns: int, weights_between: Callable[..., Array]) -> Array:
-    """Return the matrices that multiply a product's inputs: one for each turn, stacked.
+def matrices(kernel: Array, product: Product, shares: int, weights_between: Callable[..., Array]) -> Array:
+    """Return the matrices that multiply a product's inputs: one for each share, stacked.
 
-    `weights_between(share, *input, *result)` returns the weights (..., I, O) between an input and a result,
-    where `share` is the part of `kernel`, or of its transform, for the output channels of one turn.
+    `kernel` is the convolution's kernel or its transform. `weights_between(share_kernel, *input, *result)`
+    returns the weights (..., I, O) between an input and a result, for the output channels of one share.
     """
-    turn_matrices = []
-    for share in jnp.split(kernel, turns, axis=-1):
-        weights = [
-            [weights_between(share, *source, *result) for result in product.results]
+    share_matrices = []
+    for share_kernel in jnp.split(kernel, shares, axis=-1):
+        weights = [  # a list for each input, with the weights to each result
+            [weights_between(share_kernel, *source, *result) for result in product.results]
             for source in product.inputs
         ]
-        # The weights of all results side by side, and those of all inputs one below the other.
-        of_inputs = [jnp.concatenate(of_results, axis=-1) for of_results in weights]
-        turn_matrices.append(jnp.concatenate(of_inputs, axis=-2))
-    return jnp.stack(turn_matrices)
+        # The weights to all results are side by side, and those of all inputs one below the other.
+        matrix_rows = [jnp.concatenate(to_results, axis=-1) for to_results in weights]
+        share_matrices.append(jnp.concatenate(matrix_rows, axis=-2))
+    return jnp.stack(share_matrices)
 
 
-def fill_zeros(refs: Iterable[Any]) -> None:
-    for ref in refs:
+def fill_zeros(memory: Iterable[Any]) -> None:
+    for ref in memory:
         ref[...] = jnp.zeros(ref.shape, ref.dtype)
 
 
 class ConvStep(ABC):
-    """A grid step of the kernel; its subclasses multiply.
+    """A grid step of the Pallas kernel; its two subclasses have the products and the buffers around them.
 
     Attributes:
         sizes: the sizes that the kernel is compiled for.
         weights: references to the matrices of each product.
-        refs: references to memory by name: operands ("x", "cache", "half", "half_offset", "bias", "residual",
-            "edges", "true_width"; the optional ones if present), results ("y", "latest", "mean", "m2") and
-            scratch buffers (`scratch_shapes`).
-        result_parts: number of parts of the outputs.
-        strip, step: index of the strip, and of this step in it.
+        memory: Pallas references by name. Operands are "x", "cache", "half" and "half_offset" (half of the
+            multiplier and of the offset), "bias", "residual", "edges" and "true_width"; an operand that the
+            call lacks has no reference. Results are "y", "next_cache", "mean" and "m2". The others are
+            scratch buffers (`sizes.scratch_shapes`). Axes of frames in operands and results: video (one, so
+            index 0), row of the block, entry, channel.
+        result_parts: number of parts of the output channels.
+        strip, step: index of the strip, and of this step in the strip.
     """
 
-    def __init__(self, sizes: ConvSizes, weights: tuple[Any, ...], refs: dict[str, Any]):
-        self.sizes, self.weights, self.refs = sizes, weights, refs
+    def __init__(self, sizes: ConvSizes, weights: tuple[Any, ...], memory: dict[str, Any]):
+        self.sizes, self.weights, self.memory = sizes, weights, memory
         self.result_parts = sizes.outputs // tiles.LANES
         # The grid's axes are videos, strips if there are several, and steps.
         axes = 2 if sizes.strips == 1 else 3
@@ -99,15 +102,16 @@ class ConvStep(ABC):
     def run(self) -> None:
         """Modulate one block and convolve another; the last step of a strip also writes its moments."""
         last = self.sizes.blocks + LAG - 1  # a strip's last step
-        # Padding is cleared before it is loaded: on both sides of the strip, above its first block of results
-        # and below its last block.
+        # The zero padding around a strip is set just before products load it: that on both sides in the first
+        # step, that above the frame with the first block of results, that below it with the last one.
         pl.when(self.step == 0)(partial(self._clear, "beside"))
         pl.when(self.step == LAG)(partial(self._clear, "above"))
         pl.when(self.step == last)(partial(self._clear, "below"))
         pl.when(self.step < LAG)(self._modulate_block)
         pl.when(self.step >= LAG)(self._convolve)  # modulates a block between its products
-        if self.sizes.width > self.sizes.last_columns:  # the last strip reaches beyond the frame
-            # At every step, as modulation overwrites the padding right of the frame.
+        # If the last strip reaches beyond the frame, every step modulates columns there: they are cleared
+        # again.
+        if self.sizes.strip_columns > self.sizes.last_strip_columns:
             pl.when(self.strip == self.sizes.strips - 1)(partial(self._clear, "right"))
         pl.when(self.step == last)(self._write_moments)
 
@@ -116,11 +120,14 @@ class ConvStep(ABC):
 
     @abstractmethod
     def _padding(self) -> dict[str, list[Any]]:
-        """Return the zero padding "beside" a strip, and "above", "below" and "right" of the frame."""
+        """Return references to the padding "beside" a strip, and "above", "below", "right" of the frame."""
 
     @abstractmethod
     def _convolve(self) -> None:
-        """Compute the products of a block of results, a chunk at a time, with the other work between them."""
+        """Compute the products of a block of results, a chunk at a time, and finish the results.
+
+        Between the products, modulate and move the blocks that this step has to.
+        """
 
     @abstractmethod
     def _move(self, column: Any, count: int) -> None:
@@ -134,107 +141,114 @@ class ConvStep(ABC):
         slot: int,
         column: Any,
         x: Array,
-        before: Any | None,
+        past_words: Any | None,
     ) -> Array:
-        """Store a unit's activated frames in the stage; return the words of their last two frames.
+        """Store one row and part of a unit's activated frames in the stage; return their last two as words.
 
-        `slot` is the unit's among those of a chunk. Nothing reads a negative `column`. `before` refers to the
-        words of the two frames before `x`; at a video's start it is None, and the first frame of `x` takes
-        their place.
+        `slot` is the index of the unit in its chunk. What is stored at a negative `column` is never loaded.
+        `past_words` is a reference to the words of the two frames before `x`. At a video's start it is None,
+        and the first frame of `x` stands for both.
         """
 
     def _modulate_block(self) -> None:
-        """Modulate a block and move the one above it: all that the first `LAG` steps of a strip do."""
+        """Modulate a block and move the one above it, which is all that a strip's first `LAG` steps do."""
 
         def modulate_unit(index: Array, carry: None) -> None:
-            column = index * self.sizes.unit
-            self._move(column, self.sizes.unit)
+            column = index * self.sizes.unit_columns
+            self._move(column, self.sizes.unit_columns)
             self._modulate(column)
 
-        jax.lax.fori_loop(0, self.sizes.width // self.sizes.unit, modulate_unit, None)
+        jax.lax.fori_loop(0, self.sizes.strip_columns // self.sizes.unit_columns, modulate_unit, None)
 
     def _modulate(self, column: Any, slot: int = 0, after: Array | None = None) -> None:
-        """Modulate one unit of a block into the stage, and write its part of the next cache.
+        """Modulate the unit at `column` of a block into the stage, and write its columns of the next cache.
 
-        A negative `column` is left of the frame, where column 0 is read instead. The work waits for the
-        product's sums `after`, so that it overlaps with the next product.
+        `slot` is the index of the unit in its chunk. A negative `column` is left of the strip; column 0 is
+        read instead, and the result is overwritten later. The work waits for `after`, the sums of a product,
+        so that it overlaps with the next product.
         """
-        sizes, refs = self.sizes, self.refs
-        # The unit in "cache" and "latest", whose first index is the video's: two frames of each part.
-        cache_at = self._entries(_at_least_zero(column), sizes.unit, 2 * sizes.parts)
+        sizes, memory = self.sizes, self.memory
+        # The unit's entries in "cache" and "next_cache": two frames for each part of a column.
+        cache_at = self._entries(_at_least_zero(column), sizes.unit_columns, 2 * sizes.parts)
         for row in range(ROWS):
             x = self._activated(row, _at_least_zero(column), after)
-            # The words of the two frames before the unit's, and then those of its last two.
-            past = refs["past"].at[slot, row]
-            if "cache" in refs:
-                past[...] = pltpu.bitcast(refs["cache"][0, row, cache_at], jnp.int32)
+            # At first the words of the two frames before the unit's, then those of the unit's last two.
+            past = memory["past"].at[slot, row]
+            if "cache" in memory:
+                past[...] = pltpu.bitcast(memory["cache"][0, row, cache_at], jnp.int32)
             for part in range(sizes.parts):
-                words_at = pl.ds(part, sizes.unit, stride=sizes.parts)  # this part of each pixel
-                before = past.at[words_at, :] if "cache" in refs else None
+                words_at = pl.ds(part, sizes.unit_columns, stride=sizes.parts)  # this part of each pixel
+                past_words = past.at[words_at, :] if "cache" in memory else None
                 past[words_at, :] = self._store_activated(
-                    row, part, slot, column, x[:, lanes_of(part)], before
+                    row, part, slot, column, x[:, lanes_of(part)], past_words
                 )
-            refs["latest"][0, row, cache_at] = pltpu.bitcast(past[...], jnp.bfloat16)
+            memory["next_cache"][0, row, cache_at] = pltpu.bitcast(past[...], jnp.bfloat16)
 
     def _activated(self, row: int, column: Any, after: Array | None) -> Array:
         """Return `silu(x * multiplier + offset)` of one row of a unit, (entries, channels), in bfloat16.
 
-        SiLU is `h + h tanh(h)` of half its argument h, so the kernel gets half of each coefficient.
+        SiLU is `h + h tanh(h)`, where h is half of its argument. So the operands are half of the multiplier
+        and of the offset.
         """
-        sizes, refs = self.sizes, self.refs
-        # A unit has one cell if the cell has all columns, which may be fewer than the unit's.
-        cells = 1 if sizes.cell >= sizes.columns else max(1, sizes.unit // sizes.cell)
-        cells_at = pl.ds(jax.lax.div(column, sizes.cell), cells)
+        sizes, memory = self.sizes, self.memory
+        # Cells of the unit: one if the cell has all columns of the frame, even if a unit has more of them.
+        cells = 1 if sizes.cell_columns >= sizes.columns else max(1, sizes.unit_columns // sizes.cell_columns)
+        cells_at = pl.ds(jax.lax.div(column, sizes.cell_columns), cells)
         # The two rows of a block have a row of coefficients each, or they share one.
         coefficient_row = row if sizes.cell_rows == 1 else 0
-        half = refs["half"][0, coefficient_row, cells_at]
-        offset = refs["half_offset"][0, coefficient_row, cells_at]
+        half = memory["half"][0, coefficient_row, cells_at]
+        offset = memory["half_offset"][0, coefficient_row, cells_at]
         if after is not None:
-            # Zeros that depend on `after`, for each part.
+            # Zeros that depend on `after`, for each part: what is computed from `offset` waits for it.
             offset = offset + jnp.concatenate([zeros_after(after)] * sizes.parts, 1)
-        x = refs["x"][0, row, self._entries(column, sizes.unit, sizes.input_frames)].astype(jnp.float32)
-        # Axes: cell, register of the cell, sublane, channel. A cell's registers share one of coefficients.
-        h = x.reshape(cells, -1, SUBLANES, sizes.channels) * half[:, None] + offset[:, None]
-        return (h + h * jnp.tanh(h)).reshape(-1, sizes.channels).astype(jnp.bfloat16)
+        unit_at = self._entries(column, sizes.unit_columns, sizes.input_frames)
+        x = memory["x"][0, row, unit_at].astype(jnp.float32)
+        # Axes: cell, register of the cell, sublane, channel. All registers of a cell have the coefficients of
+        # one register.
+        half_argument = x.reshape(cells, -1, SUBLANES, sizes.channels) * half[:, None] + offset[:, None]
+        activated = half_argument + half_argument * jnp.tanh(half_argument)
+        return activated.reshape(-1, sizes.channels).astype(jnp.bfloat16)
 
     def _write_results(
         self, column: Any, count: int, sums: Callable[[int, int], Array], after: Array | None = None
     ) -> None:
         """Add bias and residual to the sums of `count` columns, round, write, and update the moments.
 
-        A chunk is written while the next one is multiplied. What is written at the first chunk, where
-        `column` is negative, has no meaning and is overwritten.
+        `sums(row, part)` returns the float32 sums of a part of one row. The work waits for `after`, the sums
+        of a later product. A chunk is written while the next one is multiplied: so with a strip's first chunk
+        `column` is negative, and what is written then has no meaning and is overwritten.
         """
-        sizes, refs = self.sizes, self.refs
+        sizes, memory = self.sizes, self.memory
         at = self._entries(_at_least_zero(column), count, sizes.input_frames)
-        moments_at = self._entries(column, count, sizes.input_frames, before=sizes.chunk)
+        moments_at = self._entries(column, count, sizes.input_frames, left_columns=sizes.chunk_columns)
         is_first = self.step == LAG  # the first block of results, which sets the running moments
-        in_frame = self._mask_of_columns(_at_least_zero(column), count) if "true_width" in refs else None
+        in_frame = self._mask_of_columns(_at_least_zero(column), count) if "true_width" in memory else None
         for part in range(self.result_parts):
             lanes = lanes_of(part)
-            rounded = []  # the results of each row
+            rounded = []  # the results of the upper and of the lower row
             for row in range(ROWS):
-                bias = refs["bias"][:, lanes]
+                bias = memory["bias"][:, lanes]
                 if after is not None:
                     bias = bias + zeros_after(after)[:1]  # zeros that depend on `after`
                 y = sums(row, part) + bias
-                if "residual" in refs:
-                    y = y + refs["residual"][0, row, at, lanes].astype(jnp.float32)
+                if "residual" in memory:
+                    y = y + memory["residual"][0, row, at, lanes].astype(jnp.float32)
                 if in_frame is not None:
                     y = jnp.where(in_frame, y, 0.0)
                 y = y.astype(jnp.bfloat16)
-                refs["y"][0, row, at, lanes] = y
+                memory["y"][0, row, at, lanes] = y
                 rounded.append(y.astype(jnp.float32))
             self._add_to_running_moments(part, moments_at, is_first, *rounded)
 
     def _add_to_running_moments(
         self, part: int, at: Any, is_first: Array, upper: Array, lower: Array
     ) -> None:
-        """Add the rounded results of a block's two rows to each column's origin, sum and sum of squares.
+        """Add the rounded results of a block's two rows to the running moments of each column and frame.
 
-        The origin is the column's first result. The sums are of differences from it, against cancellation.
+        These are an origin, which is the column's first result, and the sums of the results' differences from
+        it and of the squares of the differences. Without the origin the variance would suffer cancellation.
         """
-        origin, total, squares = (self.refs["moments"].at[index, part] for index in range(3))
+        origin, total, squares = (self.memory["moments"].at[index, part] for index in range(3))
         shared_origin = jnp.where(is_first, upper, origin[at])
         upper, lower = upper - shared_origin, lower - shared_origin
         origin[at] = shared_origin
@@ -244,52 +258,56 @@ class ConvStep(ABC):
     def _mask_of_columns(self, column: Any, count: int) -> Array:
         """Return a mask, (entries, 128), of `count` columns from `column` on: false in padding columns."""
         frames = self.sizes.input_frames
-        index = jax.lax.broadcasted_iota(jnp.int32, (count * frames, tiles.LANES), 0)  # on axis 0
-        # Counted from the first column of the strip, as `column` is.
-        true_width = self.refs["true_width"][0] - self.strip * self.sizes.width
+        index = jax.lax.broadcasted_iota(jnp.int32, (count * frames, tiles.LANES), 0)  # of each entry
+        # The operand counts from the frame's first column, `column` from the strip's.
+        true_width = self.memory["true_width"][0] - self.strip * self.sizes.strip_columns
         return index < (true_width - column) * frames
 
     def _write_moments(self) -> None:
-        """Write a strip's moments: mean = origin + total / n and M2 = squares - total^2 / n for n rows."""
-        sizes, refs = self.sizes, self.refs
+        """Write a strip's moments, from the running moments of n rows (`_add_to_running_moments`).
+
+        The mean is origin + total / n, and M2 is squares - total^2 / n.
+        """
+        sizes, memory = self.sizes, self.memory
         inverse_count = 1 / (ROWS * sizes.blocks)  # 1 / n, for the n pixels of a column
 
         def write_chunk(chunk: Array, carry: None) -> None:
-            # In "mean" and "m2", as in "moments", a column has an entry for each input frame.
-            results_at = self._entries(chunk * sizes.chunk, sizes.chunk, sizes.input_frames)
-            moments_at = self._entries(
-                chunk * sizes.chunk, sizes.chunk, sizes.input_frames, before=sizes.chunk
-            )
+            count = sizes.chunk_columns
+            # In the results, as in the buffer "moments", a column has an entry for each input frame.
+            results_at = self._entries(chunk * count, count, sizes.input_frames)
+            moments_at = self._entries(chunk * count, count, sizes.input_frames, left_columns=count)
             for part in range(self.result_parts):
-                origin, total, squares = (refs["moments"][index, part, moments_at] for index in range(3))
-                refs["mean"][0, results_at, lanes_of(part)] = origin + total * inverse_count
+                origin, total, squares = (memory["moments"][index, part, moments_at] for index in range(3))
+                memory["mean"][0, results_at, lanes_of(part)] = origin + total * inverse_count
                 # Rounding may make the M2 of nearly equal results negative.
                 m2 = squares - total * total * inverse_count
-                refs["m2"][0, results_at, lanes_of(part)] = jnp.maximum(m2, 0.0)
+                memory["m2"][0, results_at, lanes_of(part)] = jnp.maximum(m2, 0.0)
 
         jax.lax.fori_loop(0, sizes.chunks, write_chunk, None)
 
     def _last_column(self) -> Any:
-        """Return the index of the strip's last column; the last strip may be narrower than the others."""
+        """Return the index of the strip's last column in the frame; the last strip may reach beyond it."""
         sizes = self.sizes
         if sizes.strips == 1:  # known when the kernel is compiled
-            return sizes.last_columns - 1
-        return jnp.where(self.strip == sizes.strips - 1, sizes.last_columns, sizes.width) - 1
+            return sizes.last_strip_columns - 1
+        return jnp.where(self.strip == sizes.strips - 1, sizes.last_strip_columns, sizes.strip_columns) - 1
 
-    def _entries(self, column: Any, count: int, per_column: int, before: int = 0, shift: int = 0) -> Any:
+    def _entries(
+        self, column: Any, count: int, per_column: int, left_columns: int = 0, shift: int = 0
+    ) -> Any:
         """Return the slice of `count` columns, from `column + shift` on, on an axis of entries.
 
-        The axis begins `before` columns left of column 0. The compiler can align the slice because `column`
-        and `before` are multiples of `count`.
+        A column has `per_column` entries, and the axis begins `left_columns` columns left of column 0. The
+        compiler can align the slice because `column` and `left_columns` are multiples of `count`.
         """
-        start = (column + before) * per_column
+        start = (column + left_columns) * per_column
         if isinstance(start, jax.Array):  # traced: the compiler does not know its value
             start = pl.multiple_of(start, count * per_column)
         return pl.ds(start + shift * per_column, count * per_column)
 
 
 def grid_position(indices: tuple[Any, ...]) -> tuple[Any, Any, Any]:
-    """Return (video, strip, step) of a position in the grid, which has no axis for a single strip."""
+    """Return (video, strip, step) of a position in the grid; a grid of one strip has no axis of strips."""
     return indices if len(indices) == 3 else (indices[0], 0, indices[1])
 
 
@@ -298,13 +316,14 @@ def _at_least_zero(column: Any) -> Any:
 
 
 def repeat_earlier_frame(words: Array) -> Array:
-    """Return words that hold the earlier frame of `words`, their low 16 bits, in both halves."""
+    """Return words whose two halves both hold the earlier frame of `words`, which is their low 16 bits."""
     return (words & 0xFFFF) | (words << 16)
 
 
 def zeros_after(sums: Array) -> Array:
     """Return a register of zeros computed from `sums`: an operation that adds them waits for the sums.
 
-    Otherwise the compiler would schedule the vector unit's work before all products instead of between them.
+    Without such waits the compiler would schedule the vector unit's work before all products instead of
+    between them. The first register of `sums` must not be NaN.
     """
     return jnp.minimum(jnp.abs(sums[:SUBLANES, : tiles.LANES]), 0.0)

@@ -1,11 +1,18 @@
 """Modulation, SiLU, a causal 3 x 3 x 3 convolution, bias and residual in one Pallas kernel, for TPUs.
 
-HBM holds only the frames before and after the kernel, with whole tiles of channels. `step` is the work of a
-grid step and defines the terms. `direct` and `winograd` are the two ways to multiply; `sizes` chooses between
-them. This file has the operands, results and derivatives.
+HBM holds only the frames before and after the kernel; what lies between is in VMEM. `step` has the work of a
+grid step. `direct` and `winograd` are the two ways to multiply, and `sizes` chooses between them. This file
+has the operands, results and derivatives.
+
+The terms, which `step` defines in full: *modulation* applies the norm as *coefficients*, a multiplier and an
+offset. A *register* has 8 sublanes of 128 channels; the pixels that share one register of coefficients are a
+*cell*. The grid goes down each *strip*, some columns of the frame, by *blocks* of two rows: each step
+modulates one block and finishes the results of the block `LAG` steps before. *Edges* are what the columns
+beside a strip add to its first and last column. *Moments* are the mean and M2 of a column of pixels. A *part*
+is 128 channels.
 
 For 128 channels of 8 x 480 x 720 the schedule for a v6e takes 2.5 ms. By direct convolution it takes 3.85 ms,
-for which the matrix units at their peak would take 2.7. XLA's convolution alone takes 5.4 ms.
+for which the matrix units at their peak would take 2.7 ms. XLA's convolution alone takes 5.4 ms (estimates).
 """
 
 from collections.abc import Callable, Iterable
@@ -42,23 +49,24 @@ from jax_kernels.norm_conv3d.step import grid_position, matrices
 IN_PLACE = True
 """Whether the next cache reuses the memory of the last one, which a program's caller then has to donate.
 
-A caller that cannot donate inputs sets this to False: XLA would copy each cache before the kernel writes
-into it. Tests that interpret the kernel set it to False too, because JAX's interpreters cannot run blocks
-that reach beyond such an argument; others compile it for TPUs without running it.
+A caller that cannot donate inputs sets this to False: otherwise XLA would copy each cache before the kernel
+writes into it. Tests that interpret the kernel set it to False too, because JAX's interpreters cannot run
+blocks that reach beyond an argument whose memory a result reuses.
 """
 
 
 def to_registers(z: Shaped[Array, "N t h w Z"], frames: int, columns: int) -> Shaped[Array, "N h v S Z"]:
-    """Repeat latents `z`, or coefficients of them, to registers, as the kernel reads coefficients.
+    """Repeat latents or coefficients `z` to v registers for each row, in which the kernel reads coefficients.
 
     A register has S = 8 sublanes: one for each frame of a pixel, for as many pixels as fit. `frames` and
-    `columns` are the activations', whole multiples of t and w. Each row of latents has one register for each
-    latent (v = w) if all pixels of a register have one latent. Otherwise it has as many registers as hold a
-    value for each frame of each pixel.
+    `columns` are the numbers of the activations' frames and columns, multiples of t and w. If a latent covers
+    whole registers of pixels, one register serves them all, and v = w. Otherwise the registers hold a value
+    for each frame of each pixel.
     """
-    register_pixels = SUBLANES // frames
+    register_pixels = SUBLANES // frames  # pixels whose frames fill a register
     latent_columns = columns // z.shape[3]  # columns of pixels that a latent covers
     z = repeat_nearest(z.transpose(0, 2, 3, 1, 4), {3: frames // z.shape[1]})  # N h w T Z
+    # One register for each latent: also if a single latent covers all columns.
     if z.shape[2] == 1 or fills_registers(latent_columns, frames):
         return jnp.concatenate([z] * register_pixels, axis=3)
     z = repeat_nearest(z, {2: latent_columns})  # N h W T Z
@@ -70,15 +78,15 @@ def to_registers(z: Shaped[Array, "N t h w Z"], frames: int, columns: int) -> Sh
 def _over_pixels(
     coefficients: Float[Array, "N h v S C"], x: Float[Array, "N T H W C"]
 ) -> Float[Array, "N T H W C"]:
-    """Return a coefficient for each pixel of `x`, from registers (`to_registers`)."""
+    """Return the coefficient of each pixel of `x`, from the registers that `to_registers` made."""
     frames, height, columns, channels = x.shape[1:]
     videos, coefficient_rows, registers = coefficients.shape[:3]
     register_pixels = SUBLANES // frames  # pixels that a register has values for
-    # Columns that a register covers: more than `register_pixels` if they share its values.
-    cell = columns_of_register(columns, frames, registers)
+    # Columns that a register covers: other than `register_pixels` if they share its values.
+    cell_columns = columns_of_register(columns, frames, registers)
     values = coefficients.reshape(videos, coefficient_rows, registers * register_pixels, frames, channels)
-    if cell != register_pixels:  # all of a register's pixels are equal: the first one is repeated
-        values = repeat_nearest(values[:, :, ::register_pixels], {2: cell})
+    if cell_columns != register_pixels:  # all of a register's pixels are equal: the first one is repeated
+        values = repeat_nearest(values[:, :, ::register_pixels], {2: cell_columns})
     # Padding columns of the last register are cut off.
     values = repeat_nearest(values[:, :, :columns], {1: height // coefficient_rows})
     return values.transpose(0, 3, 1, 2, 4)  # from N H W T C
@@ -100,14 +108,14 @@ def _xla_form(
     edges: tuple[Array, Array] | None = None,
     true_width: Array | None = None,
 ) -> Any:
-    """Compute in XLA, for the derivatives, what the kernel computes; only the outermost edges are added."""
+    """Compute in XLA what the Pallas kernel computes; JAX takes the derivatives of this function."""
     hidden = activated(x, _over_pixels(multiplier, x), _over_pixels(offset, x))
-    if cache is None:  # at the start of a video its first frame is repeated
+    if cache is None:  # at the start of a video, two copies of its first frame come before it
         cache = jnp.concatenate([hidden[:, :1]] * 2, axis=1)
     frames = jnp.concatenate([cache, hidden], axis=1)
     sums = xla.summed(frames, kernel, xla.same_width_padding(kernel))
     if edges is not None:
-        # `sums` already contain what the strips of `x` add to each other.
+        # Only the edges of the outermost columns are added, because these sums are not computed in strips.
         to_first, to_last = edges  # each with an axis of strips, which is axis 3
         sums = add_columns(sums, to_first[:, :, :, :1], at=0)
         sums = add_columns(sums, to_last[:, :, :, -1:], at=x.shape[3] - 1)
@@ -138,9 +146,10 @@ def _by_kernel(
     """Run the Pallas kernel for frames that `sizes.is_supported` accepts.
 
     `multiplier` and `offset` are float32 registers of coefficients, as `to_registers` makes them: each of the
-    h rows covers H / h rows of pixels. The next cache reuses the memory of `cache`, and `edges` are those of
-    E strips. Columns from `true_width` on are padding and get zeros. The results are the convolved frames,
-    the next cache, and the moments of the frames' columns.
+    h rows covers H / h rows of pixels. `edges` are the left and the right edges of E strips, or None if all
+    columns beside `x` are zeros. Columns from `true_width` on are padding and get zeros; None stands for no
+    padding. The results are the convolved frames, the next cache, and the moments (mean, M2) of their
+    columns.
     """
     _, coefficient_rows, registers, *_ = multiplier.shape
     outputs = kernel.shape[-1]
@@ -153,24 +162,26 @@ def _by_kernel(
         name: pltpu.VMEM((*shape, tiles.LANES), dtype)
         for name, (shape, dtype) in scratch_shapes(sizes).items()
     }
-    names = [*operands, *results, *scratch]  # in the order of a Pallas kernel's arguments, after the weights
+    # Pallas passes references in this order: weights, other operands, results, scratch buffers.
+    names = [*operands, *results, *scratch]
 
-    def run_step(*refs: Any) -> None:
+    def run_step(*references: Any) -> None:
         step_class = winograd.WinogradStep if sizes.tile else direct.DirectStep
-        weight_refs, named_refs = refs[: len(weights)], refs[len(weights) :]
-        step_class(sizes, weight_refs, dict(zip(names, named_refs, strict=True))).run()
+        weight_references, named_references = references[: len(weights)], references[len(weights) :]
+        memory = dict(zip(names, named_references, strict=True))
+        step_class(sizes, weight_references, memory).run()
 
-    # The bytes of the result, which is written, and of a residual of its size, which is read.
+    # For the compiler's estimate: the bytes of the result, and of a residual, which has the same size.
     y_bytes = x.nbytes // sizes.channels * sizes.outputs * (1 if residual is None else 2)
     cache_bytes = x.nbytes // sizes.input_frames * (TAPS - 1)  # the last two frames
     aliases = {}
     if cache is not None and IN_PLACE:
-        # The next cache reuses the memory of `cache`. Keys are indices of arguments, values of results.
-        aliases = {len(weights) + names.index("cache"): [*results].index("latest")}
+        # Keys are indices of arguments, values those of the results that reuse their memory.
+        aliases = {len(weights) + names.index("cache"): [*results].index("next_cache")}
     # The axes are videos, strips if there are several, and steps. A step modulates one block and finishes the
     # block of `LAG` steps before, so there are `LAG` more steps than blocks.
     grid = x.shape[0], *([sizes.strips] if sizes.strips > 1 else []), sizes.blocks + LAG
-    y, latest, *moments = pl.pallas_call(
+    y, next_cache, *moments = pl.pallas_call(
         run_step,
         grid=grid,
         in_specs=[*map(tiles.whole_spec, weights), *(spec for _, spec in operands.values())],
@@ -193,7 +204,7 @@ def _by_kernel(
     shape_NWTO = x.shape[0], sizes.columns, sizes.input_frames, outputs
     mean, m2 = (moment[..., :outputs].reshape(shape_NWTO).swapaxes(1, 2) for moment in moments)
     cache_shape = (x.shape[0], TAPS - 1, *x.shape[2:])
-    return _frames_first(y, sizes, outputs), _cache_frames_first(latest, cache_shape), (mean, m2)
+    return _frames_first(y, sizes, outputs), _cache_frames_first(next_cache, cache_shape), (mean, m2)
 
 
 def _operands(
@@ -208,15 +219,19 @@ def _operands(
     edges: tuple[Array, Array] | None,
     true_width: Array | None,
 ) -> tuple[dict[str, tuple[Any, pl.BlockSpec]], list[Array]]:
-    """Return the kernel's operands that are given, with their `BlockSpec`s, and its products' matrices."""
-    row_frames = sizes.width * sizes.input_frames  # of all pixels in a row of a strip
+    """Return the operands by name, each with its `BlockSpec`, and the matrices of the products.
+
+    An operand that is None is left out.
+    """
+    row_frames = sizes.strip_columns * sizes.input_frames  # of all pixels in a row of a strip
 
     def padded_outputs(array: Array) -> Array:
         return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, sizes.outputs - array.shape[-1])])
 
     coefficient_spec = _coefficient_spec(sizes, multiplier.shape[2])
     kernel, bias = padded_outputs(kernel), padded_outputs(bias.astype(jnp.float32)[None])
-    # A step modulates one block and finishes the results of another.
+    # Inputs of the norm come by the block that a step modulates, those of results by the block that it
+    # finishes.
     operands = {
         "x": (_pixels_first(x), _rows_spec(partial(_modulated_block, sizes), row_frames, sizes.channels))
     }
@@ -238,15 +253,15 @@ def _operands(
         operands["edges"] = joined_edges, _rows_spec(_finished_block, strip_entries, sizes.outputs)
     if true_width is not None:
         operands["true_width"] = true_width[None], pl.BlockSpec(memory_space=pltpu.SMEM)
-    tap = winograd.tap if sizes.tile else direct.tap
+    weights_between = winograd.weights_between if sizes.tile else direct.weights_between
     if sizes.tile:  # Winograd's filtering combines the taps of time
         kernel = transformed_taps(kernel, sizes.tile)
-    return operands, [matrices(kernel, product, sizes.turns, tap) for product in sizes.products]
+    return operands, [matrices(kernel, product, sizes.shares, weights_between) for product in sizes.products]
 
 
 def _joined_edges(sizes: ConvSizes, edges: Iterable[Array]) -> Float[Array, "N H entries O"]:
-    """Return the edges of all strips in the order in which the kernel reads them."""
-    copies = sizes.frames // sizes.input_frames  # a single frame is multiplied as two equal ones
+    """Return the edges of all strips as the kernel reads them: of each strip the left, then the right one."""
+    copies = sizes.multiplied_frames // sizes.input_frames  # a single frame is multiplied as two equal ones
     repeated = (jnp.repeat(edge, copies, axis=1) for edge in edges)
     joined = jnp.concatenate([edge.transpose(0, 2, 3, 1, 4) for edge in repeated], axis=3)  # N H E 2T O
     if sizes.strips > 1 and joined.shape[3] % SUBLANES:  # each strip's edges fill whole registers
@@ -256,8 +271,8 @@ def _joined_edges(sizes: ConvSizes, edges: Iterable[Array]) -> Float[Array, "N H
 
 def _coefficient_spec(sizes: ConvSizes, registers: int) -> pl.BlockSpec:
     """Return the spec of the coefficients (N, h, v, 8, I) that a step reads; `registers` is v."""
-    cells = -(-sizes.width // sizes.cell)  # in a row of a strip
-    # The step's two rows of pixels are in one row of cells, unless a cell has a single row.
+    cells = -(-sizes.strip_columns // sizes.cell_columns)  # in a row of a strip
+    # A block's two rows of pixels are in one row of cells, unless a cell has a single row.
     rows_of_cells = ROWS if sizes.cell_rows == 1 else 1
 
     def index(video: Any, strip: Any, step: Any) -> tuple[Any, ...]:
@@ -272,15 +287,15 @@ def _coefficient_spec(sizes: ConvSizes, registers: int) -> pl.BlockSpec:
 def _result_specs(
     sizes: ConvSizes, operands: dict[str, tuple[Any, pl.BlockSpec]]
 ) -> dict[str, tuple[Any, pl.BlockSpec]]:
-    """Return shape and dtype of the kernel's results by name, each with its `BlockSpec`."""
+    """Return the shape and dtype of each of the kernel's results, with its `BlockSpec`, by name."""
     x, _ = operands["x"]
-    videos, height, row_frames, _ = x.shape  # W T: the frames of all pixels in a row
-    strip_frames = sizes.width * sizes.input_frames  # of all pixels in a row of a strip
+    videos, height, row_frames, _ = x.shape  # the frames of all pixels in a row: W T
+    strip_frames = sizes.strip_columns * sizes.input_frames  # of all pixels in a row of a strip
     # An entry for each column, each part and each of two frames (`TAPS - 1`).
-    latest_shape = (videos, height, sizes.columns * sizes.parts * (TAPS - 1), tiles.LANES)
+    next_cache_shape = (videos, height, sizes.columns * sizes.parts * (TAPS - 1), tiles.LANES)
     moments = jax.ShapeDtypeStruct((videos, row_frames, sizes.outputs), jnp.float32)
 
-    # Steps go down a strip's rows, and share its moments.
+    # All steps of a strip have one block of moments, which the last one writes.
     moments_spec = _block_spec(
         (1, strip_frames, sizes.outputs), lambda video, strip, _step: (video, strip, 0)
     )
@@ -289,37 +304,40 @@ def _result_specs(
             jax.ShapeDtypeStruct((videos, height, row_frames, sizes.outputs), x.dtype),
             _rows_spec(_finished_block, strip_frames, sizes.outputs),
         ),
-        "latest": (jax.ShapeDtypeStruct(latest_shape, x.dtype), _cache_rows_spec(sizes)),
+        "next_cache": (jax.ShapeDtypeStruct(next_cache_shape, x.dtype), _cache_rows_spec(sizes)),
         "mean": (moments, moments_spec),
         "m2": (moments, moments_spec),
     }
 
 
 def _modulated_block(sizes: ConvSizes, step: Array) -> Array:
-    """Return the index of the block that a step modulates; the last `LAG` steps fetch no new one."""
+    """Return the index of the block that a step modulates; the last `LAG` steps keep the last block."""
     return jax.lax.min(step, sizes.blocks - 1)
 
 
 def _finished_block(step: Array) -> Array:
-    """Return the index of the block that a step finishes; the first `LAG` steps finish none, and get 0."""
+    """Return the index of the block that a step finishes: 0 for the first `LAG` steps, which finish none."""
     return jax.lax.max(step - LAG, 0)
 
 
 def _rows_spec(block_of: Callable[[Any], Any], strip_entries: int, lanes: int) -> pl.BlockSpec:
-    """Return the spec of the block `block_of(step)` of an array (N, H, entries, lanes)."""
+    """Return the spec by which a step has block `block_of(step)` of an array (N, H, entries, lanes)."""
     return _block_spec(
         (1, ROWS, strip_entries, lanes), lambda video, strip, step: (video, block_of(step), strip, 0)
     )
 
 
 def _block_spec(shape: tuple[int, ...], index: Callable[[Any, Any, Any], tuple[Any, ...]]) -> pl.BlockSpec:
-    """Return the spec of blocks of a shape, by `index(video, strip, step)` whatever axes the grid has."""
+    """Return the spec of blocks of a shape at `index(video, strip, step)`.
+
+    The index takes a strip even if the grid has no axis of strips.
+    """
     return pl.BlockSpec(shape, lambda *indices: index(*grid_position(indices)))
 
 
 def _cache_rows_spec(sizes: ConvSizes) -> pl.BlockSpec:
     """Return the spec of a step's block of the cache, with entries for each column, part and cached frame."""
-    strip_entries = sizes.width * sizes.parts * (TAPS - 1)
+    strip_entries = sizes.strip_columns * sizes.parts * (TAPS - 1)
     return _rows_spec(partial(_modulated_block, sizes), strip_entries, tiles.LANES)
 
 
@@ -335,9 +353,9 @@ def _frames_first(y: Array, sizes: ConvSizes, outputs: int) -> Array:
     if outputs == sizes.outputs or sizes.input_frames == 1:
         y = y.reshape(videos, height, sizes.columns, sizes.input_frames, -1).transpose(0, 3, 1, 2, 4)
         return y[..., :outputs]
-    # A product with ones and zeros, exact for finite values, selects the channels and puts pixels last. To
-    # slice the channels, XLA would transpose all 128. XLA slices an image (above) without a transpose, and
-    # would take 90 s to compile the product for it.
+    # A product with ones and zeros, exact for finite values, selects the few channels that are no padding,
+    # and puts pixels last. To slice the channels, XLA would transpose all 128. For an image (above) XLA
+    # slices them without a transpose, and would take 90 s to compile the product.
     few = jnp.einsum("nhpc,co->nohp", y, jnp.eye(sizes.outputs, outputs, dtype=y.dtype))
     return few.reshape(videos, outputs, height, sizes.columns, sizes.input_frames).transpose(0, 4, 2, 3, 1)
 
@@ -351,19 +369,27 @@ def _cache_pixels_first(cache_NTHWC: Array) -> Array:
 
 
 def column_of_cache(cache: Float[Array, "N 2 H W I"], column: int) -> Float[Array, "N 2 H 1 I"]:
-    """Return one column of a cache, sliced in the kernel's order of axes: XLA then copies no whole cache."""
+    """Return one column of a cache.
+
+    It is sliced in the kernel's order of axes, because XLA would copy the whole cache into another order.
+    """
     videos, frames, height, _, channels = cache.shape
     # Entries of a column in the reshaped cache, (N, H, W * entries, 128).
     entries = channels // tiles.LANES * frames
-    cut = _cache_pixels_first(cache)[:, :, column * entries : (column + 1) * entries]
-    return _cache_frames_first(cut, (videos, frames, height, 1, channels))
+    column_entries = _cache_pixels_first(cache)[:, :, column * entries : (column + 1) * entries]
+    return _cache_frames_first(column_entries, (videos, frames, height, 1, channels))
 
 
-def _cache_frames_first(latest: Array, shape: tuple[int, ...]) -> Array:
-    """Invert `_cache_pixels_first` step by step, so that XLA drops the pair; `shape` is (N, 2, H, W, C)."""
+def _cache_frames_first(next_cache: Array, shape: tuple[int, ...]) -> Array:
+    """Return a cache of a shape (N, 2, H, W, C) from the order of `_cache_pixels_first`.
+
+    Each operation undoes one of that function, so that XLA drops both where one follows the other.
+    """
     videos, frames, height, columns, channels = shape
-    latest = latest.reshape(videos, height, columns, -1, frames, tiles.LANES).transpose(0, 1, 2, 4, 3, 5)
-    return latest.reshape(videos, height, columns, frames, channels).transpose(0, 3, 1, 2, 4)
+    next_cache = next_cache.reshape(videos, height, columns, -1, frames, tiles.LANES).transpose(
+        0, 1, 2, 4, 3, 5
+    )
+    return next_cache.reshape(videos, height, columns, frames, channels).transpose(0, 3, 1, 2, 4)
 
 
 convolved = with_derivatives_of(_xla_form, _by_kernel)

@@ -1,7 +1,13 @@
-"""A step by Winograd's minimal filtering along time: 7 products instead of 12, or 4 instead of 6.
+"""A grid step of the Pallas kernel by Winograd's minimal filtering along time.
 
-`common.transforms` has the transforms, and `step` the terms. Each component of the tiles has products of its
-own, and a word holds one component of both tiles of a pixel.
+For a *tile* of four frames it multiplies 7 *components* (`common.transforms`), where direct convolution has
+12 products; for a tile of two frames 4, instead of 6. Each component has its own matrix products. A *word*
+holds one component of both tiles of a pixel.
+
+The other terms are those of `step`: a step modulates (norms and activates) one *block*, two rows of pixels,
+and computes the results of the block `LAG` blocks above. A product covers a *chunk* of columns for a *share*
+of the output channels. The modulation and the transform of results are done by *units* of columns. A *part*
+is 128 channels. The *stage* is the buffer of the rows that the step modulates.
 
 - Activated frames, rounded as a cache keeps them, are transformed in float32 and rounded for the products; so
   are the taps, outside of the kernel. Products are summed and transformed back in float32.
@@ -32,7 +38,7 @@ from jax_kernels.norm_conv3d.sizes import MARGIN, ROWS, SUBLANES, TAPS, TILES, C
 from jax_kernels.norm_conv3d.step import ConvStep, fill_zeros, lanes_of, repeat_earlier_frame
 
 
-def tap(
+def weights_between(
     transformed: Float[Array, "components 3 3 I O"],
     row: int,
     shift: int,
@@ -41,7 +47,8 @@ def tap(
 ) -> Array:
     """Return the weights (components, I, O) from an input (row, shift) to a result (row, column).
 
-    A result right of the input's column takes only the unshifted input, by the left tap.
+    They are zeros if the result does not take the input. A result in column 1, right of the input's column,
+    takes only the unshifted input, by the left tap: other products add what it sees besides.
     """
     row_tap, column_tap = row - result_row, shift - result_column + 1
     connected = 0 <= row_tap < TAPS and 0 <= column_tap < TAPS and (result_column == 0 or shift == 0)
@@ -52,59 +59,65 @@ class WinogradStep(ConvStep):
     """A step that multiplies transformed frames.
 
     Attributes:
+        transform: the transform for tiles of this length.
         rows: (buffer, slot) of each of the four input rows, from top to bottom.
         moved: (buffer, slot) that the upper and the lower row of the stage are moved to.
     """
 
-    def __init__(self, sizes: ConvSizes, weights: tuple[Any, ...], refs: dict[str, Any]):
-        super().__init__(sizes, weights, refs)
+    def __init__(self, sizes: ConvSizes, weights: tuple[Any, ...], memory: dict[str, Any]):
+        super().__init__(sizes, weights, memory)
         self.transform = TRANSFORMS[sizes.tile]
         step = self.step
-        # "lower" has three slots, "upper" two; each step loads from the next ones.
+        # "lower" has three slots and "upper" two, which the steps use in rotation.
         above = "lower", jax.lax.rem(step, 3)  # of the block above the results
         upper = "upper", jax.lax.rem(step, 2)
         lower = "lower", jax.lax.rem(step + 1, 3)
         below = "upper", jax.lax.rem(step + 1, 2)  # of the block below the results
         self.rows = above, upper, lower, below
-        # The moved block is the one below the results. Its upper row is an input, and moved before products
-        # load it; its lower row gets the third slot, which no product of this step loads.
+        # The stage has the block below the results. Its upper row is an input of this step: a chunk of it is
+        # moved before products load that. Its lower row goes to the third slot, which this step does not
+        # load.
         self.moved = below, ("lower", jax.lax.rem(step + 2, 3))
 
     def _padding(self) -> dict[str, list[Any]]:
         above_name, above_slot = self.rows[0]  # the input row above the block of results
-        # Of each buffer, the first column of the padding left of the strip, and of the padding right of it.
-        sides = itertools.product(("stage", "upper", "lower"), (0, MARGIN + self.sizes.width))
+        # Each buffer with the first column of its padding on the left, and with that on the right.
+        sides = itertools.product(("stage", "upper", "lower"), (0, MARGIN + self.sizes.strip_columns))
         return {
-            "beside": [self.refs[name].at[:, :, :, pl.ds(start, MARGIN)] for name, start in sides],
-            "above": [self.refs[above_name].at[above_slot]],
-            "below": [self.refs["stage"].at[0]],  # the upper row of the block below
-            # A single column: products of the frame's last column see no further one.
-            "right": [self.refs["stage"].at[:, :, :, pl.ds(MARGIN + self.sizes.last_columns, 1)]],
+            "beside": [self.memory[name].at[:, :, :, pl.ds(start, MARGIN)] for name, start in sides],
+            "above": [self.memory[above_name].at[above_slot]],
+            "below": [self.memory["stage"].at[0]],  # the upper row of the block below
+            # A single column, as products of the frame's last column see only one column right of it.
+            "right": [self.memory["stage"].at[:, :, :, pl.ds(MARGIN + self.sizes.last_strip_columns, 1)]],
         }
 
     def _convolve(self) -> None:
         sizes = self.sizes
         # A product loads one column right of its chunk, so columns are moved `MARGIN` columns ahead.
         self._move(0, MARGIN)
-        # These `TILES` entries of the buffer "shifted" are what a chunk's last column adds to the next chunk.
-        # Nothing is added to the first chunk.
-        if "shifted" in self.refs:
-            fill_zeros([self.refs["shifted"].at[:, :, pl.ds(sizes.chunk * TILES, TILES)]])
+        # `TILES` entries of the buffer "shifted" hold what the last column of the previous chunk adds to the
+        # next column: nothing before the first chunk.
+        if "shifted" in self.memory:
+            fill_zeros([self.memory["shifted"].at[:, :, pl.ds(sizes.chunk_columns * TILES, TILES)]])
 
         def multiply_chunk(index: Array, carry: None) -> None:
-            column = index * sizes.chunk
-            self._move(column + MARGIN, sizes.chunk)
-            jax.lax.fori_loop(0, sizes.turns, lambda turn, _: self._multiply_turn(turn, column), None)
+            column = index * sizes.chunk_columns
+            self._move(column + MARGIN, sizes.chunk_columns)
+            jax.lax.fori_loop(0, sizes.shares, lambda share, _: self._multiply_share(share, column), None)
 
         jax.lax.fori_loop(0, sizes.chunks, multiply_chunk, None)
-        last_chunk = sizes.width - sizes.chunk  # its first column
-        jax.lax.fori_loop(0, sizes.units, lambda unit, _: self._finish(last_chunk + unit * sizes.unit), None)
+        # The last chunk is finished after all products, by units.
+        last_chunk = sizes.strip_columns - sizes.chunk_columns  # its first column
+        jax.lax.fori_loop(
+            0, sizes.units, lambda unit, _: self._finish(last_chunk + unit * sizes.unit_columns), None
+        )
 
-    def _multiply_turn(self, turn: Any, column: Any) -> None:
-        """Compute a chunk's products for one turn, with the turn's share of the other work between them."""
+    def _multiply_share(self, share: Any, column: Any) -> None:
+        """Compute a chunk's products for one share of the outputs, with other work between the products."""
         sizes = self.sizes
-        work = self._other_work(turn, column)  # pieces: functions to call in this order
-        pieces, products = len(work), sizes.components * len(self.weights)  # how many there are in all
+        work = self._other_work(share, column)
+        tasks = len(work)  # number of tasks, the functions in `work`, in all
+        products = sizes.components * len(self.weights)  # number of products in all
         products_left = products
         pairs = list(zip(sizes.products, self.weights, strict=True))  # each product with its matrices
         for component in range(sizes.components):
@@ -112,97 +125,100 @@ class WinogradStep(ConvStep):
             for results, group in itertools.groupby(pairs, lambda pair: pair[0].results):
                 sums: Any = None
                 for product, weights in group:
-                    product_sums = self._component_product(component, product.inputs, weights, turn, column)
+                    product_sums = self._component_product(component, product.inputs, weights, share, column)
                     sums = product_sums if sums is None else sums + product_sums
                     products_left -= 1
-                    # Other work keeps pace: pieces are done until the fraction of them that is left is at
-                    # most that of the products. A piece waits for these sums, so that it overlaps with the
-                    # next product.
-                    while len(work) / pieces > products_left / products:
+                    # Other work keeps pace with the products: the fraction of tasks that is left is at most
+                    # the fraction of products that is left. A task waits for these sums, so that it overlaps
+                    # with the next product.
+                    while len(work) / tasks > products_left / products:
                         work.pop(0)(after=sums)
-                self._store_components(turn, component, results, sums, column)
+                self._store_components(share, component, results, sums, column)
 
-    def _other_work(self, turn: Any, column: Any) -> list[Callable[..., None]]:
-        """Return a turn's work besides its products, as functions of `after`, the sums to wait for.
+    def _other_work(self, share: Any, column: Any) -> list[Callable[..., None]]:
+        """Return the work to do between the products of a share, as functions that are called in order.
 
-        Each modulates a unit of the chunk that begins at `column`, or finishes a unit of the chunk before.
+        Each modulates a unit of the chunk at `column`, or finishes a unit of the chunk left of it. Its
+        argument `after` is the sums of a product, for which it waits. Each share does an equal part of a
+        chunk's units.
         """
         sizes = self.sizes
-        turn_units = sizes.units // sizes.turns
+        share_units = sizes.units // sizes.shares
         work = []
-        for unit in range(turn_units):
-            unit_column = column + (turn * turn_units + unit) * sizes.unit  # its first
+        for unit in range(share_units):
+            unit_column = column + (share * share_units + unit) * sizes.unit_columns  # its first column
             work += [
                 partial(self._modulate, unit_column, unit),
-                partial(self._finish, unit_column - sizes.chunk, unit),
+                partial(self._finish, unit_column - sizes.chunk_columns, unit),
             ]
         return work
 
     def _component_product(
-        self, component: int, inputs: list[tuple[int, int]], weights: Any, turn: Any, column: Any
+        self, component: int, inputs: list[tuple[int, int]], weights: Any, share: Any, column: Any
     ) -> Array:
-        """Return the product of a component's inputs, side by side, with the weights of a turn."""
+        """Return the product of a component's inputs, side by side, with the weights of a share."""
         operands = [
             self._input(component, row, shift, part, column)
             for row, shift in inputs
             for part in range(self.sizes.parts)
         ]
         return jnp.dot(
-            jnp.concatenate(operands, axis=1), weights[turn, component], preferred_element_type=jnp.float32
+            jnp.concatenate(operands, axis=1), weights[share, component], preferred_element_type=jnp.float32
         )
 
     def _input(self, component: int, row: int, shift: int, part: int, column: Any) -> Array:
-        """Return one input of a product, (entries, 128): a component of a chunk, `shift` columns further on.
+        """Return an input of a product, (entries, 128): a component and part of a chunk at `column + shift`.
 
-        With `rows_together` the chunk of the row below `row` follows.
+        With `sizes.rows_together` the entries of `row` are followed by those of the row below it.
         """
         sizes = self.sizes
-        columns = self._word_columns(column, sizes.chunk, shift)
+        columns = self._word_columns(column, sizes.chunk_columns, shift)
         rows = self.rows[row : row + (ROWS if sizes.rows_together else 1)]  # (buffer, slot) of each
-        words = jnp.concatenate([self.refs[name][slot, component, part, columns] for name, slot in rows])
+        words = jnp.concatenate([self.memory[name][slot, component, part, columns] for name, slot in rows])
         return pltpu.bitcast(words, jnp.bfloat16)
 
     def _store_components(
-        self, turn: Any, component: int, results: list[tuple[int, int]], sums: Array, column: Any
+        self, share: Any, component: int, results: list[tuple[int, int]], sums: Array, column: Any
     ) -> None:
         """Store a product's sums as a component of the results, or add them to what is stored.
 
-        The sums have 128 channels for each of `results`, or with `rows_together` for each part of the turn.
+        With `sizes.rows_together` the sums have entries for both rows of results, and the channels of a
+        share. Otherwise they have 128 channels for each of two `results`, side by side.
         """
-        sizes, refs = self.sizes, self.refs
-        count = sizes.chunk * TILES  # tiles in a row of the chunk
-        at = self._entries(column, sizes.chunk, TILES, before=sizes.chunk)
+        sizes, memory = self.sizes, self.memory
+        count = sizes.chunk_columns * TILES  # number of tiles in a row of the chunk
+        at = self._entries(column, sizes.chunk_columns, TILES, left_columns=sizes.chunk_columns)
         if sizes.rows_together:
-            parts = self.result_parts // sizes.turns  # of a turn
+            parts = self.result_parts // sizes.shares  # number of parts of a share
             for row, part in itertools.product(range(ROWS), range(parts)):
                 row_sums = sums[row * count : (row + 1) * count, lanes_of(part)]
-                refs["components"][component, row, turn * parts + part, at] = row_sums
+                memory["components"][component, row, share * parts + part, at] = row_sums
             return
-        # The inputs are either one row, above or below the block, with two results in one row of the block;
-        # or the block's rows, with a result in each of them.
+        # Either the input is the row above or below the block, and both results are in one row of the block;
+        # or the inputs are both rows of the block, and each of them has a result.
         first_row, second_row = (row for row, _ in results)
         # Here there are 128 output channels: the results have a single part, 0.
         for index, (row, result_column) in enumerate(results):
             result_sums = sums[:, lanes_of(index)]
-            component_sums = refs["components"].at[component, row, 0]
+            component_sums = memory["components"].at[component, row, 0]
             if result_column == 1:
-                # Sums for the columns right of the inputs' columns, so stored one column (`TILES` entries)
-                # later. Before them goes what the previous chunk's last column, still stored, adds to this
-                # chunk's first.
-                shifted = refs["shifted"].at[component, row]
+                # These sums are for the columns right of the inputs' columns, so they are stored one column
+                # (`TILES` entries) later. The first column gets what the last column of the previous chunk
+                # adds to it, which is still at the end of the buffer.
+                shifted = memory["shifted"].at[component, row]
                 shifted[pl.ds(0, TILES)] = shifted[pl.ds(count, TILES)]
                 shifted[pl.ds(TILES, count)] = result_sums
                 component_sums[at] = component_sums[at] + shifted[pl.ds(0, count)]
             elif first_row == second_row:  # these products come first: they set the sums
-                refs["components"][component, row, 0, at] = result_sums
+                memory["components"][component, row, 0, at] = result_sums
             else:
                 component_sums[at] = component_sums[at] + result_sums
 
     def _move(self, column: Any, count: int) -> None:
         at = self._word_columns(column, count)
-        # The buffer, and the slot in it, that each of the block's two rows is moved to.
+        # For each row of the stage, the buffer and the slot that it is moved to.
         for row, (name, slot) in enumerate(self.moved):
-            self.refs[name][slot, :, :, at] = self.refs["stage"][row, :, :, at]
+            self.memory[name][slot, :, :, at] = self.memory["stage"][row, :, :, at]
 
     def _store_activated(
         self,
@@ -211,60 +227,72 @@ class WinogradStep(ConvStep):
         slot: int,
         column: Any,
         x: Array,
-        before: Any | None,
+        past_words: Any | None,
     ) -> Array:
-        """Store a unit's frames, and the two before them, transformed in the stage; return the last words."""
+        """Transform a unit's frames, with the two before them, into the stage; return the last words."""
         sizes = self.sizes
-        # Words are stored to be loaded by strides: for each word of a pixel, that word of all pixels.
-        pixels = self.refs["pixels"].at[slot, row, part]
+        # Words are stored pixel by pixel, and loaded by strides: first word 0 of all pixels, then word 1.
+        pixels = self.memory["pixels"].at[slot, row, part]
         pixels[...] = pltpu.bitcast(x, jnp.int32)
-        words = [pixels[pl.ds(index, sizes.unit, stride=sizes.words), :] for index in range(sizes.words)]
-        words_before = repeat_earlier_frame(words[0]) if before is None else before[...]
-        # Each frame of all pixels, from the two before `x` on; then the components of each of the two tiles.
+        words = [
+            pixels[pl.ds(index, sizes.unit_columns, stride=sizes.words), :] for index in range(sizes.words)
+        ]
+        words_before = repeat_earlier_frame(words[0]) if past_words is None else past_words[...]
+        # A list of frames, each of all pixels: the two before `x`, then those of `x`. The frames that the
+        # later tile sees begin `tile` frames after those that the earlier tile sees.
         frames = [frame for word in (words_before, *words) for frame in _unpacked(word)]
         earlier, later = (
             self.transform.inputs(frames[start : start + sizes.tile + TAPS - 1]) for start in (0, sizes.tile)
         )
-        at = self._word_columns(column, sizes.unit)
+        at = self._word_columns(column, sizes.unit_columns)
         for component, of_both_tiles in enumerate(zip(earlier, later, strict=True)):
-            self.refs["stage"][row, component, part, at] = _packed(*of_both_tiles)
+            self.memory["stage"][row, component, part, at] = _packed(*of_both_tiles)
         return words[-1]
 
     def _finish(self, column: Any, slot: int = 0, after: Array | None = None) -> None:
-        """Transform the sums of a unit back to frames, and write these results."""
-        self._write_results(column, self.sizes.unit, partial(self._frames, column, slot), after)
+        """Transform the sums of the unit at `column` back to frames, and write the results.
+
+        `slot` is the index of the unit in its chunk. The work waits for `after`, the sums of a product.
+        """
+        self._write_results(column, self.sizes.unit_columns, partial(self._frames, column, slot), after)
 
     def _frames(self, column: Any, slot: int, row: int, part: int) -> Array:
-        """Transform a unit's components back to frames, (entries, 128), and add the edges."""
+        """Return frames, (entries, 128): a unit's components, transformed back, and the edges added."""
         sizes = self.sizes
-        tiles_at = self._entries(column, sizes.unit, TILES, before=sizes.chunk)
+        tiles_at = self._entries(column, sizes.unit_columns, TILES, left_columns=sizes.chunk_columns)
         components = [
-            self.refs["components"][component, row, part, tiles_at] for component in range(sizes.components)
+            self.memory["components"][component, row, part, tiles_at] for component in range(sizes.components)
         ]
-        frames = self.refs["frames"].at[slot, row, part]
-        # The transform returns each frame of all tiles; the tiles of a pixel follow each other.
+        frames = self.memory["frames"].at[slot, row, part]
+        # The transform returns a list of frames, each of all tiles. They are stored by strides, so that a
+        # pixel's frames are next to each other.
         for index, frame_of_tiles in enumerate(self.transform.results(components)):
-            frames[pl.ds(index, sizes.unit * TILES, stride=sizes.tile), :] = frame_of_tiles
-        if "edges" in self.refs:
+            frames[pl.ds(index, sizes.unit_columns * TILES, stride=sizes.tile), :] = frame_of_tiles
+        if "edges" in self.memory:
             self._add_edges(frames, column, row, part)
         return frames[...]
 
     def _add_edges(self, frames: Any, column: Any, row: int, part: int) -> None:
-        """Add to a unit's results, `frames`, what neighbouring columns contribute to the strip's ends.
+        """Add the edges to a unit's results, of which `frames` is a reference.
 
-        The ends are the first and the last column of the strip, of which a unit may have one.
+        They belong to the first and to the last column of the strip, which may be in this unit or not.
         """
-        sizes, count = self.sizes, self.sizes.input_frames  # results of a pixel
+        sizes = self.sizes
+        count = sizes.input_frames  # number of results of a pixel
         for side, edge_column in enumerate((0, self._last_column())):
-            # `column` is traced: to a unit without the edge's column, zeros are added.
-            inside = (edge_column >= column) & (edge_column < column + sizes.unit)
-            at = self._entries(edge_column % sizes.unit, 1, count)  # counted from the unit's first column
+            # `column` is traced, so there is no `if`: a unit without the edge's column adds zeros.
+            inside = (edge_column >= column) & (edge_column < column + sizes.unit_columns)
+            # The edge's column, counted from the unit's first one.
+            at = self._entries(edge_column % sizes.unit_columns, 1, count)
             # "edges" has one video (index 0): the frames of the left edge, then those of the right edge.
-            edge = self.refs["edges"][0, row, side * count : (side + 1) * count, lanes_of(part)]
+            edge = self.memory["edges"][0, row, side * count : (side + 1) * count, lanes_of(part)]
             frames[at, :] = frames[at, :] + jnp.where(inside, edge, 0.0)
 
     def _word_columns(self, column: Any, count: int, shift: int = 0) -> Any:
-        """Return the slice of `count` columns of transformed frames; `column` is a multiple of 8."""
+        """Return the slice of the words of `count` columns, from `column + shift` on.
+
+        `column` is a multiple of 8, so that without a shift the slice is aligned.
+        """
         start = column + MARGIN
         if isinstance(start, jax.Array):  # traced: the compiler needs to know that it is aligned
             start = pl.multiple_of(start, SUBLANES)
@@ -273,8 +301,10 @@ class WinogradStep(ConvStep):
 
 def _unpacked(words: Array) -> tuple[Array, Array]:
     """Return the two bfloat16 numbers of each word as float32: the low 16 bits, then the high ones."""
+    # A bfloat16 is the high half of a float32 whose low half is zero.
     return pltpu.bitcast(words << 16, jnp.float32), pltpu.bitcast(words & -(2**16), jnp.float32)
 
 
 def _packed(low: Array, high: Array) -> Array:
+    """Return words of two float32 arrays, rounded to bfloat16."""
     return pltpu.bitcast(pltpu.pack_elementwise([low, high], packed_dtype=jnp.bfloat16), jnp.int32)

@@ -70,7 +70,7 @@ CASES = {
     "two videos, two tiles of channels to one": ((2, 8, 2, 24, 32), 16, 2, True, False),
     "four frames, one tile to two": ((1, 4, 4, 52, 16), 32, 2, True, True),
     "two frames of a plain norm": ((1, 2, 2, 40, 32), 32, None, True, False),
-    "four frames, two tiles to four, in two turns": ((1, 4, 2, 52, 32), 64, 2, True, True),
+    "four frames, two tiles to four, in two shares": ((1, 4, 2, 52, 32), 64, 2, True, True),
     "four frames to three channels": ((1, 4, 4, 52, 16), 3, 2, True, True),
     "a first frame to three channels": ((1, 1, 4, 104, 16), 3, 2, False, False),
     "two frames to three tiles": ((1, 2, 2, 40, 16), 48, None, True, False),
@@ -185,8 +185,8 @@ def test_four_and_eight_frames_are_filtered_by_winograd(
 ):
     monkeypatch.setenv(SWITCH, mode)
     found = sizes.sizes_of(struct(1, frames, 128, columns, 256), 1, 1, outputs, True)
-    assert (found.tile, found.chunk) == (tile, chunk)
-    assert found.units % found.turns == 0 or not tile
+    assert (found.tile, found.chunk_columns) == (tile, chunk)
+    assert found.units % found.shares == 0 or not tile
 
 
 @pytest.mark.parametrize(
