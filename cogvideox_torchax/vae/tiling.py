@@ -98,14 +98,11 @@ def plan_axis(size: int, *, tile: int, overlap: float, scale_in: int = 1, scale_
 
 @dataclass(frozen=True)
 class TileSettings:
-    """The size of a tile in latent pixels, and the fractions of it that overlap the next tiles.
-
-    The defaults of the fractions are diffusers'.
-    """
+    """The size of a tile in latent pixels, and the fractions of it that overlap the next tiles."""
 
     latent_height: int
     latent_width: int
-    overlap_height: float = 1 / 6
+    overlap_height: float = 1 / 6  # diffusers' defaults
     overlap_width: float = 1 / 5
 
     def plan(

@@ -128,7 +128,6 @@ def apply_rotary(
 
 
 def _check_arguments(q: Array, k: Array, v: Array, num_keys: int | None, implementation: str | None) -> None:
-    """Raise `ValueError` for arguments that `attention` does not take."""
     # Queries may have another number of positions (axis 1) than keys.
     fits = q.ndim == k.ndim == 4 and (q.shape[0], *q.shape[2:]) == (k.shape[0], *k.shape[2:])
     if not fits or k.shape != v.shape:
@@ -169,7 +168,6 @@ def attention_on(
 
 
 def _fastest(target: Target, q: Array, k: Array) -> Implementation:
-    """Return the fastest implementation that the platform has and that supports the arrays."""
     if target.uses_pallas and tpu.is_supported(q, k):  # `uses_pallas` is true on a TPU only
         return "transposed"
     # `target.pallas` also says whether cuDNN's kernels may be used.

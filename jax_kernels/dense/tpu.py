@@ -234,8 +234,11 @@ def _product_block(
 
     @pl.loop(0, y_ref.shape[1] // unit_outputs // units_a_body)
     def _(index: Array) -> None:
-        starts = [(index * units_a_body + n) * unit_outputs for n in range(units_a_body)]
-        units = [pl.ds(pl.multiple_of(start, unit_outputs), unit_outputs) for start in starts]
+        def outputs_of(unit: int) -> Any:
+            start = (index * units_a_body + unit) * unit_outputs
+            return pl.ds(pl.multiple_of(start, unit_outputs), unit_outputs)
+
+        units = [outputs_of(unit) for unit in range(units_a_body)]
         product_of_unit = multiply(units[0])
         for unit, next_unit in itertools.pairwise(units):
             product_of_next = multiply(next_unit)

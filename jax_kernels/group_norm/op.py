@@ -182,7 +182,6 @@ def scale_and_shift(
 
 
 def per_channel(stat_NG: Float[Array, "N G"], channels: int) -> Float[Array, "N C"]:
-    """Repeat the number of each group for all of the group's channels."""
     return jnp.repeat(stat_NG, channels // stat_NG.shape[1], axis=1)
 
 

@@ -269,7 +269,6 @@ def _downsample_shard(
     compress_time: bool,
     first_frame_alone: bool,
 ) -> Array:
-    """Downsample a shard, or whole frames."""
     if compress_time and x.shape[1] > int(first_frame_alone):  # a single first frame has no pair
         x = average_pairs(target, x, first_frame_alone=first_frame_alone)
     # For an image on a TPU, XLA compiles one matrix product of all 3 x 3 windows (patches) faster than a

@@ -182,7 +182,6 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
         return self._cast(runtime.without_torchax(lambda: fn(torch.zeros(0, dtype=self.dtype)).dtype))
 
     def _cast(self, dtype: torch.dtype | None) -> "FlaxVAEForPipelines":
-        """Cast the weights to a dtype, or leave them for None; return the model."""
         if dtype is not None:
             _check_dtype(dtype)
         if dtype not in (None, self.dtype):
