@@ -55,7 +55,11 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def weight_files(directory: Path, variant: str | None = None, *, stem: str = WEIGHTS_STEM) -> list[Path]:
-    """Return the safetensors files of a model's weights, whose names begin with `stem`."""
+    """Return the files of a model's weights, one or all shards, whose names begin with `stem`.
+
+    Raises:
+        ModelError: there are no such files, a shard is missing, or the list of shards is unreadable.
+    """
     suffix = "" if variant is None else f".{variant}"
     single = directory / f"{stem}{suffix}.safetensors"
     index = directory / f"{stem}.safetensors.index{suffix}.json"
@@ -87,8 +91,8 @@ def dtype_name_of(
 ) -> str:
     """Return the name of the dtype that a caller of `from_pretrained` asks for.
 
-    `dtype` is a dtype of torch, its name, "auto" for the widest one in the `weight_files`, or None for
-    float32.
+    `dtype` is a dtype of torch, its name, "auto" for the widest one in the first of the `weight_files`, or
+    None for float32.
 
     Raises:
         ValueError: `dtype` is another object or name.
@@ -97,7 +101,8 @@ def dtype_name_of(
     if name == "auto":
         with safe_open(weight_files(directory, variant, stem=stem)[0], framework="numpy") as file:
             saved = {file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118 (it has no iterator)
-        name = next((DTYPES[known] for known in DTYPES if known in saved), "float32")
+        # The first in `DTYPES` is the widest; float32 stands for dtypes that it does not list.
+        name = next((DTYPES[saved_name] for saved_name in DTYPES if saved_name in saved), "float32")
     if name not in DTYPES.values():
         raise ValueError(
             f'got dtype {dtype!r}: give a torch dtype such as torch.bfloat16, its name, "auto" for that of '
@@ -111,7 +116,7 @@ def locate_with_dtype(
 ) -> tuple[Path, str]:
     """Return the directory of a VAE as `locate_vae` does, and the name of its dtype as `dtype_name_of` does.
 
-    `options` are those of the hub, and `torch_dtype`, the older name of `dtype`.
+    `options` are those of the hub, and `torch_dtype`, the older name of `dtype`, which is removed from them.
 
     Raises:
         ValueError: both dtypes are given.
@@ -136,6 +141,7 @@ def read_tensors(files: Iterable[Path]) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _check_safetensors(path: Path) -> None:
+    """Raise `ModelError` unless a safetensors file is complete and has tensors."""
     try:
         with safe_open(path, framework="numpy") as file:
             names = list(file.keys())
@@ -150,7 +156,8 @@ def _check_safetensors(path: Path) -> None:
 def check_loading_info(info: dict[str, Any], source: object) -> None:
     """Raise `ModelError` if loading left a parameter without a value, or a value without a parameter.
 
-    `info` has the lists of names that diffusers returns. The message calls the weights by `source`.
+    `info` has lists of parameters' names under the keys that diffusers uses. The message calls the weights by
+    `source`.
     """
     kinds = {"missing": "missing", "unexpected": "unexpected", "mismatched": "of another shape"}
     for kind, words in kinds.items():

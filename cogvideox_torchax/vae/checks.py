@@ -9,7 +9,7 @@ from cogvideox_torchax.vae.axes import Axes
 from cogvideox_torchax.vae.directions import ENCODE, Direction
 
 FAR = 10
-"""An absolute value that noise around a video in [-1, 1] does not reach, but bytes as floats do."""
+"""A limit of absolute values: a noisy video in [-1, 1] stays below it, and one in [0, 255] does not."""
 
 CONVERT = "to [-1, 1] by cogvideox_torchax.vae.pixels.from_uint8(video, 'float32')"
 
@@ -58,8 +58,9 @@ def check_values(
 ) -> None:
     """Raise `ValueError` for an input with a NaN or Inf; warn of a video far outside [-1, 1].
 
-    `largest` is the input's largest absolute value, if it is known. `find_nonfinite` returns the index of the
-    first NaN or Inf. `first_frame` is the position of the input's first frame in the whole video.
+    `largest` is the input's largest absolute value. It is None for integers and while a program is traced:
+    then nothing is checked. `find_nonfinite` returns the index of the first NaN or Inf. `first_frame` is the
+    position of the input's first frame in the whole video.
     """
     if largest is None:
         return
@@ -70,17 +71,17 @@ def check_values(
         )
     index = None if math.isfinite(largest) else find_nonfinite()
     if index is not None:
-        at = dict(zip(axes, index, strict=True))
+        position = dict(zip(axes, index, strict=True))
         raise ValueError(
-            f"got NaN or Inf in the {direction.takes}: video {at['N']}, frame {at['T'] + first_frame}, "
-            f"channel {at['C']}, row {at['H']}, column {at['W']}; find where they come from "
+            f"got NaN or Inf in the {direction.takes}: video {position['N']}, "
+            f"frame {position['T'] + first_frame}, channel {position['C']}, row {position['H']}, "
+            f"column {position['W']}; find where they come from "
             "(float16 overflows: try bfloat16 or float32)"
         )
 
 
 def integers_refused(direction: Direction, dtype: object) -> ValueError:
     """Return the error for an input of integers, which must be scaled before they are cast to floats."""
-    bytes_to = f"convert 0 to 255 {CONVERT}; encode_stream takes uint8"
-    return ValueError(
-        f"got {direction.takes} of {dtype}: {bytes_to if direction == ENCODE else 'pass floats'}"
-    )
+    for_video = f"convert 0 to 255 {CONVERT}; encode_stream takes uint8"
+    advice = for_video if direction == ENCODE else "pass floats"
+    return ValueError(f"got {direction.takes} of {dtype}: {advice}")

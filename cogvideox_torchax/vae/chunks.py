@@ -1,8 +1,8 @@
-"""The chunks of a video: the frames that go through the network together, and the number that results.
+"""The chunks of a video: which frames go through the network together, and how many frames result.
 
-GroupNorm's statistics span the frames of a chunk, so the chunks affect the result. They are those of
-diffusers' `AutoencoderKLCogVideoX._encode` and `_decode`. Only this file has their rule, and the rule of the
-first frame in temporal resampling.
+GroupNorm's statistics span the frames of a chunk, so the chunks affect the result. The chunks are those of
+diffusers' `AutoencoderKLCogVideoX._encode` and `_decode`. Only this file knows how a video is divided into
+chunks, and when temporal resampling leaves the first frame single.
 """
 
 import itertools
@@ -17,7 +17,10 @@ SAMPLE_FRAMES_A_CHUNK = 8
 
 
 def plan(num_frames: int, frames_a_chunk: int) -> list[range]:
-    """Return the range of frames of each chunk of a video; the first chunk also takes the remainder.
+    """Return the range of frames of each chunk of a video.
+
+    All chunks have `frames_a_chunk` frames, and the first chunk also takes the remainder. A shorter video is
+    one chunk.
 
     Raises:
         ValueError: there are no frames.
@@ -31,12 +34,12 @@ def plan(num_frames: int, frames_a_chunk: int) -> list[range]:
 
 
 def run(step: Step, chunks: Iterable[Any]) -> Iterator[Any]:
-    """Yield the result of each chunk of a video."""
+    """Yield the result of each chunk of a video; each step takes the cache of the step before it."""
     cache = None
     for chunk in chunks:
         result, cache = step(chunk, cache)
         yield result
-        del result  # only the caller has it while the next one is computed
+        del result  # so that the caller may free it while the next result is computed
 
 
 def first_frame_is_alone(frames: int) -> bool:
@@ -49,7 +52,7 @@ def first_frame_is_alone(frames: int) -> bool:
 
 
 def temporal_steps(compression_ratio: float) -> int:
-    """Return how often a model of this temporal compression ratio halves or doubles the frames."""
+    """Return how often a model of this temporal compression ratio halves or doubles the number of frames."""
     return max(int(compression_ratio), 1).bit_length() - 1
 
 

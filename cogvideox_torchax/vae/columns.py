@@ -4,9 +4,10 @@ from jax_kernels.common.columns import WHOLE, Split
 
 
 class OnColumns:
-    """A mixin of modules whose kernels take the sharding of the width, `split`.
+    """A mixin of modules that pass the sharding of the width, `split`, to their kernels.
 
-    It is that of one device. While a copy of the modules is traced for a mesh, the tracing sets it.
+    Its value `WHOLE` stands for one device. A program for a mesh traces a copy of the modules, and sets the
+    `split` of the copy.
     """
 
     split: Split = WHOLE

@@ -7,7 +7,7 @@ from cogvideox_torchax.vae import chunks
 
 
 class Direction(StrEnum):
-    """One of a VAE's two directions, which equals its name, "encode" or "decode".
+    """One of a VAE's two directions: a string, "encode" or "decode", with further attributes.
 
     Attributes:
         takes: the kind of input, "video" or "latents".
@@ -24,6 +24,7 @@ class Direction(StrEnum):
     ENCODE = "encode", "video", "encoder", "in_channels", "num_sample_frames_batch_size"
     DECODE = "decode", "latents", "decoder", "latent_channels", "num_latent_frames_batch_size"
 
+    # Python calls this once for each member, with the values above.
     def __new__(cls, name: str, takes: str, network: str, channels: str, frames: str) -> "Direction":
         member = str.__new__(cls, name)
         member._value_ = name

@@ -1,8 +1,8 @@
 """Tiles that are chosen by the free memory, or after memory has run out.
 
 The TPU compiler has planned the programs of CogVideoX-5b at 480 x 720 in bfloat16 (`cogvideox-torchax plan`).
-The constants below are the bytes of these programs for each pixel of a frame. Other models are estimated in
-proportion to their channels and to the bytes of their numbers.
+The tables below have the bytes that these programs take for each pixel of a frame. Other models are estimated
+in proportion to their channels and to the bytes of their numbers.
 
 In this file, `vae` is the model, `direction` is `ENCODE` or `DECODE`, and `height` and `width` are the size
 of the frames in pixels. `frames` is the number of frames of the whole input, a video or latents, and `scale`
@@ -39,9 +39,9 @@ twentieth more than estimated.
 PLANNED_CHANNELS, PLANNED_ITEMSIZE = 128, 2
 """The planned model's channels at the highest resolution, and the bytes of its numbers."""
 WITHOUT_KERNEL = 2.1
-"""The factor for dtypes other than bfloat16, which do not use the convolution's kernel.
+"""The factor for dtypes other than bfloat16, in which the convolutions do not use their Pallas kernel.
 
-Without the kernel, the plan had 13513 bytes for each pixel of a latent frame to decode.
+Without this kernel, the plan has 13513 bytes for each pixel of a latent frame to decode.
 """
 MARGIN = 0.9
 """The fraction of the free memory that the estimate may take."""
@@ -53,7 +53,7 @@ def parse_tiles(text: str, scale: int) -> tuple[int, int]:
     """Return the height and width in pixels that a text such as "240x360" gives a tile.
 
     Raises:
-        SizeError: the text is another one, or a side is not a multiple of `scale` or is below 2 * `scale`.
+        SizeError: the text has another form, or a side is not a multiple of `scale` or is below 2 * `scale`.
     """
     height, width = parse_size(text, "tiles", multiple=scale, least=SMALLEST_TILE)
     return height, width
@@ -67,15 +67,15 @@ def check_tiling(tiling: str | None, scale: int) -> None:
 
 def estimated_bytes(vae: Any, direction: Direction, height: int, width: int, frames: int) -> int:
     """Return the estimated bytes of a video's largest chunk, without weights, on one device."""
-    longest = max(map(len, direction.chunks(vae, frames)))
+    longest = max(map(len, direction.chunks(vae, frames)))  # frames of the longest chunk
     relative_size = (
         vae.config["block_out_channels"][0] / PLANNED_CHANNELS * vae.dtype.itemsize / PLANNED_ITEMSIZE
     )
     mesh = getattr(vae, "mesh", None)
     devices = 1 if mesh is None else mesh.size
     kernel_factor = 1.0 if runtime.dtype_name(vae.dtype) == "bfloat16" else WITHOUT_KERNEL
-    together = longest - longest % 2
-    temporaries = together * FRAME_BYTES[direction] if together else IMAGE_BYTES[direction]
+    paired_frames = longest - longest % 2  # the first of an odd number of frames is computed alone
+    temporaries = paired_frames * FRAME_BYTES[direction] if paired_frames else IMAGE_BYTES[direction]
     bytes_a_pixel = CACHE_BYTES[direction] + temporaries
     return math.ceil(bytes_a_pixel * relative_size * kernel_factor * height * width / devices)
 
@@ -90,8 +90,8 @@ def fitting_tile(
     whole_bytes = estimated_bytes(vae, direction, height, width, frames)
     if whole_bytes <= MARGIN * free:
         return None
-    # Memory grows with the area, so each side shrinks by the root.
-    shrink, scale = math.sqrt(MARGIN * free / whole_bytes), vae.spatial_compression_ratio
+    shrink = math.sqrt(MARGIN * free / whole_bytes)  # the root, because memory grows with the area
+    scale = vae.spatial_compression_ratio
     return tuple(max(int(side * shrink) // scale, SMALLEST_TILE) * scale for side in (height, width))
 
 
@@ -133,7 +133,7 @@ def tile_of(vae: Any) -> tuple[int, int] | None:
 @contextlib.contextmanager
 def restoring_tiles(vae: Any) -> Iterator[None]:
     """Restore a model's tile settings after the `with` block, which may change them."""
-    attributes = vars(vae).copy()  # at once: another thread may add an attribute
+    attributes = vars(vae).copy()  # a loop over `vars` fails if another thread adds an attribute meanwhile
     saved = {name: attributes[name] for name in attributes if name.startswith(("use_tiling", "tile_"))}
     try:
         yield

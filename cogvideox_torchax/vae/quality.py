@@ -32,7 +32,10 @@ def _similarity(a: np.ndarray, b: np.ndarray, peak: float) -> float:
 
 
 def _window_means(image: np.ndarray) -> np.ndarray:
-    """Return the Gaussian-weighted means of all windows of an image (..., H, W)."""
+    """Return the Gaussian-weighted means of all windows of an image (..., H, W).
+
+    A Gaussian window is the product of its rows and columns, so one axis is averaged after the other.
+    """
     for axis in (-2, -1):
         taps = min(WINDOW, image.shape[axis])
         offsets = np.arange(taps) - (taps - 1) / 2

@@ -1,5 +1,8 @@
 """Streams, slicing and checks of a VAE that runs chunk by chunk, which both builds share.
 
+A piece is a part of a stream's input that its source gives at once: one frame or several. It may be shorter
+or longer than a chunk.
+
 Axis letters: N videos, C channels, T frames, t frames of a chunk, H rows, W columns. Tensors are NCTHW.
 """
 
@@ -26,7 +29,7 @@ Fetch = Callable[[torch.Tensor], torch.Tensor]
 class ChunkedVAE:
     """A mixin that gives a VAE with diffusers' interface its streams and the checks of its inputs.
 
-    The VAE's class has diffusers' attributes, and defines `results`, which runs the chunks.
+    The VAE's class has the attributes of diffusers' class, and defines `results`, which runs the chunks.
     """
 
     config: Any
@@ -110,48 +113,51 @@ class ChunkedVAE:
     def _stream(
         self,
         direction: Direction,
-        given: torch.Tensor | Iterable[torch.Tensor],
+        source: torch.Tensor | Iterable[torch.Tensor],
         num_frames: int | None,
         fetch: Fetch,
         *,
         as_uint8: bool = False,
     ) -> Iterator[torch.Tensor]:
-        """Yield the results of a video, or of an iterable of parts with `num_frames` frames in all.
+        """Check an input, or an iterable of its pieces with `num_frames` frames in all; yield the results.
 
-        Each result is fetched to the host while the next one is computed.
+        Each result is copied to the host while the next one is computed.
         """
-        chunks, size = self._checked_chunks(direction, given, num_frames)
+        chunks, size = self._checked_chunks(direction, source, num_frames)
         return fetched_one_behind(
             self.results(direction, chunks, self._tile_plan(direction, size), as_uint8), fetch
         )
 
     def _checked_chunks(
-        self, direction: Direction, given: torch.Tensor | Iterable[torch.Tensor], num_frames: int | None
+        self, direction: Direction, source: torch.Tensor | Iterable[torch.Tensor], num_frames: int | None
     ) -> tuple[Iterator[torch.Tensor], torch.Size]:
-        """Check a whole input, or an iterable of its pieces; return its chunks, and its (rows, columns)."""
-        name = f"{direction}_stream"  # of the public method, for errors
-        if hasattr(given, "ndim"):  # an array, which must not count as an iterable of frames
-            check_is_tensor(given)
-        if isinstance(given, torch.Tensor):
-            self._check(direction, given, follow_weights=True)
-            if num_frames not in (None, given.shape[2]):
+        """Check a whole input, or an iterable of its pieces; return its chunks, and its (rows, columns).
+
+        Of an iterable the first piece is checked now, and each chunk when it is taken.
+        """
+        name = f"{direction}_stream"  # errors name the public method
+        if hasattr(source, "ndim"):  # an array, which must not count as an iterable of frames
+            check_is_tensor(source)
+        if isinstance(source, torch.Tensor):
+            self._check(direction, source, for_stream=True)
+            if num_frames not in (None, source.shape[2]):
                 raise ValueError(
-                    f"{name} got {given.shape[2]} frames where {num_frames} were announced: leave num_frames "
-                    "out, or cut them"
+                    f"{name} got {source.shape[2]} frames where {num_frames} were announced: leave "
+                    "num_frames out, or cut them"
                 )
-            return frames_of_chunks(self, direction, given), given.shape[3:]
+            return frames_of_chunks(self, direction, source), source.shape[3:]
         if num_frames is None or num_frames < 1:
             raise ValueError(
                 f"{name} got an iterable and num_frames={num_frames}: pass num_frames, how many it gives"
             )
-        iterator = iter(given)
+        iterator = iter(source)
         first = next(iterator, None)
         if first is None:
             raise ValueError(f"{name} got no frames where {num_frames} were announced")
-        self._check(direction, with_time(first), follow_weights=True)  # a piece may be a frame, without time
-        check = functools.partial(self._check, direction, follow_weights=True)
+        self._check(direction, with_time(first), for_stream=True)  # a piece may be a frame, without time
+        check = functools.partial(self._check, direction, for_stream=True)
         plan = direction.chunks(self, num_frames)
-        # `takes` is "video" or "latents", for errors.
+        # Errors call the input by `takes`, "video" or "latents".
         return regrouped_into_chunks(direction.takes, first, iterator, plan, check), first.shape[-2:]
 
     def results(
@@ -161,10 +167,10 @@ class ChunkedVAE:
         plan: tiling.TilePlan | None = None,
         as_uint8: bool = False,
     ) -> Iterator[torch.Tensor]:
-        """Return an iterator over the results of a video's chunks, left on the device.
+        """Return an iterator over the results of a video's chunks, which stay on the device.
 
         `plan` has the tiles of a frame; without it, whole frames run. With `as_uint8` decoded frames are
-        bytes. With slicing, each chunk runs one video at a time.
+        bytes. If the model's slicing is on, each chunk runs one video at a time.
         """
         raise NotImplementedError
 
@@ -176,7 +182,7 @@ class ChunkedVAE:
     def _tile_plan(
         self, direction: Direction, size: torch.Size, *, always: bool = False
     ) -> tiling.TilePlan | None:
-        """Return the tiles of frames of a size (rows, columns), by diffusers' attributes of the model.
+        """Return the tiles of frames of a size (rows, columns), which the model's tiling attributes define.
 
         Without `always`, the result is None if tiling is off or one tile is enough.
         """
@@ -191,16 +197,17 @@ class ChunkedVAE:
         return tiles.plan(direction, size, self.spatial_compression_ratio, always=always)
 
     def _check(
-        self, direction: Direction, x: torch.Tensor, *, follow_weights: bool = False, first_frame: int = 0
+        self, direction: Direction, x: torch.Tensor, *, for_stream: bool = False, first_frame: int = 0
     ) -> None:
         """Raise `ValueError` for an input that the model cannot take.
 
-        With `follow_weights`, which streams pass, a plain tensor is taken for weights on an accelerator too.
+        Streams pass `for_stream`: they take plain tensors for weights on an accelerator too, and videos of
+        bytes. `first_frame` is the position of the first frame of `x` in the whole video, for errors.
         """
         check_is_tensor(x)
         check_shape(direction, tuple(x.shape), NCTHW, self.config, self.spatial_compression_ratio)
-        self._check_place(direction.takes, x, follow_weights)
-        is_stream_of_bytes = follow_weights and direction == ENCODE and x.dtype == torch.uint8
+        self._check_place(direction.takes, x, for_stream)
+        is_stream_of_bytes = for_stream and direction == ENCODE and x.dtype == torch.uint8
         if not is_stream_of_bytes and not x.dtype.is_floating_point:
             raise integers_refused(direction, x.dtype)
         if not is_stream_of_bytes and not self._takes_dtype(x):
@@ -210,14 +217,14 @@ class ChunkedVAE:
         find = functools.partial(runtime.first_nonfinite, x)
         check_values(direction, runtime.largest(x), find, NCTHW, first_frame=first_frame)
 
-    def _check_place(self, name: str, x: torch.Tensor, follow_weights: bool) -> None:
-        """Accept every tensor; a subclass raises `ValueError` for one that is not where the weights are."""
+    def _check_place(self, name: str, x: torch.Tensor, for_stream: bool) -> None:
+        """Accept every tensor; a subclass may raise `ValueError` for one that is not with the weights."""
 
     def _takes_dtype(self, x: torch.Tensor) -> bool:
         return x.dtype == self.dtype
 
 
-INSTEAD = {
+REPLACEMENTS = {
     "ndarray": "torch.from_numpy(...)",
     "AutoencoderKLOutput": "its .latent_dist.mode() or .sample()",
     "DiagonalGaussianDistribution": "its .mode() or .sample()",
@@ -230,8 +237,8 @@ def check_is_tensor(x: Any) -> None:
     """Raise `ValueError` unless an input is a torch tensor."""
     if not isinstance(x, torch.Tensor):
         kind = type(x).__name__
-        instead = INSTEAD.get(kind, "a tensor, or a JAX array to FlaxAutoencoderKLCogVideoX")
-        raise ValueError(f"got {kind} where the model takes a torch tensor: pass {instead}")
+        replacement = REPLACEMENTS.get(kind, "a tensor, or a JAX array to FlaxAutoencoderKLCogVideoX")
+        raise ValueError(f"got {kind} where the model takes a torch tensor: pass {replacement}")
 
 
 def frames_of_chunks(vae: Any, direction: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -241,8 +248,9 @@ def frames_of_chunks(vae: Any, direction: Direction, x: torch.Tensor) -> Iterato
 
 
 def joined(results: Iterator[torch.Tensor], *, on_host: bool) -> torch.Tensor:
-    """Return the results of all chunks as one tensor."""
-    # All chunks are queued before the first is fetched, so that fetching does not delay them.
+    """Return the results of all chunks as one tensor; with `on_host` it is a plain tensor on the host."""
+    # The iterator starts the chunks' computations. All are started before the first result is fetched,
+    # because fetching waits.
     parts = list(results)
     if on_host:
         for part in parts:
@@ -252,7 +260,7 @@ def joined(results: Iterator[torch.Tensor], *, on_host: bool) -> torch.Tensor:
 
 
 def with_time(frames: torch.Tensor) -> torch.Tensor:
-    """Return a frame (N, C, H, W) as a piece (N, C, 1, H, W); a piece is returned unchanged."""
+    """Return a frame (N, C, H, W) as (N, C, 1, H, W), and several frames (N, C, t, H, W) unchanged."""
     return frames[:, :, None] if frames.ndim == 4 else frames
 
 
@@ -263,10 +271,11 @@ def regrouped_into_chunks(
     plan: list[range],
     check: Callable[..., None],
 ) -> Iterator[torch.Tensor]:
-    """Yield the chunks (N, C, t, H, W) of an input that comes in pieces, which may be single frames.
+    """Yield the chunks (N, C, t, H, W) of an input that comes in pieces: `first`, then the `rest`.
 
-    `plan` has the range of frames of each chunk. `check` raises an error for a bad chunk, which it gets with
-    the position of the chunk's first frame. Errors call the input `what`: "video" or "latents".
+    `plan` has the range of frames of each chunk. `check(chunk, first_frame=position)` raises an error for a
+    bad chunk, whose first frame has this position in the input. Errors call the input `what`: "video" or
+    "latents".
 
     Raises:
         ValueError: a piece has another size than the first; there are more or fewer frames than planned.
@@ -277,7 +286,7 @@ def regrouped_into_chunks(
         """Yield each frame (N, C, H, W)."""
         position = 0
         for piece in map(with_time, itertools.chain([first], rest)):
-            # All axes but the frames'; `first` may be a single frame, without that axis.
+            # Compare all axes but the one of frames, which `first` lacks if it is a single frame.
             if (*piece.shape[:2], *piece.shape[3:]) != (*first.shape[:2], *first.shape[-2:]):
                 raise ValueError(
                     f"frame {position} is {tuple(piece.shape)}, the ones before it {tuple(first.shape)}"
@@ -289,11 +298,11 @@ def regrouped_into_chunks(
     for chunk in plan:
         parts = list(itertools.islice(frames, len(chunk)))
         if len(parts) < len(chunk):
-            ended = chunk.start + len(parts)
-            raise ValueError(f"the {what} ended after {ended} frames where {num_frames} were announced")
-        joined = torch.stack(parts, dim=2)
-        check(joined, first_frame=chunk.start)
-        yield joined
+            received = chunk.start + len(parts)
+            raise ValueError(f"the {what} ended after {received} frames where {num_frames} were announced")
+        stacked = torch.stack(parts, dim=2)
+        check(stacked, first_frame=chunk.start)
+        yield stacked
     if next(frames, None) is not None:
         raise ValueError(f"the {what} goes on after the {num_frames} frames that were announced")
 
@@ -302,32 +311,38 @@ def regrouped_into_chunks(
 def fetched_one_behind(results: Iterator[torch.Tensor], fetch: Fetch) -> Iterator[torch.Tensor]:
     """Yield each result on the host; it is copied there while the next one is computed.
 
-    If a result cannot be computed, the result before it is yielded before the error is raised.
+    The next result is therefore started first. If that fails, the result before it is still yielded, and the
+    error is raised afterwards.
     """
-    result, failure = next(results), None
+    result = next(results)
+    failure = None
     runtime.fetch_async(result)
     while result is not None:
-        following = None
+        next_result = None
         try:
-            following = next(results, None)
-            if following is not None:
-                runtime.fetch_async(following)
+            next_result = next(results, None)
+            if next_result is not None:
+                runtime.fetch_async(next_result)
         except Exception as error:
             failure = error
         yield fetch(result)
         if failure is not None:
             raise failure
-        result = following
+        result = next_result
 
 
 def one_video_at_a_time(step: Step) -> Step:
-    """Return a step that runs each video of a chunk alone; its cache is the list of the videos' caches."""
+    """Return a step that runs each video of a chunk alone, by `step`, as diffusers' slicing does.
+
+    Its cache is the list of the videos' caches; for a single video it is the cache of `step` itself.
+    """
 
     def run_each(chunk: torch.Tensor, caches: Any) -> tuple[torch.Tensor, Any]:
         if len(chunk) == 1:
             return step(chunk, caches)
         videos = [runtime.take(chunk, axis=0, start=i, length=1) for i in range(len(chunk))]
-        pairs = [step(*pair) for pair in zip(videos, caches or [None] * len(videos), strict=True)]
-        return runtime.concatenate([result for result, _ in pairs], 0), [cache for _, cache in pairs]
+        caches = caches or [None] * len(videos)  # None at the start of a video
+        outputs = [step(video, cache) for video, cache in zip(videos, caches, strict=True)]
+        return runtime.concatenate([result for result, _ in outputs], 0), [cache for _, cache in outputs]
 
     return run_each

@@ -1,8 +1,8 @@
-"""The plan of tiles and their blending, for torch tensors, JAX and NumPy arrays of either layout.
+"""The plan of tiles and their blending, for torch tensors, JAX and NumPy arrays in any order of axes.
 
 Tiles are cut, run and blended as in diffusers. Diffusers rounds a tile's overlap and its crop separately, so
-its output has the wrong size if the overlap is not a whole number of latent pixels. Here both follow from the
-number of latent pixels from one tile's start to the next.
+its output has the wrong size if the overlap is not a whole number of latent pixels. Here both follow from one
+number, the latent pixels from one tile's start to the next tile's start.
 
 In this file, tiles are given as a list of rows of tiles, and the axis of the width follows `height_axis`.
 """
@@ -28,10 +28,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AxisPlan:
-    """The tiles of one spatial axis, whose `spans` are the (start, stop) of each one in input pixels.
+    """The tiles of one spatial axis.
 
-    The first `blend` pixels of a tile's output are blended with the tile before it. Then the frame takes the
-    first `keep` pixels.
+    Attributes:
+        spans: the (start, stop) of each tile, in pixels of the input.
+        keep: the number of pixels of each tile's output, from its start, that the frame takes after blending.
+        blend: the number of pixels of a tile's output, from its start, that are blended with the tile before.
     """
 
     spans: tuple[tuple[int, int], ...]
@@ -48,9 +50,10 @@ class TilePlan:
 
 
 def tile_groups_of(plan: TilePlan, together: int) -> list[list[tuple[int, int]]]:
-    """Return groups of tiles of one size, which run as one batch; a tile is given as its (row, column).
+    """Return groups of tiles, each tile as its (row, column); the tiles of a group run as one batch.
 
-    A group has `together` tiles. Each tile of a remainder is a group by itself.
+    A group has `together` tiles of one size. If fewer tiles of a size remain, each of these is a group by
+    itself.
     """
     by_size: dict[tuple[int, int], list[tuple[int, int]]] = {}  # tiles by (height, width) in pixels
     for row, (top, bottom) in enumerate(plan.rows.spans):
@@ -58,9 +61,9 @@ def tile_groups_of(plan: TilePlan, together: int) -> list[list[tuple[int, int]]]
             by_size.setdefault((bottom - top, right - left), []).append((row, column))
     groups = []
     for tiles in by_size.values():
-        grouped = len(tiles) // together * together
-        groups += [tiles[first : first + together] for first in range(0, grouped, together)]
-        groups += [[tile] for tile in tiles[grouped:]]
+        remainder = len(tiles) - len(tiles) % together  # the index of its first tile
+        groups += [tiles[first : first + together] for first in range(0, remainder, together)]
+        groups += [[tile] for tile in tiles[remainder:]]
     return groups
 
 
@@ -79,8 +82,8 @@ def plan_axis(size: int, *, tile: int, overlap: float, scale_in: int = 1, scale_
             f"got tiles that overlap by {overlap:.3f} of their size: at least 0 and less than 1 is wanted; "
             "diffusers takes 1/6 of the height and 1/5 of the width"
         )
-    # `step` is the number of latent pixels from a tile's start to the next tile's. The product may be rounded
-    # to just below a whole number, hence 1e-6.
+    # `step` is the number of latent pixels from a tile's start to the next tile's. Without the 1e-6, `int`
+    # would lose a pixel where the product is rounded to just below a whole number.
     step = int(tile * (1 - overlap) + 1e-6)
     if tile < 1 or step < 1:
         smallest = math.ceil(1 / (1 - overlap) - 1e-6)
@@ -99,7 +102,7 @@ class TileSettings:
 
     latent_height: int
     latent_width: int
-    overlap_height: float = 1 / 6
+    overlap_height: float = 1 / 6  # diffusers' defaults
     overlap_width: float = 1 / 5
 
     def plan(
@@ -134,9 +137,10 @@ def tiled_step(
 ) -> Step:
     """Return a step that runs each chunk in tiles, and joins their results, as bytes if `as_uint8`.
 
-    Each group of tiles runs as one batch, by `step`, whose results are floats. A group is a single tile. Only
-    on a mesh whose "dp" does not divide the number of videos it is "dp" tiles. The cache is the list of the
-    groups' caches. `axes` is the order of the chunks' axes, of which the first one has the videos.
+    `step` runs each group of tiles as one batch, and returns floats. A group is a single tile, except on a
+    mesh whose "dp" does not divide the number of videos: there it is "dp" tiles, so that "dp" divides the
+    batch. The cache is the list of the groups' caches. `axes` is the order of the chunks' axes, the first
+    of which has the videos.
     """
     height_axis = axes.index("H")
 
@@ -144,6 +148,7 @@ def tiled_step(
         videos = chunk.shape[0]
         dp = 1 if placement is None else placement.mesh.shape["dp"]
         groups = tile_groups_of(plan, 1 if videos % dp == 0 else dp)
+        # For arrays of JAX, cutting and joining are compiled: each would otherwise be many small programs.
         cut_chunk = _cut_on_jax if isinstance(chunk, jax.Array) else cut
         tiles = cut_chunk(chunk, plan, height_axis)
         outputs: list[list[Any]] = [[None] * len(row) for row in tiles]
@@ -153,7 +158,7 @@ def tiled_step(
             output, cache = step(batch, cache)
             next_caches.append(cache)
             is_alone = len(group) == 1
-            for index, (row, column) in enumerate(group):  # each tile has `videos` entries of the batch
+            for index, (row, column) in enumerate(group):  # the batch has `videos` entries for each tile
                 outputs[row][column] = output if is_alone else arrays.take(output, 0, index * videos, videos)
         join_and_place = _join_on_jax if isinstance(outputs[0][0], jax.Array) else _join_and_place
         return join_and_place(outputs, plan, height_axis, placement, as_uint8), next_caches
@@ -210,12 +215,12 @@ def join(tiles: Sequence[Sequence[Any]], plan: TilePlan, height_axis: int) -> An
     return arrays.concatenate(joined_rows, height_axis)
 
 
-def _blend_edge(before: Any, tile: Any, extent: int, axis: int) -> Any:
-    """Return a tile with its first `extent` pixels along an axis blended with the last ones of `before`.
+def _blend_edge(previous: Any, tile: Any, extent: int, axis: int) -> Any:
+    """Return a tile whose first `extent` pixels along an axis are blended with the last ones of `previous`.
 
-    The weight of the tile begins with 0 and rises linearly.
+    The weight of the tile is 0 at its first pixel and rises linearly.
     """
-    extent = min(before.shape[axis], tile.shape[axis], extent)
+    extent = min(previous.shape[axis], tile.shape[axis], extent)
     if extent == 0:
         return tile
     shape = [1] * len(tile.shape)  # broadcasts over all axes but `axis`
@@ -225,10 +230,10 @@ def _blend_edge(before: Any, tile: Any, extent: int, axis: int) -> Any:
         import torch
 
         weight = torch.as_tensor(weight, device=tile.device)
-    old = _slice_of(before, axis, before.shape[axis] - extent, before.shape[axis])
-    new = _slice_of(tile, axis, 0, extent)
+    previous_edge = _slice_of(previous, axis, previous.shape[axis] - extent, previous.shape[axis])
+    tile_edge = _slice_of(tile, axis, 0, extent)
     # The weights are float32, so a mixture of bfloat16 tiles is float32 too.
-    mixed = old * (1 - weight) + new * weight
+    mixed = previous_edge * (1 - weight) + tile_edge * weight
     mixed = mixed.astype(tile.dtype) if isinstance(tile, np.ndarray | jax.Array) else mixed.to(tile.dtype)
     return arrays.concatenate([mixed, _slice_of(tile, axis, extent, tile.shape[axis])], axis)
 

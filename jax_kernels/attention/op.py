@@ -1,4 +1,4 @@
-"""Scaled dot-product attention for any sequence length, by each platform's own kernel; rotary positions.
+"""Rotary positions, and scaled dot-product attention of any length, by each platform's own kernel.
 
 Axis letters here: N batch, S and K positions of the queries and of the keys, H heads, D channels of a head.
 """
@@ -38,9 +38,10 @@ def attention(
 
     Args:
         q, k, v: any float dtype, the same for all three.
-        scale: factor of the scores before the softmax; None for 1 / sqrt(D), as in torch. Pass ln 2 if the
-            queries are multiplied by their scale times log2(e) already, as `qk_norm_rope` can return them:
-            the TPU's kernel, which computes powers of two, then need not multiply the scores.
+        scale: factor of the scores before the softmax; None for 1 / sqrt(D), as in torch. The TPU's kernel
+            computes powers of two, so it multiplies the scores by `scale` times log2(e). If `qk_norm_rope`
+            has multiplied the queries by log2(e) / sqrt(D) already, pass ln 2: the factor is then 1, and the
+            kernel leaves the multiplication out.
         num_keys: number of real keys, which come first; the keys after them are padding and may hold
             anything. None if all are real.
         implementation: "plain" is XLA's, a block of queries at a time; "transposed" is a Pallas kernel for
@@ -54,7 +55,7 @@ def attention(
         ValueError: shapes that do not fit each other, dtypes that differ, fewer keys than `num_keys`, or an
             unknown implementation.
     """
-    _check(q, k, v, num_keys, implementation)
+    _check_arguments(q, k, v, num_keys, implementation)
     return dispatch(
         attention_on,
         q,
@@ -120,13 +121,14 @@ def apply_rotary(
     cos_SHD = jnp.pad(cos, padding, constant_values=1.0)[:, None]
     sin_SHD = jnp.pad(sin, padding)[:, None]
     # The product of `x` with this matrix, 2 x 2 blocks on the diagonal, has channels (-b, a) for each pair
-    # (a, b), exactly. An axis of two channels would fill a TPU's lanes with padding.
+    # (a, b), exactly. Swapping them along an axis of two channels would fill a TPU's lanes with padding.
     rotation_DD = jnp.asarray(np.kron(np.eye(channels // 2), [[0, 1], [-1, 0]]), x.dtype)
     partners = jnp.einsum("nshd,de->nshe", x, rotation_DD, precision=precision_for(x.dtype))
     return (x.astype(jnp.float32) * cos_SHD + partners.astype(jnp.float32) * sin_SHD).astype(x.dtype)
 
 
-def _check(q: Array, k: Array, v: Array, num_keys: int | None, implementation: str | None) -> None:
+def _check_arguments(q: Array, k: Array, v: Array, num_keys: int | None, implementation: str | None) -> None:
+    # Queries may have another number of positions (axis 1) than keys.
     fits = q.ndim == k.ndim == 4 and (q.shape[0], *q.shape[2:]) == (k.shape[0], *k.shape[2:])
     if not fits or k.shape != v.shape:
         raise ValueError(
@@ -151,7 +153,7 @@ def attention_on(
     num_keys: int,
     implementation: Implementation | None,
 ) -> Array:
-    """Compute `attention` on `target`, over the mesh if there is one."""
+    """Compute `attention` on `target`, split over the mesh if there is one; checks are done."""
     plain, by_kernel, cudnn = (
         functools.partial(form, scale=scale, num_keys=num_keys)
         for form in (xla.plain, tpu.transposed, xla.cudnn)
@@ -177,7 +179,9 @@ def _over_mesh(
 ) -> Array:
     """Run `attend(q, k, v)` on every device for its share of videos, heads and queries, with all keys.
 
-    XLA cannot split a kernel, and would gather its inputs. Split queries are padded to equal shares.
+    XLA cannot split a kernel, and would gather its inputs. The mesh's first axis splits the videos, and its
+    other axes split the heads. An axis that does not divide these splits the queries, which are padded to
+    equal shares.
     """
     videos, queries, heads, _ = q.shape
     first_axis, *other_axes = mesh.axis_names
@@ -185,9 +189,10 @@ def _over_mesh(
     query_axes = [] if video_axis else [first_axis]
     head_axes: list[str] = []
     for axis in other_axes:
-        parts = math.prod(mesh.shape[name] for name in (*head_axes, axis))  # of the heads, with this axis
-        axes = head_axes if heads % parts == 0 else query_axes
-        axes.append(axis)
+        # The number of parts of the heads if this axis splits them too.
+        head_parts = math.prod(mesh.shape[name] for name in (*head_axes, axis))
+        divided_axes = head_axes if heads % head_parts == 0 else query_axes
+        divided_axes.append(axis)
     query_spec = PartitionSpec(video_axis, tuple(query_axes) or None, tuple(head_axes) or None, None)
     key_spec = PartitionSpec(video_axis, None, tuple(head_axes) or None, None)
     # Number of queries that are added for equal shares; their results are cut off.

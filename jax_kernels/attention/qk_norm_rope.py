@@ -1,10 +1,10 @@
-"""Queries, keys and values as the TPU's attention takes them: normed, rotated, scaled, heads first.
+"""The preparation of queries, keys and values for the TPU's attention: norm, rotation, scale, transposition.
 
 Axis letters here: N batch, S positions, C channels of all heads, H heads, D channels of a head.
 
 Rotary positions rotate pairs of channels: (a, b) becomes (a cos - b sin, b cos + a sin). The forms here
-compute each channel as `channel * cos + partner * signed sin`: the partner is the other channel of its pair,
-and the table of sines holds the sign, which is minus for the first channel of a pair.
+compute each channel as `channel * cos + partner * signed_sin`. The partner is the other channel of its pair.
+`signed_sin` is minus the sine for the first channel of a pair, and the sine for the second.
 """
 
 import functools
@@ -22,7 +22,7 @@ from jax_kernels.common.pointwise import check_channels, standardized
 from jax_kernels.common.tiles import BLOCK_BYTES, DTYPES, KERNEL_VMEM, LANES
 
 POSITIONS = 512
-"""Most positions of a block, which a grid step computes."""
+"""Most positions of a block, which one grid step of the kernel computes."""
 
 
 def qk_norm_rope(
@@ -58,7 +58,7 @@ def qk_norm_rope(
         ValueError: channels that `heads` does not divide; a rotation of an odd number of channels; vectors or
             tables that do not fit; a bias without a weight.
     """
-    _check(x, weight, bias, cos, sin, heads)
+    _check_arguments(x, weight, bias, cos, sin, heads)
     tables = () if cos is None or sin is None else (cos, _signed(sin))
     norm = () if weight is None else (weight, jnp.zeros_like(weight) if bias is None else bias)
     return dispatch(qk_norm_rope_on, x, norm, tables, heads=heads, scale=scale, eps=eps)
@@ -90,7 +90,7 @@ def is_supported(x: Float[Array, "N S C"], heads: int) -> bool:
     return x.dtype in DTYPES and x.shape[-1] // heads % 8 == 0
 
 
-def _check(x: Array, weight: Any, bias: Any, cos: Any, sin: Any, heads: int) -> None:
+def _check_arguments(x: Array, weight: Any, bias: Any, cos: Any, sin: Any, heads: int) -> None:
     if x.ndim != 3 or heads < 1 or x.shape[-1] % heads:
         raise ValueError(f"qk_norm_rope got x {x.shape} for {heads} heads: it takes (N, S, H D)")
     channels = x.shape[-1] // heads
@@ -106,6 +106,7 @@ def _check(x: Array, weight: Any, bias: Any, cos: Any, sin: Any, heads: int) -> 
 
 
 def _signed(sin_SD: Array) -> Array:
+    """Return a table of sines with a minus for the first channel of each pair."""
     return jnp.where(jax.lax.iota(jnp.int32, sin_SD.shape[1]) % 2 == 0, -sin_SD, sin_SD)
 
 
@@ -124,8 +125,7 @@ def _xla_form(
         y = standardized(y, eps)
         y = y * weight.astype(jnp.float32) + bias.astype(jnp.float32)
     if tables:
-        # (a cos - b sin, b cos + a sin): the minus is in the table. Tables (S, D) serve all heads.
-        cos, signed_sin = (table[:, None] for table in tables)
+        cos, signed_sin = (table[:, None] for table in tables)  # (S, 1, D): the same for all heads
         partners = jnp.flip(y.reshape(*y.shape[:-1], -1, 2), -1)
         y = y * cos + partners.reshape(y.shape) * signed_sin
     return (y * scale).astype(x.dtype).transpose(0, 2, 3, 1)  # N H D S, as `attention_transposed` takes it
@@ -140,7 +140,10 @@ def _by_kernel(
     scale: float,
     eps: float,
 ) -> Array:
-    """Run the Pallas kernel; channels are the rows of its result, so it takes vectors as columns."""
+    """Run the Pallas kernel.
+
+    The rows of its result are channels. So it takes the norm's vectors as columns, and transposed tables.
+    """
     videos, positions, width = x.shape
     channels = width // heads
     # Positions of a block: as many as `BLOCK_BYTES` hold, in whole tiles of lanes (at least one tile), up to
@@ -174,7 +177,8 @@ def _process_block(x_ref, *other_refs: Any, normed: bool, scale: float, eps: flo
     """
     *operand_refs, y_ref = other_refs
     heads, channels, _ = y_ref.shape
-    norm_refs, table_refs = (operand_refs[:2], operand_refs[2:]) if normed else ([], operand_refs)
+    vectors = 2 if normed else 0  # weight and bias
+    norm_refs, table_refs = operand_refs[:vectors], operand_refs[vectors:]
 
     def process_heads(first_head: Any, count: int) -> None:
         lanes = pl.ds(pl.multiple_of(first_head * channels, LANES), count * channels)
@@ -200,10 +204,10 @@ def _process_block(x_ref, *other_refs: Any, normed: bool, scale: float, eps: flo
 
 
 def _partners(y_HDS: Array) -> Array:
-    """Return `y` with the two channels of each pair swapped; inside the kernel."""
+    """Return `y` with the two channels of each pair swapped; call it inside the kernel."""
     y = y_HDS.reshape(-1, y_HDS.shape[-1])
     channels = y.shape[0]  # of all heads in `y`
     is_first_of_pair = jax.lax.broadcasted_iota(jnp.int32, (channels, 1), 0) % 2 == 0
-    # `roll` takes no negative shift: `channels - 1` is a shift by -1.
+    # `roll` takes no negative shift: it goes around, so `channels - 1` is a shift by -1.
     next_channel, channel_before = pltpu.roll(y, channels - 1, 0), pltpu.roll(y, 1, 0)
     return jnp.where(is_first_of_pair, next_channel, channel_before).reshape(y_HDS.shape)

@@ -1,4 +1,4 @@
-"""Attention and what prepares it in their plainest form: what the fast forms have to equal."""
+"""Attention and the preparation of its inputs in their plainest form, which the fast forms have to equal."""
 
 import math
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 def attention(q, k, v, *, scale=None, num_keys=None):
-    """Compute attention of (N, S, H, D) in float32, leaving out the padding keys from `num_keys` on."""
+    """Compute attention of (N, S, H, D) in float32; keys from `num_keys` on are padding and are left out."""
     q_f32, k_f32, v_f32 = (x.astype(jnp.float32) for x in (q, k[:, :num_keys], v[:, :num_keys]))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     scores = jnp.einsum("nshd,nkhd->nhsk", q_f32, k_f32, precision=jax.lax.Precision.HIGHEST) * scale
@@ -23,7 +23,10 @@ def attention_transposed(q, k, v, *, scale=None, num_keys=None):
 
 
 def qk_norm_rope(x, weight=None, bias=None, cos=None, sin=None, *, heads, scale=1.0, eps=1e-6):
-    """Norm each head, then rotate it, then scale it, in float32: from (N, S, H D) to (N, H, D, S)."""
+    """Norm each head, then rotate it, then scale it, in float32: from (N, S, H D) to (N, H, D, S).
+
+    Without `weight` nothing is normed, and without `cos` nothing is rotated.
+    """
     y = x.astype(jnp.float32).reshape(*x.shape[:2], heads, -1)
     if weight is not None:
         y = (y - y.mean(-1, keepdims=True)) / jnp.sqrt(y.var(-1, keepdims=True) + eps)

@@ -1,15 +1,16 @@
 """Attention on a TPU by a Pallas kernel that holds tokens in the lanes and keys before queries.
 
-It computes `S^T = K Q^T` and `O^T = V^T P^T` of arrays with channels before tokens. So no channels are padded
-to the 128 lanes of a tile, and one product returns the weights `P^T` in the order in which the other takes
-them.
+It computes `S^T = K Q^T` and `O^T = V^T P^T` of arrays with channels before tokens: scores S, weights P and
+the output O. So no channels are padded to the 128 lanes of a tile, and the first product gives the scores in
+the order in which the second one takes the weights.
 
 A key's weight for a query is 2 ** (factor * (score - maximum)). The kernel computes weights for a chunk of
-keys and a strip of queries at a time. It takes the maximum over the first chunk of keys alone, since softmax
-allows any number near the true maximum, and subtracts it inside the product, as more channels of the queries
-that meet ones in the keys: a score goes straight from the matrix unit to the exponential. If the first
-maximum was too far off, the sum of the weights shows it: the kernel then computes that block of queries
-again, with the maximum of all keys.
+keys and a strip of queries at a time. Softmax allows any number near the true maximum, so the kernel takes
+the maximum over the first chunk of keys alone. The product itself subtracts it: minus the maximum is one more
+channel of each query, and each key has a one in this channel. So a score goes straight from the matrix unit
+to the exponential. If the first maximum was too far off, the sum of the weights shows it: the kernel then
+computes that block of queries again, with the maximum of all keys. A second extra channel lowers the scores
+of padding keys.
 
 Axis letters here: B videos and heads, D channels of a head, S and K positions of the queries and of the keys.
 """
@@ -30,13 +31,13 @@ from jax_kernels.common.pointwise import precision_for
 from jax_kernels.common.tiles import DTYPES, LANES, SUBLANES, tile_rows, tiled_sublanes, vmem_limit
 
 QUERIES = 2048, 2304, 2560, 2816
-"""Choices for the queries of a block, in a long sequence: the one with the least padding is taken."""
+"""Choices for the queries in a block of a long sequence: the number with the least padding is taken."""
 
 KEYS = 2560, 3072, 3584
-"""Choices for the keys of a block, which a loop's body attends to."""
+"""Choices for the number of keys in a block; the body of the kernel's loop attends to one block."""
 
 CHUNK, STRIP = 256, 256
-"""Keys (a chunk) and queries (a strip) whose weights are computed at a time."""
+"""The keys of a chunk and the queries of a strip, whose weights are computed at a time."""
 
 STRIPS_AHEAD = 4
 """Pairs of a chunk and a strip whose exponents are computed before the weights of the current pair."""
@@ -45,10 +46,13 @@ CHANNELS = 256
 """Most supported channels of a head."""
 
 KEYS_SHARE = 0.5
-"""Share of VMEM that the keys and values of a head, and of the next one, fetched meanwhile, may take."""
+"""Share of VMEM for the keys and values of a head and of the next head, which are fetched meanwhile."""
 
 LARGEST_SUM = 2.0**100
-"""Largest sum of a query's weights that is trusted, its inverse the smallest; else it is computed again."""
+"""Largest sum of a query's weights that is trusted; the smallest one is its inverse.
+
+With another sum the query's block is computed again.
+"""
 
 PADDING_PENALTY = 2.0**125
 """Amount subtracted from the scores of padding keys, which makes their weights zero."""
@@ -57,12 +61,12 @@ PADDING_PENALTY = 2.0**125
 def is_supported(
     q: Float[Array | jax.ShapeDtypeStruct, "N S H D"], k: Float[Array | jax.ShapeDtypeStruct, "N K H D"]
 ) -> bool:
-    """Return whether the kernel supports such queries and keys.
+    """Return whether the kernel supports these queries and keys.
 
     It needs float32 or bfloat16, heads of at most 256 channels, and keys that fit into VMEM: 130,000 of 64
     bfloat16 channels on a v6e.
     """
-    # Keys and values, of this head and of the next.
+    # Four arrays: the keys and the values of this head and of the next.
     fits = 4 * k.shape[1] * k.shape[3] * k.dtype.itemsize < KEYS_SHARE * vmem_limit()
     return q.dtype in DTYPES and q.shape[-1] <= CHANNELS and fits
 
@@ -77,8 +81,8 @@ def transposed(
 ) -> Float[Array, "N S H D"]:
     """Transpose and pad queries, keys and values, attend by the kernel, and transpose its result back.
 
-    `is_supported` accepts the arrays, and there is at least one real key. XLA drops a transpose after its
-    opposite.
+    `is_supported` accepts the arrays, and there is at least one real key. `attention_transposed` transposes
+    the other way around this call. XLA drops both transpositions.
     """
     videos, queries, heads, channels = q.shape
     padded_channels = tiled_sublanes(channels, q.dtype)  # zeros fill whole tiles
@@ -88,7 +92,9 @@ def transposed(
         jnp.pad(x.transpose(0, 2, 3, 1), padding).reshape(videos * heads, padded_channels, x.shape[1])
         for x in (q, k, v)
     )
-    if scale == 0:  # it would make the penalty of padding keys 0 too; queries of 0 give the same scores
+    if scale == 0:
+        # The scale multiplies the penalty of padding keys too, and would make it 0. Queries of 0 give the
+        # same scores.
         q_BDS, scale = jnp.zeros_like(q_BDS), 1.0
     query_block, key_block = _block_length(queries, QUERIES), _block_length(num_keys, KEYS)
     all_keys = pl.cdiv(num_keys, key_block) * key_block  # the keys that a grid step has, in whole blocks
@@ -107,7 +113,7 @@ def transposed(
         out_specs=query_spec,
         out_shape=jax.ShapeDtypeStruct(q_BDS.shape, q.dtype),
         scratch_shapes=[
-            # Queries, and below them rows that subtract from their scores (`_subtracted_rows`).
+            # Queries, and below them the extra channels that lower scores (`_subtracted_rows`).
             pltpu.VMEM((padded_channels + tile_rows(q.dtype), query_block), q.dtype),
             pltpu.VMEM((padded_channels, query_block), jnp.float32),  # sums of weighted values
             pltpu.VMEM((SUBLANES, query_block), jnp.float32),  # sums of weights
@@ -121,14 +127,15 @@ def transposed(
 
 
 def _block_length(length: int, sizes: tuple[int, ...]) -> int:
-    """Return the one of `sizes` that pads a sequence least, and the largest of equals.
+    """Return the one of `sizes` that pads a sequence of this length least; of several, the largest.
 
-    A sequence no longer than any of `sizes` is one block, of whole chunks or of a tile's lanes.
+    A sequence that is no longer than the smallest of `sizes` is one block, of whole chunks or of one tile's
+    lanes.
     """
     if length <= min(sizes):
         unit = LANES if length <= LANES else CHUNK
         return pl.cdiv(length, unit) * unit
-    # By the padded length; by minus the block, where that is equal.
+    # The least pair wins: of (padded length, minus the block). So the largest of equally good blocks wins.
     return min(sizes, key=lambda block: (pl.cdiv(length, block) * block, -block))
 
 
@@ -137,9 +144,9 @@ def _attend_block(
     k_ref,
     v_ref,
     y_ref,
-    extended_ref,
-    sums_ref,
-    totals_ref,
+    extended_q_ref,
+    value_sums_ref,
+    weight_sums_ref,
     *,
     num_queries,
     num_keys,
@@ -148,19 +155,21 @@ def _attend_block(
 ) -> None:
     """Attend from a block of queries (D, S) to all keys and values (D, K) of a head, `key_block` at a time.
 
-    The result `y_ref` is (D, S). `extended_ref` is memory for the queries and the `_subtracted_rows` below
-    them, `sums_ref` for sums of weighted values, and `totals_ref` (8, S) for eight partial sums of the
-    weights. Padding follows the real queries and keys. `factor` multiplies the scores.
+    The result `y_ref` is (D, S). `extended_q_ref` is memory for the queries and the `_subtracted_rows` below
+    them. `value_sums_ref` (D, S) is memory for sums of weighted values, and `weight_sums_ref` (8, S) for
+    eight partial sums of the weights. Padding follows the real queries and keys. `factor` multiplies the
+    scores.
     """
     channels, query_block = q_ref.shape
     chunk = min(CHUNK, key_block)
     strips = [slice(at, min(at + STRIP, query_block)) for at in range(0, query_block, STRIP)]
-    sums_ref[...] = jnp.zeros_like(sums_ref)
-    totals_ref[...] = jnp.zeros_like(totals_ref)
+    value_sums_ref[...] = jnp.zeros_like(value_sums_ref)
+    weight_sums_ref[...] = jnp.zeros_like(weight_sums_ref)
+    # The first key in place of padding keys: it leaves the maximum over the keys as it is.
     first_keys = _replace_padding(k_ref[:, :chunk], 0, num_keys, k_ref[:, :1])
     for strip in strips:
-        extended_ref[:channels, strip] = q_ref[:, strip]
-        extended_ref[channels:, strip] = _subtracted_rows(first_keys, q_ref[:, strip], factor)
+        extended_q_ref[:channels, strip] = q_ref[:, strip]
+        extended_q_ref[channels:, strip] = _subtracted_rows(first_keys, q_ref[:, strip], factor)
 
     @pl.loop(0, pl.cdiv(num_keys, key_block))
     def _(block: Array) -> None:
@@ -187,57 +196,63 @@ def _attend_block(
             return _replace_padding(v, at, num_keys, 0) if num_keys % key_block else v
 
         def exponents_of(start: int, n: int) -> Array:
-            differences = _product(keys_of(start), extended_ref[:, strips[n]], over=0)  # score - maximum
-            # Queries that are scaled already (`attention`) need no pass.
+            """Return the exponents (keys, queries) of the weights for a chunk's start and a strip's index."""
+            differences = _product(keys_of(start), extended_q_ref[:, strips[n]], over=0)  # score - maximum
+            # The multiplication would take another pass. Queries that are scaled already do without it.
             return differences if factor == 1.0 else differences * factor
 
-        sums = [sums_ref[:, strip] for strip in strips]
-        totals = [totals_ref[:, strip] for strip in strips]
-        # Each chunk's start with each strip's index. The exponents of `STRIPS_AHEAD` pairs wait in a queue,
-        # multiplied before the weights of earlier pairs: so the matrix unit does not wait for weights.
+        value_sums = [value_sums_ref[:, strip] for strip in strips]
+        weight_sums = [weight_sums_ref[:, strip] for strip in strips]
+        # Pairs of a chunk's start and a strip's index. The exponents of a pair are computed `STRIPS_AHEAD`
+        # pairs before its weights, and wait in a queue. So the matrix unit does not wait for weights.
         pairs = list(itertools.product(range(0, key_block, chunk), range(len(strips))))
         waiting = [exponents_of(*pair) for pair in pairs[:STRIPS_AHEAD]]
         for (start, n), later_pair in itertools.zip_longest(pairs, pairs[STRIPS_AHEAD:]):
             if later_pair:
                 waiting.append(exponents_of(*later_pair))
             weights, v = jnp.exp2(waiting.pop(0)), values_of(start)
-            sums[n] = sums[n] + _product(v, weights.astype(v.dtype), over=1)
+            value_sums[n] = value_sums[n] + _product(v, weights.astype(v.dtype), over=1)
             # Eight partial sums of the weights of each query: whole registers are added.
-            totals[n] = totals[n] + weights.reshape(-1, SUBLANES, weights.shape[1]).sum(0)
+            weight_sums[n] = weight_sums[n] + weights.reshape(-1, SUBLANES, weights.shape[1]).sum(0)
         for n, strip in enumerate(strips):
-            sums_ref[:, strip], totals_ref[:, strip] = sums[n], totals[n]
+            value_sums_ref[:, strip] = value_sums[n]
+            weight_sums_ref[:, strip] = weight_sums[n]
 
-    total, weighted = totals_ref[...].sum(0, keepdims=True), sums_ref[...]
-    y_ref[...] = (weighted / total).astype(y_ref.dtype)
+    weight_sum = weight_sums_ref[...].sum(0, keepdims=True)
+    value_sum = value_sums_ref[...]
+    y_ref[...] = (value_sum / weight_sum).astype(y_ref.dtype)
     # Padding queries, after the last real one, may hold anything: their sums are not checked.
     first_query = pl.program_id(1) * query_block
-    is_query = first_query + jax.lax.broadcasted_iota(jnp.int32, total.shape, 1) < num_queries
-    is_trusted = (total > 1 / LARGEST_SUM) & (total < LARGEST_SUM) & (jnp.abs(weighted) < jnp.inf)
-    is_correct = is_trusted | ~is_query
+    is_query = first_query + jax.lax.broadcasted_iota(jnp.int32, weight_sum.shape, 1) < num_queries
+    # All comparisons with NaN are false, so a sum of NaN is not trusted either.
+    is_weight_trusted = (weight_sum > 1 / LARGEST_SUM) & (weight_sum < LARGEST_SUM)
+    is_correct = is_weight_trusted & (jnp.abs(value_sum) < jnp.inf) | ~is_query
 
     attend_again = functools.partial(
-        _attend_again, q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, factor
+        _attend_again, q_ref, k_ref, v_ref, y_ref, value_sums_ref, weight_sums_ref, num_keys, factor
     )
     pl.when(jnp.min(is_correct.astype(jnp.float32)) == 0)(attend_again)
 
 
-def _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, factor) -> None:
+def _attend_again(q_ref, k_ref, v_ref, y_ref, value_sums_ref, weight_sums_ref, num_keys, factor) -> None:
     """Attend from a block of queries with the maximum of `factor * score` over all keys, in two passes.
 
-    The first pass finds the maximum and the sum of weights, and keeps them in `totals_ref`. The second adds
-    the values with weights that are divided by that sum already, so that no sum overflows.
+    The first pass finds the maximum and the sum of weights, and keeps both in the memory `weight_sums_ref`.
+    The second pass divides the weights by that sum before it adds up the weighted values, so that no sum
+    overflows.
     """
     query_block = q_ref.shape[1]
     strip, chunk = min(STRIP, query_block), min(CHUNK, k_ref.shape[1])
-    maximum_ref, total_ref = totals_ref.at[:1], totals_ref.at[1:2]  # one row each
+    maximum_ref, total_ref = weight_sums_ref.at[:1], weight_sums_ref.at[1:2]  # one row each
     maximum_ref[...] = jnp.full_like(maximum_ref, jnp.finfo(jnp.float32).min)
     total_ref[...] = jnp.zeros_like(total_ref)
-    sums_ref[...] = jnp.zeros_like(sums_ref)
+    value_sums_ref[...] = jnp.zeros_like(value_sums_ref)
 
-    def over_scores(visit: Callable[[Any, Any, Array], None]) -> None:
+    def for_each_chunk_of_scores(visit: Callable[[Any, Any, Array], None]) -> None:
         """Call `visit(queries_at, keys_at, scaled)` for each chunk of keys and each strip of queries.
 
-        `scaled` holds the scores times `factor`, and minus infinity for padding keys.
+        `queries_at` and `keys_at` are the slices of their positions. `scaled` (keys, queries) holds the
+        scores times `factor`, and minus infinity for padding keys.
         """
 
         @pl.loop(0, pl.cdiv(num_keys, chunk))
@@ -252,28 +267,32 @@ def _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, fa
                 visit(queries_at, keys_at, jnp.where(is_key, scaled, -jnp.inf))
 
     def update_maximum_and_total(queries_at: Any, _: Any, scaled: Array) -> None:
-        before = maximum_ref[:, queries_at]
-        maximum = jnp.maximum(before, scaled.max(0, keepdims=True))
+        old_maximum = maximum_ref[:, queries_at]
+        maximum = jnp.maximum(old_maximum, scaled.max(0, keepdims=True))
         maximum_ref[:, queries_at] = maximum
         chunk_total = jnp.exp2(scaled - maximum).sum(0, keepdims=True)
-        total_ref[:, queries_at] = total_ref[:, queries_at] * jnp.exp2(before - maximum) + chunk_total
+        # The weights of the chunks before were relative to the old maximum.
+        total_ref[:, queries_at] = total_ref[:, queries_at] * jnp.exp2(old_maximum - maximum) + chunk_total
 
     def add_values(queries_at: Any, keys_at: Any, scaled: Array) -> None:
         weights = jnp.exp2(scaled - maximum_ref[:, queries_at]) / total_ref[:, queries_at]
         v = _replace_padding(v_ref[:, keys_at], keys_at.start, num_keys, 0)
-        sums_ref[:, queries_at] = sums_ref[:, queries_at] + _product(v, weights.astype(v.dtype), over=1)
+        value_sums_ref[:, queries_at] = value_sums_ref[:, queries_at] + _product(
+            v, weights.astype(v.dtype), over=1
+        )
 
-    over_scores(update_maximum_and_total)
-    over_scores(add_values)
-    y_ref[...] = sums_ref[...].astype(y_ref.dtype)
+    for_each_chunk_of_scores(update_maximum_and_total)
+    for_each_chunk_of_scores(add_values)
+    y_ref[...] = value_sums_ref[...].astype(y_ref.dtype)
 
 
 def _subtracted_rows(keys: Array, q: Array, factor: float) -> Array:
-    """Return a tile of rows to put below `q` (channels, queries): they subtract from its scores with keys.
+    """Return a tile of extra channels to put below the queries `q` (D, S), which lower their scores.
 
-    Row 0 is minus each query's maximum score with `keys`, rounded; row 1 is minus `PADDING_PENALTY`. If
-    `factor`, by which scores are multiplied later, is negative, the smallest score is subtracted and the
-    penalty is added.
+    Row 0 is minus each query's maximum score with `keys`, rounded: every key has a one in this channel. Row 1
+    is minus `PADDING_PENALTY`: only padding keys have a one in it. The other rows are zero and fill the tile.
+    If `factor`, by which the scores are multiplied later, is negative, the smallest score is subtracted and
+    the penalty is added.
     """
     scores = _product(keys, q, over=0)
     extreme = scores.max(0, keepdims=True) if factor > 0 else scores.min(0, keepdims=True)
@@ -283,12 +302,16 @@ def _subtracted_rows(keys: Array, q: Array, factor: float) -> Array:
 
 
 def _positions(at: Any, count: int) -> Array:
+    """Return the `count` positions from `at` on, as a row."""
     return at + jax.lax.broadcasted_iota(jnp.int32, (1, count), 1)
 
 
-def _replace_padding(x: Array, at: Any, num_keys: int, other: Array | int) -> Array:
-    """Return a chunk (D, K) from position `at` on, with `other` in place of padding, which may hold NaNs."""
-    return jnp.where(_positions(at, x.shape[1]) < num_keys, x, other)
+def _replace_padding(x: Array, at: Any, num_keys: int, replacement: Array | int) -> Array:
+    """Return keys or values (D, K), the first of which is at position `at`, with padding replaced.
+
+    Padding is from position `num_keys` on. It may hold NaNs, which a weight of zero would not remove.
+    """
+    return jnp.where(_positions(at, x.shape[1]) < num_keys, x, replacement)
 
 
 def _product(a: Array, b: Array, *, over: int) -> Array:

@@ -6,13 +6,16 @@ import jax.numpy as jnp
 from jax_kernels.common.pointwise import precision_for
 
 QUERY_BLOCK = 1024
-"""Queries that the plain form holds scores for at a time."""
+"""Queries whose scores the plain form holds at a time."""
 
 
 def plain(
     q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float, num_keys: int | None = None
 ) -> jax.Array:
-    """Compute attention in XLA, a block of queries at a time: memory holds only one block's scores."""
+    """Compute attention in XLA, a block of queries at a time: memory holds only one block's scores.
+
+    Keys from `num_keys` on are padding and are left out; None if all keys are real.
+    """
     k, v = k[:, :num_keys], v[:, :num_keys]
     length = q.shape[1]
     if length <= QUERY_BLOCK:
@@ -29,7 +32,7 @@ def _plain_block(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.
     scores = jnp.einsum(
         "nshd,nkhd->nhsk", q, k, precision=precision_for(q.dtype), preferred_element_type=jnp.float32
     )
-    weights = jax.nn.softmax(scores * scale, axis=-1)  # float32: only the result is rounded
+    weights = jax.nn.softmax(scores * scale, axis=-1)  # they stay float32: only the result is rounded
     return jnp.einsum(
         "nhsk,nkhd->nshd", weights, v.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
     ).astype(q.dtype)
@@ -53,12 +56,14 @@ def cudnn_supports(q: jax.Array) -> bool:
 
 
 def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float, num_keys: int) -> jax.Array:
+    """Compute attention by cuDNN's kernel, over the first `num_keys` keys; later keys are padding."""
     length = q.shape[1]
-    # The kernel of the gradients takes only even lengths: an odd length gets one more position.
+    # cuDNN's kernel for gradients takes only even lengths: an odd length gets one more position.
     q, k, v = (
         jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0)))
         for x in (q, k[:, :num_keys], v[:, :num_keys])
     )
+    # The number of real keys in each video; None if no key was added above.
     real_keys = None if k.shape[1] == num_keys else jnp.full(k.shape[:1], num_keys, jnp.int32)
     y = jax.nn.dot_product_attention(
         q, k, v, scale=scale, key_value_seq_lengths=real_keys, implementation="cudnn"

@@ -1,8 +1,9 @@
 """Operations on channels alone: matrix products, LayerNorm and its modulation, SiLU and GELU.
 
-Some of them treat the tokens of text and the patches of frames differently. The patches follow the text: they
-begin at the index `first`, which is negative or beyond the tokens on a device whose tokens are all of one
-kind. A gate, scale or shift (N, 2, C) has one vector for a video's text tokens and one for its patches.
+Some of them treat the tokens of text and the patches of frames differently. A video's text tokens come first,
+and its patches begin at the index `first`. On a device whose tokens are all patches `first` is zero or
+negative, and where all are text it is beyond the tokens. A gate, scale or shift (N, 2, C) has one vector for
+a video's text tokens, then one for its patches.
 """
 
 import functools
@@ -34,13 +35,14 @@ def linear(
         weight: (O, I), `x`'s dtype.
         bias: (O,), or None.
         rounded_parts: whether sums are rounded before the bias is added. If the input channels are split over
-            devices, each device then rounds its part of a sum, and they communicate 16 bits instead of 32.
+            devices, each device then rounds its part of a sum, and for bfloat16 the devices exchange numbers
+            of 16 bits instead of 32.
 
     Returns:
         The dtype of `x`.
 
     Raises:
-        ValueError: channels that the weight does not take, a bias of another length.
+        ValueError: channels that the weight does not take, or a bias of another length.
     """
     if x.shape[-1] != weight.shape[1]:
         raise ValueError(f"linear got {x.shape[-1]} channels for a weight that takes {weight.shape[1]}")
@@ -72,7 +74,7 @@ def layer_norm(
         eps: added to the variance.
 
     Returns:
-        The dtype of `x`; statistics and arithmetic are float32 whatever it is.
+        The dtype of `x`; statistics and arithmetic are float32 for every dtype.
 
     Raises:
         ValueError: a weight or bias of another length.
@@ -87,20 +89,20 @@ def layer_norm(
 
 
 def silu(x: Float[Array, "*any"], *, time_axis: int | None = None) -> Float[Array, "*any"]:
-    """Return `x * sigmoid(x)`, float32 inside and rounded once, as in PyTorch; `jax.nn.silu` rounds twice.
+    """Return `x * sigmoid(x)`, computed in float32 and rounded once, as PyTorch does.
 
-    `time_axis` is the axis of the frames. If it is given, a TPU computes a few frames at a time, which saves
-    temporaries; None computes all at once.
+    `jax.nn.silu` would round twice. `time_axis` is the axis of the frames: with it, a TPU computes a few
+    frames at a time, which saves temporaries. None computes all frames at once.
     """
     return dispatch(silu_on, x, time_axis=time_axis)
 
 
 def silu_on(target: Target, x: Array, *, time_axis: int | None) -> Array:
-    runs = [(x,)] if time_axis is None else split_frames(target, x, time_axis=time_axis)
-    # `join_frames` returns a single run as it is: without frames the 0 is not used.
-    return join_frames(
-        [jax.nn.silu(frames.astype(jnp.float32)).astype(x.dtype) for (frames,) in runs], time_axis or 0
-    )
+    if time_axis is None:
+        return jax.nn.silu(x.astype(jnp.float32)).astype(x.dtype)
+    runs = split_frames(target, x, time_axis=time_axis)
+    results = [jax.nn.silu(frames.astype(jnp.float32)).astype(x.dtype) for (frames,) in runs]
+    return join_frames(results, time_axis)
 
 
 def split_linear(
@@ -110,9 +112,9 @@ def split_linear(
     *,
     parts: int,
 ) -> Float[Array, "parts S O/parts"]:
-    """Compute `linear` with its outputs divided into `parts` arrays along a new first axis.
+    """Compute `linear`, and return its outputs O in `parts` equal parts along a new first axis.
 
-    Slices of the outputs of `linear` would be copies.
+    If the parts were sliced from the result of `linear`, XLA would copy each of them.
     """
     return dispatch(split_linear_on, x, weight, _checked_bias("split_linear", weight, bias), parts=parts)
 
@@ -145,17 +147,19 @@ def adaptive_layer_norm(
     first: Int[Array, ""] | int,
     eps: float = 1e-5,
 ) -> Float[Array, "N S C"]:
-    """Return `layer_norm(x) * (1 + scale) + shift` of tokens, in one pass.
+    """Return `layer_norm(x) * (1 + scale) + shift` for each token, in one pass over `x`.
 
     The module's docstring explains `scale`, `shift` and `first`; `weight` and `bias` are the norm's, or None.
-    `eps` is added to the variance. The result has the dtype of `x`; all arithmetic is float32, and rounded
-    once.
+    `eps` is added to the variance. The result has the dtype of `x`; all arithmetic is float32, and its result
+    is rounded once.
 
     Raises:
         ValueError: a weight or bias of another length.
     """
     check_channels("adaptive_layer_norm", x.shape[-1], weight=weight, bias=bias)
-    factor, offset = 1 + scale.astype(jnp.float32), shift.astype(jnp.float32)
+    # With the norm's weight and bias, (y * weight + bias) * (1 + scale) + shift is y * factor + offset.
+    factor = 1 + scale.astype(jnp.float32)
+    offset = shift.astype(jnp.float32)
     if bias is not None:
         offset = offset + factor * bias.astype(jnp.float32)
     if weight is not None:
@@ -166,12 +170,16 @@ def adaptive_layer_norm(
 def adaptive_layer_norm_on(
     target: Target, x: Array, factor: Array, offset: Array, first_patch: Array, *, eps: float
 ) -> Array:
-    """Return `standardized(x) * factor + offset`; `factor` and `offset` are (N, 2, C), like `scale`."""
+    """Return `standardized(x) * factor + offset` for each token.
+
+    `factor` and `offset` (N, 2, C) have one vector for text and one for patches, which begin at the index
+    `first_patch`.
+    """
 
     def plain(x: Array, factor: Array, offset: Array, first_patch: Array) -> Array:
         y = standardized(x.astype(jnp.float32), eps)
         y = y * _token_vectors(factor, x, first_patch) + _token_vectors(offset, x, first_patch)
-        # Written once, rounded: XLA would fuse it into the products that read it, and compute it in each.
+        # Without the barrier XLA would fuse the norm into each product that reads it, and compute it again.
         return jax.lax.optimization_barrier(y.astype(x.dtype))
 
     by_kernel = functools.partial(tpu.adaptive_layer_norm, eps=eps)
@@ -186,13 +194,13 @@ def gated_residual(
     gate: Float[Array, "N 2 C"],
     first: Int[Array, ""] | int,
 ) -> Float[Array, "N S C"]:
-    """Return `x + gate * y` of tokens, in one pass.
+    """Return `x + gate * y` for each token, in one pass.
 
     The module's docstring explains `gate` and `first`. The result has the dtype of `x`; the arithmetic is
     float32.
     """
     total = x.astype(jnp.float32) + _token_vectors(gate.astype(jnp.float32), x, first) * y.astype(jnp.float32)
-    # Written once, rounded: XLA would compute the sum again in the operations that read it.
+    # Without the barrier XLA would compute the sum again in each operation that reads it.
     return jax.lax.optimization_barrier(total.astype(x.dtype))
 
 
@@ -201,10 +209,11 @@ def linear_gelu(
 ) -> Float[Array, "N S O"]:
     """Return `gelu(x weight^T + bias)`; the weight has `x`'s dtype.
 
-    A Pallas kernel on a TPU computes both in one pass and rounds once; XLA's form rounds twice.
+    A Pallas kernel on a TPU computes the product and GELU in one pass and rounds once. The form for XLA
+    rounds after each of them.
 
     Raises:
-        ValueError: channels that the weight does not take, a bias of another length.
+        ValueError: channels that the weight does not take, or a bias of another length.
     """
     return dispatch(linear_gelu_on, x, weight, _checked_bias("linear_gelu", weight, bias))
 
@@ -229,19 +238,20 @@ def gated_linear(
     *,
     transposed: bool = False,
 ) -> Float[Array, "N S O"]:
-    """Return `residual + gate * linear(x, weight, bias)` of tokens; the module explains `gate` and `first`.
+    """Return `residual + gate * linear(x, weight, bias)` for each token.
 
-    On a TPU a Pallas kernel computes this in one pass and rounds once; XLA's operations round twice.
+    On a TPU a Pallas kernel computes this in one pass and rounds once. The form for XLA rounds the product,
+    then the sum.
 
     Args:
         x: (N, S, I), or (N, I, S) if `transposed`.
         weight, bias: as `linear` takes them.
         residual: the tokens that the gated product is added to.
-        gate, first: the factors of the product, and the index of the first patch.
+        gate, first: the factors of the product, and the index of the first patch: see the module's docstring.
         transposed: whether channels of `x` come before its tokens, as `attention_transposed` returns them.
 
     Raises:
-        ValueError: as `linear`.
+        ValueError: see `linear`.
     """
     bias = _checked_bias("gated_linear", weight, bias)
     return dispatch(
@@ -271,7 +281,8 @@ def gated_linear_on(
     def plain(
         x: Array, weight: Array, bias: Array, residual: Array, gate: Array, first_patch: Array
     ) -> Array:
-        # Videos and tokens as one axis: XLA's CPU backend transposes no bfloat16 if an axis has length 1.
+        # Videos and tokens become one axis, because XLA's CPU backend does not transpose bfloat16 that has an
+        # axis of length 1.
         x_SC = (x.swapaxes(1, 2) if transposed else x).reshape(-1, weight.shape[1])
         return gated_residual(residual, linear(x_SC, weight, bias).reshape(residual.shape), gate, first_patch)
 
@@ -281,25 +292,27 @@ def gated_linear_on(
 
 
 def _checked_bias(name: str, weight: Array, bias: Array | None) -> Array:
+    """Return the bias, or zeros in place of None; raise `ValueError` for the op `name` if it does not fit."""
     check_channels(name, weight.shape[0], bias=bias)
     return jnp.zeros(weight.shape[0], weight.dtype) if bias is None else bias
 
 
 def _token_vectors(vectors_N2C: Array, x_NSC: Array, first_patch: Array | int) -> Array:
+    """Return the vector (N, S, C) of each token of `x`: its video's vector for text, or that for patches."""
     is_patch = jnp.arange(x_NSC.shape[1]) >= first_patch
     return jnp.where(is_patch[:, None], vectors_N2C[:, 1:], vectors_N2C[:, :1])
 
 
 @jitted()
 def gelu(x: Float[Array, "*any"]) -> Float[Array, "*any"]:
-    """Compute GELU by its tanh approximation, in float32, rounded once, in a separate pass."""
+    """Compute GELU by its tanh approximation, in float32, and round once."""
     # Without the barrier XLA would compute GELU again for every block of the next matrix product.
     return jax.lax.optimization_barrier(_gelu(x.astype(jnp.float32)).astype(x.dtype))
 
 
 @jax.custom_jvp
 def _gelu(x: jax.Array) -> jax.Array:
-    # With z = `_gelu_inner(x)`, x * (1 + tanh(z)) / 2 is x / (1 + exp(-2 z)): one transcendental function.
+    # With z = `_gelu_inner(x)`, x * (1 + tanh(z)) / 2 equals x / (1 + exp(-2 z)): an exponential, no tanh.
     return x / (1 + jnp.exp(-2 * _gelu_inner(x)))
 
 
@@ -312,7 +325,7 @@ def _gelu_inner(x: jax.Array) -> jax.Array:
 def _gelu_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Return `_gelu(x)` and its tangent.
 
-    JAX's own derivative of the division by 1 + exp(-2 z) would be inf / inf where the exponential overflows.
+    JAX would derive it from the division by 1 + exp(-2 z), and get inf / inf where the exponential overflows.
     """
     (x,), (tangent,) = primals, tangents
     share = jax.nn.sigmoid(2 * _gelu_inner(x))  # GELU is x * share

@@ -43,6 +43,7 @@ def gated_linear(x, weight, bias, residual, gate, first, *, transposed=False):
 
 
 def _in_float32(function, *arrays):
+    """Call a function with the arrays as float32, so that its result is not rounded; None stays None."""
     return function(*(None if array is None else array.astype(jnp.float32) for array in arrays))
 
 

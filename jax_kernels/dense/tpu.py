@@ -1,5 +1,8 @@
 """Operations on channels alone, by Pallas kernels for TPUs.
 
+A video's text tokens come first, and its patches from the index `first_patch` on. Vectors (N, 2, C) are the
+video's vector for text, then that for patches.
+
 Axis letters here: N videos, S tokens, C channels, I and O the channels that a matrix takes and gives.
 """
 
@@ -21,25 +24,26 @@ TOKENS = 512
 """Most tokens of a block."""
 
 ROWS = 16
-"""Tokens that are normed at a time: a tile of bfloat16."""
+"""Tokens that are normed at a time: a tile of bfloat16 has so many sublanes."""
 
 UNROLLED = 4 if tiles.PARTLY_UNROLLED else 1
 """Groups of `ROWS` tokens in a loop's body."""
 
 TOKEN_BLOCKS = 512, 384
-"""Choices for the tokens of a product's block: the one with the least padding is taken."""
+"""Choices for the tokens of a product's block: the number with the least padding is taken."""
 
 UNIT_OUTPUTS = 256
-"""Outputs of a unit, whose epilogue (bias, GELU, gated sum) is computed while the next unit is multiplied.
+"""Outputs of a unit: the outputs that one matrix product in the kernel computes.
 
-Outputs are columns of the result, the channels O; the tokens are its rows.
+Outputs are the channels O of the result. While one unit is multiplied, the kernel computes the epilogue
+(bias, GELU or gated sum) of the unit before it.
 """
 
 MOST_OUTPUTS = 1024
 """Most outputs of a block."""
 
 MOST_PRODUCTS = 2**23
-"""Most inputs times outputs of a loop's body: more compile for minutes."""
+"""Most inputs times outputs of a loop's body: a larger body takes minutes to compile."""
 
 
 def adaptive_layer_norm(
@@ -50,13 +54,13 @@ def adaptive_layer_norm(
     *,
     eps: float,
 ) -> Float[Array, "N S C"]:
-    """Return `standardized(x) * factor + offset`, with float32 vectors (N, 2, C) for text and for patches."""
+    """Return `standardized(x) * factor + offset` for each token; `factor` and `offset` are float32."""
     videos, tokens, width = x.shape
-    # Tokens of a block: all, or as many as fit, at most `TOKENS`, in whole groups of `ROWS`.
+    # The tokens of a block are whole groups of `ROWS`: all tokens, or as many as fit, up to `TOKENS`.
     fitting = tiles.BLOCK_BYTES // (width * x.dtype.itemsize) // ROWS * ROWS
     block = max(ROWS, min(TOKENS, fitting, -(-tokens // ROWS) * ROWS))
-    # Grid indices: n is the video, i the block of tokens. The scalar `first_patch` is prefetched, and is the
-    # last argument of an index map.
+    # Grid indices: n is the video, i the block of tokens. The scalar `first_patch` is prefetched, so Pallas
+    # passes it to each index map as the last argument.
     token_spec = pl.BlockSpec((None, block, width), lambda n, i, _: (n, i, 0))
     vector_spec = pl.BlockSpec((None, 2, width), lambda n, i, _: (n, 0, 0))
     return pl.pallas_call(
@@ -76,7 +80,7 @@ def adaptive_layer_norm(
 
 
 def _norm_block(first_patch_ref, x_ref, factor_ref, offset_ref, y_ref, *, eps: float) -> None:
-    """Norm and modulate a block of tokens, `ROWS` at a time."""
+    """Norm a block of tokens, and apply factor and offset, `ROWS` tokens at a time."""
     block = x_ref.shape[0]
     # The first patch's index, counted from this block's start; the grid is (videos, blocks).
     boundary = first_patch_ref[0] - pl.program_id(1) * block
@@ -120,35 +124,36 @@ def product(
     transposed: bool = False,
     parts: int = 1,
 ) -> Float[Array, "N_parts S outputs"]:
-    """Return `x weight^T + bias`, and the operation after it, in one pass and rounded once.
+    """Return `x weight^T + bias`, or GELU of it, or a gated sum with it, in one pass and rounded once.
 
     Args:
         x: tokens (N, S, I), or (N, I, S) if `transposed`.
         weight, bias: the product's.
-        residual, gate, first_patch: the other arrays of `residual + gate * product`, with the index of the
-            first patch; all of them are given, or none.
-        gelu: whether GELU follows.
+        residual, gate, first_patch: for the gated sum `residual + gate * product`, and the index of the first
+            patch. All three are given, or none.
+        gelu: whether GELU is applied; not with a gate.
         transposed: whether the channels of `x` come before its tokens.
         parts: number of equal parts that O is split into; 1 with a gate.
 
     Returns:
         (N * parts, S, O / parts): the parts of the first video, then those of the second, and so on.
     """
-    gated = [] if residual is None or gate is None else [residual, gate.astype(jnp.float32)]
-    videos, outputs = x.shape[0], weight.shape[0] // parts  # `outputs` of a part
+    gated_operands = [] if residual is None or gate is None else [residual, gate.astype(jnp.float32)]
+    videos = x.shape[0]
+    outputs = weight.shape[0] // parts  # of a part
     inputs, tokens = x.shape[1:] if transposed else (x.shape[2], x.shape[1])
-    # Tokens of a block: the choice with the least padding, of equal ones the larger.
+    # The choice with the least padding; of two equally good ones, the larger.
     block_tokens = min(TOKEN_BLOCKS, key=lambda length: (pl.cdiv(tokens, length) * length, -length))
-    # A unit is the outputs that one product in the kernel computes, for a block of tokens. The last unit may
-    # reach beyond the outputs, where nothing is written, but not into another part: where units do not divide
-    # a part, the part is one unit.
+    # The last unit may reach beyond the outputs, where nothing is written, but not into another part. So if
+    # `UNIT_OUTPUTS` does not divide a part, the part is one unit.
     unit = UNIT_OUTPUTS if parts == 1 or outputs % UNIT_OUTPUTS == 0 else outputs
-    # Outputs of a block: whole units, whose weights, 2 bytes each in two buffers, take half of VMEM at most.
+    # A block has whole units. Its weights, 2 bytes each in two buffers, take half of VMEM at most.
     most_outputs = min(MOST_OUTPUTS, tiles.vmem_limit() // 2 // (4 * inputs))
     block_outputs = unit * tiles.largest_divisor(pl.cdiv(outputs, unit), max(1, most_outputs // unit))
     blocks = pl.cdiv(outputs, block_outputs)  # of a part
-    # Grid indices: j is the block of outputs of all parts, n the video, i the block of tokens. The scalar
-    # index of the first patch comes last.
+    # Grid indices: j is the block of outputs, counted over all parts, n the video, and i the block of tokens.
+    # j is the outermost, so the weights of a block stay in VMEM for all tokens. The prefetched index of the
+    # first patch is the last argument of each index map.
     x_spec = pl.BlockSpec(
         (None, inputs, block_tokens) if transposed else (None, block_tokens, inputs),
         lambda j, n, i, _: (n, 0, i) if transposed else (n, i, 0),
@@ -164,37 +169,48 @@ def product(
     return pl.pallas_call(
         functools.partial(
             _product_block,
-            width=unit,
-            # Units of a loop's body, at most `MOST_PRODUCTS` inputs times outputs.
-            body=tiles.largest_divisor(block_outputs // unit, max(1, MOST_PRODUCTS // inputs // unit)),
+            unit_outputs=unit,
+            # As many as have at most `MOST_PRODUCTS` inputs times outputs together.
+            units_a_body=tiles.largest_divisor(
+                block_outputs // unit, max(1, MOST_PRODUCTS // inputs // unit)
+            ),
             gelu=gelu,
             transposed=transposed,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(parts * blocks, videos, pl.cdiv(tokens, block_tokens)),
-            in_specs=[x_spec, weight_spec, bias_spec, *([y_spec, gate_spec] if gated else [])],
+            in_specs=[x_spec, weight_spec, bias_spec, *([y_spec, gate_spec] if gated_operands else [])],
             out_specs=y_spec,
         ),
         out_shape=jax.ShapeDtypeStruct((videos * parts, tokens, outputs), x.dtype),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",) * 3, vmem_limit_bytes=tiles.vmem_limit()
         ),
-        name="gated_linear" if gated else "linear_gelu" if gelu else "linear",
-    )(boundary.reshape(1), x, weight, bias.astype(jnp.float32)[None], *gated)
+        name="gated_linear" if gated_operands else "linear_gelu" if gelu else "linear",
+    )(boundary.reshape(1), x, weight, bias.astype(jnp.float32)[None], *gated_operands)
 
 
 def _product_block(
-    first_patch_ref, x_ref, weight_ref, bias_ref, *refs, width: int, body: int, gelu: bool, transposed: bool
+    first_patch_ref,
+    x_ref,
+    weight_ref,
+    bias_ref,
+    *refs,
+    unit_outputs: int,
+    units_a_body: int,
+    gelu: bool,
+    transposed: bool,
 ) -> None:
-    """Compute a block of tokens and outputs; a loop's body computes `body` units of `width` outputs.
+    """Compute a block of tokens and outputs, in units of `unit_outputs` outputs.
 
-    The body multiplies a unit before it applies the epilogue (bias, GELU or gated sum) to the unit before, so
-    that the two overlap. `refs` are the residual and the gate, if there is a gated sum, and the result.
+    `refs` are the residual and the gate, if there is a gated sum, then the result. The body of a loop
+    computes `units_a_body` units. It multiplies a unit before it applies the epilogue (bias, GELU or gated
+    sum) to the unit before that, so that the matrix unit and the vector unit work at the same time.
     """
-    *gated, y_ref = refs
+    *gated_refs, y_ref = refs
 
-    def multiplied(outputs: Any) -> Array:
+    def multiply(outputs: Any) -> Array:
         return jax.lax.dot_general(
             x_ref[...],
             weight_ref[outputs, :],
@@ -203,11 +219,12 @@ def _product_block(
         )
 
     def finish(outputs: Any, y: Array) -> None:
+        """Apply the epilogue to the products `y` of a slice of outputs, and write the result."""
         y = y + bias_ref[:, outputs]
         if gelu:
             y = _gelu(y)
-        if gated:
-            residual_ref, gate_ref = gated
+        if gated_refs:
+            residual_ref, gate_ref = gated_refs
             # The first patch's index in this block; the grid's axis 2 has the blocks of tokens.
             boundary = first_patch_ref[0] - pl.program_id(2) * y.shape[0]
             is_patch = jax.lax.broadcasted_iota(jnp.int32, (y.shape[0], 1), 0) >= boundary
@@ -215,17 +232,22 @@ def _product_block(
             y = residual_ref[:, outputs].astype(jnp.float32) + gate * y
         y_ref[:, outputs] = y.astype(y_ref.dtype)
 
-    @pl.loop(0, y_ref.shape[1] // width // body)
+    @pl.loop(0, y_ref.shape[1] // unit_outputs // units_a_body)
     def _(index: Array) -> None:
-        units = [pl.ds(pl.multiple_of((index * body + n) * width, width), width) for n in range(body)]
-        next_product = multiplied(units[0])
+        def outputs_of(unit: int) -> Any:
+            start = (index * units_a_body + unit) * unit_outputs
+            return pl.ds(pl.multiple_of(start, unit_outputs), unit_outputs)
+
+        units = [outputs_of(unit) for unit in range(units_a_body)]
+        product_of_unit = multiply(units[0])
         for unit, next_unit in itertools.pairwise(units):
-            y, next_product = next_product, multiplied(next_unit)
-            finish(unit, y)
-        finish(units[-1], next_product)
+            product_of_next = multiply(next_unit)
+            finish(unit, product_of_unit)
+            product_of_unit = product_of_next
+        finish(units[-1], product_of_unit)
 
 
 def _gelu(x: Array) -> Array:
     """Compute GELU of float32 by its tanh approximation: a TPU has an instruction for tanh."""
-    half, inner = 0.5 * x, math.sqrt(2 / math.pi)
-    return half + half * jnp.tanh(x * (inner + (0.044715 * inner) * (x * x)))
+    half, factor = 0.5 * x, math.sqrt(2 / math.pi)
+    return half + half * jnp.tanh(x * (factor + (0.044715 * factor) * (x * x)))

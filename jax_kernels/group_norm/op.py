@@ -87,7 +87,7 @@ def group_norm_on(
     if weight is not None:
         scale = scale * weight.astype(jnp.float32)
     shift = jnp.zeros_like(mean) if bias is None else jnp.broadcast_to(bias.astype(jnp.float32), mean.shape)
-    if x.ndim != 5:  # no video: neither runs of frames nor a split over devices
+    if x.ndim != 5:  # not a video, so it has neither runs of frames nor a split over devices
         return xla.scaled(target, x, mean, scale, shift, activation=activation, channel_axis=channel_axis)
     x = jnp.moveaxis(x, channel_axis, -1)
     scaled = functools.partial(xla.scaled, activation=activation)
@@ -102,15 +102,15 @@ def group_norm_on(
 def moments(target: Target, x: Float[Array, "N *rest"], *, num_groups: int, channel_axis: int = 1) -> Moments:
     """Return the moments (N, G) of each video's groups of channels, in float32, by one pass over `x`.
 
-    Each column of pixels, along H, is reduced a block of rows at a time, as a sum of squares over all rows
-    would lose digits; then the columns' moments are merged. W may be sharded: devices communicate only merged
-    moments. Once channels are moved last, the third axis from the end is the rows.
+    Each column of pixels, along H, is reduced a block of rows at a time, because a sum of squares over all
+    rows would lose digits. Then the columns' moments are merged. W may be sharded: devices exchange only
+    merged moments.
     """
     x = jnp.moveaxis(x, channel_axis, -1)
-    row_axis = max(1, x.ndim - 3)  # rank 3 has one axis of pixels, taken for the rows
+    row_axis = max(1, x.ndim - 3)  # before columns and channels; in rank 3 the only axis of pixels
     if x.ndim == 5:
         mean, m2 = column_moments(target, x)
-    else:  # no video: neither runs of frames nor a split over devices
+    else:  # not a video, so it has neither runs of frames nor a split over devices
         mean, m2 = (jnp.squeeze(moment, row_axis) for moment in xla.column_moments(x))
     return moments_of_columns(target, mean, m2, x.shape[row_axis], num_groups=num_groups)
 
@@ -119,11 +119,11 @@ def column_moments(
     target: Target, x: Float[Array, "N T H W C"]
 ) -> tuple[Float[Array, "N T W C"], Float[Array, "N T W C"]]:
     """Return mean and M2 of each column of pixels, along H, in float32."""
-    of_runs = [  # the axis of rows has length one
+    moments_of_runs = [  # (mean, M2) of each run of frames, without the axis of rows, whose length is one
         [jnp.squeeze(moment, 2) for moment in map_shards(target, _shard_column_moments, (run,))]
         for (run,) in split_frames(target, x)
     ]
-    means, m2s = zip(*of_runs, strict=True)
+    means, m2s = zip(*moments_of_runs, strict=True)
     return join_frames(means), join_frames(m2s)
 
 
@@ -135,18 +135,20 @@ def moments_of_columns(
     *,
     num_groups: int,
 ) -> Moments:
-    """Merge moments of columns of `length` pixels to those, (N, G), of each video's groups (Chan's formula).
+    """Merge the moments of columns of `length` pixels to moments (N, G) of each video's groups of channels.
 
-    The means are averaged as differences from one of them (`origin`): a float32 sum of many means that are
-    far from zero would lose digits. Channels are the last axis, columns the axis before it; padding columns
-    are left out.
+    `mean` and `m2` have the channels on the last axis, and the columns on the axis before it. Padding columns
+    are left out. The means are averaged as differences from one of them (`origin`), because a float32 sum of
+    many means that are far from zero would lose digits.
     """
     group_shape = num_groups, mean.shape[-1] // num_groups
     mean, m2 = (moment.reshape(*moment.shape[:-1], *group_shape) for moment in (mean, m2))
-    # Now (N, ..., W, G, C / G); all axes but N and G are merged. Moments (N, C) have no axis of columns W.
+    # The moments are now (N, ..., W, G, C / G), and all axes but N and G are merged. Those of an `x` of rank
+    # 3 are (N, G, C / G), without an axis of columns W.
     axes = (*range(1, mean.ndim - 2), mean.ndim - 1)
     column_axis = mean.ndim - 3
     split = target.split if column_axis in axes else WHOLE
+    # It sets the numbers of padding columns to zero, so that sums leave them out.
     without_padding = functools.partial(with_clear_padding, split=split, column_axis=column_axis)
     width = split.real_columns(mean.shape[column_axis])
     # Number of merged columns; padding does not count.
@@ -162,7 +164,7 @@ def moments_of_columns(
 
 
 def _shard_column_moments(target: Target, x_NTHWC: Array) -> tuple[Array, Array]:
-    """Return mean and M2 of a shard's columns, both (N, T, 1, W, C), by the form that suits the frames."""
+    """Return mean and M2 of a shard's columns of pixels, both (N, T, 1, W, C), by the fastest form."""
     if target.uses_pallas and is_large(x_NTHWC) and tpu.is_supported(x_NTHWC):
         return tpu.column_moments(x_NTHWC)
     if target.uses_pallas and is_image_for_tpu(target, x_NTHWC) and tpu.supports_image(x_NTHWC):
@@ -173,7 +175,7 @@ def _shard_column_moments(target: Target, x_NTHWC: Array) -> tuple[Array, Array]
 def scale_and_shift(
     stats: Moments, weight: Float[Array, " C"], bias: Float[Array, " C"], eps: float
 ) -> tuple[Float[Array, "N C"], Float[Array, "N C"]]:
-    """Return GroupNorm as `x * scale + shift` of each channel, in float32."""
+    """Return the scale and the shift of each channel, in float32: GroupNorm is `x * scale + shift`."""
     channels = weight.shape[0]
     scale = per_channel(jax.lax.rsqrt(stats.variance + eps), channels) * weight.astype(jnp.float32)
     return scale, bias.astype(jnp.float32) - per_channel(stats.mean, channels) * scale

@@ -1,4 +1,4 @@
-"""GroupNorm in its plainest form: what the fast forms have to equal."""
+"""GroupNorm in its plainest form, which the fast forms have to equal."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ def group_norm(x, weight, bias, *, num_groups, eps=1e-6, channel_axis=1, activat
     mean = grouped.mean(-1, keepdims=True)
     variance = jnp.square(grouped - mean).mean(-1, keepdims=True)
     y = ((grouped - mean) / jnp.sqrt(variance + eps)).reshape(y.shape)
-    shape = (1, -1) + (1,) * (y.ndim - 2)  # of weight and bias, along the channels
+    shape = (1, -1) + (1,) * (y.ndim - 2)  # of weight and bias, to broadcast over all axes but the channels
     y = y if weight is None else y * weight.astype(jnp.float32).reshape(shape)
     y = y if bias is None else y + bias.astype(jnp.float32).reshape(shape)
     y = jax.nn.silu(y) if activation == "silu" else y

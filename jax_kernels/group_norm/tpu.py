@@ -1,7 +1,7 @@
 """GroupNorm's statistics, on a TPU by a Pallas kernel.
 
-It computes a tile in less time than its bytes take. XLA's own pass takes three times as long as the bytes do
-(v6e, 8 x 480 x 720 x 128: 1.4 ms, against 0.43).
+The kernel computes for less time than HBM takes to send the pixels. The form for XLA takes three times as
+long (estimates for a v6e and 8 x 480 x 720 x 128: 1.4 ms, where sending takes 0.43 ms).
 """
 
 import functools
@@ -24,35 +24,35 @@ from jax_kernels.common.tiles import (
 from jax_kernels.group_norm import xla
 
 COLUMNS = 16
-"""Columns of a grid step."""
+"""Columns that a grid step of the kernel for several frames reads."""
 
 TOGETHER = 4
-"""Columns that a loop reduces together: as many as have their sums in registers."""
+"""Columns that a loop reduces together: the sums of more columns would not stay in registers."""
 
 UNROLLED = 5 if PARTLY_UNROLLED else 1
-"""Rows of a loop's body."""
+"""Rows that a loop's body adds; only one if JAX cannot unroll a loop in part."""
 
 
 def is_supported(x: Float[Array, "N T H W C"]) -> bool:
-    """Return whether the kernels support these activations.
+    """Return whether the kernel for several frames supports these activations.
 
-    They need float32 or bfloat16, and whole tiles of channels. One pixel of each of `COLUMNS` columns, in all
+    It needs float32 or bfloat16, and whole tiles of channels. One pixel of each of `COLUMNS` columns, in all
     frames, and these columns' moments must fit into `BLOCK_BYTES`.
     """
     return fills_tiles(x) and COLUMNS * (_column_bytes(x) + _pixel_bytes(x)) <= BLOCK_BYTES
 
 
 def _pixel_bytes(x: Array) -> int:
-    """Return a cautious bound of the bytes of VMEM that one pixel takes: all videos and frames, twice.
+    """Return a cautious bound of the bytes of VMEM that one pixel takes: in all videos and frames, twice.
 
-    A smaller bound would give larger blocks, whose times are not known.
+    A grid step reads a single video, but a smaller bound would give larger blocks, whose times are not known.
     """
     videos, length, _, _, channels = x.shape
     return 2 * videos * tiled_sublanes(length, x.dtype) * channels * x.dtype.itemsize
 
 
 def _column_bytes(x: Array) -> int:
-    """Return the bytes of VMEM that one column takes besides its pixels: mean, M2 and origin, in float32."""
+    """Return a bound of the VMEM that a column takes besides its pixels: mean, M2 and origin, in float32."""
     videos, length, _, _, channels = x.shape
     return 3 * videos * tiled_sublanes(length, jnp.dtype(jnp.float32)) * channels * 4
 
@@ -61,7 +61,7 @@ def _block_shape(x: Array) -> tuple[int, int]:
     """Return the numbers of rows, which divide the height, and of columns that a grid step reads."""
     height, width = x.shape[2:4]
     columns = min(COLUMNS, width)
-    # A column takes bytes for its moments, and for its pixels, one in each row.
+    # Of its share of `BLOCK_BYTES`, a column needs some for its moments; the rest holds a pixel of each row.
     fitting_rows = (BLOCK_BYTES // columns - _column_bytes(x)) // _pixel_bytes(x)
     return largest_divisor(height, fitting_rows), columns
 
@@ -74,7 +74,7 @@ def _column_moments(
     rows, columns = _block_shape(x)
     column_shape = (columns, length, channels)
     results = pl.pallas_call(
-        functools.partial(_moments, blocks=height // rows),
+        functools.partial(_add_block, blocks=height // rows),
         grid=(videos, -(-width // columns), height // rows),
         in_specs=[
             pl.BlockSpec((None, rows, *column_shape), lambda video, column, row: (video, row, column, 0, 0))
@@ -82,11 +82,12 @@ def _column_moments(
         out_specs=[pl.BlockSpec((None, *column_shape), lambda video, column, row: (video, column, 0, 0))] * 2,
         # Declared in HBM: XLA would copy small results into VMEM and back.
         out_shape=[pltpu.HBM((videos, width, length, channels), jnp.float32)] * 2,
-        scratch_shapes=[pltpu.VMEM(column_shape, jnp.float32)],  # an origin, a typical value of each column
+        scratch_shapes=[pltpu.VMEM(column_shape, jnp.float32)],  # the origins: a typical value of each column
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         name="column_moments",
     )(x.transpose(0, 2, 3, 1, 4))  # N H W T C: frames are in the sublanes of a tile
-    mean, m2 = (moment.swapaxes(1, 2)[:, :, None] for moment in results)  # frames first, an axis of one row
+    # From (N, W, T, C) to (N, T, 1, W, C).
+    mean, m2 = (moment.swapaxes(1, 2)[:, :, None] for moment in results)
     return mean, m2
 
 
@@ -114,8 +115,8 @@ def _image_moments(
     videos, _, height, width, channels = x.shape
     block_rows = _image_rows_of_step(x)
     mean, m2 = pl.pallas_call(
-        # `together`: columns in a loop's body. A column is in one sublane: `SUBLANES` fill a register.
-        functools.partial(_moments, blocks=height // block_rows, together=TOGETHER * SUBLANES),
+        # In an image a column is in one sublane, and `SUBLANES` columns fill a register.
+        functools.partial(_add_block, blocks=height // block_rows, together=TOGETHER * SUBLANES),
         grid=(videos, 1, height // block_rows),  # the 1: a block has all columns
         in_specs=[
             pl.BlockSpec((None, block_rows, width, channels), lambda video, _, block: (video, block, 0, 0))
@@ -132,11 +133,12 @@ def _image_moments(
 image_moments = with_derivatives_of(xla.column_moments, _image_moments)
 
 
-def _moments(x_ref, mean_ref, m2_ref, origin_ref, *, blocks: int, together: int = TOGETHER) -> None:
-    """Add a block of rows, (rows, columns, T, C), to the moments (columns, T, C) of each of its columns.
+def _add_block(x_ref, mean_ref, m2_ref, origin_ref, *, blocks: int, together: int = TOGETHER) -> None:
+    """Add a block of rows (rows, columns, T, C) to the moments (columns, T, C) of its columns.
 
-    Sums are of differences from a typical value of each column, in `origin_ref`, against cancellation. Until
-    the last of `blocks` blocks `mean_ref` has means less the origins. A loop's body has `together` columns.
+    An image has no axis T. The sums are of differences from a typical value of each column, the origin in
+    `origin_ref`, because sums of large values would lose digits. Until the last of `blocks` blocks is added,
+    `mean_ref` has the means less the origins. A loop reduces `together` columns at a time.
     """
     # The grid is (videos, blocks of columns, blocks of rows). `pl.num_programs` could be wrong: JAX 0.11
     # reuses a kernel's trace for blocks of the same shapes, even in a grid of another size.
@@ -154,7 +156,7 @@ def _moments(x_ref, mean_ref, m2_ref, origin_ref, *, blocks: int, together: int 
         columns = slice(column, column + together)
         origin = origin_ref[columns]
 
-        # The loop's variables are bound as defaults.
+        # `columns` and `origin` change from iteration to iteration: the defaults bind their values.
         def add_row(row: Array, total: Array, columns=columns, origin=origin) -> Array:
             return total + (x_ref[row, columns].astype(jnp.float32) - origin)
 

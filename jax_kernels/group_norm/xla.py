@@ -13,8 +13,8 @@ from jax_kernels.common.pointwise import Activation, activate
 ROWS = 64
 """Most rows of a column that are summed together.
 
-float32 sums of squares keep the digits of so many, wherever their outliers lie, and the kept moments of each
-block are a small part of its pixels.
+A float32 sum of so many squares loses no digits that matter, wherever outliers lie, and the moments of a
+block take little memory beside its pixels.
 """
 
 
@@ -43,14 +43,14 @@ def merge(a: Moments, b: Moments) -> Moments:
 
 
 def median_of_three(first: Array, middle: Array, last: Array) -> Array:
-    """Return the element-wise median: of three pixels of a column it is close to most of its pixels."""
+    """Return the element-wise median; that of three pixels of a column is close to most of the column."""
     return jnp.maximum(jnp.minimum(first, last), jnp.minimum(jnp.maximum(first, last), middle))
 
 
 def merge_equal(parts: Moments, axis: int) -> Moments:
-    """Merge the moments of parts of equal count, which are along `axis`, by Chan's formula, all at once.
+    """Merge the moments of parts of equal count, which lie along `axis`, all at once by Chan's formula.
 
-    The means are averaged as differences from the first one, so that a sum of many loses no digits.
+    The means are averaged as differences from the first mean, so that a sum of many means loses no digits.
     """
     origin = jax.lax.slice_in_dim(parts.mean, 0, 1, axis=axis)
     offset = jnp.mean(parts.mean - origin, axis, keepdims=True)
@@ -70,19 +70,23 @@ def column_moments(x: Array) -> tuple[Array, Array]:
     # The fewest blocks of at most `ROWS` rows, as equal as possible; -(-a // b) rounds a / b up.
     blocks = max(1, -(-height // ROWS))
     block_rows = -(-height // blocks)
-    in_full_blocks = height // block_rows * block_rows  # rows; the remainder is a smaller block
-    origin = _typical_row(x, axis)  # a value close to most of a column's: subtracted against cancellation
-    full_blocks = jax.lax.slice_in_dim(x, 0, in_full_blocks, axis=axis)
+    full_rows = height // block_rows * block_rows  # rows in full blocks; the remainder is a smaller block
+    origin = _typical_row(x, axis)  # subtracted from the means, because sums of large numbers lose digits
+    full_blocks = jax.lax.slice_in_dim(x, 0, full_rows, axis=axis)
     moments = _block_moments(full_blocks, origin, axis, block_rows)
-    if height > in_full_blocks:
-        remainder = jax.lax.slice_in_dim(x, in_full_blocks, height, axis=axis)
-        moments = merge(moments, _block_moments(remainder, origin, axis, height - in_full_blocks))
+    if height > full_rows:
+        remainder = jax.lax.slice_in_dim(x, full_rows, height, axis=axis)
+        moments = merge(moments, _block_moments(remainder, origin, axis, height - full_rows))
     # The moments are those of `x - origin`.
     return origin + jnp.expand_dims(moments.mean, axis), jnp.expand_dims(moments.m2, axis)
 
 
 def _typical_row(x: Array, axis: int) -> Array:
-    """Return the median of three pixels of each column: it affects results only by rounding."""
+    """Return the median of three pixels of each column, in float32.
+
+    It is subtracted before sums and added again. So it changes results only by rounding, and needs no
+    gradient.
+    """
     height = x.shape[axis]
     rows = (jax.lax.slice_in_dim(x, row, row + 1, axis=axis) for row in (0, height // 2, height - 1))
     return jax.lax.stop_gradient(median_of_three(*rows).astype(jnp.float32))
@@ -91,11 +95,12 @@ def _typical_row(x: Array, axis: int) -> Array:
 def _block_moments(x: Array, origin: Array, axis: int, block_rows: int) -> Moments:
     """Return the moments of `x - origin` along `axis`, merged from those of blocks of `block_rows` rows.
 
-    A block's sums are of differences from a typical row of its own (`shift`), against cancellation.
+    Within a block the sums are of differences from the block's own typical row, `shift`, because the sums of
+    large values and of their squares would lose digits.
     """
     blocks = x.shape[axis] // block_rows
     x = x.reshape(*x.shape[:axis], blocks, block_rows, *x.shape[axis + 1 :])
-    row_axis = axis + 1  # `axis` is that of blocks now
+    row_axis = axis + 1  # `axis` is the axis of blocks now
     shift = _typical_row(x, row_axis)
     shifted = x.astype(jnp.float32) - shift
     # One reduction to the sums of values and of squares (index 0 and 1 of its pairs): two reductions would
@@ -120,13 +125,14 @@ def scaled(
     activation: Activation | None,
     channel_axis: int = -1,
 ) -> Array:
-    """Return `activation((x - mean) * scale + shift)`: GroupNorm's second pass.
+    """Return `activation((x - mean) * scale + shift)`: GroupNorm's second pass over `x`.
 
-    Padding columns of the result are zero. Columns are the last axis that is not the channels'.
+    Padding columns of the result are zero. The columns are the last axis of `x` besides the channels.
     """
     channel_axis = channel_axis % x.ndim
 
     def along_channels(coefficient_NC: Array) -> Array:
+        """Return a coefficient of each video and channel, to broadcast over the other axes of `x`."""
         shape = [1] * x.ndim
         shape[0], shape[channel_axis] = coefficient_NC.shape
         return coefficient_NC.reshape(shape)

@@ -1,4 +1,8 @@
-"""Up- and downsamplers: a factor of two in space by a 2-D convolution, in time where asked."""
+"""Up- and downsampling by two: of rows and columns by a 2-D convolution, and of frames if the caller asks.
+
+A run is a group of frames that a TPU computes together. An image is a single frame, and a band some of its
+rows.
+"""
 
 import functools
 from collections.abc import Callable
@@ -32,7 +36,7 @@ from jax_kernels.conv3d.xla import add_bias_and_residual
 from jax_kernels.resample import upsampled, xla
 
 OVERLAP = 1
-"""Rows of its neighbours that a band of an image has above and below: as far as a 3 x 3 kernel sees."""
+"""Rows of the next bands that a band of an image has above and below: as far as a 3 x 3 kernel sees."""
 
 
 def upsample(
@@ -46,9 +50,8 @@ def upsample(
 ) -> Float[Array, "N T2 2*H 2*W O"]:
     """Double rows and columns (nearest), with `expand_time` frames too, then convolve every frame in 2-D.
 
-    XLA doubles frames after the convolution, since doubled frames would be convolved twice with the same
-    result. On a TPU one Pallas kernel upsamples and convolves, if it supports the frames
-    (`upsampled.is_supported`).
+    The form for XLA doubles the frames after the convolution, because two equal frames would be convolved
+    with the same result. On a TPU one Pallas kernel upsamples and convolves, if it supports the frames.
 
     Args:
         x: the activations.
@@ -81,7 +84,7 @@ def upsample_on(
 ) -> Array:
 
     def upsample_run(frames: Array, expand_time: bool, first_frame_alone: bool) -> Array:
-        """Upsample a run on each device; the flags are this run's, and may differ among runs."""
+        """Upsample a run on each device; the flags are the run's, which may differ from those of the op."""
         by_xla = functools.partial(_by_xla, expand_time=expand_time, first_frame_alone=first_frame_alone)
         form = _kernel_for(target, frames, kernel, expand_time, first_frame_alone) or by_xla
         return map_shards(target, form, (frames,), (kernel, bias))
@@ -92,21 +95,25 @@ def upsample_on(
 def _split_and_resample(
     target: Target, resample: Callable[..., Array], x: Array, in_time: bool, first_frame_alone: bool
 ) -> Array:
-    """Resample frames in runs: `resample(frames, in_time, first_frame_alone)` returns the result of one."""
-    # `split_frames` makes the first frame a run by itself if their number is odd. That suits only an odd
-    # number with a single first frame, and an even number without: else all frames are one run.
+    """Resample the frames of `x` in runs, and join the results.
+
+    `resample(frames, in_time, first_frame_alone)` returns the result of one run. `in_time` says whether
+    frames are doubled, or averaged in pairs.
+    """
+    # `split_frames` makes the first of an odd number of frames a run by itself. That is right only if
+    # `first_frame_alone` is true for an odd number and false for an even one: else all frames are one run.
     runs = [run for (run,) in split_frames(target, x)] if x.shape[1] % 2 == first_frame_alone else [x]
     if len(runs) == 1:
         return resample(x, in_time, first_frame_alone)
-    # A run of one frame is the single first frame, which is not resampled in time. All other runs have whole
-    # pairs of frames: `first_frame_alone` is False.
+    # A run of one frame is the first frame, which is not resampled in time. All other runs have whole pairs
+    # of frames, so `first_frame_alone` is False for each of them.
     return join_frames([resample(run, in_time and run.shape[1] > 1, False) for run in runs])
 
 
 def _kernel_for(
     target: Target, x: Array, kernel: Array, expand_time: bool, first_frame_alone: bool
 ) -> Callable[..., Array] | None:
-    """Return the function that upsamples these frames by the Pallas kernel, or None if it cannot."""
+    """Return the function that upsamples these frames by the Pallas kernel; None if the kernel cannot."""
     if not target.uses_pallas:
         return None
     shard = target.split.shard_of(x)
@@ -126,9 +133,9 @@ def _bands_of(image: jax.ShapeDtypeStruct, kernel: Array, pixels: int) -> int | 
     `image` may be a shard; `pixels` counts the whole image's.
     """
     videos, _, height, columns, channels = image.shape
-    even_height = height + height % 2  # as `_image_by_kernel` pads it
+    even_height = height + height % 2  # `_image_by_kernel` pads an odd height
     for bands in upsampled.FRAMES:  # the numbers of frames that the kernel supports, the largest first
-        # Above and below its rows a band has `OVERLAP` rows of its neighbours, or zeros.
+        # A band also has `OVERLAP` rows of the next bands, or zeros, above and below.
         rows = even_height // bands + 2 * OVERLAP
         frames = jax.ShapeDtypeStruct((videos, bands, rows, columns, channels), image.dtype)
         fits = even_height % bands == 0
@@ -138,48 +145,53 @@ def _bands_of(image: jax.ShapeDtypeStruct, kernel: Array, pixels: int) -> int | 
 
 
 def _by_kernel(target: Target, x: Array, kernel: Array, bias: Array | None, *, expand_time: bool) -> Array:
+    """Upsample whole frames, or a shard of them, by the Pallas kernel."""
     split = target.split
     bias = jnp.zeros(kernel.shape[-1:], kernel.dtype) if bias is None else bias
-    # The neighbours' columns (left, right) of the shard; None for a whole frame, which has zeros beside it.
+    # The columns (left, right) of the neighbouring shards; None for a whole frame, which has zeros beside it.
     beside = neighbours_of(split, x, 1) if split.has_neighbours else None
-    # Number of the result's columns before its padding; the result has twice the width of `x`.
+    # The result has twice the width of `x`, and its columns from `true_width` on are padding.
     true_width = split.real_columns_here(2 * x.shape[3]) if split.is_padded else None
     return upsampled.upsampled(x, kernel, bias, beside, true_width, expand_time)
 
 
 def _image_by_kernel(target: Target, x: Array, kernel: Array, bias: Array | None, *, bands: int) -> Array:
-    """Upsample an image by the Pallas kernel: it needs several frames, so bands of rows are passed as frames.
+    """Upsample an image by the Pallas kernel, which needs several frames: each of `bands` bands is a frame.
 
-    XLA takes 52 s to compile its own convolution of 120 x 180 x 512, and 3 s for this.
+    XLA takes 52 s to compile its own convolution of 120 x 180 x 512, and 3 s to compile this function.
     """
     height = x.shape[2]
     # An odd number of rows is padded with a row of zeros, which the convolution sees below an image anyway.
     even = jnp.pad(kernel_layout(x), [(0, 0), (0, 0), (0, height % 2), (0, 0), (0, 0)])
     y = _by_kernel(target, split_bands(even, OVERLAP, bands), kernel, bias, expand_time=False)
-    # The rows by which bands overlap are doubled too.
+    # The rows by which bands overlap are doubled too; the results of the row of zeros are cut off.
     return kernel_layout(join_bands(y, 2 * OVERLAP)[:, :, : 2 * height])
 
 
 def _by_xla(
     target: Target, x: Array, kernel: Array, bias: Array | None, *, expand_time: bool, first_frame_alone: bool
 ) -> Array:
+    """Double pixels, convolve them by XLA, and double the results' frames if `expand_time`."""
     # Rows and columns of zeros on each side, which keep the doubled size.
     zero_rows, zero_columns = kernel.shape[0] // 2, kernel.shape[1] // 2
-    # Both forms give the same. On a TPU the first is faster for several frames, as a tile then holds frames
-    # and channels.
+    # Both ways to double pixels give the same. On a TPU the tiles hold frames and channels, and doubling the
+    # outer axes is faster if there are several frames.
     tiles_of_frames = target.on_tpu and x.shape[1] > 1
     doubled = xla.double_pixels_as_outer_axes(x) if tiles_of_frames else xla.double_pixels(x)
 
     def convolve(columns: Array, taps: Array, padding: tuple[int, int]) -> Array:
+        """Convolve the shard's columns, or a neighbour's, with so many zeros (left, right)."""
         return conv_frames(columns, taps, padding=((zero_rows, zero_rows), padding))
 
     y = convolve(doubled, kernel, (zero_columns, zero_columns))
     y = add_from_neighbours(target.split, y, doubled, kernel, convolve)
     y = with_clear_padding(add_bias_and_residual(y, bias).astype(x.dtype), target.split)
-    alone, length = int(first_frame_alone), x.shape[1]  # `alone` frames stay single
+    alone = int(first_frame_alone)  # the number of frames that stay single
+    length = x.shape[1]
     if not expand_time or length == alone:
         return y
-    return select_frames(target, y, [*range(alone), *(t for t in range(alone, length) for _ in range(2))])
+    each_twice = [frame for frame in range(alone, length) for _ in range(2)]
+    return select_frames(target, y, [*range(alone), *each_twice])
 
 
 def downsample(
@@ -191,13 +203,13 @@ def downsample(
     first_frame_alone: bool = False,
     split: Split = WHOLE,
 ) -> Float[Array, "N T2 H2 W2 O"]:
-    """Average pairs of frames if `compress_time`, then convolve with stride 2, zero-padded below and right.
+    """Average pairs of frames if `compress_time`, then convolve with stride 2, padded below and right.
 
     Args:
         x: the activations.
         kernel: (3, 3, I, O), `x`'s dtype.
         bias: (O,), or None.
-        compress_time: whether pairs of frames are averaged.
+        compress_time: whether the number of frames is halved, by the mean of each pair.
         first_frame_alone: whether the first frame stays single, and pairs begin after it.
         split: the sharding of columns.
 
@@ -239,6 +251,7 @@ def downsample_on(
 ) -> Array:
 
     def downsample_run(frames: Array, compress_time: bool, first_frame_alone: bool) -> Array:
+        """Downsample a run on each device; the flags are the run's, which may differ from those of the op."""
         downsample_shard = functools.partial(
             _downsample_shard, compress_time=compress_time, first_frame_alone=first_frame_alone
         )
@@ -258,17 +271,18 @@ def _downsample_shard(
 ) -> Array:
     if compress_time and x.shape[1] > int(first_frame_alone):  # a single first frame has no pair
         x = average_pairs(target, x, first_frame_alone=first_frame_alone)
-    # As one matrix product of all 3 x 3 windows (patches), which XLA compiles faster for an image on a TPU.
+    # For an image on a TPU, XLA compiles one matrix product of all 3 x 3 windows (patches) faster than a
+    # convolution.
     by_patches = is_image_for_tpu(target, x) and xla.suits_patches(x)
-    halve = xla.downsampled_sums_by_patches if by_patches else xla.downsampled_sums
-    y = halve(x, kernel, (0, 1))  # a column of zeros on the right, as diffusers pads
+    convolve = xla.downsampled_sums_by_patches if by_patches else xla.downsampled_sums
+    y = convolve(x, kernel, (0, 1))  # a column of zeros on the right, as diffusers pads
     if target.split.has_neighbours:
         if x.shape[3] % 2:
             raise ValueError(
                 f"downsample got shards of {x.shape[3]} columns: over several an even number is needed"
             )
-        # The last window's third column is the right neighbour's first; no window reaches to the left. `y`
-        # has a zero in its place.
-        _, right = neighbours_of(target.split, x, 1)
-        y = add_columns(y, halve(right, kernel[:, 2:], (0, 0)), at=y.shape[3] - 1)
+        # The third column of the last windows is the right neighbour's first column, in whose place `y` has
+        # counted zeros. No window reaches to the left.
+        _left, right = neighbours_of(target.split, x, 1)
+        y = add_columns(y, convolve(right, kernel[:, 2:], (0, 0)), at=y.shape[3] - 1)
     return with_clear_padding(add_bias_and_residual(y, bias).astype(x.dtype), target.split)

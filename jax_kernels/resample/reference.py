@@ -1,4 +1,4 @@
-"""Up- and downsampling in their plainest form: what the fast forms have to equal."""
+"""Up- and downsampling in their plainest form, which the fast forms have to equal."""
 
 import jax
 import jax.numpy as jnp

@@ -1,17 +1,18 @@
 """Upsampling by two in space (nearest), a 3 x 3 convolution and its bias in one Pallas kernel, for TPUs.
 
 The kernel stores only the result in HBM, no other doubled array. It multiplies a pixel by each of the nine
-taps once, and adds the products to the four pixels that it becomes: a quarter of the operations of a
-convolution of the doubled frame. If frames are doubled too, it multiplies each one twice, which costs less
-than writing results twice afterwards. An entry, a row of the matrix products, is one frame of one pixel, so
-with eight frames a shift by a column is a shift by whole registers.
+taps once, and adds the products to the results that need them: a quarter of the operations of a convolution
+of the doubled frame. If frames are doubled too, it multiplies each one twice, which costs less than writing
+results twice afterwards. The matrix products have a row, an entry, for each frame of each pixel, frames
+innermost. So with eight frames a shift by a column is a shift by whole registers.
 
 A row of pixels becomes two rows of results. The upper one needs products of the row of pixels above too, and
 the lower one of the row below. Grid step g therefore reads row g of pixels, and finishes both rows of results
 of row g - 1: there is one step more than rows.
 
-For 8 x 240 x 360 x 256 doubled the schedule for a v6e takes 1.4 ms. At their peak the matrix units would take
-0.9 ms, and the bytes read and written 1.1 ms; XLA's convolution of the doubled frames alone takes 4.3 ms.
+Estimates for a v6e and frames of 8 x 240 x 360 x 256, which are doubled: the schedule takes 1.4 ms. At their
+peaks the matrix units would take 0.9 ms, and the bytes read and written 1.1 ms. XLA's convolution of the
+doubled frames alone takes 4.3 ms.
 """
 
 import functools
@@ -34,10 +35,11 @@ TAPS = 3
 """Taps of the kernel along each axis."""
 
 PRODUCT = 288
-"""Rows of a matrix product, before its columns are rounded up to a multiple of `COLUMNS`.
+"""Entries of a matrix product, before its columns of pixels are rounded up to a multiple of `COLUMNS`.
 
-They are 320 then for eight frames of 360 columns. Milliseconds of a schedule for 8 x 240 x 360 x 256, and
-seconds to compile it: 1.8 and 4 with 192 rows, 1.4 and 4 with 320, 1.5 and 7 with 480.
+For eight frames of 360 columns they become 320. With 320 entries the schedule for a v6e and frames of 8 x 240
+x 360 x 256 takes 1.4 ms and is compiled in 4 s; with 192 it takes 1.8 ms and 4 s, and with 480 1.5 ms and 7
+s.
 """
 
 FRAMES = (8, 4, 2)
@@ -48,7 +50,10 @@ COLUMNS = 8
 
 
 class UpsampleSizes(NamedTuple):
-    """The sizes that a kernel is compiled for; `columns` are those of a frame of the input, or of a shard."""
+    """The sizes that a kernel is compiled for; `columns` is the width of the input's frames, or of a shard.
+
+    `channels` are those of the input, and `outputs` those of the result.
+    """
 
     frames_in: int
     frames_out: int
@@ -66,6 +71,7 @@ class UpsampleSizes(NamedTuple):
 
     @property
     def result_entries(self) -> int:
+        """Number of entries of a row of results, which has twice the columns."""
         return 2 * self.columns * self.frames_out
 
 
@@ -100,26 +106,28 @@ def is_supported(
 
 
 def _vmem_bytes(sizes: UpsampleSizes) -> int:
-    # A bfloat16 number has 2 bytes, a float32 number 4.
+    """Return a bound of the VMEM that the kernel needs; bfloat16 numbers have 2 bytes, and float32 has 4."""
     pixel_row = sizes.columns * sizes.frames_in * sizes.channels * 2
     result_row = sizes.result_entries * sizes.outputs * 2
     weights = TAPS**2 * sizes.channels * sizes.outputs * 2
-    # A step keeps three rows of results for the next one: "lower_sums" and "next_upper_sums" in float32,
-    # "upper_results" in bfloat16.
-    kept = (2 + 2 + 1) * result_row
+    # A step leaves three rows of results for the next one: "lower_sums" and "next_upper_sums" in float32,
+    # which takes twice as much as bfloat16, and "upper_results" in bfloat16.
+    carried = (2 + 2 + 1) * result_row
     # Products of a chunk by all taps, and as much for their sums: a cautious bound.
     products = 2 * sizes.chunk * sizes.frames_out * TAPS**2 * sizes.outputs * 4
     # A row of pixels and two rows of results, each twice, as the next block is transferred meanwhile.
-    return 2 * (pixel_row + 2 * result_row) + weights + kept + products
+    return 2 * (pixel_row + 2 * result_row) + weights + carried + products
 
 
 class _Step:
-    """A grid step of the kernel; `refs` are references to memory by name.
+    """A grid step of the kernel, which reads a row of pixels; `last` is the number of the last step.
 
-    The operand "x" is a row of pixels, "beside" has the neighbours' columns, and the result "y" is two rows.
-    Three buffers belong to the row of pixels before this step's: "upper_results" are finished, "lower_sums"
-    are its lower results so far, and "next_upper_sums" is what it adds to the row after it, plus bias.
-    "left_products" are those of the column left of a chunk, for each kernel row.
+    `refs` are references to memory by name. The operand "x" is this step's row of pixels, "beside" has the
+    columns of the neighbouring shards, and the result "y" has the two rows of results of the row of pixels
+    before. Three buffers keep sums of that row from the step before: "upper_results" are its finished upper
+    results, "lower_sums" are its lower results so far, and "next_upper_sums" is its part of the upper results
+    of this step's row, plus bias. "left_products" are the products of the column left of a chunk of columns,
+    for each kernel row.
     """
 
     def __init__(self, sizes: UpsampleSizes, refs: dict[str, Any], last: int):
@@ -149,10 +157,10 @@ class _Step:
         """
         sizes, refs = self.sizes, self.refs
         if "beside" in refs:
-            # The columns of the neighbouring shards: all frames of the left one, then of the right one.
+            # The columns of the neighbouring shards: all frames of the left column, then of the right one.
             beside = self._repeat_frames(refs["beside"][0, 0])
-            # Of each kernel row the left column meets only the left tap (0), the right column only the right
-            # tap (2). One product takes both columns: half of it is not used.
+            # The left column meets only the left tap (0) of each kernel row, and the right column only the
+            # right tap (2). Each product takes both columns, though half of it is not used.
             by_left_tap, by_right_tap = (
                 [self._product(beside, kernel_row, tap) for kernel_row in range(TAPS)] for tap in (0, 2)
             )
@@ -181,32 +189,33 @@ class _Step:
         sizes, refs = self.sizes, self.refs
         frames = sizes.frames_out
         entries = count * frames  # of the chunk's pixels
-        loaded = count if right_products else count + 1  # columns
+        loaded = count if right_products else count + 1  # also the column right of the chunk, if it has one
         start = pl.multiple_of(first * sizes.frames_in, 2 * COLUMNS)
         x = self._repeat_frames(refs["x"][0, 0, pl.ds(start, loaded * sizes.frames_in)])
         sums = []
         for kernel_row in range(TAPS):
             by_left, by_middle, by_right = (self._product(x, kernel_row, tap) for tap in range(TAPS))
-            # For each column of the chunk: the products of the column before it by the left tap, and of the
-            # column after it by the right tap.
-            of_column_before = _concatenate(refs["left_products"][kernel_row], by_left[: entries - frames])
+            # For each column of the chunk, the products of the column before it by the left tap, and those of
+            # the column after it by the right tap.
+            from_column_before = _concatenate(refs["left_products"][kernel_row], by_left[: entries - frames])
             beyond_row = [right_products[kernel_row]] if right_products else []
-            of_column_after = _concatenate(by_right[frames : entries + frames], *beyond_row)
+            from_column_after = _concatenate(by_right[frames : entries + frames], *beyond_row)
             refs["left_products"][kernel_row] = by_left[entries - frames : entries]  # for the next chunk
             by_left, by_middle, by_right = (products[:entries] for products in (by_left, by_middle, by_right))
             # Column w is doubled. Its left result has columns w - 1, w, w under the three taps, its right
             # result columns w, w, w + 1.
-            left_sums = by_middle + by_right + of_column_before
-            right_sums = by_left + by_middle + of_column_after
+            left_sums = by_middle + by_right + from_column_before
+            right_sums = by_left + by_middle + from_column_after
             sums.append(self._interleave_columns(left_sums, right_sums))
         # Row i is doubled too. Its upper result has rows i - 1, i, i under the three kernel rows, its lower
         # result rows i, i, i + 1.
         by_upper_row, by_middle_row, by_lower_row = sums
-        at = pl.ds(pl.multiple_of(2 * first * frames, 2 * COLUMNS), 2 * entries)  # of the chunk's results
-        # The results of the row above. Step 0 has no row above: step 1 overwrites what step 0 writes.
+        at = pl.ds(pl.multiple_of(2 * first * frames, 2 * COLUMNS), 2 * entries)  # the chunk's results
+        # Write the results of the row above. Step 0 has no row above: step 1 overwrites what step 0 writes.
         refs["y"][0, 0, at] = refs["upper_results"][at]
         refs["y"][0, 1, at] = self._rounded(refs["lower_sums"][at] + by_lower_row, first)
-        # What the next step finds of this row. Each result gets the bias once: with the upper kernel row.
+        # Leave the sums of this row to the next step. Each result gets the bias once: with the products of
+        # the upper kernel row.
         upper_sums = refs["next_upper_sums"][at] + (by_middle_row + by_lower_row)
         refs["upper_results"][at] = self._rounded(upper_sums, first)
         by_upper_row = by_upper_row + refs["bias"][...]
@@ -225,6 +234,7 @@ class _Step:
         return pltpu.bitcast(tiles.duplicated_in_words(x), x.dtype)
 
     def _interleave_columns(self, left: Array, right: Array) -> Array:
+        """Return the sums of each column's left result, then of its right result, column by column."""
         frames, outputs = self.sizes.frames_out, self.sizes.outputs
         by_pixel = [sums.reshape(-1, 1, frames, outputs) for sums in (left, right)]
         return jnp.concatenate(by_pixel, axis=1).reshape(-1, outputs)
@@ -254,8 +264,8 @@ def upsampled(
 ) -> Float[Array, "N T2 2*H 2*W O"]:
     """Double rows and columns (nearest), with `expand_time` frames too, then convolve; by the Pallas kernel.
 
-    `is_supported` holds for `x`. `beside` are the neighbours' columns (left, right) of a shard; None for
-    zeros. Columns of the result from `true_width` on are padding and get zeros.
+    `is_supported` holds for `x`. `beside` are the columns (left, right) of the shards beside this one; None
+    for zeros. Columns of the result from `true_width` on are padding and get zeros; None if there are none.
     """
     plain, by_kernel = (functools.partial(form, expand_time=expand_time) for form in (_xla_form, _by_kernel))
     return with_derivatives_of(plain, by_kernel)(x, kernel, bias, beside, true_width)
@@ -284,11 +294,11 @@ def _by_kernel(
     if true_width is not None:
         operands["true_width"] = true_width[None], pl.BlockSpec(memory_space=pltpu.SMEM)
     result_row = sizes.result_entries, sizes.outputs
-    # What a step keeps of its row of pixels for the next step.
+    # The sums of its row of pixels that a step leaves to the next step: see `_Step`.
     scratch = {
-        # What it adds to the upper results of the next row, plus bias:
+        # The row's part of the upper results of the next row, plus bias:
         "next_upper_sums": pltpu.VMEM(result_row, jnp.float32),
-        # Its lower results, without what the next row adds, and its upper results, finished:
+        # The row's lower results, without the next row's part of them, and its finished upper results:
         "lower_sums": pltpu.VMEM(result_row, jnp.float32),
         "upper_results": pltpu.VMEM(result_row, jnp.bfloat16),
         # The products of the column left of a chunk, for each kernel row:
@@ -341,7 +351,7 @@ def _xla_form(
     sums = conv_frames(xla.double_pixels(x), kernel, padding=((1, 1), (1, 1)))
     if beside is not None:
         # A neighbour's column, of doubled height, is under one tap of each kernel row. `left` and `right` are
-        # what the two columns add to the first and the last column of the result.
+        # the parts of the first and the last column of the result that come from the two columns.
         left, right = (
             conv_frames(repeat_nearest(column, {2: 2}), taps, padding=((1, 1), (0, 0)))
             for column, taps in zip(beside, (kernel[:, :1], kernel[:, 2:]), strict=True)

@@ -32,10 +32,10 @@ def spatial_norm(
     implementation: Implementation | None = None,
     split: Split = WHOLE,
 ) -> Float[Array, "N T H W C"]:
-    """Return `group_norm(x) * conv_y(zq) + conv_b(zq)`, `zq` upsampled to `x` by nearest neighbour.
+    """Return `group_norm(x) * conv_y(zq) + conv_b(zq)`, with `zq` upsampled to `x` by nearest neighbour.
 
-    MoVQ, arXiv 2209.09002. A 1x1x1 convolution commutes with nearest upsampling: both convolutions are
-    computed for the latents' rows, and their results are repeated for the rows of `x`.
+    The source is MoVQ, arXiv 2209.09002. A 1x1x1 convolution commutes with nearest upsampling: both
+    convolutions are computed for the latents' rows, and their results are repeated for the rows of `x`.
 
     Args:
         x: the activations.
@@ -47,8 +47,8 @@ def spatial_norm(
         first_frame_alone: whether the first latent frame covers the first frame alone; (T - 1) / (t - 1) is
             then whole.
         implementation: "rows" broadcasts the convolutions' results over rows; "pixels_first" does so in the
-            memory order in which a TPU keeps large frames. None takes the fastest known for the platform that
-            is compiled for.
+            memory order in which a TPU keeps large frames. None takes the fastest one on the platform that
+            the program is compiled for.
         split: the sharding of columns.
 
     Returns:
@@ -96,8 +96,9 @@ def spatial_norm_on(
     statistics = scale_and_shift(
         moments(target, x, num_groups=num_groups, channel_axis=-1), weight, bias, eps
     )
-    # A run is (activations, latents) of frames that are computed together. On a TPU the first frame is a run,
-    # elsewhere all frames are one run, in which `modulated` has to tell the first frame from those after it.
+    # A run has the activations and the latents of frames that are computed together. On a TPU the first frame
+    # is a run by itself. Elsewhere all frames are one run, in which `modulated` must tell the first frame
+    # from the frames after it.
     runs = split_frames(target, x, zq) if first_frame_alone else [(x, zq)]
     convolutions = (kernel_y, bias_y), (kernel_b, bias_b)
 
@@ -123,9 +124,10 @@ def check_spatial_norm(
     num_groups: int,
     first_frame_alone: bool,
 ) -> None:
+    """Raise `ValueError` for arrays or a number of groups that `spatial_norm` does not take."""
     channels, latent_channels = x.shape[-1], zq.shape[-1]
     check_groups("spatial_norm", channels, num_groups, weight=weight, bias=bias, bias_y=bias_y, bias_b=bias_b)
-    # `zq_part` is the latents that cover `frames` of the activations.
+    # A part of the latents covers a number of the activations' frames: see `first_frame_alone`.
     for zq_part, frames in xla.frame_parts(zq, x.shape, first_frame_alone):
         sizes = zip((frames, *x.shape[2:4]), zq_part.shape[1:4], strict=True)  # a pair for each axis
         if any(zq_size == 0 or size % zq_size for size, zq_size in sizes):

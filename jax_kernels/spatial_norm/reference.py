@@ -1,4 +1,4 @@
-"""Spatially conditioned GroupNorm in its plainest form: what the fast forms have to equal."""
+"""Spatially conditioned GroupNorm in its plainest form, which the fast forms have to equal."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def spatial_norm(
     activation=None,
     first_frame_alone=False,
 ):
-    """Upsample the latents `zq`, convolve them to y and b, then activate GroupNorm(x) * y + b; in float32."""
+    """Upsample the latents `zq`, convolve them to y and b, and return activation(GroupNorm(x) * y + b)."""
     x_f32, latents = x.astype(jnp.float32), upsampled(zq, x.shape, first_frame_alone).astype(jnp.float32)
     y, b = (
         jnp.einsum("nthwz,zc->nthwc", latents, kernel, precision=jax.lax.Precision.HIGHEST) + offset
@@ -36,7 +36,7 @@ def upsampled(zq, shape, first_frame_alone):
     _, frames, rows, columns, _ = shape
     _, t, h, w, _ = zq.shape
     alone = int(first_frame_alone)  # frames that the first latent frame covers by itself
-    after = frames - alone  # frames that the latent frames after it cover
+    after = frames - alone  # frames that the other latent frames cover, each as many as the next
     latent_frames = [*range(alone), *(alone + i * (t - alone) // after for i in range(after))]
     zq = zq[:, jnp.array(latent_frames)]
     zq = zq[:, :, jnp.array([i * h // rows for i in range(rows)])]

@@ -21,10 +21,11 @@ def modulate_rows(
     *,
     activation: Activation | None,
 ) -> Array:
-    """Return `activation((x * scale + shift) * y + b)`, computed as one multiply-add.
+    """Return `activation((x * scale + shift) * y + b)`, computed as `x * (scale * y) + (shift * y + b)`.
 
-    `y` and `b` are 1x1x1 convolutions of the latents `zq`, N T h W Z; `to_y` and `to_b` have each one's
-    kernel and bias. They are computed for the latents' rows, and broadcast to the rows of `x`.
+    `y` and `b` are 1x1x1 convolutions of the latents `zq` (N T h W Z); `to_y` and `to_b` are the kernel and
+    the bias of each convolution. The two are computed for the latents' rows, and broadcast to the rows of
+    `x`.
     """
     y = pointwise("nthwz,zc->nthwc", zq, *to_y)
     multiplier = y * scale_NC[:, None, None, None]
@@ -50,11 +51,12 @@ def modulate_pixels(
 ) -> Array:
     """Compute `modulate_rows` in the order H W N T C, in which a TPU keeps a convolution's activations.
 
-    Repeating a row costs nothing here. `scale * y` and `shift * y + b` for a single multiply-add would cost
-    more than they save.
+    Repeating a row costs nothing in this order. The products `scale * y` and `shift * y` would cost more
+    than the one multiply-add that they save.
     """
-    # Adding a zero computed from `scale` has `y` and `b` wait for the statistics: the compiler would compute
-    # every norm's `y` and `b` first, and keep them. Each video has a zero, as it has statistics of its own.
+    # The bias gets a zero that is computed from `scale`, so that `y` and `b` wait for the statistics. Else
+    # the compiler would compute the `y` and `b` of all norms first, and keep them in memory. There is a zero
+    # for each video, because each has its own statistics.
     zero = zero_of(scale_NC[:, :1, None])
     y, b = (
         pointwise("hwntz,zc->hwntc", pixels_first(zq), kernel, bias + zero) for kernel, bias in (to_y, to_b)
@@ -66,14 +68,15 @@ def modulate_pixels(
     normed = rows.astype(jnp.float32) * scale_NC[:, None] + shift_NC[:, None]
     result = activate(normed * y[:, None] + b[:, None], activation)
     result = with_clear_padding(result.astype(x.dtype), target.split, column_axis=2)
-    if activation is not None:  # without one the next operation can be fused
+    if activation is not None:  # without an activation XLA may fuse the next operation
         result = jax.lax.optimization_barrier(result)
     return frames_first(result.reshape(x.shape[2], w, n, t, c))
 
 
 def match_frames_and_columns(z_NTHWC: Array, x_shape: tuple[int, ...], *, first_frame_alone: bool) -> Array:
     """Upsample latents (nearest) to the frames and columns of activations of `x_shape`; rows stay."""
-    # A part of the latents covers `length` frames. The dictionary has repetitions by axis: 1 is T, 3 is W.
+    # A part of the latents covers `length` frames. The dictionary has the factors of the axes T (1) and W
+    # (3).
     return join_frames(
         [
             repeat_nearest(part, {1: length // part.shape[1], 3: x_shape[3] // part.shape[3]})

@@ -1,8 +1,8 @@
 """The VAE in Flax NNX, which encodes and decodes a chunk at a time.
 
 Each chunk gives a *cache* to the next one: the last input frames of each causal convolution. A *network* runs
-one chunk, (chunk, cache) -> (result, next cache). The encoder's results are called *moments*: the means and
-the log-variances of the latents, one after the other along the channels.
+one chunk, (chunk, cache) -> (result, next cache). The encoder's results are called *moments*: the means of
+the latents, then their log-variances, along the channels.
 
 Axis letters: N videos, T frames, H rows, W columns, C channels; t, h and w are the sizes of latents. Arrays
 are NTHWC.
@@ -68,7 +68,7 @@ class EncoderChunk(OnColumns, nnx.Module):
         self.encoder = vae.encoder
         self.quant_conv = vae.quant_conv
         self.dtype = vae.dtype
-        self.pallas = pallas_mode()  # part of the graph, so that each mode is compiled separately
+        self.pallas = pallas_mode()  # not read: as part of the graph it makes each mode a separate program
 
     def __call__(self, x: jax.Array, cache: Cache | None) -> tuple[jax.Array, Cache]:
         if x.dtype == jnp.uint8:
@@ -91,24 +91,24 @@ class DecoderChunk(nnx.Module):
         self.post_quant_conv = vae.post_quant_conv
         self.dtype = vae.dtype
         self.as_uint8, self.frame_by_frame = as_uint8, frame_by_frame
-        self.pallas = pallas_mode()  # part of the graph, so that each mode is compiled separately
+        self.pallas = pallas_mode()  # not read: as part of the graph it makes each mode a separate program
 
     def __call__(self, z: jax.Array, cache: Cache | None) -> tuple[jax.Array, Cache]:
         z = z.astype(self.dtype)
         if self.post_quant_conv is not None:
             z = self.post_quant_conv(z)
-        # None lets the decoder decide by the number of frames. With `frame_by_frame` each chunk is a single
-        # frame, and a later one must not be taken for a video's first frame, hence False.
+        # None lets the decoder decide by the number of frames: an odd number counts as the video's first
+        # chunk. With `frame_by_frame` the later chunks have one frame too, so they need False.
         first_frame_alone = False if cache is not None and self.frame_by_frame else None
         frames, cache = self.decoder(z, cache, first_frame_alone=first_frame_alone)
         return to_uint8(frames) if self.as_uint8 else frames, cache
 
 
 class RecordedLayers(nnx.Module):
-    """A network that runs another one, and returns the outputs of the other's layers, by diffusers' names.
+    """A network that runs another network, and returns the outputs of its layers, by diffusers' names.
 
     Args:
-        network: the other network. A call swaps the classes of its layers, so it can be called once.
+        network: the network to run. A call swaps the classes of its layers, so it can be called only once.
         wanted: returns whether a layer of this name is recorded.
     """
 
@@ -120,9 +120,9 @@ class RecordedLayers(nnx.Module):
         outputs: dict[str, jax.Array] = {}
         for path, layer in list(nnx.iter_modules(self.network)):
             name = ".".join(map(str, path))
-            # The output of the decoder's `norm_out` has the activation in it, and that of diffusers has not.
+            # The decoder's `norm_out` applies the activation too, so its output differs from diffusers'.
             if self._wanted(name) and name != "decoder.norm_out":
-                # NNX's own `__setattr__` would make the attributes a part of the module's state.
+                # The `__setattr__` of NNX would make these attributes a part of the module's state.
                 object.__setattr__(layer, "__class__", _recording_class(type(layer)))
                 object.__setattr__(layer, "_record", functools.partial(outputs.__setitem__, name))
         _, cache = self.network(chunk_NTHWC, cache)
@@ -131,7 +131,7 @@ class RecordedLayers(nnx.Module):
 
 @functools.cache
 def _recording_class(kind: type[nnx.Module]) -> type[nnx.Module]:
-    """Return a subclass of a layer's class that passes each output, without a cache, to `_record`."""
+    """Return a subclass of a layer's class whose calls pass their output, without a cache, to `_record`."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = kind.__call__(self, *args, **kwargs)
@@ -145,8 +145,9 @@ def _recording_class(kind: type[nnx.Module]) -> type[nnx.Module]:
 class Network:
     """A Flax network without its weights, in the form that a `runtime.ArrayProgram` takes.
 
-    `graph` is that of `nnx.split`, and `state` is the tree structure of the weights. A program takes them as
-    a list, which JAX flattens faster. `weights` are `jax.ShapeDtypeStruct`s, to compile ahead of time.
+    `graph` is the graph that `nnx.split` returns, and `state` is the tree structure of the weights. A program
+    takes the weights as a list, which JAX flattens faster than the tree. `weights` are
+    `jax.ShapeDtypeStruct`s, to compile ahead of time; None if the program gets its weights at each call.
     """
 
     graph: nnx.GraphDef
@@ -165,59 +166,67 @@ class Network:
     def __call__(
         self, _place: runtime.Place, weights: list[Any], chunk: jax.Array, cache: Any, split: Split = WHOLE
     ) -> tuple[jax.Array, Cache]:
-        """Run a chunk on `weights`; the cache's axes are HWNTC on the way in and out.
+        """Run a chunk on `weights`; the caches that come in and go out have the axes HWNTC.
 
-        A program passes `_place` to every network; this one does not use it.
+        A program passes `_place` to every network; a Flax network does not use it.
         """
         network: Any = nnx.merge(self.graph, jax.tree.unflatten(self.state, weights))
         if split != WHOLE:
             network.set_attributes(split=split)  # of all modules that have this attribute
         result, cache = network(chunk, jax.tree.map(frames_first, cache))
-        # HWNTC is the order that a TPU computes in: see `vae.torchax.networks`.
+        # A TPU computes in HWNTC. In another order each program would rearrange the cache twice.
         return result, jax.tree.map(pixels_first, cache)
 
 
 compiled = functools.lru_cache(maxsize=256)(runtime.ArrayProgram)
-"""Return the program of a `Network` and a placement; models of one graph and placement share it."""
+"""Return the program of a `Network` and a placement; models of one graph and placement share it.
+
+The limit of 256 frees the programs of models that are gone.
+"""
 
 
-class Kept(NamedTuple):
-    """A chunk's program, which is kept because Flax takes long to split a module.
+class CachedProgram(NamedTuple):
+    """A chunk's program, which a model keeps because Flax takes long to split a module.
 
-    `parts` are the module's attributes, at any depth: a module of the same objects is the same network.
-    `variables` are its weights, in the order in which the program takes them.
+    `attributes` are the values of the attributes of the program's network and of all modules in it. A network
+    with the same objects as attributes is the same, and may use the program. `variables` are the weights, in
+    the order in which the program takes them.
     """
 
-    parts: list[Any]
+    attributes: list[Any]
     program: runtime.ArrayProgram
     variables: list[nnx.Variable]
 
     @classmethod
-    def of(cls, module: nnx.Module, parts: list[Any], placement: Placement | None) -> "Kept":
+    def of(cls, module: nnx.Module, attributes: list[Any], placement: Placement | None) -> "CachedProgram":
+        """Return the program of a network, a module that has these attributes."""
         network, _weights = Network.split(module)
         paths = [path for path, _ in nnx.to_flat_state(nnx.state(module))]
-        variables = [functools.reduce(_member, path, module) for path in paths]
-        return cls(parts, compiled(network, placement), variables)
+        variables = [functools.reduce(_child, path, module) for path in paths]
+        return cls(attributes, compiled(network, placement), variables)
 
-    def holds(self, parts: list[Any]) -> bool:
-        return len(parts) == len(self.parts) and all(map(operator.is_, parts, self.parts))
+    def is_for(self, attributes: list[Any]) -> bool:
+        """Return whether the program is that of a network with these attributes."""
+        have_equal_length = len(attributes) == len(self.attributes)
+        return have_equal_length and all(map(operator.is_, attributes, self.attributes))
 
 
-def _member(node: Any, key: Any) -> Any:
+def _child(node: Any, key: Any) -> Any:
+    """Return what a module has under a key of a path: an entry of a list, or an attribute."""
     return node[key] if isinstance(key, int) else getattr(node, key)
 
 
-def _parts(node: Any) -> Iterator[Any]:
-    """Yield the attributes of a module and of all modules in it, without those that Flax adds."""
+def _attributes(node: Any) -> Iterator[Any]:
+    """Yield the values of all attributes of a module and of the modules in it, but those that Flax adds."""
     for name, value in vars(node).items():
         if not name.startswith("_pytree__"):
             yield value
             if isinstance(value, nnx.Pytree) and not isinstance(value, nnx.Variable):
-                yield from _parts(value)
+                yield from _attributes(value)
 
 
-_KEPT: weakref.WeakKeyDictionary[nnx.Module, dict[Any, Kept]] = weakref.WeakKeyDictionary()
-"""The chunk programs of each model, whose keys are a direction, a placement and options."""
+_PROGRAMS: weakref.WeakKeyDictionary[nnx.Module, dict[Any, CachedProgram]] = weakref.WeakKeyDictionary()
+"""The chunk programs of each model, by (direction, placement, options of the network)."""
 
 
 class FlaxAutoencoderKLCogVideoX(nnx.Module):
@@ -251,7 +260,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         self.mesh = None
         self.encoder = Encoder3D(config, param_dtype=param_dtype, rngs=rngs)
         self.decoder = Decoder3D(config, param_dtype=param_dtype, rngs=rngs)
-        # diffusers sizes these two convolutions by the sample's channels, not by the latents'.
+        # These two convolutions take latents, but diffusers sizes them by the channels of frames.
         channels = config.out_channels
         layers = LayerConfig(rngs, param_dtype=param_dtype)
         self.quant_conv = Conv3d(2 * channels, 2 * channels, layers) if config.use_quant_conv else None
@@ -264,7 +273,10 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
     def weightless(
         cls, config: FlaxAutoencoderKLCogVideoXConfig, **dtypes: Any
     ) -> "FlaxAutoencoderKLCogVideoX":
-        """Return a model whose weights are `jax.ShapeDtypeStruct`s; `dtypes` are the class's two dtypes."""
+        """Return a model whose weights are `jax.ShapeDtypeStruct`s, which take no memory.
+
+        `dtypes` are the class's `dtype` and `param_dtype`.
+        """
         return nnx.eval_shape(lambda: cls(config, rngs=nnx.Rngs(0), **dtypes))
 
     @classmethod
@@ -357,7 +369,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         """
         state = nnx.state(self, nnx.Param)
         nnx.update(self, weights.read_state(state, tensors, source=source, param_dtype=self.param_dtype))
-        if self.mesh is not None:
+        if self.mesh is not None:  # the new weights are on one device
             self.place_on(self.mesh)
 
     def cast(self, dtype: DTypeLike) -> None:
@@ -419,7 +431,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
     def _stream(
         self, direction: Direction, x: jax.Array, *, frame_by_frame: bool = False, **options: bool
     ) -> Iterator[jax.Array]:
-        """Check an input and return an iterator over its chunks' results; the options are those of `step`."""
+        """Check an input, and return an iterator over its chunks' results; `options` are those of `step`."""
         if not isinstance(x, jax.Array | np.ndarray):
             raise ValueError(
                 f"got {type(x).__name__} where the model takes an array of JAX or NumPy: pass "
@@ -445,17 +457,20 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
     ) -> chunks.Step:
         """Return the step of a direction on arrays of JAX or NumPy, with the weights as they are now.
 
-        `plan` has the tiles of a frame. The other options are those of a `DecoderChunk`.
+        `plan` has the tiles of a frame; None for whole frames. The other options are those of a
+        `DecoderChunk`. The program is taken from an earlier call if the network has not changed since.
         """
         placement = self.placement(direction)
-        tile_as_uint8 = as_uint8 and plan is None  # tiles are blended as floats
-        options = {"as_uint8": tile_as_uint8, "frame_by_frame": frame_by_frame}
+        # Tiles are blended as floats: `tiled_step` converts the blended frames.
+        options = {"as_uint8": as_uint8 and plan is None, "frame_by_frame": frame_by_frame}
+        network = self.chunk(direction, **options)
+        attributes = [*_attributes(network)]
+        programs = _PROGRAMS.setdefault(self, {})
         key = direction, placement, *options.values()
-        module, programs = self.chunk(direction, **options), _KEPT.setdefault(self, {})
-        parts, kept = [*_parts(module)], programs.get(key)
-        if kept is None or not kept.holds(parts):
-            kept = programs[key] = Kept.of(module, parts, placement)
-        step = kept.program.step([variable.get_raw_value() for variable in kept.variables])
+        cached = programs.get(key)
+        if cached is None or not cached.is_for(attributes):
+            cached = programs[key] = CachedProgram.of(network, attributes, placement)
+        step = cached.program.step([variable.get_raw_value() for variable in cached.variables])
         return step if plan is None else tiling.tiled_step(step, plan, NTHWC, placement, as_uint8)
 
     def chunk(self, direction: Direction, **options: bool) -> EncoderChunk | DecoderChunk:
@@ -484,6 +499,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         nnx.update(self, jax.tree.map(move, nnx.state(self, nnx.Param)))
 
     def __copy__(self) -> "FlaxAutoencoderKLCogVideoX":
+        """Return a model with the same modules, weights and mesh; pickling, below, would lose the mesh."""
         copied = object.__new__(type(self))
         vars(copied).update(vars(self))
         return copied

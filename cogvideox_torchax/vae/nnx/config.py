@@ -8,7 +8,7 @@ from typing import Any
 from cogvideox_torchax.vae import checkpoint, chunks
 
 NEVER_READ = ("sample_size",)
-"""The fields of old config files that diffusers' class documents and does not read."""
+"""The fields of old config files that diffusers' class ignores."""
 
 DOWN_BLOCK = "CogVideoXDownBlock3D"
 UP_BLOCK = "CogVideoXUpBlock3D"
@@ -49,12 +49,15 @@ class FlaxAutoencoderKLCogVideoXConfig:
 
     def __post_init__(self) -> None:
         levels = len(self.block_out_channels)
-        for field, wanted in (
-            ("down_block_types", (DOWN_BLOCK,) * levels),
-            ("up_block_types", (UP_BLOCK,) * levels),
-        ):
-            if getattr(self, field) != wanted:
-                raise checkpoint.ModelError(f"{field} is {getattr(self, field)}: the Flax build has {wanted}")
+        supported_types = {
+            "down_block_types": (DOWN_BLOCK,) * levels,
+            "up_block_types": (UP_BLOCK,) * levels,
+        }
+        for field, supported in supported_types.items():
+            if getattr(self, field) != supported:
+                raise checkpoint.ModelError(
+                    f"{field} is {getattr(self, field)}: the Flax build has {supported}"
+                )
         if self.act_fn not in ("silu", "swish"):
             raise checkpoint.ModelError(f"act_fn is {self.act_fn!r}: the Flax build has 'silu'")
         if 2**self.time_doublings != self.temporal_compression_ratio or self.time_doublings >= levels:
@@ -79,7 +82,7 @@ class FlaxAutoencoderKLCogVideoXConfig:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "FlaxAutoencoderKLCogVideoXConfig":
-        """Return the config of diffusers' dict, without the fields whose names begin with `_`.
+        """Return the config with the fields of diffusers' dict, but those whose names begin with `_`.
 
         Raises:
             ModelError: the Flax build does not know a field that is not None.

@@ -7,8 +7,8 @@
   its cache, and takes them again with the next chunk. A block's cache is a dict of its modules' caches by
   name. At the start of a video the cache is None.
 - `zq`, as in diffusers, are the latents that modulate a spatial norm. Norms without latents get None.
-- `first_frame_alone` says whether the first frame stays single where the number of frames is doubled. If it
-  is None, the first frame stays single if the number of frames is odd.
+- `first_frame_alone` says whether the first frame stays single where the number of frames is doubled. None
+  stands for true if the number of frames is odd, else for false.
 
 Axis letters: N videos, T frames, H rows, W columns, C channels; t, h and w are the sizes of the latents; I
 and O are the input and output channels of a kernel.
@@ -54,8 +54,8 @@ class Conv(OnColumns, nnx.Module):
 
     def __init__(self, in_channels: int, out_channels: int, window: Sequence[int], config: LayerConfig):
         shape = (*window, in_channels, out_channels)
-        draw = nnx.initializers.lecun_normal()
-        self.kernel = nnx.Param(draw(config.rngs.params(), shape, config.param_dtype))
+        initialize = nnx.initializers.lecun_normal()
+        self.kernel = nnx.Param(initialize(config.rngs.params(), shape, config.param_dtype))
         self.bias = nnx.Param(jnp.zeros((out_channels,), config.param_dtype))
 
     def cast(self, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
@@ -142,7 +142,7 @@ class SpatialNorm3D(OnColumns, nnx.Module):
         self, x_NTHWC: jax.Array, zq_NthwC: jax.Array, *, activation: Activation | None = None
     ) -> jax.Array:
         norm = self.norm_layer
-        # `matrix` returns (kernel, bias): first those of the scale, then those of the shift.
+        # `matrix` returns (kernel, bias). `conv_y` gives the factors of the norm, `conv_b` its addends.
         return jax_kernels.spatial_norm(
             x_NTHWC,
             zq_NthwC,
@@ -171,8 +171,10 @@ def normed_conv(
     """Compute conv(silu(norm(x))) + residual, by one call of `jax_kernels.norm_conv3d`.
 
     A layer of another class, such as one that records its output (`RecordedLayers`), is called by itself.
-    The result comes with the next cache and, if the kernel returns them, with its column moments. The call
-    that takes the result as its `x_NTHWC` also takes these `moments`, and need not sum them again.
+
+    Returns:
+        The result, the next cache, and the moments of the result's columns, or None. Passed as `moments` with
+        the result to the next call, they spare it another pass over its input.
     """
     if type(norm) not in (GroupNorm, SpatialNorm3D) or type(causal) is not CausalConv3d:
         inputs = (x_NTHWC,) if zq_NthwC is None else (x_NTHWC, zq_NthwC)
@@ -182,7 +184,8 @@ def normed_conv(
     latents: tuple[Any, ...] = ()
     if isinstance(norm, SpatialNorm3D):
         group_norm = norm.norm_layer
-        # The 1x1x1 convolutions of the latents, to scales and to shifts: each a matrix (I, O) and a bias.
+        # The latents, then a matrix (I, O) and a bias of their convolution to the norm's factors, then of
+        # that to its addends.
         latents = (zq_NthwC, *norm.conv_y.conv.matrix(dtype), *norm.conv_b.conv.matrix(dtype))
     return jax_kernels.norm_conv3d(
         x_NTHWC,
@@ -218,16 +221,23 @@ class ResnetBlock3D(nnx.Module):
     def __call__(
         self, x_NTHWC: jax.Array, zq_NthwC: jax.Array | None = None, cache: Cache | None = None
     ) -> tuple[jax.Array, Cache]:
-        old, new = cache or {}, {}  # caches by the name of a layer
+        old_cache = cache or {}
+        new_cache: Cache = {}
         shortcut = x_NTHWC if self.conv_shortcut is None else self.conv_shortcut(x_NTHWC)
         # The first convolution's kernel also returns the moments of its result, which the second norm needs.
-        y_NTHWC, new["conv1"], column_moments = normed_conv(
-            self.norm1, self.conv1, x_NTHWC, zq_NthwC, old.get("conv1")
+        y_NTHWC, new_cache["conv1"], column_moments = normed_conv(
+            self.norm1, self.conv1, x_NTHWC, zq_NthwC, old_cache.get("conv1")
         )
-        y_NTHWC, new["conv2"], _column_moments = normed_conv(
-            self.norm2, self.conv2, y_NTHWC, zq_NthwC, old.get("conv2"), column_moments, residual=shortcut
+        y_NTHWC, new_cache["conv2"], _column_moments = normed_conv(
+            self.norm2,
+            self.conv2,
+            y_NTHWC,
+            zq_NthwC,
+            old_cache.get("conv2"),
+            column_moments,
+            residual=shortcut,
         )
-        return y_NTHWC, new
+        return y_NTHWC, new_cache
 
 
 class Downsample3D(OnColumns, nnx.Module):
@@ -269,7 +279,8 @@ class Upsample3D(OnColumns, nnx.Module):
 class Block3D(nnx.Module):
     """Several residual blocks, which a downsampler or an upsampler may follow; a mid block has neither.
 
-    If `rematerialize` is set, a backward pass recomputes the activations inside of each residual block.
+    If `rematerialize` is set, the forward pass does not keep the activations inside of a residual block, and
+    a backward pass computes them again.
     """
 
     def __init__(
@@ -286,7 +297,7 @@ class Block3D(nnx.Module):
             ResnetBlock3D(in_channels if i == 0 else out_channels, out_channels, config)
             for i in range(num_layers)
         )
-        # Lists of one or none, for diffusers' parameter names.
+        # Lists of one or no module, because diffusers has such lists in its parameter names.
         self.downsamplers = nnx.List([] if downsampler is None else [downsampler])
         self.upsamplers = nnx.List([] if upsampler is None else [upsampler])
         self.rematerialize = False
@@ -299,16 +310,17 @@ class Block3D(nnx.Module):
         *,
         first_frame_alone: bool | None = None,
     ) -> tuple[jax.Array, Cache]:
-        old, new = cache or {}, {}  # caches by the name of a layer
+        old_cache = cache or {}
+        new_cache: Cache = {}
         for i, resnet in enumerate(self.resnets):
             name = f"resnet_{i}"
-            run = _rematerialized(resnet) if self.rematerialize else resnet
-            x_NTHWC, new[name] = run(x_NTHWC, zq_NthwC, old.get(name))
+            run_resnet = _rematerialized(resnet) if self.rematerialize else resnet
+            x_NTHWC, new_cache[name] = run_resnet(x_NTHWC, zq_NthwC, old_cache.get(name))
         for downsampler in self.downsamplers:
             x_NTHWC = downsampler(x_NTHWC)
         for upsampler in self.upsamplers:
             x_NTHWC = upsampler(x_NTHWC, first_frame_alone=first_frame_alone)
-        return x_NTHWC, new
+        return x_NTHWC, new_cache
 
 
 def _rematerialized(module: nnx.Module) -> Callable[..., Any]:
@@ -343,16 +355,18 @@ class Encoder3D(nnx.Module):
         self.conv_out = CausalConv3d(widths[-1], 2 * config.latent_channels, 3, layers)  # mean, log-variance
 
     def __call__(self, x_NTHWC: jax.Array, cache: Cache | None = None) -> tuple[jax.Array, Cache]:
-        old, new = cache or {}, {}  # caches by the name of a layer
-        x_NTHWC, new["conv_in"] = self.conv_in(x_NTHWC, old.get("conv_in"))
+        old_cache = cache or {}
+        new_cache: Cache = {}
+        x_NTHWC, new_cache["conv_in"] = self.conv_in(x_NTHWC, old_cache.get("conv_in"))
         blocks = {f"down_block_{i}": block for i, block in enumerate(self.down_blocks)}
         for name, block in {**blocks, "mid_block": self.mid_block}.items():
             # None in place of latents, which only a decoder's norms take.
-            x_NTHWC, new[name] = block(x_NTHWC, None, old.get(name))
-        # Two calls, as in diffusers: the output of `norm_out` can be recorded without the activation.
+            x_NTHWC, new_cache[name] = block(x_NTHWC, None, old_cache.get(name))
+        # The norm and SiLU are two calls, as in diffusers, so that the output of `norm_out` can be recorded
+        # without the activation.
         x_NTHWC = jax_kernels.silu(self.norm_out(x_NTHWC), time_axis=1)
-        x_NTHWC, new["conv_out"] = self.conv_out(x_NTHWC, old.get("conv_out"))
-        return x_NTHWC, new
+        x_NTHWC, new_cache["conv_out"] = self.conv_out(x_NTHWC, old_cache.get("conv_out"))
+        return x_NTHWC, new_cache
 
 
 class Decoder3D(nnx.Module):
@@ -361,7 +375,7 @@ class Decoder3D(nnx.Module):
     def __init__(self, config: FlaxAutoencoderKLCogVideoXConfig, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
         widths = config.block_out_channels[::-1]  # the config has them in the encoder's order
         latents = config.latent_channels
-        # Without `eps`: diffusers' spatial norms do not take the config's.
+        # The config's `norm_eps` is left out, because diffusers' spatial norms do not take it.
         layers = LayerConfig(
             rngs, num_groups=config.norm_num_groups, latent_channels=latents, param_dtype=param_dtype
         )
@@ -369,10 +383,10 @@ class Decoder3D(nnx.Module):
         self.mid_block = Block3D(widths[0], widths[0], layers, num_layers=2)
         self.up_blocks = nnx.List(
             Block3D(
-                widths[max(i - 1, 0)],  # of the level before; `mid_block`, before the first, has `widths[0]`
+                widths[max(i - 1, 0)],  # of the level before; before the first level is `mid_block`
                 width,
                 layers,
-                num_layers=config.layers_per_block + 1,
+                num_layers=config.layers_per_block + 1,  # one more than the encoder's, as in diffusers
                 upsampler=Upsample3D(width, layers, expand_time=i < config.time_doublings)
                 if i < len(widths) - 1  # the last level has none
                 else None,
@@ -385,12 +399,15 @@ class Decoder3D(nnx.Module):
     def __call__(
         self, z_NthwC: jax.Array, cache: Cache | None = None, *, first_frame_alone: bool | None = None
     ) -> tuple[jax.Array, Cache]:
-        old, new = cache or {}, {}  # caches by the name of a layer
-        x_NTHWC, new["conv_in"] = self.conv_in(z_NthwC, old.get("conv_in"))
+        old_cache = cache or {}
+        new_cache: Cache = {}
+        x_NTHWC, new_cache["conv_in"] = self.conv_in(z_NthwC, old_cache.get("conv_in"))
         blocks = {f"up_block_{i}": block for i, block in enumerate(self.up_blocks)}
         for name, block in {"mid_block": self.mid_block, **blocks}.items():
-            x_NTHWC, new[name] = block(x_NTHWC, z_NthwC, old.get(name), first_frame_alone=first_frame_alone)
-        x_NTHWC, new["conv_out"], _column_moments = normed_conv(
-            self.norm_out, self.conv_out, x_NTHWC, z_NthwC, old.get("conv_out")
+            x_NTHWC, new_cache[name] = block(
+                x_NTHWC, z_NthwC, old_cache.get(name), first_frame_alone=first_frame_alone
+            )
+        x_NTHWC, new_cache["conv_out"], _column_moments = normed_conv(
+            self.norm_out, self.conv_out, x_NTHWC, z_NthwC, old_cache.get("conv_out")
         )
-        return x_NTHWC, new
+        return x_NTHWC, new_cache

@@ -32,17 +32,18 @@ _LEAVES = {"kernel": "weight", "scale": "weight", "bias": "bias"}
 
 
 def diffusers_name(path: Keys) -> str:
+    """Return the name in diffusers' state dict of the parameter at `path`."""
     *modules, leaf = path
     return ".".join(map(str, [*modules, _LEAVES[leaf]]))
 
 
 def to_nnx(path: Keys, tensor: np.ndarray) -> np.ndarray:
-    """Return the array of a torch tensor in the layout of the parameter at `path`."""
+    """Return a torch tensor's array, rearranged to the layout of the parameter at `path`."""
     return np.ascontiguousarray(np.moveaxis(tensor, (1, 0), (-2, -1))) if path[-1] == "kernel" else tensor
 
 
 def to_torch(path: Keys, parameter: np.ndarray) -> np.ndarray:
-    """Return the parameter at `path` in torch's layout."""
+    """Return the parameter at `path`, rearranged to torch's layout."""
     is_kernel = path[-1] == "kernel"
     return np.ascontiguousarray(np.moveaxis(parameter, (-1, -2), (0, 1))) if is_kernel else parameter
 
@@ -53,39 +54,41 @@ def read_state(
 ) -> nnx.State:
     """Return an NNX state like `abstract` with the values of diffusers' tensors, which are read one by one.
 
-    A tensor's name may have the `COMPILED_PREFIX` in it. An error calls the weights by `source`.
+    `abstract` gives the paths and the shapes. A tensor's name may have the `COMPILED_PREFIX` in it. An error
+    calls the weights by `source`.
 
     Raises:
         ModelError: a tensor is missing, left over, given twice or of another shape.
     """
     runtime.check_not_forked()
-    wanted = {diffusers_name(path): (path, variable) for path, variable in nnx.to_flat_state(abstract)}
+    parameters = {diffusers_name(path): (path, variable) for path, variable in nnx.to_flat_state(abstract)}
     loaded: dict[str, tuple[Keys, nnx.Variable]] = {}
     unexpected: list[str] = []
-    for given_name, tensor in tensors:
-        name = given_name.replace(COMPILED_PREFIX, "")
-        if name not in wanted:
-            unexpected.append(given_name)
+    for full_name, tensor in tensors:
+        name = full_name.replace(COMPILED_PREFIX, "")
+        if name not in parameters:
+            unexpected.append(full_name)
             continue
         if name in loaded:
-            raise checkpoint.ModelError(f"{source} gives {name} twice: the second time as {given_name}")
-        path, variable = wanted[name]
+            raise checkpoint.ModelError(f"{source} gives {name} twice: the second time as {full_name}")
+        path, variable = parameters[name]
         expected = torch_shape(path, variable.shape)
         if tensor.shape != expected:
             raise checkpoint.ModelError(
                 f"{name} of {source} has the shape {tensor.shape}: the config asks for {expected}; give the "
                 "config.json that belongs to these weights"
             )
-        # Copies to a device run asynchronously. Without waiting, many host tensors would be alive at once.
+        # Copies to a device run asynchronously. Without the wait, many tensors would be in the host's memory
+        # at once.
         array = jnp.array(to_nnx(path, tensor), dtype=param_dtype).block_until_ready()
         loaded[name] = path, variable.replace(array)
-    info = {"missing_keys": wanted.keys() - loaded.keys(), "unexpected_keys": unexpected}
+    info = {"missing_keys": parameters.keys() - loaded.keys(), "unexpected_keys": unexpected}
     checkpoint.check_loading_info(info, source)
-    return nnx.from_flat_state([loaded[name] for name in wanted])
+    return nnx.from_flat_state([loaded[name] for name in parameters])
 
 
 def torch_shape(path: Keys, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape in torch's layout of the parameter at `path`."""
+    """Return the shape that the parameter at `path`, which has `shape` here, has in torch."""
     return shape if path[-1] != "kernel" else (shape[-1], shape[-2], *shape[:-2])
 
 

@@ -40,7 +40,7 @@ def _channels_first(x_NTHWC: jax.Array) -> jax.Array:
 
 
 def to_array(x: torch.Tensor) -> Any:
-    """Return a tensor as an array with the channels last; a plain tensor becomes a NumPy array."""
+    """Return a tensor (NCTHW) as an array with the channels last; a plain tensor becomes a NumPy array."""
     array = runtime.as_array(x)
     return np.moveaxis(array, 1, -1) if isinstance(array, np.ndarray) else _channels_last(array)
 
@@ -68,7 +68,7 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
     """
 
     config_name = "config.json"
-    stands_for = Diffusers  # `from_pipe` passes the wrapper on as this class (`upstream.parts_for`)
+    stands_for = Diffusers  # so that `from_pipe` passes the wrapper to a pipeline that takes this class
 
     def __init__(self, flax_vae: FlaxAutoencoderKLCogVideoX):
         super().__init__()
@@ -76,7 +76,7 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
         self.flax_vae = flax_vae
         self.use_tiling = self.use_slicing = False
         self.tile_overlap_factor_height, self.tile_overlap_factor_width = 1 / 6, 1 / 5  # diffusers' defaults
-        # diffusers' method sets the attributes of the tiles' sizes too.
+        # These methods are diffusers': the first one sets the attributes of the tiles' sizes, too.
         self.enable_tiling(flax_vae.config.sample_height // 2, flax_vae.config.sample_width // 2)
         self.disable_tiling()
         self.eval()
@@ -200,7 +200,7 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Return the number of parameters; diffusers' options have no effect."""
-        return sum(weight.size for weight in jax.tree.leaves(nnx.state(self.flax_vae, nnx.Param)))
+        return sum(parameter.size for parameter in jax.tree.leaves(nnx.state(self.flax_vae, nnx.Param)))
 
     def enable_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
         """Raise `ValueError`, because the wrapper passes no gradients on."""
@@ -227,7 +227,7 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
 
     def encode(self, x: torch.Tensor, return_dict: bool = True) -> Any:
         """Encode a video (N, C, T, H, W) to its posterior, as diffusers' `encode` does."""
-        with self._torchax_on_for(x):  # the posterior's constructor computes
+        with self._torchax_on_for(x):  # the posterior's constructor computes with tensors
             posterior = DiagonalGaussianDistribution(self._run(ENCODE, x))
         return AutoencoderKLOutput(latent_dist=posterior) if return_dict else (posterior,)
 

@@ -30,13 +30,13 @@ from cogvideox_torchax.vae.torchax.modules import LAYERS, port_modules
 from cogvideox_torchax.vae.torchax.networks import EncoderChunk, chunk_network, stock_of
 
 OPTIONS = {"revision", "token", "cache_dir", "local_files_only", "force_download", "torch_dtype"}
-"""The options of diffusers' `from_pretrained` that find the files and their dtype."""
+"""The options of diffusers' `from_pretrained` that only the search for the files and their dtype needs."""
 
 NO_GRADIENT_IN_TILES = "gradients do not pass through tiles on JAX: call disable_tiling() before"
 
 
 class DifferentiablePosterior(DiagonalGaussianDistribution):
-    """Diffusers' posterior, with gradients on JAX."""
+    """Diffusers' posterior, of means and log-variances on JAX, whose gradients reach these parameters."""
 
     def __init__(self, parameters: torch.Tensor):
         self.parameters, self.deterministic = parameters, False
@@ -52,7 +52,8 @@ class DifferentiablePosterior(DiagonalGaussianDistribution):
 def _from_pipe_with_ported_parts(make: Callable[..., Any], kind: type, pipeline: Any, **options: Any) -> Any:
     """Call diffusers' `from_pipe`, and pass it the ported parts of a pipeline by name.
 
-    It leaves out any other part whose class is a subclass of the expected one, as a ported part's class is.
+    `from_pipe` would leave them out: it keeps only parts of the expected class, and drops subclasses, as
+    ported classes are. `make` is diffusers' `from_pipe`, and `kind` is the class of the new pipeline.
     """
     ported = {
         name: part
@@ -70,9 +71,9 @@ upstream.wrap_from_pipe(_from_pipe_with_ported_parts)
 
 
 def _checked(direction: Direction) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator of methods that diffusers' class has too: it checks the input of a direction.
+    """Return a decorator of methods that diffusers' class has too; it checks the input of a direction.
 
-    On JAX a method that a user has put in the place of diffusers' runs instead.
+    If a user has replaced the method of diffusers' class, the replacement runs on JAX instead of ours.
     """
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,8 +85,8 @@ def _checked(direction: Direction) -> Callable[[Callable[..., Any]], Callable[..
             if not (runtime.is_on_jax(self) and upstream.is_patched(DiffusersAutoencoder, name)):
                 return method(self, x, *args, **options)
             place = None if self.mesh is None else BatchPlacement(self.mesh)
-            replaced = getattr(DiffusersAutoencoder, name)
-            return runtime.run_method(self, replaced, x, *args, place=place, name="vae", **options)
+            replacement = getattr(DiffusersAutoencoder, name)
+            return runtime.run_method(self, replacement, x, *args, place=place, name="vae", **options)
 
         return call
 
@@ -131,7 +132,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         """
         name = pretrained_model_name_or_path
         diffusers_options.pop("use_safetensors", None)  # nothing else is read
-        # Only the download needs these: `directory` is local.
+        # `super` loads from a local directory, and must not get the options of the download.
         options = {option: diffusers_options.pop(option) for option in OPTIONS & diffusers_options.keys()}
         directory, dtype_name = checkpoint.locate_with_dtype(name, subfolder, variant, dtype, options)
         try:
@@ -139,7 +140,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
                 super().from_pretrained,
                 directory,
                 variant=variant,
-                torch_dtype=getattr(torch, dtype_name),  # a name that every release takes
+                torch_dtype=getattr(torch, dtype_name),  # every release of diffusers takes this name
                 use_safetensors=True,
                 output_loading_info=True,
                 **diffusers_options,
@@ -156,6 +157,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
     def encode(self, x: torch.Tensor, return_dict: bool = True) -> Any:
         with self._torchax_on_for(x):
             (posterior,) = super().encode(x, return_dict=False)
+            # Diffusers' posterior would lose gradients on JAX.
             if runtime.on_jax(x) and posterior.parameters.requires_grad:
                 posterior = DifferentiablePosterior(posterior.parameters)
         return AutoencoderKLOutput(latent_dist=posterior) if return_dict else (posterior,)
@@ -208,7 +210,8 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         The arguments are those of `ChunkedVAE.results`.
         """
         on_jax = runtime.is_on_jax(self)
-        tile_as_uint8 = as_uint8 and plan is None  # tiles are blended as floats
+        # Tiles are blended as floats: `tiled_step` converts the blended frames.
+        tile_as_uint8 = as_uint8 and plan is None
         network = chunk_network(self, direction, tile_as_uint8)
         step: Step = network
         if on_jax or runtime.is_on_tpu(self):
@@ -228,13 +231,14 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
 
         In training mode the forward pass keeps what the backward pass needs. In evaluation mode it keeps only
         the input, and a backward pass recomputes the rest, because most users who forget `torch.no_grad()`
-        never call `backward()`. With `in_tiles` tiles run even if one is enough or tiling is off.
+        never call `backward()`. Under TorchTPU, and in tiles, a backward pass raises an error. With
+        `in_tiles` tiles run even if one is enough or tiling is off.
         """
         plan = self._tile_plan(direction, x.shape[3:], always=in_tiles)
         network = chunk_network(self, direction)
         on_tpu = runtime.is_on_tpu(self)
         wants_gradient = plan is None and not on_tpu and runtime.wants_gradient(network, x)
-        result: Any = None
+        result: Any = None  # in training `differentiable` computes it, and keeps what a backward pass needs
         if not (wants_gradient and self.training):
             results = self.results(direction, frames_of_chunks(self, direction, x), plan)
             result = joined(results, on_host=not runtime.on_accelerator(x))
@@ -261,7 +265,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
     def program(self, direction: Direction, as_uint8: bool = False) -> Any:
         """Return a direction's chunk program.
 
-        It is built at the first call, and again after a change of the modules, hooks or attributes.
+        The program is built at the first call, and again after a change of the modules, hooks or attributes.
         """
         network = chunk_network(self, direction, as_uint8)
         return runtime.programs_of(self).get((direction, as_uint8), network, self._compile_for)
@@ -274,6 +278,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         return self._compile_for(chunk_network(stock_of(self) if stock else self, direction))
 
     def _compile_for(self, network: nn.Module) -> Any:
+        """Return a program of a chunk's network, for the device or the mesh that the model is on."""
         if runtime.is_on_tpu(network):
             return runtime.TorchTPUProgram(network)
         if self.mesh is None:
@@ -297,16 +302,19 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
             self._mesh = mesh
             runtime.forget_programs(self)
 
-    def _check_place(self, name: str, x: torch.Tensor, follow_weights: bool) -> None:
+    def _check_place(self, name: str, x: torch.Tensor, for_stream: bool) -> None:
         """Raise `ValueError` if only one of an input and the weights is on an accelerator."""
         if runtime.is_on_jax(self):
             runtime.check_not_forked()
         accelerated = runtime.is_on_jax(self) or runtime.is_on_tpu(self)
-        if runtime.on_accelerator(x) != accelerated and not (follow_weights and accelerated):
-            device = (next(self.parameters()) if accelerated else x).device.type  # "jax" or "tpu"
-            tensor, model = (str(x.device), f"on {device}") if accelerated else (device, "in PyTorch")
+        if runtime.on_accelerator(x) != accelerated and not (for_stream and accelerated):
+            on_device = next(self.parameters()) if accelerated else x  # what is on the accelerator
+            device = on_device.device.type  # "jax" or "tpu"
+            tensor_place, weights_place = (
+                (str(x.device), f"on {device}") if accelerated else (device, "in PyTorch")
+            )
             move = f'the tensor .to("{device}")' if accelerated else f'vae.to("{device}")'
-            raise ValueError(f"got {name} on {tensor} for weights {model}: move {move}")
+            raise ValueError(f"got {name} on {tensor_place} for weights {weights_place}: move {move}")
 
     def _takes_dtype(self, x: torch.Tensor) -> bool:
         """Return whether the model takes a tensor's dtype; under PyTorch's autocast it takes all floats."""
@@ -344,7 +352,10 @@ def port_vae(vae: Any) -> Any:
 
 @functools.cache
 def _ported_class(kind: type[DiffusersAutoencoder]) -> Any:
-    """Return the ported class of diffusers' VAE, or of a subclass, whose own methods come first."""
+    """Return the ported class of diffusers' VAE, or of a subclass of it.
+
+    The methods that a subclass defines come before the ported ones.
+    """
     if kind is DiffusersAutoencoder:
         return AutoencoderKLCogVideoX
 
@@ -357,5 +368,5 @@ def _ported_class(kind: type[DiffusersAutoencoder]) -> Any:
 
 
 def _revived(kind: type[DiffusersAutoencoder]) -> Any:
-    """Return an instance without attributes of the ported class of `kind`, for unpickling."""
+    """Return an instance of the ported class of `kind`; pickle then sets its attributes."""
     return object.__new__(_ported_class(kind))

@@ -1,10 +1,10 @@
 """The ported modules: diffusers' own classes, with a second way to run.
 
-Each class here subclasses the module that it replaces, and adds no state. Its forward runs a kernel of
-`jax_kernels` for a torchax tensor. For a plain tensor, and where a hook or a change of the module needs it,
-the forward of diffusers runs. `port` swaps a module's class in place, so parameters, names, hooks and
-`isinstance` stay what they were. On JAX a norm and the activation after it are one call, so their hooks see
-other tensors than in diffusers.
+Each class here is a subclass of the class that it replaces, and adds no state. Its forward runs a kernel of
+`jax_kernels` for a tensor on an accelerator. For a plain tensor, and where a hook or a change of the module
+needs it, the forward of diffusers runs. `port` swaps a module's class in place, so parameters, names, hooks
+and `isinstance` stay what they were. On JAX a norm and the activation after it are one call, so their hooks
+see other tensors than in diffusers.
 
 A causal convolution's cache (`conv_cache`) is its last input frames, which the next chunk takes. A block's
 cache has its modules' caches by name. `zq`, as in diffusers, are the latents that modulate a spatial norm.
@@ -49,7 +49,7 @@ def _window_first(weight_OI: torch.Tensor) -> torch.Tensor:
 
 
 def _as_ported(module: nn.Module) -> bool:
-    """Return whether all submodules are as `port` left them, of the types `PARTS` and without hooks."""
+    """Return whether all submodules are as `port` left them: of the types in `PARTS`, and without hooks."""
     parts = (part for part in module.modules() if part is not module)
     return all(type(part) in PARTS and not is_watched(part) for part in parts)
 
@@ -69,7 +69,7 @@ def _activated(y: torch.Tensor, activation: str | None) -> torch.Tensor:
     """Apply an activation, or none, to the result of a norm that ran without its kernel.
 
     Raises:
-        ValueError: an activation is given for a tensor in PyTorch, where diffusers' modules apply their own.
+        ValueError: an activation is given for a tensor in PyTorch, where a separate module applies it.
     """
     if activation is None:
         return y
@@ -82,7 +82,7 @@ class GroupNorm(OnColumns, nn.GroupNorm):
     """GroupNorm with statistics in float32, and the activation after it, by `jax_kernels.group_norm`."""
 
     def forward(self, input: torch.Tensor, *, activation: str | None = None) -> torch.Tensor:
-        if not by_kernel(self, input) or input.ndim < 3:  # the kernel wants a pixel axis
+        if not by_kernel(self, input) or input.ndim < 3:  # the kernel needs an axis of pixels
             return _activated(super().forward(input), activation)
         return torch_view(jax_kernels.group_norm)(
             input,
@@ -105,9 +105,9 @@ class SiLU(nn.SiLU):
 
 
 class SafeConv3d(OnColumns, diffusers_vae.CogVideoXSafeConv3d):
-    """A 3-D convolution; on JAX `jax_kernels.conv3d` runs windows of 1x1x1 with a stride of 1.
+    """A 3-D convolution; on JAX `jax_kernels.conv3d` computes it if its window is 1x1x1 and its stride 1.
 
-    Diffusers would cut such a convolution's input, to save memory.
+    Diffusers' forward would cut the input into parts, to save memory.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -124,7 +124,7 @@ class CausalConv3d(OnColumns, diffusers_vae.CogVideoXCausalConv3d):
 
     @property
     def is_plain(self) -> bool:
-        """True if the kernels compute this convolution."""
+        """Whether the kernels can compute this convolution."""
         return (
             _as_ported(self)  # else `conv` may be a LoRA's layer, which has no `stride`
             and self.conv.stride == self.conv.dilation == (1, 1, 1)
@@ -176,6 +176,7 @@ class SpatialNorm3D(OnColumns, diffusers_vae.CogVideoXSpatialNorm3D):
         """
         if not by_kernel(self, f) or not _as_ported(self):
             y, new_cache = super().forward(f, zq, conv_cache)
+            # Diffusers' 1x1x1 convolutions return their whole input as a cache, which nothing reads.
             cache: Any = {} if on_accelerator(f) else new_cache
             return with_zero_padding(_activated(y, activation), self.split), cache
         norm, conv_y, conv_b = self.norm_layer, self.conv_y.conv, self.conv_b.conv
@@ -217,9 +218,10 @@ class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
         Diffusers' forward also runs for a time embedding `temb`, dropout, and a causal convolution as the
         shortcut (`use_conv_shortcut`).
         """
-        drops = self.training and self.dropout.p > 0
-        ported = all(isinstance(conv, CausalConv3d) for conv in (self.conv1, self.conv2))
-        if not by_kernel(self, inputs) or not ported or temb is not None or self.use_conv_shortcut or drops:
+        has_dropout = self.training and self.dropout.p > 0
+        is_ported = all(isinstance(conv, CausalConv3d) for conv in (self.conv1, self.conv2))
+        has_other_parts = temb is not None or self.use_conv_shortcut or has_dropout
+        if not by_kernel(self, inputs) or not is_ported or has_other_parts:
             return super().forward(inputs, temb, zq, conv_cache)  # pyright: ignore[reportReturnType]
         cache = conv_cache or {}
         new_cache: Cache = {}
@@ -243,20 +245,25 @@ class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
         moments: Any = None,
         **options: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
-        """Apply a norm, the activation and a convolution; return the result, its cache and its moments."""
+        """Apply a norm, the activation and a convolution; return the result, the next cache and moments.
+
+        The moments are those of the result's columns, or None without the fused kernel. The argument
+        `moments` are those of `hidden`, if they are known. `options` may have a `residual`, which is added.
+        """
         is_silu = isinstance(self.nonlinearity, nn.SiLU) and not is_patched(type(self.nonlinearity))
         if not is_silu or not _can_fuse(norm, conv):
-            activates = is_silu and isinstance(norm, GroupNorm | SpatialNorm3D)
-            keywords = {"activation": "silu"} if activates else {}  # our norms apply SiLU too
+            # Our norms apply SiLU too.
+            norm_activates = is_silu and isinstance(norm, GroupNorm | SpatialNorm3D)
+            keywords = {"activation": "silu"} if norm_activates else {}
             normed = norm(hidden, **keywords) if zq is None else norm(hidden, zq, **keywords)
             normed = normed[0] if isinstance(normed, tuple) else normed  # without a spatial norm's cache
-            hidden = normed if activates else self.nonlinearity(normed)
+            hidden = normed if norm_activates else self.nonlinearity(normed)
             return *conv(hidden, conv_cache=conv_cache, **options), None
         return _fused_norm_conv(norm, conv, hidden, zq, conv_cache, moments, **options)
 
 
 def _can_fuse(norm: nn.Module, conv: nn.Module) -> bool:
-    """Return whether `jax_kernels.norm_conv3d` computes both modules, and no hook must see one of them."""
+    """Return whether `jax_kernels.norm_conv3d` can compute both modules, and neither has a hook."""
     return (
         type(norm) in (GroupNorm, SpatialNorm3D)
         and type(conv) is CausalConv3d
@@ -278,9 +285,13 @@ def _fused_norm_conv(
     *,
     residual: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
-    """Run a norm, SiLU and a convolution as one kernel; return the result, its cache and its moments."""
+    """Run a norm, SiLU and a convolution as one kernel; return the result, the next cache and moments.
+
+    The moments are those of the result's columns. The argument `moments` are those of `hidden`, if known.
+    """
     conv, group_norm = causal.conv, norm
-    # The latents; kernel and bias of their convolution to the norm's factors (y), then to its addends (b).
+    # For a spatial norm: the latents, then the kernel and the bias of their convolution to the norm's factors
+    # (y), then of that to its addends (b).
     modulation: tuple[Any, ...] = ()
     if isinstance(norm, SpatialNorm3D):
         group_norm, conv_y, conv_b = norm.norm_layer, norm.conv_y.conv, norm.conv_b.conv
@@ -338,41 +349,42 @@ class Downsample3D(OnColumns, CogVideoXDownsample3D):
 class CogVideoXDecoder3D(diffusers_vae.CogVideoXDecoder3D):
     """The decoder, whose last norm, activation and convolution run as one kernel.
 
-    If the norm or the activation has a hook, diffusers' forward runs, and the hook sees the same as there. If
-    the convolution alone has one, the norm and the activation run as one kernel before it.
+    If the norm or the activation has a hook, diffusers' forward runs, and the hook sees what it would see in
+    diffusers. If only the convolution has a hook, the norm and the activation run as one kernel before it.
     """
 
     def forward(
         self, sample: torch.Tensor, temb: torch.Tensor | None = None, conv_cache: Cache | None = None
     ) -> tuple[torch.Tensor, Cache]:
-        """Decode a chunk `sample` of latents; return its frames and the next cache. `temb` is None."""
+        """Decode a chunk `sample` of latents; return its frames and the next cache.
+
+        The VAE passes no time embedding `temb`.
+        """
         norm, activation = self.norm_out, self.conv_act
-        ported = type(norm) is SpatialNorm3D and type(activation) is SiLU
-        if not by_kernel(self, sample) or not ported or is_watched(norm) or is_watched(activation):
+        is_ported = type(norm) is SpatialNorm3D and type(activation) is SiLU
+        if not by_kernel(self, sample) or not is_ported or is_watched(norm) or is_watched(activation):
             return super().forward(sample, temb, conv_cache)  # pyright: ignore[reportReturnType]
         cache = conv_cache or {}
         new_cache: Cache = {}
         hidden, new_cache["conv_in"] = self.conv_in(sample, conv_cache=cache.get("conv_in"))
         blocks = {f"up_block_{index}": block for index, block in enumerate(self.up_blocks)}
-        recomputed = torch.is_grad_enabled() and self.gradient_checkpointing
+        uses_checkpointing = torch.is_grad_enabled() and self.gradient_checkpointing
         for name, block in {"mid_block": self.mid_block, **blocks}.items():
-            run: Any = (
-                functools.partial(self._gradient_checkpointing_func, block)  # pyright: ignore
-                if recomputed
-                else block
-            )
-            hidden, new_cache[name] = run(hidden, temb, sample, cache.get(name))
+            run_block: Any = block
+            if uses_checkpointing:  # a backward pass then computes the block's activations again
+                run_block = functools.partial(self._gradient_checkpointing_func, block)  # pyright: ignore
+            hidden, new_cache[name] = run_block(hidden, temb, sample, cache.get(name))
         conv, out_cache = self.conv_out, cache.get("conv_out")
         if not _can_fuse(norm, conv):
             hidden, _no_cache = norm(hidden, sample, activation="silu")
             hidden, new_cache["conv_out"] = conv(hidden, conv_cache=out_cache)
         else:
-            # What runs here has `conv`'s name. `[:2]`: the frames and the cache, as the convolution returns
-            # them, without moments.
-            together = as_layer(
+            # In profiles and reports the fused kernel runs under the name of `conv`. `[:2]` leaves out the
+            # moments, as the convolution returns only frames and a cache.
+            norm_and_conv = as_layer(
                 conv, lambda hidden: _fused_norm_conv(norm, conv, hidden, sample, out_cache)[:2]
             )
-            hidden, new_cache["conv_out"] = together(hidden)
+            hidden, new_cache["conv_out"] = norm_and_conv(hidden)
         return hidden, new_cache
 
 
@@ -387,10 +399,10 @@ PORTED: dict[type[nn.Module], type[nn.Module]] = {
     CogVideoXDownsample3D: Downsample3D,
     diffusers_vae.CogVideoXDecoder3D: CogVideoXDecoder3D,
 }
-"""The ported class of each of diffusers' modules that take most of the time."""
+"""The ported classes, by diffusers' classes; these modules take most of the time."""
 
 PARTS = (nn.Conv2d, GroupNorm, SafeConv3d, CausalConv3d)
-"""The types of submodules that a layer's kernel computes along with the layer, unless they have hooks."""
+"""The types of submodules that the kernel of the layer above them computes too, unless they have hooks."""
 
 LAYERS = tuple(ported for ported in PORTED.values() if ported is not CogVideoXDecoder3D)
 """The ported classes of single layers and blocks."""

@@ -1,8 +1,8 @@
-"""The networks of one chunk, (chunk, cache) -> (result, next cache), which programs are compiled from.
+"""The networks of one chunk, (chunk, cache) -> (result, next cache), from which programs are compiled.
 
 The cache has the last input frames of each causal convolution, by name; at the start of a video it is None.
-Diffusers' modules have it in NCTHW. Between two chunks it is in HWNTC, the order that a TPU computes in. In
-any other order each program would rearrange it on its way in and out.
+Diffusers' modules take it and return it in NCTHW. Between two chunks it is in HWNTC, the order that a TPU
+computes in. In any other order each program would rearrange the cache on its way in and out.
 
 Axis letters: N videos, C channels, T frames, H rows, W columns.
 """
@@ -60,15 +60,15 @@ class DecoderChunk(nn.Module):
         return to_uint8(frames) if self.as_uint8 else frames, _permuted(cache, NCTHW, HWNTC)
 
 
-def _permuted(cache: Any, axes: Axes, wanted: Axes) -> Any:
+def _permuted(cache: Any, axes: Axes, new_axes: Axes) -> Any:
     """Return a cache, tensors in nested dictionaries, with the tensors' axes in another order."""
-    if isinstance(cache, dict):  # sorted, as JAX has dictionaries: programs then come out the same
-        return {name: _permuted(cache[name], axes, wanted) for name in sorted(cache)}
-    return None if cache is None else cache.permute([axes.index(letter) for letter in wanted])
+    if isinstance(cache, dict):  # JAX sorts dictionaries by name: with this order programs come out the same
+        return {name: _permuted(cache[name], axes, new_axes) for name in sorted(cache)}
+    return None if cache is None else cache.permute([axes.index(letter) for letter in new_axes])
 
 
 def chunk_network(vae: DiffusersAutoencoder, direction: Direction, as_uint8: bool = False) -> nn.Module:
-    """Return the network of a direction's chunks; with `as_uint8` decoded frames are bytes."""
+    """Return the network of one direction; with `as_uint8` decoded frames are bytes."""
     return EncoderChunk(vae) if direction == ENCODE else DecoderChunk(vae, as_uint8)
 
 
@@ -84,6 +84,7 @@ class RecordedLayers(nn.Module):
         outputs: dict[str, torch.Tensor] = {}
 
         def record(name: str, result: Any) -> Any:
+            """Keep a layer's output, without its cache, and return the result for the layers after it."""
             output, *_cache = result if isinstance(result, tuple) else (result,)
             outputs[name] = output
             return result
