@@ -197,13 +197,12 @@ class Placement(MeshPlace):
         for module in network.modules():
             if isinstance(module, OnColumns):
                 module.split = split
-        # `_record` gets each layer's inputs (`taken`) and outputs (`given`). It changes nothing, hence
-        # `names_only`: a norm and a convolution may still run as one kernel.
+        # `_record` changes nothing, hence `names_only`: a norm and a convolution may still run as one kernel.
         return watched(
             network,
             lambda _name, module: type(module) in self.types,
-            taken=self._record,
-            given=self._record,
+            on_arguments=self._record,
+            on_result=self._record,
             names_only=True,
         )
 
