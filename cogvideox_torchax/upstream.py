@@ -221,6 +221,13 @@ def is_traced(array: Any) -> bool:
     return isinstance(array, _attribute("jax", jax.core, "Tracer"))
 
 
+def is_tracing() -> bool:
+    """Return whether JAX is tracing in this thread: for a program, a gradient or a shape."""
+    from jax._src import core
+
+    return not _attribute("jax", core, "trace_state_clean")()
+
+
 _PACKAGES = frozenset({"accelerate", "diffusers", "peft", "torch", "transformers"})
 """Packages that define the classes of pipelines and their parts, and decorate each other's methods."""
 

@@ -111,6 +111,11 @@ TAKEN_AWAY = {
         lambda: upstream.is_traced(1),
         "jax .* has no jax.core.Tracer any more: install jax==",
     ),
+    "JAX's state of tracing": (
+        ("jax._src.core", "trace_state_clean"),
+        lambda: upstream.is_tracing(),
+        "jax .* has no jax._src.core.trace_state_clean any more: install jax==",
+    ),
     "diffusers' registry of blocks": (
         ("diffusers.hooks._helpers", "TransformerBlockRegistry"),
         lambda: upstream.cached_block(type("Block", (), {})),

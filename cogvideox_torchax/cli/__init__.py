@@ -50,7 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     `argv` is the command line without the program's name; None for the process's own.
     """
     with _ended_by_ctrl_c():
-        from cogvideox_torchax.runtime import profiling
         from cogvideox_torchax.runtime.quiet import quiet_libraries
 
         args = parser().parse_args(argv)  # imports every command's module, and so torch
@@ -58,7 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         quiet_libraries(bars=not args.quiet)
         if args.distributed and args.profile is not None:  # a profile starts JAX, before processes connect
             raise ValueError("--profile records a single process: leave out --distributed")
-        with contextlib.nullcontext() if args.profile is None else profiling(args.profile):
+        if args.profile is None:
+            return args.run(args) or 0
+        from cogvideox_torchax.runtime import profiling  # imports JAX, without which `doctor` works
+
+        with profiling(args.profile):
             return args.run(args) or 0
     except (KeyboardInterrupt, Exception) as error:
         code = _report_error(error, args)

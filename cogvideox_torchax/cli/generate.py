@@ -92,6 +92,22 @@ COMMAND = options.Command(
         options.QUIET,
         options.PROFILE,
     ),
+    {
+        "--generator": "pass --seed",
+        "--num-videos-per-prompt": "each run makes one video, so run it again with another --seed",
+        "--output-type": "the name after -o chooses between .mp4, .gif and a directory of PNG frames",
+        **dict.fromkeys(
+            (
+                "--eta",
+                "--timesteps",
+                "--latents",
+                "--prompt-embeds",
+                "--use-dynamic-cfg",
+                "--max-sequence-length",
+            ),
+            "port(pipeline) and a call in Python take it",
+        ),
+    },
 )
 
 

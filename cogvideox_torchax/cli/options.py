@@ -5,8 +5,9 @@ import difflib
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from cogvideox_torchax import backends
@@ -43,6 +44,9 @@ TRACEBACK = Option(
 class CommandParser(argparse.ArgumentParser):
     """A command's parser: it refuses what it does not know itself, and names the nearest of its options."""
 
+    instead: Mapping[str, str] = MappingProxyType({})
+    """By the name of an option that the command lacks, but diffusers has, what to do instead."""
+
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         """Parse the words of a command; an option may have underscores, as Python's arguments do."""
         words = [*(sys.argv[1:] if args is None else args)]
@@ -52,36 +56,45 @@ class CommandParser(argparse.ArgumentParser):
             if name.startswith("--") and " " not in name and name not in known:
                 hyphenated = name.replace("_", "-")
                 if hyphenated not in known:
-                    self.error(f"there is no option {name}{_advice(hyphenated, known)}")
+                    self.error(f"there is no option {name}{self._advice(hyphenated, known)}")
                 words[i] = "".join((hyphenated, *value))
         found, unknown = super().parse_known_args(words, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return found, []
 
+    def _advice(self, name: str, known: Iterable[str]) -> str:
+        """Return what to do instead, or the option that is nearest to a name by whole words, then letters."""
 
-def _advice(name: str, known: Iterable[str]) -> str:
-    """Return, as a question, the option that is nearest to a name by whole words, then by letters."""
+        def likeness(option: str) -> tuple[int, float]:
+            ours, theirs = name.strip("-"), option.strip("-")
+            ratio = difflib.SequenceMatcher(None, ours, theirs).ratio()
+            return len({*ours.split("-")} & {*theirs.split("-")}), ratio
 
-    def likeness(option: str) -> tuple[int, float]:
-        ours, theirs = name.strip("-"), option.strip("-")
-        ratio = difflib.SequenceMatcher(None, ours, theirs).ratio()
-        return len({*ours.split("-")} & {*theirs.split("-")}), ratio
-
-    nearest = max(known, key=likeness)
-    shared, ratio = likeness(nearest)
-    words = len(name.strip("-").split("-"))
-    is_near = 2 * shared > words or ratio > NEAR  # most of its words, or of its letters
-    return f": did you mean {nearest}?" if is_near else ""
+        if name in self.instead:
+            return f": {self.instead[name]}"
+        nearest = max(known, key=likeness)
+        shared, ratio = likeness(nearest)
+        words = len(name.strip("-").split("-"))
+        is_near = 2 * shared > words or ratio > NEAR  # most of its words, or of its letters
+        return f": did you mean {nearest}?" if is_near else ""
 
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand, named after its module: its summary and an example for its help, and its options."""
+    """A subcommand, named after its module.
+
+    Attributes:
+        summary: one line for its help.
+        example: its words in the example of its help.
+        options: its options, in help's order within a group.
+        instead: by the name of an option that it lacks, what to do instead.
+    """
 
     summary: str
     example: str
     options: tuple[Option, ...]
+    instead: Mapping[str, str] = field(default_factory=dict)
 
     def add_to(self, subparsers: Any, name: str) -> argparse.ArgumentParser:
         parser = subparsers.add_parser(
@@ -92,6 +105,7 @@ class Command:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,  # a prefix that means one option today may mean two tomorrow
         )
+        parser.instead = self.instead
         parser.set_defaults(**ABSENT)  # for code that reads options which this command does not take
         groups: dict[str | None, Any] = {None: parser}  # by title, each has argparse's `add_argument`
         # Help lists groups in the order in which they are made. REPORT, whose key is True, comes last.

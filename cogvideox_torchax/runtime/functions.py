@@ -56,7 +56,7 @@ def replace_keys(environment: Any) -> None:
     """
 
     def key(_self: Any, generator: torch.Generator | None = None) -> Any:
-        if _is_tracing():
+        if _in_program():
             raise RandomInTraceError("it draws random numbers, which no program on JAX does")
         with no_dispatch(), torch._C.DisableTorchFunction():  # torch's own `randint`, even if torchax is on
             return jax.random.PRNGKey(int(torch.randint(2**31 - 1, (), generator=generator)))
@@ -64,8 +64,11 @@ def replace_keys(environment: Any) -> None:
     environment.get_and_rotate_prng_key = key
 
 
-def _is_tracing() -> bool:
-    """Return whether JAX is tracing a program in this thread; an array that is made then has no value."""
+def _in_program() -> bool:
+    """Return whether an array that is made now has no value, since JAX is tracing a program.
+
+    `upstream.is_tracing` is true also while JAX computes a gradient, which may draw random numbers.
+    """
     return is_traced(jnp.zeros(()))
 
 
@@ -148,7 +151,7 @@ def _drawn_on_host(draw: Callable[..., torch.Tensor]) -> Callable[..., Any]:
 
     @functools.wraps(draw)
     def call(*args: Any, **options: Any) -> Any:
-        if _is_tracing():
+        if _in_program():
             raise RandomInTraceError(f"{draw.__name__} draws random numbers, which no program on JAX does")
         # These options tell of the tensor that torchax makes of the array, not of the numbers.
         for name in ("device", "layout", "pin_memory", "memory_format", "requires_grad"):

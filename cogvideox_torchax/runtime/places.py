@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
 from cogvideox_torchax.runtime.forks import check_not_forked
 from cogvideox_torchax.runtime.user_checks import runs_unchecked
+from cogvideox_torchax.upstream import is_tracing
 
 _CPU_OPTIONS = {}
 if jax.__version_info__ >= (0, 9, 1):  # the first version with this option
@@ -112,12 +113,15 @@ class ArrayProgram:
             return self._trace(weights, inputs, cache)
 
         run.__name__ = network.name  # in a profile and in the compile cache
-        self._compiled = jax.jit(
+        jitted = functools.partial(
+            jax.jit,
             run,
             donate_argnums=2,  # the cache
             keep_unused=getattr(network, "keep_unused", False),
-            compiler_options=self.place.compiler_options(),
         )
+        self._compiled = jitted(compiler_options=self.place.compiler_options())
+        # JAX takes options for a whole program, and refuses them for a part of what the caller compiles.
+        self._compiled_in_another = jitted()
 
     def _trace(self, weights: Any, inputs: Any, cache: Any) -> Any:
         """Run the network, sharded by the place, and count the call: JAX makes it only to trace a program."""
@@ -139,7 +143,9 @@ class ArrayProgram:
             inputs: what `put` has returned.
             cache: the cache of the previous call, which is donated; None if there is none.
         """
-        return self._compiled(weights, inputs, cache)
+        # While a caller's program is traced, this program becomes a part of it.
+        compiled = self._compiled_in_another if is_tracing() else self._compiled
+        return compiled(weights, inputs, cache)
 
     @runs_unchecked
     def empty_cache(self, weights: Any, inputs: Any) -> Any:

@@ -180,10 +180,8 @@ class Program(ArrayProgram):
         # The names of the weights of the last call, and their arrays on the program's devices. Both lists are
         # in one attribute, so that a thread which replaces it replaces both at once.
         self._placed: tuple[list[str], list[weakref.ref[Any]]] = [], []
-        # This one donates no cache, as the backward pass reads it again.
-        self._differentiable = jax.jit(
-            self._trace_for_gradients, compiler_options=self.place.compiler_options()
-        )
+        # This one donates no cache, as the backward pass reads it again. `jax.vjp` takes no compiler options.
+        self._differentiable = jax.jit(self._trace_for_gradients)
 
     def _trace_for_gradients(self, weights: dict[str, Any], inputs: Any, cache: Any) -> Any:
         """Trace with torch's gradients on; with gradients off, modules skip gradient checkpointing."""

@@ -486,10 +486,12 @@ WRONG_ARGUMENTS = {
         "generate --guidance_scal=3",
         "no option --guidance_scal: did you mean --guidance-scale?",
     ),
-    "a name with a word in common": (
+    "an argument of diffusers": (
         "generate --num_videos_per_prompt 2",
-        "error: there is no option --num_videos_per_prompt",
+        "--num_videos_per_prompt: each run makes one video, so run it again with another --seed",
     ),
+    "a generator": ("generate --generator 2", "there is no option --generator: pass --seed"),
+    "an argument of a pipeline's call": ("generate --eta 0.5", "--eta: port(pipeline) and a call in Python"),
     "a name with letters in common": ("generate --device cuda", "error: there is no option --device"),
     "a swapped letter": ("generate --promtp x", "no option --promtp: did you mean --prompt?"),
     "a name that is near none": ("encode a.mp4 --frobnicate", "there is no option --frobnicate"),
@@ -680,3 +682,15 @@ def test_every_option_has_help_and_json_is_a_switch():
         for action in command._actions:
             assert action.help, f"{name} {action.dest}"
             assert "--json" not in action.option_strings or action.nargs == 0, f"{name} --json takes a value"
+
+
+def test_lines_about_compiling_and_bad_clips_do_not_hang_on_a_progress_bar(
+    clip, model_directory, capsys, monkeypatch
+):
+    monkeypatch.setattr("cogvideox_torchax.runtime.clock.LONG", 0)  # each program is announced
+    Path("bad.mp4").write_bytes(b"no video")
+    assert cli.main(["encode", ".", "-o", "out", "--model", "vae"]) == 1
+    said = re.split("[\r\n]", capsys.readouterr().err)
+    announced = "compiling EncoderChunk, unless the compile cache has it: minutes on a TPU, once for a size"
+    assert said.count(announced) == 1
+    assert any(line.startswith("bad clip bad.mp4: ") for line in said)

@@ -2,9 +2,11 @@
 
 import hashlib
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from time import sleep
 
 import av
 import pytest
@@ -201,3 +203,29 @@ def test_on_jax_mean_and_sample_are_those_of_pytorch(small):
     for name, tensor in wanted.tensors.items():
         assert relative_error(found.tensors[name], tensor) < FLOAT32_RELATIVE
     assert found.about == wanted.about
+
+
+def test_two_threads_load_a_model_once(small, monkeypatch):
+    loads, real = [], ClipConfig.load
+    monkeypatch.setattr(
+        ClipConfig, "load", lambda config: (loads.append(config), sleep(0.2), real(config))[2]
+    )
+    unit = EncodeClip(small.config)
+    with ThreadPoolExecutor(2) as threads:
+        one, other = threads.map(lambda _: unit.vae, range(2))
+    assert one is other
+    assert len(loads) == 1
+
+
+def test_a_file_that_changes_while_it_is_read_is_an_error(small, tmp_path, monkeypatch):
+    path = write_clip(tmp_path / "growing.mp4")
+    real = video.read_frames
+
+    def and_grows(*args):
+        yield from real(*args)
+        with path.open("ab") as file:
+            file.write(b"more")
+
+    monkeypatch.setattr(video, "read_frames", and_grows)
+    with pytest.raises(ClipError, match="was changed while it was read"):
+        small.unit(Clip("growing", path))

@@ -1,5 +1,6 @@
 """Directories of clips by the command line: what is done is skipped, and each fault is named."""
 
+import contextlib
 import json
 import os
 import re
@@ -12,7 +13,7 @@ import torch
 from cogvideox_torchax import cli
 from cogvideox_torchax.dataset import Clip, ClipError, EncodeClip, formats, sources
 from cogvideox_torchax.dataset.directory import LatentDirectory, ProcessShard, VideoDirectory, failures
-from cogvideox_torchax.files import latents as latent_files, video
+from cogvideox_torchax.files import latents as latent_files, video, whole
 from tests import reference
 from tests.dataset.conftest import BAD, GOOD, OPTIONS, command, encode, tree, write_clip
 from tests.files.test_whole import files_of_at_most
@@ -397,3 +398,21 @@ def test_a_failing_clip_leaves_no_window_of_it(small, tmp_path, monkeypatch):
     assert encode(small, tmp_path / "out", "--windows", "--frames", 4) == 1
     assert failures(tmp_path / "out/failed.jsonl")["b.mp4"] == "a broken window"
     assert {name.rpartition("/")[0] for name in tree(tmp_path / "out")} == set(GOOD) - {"b.mp4"}
+
+
+@pytest.mark.parametrize("other_writes", [True, False])
+def test_processes_that_begin_together_fix_one_setting(encoded, tmp_path, monkeypatch, other_writes):
+    other, videos = (VideoDirectory(tmp_path / "out", sources.shards(encoded / "latents")) for _ in range(2))
+    lock = contextlib.ExitStack()
+
+    def sleep(_):
+        lock.close()
+        if other_writes:
+            other.fix_settings({"dtype": "other"})
+
+    monkeypatch.setattr("time.sleep", sleep)
+    lock.enter_context(whole.reserved(tmp_path / "out/videos.json", whole.WRITING))
+    refused = pytest.raises(whole.OutputError, match="dtype is 'other' there and 'mine' here")
+    with refused if other_writes else contextlib.nullcontext():
+        videos.fix_settings({"dtype": "mine"})
+    assert ("mine" in (tmp_path / "out/videos.json").read_text()) != other_writes

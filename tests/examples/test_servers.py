@@ -378,3 +378,11 @@ def test_a_browser_shows_the_first_chunk_while_the_second_is_not_decoded(site, g
     while page.locator("#video").screenshot() == before and time.monotonic() < deadline:
         page.wait_for_timeout(100)
     assert page.locator("#video").screenshot() != before, "later frames take the place of the first"
+
+
+def test_a_server_that_ends_stops_the_running_video(app, gated):
+    with TestClient(app) as client:
+        address = ask(client, "slow", steps=1000)
+        wait(client, address, state="running")
+        threading.Timer(0.5, gated.steps.release).start()
+    assert gated.prompts[len(SIZES) :] == ["slow"]

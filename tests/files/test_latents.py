@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+from dataclasses import replace
 from fractions import Fraction
 from unittest.mock import Mock
 
@@ -188,3 +189,16 @@ def test_a_broken_file_is_one_line(tmp_path, refused, monkeypatch, kind, example
                 latents.loads(data, "z")
 
     check()
+
+
+def test_a_file_that_is_replaced_meanwhile_is_read_in_one_version(tmp_path, monkeypatch):
+    latents.save(MADE, tmp_path / "z.safetensors")
+
+    def opened(*args, **options):
+        file = safe_open(*args, **options)
+        latents.save(replace(MADE, tensor=MADE.tensor + 1, num_frames=5), tmp_path / "z.safetensors")
+        return file
+
+    monkeypatch.setattr("cogvideox_torchax.files.tensors.safe_open", opened)
+    found = latents.load(tmp_path / "z.safetensors")
+    assert (found.num_frames, found.tensor.max()) == (8, 0)

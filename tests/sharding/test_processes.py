@@ -253,3 +253,22 @@ def test_processes_that_nobody_names_are_told_how_to_meet():
     code = "from cogvideox_torchax.sharding import connect; connect()"
     ended = run_python(code, TPU_SKIP_MDS_QUERY="1")  # no TPU pod's server to wait for
     assert re.search("ProcessError: cannot join the other processes.*pass a coordinator", ended.stderr)
+
+
+def test_what_came_before_a_failure_is_read(tmp_path, monkeypatch):
+    exchange, part = Exchange(tmp_path), tmp_path / "000001.1"
+    real = Path.exists
+    seen = []
+
+    def exists(path):
+        seen.append(path)
+        if len(seen) == 1:  # the other process writes its part, and fails, as soon as this one has looked
+            part.touch()
+            (tmp_path / "1.failed").write_text("the disk is full")
+            return False
+        return real(path)
+
+    monkeypatch.setattr(Path, "exists", exists)
+    assert exchange._wait(part) == part
+    with pytest.raises(RuntimeError, match="process 1 failed: the disk is full"):
+        exchange._wait(tmp_path / "000002.1")

@@ -13,6 +13,7 @@ import torch
 from flax import nnx
 
 from cogvideox_torchax.flax import FlaxVAEForPipelines, Posterior
+from cogvideox_torchax.runtime.places import ArrayProgram
 from cogvideox_torchax.vae.nnx import weights
 from cogvideox_torchax.vae.nnx.autoencoder import Network
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE
@@ -153,3 +154,16 @@ def test_gradients_equal_pytorchs(run, x, first_frame, anew, devices):
             assert not found[name].any(), name
         else:
             assert reference.largest_error(found[name], weight.grad) < RELATIVE, name
+
+
+def test_of_a_numpy_array_only_a_chunk_goes_to_the_device(vae, monkeypatch):
+    z, given = np.zeros((1, 7, 3, 5, 16), np.float32), []
+
+    def run(_program, _weights, chunk, _cache):
+        given.append(chunk)
+        return jnp.zeros((1, 1, 24, 40, 3)), None
+
+    monkeypatch.setattr(ArrayProgram, "run", run)
+    vae.decode(z)
+    assert [chunk.shape[1] for chunk in given] == [3, 2, 2]
+    assert all(np.shares_memory(chunk, z) for chunk in given)
