@@ -14,7 +14,7 @@ class BackendError(ValueError):
 
 
 class Use(Enum):
-    """What a backend may be used for: to run a VAE, to be compared by `verify`, to be planned by `plan`."""
+    """A use of a backend: to run a VAE, to be compared by `verify`, or to be planned by `plan`."""
 
     RUN = "run"
     VERIFY = "verify"

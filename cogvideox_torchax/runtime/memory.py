@@ -18,7 +18,7 @@ EXHAUSTED = (
     "can't allocate memory",
     "memoryerror",
 )
-"""What messages of XLA, CUDA, PyTorch and Python for exhausted memory contain, in lower case."""
+"""Words in the messages of XLA, CUDA, PyTorch and Python for exhausted memory, in lower case."""
 
 
 def out_of_memory(error: BaseException) -> bool:
