@@ -1,7 +1,7 @@
-"""`port`: a loaded diffusers model or pipeline, made ready for torchax in place.
+"""`port`, which makes a loaded diffusers model or pipeline ready for torchax, in place.
 
 An import of this module lets diffusers' `from_pretrained` work while torchax is on. The module's name is not
-`port`: importing a submodule of that name would replace the function `port`.
+`port`: an import of `cogvideox_torchax.port` would put the module in the place of the function `port`.
 """
 
 from typing import Any, TypeVar
@@ -35,12 +35,12 @@ def port(
     under the same names, `state_dict()` and `isinstance` do not change, and plain torch tensors still run
     natively. Move the result with `.to("jax")` to run it on JAX.
 
-    A pipeline, of any class of diffusers' or of your own, is moved as well: every network becomes compiled
+    A pipeline, of a class of diffusers' or of your own, is moved as well: every network becomes compiled
     programs, its weights go to JAX, and the pipeline's own call runs there. torchax is on while the
     pipeline's methods run, and not after. A network that this package does not know is compiled as it is. A
-    line is logged for each of these, and for each part that stays on the host. A part that is None stays
-    None. Of an object that is no pipeline but has a VAE, the modules are moved too, and the methods stay
-    as they are.
+    line is logged for each unknown network, and for each part that stays on the host. A part that is None
+    stays None. If an object is no pipeline but has a VAE, its modules are moved too, and its methods stay as
+    they are.
 
     A scheduler can be passed alone, for a denoising loop that you write yourself. Its tables stay on the
     host.
@@ -58,15 +58,15 @@ def port(
             the choice and its reason.
 
     Returns:
-        The same object; of a model that `torch.compile` wrapped, the model inside.
+        The same object; for torch.compile's wrapper of a model, the model inside.
 
     Raises:
-        ValueError: another object, or a VAE class of another package; a mesh not made by `make_mesh`, or one
-            that does not divide the weights; offloaded weights; a module that contains itself.
+        ValueError: the object is of another kind, or a VAE class of another package; the mesh was not made by
+            `make_mesh`, or does not divide the weights; weights are offloaded; a module contains itself.
     """
     if isinstance(model_or_pipeline, SchedulerMixin):
         return port_scheduler(model_or_pipeline)
-    ported: Any = uncompiled(model_or_pipeline)  # torch.compile's wrapper of a VAE: JAX compiles it
+    ported: Any = uncompiled(model_or_pipeline)  # without torch.compile's wrapper, as JAX compiles the model
     is_vae = isinstance(ported, DiffusersAutoencoder | ChunkedVAE)
     if not is_vae and not _has_parts(ported):
         check_vae_class(ported)
@@ -94,5 +94,6 @@ def port(
 
 
 def _has_parts(candidate: Any) -> bool:
+    """Return whether `port_pipeline` takes an object: a pipeline, or one that has a VAE as its `vae`."""
     is_pipeline = isinstance(candidate, DiffusionPipeline)
     return is_pipeline or isinstance(getattr(candidate, "vae", None), DiffusersAutoencoder | ChunkedVAE)

@@ -1,9 +1,9 @@
 """Every use of other packages' undocumented interfaces.
 
-When a release removes one, this file alone changes; `tests/test_upstream.py` finds it. `_attribute` reads
-most of the private names, so that the error of a missing one says which release to install. A function that
-patches a class is under `functools.cache`, so that it does so once. Imports are lazy, so that the Flax build
-can use this module without torch.
+When a release removes one, this file alone changes; `tests/test_upstream.py` finds what is gone. `_attribute`
+reads most of the private names, so that the error of a missing one says which release to install. A function
+that patches a class is decorated with `functools.cache`, so that it patches the class once. Imports are
+inside functions, so that the Flax build can use this module without torch.
 """
 
 import contextlib
@@ -37,8 +37,8 @@ def _attribute(package: str, owner: Any, name: str) -> Any:
 def torchax_is_on() -> bool:
     """Return whether this thread's torch calls go through torchax.
 
-    torchax's own flag `enabled` turns false after the first function that runs through `jax_view`, so torch's
-    stack of function modes is read.
+    While torchax is on, its mode is on torch's stack of function modes, which is read here. torchax's own
+    flag `enabled` is of no use: it turns false after the first function that runs through `jax_view`.
     """
     if "torchax" not in sys.modules:
         return False
@@ -57,7 +57,7 @@ def torchax_off() -> contextlib.ExitStack:
     import torch.overrides
     import torch.utils._python_dispatch
 
-    # (torch's module, its function that returns the stack, torchax's class of mode)
+    # (torch's module with a stack, its function that returns the stack, torchax's class of modes there)
     stacks = (
         (torch.overrides, "_get_current_function_mode_stack", "XLAFunctionMode"),
         (
@@ -66,31 +66,34 @@ def torchax_off() -> contextlib.ExitStack:
             "XLADispatchMode",
         ),
     )
-    with contextlib.ExitStack() as restored:  # if a stack cannot be changed, those before it are put back
-        for owner, reader, kind in stacks:
+    with contextlib.ExitStack() as restoring:  # if a stack cannot be changed, those before it are put back
+        for owner, reader, mode_class in stacks:
             current, push, pop = (
                 _attribute("torch", owner, name) for name in (reader, "_push_mode", "_pop_mode")
             )
-            before = current()  # the stack's modes, the outermost first
-            torchax_mode = _attribute("torchax", sys.modules["torchax.tensor"], kind)
+            old_modes = current()  # the stack's modes, the outermost first
+            torchax_mode = _attribute("torchax", sys.modules["torchax.tensor"], mode_class)
 
-            # Default arguments keep this stack's functions: at the exit, when `put` runs again, the loop's
-            # variables are those of the last stack.
-            def put(modes: list[Any], current: Any = current, push: Any = push, pop: Any = pop) -> None:
+            # `restoring` runs this again after the loop, when the loop's variables are those of the last
+            # stack. The default arguments keep the functions of this stack.
+            def replace_modes(
+                modes: list[Any], current: Any = current, push: Any = push, pop: Any = pop
+            ) -> None:
                 for _ in current():
                     pop()
                 for mode in modes:
                     push(mode)
 
-            restored.callback(put, before)
-            put([mode for mode in before if not isinstance(mode, torchax_mode)])
-        return restored.pop_all()
+            restoring.callback(replace_modes, old_modes)
+            replace_modes([mode for mode in old_modes if not isinstance(mode, torchax_mode)])
+        return restoring.pop_all()  # the caller closes it; else the end of this block would
 
 
 def jax_has_started() -> bool:
-    """Return whether this process has used a device of JAX.
+    """Return whether this process, or the one that it was forked from, has used a device of JAX.
 
-    JAX's public functions take a lock, which another thread may have held when this process was forked.
+    JAX's public functions would do, but they take a lock. If another thread held the lock when this process
+    was forked, nobody ever releases it here.
     """
     bridge = sys.modules.get("jax._src.xla_bridge")
     return bridge is not None and bool(_attribute("jax", bridge, "_backends"))
@@ -105,18 +108,18 @@ def leave_torchax(refuse: Callable[[], None]) -> None:
         return
     torchax_off()  # for ever: nothing closes the context
     torchax = sys.modules["torchax"]
-    for kind in (torchax.tensor.Tensor, torchax.view.View):
-        for name, member in list(vars(kind).items()):
+    for tensor_class in (torchax.tensor.Tensor, torchax.view.View):
+        for name, member in list(vars(tensor_class).items()):
             if isinstance(member, FunctionType | classmethod) and name != "dim":
-                setattr(kind, name, staticmethod(lambda *_args, **_kwargs: refuse()))
+                setattr(tensor_class, name, staticmethod(lambda *_args, **_kwargs: refuse()))
     torchax.tensor.Environment.enable_torch_modes = lambda *_: refuse()
     torchax.tensor.Environment.disable_torch_modes = lambda *_: None  # they are off already
 
 
 def replace_array(tensor: Any, move: Callable[[Any], Any]) -> Any:
-    """Replace the array of a torchax tensor by `move(array)`.
+    """Replace the array of a torchax tensor by `move(array)`, and return the tensor.
 
-    The tensor stays the same object, which torchax's public functions would replace if it is a parameter.
+    The tensor stays the same object. torchax's public functions would make a new one of a parameter.
     """
     return _attribute("torchax", type(tensor), "apply_jax_")(tensor, move)
 
@@ -131,7 +134,7 @@ def array_in(tensor: Any) -> Any:
 
 
 def teach_copying(kind: Any, tensor_of: Any, to_torch: Any, without_torchax: Any) -> None:
-    """Make a class of torchax's tensors copyable and picklable, which torchax does not.
+    """Make a class of torchax's tensors copyable and picklable, which the class is not by itself.
 
     A copy, also inside a copied module or state dict, shares the tensor's JAX array, which nothing writes
     into. A pickle holds a plain torch tensor, which loads with torchax installed or not. The class must
@@ -165,9 +168,9 @@ def teach_copying(kind: Any, tensor_of: Any, to_torch: Any, without_torchax: Any
 def one_program_each(registry: Any) -> None:
     """Compile torchax's additions, subtractions and products of tensors as one program each.
 
-    By itself torchax runs `y * alpha`, and the conversion of each Python number, as a program of its own
-    before the program of the sum. A device's queue has room for 32 programs. A step of diffusers' DPM
-    scheduler had 43, so Python waited until one network was done before it sent the next.
+    By itself torchax runs one program for `y * alpha`, one to convert each Python number, and then one for
+    the sum. A device's queue has room for 32 programs. A step of diffusers' DPM scheduler had 43, so Python
+    waited until one network was done before it sent the next.
 
     Args:
         registry: torchax's module of that name, whose table has each operator's function as `func`.
@@ -184,14 +187,20 @@ def one_program_each(registry: Any) -> None:
 
 
 def added_device() -> str:
-    """Return the name of the device that a package has added to PyTorch, or torch's own name for it."""
+    """Return the name of the device that a package has added to PyTorch.
+
+    If no package has added one, that is torch's name for such a device, "privateuseone".
+    """
     import torch
 
     return _attribute("torch", torch._C, "_get_privateuse1_backend_name")()
 
 
 def traced_whole(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that `torch.compile` traces by running it, as `jax.jit` does, and not by its code."""
+    """Return a function that `torch.compile` traces by running it, as `jax.jit` does.
+
+    Any other function is traced by reading its bytecode, which fails for code of JAX.
+    """
     import torch._dynamo
 
     return _attribute("torch", torch._dynamo, "nonstrict_trace")(function)
@@ -220,7 +229,7 @@ def is_tracing() -> bool:
 
 
 _PACKAGES = frozenset({"accelerate", "diffusers", "peft", "torch", "transformers"})
-"""Packages that define the classes of pipelines, and decorate each other's methods."""
+"""Packages that define the classes of pipelines and their parts, and decorate each other's methods."""
 
 
 def module_of(function: Any) -> str:
@@ -235,7 +244,8 @@ def module_of(function: Any) -> str:
     return function.__globals__["__name__"]
 
 
-def _is_own(method: FunctionType) -> bool:
+def _is_original(method: FunctionType) -> bool:
+    """Return whether a method comes from one of `_PACKAGES`, or from a decorator of the standard library."""
     package = module_of(method).partition(".")[0]
     return package in _PACKAGES or package in sys.stdlib_module_names
 
@@ -244,21 +254,26 @@ def _is_own(method: FunctionType) -> bool:
 def _original_methods(kind: type) -> list[tuple[type, dict[str, Any]]]:
     """Return each class of `_PACKAGES` that `kind` is or inherits from, with its methods at the first call.
 
-    `is_patched` compares later methods with these. None stands for a method that had been replaced before.
+    `is_patched` compares later methods with these. None stands for a method that somebody had replaced before
+    the first call, so that it differs from any later method.
     """
     from torch import nn
 
+    bases = [
+        base
+        for base in kind.__mro__
+        if base is not nn.Module and base.__module__.partition(".")[0] in _PACKAGES
+    ]
     return [
         (
-            each,
+            base,
             {
-                name: method if _is_own(method) else None
-                for name, method in vars(each).items()
+                name: method if _is_original(method) else None
+                for name, method in vars(base).items()
                 if isinstance(method, FunctionType)
             },
         )
-        for each in kind.__mro__
-        if each is not nn.Module and each.__module__.partition(".")[0] in _PACKAGES
+        for base in bases
     ]
 
 
@@ -267,11 +282,11 @@ def is_patched(kind: type, *names: str) -> bool:
 
     Args:
         kind: the class, or this package's subclass of it; methods that the subclass defines are ignored.
-        names: the methods that count; all if there are none.
+        names: the names of the methods that count; without names all methods count.
     """
     return any(
-        vars(each).get(name) is not method
-        for each, methods in _original_methods(kind)
+        vars(base).get(name) is not method
+        for base, methods in _original_methods(kind)
         for name, method in methods.items()
         if not names or name in names
     )
@@ -279,7 +294,7 @@ def is_patched(kind: type, *names: str) -> bool:
 
 def _wrap_class_method(kind: Any, name: str, around: Callable[..., Any]) -> None:
     """Replace a class method of diffusers by a call of `around(method, cls, *args, **kwargs)`."""
-    # `__func__` is not bound: it takes the class.
+    # `__func__` is the function behind the class method; its first argument is the class.
     method = _attribute("diffusers", kind, name).__func__
 
     @functools.wraps(method)
@@ -293,9 +308,9 @@ def _wrap_class_method(kind: Any, name: str, around: Callable[..., Any]) -> None
 def wrap_from_pretrained(around: Callable[..., Any]) -> None:
     """Replace the `from_pretrained` of diffusers' models and pipelines by `around(load, cls, ...)`.
 
-    `load` is the original, called with the class and the user's arguments. While torchax is on, it can
-    neither read a safetensors file (`torch.asarray` of a storage) nor build a module on
-    `torch.device("meta")`.
+    `load` is the original method, which takes the class and the user's arguments. `around` must call it while
+    torchax is off: with torchax on it can neither read a safetensors file (`torch.asarray` of a storage) nor
+    build a module on `torch.device("meta")`.
     """
     from diffusers.models.modeling_utils import ModelMixin
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
@@ -305,7 +320,7 @@ def wrap_from_pretrained(around: Callable[..., Any]) -> None:
 
 
 def dtype_option() -> str:
-    """Return the name of the dtype's argument of `from_pretrained`, which diffusers 0.40 renames."""
+    """Return the name of `from_pretrained`'s argument for the dtype, which diffusers 0.40 has renamed."""
     return "dtype" if Version(installed("diffusers") or "0") >= Version("0.40") else "torch_dtype"
 
 
@@ -335,11 +350,11 @@ def wrap_register_modules(after: Callable[[Any, dict[str, Any]], None]) -> None:
 def parts_for(pipeline_class: Any, pipeline: Any) -> dict[str, Any]:
     """Return the parts of a pipeline that another class of pipelines takes under the same names.
 
-    A part is taken if it has one of the types that the class gives for its name. A part whose class has the
-    attribute `stands_for`, another class, counts as an instance of that class. `from_pipe` itself leaves
-    out parts of a subclass, unless they are passed by name.
+    A part is taken if it has one of the types that the class gives for its name. If the class of a part has
+    the attribute `stands_for`, another class, the part counts as an instance of that class. diffusers'
+    `from_pipe` itself takes only parts of exactly these types, unless they are passed to it by name.
     """
-    # The types of each part, by the part's name; some are no classes.
+    # By a part's name, the types in the constructor's annotation; some are no classes, such as `list[X]`.
     kinds = _attribute("diffusers", pipeline_class, "_get_signature_types")()
     return {
         name: part
@@ -358,6 +373,8 @@ ROTARY_TABLES = "_prepare_rotary_positional_embeddings"
 def positions(patch_embed: Any, height: int, width: int, frames: int) -> Any:
     """Return a patch embedding's table of sinusoidal positions (1, S, C), which is zero for the text.
 
+    S is the number of tokens, of the text and then of the patches, and C is the number of channels.
+
     Args:
         patch_embed: diffusers' module, whose numbers of channels and text tokens apply.
         height, width, frames: size of the latents.
@@ -368,33 +385,34 @@ def positions(patch_embed: Any, height: int, width: int, frames: int) -> Any:
 
 
 def set_saved_package(model: Any, kind: type) -> None:
-    """Have a saved pipeline name `kind`, the class of the same name that the model's own class replaces.
+    """Have a saved pipeline name the package of `kind`, and not the package of the model's own class.
 
-    diffusers takes the package that it writes into model_index.json, and from which `from_pretrained`
-    imports the class, from `__module__` of the object (`_fetch_class_library_tuple`).
+    `kind` is the stock class, of the same name as the model's. When a pipeline is saved, diffusers writes a
+    package for each part into model_index.json, and `from_pretrained` imports the part's class from it.
+    diffusers reads the package from the object's `__module__` (`_fetch_class_library_tuple`).
     """
     vars(model)["__module__"] = kind.__module__
 
 
 def is_compiled(module: Any) -> bool:
-    """Return whether a module is torch.compile's wrapper of another."""
+    """Return whether a module is torch.compile's wrapper around another module."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # None: torch.compile has not run
     return dynamo is not None and isinstance(module, _attribute("torch", dynamo, "OptimizedModule"))
 
 
 def uncompiled(module: Any) -> Any:
-    """Return the module inside torch.compile's wrapper, or a module without one."""
+    """Return the module inside torch.compile's wrapper; a module without a wrapper is returned unchanged."""
     return module.get_submodule("_orig_mod") if is_compiled(module) else module
 
 
 COMPILED_CALL = "_compiled_call_impl"
-"""The attribute of a module that was compiled in place, `module.compile()`, with its compiled call."""
+"""The attribute in which a module has its compiled call, once `module.compile()` has run."""
 
 
 def is_offloaded(network: Any) -> bool:
-    """Return whether a network's weights are moved between devices, or cast, layer by layer.
+    """Return whether hooks move a network's weights between devices, or cast them, layer by layer.
 
-    accelerate marks such a network by `_hf_hook`, and diffusers by the names of its hooks.
+    accelerate marks such a network by the attribute `_hf_hook`, and diffusers by the names of its hooks.
     """
     registries = (vars(module).get("_diffusers_hook") for module in network.modules())
     hooks = {name for registry in registries if registry is not None for name in registry.hooks}
@@ -405,10 +423,10 @@ TRACING_EVENTS = (
     "/jax/core/compile/jaxpr_trace_duration",
     "/jax/core/compile/jaxpr_to_mlir_module_duration",
 )
-"""Names of the events in `jax.monitoring` for the times to trace and to lower, which are undocumented."""
+"""Undocumented names of the events in `jax.monitoring` for the times to trace, and then to lower."""
 
 COMPILING_EVENTS = ("/jax/core/compile/backend_compile_duration",)
-"""Name of the event in `jax.monitoring` for the time to compile, which is undocumented."""
+"""The undocumented name of the event in `jax.monitoring` for the time to compile."""
 
 
 def scaling_loras(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -426,7 +444,13 @@ CACHE_STATE = frozenset({"_cache_config", "_diffusers_hook", "step_cache"})
 
 
 class Hooked(NamedTuple):
-    """A hook of diffusers, with its module's name in the model and its own name in that module's registry."""
+    """A hook of diffusers that was on a module of a model.
+
+    Attributes:
+        module: the module's name in the model.
+        name: the hook's name in the module's registry of hooks.
+        hook: the hook itself.
+    """
 
     module: str
     name: str
@@ -436,7 +460,7 @@ class Hooked(NamedTuple):
 def take_hooks(model: Any) -> list[Hooked]:
     """Take the hooks of diffusers' caches off a model's modules, and return them.
 
-    The modules get their own forwards back.
+    diffusers puts a hook on a module by replacing the module's `forward`; the modules get theirs back.
     """
     taken = []
     for name, module in model.named_modules():
@@ -471,9 +495,10 @@ def put_hooks(model: Any, hooks: list[Hooked]) -> None:
 
 
 def set_context(hook: Any, name: str | None) -> None:
-    """Have a hook that is on no module use the state of a context, or of none if the name is None.
+    """Select the state that a hook on no module uses: that of a named context, or none if the name is None.
 
-    A hook without a `state_manager` has a single state, and is left as it is.
+    A context is one pass of guidance, with the prompt or without. A hook without a `state_manager` has a
+    single state, and is left as it is.
     """
     from diffusers.hooks.hooks import CacheContext
 
@@ -494,7 +519,7 @@ def record_ratio(hook: Any, ratio: Any) -> None:
 
     Args:
         hook: the last block's MagCache hook, whose context is set (`set_context`).
-        ratio: a tensor with one value. For the first step 1 is recorded instead, as in diffusers.
+        ratio: a tensor with one value. The first step has no earlier one to compare with, and 1 is recorded.
     """
     state = hook.state_manager.get_state()
     state.calibration_ratios.append(float(ratio) if state.calibration_ratios else 1.0)

@@ -16,13 +16,15 @@ class Tested:
     def holds(self, version: str) -> bool:
         """Return whether a version is in the range.
 
-        A build for a device (`2.13.0+cpu`) counts as its version (`2.13.0`). Later patches of `newest` (final
-        releases with its first two numbers) are in the range too, unless those numbers are 0.0, where a patch
-        may change anything.
+        A build for a device (`2.13.0+cpu`) counts as its version (`2.13.0`). A later patch of `newest`, which
+        is a final release with the same first two numbers, is in the range too. If these numbers are 0.0 it
+        is not, since a patch of 0.0 may change anything.
         """
-        found, newest = Version(Version(version).public), Version(self.newest)
-        is_patch = found.release[:2] == newest.release[:2] != (0, 0) and not found.is_prerelease
-        return found >= Version(self.oldest) and (found <= newest or is_patch)
+        public_version = Version(Version(version).public)  # without "+cpu"
+        newest = Version(self.newest)
+        same_minor = public_version.release[:2] == newest.release[:2] != (0, 0)
+        is_patch = same_minor and not public_version.is_prerelease
+        return public_version >= Version(self.oldest) and (public_version <= newest or is_patch)
 
 
 TESTED = {
@@ -32,7 +34,10 @@ TESTED = {
     "diffusers": Tested("0.42.1", "0.42.1"),
     "transformers": Tested("5.23.0", "5.24.0"),
 }
-"""From what constraints.txt pins to the newest in the table of docs/install.md; `doctor` reports others."""
+"""By package, from the version that constraints.txt pins to the newest in the table of docs/install.md.
+
+`doctor` reports other versions.
+"""
 
 
 def installed(package: str) -> str | None:

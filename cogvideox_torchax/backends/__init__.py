@@ -14,7 +14,7 @@ class BackendError(ValueError):
 
 
 class Use(Enum):
-    """A purpose of a backend: to run a VAE, or to be compared by `verify`, or planned by `plan`."""
+    """A use of a backend: to run a VAE, to be compared by `verify`, or to be planned by `plan`."""
 
     RUN = "run"
     VERIFY = "verify"
@@ -23,9 +23,13 @@ class Use(Enum):
 
 @dataclass(frozen=True)
 class _Entry:
-    """A backend, whose class is imported on request from a module of this package.
+    """A backend, whose class is imported when somebody asks for it.
 
-    `extra` is the extra of `cogvideox-torchax` that the backend needs; None if it needs none.
+    Attributes:
+        module: the module of this package that has the class.
+        attribute: the name of the class.
+        uses: what the backend may be used for.
+        extra: the extra of `cogvideox-torchax` that the backend needs; None if it needs none.
     """
 
     module: str
@@ -43,7 +47,7 @@ _REGISTRY = {
 
 
 def names(use: Use) -> tuple[str, ...]:
-    """Return the names of the backends that have a use."""
+    """Return the names of the backends that may be used for this."""
     return tuple(name for name, entry in _REGISTRY.items() if use in entry.uses)
 
 

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
 Recorder = Callable[[torch.Tensor, Any], tuple[dict[str, torch.Tensor], Any]]
-"""A function that runs a chunk, (chunk, cache) -> (outputs, next cache).
+"""A function that runs a chunk and records layers: (chunk, cache) -> (outputs, next cache).
 
-The outputs are those of the layers, as plain tensors by diffusers' names. A video's first cache is None.
+The outputs are those of the layers, as plain tensors, by the layers' names in diffusers. The cache is None
+for a video's first chunk.
 """
 
 
@@ -60,19 +61,19 @@ class Backend(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def from_native(cls, native: Any) -> "Backend":
-        """Return a backend with the weights of a VAE in PyTorch, which is diffusers' or ported."""
+        """Return this backend with the weights of a VAE in PyTorch, of diffusers' class or ported."""
 
     @classmethod
     def program(cls, vae: Any, direction: Direction) -> Any:
-        """Return a direction's chunk program, to compile it ahead of time.
+        """Return the program of a direction's chunks, which `plan` compiles ahead of time.
 
-        It gets the config, the dtype and the mesh of `vae`, which has no weights (see `plan.jobs`).
+        The program is for the config, dtype and mesh of `vae`, which has no weights (see `plan.jobs`).
         """
         raise NotImplementedError(f"{cls.__name__} compiles nothing ahead of time")
 
     @classmethod
     def device(cls) -> str:
-        """Return the name of JAX's device, behind the number of devices if there are several."""
+        """Return the name of JAX's devices, such as "2 x TPU v6 lite"; one device has no number."""
         import jax
 
         devices = jax.devices()
@@ -82,7 +83,7 @@ class Backend(abc.ABC):
     # A whole video
 
     def run(self, direction: Direction, x: torch.Tensor) -> torch.Tensor:
-        """Encode a video to its posterior's parameters, or decode latents; return a plain tensor."""
+        """Encode a video to the moments of its posterior, or decode latents; return a plain tensor."""
         placed = self.put(x)
         if direction == ENCODE:
             return self.to_torch(self.vae.encode(placed).latent_dist.parameters)
@@ -99,7 +100,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def recorder(self, direction: Direction, wanted: Callable[[str], Any]) -> Recorder:
-        """Return the function that runs a chunk and records the layers whose name is `wanted`."""
+        """Return the function that runs a chunk and records each layer for which `wanted(name)` is true."""
 
     @property
     def program_counts(self) -> dict[str, int]:

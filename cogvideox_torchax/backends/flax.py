@@ -38,6 +38,7 @@ class Flax(Backend):
         return weightless.build_program(direction)
 
     def recorder(self, direction: Direction, wanted: Callable[[str], Any]) -> Recorder:
+        # `Network.split` takes a Flax module apart into a pure function and its weights.
         network, weights = Network.split(RecordedLayers(self.vae.flax_vae.chunk(direction), wanted))
         step = compiled(network).step(weights)
 

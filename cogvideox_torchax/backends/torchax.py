@@ -40,7 +40,10 @@ class Torchax(Backend):
         return runtime.to_jax(x)
 
     def _step(self, name: str, network: nn.Module) -> Step:
-        """Return the function that runs chunks on arrays; the model keeps the network's program by `name`."""
+        """Return the function (chunk, cache) -> (result, next cache) of a network, on arrays.
+
+        The model keeps the network's program under `name`.
+        """
         program = runtime.programs_of(self.vae).get(name, network, runtime.Program)
         return program.step(program.weights(network))
 

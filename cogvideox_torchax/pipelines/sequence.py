@@ -282,8 +282,8 @@ class SequencePlacement(MeshPlace):
         return watched(
             network,
             lambda _name, module: type(module) in self.types,
-            taken=self._constrain_sequences,  # of a layer's arguments
-            given=self._constrain_sequences,  # of its result
+            on_arguments=self._constrain_sequences,
+            on_result=self._constrain_sequences,
         )
 
     def _constrain_sequences(self, name: str, value: Any) -> Any:

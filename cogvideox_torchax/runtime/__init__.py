@@ -1,6 +1,7 @@
 """torch on JAX: tensors and arrays, compiled programs, weights, and the compile cache.
 
-A name's module is imported at the name's first use, since some modules, such as `arrays`, need no torch.
+A name's module is imported at the name's first use, since some modules import torch and others, such as
+`arrays`, do without it.
 """
 
 import importlib
@@ -215,6 +216,7 @@ _MODULES = {
         "replace_weights",
     ),
 }
+# By a name, the full name of its module.
 _HOMES = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}
 
 

@@ -1,4 +1,7 @@
-"""Operations on arrays of NumPy and JAX: non-finite values, slices. Without torch, unless given a tensor."""
+"""Operations on NumPy and JAX arrays: they find non-finite values, join and slice.
+
+`concatenate` and `take` also take torch's tensors; torch is imported only for those.
+"""
 
 import math
 from collections.abc import Sequence
@@ -15,21 +18,23 @@ from cogvideox_torchax.upstream import is_traced
 
 @runs_unchecked
 def largest_of(array: Any) -> float | None:
-    """Return the largest absolute value in a JAX or NumPy array; NaN or Inf if it has one of the two.
+    """Return the largest absolute value in a JAX or NumPy array.
 
-    The result is None for integers, and for an array that is being traced and has no values.
+    The result is not finite if a value of the array is not. It is None for integers, and for an array that is
+    being traced and so has no values.
     """
     if not jnp.issubdtype(array.dtype, jnp.floating) or is_traced(array):
         return None
     if isinstance(array, jax.Array):
         check_not_forked()
         return float(_largest_of(array))
-    return float(np.maximum(abs(array.max()), abs(array.min())))  # Python's own `max` may lose a NaN
+    # `abs(array)` would copy the array. Python's own `max` may return the other number for a NaN.
+    return float(np.maximum(abs(array.max()), abs(array.min())))
 
 
 @jax.jit
 def _largest_of(array: Any) -> jax.Array:
-    # XLA's maximum may lose a NaN on a CPU.
+    # On a CPU XLA's maximum may skip a NaN, so NaN is returned for any value that is not finite.
     return jnp.where(all_finite_of(array), jnp.abs(array).max(), jnp.nan)
 
 
@@ -37,10 +42,11 @@ def _largest_of(array: Any) -> jax.Array:
 def first_nonfinite_of(array: Any) -> tuple[int, ...] | None:
     """Return the index of the first NaN or Inf in a JAX or NumPy array; None if there is none.
 
-    The result is None also for integers, and for an array that is being traced.
+    The result is None also for integers, and for an array that is being traced. If the array has shards in
+    other processes, the index is that of the first in this process's shards.
 
     Raises:
-        ValueError: only another process's shard of the array has one.
+        ValueError: the array has a NaN or Inf, but only in shards of other processes.
     """
     largest = largest_of(array)
     if largest is None or math.isfinite(largest):
@@ -49,8 +55,9 @@ def first_nonfinite_of(array: Any) -> tuple[int, ...] | None:
     if not isinstance(array, jax.Array) or array.is_fully_addressable:
         return tuple(int(i) for i in np.argwhere(~np.isfinite(np.asarray(array)))[0])
     for shard in array.addressable_shards:
-        for index in np.argwhere(~np.isfinite(np.asarray(shard.data))):  # returns at the first, if any
-            # `index` counts from the shard's start, the result from the array's.
+        for index in np.argwhere(~np.isfinite(np.asarray(shard.data))):  # the loop returns at the first
+            # `index` counts from the shard's start, the result from the array's. `shard.index` has a slice
+            # for each axis, whose start is None where the shard has the whole axis.
             return tuple(int(i) + (span.start or 0) for i, span in zip(index, shard.index, strict=True))
     raise ValueError("got NaN or Inf in the input's part of another process: see that process's error")
 
@@ -63,7 +70,7 @@ def all_finite_of(array: Any) -> jax.Array:
 
 @runs_unchecked
 def concatenate(parts: Sequence[Any], axis: int) -> Any:
-    """Return arrays, or tensors, joined along an axis; torchax need not be enabled in this thread."""
+    """Return arrays, or tensors, joined along an axis. For tensors torchax need not be enabled."""
     if len(parts) == 1:
         return parts[0]
     if isinstance(parts[0], np.ndarray):
@@ -79,10 +86,10 @@ def concatenate(parts: Sequence[Any], axis: int) -> Any:
 def take(x: Any, axis: int, start: int, length: int) -> Any:
     """Return entries `start` to `start + length` of an axis of an array or a tensor.
 
-    torchax need not be enabled. On JAX one small program serves every `start`.
+    For a tensor torchax need not be enabled. On JAX one small program serves every `start`.
     """
     if isinstance(x, np.ndarray):
-        return x[(slice(None),) * axis + (slice(start, start + length),)]
+        return x[(slice(None),) * axis + (slice(start, start + length),)]  # all of the axes before `axis`
     if isinstance(x, jax.Array):
         return _jitted_take(x, start, length, axis)
     from cogvideox_torchax.runtime import tensors

@@ -1,7 +1,8 @@
 """The bridge between torch and JAX by torchax, which converts functions and tensors.
 
-Only this module imports torchax, and only when it is needed: a user of native PyTorch never starts JAX.
-Ported modules know only `on_accelerator` and `torch_view`, which serve the bridge of TorchTPU too.
+A *plain* tensor is one of PyTorch's own, and a *torchax* tensor holds a JAX array. Only this module imports
+torchax, and only when it is needed: a user of native PyTorch never starts JAX. Ported modules know only
+`on_accelerator` and `torch_view`, which serve the bridge of TorchTPU (`runtime.torchtpu`) too.
 """
 
 import contextlib
@@ -26,18 +27,19 @@ from cogvideox_torchax.upstream import (
 from cogvideox_torchax.versions import TESTED, installed
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-"""The types of PyTorch's own tensors; a tensor on JAX has a type of torchax."""
+"""The types of plain tensors; a tensor on JAX has a type of torchax."""
 TPU = "tpu"
 """The name of TorchTPU's device, and of its compiler for `torch.compile`."""
 
 
 def import_torchax() -> Any:
-    """Import torchax with its `interop`, and patch it.
+    """Return the package torchax, with its `interop`; the first call imports and patches it.
 
     Raises:
         ForkError: this process was forked from one that uses JAX.
         ImportError: torchax does not import; the message names the pair of versions to install.
     """
+    # Outside the cached function: a forked child has the cache of its parent.
     check_not_forked()
     return _patched_torchax()
 
@@ -52,25 +54,24 @@ def _patched_torchax() -> Any:
             import torchax.ops.ops_registry
             import torchax.view
     except (ImportError, RuntimeError, AttributeError) as error:
-        # An attribute is missing where torch has dropped an operator.
+        # AttributeError: torch has dropped an operator that torchax names.
         pair = " ".join(f"{package}=={TESTED[package].newest}" for package in ("torchax", "torch"))
         raise ImportError(
             f"torchax {installed('torchax')} does not import with torch {torch.__version__} ({error}); "
             f"install the pair that is tested: pip install {pair}"
         ) from error
-    # These modules import JAX.
+    # Imported here, as both modules import JAX.
     from cogvideox_torchax.runtime.functions import replace_functions, replace_keys
     from cogvideox_torchax.runtime.views import share_views
 
-    for kind in (torchax.tensor.Tensor, torchax.view.View):
-        teach_copying(kind, tensor_of, to_torch, without_torchax)
-    # A sum or product of tensors is one program, not several: fewer programs wait in a device's queue.
+    for tensor_class in (torchax.tensor.Tensor, torchax.view.View):
+        teach_copying(tensor_class, tensor_of, to_torch, without_torchax)
     one_program_each(torchax.ops.ops_registry)
     replace_functions(torchax.ops.ops_registry.all_aten_ops | torchax.ops.ops_registry.all_torch_functions)
     replace_keys(torchax.tensor.Environment)
     share_views(torchax)
     with unchecked():
-        torchax.default_env()  # makes a key for random numbers
+        torchax.default_env()  # makes a key for random numbers, which a user's checks would refuse
     return torchax
 
 
@@ -84,17 +85,19 @@ def enable() -> None:
 
 @contextlib.contextmanager
 def active() -> Iterator[None]:
-    """Enable torchax for this thread's torch calls in a `with` block, and leave gradients on or off.
+    """Enable torchax for this thread's torch calls in a `with` block.
 
-    Inference mode is off in the block. In that mode torch does not decompose operations such as `chunk` and
-    `split`, and torchax implements only the smaller operations that they decompose into.
+    Inference mode is off in the block: in that mode torch does not decompose operations such as `chunk` and
+    `split`, and torchax implements only the smaller operations that they decompose into. Gradients are
+    recorded in the block if they are outside.
     """
     if is_enabled() and not torch.is_inference_mode_enabled():
         yield
         return
-    gradients = torch.is_grad_enabled()
-    modes = contextlib.nullcontext() if is_enabled() else import_torchax().default_env()
-    with modes, torch.inference_mode(False), torch.set_grad_enabled(gradients):
+    records_gradients = torch.is_grad_enabled()
+    torchax_on = contextlib.nullcontext() if is_enabled() else import_torchax().default_env()
+    # `inference_mode(False)` would turn gradients on.
+    with torchax_on, torch.inference_mode(False), torch.set_grad_enabled(records_gradients):
         yield
 
 
@@ -109,7 +112,8 @@ def without_torchax(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 def on_jax(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is on JAX: a torchax tensor or a view of one."""
-    # While torchax is on, reading an attribute such as `device` costs a call of torchax's mode.
+    # The type is read, not `tensor.device`: while torchax is on, torch sends each read of an attribute
+    # through torchax, which is slow.
     return type(tensor) not in PLAIN and _is_of_torchax(type(tensor))
 
 
@@ -153,18 +157,17 @@ def device_and_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any
 
 
 def torch_view(jax_function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of JAX arrays as one of tensors, by the bridge that this process has.
+    """Return a function of tensors that runs a function of JAX arrays, by this process's bridge.
 
-    It has one at most: torchax and TorchTPU both take the one device that a package may add to PyTorch. The
-    first call imports the package.
+    A process has one bridge, torchax or TorchTPU: each takes the one device that a package may add to
+    PyTorch. The first call of the returned function imports torchax if TorchTPU has not added its device.
     """
 
     @functools.wraps(jax_function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if upstream.added_device() == TPU:
-            from cogvideox_torchax.runtime import (
-                torchtpu,  # imports JAX, which a command's parser does without
-            )
+            # Imported here, as it imports JAX, which the command line's parser does without.
+            from cogvideox_torchax.runtime import torchtpu
 
             return torchtpu.torch_view(jax_function)(*args, **kwargs)
         with unchecked():
@@ -191,7 +194,10 @@ def to_jax(tensor: torch.Tensor) -> torch.Tensor:
 
 @runs_unchecked
 def to_torch(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor of torchax or TorchTPU to the CPU, once computed; return any other tensor unchanged."""
+    """Copy a tensor of torchax or TorchTPU to the CPU; return any other tensor unchanged.
+
+    The copy waits until the tensor is computed.
+    """
     if on_jax(tensor):
         return plain_tensor(np.array(array_of(tensor)))
     return tensor.cpu() if tensor.device.type == TPU else tensor
@@ -216,7 +222,10 @@ def host_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def as_array(value: Any) -> Any:
-    """Return a tensor, plain or on JAX, as an array without a copy, and an array itself."""
+    """Return a plain tensor as a NumPy array, and a tensor on JAX as its JAX array, without a copy.
+
+    An array is returned unchanged.
+    """
     if not isinstance(value, torch.Tensor):
         return value
     return array_of(value) if on_jax(value) else host_array(value)

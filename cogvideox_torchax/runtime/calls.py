@@ -2,6 +2,11 @@
 
 `run_method` traces a method as it is. A method that no trace can follow, because it branches on a tensor's
 value for example, runs operation by operation, with the same result.
+
+A call's arguments are a tree of tuples, lists, dictionaries and classes that torch knows as containers. Its
+*leaves* are the other objects, numbered by their *position*. The leaves that are tensors are arguments of the
+program, and some of the numbers are too. All other leaves are constants in the program: together with the
+method and the tree they are the call's *form*, and each form has a program of its own.
 """
 
 import contextlib
@@ -36,7 +41,7 @@ Method = Callable[..., Any]
 """A function of a model and of a call's arguments, such as `SomeTransformer.forward`."""
 
 VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type)
-"""Types of arguments and results that a program has as constants."""
+"""Types of leaves that a program may have as constants: of a call's arguments, and of its result."""
 
 logger = logging.getLogger("cogvideox_torchax")
 
@@ -46,11 +51,12 @@ class UntraceableError(ValueError):
 
 
 _INSIDE = contextvars.ContextVar("_INSIDE", default=False)
-"""Whether a method runs, in this thread: methods that it calls run in place."""
+"""Whether this thread is inside a method that `run_method` runs; there `run_method` only calls methods."""
 
 
 @contextlib.contextmanager
 def _inside_method() -> Iterator[None]:
+    """Mark a `with` block as the inside of a method, in which tensors of the host and of JAX may be mixed."""
     token = _INSIDE.set(True)
     try:
         with MixedTensors():
@@ -61,14 +67,14 @@ def _inside_method() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Form:
-    """The part of a call that its program has as constants.
+    """The form of a call: all that its program has as constants.
 
     Attributes:
         method: the method.
-        structure: torch's description of the tree of its arguments.
-        values: the tree's leaves, with None for an argument of the program.
-        types: the types of the values, since 1, 1.0 and True are equal; of a float its text, since 0.0 and
-            -0.0 are equal.
+        structure: torch's description of the tree of the call's arguments.
+        values: the tree's leaves, with None in the place of each argument of the program.
+        types: tell equal values apart. They have the type of each value, since 1, 1.0 and True are equal,
+            but for a float its text, since 0.0 and -0.0 are equal.
         arguments: the positions of the leaves that are arguments of the program.
     """
 
@@ -82,6 +88,7 @@ class _Form:
     def of(
         cls, method: Method, structure: pytree.TreeSpec, leaves: list[Any], arguments: set[int]
     ) -> "_Form":
+        """Return the form of a call with these leaves, of which those at `arguments` are the program's."""
         values = tuple(None if i in arguments else leaf for i, leaf in enumerate(leaves))
         types = tuple(repr(value) if type(value) is float else type(value) for value in values)
         return _interned(cls(method, structure, values, types, tuple(sorted(arguments))))
@@ -89,14 +96,18 @@ class _Form:
 
 @functools.lru_cache(maxsize=1024)
 def _interned(form: _Form) -> _Form:
-    """Return one object for all equal forms, as a snapshot of modules compares attributes by identity."""
+    """Return one object for all equal forms.
+
+    A form is an attribute of a `MethodCall`, and the snapshot that selects a program compares such attributes
+    by identity.
+    """
     return form
 
 
 class MethodCall(nn.Module):
     """A module that runs one form of a call of a model's method; a program is compiled from it."""
 
-    component = "model"
+    component = "model"  # the model's name in errors
 
     def __init__(self, model: nn.Module, form: _Form):
         super().__init__()
@@ -104,7 +115,11 @@ class MethodCall(nn.Module):
         self.form = form
 
     def forward(self, arguments: dict[str, Any], cache: None) -> tuple[Any, None]:
-        """Return (the method's result, None) of the call's arguments, by position.
+        """Run the method while a program is traced; return (its result, None).
+
+        Args:
+            arguments: the program's arguments, by the text of their position.
+            cache: None, which programs of other networks use.
 
         Raises:
             UntraceableError: the method writes into its model or its arguments, or returns an object that no
@@ -112,13 +127,16 @@ class MethodCall(nn.Module):
         """
         leaves = [arguments.get(str(position), value) for position, value in enumerate(self.form.values)]
         args, kwargs = pytree.tree_unflatten(leaves, self.form.structure)
-        before, weights = Snapshot(self.model), named_tensors(self.model)
-        arrays = [(tensor, array_of(tensor)) for tensor in (*weights.values(), *arguments.values())]
+        # A program has no effect but its result, so a method that changes anything else is refused.
+        snapshot = Snapshot(self.model)
+        weights = named_tensors(self.model)
+        # A write into a torchax tensor gives the tensor another array.
+        old_arrays = [(tensor, array_of(tensor)) for tensor in (*weights.values(), *arguments.values())]
         with _inside_method():
             result = self.form.method(self.model, *args, **kwargs)
-        if not before.holds(self.model):
+        if not snapshot.holds(self.model):
             raise UntraceableError("it changes its modules' attributes")
-        if any(array_of(tensor) is not array for tensor, array in arrays):
+        if any(array_of(tensor) is not array for tensor, array in old_arrays):
             raise UntraceableError("it writes into its weights or its arguments")
         if not _is_unchanged((args, kwargs), leaves, self.form.structure):
             raise UntraceableError("it changes a container among its arguments")
@@ -126,6 +144,7 @@ class MethodCall(nn.Module):
 
 
 def _is_unchanged(tree: Any, leaves: list[Any], structure: pytree.TreeSpec) -> bool:
+    """Return whether a tree still has the structure and the very leaves that it was made of."""
     leaves_now, structure_now = pytree.tree_flatten(tree)
     return structure_now == structure and all(map(operator.is_, leaves_now, leaves))
 
@@ -133,29 +152,36 @@ def _is_unchanged(tree: Any, leaves: list[Any], structure: pytree.TreeSpec) -> b
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Result:
-    """A method's result, a tree whose structure and constants JAX keeps with the program."""
+    """A method's result, a tree whose structure and constants JAX keeps with the program.
+
+    Attributes:
+        tensors: the tree's tensors; arrays in the result of a program.
+        constants: torch's description of the tree, and then for each leaf None if it is a tensor, else
+            (leaf,). The tuple tells a leaf that is None from a tensor.
+    """
 
     tensors: tuple[Any, ...]
     constants: tuple[Any, ...] = field(metadata={"static": True})
 
     @classmethod
     def of(cls, result: Any) -> "_Result":
-        """Return a method's result in this form.
+        """Take a method's result apart.
 
         Raises:
-            UntraceableError: it holds an object that is neither a tensor nor a value.
+            UntraceableError: the result holds an object that is neither a tensor nor one of `VALUES`.
         """
         leaves, structure = pytree.tree_flatten(result)
         for leaf in leaves:
             if not isinstance(leaf, (torch.Tensor, *VALUES)):
                 raise UntraceableError(f"it returns a {type(leaf).__name__}")
-        tensors = tuple(leaf if on_jax(leaf) else to_jax(leaf) for leaf in leaves if _is_tensor(leaf))
+        tensors = tuple(to_jax(leaf) for leaf in leaves if _is_tensor(leaf))
         return cls(tensors, (structure, *(None if _is_tensor(leaf) else (leaf,) for leaf in leaves)))
 
     def tree(self) -> Any:
-        structure, *values = self.constants
+        """Return the method's result, put together again from what a program has returned."""
+        structure, *constant_leaves = self.constants
         arrays = iter(self.tensors)
-        leaves = [tensor_of(next(arrays)) if value is None else value[0] for value in values]
+        leaves = [tensor_of(next(arrays)) if leaf is None else leaf[0] for leaf in constant_leaves]
         return pytree.tree_unflatten(leaves, structure)
 
 
@@ -184,20 +210,21 @@ TENSOR_METHODS = frozenset(
     for method in vars(kind).values()
     if callable(method)
 ) - {torch.Tensor.to}
-"""The methods and operators of a tensor that leave it on its device, unless they are given another one."""
+"""The methods and operators of a tensor that leave it on its device, unless an argument names another one."""
 
 
 class MixedTensors(TorchFunctionMode):
-    """Mode in which an operation on tensors of the host and of JAX moves the first kind to JAX.
+    """Mode in which an operation on tensors of the host and of JAX first moves those of the host to JAX.
 
-    An operation that writes into a tensor of the host is refused. A tensor's method whose tensors are all on
-    the host runs without torchax, in a tenth of the time; most of a scheduler's arithmetic is of this kind.
+    Such an operation may not write into a tensor of the host. A method of a tensor, if all of its tensors are
+    on the host, runs without torchax, in a tenth of the time; most of a scheduler's arithmetic is of this
+    kind.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         leaves = [*args, *kwargs.values()]
-        if any(isinstance(leaf, list | tuple | dict) for leaf in leaves):
+        if any(isinstance(leaf, list | tuple | dict) for leaf in leaves):  # else the list is flat already
             leaves = pytree.tree_leaves(leaves)
         tensors = [leaf for leaf in leaves if _is_tensor(leaf)]
         on_host = [type(tensor) in PLAIN for tensor in tensors]
@@ -206,17 +233,18 @@ class MixedTensors(TorchFunctionMode):
                 return func(*args, **kwargs)
         if any(on_host) and any(map(on_jax, tensors)):
             name = getattr(func, "__name__", "")
+            # torch's methods that write into their tensor end in "_", such as `add_`.
             writes = (name.endswith("_") and not name.endswith("__")) or name in WRITING_METHODS
             if writes and not on_jax(tensors[0]):
                 raise ValueError(
                     f"got {name}, which writes a tensor on JAX into one of the host: move that .to('jax')"
                 )
-            args, kwargs = pytree.tree_map_only(torch.Tensor, _moved, (args, kwargs))
+            args, kwargs = pytree.tree_map_only(torch.Tensor, _to_mix, (args, kwargs))
         return func(*args, **kwargs)
 
 
-def _moved(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on JAX; a number of the host, which torch mixes with any device, stays."""
+def _to_mix(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on JAX; one without axes stays on the host, as torch mixes it with any device."""
     return to_jax(tensor) if type(tensor) in PLAIN and tensor.ndim else tensor
 
 
@@ -229,13 +257,18 @@ def mixing() -> Iterator[None]:
 
 @dataclass
 class _Numbers:
-    """How the numbers among a call's arguments are passed, by their positions.
+    """What earlier calls tell about the numbers among a call's arguments: which ones the program takes.
+
+    A number is a constant of the program, until its value changes from one call to the next. Then it becomes
+    an argument, so that one program serves all values.
 
     Attributes:
-        last: the values of the last call.
-        varying: positions whose values have changed, which are arguments of the program.
-        branched: positions whose values a trace must know; each value has a program.
-        checked: positions for which both ways have given the same result.
+        last: by position, the numbers of the last call.
+        varying: positions of the numbers that have changed, which are arguments of the program.
+        branched: positions of the numbers that have changed and that a trace must know, as the method
+            branches on them. They stay constants, and each value has a program.
+        checked: positions of the numbers that are arguments, and for which a program with them as constants
+            has given the same result.
     """
 
     last: dict[int, float] = field(default_factory=dict)
@@ -244,11 +277,13 @@ class _Numbers:
     checked: frozenset[int] = frozenset()
 
     def next(self, numbers: dict[int, float]) -> "_Numbers":
+        """Return the state for the next call, whose numbers by position are these."""
         changed = {position for position, value in numbers.items() if self.last.get(position, value) != value}
         return replace(self, last=numbers, varying=(self.varying | changed) - self.branched)
 
 
 _NUMBERS: weakref.WeakKeyDictionary[nn.Module, dict[Any, _Numbers]] = weakref.WeakKeyDictionary()
+"""By a model, and then by the form of a call without its numbers, what earlier calls tell about these."""
 
 
 def run_method(
@@ -262,8 +297,9 @@ def run_method(
     """Call a method of a model whose weights are on JAX, as a compiled program if it can be traced.
 
     A number that changes between calls becomes an argument of the program, unless the method branches on it.
-    A method that branches on the values of tensors, writes into its model, draws random numbers, or takes or
-    returns other objects runs operation by operation, and a warning says why.
+    A method runs operation by operation, and a warning says why, if it branches on the values of tensors,
+    writes into its model, draws random numbers, or takes or returns objects that are neither tensors nor of
+    `VALUES`.
 
     Args:
         model: the model; a change of its modules, attributes or hooks selects another program.
@@ -276,20 +312,23 @@ def run_method(
         return method(model, *args, **kwargs)
     place = place or Place()
     leaves, structure = pytree.tree_flatten((args, kwargs))
+    # NumPy's float64, a subclass of float, counts as a number as well; `type` tells the two apart.
     leaves: list[Any] = [float(leaf) if type(leaf) is np.float64 else leaf for leaf in leaves]
-    others = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (torch.Tensor, *VALUES))]
+    foreign = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (torch.Tensor, *VALUES))]
     with active():
-        moved = [place.put(array_of(to_jax(leaf))) if _is_tensor(leaf) else leaf for leaf in leaves]
-        reason = f"it takes a {others[0]}" if others else None
+        # The leaves, with an array on the program's devices in the place of each tensor.
+        placed = [place.put(array_of(to_jax(leaf))) if _is_tensor(leaf) else leaf for leaf in leaves]
+        reason = f"it takes a {foreign[0]}" if foreign else None
         result = None
         if reason is None:
             try:
-                result = _run_compiled(model, method, moved, structure, place)
+                result = _run_compiled(model, method, placed, structure, place)
             except UntraceableError as error:
                 reason = str(error)
         if reason is not None:
             warn_once(model, f"{name}: {type(model).__name__} runs operation by operation, since {reason}")
-            result = _run_by_operation(model, method, (args, kwargs), moved)
+            result = _run_by_operation(model, method, (args, kwargs), placed)
+        # Without this a backward pass could end at the result without an error, and leave gradients out.
         refuse = functools.partial(_without_gradient, model, leaves, f"on JAX the {name} has no gradients")
         return pytree.tree_map_only(torch.Tensor, refuse, result)
 
@@ -297,7 +336,9 @@ def run_method(
 def method_program(
     model: nn.Module, method: Method, tensors: dict[str, Any], place: Place | None = None, **values: Any
 ) -> tuple[Program, dict[str, Any]]:
-    """Return the program of a call that is only described, and the descriptions of its inputs by their names.
+    """Return the program of a call that is only described, to be compiled without arrays.
+
+    The second result has, by name, the descriptions of the program's inputs.
 
     Args:
         model: the model; its weights may be on torch's "meta" device.
@@ -306,32 +347,42 @@ def method_program(
         place: the devices of the program; None for JAX's default device.
         values: other arguments of the call, by name.
     """
-    described, _ = jax.tree.flatten(tensors, is_leaf=describes_one_input)
-    marks = jax.tree.map(lambda _: torch.empty(0), tensors, is_leaf=describes_one_input)
-    leaves, structure = pytree.tree_flatten(((), {**marks, **values}))
+    descriptions, _ = jax.tree.flatten(tensors, is_leaf=describes_one_input)
+    # Empty tensors stand for the described ones: they only mark their positions among the leaves.
+    markers = jax.tree.map(lambda _: torch.empty(0), tensors, is_leaf=describes_one_input)
+    leaves, structure = pytree.tree_flatten(((), {**markers, **values}))  # (args, kwargs), as in `run_method`
     arguments = [position for position, leaf in enumerate(leaves) if _is_tensor(leaf)]
     form = _Form.of(method, structure, leaves, set(arguments))
-    named = {str(position): each for position, each in zip(arguments, described, strict=True)}
-    return Program(MethodCall(model, form), place), named
+    inputs = {str(position): each for position, each in zip(arguments, descriptions, strict=True)}
+    return Program(MethodCall(model, form), place), inputs
 
 
 def _run_compiled(model: nn.Module, method: Method, leaves: list[Any], structure: Any, place: Place) -> Any:
-    """Run a method as a program, or raise `UntraceableError`."""
+    """Run a method as a program, and return its result.
+
+    `leaves` are those of the call's arguments, with arrays in the place of tensors.
+
+    Raises:
+        UntraceableError: no program can run the method.
+    """
     tensors = {position for position, leaf in enumerate(leaves) if not isinstance(leaf, VALUES)}
     numbers = {position: leaf for position, leaf in enumerate(leaves) if type(leaf) in (int, float)}
-    known = _NUMBERS.setdefault(model, {})  # a state for each form of a call
+    states = _NUMBERS.setdefault(model, {})
     key = _Form.of(method, structure, leaves, tensors | numbers.keys())
-    state = known[key] = known.get(key, _Numbers()).next(numbers)
-    if len(known) > Programs.KINDS:
-        known.pop(next(iter(known)), None)
-    # Numbers that vary are arguments; if a trace must know one, the whole ones are constants first.
-    whole = {position for position in state.varying if type(leaves[position]) is int}
+    state = states[key] = states.get(key, _Numbers()).next(numbers)
+    if len(states) > Programs.KINDS:
+        states.pop(next(iter(states)), None)  # the oldest; another thread may have dropped it already
+    # At first all varying numbers are arguments. If that fails, the integers among them, which most often
+    # decide a branch or a size, are constants, and if that fails too, all numbers are.
+    integers = {position for position in state.varying if type(leaves[position]) is int}
     reason = UntraceableError("it cannot be traced")
-    for arguments in dict.fromkeys((state.varying, state.varying - whole, frozenset())):
+    for arguments in dict.fromkeys((state.varying, state.varying - integers, frozenset())):
         form = _Form.of(method, structure, leaves, tensors | arguments)
         try:
             result = _run_form(model, form, leaves, place)
-            if arguments - state.checked:  # a type test or a text of the number may have changed the result
+            if arguments - state.checked:
+                # A method that tests a number's type, or formats it, may give another result for a tensor. So
+                # the first result is compared with that of a program with all numbers as constants.
                 constant = _run_form(model, _Form.of(method, structure, leaves, tensors), leaves, place)
                 if not _are_alike(result, constant):
                     raise UntraceableError("it tests the type of a number")
@@ -339,11 +390,11 @@ def _run_compiled(model: nn.Module, method: Method, leaves: list[Any], structure
             reason = error
             continue
         except TRACING_ERRORS:
-            if not arguments:
+            if not arguments:  # no number is a tensor, so the error is the method's own
                 raise
-            continue  # the number may have to be Python's own
+            continue
         branched = state.branched | (state.varying - arguments)
-        known[key] = replace(state, varying=arguments, branched=branched, checked=arguments)
+        states[key] = replace(state, varying=arguments, branched=branched, checked=arguments)
         return result.tree()
     raise reason
 
@@ -351,11 +402,11 @@ def _run_compiled(model: nn.Module, method: Method, leaves: list[Any], structure
 TRACING_ERRORS = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
 )
-"""Errors of a method that gets a tensor in the place of a number."""
+"""Errors that a method may raise because it gets a tensor in the place of a number."""
 
 
 def _run_form(model: nn.Module, form: _Form, leaves: list[Any], place: Place) -> _Result:
-    """Run the program of a form, or raise `UntraceableError`."""
+    """Run the program of a form, or raise `UntraceableError`; a failed trace is not tried again."""
     network = MethodCall(model, form)
     try:
         program = programs_of(model).get(form, network, lambda each: Program(each, place))
@@ -372,60 +423,74 @@ def _run_form(model: nn.Module, form: _Form, leaves: list[Any], place: Place) ->
 
 
 def _are_alike(result: _Result, other: _Result) -> bool:
-    """Return whether two results are equal but for rounding."""
+    """Return whether two results of one method are equal but for rounding.
+
+    XLA computes a constant in other ways than an argument, so values are not equal to the last bit. Their
+    difference is measured against the largest finite value of `other`.
+    """
     if result.constants != other.constants:
         return False
-    for one, two in zip(result.tensors, other.tensors, strict=True):
-        a, b = (np.asarray(array).astype(np.float64) for array in (one, two))
-        size = max(np.abs(b[np.isfinite(b)]).max(initial=0.0), 1e-30)
-        rounding = 1e-4 if one.dtype == "float32" else 3e-2
-        if a.shape != b.shape or not np.allclose(a / size, b / size, rtol=0, atol=rounding, equal_nan=True):
+    for array, other_array in zip(result.tensors, other.tensors, strict=True):
+        a, b = (np.asarray(each).astype(np.float64) for each in (array, other_array))
+        scale = max(np.abs(b[np.isfinite(b)]).max(initial=0.0), 1e-30)  # not 0, by which nothing divides
+        # The rounding that a deep network may add up, in float32 and in dtypes of 16 bits.
+        rounding = 1e-4 if array.dtype == "float32" else 3e-2
+        if a.shape != b.shape or not np.allclose(a / scale, b / scale, rtol=0, atol=rounding, equal_nan=True):
             return False
     return True
 
 
 def _without_gradient(model: nn.Module, leaves: list[Any], why: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor through which a backward pass raises an error with the message `why`."""
+    """Return a result of a call through which a backward pass raises an error with the message `why`.
+
+    It does so if a gradient is wanted, of a weight of the model or of a tensor among `leaves`, the leaves of
+    the call's arguments.
+    """
     if not on_jax(tensor) or not tensor.is_floating_point() or not torch.is_grad_enabled():
         return tensor
-    asks = (leaf for leaf in leaves if _is_tensor(leaf) and leaf.requires_grad)
-    x = next(asks, tensor)
+    trained = (leaf for leaf in leaves if _is_tensor(leaf) and leaf.requires_grad)
+    x = next(trained, tensor)  # `without_gradient` asks `x`, and then the weights
     x = x if on_jax(x) else to_jax(x).requires_grad_()
     return without_gradient(model, x, tensor.detach(), why)
 
 
 def _run_by_operation(
-    model: nn.Module, method: Method, given: tuple[tuple[Any, ...], dict[str, Any]], moved: list[Any]
+    model: nn.Module, method: Method, arguments: tuple[tuple[Any, ...], dict[str, Any]], placed: list[Any]
 ) -> Any:
-    """Run a method operation by operation, and copy what it wrote into its arguments to the caller's.
+    """Run a method operation by operation; what it writes into its arguments, the caller's tensors get.
 
     Args:
         model, method: the model and its method.
-        given: the caller's (args, kwargs).
-        moved: the leaves of `given`, with arrays on the program's devices in the place of tensors.
+        arguments: the caller's (args, kwargs).
+        placed: the leaves of `arguments`, with arrays on the program's devices in the place of tensors.
 
     Raises:
-        ValueError: the method changes a container, and has got a copy of the caller's with moved tensors.
+        ValueError: the method changes a container, and has got a copy of the caller's container.
     """
-    leaves, structure = pytree.tree_flatten(given)
-    is_tensor = list(map(_is_tensor, leaves))
-    stays = all(on_jax(x) and array_of(x) is y for x, y, t in zip(leaves, moved, is_tensor, strict=True) if t)
-    values: list[Any] = leaves
-    if not stays:  # one tensor for each of the caller's, which may be there twice
-        tensors = {id(x): tensor_of(y) for x, y, t in zip(leaves, moved, is_tensor, strict=True) if t}
-        values = [tensors.get(id(leaf), leaf) for leaf in leaves]
-    args, kwargs = given if stays else pytree.tree_unflatten(values, structure)
+    leaves, structure = pytree.tree_flatten(arguments)
+    # By id, each of the caller's tensors, which may occur twice, and its array on the program's devices.
+    tensors = {
+        id(leaf): (leaf, array) for leaf, array in zip(leaves, placed, strict=True) if _is_tensor(leaf)
+    }
+    if all(on_jax(tensor) and array_of(tensor) is array for tensor, array in tensors.values()):
+        # All tensors are on the program's devices already, so the method gets the caller's own arguments.
+        args, kwargs = arguments
+        with _inside_method():
+            return method(model, *args, **kwargs)
+    # By the id of a caller's tensor, the tensor that the method gets in its place.
+    stand_ins = {key: tensor_of(array) for key, (_tensor, array) in tensors.items()}
+    new_leaves: list[Any] = [stand_ins.get(id(leaf), leaf) for leaf in leaves]
+    args, kwargs = pytree.tree_unflatten(new_leaves, structure)
     with _inside_method():
         result = method(model, *args, **kwargs)
-    if stays:
-        return result
-    if not _is_unchanged((args, kwargs), values, structure):
+    if not _is_unchanged((args, kwargs), new_leaves, structure):
         raise ValueError(
             f"{type(model).__name__} changes a container among its arguments: pass tensors on JAX"
         )
-    for leaf, value, array, t in zip(leaves, values, moved, is_tensor, strict=True):
-        if t and array_of(value) is not array:
-            leaf.copy_(value if on_jax(leaf) else to_torch(value))  # pyright: ignore
+    for key, (tensor, array) in tensors.items():
+        stand_in = stand_ins[key]
+        if array_of(stand_in) is not array:  # the method has written into it
+            tensor.copy_(stand_in if on_jax(tensor) else to_torch(stand_in))
     return result
 
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from cogvideox_torchax.upstream import COMPILING_EVENTS, TRACING_EVENTS
 
 LONG = 0.3
-"""Seconds of tracing and lowering from which on the compilation of a program is announced."""
+"""Seconds of tracing and lowering from which on a program is announced, as it will compile for long too."""
 
 
 class CompileClock:
-    """A clock of the seconds that JAX traces, lowers and compiles; nested spans count once.
+    """A clock of the seconds that JAX traces, lowers and compiles; spans that overlap count once.
 
     Args:
         announce: called with a message before a large program is compiled, once for each name.
@@ -25,21 +25,22 @@ class CompileClock:
 
         self.started = time.perf_counter()
         self.spans: list[tuple[str, float, float]] = []
-        self._announce, self._announced = announce, set[str]()  # `_announced`: names of programs
-        self._traced = dict[str, float]()  # seconds of tracing, by the name of a program
+        self._announce = announce
+        self._announced = set[str]()  # names of the programs that were announced
+        self._tracing_seconds = dict[str, float]()  # by the name of a program
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
     def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         """Record a span of JAX's work, and announce a program whose tracing and lowering took long."""
         now = time.perf_counter()
         self.spans.append((event, now - duration_secs, now))
+        # A program's events come in this order: tracing, lowering, compiling. Some call it "jit(NAME)".
         name = str(kwargs.get("fun_name")).removeprefix("jit(").removesuffix(")")
         tracing, lowering = TRACING_EVENTS
         if event == tracing:
-            self._traced[name] = duration_secs
-        # Compilation comes next.
-        long = duration_secs + self._traced.get(name, 0.0) >= LONG
-        if event == lowering and long and name not in self._announced:
+            self._tracing_seconds[name] = duration_secs
+        is_long = duration_secs + self._tracing_seconds.get(name, 0.0) >= LONG
+        if event == lowering and is_long and name not in self._announced:
             self._announced.add(name)
             self._announce(
                 f"compiling {name}, unless the compile cache has it: minutes on a TPU, once for a size"

@@ -23,5 +23,5 @@ def configure_compile_cache() -> None:
         return
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     jax.config.update("jax_compilation_cache_dir", chosen or str(caches / "cogvideox-torchax" / "xla"))
-    # JAX decides at its first compilation whether there is a cache: make it decide again.
+    # JAX decides at its first compilation whether there is a cache. A user may have compiled before.
     compilation_cache.reset_cache()

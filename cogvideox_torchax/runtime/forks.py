@@ -1,4 +1,4 @@
-"""Forked children of a process that uses JAX: they run without torchax, and their use of JAX is an error.
+"""Forked children of a process that uses JAX: torchax is off in them, and a use of JAX is an error.
 
 JAX computes on threads, and a fork copies none of them: a child would wait for its first result for ever.
 """
@@ -13,7 +13,10 @@ class ForkError(RuntimeError):
 
 
 def leave_jax() -> None:
-    """Turn torchax off, if JAX had started; the package has each forked child call this."""
+    """Turn torchax off in this forked child, if its parent had started JAX.
+
+    The package has Python call this in each child that is forked.
+    """
     global _forked
     if upstream.jax_has_started():
         _forked = True

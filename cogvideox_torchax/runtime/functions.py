@@ -1,4 +1,7 @@
-"""Operations that torchax computes in another way here: attention, and random numbers."""
+"""Operations for which torchax's own functions are replaced: attention, and random numbers.
+
+Random numbers are drawn on the host by torch, so that a seed gives the same numbers as in PyTorch on a CPU.
+"""
 
 import functools
 import math
@@ -15,51 +18,66 @@ from cogvideox_torchax.runtime.bridge import array_of, host_array, tensor_of
 from cogvideox_torchax.upstream import is_traced
 
 MASKED = -6e4
-"""Score, before its scale, of a key that a mask leaves out; the largest that float16 has is 65,504."""
+"""What a mask adds to the score of a key that it leaves out, before the scale; float16 goes to -65,504."""
 
 EXTRA_CHANNELS = 8
-"""Channels that carry a mask: as many as keep a number of channels a multiple of 8, which kernels want."""
+"""Channels that are added to carry a mask. One would do, but kernels want a multiple of 8 channels."""
 
 
 class RandomInTraceError(ValueError):
-    """A random number drawn while JAX traces a program, which would have the same one in each call."""
+    """A random number drawn while JAX traces a program, which would repeat this number in each call."""
 
 
 def replace_functions(table: dict[Any, Any]) -> None:
-    """Replace functions in torchax's table of operators, for all of the process."""
+    """Replace functions in torchax's table of operators, for all of the process.
+
+    `table` has an entry for each function of torch, and for each operator of `torch.ops.aten`.
+    """
     aten = torch.ops.aten
     functions = {F.scaled_dot_product_attention: _attention(table[F.scaled_dot_product_attention].func)}
-    for make in (torch.randn, torch.rand, torch.randint):
-        functions |= dict.fromkeys((make, getattr(aten, make.__name__)), _drawn_on_host(make))
+    for draw in (torch.randn, torch.rand, torch.randint):  # each also has an operator of its name
+        functions |= dict.fromkeys((draw, getattr(aten, draw.__name__)), _drawn_on_host(draw))
     functions[aten.randn_like] = _drawn_on_host(_of_array(torch.randn_like))
-    for fill, make in ((aten.normal, torch.Tensor.normal_), (aten.uniform, torch.Tensor.uniform_)):
-        functions[fill] = _drawn_on_host(_of_array(make))
+    for operator, fill in ((aten.normal, torch.Tensor.normal_), (aten.uniform, torch.Tensor.uniform_)):
+        functions[operator] = _drawn_on_host(_of_array(fill))
     for operation, function in functions.items():
         entry = table[operation]
-        entry.func, entry.is_jax_function, entry.needs_env = function, True, False
+        entry.func = function
+        entry.is_jax_function = True  # takes and returns arrays, not torchax's tensors
+        entry.needs_env = False  # takes no argument `env`, torchax's environment
 
 
 def replace_keys(environment: Any) -> None:
-    """Have torchax's other random functions, such as dropout, follow torch's seed, and refuse a trace.
+    """Have the random functions that torchax keeps, such as dropout, follow torch's seed, and refuse a trace.
 
     Args:
-        environment: torchax's class of environments, which take their keys by `get_and_rotate_prng_key`.
+        environment: torchax's class of environments. These functions get a key for JAX's random numbers from
+            its method `get_and_rotate_prng_key`, which is replaced.
     """
 
     def key(_self: Any, generator: torch.Generator | None = None) -> Any:
-        if is_traced(jnp.zeros(())):
+        if _in_program():
             raise RandomInTraceError("it draws random numbers, which no program on JAX does")
-        with no_dispatch(), torch._C.DisableTorchFunction():
+        with no_dispatch(), torch._C.DisableTorchFunction():  # torch's own `randint`, even if torchax is on
             return jax.random.PRNGKey(int(torch.randint(2**31 - 1, (), generator=generator)))
 
     environment.get_and_rotate_prng_key = key
 
 
-def _attention(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _in_program() -> bool:
+    """Return whether an array that is made now has no value, since JAX is tracing a program.
+
+    `upstream.is_tracing` is true also while JAX computes a gradient, which may draw random numbers.
+    """
+    return is_traced(jnp.zeros(()))
+
+
+def _attention(torchax_attention: Callable[..., Any]) -> Callable[..., Any]:
     """Return torch's `scaled_dot_product_attention` as a function of JAX arrays (..., H, S, D).
 
-    `jax_kernels.attention`, which never has all scores in memory, runs without a mask and with a boolean mask
-    of keys. `plain`, torchax's own function of its tensors, runs with other masks and options.
+    H is the heads, S the tokens, and D the channels of a head. `jax_kernels.attention`, which never has all
+    scores in memory, runs without a mask, and with a boolean mask that leaves keys out. In all other cases
+    `torchax_attention` runs, torchax's own function of its tensors.
     """
 
     @functools.wraps(F.scaled_dot_product_attention)
@@ -68,63 +86,74 @@ def _attention(plain: Callable[..., Any]) -> Callable[..., Any]:
         if is_default and _kernel_takes(q, k, v, attn_mask):
             return _attend(q, k, v, attn_mask, options.get("scale"))
         q, k, v, attn_mask = (None if x is None else tensor_of(x) for x in (q, k, v, attn_mask))
-        return array_of(plain(q, k, v, attn_mask, *args, **options))
+        return array_of(torchax_attention(q, k, v, attn_mask, *args, **options))
 
     return call
 
 
 def _kernel_takes(q: Any, k: Any, v: Any, mask: Any) -> bool:
+    """Return whether `_attend` computes this attention: heads and dtypes are equal, and a mask is of keys.
+
+    A mask of keys (N or 1, 1, 1, K) is the same for all heads and queries.
+    """
     heads_fit = q.ndim == k.ndim == v.ndim and q.shape[:-2] == k.shape[:-2] == v.shape[:-2]
-    of_keys = mask is None or (mask.dtype == bool and mask.ndim == q.ndim == 4 and mask.shape[1:3] == (1, 1))
-    return heads_fit and q.ndim > 1 and q.dtype == k.dtype == v.dtype and of_keys
+    is_of_keys = mask is None or (
+        mask.dtype == bool and mask.ndim == q.ndim == 4 and mask.shape[1:3] == (1, 1)
+    )
+    return heads_fit and q.ndim > 1 and q.dtype == k.dtype == v.dtype and is_of_keys
 
 
 def _attend(query: Any, key: Any, value: Any, mask: Any, scale: float | None) -> Any:
     """Return attention (..., H, S, D) by `jax_kernels.attention`; `mask` is (N or 1, 1, 1, K) or None.
 
-    The kernel takes no mask, so one more channel carries it: 1 in each query, and 0 or `MASKED` in each key,
-    which adds 0 or `MASKED` to the scores of that key.
+    The kernel takes no mask, so one more channel carries it: 1 in each query, and 0 or `MASKED` in each key.
+    The product of the two adds 0 or `MASKED` to the scores of that key.
     """
-    import jax_kernels  # takes longer to import than all others
+    import jax_kernels  # here, as this import takes longer than all of the other imports together
 
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    # (N, S, H, D): leading axes are joined, and a single head has no axis of its own in torch.
+    # From (..., H, S, D) to the kernel's (N, S, H, D), where N joins all axes before the heads. torch also
+    # takes (S, D), for a single head.
     q, k, v = (
         jnp.moveaxis(x.reshape(-1, *(x.shape[-3:] if x.ndim > 2 else (1, *x.shape))), 1, 2)
         for x in (query, key, value)
     )
+    # The kernel wants one number of channels. Zeros in queries and keys change no score, and those in the
+    # values are cut off the result.
     channels = max(q.shape[-1], v.shape[-1])
     added = 0 if mask is None else EXTRA_CHANNELS
-    # Zeros in queries and keys change no score.
     q, k, v = (jnp.pad(x, ((0, 0),) * 3 + ((0, channels + added - x.shape[-1]),)) for x in (q, k, v))
     if mask is not None:
         bias_NK = jnp.where(jnp.broadcast_to(mask[:, 0, 0], k.shape[:2]), 0, MASKED).astype(k.dtype)
-        q, k = q.at[..., channels].set(1), k.at[..., channels].set(bias_NK[..., None])
-    y = jax_kernels.attention(*map(_split_by_video, (q, k, v)), scale=scale)[..., : value.shape[-1]]
-    return jnp.moveaxis(y, 2, 1).reshape(*query.shape[:-1], value.shape[-1])
+        q = q.at[..., channels].set(1)
+        k = k.at[..., channels].set(bias_NK[..., None])
+    y_NSHD = jax_kernels.attention(*map(_split_by_video, (q, k, v)), scale=scale)[..., : value.shape[-1]]
+    return jnp.moveaxis(y_NSHD, 2, 1).reshape(*query.shape[:-1], value.shape[-1])
 
 
 def _split_by_video(x: Any) -> Any:
-    """Return queries, keys or values (N, S, H, D); if there is a mesh, they are split by videos alone.
+    """Return queries, keys or values (N, S, H, D), constrained on a mesh to a split by videos alone.
 
-    The kernel splits heads too. XLA's partitioner would propagate that split to earlier operations, and then
-    compute one of them wrongly: `x[:, a:] = rotated`, for some of the tokens (JAX 0.10.2, on a CPU).
+    The kernel splits heads too. Without the constraint XLA's partitioner would propagate that split to
+    earlier operations, and compute one of them wrongly: `x[:, a:] = rotated`, for some of the tokens (JAX
+    0.10.2, on a CPU).
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.manual_axes:
         return x
-    first = mesh.axis_names[0]
-    by_video = first if x.shape[0] % mesh.shape[first] == 0 else None
+    dp = mesh.axis_names[0]
+    by_video = dp if x.shape[0] % mesh.shape[dp] == 0 else None
     return jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec(by_video))
 
 
 def _drawn_on_host(draw: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    """Return a function that draws on the host, as torch does on the CPU, and returns a JAX array."""
+    """Return a function that calls `draw`, a function of torch, on the CPU, and returns a JAX array."""
 
     @functools.wraps(draw)
     def call(*args: Any, **options: Any) -> Any:
-        if is_traced(jnp.zeros(())):
+        if _in_program():
             raise RandomInTraceError(f"{draw.__name__} draws random numbers, which no program on JAX does")
+        # These options tell of the tensor that torchax makes of the array, not of the numbers.
         for name in ("device", "layout", "pin_memory", "memory_format", "requires_grad"):
             options.pop(name, None)
         with no_dispatch(), torch._C.DisableTorchFunction():
@@ -134,7 +163,10 @@ def _drawn_on_host(draw: Callable[..., torch.Tensor]) -> Callable[..., Any]:
 
 
 def _of_array(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return a function of a JAX array that calls `function` with an empty tensor of its shape and dtype."""
+    """Return a function of a JAX array that calls `function` with an empty tensor like the array.
+
+    `function` reads no values of the tensor: it draws a new tensor like it, or fills it with random numbers.
+    """
 
     @functools.wraps(function)
     def call(array: Any, *args: Any, **options: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Gradients of compiled programs for a torch training loop: `loss.backward()` over `jax.vjp`."""
+"""Gradients of compiled programs for a training loop in torch, whose `loss.backward()` calls `jax.vjp`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,9 +18,10 @@ Function = Callable[..., Any]
 class _Differentiated(torch.autograd.Function):
     """A JAX function's result with the gradients of `jax.vjp`.
 
-    `forward(ctx, function, run, *tensors)` saves what `backward` needs. If `run` is None, that is the
-    function that `jax.vjp` returns, with all arrays that it keeps. If `run` computes the result, without
-    keeping arrays, that is the inputs alone, and `backward` calls `jax.vjp` first.
+    `forward(ctx, function, run, *tensors)` saves what `backward` needs, in one of two ways. If `run` is None,
+    `forward` calls `jax.vjp`, and saves the function that `jax.vjp` returns, with all arrays that this
+    function keeps. Otherwise `run` computes the result without keeping arrays. Then `forward` saves the
+    inputs alone, and `backward` calls `jax.vjp`, which computes the result a second time.
     """
 
     @staticmethod
@@ -33,9 +34,10 @@ class _Differentiated(torch.autograd.Function):
             result = tensor_of(array)
         else:
             result, saved = run(), inputs
-        ctx.recomputed = None if run is None else function
-        # The function of `jax.vjp` is a JAX tree of its arrays. They are saved as tensors, which torch frees
-        # after the backward pass. `ctx.leaves` has the other leaves, and None in the place of each array.
+        ctx.function_to_run_again = None if run is None else function
+        # What `jax.vjp` returns is a JAX tree, whose leaves are arrays and others. The arrays are saved as
+        # tensors, which torch frees after the backward pass. `ctx.leaves` has the other leaves, and None in
+        # the place of each array.
         leaves, ctx.structure = jax.tree.flatten(saved)
         ctx.save_for_backward(*(tensor_of(leaf) for leaf in leaves if isinstance(leaf, jax.Array)))
         ctx.leaves = [None if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
@@ -48,10 +50,11 @@ class _Differentiated(torch.autograd.Function):
         # `forward` put None where torch saved an array.
         leaves = [next(arrays) if leaf is None else leaf for leaf in ctx.leaves]
         saved = jax.tree.unflatten(ctx.structure, leaves)
-        # `pull_back` computes the inputs' gradients from the result's. Either it was saved itself, or the
-        # inputs were, and the function is computed again.
-        pull_back = saved if ctx.recomputed is None else jax.vjp(ctx.recomputed, *saved)[1]
+        # `pull_back` computes the gradients of the inputs from the gradient of the result.
+        function = ctx.function_to_run_again
+        pull_back = saved if function is None else jax.vjp(function, *saved)[1]
         (gradient,) = gradients
+        # The two None are for `function` and `run`, which have no gradients.
         return None, None, *map(tensor_of, pull_back(array_of(gradient)))
 
 
@@ -75,8 +78,8 @@ def differentiable(
         network: the network of these weights; parameters with `requires_grad` get a gradient.
         weights: the arrays of the parameters, by name, as the function takes them.
         x: the input, a torchax tensor; it gets a gradient if it has `requires_grad`.
-        run: returns the same result without keeping arrays; the backward pass then runs `function` first. If
-            None, `function` runs, and arrays for the backward pass are kept.
+        run: returns the same result without keeping arrays; the backward pass then runs `function` to have
+            them. If None, `function` runs now, and the arrays that the backward pass needs are kept.
     """
     trained = {name: weight for name, weight in network.named_parameters() if weight.requires_grad}
     inputs = [x] if x.requires_grad else []
@@ -94,7 +97,11 @@ def differentiable(
 
 
 class _Refused(torch.autograd.Function):
-    """A result whose backward pass is an error."""
+    """A result whose backward pass is an error.
+
+    `forward(ctx, why, run, *tensors)` reads no tensors. torch calls `backward` for those that require a
+    gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, why: str, run: Callable[[], torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
@@ -107,9 +114,10 @@ class _Refused(torch.autograd.Function):
 
 
 def without_gradient(network: nn.Module, x: torch.Tensor, result: torch.Tensor, why: str) -> torch.Tensor:
-    """Return `result`, which `network` has computed from `x`, such that a backward pass through it fails.
+    """Return `result`, which `network` has computed from `x`, in a form that no backward pass goes through.
 
-    The backward pass raises `ValueError` with the message `why`.
+    A backward pass raises `ValueError` with the message `why`. If none can come, as neither `x` nor the
+    network requires a gradient, `result` is returned unchanged.
     """
     if not wants_gradient(network, x):
         return result
@@ -117,7 +125,10 @@ def without_gradient(network: nn.Module, x: torch.Tensor, result: torch.Tensor, 
 
 
 def wants_gradient(network: nn.Module, x: torch.Tensor) -> bool:
-    """Return whether torch records operations on this input of an accelerator, or on the weights."""
+    """Return whether a call of the network on `x` needs gradients.
+
+    It does if torch records operations, `x` is on an accelerator, and `x` or a weight requires a gradient.
+    """
     return (
         torch.is_grad_enabled()
         and on_accelerator(x)
@@ -133,5 +144,7 @@ def rematerialized(module: nn.Module, *inputs: Any) -> Any:
     if not any(on_jax(value) for value in inputs if isinstance(value, torch.Tensor)):
         return checkpoint(module, *inputs, use_reentrant=False)
     interop = import_torchax().interop
+    # `jax_view` turns the module's call into a function of arrays, and tensors into arrays. `torch_view`
+    # turns arrays into tensors.
     call = jax.checkpoint(interop.jax_view(module.__call__))
     return interop.torch_view(call(*interop.jax_view(inputs)))

@@ -13,10 +13,10 @@ from torch import nn
 from cogvideox_torchax.runtime.bridge import on_accelerator
 from cogvideox_torchax.upstream import is_patched
 
-_profiling = False
+_profiling = False  # whether a profile is being recorded
 
 Visit = Callable[[str, Any], Any]
-"""Function of a layer's name and its result, or its arguments (args, kwargs), to their replacement."""
+"""Function of a layer's name and its values (its result, or its args and kwargs) that returns new values."""
 
 
 @contextlib.contextmanager
@@ -24,37 +24,40 @@ def watched(
     network: nn.Module,
     is_layer: Callable[[str, nn.Module], Any],
     *,
-    given: Visit,
-    taken: Visit = lambda _, values: values,
+    on_result: Visit,
+    on_arguments: Visit = lambda _name, arguments: arguments,
     names_only: bool = False,
 ) -> Iterator[None]:
-    """Call `taken` with the arguments and `given` with the result of every layer that runs in a `with` block.
+    """Call functions on the arguments and the result of every layer that runs in a `with` block.
 
     A program that is traced in the block names its instructions after the layers.
 
     Args:
         network: gets hooks; pass a copy where the user's modules must stay as they are.
         is_layer: `is_layer(name, module)` returns whether a module of the network is a layer.
-        given: `given(name, result)` returns the replacement of a layer's result.
-        taken: `taken(name, (args, kwargs))` returns the replacement of a layer's arguments.
-        names_only: whether both return values unchanged; a fused kernel may then replace a layer.
+        on_result: `on_result(name, result)` returns what replaces a layer's result.
+        on_arguments: `on_arguments(name, (args, kwargs))` returns what replaces a layer's arguments.
+        names_only: whether both return values unchanged, so that the hooks only name instructions. A fused
+            kernel may then run in place of a layer.
     """
     scopes: list[Any] = []  # name scopes that are open, from the outermost layer's to the innermost layer's
 
-    def before(name: str, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+    # A scope opens in one hook and closes in another, so `with` cannot be used.
+    def before_layer(name: str, _module: nn.Module, args: Any, kwargs: Any) -> Any:
         scopes.append(jax.named_scope(name))
         scopes[-1].__enter__()
-        return taken(name, (args, kwargs))
+        return on_arguments(name, (args, kwargs))
 
-    def after(name: str, _module: nn.Module, _args: Any, result: Any) -> Any:
-        result = given(name, result)
+    def after_layer(name: str, _module: nn.Module, _args: Any, result: Any) -> Any:
+        result = on_result(name, result)
         scopes.pop().__exit__(None, None, None)
         return result
 
     with contextlib.ExitStack() as hooks:
         for name, module in network.named_modules():
             if is_layer(name, module):
-                pre_hook, hook = functools.partial(before, name), functools.partial(after, name)
+                pre_hook = functools.partial(before_layer, name)
+                hook = functools.partial(after_layer, name)
                 vars(pre_hook)["names_only"] = vars(hook)["names_only"] = names_only  # for `is_watched`
                 hooks.callback(module.register_forward_pre_hook(pre_hook, with_kwargs=True).remove)
                 hooks.callback(module.register_forward_hook(hook).remove)
@@ -62,19 +65,19 @@ def watched(
 
 
 def by_kernel(module: nn.Module, x: torch.Tensor) -> bool:
-    """Return whether a ported layer runs its kernel on `x`, not the method that it inherits.
+    """Return whether a ported layer runs its kernel on `x`, and not the method that it inherits.
 
-    The kernel runs if `x` is on an accelerator and nobody has replaced a method of the layer's original
-    class.
+    The kernel runs if `x` is on an accelerator and nobody has replaced a method of diffusers' class, from
+    which the layer's class inherits.
     """
     return on_accelerator(x) and not is_patched(type(module))
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Return whether a module must be called itself, so that no fused kernel may replace it.
+    """Return whether a module must be called itself, so that no fused kernel may run in its place.
 
-    That is so if the module has a `forward` set on the instance, a hook that may change or read values, or a
-    class of which somebody has replaced a method.
+    It must if it has a `forward` set on the instance, or a hook that may read or change values, or if
+    somebody has replaced a method of its class.
     """
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     has_hooks = any(not getattr(hook, "names_only", False) for hook in hooks)
@@ -82,7 +85,7 @@ def is_watched(module: nn.Module) -> bool:
 
 
 def as_layer(module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `run` instead of a module, within the module's name scope.
+    """Return a function that calls `run` in place of a module, within the module's name scope.
 
     Args:
         module: a module for which `is_watched` is false, so that its hooks only name scopes.
@@ -90,7 +93,7 @@ def as_layer(module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def call(*inputs: Any) -> Any:
-        # The hooks of name scopes are registered with keyword arguments before a call, and without after it.
+        # `watched` registers its hooks before a call as taking kwargs, here {}, and those after a call not.
         for hook in module._forward_pre_hooks.values():
             hook(module, inputs, {})  # pyright: ignore[reportCallIssue]
         result = run(*inputs)
@@ -121,7 +124,7 @@ def profiling(directory: str | Path) -> Iterator[None]:
         raise ValueError(f"cannot write a profile into {directory}: {error.strerror}") from error
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # Python's own calls would be most of the trace
-    before = jax.config.jax_compilation_cache_include_metadata_in_key  # pyright: ignore[reportAttributeAccessIssue]
+    previous_setting = jax.config.jax_compilation_cache_include_metadata_in_key  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
     _profiling = True  # read when a program is traced
     try:
@@ -129,7 +132,7 @@ def profiling(directory: str | Path) -> Iterator[None]:
             yield
     finally:
         _profiling = False
-        jax.config.update("jax_compilation_cache_include_metadata_in_key", before)
+        jax.config.update("jax_compilation_cache_include_metadata_in_key", previous_setting)
 
 
 def named_layers(network: nn.Module) -> contextlib.AbstractContextManager[Any]:
@@ -140,9 +143,13 @@ def named_layers(network: nn.Module) -> contextlib.AbstractContextManager[Any]:
     """
     if not _profiling:
         return contextlib.nullcontext()
-    # A layer is every module but the root, whose name is "". Its hooks only name the instructions: `given`,
-    # which is called with a layer's results, returns them unchanged.
-    return watched(network, lambda name, _: name, given=lambda _, values: values, names_only=True)
+    # A layer is every module but the root, whose name is "" and so counts as false.
+    return watched(
+        network,
+        lambda name, _module: name,
+        on_result=lambda _name, result: result,  # unchanged
+        names_only=True,
+    )
 
 
 def is_profiling() -> bool:

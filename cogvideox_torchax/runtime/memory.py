@@ -18,7 +18,7 @@ EXHAUSTED = (
     "can't allocate memory",
     "memoryerror",
 )
-"""Lower-case messages of XLA, CUDA, PyTorch and Python for exhausted memory."""
+"""Words in the messages of XLA, CUDA, PyTorch and Python for exhausted memory, in lower case."""
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -49,6 +49,7 @@ def free_memory(mesh: "Mesh | None" = None) -> int:
 
 
 def _free_memory(devices: int) -> int:
+    """Return the free bytes of this process's first device; a CPU device has its share, one of `devices`."""
     import jax
 
     stats = jax.local_devices()[0].memory_stats()
@@ -65,6 +66,6 @@ def host_peak_bytes() -> int | None:
     status = Path("/proc/self/status")
     if not status.is_file():
         return None
-    # "VmHWM:   12345 kB": `getrusage` would start from the parent's peak.
+    # Such as "VmHWM:   12345 kB". `getrusage` is of no use here: a child's peak starts from its parent's.
     line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024

@@ -1,4 +1,4 @@
-"""Base classes of ported objects: their mesh, their copies and their pickles."""
+"""Base classes of ported objects, which define their mesh, their copies and their pickles."""
 
 import contextlib
 import copy
@@ -21,23 +21,26 @@ from cogvideox_torchax.runtime.weights import put_weights, replace_weights
 
 def save_as_stock(model: nn.Module) -> None:
     """Have a saved pipeline name the model's class of diffusers or transformers, not this package's."""
-    ours = __name__.partition(".")[0]
-    kinds = (kind for kind in type(model).__mro__ if kind.__module__.partition(".")[0] != ours)
-    upstream.set_saved_package(model, next(kinds))
+    this_package = __name__.partition(".")[0]
+    stock_classes = (
+        base for base in type(model).__mro__ if base.__module__.partition(".")[0] != this_package
+    )
+    upstream.set_saved_package(model, next(stock_classes))
 
 
 PROGRAMS = "_compiled_programs"
 """The attribute of a model that has its compiled programs (`programs_of`)."""
 DERIVED_ATTRIBUTES = frozenset({PROGRAMS, upstream.COMPILED_CALL})
-"""Attributes that a copy must not have: a call that torch.compile made would run the original's modules."""
+"""Attributes that a copy must not have: programs, and torch.compile's call, run the original's modules."""
 UNTRACED_ATTRIBUTES = DERIVED_ATTRIBUTES | upstream.CACHE_STATE
-"""Attributes that tracing a program does not read; a copy keeps the step caches among them."""
+"""Attributes that tracing a program does not read. A copy has those of diffusers' caches, `CACHE_STATE`."""
 
 
 class CopiesWithoutPrograms:
     """Mixin of ported classes: a copy is ported as well, and compiles its own programs."""
 
     def _state(self) -> dict[str, Any]:
+        """Return the attributes that a copy has."""
         attributes = vars(self).copy()  # in one step: another thread may add its first program meanwhile
         return {name: value for name, value in attributes.items() if name not in DERIVED_ATTRIBUTES}
 
@@ -55,20 +58,22 @@ class CopiesWithoutPrograms:
 
 
 class PicklesAsStock(CopiesWithoutPrograms):
-    """Mixin of ported pipelines and schedulers: a pickle has the original class, from before `port`."""
+    """Mixin of ported pipelines and schedulers: a pickle has the class that the object had before `port`."""
 
     def __getstate__(self) -> dict[str, Any]:
         return self._state()
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
-        # The last base is the original class; pickle could not import the class that `port` made.
+        # The last base is the class from before `port`; pickle could not import the class that `port` made.
+        # Unpickling calls `object.__new__` with this base, and then sets the state.
         return object.__new__, type(self).__bases__[-1:], self.__getstate__()
 
 
 class PortedModel(CopiesWithoutPrograms, nn.Module):
     """Mixin of ported models, which have a mesh. A copy has the same mesh.
 
-    A pickle has neither the mesh nor the state of step caches; an unpickled model is in PyTorch.
+    A pickle has neither the mesh nor the state of diffusers' caches. An unpickled model has its weights in
+    PyTorch.
     """
 
     _mesh: Any = None
@@ -94,7 +99,8 @@ class PortedModel(CopiesWithoutPrograms, nn.Module):
         return super().to(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model; on JAX without what `compile()` made of it, as XLA compiles."""
+        """Call the model; on JAX the call that `model.compile()` made is left out, as XLA compiles."""
+        # torch's `__call__` would run the compiled call, and `_call_impl` runs hooks and `forward`.
         return (self._call_impl if is_on_jax(self) else super().__call__)(*args, **kwargs)
 
     def place(self) -> None:
@@ -102,6 +108,7 @@ class PortedModel(CopiesWithoutPrograms, nn.Module):
         put_weights(self)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        # torch moves and casts by this method, also for calls such as `half()`. torchax must be on for it.
         with active() if is_on_jax(self) else contextlib.nullcontext():
             return super()._apply(fn, recurse)
 

@@ -1,7 +1,8 @@
-"""Programs of arrays: pure functions of weights, inputs and a cache, each for a place. Without torch.
+"""Programs of arrays, without torch: pure functions of weights, inputs and a cache, each for a place.
 
-A cache is a tree of arrays that a call returns and the next call takes: a VAE's convolutions keep frames of a
-chunk in it for the next chunk. A struct is a `jax.ShapeDtypeStruct`: an array's shape, dtype and sharding.
+A place is the devices that a program runs on, and how its arrays are sharded over them. A cache is a tree of
+arrays that a call returns and the next call takes: a VAE's convolutions keep frames of a chunk in it for the
+next chunk. A struct is a `jax.ShapeDtypeStruct`: an array's shape, dtype and sharding.
 """
 
 import contextlib
@@ -19,13 +20,13 @@ from cogvideox_torchax.upstream import is_tracing
 
 _CPU_OPTIONS = {}
 if jax.__version_info__ >= (0, 9, 1):  # the first version with this option
-    # By default XLA orders a CPU's operations so that many can run side by side, and begins with what needs
-    # only weights: it would hold the transformed weights of all layers at once.
+    # By default XLA orders a CPU's operations so that many can run side by side. It begins with those that
+    # need only weights, and so holds the transformed weights of all layers at once.
     _CPU_OPTIONS = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 
 
 class Place:
-    """The devices of a program: here one device, JAX's default if None; a subclass is for a mesh."""
+    """The devices of a program: here one device, JAX's default if None. A subclass is for a mesh."""
 
     def __init__(self, device: Any = None):
         self._device = device
@@ -36,7 +37,7 @@ class Place:
         return self._device.platform if self._device else jax.default_backend()
 
     def weight(self, name: str, array: Any) -> Any:
-        """Return a weight, an array on JAX, on the program's devices."""
+        """Return a weight, an array on JAX, on the program's devices; without a mesh, unchanged."""
         return array
 
     def put(self, array: Any) -> Any:
@@ -65,8 +66,8 @@ class Place:
     def trace(self, run: Callable[..., Any], inputs: Any, cache: Any) -> Any:
         """Return `run(inputs, cache)`, the result and the next cache; called while a program is traced.
 
-        A subclass may shard the arguments and results. Keywords that it passes to `run` reach the network's
-        call; a `TorchNetwork` passes them to `self.watching`.
+        A subclass may shard the arguments and results. `run` is the call of the program's network, and takes
+        its keywords too; a `TorchNetwork` passes them to `self.watching`.
         """
         return run(inputs, cache)
 
@@ -83,15 +84,17 @@ class Place:
 
 
 class ArrayProgram:
-    """A network (inputs, cache) -> (result, cache), compiled for a place as a pure function of weights too.
+    """A network (inputs, cache) -> (result, next cache), compiled for a place.
 
-    For each set of shapes there are two compiled programs: one for a call without a cache, such as a video's
-    first chunk, and one for a call with a cache, which is donated. Any thread may run it.
+    The compiled function is (weights, inputs, cache) -> (result, next cache), and has no state. JAX compiles
+    it twice for each set of shapes: for a call without a cache, such as a video's first chunk, and for a call
+    with a cache, which is donated. Any thread may run it.
 
     Args:
         network: called as `network(place, weights, inputs, cache, **options)`, returns (result, next cache).
-            Its `name` is the program's; its `weights` are structs, which only `structs` reads. A network with
-            a true `keep_unused` keeps arguments that it does not read, which JAX would drop and not donate.
+            Its `name` is the program's; its `weights` are structs, which only `structs` reads. If it has a
+            true `keep_unused`, the program keeps arguments that the network does not read. Otherwise JAX
+            drops those, and does not donate them.
         place: the devices that the program runs on; None for JAX's default device.
 
     Attributes:
@@ -121,7 +124,7 @@ class ArrayProgram:
         self._compiled_in_another = jitted()
 
     def _trace(self, weights: Any, inputs: Any, cache: Any) -> Any:
-        """Run the network, sharded by the place; JAX calls this only to trace a program, which is counted."""
+        """Run the network, sharded by the place, and count the call: JAX makes it only to trace a program."""
         self.compilations += 1
         return self.place.trace(functools.partial(self._network, self.place, weights), inputs, cache)
 
@@ -133,7 +136,14 @@ class ArrayProgram:
 
     @runs_unchecked
     def run(self, weights: Any, inputs: Any, cache: Any = None) -> tuple[Any, Any]:
-        """Return (result, cache) for placed `weights` and `inputs` from `put`; `cache` is donated."""
+        """Return (result, next cache).
+
+        Args:
+            weights: arrays on the program's devices.
+            inputs: what `put` has returned.
+            cache: the cache of the previous call, which is donated; None if there is none.
+        """
+        # While a caller's program is traced, this program becomes a part of it.
         compiled = self._compiled_in_another if is_tracing() else self._compiled
         return compiled(weights, inputs, cache)
 
@@ -146,7 +156,7 @@ class ArrayProgram:
         )
 
     def step(self, weights: Any) -> Callable[[Any, Any], tuple[Any, Any]]:
-        """Return the function (inputs, cache) -> (result, next cache) of placed weights; it places inputs."""
+        """Return the function (inputs, cache) -> (result, next cache) of these weights; it calls `put`."""
         return lambda inputs, cache: self.run(weights, self.put(inputs), cache)
 
     # Ahead of time
@@ -174,7 +184,10 @@ class ArrayProgram:
         return weights, self._structs(inputs), cache
 
     def _cache_structs(self, weights: Any, inputs: Any) -> Any:
-        """Return the structs of the cache that a call without a cache, for arrays or structs, returns."""
+        """Return the structs of the cache that a call without a cache returns.
+
+        The weights and inputs may be arrays or structs: nothing is computed.
+        """
         _, cache = jax.eval_shape(self._compiled, weights, inputs, None)
         return jax.tree.map(
             lambda array: jax.ShapeDtypeStruct(
@@ -184,10 +197,11 @@ class ArrayProgram:
         )
 
     def _structs(self, described: Any) -> Any:
+        """Return the struct of each input from its pair (shape, JAX dtype), in a tree of such pairs."""
         return jax.tree.map(lambda pair: self.place.struct(*pair), described, is_leaf=describes_one_input)
 
 
 def describes_one_input(node: Any) -> bool:
-    """Return whether a node of described inputs is a pair (shape, dtype), and no container of such pairs."""
+    """Return whether a node in a tree of pairs (shape, dtype) is such a pair, and not a tuple of pairs."""
     # The second item of a pair is a dtype. The second item of a tuple of pairs is a pair, so a tuple.
     return isinstance(node, tuple) and not isinstance(node[1], tuple)

@@ -1,4 +1,8 @@
-"""Programs of torch modules, and the programs that a model keeps (`runtime.places` has the terms)."""
+"""Programs of torch modules, and the programs that a model keeps.
+
+`runtime.places` explains the terms *place*, *cache* and *struct*. A *module tree* is a network with all
+modules in it, and a *skeleton* is a copy of one to be traced (`runtime.skeleton`).
+"""
 
 import functools
 import itertools
@@ -40,7 +44,8 @@ class Programs:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # By a key of `get`: each program with a snapshot of the modules that it was traced from.
+        # By the key that `get` makes, each program behind a snapshot of the modules that it was traced from.
+        # The last key is the one that was asked for last.
         self._kept: dict[Hashable, list[tuple[Snapshot, Any]]] = {}
 
     def get(self, kind: Hashable, network: nn.Module, build: Callable[[nn.Module], T]) -> T:
@@ -56,26 +61,27 @@ class Programs:
         with self._lock:
             # Profiling and the Pallas mode change the traced program too.
             key = (kind, is_profiling(), pallas_mode())
-            entries = self._kept[key] = self._kept.pop(key, [])  # now the last
+            entries = self._kept[key] = self._kept.pop(key, [])  # this moves the key to the end
             for snapshot, program in entries:
                 if snapshot.holds(network):
                     return program
-            # The snapshot comes first: if the network changes meanwhile, the program is not taken for it.
+            # The snapshot comes before the program: if another thread changes the network in between, the
+            # snapshot does not hold for the changed network, and the next call builds a new program.
             snapshot = Snapshot(network)
             program = build(network)
             entries.insert(0, (snapshot, program))
             del entries[self.KEPT :]  # the oldest
             if len(self._kept) > self.KINDS:
-                del self._kept[next(iter(self._kept))]  # not asked for the longest
+                del self._kept[next(iter(self._kept))]  # the key not asked for the longest
             return program
 
 
 def programs_of(model: nn.Module) -> Programs:
     """Return the programs of a model; they are freed with the model.
 
-    The first call sets them as an attribute of the model, which its copies leave out. A table outside would
-    keep the model alive: a hook that a program was traced with may refer to the model. Python's garbage
-    collector frees the model with an attribute that refers to it.
+    They are an attribute of the model, which the first call sets and which copies leave out. A table outside
+    the model would keep it alive, as a hook that a program was traced with may refer to the model. An
+    attribute that does so is a cycle, which Python's garbage collector frees.
     """
     return vars(model).setdefault(PROGRAMS, Programs())  # `setdefault` is atomic among threads
 
@@ -86,10 +92,10 @@ def forget_programs(model: nn.Module) -> None:
 
 
 def _check_deterministic(network: nn.Module) -> nn.Module:
-    """Return the network, checked for modules that are random.
+    """Return the network if no module of it is random.
 
     Raises:
-        ValueError: a module drops values at random; a program would drop the same ones in each call.
+        ValueError: a module drops values at random. A program would drop the same values in each call.
     """
     for name, module in network.named_modules():
         if isinstance(module, DROPOUTS) and module.training and module.p > 0:
@@ -103,11 +109,11 @@ def _check_deterministic(network: nn.Module) -> nn.Module:
 
 
 class TorchNetwork:
-    """A torch module as a `Program` takes it.
+    """A torch module in the form of a network that `ArrayProgram` takes.
 
     Attributes:
-        name: of the module's class.
-        weights: `jax.ShapeDtypeStruct`s by name.
+        name: the name of the module's class.
+        weights: the structs of the weights, by name.
         keep_unused: whether the program keeps arguments that are not read (`ArrayProgram`).
     """
 
@@ -129,16 +135,16 @@ class TorchNetwork:
 
         Args:
             place: the devices of the program.
-            weights: arrays by name.
-            inputs: of the network.
+            weights: the arrays of the weights, by name.
+            inputs: the network's inputs.
             cache: arrays that the previous call returned; None in a first call.
-            watching_options: keywords of `place.watching`, which may change the copy, such as a VAE's `split`
-                on a mesh: the sharding of the width.
+            watching_options: keywords of `place.watching`, which may change the copy. On a mesh a VAE's
+                place passes `split`, the sharding of the width.
         """
         network = _check_deterministic(skeleton(self._module))
         call = import_torchax().interop.jax_view(functools.partial(torch.func.functional_call, network))
-        # By default a TPU multiplies float32 in bfloat16, and a recent GPU in TF32. Vectors do not count: a
-        # bfloat16 model may have norms in float32.
+        # By default a TPU multiplies float32 in bfloat16, and a recent GPU in TF32; a float32 model is to be
+        # exact. Vectors do not make a model float32: a bfloat16 model may have norms in float32.
         exact = any(array.dtype == "float32" for array in weights.values() if array.ndim > 1)
         precision = jax.default_matmul_precision("highest" if exact else "default")
         watching = place.watching(network, **watching_options)
@@ -149,7 +155,7 @@ class TorchNetwork:
 
 
 def _tensors_of(network: nn.Module) -> list[torch.Tensor]:
-    """Return the parameters and buffers of a network, each as often as it has names."""
+    """Return the parameters and buffers of a network, a tied one once for each of its names."""
     return [
         tensor
         for module in modules_of(network)
@@ -171,26 +177,27 @@ class Program(ArrayProgram):
 
     def __init__(self, network: Any, place: Place | None = None):
         super().__init__(TorchNetwork(network) if isinstance(network, nn.Module) else network, place)
-        # Names and arrays of the last call's weights. One pair, as any thread may replace it.
+        # The names of the weights of the last call, and their arrays on the program's devices. Both lists are
+        # in one attribute, so that a thread which replaces it replaces both at once.
         self._placed: tuple[list[str], list[weakref.ref[Any]]] = [], []
-        # No cache is donated here: a backward pass reads it again. `jax.vjp` takes no compiler options.
+        # This one donates no cache, as the backward pass reads it again. `jax.vjp` takes no compiler options.
         self._differentiable = jax.jit(self._trace_for_gradients)
 
     def _trace_for_gradients(self, weights: dict[str, Any], inputs: Any, cache: Any) -> Any:
-        """Trace with torch's gradients on: without them modules leave gradient checkpointing out."""
+        """Trace with torch's gradients on; with gradients off, modules skip gradient checkpointing."""
         with torch.enable_grad():
             return self._trace(weights, inputs, cache)
 
     def weights(self, network: nn.Module) -> dict[str, Any]:
         """Return the arrays of a network's weights, by name, on the devices where the program takes them.
 
-        The network must have the modules of the one that was compiled. Weights on other devices, as after
-        `load_state_dict`, and plain ones, as of a replaced submodule, are moved; the network then holds the
-        moved ones. If all are those of the call before, which were placed then, nothing else is asked.
+        The network must have the modules of the one that was compiled. A weight on other devices, as after
+        `load_state_dict`, or a plain one, as of a replaced submodule, is moved; the network then holds the
+        moved one. The usual case, that all arrays are those of the previous call, is found fast.
         """
-        arrays = list(map(array_in, _tensors_of(network)))
+        arrays = list(map(array_in, _tensors_of(network)))  # None for a plain tensor
         names, references = self._placed
-        # None is a plain tensor's, and what is left of an array that was freed.
+        # `reference()` is None for an array that was freed, so None must not count as the same array.
         if len(arrays) == len(names) and all(
             array is not None and reference() is array
             for reference, array in zip(references, arrays, strict=True)
@@ -198,7 +205,8 @@ class Program(ArrayProgram):
             return dict(zip(names, arrays, strict=True))
         weights = self._placed_weights(network)
         name_of = {id(tensor): name for name, tensor in named_tensors(network).items()}
-        names = [name_of[id(tensor)] for tensor in _tensors_of(network)]  # of a tied weight the first name
+        # A tied weight has one name here, the first, and is in the list once for each of its names.
+        names = [name_of[id(tensor)] for tensor in _tensors_of(network)]
         if all(isinstance(array, jax.Array) and not is_traced(array) for array in weights.values()):
             self._placed = names, [weakref.ref(weights[name]) for name in names]
         return weights
@@ -211,7 +219,7 @@ class Program(ArrayProgram):
             named = named_tensors(network)
         for name, tensor in named.items():
             array = array_of(tensor)
-            # An array that is traced, as by a user's `jax.grad`, has no devices.
+            # An array that is traced, as in a user's `jax.grad`, has no devices yet.
             placed = array if is_traced(array) else self.place.weight(name, array)
             if placed is not array:
                 assign(tensor, tensor_of(placed))
@@ -229,14 +237,14 @@ class Program(ArrayProgram):
 
     @runs_unchecked
     def run_video(self, weights: Any, video: Any, lengths: Sequence[int]) -> Any:
-        """Return the results of all chunks of a video, joined in time, so that `jax.vjp` can differentiate.
+        """Return the results of all chunks of a video, joined in time; `jax.vjp` can differentiate this.
 
         The gradient of a later frame flows through the caches to earlier frames.
 
         Args:
-            weights: on the program's devices.
+            weights: arrays on the program's devices.
             video: frames or latents, a JAX array (N, C, T, H, W).
-            lengths: numbers of frames of the chunks.
+            lengths: the number of frames (or latent frames) in each chunk.
         """
         import jax.numpy as jnp
 

@@ -1,4 +1,9 @@
-"""Snapshots of the module trees that programs were traced from; a changed tree gets another program."""
+"""Snapshots of the module trees that programs were traced from; a changed tree gets another program.
+
+A module tree is a network with all modules in it; its root is the network. A snapshot is compared before each
+call of a network, which may have a thousand modules. So whole lists are compared first, which is fast, and
+single modules only if the lists differ.
+"""
 
 import itertools
 import operator
@@ -19,9 +24,9 @@ TREE = frozenset({"_modules", "_parameters", "_buffers"})
 class Snapshot:
     """The properties of a module tree that tracing depends on: modules, attributes, hooks, names of weights.
 
-    Weights' values are excluded: they are arguments of a program. Modules and weights are referenced weakly;
-    attributes and hooks, and the objects they refer to, are kept alive. Methods are included, as somebody may
-    replace a class's method.
+    The values of weights are excluded, as weights are arguments of a program. The methods of classes are
+    included, as somebody may replace one. A snapshot keeps attributes, hooks, and the objects they refer to
+    alive, but neither modules nor weights.
     """
 
     def __init__(self, root: nn.Module):
@@ -35,79 +40,88 @@ class Snapshot:
         self._contents = [(container, items) for container, items in contents if items]
         self._weights = _weight_pattern(modules)  # names of weights, and which are tied
         attributes = [vars(module) for module in modules]
-        self._sizes = [*map(len, attributes)]
-        self._kinds = [*map(type, modules)]
+        self._attribute_counts = [*map(len, attributes)]
+        self._module_classes = [*map(type, modules)]
         self._structure = _structure(attributes)
         self._weight_ids = _weight_ids(attributes)
-        # The traced attributes of all modules but the root. Those in `TREE` are left out, as a reference to
-        # one of these dictionaries would keep its weights alive.
+        # The values of the traced attributes of all modules but the root, and a mask that selects them from
+        # all attributes. Those in `TREE` are left out, as a reference to one of these dictionaries would keep
+        # its weights alive. The root is compared by itself, as another root may take its place.
         left_out = TREE | UNTRACED_ATTRIBUTES
-        self._selected = [name not in left_out for table in attributes[1:] for name in table]
-        self._values = list(self._values_of(attributes))
+        self._is_traced = [name not in left_out for table in attributes[1:] for name in table]
+        self._values = list(self._traced_values(attributes))
+        # Each class with its members (methods and class attributes) in their order.
         self._classes = [(kind, list(vars(kind).values())) for kind in _classes(self._modules)]
-        # Plain tensors that are neither weights nor buffers, with the numbers of writes into them.
+        # Tensors among the attributes that are neither weights nor buffers, each with torch's count of the
+        # writes into it. Tensors made in inference mode have no count.
         values = (value for recorded in self._modules for value in recorded.attributes.values())
-        self._plain = [
+        self._tensor_versions = [
             (value, value._version)
             for value in values
-            if type(value) is torch.Tensor and not value.is_inference()  # those do not count writes
+            if type(value) is torch.Tensor and not value.is_inference()
         ]
 
     def holds(self, root: nn.Module) -> bool:
         """Return whether a tree is unchanged; its root may be another module with the same attributes."""
         return (
             self._has_modules_of(root)
-            # Containers that were empty are empty, and others have the items that they had.
+            # Containers that were empty are still empty, and all others have the items that they had.
             and not any(self._empty)
             and all(_same_items(_items(container), items) for container, items in self._contents)
             and all(
                 len(vars(kind)) == len(members) and all(map(operator.is_, vars(kind).values(), members))
                 for kind, members in self._classes
             )
-            and all(tensor._version == version for tensor, version in self._plain)
+            and all(tensor._version == version for tensor, version in self._tensor_versions)
         )
 
     def _has_modules_of(self, root: nn.Module) -> bool:
         """Return whether a tree has the recorded modules, each with its attributes and names of weights."""
-        first, *others = self._modules
-        if not first.is_unchanged(root):
+        recorded_root, *recorded_others = self._modules
+        if not recorded_root.is_unchanged(root):
             return False
-        # In a tree of a thousand modules the whole lists are compared ten times as fast as the modules.
-        modules = [root, *(recorded.module() for recorded in others)]
-        if None in modules:
+        # The fast way: compare whole lists, in a thousand modules ten times as fast as module by module. The
+        # lists are of the recorded modules; an equal structure proves that the tree has these very modules.
+        modules = [root, *(recorded.module() for recorded in recorded_others)]
+        if None in modules:  # a recorded module was freed
             return False
         attributes = [vars(module) for module in modules]
         is_identical = (
-            self._kinds == [*map(type, modules)]
-            and self._sizes[1:] == [*map(len, attributes[1:])]
+            self._module_classes == [*map(type, modules)]
+            and self._attribute_counts[1:] == [*map(len, attributes[1:])]
             and self._structure == _structure(attributes)
-            and all(map(operator.is_, self._values, self._values_of(attributes)))
+            and all(map(operator.is_, self._values, self._traced_values(attributes)))
         )
         weight_ids = _weight_ids(attributes)
+        if is_identical and weight_ids == self._weight_ids:
+            return True
         if not is_identical:
+            # The slow way, for changes that do not count, such as an equal container or another order.
             modules = modules_of(root)
-            # Modules are the same objects, except for the root.
             if len(modules) != len(self._modules) or not all(
                 recorded.module() is module and recorded.is_unchanged(module)
-                for recorded, module in zip(others, modules[1:], strict=True)
+                for recorded, module in zip(recorded_others, modules[1:], strict=True)
             ):
                 return False
-        elif weight_ids == self._weight_ids:
-            return True
-        if self._weights != _weight_pattern(modules):  # names of weights, and which are tied
+        # Weights may be other objects: only their names count, and which of them are tied.
+        if self._weights != _weight_pattern(modules):
             return False
-        self._weight_ids = weight_ids
+        self._weight_ids = weight_ids  # so that the next call goes the fast way
         return True
 
-    def _values_of(self, attributes: Sequence[dict[str, Any]]) -> Iterator[Any]:
-        """Yield the values of the modules' selected attributes, of all modules but the first."""
+    def _traced_values(self, attributes: Sequence[dict[str, Any]]) -> Iterator[Any]:
+        """Yield the values of the traced attributes of all modules but the root, which is the first."""
         return itertools.compress(
-            itertools.chain.from_iterable(map(dict.values, attributes[1:])), self._selected
+            itertools.chain.from_iterable(map(dict.values, attributes[1:])), self._is_traced
         )
 
 
 def _structure(attributes: Sequence[dict[str, Any]]) -> list[Any]:
-    """Return the names of modules' children and weights, and the children's ids, with their numbers."""
+    """Return one flat list that tells how modules, with these attributes, hang together.
+
+    It has the numbers of children, parameters and buffers of each module, then the names of all of these, and
+    then the ids of the children.
+    """
     tables = [table[name] for table in attributes for name in ("_modules", "_parameters", "_buffers")]
     children = [table["_modules"] for table in attributes if table["_modules"]]
     names = itertools.chain.from_iterable(filter(None, tables))
@@ -115,13 +129,13 @@ def _structure(attributes: Sequence[dict[str, Any]]) -> list[Any]:
 
 
 def _weight_ids(attributes: Sequence[dict[str, Any]]) -> list[int]:
-    """Return the ids of modules' weights; equal ids prove that the same ones are tied."""
+    """Return the ids of modules' weights; equal lists of ids prove that the same weights are tied."""
     tables = [table[name] for table in attributes for name in ("_parameters", "_buffers") if table[name]]
     return [*map(id, itertools.chain.from_iterable(map(dict.values, tables)))]
 
 
 class _ModuleSnapshot:
-    """The snapshot of one module."""
+    """The snapshot of one module: a weak reference, its class, and its traced attributes but for `TREE`."""
 
     def __init__(self, module: nn.Module):
         self.module = weakref.ref(module)
@@ -131,7 +145,7 @@ class _ModuleSnapshot:
             for name, value in vars(module).copy().items()
             if name not in TREE and name not in UNTRACED_ATTRIBUTES
         }
-        # Only ids are kept: the dictionaries of weights would keep the weights alive.
+        # Of all attributes the ids alone: references to the dictionaries of weights would keep these alive.
         self._ids = tuple(map(id, vars(module).values()))
 
     def is_unchanged(self, module: nn.Module) -> bool:
@@ -139,7 +153,8 @@ class _ModuleSnapshot:
         if type(module) is not self.kind:
             return False
         attributes = vars(module)
-        # Equal ids of all attributes prove it quickly; other ids prove nothing, as containers may be equal.
+        # Equal ids prove quickly that nothing has changed; other ids do not prove a change, as an equal
+        # container is none.
         if tuple(map(id, attributes.values())) == self._ids:
             return True
         # Not recorded: `TREE` (children and weights), and untraced attributes, which may be set or deleted.
@@ -147,45 +162,48 @@ class _ModuleSnapshot:
         if len(attributes) - len(TREE) - len(untraced) != len(self.attributes):
             return False
         for name, value in self.attributes.items():
-            found = attributes.get(name, self)  # `self` is no module's attribute: it stands for a missing one
-            if found is value:
+            value_now = attributes.get(name, self)  # `self`, no module's attribute, stands for a missing one
+            if value_now is value:
                 continue
             # Another object is a change, unless it is a container with the same items.
-            same_container = type(found) is type(value) and type(value) in CONTAINERS
-            if not (same_container and _same_items(_items(found), _items(value))):
+            same_container = type(value_now) is type(value) and type(value) in CONTAINERS
+            if not (same_container and _same_items(_items(value_now), _items(value))):
                 return False
         return True
 
 
 def _classes(modules: Iterable[_ModuleSnapshot]) -> set[type]:
-    """Return the classes of recorded modules and attention processors, and the classes they inherit from."""
+    """Return the classes of recorded modules and attention processors, and the classes they inherit from.
+
+    Those of `nn.Module` itself are left out.
+    """
     kinds = {type(each.attributes[PROCESSOR]) for each in modules if PROCESSOR in each.attributes}
     kinds |= {each.kind for each in modules}
     return {base for kind in kinds for base in kind.__mro__} - {*nn.Module.__mro__}
 
 
-def _contents(modules: Iterable[dict[str, Any]]) -> list[tuple[Any, list[Any]]]:
+def _contents(attributes_of_modules: Iterable[dict[str, Any]]) -> list[tuple[Any, list[Any]]]:
     """Return (container, its items now) of every container in modules' attributes, at any depth.
 
-    The dictionary of attributes of an attention processor, and of each object that it holds, is a container
-    too.
+    The attributes of an object that has a state (`has_state`), such as an attention processor, are a
+    container too.
     """
-    found: dict[int, tuple[Any, list[Any]]] = {}  # by a container's id
-    for attributes in modules:
+    contents: dict[int, tuple[Any, list[Any]]] = {}  # by a container's id
+    for attributes in attributes_of_modules:
         # Values to visit, each with whether it is an attention processor or in one.
         pending = [(value, name == PROCESSOR) for name, value in attributes.items()]
         while pending:
-            value, of_processor = pending.pop()
-            container = vars(value) if has_state(value, of_processor) else value
-            if type(container) in CONTAINERS and id(container) not in found:
+            value, in_processor = pending.pop()
+            container = vars(value) if has_state(value, in_processor) else value
+            if type(container) in CONTAINERS and id(container) not in contents:
                 items = _items(container)
-                found[id(container)] = container, items
-                pending.extend((item, of_processor) for item in items)
-    return list(found.values())
+                contents[id(container)] = container, items
+                pending.extend((item, in_processor) for item in items)
+    return list(contents.values())
 
 
 def _items(container: Any) -> list[Any]:
-    """Return a list of a container's items (a dictionary's keys and values); [object] for another object."""
+    """Return a container's items, of a dictionary its keys and then its values; [value] for another value."""
     if isinstance(container, dict):
         return [*container.keys(), *container.values()]
     return list(container) if isinstance(container, list | set | tuple) else [container]
@@ -206,17 +224,20 @@ def _same_items(items: list[Any], others: list[Any]) -> bool:
 
 
 def modules_of(root: nn.Module) -> list[nn.Module]:
-    """Return the modules of a tree, each once, parents first."""
-    found: dict[int, nn.Module] = {}  # by id
+    """Return the modules of a tree, each once, the root first.
+
+    This is faster than torch's `modules()`, and the order of siblings is another.
+    """
+    modules: dict[int, nn.Module] = {}  # by id
     pending: list[nn.Module | None] = [root]
     while pending:
         module = pending.pop()
-        if module is None or id(module) in found:
+        if module is None or id(module) in modules:
             continue
-        found[id(module)] = module
+        modules[id(module)] = module
         if module._modules:
             pending.extend(module._modules.values())
-    return list(found.values())
+    return list(modules.values())
 
 
 def _weight_pattern(modules: Iterable[nn.Module]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Operations on tensors, plain or on JAX: fetching, dtypes, non-finite values, slices."""
+"""Operations on tensors, plain or on JAX: they fetch, find non-finite values, join and slice."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -28,7 +28,7 @@ def jax_dtype(dtype: torch.dtype) -> Any:
 
 
 def largest(tensor: torch.Tensor) -> float | None:
-    """Return the largest absolute value, as `arrays.largest_of` does for an array."""
+    """Return the largest absolute value, or None; `arrays.largest_of` says when."""
     if on_jax(tensor):
         return arrays.largest_of(array_of(tensor))
     if not tensor.dtype.is_floating_point:
@@ -37,7 +37,7 @@ def largest(tensor: torch.Tensor) -> float | None:
 
 
 def first_nonfinite(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the index of the first NaN or Inf, or None; a tensor that is being traced counts as finite."""
+    """Return the index of the first NaN or Inf, or None; `arrays.first_nonfinite_of` says when."""
     if not tensor.dtype.is_floating_point:
         return None
     if on_jax(tensor):
@@ -47,7 +47,10 @@ def first_nonfinite(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def all_finite(tensor: torch.Tensor) -> Any:
-    """Return whether a tensor holds neither NaN nor Inf: a bool on its device, which `bool()` waits for."""
+    """Return whether a tensor holds neither NaN nor Inf.
+
+    The result is one bool on the tensor's device, which may still be computing; Python's `bool` waits for it.
+    """
     return arrays.all_finite_of(array_of(tensor)) if on_jax(tensor) else torch.isfinite(tensor).all()
 
 
@@ -62,4 +65,4 @@ def take(x: torch.Tensor, axis: int, start: int, length: int) -> torch.Tensor:
     """Return entries `start` to `start + length` of an axis; torchax need not be enabled."""
     if on_jax(x):
         return tensor_of(arrays.take(array_of(x), axis, start, length))
-    return x[(slice(None),) * axis + (slice(start, start + length),)]
+    return x[(slice(None),) * axis + (slice(start, start + length),)]  # all of the axes before `axis`

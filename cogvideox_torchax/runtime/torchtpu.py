@@ -2,8 +2,9 @@
 
 TorchTPU is PyTorch's own device "tpu". Its `jax_op` turns a JAX function into an operation of torch. The
 function's arguments may be arrays, sequences of arrays and plain values, but no trees, and their shapes may
-not be annotated. So an operation here takes a list of arrays and returns one. One operation is made, and
-kept, for each function, structure of its arguments, and set of values of the arguments that are no tensors.
+not be annotated. So an operation here is *flat*: it takes a list of arrays and returns a list of arrays. The
+arguments of a call are a tree, whose leaves are tensors and *constants*, which are all other values. One
+operation is made, and kept, for each function with each structure of arguments and each set of constants.
 """
 
 import functools
@@ -22,9 +23,10 @@ from cogvideox_torchax.runtime.weights import named_tensors
 from jax_kernels.norm_conv3d import tpu as kernel
 
 Trees = dict[tuple[Any, ...], Any]
-"""The structures of a flat function's results, by the `shapes_of` its arguments."""
+"""The structures of the results of a flat function, by the `shapes_of` of its arguments."""
 
 HALVES = ("bfloat16", "float16")
+"""The dtypes of 16 bits."""
 SHAPES = 256
 """Most sets of shapes for which one network is compiled: sizes of videos and of tiles."""
 
@@ -41,42 +43,46 @@ def is_on_tpu(module: nn.Module) -> bool:
 
 
 def torch_view(jax_function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of JAX arrays as one of tensors on TorchTPU's device, without a derivative.
+    """Return a function of tensors on TorchTPU's device that runs a function of JAX arrays.
 
-    Arguments and results may be trees. Leaves of the arguments that are no tensors are constants, and must be
-    hashable.
+    Arguments and results may be trees. Constants among the arguments must be hashable. The function has no
+    derivative.
     """
-    return functools.wraps(jax_function)(_on_flat(functools.partial(_operation, jax_function)))
+    return functools.wraps(jax_function)(_with_trees(functools.partial(_operation, jax_function)))
 
 
-def _on_flat(make: Callable[[Any, tuple[Any, ...]], tuple[Any, Trees]]) -> Callable[..., Any]:
-    """Return a function of trees, by functions from a list of tensors to a list.
+def _with_trees(make_flat: Callable[[Any, tuple[Any, ...]], tuple[Any, Trees]]) -> Callable[..., Any]:
+    """Return a function of trees that calls a flat function for each structure of its arguments.
 
-    `make(tree, constants)` returns such a function, and the structures of its results. It gets the structure
-    of the arguments, and their leaves with None, which is no leaf, in the place of each tensor.
+    `make_flat(structure, constants)` returns the flat function, and the structures of its results, which are
+    known once it has run. `constants` has all leaves of the arguments, with None in the place of each tensor.
+    JAX counts None as no leaf, so no constant is None.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        leaves, tree = jax.tree.flatten((args, kwargs))
+        leaves, structure = jax.tree.flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         constants = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-        flat, trees = make(tree, constants)
+        flat, trees = make_flat(structure, constants)
         results = flat(tensors)
         return trees[shapes_of(tensors)].unflatten(results)
 
     return call
 
 
-def _flattened(function: Callable[..., Any], tree: Any, constants: tuple[Any, ...]) -> tuple[Any, Trees]:
-    """Return a function of trees as one from a list to a list, and the structures of its results."""
+def _flattened(function: Callable[..., Any], structure: Any, constants: tuple[Any, ...]) -> tuple[Any, Trees]:
+    """Return the flat function of a function of trees, and the structures of its results.
+
+    The first call with arguments of new shapes traces the flat function, and adds a structure.
+    """
     trees: Trees = {}
 
     def flat(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """Call the function, while it is traced."""
-        rest = iter(arrays)
-        args, kwargs = tree.unflatten(next(rest) if leaf is None else leaf for leaf in constants)
-        # By default a TPU multiplies float32 in bfloat16. An operation on 16 bits, of which the moments are
-        # float32, keeps the default: its kernel has no other. Vectors do not count.
+        remaining = iter(arrays)
+        args, kwargs = structure.unflatten(next(remaining) if leaf is None else leaf for leaf in constants)
+        # By default a TPU multiplies float32 in bfloat16, so float32 asks for "highest". An operation on 16
+        # bits keeps the default, the only precision of its kernel, even if other arguments are float32, such
+        # as the moments of a norm. Vectors do not count.
         exact = not any(array.dtype in HALVES and array.ndim > 1 for array in arrays)
         with jax.default_matmul_precision("highest" if exact else "default"):
             results, trees[shapes_of(arrays)] = jax.tree.flatten(function(*args, **kwargs))
@@ -86,17 +92,18 @@ def _flattened(function: Callable[..., Any], tree: Any, constants: tuple[Any, ..
 
 
 def shapes_of(arrays: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the shapes and the dtypes of arrays of JAX, or of tensors."""
+    """Return the (shape, dtype's name) of each of these JAX arrays, or of these tensors."""
     return tuple((tuple(array.shape), str(array.dtype).removeprefix("torch.")) for array in arrays)
 
 
 @functools.cache
-def _operation(function: Callable[..., Any], tree: Any, constants: tuple[Any, ...]) -> tuple[Any, Trees]:
-    """Return the operation of torch that computes a JAX function, for one structure of its arguments."""
-    kernel.IN_PLACE = False  # TorchTPU donates no inputs
-    flat, trees = _flattened(function, tree, constants)
-    # The same name in every process, as TorchTPU keeps compiled programs on disk.
-    digest = hashlib.sha256(repr((tree, constants)).encode()).hexdigest()[:16]
+def _operation(function: Callable[..., Any], structure: Any, constants: tuple[Any, ...]) -> tuple[Any, Trees]:
+    """Return torch's operation that computes a JAX function, and the structures of its results."""
+    kernel.IN_PLACE = False  # TorchTPU donates no inputs, so a kernel may not write into one
+    flat, trees = _flattened(function, structure, constants)
+    # TorchTPU keeps compiled programs on disk by this name, so it must be the same in every process.
+    # Python's `hash` is not.
+    digest = hashlib.sha256(repr((structure, constants)).encode()).hexdigest()[:16]
     operation = jax_op(f"cogvideox_torchax::{function.__name__}_{digest}", flat)
 
     def refuse(*_: Any) -> Any:
@@ -112,21 +119,29 @@ def jax_op(name: str, function: Callable[..., Any]) -> Any:
 
 
 class TorchTPUProgram:
-    """A network (inputs, cache) -> (result, cache), compiled by TorchTPU: a program for each set of shapes.
+    """A network (inputs, cache) -> (result, next cache), compiled by TorchTPU for each set of shapes.
 
-    In `torch.compiler.set_stance("force_eager")` it runs operation by operation. A cache is not
-    donated, so the kernels write the next one beside it.
+    In `torch.compiler.set_stance("force_eager")` it runs operation by operation. A cache is not donated, so
+    the next cache takes memory beside it.
+
+    Args:
+        network: the module.
+        backend: the compiler for `torch.compile`; None for TorchTPU's.
     """
 
     def __init__(self, network: nn.Module, backend: Any = None):
-        copied = skeleton(network)  # tracing assigns weights to modules
+        copied = skeleton(network)  # as tracing assigns weights to the modules
 
         def run(weights: dict[str, torch.Tensor], inputs: torch.Tensor, cache: Any) -> Any:
             result, cache = torch.func.functional_call(copied, weights, (inputs, cache))
-            # A network only permutes the axes of a cache; here the next chunk's program takes it as it lies.
+            # A network permutes a cache's axes to the order in which a TPU computes, and in torch that gives
+            # a view. `contiguous` stores the cache in that order, so that the next chunk's program reads it
+            # as it is.
             return result, jax.tree.map(torch.Tensor.contiguous, cache)
 
-        self._run = _on_flat(functools.cache(functools.partial(_compiled, run, backend or bridge.TPU)))
+        # `functools.cache`: one compiled function for each structure of arguments and set of constants.
+        compile_flat = functools.cache(functools.partial(_compiled, run, backend or bridge.TPU))
+        self._run = _with_trees(compile_flat)
 
     def weights(self, network: nn.Module) -> dict[str, torch.Tensor]:
         """Return the tensors of a network's weights, by name."""
@@ -138,13 +153,13 @@ class TorchTPUProgram:
 
 
 def _compiled(
-    function: Callable[..., Any], backend: Any, tree: Any, constants: tuple[Any, ...]
+    function: Callable[..., Any], backend: Any, structure: Any, constants: tuple[Any, ...]
 ) -> tuple[Any, Trees]:
-    """Return a function of torch, compiled by a backend for one structure of its arguments."""
-    flat, trees = _flattened(function, tree, constants)
+    """Return the flat function of a function of torch, compiled, and the structures of its results."""
+    flat, trees = _flattened(function, structure, constants)
     traced = upstream.traced_whole(flat)
     return torch.compile(  # pyright: ignore[reportCallIssue]
-        lambda tensors: traced(tensors),  # torch.compile takes `traced` itself for no function to compile
+        lambda tensors: traced(tensors),  # torch.compile does not accept `traced` itself
         backend=backend,
         fullgraph=True,
         dynamic=False,

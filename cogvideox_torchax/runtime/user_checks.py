@@ -1,4 +1,4 @@
-"""JAX's checks that a user turns on for code of their own, off while the package's code runs."""
+"""JAX's checks that users turn on for their own code; they are off while the package's code runs."""
 
 import contextlib
 import functools
@@ -14,7 +14,7 @@ CHECKS = (
     "jax_transfer_guard_device_to_host",
     "jax_transfer_guard_device_to_device",
 )
-"""The settings of JAX that check."""
+"""The settings of JAX that turn these checks on."""
 
 
 @contextlib.contextmanager
@@ -31,13 +31,13 @@ def unchecked() -> Iterator[None]:
 
 
 def runs_unchecked(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a function that runs `unchecked`; if the checks are off, at next to no cost."""
+    """Decorate a function so that it runs `unchecked`; this costs next to nothing if the checks are off."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         import jax
 
-        # None is JAX's default of a guard.
+        # A setting is "allow" or None if its check is off: None is JAX's default for transfers.
         is_checked = any(getattr(jax.config, name) not in ("allow", None) for name in CHECKS)
         with unchecked() if is_checked else contextlib.nullcontext():
             return function(*args, **kwargs)

@@ -2,8 +2,11 @@
 
 In PyTorch a view, such as `x.transpose(1, 2)`, shares its storage with `x`: a write into either is seen in
 both. JAX's arrays are values, and torchax makes an independent array of every view but a slice by brackets.
-So it loses `x.transpose(1, 2)[:, ::2] *= 0.5` without a word. `share_views` has each tensor know the tensors
-that would share its storage, and updates them after a write.
+So torchax alone loses the write `x.transpose(1, 2)[:, ::2] *= 0.5` without a word. `share_views` has each
+tensor know the tensors that would share its storage in PyTorch, and updates them after a write.
+
+A tensor's *layout* is a tensor on torch's "meta" device, which has no values. Its shape, strides and offset
+say where in the storage each element of the tensor lies.
 """
 
 import functools
@@ -18,23 +21,21 @@ from torch.utils._mode_utils import no_dispatch
 from cogvideox_torchax.runtime.user_checks import runs_unchecked
 
 STORAGE, LAYOUT, ARRAY = "_storage", "_layout", "_array"
-"""Attributes of a torchax tensor: its `_Storage`, its place in it, and its array."""
+"""Attributes of a torchax tensor: its `_Storage`, its layout, and its array."""
 
 
 class _Storage:
-    """The tensors that share one storage in PyTorch, as weak references.
-
-    Each has a layout: a tensor on torch's "meta" device, whose strides and offset give its elements' places
-    in the storage.
-    """
+    """The tensors that share one storage in PyTorch, as weak references. It holds no values itself."""
 
     def __init__(self, layout: torch.Tensor):
         self._size = layout.numel()
         self._tensors: dict[int, weakref.ref[Any]] = {}  # by their ids
 
     def add(self, tensor: Any, layout: torch.Tensor) -> None:
+        """Add a tensor that shares this storage."""
         vars(tensor).update({STORAGE: self, LAYOUT: layout})
         key = id(tensor)
+        # Once the tensor is freed, its reference is dropped: another tensor may get the same id.
         self._tensors[key] = weakref.ref(tensor, lambda _: self._tensors.pop(key, None))
 
     def write(self, source: Any) -> None:
@@ -43,13 +44,16 @@ class _Storage:
         Raises:
             ValueError: another tensor has another dtype, as `x.view(dtype)` has.
         """
-        others = [each() for each in list(self._tensors.values())]
+        # A list first, as tensors that are freed meanwhile drop out of the dictionary.
+        others = [reference() for reference in list(self._tensors.values())]
         others = [tensor for tensor in others if tensor is not None and tensor is not source]
         if not others:
             return
-        new, written = vars(source)[ARRAY], _places(vars(source)[LAYOUT])
-        flat = jnp.zeros(self._size, new.dtype).at[written].set(new)
-        is_written = jnp.zeros(self._size, bool).at[written].set(True)
+        new = vars(source)[ARRAY]
+        source_places = _places(vars(source)[LAYOUT])
+        # The storage after the write, and which of its elements belong to `source`, as flat arrays.
+        storage = jnp.zeros(self._size, new.dtype).at[source_places].set(new)
+        is_written = jnp.zeros(self._size, bool).at[source_places].set(True)
         for tensor in others:
             attributes = vars(tensor)
             if attributes[ARRAY].dtype != new.dtype:
@@ -58,14 +62,19 @@ class _Storage:
                     f"{attributes[ARRAY].dtype}, which JAX cannot do: write into a clone()"
                 )
             places = _places(attributes[LAYOUT])
-            attributes[ARRAY] = jnp.where(is_written[places], flat[places], attributes[ARRAY])
+            # Not by `tensor._elem = ...`, which would call this method again (`share_views`).
+            attributes[ARRAY] = jnp.where(is_written[places], storage[places], attributes[ARRAY])
 
 
 def _places(layout: torch.Tensor) -> Any:
-    """Return the places in the storage of a tensor's elements, an array of the tensor's shape."""
+    """Return the place of each element of a tensor in its storage, as an array of the tensor's shape.
+
+    The place is the offset plus, for each axis, the element's index times the stride.
+    """
     axes = range(layout.ndim)
+    # For each axis, an array that varies along this axis alone.
     steps = (
-        jnp.arange(layout.shape[axis]).reshape([-1 if each == axis else 1 for each in axes])
+        jnp.arange(layout.shape[axis]).reshape([-1 if other == axis else 1 for other in axes])
         * layout.stride(axis)
         for axis in axes
     )
@@ -75,15 +84,22 @@ def _places(layout: torch.Tensor) -> Any:
 def share_views(torchax: Any) -> None:
     """Have the views of torchax's tensors share their values.
 
-    Each operation goes through torchax's `Environment.dispatch`, and each write sets a tensor's `_elem`.
+    torchax runs each operation by `Environment.dispatch`, and each write sets a tensor's `_elem`, its array.
+    So the first is replaced by `call`, and the second by a property that calls `write`. torchax has two
+    classes: `Tensor`, and `View` for a slice by brackets, which writes into its parent by itself.
     """
-    tensor, view = torchax.tensor.Tensor, torchax.view.View
-    dispatch, detach_alone = torchax.tensor.Environment.dispatch, vars(tensor)["detach"]
+    tensor_class, slice_class = torchax.tensor.Tensor, torchax.view.View
+    dispatch = torchax.tensor.Environment.dispatch
+    torchax_detach = vars(tensor_class)["detach"]
 
     def write(self: Any, array: Any) -> None:
-        """Set a tensor's array; one of another shape or dtype gives it a storage of its own, as in torch."""
+        """Set a tensor's array, and update the tensors that share its storage.
+
+        An array of another shape or dtype is no write into the storage: the tensor leaves it, as in torch.
+        """
         attributes = vars(self)
-        old, attributes[ARRAY] = attributes.get(ARRAY), array
+        old = attributes.get(ARRAY)
+        attributes[ARRAY] = array
         if STORAGE not in attributes or old is array:
             return
         if (old.shape, old.dtype) == (array.shape, array.dtype):
@@ -93,59 +109,67 @@ def share_views(torchax: Any) -> None:
 
     def layout_of(source: Any) -> torch.Tensor:
         """Return the layout of a tensor or a slice; a tensor without one gets a storage of its own."""
-        if isinstance(source, view):
+        if isinstance(source, slice_class):
             return layout_of(source.parent)[source.view_info.slices]
         if STORAGE not in vars(source):
             layout = torch.empty(source.shape, dtype=source.dtype, device="meta")
             _Storage(layout).add(source, layout)
         return vars(source)[LAYOUT]
 
-    def share(source: Any, results: Any, make: Callable[[torch.Tensor], Any]) -> None:
-        """Add the results of an operation to the storage of its input `source`, as far as they are views.
+    def share(source: Any, results: Any, operation: Callable[[torch.Tensor], Any]) -> None:
+        """Add those results of an operation that are views to the storage of its input `source`.
 
-        The layouts that `make`, the operation, returns tell which ones are: a `reshape` copies what it cannot
-        view.
+        `operation` runs once more, on the layout of `source`. torch returns a view of this layout exactly for
+        the results that are views: a `reshape`, for example, copies what it cannot view. The views' layouts
+        are the results' layouts.
         """
         with no_dispatch(), torch._C.DisableTorchFunction():
             layout = layout_of(source)
             try:
-                layouts = make(layout)
+                result_layouts = operation(layout)
             except RuntimeError:
                 # The strides forbid this view: it comes from a `reshape`, which then copies.
                 return
-        while isinstance(source, view):
-            source = source.parent
-        for result, made in zip(_tensors(results), _tensors(layouts), strict=True):
-            is_view = made.untyped_storage()._cdata == layout.untyped_storage()._cdata
-            if is_view and isinstance(result, tensor) and result is not source and made.shape == result.shape:
-                vars(source)[STORAGE].add(result, made)
+        while isinstance(source, slice_class):
+            source = source.parent  # which holds the array and the storage
+        for result, result_layout in zip(_tensors(results), _tensors(result_layouts), strict=True):
+            if (
+                result_layout.untyped_storage()._cdata == layout.untyped_storage()._cdata
+                and isinstance(result, tensor_class)
+                and result is not source
+                and result_layout.shape == result.shape
+            ):
+                vars(source)[STORAGE].add(result, result_layout)
 
     @functools.wraps(dispatch)
     @runs_unchecked
     def call(self: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation by torchax; results that are views of its first argument then share its values."""
         source: Any = args[0] if args else None
-        if not isinstance(source, (tensor, view)):
+        if not isinstance(source, (tensor_class, slice_class)):
             return dispatch(self, func, types, args, kwargs)
         if func is torch.Tensor.contiguous and STORAGE in vars(source):
-            # torchax takes every tensor for contiguous, and returns the tensor itself.
-            contiguous = vars(source)[LAYOUT].is_contiguous()
-            return source if contiguous else tensor(source.jax(), self)
+            # torchax takes every tensor for contiguous, and would return a view where torch copies.
+            is_contiguous = vars(source)[LAYOUT].is_contiguous()
+            return source if is_contiguous else tensor_class(source.jax(), self)
         result = dispatch(self, func, types, args, kwargs)
+        # torch marks its operators that return views, but for `tensor_split`.
         if getattr(func, "is_view", False) or func is torch.tensor_split:
             share(source, result, lambda layout: func(layout, *args[1:], **(kwargs or {})))
         return result
 
     def detach(self: Any) -> Any:
-        detached = detach_alone(self)
+        detached = torchax_detach(self)
         share(self, detached, torch.Tensor.detach)
         return detached
 
     torchax.tensor.Environment.dispatch = call
-    tensor._elem = property(lambda self: vars(self)[ARRAY], write)
-    tensor.detach = detach
-    del tensor.flatten  # torchax's makes an independent array, and takes no negative axes but -1
-    tensor.type_as = lambda self, other: self.to(other.dtype)  # torchax's changes its input
+    tensor_class._elem = property(lambda self: vars(self)[ARRAY], write)
+    tensor_class.detach = detach
+    del tensor_class.flatten  # torchax's makes an independent array, and takes no negative axes but -1
+    tensor_class.type_as = lambda self, other: self.to(other.dtype)  # torchax's changes its input
 
 
 def _tensors(results: Any) -> Iterator[Any]:
+    """Yield the results of an operation, which returns one tensor or a list or tuple of tensors."""
     yield from results if isinstance(results, list | tuple) else (results,)

@@ -33,14 +33,14 @@ MOVABLE_DTYPES = frozenset(
 
 
 def _weight_slots(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield (name, dictionary, key) of each parameter and buffer, which `dictionary[key]` holds.
+    """Yield (name, dictionary, key) for each parameter and buffer, which is `dictionary[key]`.
 
-    The name is the whole one, such as "block.weight"; the dictionary is a submodule's own, to be written to.
-    A tied weight is yielded under each of its names.
+    The name is the whole one, such as "block.weight". The dictionary is a submodule's own, so that writing to
+    `dictionary[key]` replaces the weight. A tied weight is yielded under each of its names.
     """
     for prefix, submodule in module.named_modules():
         for tensors in (submodule._parameters, submodule._buffers):
-            # A list, as the caller may replace the dictionary's values meanwhile.
+            # A list of the keys first, as the caller may write to the dictionary between two of them.
             for key in [key for key, tensor in tensors.items() if tensor is not None]:
                 yield f"{prefix}.{key}".lstrip("."), tensors, key  # the root's prefix is ""
 
@@ -52,7 +52,7 @@ def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 @runs_unchecked
 def on_default_device(_name: str, array: Any) -> Any:
-    """Return a NumPy array as a copy on JAX's default device, and a JAX array itself."""
+    """Return a NumPy array as a copy on JAX's default device, and a JAX array unchanged."""
     import jax
     import jax.numpy as jnp
 
@@ -87,21 +87,25 @@ def put_weights(module: nn.Module, place: Callable[[str, Any], Any] = on_default
 # In inference mode torch would make parameters that nobody can train, and that take no in-place change.
 @torch.inference_mode(False)
 def _replace(module: nn.Module, make: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
-    replacements: dict[int, torch.Tensor] = {}
-    # `tensors[key]` is the weight `name` in its module's own dictionary of parameters or buffers.
-    for name, tensors, key in _weight_slots(module):
-        tensor = tensors[key]
+    """Replace a module's parameters and buffers by `make(name, tensor)`, once for each tensor."""
+    replacements: dict[int, torch.Tensor] = {}  # by the id of the old tensor, so that tied weights stay tied
+    for name, owner, key in _weight_slots(module):
+        tensor = owner[key]
         if id(tensor) not in replacements:
             replacements[id(tensor)] = _replaced(tensor, functools.partial(make, name))
-        tensors[key] = replacements[id(tensor)]
+        owner[key] = replacements[id(tensor)]
 
 
 def _replaced(tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Return `make(tensor)`, a parameter if `tensor` is one, whose gradient is `make` of the old gradient."""
-    made = make(tensor)
-    if made is tensor or not isinstance(tensor, nn.Parameter):
-        return made
-    parameter = nn.Parameter(made, tensor.requires_grad)
+    """Return what replaces a tensor: `make(tensor)`, as a parameter if the tensor is one.
+
+    The parameter's gradient is `make` of the old gradient. A tensor that `make` has changed in place, and
+    returns, is returned as it is.
+    """
+    replacement = make(tensor)
+    if replacement is tensor or not isinstance(tensor, nn.Parameter):
+        return replacement
+    parameter = nn.Parameter(replacement, tensor.requires_grad)
     parameter.grad = None if tensor.grad is None else make(tensor.grad)
     return parameter
 
@@ -114,11 +118,13 @@ def feed_weights(
 
     Args:
         module: gets the weights; all of its buffers must be in its state dict.
-        tensors: (name, array) pairs; the iterator is asked for a pair once the previous array is placed.
+        tensors: (name, array) pairs. The next pair is asked for once the previous array is on its devices, so
+            that the host holds one array at a time.
         place: function of a name and a NumPy array that returns the placed JAX array.
 
     Returns:
-        The names of weights for which there was no tensor, and the names of tensors that the module lacks.
+        The names of weights for which no array came, and the names of arrays that the module has no weight
+        for.
 
     Raises:
         ValueError: a tensor of another shape than the module's.
@@ -134,7 +140,7 @@ def feed_weights(
         old = owner[key]
         if tuple(old.shape) != array.shape:
             raise ValueError(f"got {name} of shape {array.shape}: the model's is {tuple(old.shape)}")
-        # Wait: transfers run asynchronously, and would keep many host arrays alive at once.
+        # `block_until_ready`: JAX copies in the background, which would keep many host arrays alive at once.
         placed = tensor_of(place(name, array).block_until_ready())
         if isinstance(old, nn.Parameter):
             placed = nn.Parameter(placed, requires_grad=old.requires_grad)

@@ -1,4 +1,4 @@
-"""The dp x tp mesh of devices."""
+"""The dp x tp mesh: devices in a grid of two axes."""
 
 from typing import Any, Literal
 
@@ -7,6 +7,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 AXES = ("dp", "tp")
+"""The names of the mesh's axes; "dp" is data parallel, "tp" tensor parallel."""
 
 Parallel = Literal["context", "tensor"]
 """The dimension that a transformer splits over "tp": its tokens, or its weights' channels."""
@@ -29,7 +30,7 @@ def make_mesh(dp: int = 1, tp: int | None = None, *, devices: Any = None) -> Mes
     if tp is None and devices.size % dp:
         raise ValueError(
             f"got dp={dp} for {devices.size} devices: it does not divide them; pass tp, or a dp of "
-            f"{[n for n in range(1, devices.size + 1) if devices.size % n == 0]}"
+            f"{[divisor for divisor in range(1, devices.size + 1) if devices.size % divisor == 0]}"
         )
     tp_size = devices.size // dp if tp is None else tp
     size = dp * tp_size
@@ -43,7 +44,7 @@ def make_mesh(dp: int = 1, tp: int | None = None, *, devices: Any = None) -> Mes
 
 
 def check_mesh(mesh: Any) -> Mesh:
-    """Return `mesh` if it is one that `make_mesh` can make.
+    """Return `mesh`, if `make_mesh` could have made it.
 
     Raises:
         ValueError: not a mesh; a mesh whose axes are not `AXES`, or not of type Auto.

@@ -1,15 +1,18 @@
 """The sharding of a VAE's arrays on a mesh, and the padding of sizes that do not divide.
 
 One video is split by width over both mesh axes. A batch whose size "dp" divides is split by video over "dp",
-and by width over "tp". Any other batch is split as one video is: padding the batch would cost each device a
-video's work, while padding a width costs a few columns. Time is never split, and every device has all
+and by width over "tp". Any other batch is split as one video is: to pad the batch would cost each device the
+work of a video, while to pad a width costs a few columns. Time is never split, and every device has all
 weights.
 
 A width that does not divide is padded on entry (`PaddedChunk`): 90 latent columns over 8 devices become 96,
-12 a device, and so 24, 48 and 96 columns a device at the levels above. Kernels get the number of columns that
-belong to the frame (`jax_kernels.common.columns.Split`), and the padding is cut off a user's results. XLA
-would pad each level separately, 180 columns to 8 x 23 and 360 to 8 x 45, and move columns between devices
-each time.
+12 a device. Each of the decoder's three upsamplings doubles the width, so a device then has 24, 48 and 96
+columns. Kernels get the number of columns that belong to the frame (`jax_kernels.common.columns.Split`), and
+the padding is cut off a user's results. Without this XLA would pad each width separately, 180 columns to 8 x
+23 and 360 to 8 x 45, and move columns between devices each time.
+
+A *spec* is a `PartitionSpec`: it names, for each axis of an array, the mesh axes that split it. The letters
+of axes are N (videos), C (channels), T (frames), H (rows) and W (columns).
 """
 
 import contextlib
@@ -41,7 +44,7 @@ if TYPE_CHECKING:
 class PaddedChunk:
     """A chunk that is padded to split evenly, and its shape without the padding.
 
-    `shape` is static: another shape, even of the same padded array, is another program.
+    `shape` is static: JAX compiles a program for each shape, even if the padded arrays have one shape.
     """
 
     array: Any
@@ -55,7 +58,7 @@ class MeshPlace(Place):
     Attributes:
         mesh: the mesh, from `make_mesh`.
         types: the types of a torch network's modules that count as layers.
-        layers: by a layer's name, the shapes of its inputs' and outputs' activations in the last trace.
+        layers: by a layer's name, the shapes of the layer's inputs and outputs in the last trace.
     """
 
     mesh: Mesh
@@ -72,7 +75,7 @@ class MeshPlace(Place):
 
     def parts(self, spec: PartitionSpec) -> list[int]:
         """Return, for each axis of a spec, the number of devices that split it."""
-        # An axis has in a spec the name of one mesh axis, a tuple of several names, or None.
+        # In a spec an axis has the name of a mesh axis, a tuple of several names, or None.
         names_by_axis = [(names,) if isinstance(names, str) else names or () for names in spec]
         return [math.prod(self.mesh.shape[name] for name in names) for names in names_by_axis]
 
@@ -109,7 +112,8 @@ class Placement(MeshPlace):
 
     Attributes:
         axes: the order of axes of chunks, activations and results.
-        unit: number of columns of a chunk for each latent pixel; a device has all columns of a latent pixel.
+        unit: number of columns of a chunk for each column of latents: 1 for latents, 8 for frames. These
+            columns stay on one device.
     """
 
     axes: Axes = NCTHW
@@ -124,19 +128,20 @@ class Placement(MeshPlace):
         return self._spec_along(shape, self.axes.index("W"))
 
     def _spec_along(self, shape: tuple[int, ...], axis: int) -> PartitionSpec:
-        """Return the sharding of an array of this shape, by video over "dp" and along `axis` over "tp".
+        """Return the spec of an array of this shape, split by video over "dp" and along `axis` over "tp".
 
         If "dp" does not divide the number of videos, the array is split along `axis` over "dp" and "tp".
         """
         video_axis = self.axes.index("N")
         by_video = shape[video_axis] % self.mesh.shape["dp"] == 0
-        mesh_axes = {video_axis: "dp", axis: "tp"} if by_video else {axis: AXES}  # AXES: ("dp", "tp")
-        return PartitionSpec(*(mesh_axes.get(each) for each in range(len(shape))))
+        # By an axis of the array, the mesh axes that split it; AXES is ("dp", "tp").
+        mesh_axes = {video_axis: "dp", axis: "tp"} if by_video else {axis: AXES}
+        return PartitionSpec(*(mesh_axes.get(array_axis) for array_axis in range(len(shape))))
 
     def padding(self, shape: tuple[int, ...]) -> list[tuple[int, int]]:
-        """Return the padding (before, after) of each axis that makes shards equal at all resolutions.
+        """Return the padding (before, after) of each axis that makes all shards equal, at all resolutions.
 
-        The width of a shard is a multiple of `self.unit`.
+        The width of a shard becomes a multiple of `self.unit`, so that each shard has whole latent columns.
         """
         divisors = self.parts(self.spec(shape))
         divisors[self.axes.index("W")] *= self.unit
@@ -146,15 +151,14 @@ class Placement(MeshPlace):
     def result_without_padding(self, x: jax.Array, split: Split = WHOLE) -> jax.Array:
         """Return a traced result without the padding columns, sharded by `result_spec`.
 
-        The padded result is constrained to a split by width first. Otherwise XLA would propagate a split by
-        rows or channels (`result_spec`) back into earlier layers, and gather their inputs.
-
         Args:
             x: the padded result.
-            split: has the ratio of the frame's own columns to all columns; by default there is no padding.
+            split: tells how many of its columns belong to the frame; by default all do.
         """
         width_axis = self.axes.index("W")
         width = split.real_columns(x.shape[width_axis])
+        # The padded result is constrained to a split by width first. Otherwise XLA would propagate a split by
+        # rows or channels (`result_spec`) back into earlier layers, and gather their inputs.
         result = jax.lax.slice_in_dim(self.constrain(x), 0, width, axis=width_axis)
         return jax.lax.with_sharding_constraint(
             result, NamedSharding(self.mesh, self.result_spec(result.shape))
@@ -164,9 +168,10 @@ class Placement(MeshPlace):
         """Return `run(array, cache, split=split)`, sharded on the mesh, with the result's padding cut off.
 
         Args:
-            run: returns (result, next cache); `split` is the sharding of columns.
+            run: returns (result, next cache). `split` tells how the columns are sharded, and how many of them
+                belong to the frame.
             inputs: the chunk.
-            cache: from the chunk before; None at a video's start.
+            cache: what the previous chunk's call returned; None for the first chunk of a video.
         """
         video_axis, channel_axis, width_axis = map(self.axes.index, "NCW")
         spec = self.spec(inputs.shape)
@@ -179,8 +184,8 @@ class Placement(MeshPlace):
         )
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             result, cache = run(inputs.array, cache, split=split)
-            # The result is unchanged, but a TPU stores it with columns in its lanes. The last kernel's layout
-            # has the few channels there, which leave most lanes empty.
+            # This changes no value: a TPU then stores the result with columns in the lanes of its tiles. The
+            # last kernel has the few channels there, which leave most lanes empty.
             result = dispatch(columns_last_on, jnp.moveaxis(result, channel_axis, -1), split=split)
             result = self.result_without_padding(jnp.moveaxis(result, -1, channel_axis), split)
             return result, jax.tree.map(self.cache_placement.constrain, cache)
@@ -197,20 +202,19 @@ class Placement(MeshPlace):
         for module in network.modules():
             if isinstance(module, OnColumns):
                 module.split = split
-        # `_record` gets each layer's inputs (`taken`) and outputs (`given`). It changes nothing, hence
-        # `names_only`: a norm and a convolution may still run as one kernel.
+        # `_record` changes nothing, hence `names_only`: a norm and a convolution may still run as one kernel.
         return watched(
             network,
             lambda _name, module: type(module) in self.types,
-            taken=self._record,
-            given=self._record,
+            on_arguments=self._record,
+            on_result=self._record,
             names_only=True,
         )
 
     def _record(self, name: str, values: Any) -> Any:
-        """Add the shapes of the activations (five axes) in `values` to `layers`; return the values."""
+        """Add the shapes of activations to `layers`, and return `values`, the tree that they are found in."""
         for value in jax.tree.leaves(values):
-            if getattr(value, "ndim", 0) == 5:
+            if getattr(value, "ndim", 0) == 5:  # activations have five axes
                 self._add_shape(name, value)
         return values
 
@@ -227,20 +231,22 @@ class Placement(MeshPlace):
         return PaddedChunk(spread(array, sharding), shape)
 
     def struct(self, shape: tuple[int, ...], dtype: Any) -> PaddedChunk:
-        padded = tuple(size + after for size, (_, after) in zip(shape, self.padding(shape), strict=True))
-        return PaddedChunk(jax.ShapeDtypeStruct(padded, dtype, sharding=self.sharding(shape)), shape)
+        padded_shape = tuple(
+            size + after for size, (_before, after) in zip(shape, self.padding(shape), strict=True)
+        )
+        return PaddedChunk(jax.ShapeDtypeStruct(padded_shape, dtype, sharding=self.sharding(shape)), shape)
 
     def cache_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
         return self.cache_placement.sharding(shape)
 
     def result_spec(self, shape: tuple[int, ...]) -> PartitionSpec:
-        """Return the sharding of a result, which must not have padding.
+        """Return the spec of a result, which is stored without padding.
 
-        It is split by width; if the devices do not divide the width, by rows; if they do not divide the rows
-        either, by channels.
+        The result is split by width. If the number of devices does not divide the width, it is split by rows,
+        and if that number does not divide the rows either, by channels.
 
         Raises:
-            ValueError: the devices divide none of the three; the message names the sizes that they divide.
+            ValueError: the number of devices divides none of the three; the message says what would work.
         """
         width_axis, height_axis, channel_axis = map(self.axes.index, "WHC")
         devices = self.parts(self.spec(shape))[width_axis]  # number of devices that split the width
@@ -256,9 +262,10 @@ class Placement(MeshPlace):
 
 @dataclass(frozen=True)
 class BatchPlacement(MeshPlace):
-    """The sharding of a network that this package does not know: its batch over "dp", by XLA's partitioner.
+    """The sharding of a network that this package does not know: its batch is split over "dp".
 
-    Inputs and results are whole on every device, and so are weights unless they are `split`.
+    XLA's partitioner then splits the operations. Inputs and results are whole on every device outside the
+    program, and so are weights unless they are `split`.
 
     Attributes:
         split: whether a weight is split over the whole mesh, along its first axis that the devices divide.
@@ -268,10 +275,10 @@ class BatchPlacement(MeshPlace):
     split: bool = False
 
     SMALLEST = 4096
-    """Elements of the smallest weight that is split."""
+    """Number of elements from which on a weight is split: to split a smaller one saves next to no memory."""
 
     def spec(self, shape: tuple[int, ...]) -> PartitionSpec:
-        """Return the sharding of an input's batch, its first axis, over "dp" if that divides it."""
+        """Return the spec of an input, whose first axis, the batch, is split over "dp" if that divides it."""
         return (
             PartitionSpec("dp")
             if len(shape) > 1 and shape[0] % self.mesh.shape["dp"] == 0
@@ -279,24 +286,25 @@ class BatchPlacement(MeshPlace):
         )
 
     def weight_sharding(self, name: str, shape: tuple[int, ...]) -> NamedSharding:
-        divided = (axis for axis, size in enumerate(shape) if size % self.mesh.size == 0)
-        axis = next(divided, None) if self.split and math.prod(shape) >= self.SMALLEST else None
+        divisible_axes = (axis for axis, size in enumerate(shape) if size % self.mesh.size == 0)
+        axis = next(divisible_axes, None) if self.split and math.prod(shape) >= self.SMALLEST else None
+        # None for each axis before the split one.
         return (
             self.replicated if axis is None else NamedSharding(self.mesh, PartitionSpec(*[None] * axis, AXES))
         )
 
     def trace(self, run: Callable[..., Any], inputs: Any, cache: Any) -> Any:
-        # Kernels read the mesh, and map themselves over the devices: XLA cannot split a kernel.
+        # XLA cannot split a kernel, so kernels read the mesh from here, and map themselves over its devices.
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-            split = jax.tree.map(lambda x: self.constrain(x) if isinstance(x, jax.Array) else x, inputs)
-            result, cache = run(split, cache)
+            inputs = jax.tree.map(lambda x: self.constrain(x) if isinstance(x, jax.Array) else x, inputs)
+            result, cache = run(inputs, cache)
         return jax.lax.with_sharding_constraint(result, self.replicated), cache
 
 
 def columns_last_on(target: Target, x_NTHWC: jax.Array) -> jax.Array:
     """Return `x` unchanged; a TPU stores it with columns, not its few channels, in the lanes of tiles.
 
-    `dispatch` passes `target`, the platform that the op is traced for, with the sharding of columns.
+    `dispatch` passes `target`: the platform that the operation is traced for, and the sharding of columns.
     """
     return map_shards(target, store_columns_last, (x_NTHWC,))
 
@@ -305,17 +313,18 @@ def spread(array: Any, sharding: NamedSharding) -> jax.Array:
     """Return an array with a sharding, or the array itself if it has that sharding already.
 
     Args:
-        array: of NumPy or JAX, even a traced one. Each of several processes passes the whole array, of which
-            it places its own shards, or a JAX array that is on the devices of all processes.
-        sharding: of the result.
+        array: a NumPy or JAX array, even a traced one. If there are several processes, each of them passes
+            either the whole array, of which it places its own shards, or a JAX array that is on the devices
+            of all processes.
+        sharding: the sharding of the result.
     """
     if is_traced(array):
         return jax.device_put(array, sharding)
     if isinstance(array, jax.Array) and array.sharding == sharding:
         return array
-    # JAX places it: all devices are this process's, or the array is on all processes' devices already.
+    # JAX can place it if all devices are this process's, or the array is on all processes' devices already.
     if sharding.is_fully_addressable or (isinstance(array, jax.Array) and not array.is_fully_addressable):
         return jax.device_put(array, sharding)
-    # A local array onto several processes' devices: JAX reads only this process's shards.
+    # A local array goes to the devices of several processes: JAX asks for this process's shards alone.
     host = np.asarray(array)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])

@@ -1,4 +1,4 @@
-"""Several processes on one mesh: they connect, and join the parts of a result.
+"""Several processes on one mesh: they connect, and join their parts of a result.
 
 Every process runs the same program on its own devices. It passes inputs as arrays of the whole shape; only
 the columns of its own devices are read (`Placement.put`). A result is spread over the devices of all
@@ -81,9 +81,9 @@ def is_first() -> bool:
 
 
 def wait_for_all() -> None:
-    """Wait until every process has called this.
+    """Wait until every process has called this function.
 
-    The first process serves the connection of all processes, and must end last.
+    Every process calls it before it ends: the first process serves the connection of all, and must end last.
     """
     multihost_utils.sync_global_devices("cogvideox_torchax")
 
@@ -131,14 +131,14 @@ class Exchange:
     def __init__(self, directory: Path):
         self.directory = directory
         self._chunks = 0  # number of chunks written so far; chunks are numbered from 1
-        # The last file of `fetch_to_all` by this process, which others may be reading.
+        # The file that this process wrote in its last `fetch_to_all`; other processes may be reading it.
         self._previous_file: Path | None = None
 
     def fetch_to_all(self, tensor: "torch.Tensor") -> "torch.Tensor":
         """Return a chunk, of which each process holds a part, as a plain tensor in every process."""
         whole = self._join(self._write(tensor))  # `_write` counts the chunk
-        # Every process has written this chunk, and had read all earlier chunks by then. So this process's
-        # file of the previous chunk that was fetched to all is not needed any more.
+        # Here every process has written its part of this chunk. Before that it had read all earlier chunks,
+        # so nobody needs this process's file of an earlier chunk any more.
         if self._previous_file is not None:
             self._previous_file.unlink()
         self._previous_file = self._path(self._chunks, jax.process_index())
@@ -214,10 +214,11 @@ def shards_by_process(array: jax.Array) -> dict[int, list[tuple[Any, tuple[slice
     If several devices hold copies of a shard, only the first copy is returned.
     """
     by_process: dict[int, list[tuple[Any, tuple[slice, ...]]]] = {}
-    seen: set[str] = set()  # indices as text: slices have no hash before Python 3.12
+    # The indices of the shards so far, as text: slices have no hash before Python 3.12.
+    listed_indices: set[str] = set()
     for device, index in array.sharding.devices_indices_map(array.shape).items():
-        if str(index) not in seen:
-            seen.add(str(index))
+        if str(index) not in listed_indices:
+            listed_indices.add(str(index))
             by_process.setdefault(device.process_index, []).append((device, index))
     return by_process
 
@@ -229,7 +230,7 @@ def exchanging(output: str | Path) -> Iterator[Exchange]:
     # The first process makes the empty directory, and removes it after the block.
     with reserved(output, EXCHANGE) if is_first() else contextlib.nullcontext():
         wait_for_all()  # until the first process has made the directory
-        directory.mkdir(exist_ok=True)
+        directory.mkdir(exist_ok=True)  # has an effect only where that directory is not visible yet
         try:
             exchange = Exchange(directory)
             yield exchange
@@ -237,7 +238,8 @@ def exchanging(output: str | Path) -> Iterator[Exchange]:
         except BaseException as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             failed = directory / f"{jax.process_index()}.failed"
-            # Errors are suppressed: if the first process failed too, the directory is gone.
+            # The other processes find this file in `_wait`. If the first process failed too, the directory is
+            # gone and the file cannot be written, but the first error is the one to raise.
             with contextlib.suppress(OSError, OutputError), whole_file(failed) as temporary:
                 temporary.write_text(reason)
             raise

@@ -1,7 +1,11 @@
 """`verify`: backends compared with diffusers' PyTorch in float32, layer by layer and as a whole.
 
-Every backend gets the same input and the same weights. Layers are compared chunk by chunk, all backends on
-one chunk before the next, so that no more than one chunk of activations is held.
+Every backend gets the same input and the same weights. A *candidate* is a backend in one dtype, and the
+*reference* is diffusers in float32 on the CPU. Layers are compared chunk by chunk: all candidates run one
+chunk before the next, so that no more than one chunk of activations is held.
+
+bfloat16 has no tolerance of its own: the error of a candidate is compared with that of PyTorch in bfloat16.
+*Moments* are what the encoder returns, the mean and the log-variance of the posterior.
 """
 
 import copy
@@ -26,9 +30,9 @@ from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.quality import ssim
 
 PROGRAMS_A_NETWORK = 2
-"""Programs that a direction may compile: of the first chunk, and of later chunks."""
+"""Programs that a direction may compile: one for the first chunk, and one for all later chunks."""
 PIXEL_RANGE = 2.0
-"""Range of frames in [-1, 1]: the peak of PSNR and SSIM."""
+"""The range that PSNR and SSIM relate errors to: frames have values in [-1, 1]."""
 
 LAYER_NAME = re.compile(
     r"((encoder|decoder)\.(conv_in|conv_out|norm_out|mid_block|(down|up)_blocks\.\d+)"
@@ -57,7 +61,9 @@ class Error:
 class LayerError(Error):
     """The error of a layer's output, over all chunks.
 
-    `chunk` is the number of the first chunk whose difference leaves the tolerance; None if none does.
+    Attributes:
+        name: the layer's name in diffusers.
+        chunk: the index of the first chunk in which the layer leaves the tolerance; None if it never does.
     """
 
     name: str
@@ -69,9 +75,9 @@ class WholeError(Error):
     """The error of a whole result, moments or decoded frames.
 
     Attributes:
-        at_borders: mean difference of the frames next to a border between chunks; None without such frames.
-        inside: mean difference of all other frames; None without such frames.
-        psnr, ssim: of each decoded frame, infinite and 1 for equal frames; empty for moments.
+        at_borders: mean difference over the frames next to a border between chunks; None if there are none.
+        inside: mean difference over all other frames; None if there are none.
+        psnr, ssim: for each decoded frame; equal frames have infinity and 1. Empty for moments.
     """
 
     at_borders: float | None
@@ -112,10 +118,10 @@ class Result:
     """The results of one backend in one dtype.
 
     Attributes:
-        layers: the errors of the layers of both directions, in running order.
+        layers: the errors of the layers of both directions, in the order in which the layers run.
         whole: by direction, the error of the whole result; a result of a wrong shape has no entry.
-        contracts: the contracts, kept or not.
-        first_bad_layer: the first layer, in running order, that leaves the tolerance, or None.
+        contracts: all contracts, whether kept or not.
+        first_bad_layer: the first of `layers` that leaves the tolerance; None if none does.
     """
 
     backend: str
@@ -148,7 +154,10 @@ def make_candidate(name: str, dtype: torch.dtype, reference: DiffusersAutoencode
 
 
 class Differences(NamedTuple):
-    """The differences of a layer's output from the reference's: numbers of a chunk, or arrays of all chunks.
+    """The differences of a layer's output from the reference's.
+
+    The attributes are numbers for one chunk (`between`), or arrays with a number for each chunk
+    (`of_chunks`).
 
     Attributes:
         size: number of values.
@@ -180,23 +189,23 @@ class Differences(NamedTuple):
 
     @classmethod
     def of_chunks(cls, chunks: "list[Differences]") -> "Differences":
-        """Return the differences of all chunks; each attribute is an array with a number for each chunk."""
-        return cls(*np.transpose(chunks))  # (chunks, attributes) to (attributes, chunks)
+        """Return the differences of all chunks in one object, whose attributes are arrays."""
+        return cls(*np.transpose(chunks))  # from (chunks, attributes) to (attributes, chunks)
 
     @property
     def rms(self) -> Any:
-        """The root of the mean squared difference, of each chunk."""
+        """The root of the mean squared difference, for each chunk."""
         return (self.square / self.size) ** 0.5
 
 
 Layers = dict[str, list[Differences]]
-"""By a layer's name, the differences of each chunk; in running order."""
+"""By a layer's name, the differences of each chunk; in the order in which the layers run."""
 
 
 def compare_layers(
     reference: DiffusersAutoencoder, candidates: list[Candidate], direction: Direction, x: torch.Tensor
 ) -> list[Layers]:
-    """Run the reference and all candidates over the same chunks.
+    """Run the reference and all candidates over the same chunks, and compare the outputs of layers.
 
     Args:
         reference: diffusers' model in float32.
@@ -207,38 +216,48 @@ def compare_layers(
     Returns:
         For each candidate, in order, the differences of the layers that its backend has.
     """
-    # A recorder is the step of a chunk, with the outputs of layers, whose names `LAYER_NAME` matches.
+    # A recorder runs a chunk, and returns the outputs of the layers whose names `LAYER_NAME` matches.
     recorders = [candidate.backend.recorder(direction, LAYER_NAME.fullmatch) for candidate in candidates]
     reference_recorder = Torch(reference).recorder(direction, LAYER_NAME.fullmatch)
-    found: list[Layers] = [{} for _ in candidates]
-    reference_cache, caches = None, [None] * len(candidates)
-    for chunk in direction.chunks(reference, x.shape[2]):
-        piece = x[:, :, chunk.start : chunk.stop]
-        wanted, reference_cache = reference_recorder(piece, reference_cache)
+    differences: list[Layers] = [{} for _ in candidates]
+    reference_cache = None
+    caches = [None] * len(candidates)
+    for span in direction.chunks(reference, x.shape[2]):
+        chunk = x[:, :, span.start : span.stop]
+        reference_outputs, reference_cache = reference_recorder(chunk, reference_cache)
         for i, candidate in enumerate(candidates):
-            outputs, caches[i] = recorders[i](candidate.backend.put(piece.to(candidate.dtype)), caches[i])
-            for name, want in wanted.items():
+            outputs, caches[i] = recorders[i](candidate.backend.put(chunk.to(candidate.dtype)), caches[i])
+            for name, want in reference_outputs.items():
                 if name in outputs:
-                    found[i].setdefault(name, []).append(Differences.between(outputs[name], want))
-    return found
+                    differences[i].setdefault(name, []).append(Differences.between(outputs[name], want))
+    return differences
 
 
 def _layer_error(
     name: str, dtype: torch.dtype, chunks: list[Differences], torch_bfloat16: list[Differences]
 ) -> LayerError:
-    each = Differences.of_chunks(chunks)  # its attributes are arrays, with a number for each chunk
+    """Return the error of a layer over all chunks.
+
+    Args:
+        name: the layer's name.
+        dtype: the candidate's.
+        chunks: the candidate's differences from the reference, for each chunk.
+        torch_bfloat16: those of PyTorch in bfloat16; not read for a candidate in float32.
+    """
+    by_chunk = Differences.of_chunks(chunks)
     if dtype == torch.float32:
-        passed = each.largest <= tolerances.FLOAT32_RELATIVE * each.scale.max()
+        passed = by_chunk.largest <= tolerances.FLOAT32_RELATIVE * by_chunk.scale.max()
     else:
         allowed = tolerances.BFLOAT16_LAYER_RMS_RATIO * Differences.of_chunks(torch_bfloat16).rms.max()
-        passed = each.rms <= allowed
-    size, largest = each.size.sum(), each.largest.max()
+        passed = by_chunk.rms <= allowed
+    size = by_chunk.size.sum()
+    largest = by_chunk.largest.max()
     return LayerError(
         name=name,
-        mean=each.absolute.sum() / size,
+        mean=by_chunk.absolute.sum() / size,
         largest=largest,
-        relative=tolerances.ratio(largest, each.scale.max()),
-        rms=(each.square.sum() / size) ** 0.5,
+        relative=tolerances.ratio(largest, by_chunk.scale.max()),
+        rms=(by_chunk.square.sum() / size) ** 0.5,
         chunk=None if passed.all() else int(passed.argmin()),  # the first False; a NaN never passes
     )
 
@@ -248,7 +267,7 @@ def _layer_error(
 
 def border_frames(lengths: list[int]) -> list[int]:
     """Return the indices of the frames on both sides of each border between chunks of these lengths."""
-    *borders, _end = np.cumsum(lengths).tolist()  # each is the first frame after a border
+    *borders, _end = np.cumsum(lengths).tolist()  # a border's number is that of the first frame after it
     return sorted({frame for border in borders for frame in (border - 1, border)})
 
 
@@ -259,7 +278,7 @@ def compare_whole(got: torch.Tensor, want: torch.Tensor, lengths: list[int], pix
         got: the backend's result.
         want: the reference's result.
         lengths: number of the result's frames in each chunk.
-        pixels: whether the results are decoded frames, which get PSNR and SSIM too, and not moments.
+        pixels: whether the results are decoded frames, which get PSNR and SSIM too; else they are moments.
     """
     difference = (got.double() - want.double()).abs()
     by_frame = difference.mean(dim=(0, 1, 3, 4)).numpy()
@@ -302,7 +321,7 @@ class Verifier:
         self.reference = reference
         exact = Torch(reference)
         moments = exact.run(ENCODE, x)
-        # All backends decode the reference's latents, so an error in encoding does not reach the frames.
+        # All backends decode these latents, the mean, so that an error in encoding does not reach the frames.
         mean, _log_variance = moments.chunk(2, dim=1)
         self.inputs = {ENCODE: x, DECODE: mean}
         self.answers = {ENCODE: moments, DECODE: exact.run(DECODE, self.inputs[DECODE])}
@@ -319,9 +338,10 @@ class Verifier:
 
         The slow part, PyTorch in float32, runs once for all candidates. `say` gets a line for each step.
         """
-        torch_bfloat16, baseline_errors = None, {}
+        torch_bfloat16 = None
+        baseline_errors = {}
         if any(candidate.dtype == torch.bfloat16 for candidate in candidates):
-            # PyTorch's own bfloat16 errors, which set the tolerances of bfloat16.
+            # PyTorch in bfloat16, whose errors set the tolerances of candidates in bfloat16.
             torch_bfloat16 = make_candidate("torch", torch.bfloat16, self.reference)
         layer_errors = self._layer_errors(candidates, torch_bfloat16, say)
         if torch_bfloat16 is not None:
@@ -336,40 +356,46 @@ class Verifier:
     def _layer_errors(
         self, candidates: list[Candidate], torch_bfloat16: Candidate | None, say: Callable[[str], None]
     ) -> list[list[LayerError]]:
+        """Compare the layers of candidates; return, for each candidate, their errors in both directions."""
         errors: list[list[LayerError]] = [[] for _ in candidates]
         compared = candidates if torch_bfloat16 is None else [*candidates, torch_bfloat16]
         for direction in Direction:
             say(f"{direction}: layer by layer")
-            found = compare_layers(self.reference, compared, direction, self.inputs[direction])
-            torch_layers = {} if torch_bfloat16 is None else found.pop()  # `torch_bfloat16` is compared last
-            # `layers` has, by a layer's name, a list: for each chunk, the differences from the reference.
-            for candidate, layers, candidate_errors in zip(candidates, found, errors, strict=True):
+            differences = compare_layers(self.reference, compared, direction, self.inputs[direction])
+            # PyTorch in bfloat16 is the last of those compared, and is no candidate.
+            torch_layers = {} if torch_bfloat16 is None else differences.pop()
+            for candidate, layers, candidate_errors in zip(candidates, differences, errors, strict=True):
                 candidate_errors += [
-                    _layer_error(name, candidate.dtype, differences, torch_layers.get(name, []))
-                    for name, differences in layers.items()
+                    _layer_error(name, candidate.dtype, chunks, torch_layers.get(name, []))
+                    for name, chunks in layers.items()
                 ]
         return errors
 
     def _encode_and_decode(self, candidate: Candidate) -> tuple[dict[str, WholeError], list[Contract]]:
-        """Run a candidate; return (errors of whole results by direction, contracts on shapes and streaming).
+        """Run a candidate on the whole video, in both directions.
 
-        A result of a wrong shape has a failed contract, and no entry in the errors.
+        Returns:
+            By direction, the error of the whole result; and the contracts on shapes and streaming. For a
+            result of a wrong shape there is a failed contract, and no error.
         """
         errors: dict[str, WholeError] = {}
         contracts = []
         for direction in Direction:
             want = self.answers[direction]
             got = candidate.backend.run(direction, self.inputs[direction].to(candidate.dtype))
-            frames, wanted_frames = got.shape[2], sum(self.lengths[direction])
+            frames = got.shape[2]
+            wanted_frames = sum(self.lengths[direction])
             contracts.append(Contract(f"{direction}: frames", frames, wanted_frames, frames == wanted_frames))
             if got.shape != want.shape:
-                contracts.append(  # one wrong shape, where none is allowed
+                # It counts one wrong shape, where none is allowed.
+                contracts.append(
                     Contract(f"{direction}: shape {tuple(got.shape)} for {tuple(want.shape)}", 1, 0, False)
                 )
                 continue
             errors[direction] = compare_whole(got, want, self.lengths[direction], pixels=direction == DECODE)
             if direction == DECODE and hasattr(candidate.vae, "decode_stream"):
-                # Only the order of work differs, so the tolerance of float32 holds in every dtype.
+                # `decode_stream` does the work of `decode` in another order, so even in bfloat16 both must
+                # agree within the tolerance of float32.
                 chunks = candidate.vae.decode_stream(self.inputs[direction].to(candidate.dtype))
                 error = tolerances.relative_error(torch.cat(list(chunks), dim=2), got)
                 name, allowed = "decode_stream: relative error to decode", tolerances.FLOAT32_RELATIVE
@@ -379,11 +405,15 @@ class Verifier:
     def _result(
         self, candidate: Candidate, layers: list[LayerError], baseline: dict[str, WholeError]
     ) -> Result:
-        """Run a candidate on the whole video; return its result, with all contracts."""
+        """Run a candidate on the whole video; return its result, with all contracts.
+
+        `layers` are the errors of its layers, and `baseline` those of PyTorch's whole results in bfloat16.
+        """
         whole, shape_contracts = self._encode_and_decode(candidate)
         contracts = []
         for direction, error in whole.items():
-            torch_error = baseline.get(direction, error)  # in float32 there is none, and none is read
+            # In float32 the baseline may be empty, and `contract` does not read it: any error will do.
+            torch_error = baseline.get(direction, error)
             name, measured, allowed = tolerances.contract(
                 candidate.dtype, error.relative, error.rms, torch_error.rms
             )
@@ -395,6 +425,5 @@ class Verifier:
             )
             for direction, count in candidate.backend.program_counts.items()
         ]
-        # `chunk` is the first chunk in which a layer leaves the tolerance, or None.
         first_bad = next((layer for layer in layers if layer.chunk is not None), None)
         return Result(candidate.name, candidate.dtype_name, layers, whole, contracts, first_bad)

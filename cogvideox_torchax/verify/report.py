@@ -22,8 +22,8 @@ def as_json(results: list[Result], about: dict[str, Any]) -> dict[str, Any]:
     entries = [{**dataclasses.asdict(result), "passed": result.passed} for result in results]
     passed = all(result.passed for result in results)
     text = json.dumps({"format": FORMAT, **about, "passed": passed, "results": entries})
-    # `dumps` has written NaN and Infinity, which JSON does not have: `parse_constant` gets their text, and
-    # `str(float(...))` makes "nan" and "inf" of it.
+    # `dumps` writes NaN and Infinity, which JSON does not have. `loads` passes their text to
+    # `parse_constant`, and `str(float(...))` makes "nan" and "inf" of it.
     return json.loads(text, parse_constant=lambda constant: str(float(constant)))
 
 
@@ -106,14 +106,16 @@ def _error_text(value: float | None) -> str:
 def draw_layers(results: list[Result], path: Path) -> None:
     """Draw each layer's relative error on a log axis, a line for each result, and save the picture.
 
-    Another line is the tolerance of float32; that of bfloat16 bounds other errors, relative to PyTorch's own.
-    A log axis has no 0, so a layer with an error of 0 is drawn on a line named "exact".
+    A dashed line is the tolerance of float32. That of bfloat16 is not drawn, as it bounds another error: RMS,
+    relative to that of PyTorch. A log axis has no 0, so a layer with an error of 0 is drawn on a line named
+    "exact", below all other errors.
     """
     figure, axes = pyplot().subplots(figsize=(12, 6), layout="constrained")
     values = [layer.relative for result in results for layer in result.layers]
-    floor = min((value for value in values if value > 0), default=1e-7) / 3  # 1e-7 if all are exact
-    markers = "os^Dvx"  # matplotlib's names of shapes: lines that cover each other remain distinct
-    # A build may lack a layer of the other builds: a layer's place is the one in the longest list.
+    # The height of the line "exact": a third of the smallest error, or of 1e-7 if there is no error.
+    floor = min((value for value in values if value > 0), default=1e-7) / 3
+    markers = "os^Dvx"  # matplotlib's names of shapes, which tell lines apart that cover each other
+    # A backend may lack a layer that others have, so the longest list gives the places on the axis.
     names = [layer.name for layer in max((result.layers for result in results), key=len)]
     for index, result in enumerate(results):
         heights = [max(layer.relative, floor) for layer in result.layers]

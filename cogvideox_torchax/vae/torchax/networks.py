@@ -90,7 +90,7 @@ class RecordedLayers(nn.Module):
             return result
 
         # `watched` calls `record` with the name and the result of each wanted layer.
-        with watched(self.network, lambda name, _: self._wanted(name), given=record):
+        with watched(self.network, lambda name, _: self._wanted(name), on_result=record):
             _, cache = self.network(chunk, cache)
         return outputs, cache
 
