@@ -83,10 +83,10 @@ class CachedStep(TransformerStep):
         """
         inputs = dict(tensors)
         numbers = {name: inputs.pop(name) for name in cached_layers.NUMBERS if name in inputs}
-        # The step's form tells which layers run; its kind, the class that runs them.
-        reuse = cached_layers.REUSES[self.form.kind](self.form, cache, numbers)
-        prediction = reuse.step(self.model, self.predict, inputs, self.joined)
-        return (prediction, reuse.seen), reuse.kept
+        # `runner` decides by the form which layers of the model run, and keeps their results.
+        runner = cached_layers.STEP_CLASSES[self.form.kind](self.form, cache, numbers)
+        prediction = runner.step(self.model, self.predict, inputs, self.joined)
+        return (prediction, runner.host_scalar), runner.next_arrays
 
 
 class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
