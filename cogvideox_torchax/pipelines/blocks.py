@@ -1,11 +1,16 @@
 """CogVideoX's transformer on one sequence: text and patches are joined, and padded, once a step.
 
-diffusers' own forward keeps the two apart and joins them in every attention. Here a block takes the whole
-sequence, which may be split over devices (`pipelines.sequence.Sequence`); the result is the same.
+diffusers' own forward keeps text and patches apart and joins them in every attention. Here a block takes the
+whole sequence, which may be split over devices (`pipelines.sequence.Sequence`); the result is the same. The
+local tokens are those of the sequence that one device computes.
 
-Axis letters: N videos, S positions of a sequence (text first, then patches), C channels, H heads, D channels
-of a head, P parts of the channels, one for each device that has some of the tokens. In names with SC but no
-N, S is the tokens of all videos, one video's after the other's.
+A block has two parts, named as their modules: "attn1" (attention) and "ff" (feed-forward). A part begins with
+a norm and ends with a projection, whose result is multiplied by a gate and added to the residual.
+
+Axis letters: N videos, S positions of a sequence (text first, then patches, then padding), C channels, E
+channels of the embedded timestep, H heads, D channels of a head, P parts of the channels, one for each device
+that has some of the tokens. In names with SC but no N, S is the tokens of all videos, one video's after the
+other's. Of an axis of 2, index 0 is for text, index 1 for patches.
 """
 
 import functools
@@ -34,11 +39,11 @@ from cogvideox_torchax.runtime.layers import by_kernel, is_watched
 from cogvideox_torchax.upstream import scaling_loras
 
 Tables = tuple[torch.Tensor, ...]
-"""Cosines and sines of all positions, (S, D) each; nothing for a model without rotary positions."""
+"""Cosines and sines of all positions, (S, D) each; () for a model without rotary positions."""
 
 
 class GELU(DiffusersGELU):
-    """GELU rounded once (`jax_kernels.gelu`)."""
+    """GELU that is rounded to the input's dtype only at its end (`jax_kernels.gelu`)."""
 
     def gelu(self, gate: torch.Tensor) -> torch.Tensor:
         if not by_kernel(self, gate) or self.approximate != "tanh":
@@ -49,12 +54,11 @@ class GELU(DiffusersGELU):
 class Block(CogVideoXBlock):
     """A layer of the transformer, which also takes text and patches as one sequence."""
 
-    # A step with a cache sets both in its own copy of the block, by part of the block: "attn1", its
-    # attention, or "ff", its feed-forward.
+    # A step with a cache sets both attributes on its own copy of the block.
     replaced: dict[str, torch.Tensor | None] = {}  # noqa: RUF012 - set anew, not written to
-    """Results (N, S, C) to use instead of running a part; None for zeros."""
+    """Results (N, S, C), by the part that does not run; None stands for zeros."""
     collected: dict[str, list[torch.Tensor]] = {}  # noqa: RUF012
-    """Lists to which the results of parts that run are appended."""
+    """Lists, by the part whose result is appended when it runs."""
 
     def forward(
         self,
@@ -72,20 +76,25 @@ class Block(CogVideoXBlock):
             hidden_states: the whole sequence (N, S, C); without `sequence` the patches.
             encoder_hidden_states: the text; None with a sequence.
             temb: embedded timestep, (N, E).
-            image_rotary_emb: rotary (cos, sin) of all positions, or of the patches; () for none.
+            image_rotary_emb: tables (cosines, sines) of all positions, as `Tables`; without `sequence` those
+                of the patches, or None.
             attention_kwargs: options of diffusers' own forward; None with a sequence.
             sequence: the layout of `hidden_states`.
+
+        Returns:
+            The sequence (N, S, C); without `sequence` (patches, text).
         """
         if sequence is None:
             return super().forward(
                 hidden_states, encoder_hidden_states, temb, image_rotary_emb, attention_kwargs
             )
 
+        # `map_local_tokens` calls a function of JAX arrays on each device; the layer's code takes tensors.
         def run_local_arrays(*arrays: Any) -> Any:
             (x_NSC, replaced), temb_NE, tables = cast(Any, tensor_of(arrays))
             return array_of(self._run_local_tokens(x_NSC, replaced, temb_NE, tables, sequence))
 
-        # Like the tokens, the results of parts are split by videos and tokens.
+        # `self.replaced` goes with the tokens, as its results are split over devices in the same way.
         x_NSC, results = torch_view(sequence.map_local_tokens(run_local_arrays))(
             (hidden_states, self.replaced), temb, image_rotary_emb
         )
@@ -101,15 +110,19 @@ class Block(CogVideoXBlock):
         tables: Tables,
         sequence: Sequence,
     ) -> Any:
-        """Run the layer on a device's local tokens; return them, and the results of `collected` parts."""
-        # Tokens before the first patch are text: a norm has other shifts, scales and gates for them.
+        """Run the layer on a device's local tokens.
+
+        Return its result (N, S, C), and by name the results of the parts that `self.collected` names.
+        """
+        # Tokens before the first patch are text. The kernels shift, scale and gate text with other vectors
+        # than patches.
         first_patch = sequence.first_patch()
         results: dict[str, Any] = {}
         for part, norm, run_part in (
             ("attn1", self.norm1, lambda h_NSC: self._attend(h_NSC, tables, sequence)),
             ("ff", self.norm2, lambda h_NSC: self._feed_forward(h_NSC, sequence)),
         ):
-            shift, scale, gate = modulation(norm, temb_NE)
+            shift, scale, gate = modulation(norm, temb_NE)  # (N, 2, C) each
             layer_norm: Any = norm.norm
             norm_kernel = functools.partial(jax_kernels.adaptive_layer_norm, eps=layer_norm.eps)
             h_NSC = torch_view(sequence.shard_norm(norm_kernel))(
@@ -121,7 +134,8 @@ class Block(CogVideoXBlock):
                 projection = run_part(h_NSC)  # the part's last linear layer, not computed yet, and its input
                 linear, *_dropouts = projection.layers
                 if part not in self.collected and supports_fused(linear, sequence):
-                    x_NSC = projection.added(x_NSC, gate, first_patch)  # fused with the gate and the residual
+                    # One kernel computes the projection, the gate and the residual.
+                    x_NSC = projection.added_to(x_NSC, gate, first_patch)
                     continue
                 y_NSC = projection.result()
             if part in self.collected:
@@ -131,28 +145,33 @@ class Block(CogVideoXBlock):
 
     def _feed_forward(self, h_NSC: torch.Tensor, sequence: Sequence) -> "LastProjection":
         """Run the feed-forward on normed tokens, except for its last projection."""
-        # `widen` is the first projection and GELU; `layers` are the last projection and its dropout.
-        widen, dropout, *layers = self.ff.net
-        if type(widen) is GELU and widen.approximate == "tanh" and supports_fused(widen.proj, sequence):
-            project: Any = widen.proj
-            h_NSC = torch_view(jax_kernels.linear_gelu)(h_NSC, project.weight, project.bias)
+        # The first layer of `net` is a projection and GELU, the last ones are a projection and a dropout.
+        projection_gelu, dropout, *last_layers = self.ff.net
+        if (
+            type(projection_gelu) is GELU
+            and projection_gelu.approximate == "tanh"  # the one form that the kernel has
+            and supports_fused(projection_gelu.proj, sequence)
+        ):
+            linear: Any = projection_gelu.proj
+            h_NSC = torch_view(jax_kernels.linear_gelu)(h_NSC, linear.weight, linear.bias)
         else:
-            h_NSC = widen(h_NSC)
-        return LastProjection(layers, dropout(h_NSC))
+            h_NSC = projection_gelu(h_NSC)
+        return LastProjection(last_layers, dropout(h_NSC))
 
     def _attend(self, h_NSC: torch.Tensor, tables: Tables, sequence: Sequence) -> "LastProjection":
         """Run attention on normed local tokens, except for its output projection."""
         attn: Any = self.attn1
         videos = h_NSC.shape[0]
         qk_norm_rope = torch_view(sequence.shard_heads(jax_kernels.qk_norm_rope, attn.heads))
-        # P devices exchange local tokens for parts of the channels (whole heads).
+        # The devices exchange local tokens for parts of the channels: each gets all tokens of some heads.
         q, k, v = (
             torch_view(sequence.to_heads)(y_PSC, videos)
             for y_PSC in projections(attn, h_NSC.flatten(0, 1), sequence)
         )
         head_channels = q.shape[-1] * sequence.parts / attn.heads  # `q` has one of `parts` parts
-        # The attention kernel computes 2 ** (score * log2(e) * its scale). With the scale ln(2) it multiplies
-        # no score: the queries carry log2(e) / sqrt(head_channels) instead.
+        # The attention kernel computes exp(scale * score) as 2 ** (log2(e) * scale * score). If its scale is
+        # ln(2), that factor is 1, and the kernel does not multiply the scores. So the queries, which are
+        # fewer than the scores, are multiplied here by log2(e) / sqrt(head_channels).
         query_scale = math.log2(math.e) / math.sqrt(head_channels)
         norm_q, norm_k = attn.norm_q, attn.norm_k
         q = qk_norm_rope(q, norm_q.weight, norm_q.bias, *tables, eps=norm_q.eps, scale=query_scale)
@@ -160,9 +179,9 @@ class Block(CogVideoXBlock):
         y_NHDS = torch_view(jax_kernels.attention_transposed)(
             q,
             k,
-            qk_norm_rope(v),  # without weights and tables it changes the layout alone
+            qk_norm_rope(v),  # without weights and tables this only changes the layout to (N, H, D, S)
             scale=math.log(2),
-            num_keys=sequence.tokens,
+            num_keys=sequence.tokens,  # no token attends to the padding after them
         )
         y_NCS = torch_view(sequence.to_tokens)(y_NHDS.flatten(1, 2))  # all channels of local tokens again
         return LastProjection(list(attn.to_out), y_NCS, transposed=True)
@@ -170,76 +189,101 @@ class Block(CogVideoXBlock):
 
 @dataclass(frozen=True)
 class LastProjection:
-    """The last projection of attention or of the feed-forward, not computed yet, and its input.
+    """The last projection of a block's part, not computed yet: a kernel may fuse it with what follows.
 
-    `layers` are the projection and the dropouts after it. `h` is its input, (N, S, C), or (N, C, S) if
-    `transposed`.
+    Attributes:
+        layers: the projection, which is a linear layer, and the dropouts after it.
+        input: the input of the projection, (N, S, C), or (N, C, S) if `transposed`.
+        transposed: whether the input has its channels before its positions, as attention returns it.
     """
 
     layers: list[Any]
-    h: torch.Tensor
+    input: torch.Tensor
     transposed: bool = False
 
     def result(self) -> torch.Tensor:
-        h_NSC = self.h.transpose(1, 2) if self.transposed else self.h
+        """Return the result (N, S, C) of all `layers`."""
+        h_NSC = self.input.transpose(1, 2) if self.transposed else self.input
         y_SC = h_NSC.flatten(0, 1)  # the tokens of all videos on one axis
         for layer in self.layers:
             y_SC = layer(y_SC)
-        return y_SC.unflatten(0, (self.h.shape[0], -1))
+        return y_SC.unflatten(0, (self.input.shape[0], -1))
 
-    def added(self, x_NSC: torch.Tensor, gate_N2C: torch.Tensor, first_patch: Any) -> torch.Tensor:
-        """Return `x_NSC + gate * linear(h)` by one kernel; the gate has vectors for text and for patches."""
+    def added_to(self, x_NSC: torch.Tensor, gate_N2C: torch.Tensor, first_patch: Any) -> torch.Tensor:
+        """Return `x_NSC + gate * linear(input)` by one kernel, without the dropouts.
+
+        Dropouts are no-ops: programs do not drop values. The gate has a vector for text, before the position
+        `first_patch`, and one for patches.
+        """
         fused = functools.partial(jax_kernels.gated_linear, transposed=self.transposed)
         linear, *_dropouts = self.layers
-        return torch_view(fused)(self.h, linear.weight, linear.bias, x_NSC, gate_N2C, first_patch)
+        return torch_view(fused)(self.input, linear.weight, linear.bias, x_NSC, gate_N2C, first_patch)
 
 
-def supports_fused(project: Any, sequence: Sequence) -> bool:
-    """Return whether a kernel may replace a projection: one without a LoRA, and not sharded by XLA."""
-    return type(project) is Linear and sequence.shared is None
+def supports_fused(linear: Any, sequence: Sequence) -> bool:
+    """Return whether a kernel may compute a linear layer together with its neighbours.
+
+    A layer with a LoRA, or of a user's class, runs its own forward. A layer that XLA shards (`shared`) stays
+    with XLA, which cannot shard a kernel.
+    """
+    return type(linear) is Linear and sequence.shared is None
 
 
 def projections(attn: Any, h_SC: torch.Tensor, sequence: Sequence) -> Iterator[torch.Tensor]:
-    """Yield queries, keys and values of tokens (S, C) of all videos: (P, S, C / P) each, in whole heads."""
+    """Yield the queries, the keys and the values of the tokens (S, C), as (P, S, C / P) each.
 
-    def split(y_SC: torch.Tensor) -> torch.Tensor:
+    The channels are split into P parts of whole heads.
+    """
+
+    def split_channels(y_SC: torch.Tensor) -> torch.Tensor:
         return y_SC.unflatten(-1, (sequence.parts, -1)).transpose(0, 1)
 
-    if type(attn.processor) is FusedAttnProcessor:  # diffusers keeps `to_qkv`, and the flag, when it unfuses
-        yield from map(split, attn.to_qkv(h_SC).chunk(3, dim=-1))
+    # The processor tells whether the projections are fused: `attn` keeps `to_qkv` after diffusers unfuses.
+    if type(attn.processor) is FusedAttnProcessor:
+        yield from map(split_channels, attn.to_qkv(h_SC).chunk(3, dim=-1))
         return
     kernel = torch_view(functools.partial(jax_kernels.split_linear, parts=sequence.parts))
-    for project in (attn.to_q, attn.to_k, attn.to_v):
-        if supports_fused(project, sequence):
-            yield kernel(h_SC, project.weight, project.bias)
-        else:  # a projection with a LoRA, of a user's class, or sharded by XLA
-            yield split(project(h_SC))
+    for linear in (attn.to_q, attn.to_k, attn.to_v):
+        if supports_fused(linear, sequence):
+            yield kernel(h_SC, linear.weight, linear.bias)
+        else:
+            yield split_channels(linear(h_SC))
 
 
 def modulation(norm: Any, temb_NE: torch.Tensor) -> list[torch.Tensor]:
-    """Return a norm's [shift, scale, gate] for an embedded timestep, each (N, 2, C): text, then patches."""
+    """Return the shift, the scale and the gate that a norm computes from an embedded timestep.
+
+    Each is (N, 2, C): a vector for text, then one for patches.
+    """
     shift, scale, gate, text_shift, text_scale, text_gate = norm.linear(norm.silu(temb_NE)).chunk(6, dim=1)
     pairs = (text_shift, shift), (text_scale, scale), (text_gate, gate)
     return [torch.stack(pair, dim=1) for pair in pairs]
 
 
 def takes_sequences(model: Any) -> bool:
-    """Return whether each layer of a transformer is of the type that `port` gave it, and has no hooks."""
-    return all(_as_ported(block) for block in model.transformer_blocks)
+    """Return whether a transformer's blocks can run on one sequence.
+
+    If not, the transformer runs diffusers' own forward.
+    """
+    return all(_takes_sequence(block) for block in model.transformer_blocks)
 
 
-def _as_ported(block: Any) -> bool:
+def _takes_sequence(block: Any) -> bool:
+    """Return whether a block's modules have the types that `port` gave them, and no hooks.
+
+    On one sequence kernels read the weights of these modules, and do not call them.
+    """
     if type(block) is not Block:
         return False
     attn: Any = block.attn1
-    types = (
+    expected_types = (
         (attn, Attention),
         (block.norm1, CogVideoXLayerNormZero),
         (block.norm2, CogVideoXLayerNormZero),
         *((norm, LayerNorm) for norm in (block.norm1.norm, block.norm2.norm, attn.norm_q, attn.norm_k)),
     )
     return (
-        all(type(module) is kind for module, kind in types)
+        all(type(module) is expected for module, expected in expected_types)
         and type(attn.processor) in (AttnProcessor, FusedAttnProcessor)
         and not any(map(is_watched, block.modules()))
     )
@@ -259,7 +303,8 @@ def joined_step(
 ) -> torch.Tensor:
     """Return the prediction (N, T, C, H, W) of diffusers' transformer, with the layers run on one sequence.
 
-    `takes_sequences` must hold. "scale", for the model's LoRAs, is the one option; the decorator reads it.
+    `takes_sequences(model)` must hold. The arguments are those of diffusers' own forward. Of the options
+    `attention_kwargs` only "scale" may be set: the decorator scales the model's LoRAs by it.
     """
     dtype = hidden_states.dtype
     temb = model.time_embedding(model.time_proj(timestep).to(dtype), timestep_cond)
@@ -271,24 +316,33 @@ def joined_step(
         model.placement, videos=x_NSC.shape[0], text=encoder_hidden_states.shape[1], tokens=x_NSC.shape[1]
     )
     tables: Tables = ()
-    if image_rotary_emb is not None:  # text has no position: cosine 1, sine 0
-        cos, sin = image_rotary_emb
+    if image_rotary_emb is not None:
+        cos, sin = image_rotary_emb  # of the patches
         check_positions(cos, sequence.tokens - sequence.text)
-        fill = torch_view(sequence.pad_table)
-        tables = fill(cos, 1.0), fill(sin, 0.0)
+        pad_table = torch_view(sequence.pad_table)
+        # Text is not rotated, so its angle is 0: cosine 1, sine 0.
+        tables = pad_table(cos, 1.0), pad_table(sin, 0.0)
     x_NSC = torch_view(sequence.pad_tokens)(x_NSC)
     for block in model.transformer_blocks:
         x_NSC = block(x_NSC, temb=temb, image_rotary_emb=tables, sequence=sequence)
     x_NSC = model.proj_out(model.norm_out(model.norm_final(x_NSC), temb=temb))
-    return joined_patches(x_NSC[:, sequence.text : sequence.tokens], hidden_states.shape, model.config)
+    return join_patches(x_NSC[:, sequence.text : sequence.tokens], hidden_states.shape, model.config)
 
 
-def joined_patches(y_NPC: torch.Tensor, shape: torch.Size, config: Any) -> torch.Tensor:
-    """Join patches (N, P, C), with p_t frames of p x p latent pixels on C, to latents (N, T, C, H, W)."""
-    p, p_t = config["patch_size"], config["patch_size_t"] or 1
+def join_patches(y_NSC: torch.Tensor, shape: torch.Size, config: Any) -> torch.Tensor:
+    """Return latents (N, T, C, H, W), joined from predicted patches (N, S, C).
+
+    Each patch has on its axis C the channels of p_t frames of p x p latent pixels.
+
+    Args:
+        y_NSC: the patches, without text and padding.
+        shape: shape of the latents; a number of frames that p_t does not divide is rounded up.
+        config: the transformer's, which has the sizes p and p_t of a patch.
+    """
+    p, p_t = config["patch_size"], config["patch_size_t"] or 1  # None: a patch has one frame
     videos, frames, _, height, width = shape
     grid = -(-frames // p_t), height // p, width // p  # patches along time (rounded up), height and width
     # (N, T, H, W, C, t, h, w): T, H, W number the patches; t, h, w are inside a patch.
-    y = y_NPC.unflatten(1, grid).unflatten(-1, (-1, p_t, p, p))
-    # To (N, T, t, C, H, h, W, w), where neighbours join.
+    y = y_NSC.unflatten(1, grid).unflatten(-1, (-1, p_t, p, p))
+    # To (N, T, t, C, H, h, W, w): the reshape then joins T with t, H with h, and W with w.
     return y.permute(0, 1, 5, 4, 2, 6, 3, 7).reshape(videos, -1, y.shape[4], height, width)

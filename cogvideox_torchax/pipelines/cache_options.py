@@ -43,10 +43,10 @@ def config_of(choice: str, *, steps: int, guided: bool, timestep: Callable[[], A
 
 
 def _config(name: str, value: str, steps: int, timestep: Callable[[], Any]) -> Any:
-    """Return the config of a cache by a name of `CHOICES`, and by the text after the name's colon.
+    """Return diffusers' config of the cache `name`, a key of `CHOICES`.
 
-    The text is a threshold, a number of steps, or for MagCache "calibrate" or a file of ratios; "" stands for
-    the default in `CHOICES`, which MagCache lacks.
+    `value` is the text after the name's colon: a threshold, a number of steps, or for MagCache "calibrate" or
+    the path of a file of ratios. "" stands for the default in `CHOICES`; MagCache has none, and refuses it.
     """
     hooks: Any = importlib.import_module("diffusers.hooks")
     if name == "first-block":
@@ -58,7 +58,7 @@ def _config(name: str, value: str, steps: int, timestep: Callable[[], Any]) -> A
         if value == "calibrate":
             return hooks.MagCacheConfig(calibrate=True, num_inference_steps=steps)
         return hooks.MagCacheConfig(num_inference_steps=steps, mag_ratios=_ratios(value))
-    # Layers that the cache may skip are computed in one of `every` steps.
+    # The cache computes the layers that it may skip in one of `every` steps.
     every = int(value or (2 if name == "pab" else 5))
     if every < 2:
         raise ValueError("nothing would be skipped")
@@ -67,20 +67,25 @@ def _config(name: str, value: str, steps: int, timestep: Callable[[], Any]) -> A
             spatial_attention_block_skip_range=every, current_timestep_callback=timestep
         )
     if name == "taylorseer":
-        # Without lite mode it would keep results of every layer, more than a chip holds.
+        # Without lite mode it would keep the results of all layers, which a chip's memory does not hold. With
+        # it, only the transformer's last result is kept.
         return hooks.TaylorSeerCacheConfig(cache_interval=every, use_lite_mode=True)
     return hooks.FasterCacheConfig(
         unconditional_batch_skip_range=every,
-        attention_weight_callback=lambda _: 0.3,  # as diffusers' documents have it for CogVideoX
-        tensor_format="BFCHW",
+        attention_weight_callback=lambda _: 0.3,  # the value of diffusers' example for CogVideoX
+        tensor_format="BFCHW",  # the axes of CogVideoX's latents: (N, T, C, H, W) in diffusers' letters
         current_timestep_callback=timestep,
     )
 
 
 def _ratios(path: str) -> list[float]:
-    """Return MagCache's ratios, read from a JSON file; raise `ValueError` for "" or no list of numbers."""
+    """Return MagCache's ratios, a list of numbers in a JSON file.
+
+    Raises:
+        ValueError: the path is "", or the file holds anything else.
+    """
     if not path:
-        raise ValueError("its ratios are each model's own")
+        raise ValueError("its ratios are each model's own")  # so there is no default
     values = reports.parse(Path(path).read_bytes())
     if not (isinstance(values, list) and values and all(isinstance(each, int | float) for each in values)):
         raise ValueError("no list of numbers")

@@ -1,7 +1,14 @@
 """A denoising step with a cache: which layers of the program run, and what replaces the skipped ones.
 
-Two classes run such a step: `BlockStack` skips all blocks after one, `ReusedModules` skips single modules.
-The docstring of `pipelines` explains the terms.
+Two classes run a step: `BlockStack` skips all blocks, or all after the first; `ReusedModules` skips single
+modules.
+
+Terms, besides those of `caches`:
+    kept arrays: the arrays that a step hands on to the next step with the same cache.
+    trace for shapes: a trace of a step without kept arrays. Only the shapes of the arrays that it would keep
+        are used, so any values of these shapes will do.
+    residual of blocks: their result minus their input.
+    joined: the blocks take text and patches as one sequence; otherwise they take (patches, text).
 
 Axis letters: N videos, S positions of a sequence (text first, then patches), C channels.
 """
@@ -20,74 +27,85 @@ from cogvideox_torchax.pipelines.caches import Form
 from cogvideox_torchax.runtime import torch_view
 
 Predict = Callable[[dict[str, Any]], torch.Tensor]
-"""Function of a step's tensors, by name, to its prediction."""
+"""A function that runs the transformer on a step's tensors, by name, and returns its prediction."""
 
 NUMBERS = ("threshold", "since", "known", "low", "high", "weights")
-"""Names of scalars and vectors that a step's program takes besides its tensors; each cache uses some.
+"""The names of the numbers of a step: the scalars and vectors that its program takes besides its tensors.
 
-threshold: FirstBlockCache reuses if the first block's residual has changed by no more than this share.
-since, known: TaylorSeer's steps since the last computed one, and arrays of each tensor that are known then.
-low, high, weights: FasterCache's weights of low and high frequencies, and of each module's extrapolation.
+threshold: FirstBlockCache skips blocks if the first block's residual has changed by no more than this share.
+since: TaylorSeer's number of steps since the last computed step.
+known: TaylorSeer's number of valid factors in each series; the arrays of the other factors hold zeros.
+low, high: FasterCache's weights of low and high frequencies.
+weights: FasterCache's weights of the modules' extrapolations, in the order of `Form.kept_modules`.
 """
 
 
 class BlockStack(nn.Module):
-    """Module in place of all transformer blocks, which runs all of them, some or none.
+    """Module in place of all transformer blocks, which runs all of them, the first one, or none.
 
     Args:
         form: form of the step; its kind names the method that runs.
-        kept: the residuals that the last step kept, by name: "head" of the first block, "tail" of the blocks
-            after it, or of all; None in a trace for shapes. The attribute has those for the next step.
+        last_arrays: the residuals that the last step kept, by name: "head" is that of the first block, "tail"
+            that of the blocks after it or, without a "head", of all blocks. None in a trace for shapes.
         numbers: values of `NUMBERS`, by name.
 
     Attributes:
-        seen: a scalar for the host, or None.
+        next_arrays: the residuals that this step keeps, by the same names.
+        host_scalar: a scalar of this step that the host reads; None if there is none.
     """
 
-    def __init__(self, form: Form, kept: Any, numbers: dict[str, torch.Tensor]):
+    def __init__(self, form: Form, last_arrays: Any, numbers: dict[str, torch.Tensor]):
         super().__init__()
         self.form = form
-        self.blocks: tuple[nn.Module, ...] = ()  # the transformer's own; `step` sets them
-        self.kept: Any = kept
+        self.blocks: tuple[nn.Module, ...] = ()  # the transformer's blocks; `step` sets them
+        self.last_arrays = last_arrays
+        self.next_arrays: Any = last_arrays  # they stay if the step runs no block
         self.numbers = numbers
-        self.seen: Any = None  # a scalar for the host, which `forward` may set
+        self.host_scalar: Any = None
 
     def step(self, model: Any, predict: Predict, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
-        """Return `predict(tensors)`, with this module in place of all blocks of `model`, a program's copy."""
+        """Return `predict(tensors)`, with this module in place of all blocks of `model`.
+
+        `model` is a program's own copy of the transformer: it may be changed.
+        """
         self.blocks = tuple(model.transformer_blocks)
         model.transformer_blocks = nn.ModuleList([self])
         return predict(tensors)
 
     def forward(self, hidden_states: Any, encoder_hidden_states: Any = None, **options: Any) -> Any:
-        """Run the blocks that the form asks for, on (patches, text) or on one sequence."""
+        """Run the blocks that the form asks for, on (patches, text) or, without text, on one sequence."""
         joined = encoder_hidden_states is None
         x = (hidden_states,) if joined else (hidden_states, encoder_hidden_states)
-        if self.kept is None:  # a trace for the shapes of arrays to keep alone: no block needs to run
-            # A kept residual, of the first block ("head") or of later or all blocks ("tail"), has the shape
-            # of `hidden_states`, which stand for it.
+        if self.last_arrays is None:  # a trace for shapes: no block needs to run
+            # A residual has the shape of `hidden_states`, which stand for it.
             names = ("head", "tail") if self.form.kind == "first_block" else ("tail",)
-            self.kept = dict.fromkeys(names, hidden_states)
-        else:
-            # The kind of the step's form names a method: `_first_block`, `_all_blocks` or `_no_block`.
+            self.next_arrays = dict.fromkeys(names, hidden_states)
+        else:  # the form's kind names a method: `_first_block`, `_all_blocks` or `_no_block`
             x = getattr(self, f"_{self.form.kind}")(x, options)
         return x[0] if joined else x
 
     def _run_blocks(self, blocks: Any, x: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+        """Run `blocks` on the tuple of one sequence, or of patches and text, and return such a tuple."""
         for block in blocks:
             y = block(*x, **options)
             x = y if isinstance(y, tuple) else (y,)
         return x
 
     def _first_block(self, x: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-        """Run the first block; run the later ones if its residual has changed beyond the threshold."""
-        last_head, last_tail = self.kept["head"], self.kept["tail"]
+        """Run the first block; run the later ones if the first one's residual has changed enough.
+
+        If they do not run, their last residual ("tail") is added to the first block's result.
+        """
+        last_head, last_tail = self.last_arrays["head"], self.last_arrays["tail"]
         first_result = self._run_blocks(self.blocks[:1], x, options)
         head = first_result[0] - x[0]
         # Means of absolute values, in the residual's dtype, as diffusers rounds its means too.
         change = _mean_of_patches((head - last_head).abs(), options).to(head.dtype)
         size = _mean_of_patches(last_head.abs(), options).to(head.dtype)
-        is_similar = change / size <= self.numbers["threshold"]  # false in the first step, where `size` is 0
+        # In the first step the last residual is zeros, so `size` is 0 and the comparison false.
+        is_similar = change / size <= self.numbers["threshold"]
 
+        # Both return (patches or sequence after all blocks, "head" to keep, "tail" to keep).
         def reuse() -> Any:
             return first_result[0] + last_tail, last_head, last_tail
 
@@ -96,37 +114,42 @@ class BlockStack(nn.Module):
             return y, head, y - first_result[0]
 
         reuses = self.form.reuses
-        if reuses is None:  # in a run the device decides
+        if reuses is None:  # the device decides, in each step
             y, next_head, next_tail = torch_view(jax.lax.cond)(is_similar, reuse, compute)
-        else:  # in a plan, which compiles each branch alone
+        else:  # a program for `plan`, which has only one of the two
             y, next_head, next_tail = reuse() if reuses else compute()
-        self.kept = {"head": next_head, "tail": next_tail}
-        self.seen = ~is_similar
+        self.next_arrays = {"head": next_head, "tail": next_tail}
+        self.host_scalar = ~is_similar  # whether the step ran all blocks
         return y, *first_result[1:]  # the text is only passed on: after the blocks nothing reads it
 
     def _all_blocks(self, x: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-        """Run all blocks and keep their residual; `seen` is its norm relative to that of the last step.
+        """Run all blocks and keep their residual.
 
-        It is the mean over all patches, which a calibration of MagCache reads.
+        `host_scalar` is the ratio that a calibration of MagCache measures: the residual's norm over the norm
+        of the last step's residual. Each patch has a norm, over its channels; the ratio is the patches' mean.
         """
-        last_tail = self.kept["tail"]
         y = self._run_blocks(self.blocks, x, options)
-        self.kept = {"tail": y[0] - x[0]}
-        norm = torch.linalg.norm(self.kept["tail"].float(), dim=-1)
-        last_norm = torch.linalg.norm(last_tail.float(), dim=-1)
-        self.seen = _mean_of_patches(norm / (last_norm + 1e-8), options)  # no division by 0, as in diffusers
+        tail = y[0] - x[0]
+        norm = torch.linalg.norm(tail.float(), dim=-1)
+        last_norm = torch.linalg.norm(self.last_arrays["tail"].float(), dim=-1)
+        # In the first step the last norm is 0: 1e-8, as in diffusers, avoids a division by it.
+        self.host_scalar = _mean_of_patches(norm / (last_norm + 1e-8), options)
+        self.next_arrays = {"tail": tail}
         return y
 
     def _no_block(self, x: tuple[Any, ...], _options: dict[str, Any]) -> tuple[Any, ...]:
-        """Run no block: add the residual that the last full step kept."""
-        return x[0] + self.kept["tail"], *x[1:]
+        """Run no block: add the residual of all blocks, which is kept from the last step that ran them."""
+        return x[0] + self.last_arrays["tail"], *x[1:]
 
 
 def _mean_of_patches(values: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-    """Return the float32 mean of the values (N, S, ...) of patches, without those of text and padding."""
+    """Return the float32 mean of those of the `values` (N, S, ...) that are of patches.
+
+    `options` are those of a block. If they have a sequence, S also has text and padding, which do not count.
+    """
     values = values.float()
     sequence = options.get("sequence")
-    if sequence is None:
+    if sequence is None:  # blocks take the text apart from the patches
         return values.mean()
     position = torch.arange(values.shape[1], device=values.device)
     is_patch = (position >= sequence.text) & (position < sequence.tokens)
@@ -137,24 +160,30 @@ def _mean_of_patches(values: torch.Tensor, options: dict[str, Any]) -> torch.Ten
 
 
 class ReusedModules:
-    """A step in which some modules are skipped, and their kept results are used.
+    """A step in which some modules are skipped, and results from kept arrays are used in place of theirs.
 
-    This class uses a kept result unchanged; subclasses estimate the result from several kept arrays.
+    This class keeps a result, and uses it unchanged. Subclasses estimate a result from several kept arrays.
 
     Args:
         form: form of the step.
-        kept: by module's name, for each tensor of its result, a tuple of arrays of earlier steps; None in a
-            trace for shapes. The attribute has the arrays for the next step.
+        last_arrays: what the last step kept, by module's name: for each tensor of the module's result, a
+            tuple of arrays. None in a trace for shapes.
         numbers: values of `NUMBERS`, by name.
+
+    Attributes:
+        next_arrays: what this step keeps, in the layout of `last_arrays`.
+        host_scalar: None, as in `BlockStack`: the host reads no scalar of this step.
+        skipped_modules: names of the modules that do not run; none in a trace for shapes.
     """
 
-    seen = None
+    host_scalar = None
 
-    def __init__(self, form: Form, kept: Any, numbers: dict[str, torch.Tensor]):
+    def __init__(self, form: Form, last_arrays: Any, numbers: dict[str, torch.Tensor]):
         self.form = form
-        self.kept: Any = kept
+        self.last_arrays = last_arrays
+        self.next_arrays: dict[str, Any] = {}
         self.numbers = numbers
-        self.skipped = () if kept is None else form.skipped
+        self.skipped_modules = () if last_arrays is None else form.skipped_modules
 
     def step(self, model: Any, predict: Predict, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
         """Return `predict(tensors)`, with estimates in place of the skipped modules' results.
@@ -163,153 +192,177 @@ class ReusedModules:
         one sequence.
         """
         dtype = tensors["hidden_states"].dtype
-        last_kept = self.kept or {}  # by a module's name; empty in a trace for the shapes of arrays to keep
-        # By skipped module, the tuple of tensors that replace its result; None, if none is kept, means zeros.
+        last_arrays = self.last_arrays or {}  # by module's name; empty in a trace for shapes
+        # By skipped module, the tensors that replace its result. None stands for zeros: nothing is kept.
         replaced: dict[str, Any] = {
-            name: self._estimate(name, last_kept[name], dtype) if name in last_kept else None
-            for name in self.skipped
+            name: self._estimate(name, last_arrays[name], dtype) if name in last_arrays else None
+            for name in self.skipped_modules
         }
         # By module that runs and whose result is kept, a list that `predict` fills with the result's tensors.
         collected: dict[str, list[torch.Tensor]] = {
-            name: [] for name in self.form.kept if name not in replaced
+            name: [] for name in self.form.kept_modules if name not in replaced
         }
         _replace_and_collect(model, replaced, collected, joined)
         prediction = predict(tensors)
-        self.kept = {}
-        for name in self.form.kept:
+        for name in self.form.kept_modules:
             # The tensors of the module's result; none if zeros replace it.
             result = replaced.get(name) or collected.get(name, ())
-            # For each tensor, the arrays that the last step kept. A trace for shapes has none: copies of the
-            # tensor, as many as are kept, stand for them.
-            last_arrays = last_kept.get(name) or [self.form.arrays * (y,) for y in result]
-            self.kept[name] = tuple(
-                self._to_keep(name, y, arrays) for y, arrays in zip(result, last_arrays, strict=True)
+            # In a trace for shapes no arrays are kept yet: copies of each tensor stand for them.
+            arrays_by_tensor = last_arrays.get(name) or [
+                (tensor,) * self.form.arrays_per_tensor for tensor in result
+            ]
+            self.next_arrays[name] = tuple(
+                self._to_keep(name, tensor, arrays)
+                for tensor, arrays in zip(result, arrays_by_tensor, strict=True)
             )
         return prediction
 
-    def _estimate(self, name: str, kept: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Return the tensors, of `dtype`, that replace the result of module `name`."""
-        return tuple(arrays[0] for arrays in kept)
+    def _estimate(self, name: str, kept_result: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """Return the tensors, of `dtype`, that replace the result of module `name`.
 
-    def _to_keep(self, name: str, y: torch.Tensor, arrays: Any) -> tuple[torch.Tensor, ...]:
-        """Return the arrays to keep for a result's tensor `y`, for which the last step kept `arrays`."""
+        `kept_result` has, for each of these tensors, the tuple of arrays that the last step kept.
+        """
+        return tuple(arrays[0] for arrays in kept_result)
+
+    def _to_keep(self, name: str, y: torch.Tensor, last_arrays: Any) -> tuple[torch.Tensor, ...]:
+        """Return the arrays to keep for `y`, a tensor of the result of module `name`.
+
+        `last_arrays` are those that the last step kept for this tensor.
+        """
         return (y,)
 
 
 class TaylorModules(ReusedModules):
-    """TaylorSeer: skipped results are extrapolated by a Taylor series.
+    """TaylorSeer: the results of skipped modules are extrapolated by a Taylor series in the number of steps.
 
-    For each tensor as many arrays are kept as its series has terms: the value of the last computed step, and
-    estimates of the first and higher derivatives, from differences between the computed steps.
+    The arrays that are kept for a tensor are the factors of its series: factor 0 is the tensor of the last
+    computed step, factor n the estimate of its n-th derivative, from differences between computed steps.
     """
 
-    def _estimate(self, name: str, kept: Any, dtype: torch.dtype) -> tuple[Any, ...]:
+    def _estimate(self, name: str, kept_result: Any, dtype: torch.dtype) -> tuple[Any, ...]:
         """Return each tensor's Taylor polynomial at the present step."""
         since = self.numbers["since"]  # steps since the last computed step
-        powers = [(since**order / math.factorial(order)).to(dtype) for order in range(self.form.arrays)]
+        powers = [
+            (since**order / math.factorial(order)).to(dtype) for order in range(self.form.arrays_per_tensor)
+        ]
         return tuple(
-            sum(derivative.to(dtype) * power for derivative, power in zip(derivatives, powers, strict=True))
-            for derivatives in kept
+            sum(factor.to(dtype) * power for factor, power in zip(factors, powers, strict=True))
+            for factors in kept_result
         )
 
-    def _to_keep(self, name: str, y: torch.Tensor, arrays: Any) -> tuple[torch.Tensor, ...]:
-        """Return the factors of the series: factor n + 1 is the change of factor n, divided by "since"."""
-        if name in self.skipped:
-            return arrays
+    def _to_keep(self, name: str, y: torch.Tensor, last_arrays: Any) -> tuple[torch.Tensor, ...]:
+        """Return the factors of the tensor's series; a skipped module keeps those that it has.
+
+        Factor n + 1 is the change of factor n since the last computed step, divided by the number of steps.
+        """
+        if name in self.skipped_modules:
+            return last_arrays
         factors = [y]
-        for order, last_factor in enumerate(arrays[:-1]):  # the highest order has no next one
+        for order, last_factor in enumerate(last_arrays[:-1]):  # the highest factor is the change of none
             difference = (factors[order] - last_factor.to(y.dtype)) / self.numbers["since"].to(y.dtype)
-            # If `last_factor` is not valid, the difference is not known either: it is zeros.
+            # If the last factor is not valid yet, its change is not known either: it becomes zeros.
             is_valid = self.numbers["known"] > order
             factors.append(torch.where(is_valid, difference, torch.zeros_like(difference)))
         return tuple(factor.to(self.form.dtype) for factor in factors)
 
 
 class FasterCacheModules(ReusedModules):
-    """FasterCache: attention is extrapolated, and the prediction without the prompt is estimated.
+    """FasterCache: results of attention are extrapolated, and predictions without the prompt are estimated.
 
-    A step keeps the low and high frequencies of the difference of the two predictions, and the last two
-    results of attention for prompted videos. It takes (older, newer) results and returns (newer, older): so
-    its new result is written to the donated memory of the oldest one.
+    A step keeps the last two results of attention for the prompted videos. The difference of the prediction
+    without the prompt minus that with it is kept under the name "frequencies", as (low, high) frequencies.
+
+    A step takes (older, newer) results of attention and returns (newer, older). So its new result is written
+    to the donated memory of the oldest one; `caches.FasterSteps` puts the two in order again.
     """
 
     def step(self, model: Any, predict: Predict, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
         """Run a step for all videos, or only for the prompted ones; return the predictions for all.
 
-        A step for all keeps the low and high frequencies of the difference, without minus with the prompt. A
-        step for the prompted videos adds them, weighted, to its prediction, to estimate the prediction
-        without the prompt.
+        A step for all videos keeps the frequencies. A step for the prompted videos estimates the prediction
+        without the prompt: it weights the frequencies, adds them to its own prediction, and keeps them so.
         """
-        if self.form.prompted_only is None:  # distilled guidance: no video has a twin without the prompt
+        if self.form.prompted_only is None:  # no video of the batch is without the prompt
             return super().step(model, predict, tensors, joined)
-        last_kept = self.kept  # None in a trace that finds the shapes of the arrays that a step keeps
-        # A module's arrays are kept for the videos with the prompt: the trace for shapes runs on them alone.
-        prompted_only = last_kept is None or self.form.prompted_only
-        if prompted_only:  # the second half of the batch
+        is_trace_for_shapes = self.last_arrays is None
+        # Results of attention are kept for the prompted videos, so the trace for shapes runs on these alone.
+        prompted_only = is_trace_for_shapes or self.form.prompted_only
+        if prompted_only:  # they are the second half of the batch
             tensors = {
                 name: each.chunk(2)[1] if name in GUIDED_INPUTS else each for name, each in tensors.items()
             }
-        # The base class does not read "frequencies" of what was kept: that is no module's name.
+        # The base class reads the arrays of modules alone: "frequencies" is no module's name.
         prediction = super().step(model, predict, tensors, joined)
-        if last_kept is None:  # in the trace for shapes: the frequencies have the prediction's shape
-            low = high = prediction.float()
+        if is_trace_for_shapes:
+            low = high = prediction.float()  # of the frequencies' shape
         elif prompted_only:
-            low, high = last_kept["frequencies"]
-            low, high = low * self.numbers["low"], high * self.numbers["high"]
+            last_low, last_high = self.last_arrays["frequencies"]
+            low, high = last_low * self.numbers["low"], last_high * self.numbers["high"]
             estimate = (prediction.float() + low + high).to(prediction.dtype)
             prediction = torch.cat([estimate, prediction])
         else:
             unprompted, prompted = prediction.float().chunk(2)
             low = torch_view(low_frequencies)(unprompted - prompted)
             high = unprompted - prompted - low
-        self.kept["frequencies"] = low, high
+        self.next_arrays["frequencies"] = low, high
         return prediction
 
-    def _estimate(self, name: str, kept: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        # "weights" has a number for each name in `form.kept`, the modules whose results are kept.
-        weight = self.numbers["weights"][self.form.kept.index(name)].to(dtype)
-        return tuple(newer + (newer - older) * weight for older, newer in kept)
+    def _estimate(self, name: str, kept_result: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """Return the newer result, moved on by its weighted change from the older result."""
+        weight = self.numbers["weights"][self.form.kept_modules.index(name)].to(dtype)
+        return tuple(newer + (newer - older) * weight for older, newer in kept_result)
 
-    def _to_keep(self, name: str, y: torch.Tensor, arrays: Any) -> tuple[torch.Tensor, ...]:
-        """Return (new result for the prompted videos, result before it)."""
-        _older, newer = arrays
-        if len(y) > len(newer):  # both ran: the videos with the prompt are the second half of the batch
+    def _to_keep(self, name: str, y: torch.Tensor, last_arrays: Any) -> tuple[torch.Tensor, ...]:
+        """Return (`y` for the prompted videos, the result before it)."""
+        _older, newer = last_arrays
+        if len(y) > len(newer):  # the step ran all videos: the prompted ones are the second half of the batch
             y = y.chunk(2)[1]
-            # A mesh may pad the sequences of two videos to another length than that of one: cut or pad to the
-            # length of `newer`.
+            # On a mesh, a batch of all videos may have another padding than one of the prompted videos, whose
+            # shape is kept: so `y` is cut or padded to the length of `newer`.
             length = newer.shape[1]
             y = torch.nn.functional.pad(y[:, :length], (0, 0, 0, max(length - y.shape[1], 0)))
         return y, newer
 
 
 GUIDED_INPUTS = ("hidden_states", "encoder_hidden_states", "timestep")
-"""Inputs of a step that have a video without the prompt and one with it."""
+"""The inputs of a step that have an entry for each video of the batch, without the prompt and with it."""
 
 
 def low_frequencies(x: Any) -> Any:
     """Return pictures (..., H, W) with only the lowest frequencies, as diffusers' FasterCache cuts them.
 
-    These are a disk in the centered spectrum; its radius is a fifth of the shorter side.
+    If the spectrum is shifted so that frequency 0 is in its center, the lowest frequencies are a disk around
+    the center. The disk's radius is a fifth of the shorter side.
     """
     height, width = x.shape[-2:]
-    rows = jnp.arange(height)[:, None] - height // 2  # distances from the center
-    columns = jnp.arange(width) - width // 2
-    is_low = rows**2 + columns**2 <= (min(height, width) // 5) ** 2
+    row_distance = jnp.arange(height)[:, None] - height // 2  # from the center
+    column_distance = jnp.arange(width) - width // 2
+    is_low = row_distance**2 + column_distance**2 <= (min(height, width) // 5) ** 2
+    # `fft2` has frequency 0 at the corner, so the disk is shifted there.
     return jnp.fft.ifft2(jnp.fft.fft2(x) * jnp.fft.ifftshift(is_low)).real
 
 
 def _replace_and_collect(
     model: Any, replaced: dict[str, Any], collected: dict[str, list[torch.Tensor]], joined: bool
 ) -> None:
-    """Have skipped modules return their tensors of `replaced` (None: zeros), and others fill `collected`."""
+    """Have the modules of `replaced` return other results, and those of `collected` report their results.
+
+    Args:
+        model: a program's own copy of the transformer, which is changed.
+        replaced: by module's name, the tensors to return instead of a result; None for zeros.
+        collected: by module's name, an empty list, which gets the tensors of the result when the module runs.
+        joined: whether the blocks take text and patches as one sequence.
+    """
     for name in (*replaced, *collected):
         owner, _, part = name.rpartition(".")  # such as "transformer_blocks.0" and "attn1"
         if joined and re.fullmatch(r"transformer_blocks\.\d+", owner):
-            # A block on one sequence does not call its parts "attn1" and "ff": it reads these attributes,
-            # set anew because their empty defaults are the class's.
+            # On one sequence a block does not call its parts, so they cannot be hooked. Instead it reads its
+            # attributes `replaced` and `collected`. New dictionaries are set: the empty ones are the class's.
             block: Any = model.get_submodule(owner)
-            if name in replaced:  # a tuple of one tensor, for the whole sequence, or None for zeros
-                block.replaced = {**block.replaced, part: replaced[name] and replaced[name][0]}
+            if name in replaced:
+                tensors = replaced[name]
+                # The result for a joined sequence is one tensor.
+                block.replaced = {**block.replaced, part: None if tensors is None else tensors[0]}
             else:
                 block.collected = {**block.collected, part: collected[name]}
         elif name in replaced:
@@ -319,28 +372,33 @@ def _replace_and_collect(
 
 
 def _replace_result(module: nn.Module, tensors: tuple[torch.Tensor, ...] | None) -> None:
-    """Replace a module's forward by one that returns `tensors`, or for None zeros of the result's shapes."""
-    forward = module.forward
+    """Replace a module's forward by one that returns `tensors`; None stands for zeros.
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    For the zeros' shapes the module's own forward is traced. The compiler drops its unused computation.
+    """
+    own_forward = module.forward
+
+    def replacing_forward(*args: Any, **kwargs: Any) -> Any:
         y: Any = tensors
         if y is None:
-            y = forward(*args, **kwargs)
+            y = own_forward(*args, **kwargs)
             y = tuple(map(torch.zeros_like, y if isinstance(y, tuple) else (y,)))
-        return y if len(y) > 1 else y[0]
+        return y if len(y) > 1 else y[0]  # a module returns a single tensor without a tuple
 
-    module.forward = call
+    module.forward = replacing_forward
 
 
 def _collect_results(module: nn.Module, collected: list[torch.Tensor]) -> None:
+    """Have a module append the tensors of its result to `collected` when it runs."""
 
     def collect(_module: nn.Module, _args: Any, result: Any) -> None:
         collected.extend(result if isinstance(result, tuple) else (result,))
 
-    module.register_forward_hook(collect, prepend=True)  # a user's hooks, which may change it, come after
+    # `prepend`: what is kept is the module's own result, before a user's hooks, which may change it.
+    module.register_forward_hook(collect, prepend=True)
 
 
-REUSES: dict[str, Any] = {
+STEP_CLASSES: dict[str, Any] = {
     **dict.fromkeys(("first_block", "all_blocks", "no_block"), BlockStack),
     "broadcast": ReusedModules,
     "taylor": TaylorModules,
@@ -350,10 +408,10 @@ REUSES: dict[str, Any] = {
 
 
 def takes_sequences(form: Form) -> bool:
-    """Return whether a cache of this form works with text and patches as one sequence.
+    """Return whether a step of this form can run on text and patches as one sequence.
 
-    The form may name only blocks, their parts "attn1" and "ff", and modules outside of the blocks: kernels
-    take the weights of the modules inside a part, without a call.
+    The form may name only blocks, their parts "attn1" and "ff", and modules outside of the blocks. Modules
+    inside a part can be neither replaced nor collected: kernels read their weights, and do not call them.
     """
     allowed = re.compile(r"transformer_blocks\.\d+(\.(attn1|ff))?|(?!transformer_blocks\.).*")
-    return all(allowed.fullmatch(name) for name in (*form.kept, *form.skipped))
+    return all(allowed.fullmatch(name) for name in (*form.kept_modules, *form.skipped_modules))

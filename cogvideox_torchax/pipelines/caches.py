@@ -1,9 +1,18 @@
-"""diffusers' step caches on JAX: what its hooks would skip of a step is not computed.
+"""diffusers' step caches on JAX, which skip layers of a denoising step and use results of earlier steps.
 
-`enable_cache` has diffusers hook the transformer's modules. Here a copy of these hooks for each run decides
-on the host what a step skips; for FirstBlockCache the device decides. The arrays that a step keeps for later
-steps are the program's cache: donated, and zeros before the first step. The docstring of `pipelines` explains
-the terms.
+`enable_cache` has diffusers put hooks on the transformer's modules. Here the hooks are taken off again, and a
+copy of them for each run decides on the host what a step skips; for FirstBlockCache the device decides. The
+arrays that a step keeps for later steps are its program's cache: donated, and zeros before the first step.
+
+Terms:
+    run: the denoising steps of one call of a pipeline.
+    context: a group of a run's calls of the transformer, such as those with the prompt, where a pipeline does
+        not batch the two passes of guidance. diffusers' `cache_context` names it; each has its own state.
+    form of a step: the layers that it skips, and the results that it keeps; each form is a program.
+    numbers of a step: the scalars and vectors that its program takes besides the tensors
+        (`cached_layers.NUMBERS`).
+    prompted videos: with guidance a batch has each video twice, without the prompt in its first half, with it
+        in the second half. The second half are the prompted videos.
 """
 
 import contextlib
@@ -27,53 +36,55 @@ class Form(NamedTuple):
     """The form of a step.
 
     Attributes:
-        kind: a key of `cached_layers.REUSES`, the class that runs the step.
-        kept: names of the modules whose results are kept.
-        skipped: names of the modules whose kept results are used.
-        arrays: number of arrays that are kept for each tensor of a result.
+        kind: key of the class that runs the step, in `cached_layers.STEP_CLASSES`.
+        kept_modules: names of the modules whose results are kept for later steps.
+        skipped_modules: names of the modules that do not run, as their kept results are used.
+        arrays_per_tensor: number of arrays that are kept for each tensor of a module's result.
         dtype: dtype of kept arrays; None for the results' own.
         prompted_only: whether the step runs on the prompted videos alone, and estimates the prediction
-            without the prompt; None if no video has a twin without the prompt.
-        reuses: whether a "first_block" step reuses; None lets the device decide.
+            without the prompt; None if the batch has no videos without the prompt.
+        reuses: whether a "first_block" step skips the blocks after the first; None lets the device decide.
     """
 
     kind: str
-    kept: tuple[str, ...] = ()
-    skipped: tuple[str, ...] = ()
-    arrays: int = 1
+    kept_modules: tuple[str, ...] = ()
+    skipped_modules: tuple[str, ...] = ()
+    arrays_per_tensor: int = 1
     dtype: torch.dtype | None = None
     prompted_only: bool | None = None
     reuses: bool | None = None
 
 
 form = functools.cache(Form)
-"""Make a `Form`; the same arguments give the same object, by which a program is found again."""
+"""Make a `Form`; the same arguments give the same object, as a model finds its program by identity."""
 
 StepPlan = tuple[Form, dict[str, torch.Tensor]]
-"""(form, numbers) of a step: `numbers` are tensors of `cached_layers.NUMBERS`, by name, for its program."""
+"""(form, numbers) of a step. The numbers are tensors on the host, by a name of `cached_layers.NUMBERS`."""
 
 
 @dataclass
 class RunState:
-    """The state of a run of denoising steps, in one context.
+    """The state of a run, in one context.
 
     Attributes:
         hooks: diffusers' hooks, copied for this run, by the module's name.
-        kept: arrays that the last step has kept; None before the first step.
+        kept_arrays: the arrays that the last step has kept; None before the first step.
         computed: for each step, whether it skipped nothing: a bool, or a scalar that is still on the device.
     """
 
     hooks: dict[str, Any]
-    kept: Any = None
+    kept_arrays: Any = None
     computed: list[Any] = field(default_factory=list)
 
 
 class _ThreadStates(threading.local):
-    """The states of this thread's runs, by cache and name of a context, and the current context's name."""
+    """The states of a thread's runs, and the name of the context that the thread is in.
+
+    Each thread that reads `_THREAD` gets an object with attributes of its own.
+    """
 
     def __init__(self) -> None:
-        # A context is a group of a pipeline's calls, such as those with the prompt. States are by cache, then
-        # by the context's name, None outside of any.
+        # States by cache, then by the context's name, which is None outside of any context.
         self.states: MutableMapping[StepCache, dict[str | None, RunState]] = WeakKeyDictionary()
         self.context: str | None = None
 
@@ -83,20 +94,25 @@ _THREAD = _ThreadStates()
 
 @contextlib.contextmanager
 def context(name: str) -> Iterator[None]:
-    """Have the steps of a `with` block share a state by this name, as diffusers' `cache_context` does."""
-    before, _THREAD.context = _THREAD.context, name
+    """Put the steps of a `with` block into the context called `name`, as diffusers' `cache_context` does."""
+    outer_context = _THREAD.context
+    _THREAD.context = name
     try:
         yield
     finally:
-        _THREAD.context = before
+        _THREAD.context = outer_context
 
 
 class StepCache:
-    """A cache of a transformer's steps, as the hooks that `upstream.take_hooks` took off describe it."""
+    """A cache of a transformer's steps; each subclass is for one of diffusers' caches.
+
+    Args:
+        hooks: diffusers' hooks, which `upstream.take_hooks` took off the modules.
+    """
 
     def __init__(self, hooks: list[upstream.Hooked]):
         self.hooks = hooks
-        self._computed: list[Any] = []  # for each step of the last run, whether it skipped nothing
+        self._computed: list[Any] = []  # `RunState.computed` of the last run
 
     @property
     def computed(self) -> list[bool]:
@@ -104,9 +120,8 @@ class StepCache:
         return [bool(step) for step in self._computed]
 
     def __str__(self) -> str:
-        # `computed` has for each step whether all of it was computed.
         skipped, steps = self.computed.count(False), len(self.computed)
-        return f"{skipped} of {steps} steps skipped" + ", in whole or in part" * (skipped > 0)
+        return f"{skipped} of {steps} steps skipped" + (", in whole or in part" if skipped else "")
 
     def reset(self) -> None:
         """Drop the states of this thread's runs: the next step begins a run."""
@@ -115,32 +130,41 @@ class StepCache:
     def step(
         self, model: Any, make_network: Callable[[Form], nn.Module], tensors: dict[str, Any]
     ) -> torch.Tensor:
-        """Run a step and return its prediction; keep its arrays for the context's next step."""
-        # Hooks without a state manager do not tell contexts apart, in diffusers either.
+        """Run a denoising step and return its prediction; keep its arrays for the context's next step.
+
+        Args:
+            model: the transformer.
+            make_network: makes the module that a program is compiled from, for a form.
+            tensors: the step's inputs, by name.
+        """
+        # diffusers keeps one state for all contexts in hooks without a state manager: so does the name None.
         name = _THREAD.context if any(hasattr(each.hook, "state_manager") for each in self.hooks) else None
         states = _THREAD.states.setdefault(self, {})
-        state = states.pop(name, None) or self._new_state(name)  # a step that fails leaves no state behind
-        # `numbers` are scalars that the step's program takes besides the tensors.
+        # The state is put back after the step. If the step fails, it is gone, and the next step begins a run.
+        state = states.pop(name, None) or self._new_state(name)
         form, numbers = runtime.without_torchax(self._plan_step, state, model, tensors)
         network = make_network(form)
         program = model.program_of(network)
         weights, inputs = program.weights(network), program.put({**tensors, **numbers})
-        if state.kept is None:
-            state.kept = program.empty_cache(weights, inputs)
-        # The kept arrays are donated, and replaced by the step's; `seen` is a scalar for the host, or None.
-        (prediction, seen), state.kept = program.run(weights, inputs, state.kept)
-        self._record(state, seen)
+        if state.kept_arrays is None:
+            state.kept_arrays = program.empty_cache(weights, inputs)
+        # The program is donated the kept arrays, and returns those that replace them.
+        (prediction, host_scalar), state.kept_arrays = program.run(weights, inputs, state.kept_arrays)
+        self._record(state, host_scalar)
         states[name] = state
         return runtime.tensor_of(prediction)
 
     def plan_run(self, model: Any, batch: int, steps: Iterable[Any]) -> list[StepPlan]:
         """Return the `StepPlan` of each step of a run, without running a step.
 
-        `steps` has an item for each step, which is ignored. A generator may set the step's timestep, which
-        the hooks' callbacks return, before it yields.
+        Args:
+            model: the transformer.
+            batch: number of videos; with guidance each counts as two.
+            steps: has one item for each step, whose value is ignored. A generator may set the timestep that
+                the hooks' callbacks return before it yields the step's item.
         """
         state = self._new_state("a plan")  # hooks need a context; its name does not matter
-        tensors = {"hidden_states": torch.empty(batch, 0)}  # hooks read nothing of them but the batch size
+        tensors = {"hidden_states": torch.empty(batch, 0)}  # `_plan_step` reads only the batch size
         return [self._plan_step(state, model, tensors) for _ in steps]
 
     def _new_state(self, name: str | None) -> RunState:
@@ -148,103 +172,121 @@ class StepCache:
         hooks = {each.module: each.hook for each in self.hooks}  # by the module's name
         state = RunState(runtime.without_torchax(copy.deepcopy, hooks))
         for hook in state.hooks.values():
-            hook.reset_state(None)  # its argument is the hooked module, which no cache's hook reads
+            hook.reset_state(None)  # the argument is the hooked module, which no cache's hook reads
             upstream.set_context(hook, name)
         self._computed = state.computed
         return state
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        """Return the form and the numbers of the next step, and have the hooks count the step."""
+        """Return the form and the numbers of the next step, and have the hooks count the step.
+
+        A subclass also appends to `state.computed`, here or in `_record`, whether the step skips nothing.
+        """
         raise NotImplementedError
 
-    def _record(self, state: RunState, seen: Any) -> None:
-        """Update `state` after a step by `seen`, a scalar that the program returned for the host, or None."""
+    def _record(self, state: RunState, host_scalar: Any) -> None:
+        """Update `state` after a step.
+
+        `host_scalar` is a number that the step's program computed for the host; most caches have None.
+        """
 
 
 class FirstBlockSteps(StepCache):
-    """FirstBlockCache: the blocks after the first run if the first one's residual has changed enough."""
+    """FirstBlockCache: the blocks after the first run only if the first block's residual has changed enough.
+
+    The residual of a block is its result minus its input. It is compared with that of the last step whose
+    blocks all ran.
+    """
 
     def plan_run(self, model: Any, batch: int, steps: Iterable[Any]) -> list[StepPlan]:
-        """Return (form, numbers) of a step that runs all blocks, and of one that reuses.
+        """Return two plans, whatever the `steps`: of a step that runs all blocks, and of one that does not.
 
-        In a run the device decides between the two; in a plan each is a program.
+        In a run one program has both, and the device chooses. In a plan each is a program.
         """
-        # `numbers` has only the threshold, the same for all steps: `range(1)` plans one step to get it.
+        # One step is planned, by `range(1)`, for its numbers: the threshold, which is the same in all steps.
         ((_form, numbers),) = super().plan_run(model, batch, range(1))
         return [(form("first_block", reuses=reuses), numbers) for reuses in (False, True)]
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        first_hook = next(iter(state.hooks.values()))  # the first block's
-        first_hook.state_manager.get_state()  # raises an error outside of a context
-        return form("first_block"), {"threshold": torch.tensor(first_hook.threshold)}
+        first_block_hook = next(iter(state.hooks.values()))
+        first_block_hook.state_manager.get_state()  # only for diffusers' error outside of a context
+        return form("first_block"), {"threshold": torch.tensor(first_block_hook.threshold)}
 
-    def _record(self, state: RunState, seen: Any) -> None:
-        state.computed.append(seen)
+    def _record(self, state: RunState, host_scalar: Any) -> None:
+        state.computed.append(host_scalar)  # whether the device ran all blocks
 
 
 class MagSteps(StepCache):
-    """MagCache: all blocks or none, by ratios that a calibration run, which skips nothing, has measured.
+    """MagCache: a step runs all blocks or none, by ratios that a calibration has measured.
 
-    A ratio is the norm of a step's residual of all blocks over that of the step before.
+    A calibration is a run that skips nothing. The residual of a step is what its blocks add to their input.
+    The ratio of a step is the norm of its residual over the norm of the residual of the step before.
     """
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        """Ask the first block's hook, which decides by its ratios, whether all blocks run or none."""
+        """Ask the first block's hook, which decides by the ratios, whether all blocks run or none."""
         first_hook, *_, last_hook = state.hooks.values()  # in the order of the blocks
-        # The hooks need arguments and a result of a block, (patches, text), but decide without the values.
+        # The hooks need a block's arguments and its result, (patches, text), but decide without their values.
         zeros = torch.zeros(1, 1, 1)
         arguments, result = {"hidden_states": zeros, "encoder_hidden_states": zeros}, (zeros, zeros)
         computes = computes_module(first_hook, result, **arguments)
-        if not first_hook.config.calibrate:  # else `_record` counts the step, once its ratio is measured
-            computes_module(last_hook, result, **arguments)  # called because this hook counts the step
+        # The last block's hook counts the step. In a calibration it does so in `_record`, where it also
+        # records the step's ratio.
+        if not first_hook.config.calibrate:
+            computes_module(last_hook, result, **arguments)
         state.computed.append(computes)
         return form("all_blocks" if computes else "no_block"), {}
 
-    def _record(self, state: RunState, seen: Any) -> None:
-        """In a calibration, have the last block's hook record `seen`, the step's ratio."""
+    def _record(self, state: RunState, host_scalar: Any) -> None:
+        """In a calibration, have the last block's hook record `host_scalar`, the step's ratio."""
         *_, last_hook = state.hooks.values()
         if last_hook.config.calibrate:
-            runtime.without_torchax(upstream.record_ratio, last_hook, seen)
+            runtime.without_torchax(upstream.record_ratio, last_hook, host_scalar)
 
 
 class BroadcastSteps(StepCache):
-    """PyramidAttentionBroadcast: later steps reuse attention's results."""
+    """PyramidAttentionBroadcast: attention runs in some steps, and the steps between reuse its results."""
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        # The hooks only pass a module's result on: any tensor can stand for it.
-        skipped = tuple(
-            name for name, hook in state.hooks.items() if not computes_module(hook, torch.zeros(1))
+        result = torch.zeros(1)  # stands for any module's result, which the hooks only pass on
+        skipped_modules = tuple(
+            name for name, hook in state.hooks.items() if not computes_module(hook, result)
         )
-        state.computed.append(not skipped)  # whether the step skips nothing
-        return form("broadcast", tuple(state.hooks), skipped), {}
+        state.computed.append(not skipped_modules)
+        return form("broadcast", tuple(state.hooks), skipped_modules), {}
 
 
 class TaylorSteps(StepCache):
-    """TaylorSeer: results are extrapolated from earlier steps."""
+    """TaylorSeer: a skipped step's results are extrapolated, by a Taylor series, from the computed steps."""
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
         hook_states = {name: hook.state_manager.get_state() for name, hook in state.hooks.items()}
-        # diffusers keeps no result of an inactive module: zeros replace it.
-        kept = tuple(name for name in results_read_by_skips(hook_states) if not hook_states[name].is_inactive)
-        # Any state tells "since", as all count the same steps. "known" is a kept module's: an inactive
-        # module's state has no factors, the arrays that diffusers keeps.
-        hook_state = hook_states[kept[0] if kept else next(iter(hook_states))]
-        # Both are read before `computes_module`, which has the hooks count this step.
-        known = len(hook_state.taylor_factors.get(0, ()))  # factors of a result's tensor 0, as of each tensor
-        last_step = hook_state.last_update_step  # the last computed one
-        # Each hook is called, to count the step; all give one answer, whatever the module's result (a zero).
+        # The modules whose results diffusers keeps: not the inactive ones, whose results zeros replace.
+        kept_modules = tuple(
+            name for name in results_read_by_skips(hook_states) if not hook_states[name].is_inactive
+        )
+        # All modules' states have counted the same steps. Only the state of a kept module, if there is one,
+        # has the factors of a series.
+        hook_state = hook_states[kept_modules[0] if kept_modules else next(iter(hook_states))]
+        # Both are read before `computes_module` has the hooks count this step. All tensors of a result have
+        # as many factors as tensor 0.
+        known_factors = len(hook_state.taylor_factors.get(0, ()))
+        last_computed_step = hook_state.last_update_step
+        # Each hook has to be called, as it counts the step. The result, a zero, does not matter to the hooks,
+        # which all give one answer: this step computes all modules or none.
         (computes,) = {computes_module(hook, torch.zeros(1)) for hook in state.hooks.values()}
         state.computed.append(computes)
-        # Without a computed step before, no difference is kept: 1 only avoids a division by 0.
-        since = 1.0 if last_step is None else float(hook_state.current_step - last_step)
+        # In the first step no earlier one was computed, and no difference is kept: any number but 0, by which
+        # the program would divide, will do.
+        since = 1.0 if last_computed_step is None else float(hook_state.current_step - last_computed_step)
         taylor_form = form(
             "taylor",
-            kept,
-            skipped=() if computes else tuple(hook_states),
-            arrays=hook_state.max_order + 1,
+            kept_modules,
+            skipped_modules=() if computes else tuple(hook_states),
+            arrays_per_tensor=hook_state.max_order + 1,  # the value, and `max_order` derivatives
             dtype=hook_state.taylor_factors_dtype,
         )
-        return taylor_form, {"since": torch.tensor(since), "known": torch.tensor(known)}
+        return taylor_form, {"since": torch.tensor(since), "known": torch.tensor(known_factors)}
 
 
 def results_read_by_skips(names: Iterable[str]) -> list[str]:
@@ -255,45 +297,53 @@ def results_read_by_skips(names: Iterable[str]) -> list[str]:
     """
 
     def position(name: str) -> tuple[float, bool]:
-        """Return (index of a module's block, whether it is the whole block), in the order of running."""
+        """Return (index of the module's block, whether it is the whole block), by which modules are ordered.
+
+        A module outside of the blocks comes after them; True for "proj_out", before which all is computed.
+        """
         block = re.match(r"transformer_blocks\.(?P<index>\d+)(?P<inside>\.?)", name)
         return (float(block["index"]), not block["inside"]) if block else (math.inf, name == "proj_out")
 
     positions = {name: position(name) for name in names}
-    # The default is before the first block: without a whole module all names are returned.
+    # The last whole block, or "proj_out". Without one, -1 is before the first block: all names are returned.
     last_whole = max((each for each in positions.values() if each[1]), default=(-1.0, False))
     return [name for name in names if positions[name] >= last_whole]
 
 
 class FasterSteps(StepCache):
-    """FasterCache: attention is extrapolated, the prediction without the prompt made from the one with it."""
+    """FasterCache: attention's results are extrapolated, and the prediction without the prompt is estimated.
+
+    The transformer has a hook too, called "". The other hooks have the names of attention modules.
+    """
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        """Return the form, with the weights that the user's callbacks give."""
-        # The hook of the transformer has the name "", hooks of attention modules have the modules' names.
-        attention = tuple(name for name in state.hooks if name)
-        denoiser = state.hooks[""]
-        has_two_results = denoiser.state.iteration > 1  # else there is nothing to extrapolate: weight 0
-        prompted_only, skipped = self._ask_hooks(state, len(tensors["hidden_states"]))
-        callbacks = {each.module: each.hook for each in self.hooks}  # the original hooks have the user's
+        """Return the form and the numbers, which are weights that the user's callbacks give."""
+        attention_modules = tuple(name for name in state.hooks if name)
+        transformer_hook = state.hooks[""]
+        # Read before `_ask_hooks`, which has the hooks count this step.
+        has_two_results = transformer_hook.state.iteration > 1
+        prompted_only, skipped_modules = self._ask_hooks(state, len(tensors["hidden_states"]))
+        # In the copied hooks `_ask_hooks` has replaced the user's callbacks: the original hooks have them.
+        original_hooks = {each.module: each.hook for each in self.hooks}
+        # By attention module, the weight of its extrapolation: 0 before there are two results to extrapolate.
         weights = [
-            has_two_results * float(callbacks[name].weight_callback(model.get_submodule(name)))
-            if name in skipped
+            has_two_results * float(original_hooks[name].weight_callback(model.get_submodule(name)))
+            if name in skipped_modules
             else 0.0
-            for name in attention
+            for name in attention_modules
         ]
-        low, high = 1.0, 1.0
+        low, high = 1.0, 1.0  # weights of low and high frequencies, which only a `prompted_only` step reads
         if prompted_only:
-            low = float(callbacks[""].low_frequency_weight_callback(model))
-            high = float(callbacks[""].high_frequency_weight_callback(model))
-        state.computed.append(not (prompted_only or skipped))  # whether the step skips nothing
+            low = float(original_hooks[""].low_frequency_weight_callback(model))
+            high = float(original_hooks[""].high_frequency_weight_callback(model))
+        state.computed.append(not (prompted_only or skipped_modules))
         faster_form = form(
             "faster",
-            attention,
-            skipped,
-            arrays=2,  # the last two results are kept
-            # None: in a distilled model no video has a twin without the prompt.
-            prompted_only=None if denoiser.is_guidance_distilled else prompted_only,
+            attention_modules,
+            skipped_modules,
+            arrays_per_tensor=2,  # the last two results
+            # A model with distilled guidance runs no videos without the prompt.
+            prompted_only=None if transformer_hook.is_guidance_distilled else prompted_only,
         )
         return faster_form, {
             "low": torch.tensor(low),
@@ -304,60 +354,67 @@ class FasterSteps(StepCache):
     def _ask_hooks(self, state: RunState, batch: int) -> tuple[bool, tuple[str, ...]]:
         """Return (whether a step runs only the prompted videos, names of the modules that it skips).
 
-        The transformer's hook, named "", decides the first, the attention modules' hooks the second. They
-        also count the step. `batch` is the number of videos, without and with the prompt.
+        The transformer's hook decides the first, the hooks of attention modules the second. All hooks count
+        the step. `batch` is the number of videos, without and with the prompt.
         """
-        # These hooks are copies, and weights do not change what they skip: their callbacks return 0.
+        # The user's callbacks for weights need modules and do not change what is skipped: in these copies of
+        # the hooks they are replaced by one that returns 0.
         for hook in state.hooks.values():
             vars(hook).update(
                 {name: lambda _module: 0.0 for name in vars(hook) if name.endswith("weight_callback")}
             )
         prompted_only: bool = False
-        skipped: tuple[str, ...] = ()
+        skipped_modules: tuple[str, ...] = ()
 
-        def denoise(hidden_states: torch.Tensor) -> tuple[torch.Tensor]:
-            """Stand for the transformer: ask the hooks of attention, which it would call."""
-            nonlocal prompted_only, skipped
+        def stand_in_transformer(hidden_states: torch.Tensor) -> tuple[torch.Tensor]:
+            """Ask the hooks of the attention modules, which the transformer would call."""
+            nonlocal prompted_only, skipped_modules
             prompted_only = len(hidden_states) < batch
             result = hidden_states  # in place of a module's result: hooks read only its number of videos
-            skipped = tuple(
+            skipped_modules = tuple(
                 name
                 for name, hook in state.hooks.items()
                 if name and not computes_module(hook, result, hidden_states)
             )
             return (result,)
 
-        # The hook calls `denoise` once, with all videos or with those that it does not skip.
-        upstream.call_hook(state.hooks[""], denoise, hidden_states=torch.zeros(batch, 1, 1, 1, 1))
-        return prompted_only, skipped
+        # The transformer's hook calls `stand_in_transformer` once, with all videos or the prompted ones. The
+        # hook reads nothing of the latents (N, T, C, H, W) but their number.
+        latents = torch.zeros(batch, 1, 1, 1, 1)
+        upstream.call_hook(state.hooks[""], stand_in_transformer, hidden_states=latents)
+        return prompted_only, skipped_modules
 
-    def _record(self, state: RunState, seen: Any) -> None:
-        """Put the two kept results of each tensor in order again, the older one first."""
-        # The program returns (newer, older): the newer result is written to the donated memory of the oldest.
-        # The hook named "" is the transformer's: it keeps no such pairs.
+    def _record(self, state: RunState, host_scalar: Any) -> None:
+        """Put the two kept results of each tensor in the order (older, newer), which the next step takes.
+
+        The program returns (newer, older), so that the newest result is written to the donated memory of the
+        oldest one.
+        """
         in_order = {
-            name: tuple((older, newer) for newer, older in state.kept[name]) for name in state.hooks if name
+            name: tuple((older, newer) for newer, older in state.kept_arrays[name])
+            for name in state.hooks
+            if name  # not the transformer, for which no such pairs are kept
         }
-        state.kept = {**state.kept, **in_order}
+        state.kept_arrays = {**state.kept_arrays, **in_order}
 
 
 def computes_module(hook: Any, result: Any, *args: Any, **kwargs: Any) -> bool:
-    """Run a hook with a stand-in for its module; return whether the hook called the stand-in.
+    """Return whether a hook would run its module in this step; the hook counts the step.
 
-    If so, this step has to compute the module. The hook counts the step. `result` is what the stand-in
-    returns to it.
+    The hook is called with `args` and `kwargs`, and runs a stand-in for its module, which returns `result`.
     """
-    ran: list[bool] = []
+    was_called: bool = False
 
-    def module(*_: Any, **__: Any) -> Any:
-        ran.append(True)
+    def stand_in_module(*_args: Any, **_kwargs: Any) -> Any:
+        nonlocal was_called
+        was_called = True
         return result
 
-    upstream.call_hook(hook, module, *args, **kwargs)
-    return bool(ran)
+    upstream.call_hook(hook, stand_in_module, *args, **kwargs)
+    return was_called
 
 
-KINDS: dict[str, type[StepCache]] = {
+CACHE_CLASSES: dict[str, type[StepCache]] = {
     "FBC": FirstBlockSteps,
     "Mag": MagSteps,
     "PyramidAttention": BroadcastSteps,
@@ -372,7 +429,7 @@ WITHOUT_EFFECT = (
     "PyramidAttentionBroadcastConfig or FasterCacheConfig, or TaylorSeerCacheConfig with use_lite_mode=True "
     r"or cache_identifiers=[r'transformer_blocks\.\d+\.attn1']"
 )
-"""Warning for the name of a config whose cache skips nothing."""
+"""Warning of an enabled cache that skips nothing, to format with the name of its config's class."""
 
 
 def cache_of(hooks: list[upstream.Hooked]) -> StepCache | None:
@@ -381,9 +438,13 @@ def cache_of(hooks: list[upstream.Hooked]) -> StepCache | None:
     Raises:
         ValueError: hooks of several caches.
     """
-    class_names = {type(each.hook).__name__ for each in hooks}
-    # `KINDS` has the class of each cache, by the prefix of its hooks' classes.
-    kinds = {kind for prefix, kind in KINDS.items() for name in class_names if name.startswith(prefix)}
-    if len(kinds) > 1:
-        raise ValueError(f"got hooks of {len(kinds)} caches: disable one before another is enabled")
-    return kinds.pop()(hooks) if kinds else None
+    hook_classes = {type(each.hook).__name__ for each in hooks}
+    # diffusers' classes of one cache's hooks begin with one prefix.
+    cache_classes = {
+        cache_class
+        for prefix, cache_class in CACHE_CLASSES.items()
+        if any(name.startswith(prefix) for name in hook_classes)
+    }
+    if len(cache_classes) > 1:
+        raise ValueError(f"got hooks of {len(cache_classes)} caches: disable one before another is enabled")
+    return cache_classes.pop()(hooks) if cache_classes else None

@@ -20,7 +20,10 @@ from cogvideox_torchax.pipelines import stages
 from cogvideox_torchax.runtime import to_torch, without_torchax
 
 TEXT, IMAGE, VIDEO, CONTROL = "text", "image", "video", "control"
-"""Kinds of pipelines, by what conditions the video besides the prompt."""
+"""Kinds of pipelines, by what conditions the video besides the prompt: nothing, an image or a clip.
+
+A `VIDEO` pipeline changes a clip: it adds noise, and denoises it. A `CONTROL` pipeline follows a clip.
+"""
 
 CLASSES = {
     TEXT: "CogVideoXPipeline",
@@ -31,22 +34,22 @@ CLASSES = {
 """The name of diffusers' class of each kind of pipeline."""
 
 CONFIGS = (INDEX, "*/config.json", "*/scheduler_config.json")
-"""Patterns of a pipeline's files that are read before it is loaded."""
+"""Patterns of the files of a pipeline that are read before its weights are loaded."""
 
 VAE_CONFIG = "vae/config.json"
 
 
 class RequestError(ValueError):
-    """A request that the model cannot serve; the message says what it can."""
+    """A request that the model cannot serve; the message says which requests it can serve."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """A pipeline that is not loaded yet.
+    """A description of a pipeline, whose weights are not loaded yet.
 
     Attributes:
         name: a directory or a hub id.
-        kind: `TEXT`, `IMAGE`, `VIDEO` or `CONTROL`: the use of the pipeline.
+        kind: `TEXT`, `IMAGE`, `VIDEO` or `CONTROL`.
         transformer, vae, scheduler: the configs of its parts.
     """
 
@@ -58,27 +61,28 @@ class Model:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the configs, which a saved stage is compared by.
+        """A hash of the configs, by which a saved stage tells whether it was made with this model.
 
-        Keys that begin with "_", such as the version of diffusers that wrote a config, are left out.
+        Keys that begin with "_" are left out: such as the version of diffusers, they do not change the model.
         """
-        plain = {
+        configs = {
             part: {key: value for key, value in getattr(self, part).items() if not key.startswith("_")}
             for part in ("transformer", "vae", "scheduler")
         }
-        return hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(configs, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     @property
     def spatial_compression_ratio(self) -> int:
-        """Pixels of a frame for each latent pixel, along one axis; each VAE level but the last halves it."""
+        """Pixels of a frame for each latent pixel along an axis, which each VAE level but the last halves."""
         return 2 ** (len(self.vae["block_out_channels"]) - 1)
 
     @property
     def temporal_scale(self) -> int:
-        """Frames for each latent frame after the first; the first latent frame stands for a single frame."""
+        """Frames for each latent frame but the first latent frame, which stands for a single frame."""
         return int(self.vae["temporal_compression_ratio"])
 
     def latent_frames(self, frames: int) -> int:
+        """Return the number of latent frames of a video of so many frames."""
         return (frames - 1) // self.temporal_scale + 1
 
     @property
@@ -93,7 +97,7 @@ class Model:
 
 
 def describe(name: str, *, image: bool, clip: bool) -> Model:
-    """Return a pipeline's kind and the configs of its parts, without loading it.
+    """Return the description of a pipeline, of which only the configs are read.
 
     Args:
         name: a directory or a hub id.
@@ -107,8 +111,8 @@ def describe(name: str, *, image: bool, clip: bool) -> Model:
     kind = _kind(name, str(index.get("_class_name")), image, clip)
     transformer = config_of(name, "transformer/config.json")
     scheduler = config_of(name, "scheduler/scheduler_config.json")
-    # The index has (library, class) of each part.
-    # diffusers loads that class, whatever the part's own config says.
+    # The index has (library, class) of each part. diffusers loads that class, whatever the part's own config
+    # says.
     _library, scheduler["_class_name"] = index["scheduler"]
     return Model(name, kind, transformer, config_of(name, VAE_CONFIG), scheduler)
 
@@ -122,8 +126,8 @@ def _kind(name: str, class_name: str, image: bool, clip: bool) -> str:
     """Return the kind of a pipeline by its class and its inputs; raise `RequestError` if they do not fit."""
     if class_name not in CLASSES.values():
         raise RequestError(f"{name} is a {class_name}: it takes one of {', '.join(CLASSES.values())}")
-    # Pipelines for text and for video have the same parts. So the index may name either class, and whether
-    # there is an input video decides.
+    # Pipelines of the kinds TEXT and VIDEO have the same parts. So the index may name the class of either,
+    # and the kind depends on whether there is a clip.
     conditioned = {CLASSES[IMAGE]: IMAGE, CLASSES[CONTROL]: CONTROL}
     kind = conditioned.get(class_name, VIDEO if clip else TEXT)
     if (kind == IMAGE) != image or (kind == CONTROL and not clip):
@@ -137,7 +141,12 @@ def _kind(name: str, class_name: str, image: bool, clip: bool) -> str:
 
 
 def check(request: stages.Request, model: Model) -> None:
-    """Raise `RequestError` or `VideoError` unless the model can serve the request."""
+    """Raise an error unless the model can serve the request, and the request's image and clip can be read.
+
+    Raises:
+        ValueError: such as `RequestError`; the message says what the model takes.
+        VideoError: an image or a clip that cannot be read.
+    """
     _check_size(request, model)
     _check_prompt(request, model)
     faults.refuse(
@@ -158,7 +167,7 @@ def check(request: stages.Request, model: Model) -> None:
             f"no step is left of {request.num_inference_steps} x {request.strength}; give more of either"
         )
     if request.image is not None:
-        video.read_image(request.image)  # raises if it cannot be read; it is opened again when it is used
+        video.read_image(request.image)  # only for its error: the image is read again when it is used
     if request.video is not None:
         num_frames = video.probe(request.video).num_frames
         if num_frames < request.frames:
@@ -168,7 +177,7 @@ def check(request: stages.Request, model: Model) -> None:
 
 
 def steps_of(request: stages.Request, model: Model) -> int:
-    """Return the number of denoising steps; a `VIDEO` pipeline takes a part, `strength`, of them."""
+    """Return the number of denoising steps that run: of a `VIDEO` pipeline the share `strength`, else all."""
     return (
         int(request.num_inference_steps * request.strength)
         if model.kind == VIDEO
@@ -185,22 +194,26 @@ def _check_size(request: stages.Request, model: Model) -> None:
         raise RequestError(f"got {request.height} x {request.width} pixels: both must be multiples of 8")
     _frames, learned_height, learned_width = model.size
     has_learned_size = (request.height, request.width) == (learned_height, learned_width)
+    # Unlike sinusoidal or rotary positions, learned ones cannot be computed for another size.
     if model.transformer["use_learned_positional_embeddings"] and not has_learned_size:
         raise RequestError(
             f"got height={request.height}, width={request.width}: {model.name} has learned its positions, "
             f"and takes height={learned_height}, width={learned_width} alone"
         )
-    # A patch may span several latent frames. Pipelines that take no clip pad to whole patches themselves:
-    # for them any number of latent frames will do.
+    # A patch may span several latent frames, and their number has to be a multiple of that. Pipelines that
+    # take no clip pad the latents to whole patches themselves: for them any number of latent frames will do.
     patch = 1 if model.kind in (TEXT, IMAGE) else model.transformer["patch_size_t"] or 1
-    scale, latent = model.temporal_scale, model.latent_frames(request.frames)
-    if request.frames < 1 or (request.frames - 1) % scale or latent % patch:
-        below = max(latent // patch * patch, patch)  # latent frames of the nearest valid request
-        fewer, more = ((n - 1) * scale + 1 for n in (below, below + patch))
+    scale = model.temporal_scale
+    latent_frames = model.latent_frames(request.frames)
+    if request.frames < 1 or (request.frames - 1) % scale or latent_frames % patch:
+        # Latent frames of a valid request, the nearest with fewer frames, or the smallest.
+        valid = max(latent_frames // patch * patch, patch)
+        fewer, more = ((n - 1) * scale + 1 for n in (valid, valid + patch))
         raise RequestError(f"got --frames {request.frames}: {model.name} generates {fewer} or {more} of them")
 
 
 def _check_prompt(request: stages.Request, model: Model) -> None:
+    """Raise `RequestError` if a prompt has more tokens than the model takes: the pipelines would cut it."""
     from transformers import AutoTokenizer
 
     limit = model.transformer["max_text_seq_length"]
@@ -218,7 +231,7 @@ def load_generator(model: Model, dtype: torch.dtype, mesh: Any, *, with_text: bo
         model: the model, as `describe` returns it.
         dtype: dtype of all weights.
         mesh: a mesh of `make_mesh`; None for one device.
-        with_text: whether to load the text encoder, which an encoded prompt does not need.
+        with_text: whether to load the text encoder; False if the prompt's embeddings are there already.
 
     Raises:
         RequestError: the pipeline cannot be loaded.
@@ -227,7 +240,7 @@ def load_generator(model: Model, dtype: torch.dtype, mesh: Any, *, with_text: bo
 
     from cogvideox_torchax.pipelines.loading import load_pipeline
 
-    # Components that are None are not loaded.
+    # diffusers does not load a component that is passed as None.
     omitted = {} if with_text else {"text_encoder": None, "tokenizer": None}
     try:
         return load_pipeline(
@@ -249,8 +262,8 @@ class Generation:
         pipe: the pipeline of `load_generator`.
         model, request: the model and the request.
         keep: directory to save stages in; None for none.
-        show: called with each step's latents (N, T, C, H, W) on the host, divided by the VAE's scaling
-            factor; None for no call.
+        show: called after each step with its latents (N, T, C, H, W) on the host, as the VAE's decoder takes
+            them: divided by the VAE's scaling factor. None for no call.
     """
 
     pipe: Any
@@ -262,7 +275,8 @@ class Generation:
     def encode_text(self) -> dict[str, torch.Tensor | None]:
         """Return the prompts' embeddings (1, tokens, channels) by the pipeline's argument names.
 
-        Without guidance the negative prompt has None. A directory `keep` gets the embeddings, to resume from.
+        Without guidance the negative prompt has None. The embeddings are also saved in the directory `keep`,
+        if there is one.
         """
         with torch.no_grad():
             positive, negative = self.pipe.encode_prompt(
@@ -273,14 +287,17 @@ class Generation:
             )
         embeddings = {"prompt_embeds": positive, "negative_prompt_embeds": negative}
         if self.keep is not None:
-            self._forget_latents()  # first: a run that is killed here leaves no latents of another text
+            # Latents of an earlier text are deleted before the new text is written. In the opposite order, a
+            # process that is killed in between would leave them beside a text that is not theirs.
+            self._forget_latents()
             stages.save_text(self.keep, embeddings, request=self.request, model=self.model.fingerprint)
         return embeddings
 
     def sample(self, embeddings: dict[str, torch.Tensor | None]) -> latent_files.Latents:
         """Denoise the `embeddings`, and return the latents (1, C, T, H, W) as the content of a latent file.
 
-        An earlier generation's file of latents is deleted: it must not be taken for this generation's.
+        A file of latents that an earlier generation left in `keep` is deleted first, so that it is not taken
+        for this generation's if this one fails.
         """
         self._forget_latents()
         sampled = self.pipe(
@@ -289,7 +306,7 @@ class Generation:
             callback_on_step_end=self._show_step if self.show else None,
             output_type="latent",
         ).frames
-        # The pipelines put padding before the first frame, to get whole patches: it is cut off.
+        # To get whole patches, the pipelines pad the latents before the first frame: this is cut off.
         padding = sampled.shape[1] - self.model.latent_frames(self.request.frames)
         return latent_files.Latents(
             tensor=self._unscaled_on_host(sampled)[:, padding:].permute(0, 2, 1, 3, 4).contiguous(),
@@ -300,10 +317,12 @@ class Generation:
         )
 
     def _forget_latents(self) -> None:
+        """Delete the file of latents in `keep`, if there is one."""
         if self.keep is not None:
             stages.path_of(self.keep, stages.LATENTS).unlink(missing_ok=True)
 
     def _arguments(self) -> dict[str, Any]:
+        """Return the arguments of the pipeline's call that its kind takes, without the embeddings."""
         request = self.request
         arguments: dict[str, Any] = {
             "height": request.height,
@@ -327,17 +346,19 @@ class Generation:
 
         size = video.Framing(self.request.height, self.request.width)
         frames = video.read_frames(str(self.request.video), size, self.request.frames)
-        # A frame is (1, 3, H, W), an image's array (H, W, 3).
+        # A frame is (1, 3, H, W) bytes, an image's array (H, W, 3).
         return [Image.fromarray(frame.squeeze(0).permute(1, 2, 0).numpy()) for frame in frames]
 
     def _show_step(self, pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Pass a step's latents to `show`; the pipeline's `callback_on_step_end`.
+        """Pass a step's latents to `show`.
 
-        The pipeline replaces its variables by those that the callback returns: here none.
+        The pipeline calls this as its `callback_on_step_end`. It then replaces its variables by those in the
+        dictionary that is returned: by none.
         """
         if self.show is not None:
             self.show(self._unscaled_on_host(kwargs["latents"]))
         return {}
 
     def _unscaled_on_host(self, latents: torch.Tensor) -> torch.Tensor:
+        """Return latents of the transformer on the host, as the VAE's decoder takes them."""
         return 1 / self.model.vae["scaling_factor"] * to_torch(latents)

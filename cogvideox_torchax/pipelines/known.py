@@ -1,4 +1,7 @@
-"""The class that a network becomes: a known one's own, or a compiled one of any class."""
+"""The ported class of a network: a class for networks that this package knows, or one made for any class.
+
+A ported class is a subclass of the class that it replaces. Here `kind` is such a class before it is ported.
+"""
 
 import functools
 from typing import Any
@@ -22,7 +25,7 @@ KNOWN: dict[type[nn.Module], type[KnownNetwork]] = {
     DiffusersTransformer: CogVideoXTransformer3DModel,
     TransformersT5Encoder: T5EncoderModel,
 }
-"""The class that each network becomes that this package knows."""
+"""The ported class of each class whose layers this package knows."""
 
 METHODS = ("forward", "encode", "decode")
 """Methods of a network that are compiled, if its class has them."""
@@ -38,6 +41,7 @@ def ported_class(kind: Any) -> type[CompiledNetwork]:
     members = {
         "__module__": kind.__module__,
         "__doc__": kind.__doc__,
+        # pickle cannot find this class by its name: it is found by its stock class.
         "__reduce_ex__": lambda self, _protocol: (_revived, (kind,), self.__getstate__()),
         **loras.methods_in_pytorch(kind, loras.NETWORK_METHODS),
     }
@@ -46,33 +50,37 @@ def ported_class(kind: Any) -> type[CompiledNetwork]:
     for stock, known in KNOWN.items():
         if issubclass(kind, stock) and kind.forward is stock.forward:  # a subclass that computes the same
             return type(kind.__name__, (known, kind), members)
-    members |= {name: _as_it_is(kind, name) for name in METHODS if hasattr(kind, name)}
+    members |= {name: _compiled_method(kind, name) for name in METHODS if hasattr(kind, name)}
     return type(kind.__name__, (CompiledNetwork, kind), members)
 
 
-def _as_it_is(kind: type, name: str) -> Any:
-    """Return a method that runs the method `name` of class `kind`, as it is at the time of a call."""
+def _compiled_method(kind: type, name: str) -> Any:
+    """Return a method that runs the method `name` of class `kind`: on JAX as a program, else by PyTorch."""
 
     @functools.wraps(getattr(kind, name))
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # The method is looked up in each call: a user may replace it on the class.
         return self.run_as_it_is(getattr(kind, name), *args, **kwargs)
 
     return call
 
 
 def _revived(kind: type) -> Any:
-    """Return a blank instance of the ported class of `kind`, for unpickling."""
+    """Return an instance without attributes of the ported class of `kind`; unpickling sets the attributes."""
     return object.__new__(ported_class(kind))
 
 
 def port_network(network: Any) -> Any:
-    """Give a loaded network, and layers that were added since, their ported classes in place; return it."""
+    """Give a network and its layers their ported classes, in place; return the network.
+
+    On a ported network this ports the layers that were added since.
+    """
     port_layers(network)
     network.__class__ = ported_class(type(network))
     upstream.cached_block(Block)  # registers the class, which diffusers' caches look up
     save_as_stock(network)  # a saved pipeline names the original class: it loads without this package
     if hasattr(network, "tie_weights"):
-        # T5's token embedding is one weight under two names. torch's own `to` with torchax, before `port`,
-        # and loading weights by name make two tensors of it.
+        # T5's token embedding is one weight under two names. It becomes two tensors if weights are loaded by
+        # name, or if torch's own `to` has moved the network to torchax before `port`.
         network.tie_weights()
     return network

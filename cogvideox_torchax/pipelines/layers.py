@@ -1,4 +1,6 @@
-"""The layers of a pipeline's networks, ported: each class is its original's with a second way to run.
+"""The layers of a pipeline's networks, ported: each class is a subclass of the layer that it replaces.
+
+Plain torch tensors run the inherited forward, torchax tensors run a kernel of `jax_kernels`.
 
 Axis letters: N videos, S positions of a sequence (text first, then patches), H heads, D channels of a head.
 """
@@ -19,21 +21,24 @@ from cogvideox_torchax.runtime.layers import by_kernel
 
 
 class Linear(nn.Linear):
-    """A matrix product rounded once, bias included (`jax_kernels.linear`)."""
+    """A linear layer that is rounded once, after the bias is added (`jax_kernels.linear`)."""
 
     inputs_split: bool = False
-    """True if the inputs' channels are sharded, and the product is a sum over devices; set for a trace."""
+    """True if the weight is split by its inputs, so that the product is a sum over devices.
+
+    `SequencePlacement.watching` sets it on a program's own copy of the layer.
+    """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not by_kernel(self, input):
             return super().forward(input)
-        # If the input channels are split over devices, each device rounds its part of a sum before the
-        # all-reduce, which then communicates 16 bits instead of 32.
+        # If the product is a sum over devices, each device rounds its part before the all-reduce: in bfloat16
+        # this halves the bytes that are sent.
         return torch_view(jax_kernels.linear)(input, self.weight, self.bias, rounded_parts=self.inputs_split)
 
 
 class LayerNorm(nn.LayerNorm):
-    """LayerNorm over the last axis, whose statistics are float32 (`jax_kernels.layer_norm`)."""
+    """LayerNorm over the last axis, with its statistics in float32 (`jax_kernels.layer_norm`)."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not by_kernel(self, input) or len(self.normalized_shape) != 1:
@@ -42,7 +47,10 @@ class LayerNorm(nn.LayerNorm):
 
 
 def check_positions(table: torch.Tensor, patches: int) -> None:
-    """Raise `ValueError` unless a rotary table has a position for each patch, which else counts as text."""
+    """Raise `ValueError` unless a rotary table has one position for each patch.
+
+    A patch without a position would go unnoticed: it would be treated like text, which has no positions.
+    """
     if table.shape[0] != patches:
         raise ValueError(
             f"got rotary tables of {table.shape[0]} positions for {patches} patches: make them for the "
@@ -51,9 +59,10 @@ def check_positions(table: torch.Tensor, patches: int) -> None:
 
 
 class JointAttention:
-    """Mixin of diffusers' attention processors: attention over text and patches by `jax_kernels.attention`.
+    """Mixin for diffusers' attention processors: attention over text and patches by `jax_kernels.attention`.
 
-    The inherited code writes rotated queries into a view of a view, which torchax loses.
+    On torchax tensors the inherited code would give wrong results: it writes rotated queries into a view of a
+    view, and torchax loses this write.
     """
 
     def __call__(
@@ -64,25 +73,27 @@ class JointAttention:
         attention_mask: torch.Tensor | None = None,
         image_rotary_emb: Any = None,
     ) -> Any:
-        """Return attention's results (patches, text), computed together, as one sequence.
+        """Return attention's results (patches, text), computed on one sequence of text and patches.
 
-        The inherited code runs for plain tensors, and for cross-attention and masks, which the kernel lacks.
+        The inherited code runs for plain tensors, for cross-attention and masks, which the kernel lacks, and
+        if somebody has replaced a method of the class.
         """
-        takes = on_accelerator(hidden_states) and not upstream.is_patched(type(self))
-        if not takes or attention_mask is not None or attn.is_cross_attention:
+        may_use_kernel = on_accelerator(hidden_states) and not upstream.is_patched(type(self))
+        if not may_use_kernel or attention_mask is not None or attn.is_cross_attention:
             inherited: Any = super()
             return inherited.__call__(
                 attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
             )
         x_NSC = torch.cat([encoder_hidden_states, hidden_states], dim=1)
-        if isinstance(self, FusedCogVideoXAttnProcessor2_0):  # the three projections are one
+        if isinstance(self, FusedCogVideoXAttnProcessor2_0):  # one layer computes the three projections
             projected = attn.to_qkv(x_NSC).chunk(3, dim=-1)
         else:
             projected = (layer(x_NSC) for layer in (attn.to_q, attn.to_k, attn.to_v))
         q, k, v = (part.unflatten(-1, (attn.heads, -1)) for part in projected)
         q = q if attn.norm_q is None else attn.norm_q(q)
         k = k if attn.norm_k is None else attn.norm_k(k)
-        if image_rotary_emb is not None:  # the last positions are patches; text has none
+        if image_rotary_emb is not None:
+            # The tables are shorter than the sequence: the kernel rotates its last positions, the patches.
             check_positions(image_rotary_emb[0], hidden_states.shape[1])
             q, k = (torch_view(jax_kernels.apply_rotary)(x, *image_rotary_emb) for x in (q, k))
         y_NSHD = torch_view(jax_kernels.attention)(q, k, v)
@@ -101,16 +112,17 @@ class FusedAttnProcessor(JointAttention, FusedCogVideoXAttnProcessor2_0):
 
 
 class PatchEmbed(CogVideoXPatchEmbed):
-    """The patch embedding, with its table of sinusoidal positions computed on the host, in float64.
+    """The patch embedding, which can add other positions than those of the module's own table.
 
-    The program takes another table, for latents of another size than the model's own, as its argument
-    "positions".
+    The module's own table of sinusoidal positions fits latents of one size. For another size a table is
+    computed on the host, in float64, and the program takes it as its input "positions".
     """
 
     table: torch.Tensor | None = None
-    """The table that replaces the module's own (`use_table`)."""
+    """The table to add instead of the module's own; None for the module's own."""
 
     def needs_table(self, height: int, width: int, frames: int) -> bool:
+        """Return whether latents of this size need another table of sinusoidal positions."""
         pixel_frames = (frames - 1) * self.temporal_compression_ratio + 1
         return (
             self.use_positional_embeddings
@@ -119,39 +131,40 @@ class PatchEmbed(CogVideoXPatchEmbed):
         )
 
     def table_for(self, height: int, width: int, frames: int) -> torch.Tensor | None:
-        """Return the positions (1, S, C) of latents of this size; None if the module's own table has them."""
+        """Return a table (1, S, C) for latents of this size; None if they do not need another table."""
         if not self.needs_table(height, width, frames):
             return None
         size = (height, width, frames)
         # The table depends on the module's numbers too, such as its scales of interpolation.
         key = (*size, *(value for value in vars(self).values() if isinstance(value, int | float)))
-        # Key and table are read by one look-up: other threads may store another table at any time.
-        known_key, table = _TABLES.get(self, (None, None))
-        if known_key != key:
+        # One look-up reads both the key and the table: another thread may replace the entry at any time.
+        last_key, table = _TABLES.get(self, (None, None))
+        if last_key != key:
             table = runtime.to_jax(runtime.without_torchax(upstream.positions, self, *size))
             _TABLES[self] = key, table
         return table
 
     def use_table(self, table: torch.Tensor) -> None:
-        """Have `forward` of a program's own copy add `table` in place of the module's own positions."""
-        # False: the inherited forward then adds no positions.
-        self.table, self.use_positional_embeddings = table, False
+        """Have `forward` add `table` instead of the module's own; call this on a program's own copy."""
+        self.table = table
+        self.use_positional_embeddings = False  # so that the inherited forward adds no positions
 
     def forward(self, text_embeds: torch.Tensor, image_embeds: torch.Tensor) -> torch.Tensor:
         """Return text and embedded patches as one sequence (N, S, C), with positions added."""
         has_positions = (
             self.use_positional_embeddings or self.use_learned_positional_embeddings or self.table is not None
         )
-        tokens, wanted = text_embeds.shape[1], self.max_text_seq_length
+        tokens = text_embeds.shape[1]
+        wanted = self.max_text_seq_length  # a table of positions begins with those of so many text tokens
         if has_positions and tokens != wanted:
             raise ValueError(
                 f"got a prompt of {tokens} tokens, padding among them: this transformer has positions for "
                 f"{wanted} (max_text_seq_length); pass max_sequence_length={wanted} to the pipeline"
             )
         embeds = super().forward(text_embeds, image_embeds)
-        # `table` is set by `use_table`, which also keeps the inherited forward from adding positions.
+        # With a table of `use_table` the inherited forward has added no positions.
         return embeds if self.table is None else embeds + self.table.to(embeds.dtype)
 
 
 _TABLES: MutableMapping[PatchEmbed, tuple[tuple[float, ...], torch.Tensor]] = WeakKeyDictionary()
-"""The last table of each module, with its key; kept here, to be neither saved nor copied with the module."""
+"""(key, table) of each module's last table; an attribute would be saved and copied with the module."""

@@ -1,4 +1,8 @@
-"""Load a pipeline from its files onto the devices, a tensor at a time: the host never has a whole network."""
+"""Load a pipeline from its files onto the devices.
+
+The weights of the transformer and of the text encoder go there a tensor at a time: the host never holds all
+weights of such a network.
+"""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -33,10 +37,10 @@ Dtype = torch.dtype | str | None | dict[str, torch.dtype | str | None]
 """Dtype of a pipeline's weights, as diffusers takes it."""
 
 STEMS = {"transformer": WEIGHTS_STEM, "text_encoder": "model"}
-"""The networks whose weights are read one at a time, and the beginning of the names of their files."""
+"""The networks whose weights are read one at a time, and the beginning of the names of their weight files."""
 
 WITH_WEIGHTS = STEMS.keys() | {"vae"}
-"""The parts of a pipeline that have a dtype."""
+"""The parts of a pipeline that have weights, and so a dtype."""
 
 
 @overload
@@ -97,8 +101,8 @@ def load_pipeline(
         ValueError: anything that `port` refuses, and options that would load weights in another way.
     """
     refused = {"quantization_config", "device_map"} & diffusers_options.keys()
-    # The default dtype is a name, so that it differs from `torch.bfloat16`, which a user passes.
-    two_dtypes = "torch_dtype" in diffusers_options and dtype != "bfloat16"
+    # The default dtype is the name "bfloat16". Any other value, `torch.bfloat16` among them, is the user's.
+    has_two_dtypes = "torch_dtype" in diffusers_options and dtype != "bfloat16"
     faults.refuse(
         {
             f"load_pipeline got {', '.join(sorted(refused))}: weights lie as port has them, unquantized": (
@@ -107,7 +111,9 @@ def load_pipeline(
             f"load_pipeline got parallel={parallel!r}: it is for a mesh; pass both, or none": (
                 parallel is not None and mesh is None
             ),
-            "load_pipeline got both dtype and torch_dtype, which are one option: leave one out": two_dtypes,
+            "load_pipeline got both dtype and torch_dtype, which are one option: leave one out": (
+                has_two_dtypes
+            ),
             f"load_pipeline got pipeline_class={pipeline_class!r}: give the class, not its name": (
                 not isinstance(pipeline_class, type | None)
             ),
@@ -116,7 +122,7 @@ def load_pipeline(
     if mesh is not None:
         check_mesh(mesh)
     check_one_process(mesh)
-    diffusers_options.pop("use_safetensors", None)  # nothing else is read
+    diffusers_options.pop("use_safetensors", None)  # only safetensors are read, whatever it says
     dtype = diffusers_options.pop("torch_dtype", dtype)
     directory = _directory(str(pretrained_model_name_or_path), variant, diffusers_options)
     index = read_json(directory / INDEX)
@@ -125,7 +131,8 @@ def load_pipeline(
         raise ModelError(
             f"{directory} holds a {index['_class_name']}: load it by its own class, and port the VAE alone"
         )
-    # The index has (library, class) of each part; both are None for one that the pipeline was saved without.
+    # The index has a pair (library, class) for each part: (None, None) if the pipeline was saved without it.
+    # A part that the options give is not loaded.
     parts = {
         part for part in WITH_WEIGHTS - diffusers_options.keys() if index.get(part, [None])[0] is not None
     }
@@ -157,8 +164,9 @@ def _directory(name: str, variant: str | None, options: dict[str, Any]) -> Path:
 
 
 def _dtypes_of(dtype: Dtype, directory: Path, parts: set[str], variant: str | None) -> dict[str, torch.dtype]:
-    given = dtype if isinstance(dtype, dict) else {"default": dtype}
-    unknown = given.keys() - WITH_WEIGHTS - {"default"}
+    """Return the dtype of each of the `parts`, by the user's `dtype`; "auto" is that of the files."""
+    requested = dtype if isinstance(dtype, dict) else {"default": dtype}
+    unknown = requested.keys() - WITH_WEIGHTS - {"default"}
     if unknown:
         raise ValueError(
             f"load_pipeline got a dtype for {', '.join(sorted(unknown))}: its keys are "
@@ -168,7 +176,7 @@ def _dtypes_of(dtype: Dtype, directory: Path, parts: set[str], variant: str | No
         part: getattr(
             torch,
             dtype_name_of(
-                given.get(part, given.get("default")),
+                requested.get(part, requested.get("default")),
                 directory / part,
                 variant,
                 stem=STEMS.get(part, WEIGHTS_STEM),
@@ -186,27 +194,29 @@ def _load_network(
     mesh: Any,
     parallel: Parallel | None,
 ) -> Any:
-    """Return the ported network `part` on its devices, its weights read one at a time."""
+    """Return the network `part`, ported, on its devices; its weights are read one at a time."""
     files = weight_files(directory, variant, stem=STEMS[part])
     network = port_network(runtime.without_torchax(_network_without_weights, directory, part, dtype))
     if mesh is not None:
         network.place_on(mesh, parallel)
-    # Names of modules that would overflow in float16, by the network's class; T5 has some.
+    # The class of a network, such as T5's, names the modules that overflow in float16.
     float32_modules = getattr(network, "_keep_in_fp32_modules", None) if dtype == torch.float16 else None
-    # Names of weights that no file has, and of tensors in the files that are no weights.
-    missing, unexpected = runtime.feed_weights(
-        network, _cast(read_tensors(files), dtype, tuple(float32_modules or ())), network.put_weight
-    )
+    tensors = _cast(read_tensors(files), dtype, tuple(float32_modules or ()))
+    # `missing` are the weights that no file has, `unexpected` the tensors in the files that are no weights.
+    missing, unexpected = runtime.feed_weights(network, tensors, network.put_weight)
     port_network(network)  # ties shared weights again: the files may have one of a weight's two names
     # A tied weight is not missing if a file has it under its other name: then it is not on "meta" any more.
-    without_weight = {name for name, weight in network.named_parameters() if weight.is_meta}
-    check_loading_info({"missing_keys": missing & without_weight, "unexpected_keys": unexpected}, directory)
+    still_on_meta = {name for name, weight in network.named_parameters() if weight.is_meta}
+    check_loading_info({"missing_keys": missing & still_on_meta, "unexpected_keys": unexpected}, directory)
     network.put_weights()  # the buffers, which no file has
     return network.eval()
 
 
 def _network_without_weights(directory: Path, part: str, dtype: torch.dtype) -> Any:
-    """Return a network of a config, with its parameters on "meta" (no memory), and real buffers."""
+    """Return a network by the config in `directory`, whose parameters take no memory: they are on "meta".
+
+    Its buffers, which no file has, are computed.
+    """
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

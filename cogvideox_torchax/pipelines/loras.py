@@ -1,4 +1,7 @@
-"""LoRAs loaded into a ported network, merged, and taken out again: PEFT's own code, on plain tensors."""
+"""LoRAs on a ported network: diffusers and PEFT load, merge and remove them while its weights are in PyTorch.
+
+Afterwards the weights go back to JAX.
+"""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -17,7 +20,10 @@ NETWORK_METHODS = (
     "unfuse_lora",
     "unload_lora",
 )
-"""diffusers' methods of a transformer that read or make weights; scaling and switching adapters does not."""
+"""diffusers' methods of a transformer that read or make weights.
+
+Methods that scale or switch adapters are not listed: they leave the weights as they are.
+"""
 
 PIPELINE_METHODS = (
     "load_lora_weights",
@@ -30,14 +36,15 @@ PIPELINE_METHODS = (
 
 
 def methods_in_pytorch(kind: Any, names: Iterable[str]) -> dict[str, Callable[..., Any]]:
-    """Return a class's methods of these names, wrapped to move the weights to PyTorch while they run."""
+    """Return a class's methods of these names, wrapped by `_in_pytorch`; names that it lacks are left out."""
     return {name: _in_pytorch(getattr(kind, name)) for name in names if hasattr(kind, name)}
 
 
 def _in_pytorch(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method: a network that is on JAX is in PyTorch while the method runs.
+    """Wrap a method of a network, or of a pipeline with a transformer: its weights are in PyTorch meanwhile.
 
-    Layers that the method adds are ported, and the next call compiles a program with them.
+    If they were on JAX, they go back, and layers that the method has added are ported. The network's next
+    call compiles a program with these layers.
     """
 
     @functools.wraps(method)
@@ -49,6 +56,6 @@ def _in_pytorch(method: Callable[..., Any]) -> Callable[..., Any]:
             return runtime.without_torchax(method, owner, *args, **options)
         finally:
             if was_on_jax:
-                network.place()  # all weights, new ones too
+                network.place()
 
     return call

@@ -1,7 +1,8 @@
-"""Networks as compiled programs: of any class, and of the classes whose layers this package knows.
+"""Networks as compiled programs: networks of any class, and of the classes whose layers this package knows.
 
-A ported class subclasses the class that it replaces and adds a second way to run: plain torch tensors run the
-inherited forward, torchax tensors a compiled program.
+A ported class is a subclass of the stock class, the class of diffusers or of another library that it
+replaces. It adds a second way to run: plain torch tensors run the inherited forward, torchax tensors run a
+compiled program.
 """
 
 import inspect
@@ -59,13 +60,13 @@ PROCESSORS: dict[Any, Any] = {
 """The class that each attention processor becomes."""
 
 SPLIT_LAYERS = (PatchEmbed, Block, Attention, FeedForward, T5LayerSelfAttention, T5LayerFF)
-"""The layers whose inputs and outputs are sequences split over a mesh."""
+"""The layers whose inputs and outputs are sequences, which a mesh may split."""
 
 STOCK_CLASSES = (
     *(DiffusersTransformer, Attention, CogVideoXLayerNormZero, FeedForward),
     *(*LAYERS, *PROCESSORS),
 )
-"""The classes that a step of the transformer computes for; if a method of one was replaced, it does not."""
+"""The classes whose work a step of the transformer does itself, unless one of their methods was replaced."""
 
 
 def port_layers(network: nn.Module) -> None:
@@ -81,21 +82,25 @@ TensorSpecs = dict[str, Any]
 """(shape, JAX dtype) of each argument of a program, or a tuple of such pairs, by name."""
 
 
-class _Foreign(threading.local):
-    """The networks whose `forward`, set on the object, this thread runs, with their modules before."""
+class _SetForwards(threading.local):
+    """The calls in a thread of `forward` functions that another library has set on a network's object.
 
-    modules: dict[nn.Module, list[nn.Module]] = {}  # noqa: RUF012 - set anew, not written to
+    Attributes:
+        modules_at_start: by network whose set `forward` is running, its modules when that call began.
+    """
+
+    modules_at_start: dict[nn.Module, list[nn.Module]] = {}  # noqa: RUF012 - set anew, not written to
 
 
-_FOREIGN = _Foreign()
+_SET_FORWARDS = _SetForwards()
 
 
 class CompiledNetwork(PortedModel):
-    """Mixin, before the class of a network: a call is a compiled program of that class's own forward.
+    """Mixin for a stock class of any network: on JAX, a call runs a compiled program of that class's forward.
 
     Attributes:
         component: the network's name in its pipeline.
-        parallelism: the use of the mesh, in words if it is printed; None without a mesh.
+        parallelism: how the network uses the mesh, as `choose_parallelism` returns it; None without a mesh.
     """
 
     component = "network"
@@ -107,38 +112,51 @@ class CompiledNetwork(PortedModel):
         return None if self.mesh is None else BatchPlacement(self.mesh, split=self.parallelism.split)
 
     def run_as_it_is(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of `method`, the stock class's own: on JAX as a program, else by PyTorch."""
+        """Return the result of `method`, a function of the stock class, without this package's layers.
+
+        On JAX it is compiled to a program; else PyTorch runs it.
+        """
         if not runtime.is_on_jax(self):
             return method(self, *args, **kwargs)
         self.check_modules()
         return runtime.run_method(self, method, *args, place=self.placement, name=self.component, **kwargs)
 
     def described_program(self, tensors: "TensorSpecs") -> tuple[runtime.Program, "TensorSpecs"]:
-        """Return the program of a call, and its inputs, from each tensor's (shape, JAX dtype) by name."""
-        stock: Any = type(self).__bases__[-1]  # the class that `port` made this one of
-        takes = inspect.signature(stock.forward).parameters
-        options = {"return_dict": False} if "return_dict" in takes else {}
+        """Return the program of a call, and the descriptions of the program's inputs.
+
+        `tensors` describes the call's arguments.
+        """
+        stock: Any = type(self).__bases__[-1]  # `port` puts the mixin before the stock class
+        parameters = inspect.signature(stock.forward).parameters
+        # A tuple as the result, where the class can return one.
+        options = {"return_dict": False} if "return_dict" in parameters else {}
         return runtime.method_program(self, stock.forward, tensors, self.placement, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the network; a `forward` that was set on the object runs operation by operation on JAX."""
+        """Call the network.
+
+        A `forward` that another library has set on the object may keep tensors between calls, as a program
+        may not: on JAX it runs operation by operation.
+        """
         if "forward" not in vars(self) or not runtime.is_on_jax(self):
             return super().__call__(*args, **kwargs)
         setter = upstream.module_of(vars(self)["forward"])
         runtime.warn_once(self, f"{self.component}: the forward set by {setter} runs operation by operation")
-        outer, _FOREIGN.modules = _FOREIGN.modules, {**_FOREIGN.modules, self: [*self.modules()]}
+        outer_calls = _SET_FORWARDS.modules_at_start
+        _SET_FORWARDS.modules_at_start = {**outer_calls, self: [*self.modules()]}
         try:
             with runtime.mixing():
                 return super().__call__(*args, **kwargs)
         finally:
-            _FOREIGN.modules = outer
+            _SET_FORWARDS.modules_at_start = outer_calls
 
     def check_modules(self) -> None:
-        """Raise `ValueError` if another library's `forward` runs here and has replaced modules.
+        """Raise `ValueError` if a `forward` that was set on the object is running, and has replaced modules.
 
-        Libraries that cache steps do so. Their modules keep arrays of a step, and a program may keep none.
+        Libraries that cache steps replace modules by others, which keep arrays of a step between calls. If a
+        program is traced with such modules, they keep values that exist only in the trace.
         """
-        at_start = _FOREIGN.modules.get(self)  # the modules when that forward began; None if none is running
+        at_start = _SET_FORWARDS.modules_at_start.get(self)  # None if no such forward is running
         if at_start is not None and at_start != [*self.modules()]:
             name, setter = self.component, upstream.module_of(vars(self)["forward"])
             raise ValueError(
@@ -148,7 +166,7 @@ class CompiledNetwork(PortedModel):
             )
 
     def place(self) -> None:
-        """Put the weights on JAX, on the default device or the mesh, with layers that were added since."""
+        """Port layers that were added since `port`, and put all weights on JAX."""
         port_layers(self)
         self.put_weights()
 
@@ -165,14 +183,20 @@ class CompiledNetwork(PortedModel):
     def place_on(self, mesh: Mesh, parallel: Parallel | None = None, memory: float | None = None) -> None:
         """Compile for a mesh from now on, without moving the weights; programs for another mesh are dropped.
 
-        None for `parallel` keeps an earlier choice on the same mesh. Raises what `choose_parallelism` raises,
-        and `ValueError` for a mesh not made by `make_mesh`.
+        `parallel` and `memory` are the last two arguments of `choose_parallelism`. On the present mesh, None
+        for both keeps the earlier choice.
+
+        Raises:
+            ValueError: `choose_parallelism` raises it, or `make_mesh` did not make the mesh.
         """
-        if (mesh, parallel, memory) != (self._mesh, None, None):  # else the earlier choice stays
+        if (mesh, parallel, memory) != (self._mesh, None, None):
             self.use_mesh(mesh, self.choose_parallelism(self, check_mesh(mesh), parallel, memory))
 
     def use_mesh(self, mesh: Mesh, parallelism: Any) -> None:
-        """Compile for a mesh, used as `choose_parallelism` says; programs for another use are dropped."""
+        """Compile from now on for a mesh and a `parallelism`, which is a result of `choose_parallelism`.
+
+        Programs for another mesh or another parallelism are dropped.
+        """
         if (mesh, parallelism) != (self._mesh, self.parallelism):
             self._mesh, self.parallelism = mesh, parallelism
             runtime.forget_programs(self)
@@ -184,10 +208,11 @@ class CompiledNetwork(PortedModel):
         """Return how a network of this class, ported or not, uses the mesh's axis "tp".
 
         Args:
-            network: its weights are read.
-            mesh: of `make_mesh`.
-            requested: "context" for tokens, "tensor" for weights' channels; None chooses for a transformer.
-            memory: bytes of a device; None asks the device.
+            network: the network; only the shapes and the bytes of its weights are read.
+            mesh: a mesh of `make_mesh`.
+            requested: what "tp" has to split: "context" for tokens, "tensor" for weights' channels. None lets
+                this method choose; only a transformer has a choice.
+            memory: bytes of memory of a device; None asks the device.
 
         Raises:
             ValueError: a mesh that does not divide the weights, or a request that this class cannot fulfil.
@@ -212,7 +237,7 @@ def memory_of(mesh: Mesh, memory: float | None) -> float | None:
 class KnownNetwork(CompiledNetwork):
     """Base of the networks whose layers this package knows, and whose sequences it can split over a mesh.
 
-    A program is compiled from a `network_class`, a module made from the model and a call's options.
+    A program is compiled from an instance of `network_class`, a module around the model and a call's options.
     """
 
     network_class: Any
@@ -230,19 +255,24 @@ class KnownNetwork(CompiledNetwork):
         return self.program_of(self.network_class(self))
 
     def program_of(self, network: nn.Module) -> runtime.Program:
-        """Return the program of `network`, a `network_class` or `CachedStep` around this model."""
+        """Return the program of `network`, an instance of `network_class` or `CachedStep` around this model.
+
+        Programs are found again by the network's form, if it has one, and by the modules that it holds.
+        """
         return runtime.programs_of(self).get(getattr(network, "form", None), network, self._compile_for)
 
     def build_program(self) -> runtime.Program:
+        """Return a new program of a call without options, which the model does not keep."""
         return self._compile_for(self.network_class(self))
 
     def _compile_for(self, network: Any) -> runtime.Program:
+        """Return a new program of `network` for the mesh, if there is one."""
         if self.mesh is None:
             return runtime.Program(network)
-        types = SPLIT_LAYERS  # modules whose inputs and outputs are constrained to the sharding
+        # The types of the modules whose inputs and outputs are constrained to the sharding of sequences.
+        types = SPLIT_LAYERS
         if self.parallelism.kind == sharding.CONTEXT:
-            # Blocks take and return local tokens if text and patches are one sequence (`joined`). If not, no
-            # module is constrained.
+            # Only a block on one sequence (`joined`) takes and returns tokens that are split over devices.
             types = (Block,) if network.joined else ()
         return runtime.Program(network, replace(self.placement, types=types))
 
@@ -250,6 +280,7 @@ class KnownNetwork(CompiledNetwork):
         return self.program, tensors
 
     def run_program(self, network: nn.Module, tensors: dict[str, Any]) -> torch.Tensor:
+        """Run the program of `network`, which has no cache, on tensors by name."""
         program = self.program_of(network)
         result, _cache = program.run(program.weights(network), program.put(tensors))
         return runtime.tensor_of(result)
@@ -258,11 +289,13 @@ class KnownNetwork(CompiledNetwork):
     def choose_parallelism(
         network: Any, mesh: Mesh, requested: Parallel | None = None, memory: float | None = None
     ) -> Any:
+        # The text encoder: its weights' channels are split whatever is asked for, as its sequences are short.
         return check_split(network, mesh, sharding.Parallelism())
 
 
 def check_split(network: nn.Module, mesh: Mesh, parallelism: Any) -> Any:
     """Return `parallelism`, or raise `ValueError` if "tp" does not divide a weight that it splits."""
     for name, weight in runtime.named_tensors(network).items():
+        # Only called for its error.
         sharding.weight_sharding(mesh, name, tuple(weight.shape), parallelism)
     return parallelism

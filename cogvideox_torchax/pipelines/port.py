@@ -1,4 +1,7 @@
-"""Whole diffusers pipelines on JAX: `port` for a pipeline, and the methods that its own call needs."""
+"""Whole diffusers pipelines on JAX: `port` for a pipeline, and the methods of a ported pipeline.
+
+A ported pipeline is of a subclass of its class. Its methods run the inherited ones with torchax on.
+"""
 
 import functools
 import inspect
@@ -43,10 +46,10 @@ PIPELINES = (
 )
 
 _ENCODING = threading.RLock()
-"""Held while a prompt is encoded, T5's run included.
+"""Held while a prompt is encoded, in all pipelines.
 
-A tokenizer, which pipelines may share, keeps the padding of its last call. A subclass may encode a prompt in
-parts, so the lock can be taken again.
+Pipelines may share a tokenizer, which changes its state in a call: it sets the padding. The lock can be taken
+again by the thread that holds it, as `encode_prompt` of a subclass may call that of its base.
 """
 
 
@@ -58,16 +61,17 @@ def port_pipeline(pipe: Any, mesh: Any = None, parallel: Parallel | None = None)
     """
     check_one_process(mesh)
     models = _models(pipe)
-    parallelisms = {}  # of the networks, by name: how each uses the mesh
+    parallelisms = {}  # how each network uses the mesh, by the network's name
+    # All models are checked before the first one is moved.
     for name, model in models.items():
         _check_acyclic(name, model)
-        _check_in_place(model)
+        _check_not_offloaded(model)
         if not isinstance(model, VAES):
             check_vae_class(model)
             requested = parallel if name == "transformer" else None
             parallelisms[name] = _parallelism_of(model, mesh, requested)
     for name, model in models.items():
-        if getattr(pipe, name) is not model:  # torch.compile's wrapper, as JAX compiles the model
+        if getattr(pipe, name) is not model:  # it is torch.compile's wrapper: JAX compiles the model instead
             setattr(pipe, name, model)
         if isinstance(model, VAES):
             vae = port_vae(model)
@@ -81,12 +85,13 @@ def port_pipeline(pipe: Any, mesh: Any = None, parallel: Parallel | None = None)
             network.use_mesh(network.mesh if mesh is None else mesh, parallelisms[name])
         network.put_weights()
         if not isinstance(network, KnownNetwork):
-            use = "" if network.mesh is None else f"; {network.parallelism}"
-            logger.warning("%s: %s, compiled as it is%s", name, type(network).__name__, use)
+            mesh_use = "" if network.mesh is None else f"; {network.parallelism}"
+            logger.warning("%s: %s, compiled as it is%s", name, type(network).__name__, mesh_use)
     if getattr(pipe, "scheduler", None) is not None:
         port_scheduler(pipe.scheduler)
     if isinstance(pipe, DiffusionPipeline):
-        # diffusers' `from_pipe` of a ported pipeline gives a ported one.
+        # From now on diffusers' `from_pipe`, and the constructor of a pipeline, port what they make of ported
+        # parts.
         upstream.wrap_from_pipe(_port_from_pipe)
         upstream.wrap_register_modules(_port_class_of)
         if not isinstance(pipe, PortedPipeline):
@@ -94,45 +99,52 @@ def port_pipeline(pipe: Any, mesh: Any = None, parallel: Parallel | None = None)
 
 
 def _models(pipe: Any) -> dict[str, nn.Module]:
-    """Return by name a pipeline's models that can be moved to JAX, without torch.compile's wrappers."""
+    """Return by name a pipeline's models that can be moved to JAX, without torch.compile's wrappers.
+
+    A warning names each model that stays on the host.
+    """
     parts = pipe.components if isinstance(pipe, DiffusionPipeline) else vars(pipe)
     models: dict[str, nn.Module] = {}
     for name, part in parts.items():
         if not isinstance(part, nn.Module):
             continue
         model = upstream.uncompiled(part)
-        reasons = [
+        obstacles = [
             f"JAX has no {type(tensor).__name__} of {tensor.dtype}, as its {weight} is"
             for weight, tensor in runtime.named_tensors(model).items()
             if not runtime.is_movable(tensor)
         ]
-        if reasons:
-            logger.warning("%s: %s stays on the host, since %s", name, type(model).__name__, reasons[0])
+        if obstacles:
+            logger.warning("%s: %s stays on the host, since %s", name, type(model).__name__, obstacles[0])
         else:
             models[name] = model
     return models
 
 
 def _parallelism_of(network: Any, mesh: Any, requested: Parallel | None) -> Any:
-    """Return how a network, ported or not, will use a mesh, by default its present one; None without one."""
-    present: Any = getattr(network, "mesh", None)
-    used = present if mesh is None else mesh
-    if used is None:
+    """Return how a network, ported or not, will use a mesh, as `choose_parallelism` does.
+
+    If `mesh` is None, the network keeps the mesh that it has; None is returned if it has none.
+    """
+    present_mesh: Any = getattr(network, "mesh", None)
+    new_mesh = present_mesh if mesh is None else mesh
+    if new_mesh is None:
         return None
-    if used == present and requested is None:
+    if new_mesh == present_mesh and requested is None:
         return network.parallelism  # an earlier choice stays
-    return ported_class(type(network)).choose_parallelism(network, used, requested)
+    return ported_class(type(network)).choose_parallelism(network, new_mesh, requested)
 
 
-def _check_acyclic(name: str, module: nn.Module, outer: tuple[nn.Module, ...] = ()) -> None:
-    if any(module is each for each in outer):
+def _check_acyclic(name: str, module: nn.Module, parents: tuple[nn.Module, ...] = ()) -> None:
+    """Raise `ValueError` if a module, whose `parents` contain it, contains one of them or itself."""
+    if any(module is parent for parent in parents):
         raise ValueError(f"{name} is a module that contains itself: take it out of one of the two")
     for child_name, child in module.named_children():
-        _check_acyclic(f"{name}.{child_name}", child, (*outer, module))
+        _check_acyclic(f"{name}.{child_name}", child, (*parents, module))
 
 
-def _check_in_place(model: Any) -> None:
-    """Raise `ValueError` for a model with hooks that move or cast its weights."""
+def _check_not_offloaded(model: Any) -> None:
+    """Raise `ValueError` for a model with diffusers' hooks that move or cast its weights during a call."""
     if upstream.is_offloaded(model):
         raise ValueError(
             f"the weights of a {type(model).__name__} are offloaded, or cast layer by layer, which does not "
@@ -141,31 +153,40 @@ def _check_in_place(model: Any) -> None:
 
 
 def _port_class_of(pipe: Any, parts: dict[str, Any]) -> None:
-    """Give a pipeline that is made of `parts` its ported class, if a network among them is on JAX."""
-    on_jax = (isinstance(part, CompiledNetwork) and runtime.is_on_jax(part) for part in parts.values())
-    if any(on_jax) and not isinstance(pipe, PortedPipeline):
+    """Give a new pipeline its ported class, if a network among its `parts` is on JAX.
+
+    diffusers' `register_modules`, which each pipeline's constructor calls, calls this.
+    """
+    has_part_on_jax = any(
+        isinstance(part, CompiledNetwork) and runtime.is_on_jax(part) for part in parts.values()
+    )
+    if has_part_on_jax and not isinstance(pipe, PortedPipeline):
         pipe.__class__ = _ported_pipeline_class(type(pipe))
 
 
 def _port_from_pipe(make: Callable[..., Any], kind: type, pipeline: Any, **options: Any) -> Any:
-    """Make a pipeline by `make`, which is diffusers' own `from_pipe`; port it if `pipeline` is ported."""
-    made = make(kind, pipeline, **options)
+    """Return a pipeline of class `kind` with the parts of `pipeline`; port it if `pipeline` is ported.
+
+    `make` is diffusers' own `from_pipe`.
+    """
+    new_pipeline = make(kind, pipeline, **options)
     if not isinstance(pipeline, PortedPipeline):
-        return made
-    # All parts are on the same devices: the first one tells the mesh.
+        return new_pipeline
+    # All models are on the same devices: the first one tells the mesh.
     models = _models(pipeline)
-    first = next(iter(models.values()), None)
-    if first is not None and runtime.is_on_jax(first):
+    first_model = next(iter(models.values()), None)
+    if first_model is not None and runtime.is_on_jax(first_model):
         parallelism = getattr(models.get("transformer"), "parallelism", None)
-        port_pipeline(made, getattr(first, "mesh", None), getattr(parallelism, "kind", None))
-    elif not isinstance(made, PortedPipeline):
-        # There are no parts, or they were moved back to the host: they stay there, but can be moved again.
-        made.__class__ = _ported_pipeline_class(type(made))
-    return made
+        port_pipeline(new_pipeline, getattr(first_model, "mesh", None), getattr(parallelism, "kind", None))
+    elif not isinstance(new_pipeline, PortedPipeline):
+        # There are no models, or they were moved back to the host. They stay where they are, but the new
+        # pipeline gets the methods that can move them to JAX.
+        new_pipeline.__class__ = _ported_pipeline_class(type(new_pipeline))
+    return new_pipeline
 
 
 class PortedPipeline(PicklesAsStock, DiffusionPipeline):
-    """Mixin of `port_pipeline`: the methods that a pipeline's `__call__` uses, for JAX.
+    """Mixin for the class of a ported pipeline.
 
     A copy runs on JAX too. An unpickled pipeline is in PyTorch, as its models are, until it is ported again.
     """
@@ -190,13 +211,14 @@ class PortedPipeline(PicklesAsStock, DiffusionPipeline):
         bar = inherited.progress_bar(iterable, total)
         cache = getattr(getattr(self, "transformer", None), "step_cache", None)
         if cache is not None and not bar.disable:
-            close = bar.close  # called when the pipeline leaves its `with` block, after the last step
+            close_bar = bar.close
 
             def close_with_skips() -> None:
-                bar.close = close  # a bar is closed again when it is deleted
+                bar.close = close_bar  # the bar's destructor closes it a second time
                 bar.set_postfix_str(str(cache))
-                close()
+                close_bar()
 
+            # The pipeline closes the bar after the last step, when it leaves its `with` block.
             bar.close = close_with_skips
         return bar
 
@@ -206,12 +228,13 @@ def _decode_in_chunks(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
 
     Each chunk goes to the host while the next is computed.
     """
-    # Between two steps, where a callback may decode, diffusers' `_current_timestep` is set.
+    # After the last step the arrays that a step cache keeps are freed, to leave memory for the decoder.
+    # Between two steps, where a callback may decode, they are still needed: `_current_timestep` is set there.
     if pipe.transformer is not None and getattr(pipe, "_current_timestep", None) is None:
-        pipe.transformer._reset_stateful_cache()  # frees the steps' kept arrays for the decoder
+        pipe.transformer._reset_stateful_cache()
     # The pipelines call the VAE's scaling factor `vae_scaling_factor_image`, for videos too.
     z = 1 / pipe.vae_scaling_factor_image * latents.permute(0, 2, 1, 3, 4)
-    # `decode` may have been set on the model, on its class, or in a subclass.
+    # If another library has replaced `decode`, on the model, on its class or in a subclass, it is called.
     author = pipe.vae.decode.__module__.partition(".")[0]
     if author not in ("diffusers", "cogvideox_torchax") or upstream.is_patched(DiffusersAutoencoder):
         return runtime.to_torch(pipe.vae.decode(z).sample)
@@ -219,29 +242,29 @@ def _decode_in_chunks(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
 
 
 def _call(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Make the scheduler and the cache ready for JAX, and run the pipeline's own call."""
+    """Make the scheduler and the step cache ready for JAX, and run the pipeline's own call, `inherited`."""
     _check_ported(pipe)
     scheduler, transformer = getattr(pipe, "scheduler", None), getattr(pipe, "transformer", None)
     if scheduler is not None:
         port_scheduler(scheduler)  # the user may have replaced it
     if isinstance(transformer, CogVideoXTransformer3DModel):
         if runtime.is_on_jax(transformer):
-            # A step cache may be set by hooks alone, as by diffusers' `apply_first_block_cache`. The model's
-            # `enable_cache` has warned already, if it was called.
+            # diffusers' functions such as `apply_first_block_cache` put a cache's hooks on the modules, too.
+            # No warning here: `enable_cache`, if it was called, has given it.
             transformer.take_cache(warn=False)
-        transformer._reset_stateful_cache()  # a run that failed may have left arrays
+        transformer._reset_stateful_cache()  # an earlier call that failed may have left kept arrays
     result = inherited(pipe, *args, **kwargs)
     if scheduler is not None:
-        pipe.scheduler.log.check()
+        pipe.scheduler.log.check()  # the last step: each other one was checked by the step after it
     return result
 
 
 def _check_inputs(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    """Check the size against the transformer's patches, then the inputs as diffusers does."""
-    given = inspect.signature(inherited).bind(pipe, *args, **kwargs).arguments
+    """Check that whole patches make up the video's size, then the inputs as diffusers does (`inherited`)."""
+    arguments = inspect.signature(inherited).bind(pipe, *args, **kwargs).arguments
     config = getattr(getattr(pipe, "transformer", None), "config", {})
-    if "patch_size" in config and given.get("height") and given.get("width"):
-        check_size(given["height"], given["width"], config, pipe.vae_scale_factor_spatial)
+    if "patch_size" in config and arguments.get("height") and arguments.get("width"):
+        check_size(arguments["height"], arguments["width"], config, pipe.vae_scale_factor_spatial)
     inherited(pipe, *args, **kwargs)
 
 
@@ -251,14 +274,21 @@ def _encode_prompt(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: 
 
 
 def _decode_latents(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Decode latents in chunks, or as the user's own class does; frames are on the host."""
+    """Decode latents to frames on the host.
+
+    The method of CogVideoX's pipelines, which decodes at once, is replaced by decoding in chunks. The method
+    of a user's class is called.
+    """
     if inherited in _DECODE_LATENTS:
         return _decode_in_chunks(pipe, *args, **kwargs)
     return pytree.tree_map_only(torch.Tensor, runtime.to_torch, inherited(pipe, *args, **kwargs))
 
 
 def _rotary_tables(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Compute rotary tables on the host, in float64, for any `device`; move them to the transformer."""
+    """Compute rotary tables by `inherited`, on the host in float64; move them to the transformer's device.
+
+    diffusers would compute them on the argument `device`, if there is one: JAX has no float64 by default.
+    """
     bound = inspect.signature(inherited).bind(pipe, *args, **kwargs)
     if "device" in bound.arguments:
         bound.arguments["device"] = torch.device("cpu")
@@ -267,24 +297,27 @@ def _rotary_tables(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: 
     return pytree.tree_map_only(torch.Tensor, runtime.to_jax, tables) if is_on_jax else tables
 
 
-_AROUND: dict[str, Callable[..., Any]] = {
+_WRAPPERS: dict[str, Callable[..., Any]] = {
     "__call__": _call,
     "check_inputs": _check_inputs,
     "encode_prompt": _encode_prompt,
     "decode_latents": _decode_latents,
     upstream.ROTARY_TABLES: _rotary_tables,
 }
-"""Functions by the name of a pipeline's method: each runs that method, with more before it or after it."""
+"""By the name of a pipeline's method, the function that runs in its place.
+
+It is called with the pipeline, the method (`inherited`), and the arguments as a tuple and a dictionary.
+"""
 
 _DECODE_LATENTS = tuple(kind.decode_latents for kind in PIPELINES)
-"""The methods of CogVideoX's pipelines that decode a whole video at once."""
+"""`decode_latents` of CogVideoX's pipelines, which decode a whole video at once."""
 
 
 @functools.cache
 def _ported_pipeline_class(kind: type) -> type:
     """Return the ported subclass of a pipeline's class `kind`, with that class's own name and signatures."""
     members = {
-        **{name: _method(kind, name) for name in _own_methods(kind)},
+        **{name: _with_torchax(kind, name) for name in _methods_to_wrap(kind)},
         "__module__": kind.__module__,
         # Methods that load and change LoRAs: they run while the weights are in PyTorch.
         **loras.methods_in_pytorch(kind, loras.PIPELINE_METHODS),
@@ -292,21 +325,24 @@ def _ported_pipeline_class(kind: type) -> type:
     return type(kind.__name__, (PortedPipeline, kind), members)
 
 
-def _method(kind: type, name: str) -> Callable[..., Any]:
-    """Return a method that runs the class's own, as it is at the time of a call, with torchax on."""
-    around = _AROUND.get(name)
+def _with_torchax(kind: type, name: str) -> Callable[..., Any]:
+    """Return a method that turns torchax on, and runs the method `name` of `kind`, or its wrapper."""
+    wrapper = _WRAPPERS.get(name)
 
     @functools.wraps(getattr(kind, name))
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        inherited = getattr(kind, name)
+        inherited = getattr(kind, name)  # looked up in each call: a user may replace it on the class
         with runtime.mixing():
-            return around(self, inherited, args, kwargs) if around else inherited(self, *args, **kwargs)
+            return wrapper(self, inherited, args, kwargs) if wrapper else inherited(self, *args, **kwargs)
 
     return call
 
 
 def _check_ported(pipe: Any) -> None:
-    """Take torch.compile's wrappers off the models; raise `ValueError` if one was replaced or offloaded."""
+    """Raise `ValueError` if one of a pipeline's models was replaced or offloaded after `port`.
+
+    Wrappers that torch.compile has put around models are taken off, as in `port_pipeline`.
+    """
     for name, model in _models(pipe).items():
         if getattr(pipe, name) is not model:
             setattr(pipe, name, model)
@@ -315,12 +351,15 @@ def _check_ported(pipe: Any) -> None:
                 f"the pipeline's {name}, a {type(model).__name__}, was set after port: call port(pipe) again"
             )
         if runtime.is_on_jax(model):
-            _check_in_place(model)
+            _check_not_offloaded(model)
 
 
-def _own_methods(kind: type) -> set[str]:
-    """Return the names of a pipeline class's methods that `PortedPipeline` lacks, and of its call."""
-    # `kind`, and its bases below diffusers' base.
+def _methods_to_wrap(kind: type) -> set[str]:
+    """Return the names of the methods that a pipeline's class adds to `DiffusionPipeline`, and "__call__".
+
+    Other special methods, and methods that `PortedPipeline` has, are left out.
+    """
+    # `kind`, and its bases below `DiffusionPipeline`.
     classes = kind.__mro__[: kind.__mro__.index(DiffusionPipeline)]
     names = {name for each in classes for name, member in vars(each).items() if inspect.isfunction(member)}
     return {n for n in names if n == "__call__" or not (n.startswith("__") or hasattr(PortedPipeline, n))}
@@ -330,7 +369,10 @@ def check_size(height: int, width: int, config: Any, spatial_compression_ratio: 
     """Raise `ValueError` unless the transformer can cut a video of this size into whole patches."""
     multiple = spatial_compression_ratio * config["patch_size"]
     if height % multiple or width % multiple:
-        near_height, near_width = (max(round(side / multiple), 1) * multiple for side in (height, width))
+        near_height, near_width = (
+            max(round(side / multiple), 1) * multiple  # the nearest multiple, but not 0
+            for side in (height, width)
+        )
         raise ValueError(
             f"got height={height}, width={width}: both must be multiples of {multiple}; try "
             f"height={near_height}, width={near_width}"

@@ -14,10 +14,13 @@ from cogvideox_torchax import runtime
 from cogvideox_torchax.files.whole import whole_file
 
 PICTURES, PIXELS, PATCHES = 64, 64, 8
-"""Number of pictures that the map is fitted to, their side in pixels, and patches of a color along a side."""
+"""Number of pictures to fit the map with, their side in pixels, and patches of one color along a side.
+
+They are few and small, so that fitting takes seconds. There are still many more latents than weights.
+"""
 
 SHOWN, ENLARGED = 4, 3
-"""Frames side by side in a picture, and their enlargement."""
+"""Number of frames side by side in the PNG file, and the factor of their sides: a latent has few pixels."""
 
 
 @dataclass(frozen=True)
@@ -25,17 +28,20 @@ class LinearPreview:
     """A linear map from a latent's channels to a color.
 
     Attributes:
-        weights: (C + 1, 3), the last row the constant.
-        explained: the share of the colors' variance that the map explains on pictures that it was not fitted
-            to: 1 for all of it, 0 for no more than their mean does.
+        weights: (C + 1, 3), channels to red, green and blue; the last row is added to every color.
+        explained: the share of the colors' variance that the map explains, on pictures that it was not fitted
+            to. 1 means that the map gives all colors exactly, 0 that it is no better than their mean.
     """
 
     weights: torch.Tensor
     explained: float
 
     def __call__(self, latents: torch.Tensor) -> torch.Tensor:
-        """Return colors (N, T, H, W, 3), bytes, of unscaled latents (N, T, C, H, W) on the host."""
-        # The channel of ones is multiplied by the linear map's constant.
+        """Return colors (N, T, H, W, 3), as bytes, of latents (N, T, C, H, W) on the host.
+
+        The latents are as the VAE's decoder takes them: not multiplied by its scaling factor.
+        """
+        # The additional channel of ones is multiplied by the last row of the weights.
         colors = _with_ones(latents.float().movedim(2, -1)) @ self.weights
         # Colors in [-1, 1] become bytes; the map's colors may exceed that range.
         return ((colors + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
@@ -43,36 +49,43 @@ class LinearPreview:
 
 @torch.no_grad()
 def fit(vae: Any) -> LinearPreview:
-    """Fit a preview's map to a VAE by least squares, on the latents of patches of random colors.
+    """Fit a preview's map by least squares, to pictures of random colors and the latents that a VAE encodes.
 
-    Each picture is a video of one frame, of patches blurred into each other. The color of a latent is the
-    mean of the pixels that it stands for. Three quarters of the pictures are fitted to; the others give
-    `explained`. The VAE is in PyTorch, and its encoder runs for some seconds.
+    Each picture is a video of one frame: patches of random colors, blurred into each other. The color of a
+    latent pixel is the mean color of the picture's pixels that it stands for. The map is fitted to three
+    quarters of the pictures; the last quarter gives `explained`. The VAE has to be in PyTorch. Its encoder
+    runs for some seconds.
     """
     generator = torch.Generator().manual_seed(0)
     # Colors are in [-1, 1], as the VAE takes them.
     patches = torch.rand(PICTURES, 3, PATCHES, PATCHES, generator=generator) * 2 - 1
     pictures = torch.nn.functional.interpolate(patches, (PIXELS, PIXELS), mode="bilinear")
     latents = torch.cat(
+        # A picture (3, H, W) becomes a video (N, 3, T, H, W), of N = T = 1.
         [vae.encode(picture[None, :, None].to(vae.dtype)).latent_dist.mode() for picture in pictures]
     )
-    features = _with_ones(latents[:, :, 0].float().movedim(1, -1))  # ones for the map's constant
+    features = _with_ones(latents[:, :, 0].float().movedim(1, -1))  # (N, H, W, C + 1)
     colors = torch.nn.functional.avg_pool2d(pictures, vae.spatial_compression_ratio).movedim(1, -1)
-    fitted = PICTURES * 3 // 4  # number of pictures, the first ones, that the map is fitted to
+    fitted = PICTURES * 3 // 4  # the map is fitted to so many pictures, the first ones
     weights = torch.linalg.lstsq(features[:fitted].flatten(0, 2), colors[:fitted].flatten(0, 2)).solution
     error = (features[fitted:] @ weights - colors[fitted:]).square().mean()
     return LinearPreview(weights, float(1 - error / colors[fitted:].var(correction=0)))
 
 
 def _with_ones(features: torch.Tensor) -> torch.Tensor:
+    """Append a channel of ones to features (..., C), for a linear map's constant."""
     return torch.cat([features, torch.ones_like(features[..., :1])], dim=-1)
 
 
 def preview_writer(vae: Any, path: str | Path, say: Callable[[str], None]) -> Callable[[torch.Tensor], None]:
     """Return a function of latents (N, T, C, H, W) that writes frames of the first video to a PNG file.
 
-    The map is fitted here, once, to what a copy of the VAE on the host decodes. Each call of the function
-    replaces the file. `say` is told how well the map fits.
+    Each call of the function replaces the file.
+
+    Args:
+        vae: the VAE; the map is fitted once, with a copy of it on the host.
+        path: path of the PNG file.
+        say: is called with a line of text, which says how well the map fits.
     """
     from PIL import Image
 
@@ -81,9 +94,10 @@ def preview_writer(vae: Any, path: str | Path, say: Callable[[str], None]) -> Ca
 
     def show(latents: torch.Tensor) -> None:
         (frames,) = colors_of(latents[:1])  # the first video's, (T, H, W, 3)
-        # Indices of frames at equal distances, the first and the last among them; a short video has fewer.
+        # Indices of SHOWN frames at equal distances, from the first to the last. In a short video some
+        # are the same: the set has each once.
         chosen = sorted({round(i * (len(frames) - 1) / (SHOWN - 1)) for i in range(SHOWN)})
-        # (T, H, W, 3) to (H, T * W, 3).
+        # (T, H, W, 3) to (H, T * W, 3): the frames side by side.
         picture = Image.fromarray(frames[chosen].transpose(0, 1).flatten(1, 2).contiguous().numpy())
         with whole_file(path) as temporary:
             picture.resize((picture.width * ENLARGED, picture.height * ENLARGED)).save(temporary, "PNG")

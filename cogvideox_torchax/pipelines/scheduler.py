@@ -1,7 +1,8 @@
 """Schedulers around a pipeline on JAX: their tables stay on the host, and a NaN or Inf names its step.
 
-A scheduler's work in a step is a few numbers from tables in float64, which JAX does not have by default, and
-a multiply-add of the latents. The numbers are computed on the host; the latents stay on the device.
+In a step a scheduler computes a few numbers from its tables, then multiplies and adds latents by them. The
+tables are float64, which JAX does not have by default, so the numbers are computed on the host. The latents
+stay on the device.
 """
 
 import functools
@@ -21,12 +22,14 @@ class NonFiniteError(ArithmeticError):
 
 @dataclass
 class StepLog:
-    """The last step of a run.
+    """The state of the denoising steps of a pipeline's call after the last step that was taken.
 
     Attributes:
-        total, done: number of steps of the run, and of steps that were taken.
-        timestep, dtype: the last step's timestep, and its latents' dtype.
-        finite: whether the last step's latents are finite; a bool on their device, not waited for.
+        total: number of steps of the call.
+        done: number of steps that were taken.
+        timestep: the last step's timestep.
+        dtype: dtype of the latents that the last step returned.
+        finite: whether these latents are finite: a bool on their device. Reading it waits for the step.
     """
 
     total: int = 0
@@ -46,7 +49,10 @@ class StepLog:
 
 
 class HostScheduler(PicklesAsStock):
-    """Mixin of `port_scheduler`: tables on the host, and a log of the last step, which is not pickled."""
+    """Mixin for the class of a ported scheduler: its tables are on the host, and a log has the last step.
+
+    The log is not pickled, as it may hold an array of a device.
+    """
 
     log: StepLog
 
@@ -55,10 +61,11 @@ class HostScheduler(PicklesAsStock):
 
 
 def port_scheduler(scheduler: Any) -> Any:
-    """Give a scheduler, in place, the class that keeps its tables on the host and checks steps; return it."""
+    """Give a scheduler its ported class, in place; return it. A ported one stays as it is."""
     if not isinstance(scheduler, HostScheduler):
         scheduler.__class__ = _host_class(type(scheduler))
-    if "log" not in vars(scheduler):  # the first call, or a scheduler that was made by its ported class
+    # A scheduler without a log is newly ported, unpickled, or an instance that its ported class has made.
+    if "log" not in vars(scheduler):
         tables = {name: value for name, value in vars(scheduler).items() if isinstance(value, torch.Tensor)}
         vars(scheduler).update({name: runtime.to_torch(table) for name, table in tables.items()})
         scheduler.log = StepLog()
@@ -67,50 +74,56 @@ def port_scheduler(scheduler: Any) -> Any:
 
 @functools.cache
 def _host_class(kind: Any) -> type:
-    """Return the ported subclass of a scheduler's class, with that class's name and signatures."""
+    """Return the ported subclass of a scheduler's class `kind`, with that class's name and signatures."""
 
     @functools.wraps(kind.set_timesteps)
     def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> None:
+        """Make the tables of timesteps on the host, whatever the argument `device` is; begin a new log."""
         bound = inspect.signature(kind.set_timesteps).bind(self, *args, **kwargs)
         if "device" in bound.arguments:
             bound.arguments["device"] = "cpu"
         kind.set_timesteps(*bound.args, **bound.kwargs)
         self.log = StepLog(total=len(self.timesteps))
 
-    # A subclass may pass its arguments on without their names: the first class that names them tells.
+    # The names of the arguments of `step`. A user's subclass may have only `*args, **kwargs`: then its first
+    # base that names the argument "sample" has the signature.
     signatures = (inspect.signature(each.step) for each in kind.__mro__)
-    signature = next(each for each in signatures if "sample" in each.parameters)
+    step_signature = next(each for each in signatures if "sample" in each.parameters)
 
     @functools.wraps(kind.step)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Take a step on float32 latents; raise `NonFiniteError` if the step before gave NaN or Inf."""
-        # This waits for the previous step's result while the device runs this step's network, queued already.
+        # The check waits for the previous step's result. The device does not wait: this step's network is in
+        # its queue already.
         self.log.check()
-        bound = signature.bind(self, *args, **kwargs)
-        given = bound.arguments
-        # A step draws noise in CogVideoX's DPM scheduler (it has this argument), and in DDIM with `eta`.
-        draws_noise = "old_pred_original_sample" in given or bool(given.get("eta"))
-        if not draws_noise:  # noise is drawn in the latents' dtype, which then has to stay
-            # JAX rounds a Python number to the array's dtype before it multiplies, PyTorch does not.
-            given["sample"] = given["sample"].float()
+        bound = step_signature.bind(self, *args, **kwargs)
+        arguments = bound.arguments
+        # CogVideoX's DPM scheduler draws noise: it alone has this argument. DDIM draws noise with an `eta`.
+        draws_noise = "old_pred_original_sample" in arguments or bool(arguments.get("eta"))
+        # JAX rounds the scheduler's numbers to the latents' dtype before it multiplies, PyTorch does not: so
+        # the latents become float32. Where noise is drawn, they stay as they are: the noise has their dtype,
+        # and another dtype would give other noise.
+        if not draws_noise:
+            arguments["sample"] = arguments["sample"].float()
         result = kind.step(*bound.args, **bound.kwargs)
         latents = result[0] if isinstance(result, tuple) else result.prev_sample
         self.log = replace(
             self.log,
             done=self.log.done + 1,
-            timestep=given["timestep"],
+            timestep=arguments["timestep"],
             dtype=latents.dtype,
-            # A bool on the device, queued before the next step's network: a device runs in order.
+            # It is in the device's queue before the next step's network, so `check` does not wait for that.
             finite=runtime.all_finite(latents),
         )
         return result
 
     def add_noise(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        # diffusers' method moves one of the tables to the latents' device: afterwards all are as before.
         tables = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
         try:
             return kind.add_noise(self, *args, **kwargs)
         finally:
-            vars(self).update(tables)  # diffusers moves one of the tables to the latents' device
+            vars(self).update(tables)
 
     members = {"set_timesteps": set_timesteps, "step": step, "add_noise": add_noise}
     return type(kind.__name__, (HostScheduler, kind), {"__module__": kind.__module__, **members})

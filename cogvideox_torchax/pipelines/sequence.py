@@ -1,12 +1,17 @@
 """Text and patches as one sequence on a mesh: the placement of its tokens, and the communication.
 
-The batch, two videos with classifier-free guidance, is split over "dp". With split tokens each device
-computes its own (local) tokens. Attention alone needs others: before it the devices exchange tokens for
-heads, so that each has all tokens of some heads, and after it back (Jacobs et al. 2023, "DeepSpeed Ulysses").
+The tokens of a sequence are the prompt's text, then the patches, then padding. A batch, which with guidance
+has each video twice, is split over "dp". How "tp" is used depends on `sharding.Parallelism`:
 
-Axis letters: N videos, S positions of a sequence, C channels, H heads, D channels of a head, P parts, one for
-each device that shares a video's tokens (in `pad_table` P is patches). In names with PSC, S is the tokens of
-all videos, one video's after the other's.
+    context: the tokens are split. The local tokens are those that one device computes. Attention needs all
+        tokens: before it the devices exchange tokens for heads, so that each device has all tokens of some
+        heads, and after it they exchange heads for tokens (Jacobs et al. 2023, "DeepSpeed Ulysses").
+    tensor: the channels of weights are split. XLA's partitioner shards the layers, except for kernels, which
+        it cannot shard: each kernel is sharded here, by a `shard_map`.
+
+Axis letters: N videos, S positions of a sequence, C channels, H heads, D channels of a head, P parts of the
+channels or of the tokens, one for each device that shares a video's tokens. In names with PSC, S is the
+tokens of all videos, one video's after the other's.
 """
 
 import contextlib
@@ -34,7 +39,7 @@ from cogvideox_torchax.runtime.layers import watched
 from cogvideox_torchax.sharding import MeshPlace
 
 LANES = 128
-"""Lanes of a kernel's tile: a device's number of tokens is a multiple of it, unless there are few tokens."""
+"""Lanes of a TPU's tile. The number of local tokens is a multiple of it (but see `_padded_length`)."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +47,14 @@ class Sequence:
     """The layout of text and patches as one sequence: its length, and the devices that share its tokens.
 
     Attributes:
-        text: tokens of the prompt, which come first.
-        tokens: tokens of prompt and patches.
-        length: tokens with padding, to which no token attends.
+        text: number of the prompt's tokens, which come first.
+        tokens: number of the tokens of prompt and patches.
+        length: number of all tokens, with the padding, to which no token attends.
         batch: the mesh axis that the videos are split over, or None.
-        axes: the mesh axes that the tokens are split over, and inside attention the heads.
-        mesh: the mesh if a layer runs on each device's local tokens ("context"); else None.
-        shared: the mesh if XLA's partitioner shards the layers ("tensor"); else None. On one device both are
-            None.
+        axes: the mesh axes that the tokens are split over, and inside attention the heads; () for no split.
+        mesh: the mesh with "context", where a layer runs on each device's local tokens; else None.
+        shared: the mesh with "tensor", where XLA's partitioner shards the layers; else None. On one device
+            both are None.
     """
 
     text: int
@@ -64,10 +69,15 @@ class Sequence:
     def from_placement(
         cls, placement: "SequencePlacement | None", *, videos: int, text: int, tokens: int
     ) -> "Sequence":
+        """Return the layout for a number of videos, of text tokens and of all tokens.
+
+        `placement` is None on one device.
+        """
         if placement is None:
             return cls(text, tokens, _padded_length(tokens, 1))
-        mesh, batch_axis = placement.mesh, placement.batch_axis(videos)
-        if placement.parallelism.kind == TENSOR:  # XLA's partitioner shards the layers over the mesh `shared`
+        mesh = placement.mesh
+        batch_axis = placement.batch_axis(videos)
+        if placement.parallelism.kind == TENSOR:
             length = _padded_length(tokens, mesh.shape["tp"])
             return cls(text, tokens, length, batch=batch_axis, shared=mesh)
         token_axes = placement.token_axes(videos)
@@ -76,6 +86,7 @@ class Sequence:
 
     @property
     def spec(self) -> PartitionSpec:
+        """The sharding of the sequence (N, S, C)."""
         return PartitionSpec(self.batch, self.axes or None, None)
 
     @property
@@ -84,24 +95,24 @@ class Sequence:
         return math.prod(self.mesh.shape[axis] for axis in self.axes) if self.mesh is not None else 1
 
     def pad_tokens(self, x_NSC: jax.Array) -> jax.Array:
-        """Return the tokens padded with zeros to `length`, and sharded over the mesh."""
+        """Return the tokens (N, S, C) padded with zeros to `length`; with "context" they are sharded."""
         padded = jnp.pad(x_NSC, ((0, 0), (0, self.length - self.tokens), (0, 0)))
         if self.mesh is None:
             return padded
         return jax.lax.with_sharding_constraint(padded, NamedSharding(self.mesh, self.spec))
 
-    def pad_table(self, table_PD: jax.Array, value: float) -> jax.Array:
-        """Pad a rotary table of patches (P, D) to all tokens (S, D), with `value` for text and padding."""
-        # `tokens` counts text, then patches; `length` counts the padding after them too.
-        before, after = self.tokens - table_PD.shape[0], self.length - self.tokens
-        return jnp.pad(table_PD, ((before, after), (0, 0)), constant_values=value)
+    def pad_table(self, patch_table: jax.Array, value: float) -> jax.Array:
+        """Return a rotary table (S, D) of all tokens, from one (patches, D), with `value` for the others."""
+        text = self.tokens - patch_table.shape[0]
+        padding = self.length - self.tokens
+        return jnp.pad(patch_table, ((text, padding), (0, 0)), constant_values=value)
 
     def map_local_tokens(self, function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         """Return a function of whole arrays that calls `function` on each device with its local arrays.
 
-        The function has three arguments, which may be nested: tokens (N, S, C), split by videos and tokens;
-        vectors (N, C), split by videos; tables (S, D), whole on every device. Its result is tokens. If layers
-        do not run on local tokens (`mesh` is None), `function` itself is returned.
+        Both have three arguments, which may be nested: tokens (N, S, C), split by videos and tokens;
+        vectors (N, C), split by videos; rotary tables (S, D), whole on every device. Both return tokens,
+        which may be nested too. Without "context" no tokens are local, and `function` itself is returned.
         """
         if self.mesh is None:
             return function
@@ -114,20 +125,19 @@ class Sequence:
         )
 
     def shard_heads(self, qk_norm_rope: Callable[..., jax.Array], heads: int) -> Callable[..., jax.Array]:
-        """Return the kernel `qk_norm_rope`, sharded as the attention after it.
+        """Return the kernel `qk_norm_rope`, sharded as the attention after it, for `heads` heads in all.
 
-        If each device has local tokens, they are exchanged before the kernel, which gets all tokens of the
-        device's heads. If XLA shards the layers, the kernel, which XLA cannot shard, is sharded here: by
-        heads, or by tokens if "tp" does not divide the heads.
+        With "context" the kernel is called on each device, after the exchange: it gets all tokens of the
+        device's heads. With "tensor" it is sharded here: by heads, or by tokens if "tp" does not divide the
+        heads.
 
-        The result takes tokens (N, S, C) and the kernel's other arguments, except for the number of all
-        devices' `heads`, and returns (N, H, D, S).
+        The result takes tokens (N, S, C) and the kernel's other arguments, except for `heads`, which is set
+        to the number of heads on a device. It returns (N, H, D, S).
         """
-        if self.shared is None:  # no mesh over which XLA shards: the layers run on each of `parts` devices
+        if self.shared is None:  # "context", or one device
             return functools.partial(qk_norm_rope, heads=heads // self.parts)
         tp = self.shared.shape["tp"]
         whole = PartitionSpec()
-        # `self.batch` is the mesh axis that the videos are split over, or None.
         if heads % tp == 0:  # a device has all tokens of some heads
             local_heads, table_spec = heads // tp, whole
             x_spec = PartitionSpec(self.batch, None, "tp")  # (N, S, C)
@@ -141,6 +151,7 @@ class Sequence:
             return jax.shard_map(
                 functools.partial(qk_norm_rope, heads=local_heads, **options),
                 mesh=self.shared,
+                # The other arguments are a norm's weight and bias (D), and rotary tables (S, D).
                 in_specs=(x_spec, *(whole if other.ndim == 1 else table_spec for other in others)),
                 out_specs=result_spec,
                 check_vma=False,  # a Pallas kernel does not say over which mesh axes its results vary
@@ -149,7 +160,7 @@ class Sequence:
         return sharded_qk_norm_rope
 
     def shard_norm(self, adaptive_layer_norm: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """Return the norm kernel, sharded by videos if XLA shards the layers: XLA cannot shard a kernel."""
+        """Return the norm kernel, which with "tensor" is sharded by videos: each device has all tokens."""
         if self.shared is None:
             return adaptive_layer_norm
         by_video, whole = PartitionSpec(self.batch), PartitionSpec()
@@ -165,22 +176,26 @@ class Sequence:
     def first_patch(self) -> Any:
         """Return the index of the first patch, counted from this device's first token.
 
-        It is 0 or negative on a device that has patches alone, and the number of its tokens or more where all
-        are text. With split tokens call it inside `map_local_tokens`.
+        It is 0 or negative on a device that has no text, and the number of local tokens or more on a device
+        that has no patches. If tokens are split, call it inside `map_local_tokens`.
         """
-        if not self.axes:  # tokens are not split: this device has the first one
+        if not self.axes:
             return self.text
-        return self.text - jax.lax.axis_index(self.axes) * (self.length // self.parts)
+        local_tokens = self.length // self.parts
+        return self.text - jax.lax.axis_index(self.axes) * local_tokens
 
     def to_heads(self, x_PSC: jax.Array, videos: int) -> jax.Array:
-        """Exchange local tokens for all tokens of whole heads: (P, N * S, C / P) becomes (N, P * S, C / P).
+        """Exchange local tokens of all heads for all tokens of some whole heads.
 
-        With split tokens call it inside `map_local_tokens`; else nothing is exchanged.
+        (P, N * S, C / P) becomes (N, P * S, C / P), where S is the number of a video's local tokens. If
+        tokens are split, call it inside `map_local_tokens`; else P is 1, and nothing is exchanged.
         """
         if self.axes:
-            # Without the barrier the communication is float32, not the rounded values.
+            # Without the barrier XLA moves the rounding of the float32 products behind the exchange, which
+            # then sends twice the bytes.
             x_PSC = jax.lax.optimization_barrier(x_PSC)
-            # Before, axis 0 is the parts of the channels; after, it is the devices that the tokens come from.
+            # Before the exchange axis 0 is the parts of the channels, one for each device that receives them;
+            # after it, axis 0 is the devices that the tokens come from.
             x_PSC = jax.lax.all_to_all(x_PSC, self.axes, split_axis=0, concat_axis=0, tiled=True)
         parts, _, channels = x_PSC.shape
         if videos == 1:  # XLA would keep an axis of 1 in the middle, and pad it to a tile
@@ -189,11 +204,15 @@ class Sequence:
         return x_NPSC.reshape(videos, -1, channels)
 
     def to_tokens(self, y_NCS: jax.Array) -> jax.Array:
-        """Undo `to_heads`, in the layout of attention: (N, C / P, P * S) becomes (N, C, S)."""
+        """Exchange all tokens of some heads for the local tokens of all heads, after attention.
+
+        (N, C / P, P * S) becomes (N, C, S). This reverses `to_heads`, but attention has channels first.
+        """
         if not self.axes:
             return y_NCS
         videos, channels, _ = y_NCS.shape
-        # Before the exchange axis P is the parts of the tokens, after it the parts of the channels.
+        # Before the exchange axis P is the parts of the tokens, one for each device that receives them; after
+        # it, axis P is the parts of the channels.
         if videos == 1:  # XLA would keep the axis of 1 in the middle, and pad it to a tile
             y_PCS = y_NCS.reshape(channels, self.parts, -1).swapaxes(0, 1)
             y_PCS = jax.lax.all_to_all(y_PCS, self.axes, split_axis=0, concat_axis=0, tiled=True)
@@ -204,25 +223,26 @@ class Sequence:
 
 
 def _padded_length(tokens: int, parts: int) -> int:
-    """Return a sequence's length, padded so that `parts` devices get equal shards of whole tiles.
+    """Return the length to which a sequence of `tokens` is padded, so that `parts` devices get equal shards.
 
-    A tile has `LANES` tokens. Shards need not be whole tiles if these would lengthen the sequence by more
-    than half.
+    A shard is a multiple of `LANES` tokens. If that would lengthen the sequence by more than half, as it does
+    a short one, shards are only equal.
     """
 
     def next_multiple(divisor: int) -> int:
-        return -(-tokens // divisor) * divisor
+        return -(-tokens // divisor) * divisor  # rounded up
 
-    whole_tiles = next_multiple(parts * LANES)
-    return whole_tiles if whole_tiles <= 1.5 * tokens else next_multiple(parts)
+    length_in_tiles = next_multiple(parts * LANES)
+    return length_in_tiles if length_in_tiles <= 1.5 * tokens else next_multiple(parts)
 
 
 @dataclass(frozen=True)
 class SequencePlacement(MeshPlace):
-    """The sharding of sequences (N, S, C): by batch over "dp" where it divides, over "tp" by `parallelism`.
+    """The sharding of sequences (N, S, C) and of weights over a mesh; inputs and results are on every device.
 
-    Weights are sharded; a program's inputs and its result are whole on every device. Attention has `heads`
-    heads.
+    Attributes:
+        parallelism: the use of "tp". Over "dp" the videos are split, if "dp" divides their number.
+        heads: number of attention's heads.
     """
 
     parallelism: Parallelism = field(default_factory=Parallelism)
@@ -239,22 +259,26 @@ class SequencePlacement(MeshPlace):
         """
         if self.parallelism.kind == TENSOR:
             return ()
-        both = self.batch_axis(videos) is None and self.heads % self.mesh.size == 0
-        axes = ("dp", "tp") if both else ("tp",)
+        over_both = self.batch_axis(videos) is None and self.heads % self.mesh.size == 0
+        axes = ("dp", "tp") if over_both else ("tp",)
         return tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
 
     def spec(self, shape: tuple[int, ...]) -> PartitionSpec:
+        """Return the sharding of a sequence of this shape (N, S, C)."""
         videos = shape[0]
         return PartitionSpec(self.batch_axis(videos), self.token_axes(videos) or None, None)
 
     def compiler_options(self) -> dict[str, str]:
-        # Let a TPU compute while tokens are exchanged for heads; by default it waits.
+        # With this option a TPU computes while tokens are exchanged for heads; by default it waits.
         exchange = {"xla_tpu_enable_async_all_to_all": "true"} if self.platform == "tpu" else {}
         return {**super().compiler_options(), **exchange}
 
     def trace(self, run: Callable[..., Any], inputs: Any, cache: Any) -> Any:
-        """Return (result, cache) of `run(inputs, cache)` in a trace, constrained to their shardings."""
-        # The attention kernel reads the mesh, and maps itself over the devices: XLA cannot split a kernel.
+        """Return (result, cache) of `run(inputs, cache)` in a trace, constrained to their shardings.
+
+        The result is whole on every device; an array of the cache has its `cache_sharding`.
+        """
+        # The attention kernel reads the mesh from this context, and maps itself over the devices.
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             result, cache = run(inputs, cache)
         return jax.lax.with_sharding_constraint(result, self.replicated), jax.tree.map(
@@ -262,7 +286,10 @@ class SequencePlacement(MeshPlace):
         )
 
     def cache_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
-        """Return the sharding of a kept array: that of a sequence if the mesh divides it, else whole."""
+        """Return the sharding of an array that a step keeps for the next one.
+
+        An array of three axes is split as a sequence (N, S, C) if the mesh divides it; others are whole.
+        """
         if len(shape) != 3:
             return self.replicated
         spec = self.spec(shape)
@@ -272,8 +299,8 @@ class SequencePlacement(MeshPlace):
     def watching(self, network: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which sequences that enter or leave the network's layers get their sharding.
 
-        The network, a program's own copy, is changed: where "tp" splits the channels of weights, each module
-        gets an attribute `inputs_split`, whether its weight is split by inputs.
+        The layers are the modules of `self.types`. The network, a program's own copy, is changed: with
+        "tensor" each module gets an attribute `inputs_split`, whether its weight is split by inputs.
         """
         self.layers.clear()  # the shapes that `_constrain_sequences` recorded in an earlier trace
         if self.parallelism.kind == TENSOR:
@@ -287,7 +314,10 @@ class SequencePlacement(MeshPlace):
         )
 
     def _constrain_sequences(self, name: str, value: Any) -> Any:
-        """Return a value, which may be nested, with its sequences sharded; record their shapes."""
+        """Return a layer's arguments or result with its sequences sharded; record their shapes under `name`.
+
+        `value` may be nested. Its tensors of three axes on JAX are sequences.
+        """
         if isinstance(value, dict):
             return {key: self._constrain_sequences(name, item) for key, item in value.items()}
         if isinstance(value, tuple):

@@ -1,10 +1,13 @@
 """The sharding of the transformer's and the text encoder's weights: a table by name.
 
-With "context", every device has whole weights; if they do not fit, they are sharded, and each layer's are
-gathered before it runs. With "tensor", the first of two matrices is split by its outputs, the second by its
-inputs, so that activations between them stay local and one sum over "tp" follows (Shoeybi et al. 2019,
-"Megatron-LM"). Attention's heads are split over "tp"; if "tp" does not divide them, attention is split by
-queries (`jax_kernels.attention`).
+A network uses the mesh's axis "tp" in one of two ways:
+
+    context: tokens are split, and every device has whole weights. If they do not fit, they are sharded, and
+        the weights of each layer are gathered before it runs.
+    tensor: the channels of weights are split. Of two matrices that follow each other the first is split by
+        its outputs, the second by its inputs. So the activations between them stay on their devices, and one
+        sum over "tp" follows (Shoeybi et al. 2019, "Megatron-LM"). Attention's heads are split over "tp"; if
+        "tp" does not divide them, attention is split by queries (`jax_kernels.attention`).
 """
 
 import re
@@ -16,25 +19,26 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from cogvideox_torchax.sharding import Parallel
 
 BY_OUTPUTS, BY_INPUTS = P("tp"), P(None, "tp")
-"""Shardings of a matrix (out, in), and of its bias (out)."""
+"""Shardings of a matrix (out, in); the first is that of its bias (out) too."""
 
 WEIGHTS: dict[str, P] = {
-    # Matrices (out, in) and their biases: the first of two.
+    # The first of two matrices, and its bias. A LoRA's layer has the matrix as its `base_layer`.
     r"attn1\.to_(q|k|v|qkv)(\.base_layer)?\.(weight|bias)": BY_OUTPUTS,
     r"ff\.net\.0\.proj(\.base_layer)?\.(weight|bias)": BY_OUTPUTS,
     r"SelfAttention\.(q|k|v)(\.base_layer)?\.(weight|bias)": BY_OUTPUTS,
     r"DenseReluDense\.wi(_[01])?(\.base_layer)?\.(weight|bias)": BY_OUTPUTS,
-    # The second, whose bias is added once, after the sum.
+    # The second of two matrices. Its bias is not here: each device has all of it, to add it after the sum.
     r"attn1\.to_out\.0(\.base_layer)?\.weight": BY_INPUTS,
     r"ff\.net\.2(\.base_layer)?\.weight": BY_INPUTS,
     r"SelfAttention\.o(\.base_layer)?\.weight": BY_INPUTS,
     r"DenseReluDense\.wo(\.base_layer)?\.weight": BY_INPUTS,
-    # The modulation's result is cut into six parts, which shards of its outputs would straddle.
+    # The results are cut into six parts (shift, scale and gate, for text and patches). With a split by
+    # outputs, a shard would have pieces of two parts.
     r"norm[12]\.linear(\.base_layer)?\.weight": BY_INPUTS,
-    # Tables (entries, channels).
+    # Tables of embeddings (entries, channels).
     r"(shared|embed_tokens|relative_attention_bias)\.weight": BY_INPUTS,
 }
-"""Sharding of weights by the ending of their names, with TENSOR; all others are whole on every device."""
+"""Sharding with "tensor" of the weights whose names end so; every device has all other weights whole."""
 
 
 def weight_spec(name: str) -> P:
@@ -47,7 +51,7 @@ TENSOR: Parallel = "tensor"
 """The two uses of "tp" by a network."""
 
 SHARE_OF_WEIGHTS = 0.5
-"""Share of a device's memory that a network's whole weights may take on every device."""
+"""Share of a device's memory that a network's whole weights may take; activations need the other half."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,8 @@ class Parallelism:
 
     Attributes:
         kind: CONTEXT splits tokens, TENSOR the channels of weights.
-        gathered: whether weights are sharded and gathered a layer at a time; with CONTEXT alone.
-        reason: the reason for the choice, in a few words.
+        gathered: whether weights are sharded, and gathered a layer at a time; only with CONTEXT.
+        reason: the reason for the choice, in a few words; the default is that of a text encoder.
     """
 
     kind: Parallel = TENSOR
@@ -71,7 +75,10 @@ class Parallelism:
 
 @dataclass(frozen=True)
 class BatchParallelism:
-    """The use of a mesh by a network that this package does not know; split weights are gathered at use."""
+    """The use of a mesh by a network that this package does not know: "dp" splits the batch.
+
+    With `split`, weights are split over devices too, and gathered when they are used.
+    """
 
     split: bool = False
 
@@ -80,7 +87,10 @@ class BatchParallelism:
 
 
 def exceed(weight_bytes: int, memory: float | None) -> bool:
-    """Return whether whole weights take more than `SHARE_OF_WEIGHTS` of a device's memory; None is enough."""
+    """Return whether whole weights take more than `SHARE_OF_WEIGHTS` of a device's memory.
+
+    If the memory is not known (None), they are taken to fit.
+    """
     return memory is not None and weight_bytes > SHARE_OF_WEIGHTS * memory
 
 
@@ -89,8 +99,13 @@ def choose_parallelism(
 ) -> Parallelism:
     """Choose what a transformer splits over "tp": tokens if "tp" divides the heads, else channels of weights.
 
-    With split tokens, weights that `exceed` a device's memory are gathered a layer at a time. None for
-    `memory` means unknown, for `requested` no wish.
+    Args:
+        mesh: a mesh of `make_mesh`.
+        heads: number of attention's heads.
+        weight_bytes: bytes of the whole weights. If tokens are split and the weights `exceed` a device's
+            memory, they are gathered a layer at a time.
+        memory: bytes of a device's memory; None if they are not known.
+        requested: the user's choice; None for none.
 
     Raises:
         ValueError: another request than CONTEXT or TENSOR, or CONTEXT if "tp" does not divide the heads.
@@ -116,7 +131,7 @@ def memory_of(mesh: Mesh) -> float | None:
     """Return the bytes of memory of one of a mesh's devices; None if it does not report them."""
     try:
         stats = mesh.devices.flat[0].memory_stats()  # all devices are alike
-    except (RuntimeError, jax.errors.JaxRuntimeError):  # a plan's mesh has devices that are not there
+    except (RuntimeError, jax.errors.JaxRuntimeError):  # `plan` makes meshes of devices that do not exist
         return None
     return (stats or {}).get("bytes_limit")
 
@@ -124,7 +139,8 @@ def memory_of(mesh: Mesh) -> float | None:
 def weight_sharding(mesh: Mesh, name: str, shape: tuple[int, ...], parallelism: Parallelism) -> NamedSharding:
     """Return the sharding of a weight; raise `ValueError` if "tp" does not divide the axis that it splits.
 
-    With CONTEXT only `gathered` weights are split: the blocks' matrices, by outputs where "tp" divides them.
+    With CONTEXT weights are split only if they are `gathered`: the matrices of blocks, by their outputs, if
+    "tp" divides these. All other weights are whole.
     """
     if parallelism.kind == TENSOR:
         spec = weight_spec(name)

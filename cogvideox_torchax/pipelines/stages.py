@@ -1,7 +1,7 @@
-"""The stages of a generation as files: embeddings of the prompt, and the final latents.
+"""The stages of a generation as files: embeddings of the prompt (text), and the final latents.
 
-Each is a safetensors file that holds the request and the model's fingerprint, is written whole or not at all,
-and is enough to resume the generation from.
+Each is a safetensors file, from which the generation can be resumed. It is written whole or not at all. The
+text stage also holds the request and the model's fingerprint.
 """
 
 import json
@@ -23,22 +23,23 @@ TEXT_FIELDS = ("prompt", "negative_prompt", "dtype")
 
 
 class StageError(ValueError):
-    """A stage that cannot be resumed from; the message gives the reason and the remedy."""
+    """A stage's file that generation cannot resume from; the message gives the reason and the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A request to generate a video; the model gives the size, if the user does not.
+    """A request to generate a video.
 
     Attributes:
-        prompt, negative_prompt: texts; no negative one is "".
-        image, video: paths of what conditions it, or None.
+        prompt: text that the video shall follow.
+        negative_prompt: text that guidance leads away from; "" for none.
+        image, video: paths of an image or a clip that conditions the video, or None.
         frames, height, width: size of the video, in frames and pixels.
         num_inference_steps: denoising steps.
         guidance_scale: scale of classifier-free guidance; 1 or less for none.
         strength: share of the steps, and so of the noise, that an input video goes through.
         seed: seed of the noise.
-        dtype: dtype of weights and latents.
+        dtype: name of the dtype of weights and latents.
     """
 
     prompt: str
@@ -65,8 +66,9 @@ class Stage:
 
     Attributes:
         path: path of the file.
-        tensors: the prompts' embeddings, by the pipeline's argument names.
-        request, model: the request that they were made for, and its model's `generate.Model.fingerprint`.
+        tensors: the embeddings of the prompts, by the pipeline's argument names.
+        request: the request that the embeddings were made for.
+        model: fingerprint of the model that made them (`generate.Model.fingerprint`).
     """
 
     path: Path
@@ -75,11 +77,13 @@ class Stage:
     model: str
 
     def check_model(self, model: str) -> None:
+        """Raise `StageError` if a model of this fingerprint did not make the embeddings."""
         if self.model != model:
             raise StageError(f"{self.path} is of another model: give the --model that it was made with")
 
 
 def option(name: str) -> str:
+    """Return the command line's option for a field of a request, such as "--num-inference-steps"."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -89,25 +93,26 @@ def request_from_options(options: dict[str, Any], size: tuple[int, int, int], te
     Args:
         options: options by name, a request's fields among them; an option that was not given is None.
         size: default of (frames, height, width).
-        text: the text stage to resume from, whose prompts and dtype are used; None for none.
+        text: the text stage to resume from, whose prompts and dtype are used; None without one.
 
     Raises:
         ValueError: no prompt, or options that contradict the stage.
     """
-    given = {name: options[name] for name in FIELDS if options[name] is not None}
-    # Fields that the stage's embeddings fix.
-    fixed = {} if text is None else {name: getattr(text.request, name) for name in TEXT_FIELDS}
-    for name, value in fixed.items():
-        if given.get(name, value) != value:
+    from_options = {name: options[name] for name in FIELDS if options[name] is not None}
+    # The embeddings of the stage depend on these fields, so options cannot change them.
+    from_stage = {} if text is None else {name: getattr(text.request, name) for name in TEXT_FIELDS}
+    for name, value in from_stage.items():
+        if from_options.get(name, value) != value:
             raise ValueError(
-                f"the stage was made with {option(name)} {value!r}, got {given[name]!r}: "
+                f"the stage was made with {option(name)} {value!r}, got {from_options[name]!r}: "
                 f"leave {option(name)} out"
             )
-    if "prompt" not in {**given, **fixed}:
+    if "prompt" not in {**from_options, **from_stage}:
         raise ValueError("a prompt is needed: give --prompt")
-    sizes = dict(zip(("frames", "height", "width"), size, strict=True))
-    request = Request(**{**sizes, **given, **fixed})
+    default_size = dict(zip(("frames", "height", "width"), size, strict=True))
+    request = Request(**{**default_size, **from_options, **from_stage})
     guided = request.guidance_scale > 1
+    # A stage has embeddings of the negative prompt only if it was made with guidance.
     if text is not None and guided != ("negative_prompt_embeds" in text.tensors):
         raise ValueError(
             f"the text stage was made {'without' if guided else 'with'} guidance, got --guidance-scale "
@@ -117,16 +122,24 @@ def request_from_options(options: dict[str, Any], size: tuple[int, int, int], te
 
 
 def path_of(directory: str | Path, name: str) -> Path:
+    """Return the path of a stage's file; `name` is `TEXT` or `LATENTS`."""
     return Path(directory) / f"{name}.safetensors"
 
 
 def save_text(
     directory: str | Path, tensors: dict[str, torch.Tensor | None], *, request: Request, model: str
 ) -> None:
-    """Write the text stage, whole or not at all, in a directory that exists; leave out None values."""
-    given = {key: value for key, value in tensors.items() if value is not None}
+    """Write the text stage, whole or not at all, in a directory that exists.
+
+    Args:
+        directory: directory of the stages.
+        tensors: embeddings, by the pipeline's argument names; those that are None are left out.
+        request: the request that they were made for.
+        model: fingerprint of the model that made them.
+    """
+    embeddings = {key: value for key, value in tensors.items() if value is not None}
     metadata = {"format": FORMAT, "stage": TEXT, "request": json.dumps(asdict(request)), "model": model}
-    tensor_files.save(given, path_of(directory, TEXT), metadata)
+    tensor_files.save(embeddings, path_of(directory, TEXT), metadata)
 
 
 def load_text(directory: str | Path) -> Stage:
@@ -150,9 +163,14 @@ def load_text(directory: str | Path) -> Stage:
 
 
 def _request(values: dict[str, Any]) -> Request:
-    """Return the request of a JSON object's values; raise `TypeError` for other fields or types of values."""
-    request = Request(**values)
-    if missing := sorted({*FIELDS} - values.keys()):  # the defaults are for requests, not for files
+    """Return the request that has these values of a stage's JSON.
+
+    Raises:
+        TypeError: a field is missing, unknown or of another type.
+    """
+    request = Request(**values)  # raises for an unknown field
+    # The defaults of `Request` are for a user's request: a file has all fields.
+    if missing := sorted({*FIELDS} - values.keys()):
         raise TypeError(f"it has no {missing[0]}")
     for name, kind in get_type_hints(Request).items():  # a dataclass does not check the types itself
         value = getattr(request, name)

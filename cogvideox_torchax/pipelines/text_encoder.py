@@ -15,7 +15,7 @@ from cogvideox_torchax.pipelines.networks import KnownNetwork, TensorSpecs
 
 
 class TextEncoding(nn.Module):
-    """A call of the text encoder, the module that a program is compiled from."""
+    """A call of the text encoder: the module that a program is compiled from."""
 
     component = "text_encoder"
 
@@ -24,12 +24,13 @@ class TextEncoding(nn.Module):
         self.model = model
 
     def forward(self, tensors: dict[str, Any], cache: None) -> tuple[torch.Tensor, None]:
-        # Transformers' own forward: the ported model's forward would run the program that is traced here.
+        """Return the last hidden states (N, tokens, channels), and `cache` unchanged: there is none."""
+        # `self.model(...)` would be the ported forward, which runs the program that is traced here.
         return TransformersT5Encoder.forward(self.model, **tensors)[0], cache
 
 
 class T5EncoderModel(KnownNetwork, TransformersT5Encoder):
-    """The T5 encoder on torchax, by transformers' own names: a prompt's encoding is one program."""
+    """The T5 encoder on torchax, with the names of transformers: one program encodes a prompt."""
 
     network_class = TextEncoding
     save_pretrained = saved_from_host(TransformersT5Encoder.save_pretrained)
@@ -41,24 +42,28 @@ class T5EncoderModel(KnownNetwork, TransformersT5Encoder):
         inputs_embeds: torch.Tensor | None = None,
         **options: Any,
     ) -> Any:
-        """Encode by a program if the weights are on JAX and no option is set; else as transformers does."""
+        """Encode by a program if the weights are on JAX and no option is set; else run transformers' forward.
+
+        If somebody has replaced a method of transformers' class, transformers' forward is compiled as it is.
+        """
         if upstream.is_patched(TransformersT5Encoder):
             return self.run_as_it_is(
                 TransformersT5Encoder.forward, input_ids, attention_mask, inputs_embeds, **options
             )
         on_torch = not runtime.is_on_jax(self)
         if on_torch or any(value is not None for value in options.values()):
-            with contextlib.nullcontext() if on_torch else runtime.active():  # weights on JAX need torchax
+            # Weights on JAX need torchax on, which runs the forward operation by operation.
+            with contextlib.nullcontext() if on_torch else runtime.active():
                 return super().forward(input_ids, attention_mask, inputs_embeds, **options)
         tensors = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
             "inputs_embeds": inputs_embeds,
         }
-        hidden = self.run_program(TextEncoding(self), tensors)
-        return BaseModelOutput(last_hidden_state=hidden)  # pyright: ignore[reportArgumentType]
+        hidden_states = self.run_program(TextEncoding(self), tensors)
+        return BaseModelOutput(last_hidden_state=hidden_states)  # pyright: ignore[reportArgumentType]
 
 
 def prompt_tensors(*, batch: int, text: int) -> TensorSpecs:
-    """Return the (shape, JAX dtype) of each input, by name, for `batch` prompts of `text` tokens each."""
+    """Return the (shape, JAX dtype) of the encoder's input, for `batch` prompts of `text` tokens each."""
     return {"input_ids": ((batch, text), jnp.int32)}

@@ -31,10 +31,13 @@ from cogvideox_torchax.sharding import Parallel
 
 
 class TransformerStep(nn.Module):
-    """A denoising step of the transformer, the module that a program is compiled from.
+    """A denoising step of the transformer: the module that a program is compiled from.
 
-    It runs text and patches as one sequence if its layers allow it, else diffusers' own forward. The options
-    of a call, `attention_kwargs`, belong to the program: other values are another one.
+    It runs text and patches as one sequence if the transformer's layers allow it, else diffusers' forward.
+
+    Args:
+        model: the transformer.
+        attention_kwargs: options of a call. They are compiled in: other values need another program.
     """
 
     component = "transformer"
@@ -46,26 +49,35 @@ class TransformerStep(nn.Module):
 
     @functools.cached_property
     def joined(self) -> bool:
-        """True if text and patches run as one sequence: `joined_step` knows no option but "scale"."""
+        """True if text and patches run as one sequence; `joined_step` knows no option but "scale"."""
         return takes_sequences(self.model) and self.options.keys() <= {"scale"}
 
     def predict(self, tensors: dict[str, Any]) -> torch.Tensor:
+        """Return the transformer's prediction for a step's tensors, by the names of its forward's arguments.
+
+        "positions", a table that `step_tensors` adds where it is needed, is for `patch_embed` alone.
+        """
         arguments = {**tensors, "attention_kwargs": dict(self.options) or None}
-        if "positions" in arguments:  # a table of sinusoidal positions, for `patch_embed` alone
+        if "positions" in arguments:
             self.model.patch_embed.use_table(arguments.pop("positions"))
-        if self.joined:  # text and patches as one sequence
+        if self.joined:
             return joined_step(self.model, **arguments)
         return DiffusersTransformer.forward(self.model, **arguments, return_dict=False)[0]
 
     def forward(self, tensors: dict[str, Any], cache: None) -> tuple[torch.Tensor, None]:
-        """Return (prediction, None) of a step from its tensors by name; it has no cache."""
+        """Return the prediction, and the cache for the next step, which this class does not have: None."""
         return self.predict(tensors), cache
 
 
 class CachedStep(TransformerStep):
-    """A step that reuses results of earlier steps, which it takes as its cache."""
+    """A step that reuses results of earlier steps, which it takes as its program's cache.
 
-    keep_unused = True  # cached arrays that a full step does not read must be donated, or stay alive
+    `form` tells which layers are skipped, and which results are kept (`caches.Form`).
+    """
+
+    # A step that skips nothing may not read the cached arrays. JAX would drop arguments that a program does
+    # not read: they would not be donated, and would take memory beside the arrays that replace them.
+    keep_unused = True
 
     def __init__(self, model: Any, attention_kwargs: dict[str, Any] | None, form: caches.Form):
         super().__init__(model, attention_kwargs)
@@ -79,14 +91,16 @@ class CachedStep(TransformerStep):
     def forward(self, tensors: dict[str, Any], cache: Any) -> tuple[Any, Any]:
         """Return ((prediction, scalar for the host or None), arrays to keep for the next step).
 
-        `tensors` has the numbers of the step too. The cache is None in a trace for shapes.
+        Args:
+            tensors: the step's tensors, and its numbers (`cached_layers.NUMBERS`), by name.
+            cache: the arrays that the last step kept; None in a trace that only finds out their shapes.
         """
         inputs = dict(tensors)
         numbers = {name: inputs.pop(name) for name in cached_layers.NUMBERS if name in inputs}
-        # The step's form tells which layers run; its kind, the class that runs them.
-        reuse = cached_layers.REUSES[self.form.kind](self.form, cache, numbers)
-        prediction = reuse.step(self.model, self.predict, inputs, self.joined)
-        return (prediction, reuse.seen), reuse.kept
+        # `runner` decides by the form which layers of the model run, and keeps their results.
+        runner = cached_layers.STEP_CLASSES[self.form.kind](self.form, cache, numbers)
+        prediction = runner.step(self.model, self.predict, inputs, self.joined)
+        return (prediction, runner.host_scalar), runner.next_arrays
 
 
 class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
@@ -110,8 +124,8 @@ class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
     def take_cache(self, *, warn: bool = True) -> None:
         """Take the hooks of diffusers' cache, if there are any, off the modules, into `step_cache`.
 
-        From then on steps skip what the hooks would skip. `warn` is whether to warn of an enabled cache that
-        skips nothing.
+        From then on steps skip what the hooks would skip. With `warn` a cache that is enabled, but skips
+        nothing, causes a warning.
         """
         hooks = upstream.take_hooks(self)
         if hooks:
@@ -122,7 +136,7 @@ class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
 
     @contextlib.contextmanager
     def cache_context(self, name: str, **kwargs: Any) -> Iterator[None]:
-        """Have the steps of a `with` block share a cache's state called `name`, as in diffusers."""
+        """Have the cache use the state called `name` for the steps of a `with` block, as in diffusers."""
         with super().cache_context(name, **kwargs), caches.context(name):
             yield
 
@@ -150,15 +164,18 @@ class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
         return check_split(network, mesh, chosen)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Move or cast the model as `PortedModel.to` does; off JAX, put diffusers' cache hooks back on it."""
+        """Move or cast the model as `PortedModel.to` does.
+
+        If a model with a cache leaves JAX, diffusers' hooks go back from `step_cache` to the modules.
+        """
         moved = super().to(*args, **kwargs)
-        # On JAX the hooks are off the modules, in `step_cache`; in PyTorch they do diffusers' work again.
         if self.step_cache is not None and not runtime.is_on_jax(self):
             upstream.put_hooks(self, vars(self).pop("step_cache").hooks)
         return moved
 
     @functools.wraps(DiffusersTransformer.forward)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # `_step` does not call diffusers' methods. If one was replaced, diffusers' own forward is compiled.
         if not any(map(upstream.is_patched, STOCK_CLASSES)):
             return self._step(*args, **kwargs)
         if self.step_cache is not None:
@@ -180,12 +197,11 @@ class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
         return_dict: bool = True,
     ) -> Any:
         """Return diffusers' output for a step, by its own code for plain tensors, else by a program."""
-        if runtime.on_jax(hidden_states) != runtime.is_on_jax(self):
-            inputs, weights = (
-                ("jax", "in PyTorch") if runtime.on_jax(hidden_states) else ("the host", "on jax")
-            )
+        inputs_on_jax = runtime.on_jax(hidden_states)
+        if inputs_on_jax != runtime.is_on_jax(self):
+            inputs, weights = ("jax", "in PyTorch") if inputs_on_jax else ("the host", "on jax")
             raise ValueError(f'got inputs on {inputs} for weights {weights}: move both .to("jax")')
-        if not runtime.on_jax(hidden_states):
+        if not inputs_on_jax:
             return super().forward(
                 hidden_states,
                 encoder_hidden_states,
@@ -206,16 +222,17 @@ class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
             "timestep_cond": timestep_cond,
             "ofs": ofs,
             "image_rotary_emb": image_rotary_emb,
-            # A table of sinusoidal positions, made on the host before the trace; None if the module's own
-            # table is of this size.
+            # A table of sinusoidal positions, which the host computes in float64: a program has no float64.
+            # None if the module's own table is of this size, or if the model has no such positions.
             "positions": patch_embed.table_for(height, width, frames),
         }
         with runtime.active(), torch.no_grad():
             if self.step_cache is None:
                 sample = self.run_program(TransformerStep(self, attention_kwargs), tensors)
             else:
-                cached_step = functools.partial(CachedStep, self, attention_kwargs)  # takes a form
-                sample = self.step_cache.step(self, cached_step, tensors)
+                # The cache chooses the step's form, and makes the `CachedStep` of that form.
+                make_network = functools.partial(CachedStep, self, attention_kwargs)
+                sample = self.step_cache.step(self, make_network, tensors)
         sample = runtime.without_gradient(
             self, hidden_states, sample, "on JAX a transformer has no gradients"
         )
@@ -232,12 +249,12 @@ def step_tensors(
     """Return the (shape, JAX dtype) of each input of a denoising step, by name.
 
     Args:
-        transformer: a ported transformer; with weights or without.
-        batch: number of videos; with classifier-free guidance each counts as two.
+        transformer: a transformer of any class, with weights or without.
+        batch: number of videos; with guidance each counts as two.
         frames, height, width: size of the latents.
         text: number of tokens of a prompt; None for the model's limit.
     """
-    # A transformer of another class than diffusers' may lack what its default means.
+    # The config of a class that is not diffusers' may lack these two; None is their default.
     config = {"patch_size_t": None, "ofs_embed_dim": None, **transformer.config}
     dtype = runtime.jax_dtype(transformer.dtype)
     text = text or config["max_text_seq_length"]
@@ -246,14 +263,16 @@ def step_tensors(
         "encoder_hidden_states": ((batch, text, config["text_embed_dim"]), dtype),
         "timestep": ((batch,), jnp.int32),
     }
-    patch, patch_t = config["patch_size"], config["patch_size_t"] or 1
+    patch = config["patch_size"]
+    patch_t = config["patch_size_t"] or 1  # None: a patch has one frame
     patches = frames // patch_t * (height // patch) * (width // patch)
     if config["use_rotary_positional_embeddings"]:
         table = ((patches, config["attention_head_dim"]), jnp.float32)
         tensors["image_rotary_emb"] = (table, table)  # cosines and sines
+    # Only a ported transformer takes the positions as an input, where its own table does not fit.
     elif issubclass(type(transformer), KnownNetwork) and transformer.patch_embed.needs_table(
         height, width, frames
-    ):  # the module's own table does not fit
+    ):
         tensors["positions"] = ((1, text + patches, transformer.patch_embed.embed_dim), jnp.float32)
     if config["ofs_embed_dim"]:
         tensors["ofs"] = ((1,), dtype)
