@@ -96,7 +96,7 @@ def decode(args: argparse.Namespace) -> int:
             unit = clip.DecodeClip(config, common.say)
             if first:
                 unit.check(first)
-            directory.fix_settings(config.fixed_settings(unit.model_sha256 if first else ""))
+            directory.save_or_check_settings(config.fixed_settings(unit.model_sha256 if first else ""))
             steps = directory.work(unit, readers=args.workers or loop.READERS)
             report = _run_loop(args, steps, directory)
     return _print_report(args, report, directory)

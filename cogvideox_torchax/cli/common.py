@@ -21,8 +21,8 @@ from cogvideox_torchax.dataset.clip import (
     SAMPLE,
     Clip,
     ClipConfig,
+    ClipPart,
     DecodeClip,
-    DecodedClip,
     EncodeClip,
     select_part,
 )
@@ -88,9 +88,7 @@ def config_of(args: argparse.Namespace, **options: Any) -> ClipConfig:
     return ClipConfig(**given)
 
 
-def open_clip(
-    args: argparse.Namespace, at_most: int | None = None, fps: Fraction | None = None
-) -> DecodedClip:
+def open_clip(args: argparse.Namespace, at_most: int | None = None, fps: Fraction | None = None) -> ClipPart:
     """Return the part of `args.video` to encode, not read yet; raise `ValueError` for an impossible size.
 
     It is the first `--frames` frames; without that option the first `at_most`, or all of a shorter video.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cogvideox_torchax.cli import common, devices, options
-from cogvideox_torchax.dataset.clip import DecodeClip, DecodedClip
+from cogvideox_torchax.dataset.clip import ClipPart, DecodeClip
 from cogvideox_torchax.files import latents, video
 from cogvideox_torchax.vae.directions import DECODE, ENCODE
 
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _reconstruction(
-    vae: Any, clip: DecodedClip, latent_frames: int, args: argparse.Namespace, group: devices.ProcessGroup
+    vae: Any, clip: ClipPart, latent_frames: int, args: argparse.Namespace, group: devices.ProcessGroup
 ) -> Iterator[torch.Tensor]:
     """Encode and decode a clip; yield each chunk's frames, uint8 (1, 3, t, H, W).
 
@@ -75,13 +75,13 @@ def _reconstruction(
 
     def encoded() -> Iterator[torch.Tensor]:
         """Yield the latents of each chunk, from the first; called again if decoding ran out of memory."""
-        return (piece[latents.TENSOR] for piece in encoder.pieces(clip))
+        return (piece[latents.TENSOR] for piece in encoder.encode_chunks(clip))
 
-    return decoder.pieces(encoded, shape)
+    return decoder.decode_chunks(encoded, shape)
 
 
 def _source_timing(
-    args: argparse.Namespace, clip: DecodedClip, frames_out: int
+    args: argparse.Namespace, clip: ClipPart, frames_out: int
 ) -> tuple[video.SourceTiming, list[str]]:
     """Return what an .mp4 takes over from its source, and a line on each difference, with its reason."""
     info, messages = clip.info, []
