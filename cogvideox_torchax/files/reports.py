@@ -1,4 +1,4 @@
-"""Reports: JSON files of a named format, Markdown tables, plots."""
+"""Reports: JSON files that name their format, Markdown tables, and plots by matplotlib."""
 
 import json
 from collections.abc import Sequence
