@@ -251,4 +251,4 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "num_frames": (lambda value: type(value) is int and 0 < value < 2**63, "a whole number above 0"),
     "about": (lambda value: isinstance(value, dict), "a JSON object"),
 }
-"""By the name of a field, or of a factor in the config: the check of its value, and what is wanted in words."""
+"""By the name of a field, or of a factor in the config: the check of its value, and what it must be."""

@@ -21,7 +21,7 @@ def serialized(tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) ->
 def save(tensors: Mapping[str, torch.Tensor], path: str | Path, metadata: dict[str, str]) -> None:
     """Write a safetensors file of tensors, which may be on JAX, and metadata: whole or not at all."""
     data = serialized(tensors, metadata)
-    # Not by safetensors' own writer, which replaces the file: `whole_file` needs its own file back.
+    # Not by safetensors' own writer, which replaces the file: `whole_file` syncs and moves its own file.
     with whole_file(path) as temporary:
         temporary.write_bytes(data)
 

@@ -96,7 +96,7 @@ def whole_file(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
         for entry in (*(temporary.iterdir() if directory else ()), temporary):
             _sync(entry)
         os.replace(temporary, path)
-        # The new name too, if the file system can: the output is whole without it.
+        # Not every file system can sync a directory's names; the output is whole without that.
         with contextlib.suppress(OSError):
             _sync(path.parent)
 
