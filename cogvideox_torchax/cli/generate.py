@@ -170,10 +170,10 @@ def _load_latents_stage(args: argparse.Namespace) -> latent_files.Latents:
     """
     # Names of the options of sampling alone: `--dtype` is left out, because the VAE has a dtype too.
     sampling = {*stages.FIELDS, "preview", "cache"} - {"dtype"}
-    given = sorted(stages.option(name) for name in sampling if getattr(args, name) is not None)
-    if given:
+    useless = sorted(stages.option(name) for name in sampling if getattr(args, name) is not None)
+    if useless:
         raise ValueError(
-            f"the latents are sampled already: leave {', '.join(given)} out, or resume from 'text'"
+            f"the latents are sampled already: leave {', '.join(useless)} out, or resume from 'text'"
         )
     path = stages.path_of(args.save_stages, stages.LATENTS)
     if not path.is_file():

@@ -175,7 +175,7 @@ class ClipConfig:
 
 @dataclass(frozen=True)
 class ClipPart:
-    """The frames to encode of a clip or of one of its windows, which may be still to be read.
+    """The part of a clip to encode, such as a window of it. Its frames may not be read yet.
 
     Attributes:
         clip, info: the clip, and the properties of its file.

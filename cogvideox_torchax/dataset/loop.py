@@ -47,15 +47,15 @@ READING_ERRORS = (*COMPUTING_ERRORS, OSError)
 
 
 def attempt(
-    step: Callable[[Any], Any], given: Any, errors: tuple[type[Exception], ...]
+    step: Callable[[Any], Any], argument: Any, errors: tuple[type[Exception], ...]
 ) -> tuple[Any, str | None]:
-    """Call `step(given)`; return (result, None), or (None, reason) if it raises one of `errors`.
+    """Call `step(argument)`; return (result, None), or (None, reason) if it raises one of `errors`.
 
     `errors` are those that the clip may cause. An `OutputError`, and a `RuntimeError` that does not report
     exhausted memory, come from the machine or the program: they are raised even if they are in `errors`.
     """
     try:
-        return step(given), None
+        return step(argument), None
     except errors as error:
         exhausted = runtime.out_of_memory(error)
         if isinstance(error, OutputError) or (isinstance(error, RuntimeError) and not exhausted):

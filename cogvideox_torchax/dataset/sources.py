@@ -34,14 +34,14 @@ def clips(path: str | Path) -> list[Clip]:
         ClipError: the directory or list is missing or has no clip, a line is wrong, or an id comes twice.
     """
     path = Path(path)
-    found = _clips_below(path) if path.is_dir() else list(_listed_clips(path))
-    if not found:
+    all_clips = _clips_below(path) if path.is_dir() else list(_listed_clips(path))
+    if not all_clips:
         raise ClipError(
             f"{path} names no clips: a video ends in {', '.join(video.SUFFIXES)}; of pictures, make a video "
             "first (docs/command-line.md)"
         )
-    check_ids((clip.id for clip in found), str(path))
-    return found
+    check_ids((clip.id for clip in all_clips), str(path))
+    return all_clips
 
 
 def _clips_below(directory: Path) -> list[Clip]:
@@ -121,12 +121,12 @@ def latent_files(directory: Path) -> list[Path]:
 def shards(directory: Path) -> list[Path]:
     """Return the files of latents in a directory and below it; `ClipError` if there are none."""
     suffixes = tuple(formats.SUFFIXES.values())
-    found = _complete_files(directory, suffixes)
-    if not found:
+    files = _complete_files(directory, suffixes)
+    if not files:
         raise ClipError(
             f"{directory} holds no latents: they end in {', '.join(suffixes)}; encode videos first"
         )
-    return found
+    return files
 
 
 def _complete_files(directory: Path, suffixes: tuple[str, ...]) -> list[Path]:

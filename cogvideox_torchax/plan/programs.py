@@ -132,19 +132,19 @@ def compile_afresh(lowered: Any) -> Any:
 def read_program(work: Work, compiled: Any, compile_seconds: float) -> ProgramPlan:
     """Return the figures of `compiled`, JAX's compiled form of the program of `work`."""
     text = compiled.as_text()
-    found = list(instructions(text))
+    parsed = list(instructions(text))
     memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
     return ProgramPlan(
         name=work.name,
         frames=work.frames,
         flops=max(cost.get("flops", 0.0), work.flops),
         bytes_accessed=cost.get("bytes accessed", 0.0),
-        kernels=sum(instruction.is_kernel for instruction in found),
+        kernels=sum(instruction.is_kernel for instruction in parsed),
         argument_bytes=memory.argument_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
         # Results in the memory of donated inputs ("alias") are in the arguments already.
         output_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        collectives=collectives(found),
+        collectives=collectives(parsed),
         compile_seconds=compile_seconds,
         text=text,
     )
