@@ -23,10 +23,12 @@ _HOMES = {
     "port": "cogvideox_torchax.porting",
     "save_video": "cogvideox_torchax.files.saving",
 }
+"""By public name, the module that defines it."""
 
 
 def _leave_jax() -> None:
-    """Turn torchax off in a forked child, such as a DataLoader's worker: JAX works in its parent alone."""
+    """Turn torchax off in a forked child, such as a DataLoader's worker, in which JAX would hang."""
+    # Imported here, so that importing the package is quick.
     importlib.import_module("cogvideox_torchax.runtime.forks").leave_jax()
 
 

@@ -20,10 +20,10 @@ COMMANDS = (
     *("doctor", "demo", "encode", "decode", "pack", "reconstruct", "generate"),
     *("compile", "verify", "plan", "completion"),
 )
-"""Names of the commands' modules, which import torch: `main` imports them."""
+"""Names of the commands' modules. They import torch, so only `parser` imports them."""
 USER_ERROR = 2
 FAILURE = 1
-INTERRUPTED = 130
+INTERRUPTED = 130  # a shell's code for a process that Ctrl-C ended
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,13 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     `argv` is the command line without the program's name; None for the process's own.
     """
-    with _ended_by_ctrl_c():
+    with _ended_by_ctrl_c():  # torch is imported in this block
         from cogvideox_torchax.runtime.quiet import quiet_libraries
 
-        args = parser().parse_args(argv)  # imports every command's module, and so torch
+        args = parser().parse_args(argv)
     try:
         quiet_libraries(bars=not args.quiet)
-        if args.distributed and args.profile is not None:  # a profile starts JAX, before processes connect
+        # A profile would start JAX, which processes must not do before they connect.
+        if args.distributed and args.profile is not None:
             raise ValueError("--profile records a single process: leave out --distributed")
         if args.profile is None:
             return args.run(args) or 0
@@ -79,7 +80,7 @@ def _ended_by_ctrl_c() -> Iterator[None]:
     A `KeyboardInterrupt` in the import of a C++ module may abort the process with a dump.
     """
     previous_handler = signal.getsignal(signal.SIGINT)
-    # A caller's own handler stays. Python sets handlers only in the main thread.
+    # Another handler than Python's default stays. Python sets handlers only in the main thread.
     is_replaced = (
         previous_handler is signal.default_int_handler
         and threading.current_thread() is threading.main_thread()
@@ -96,7 +97,7 @@ def _ended_by_ctrl_c() -> Iterator[None]:
 def _report_error(error: BaseException, args: argparse.Namespace) -> int:
     """Print the error that ended a command, in one line; return the command's exit code.
 
-    With `--traceback` the error is raised; if the command has several processes, its traceback is printed.
+    With `--traceback` raise the error, or only print its traceback if the command has several processes.
     """
     if isinstance(error, KeyboardInterrupt):
         print("interrupted; nothing half-written was left", file=sys.stderr)

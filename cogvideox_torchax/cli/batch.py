@@ -1,4 +1,4 @@
-"""`encode` and `decode` of many clips: a directory or a list of them into a directory."""
+"""The commands `encode` and `decode` for many clips: from a directory or a list into an output directory."""
 
 import argparse
 from collections.abc import Iterable
@@ -17,9 +17,9 @@ FOR_MANY = ("keep", "buckets", "windows", "min_size", "ray", "actors", "workers"
 
 
 def check_one(args: argparse.Namespace) -> None:
-    """Raise `ValueError` for options that a single clip has no use for."""
+    """Raise `ValueError` for an option of `FOR_MANY` that was given for a single clip."""
     for name in FOR_MANY:
-        # The defaults are None and False, and None stands for an option that this command does not take.
+        # The options' defaults are None and False. `getattr` returns None for one that the command lacks.
         if getattr(args, name, None) not in (None, False):
             option = f"--{name.replace('_', '-')}"
             raise ValueError(f"{option} is for many clips: leave it out, or give a directory or a list")
@@ -57,8 +57,8 @@ def encode(args: argparse.Namespace) -> int:
             keep=args.keep or clip.POSTERIOR,
             seed=args.seed or 0,
         )
-        # On Ray the actors encode. This host, which may have no chips, checks the settings and hashes the
-        # model in PyTorch.
+        # On Ray the actors encode. This host, which may have no chips, only checks the settings and computes
+        # the hash of the model: PyTorch is enough for that.
         host = replace(config, backend="torch", dp=None, tp=None) if on_ray else config
         unit = clip.EncodeClip(host, common.say)
         unit.check()
@@ -67,12 +67,13 @@ def encode(args: argparse.Namespace) -> int:
             if on_ray and directory.missing:
                 from cogvideox_torchax.dataset import ray
 
-                # "" is `--ray` without an address.
+                # "", which is `--ray` without an address, becomes None.
                 steps = ray.work(directory, config, args.ray or None, actors=args.actors)
             else:
                 steps = directory.work(readers=args.workers or loop.READERS)
             # A clip is encoded when `_run_loop` takes its outcome from `steps`.
-            report = _run_loop(args, steps, directory, changes := Changes())
+            changes = Changes()
+            report = _run_loop(args, steps, directory, changes)
     return _print_report(args, {**report, **changes.report()}, directory)
 
 
@@ -90,13 +91,14 @@ def decode(args: argparse.Namespace) -> int:
         with directory.locked():
             for name, reason in directory.bad.items():
                 common.say(f"bad: {name}: {reason}")
-            # One clip is checked before the loop begins: another model is an error, not a list of bad clips.
-            first = directory.first_latents()  # None where no clip is left to decode: no model is loaded then
+            # One clip is checked before the loop begins: latents of another model end the command, and do not
+            # become a list of bad clips. None if no clip is left to decode: then no model is loaded.
+            first = directory.first_latents()
             config = common.config_of(args, model=args.model or (first.model if first else ""))
             unit = clip.DecodeClip(config, common.say)
             if first:
                 unit.check(first)
-            directory.fix_settings(config.fixed_settings(unit.model_sha256 if first else ""))
+            directory.save_or_check_settings(config.fixed_settings(unit.model_sha256 if first else ""))
             steps = directory.work(unit, readers=args.workers or loop.READERS)
             report = _run_loop(args, steps, directory)
     return _print_report(args, report, directory)
@@ -108,7 +110,10 @@ def _run_loop(
     directory: OutputDirectory,
     changes: Changes | None = None,
 ) -> dict[str, Any]:
-    """Run a loop over clips under a progress bar; print each bad clip; return the report."""
+    """Take the steps of a loop over clips under a progress bar; print each bad clip; return the report.
+
+    `changes`, if given, counts the changes to the clips' frames.
+    """
     clock = common.announcing_clock(args)
     count = 0
     waited = computed = 0.0
@@ -138,12 +143,14 @@ def _run_loop(
 
 
 def _print_report(args: argparse.Namespace, report: dict[str, Any], directory: OutputDirectory) -> int:
+    """Print the report, and a line about bad clips; return the exit code, 1 if there are any."""
     common.print_report(report, args.json)
     if not directory.bad:
         return 0
-    named = ", ".join([*list(directory.bad)[:5], "..."] if len(directory.bad) > 5 else directory.bad)
+    ids = list(directory.bad)
+    shown = ", ".join([*ids[:5], "..."] if len(ids) > 5 else ids)
     common.say(
-        f"bad clips left out: {len(directory.bad)} ({named}); a line above or {directory.failed} says why, "
+        f"bad clips left out: {len(ids)} ({shown}); a line above or {directory.failed} says why, "
         "--retry-failed tries again"
     )
     return 1

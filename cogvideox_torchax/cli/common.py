@@ -1,4 +1,4 @@
-"""Code that commands share: models, clips to latents, latents to a sink, tables and JSON."""
+"""Code that commands share: it loads models, reads and encodes clips, decodes latents, and prints reports."""
 
 import argparse
 import functools
@@ -21,8 +21,8 @@ from cogvideox_torchax.dataset.clip import (
     SAMPLE,
     Clip,
     ClipConfig,
+    ClipPart,
     DecodeClip,
-    DecodedClip,
     EncodeClip,
     select_part,
 )
@@ -32,8 +32,9 @@ from cogvideox_torchax.runtime.clock import CompileClock
 
 DEMO_MODEL = Path(__file__).parent.parent / "assets" / "tiny-vae"
 LENGTHS_THAT_STAY = "the model returns as many as it took only for 8 k or 8 k + 1 of them"
+"""The end of a message about a number of frames that encoding and decoding change."""
 SPATIAL_SCALE = 8
-"""Sample pixels to a latent pixel in every published CogVideoX; the model checks its own."""
+"""Pixels to a latent pixel along a side, in every published CogVideoX: known before a model is loaded."""
 
 Item = TypeVar("Item")
 Unit = TypeVar("Unit", EncodeClip, DecodeClip)
@@ -83,20 +84,19 @@ def device_name(backend: str) -> str:
 def config_of(args: argparse.Namespace, **options: Any) -> ClipConfig:
     """Return the `ClipConfig` of a command's options that are its fields; `options` take precedence."""
     names = ("model", "backend", "dtype", "tiling", "dp", "tp", "frames", "height", "width", "crop")
-    given = {name: getattr(args, name) for name in names if hasattr(args, name)} | options
-    parse_dtype(given["dtype"])  # raises for an unknown name
-    return ClipConfig(**given)
+    fields = {name: getattr(args, name) for name in names if hasattr(args, name)} | options
+    parse_dtype(fields["dtype"])  # raises for an unknown name
+    return ClipConfig(**fields)
 
 
-def open_clip(
-    args: argparse.Namespace, at_most: int | None = None, fps: Fraction | None = None
-) -> DecodedClip:
+def open_clip(args: argparse.Namespace, at_most: int | None = None, fps: Fraction | None = None) -> ClipPart:
     """Return the part of `args.video` to encode, not read yet; raise `ValueError` for an impossible size.
 
-    It is the first `--frames` frames; without that option the first `at_most`, or all of a shorter video.
+    The part is the first `--frames` frames; without that option at most the first `at_most`, or all for None.
     `fps` is the rate at which frames are taken; None for the video's own.
     """
     check_video(args.video, args.output)
+    # None for all frames. A part that is longer than the video would be an error: hence the minimum.
     count = args.frames or (at_most and min(at_most, video.probe(args.video).num_frames))
     rate = None if fps is None else str(fps)
     # The model's name and the clip's id are "": `select_part` uses neither.
@@ -105,7 +105,7 @@ def open_clip(
 
 
 def unit_of(kind: type[Unit], args: argparse.Namespace, vae: Any, fetch: Fetch, **options: Any) -> Unit:
-    """Return an `EncodeClip` or a `DecodeClip` that shows its progress through a clip's chunks as a bar.
+    """Return an `EncodeClip` or a `DecodeClip` with a progress bar for a clip's chunks.
 
     `vae` is the loaded model, and `fetch` brings a chunk's result to the host. `options` are fields of
     `ClipConfig`, which take precedence over the command's.
@@ -116,7 +116,7 @@ def unit_of(kind: type[Unit], args: argparse.Namespace, vae: Any, fetch: Fetch, 
 
 
 def encoder_of(args: argparse.Namespace, vae: Any, fetch: Fetch, **options: Any) -> EncodeClip:
-    """Return the encoder to the posterior's mean, or with `--seed` to a sample; see `unit_of`."""
+    """Return an `EncodeClip` that keeps the posterior's mean, or with `--seed` a sample; see `unit_of`."""
     keep = MEAN if args.seed is None else SAMPLE
     return unit_of(EncodeClip, args, vae, fetch, keep=keep, seed=args.seed or 0, **options)
 
@@ -151,7 +151,7 @@ def _shown(value: Any) -> str:
 
 
 def print_results(args: argparse.Namespace, clock: CompileClock, results: dict[str, Any]) -> None:
-    """Print the report of a command that has written `args.output`: the device, `results`, the times."""
+    """Print the report of a command that has written `args.output`, with the device and the times."""
     report = {
         "output": args.output,
         "backend": args.backend,
@@ -180,6 +180,6 @@ def narrator(args: argparse.Namespace) -> Callable[[str], None]:
 
 def say(message: str) -> None:
     """Print a line for a person on stderr: stdout is for results, which a program may read."""
-    # Not by `print`: a line would begin where a progress bar ends. A file name that is no UTF-8 has lone
-    # surrogates, which not every stream can write.
+    # Not by `print`, whose line would begin where a progress bar ends. A file name that is no UTF-8 has lone
+    # surrogates, which not every stream can write: they are written as escapes.
     tqdm.write(message.encode("utf-8", "backslashreplace").decode(), file=sys.stderr)

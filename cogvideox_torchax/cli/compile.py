@@ -63,7 +63,7 @@ def _run_all(vae: Any, direction: Direction, frames: int, height: int, width: in
     The first chunk has one program, all later chunks another. Each exists for pixels in uint8 (the command
     line and the streams) and in the model's dtype (`vae.encode`, `vae.decode` and pipelines).
     """
-    if direction is DECODE:  # from here on the size is the input's, the latents'
+    if direction is DECODE:  # the input is latents: their size replaces the video's
         frames = sum(ENCODE.results(vae, frames))  # the latent frames of every chunk
         height, width = height // vae.spatial_compression_ratio, width // vae.spatial_compression_ratio
     # Two chunks are enough: the program of the second one serves all later chunks.

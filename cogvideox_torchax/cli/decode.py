@@ -1,4 +1,4 @@
-"""`decode`: a file of latents to a video, or a directory of them to videos."""
+"""`decode`: make a video of a latent file, or videos of a directory of latents."""
 
 import argparse
 from pathlib import Path
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
                 f"{args.latents} holds {len(loaded.tensor)} videos, one is decoded: save each by itself"
             )
         fps = args.fps or loaded.fps
-        with group.writing(args.output, fps) as sink:
+        with group.writing(args.output, fps) as sink:  # an error in the output comes before the model's work
             vae = common.load_vae(args.model or loaded.model, args.backend, args.dtype, group.mesh)
             clock = common.announcing_clock(args)
             written = common.decode_to(sink, vae, loaded, args, group.fetch_to_first)

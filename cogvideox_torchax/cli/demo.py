@@ -1,4 +1,4 @@
-"""`demo`: the main job on a real clip, measured, and compared with PyTorch on the same weights."""
+"""`demo`: encode and decode a real clip, measure the time, and compare with PyTorch on the same weights."""
 
 import argparse
 import contextlib
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
     common.take_bundled_model(args)  # sets `args.model` if no --model is given
     native = common.load_vae(args.model, "torch", args.dtype)
     vae = native if args.backend == "torch" else common.load_vae(args.model, args.backend, args.dtype)
-    # Encoding and decoding run twice: the first run compiles the programs, the second run is timed. The last
+    # The backend encodes and decodes twice: first to compile the programs, then to be timed. The last
     # argument of `_run` is the title of its progress bar.
     clock = CompileClock()
     _run(DECODE, vae, _run(ENCODE, vae, source, args, "compile"), args, "compile")
@@ -111,7 +111,7 @@ def demo_clip() -> Path:
 def _run(
     direction: Direction, vae: Any, x: torch.Tensor, args: argparse.Namespace, name: str
 ) -> torch.Tensor:
-    """Return the mean of a video's latents, or the frames of latents, computed under a progress bar."""
+    """Encode a video to the posterior's mean, or decode latents to frames, under a progress bar."""
     if direction is ENCODE:
         results = (posterior.mode() for posterior in vae.encode_stream(x))
     else:

@@ -1,4 +1,4 @@
-"""The mesh of a command, and the processes that run it together."""
+"""The mesh that a command runs on, and the processes that run the command together."""
 
 import argparse
 import contextlib
@@ -20,6 +20,10 @@ Fetch = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _check_options(args: argparse.Namespace, need_mesh: tuple[str, ...]) -> None:
+    """Raise `ValueError` for options of several devices or processes that would have no effect.
+
+    `need_mesh` names the options that need a backend which runs on a mesh.
+    """
     for name in need_mesh:
         if getattr(args, name) and not backends.backend(args.backend).runs_on_mesh:
             raise ValueError(
@@ -33,7 +37,7 @@ def _check_options(args: argparse.Namespace, need_mesh: tuple[str, ...]) -> None
 
 def mesh_of(args: argparse.Namespace) -> Any:
     """Return the mesh that `--dp` and `--tp` ask for, or None for one device; `ValueError` if none fits."""
-    _check_options(args, ("dp", "tp"))  # names of the options that need a mesh
+    _check_options(args, ("dp", "tp"))
     if (args.dp, args.tp) in ((None, None), (1, 1)):
         return None
     from cogvideox_torchax import sharding
@@ -60,18 +64,18 @@ class ProcessGroup:
     def writing(
         self, path: str, fps: Fraction | float, alongside: video.SourceTiming | None = None
     ) -> contextlib.AbstractContextManager[video.Sink]:
-        """Return the sink of `video.writing` in the first process, and elsewhere one that drops frames."""
+        """Return the sink of `video.writing` in the first process, and in others a sink that drops frames."""
         return video.writing(path, fps, alongside) if self.is_first else contextlib.nullcontext(video.Sink())
 
 
 @contextlib.contextmanager
 def process_group(args: argparse.Namespace) -> Iterator[ProcessGroup]:
-    """Yield the processes of a command, connected for as long as the block lasts.
+    """Connect the processes of a command for a `with` block; yield their group.
 
     `ValueError` if options contradict each other, a mesh does not fit, or processes cannot connect.
     """
     if args.distributed:
-        _check_options(args, ("dp", "tp", "distributed"))  # names of the options that need a mesh
+        _check_options(args, ("dp", "tp", "distributed"))
         with _connected(args) as sharding:
             mesh = sharding.make_mesh(args.dp or 1, args.tp)
             sharding.check_all_take_part(mesh)
@@ -84,13 +88,12 @@ def process_group(args: argparse.Namespace) -> Iterator[ProcessGroup]:
 
 @contextlib.contextmanager
 def process_shard(args: argparse.Namespace) -> Iterator[ProcessShard]:
-    """Yield the index of this process and the number of processes, by which they divide many clips.
+    """Yield this process's share of many clips, which the processes of a command divide.
 
     With `--process` and `--processes` but no `--coordinator` the processes work without a connection.
     `ValueError` if options contradict each other, or processes cannot connect.
     """
-    # Refuses `--dp` and `--tp` for a backend that does not run on a mesh. `--distributed` is allowed, as here
-    # each process has its own model.
+    # `--distributed` needs no mesh here, because each process has its own model.
     _check_options(args, ("dp", "tp"))
     if not args.distributed:
         yield ProcessShard()
@@ -115,7 +118,8 @@ def _connected(args: argparse.Namespace) -> Iterator[Any]:
     from cogvideox_torchax import sharding
 
     sys.stdout.flush()
-    stdout = os.dup(1)  # by descriptors, as gloo is C++ and knows no `sys.stdout`
+    # By file descriptors (1 is stdout, 2 is stderr), as gloo is C++ and does not print into `sys.stdout`.
+    stdout = os.dup(1)
     os.dup2(2, 1)
     try:
         sharding.connect(

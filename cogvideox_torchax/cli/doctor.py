@@ -1,4 +1,4 @@
-"""`doctor`: versions, tested or not, devices, and what is missing with the command that installs it."""
+"""`doctor`: print versions and devices, name untested versions, and say how to install what is missing."""
 
 import argparse
 import platform

@@ -1,4 +1,4 @@
-"""`encode`: a video to a file of latents, or many to a directory."""
+"""`encode`: make a latent file of a video, or a directory of latents of many videos."""
 
 import argparse
 
@@ -55,10 +55,10 @@ def run(args: argparse.Namespace) -> int:
             return 0
         latents.save(encoded, args.output)
         latent_frames = encoded.tensor.shape[2]
-        back = sum(DECODE.results(vae, latent_frames))
-        if back != clip.num_frames:
+        decoded_frames = sum(DECODE.results(vae, latent_frames))  # the sum over the chunks
+        if decoded_frames != clip.num_frames:
             common.say(
-                f"{clip.num_frames} frames are {latent_frames} of latents, which decode to {back}: "
+                f"{clip.num_frames} frames are {latent_frames} of latents, which decode to {decoded_frames}: "
                 f"{common.LENGTHS_THAT_STAY}"
             )
     common.print_results(

@@ -1,4 +1,7 @@
-"""`generate`: a prompt, and the model's other inputs, to a video, in stages that can be resumed."""
+"""`generate`: make a video of a prompt and a model's other inputs, in stages that can be resumed.
+
+The *stages* are the text, whose result is embeddings, and the latents. `--save-stages` keeps their results.
+"""
 
 import argparse
 import contextlib
@@ -135,22 +138,26 @@ def run(args: argparse.Namespace) -> None:
         common.check_video(args.video, args.output)
     latents = _load_latents_stage(args) if args.from_stage == stages.LATENTS else None
     args.fps = args.fps or (latents.fps if latents else FPS)
-    # Without --save-stages `_kept` keeps the sampled latents in a file while they are decoded. `keeping` is
-    # the outer context, which ends last: the file is removed only when the video is written completely.
-    with contextlib.ExitStack() as keeping, video.writing(args.output, args.fps) as sink:
+    # Without --save-stages `_backed_up` keeps the sampled latents in a file while they are decoded. `backup`
+    # is the outer context, which ends last: the file is removed only when the video is written completely.
+    with contextlib.ExitStack() as backup, video.writing(args.output, args.fps) as sink:
         if args.save_stages and not args.from_stage:
             whole.make_directory(args.save_stages, "keep stages in")
         elif not args.save_stages:
-            whole.check_file(_kept_path(args))
+            whole.check_file(_backup_path(args))
         clock = common.announcing_clock(args)
-        vae, latents = _sample_latents(args) if latents is None else (_vae_for(args, latents), latents)
+        if latents is None:
+            vae, latents = _sample_latents(args)
+        else:
+            vae = _vae_for(args, latents)
         if not args.save_stages:
-            keeping.enter_context(_kept(args, latents))
+            backup.enter_context(_backed_up(args, latents))
         written = common.decode_to(sink, vae, latents, args, runtime.to_torch)
     common.print_results(args, clock, {"frames": written, "fps": float(args.fps)})
 
 
 def _vae_for(args: argparse.Namespace, latents: latent_files.Latents) -> Any:
+    """Return the VAE to decode latents of an earlier run, in `--dtype` or else in the latents' dtype."""
     dtype = args.dtype or runtime.dtype_name(latents.tensor.dtype)
     return common.load_vae(args.model, "torchax", dtype, devices.mesh_of(args))
 
@@ -161,12 +168,12 @@ def _load_latents_stage(args: argparse.Namespace) -> latent_files.Latents:
     `ValueError` for options of sampling, which is done already, and if there are no latents, or another
     model's.
     """
-    # Names of the options of sampling. `--dtype` is not one of them: the VAE has a dtype too.
+    # Names of the options of sampling alone: `--dtype` is left out, because the VAE has a dtype too.
     sampling = {*stages.FIELDS, "preview", "cache"} - {"dtype"}
-    given = sorted(stages.option(name) for name in sampling if getattr(args, name) is not None)
-    if given:
+    useless = sorted(stages.option(name) for name in sampling if getattr(args, name) is not None)
+    if useless:
         raise ValueError(
-            f"the latents are sampled already: leave {', '.join(given)} out, or resume from 'text'"
+            f"the latents are sampled already: leave {', '.join(useless)} out, or resume from 'text'"
         )
     path = stages.path_of(args.save_stages, stages.LATENTS)
     if not path.is_file():
@@ -176,27 +183,29 @@ def _load_latents_stage(args: argparse.Namespace) -> latent_files.Latents:
     return latents
 
 
-def _kept_path(args: argparse.Namespace) -> Path:
-    """Return the path, beside the output, of the latents that are kept until their video is complete."""
+def _backup_path(args: argparse.Namespace) -> Path:
+    """Return the path, beside the output, of the file that `_backed_up` writes."""
     output = Path(args.output)  # drops the slash that a directory's name may end in
     return output.with_name(f"{output.name}.latents.safetensors")
 
 
 @contextlib.contextmanager
-def _kept(args: argparse.Namespace, latents: latent_files.Latents) -> Iterator[None]:
-    """Keep the latents in a file while the block writes their video.
+def _backed_up(args: argparse.Namespace, latents: latent_files.Latents) -> Iterator[None]:
+    """Keep the latents, which took long to sample, in a file while the `with` block writes their video.
 
     If the block succeeds, the file is removed. If it fails, the command that decodes the file is printed.
     """
-    path = _kept_path(args)
+    path = _backup_path(args)
     latent_files.save(latents, path)
     try:
         yield
     except BaseException:
-        given = ["-o", args.output, "--dtype", runtime.dtype_name(latents.tensor.dtype)]
-        given += ["--tiling", args.tiling] if args.tiling else []
-        given += ["--tp", str(args.dp * args.tp)] if args.dp * args.tp > 1 else []
-        command = shlex.join(["cogvideox-torchax", "decode", str(path), *given])
+        words = ["cogvideox-torchax", "decode", str(path), "-o", args.output]
+        words += ["--dtype", runtime.dtype_name(latents.tensor.dtype)]
+        words += ["--tiling", args.tiling] if args.tiling else []
+        # All devices split the width: a VAE that decodes one video has no use for `dp`.
+        words += ["--tp", str(args.dp * args.tp)] if args.dp * args.tp > 1 else []
+        command = shlex.join(words)
         common.say(f"the latents are kept: {command}")
         raise
     path.unlink()
@@ -224,14 +233,14 @@ def _sample_latents(args: argparse.Namespace) -> tuple[Any, latent_files.Latents
             args.cache,
             steps=generate.steps_of(request, model),
             guided=request.guidance_scale > 1,
-            timestep=lambda: pipe.current_timestep,  # called while the pipeline below runs
+            timestep=lambda: pipe.current_timestep,  # of `pipe` below: it is called while that runs
         )
     pipe = generate.load_generator(model, dtype, mesh, with_text=text is None)
     if cache_config is not None:
         pipe.transformer.enable_cache(cache_config)
     pipe.set_progress_bar_config(disable=args.quiet, desc="denoise", leave=False)
     directory = Path(args.save_stages) if args.save_stages else None
-    # A function that is called with the latents after each step, and writes a picture of them.
+    # Called with the latents after each step, to write a picture of them.
     show = preview.preview_writer(pipe.vae, args.preview, common.say) if args.preview else None
     generation = generate.Generation(pipe, model, request, directory, show)
     # The keys are names of the pipeline's arguments.

@@ -16,9 +16,9 @@ from cogvideox_torchax.files import video
 
 DTYPES = ("float32", "bfloat16", "float16")
 NEAR = 0.75
-"""Ratio of common letters from which on an option is near to another name."""
+"""Least ratio of common letters at which an option is suggested for a name that is unknown."""
 REPORT = "report"
-"""The group of options that help lists last."""
+"""The title of the group of options that help lists last."""
 ABSENT: dict[str, Any] = {
     **{"quiet": False, "profile": None, "distributed": False, "backend": "torchax"},
     **dict.fromkeys(("coordinator", "processes", "process", "timeout"), None),
@@ -42,17 +42,22 @@ TRACEBACK = Option(
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A command's parser: it refuses what it does not know itself, and names the nearest of its options."""
+    """A command's parser. It refuses an option that it does not know, and names the nearest one it has."""
 
     instead: Mapping[str, str] = MappingProxyType({})
     """By the name of an option that the command lacks, but diffusers has, what to do instead."""
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        """Parse the words of a command; an option may have underscores, as Python's arguments do."""
+        """Parse the words of a command; an option may have underscores, as Python's arguments do.
+
+        Unknown words are an error here. argparse would return them to the root parser, which does not know
+        the command's options.
+        """
         words = [*(sys.argv[1:] if args is None else args)]
         known = {flag for action in self._actions for flag in action.option_strings}
         for i, word in enumerate(itertools.takewhile(lambda word: word != "--", words)):
-            name, *value = word.partition("=")
+            name, *value = word.partition("=")  # "--name=value" as "--name" and ["=", "value"]
+            # A word with a space is a value, such as a prompt that begins with "--".
             if name.startswith("--") and " " not in name and name not in known:
                 hyphenated = name.replace("_", "-")
                 if hyphenated not in known:
@@ -64,12 +69,16 @@ class CommandParser(argparse.ArgumentParser):
         return found, []
 
     def _advice(self, name: str, known: Iterable[str]) -> str:
-        """Return what to do instead, or the option that is nearest to a name by whole words, then letters."""
+        """Return the end of the error about an option `name` that is unknown; "" if no option is near.
+
+        It is what to do instead, or the nearest of the `known` options: by whole words, then by letters.
+        """
 
         def likeness(option: str) -> tuple[int, float]:
-            ours, theirs = name.strip("-"), option.strip("-")
-            ratio = difflib.SequenceMatcher(None, ours, theirs).ratio()
-            return len({*ours.split("-")} & {*theirs.split("-")}), ratio
+            """Return the number of common words, and the ratio of common letters."""
+            unknown, candidate = name.strip("-"), option.strip("-")
+            ratio = difflib.SequenceMatcher(None, unknown, candidate).ratio()
+            return len({*unknown.split("-")} & {*candidate.split("-")}), ratio
 
         if name in self.instead:
             return f": {self.instead[name]}"
@@ -86,9 +95,9 @@ class Command:
 
     Attributes:
         summary: one line for its help.
-        example: its words in the example of its help.
+        example: what follows the command's name in the example of its help.
         options: its options, in help's order within a group.
-        instead: by the name of an option that it lacks, what to do instead.
+        instead: by the name of an option that it lacks, but diffusers has, what to do instead.
     """
 
     summary: str
@@ -97,6 +106,7 @@ class Command:
     instead: Mapping[str, str] = field(default_factory=dict)
 
     def add_to(self, subparsers: Any, name: str) -> argparse.ArgumentParser:
+        """Add the command's parser to argparse's `subparsers`, and return it."""
         parser = subparsers.add_parser(
             name,
             help=self.summary,
@@ -107,8 +117,8 @@ class Command:
         )
         parser.instead = self.instead
         parser.set_defaults(**ABSENT)  # for code that reads options which this command does not take
-        groups: dict[str | None, Any] = {None: parser}  # by title, each has argparse's `add_argument`
-        # Help lists groups in the order in which they are made. REPORT, whose key is True, comes last.
+        groups: dict[str | None, Any] = {None: parser}  # by title; each has argparse's `add_argument`
+        # Help lists groups in the order in which they are made. The options of REPORT are sorted last.
         for each in sorted((*self.options, TRACEBACK), key=lambda option: option.group == REPORT):
             if each.group not in groups:
                 groups[each.group] = parser.add_argument_group(each.group)
@@ -123,14 +133,14 @@ def positive(text: str) -> int:
 
 
 def seed(text: str) -> int:
-    """Return the whole number that a text names, which PyTorch's generators and NumPy's take as a seed."""
+    """Return the whole number that a text names; PyTorch's and NumPy's generators take 64 bits."""
     if not text.isdecimal() or int(text) >= 2**64:
         raise argparse.ArgumentTypeError(f"got {text}: give a whole number from 0 to {2**64 - 1}")
     return int(text)
 
 
 def argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a `type` for argparse that calls `read`; argparse then prints a `ValueError`'s message."""
+    """Return a `type` for argparse that calls `read`, so that argparse prints a `ValueError`'s message."""
 
     def value(text: str) -> Any:
         try:
@@ -145,7 +155,7 @@ frame_rate = argument(video.frame_rate)
 
 
 def model_options(default: str = "the small bundled model") -> tuple[Option, ...]:
-    """Return the options of a command that runs a model; help calls the model without `--model` `default`."""
+    """Return the options of a command that runs a model; `default` is help's name of the default model."""
     model = f"a CogVideoX VAE or a whole pipeline, as a directory or a hub id (default: {default})"
     names, dtypes = backends.names(backends.Use.RUN), ", ".join(DTYPES)
     return (
@@ -160,7 +170,7 @@ def model_options(default: str = "the small bundled model") -> tuple[Option, ...
 
 
 def clip_options(frames: int | None = None) -> tuple[Option, ...]:
-    """Return the options of a part of a clip; `frames` is the default that help names, None for all."""
+    """Return the options that choose a part of a clip; `frames` is help's default, None for all frames."""
     shown = "" if frames is None else f" (default: {frames}, or all of a shorter clip)"
     resize_help = "resize to this {} in pixels; the {} follows if it is not given"
     return (

@@ -1,4 +1,4 @@
-"""`plan`: compile for a TPU on a machine that has none; print whether it fits, and the work of each chip."""
+"""`plan`: compile programs for a TPU on a machine that has none; print whether they fit, and their work."""
 
 import argparse
 import contextlib
@@ -21,7 +21,7 @@ ONLY = {
     **dict.fromkeys(("no_guidance", "parallel"), ("step", "pipeline")),
     **dict.fromkeys(("frames", "height", "width"), ("vae", "step", "pipeline")),
 }
-"""By option, the values of `--network` that it goes with; other options go with all."""
+"""By option, the values of `--network` that it goes with; other options go with all values."""
 
 
 COMMAND = options.Command(
@@ -152,20 +152,19 @@ COMMAND = options.Command(
 
 
 def check(args: argparse.Namespace) -> None:
-    """Settle the model and the network; raise `ValueError` for options that would have no effect."""
+    """Set `args.model` and `args.network`; raise `ValueError` for options that would have no effect."""
     if args.model and args.pipeline:
         raise ValueError(f"got --model {args.model} and --pipeline {args.pipeline}: give one of them")
     args.network = args.network or ("pipeline" if args.pipeline else "vae")
     args.model = args.pipeline or args.model or "5b"
-    # `ONLY` has, by option, the values of --network that it goes with. A value other than the default shows
-    # that an option was passed.
+    # A value other than the default shows that an option was passed.
     defaults = {option.flags[0]: option.settings.get("default") for option in COMMAND.options}
     for name, networks in ONLY.items():
         flag = f"--{name.replace('_', '-')}"
         if args.network not in networks and (getattr(args, name) or None) != defaults[flag]:
             raise ValueError(f"{flag} does not go with --network {args.network}")
     if args.cache:
-        config_of(args.cache, steps=50, guided=not args.no_guidance)  # raises for an unknown cache
+        config_of(args.cache, steps=50, guided=not args.no_guidance)  # only to raise for an unknown cache
     has_skips, is_first_block = args.skips is not None, (args.cache or "").startswith("first-block")
     faults.refuse(
         {
@@ -196,9 +195,9 @@ def run(args: argparse.Namespace) -> None:
 
 
 def deliver(args: argparse.Namespace, make: Callable[[argparse.Namespace], dict[str, Any]]) -> None:
-    """Make a plan's document by `make(args)`, which prints its figures; write it with `--output`.
+    """Call `make`, which prints a plan's figures and returns its JSON document; write that with `--output`.
 
-    With `--json` stdout gets the JSON document alone, and all that is printed before it goes to stderr.
+    With `--json` stdout gets the document alone, and what `make` prints goes to stderr.
     """
     if args.output:  # raises before the work, not after it
         whole.check_file(args.output)

@@ -1,4 +1,4 @@
-"""The work of `plan`: a command line becomes programs, which are compiled, printed and kept as a document."""
+"""The work of `plan`: choose the programs of a command line, compile them, and print and return figures."""
 
 import argparse
 import functools
@@ -35,10 +35,11 @@ class PlanRequest:
         works: the programs.
         counts: number of times that each runs in the job.
         mesh: the devices to compile for.
-        chip: the chip that they are; None for CPUs.
+        chip: the kind of chip that the devices are; None for CPUs.
         about: figures of the job that need no compiling, by the names that are printed.
         job: the job, for the plan's JSON.
-        beside: for each program, the bytes of other networks' weights on its device; empty for none.
+        beside: for each program, the bytes of the weights of other networks that are on its device
+            meanwhile; empty for none.
     """
 
     works: Sequence[Work]
@@ -56,19 +57,20 @@ def planned(args: argparse.Namespace) -> dict[str, Any]:
     programs = compiled(args, request, lambda work: compile_program(work, request.mesh), program_rows)
     figures = job_figures(request.about, request.counts, programs, request.chip, request.beside)
     common.print_report(figures)
-    rows = programs[-1].layers if args.layers else []  # of the later chunks, which are most of a video
-    if rows:
-        head, *cells = report.table(rows)  # rows of texts
+    # The layers of the last program: of the later chunks, which are most of a video.
+    layers = programs[-1].layers if args.layers else []
+    if layers:
+        head, *cells = report.table(layers)  # rows of texts
         print(reports.table(head, cells))
     if request.chip:  # a CPU has no limit of memory, and no estimate of time
         if args.network in ADVISERS and not figures["fits"] and not args.no_advice:
             common.say("it does not fit: compiling what would")
-            found = ADVISERS[args.network](args, request, request.chip, programs)
-            figures["would_fit"] = {change.what: change.peak_bytes / chips.GIB for change in found}
+            changes = ADVISERS[args.network](args, request, request.chip, programs)
+            figures["would_fit"] = {change.what: change.peak_bytes / chips.GIB for change in changes}
             advice = {f"with {what}": f"{size:.2f} GiB" for what, size in figures["would_fit"].items()}
             common.print_report(advice or {"would fit": "nothing that was tried"})
         common.say("for times: python -m benchmarks estimate, with these options, in a checkout")
-    return document(args, request, jobs.FORMAT, programs, figures) | {"layers": [vars(row) for row in rows]}
+    return document(args, request, jobs.FORMAT, programs, figures) | {"layers": [vars(row) for row in layers]}
 
 
 def compiled(
@@ -77,9 +79,9 @@ def compiled(
     compile_one: Callable[[Work], Any],
     rows: Callable[[Any, Any], dict[str, Any]],
 ) -> list[Any]:
-    """Compile a request's programs, print the figures of each at once, and return their plans.
+    """Compile a request's programs, print each one's figures as soon as it is compiled, and return the plans.
 
-    `compile_one` returns a program's `ProgramPlan`, and `rows` the figures to print of such a plan on a chip.
+    `compile_one` returns a program's plan. `rows` returns the figures to print of a plan and a chip.
     """
     if args.save_hlo:
         whole.make_directory(args.save_hlo)
@@ -101,7 +103,7 @@ def compiled(
 def requested(args: argparse.Namespace) -> PlanRequest:
     """Return the programs that the options of `plan` ask for; `ValueError` if they are not possible."""
     if args.platform == "tpu":
-        devices = chips.topology_devices(args.topology)  # those of a slice that need not exist
+        devices = chips.topology_devices(args.topology)  # simulated: this machine need not have them
         chip = chips.CHIPS[args.topology.partition(":")[0]]  # a topology is "GENERATION:GRID"
     else:
         devices, chip = jax.devices("cpu"), None
@@ -111,7 +113,8 @@ def requested(args: argparse.Namespace) -> PlanRequest:
 
 
 def _requested_video(args: argparse.Namespace, vae: Any, mesh: Any, chip: chips.Chip | None) -> PlanRequest:
-    # Height and width of a tile. `--tiling` without a size is "default", the model's own; None is no tiling.
+    """Return the programs of the VAE that encode or decode a video, whole or in tiles."""
+    # (height, width) of a tile. `--tiling` without a size is "default", the model's own; None is no tiling.
     tile = args.tiling and (vae.tile_sample_min_height, vae.tile_sample_min_width)
     if args.tiling not in (None, "default"):
         tile = parse_tiles(args.tiling, vae.spatial_compression_ratio)
@@ -119,8 +122,9 @@ def _requested_video(args: argparse.Namespace, vae: Any, mesh: Any, chip: chips.
     chunks, tiles = len(job.chunk_shapes(vae)[0]), job.tiles(vae)
     video = f"{job.direction} {job.frames} x {job.height} x {job.width}"
     return PlanRequest(
-        # There are two programs at most: the first chunk's, and one for all later chunks. Tiles at the edges
-        # are smaller: with tiles the sums over the counts are too high.
+        # There are at most two programs, the first chunk's and one for all later chunks: `counts` is cut to
+        # one if there is one chunk. With tiles the counts make the job's floor too high, because tiles at the
+        # edges are smaller.
         works=list(jobs.chunk_works(vae, job, mesh, args.backend)),
         counts=(tiles, tiles * (chunks - 1))[:chunks],
         mesh=mesh,
@@ -140,12 +144,13 @@ def _requested_network(args: argparse.Namespace, vae: Any, mesh: Any, chip: chip
         tokens = networks.transformer_config(args.model).get("max_text_seq_length", 226)  # diffusers' default
         works = [networks.prompt_work(args.model, vae.dtype, mesh, tokens=tokens)]
     else:
-        # The transformer's input is latents, and so are these sizes. A job checks the size of its video.
+        # The size of the transformer's input: that of the video's latents, which a `Job` computes and checks.
         chunks, (_, height, width) = jobs.Job(DECODE, args.frames, args.height, args.width).chunk_shapes(vae)
         size = {"frames": chunks[-1].stop, "height": height, "width": width}
         options = {"guided": not args.no_guidance, "parallel": args.parallel, "cache": args.cache}
         step = functools.partial(networks.step_work, args.model, vae.dtype, mesh, chip, **size, **options)
-        # By the number of the first step of a kind, such as those that skip blocks: the steps of that kind.
+        # By the number of the first step of a kind: how many steps are of that kind. Without a cache all are
+        # of one kind, and one step is planned.
         kinds = {0: 1}
         if args.cache:
             kinds = networks.cached_steps(args.model, vae.dtype, args.cache, not args.no_guidance)
@@ -165,7 +170,7 @@ def _requested_network(args: argparse.Namespace, vae: Any, mesh: Any, chip: chip
 def _requested_pipeline(
     args: argparse.Namespace, vae: Any, mesh: Any, chip: chips.Chip | None
 ) -> PlanRequest:
-    """Return the programs of a whole video, with all weights in memory."""
+    """Return the programs that make a whole video, with the weights of all networks in memory."""
     from cogvideox_torchax.plan import networks  # needs transformers, as the VAE does not
 
     prompt, step = (
@@ -190,18 +195,23 @@ def _requested_pipeline(
             "weights_GiB": total / chips.GIB,
         },
         job=step.job | {"network": "pipeline", "tile": decoding.job["tile"]},
+        # A program's arguments have its own network's weights; for decoding those of the decoder alone.
         beside=(total - text_encoder, total - transformer, *[total - decoder] * len(decoding.works)),
     )
 
 
 def _with(args: argparse.Namespace, **changes: Any) -> argparse.Namespace:
+    """Return a copy of a command's options with some of them changed."""
     return argparse.Namespace(**vars(args) | changes)
 
 
 def _video_would_fit(
     args: argparse.Namespace, request: PlanRequest, chip: chips.Chip, programs: Sequence[ProgramPlan]
 ) -> list[jobs.Change]:
-    """Return what makes a video fit: tiles, or a larger slice. `programs` are those that do not."""
+    """Return the changes of which each alone makes a video fit: tiles, and a larger slice.
+
+    `programs` are the plans of the request, which do not fit.
+    """
     vae, job = jobs.weightless_vae(args.model, common.parse_dtype(args.dtype)), jobs.Job(**request.job)
     options = {"dp": args.dp, "backend": args.backend}
     devices, peak = list(request.mesh.devices.flat), peak_bytes(programs)
@@ -215,37 +225,44 @@ def _video_would_fit(
 def _pipeline_would_fit(
     args: argparse.Namespace, request: PlanRequest, chip: chips.Chip, programs: Sequence[ProgramPlan]
 ) -> list[jobs.Change]:
-    """Return what makes a pipeline fit: its prompt encoded on the host, or the smallest larger slice."""
+    """Return the changes of which each alone makes a pipeline fit.
+
+    They are its prompt encoded on the host, and the smallest larger slice. `programs` are the plans of the
+    request, which do not fit; the first one is the text encoder's.
+    """
     changes = []
+    # Without the text encoder's program, and without its weights beside the other programs.
     without_text = peak_bytes(programs[1:], request.beside[1:]) - _bytes(request, "text_encoder")
     if without_text <= chip.memory:
         changes.append(jobs.Change("the prompt encoded on the host", int(without_text)))
-    used, generation = peak_bytes(programs, request.beside), args.topology.partition(":")[0]
+    present_peak = peak_bytes(programs, request.beside)
+    generation = args.topology.partition(":")[0]
     flat = args.topology.count("x") == 1  # grids of other generations have three axes
+    dp = 1 if args.no_guidance else 2
     for count, grid in chips.GRIDS.items() if flat else ():
-        dp = 1 if args.no_guidance else 2
-        larger = _with(args, topology=f"{generation}:{grid}", dp=dp, tp=count // dp)
         if count <= request.mesh.size:
             continue
-        other = requested(larger)
-        # What is not weights is split over the devices; 1.1 is a margin.
-        working = (used - _bytes(request, "weights")) * request.mesh.size / count
-        if _bytes(other, "weights") + working > 1.1 * chip.memory:
+        larger = _with(args, topology=f"{generation}:{grid}", dp=dp, tp=count // dp)
+        on_grid = requested(larger)
+        # Nothing is compiled for a grid on which the pipeline clearly does not fit. Memory other than weights
+        # is split over the devices; 1.1 is a margin.
+        working = (present_peak - _bytes(request, "weights")) * request.mesh.size / count
+        if _bytes(on_grid, "weights") + working > 1.1 * chip.memory:
             continue
-        plans = compiled(larger, other, functools.partial(compile_program, mesh=other.mesh), program_rows)
-        peak = peak_bytes(plans, other.beside)
+        plans = compiled(larger, on_grid, functools.partial(compile_program, mesh=on_grid.mesh), program_rows)
+        peak = peak_bytes(plans, on_grid.beside)
         if peak <= chip.memory:
             return [*changes, jobs.Change(f"--topology {larger.topology} --dp {dp} --tp {larger.tp}", peak)]
     return changes
 
 
 def _bytes(request: PlanRequest, what: str) -> float:
-    """Return a size of a pipeline's request in bytes: "weights" for all, or one network's name."""
+    """Return the bytes of a pipeline's weights: all "weights", or those of one network, by its name."""
     return request.about[f"{what}_GiB"] * chips.GIB
 
 
 ADVISERS = {"vae": _video_would_fit, "pipeline": _pipeline_would_fit}
-"""By a value of `--network`: the function that returns what would fit."""
+"""By a value of `--network`: the function that returns the changes that make it fit."""
 
 
 def document(

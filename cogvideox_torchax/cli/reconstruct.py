@@ -1,4 +1,4 @@
-"""`reconstruct`: a video through the VAE and back."""
+"""`reconstruct`: encode a video and decode it again, without a file of latents."""
 
 import argparse
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cogvideox_torchax.cli import common, devices, options
-from cogvideox_torchax.dataset.clip import DecodeClip, DecodedClip
+from cogvideox_torchax.dataset.clip import ClipPart, DecodeClip
 from cogvideox_torchax.files import latents, video
 from cogvideox_torchax.vae.directions import DECODE, ENCODE
 
@@ -37,10 +37,10 @@ def run(args: argparse.Namespace) -> None:
         video.check_writing(args.output, fps)
         common.take_bundled_model(args)  # sets `args.model` if no --model is given
         vae = common.load_vae(args.model, args.backend, args.dtype, group.mesh)
-        # A direction's `results` are the numbers of frames of each chunk's result.
+        # `results` has the number of frames of each chunk's result.
         latent_frames = sum(ENCODE.results(vae, clip.num_frames))
         frames_out = sum(DECODE.results(vae, latent_frames))
-        # What an .mp4 takes over from its source (times, sound, pixel shape), and lines on what it does not.
+        # What an .mp4 takes over from its source (times, sound, pixel shape), and messages for the user.
         timing, messages = _source_timing(args, clip, frames_out)
         with group.writing(args.output, fps, timing) as sink:
             clock = common.announcing_clock(args)
@@ -61,12 +61,12 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _reconstruction(
-    vae: Any, clip: DecodedClip, latent_frames: int, args: argparse.Namespace, group: devices.ProcessGroup
+    vae: Any, clip: ClipPart, latent_frames: int, args: argparse.Namespace, group: devices.ProcessGroup
 ) -> Iterator[torch.Tensor]:
     """Encode and decode a clip; yield each chunk's frames, uint8 (1, 3, t, H, W).
 
-    Latents are decoded as soon as there are enough for a chunk, so memory does not grow with the clip. In
-    several processes each gets the latents, and only the first gets the frames.
+    Latents are decoded as soon as there are enough for a chunk, so memory does not grow with the clip. Of
+    several processes each gets the latents, which it decodes, and only the first gets the frames.
     """
     encoder = common.encoder_of(args, vae, group.fetch_to_all)
     decoder = common.unit_of(DecodeClip, args, vae, group.fetch_to_first)
@@ -74,16 +74,16 @@ def _reconstruction(
     shape = latent_frames, clip.framing.height // scale, clip.framing.width // scale
 
     def encoded() -> Iterator[torch.Tensor]:
-        """Yield the latents of each chunk, from the first; called again if decoding ran out of memory."""
-        return (piece[latents.TENSOR] for piece in encoder.pieces(clip))
+        """Yield the latents of each chunk, from the first on; called again if decoding ran out of memory."""
+        return (chunk[latents.TENSOR] for chunk in encoder.encode_chunks(clip))
 
-    return decoder.pieces(encoded, shape)
+    return decoder.decode_chunks(encoded, shape)
 
 
 def _source_timing(
-    args: argparse.Namespace, clip: DecodedClip, frames_out: int
+    args: argparse.Namespace, clip: ClipPart, frames_out: int
 ) -> tuple[video.SourceTiming, list[str]]:
-    """Return what an .mp4 takes over from its source, and a line on each difference, with its reason."""
+    """Return what an .mp4 takes over from its source, and a message for each thing that it does not."""
     info, messages = clip.info, []
     is_mp4 = Path(args.output).suffix.lower() == ".mp4"
     at_own_rate = args.fps in (None, info.fps)  # None, without --fps, is the source's rate
@@ -104,10 +104,10 @@ def _source_timing(
     elif info.sound and sound is None:
         messages.append("the sound is left out: it is kept in an .mp4 at the source's own rate")
     times = info.times[: clip.num_frames] if keeps_times else ()
-    # The sound, which is kept only at the source's rate, is cut at the end of the frames that were read. The
-    # last frame is shown for 1 / fps.
+    # The sound is cut where the last frame that was read ends, 1 / fps after that frame's time. It is copied
+    # only at the source's rate, so `info.fps` is the output's rate, too.
     seconds = times[-1] + 1 / info.fps if times else clip.num_frames / info.fps
     size, source_size = (clip.framing.height, clip.framing.width), (info.height, info.width)
-    # Resized frames have square pixels; cropped frames, and frames of the source's size, have the source's.
+    # Resizing makes square pixels. Frames that are cropped, or keep their size, keep the shape of the pixels.
     pixel = info.pixel if clip.framing.crop or size == source_size else Fraction(1)
     return video.SourceTiming(times, sound, seconds, pixel), messages

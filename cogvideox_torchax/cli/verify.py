@@ -1,4 +1,4 @@
-"""`verify`: backends against PyTorch in float32, layer by layer and as a whole."""
+"""`verify`: compare backends with PyTorch in float32, layer by layer and as a whole."""
 
 import argparse
 import json
@@ -71,18 +71,18 @@ def run(args: argparse.Namespace) -> int:
         "video": args.video or "noise",
         "frames": x.shape[2],
         "size": f"{x.shape[3]} x {x.shape[4]}",
-        # JAX's device if a backend runs on it.
+        # The device of a backend that runs on JAX, if there is one: `max` finds the first True.
         "device": common.device_name(
             max(args.backends, key=lambda name: backends.backend(name).compiled_by_jax)
         ),
     }
-    found, page = report.as_json(results, about), report.markdown(results, about)
+    document, page = report.as_json(results, about), report.markdown(results, about)
     if output is not None:
         json_name, markdown_name, plot_name = FILES
-        reports.write_json(output / json_name, found)
+        reports.write_json(output / json_name, document)
         reports.write_text(output / markdown_name, page)
         report.draw_layers(results, output / plot_name)
-    print(json.dumps(found) if args.json else page)
+    print(json.dumps(document) if args.json else page)
     return 0 if all(result.passed for result in results) else 1
 
 

@@ -1,4 +1,4 @@
-"""Many clips: a data set's videos to latents and back, a clip at a time, on one machine or on Ray."""
+"""A data set's clips, encoded to latents and decoded again, one clip at a time, on one machine or on Ray."""
 
 from cogvideox_torchax.dataset.clip import Bucket, Clip, ClipConfig, DecodeClip, EncodeClip
 from cogvideox_torchax.dataset.names import ClipError

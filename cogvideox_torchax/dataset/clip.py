@@ -1,4 +1,8 @@
-"""One clip as one unit of work: `EncodeClip` and `DecodeClip`, which hold a model and know no other clip."""
+"""Encoding and decoding of one clip: `EncodeClip` and `DecodeClip` hold a model and its settings.
+
+A *bucket* is one of the sizes that the clips of a data set are brought to. A *window* is a part of a clip
+that gets latents of its own. The field `about` of `Latents` names the source, its changes and the settings.
+"""
 
 import hashlib
 import io
@@ -23,23 +27,23 @@ from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.sizes import parse_size
 
 POSTERIOR, MEAN, SAMPLE, BOTH = "posterior", "mean", "sample", "both"
-Kept = dict[str, Callable[[Any, torch.Generator], torch.Tensor]]
-"""By the name of a tensor in a latent file: the function that takes it from a posterior, or samples it."""
-_MEAN: Kept = {latent_files.TENSOR: lambda posterior, _: posterior.mode()}
-_LOGVAR: Kept = {latent_files.LOGVAR: lambda posterior, _: posterior.logvar}
-_SAMPLE: Kept = {latent_files.SAMPLE: lambda posterior, generator: posterior.sample(generator)}
-KEEP: dict[str, Kept] = {
+Takers = dict[str, Callable[[Any, torch.Generator], torch.Tensor]]
+"""By a tensor's name in a latent file: the function (posterior, generator) that returns the tensor."""
+_MEAN: Takers = {latent_files.TENSOR: lambda posterior, _: posterior.mode()}
+_LOGVAR: Takers = {latent_files.LOGVAR: lambda posterior, _: posterior.logvar}
+_SAMPLE: Takers = {latent_files.SAMPLE: lambda posterior, generator: posterior.sample(generator)}
+KEEP: dict[str, Takers] = {
     POSTERIOR: _MEAN | _LOGVAR,
     MEAN: _MEAN,
     SAMPLE: {latent_files.TENSOR: _SAMPLE[latent_files.SAMPLE]},
     BOTH: _MEAN | _LOGVAR | _SAMPLE,
 }
-"""The choices of the tensors to keep. With `SAMPLE` alone the sample has the place of the mean."""
+"""By a value of `ClipConfig.keep`: the tensors to keep. A sample alone is saved under the mean's name."""
 
 FASTEST = 1000
-"""Most frames a second that a clip is resampled to."""
+"""Most frames a second that a clip may be resampled to; a higher rate is taken for a mistake."""
 AHEAD_BYTES = 2**30
-"""Most bytes of a clip's frames to read ahead; a longer clip is read while it is encoded."""
+"""Most bytes of frames that are read before a clip is encoded; a longer clip is read during its encoding."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,7 @@ class ClipConfig:
 
     def __post_init__(self) -> None:
         has_size = self.frames or self.height or self.width or self.crop
+        # Raises `ClipError` with the first message whose condition is true.
         faults.refuse(
             {
                 f"got keep={self.keep!r}: one of {', '.join(KEEP)}": self.keep not in KEEP,
@@ -145,12 +150,13 @@ class ClipConfig:
     def fixed_settings(self, model_sha256: str) -> dict[str, Any]:
         """Return the settings that the latents depend on, as JSON's values.
 
-        A run is resumed only with equal ones. Backend and mesh are left out, because they change results by
-        rounding alone. The model counts by its hash, wherever its files are; an empty hash is left out.
+        An output directory takes only latents of equal settings. Backend and mesh are left out, because they
+        change results by rounding alone. A hash names the model, wherever its files are; "", for a model that
+        is not loaded, is left out.
         """
-        not_fixed = ("model", "backend", "dp", "tp")
-        fixed = {name: value for name, value in asdict(self).items() if name not in not_fixed}
-        fixed |= {"buckets": [str(bucket) for bucket in self.buckets]}
+        ignored = ("model", "backend", "dp", "tp")
+        fixed = {name: value for name, value in asdict(self).items() if name not in ignored}
+        fixed |= {"buckets": [str(bucket) for bucket in self.buckets]}  # `asdict` has made dicts of them
         return {**fixed, "model_sha256": model_sha256} if model_sha256 else fixed
 
     def load(self) -> Any:
@@ -161,19 +167,21 @@ class ClipConfig:
 
             from cogvideox_torchax import sharding
 
+            # Of several processes each has a model of its own, on its own devices. A `tp` of None takes all
+            # devices that `dp` leaves.
             mesh = sharding.make_mesh(self.dp or 1, self.tp, devices=jax.local_devices())
         return backends.backend(self.backend).load(self.model, getattr(torch, self.dtype), mesh).vae
 
 
 @dataclass(frozen=True)
-class DecodedClip:
-    """The frames of a clip to encode, read or to be read.
+class ClipPart:
+    """The part of a clip to encode, such as a window of it. Its frames may not be read yet.
 
     Attributes:
         clip, info: the clip, and the properties of its file.
         framing: the size that frames are brought to.
-        indices: the frames of the file to encode, in ascending order.
-        length: number of frames to encode at once: all of them, or a window's.
+        indices: the frames of the file to encode, in ascending order; a higher rate repeats some.
+        length: number of frames of each latents: a window's with the config's `windows`, else all of them.
         changes: the changes to the clip's frames, for the latents' `about`.
         frames: uint8 (1, 3, T, H, W); None for a long clip, which is read while it is encoded.
         sha256: hash of the file; "" if it was not computed.
@@ -201,9 +209,9 @@ class DecodedClip:
         else:
             yield from self.frames.unbind(2)
 
-    def windows(self) -> Iterator["DecodedClip"]:
-        """Yield a clip's windows, each with its frames and an id of its own, such as "a.mp4/00002"."""
-        frames = self.stream()
+    def windows(self) -> Iterator["ClipPart"]:
+        """Yield the clip's windows in order, each with an id of its own, such as "a.mp4/00002"."""
+        frames = self.stream()  # one iterator for all windows: each takes the next `length` frames of it
         for number, start in enumerate(range(0, self.num_frames, self.length)):
             yield replace(
                 self,
@@ -214,22 +222,22 @@ class DecodedClip:
             )
 
 
-def select_part(clip: Clip, config: "ClipConfig", scale: int) -> DecodedClip:
-    """Return the frames of a clip to encode, and their size, without reading them.
+def select_part(clip: Clip, config: "ClipConfig", scale: int) -> ClipPart:
+    """Choose the frames of a clip to encode, and their size; the frames are not read yet.
 
-    Both come from one of the config's buckets, if it has any. Otherwise each comes from the clip, else from
-    the config, else from the video. `scale`, the pixels to a latent pixel along a side, must divide the
-    height and the width.
+    If the config has buckets, one of them gives the number of frames and the size. Otherwise each comes from
+    the clip, else from the config, else from the video. `scale`, the pixels to a latent pixel along a side,
+    must divide the height and the width.
 
     Raises:
         VideoError: the video cannot be read.
         ClipError: the clip is too short or too small, or of another size than the config asks for.
     """
-    # The stamp, the file's size and time of change, tells later whether the file was changed.
-    stamp, info = _stamp(clip.source), video.probe(clip.source)
+    stamp = _stamp(clip.source)  # before the file is read: tells later whether it was changed meanwhile
+    info = video.probe(clip.source)
     if config.min_size and min(info.height, info.width) < config.min_size:
         raise ClipError(f"{info.path} is {info.height} x {info.width}, at least {config.min_size} are wanted")
-    # The clip's frames, at the wanted rate.
+    # The frames of the file that show the clip at the wanted rate, or all frames.
     indices = info.at_rate(video.frame_rate(config.fps)) if config.fps else range(info.num_frames)
     if config.buckets:
         if clip.height or clip.width:
@@ -243,7 +251,8 @@ def select_part(clip: Clip, config: "ClipConfig", scale: int) -> DecodedClip:
         length = clip.frames or config.frames or len(indices)
         if length > len(indices):
             raise ClipError(f"{info.path} has {len(indices)} frames, {length} are wanted")
-    taken = indices[: len(indices) // length * length if config.windows else length]
+    windows = len(indices) // length if config.windows else 1  # as many as there are frames for
+    taken = indices[: windows * length]
     changes = {
         "source_frames": info.num_frames,
         "source_fps": str(info.fps),
@@ -253,13 +262,13 @@ def select_part(clip: Clip, config: "ClipConfig", scale: int) -> DecodedClip:
         "enlarged": round(framing.enlargement(info), 3),
         "first_frame": taken[0],
     }
-    return DecodedClip(clip, info, framing, taken, length, changes, stamp=stamp)
+    return ClipPart(clip, info, framing, taken, length, changes, stamp=stamp)
 
 
 Chunks = Iterator[Any]
-"""Yields the result of each chunk of a clip."""
+"""Yields the result of each chunk of a clip: in encoding its tensors to keep, in decoding its frames."""
 _LOADING = threading.RLock()
-"""Held while a model is loaded or hashed; `model_sha256` loads the model within it."""
+"""Held while a model is loaded or hashed. It is reentrant, as `model_sha256` holds it and loads the model."""
 
 
 class _ClipUnit:
@@ -299,7 +308,7 @@ class _ClipUnit:
 
     @property
     def model_sha256(self) -> str:
-        with _LOADING:  # several threads may ask at the same time
+        with _LOADING:
             self._hash = self._hash or model_sha256(self.vae)
             return self._hash
 
@@ -315,10 +324,11 @@ class _ClipUnit:
         start: Callable[[], Chunks],
         clip_id: str,
     ) -> Chunks:
-        """Return the iterator `start()`, with tiles set and progress shown.
+        """Set the config's tiles, if any, and return the results of `start()` under a progress bar.
 
-        The tiles are those of the config's `tiling`, or else the model's own. If memory runs out, smaller
-        tiles are set and `start` is called again.
+        `size` is the video's (height, width) in pixels, and `frames` the length of the input: video frames to
+        encode, latent frames to decode. If memory runs out, smaller tiles are set, and `start` is called
+        again.
         """
 
         def say(line: str) -> None:
@@ -356,22 +366,20 @@ class EncodeClip(_ClipUnit):
         """Yield the latents of each of a clip's windows; without windows in the config, those of the clip."""
         return self.encode_all(self.read(clip))
 
-    def encode_all(self, decoded: DecodedClip) -> Iterator[Latents]:
+    def encode_all(self, part: ClipPart) -> Iterator[Latents]:
         """Yield the latents of a clip that was read, as `windows` does."""
-        return map(self.encode, decoded.windows() if self.config.windows else [decoded])
+        return map(self.encode, part.windows() if self.config.windows else [part])
 
-    def read(self, clip: Clip) -> DecodedClip:
+    def read(self, clip: Clip) -> ClipPart:
         """Read a clip's frames, resized for the VAE, and compute the hash of its file.
 
         Frames that take more than `AHEAD_BYTES` are not read yet. Raise as `__call__` does.
         """
-        # The first frames of the clip, as many as the config asks for; not read yet.
         part = select_part(clip, self.config, self.vae.spatial_compression_ratio)
         with io.BytesIO(clip.source) if isinstance(clip.source, bytes) else open(clip.source, "rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        # Bytes of uint8 RGB.
-        is_short = 3 * part.num_frames * part.framing.height * part.framing.width <= AHEAD_BYTES
-        frames = torch.stack(list(part.stream()), dim=2) if is_short else None
+        num_bytes = 3 * part.num_frames * part.framing.height * part.framing.width  # of uint8 RGB
+        frames = torch.stack(list(part.stream()), dim=2) if num_bytes <= AHEAD_BYTES else None
         return replace(part, frames=frames, sha256=sha256)
 
     def check(self) -> None:
@@ -387,57 +395,54 @@ class EncodeClip(_ClipUnit):
                     f"{max(round(side / scale), 1) * scale}"
                 )
 
-    def encode(self, decoded: DecodedClip) -> Latents:
+    def encode(self, part: ClipPart) -> Latents:
         """Return the latents of a clip that was read; their `about` is empty for a clip without an id."""
-        config, vae, framing = self.config, self.vae, decoded.framing
+        config, vae, framing = self.config, self.vae, part.framing
         with memory.restoring_tiles(vae):
-            # A lambda, as the pieces are made again with smaller tiles if memory runs out.
+            # A lambda, because encoding begins again, with smaller tiles, if memory runs out.
             chunks = list(
                 self._with_tiles_and_progress(
                     ENCODE,
                     (framing.height, framing.width),
-                    decoded.num_frames,
-                    lambda: self.pieces(decoded),
-                    decoded.clip.id,
+                    part.num_frames,
+                    lambda: self.encode_chunks(part),
+                    part.clip.id,
                 )
             )
-            about = self._about(decoded) if decoded.clip.id else {}  # while the tiles are set: it names them
-        if _stamp(decoded.clip.source) != decoded.stamp:  # the file's size and time of change
-            raise ClipError(
-                f"{decoded.info.path} was changed while it was read: run again when it is complete"
-            )
+            about = self._about(part) if part.clip.id else {}  # before the tiles are restored: it names them
+        if _stamp(part.clip.source) != part.stamp:
+            raise ClipError(f"{part.info.path} was changed while it was read: run again when it is complete")
         tensors = {name: torch.cat([chunk[name] for chunk in chunks], dim=2) for name in KEEP[config.keep]}
         return Latents(
             tensor=tensors[latent_files.TENSOR],
             config=dict(vae.config),
             model=config.model,
-            fps=video.frame_rate(config.fps) if config.fps else decoded.info.fps,
-            num_frames=decoded.num_frames,
+            fps=video.frame_rate(config.fps) if config.fps else part.info.fps,
+            num_frames=part.num_frames,
             logvar=tensors.get(latent_files.LOGVAR),
             sample=tensors.get(latent_files.SAMPLE),
             about=about,
         )
 
-    def pieces(self, decoded: DecodedClip) -> Iterator[dict[str, torch.Tensor]]:
+    def encode_chunks(self, part: ClipPart) -> Iterator[dict[str, torch.Tensor]]:
         """Yield, for each chunk, the tensors to keep of its posterior, by their names in a latent file."""
-        config, name = self.config, decoded.clip.id
-        # A checksum gives each id a seed, equal in every process, which Python's `hash` is not.
+        config, name = self.config, part.clip.id
+        # Each id has a seed of its own, by a checksum: Python's `hash` differs from process to process.
         seed = zlib.crc32(f"{config.seed} {name}".encode()) if name else config.seed
         generator = torch.Generator("cpu").manual_seed(seed)
-        # `KEEP` has, for each tensor to keep, a function that takes the tensor from the posterior.
-        for posterior in self.vae.encode_stream(decoded.stream(), decoded.num_frames, fetch=self._fetch):
+        for posterior in self.vae.encode_stream(part.stream(), part.num_frames, fetch=self._fetch):
             yield {tensor: take(posterior, generator) for tensor, take in KEEP[config.keep].items()}
 
-    def _about(self, decoded: DecodedClip) -> dict[str, Any]:
+    def _about(self, part: ClipPart) -> dict[str, Any]:
         tile = memory.tile_of(self.vae)  # (height, width) in pixels, or None for whole frames
         return {
-            "id": decoded.clip.id,
-            "caption": decoded.clip.caption,
-            "height": decoded.framing.height,
-            "width": decoded.framing.width,
-            **decoded.changes,
+            "id": part.clip.id,
+            "caption": part.clip.caption,
+            "height": part.framing.height,
+            "width": part.framing.width,
+            **part.changes,
             "tiles": "{}x{}".format(*tile) if tile else None,
-            "source_sha256": decoded.sha256,
+            "source_sha256": part.sha256,
             "settings": self.config.fixed_settings(self.model_sha256),
         }
 
@@ -459,16 +464,17 @@ class DecodeClip(_ClipUnit):
         self.check(latents)
         z = latents.tensor.to(self.vae.dtype)
         _, _, frames, rows, columns = z.shape
-        return self.pieces(lambda: [z], (frames, rows, columns))  # all latents at once
+        return self.decode_chunks(lambda: [z], (frames, rows, columns))  # one part has all latents
 
-    def pieces(
+    def decode_chunks(
         self, start: Callable[[], Iterable[torch.Tensor]], shape: tuple[int, int, int]
     ) -> Iterator[torch.Tensor]:
-        """Yield the frames of each chunk, uint8 (1, 3, t, H, W), of latents that come in pieces.
+        """Yield the frames of each chunk, uint8 (1, 3, t, H, W), of latents that come in parts.
 
         Args:
-            start: returns an iterator over the pieces (1, C, t, h, w). It is called again if memory runs out.
-            shape: (latent frames, rows, columns) of all pieces together.
+            start: returns the parts (1, C, t, h, w), in order and of any lengths. It is called again if
+                memory runs out.
+            shape: (latent frames, rows, columns) of all parts together.
         """
         vae = self.vae
         latent_frames, rows, columns = shape
@@ -486,10 +492,10 @@ class DecodeClip(_ClipUnit):
 
 
 def choose(buckets: Sequence[Bucket], info: video.VideoInfo, frames: int) -> Bucket:
-    """Return the bucket for a video with `frames` frames: the nearest in shape of those that are not longer.
+    """Return the bucket whose shape, width over height, is nearest to a video's.
 
-    Of equally near buckets the longest is taken, and of equally long ones the bucket with the most pixels.
-    `ClipError` if every bucket is longer.
+    Only buckets of at most `frames` frames count; `ClipError` if there are none. Of equally near buckets the
+    longest is taken, and of equally long ones the bucket with the most pixels.
     """
     fitting = [bucket for bucket in buckets if bucket.frames <= frames]
     if not fitting:
@@ -497,6 +503,7 @@ def choose(buckets: Sequence[Bucket], info: video.VideoInfo, frames: int) -> Buc
         raise ClipError(f"{info.path} has {frames} frames, the shortest bucket {shortest}")
 
     def rank(bucket: Bucket) -> tuple[float, int, int]:
+        # By the logarithm, twice as wide is as far from the video's shape as half as wide.
         distance = abs(math.log(bucket.width / bucket.height / float(info.shape)))
         # Rounded, so that buckets of one shape and different sizes are equally near.
         return round(distance, 6), -bucket.frames, -bucket.height * bucket.width

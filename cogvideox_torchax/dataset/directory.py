@@ -1,9 +1,9 @@
-"""Output directories of many clips: one of latents, to which clips are encoded, and one of videos.
+"""Output directories: clips are encoded into a `LatentDirectory`, and decoded into a `VideoDirectory`.
 
-A clip has a file, or a directory with a file for each window, and is done if that exists. A list has the
-clips that failed. Outputs are complete or absent (`files/whole.py`), so a run may be killed at any time, and
-the same command completes its work. A directory has outputs of the same settings only: each latent file names
-its own, and `videos.json` those of the videos.
+A clip's *output* is a file, or a directory with a file for each window; if it exists, the clip is done. A
+list names the clips that failed, and why. Outputs are complete or absent (`files/whole.py`), so a run may be
+killed at any time, and the same command completes its work. All outputs in a directory have the same
+settings: each latent file holds its settings, and `videos.json` has those of a directory's videos.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax.dataset import formats, loop, sources
-from cogvideox_torchax.dataset.clip import Clip, DecodeClip, DecodedClip, EncodeClip
+from cogvideox_torchax.dataset.clip import Clip, ClipPart, DecodeClip, EncodeClip
 from cogvideox_torchax.dataset.names import ClipError, check_file, check_id
 from cogvideox_torchax.files import latents as latent_files, reports, video
 from cogvideox_torchax.files.whole import (
@@ -36,26 +36,27 @@ from cogvideox_torchax.files.whole import (
 
 @dataclass(frozen=True)
 class ProcessShard:
-    """The part of one of several processes in the work: process `index` has every `count`-th clip."""
+    """One process's share of the clips: of `count` processes the one of this `index` has every `count`-th."""
 
     index: int = 0
     count: int = 1
 
 
 class OutputDirectory:
-    """One process's part of the work on a directory.
+    """A directory of outputs, and the clips whose outputs one process makes there.
 
     A subclass sets `FAILED`, the name of the file with a line for each clip that failed, and adds the clips.
 
     Args:
         directory: made if it does not exist; `OutputError` if it cannot be written.
-        shard: the part of this process.
+        shard: the share of this process.
         retry: whether clips that failed in an earlier run are tried again.
 
     Attributes:
-        missing: by a clip's id, what this process makes the clip's output of.
-        bad: by id, why an output of this process cannot be made.
-        done_before: number of this process's clips that an earlier run has made.
+        missing: by the id of each clip that has no output yet: the `Clip` to encode, or the function that
+            reads the latents to decode.
+        bad: by id, why a clip's output cannot be made.
+        done_before: number of this process's clips that were done before.
         failed: path of the list of clips that failed.
     """
 
@@ -70,40 +71,47 @@ class OutputDirectory:
         self._failed_before = {} if retry else failures(self.failed)
 
     def locked(self) -> contextlib.AbstractContextManager[Any]:
-        """Exclude a second process of the same part for a `with` block; `LockedError` if there is one."""
+        """Lock this process's share for a `with` block; `LockedError` if another run works on it."""
         return reserved(self.directory / f"{self.FAILED}-{self.shard.index}", ".lock")
 
-    def add(self, clip_id: str, path: Path, given: Any) -> None:
-        """Count a clip, made of `given` at `path`, as done, as bad in an earlier run, or as missing."""
+    def add(self, clip_id: str, path: Path, source: Any) -> None:
+        """Count a clip as done if its output `path` exists, as bad if it failed before, else as missing.
+
+        `source` is the value for `missing`.
+        """
         if path.exists():
-            remove_leftover(hidden(path, WRITING))  # of a run that was killed when the output was in place
+            # A run that was killed after it had put the output in place may have left its hidden directory.
+            remove_leftover(hidden(path, WRITING))
             self.done_before += 1
         elif clip_id in self._failed_before:
             self.bad[clip_id] = self._failed_before[clip_id]
         else:
-            self.missing[clip_id] = given
+            self.missing[clip_id] = source
 
     def refuse(self, clip_id: str, reason: str) -> None:
         """Add a clip to `bad`, and its line to the list of those that failed."""
         self.bad[clip_id] = reason
-        # One write, which is added at the end of the file as a whole: several processes may share the list.
+        # Unbuffered, so that one write appends the line: lines of several processes do not mix.
         with self.failed.open("ab", buffering=0) as file:
             file.write(json.dumps({"id": clip_id, "error": reason}).encode() + b"\n")
             os.fsync(file.fileno())
 
 
 def failures(path: Path) -> dict[str, str]:
-    """Return the reasons in a list of clips that failed, by id; the last line of an id counts."""
+    """Read a list of clips that failed, if it exists; return the reason in the last line of each id."""
     found: dict[str, str] = {}
     for text in path.read_bytes().splitlines() if path.exists() else ():
-        with contextlib.suppress(LookupError, TypeError, ValueError):  # a line that a killed run began
+        with contextlib.suppress(LookupError, TypeError, ValueError):  # of a killed run's unfinished line
             line = reports.parse(text)
             found[str(line["id"])] = str(line["error"])
     return found
 
 
 def check_settings(found: Any, wanted: dict[str, Any], where: Path) -> None:
-    """Raise `OutputError`, which names what differs, unless the settings `found` in `where` are `wanted`."""
+    """Raise `OutputError`, which names the differences, unless `where` was made with the `wanted` settings.
+
+    `found` are the settings that `where` names, or any other value if it names none.
+    """
     if not isinstance(found, dict):
         raise OutputError(f"{where} does not say by which settings it was made: give another directory")
     differing = [
@@ -119,20 +127,18 @@ def check_settings(found: Any, wanted: dict[str, Any], where: Path) -> None:
 
 # Encoding
 
-Written = tuple[contextlib.ExitStack, list[dict[str, Any]]]
-"""A stack that, when it is closed, puts a clip's output in its place; and the `about` of each latents."""
+PendingOutput = tuple[contextlib.ExitStack, list[dict[str, Any]]]
+"""An output in a temporary place: the stack whose `close` moves it to its path, the files' `about`s."""
 
 
 class LatentDirectory(OutputDirectory):
-    """A directory of latents, to which the missing ones of some clips are added.
-
-    `missing` has each `Clip` by its id.
+    """A directory of latents, to which `work` adds those of the clips that it lacks.
 
     Args:
         directory: made if it does not exist.
         unit: encodes the clips.
         clips: all clips, of all processes.
-        shard: the part of this process.
+        shard: the share of this process; None for all clips.
         retry: whether clips that failed in an earlier run are tried again.
 
     Raises:
@@ -168,43 +174,44 @@ class LatentDirectory(OutputDirectory):
         return self.directory / (clip.id if self._unit.config.windows else f"{clip.id}.safetensors")
 
     def work(self, *, readers: int = loop.READERS) -> Iterator[loop.Step]:
-        """Encode the missing clips; yield the outcome of each, with each latents' `about` as its result.
+        """Encode the missing clips; yield the outcome of each, whose result has each latent file's `about`.
 
         `readers` is the number of clips that are read at a time.
         """
         for step in loop.work(
             jobs=self.missing,
             read=lambda clip_id: self._unit.read(self.missing[clip_id]),
-            compute=lambda decoded: write(self._unit, decoded, self.path(decoded.clip)),
-            keep=lambda _, written: written[0].close(),  # waits for the disk, in a thread of its own
+            compute=lambda part: write(self._unit, part, self.path(part.clip)),
+            write=lambda _, output: output[0].close(),  # waits for the disk, so not in the computing thread
             refuse=self.refuse,
             readers=readers,
         ):
-            yield replace(step, result=step.result[1]) if step.result else step
+            yield replace(step, result=step.result[1]) if step.result else step  # the `about`s alone
 
 
-def write(unit: EncodeClip, decoded: DecodedClip, path: Path) -> Written:
-    """Encode a clip into a temporary file or directory, which `Written` puts in the place of `path`."""
+def write(unit: EncodeClip, part: ClipPart, path: Path) -> PendingOutput:
+    """Encode a clip into a temporary file or directory; closing the result's stack moves it to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     abouts = []
     with contextlib.ExitStack() as stack:
         place = stack.enter_context(whole_file(path, directory=unit.config.windows))
-        for latents in unit.encode_all(decoded):
+        for latents in unit.encode_all(part):
             file = place / f"{len(abouts):05}.safetensors" if unit.config.windows else place
             file.write_bytes(latent_files.dumps(latents))
             abouts.append(latents.about)
+        # The new stack keeps the temporary output for the caller; after an error `with` removes it.
         return stack.pop_all(), abouts
 
 
-def write_at_once(unit: EncodeClip, decoded: DecodedClip, path: Path) -> list[dict[str, Any]]:
-    """Encode a clip into `path`; return the `about` of each of its latents."""
-    place, abouts = write(unit, decoded, path)
-    place.close()
+def write_at_once(unit: EncodeClip, part: ClipPart, path: Path) -> list[dict[str, Any]]:
+    """Encode a clip into `path`; return the `about` of each latent file."""
+    stack, abouts = write(unit, part, path)
+    stack.close()  # moves the output to `path`
     return abouts
 
 
 class Changes:
-    """Counts what becomes of clips' frames, by the `about` of the latents."""
+    """Counts the clips whose frames were changed, and how, by the `about` of their latents."""
 
     def __init__(self) -> None:
         self._counts = Counter(
@@ -218,8 +225,8 @@ class Changes:
         self._rates: set[Fraction] = set()  # frames a second of the latents
 
     def add(self, abouts: Sequence[dict[str, Any]]) -> None:
-        """Count a clip, given the `about` of each of its latents."""
-        for about in abouts[:1]:  # the windows of a clip share what is counted
+        """Count a clip, given the `about` of each of its latent files; on Ray there may be none."""
+        for about in abouts[:1]:  # of the first file: what is counted is the same for a clip's windows
             fps, is_variable = about["settings"]["fps"], about["variable_frame_rate"]
             self._rates.add(Fraction(fps or about["source_fps"]))
             self._counts.update(
@@ -232,8 +239,9 @@ class Changes:
             )
 
     def report(self) -> dict[str, Any]:
-        """Return the counts, and the latents' frames a second: one number, or least and most."""
+        """Return the counts, and the latents' frames a second as a text: "8", or for several "8 to 30"."""
         rates = [f"{float(rate):.6g}" for rate in sorted(self._rates)]
+        # The keys of a dict: a single rate, which is both the lowest and the highest, comes once.
         return {**self._counts, "fps": " to ".join(dict.fromkeys(rates[:1] + rates[-1:]))}
 
 
@@ -241,22 +249,25 @@ class Changes:
 
 
 class VideoDirectory(OutputDirectory):
-    """A directory of decoded clips; `missing` has the function that reads each one's latents.
+    """A directory of videos, to which `work` adds those of the clips that it lacks.
 
-    A file that cannot be read, and a clip whose video cannot be written, are in the first process's `bad`.
+    Every process meets a file that cannot be read, and a clip whose video cannot have its name; only the
+    first process has them in `bad`, so that they are reported once.
 
     Args:
         directory: made if it does not exist.
         files: files of latents, of one clip or several.
         fps: frames a second; None for each clip's own.
-        shard: the part of this process.
+        shard: the share of this process; None for all clips.
         retry: whether clips that failed in an earlier run are tried again.
 
     Raises:
         OutputError: the directory cannot be written, or has videos of the clips from elsewhere.
     """
 
-    FAILED, SETTINGS, FORMAT = "failed-videos.jsonl", "videos.json", "cogvideox-torchax-videos/1"
+    FAILED = "failed-videos.jsonl"
+    SETTINGS, FORMAT = "videos.json", "cogvideox-torchax-videos/1"
+    """The file with the videos' settings, and the file's format."""
 
     def __init__(
         self,
@@ -268,7 +279,8 @@ class VideoDirectory(OutputDirectory):
         retry: bool = False,
     ):
         super().__init__(directory, shard or ProcessShard(), retry=retry)
-        self._fps, self._settings = fps, self.directory / self.SETTINGS
+        self._fps = fps
+        self._settings = self.directory / self.SETTINGS
         refused: dict[str, str] = {}
         entries = list(self._valid_entries(files, refused))
         if self.shard.index == 0:
@@ -282,8 +294,11 @@ class VideoDirectory(OutputDirectory):
             )
 
     def _valid_entries(self, files: Sequence[Path], refused: dict[str, str]) -> Iterator[formats.Entry]:
-        """Yield the entries whose videos can be written; add all others to `refused`."""
-        clips: list[tuple[Path, formats.Entry]] = []
+        """Yield the entries, (id, function that reads the latents), of videos that can be written.
+
+        `refused` gets the reason for each other entry, by its id, and for each broken file, by its path.
+        """
+        clips: list[tuple[Path, formats.Entry]] = []  # each entry with its file
         for file in files:
             try:
                 clips += [(file, entry) for entry in formats.entries(file)]
@@ -291,7 +306,7 @@ class VideoDirectory(OutputDirectory):
                 refused[str(file)] = str(error)
         # A broken file may have any value as an id: `check_id` refuses it.
         paths = {self._path(clip_id) for _, (clip_id, _) in clips if isinstance(clip_id, str)}
-        owners: dict[Path, str] = {}  # by a video's path: the first clip, which gets it, and its file
+        owners: dict[Path, str] = {}  # by a video's path: the first clip of that path, which gets the video
         for file, (clip_id, read) in clips:
             try:
                 check_id(clip_id)
@@ -307,13 +322,17 @@ class VideoDirectory(OutputDirectory):
     def _path(self, clip_id: str) -> Path:
         return self.directory / f"{clip_id.removesuffix('.mp4')}.mp4"
 
-    def fix_settings(self, settings: dict[str, Any]) -> None:
-        """Write the settings of the videos if a clip is missing; raise `OutputError` if others are there."""
+    def save_or_check_settings(self, settings: dict[str, Any]) -> None:
+        """Write the videos' settings if a clip is missing and no file has them yet.
+
+        Raise `OutputError` if a file has other settings.
+        """
         settings = {**settings, "fps": None if self._fps is None else str(self._fps)}
+        # Of several processes one writes the file. The others wait until it is there.
         while self.missing and not self._settings.exists():
             try:
                 reports.write_json(self._settings, {"format": self.FORMAT, "settings": settings})
-            except (FileNotFoundError, LockedError):  # another process of this run is writing it
+            except (FileNotFoundError, LockedError):  # another process is writing it
                 time.sleep(0.1)
         if self._settings.exists():
             saved = reports.load(self._settings, self.FORMAT).get("settings")
@@ -322,7 +341,7 @@ class VideoDirectory(OutputDirectory):
     def first_latents(self) -> latent_files.Latents | None:
         """Return the first readable latents of a clip that has no video yet; None if there are none."""
         for read in self.missing.values():
-            with contextlib.suppress(*loop.IN_READING):  # `work`, which decodes all, meets the error again
+            with contextlib.suppress(*loop.READING_ERRORS):  # `work` meets the error again, and reports it
                 return read()
         return None
 
@@ -332,8 +351,8 @@ class VideoDirectory(OutputDirectory):
         `unit` decodes one clip's latents. `readers` is the number of clips whose latents are read at a time.
         """
 
-        def compute(given: tuple[str, latent_files.Latents]) -> None:
-            clip_id, latents = given
+        def decode(clip: tuple[str, latent_files.Latents]) -> None:
+            clip_id, latents = clip
             path = self._path(clip_id)
             path.parent.mkdir(parents=True, exist_ok=True)
             with video.writing(path, self._fps or latents.fps) as sink:
@@ -342,8 +361,8 @@ class VideoDirectory(OutputDirectory):
         return loop.work(
             jobs=self.missing,
             read=lambda clip_id: (clip_id, self.missing[clip_id]()),
-            compute=compute,
-            keep=lambda *_: None,
+            compute=decode,
+            write=lambda *_: None,  # `decode` has written the video, as its frames came
             refuse=self.refuse,
             readers=readers,
         )

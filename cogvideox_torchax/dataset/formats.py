@@ -1,6 +1,7 @@
-"""Shards of latents in the formats that trainers read: Parquet, WebDataset, and safetensors.
+"""Shards of a data set in the formats that trainers read: Parquet, WebDataset, and safetensors.
 
-A shard is made of the clips' latent files, whole or not at all, and equal files make an equal shard.
+Here a *shard* is a file with the latents of several clips. It is made of the clips' latent files, is written
+whole or not at all, and equal latent files make equal shards. A shard has an *entry* for each clip.
 """
 
 import contextlib
@@ -32,7 +33,7 @@ COLUMNS = {
 """By the name of a tensor in a latent file, the beginning of its columns' names in Parquet."""
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 TEXT_SHAPE = 226, 4096
-"""Tokens and width of the text that published CogVideoX models are conditioned on."""
+"""Tokens and width of the embedded text that published CogVideoX models are conditioned on."""
 
 
 Members = Sequence[tuple[int, Path]]
@@ -50,22 +51,21 @@ def _write_safetensors(members: Members, path: Path) -> None:
 
 
 Entry = tuple[str, Callable[[], Latents]]
-"""A clip's id, and a function that reads the clip's latents."""
+"""A clip's id, and a function that reads the clip's latents when it is called."""
 
 
 def entries(path: Path) -> list[Entry]:
-    """Return the entries of a shard's clips, or of the one clip in a latent file.
+    """List the entries of a shard, or the one of a latent file, without reading latents.
 
     Raises:
         LatentsError: the file is truncated or no shard; a returned function may raise it, too.
         ImportError: pyarrow is not installed.
     """
-    # By suffix, the function that lists a file's entries.
-    readers = {".safetensors": _safetensors_entries, ".parquet": _parquet_entries, ".tar": _tar_entries}
+    listers = {".safetensors": _safetensors_entries, ".parquet": _parquet_entries, ".tar": _tar_entries}
     with _naming_errors(path):
         return [
             (name, functools.partial(_read_entry, f"{path}, {name!r}", read))
-            for name, read in readers[path.suffix](path)
+            for name, read in listers[path.suffix](path)
         ]
 
 
@@ -80,7 +80,7 @@ def _read_entry(name: str, read: Callable[[], Latents]) -> Latents:
 
 @contextlib.contextmanager
 def _naming_errors(name: str | Path) -> Iterator[None]:
-    """Turn an error of a broken file in a `with` block into `LatentsError` with the file's `name`."""
+    """Raise `LatentsError` with a file's `name` for an error of a broken file in the `with` block."""
     try:
         yield
     except LatentsError:  # a `ValueError`, and so one of `_BROKEN`, but with a message already
@@ -108,10 +108,11 @@ def _schema(arrow: Any) -> Any:
 
     FastVideo's columns are its schema for text to video, in `fastvideo/dataset/dataloader/schema.py`.
     """
-    text, count, numbers, data = arrow.string(), arrow.int64(), arrow.list_(arrow.int64()), arrow.binary()
+    text, data, count = arrow.string(), arrow.binary(), arrow.int64()
+    counts = arrow.list_(count)
 
     def tensor(name: str) -> list[tuple[str, Any]]:
-        return [(f"{name}_bytes", data), (f"{name}_shape", numbers), (f"{name}_dtype", text)]
+        return [(f"{name}_bytes", data), (f"{name}_shape", counts), (f"{name}_dtype", text)]
 
     return arrow.schema(
         [
@@ -137,13 +138,13 @@ def _schema(arrow: Any) -> Any:
 def _write_parquet(members: Members, path: Path) -> None:
     arrow = pyarrow()
     schema = _schema(arrow)
-    # Latents hardly compress; the zeros in place of a text do.
+    # Latents hardly compress. The columns of the text, which hold zeros, do.
     compression = {name: "zstd" if name.startswith("text_") else "none" for name in schema.names}
     with (
         whole_file(path) as temporary,
         arrow.parquet.ParquetWriter(temporary, schema, compression=compression) as writer,
     ):
-        for _, file in members:  # a row group for each, so that a reader need not hold several
+        for _, file in members:  # a row group for each clip: a reader then reads one clip at a time
             writer.write_table(arrow.Table.from_pylist([_row_of_file(file)], schema=schema))
 
 
@@ -154,7 +155,7 @@ def _row_of_file(file: Path) -> dict[str, Any]:
     described = {"latents": latents.fields, "dtype": str(latents.tensor.dtype)}
     row: dict[str, Any] = {
         "id": about["id"],
-        # Zeros, which FastVideo's loaders take for a dropped text: they must have a text's shape.
+        # A clip has no embedded text. FastVideo's loaders take zeros, in a text's shape, for a dropped text.
         "text_embedding_bytes": np.zeros(TEXT_SHAPE, np.float32).tobytes(),
         "text_embedding_shape": list(TEXT_SHAPE),
         "text_embedding_dtype": "float32",
@@ -170,8 +171,9 @@ def _row_of_file(file: Path) -> dict[str, Any]:
         "about": json.dumps(described, sort_keys=True),
     }
     for name, tensor in latents.tensors.items():  # (1, C, T, H, W), of one clip
-        # Stored in float32: NumPy has no bfloat16. The dtype is in `described`. With torchax on, torch's
-        # methods would turn plain tensors into JAX's arrays.
+        # Stored in float32, because NumPy has no bfloat16; `described` has the dtype. With torchax on,
+        # torch's methods would turn plain tensors into JAX's arrays. The default argument binds this round's
+        # `tensor`.
         array = without_torchax(lambda tensor=tensor: tensor[0].float().contiguous().numpy())
         row |= {
             f"{COLUMNS[name]}_bytes": array.tobytes(),
@@ -182,7 +184,7 @@ def _row_of_file(file: Path) -> dict[str, Any]:
 
 
 def _safetensors_entries(path: Path) -> list[Entry]:
-    """Return the entries of a shard, or the one of a latent file, whose id may be its name."""
+    """Return the entries of a shard, or the one of a latent file; if that has no id, its name is the id."""
     ids = latent_files.shard_ids(path)
     if ids is not None:
         return [(name, functools.partial(latent_files.load, path, name)) for name in ids]
@@ -193,13 +195,14 @@ def _parquet_entries(path: Path) -> list[Entry]:
     with pyarrow().parquet.ParquetFile(path) as file:
         return [
             (name, functools.partial(_parquet_latents, path, group, offset, name))
+            # Our own row groups have one row, those of another writer may have several.
             for group in range(file.num_row_groups)
             for offset, name in enumerate(file.read_row_group(group, ["id"])["id"].to_pylist())
         ]
 
 
 def _parquet_latents(path: Path, group: int, offset: int, name: Any) -> Latents:
-    """Return the latents in one row of a Parquet shard, in their own dtype."""
+    """Return the latents in row `offset` of a row group; `LatentsError` if its id is no longer `name`."""
     columns = [
         "id",
         "about",
@@ -215,7 +218,7 @@ def _parquet_latents(path: Path, group: int, offset: int, name: Any) -> Latents:
     for tensor_name, column in COLUMNS.items():
         if row[f"{column}_bytes"] is not None:
             shape = row[f"{column}_shape"]
-            if min(shape) < 1:
+            if min(shape) < 1:  # `reshape` would take -1 for a size to compute
                 raise ValueError(f"its {column} has the shape {shape}")
             values = np.frombuffer(row[f"{column}_bytes"], np.float32).reshape(1, *shape)
             # A copy: PyTorch warns of a read-only view. The default argument binds this round's `values`.
@@ -239,7 +242,7 @@ def _write_tar(members: Members, path: Path) -> None:
                 ".txt": latents.about["caption"].encode(),
             }
             for suffix, content in contents.items():
-                # Without times and owners, which would differ from run to run.
+                # A new `TarInfo` has no time and no owner: equal files make equal tars.
                 entry = tarfile.TarInfo(f"{index:08}{suffix}")
                 entry.size, entry.mode = len(content), 0o644
                 tar.addfile(entry, io.BytesIO(content))
@@ -249,7 +252,7 @@ def _tar_entries(path: Path) -> list[Entry]:
     with tarfile.open(path, "r:") as tar:  # "r:" refuses a compressed tar
         members = {entry.name: entry for entry in tar if entry.isfile()}
         end = tar.offset  # the end of the last member, where a block of zeros ends a complete tar
-    if path.stat().st_size < end + tarfile.BLOCKSIZE:  # a tar that ends after a member has lost later ones
+    if path.stat().st_size < end + tarfile.BLOCKSIZE:  # truncated after a member, which tarfile accepts
         raise LatentsError(f"{path} is truncated, as its end is missing: make it again")
 
     def read(name: str) -> bytes:
@@ -270,7 +273,8 @@ def _tar_entries(path: Path) -> list[Entry]:
         stem = Path(name).stem
         try:
             tar_entries.append((id_of(stem), functools.partial(latents, name)))
-        # The .json is broken: the entry's function raises the error again when it reads this clip.
+        # The .json is broken. `id_of`, as the entry's function, raises the error again when this clip is
+        # read: the other clips can be read.
         except LatentsError:
             tar_entries.append((name, functools.partial(id_of, stem)))
     return tar_entries

@@ -1,4 +1,4 @@
-"""A loop over clips on one machine: while one is computed, next ones are read and the last one is written."""
+"""A loop over clips on one machine: while one is computed, the next are read and earlier ones written."""
 
 import itertools
 import time
@@ -38,29 +38,29 @@ class Step:
     result: Any = None
 
 
-CLIPS_OWN = (ValueError, OverflowError, MemoryError, RuntimeError)
-IN_READING = (*CLIPS_OWN, OSError)
-"""Errors that fail one clip, not the loop: `CLIPS_OWN` where it is computed, `IN_READING` where it is read.
+COMPUTING_ERRORS = (ValueError, OverflowError, MemoryError, RuntimeError)
+READING_ERRORS = (*COMPUTING_ERRORS, OSError)
+"""Errors in computing and in reading a clip that fail this clip alone; any other error ends the loop.
 
-`attempt` excepts some of them.
+`attempt` raises some of these errors too.
 """
 
 
 def attempt(
-    step: Callable[[Any], Any], given: Any, errors: tuple[type[Exception], ...]
+    step: Callable[[Any], Any], argument: Any, errors: tuple[type[Exception], ...]
 ) -> tuple[Any, str | None]:
-    """Call `step(given)`; return (result, None), or (None, reason) if it raises one of `errors`.
+    """Call `step(argument)`; return (result, None), or (None, reason) if it raises one of `errors`.
 
-    `errors` are those that the argument causes, not the machine. So an `OutputError` is raised even if it is
-    one of them, and so is a `RuntimeError` that does not report exhausted memory.
+    `errors` are those that the clip may cause. An `OutputError`, and a `RuntimeError` that does not report
+    exhausted memory, come from the machine or the program: they are raised even if they are in `errors`.
     """
     try:
-        return step(given), None
+        return step(argument), None
     except errors as error:
         exhausted = runtime.out_of_memory(error)
         if isinstance(error, OutputError) or (isinstance(error, RuntimeError) and not exhausted):
             raise
-        # In one line. An error may have no message, as `MemoryError` from Python itself.
+        # The message in one line. Python's own `MemoryError` has none.
         return None, " ".join(str(error).split()) or ("out of memory" if exhausted else type(error).__name__)
 
 
@@ -68,7 +68,7 @@ def work(
     jobs: Iterable[Job],
     read: Callable[[Job], Any],
     compute: Callable[[Any], Any],
-    keep: Callable[[Job, Any], None],
+    write: Callable[[Job, Any], None],
     refuse: Callable[[Job, str], None],
     *,
     readers: int = READERS,
@@ -77,39 +77,42 @@ def work(
 
     Args:
         jobs: anything that names a clip, such as its id.
-        read: returns a job's input, in a thread of its own. An error of `IN_READING` fails that job alone.
-        compute: returns an input's result, in the caller's thread. An error of `CLIPS_OWN` fails that job
-            alone.
-        keep: writes a job's result, in one thread for all jobs. Any error there ends the loop.
-        refuse: called, in the thread of `keep`, with a job that failed and the reason.
+        read: returns a job's input, in one of `readers` threads; one of `READING_ERRORS` fails the job alone.
+        compute: returns the result of an input, in the caller's thread; one of `COMPUTING_ERRORS` fails the
+            job alone.
+        write: writes a job's result, in one thread for all jobs. Any error there ends the loop.
+        refuse: called, in the thread of `write`, with a job that failed and the reason.
         readers: number of jobs that are read at a time.
     """
     reading = ThreadPoolExecutor(readers, "read")
     writing = ThreadPoolExecutor(1, "write")
-    started = ((job, reading.submit(read, job)) for job in jobs)  # reading begins when an item is taken
-    behind: deque[Future[None]] = deque()  # results that wait to be written
+    # Jobs with the futures of their inputs. A generator: a job is submitted when its item is taken.
+    submitted = ((job, reading.submit(read, job)) for job in jobs)
+    pending_writes: deque[Future[None]] = deque()
     try:
         # One more than `readers`: while a clip that is read waits for its computation, no reader is idle.
-        ahead = deque(itertools.islice(started, readers + 1))  # jobs, and the futures of their inputs
+        ahead = deque(itertools.islice(submitted, readers + 1))
         while ahead:
             job, future = ahead.popleft()
             waiting_began = time.perf_counter()
-            given, reason = attempt(Future.result, future, IN_READING)  # (input, None) or (None, reason)
-            ahead.extend(itertools.islice(started, 1))  # begins to read one more job
+            # (input, None), or (None, reason) if reading failed: a future's `result` raises its job's error.
+            job_input, reason = attempt(Future.result, future, READING_ERRORS)
+            ahead.extend(itertools.islice(submitted, 1))  # begins to read one more job
             computing_began, result = time.perf_counter(), None
             if reason is None:
-                result, reason = attempt(compute, given, CLIPS_OWN)
-            given = None  # frees a clip's frames before the next clip is taken
+                result, reason = attempt(compute, job_input, COMPUTING_ERRORS)
+            job_input = None  # frees a clip's frames before the next clip is taken
             ended = time.perf_counter()
-            behind.append(
-                writing.submit(keep, job, result) if reason is None else writing.submit(refuse, job, reason)
+            pending_writes.append(
+                writing.submit(write, job, result) if reason is None else writing.submit(refuse, job, reason)
             )
-            # Waits while too many results are behind; `result` raises the error of a write that failed.
-            while len(behind) > WRITTEN_BEHIND or (behind and behind[0].done()):
-                behind.popleft().result()
+            # Waits while too many writes are pending, and takes those that are done: `result` raises the
+            # error of a write that failed.
+            while len(pending_writes) > WRITTEN_BEHIND or (pending_writes and pending_writes[0].done()):
+                pending_writes.popleft().result()
             yield Step(job, reason, computing_began - waiting_began, ended - computing_began, result)
-        while behind:
-            behind.popleft().result()
+        while pending_writes:
+            pending_writes.popleft().result()
     finally:
         reading.shutdown(wait=True, cancel_futures=True)
         writing.shutdown(wait=True)

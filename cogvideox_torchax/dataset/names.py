@@ -16,7 +16,10 @@ class ClipError(ValueError):
 
 
 def check_id(name: Any) -> None:
-    """Raise `ClipError` unless an id is a relative path below an output, in its shortest spelling."""
+    """Raise `ClipError` unless an id is a relative path that stays within a directory.
+
+    It must have its shortest spelling, so that two ids cannot name one file.
+    """
     path = PurePosixPath(name) if isinstance(name, str) else PurePosixPath()
     if not path.parts or path.is_absolute() or ".." in path.parts or path.as_posix() != name:
         raise ClipError(f"got the id {name!r}: a path that must not lead out of the output is wanted")
@@ -26,28 +29,28 @@ def check_id(name: Any) -> None:
 
 def check_ids(names: Iterable[str], where: str) -> None:
     """Raise `ClipError` for an id that comes twice or is not valid; `where` begins the message."""
-    seen: set[str] = set()
+    earlier: set[str] = set()
     for name in names:
-        if name in seen:
+        if name in earlier:
             raise ClipError(f"{where} names {name} twice: give each clip an id of its own")
         try:
             check_id(name)
         except ClipError as error:
             raise ClipError(f"{where}: {error}") from error
-        seen.add(name)
+        earlier.add(name)
 
 
 def check_file(
     name: str, path: Path, directory: Path, taken: Container[Path], *, is_directory: bool = False
 ) -> None:
-    """Raise `ClipError` for an id or a file of a clip that cannot be written.
+    """Raise `ClipError` for the id of a clip whose output cannot be written.
 
     Args:
         name: the id.
-        path: path of the file, below the output directory.
+        path: path of the clip's output, below the output directory.
         directory: the output directory.
-        taken: the files of all clips, none of which may be a directory of `path`.
-        is_directory: whether the clip has a directory in place of a file.
+        taken: the paths of all clips' outputs; `path` may not lie below one of them.
+        is_directory: whether the output is a directory, not a file.
     """
     check_id(name)
     try:
@@ -60,9 +63,10 @@ def check_file(
     # `LONGEST_NAME` bytes are left for the name of the temporary file beside it.
     if sum(sizes) + len(sizes) + LONGEST_NAME > LONGEST_PATH or len(sizes) > MOST_PARTS:
         raise ClipError(f"its file would have a path of {sum(sizes)} bytes in {len(sizes)} parts: too long")
-    # The directories between the output and the file; the last of `parents` is the output itself.
+    # The directories between `directory` and `path`; the last of `parents` is "." for `directory` itself.
     above = [directory / parent for parent in path.relative_to(directory).parents[:-1]]
-    if path.is_file() if is_directory else path.is_dir():
+    is_other_kind = path.is_file() if is_directory else path.is_dir()
+    if is_other_kind:
         raise ClipError(f"its {path} is a {'file' if is_directory else 'directory'}: give it another id")
     if any(parent in taken or parent.is_file() for parent in above):
         raise ClipError(f"its file {path} would be below another file: give it another id")

@@ -32,7 +32,8 @@ def pack(directory: str | Path, output: str | Path, kind: str, shard_size: int =
     if kind == formats.PARQUET:
         formats.pyarrow()  # raises before the work, not after it
     output = check_output(output)
-    remove_leftover(hidden(output, WRITING))  # of a run that was killed when the output was in place
+    # A run that was killed after it had put the output in place may have left its hidden directory.
+    remove_leftover(hidden(output, WRITING))
     refuse(
         output,
         {"it is no empty directory": output.is_file() or (output.is_dir() and any(output.iterdir()))},
@@ -40,12 +41,13 @@ def pack(directory: str | Path, output: str | Path, kind: str, shard_size: int =
     files = sources.latent_files(Path(directory))
     if not files:
         raise ClipError(f"{directory} holds no latent files: give a directory that `encode` has written")
+    # All files must have the first file's settings; `check_settings` refuses a first file that has none.
     settings = latent_files.about(files[0]).get("settings")
     for file in files:
         check_settings(latent_files.about(file).get("settings"), settings or {}, file)
     starts = range(0, len(files), shard_size)
     with whole_file(output, directory=True) as place:
         for number, start in enumerate(starts):
-            members = list(enumerate(files[start : start + shard_size], start))
+            members = list(enumerate(files[start : start + shard_size], start))  # (clip's number, file)
             formats.write(kind, members, place / f"latents-{number:05}{formats.SUFFIXES[kind]}")
     return len(files), len(starts)

@@ -1,7 +1,7 @@
 """Encoding by Ray Data: many machines, an actor for each host's chips; Ray replaces actors that die.
 
-An actor writes a clip's latents itself, into a directory that all machines see. If it dies, Ray runs the task
-again, which finds latents that are there already.
+An actor writes a clip's latents itself, into a directory that all machines see. If an actor dies, Ray has
+another one encode its clip, unless the clip's latents were written already.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from typing import Any
 
 from cogvideox_torchax.dataset.clip import Clip, ClipConfig, EncodeClip
 from cogvideox_torchax.dataset.directory import LatentDirectory, write_at_once
-from cogvideox_torchax.dataset.loop import CLIPS_OWN, IN_READING, Step, attempt
+from cogvideox_torchax.dataset.loop import COMPUTING_ERRORS, READING_ERRORS, Step, attempt
 from cogvideox_torchax.files.extras import needing
 
 RETRIES = 100
@@ -22,23 +22,24 @@ RETRIES = 100
 
 
 class ClipActor:
-    """An actor on a Ray host: a model, which encodes the clips that it is given one at a time."""
+    """An actor on a Ray host: it holds a model, and encodes clips one at a time."""
 
     def __init__(self, config: ClipConfig):
         self._unit = EncodeClip(config)  # the model is loaded for the first clip
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Encode the clip of a row, given the "clip" (its fields in JSON) and the "path" of its output.
+        """Encode the "clip" of a row, its fields in JSON, to the row's "path".
 
-        Return a row with each latents' `about` in JSON, or with an "error".
+        Return a row with the clip's "id", the "abouts" of its latent files in JSON, and an "error", "" for
+        none.
         """
         clip, path = Clip(**json.loads(row["clip"])), Path(row["path"])
         abouts, reason = None, None
-        if not path.exists():  # else an actor that died before it could return has written it
-            decoded, reason = attempt(self._unit.read, clip, IN_READING)
+        if not path.exists():  # else an actor has written it, and died before it could return
+            part, reason = attempt(self._unit.read, clip, READING_ERRORS)
             if reason is None:
                 abouts, reason = attempt(
-                    lambda frames: write_at_once(self._unit, frames, path), decoded, CLIPS_OWN
+                    lambda part: write_at_once(self._unit, part, path), part, COMPUTING_ERRORS
                 )
         return {"id": clip.id, "abouts": json.dumps(abouts or []), "error": reason or ""}
 
@@ -76,18 +77,18 @@ def work(
     # Ray prints on stdout, and a command's stdout is its report.
     with contextlib.redirect_stdout(sys.stderr), _connected(ray, address):
         ray.data.DataContext.get_current().enable_progress_bars = False
-        # Numbers of chips: of the cluster, and those that one model needs.
-        chips, needed = int(ray.cluster_resources().get("TPU", 0)), (config.dp or 1) * (config.tp or 1)
+        cluster_chips = int(ray.cluster_resources().get("TPU", 0))
+        model_chips = (config.dp or 1) * (config.tp or 1)  # that one model needs
         # Each clip is a block: if an actor dies, only one clip is encoded again.
         clips: Any = ray.data.from_items(rows, override_num_blocks=len(rows))
         outcomes = clips.map(
             ClipActor,
             fn_constructor_args=(config,),
-            compute=ray.data.ActorPoolStrategy(size=actors or max(chips // needed, 1)),
+            compute=ray.data.ActorPoolStrategy(size=actors or max(cluster_chips // model_chips, 1)),
             max_restarts=RETRIES,
             max_task_retries=RETRIES,
             # With chips no CPU is reserved: the chips alone limit the actors on a host.
-            **({"num_cpus": 0, "resources": {"TPU": needed}} if chips else {"num_cpus": 1}),
+            **({"num_cpus": 0, "resources": {"TPU": model_chips}} if cluster_chips else {"num_cpus": 1}),
         )
         for row in outcomes.iter_rows():
             if row["error"]:
@@ -97,6 +98,7 @@ def work(
 
 
 def _connected(ray: Any, address: str | None) -> Any:
+    """Connect to a cluster; return Ray's context, whose `with` block disconnects at its end."""
     try:
         return ray.init(address=address, log_to_driver=False)
     except ConnectionError as error:

@@ -34,14 +34,14 @@ def clips(path: str | Path) -> list[Clip]:
         ClipError: the directory or list is missing or has no clip, a line is wrong, or an id comes twice.
     """
     path = Path(path)
-    found = _clips_below(path) if path.is_dir() else list(_listed_clips(path))
-    if not found:
+    all_clips = _clips_below(path) if path.is_dir() else list(_listed_clips(path))
+    if not all_clips:
         raise ClipError(
             f"{path} names no clips: a video ends in {', '.join(video.SUFFIXES)}; of pictures, make a video "
             "first (docs/command-line.md)"
         )
-    check_ids((clip.id for clip in found), str(path))
-    return found
+    check_ids((clip.id for clip in all_clips), str(path))
+    return all_clips
 
 
 def _clips_below(directory: Path) -> list[Clip]:
@@ -82,26 +82,32 @@ def _listed_clips(path: Path) -> Iterator[Clip]:
 
 def _clip_of_line(line: str, path: Path) -> Clip:
     try:
-        given: dict[str, Any] = {"path": line.strip()} if path.suffix == ".txt" else dict(reports.parse(line))
-        file = path.parent / given["path"]
+        # A line of a .txt list is a path; a line of a .jsonl list is an object with the fields.
+        fields: dict[str, Any] = (
+            {"path": line.strip()} if path.suffix == ".txt" else dict(reports.parse(line))
+        )
+        file = path.parent / fields["path"]
     except (KeyError, TypeError, ValueError) as error:
         raise ClipError(f"an object with a path is wanted, got {line[:80]}") from error
-    for name, value in given.items():  # `FIELDS` has the type of each field
+    for name, value in fields.items():  # `FIELDS` has the type of each field
         if name not in FIELDS:
             raise ClipError(f"got {name}, which no clip has")
-        if type(value) is not FIELDS[name] or (FIELDS[name] is int and value < 1):  # a bool is an int, too
+        # Not `isinstance`, for which a bool is an int.
+        if type(value) is not FIELDS[name] or (FIELDS[name] is int and value < 1):
             wanted = "a whole number above 0" if FIELDS[name] is int else "a text"
             raise ClipError(f"{name} is {value!r}, {wanted} is wanted")
         try:
-            # A path that UTF-8 cannot hold is left to the check of its clip, which is then bad, not the list.
+            # Raises for a text that UTF-8 cannot hold. A path is not checked here: `names.check_file`
+            # refuses its clip alone, and not the whole list.
             str(value if name != "path" else "").encode()
         except UnicodeEncodeError as error:
             raise ClipError(f"{name} is {value!r}, which UTF-8 cannot hold ({error.reason})") from error
-    del given["path"]  # `file` has it; all other fields are arguments of `Clip`
-    return Clip(given.pop("id", _relative_name(file, path.parent)), file, **given)
+    del fields["path"]  # `file` has it; all other fields are arguments of `Clip`
+    return Clip(fields.pop("id", _relative_name(file, path.parent)), file, **fields)
 
 
 def _relative_name(file: Path, directory: Path) -> str:
+    """Return a file's path below a directory, or its bare name if it lies elsewhere."""
     # A path such as DIRECTORY/../clip.mp4 begins with the directory, but is not below it.
     below = file.relative_to(directory) if file.is_relative_to(directory) else Path(file.name)
     return file.name if ".." in below.parts else below.as_posix()
@@ -115,16 +121,16 @@ def latent_files(directory: Path) -> list[Path]:
 def shards(directory: Path) -> list[Path]:
     """Return the files of latents in a directory and below it; `ClipError` if there are none."""
     suffixes = tuple(formats.SUFFIXES.values())
-    found = _complete_files(directory, suffixes)
-    if not found:
+    files = _complete_files(directory, suffixes)
+    if not files:
         raise ClipError(
             f"{directory} holds no latents: they end in {', '.join(suffixes)}; encode videos first"
         )
-    return found
+    return files
 
 
 def _complete_files(directory: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    """Return the files below a directory with one of the suffixes, but no output in the making."""
+    """Return the files below a directory with one of the suffixes, except in unfinished outputs."""
     return sorted(
         path
         for path in directory.rglob("*")

@@ -1,1 +1,1 @@
-"""Input and output files: clips, latents, reports; each is written whole or not at all."""
+"""Input and output files: videos, latents, models and reports; each is written whole or not at all."""

@@ -1,4 +1,4 @@
-"""Tables of faults: the checks of one input, each a message and whether the fault is there."""
+"""Checks of an input as a table: the key is the message about a fault, the value whether it is present."""
 
 from typing import Any
 

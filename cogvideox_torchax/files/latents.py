@@ -1,4 +1,7 @@
-"""Read and write latent files: safetensors whose metadata is one JSON object with all that decoding needs."""
+"""Read and write latent files: safetensors whose metadata is a JSON object with all that decoding needs.
+
+A *shard* is a safetensors file with the latents of several clips.
+"""
 
 import json
 import reprlib
@@ -71,8 +74,8 @@ class Latents:
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors that are not None, by their names in a file."""
-        kept = {TENSOR: self.tensor, LOGVAR: self.logvar, SAMPLE: self.sample}
-        return {name: tensor for name, tensor in kept.items() if tensor is not None}
+        optional = {TENSOR: self.tensor, LOGVAR: self.logvar, SAMPLE: self.sample}
+        return {name: tensor for name, tensor in optional.items() if tensor is not None}
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -102,7 +105,7 @@ class Latents:
 
 
 def _plain(value: Any) -> Any:
-    """Return a tuple as a list, as JSON gives it back; any other value as it is."""
+    """Return a tuple as the list that JSON makes of it, for comparisons; any other value as it is."""
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -138,7 +141,7 @@ def shard_ids(path: Path) -> list[str] | None:
 
 
 def _clips(fields: Any) -> dict[str, Any] | None:
-    """Return the fields of each clip in a shard's JSON value; None if the value is not a shard's."""
+    """Return the fields of each clip in a shard, by id, given a file's JSON value; None for no shard."""
     clips = fields.get("clips") if isinstance(fields, dict) else None
     return clips if isinstance(clips, dict) else None
 
@@ -151,6 +154,7 @@ def load(path: str | Path, clip_id: str | None = None) -> Latents:
     """
     if not Path(path).is_file():
         raise LatentsError(f"there is no file {path}")
+    # A shard's tensors are named by their clips, a latent file's are not.
     metadata, found = tensors.load(path, LatentsError, "" if clip_id is None else f"{clip_id}/")
     fields = _parsed(path, metadata)
     return from_fields(path, fields if clip_id is None else (_clips(fields) or {}).get(clip_id), found)
@@ -164,7 +168,7 @@ def about(path: Path) -> dict[str, Any]:
 def loads(data: bytes, name: str | Path) -> Latents:
     """Return the latents of a latent file from its bytes; errors call the file `name`."""
     with tensors.readable(name, LatentsError):
-        found = without_torchax(deserialized, data)  # while torchax is on, safetensors cannot be loaded
+        found = without_torchax(deserialized, data)  # safetensors cannot load while torchax is on
     # The file begins with the length of its JSON header, in eight bytes; `deserialized` drops the metadata.
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     return from_fields(name, _parsed(name, header.get("__metadata__", {})), found)
@@ -193,13 +197,14 @@ def from_fields(path: str | Path, fields: Any, found: dict[str, torch.Tensor]) -
 
 
 def _foreign(path: str | Path) -> LatentsError:
+    """Return the error for a file that this program has not written."""
     return LatentsError(
         f"{path} is no latent file of this program: write one with `cogvideox-torchax encode`"
     )
 
 
 def _checked(path: str | Path, fields: Any) -> dict[str, Any]:
-    """Check a file's fields by `_CHECKS`; return those that are arguments of `Latents`.
+    """Check the JSON value of a latent file by `_CHECKS`; return the fields that are arguments of `Latents`.
 
     The config's `FACTORS` are checked one by one, so that an error names the factor.
     """
@@ -208,12 +213,12 @@ def _checked(path: str | Path, fields: Any) -> dict[str, Any]:
     if _clips(fields) is not None:
         raise LatentsError(f"{path} is a shard of a data set: decode its directory, into another one")
     for name, (is_valid, wanted) in _CHECKS.items():
-        given = fields["config"] if name in FACTORS else fields  # the config itself is checked first
-        if not is_valid(given.get(name)):
-            shown = reprlib.repr(given[name]) if name in given else "missing"
+        holder = fields["config"] if name in FACTORS else fields  # the config itself is checked first
+        if not is_valid(holder.get(name)):
+            shown = reprlib.repr(holder[name]) if name in holder else "missing"
             raise LatentsError(f"{path} is broken: its {name} is {shown}, {wanted} is wanted")
-    kept = {name: fields[name] for name in ("model", "config", "num_frames", "about")}
-    return {**kept, "fps": video.frame_rate(fields["fps"])}
+    arguments = {name: fields[name] for name in ("model", "config", "num_frames", "about")}
+    return {**arguments, "fps": video.frame_rate(fields["fps"])}
 
 
 def _parsed(path: str | Path, metadata: dict[str, str]) -> Any:
@@ -225,7 +230,7 @@ def _parsed(path: str | Path, metadata: dict[str, str]) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether a value is a number in float32's range; an int in JSON may exceed every float."""
+    """Return whether a value is a number in float32's range, which an int in JSON may exceed."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -1e38 < value < 1e38
 
 
@@ -246,4 +251,4 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "num_frames": (lambda value: type(value) is int and 0 < value < 2**63, "a whole number above 0"),
     "about": (lambda value: isinstance(value, dict), "a JSON object"),
 }
-"""By field, the `FACTORS` of the config among them: the check of its value, and the requirement in words."""
+"""By the name of a field, or of a factor in the config: the check of its value, and what it must be."""

@@ -1,4 +1,4 @@
-"""Models located in directories and on the hub, and saved in their own packages' format."""
+"""Find models in directories and on the Hugging Face hub, and save them in the format that they came in."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from cogvideox_torchax.files import reports
 INDEX = "model_index.json"
 """File that a whole pipeline has, and a single model has not."""
 FILE_SUFFIXES = (".json", ".safetensors", ".bin", ".pt", ".pth", ".ckpt")
-"""Suffixes of a model's files, which stand for their directory."""
+"""Suffixes of a model's files: the name of such a file stands for the model's directory."""
 
 
 class ModelError(ValueError, OSError):
@@ -60,10 +60,12 @@ def locate(
         if not (part and (directory / INDEX).is_file()):
             directory = _snapshot(str(name), list(files), hub_options)
     is_pipeline = (directory / INDEX).is_file()
+    # The folder of a pipeline is returned even if it is missing: the caller's error then names it.
     return directory / part if part and (is_pipeline or (directory / part).is_dir()) else directory
 
 
 def _snapshot(repository: str, patterns: list[str], hub_options: dict[str, Any]) -> Path:
+    """Download the files of a repository that match the patterns; return their directory."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -96,23 +98,22 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def saved_from_host(save_pretrained: Callable[..., None]) -> Callable[..., None]:
-    """Return a model's `save_pretrained` for weights on JAX or in PyTorch.
+    """Wrap a model's method `save_pretrained`, so that it also saves weights that are on JAX.
 
-    The returned method saves a copy of the module tree with plain tensors (`host_skeleton`). safetensors
-    makes weight files that only their owner may read, so the method then gives them the permissions of
-    config.json.
+    The wrapped method saves a copy of the module tree with plain tensors (`host_skeleton`). It then gives
+    the weight files the permissions of config.json, because safetensors lets only their owner read them.
     """
 
     @functools.wraps(save_pretrained)
     def save(model: Any, save_directory: str | Path, *args: Any, **options: Any) -> None:
         directory = Path(save_directory)
-        before = {file: file.stat().st_mtime_ns for file in directory.glob("*.safetensors")}
+        old_times = {file: file.stat().st_mtime_ns for file in directory.glob("*.safetensors")}
         runtime.without_torchax(
             save_pretrained, runtime.host_skeleton(model), save_directory, *args, **options
         )
         config = directory / "config.json"
         for file in directory.glob("*.safetensors") if config.exists() else ():
-            if file.stat().st_mtime_ns != before.get(file):  # written by this call
+            if file.stat().st_mtime_ns != old_times.get(file):  # written by this call
                 file.chmod(config.stat().st_mode)
 
     return save

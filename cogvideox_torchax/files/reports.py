@@ -1,4 +1,4 @@
-"""Reports: JSON files of a named format, Markdown tables, plots."""
+"""Reports: JSON files that name their format, Markdown tables, and plots by matplotlib."""
 
 import json
 from collections.abc import Sequence
@@ -23,9 +23,9 @@ def load(path: Path, wanted: str) -> dict[str, Any]:
         report = parse(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as a report ({error})") from error
-    found = report.get("format") if isinstance(report, dict) else None
-    if found != wanted:
-        raise ValueError(f"{path} is of format {found}, this version reads {wanted}: make it again")
+    actual = report.get("format") if isinstance(report, dict) else None
+    if actual != wanted:
+        raise ValueError(f"{path} is of format {actual}, this version reads {wanted}: make it again")
     return report
 
 

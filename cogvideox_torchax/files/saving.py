@@ -13,7 +13,7 @@ from cogvideox_torchax.files import video
 from cogvideox_torchax.files.video import VideoError
 
 ROUNDING = 0.5 / 255
-"""Largest distance of a float from [0, 1]: it is rounded to the byte 0 or 255."""
+"""Largest distance at which a float may lie outside of [0, 1]: it still rounds to the byte 0 or 255."""
 
 
 def save_video(frames: Any, path: str | Path, fps: Fraction | float) -> None:
@@ -38,17 +38,18 @@ def save_video(frames: Any, path: str | Path, fps: Fraction | float) -> None:
 
 
 def _save(frames: Any, path: str | Path, fps: Fraction | float) -> None:
-    """Write frames that are on the host."""
-    frames_THWC = _one_video(_array(frames), given=frames)
+    """Do the work of `save_video`, with torchax off: torch's methods would else make JAX's arrays."""
+    frames_THWC = _one_video(_array(frames), original=frames)
     with video.writing(path, fps) as sink:
         for pixels in frames_THWC:
             if pixels.dtype != np.uint8:
                 pixels = (pixels.clip(0, 1) * np.float32(255)).round().astype(np.uint8)
-            sink.write(torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1)[None, :, None])
+            frame = torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1)
+            sink.write(frame[None, :, None])  # (3, H, W) as (1, 3, 1, H, W)
 
 
 def _array(frames: Any) -> np.ndarray:
-    """Return frames as a NumPy array with the channels last."""
+    """Return frames, or a list of them, as a NumPy array on the host with the channels last."""
     if isinstance(frames, torch.Tensor):
         host = runtime.to_torch(frames).detach().cpu()
         host = host.float() if host.is_floating_point() else host  # NumPy has no bfloat16
@@ -61,9 +62,12 @@ def _array(frames: Any) -> np.ndarray:
     return np.asarray(frames.convert("RGB") if hasattr(frames, "convert") else frames)
 
 
-def _one_video(array: np.ndarray, *, given: Any) -> np.ndarray:
-    """Return one video's array as (T, H, W, 3); raise `VideoError` about what was given otherwise."""
-    kind, shape = type(given).__name__, tuple(getattr(given, "shape", array.shape))
+def _one_video(array: np.ndarray, *, original: Any) -> np.ndarray:
+    """Return the array of one video as (T, H, W, 3), or raise `VideoError`.
+
+    The message names the type and shape of `original`, the user's argument that `array` was made from.
+    """
+    kind, shape = type(original).__name__, tuple(getattr(original, "shape", array.shape))
     is_float = np.issubdtype(array.dtype, np.floating)
     if not is_float and array.dtype != np.uint8:
         raise VideoError(f"got {kind} of {array.dtype}: give a pipeline's frames, images, floats or uint8")

@@ -8,7 +8,7 @@ import torch
 LABEL, MARGIN = 16, 4
 """Pixels above a frame, for its label, and between frames."""
 GAIN = 4
-"""Factor of the differences, which are hardly seen as they are."""
+"""Factor by which differences are amplified: without it they are hardly seen."""
 
 
 def contact_sheet(source: torch.Tensor, result: torch.Tensor, columns: int = 5) -> Any:
@@ -20,14 +20,15 @@ def contact_sheet(source: torch.Tensor, result: torch.Tensor, columns: int = 5) 
     from PIL import Image, ImageDraw, ImageFont
 
     count = min(columns, source.shape[2])
-    # Numbers of the frames from the first to the last; `max` is for a video of one frame.
+    # Evenly spread numbers of frames, from the first to the last; `max` is for a sheet of one column.
     chosen = [round(i * (source.shape[2] - 1) / max(count - 1, 1)) for i in range(count)]
-    # As integers: negative and large values of uint8 would wrap around.
+    # In int32: in uint8, differences below 0 and products above 255 would wrap around.
     difference = (GAIN * (source.int() - result.int()).abs()).clamp(max=255).to(source.dtype)
     rows = {"source": source, "reconstruction": result, f"{GAIN} x difference": difference}
     labels = {(name, t): f"{name}, frame {t}" for name in rows for t in chosen}
     height, width = source.shape[3:]
-    pitch = (  # pixels from one column's left edge to the next one's: a label may be wider than its frame
+    # Pixels from one column's left edge to the next one's, wide enough for labels wider than their frames.
+    pitch = (
         max(width, *(math.ceil(ImageFont.load_default().getlength(each)) for each in labels.values()))
         + MARGIN
     )

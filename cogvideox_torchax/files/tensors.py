@@ -21,7 +21,7 @@ def serialized(tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) ->
 def save(tensors: Mapping[str, torch.Tensor], path: str | Path, metadata: dict[str, str]) -> None:
     """Write a safetensors file of tensors, which may be on JAX, and metadata: whole or not at all."""
     data = serialized(tensors, metadata)
-    # Not by safetensors' own writer: it would put another file in the place of `temporary`.
+    # Not by safetensors' own writer, which replaces the file: `whole_file` syncs and moves its own file.
     with whole_file(path) as temporary:
         temporary.write_bytes(data)
 
@@ -34,14 +34,14 @@ def load(
     Only tensors whose names begin with `prefix` are read, and are returned without the prefix.
     """
 
-    # One opening: a file that is replaced meanwhile is read in one version.
+    # The file is opened once: if another process replaces it, metadata and tensors are of one version.
     def read() -> tuple[dict[str, str], dict[str, torch.Tensor]]:
         with safe_open(path, framework="pt") as file:
             names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
             return file.metadata() or {}, {n.removeprefix(prefix): file.get_tensor(n) for n in names}
 
     with readable(path, refused):
-        return without_torchax(read)  # loading goes wrong while torchax is on
+        return without_torchax(read)  # safetensors cannot load while torchax is on
 
 
 def metadata(path: str | Path, refused: type[ValueError]) -> dict[str, str]:
@@ -53,7 +53,7 @@ def metadata(path: str | Path, refused: type[ValueError]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def readable(path: str | Path, refused: type[ValueError]) -> Iterator[None]:
-    """Raise the error class `refused` in place of safetensors' errors in the block, which reads `path`."""
+    """Turn safetensors' errors in the `with` block, which reads `path`, into the error class `refused`."""
     try:
         yield
     except (SafetensorError, OSError) as error:

@@ -1,4 +1,8 @@
-"""Read clips and images; write mp4, gif and frames. The only module that imports PyAV."""
+"""Read videos and images; write .mp4, .gif and PNG frames. The only module that imports PyAV.
+
+PyAV binds FFmpeg. A *packet* is a frame, or some sound, as it is stored; `pts` is its time, in ticks of its
+stream's clock, which are `time_base` seconds long.
+"""
 
 import bisect
 import collections
@@ -24,18 +28,20 @@ Source = str | Path | bytes
 """A video file: its path, or its bytes."""
 
 SUFFIXES = (".avi", ".gif", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".ts", ".webm", ".wmv")
-"""Suffixes of a directory's videos."""
+"""Suffixes by which the videos in a directory are found."""
 
 RATE = re.compile(r"[0-9]{1,10}(\.[0-9]{1,10})?(/[0-9]{1,10})?")
 """A frame rate as text. Exponents are not allowed: a short one makes a number that fills memory."""
 LONGEST = 600
 """Most seconds that a frame may last: .gif and .mp4 cannot store many more."""
 LARGEST = 16_384
-"""Most pixels of a side in H.264."""
+"""Most pixels along a side of a frame in H.264."""
 COPIED = ("aac", "ac3", "alac", "eac3", "mp3", "opus")
-"""Codecs of sound that an .mp4 can hold."""
-HD_ROWS, BT709, BT601 = 720, 1, 6
-"""Fewest rows of a frame in BT.709, and the numbers of ITU-T H.273 for it and for BT.601 (525 lines)."""
+"""Codecs of sound that an .mp4 can hold: such sound is copied, other sound is left out."""
+BT709, BT601 = 1, 6
+"""The numbers in ITU-T H.273 of two color standards: of HD television, and of television in 525 lines."""
+HD_ROWS = 720
+"""Fewest rows of a frame whose colors are written in BT.709; players suppose BT.601 for fewer."""
 LIMITED_RANGE = 1
 """FFmpeg's number for luma of 16 to 235."""
 
@@ -59,7 +65,7 @@ class VideoInfo:
         times: seconds after the first frame at which each is shown; empty if the file does not say.
         tick: period of the clock of `times`, in seconds.
         sound: the codec of the sound track; "" for none, "unknown" if FFmpeg has no decoder.
-        pixel: a pixel's width over its height, as it is shown.
+        pixel: the width over the height of a pixel as it is shown, which need not be square.
     """
 
     path: Path
@@ -79,16 +85,16 @@ class VideoInfo:
 
     @property
     def gaps(self) -> tuple[Fraction, Fraction]:
-        """Shortest and longest seconds from frame to frame; (0, 0) for fewer than two `times`."""
-        found = [b - a for a, b in itertools.pairwise(self.times)]
-        return (min(found), max(found)) if found else (Fraction(0), Fraction(0))
+        """Shortest and longest time from a frame to the next, in seconds; (0, 0) without two `times`."""
+        seconds = [b - a for a, b in itertools.pairwise(self.times)]
+        return (min(seconds), max(seconds)) if seconds else (Fraction(0), Fraction(0))
 
     @property
     def variable(self) -> bool:
         """True if the frame rate varies.
 
-        At a steady rate rounding to ticks lets gaps differ by one tick. A gap of four ticks or fewer is too
-        short for that: then every difference counts.
+        Times are whole ticks, so at a steady rate the gaps may differ by one tick. Where a gap is four ticks
+        or shorter, one tick is a large part of it, and any difference counts as varying.
         """
         shortest, longest = self.gaps
         return longest - shortest > (self.tick if 4 * self.tick < shortest else 0)
@@ -100,16 +106,17 @@ class VideoInfo:
         or repeated.
         """
         times = self.times or [index / self.fps for index in range(self.num_frames)]
-        # Between two frames the time from which on the later one is nearer; after the last frame the end.
+        # The times half-way between two frames, from which on the second of the two is nearer.
         borders = [(a + b) / 2 for a, b in itertools.pairwise(times)]
+        # Multiples are counted up to half a frame after the last frame's time.
         count = math.floor((times[-1] + 1 / self.fps / 2) * fps) + 1
         return [bisect.bisect_left(borders, index / fps) for index in range(count)]
 
 
 def frame_rate(text: str) -> Fraction:
-    """Return the frames a second that a text such as 29.97 or 30000/1001 names.
+    """Return the frames a second that a text such as "29.97" or "30000/1001" names.
 
-    `ValueError` if it is no number above 0, or does not fit FFmpeg's fractions of 32-bit integers.
+    `ValueError` if it is no number above 0, or if its fraction does not fit FFmpeg's 32-bit integers.
     """
     with contextlib.suppress(ValueError, ZeroDivisionError):
         if RATE.fullmatch(text):
@@ -120,7 +127,7 @@ def frame_rate(text: str) -> Fraction:
 
 
 def _av() -> Any:
-    """Return the package PyAV."""
+    """Return the package PyAV; `VideoError` if it is not installed."""
     with needing("video", "reading and writing video needs PyAV", VideoError):
         import av
     return av
@@ -132,7 +139,10 @@ def _name_for_messages(source: Source) -> Path:
 
 @contextlib.contextmanager
 def _opened(source: Source, **options: str) -> Iterator[tuple[Any, Any]]:
-    """Open a container with FFmpeg's `options`; yield it with its video stream; raise `VideoError` only."""
+    """Open a video file, with FFmpeg's `options`; yield PyAV's container and its video stream.
+
+    Raise `VideoError` if this fails, and in place of FFmpeg's errors in the `with` block.
+    """
     av, path = _av(), _name_for_messages(source)
     if not isinstance(source, bytes):
         if not path.exists():
@@ -155,7 +165,10 @@ def _opened(source: Source, **options: str) -> Iterator[tuple[Any, Any]]:
 
 
 def _main_stream(container: Any, kind: str) -> Any:
-    """Return FFmpeg's best "video" or "audio" stream that is no still cover picture; None without one."""
+    """Return the best stream of a `kind`, "video" or "audio", by FFmpeg; None without one.
+
+    A still cover picture, which FFmpeg counts as video, is left out.
+    """
     still = _av().stream.Disposition.attached_pic
     moving = [each for each in getattr(container.streams, kind) if still not in each.disposition]
     best = container.streams.best(kind)
@@ -163,18 +176,19 @@ def _main_stream(container: Any, kind: str) -> Any:
 
 
 def probe(source: Source) -> VideoInfo:
-    """Read a video's size, rate, frame count and times; its packets are counted.
+    """Read a video's size, rate, number of frames and times, from its packets, without decoding them all.
 
     Raises:
         VideoError: no file, no video, no frames, or fewer frames than the header announces.
     """
     path = _name_for_messages(source)
     with _opened(source) as (container, stream):
-        shown, orientation = [], None  # times of the frames that are shown, in ticks of the stream's clock
+        shown = []  # the times of the frames that are shown, in ticks
+        orientation = None
         for packet in container.demux(stream):
-            if orientation is None:  # packets are decoded until the first frame comes out
+            if orientation is None:  # decodes packets until the first frame comes out, which tells it
                 orientation = next(map(Orientation.of, packet.decode()), None)
-            if packet.size and not packet.is_discard:  # no empty packet at the end, and no hidden frame
+            if packet.size and not packet.is_discard:  # not the empty packet at the end, nor a hidden frame
                 shown.append(packet.pts)
         count = len(shown)
         if count == 0:
@@ -184,7 +198,7 @@ def probe(source: Source) -> VideoInfo:
         if stream.frames > stored:
             raise VideoError(f"{path} is truncated: {stream.frames} frames are announced, {stored} are there")
         has_times = None not in shown and len(set(shown)) == count  # each frame has a time, all differ
-        ticks = sorted(shown) if has_times else []  # packets come in the order of decoding
+        ticks = sorted(shown) if has_times else []  # sorted: packets are stored in the order of decoding
         times = tuple((pts - ticks[0]) * stream.time_base for pts in ticks)
         orientation, sound = orientation or Orientation(), _main_stream(container, "audio")
         height, width = orientation.sides((stream.height, stream.width))
@@ -205,14 +219,15 @@ def probe(source: Source) -> VideoInfo:
 def _count_frames(source: Source) -> int:
     """Return the number of frames in a file, including those that its edit list hides."""
     with _opened(source, ignore_editlist="1") as (container, stream):
-        # Each packet is one frame, but for an empty packet at the end.
+        # Each packet is one frame, except an empty packet at the end.
         return sum(packet.size > 0 for packet in container.demux(stream))
 
 
 class Orientation(NamedTuple):
-    """The changes that set a frame's pixels upright, in their order: a phone stores a portrait on its side.
+    """The changes that set a stored frame upright: a phone stores an upright video on its side.
 
-    `swapped` exchanges rows and columns. `upward` then reverses the rows, and `leftward` the columns.
+    If `swapped`, rows and columns are exchanged first. Then `upward` reverses the rows, and `leftward` the
+    columns.
     """
 
     swapped: bool = False
@@ -230,11 +245,15 @@ class Orientation(NamedTuple):
         if matrix is None:
             return cls()
         a, b, _, c, d, *_ = struct.unpack("=9i", bytes(matrix))
+        # For a quarter turn a and d are 0: then y' follows x by b, and x' follows y by c.
         swapped = abs(b) > abs(a)
         return cls(swapped, upward=(b if swapped else d) < 0, leftward=(c if swapped else a) < 0)
 
     def sides(self, sides: tuple[int, int]) -> tuple[int, int]:
-        """Return the upright (height, width) of a stored frame, or the stored one of an upright frame."""
+        """Exchange (height, width) if the frame is stored on its side.
+
+        The exchange is its own inverse: it makes the upright sides of stored ones, and the stored of upright.
+        """
         return (sides[1], sides[0]) if self.swapped else sides
 
     def pixels(self, pixels: np.ndarray) -> np.ndarray:
@@ -250,12 +269,12 @@ def _codec(stream: Any) -> str:
 
 @dataclass(frozen=True)
 class Framing:
-    """The size that frames are brought to, and the way: resized, cropped, or resized and then cropped.
+    """The size that frames get, by resizing, by cropping, or by resizing and then cropping them.
 
     Attributes:
         height, width: the size, in pixels.
         crop: whether the middle is cut out; else frames are resized.
-        resized: with `crop`, the (height, width) to resize to before; None for no resizing.
+        resized: with `crop`, the (height, width) to which frames are resized before; None for no resizing.
     """
 
     height: int
@@ -267,20 +286,20 @@ class Framing:
         """Return the factor by which a video's picture is enlarged along a side; 1 if it is not."""
         if self.crop and self.resized is None:
             return 1.0
-        # Of a picture that is resized and then cropped, one side has the size that it is resized to.
+        # A crop after a resizing cuts one side. The other side has the larger ratio, which is the factor.
         return max(self.height / info.height, float(self.width / (info.width * info.pixel)), 1.0)
 
 
 def cover(info: VideoInfo, height: int, width: int) -> Framing:
     """Return the framing that resizes a video to just cover `height` x `width`, and cuts out the middle."""
-    # The smallest height at which neither side is smaller than the size; `shape` is width over height.
+    # The smallest height that covers `height`, and whose width covers `width`; `shape` is width over height.
     covering_height = max(Fraction(height), width / info.shape)
     resized = round(covering_height), round(covering_height * info.shape)
     return Framing(height, width, crop=True, resized=resized)
 
 
 def framing(info: VideoInfo, *, multiple: int, height: int | None, width: int | None, crop: bool) -> Framing:
-    """Return the size to read a video in, every side a multiple of `multiple`.
+    """Return the framing of a video for a requested size; every side is a multiple of `multiple`.
 
     Args:
         info: properties of the video.
@@ -311,12 +330,12 @@ def framing(info: VideoInfo, *, multiple: int, height: int | None, width: int | 
             )
         return Framing(cropped_height, cropped_width, crop=True)
     if (chosen_height, chosen_width) != (cropped_height, cropped_width):
-        near = (max(round(side / multiple), 1) * multiple for side in (chosen_height, chosen_width))
+        nearest = (max(round(side / multiple), 1) * multiple for side in (chosen_height, chosen_width))
         raise VideoError(
             f"{info.path.name} in {chosen_height} x {chosen_width} pixels (height x width): both must be "
             f"multiples of {multiple}; pass "
             + (f"--crop for {cropped_height} x {cropped_width}, or " if can_crop else "")
-            + "--height {} --width {} to resize".format(*near)
+            + "--height {} --width {} to resize".format(*nearest)
         )
     return Framing(chosen_height, chosen_width)
 
@@ -334,8 +353,9 @@ def read_frames(source: Source, size: Framing, frames: int | Sequence[int]) -> I
     """
     indices = range(frames) if isinstance(frames, int) else frames
     path = _name_for_messages(source)
-    count, first_size = 0, None  # number of decoded frames, and (height, width) of the first
-    wanted = collections.Counter(indices)
+    count = 0  # of decoded frames
+    first_size = None  # (height, width) of the first frame
+    wanted = collections.Counter(indices)  # by index, how often the frame is yielded
     num_decoded = max(wanted, default=-1) + 1
     with _opened(source) as (container, stream):
         stream.thread_type = "AUTO"  # decodes on several threads
@@ -346,7 +366,7 @@ def read_frames(source: Source, size: Framing, frames: int | Sequence[int]) -> I
                     f"{path} changes size at frame {count - 1}, from {first_size[0]} x {first_size[1]} "
                     f"pixels to {frame.height} x {frame.width}: cut it there, or take fewer frames"
                 )
-            if count - 1 in wanted:
+            if count - 1 in wanted:  # the frame's index
                 pixels = torch.from_numpy(_framed_pixels(frame, size)).permute(2, 0, 1)[None].contiguous()
                 yield from itertools.repeat(pixels, wanted[count - 1])
     if count < num_decoded:
@@ -360,7 +380,7 @@ def read_image(path: str | Path) -> Any:
     try:
         with Image.open(path) as image:
             return image.convert("RGB")
-    # `SyntaxError` is what Pillow raises for a broken PNG; its own error, for more pixels than it allows.
+    # Pillow raises a `SyntaxError` for a broken PNG, and its own error for more pixels than it allows.
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise VideoError(f"cannot read {path} as an image ({error})") from error
 
@@ -368,14 +388,14 @@ def read_image(path: str | Path) -> Any:
 def _framed_pixels(frame: Any, size: Framing) -> Any:
     """Return a decoded frame's RGB bytes (H, W, 3), upright, and resized and cropped to `size`."""
     orientation = Orientation.of(frame)
-    # Upright (height, width) to resize to, before the middle is cut out; None for a crop without resizing.
+    # The upright (height, width) to resize to, before any crop; None for a crop without resizing.
     resized = size.resized if size.crop else (size.height, size.width)
     if resized is None:
         pixels = frame.to_ndarray(format="rgb24")
     else:
-        height, width = orientation.sides(resized)  # as the frame is stored, which may be on its side
+        height, width = orientation.sides(resized)  # as stored: FFmpeg resizes before the frame is upright
         pixels = frame.to_ndarray(format="rgb24", width=width, height=height, interpolation="BICUBIC")
-    pixels = orientation.pixels(pixels)  # set upright
+    pixels = orientation.pixels(pixels)
     if not size.crop:
         return pixels
     top, left = (pixels.shape[0] - size.height) // 2, (pixels.shape[1] - size.width) // 2
@@ -386,7 +406,7 @@ def _framed_pixels(frame: Any, size: Framing) -> Any:
 
 
 class Sink:
-    """A sink of frames; this one drops them."""
+    """A writer of frames. This base class drops them, for a process that writes no output."""
 
     def write(self, frames: torch.Tensor) -> None:
         """Write uint8 frames (1, 3, t, H, W)."""
@@ -399,7 +419,7 @@ class Sink:
 
 
 def write_all(sink: Sink, pieces: Iterable[torch.Tensor]) -> int:
-    """Write all pieces (1, 3, t, H, W) into a sink as they come; return the number of frames."""
+    """Write frames, which come in `pieces` (1, 3, t, H, W), into a sink; return the number of frames."""
     written = 0
     for frames in pieces:
         sink.write(frames)
@@ -408,11 +428,12 @@ def write_all(sink: Sink, pieces: Iterable[torch.Tensor]) -> int:
 
 
 def _frames_NHWC(frames: torch.Tensor) -> Iterator[np.ndarray]:
+    """Yield the pixels (H, W, 3) of each frame of (1, 3, t, H, W)."""
     yield from frames[0].permute(1, 2, 3, 0).contiguous().numpy()
 
 
 class _GifSink(Sink):
-    """An animated GIF, each frame with a palette of its own, shown for whole hundredths of a second."""
+    """Writes an animated GIF: each frame has its own palette, and lasts for whole hundredths of a second."""
 
     SHORTEST = 20
     """Fewest milliseconds of a frame: browsers show a shorter frame for a tenth of a second."""
@@ -431,7 +452,8 @@ class _GifSink(Sink):
     def finish(self) -> None:
         if self._images:
             first, *rest = self._images
-            # Times, in hundredths of a second, are rounded, not durations: errors of rounding do not add up.
+            # When each frame begins, in hundredths of a second, and when the last one ends. These times are
+            # rounded, and not the durations, whose errors would add up.
             starts = [round(i * self._hundredths) for i in range(len(self._images) + 1)]
             # Pillow takes milliseconds; browsers slow down frames shorter than `SHORTEST`. With loop=0 the
             # GIF is repeated without end.
@@ -440,7 +462,7 @@ class _GifSink(Sink):
 
 
 class _FrameSink(Sink):
-    """Numbered pictures: frame_00000.png and so on."""
+    """Writes numbered pictures into a directory: frame_00000.png and so on."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -481,16 +503,16 @@ def writing(path: str | Path, fps: Fraction | float, source: SourceTiming | None
         OutputError: as `check_writing` raises it, or the output cannot be written.
     """
     source = source or SourceTiming()
-    kind = check_writing(path, fps, source.times)  # the suffix; "" for a directory
+    suffix = check_writing(path, fps, source.times)  # "" for a directory
     # The exact fraction of a float such as 29.97 does not fit FFmpeg's 32-bit integers.
     rate = Fraction(fps).limit_denominator(100_000)
-    with whole_file(path, directory=not kind) as temporary:
+    with whole_file(path, directory=not suffix) as temporary:
         makers = {
             ".mp4": lambda: _Mp4Sink(temporary, rate, source),
             ".gif": lambda: _GifSink(temporary, rate),
             "": lambda: _FrameSink(temporary),
         }
-        with contextlib.closing(makers[kind]()) as sink:
+        with contextlib.closing(makers[suffix]()) as sink:
             yield sink
             sink.finish()
 
@@ -524,21 +546,21 @@ def check_writing(path: str | Path, fps: Fraction | float, times: Sequence[Fract
 
 
 class _Mp4Sink(Sink):
-    """An .mp4 of H.264 in yuv420p, which every player shows, in a quality that looks like the frames.
+    """Writes an .mp4 of H.264 in yuv420p, which every player shows; its loss of quality is hardly seen.
 
-    It states its colors, and they are those that players suppose: BT.709 from `HD_ROWS` rows on, BT.601
-    below.
+    The file names its color standard. It is the one that players suppose for a file that names none: BT.709
+    from `HD_ROWS` rows on, BT.601 below.
     """
 
     OPTIONS: ClassVar = {"crf": "18", "mbtree": "0"}
-    """Options of x264: equal frames give equal files.
+    """Options of the encoder x264 by which equal frames give equal files.
 
     With macroblock trees (mbtree) its output varies from run to run, even on one thread. Without the trees a
-    rate factor of 18 gives the PSNR that 16 gives with them, in a quarter more bytes.
+    rate factor (crf) of 18 gives the PSNR that 16 gives with them, in a quarter more bytes.
     """
 
     TICK = Fraction(1, 90_000)
-    """Period of the clock for frames with their own times: MPEG's."""
+    """Seconds of a tick, where frames have times of their own: that of MPEG's clock."""
 
     def __init__(self, path: Path, fps: Fraction, source: SourceTiming):
         self._fps = fps
@@ -564,7 +586,8 @@ class _Mp4Sink(Sink):
             if times:  # at an even rate the encoder counts the frames itself
                 frame.pts, frame.time_base = round(shown / self.TICK), self.TICK
             self._container.mux(self._stream.encode(frame))
-            # `_sound` writes: `next` copies the packet due at `_next_sound`, and yields the next one's time.
+            # `next` makes `_sound` copy the packet that is due at `_next_sound`, and returns the time of the
+            # packet after it.
             while self._next_sound is not None and self._next_sound < shown:
                 self._next_sound = next(self._sound, None)
             self._written += 1
@@ -590,7 +613,7 @@ class _Mp4Sink(Sink):
         """Write the frames that x264 holds back, the remaining sound, and the index."""
         if self._stream is not None:
             self._container.mux(self._stream.encode(None))  # None flushes the encoder
-            collections.deque(self._sound, maxlen=0)  # runs the generator to its end
+            collections.deque(self._sound, maxlen=0)  # runs the generator to its end: copies the packets
         self._container.close()
 
     def close(self) -> None:
@@ -599,16 +622,16 @@ class _Mp4Sink(Sink):
         If the header could not be written to a full disk, another packet would crash FFmpeg.
         """
         self._sound.close()
-        # Closing writes the trailer, which fails if frames failed: that first error is the one to report.
+        # Closing writes the file's end, which fails if a frame failed: the frame's error is to be reported.
         with contextlib.suppress(_av().error.FFmpegError):
             self._container.close()
 
 
 def _copied_sound(source: SourceTiming, container: Any) -> Generator[Fraction]:
-    """Copy the source's sound into a container, one packet for each step of the generator.
+    """Copy the source's sound into a container, one packet for each step of this generator.
 
-    It yields a packet's seconds after the first frame before it copies the packet, so that the caller can
-    write earlier frames first. Sound after `source.seconds` is cut.
+    Yield the time of a packet, in seconds after the first frame, before the packet is copied: the caller
+    writes earlier frames first. Sound after `source.seconds` is cut.
     """
     if source.sound is None:
         return
@@ -623,7 +646,8 @@ def _copied_sound(source: SourceTiming, container: Any) -> Generator[Fraction]:
             if heard >= source.seconds:
                 return
             yield heard
-            # Times count from the first frame. Sound is decoded in the order in which it plays: dts is pts.
+            # Times count from the first frame. The time of decoding, dts, is that of playing, pts, because
+            # sound is decoded in the order in which it plays.
             packet.pts = packet.dts = packet.pts - round(start / packet.time_base)
             packet.stream = stream
             container.mux(packet)

@@ -1,7 +1,8 @@
 """Write files and directories whole or not at all.
 
-An output is made in a hidden directory beside its final name. The writer holds a lock on that directory: no
-second writer uses it, and the next writer of the same output removes the directory of a killed one.
+An *output* is made in a hidden directory beside its path, and is then moved to the path. The writer holds a
+lock on the hidden directory, so no second writer uses it. A killed writer loses the lock, and the next writer
+of the same output removes its directory.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ from pathlib import Path
 from cogvideox_torchax.files import faults
 
 WRITING, EXCHANGE = ".partial", ".exchange"
-"""Suffixes of the hidden directories: of an output in the making, and of its processes' messages."""
+"""Suffixes of hidden directories: for an unfinished output, and for messages between its processes."""
 
 
 class OutputError(ValueError):
@@ -26,14 +27,15 @@ class LockedError(OutputError):
     """An output that another run is writing."""
 
 
-def refuse(path: str | Path, found: dict[str, bool]) -> None:
-    """Raise `OutputError` with the first message in `found` whose value is True; return if none is."""
-    faults.refuse({f"cannot write {path}: {fault}": there for fault, there in found.items()}, OutputError)
+def refuse(path: str | Path, checks: dict[str, bool]) -> None:
+    """Raise `OutputError` with the first message in `checks` whose value is True; return if none is."""
+    prefixed = {f"cannot write {path}: {message}": is_present for message, is_present in checks.items()}
+    faults.refuse(prefixed, OutputError)
 
 
 def check_output(path: str | Path) -> Path:
     """Return the path, if a file or a directory can be written there; else raise `OutputError`."""
-    path, parent = Path(path), resolved(path).parent
+    path, parent = Path(path), resolved(path).parent  # the parent of a symbolic link's target
     try:
         is_special = path.exists() and not (path.is_file() or path.is_dir())
     except OSError as error:
@@ -83,23 +85,25 @@ def whole_file(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
     """
     path = resolved(path)
     remove_leftover(hidden(path, EXCHANGE))  # messages between processes that were killed
-    with reserved(path, WRITING) as (place, handle):  # a directory beside `path`, and its locked descriptor
-        made = place / "output"
-        made.mkdir() if directory else made.touch()
-        yield made
+    with reserved(path, WRITING) as (place, handle):  # the hidden directory, and its locked descriptor
+        temporary = place / "output"
+        temporary.mkdir() if directory else temporary.touch()
+        yield temporary
         # On a file system without locks another run may have replaced the directory by its own: raise then.
         if not _is_still_at(handle, place):
             raise LockedError(f"cannot write {path}: another run writes it, and files cannot be locked there")
-        for written in (*(made.iterdir() if directory else ()), made):
-            _sync(written)
-        os.replace(made, path)
-        with contextlib.suppress(OSError):  # the output is whole; not every file system syncs directories
+        # The data must be on the disk before the new name is: else a crash could leave an incomplete output.
+        for entry in (*(temporary.iterdir() if directory else ()), temporary):
+            _sync(entry)
+        os.replace(temporary, path)
+        # Not every file system can sync a directory's names; the output is whole without that.
+        with contextlib.suppress(OSError):
             _sync(path.parent)
 
 
 @contextlib.contextmanager
 def reserved(path: str | Path, suffix: str) -> Iterator[tuple[Path, int]]:
-    """Make and lock an empty directory, `hidden(path, suffix)`, for the block; then remove it.
+    """Make and lock the empty directory `hidden(path, suffix)` for the `with` block; then remove it.
 
     Yield the directory and its open descriptor, which holds the lock. Raise as `whole_file` does.
     """
@@ -157,9 +161,9 @@ def lock(handle: int, path: str | Path) -> None:
 
 
 def remove_leftover(place: Path) -> None:
-    """Remove a directory that a killed run has left, unless it is locked: its run is then alive.
+    """Remove a hidden directory that a killed run has left, if there is one; leave it to a run that is alive.
 
-    `flock` raises `OSError` for a lock that is held.
+    A run that is alive holds the lock, and `flock` then raises an `OSError`.
     """
     with contextlib.suppress(OSError), _opened(place) as handle:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -175,6 +179,7 @@ def _is_still_at(handle: int, path: Path) -> bool:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[int]:
+    """Open a file or a directory, but no symbolic link; yield its descriptor."""
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         yield handle
@@ -183,5 +188,6 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _sync(path: Path) -> None:
+    """Wait until a file, or a directory's list of names, is on the disk."""
     with _opened(path) as handle:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""The Flax NNX build of CogVideoX's VAE: channels last, the torchax build's kernels, chunks and tiles."""
+"""The Flax NNX build of CogVideoX's VAE; it shares kernels, chunks and tiles with the torchax build."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -24,10 +24,11 @@ _HOMES = {
     "Posterior": "cogvideox_torchax.vae.nnx.autoencoder",
     "TileSettings": "cogvideox_torchax.vae.tiling",
 }
+"""By public name, the module that defines it."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public class from its module (`_HOMES`) at first use: importing the package needs no flax."""
+    """Import a public class from its module at first use, so that the package imports without flax."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

@@ -1,1 +1,1 @@
-"""A program's memory, work and communication on chips that are absent, as the TPU's compiler tells them."""
+"""Memory, work and communication of programs on TPUs that this machine lacks, from the TPU's compiler."""

@@ -1,4 +1,4 @@
-"""Chips: their published peaks, and the topologies that libtpu simulates on a machine without TPUs."""
+"""The published peaks of chips, and topologies of chips that libtpu simulates on a machine without TPUs."""
 
 import importlib.util
 import os
@@ -40,11 +40,12 @@ CHIPS = {
 }
 
 HOST_FACTS = {
-    # Facts of the host: without them libtpu asks a metadata server, which only Google's machines have.
+    # Without these libtpu asks a metadata server, which only Google's machines have.
     "TPU_ACCELERATOR_TYPE": "v6e-8",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_SKIP_MDS_QUERY": "1",
-    # libtpu locks itself to one process of a machine, as one process must own the chips: planning opens none.
+    # libtpu lets one process of a machine load it, because one process must own the chips. Planning opens no
+    # chip, so several processes may plan.
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 """Variables of the environment that libtpu reads on a machine without TPUs; a user's own values are kept."""
@@ -54,7 +55,7 @@ GRIDS = {2: "1x2", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x
 
 
 def check_compiler() -> None:
-    """Raise `PlanError` where there is no libtpu."""
+    """Raise `PlanError` if libtpu, which has the TPU's compiler, is not installed."""
     if importlib.util.find_spec("libtpu") is None:
         raise PlanError("planning for a TPU needs its compiler: pip install 'cogvideox-torchax[tpu]'")
 
@@ -75,7 +76,8 @@ def topology_devices(name: str) -> list[Any]:
     check_compiler()
     for variable, value in HOST_FACTS.items():
         os.environ.setdefault(variable, value)
-    # A grid with an axis of 1 is narrower than a host's own grid of chips: it is made of hosts of one chip.
+    # libtpu's hosts have grids of several chips along both axes. Into a grid with an axis of 1 only hosts of
+    # one chip fit.
     bounds = {"chips_per_host_bounds": [1, 1, 1]} if "1" in grid.split("x") else {}
     try:
         return list(topologies.get_topology_desc(platform="tpu", topology_name=name, **bounds).devices)

@@ -12,7 +12,9 @@ COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "
 PALLAS = 'custom_call_target="tpu_custom_call"'
 """The attribute of a custom call that runs a Pallas kernel."""
 
+# "%NAME = RESULT OP(...": the result is one type, or a tuple of types in parentheses.
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?(?P<name>\S+) = (?P<result>\(.*?\)|\S+) (?P<op>[a-z][\w-]*)\(")
+# A type such as "bf16[2,3]"; "pred" is XLA's name of bool.
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 _SCOPE = re.compile(r'op_name="([^"]*)"')
 
@@ -39,8 +41,8 @@ class Instruction:
         name: unique in the program.
         op: the opcode, such as "fusion", "custom-call" or "all-gather-start".
         results: the arrays that it returns, on one device.
-        scope: the name stack that it was traced under, with the module's name; "" for none.
-        line: its whole text.
+        scope: JAX's name stack at its tracing, "outer/inner", which has module names; "" for none.
+        line: its line in the program's text.
     """
 
     name: str
@@ -69,7 +71,7 @@ class Instruction:
         if not self.op.endswith("-start"):
             return sum(sizes)
         # The start of an asynchronous pair returns its operand beside its result. The result is the larger of
-        # the two arrays; for a reduce-scatter it is the smaller one, as a device keeps a part of the operand.
+        # the two arrays. For a reduce-scatter it is the smaller one, because it is a part of the operand.
         if self.op == "reduce-scatter-start":
             return min(array.bytes for array in self.results if array.shape)  # scalars are no data
         return max(sizes, default=0)
@@ -81,7 +83,7 @@ def instructions(text: str) -> Iterator[Instruction]:
 
 
 def instruction(line: str) -> Instruction | None:
-    """Parse a line; return None if it has no instruction."""
+    """Parse a line of a program's text; return None if it has no instruction."""
     match, scope = _INSTRUCTION.match(line), _SCOPE.search(line)
     if match is None:
         return None
@@ -98,7 +100,7 @@ def arrays(types: str) -> tuple[ArrayType, ...]:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The collectives of one kind on one device: their number, the bytes of all, and of the largest array."""
+    """The collectives of one kind on one device: their number and bytes, and those of the largest array."""
 
     count: int
     bytes: int
@@ -106,16 +108,16 @@ class Traffic:
 
 
 def collectives(found: Iterable[Instruction]) -> dict[str, Traffic]:
-    """Return a device's communication by kind of collective; a collective inside a loop counts once."""
+    """Sum up the collectives in a device's instructions, by their kind; one inside a loop counts once."""
     by_kind: dict[str, list[Instruction]] = {}
     for instruction in found:
         if instruction.collective:
             by_kind.setdefault(instruction.collective, []).append(instruction)
     return {
         kind: Traffic(
-            count=len(of_kind),
-            bytes=sum(instruction.bytes for instruction in of_kind),
-            largest=max((array.bytes for each in of_kind for array in each.results), default=0),
+            count=len(same_kind),
+            bytes=sum(instruction.bytes for instruction in same_kind),
+            largest=max((array.bytes for each in same_kind for array in each.results), default=0),
         )
-        for kind, of_kind in by_kind.items()
+        for kind, same_kind in by_kind.items()
     }

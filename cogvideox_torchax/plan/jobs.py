@@ -1,6 +1,7 @@
-"""The VAE's chunk programs, compiled for a TPU on a machine without one: do they fit, and what would.
+"""Plans for the VAE: its chunk programs, compiled for a TPU that the machine lacks, and what makes them fit.
 
-Models have no weights: they are built on torch's "meta" device, as `plan` needs the weights' shapes alone.
+A program *fits* if its peak memory is at most a chip's. Models are built on torch's device "meta", without
+weights: compiling needs only the weights' shapes.
 """
 
 import functools
@@ -28,7 +29,7 @@ CONFIGS = {
     "5b": {"scaling_factor": 0.7},
     "1.5-5b": {"scaling_factor": 0.7, "invert_scale_latents": True},
 }
-"""The published VAEs, which differ in nothing that costs time: everything else is diffusers' default."""
+"""Configs of the published VAEs where they differ from diffusers' defaults; this costs no time or memory."""
 
 
 def weightless_vae(model: str, dtype: torch.dtype, device: str = "meta") -> AutoencoderKLCogVideoX:
@@ -48,15 +49,15 @@ def weightless_vae(model: str, dtype: torch.dtype, device: str = "meta") -> Auto
 def build(make: Callable[[], Any], dtype: torch.dtype, device: str) -> Any:
     """Return the network `make()` in evaluation mode, built on a device of torch.
 
-    torchax is off meanwhile: it would break building on "meta".
+    torchax is off meanwhile, because it breaks building on "meta".
     """
 
-    def built() -> Any:
+    def make_network() -> Any:
         with torch.device(device):
             # Not `.to(dtype)`: diffusers' own method warns at every cast.
             return torch.nn.Module.to(make(), dtype).eval()
 
-    return runtime.without_torchax(built)
+    return runtime.without_torchax(make_network)
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Job:
     """A job to plan: encoding or decoding one video.
 
     Attributes:
-        direction: `ENCODE` or `DECODE`.
+        direction: `ENCODE`, or `DECODE` for the latents that encoding the video gives.
         frames, height, width: size of the video, in frames and pixels.
         tile: (height, width) in pixels of the tiles that the video is cut into; None for no tiling.
     """
@@ -95,7 +96,7 @@ class Job:
         return self.direction.chunks(vae, frames), (channels, height, width)
 
     def tiles(self, vae: AutoencoderKLCogVideoX) -> int:
-        """Return the number of tiles of a frame; tiles at its edges are smaller."""
+        """Return the number of tiles of a frame, which overlap; the last ones of an axis may be smaller."""
         if self.tile is None or (self.height <= self.tile[0] and self.width <= self.tile[1]):
             return 1
         scale = vae.spatial_compression_ratio  # tiles are planned in latent pixels
@@ -130,7 +131,7 @@ def plan_programs(
 
 
 def chunk_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any, backend: str = "torchax") -> Iterator[Work]:
-    """Yield a job's program of the first chunk and, if it has later chunks, their program.
+    """Yield the program of a job's first chunk, and the one that all its later chunks share, if it has any.
 
     Args:
         vae: a ported VAE, with or without weights; it is placed on a mesh of more than one device.
@@ -145,19 +146,19 @@ def chunk_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any, backend: str =
     program = backend_class.program(vae, job.direction)
     if mesh.size == 1:  # otherwise `place_on` has chosen the program's devices
         program.place = runtime.Place(mesh.devices.item())
-    before = None
+    first_chunk = None
     # `zip` ends after the second chunk: all later chunks have one length, and share a program.
     for name, frames in zip(("first", "later"), map(len, ranges), strict=False):
         # (shape, dtype) of the chunk of one video.
         chunk = ordered((1, channels, frames, *size), backend_class.axes), runtime.jax_dtype(vae.dtype)
-        structs = functools.partial(program.structs, chunk, before=before)
+        structs = functools.partial(program.structs, chunk, before=first_chunk)
         yield Work(name, frames, program.lower, structs, program)
-        before = chunk  # the later program takes the first one's cache, whose shapes depend on this input
+        first_chunk = chunk  # the later program takes its cache, whose shapes follow from its input's
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change, as options of the command line, that makes a job fit, and the job's peak memory with it."""
+    """A change that makes a job fit, as options of the command line, and the job's peak memory with it."""
 
     what: str
     peak_bytes: int
@@ -171,11 +172,11 @@ def largest_tile_that_fits(
     peak_bytes: int,
     **options: Any,
 ) -> Change | None:
-    """Return the option for a tile, about as large as possible and of the picture's aspect ratio, that fits.
+    """Return the option `--tiling` for about the largest tile, in the picture's aspect ratio, that fits.
 
-    A program's memory besides its weights grows with the pixels. That gives the tile's size, with a margin of
-    a twentieth; the tile's programs are compiled, and the tile is made smaller until they fit. None if not
-    even the smallest tile fits.
+    A program's memory besides its weights grows with the pixels. That gives a first size of the tile, with a
+    margin of a twentieth. The tile's programs are compiled, and the tile is made smaller until they fit.
+    Return None if not even the smallest tile fits.
 
     Args:
         vae: the model without weights.
@@ -211,12 +212,14 @@ def smallest_mesh_that_fits(
 ) -> Change | None:
     """Return the generation's smallest grid on which a job fits if all chips split the video's width.
 
-    None if 256 chips are not enough, or if `GRIDS` does not have the generation's grids (v5p, tpu7x).
+    Return None if 256 chips are not enough, or for a generation whose grids `GRIDS` does not have (v5p,
+    tpu7x).
 
     Args:
         model, dtype: as for `weightless_vae`.
         job: the job that does not fit.
-        topology, tp: the present grid, such as "v6e:1x1", and the number of its chips that split the width.
+        topology: the present grid, such as "v6e:1x1".
+        tp: number of the grid's chips that split the width at present.
         peak_bytes: peak memory of the job at present, which is too much.
         options: further keywords of `plan_programs`: `dp`, `backend`.
     """

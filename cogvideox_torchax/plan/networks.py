@@ -1,7 +1,8 @@
-"""`plan` for a pipeline's transformer and text encoder: one denoising step, and the encoding of a prompt.
+"""Plans for a pipeline's transformer and text encoder: one denoising step, and the encoding of a prompt.
 
 A `model` is a name of `TRANSFORMERS`, such as "5b", or a pipeline's directory or hub id. A `dtype` is that of
-weights and activations. A `cache` is a step cache, by its name on the command line (`cache_options.CHOICES`).
+weights and activations. A *cache* is one of diffusers' caches, which reuse a step's results in later steps;
+`cache` is its name on the command line (`cache_options.CHOICES`).
 """
 
 import functools
@@ -44,7 +45,7 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
         "max_text_seq_length": 224,
     },
 }
-"""Configs of the published transformers, as far as they cost time; other values are diffusers' defaults."""
+"""Configs of the published transformers: the fields that cost time, where they differ from the defaults."""
 
 TEXT_ENCODER: dict[str, Any] = {
     "vocab_size": 32128,
@@ -58,7 +59,7 @@ TEXT_ENCODER: dict[str, Any] = {
 """Config of T5 v1.1 XXL's encoder, which all published pipelines have."""
 
 STEPS = 50
-"""Denoising steps of a whole video."""
+"""Denoising steps of a whole video, diffusers' default."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,8 @@ class NetworkWork(Work):
     Attributes:
         layers: number of layers of the network.
         parallel: in words, how the network uses the mesh's axis "tp", and why.
-        kept: bytes on one device that a cache keeps for the next step, and that the arguments contain.
+        kept: bytes on one device of the results that a cache keeps for the next step, which takes them as
+            arguments; 0 without a cache.
     """
 
     layers: int = 0
@@ -77,9 +79,9 @@ class NetworkWork(Work):
 
 
 def weightless_transformer(model: str, dtype: torch.dtype) -> Any:
-    """Return a ported transformer without weights; `PlanError` if the model has none."""
+    """Return a ported transformer without weights; `PlanError` if the model has no transformer."""
     config = transformer_config(model)
-    if "num_layers" not in config:  # of a VAE
+    if "num_layers" not in config:  # it is a VAE's config
         raise PlanError(
             f"{model} has no transformer: give a whole pipeline, or one of {', '.join(TRANSFORMERS)}"
         )
@@ -88,7 +90,11 @@ def weightless_transformer(model: str, dtype: torch.dtype) -> Any:
 
 
 def transformer_class(model: str, config: dict[str, Any]) -> Any:
-    """Return the class that model_index.json or the config names; `PlanError` if it cannot be imported."""
+    """Return the class of a model's transformer; `PlanError` if it cannot be imported.
+
+    model_index.json names the class and its package. A model without that file has only the class's name in
+    its config; the class is then diffusers'.
+    """
     if model in TRANSFORMERS or "_class_name" not in config:
         return CogVideoXTransformer3DModel
     package, kind = "diffusers", config["_class_name"]
@@ -152,8 +158,8 @@ def step_work(
     Args:
         model, dtype, cache: see the module.
         mesh: of `make_mesh`, of the devices to compile for.
-        chip: the weights are split over "tp" if they do not fit into this chip's memory. With None, each
-            device has all weights.
+        chip: the chip, into whose memory the weights must fit; else they are split over "tp". With None,
+            each device has all weights.
         frames, height, width: size of the latents.
         guided: whether the batch has the video twice, without the prompt and with it, for guidance.
         parallel: the use of the mesh's axis "tp", as `port` takes it; None chooses by the chip's memory.
@@ -165,7 +171,8 @@ def step_work(
     network = weightless_transformer(model, dtype)
     if cache and not issubclass(type(network), KnownNetwork):
         raise PlanError(f"got --cache for a {type(network).__name__}: caches are planned for CogVideoX's own")
-    patch, patch_t = network.config["patch_size"], network.config.get("patch_size_t") or 1  # None: 1 frame
+    patch = network.config["patch_size"]
+    patch_t = network.config.get("patch_size_t") or 1  # frames of a patch; None is diffusers' word for one
     if height % patch or width % patch:
         raise PlanError(
             f"got {height} x {width} latents: the transformer's patches take multiples of {patch}"
@@ -173,19 +180,21 @@ def step_work(
     frames = -(-frames // patch_t) * patch_t  # padded to whole patches, as diffusers' pipelines do
     batch = 2 if guided else 1
     tensors = step_tensors(network, batch=batch, frames=frames, height=height, width=width)
-    # 0: the compiler's own count has to do. PyTorch's would include the layers that the cache skips.
+    # 0 leaves the FLOPs to the compiler's count. PyTorch's would include the layers that the cache skips.
     flops = 0.0 if cache else _counted_flops(network, tensors) / mesh.size
     network.place_on(mesh, parallel, chip and chip.memory)
-    (program, tensors), before, kept = network.described_program(tensors), None, 0
+    program, tensors = network.described_program(tensors)
+    previous_tensors = None
+    kept = 0
     if cache is not None:
         program, tensors = cached_program(network, tensors, cache, batch, step)
-        before = tensors  # the program also takes what the previous step kept, whose inputs were alike
+        previous_tensors = tensors  # the program takes what the previous step, with equal inputs, kept
         kept = cache_bytes(program, tensors)
     return NetworkWork(
         "step",
         frames,
         program.lower,
-        functools.partial(program.structs, tensors, before=before),
+        functools.partial(program.structs, tensors, before=previous_tensors),
         flops=flops,
         layers=network.config["num_layers"],
         parallel=str(network.parallelism),
@@ -194,7 +203,7 @@ def step_work(
 
 
 def _counted_flops(network: Any, tensors: TensorSpecs) -> int:
-    """Return the FLOPs of diffusers' own modules, as PyTorch counts them for tensors without numbers."""
+    """Return the FLOPs of a step in diffusers' own modules, as PyTorch counts them on "meta" tensors."""
 
     def meta(described: tuple[Any, ...]) -> torch.Tensor:
         shape, dtype = described
@@ -202,30 +211,31 @@ def _counted_flops(network: Any, tensors: TensorSpecs) -> int:
 
     def count() -> int:
         # "positions" is the port's own argument: diffusers' model computes its table of positions.
-        own = {name: each for name, each in tensors.items() if name != "positions"}
+        arguments = {name: each for name, each in tensors.items() if name != "positions"}
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            network(**jax.tree.map(meta, own, is_leaf=describes_one_input))
+            network(**jax.tree.map(meta, arguments, is_leaf=describes_one_input))
         return counter.get_total_flops()
 
     return runtime.without_torchax(count)
 
 
 def cached_steps(model: str, dtype: torch.dtype, cache: str, guided: bool = True) -> dict[int, int]:
-    """Return the number of steps of each kind in a run with a cache, by the number of the kind's first step.
+    """Return how many of a video's steps are of each kind, by the number of the kind's first step.
 
-    Steps of one kind run the same layers, and share a program. FirstBlockCache decides at run time which
-    layers a step runs: its result has one step that runs all blocks, and one that does not.
+    Steps of one kind run the same layers, and share a program. FirstBlockCache decides only while it runs
+    which layers a step runs: its result has one step that runs all blocks, and one that does not.
     """
     network = weightless_transformer(model, dtype)
-    # Each step's form: the layers that it runs and the results that it keeps (`caches.Form`), its kind.
+    # A step's form (`caches.Form`) is the layers that it runs and the results that it keeps: its kind.
+    # `index` finds the first step of a form.
     forms = [form for form, _numbers in _plan_cached_run(network, cache, 2 if guided else 1)]
     return {forms.index(form): count for form, count in Counter(forms).items()}
 
 
 def _plan_cached_run(network: Any, cache: str, batch: int) -> list[Any]:
-    """Enable a cache on a transformer without weights, and return the plan of each step of a run."""
-    # A list, so that `steps` can set its one item, the present step's timestep, and the cache's configuration
-    # reads it: some caches skip only steps in a range of timesteps.
+    """Enable a cache on a transformer without weights; return each step's (form, numbers that it takes)."""
+    # The present step's timestep, which `steps` sets and the cache's configuration reads: some caches skip
+    # only steps in a range of timesteps. A list, because an inner function can set its item.
     timestep = [0.0]
 
     def steps() -> Iterator[int]:
@@ -245,10 +255,10 @@ def cached_program(
 ) -> tuple[Any, TensorSpecs]:
     """Return the program of a step with a cache, and the (shape, JAX dtype) of each of its inputs by name.
 
-    The cache is enabled on `network`, a ported transformer without weights. `tensors` are the inputs of a
+    This enables the cache on `network`, a ported transformer without weights. `tensors` are the inputs of a
     step without a cache. `batch` is 2 with guidance, else 1.
     """
-    # The layers that the step runs, and scalar inputs that the cache adds, such as a threshold.
+    # The layers that the step runs, and the scalar inputs that the cache adds, such as a threshold.
     form, numbers = _plan_cached_run(network, cache, batch)[step]
     number_specs = {
         name: (tuple(number.shape), jax.dtypes.canonicalize_dtype(runtime.jax_dtype(number.dtype)))
@@ -258,15 +268,18 @@ def cached_program(
 
 
 def cache_bytes(program: runtime.Program, tensors: TensorSpecs) -> int:
-    # What a call returns, the next call takes: `structs` describes the next call, with equal inputs.
+    """Return the bytes that a step's cache keeps for the next step, on one device."""
+    # The last struct is the cache that a call takes from the call before it, here one with equal inputs.
     return _device_bytes(program.structs(tensors, before=tensors)[-1])
 
 
 def weight_bytes(work: Work) -> int:
-    return _device_bytes(work.structs()[0])
+    """Return the bytes of a program's weights on one device."""
+    return _device_bytes(work.structs()[0])  # the first struct is the weights
 
 
 def _device_bytes(structs: Any) -> int:
+    """Return the bytes of one device's shards of the arrays that a tree of structs describes."""
     return sum(
         math.prod(struct.sharding.shard_shape(struct.shape) if struct.sharding else struct.shape)
         * struct.dtype.itemsize
@@ -275,7 +288,7 @@ def _device_bytes(structs: Any) -> int:
 
 
 def prompt_work(model: str, dtype: torch.dtype, mesh: Any, *, tokens: int) -> NetworkWork:
-    """Return the program that encodes one prompt of so many tokens."""
+    """Return the program that encodes one prompt of `tokens` tokens."""
     config = text_encoder_config(model)
     network = port_network(text_encoder(config, dtype))
     network.place_on(mesh)
@@ -288,8 +301,8 @@ def prompt_work(model: str, dtype: torch.dtype, mesh: Any, *, tokens: int) -> Ne
 def about(work: NetworkWork, counts: Sequence[int]) -> dict[str, Any]:
     """Return the figures of a network that need no compiling, by the names that `plan` prints.
 
-    `work` is the program, with a cache that of a full step. `counts` are the numbers of its runs in a video,
-    and with a cache of those of each kind of skipping step.
+    `work` is the program, with a cache that of a step which runs all layers. `counts` has the number of such
+    steps in a video, and with a cache the number of each kind of step that skips layers.
     """
     rows = {"network": f"{work.name}, {work.layers} layers", "parallel": work.parallel}
     if not work.kept:

@@ -1,4 +1,4 @@
-"""The compiler's figures for one program, memory, work and communication, and those of the job of several."""
+"""The compiler's figures for memory, work and communication: for one program, and for a job of several."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -18,11 +18,11 @@ class Row:
 
     Attributes:
         layer: the module's name, or "(program)" for all instructions that belong to no layer.
-        shape: the whole shape of its largest activation, (N, C, T, H, W) or a sequence (N, S, C).
+        shape: the shape of its largest activation over all devices: (N, C, T, H, W), or (N, S, C) of a
+            sequence.
         spec: the requested `PartitionSpec` of that activation.
-        shards: number of devices that the compiled program splits the activation over, 1 for a whole one.
-            None if no array has the whole or the split shape, because the compiler has fused the activation
-            away.
+        shards: number of devices that the compiled program splits the activation over, 1 for no split. None
+            if no array has the activation's shape, split or not, because the compiler has fused it away.
         bytes_per_device: bytes of the largest result of the layer's instructions on one device.
         collectives: by kind, {"count": number, "bytes": bytes of their results on one device}.
     """
@@ -42,10 +42,11 @@ class ProgramPlan:
     Attributes:
         name: the program's name: "first" or "later" for a chunk's, "step" or "prompt" for a pipeline's.
         frames: number of input frames; of tokens for a prompt.
-        flops: multiply-adds times two; of Pallas kernels only those that state theirs.
-        bytes_accessed: traffic with the chip's memory, without that of most Pallas kernels.
+        flops: FLOPs, a multiply-add as two; of the Pallas kernels only those that state theirs count.
+        bytes_accessed: bytes read from and written to the chip's memory, without most Pallas kernels'.
         kernels: number of Pallas kernels in the program.
-        argument_bytes, temp_bytes, output_bytes: memory; donated caches are in the arguments alone.
+        argument_bytes, temp_bytes, output_bytes: memory of arguments, temporaries and results; a cache that
+            is donated counts as an argument alone.
         collectives: the collectives by their kind.
         compile_seconds: seconds to compile on this machine.
         text: the compiled program's text.
@@ -70,7 +71,7 @@ class ProgramPlan:
         return self.argument_bytes + self.temp_bytes + self.output_bytes
 
     def floor_seconds(self, chip: Chip) -> float:
-        """Return the floor of the time: the larger of FLOPs and bytes over the chip's peaks."""
+        """Return the floor of the time: FLOPs or bytes over the chip's peak, whichever takes longer."""
         return max(self.flops / chip.flops, self.bytes_accessed / chip.bandwidth)
 
     def as_json(self) -> dict[str, Any]:
@@ -87,11 +88,11 @@ class Work:
     Attributes:
         name, frames: as in `ProgramPlan`.
         lower: lowers the program for arrays, or for `jax.ShapeDtypeStruct`s of their shapes.
-        structs: returns the structs that `lower` takes: of weights, of inputs and of the cache, if there is
-            one.
+        structs: returns the structs that `lower` takes: of the weights, of the inputs and, if there is one,
+            of the cache.
         program: the `runtime.Program` that is lowered; None for another function.
-        flops: FLOPs of a device, counted without the compiler, which does not see those of most Pallas
-            kernels; 0 if nobody counted them.
+        flops: a device's FLOPs by another count than the compiler's, which lacks those of most Pallas
+            kernels; 0 for no other count.
     """
 
     name: str
@@ -102,7 +103,7 @@ class Work:
     flops: float = 0.0
 
     def lowered(self, mesh: Any) -> Any:
-        """Lower the program over a mesh, from which the kernels read the chip's kind."""
+        """Lower the program for a mesh, whose devices tell the kernels the kind of chip."""
         with jax.set_mesh(mesh):
             return self.lower(*self.structs())
 
@@ -116,7 +117,7 @@ def compile_program(work: Work, mesh: Any) -> ProgramPlan:
 def compile_afresh(lowered: Any) -> Any:
     """Compile what `jax.jit(...).lower(...)` has returned, without JAX's compile cache.
 
-    A program from the cache would have no time of compiling, and libtpu would dump nothing of it.
+    For a program from the cache no compile time could be measured, and libtpu would dump no files.
     """
     was_enabled = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
     try:
@@ -129,21 +130,21 @@ def compile_afresh(lowered: Any) -> Any:
 
 
 def read_program(work: Work, compiled: Any, compile_seconds: float) -> ProgramPlan:
-    """Return the figures of a compiled program, the result of `.compile()` on what `work` lowers to."""
+    """Return the figures of `compiled`, JAX's compiled form of the program of `work`."""
     text = compiled.as_text()
-    found = list(instructions(text))
+    parsed = list(instructions(text))
     memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
     return ProgramPlan(
         name=work.name,
         frames=work.frames,
         flops=max(cost.get("flops", 0.0), work.flops),
         bytes_accessed=cost.get("bytes accessed", 0.0),
-        kernels=sum(instruction.is_kernel for instruction in found),
+        kernels=sum(instruction.is_kernel for instruction in parsed),
         argument_bytes=memory.argument_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
         # Results in the memory of donated inputs ("alias") are in the arguments already.
         output_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        collectives=collectives(found),
+        collectives=collectives(parsed),
         compile_seconds=compile_seconds,
         text=text,
     )
@@ -153,7 +154,7 @@ def read_program(work: Work, compiled: Any, compile_seconds: float) -> ProgramPl
 
 
 def program_rows(program: ProgramPlan, chip: Chip | None) -> dict[str, Any]:
-    """Return the rows of a program's table, by their names; the floor of its time if there is a chip."""
+    """Return the rows of a program's printed table, by name; with a chip the floor of its time is one."""
     rows: dict[str, Any] = {
         "TFLOP": program.flops / 1e12,
         "GB moved": program.bytes_accessed / 1e9,
@@ -174,8 +175,8 @@ def program_rows(program: ProgramPlan, chip: Chip | None) -> dict[str, Any]:
 
 def peak_bytes(programs: Sequence[ProgramPlan], beside: Sequence[int] = ()) -> int:
     """Return the peak memory of a device that runs the programs; `beside` is as for `job_figures`."""
-    others = beside or (0,) * len(programs)
-    return max(plan.peak_bytes + other for plan, other in zip(programs, others, strict=True))
+    weights = beside or (0,) * len(programs)
+    return max(plan.peak_bytes + other for plan, other in zip(programs, weights, strict=True))
 
 
 def job_figures(
@@ -188,11 +189,12 @@ def job_figures(
     """Return the figures of a job: its peak memory, and for a chip whether it fits and the floor of its time.
 
     Args:
-        about: the figures that come first.
+        about: figures that are known already, which come first.
         counts: number of times that each program runs in the job.
         programs: the programs' plans.
         chip: the chip that the programs are compiled for, or None.
-        beside: for each program, the bytes of other networks' weights on its device; empty for none.
+        beside: for each program, the bytes of the weights of other networks that are on its device
+            meanwhile; empty for none.
     """
     peak = peak_bytes(programs, beside)
     figures = {**about, "peak_memory_GiB": peak / GIB}

@@ -1,4 +1,4 @@
-"""The work of each device of a mesh, layer by layer, read off a program's compiled text."""
+"""Each layer's sharding and communication on a mesh, read from a program's compiled text."""
 
 import itertools
 import math
@@ -21,16 +21,17 @@ def table(rows: list[Row]) -> list[list[str]]:
     for row in rows:
         shape = " x ".join(map(str, row.shape or ()))
         totals = sorted(row.collectives.items())
-        sums = ", ".join(f"{total['count']} {kind} ({total['bytes']:,} B)" for kind, total in totals)
-        cells.append([row.layer, shape, row.spec, str(row.shards or ""), f"{row.bytes_per_device:,}", sums])
+        traffic = ", ".join(f"{total['count']} {kind} ({total['bytes']:,} B)" for kind, total in totals)
+        cells.append(
+            [row.layer, shape, row.spec, str(row.shards or ""), f"{row.bytes_per_device:,}", traffic]
+        )
     return cells
 
 
 def report(vae: Any, shape: tuple[int, ...], *, direction: Direction = DECODE) -> ProgramPlan:
-    """Compile the program of an input's last chunk and report its sharding, layer by layer.
+    """Compile the program of an input's last chunk; return its plan, with a `Row` for each layer.
 
-    The result's `layers` have a `Row` for each layer. Its `shape` and `spec` are from tracing; its other
-    figures are read off the compiled program.
+    The `shape` and `spec` of a row are from tracing; its other figures are read from the compiled program.
 
     Args:
         vae: an `AutoencoderKLCogVideoX` with a mesh, in PyTorch, on JAX or on torch's "meta" device.
@@ -55,8 +56,8 @@ def compile_last_chunk(
 ) -> tuple[runtime.Program, Any]:
     """Compile the program of an input's last chunk: the steady chunk's, or the first's if it is alone.
 
-    The program is returned as a `Program`, and as JAX's compiled one. The arguments are those of `report`;
-    the model needs no mesh.
+    Return it as a `Program`, and in JAX's compiled form. The arguments are those of `report`; the model needs
+    no mesh.
     """
     program, dtype = vae.build_program(direction), runtime.jax_dtype(vae.dtype)
     videos, channels, frames, *size = shape
@@ -90,7 +91,7 @@ def _check_mesh(kind: str, model: Any) -> None:
 
 
 def _read_plan(name: str, frames: int, program: Any, compiled: Any) -> ProgramPlan:
-    """Return the plan of a program and JAX's compiled form of it, with each layer's sharding."""
+    """Return the plan of `program`, with each layer's sharding; `compiled` is JAX's compiled form of it."""
     plan = read_program(Work(name, frames, program.lower, program.structs, program), compiled, 0.0)
     plan.layers = layers(program, plan.text)
     return plan
@@ -105,19 +106,25 @@ def layers(program: runtime.Program, text: str) -> list[Row]:
     shapes = getattr(place, "layers", {})  # by a layer's name, its activations' shapes in the last tracing
     if not shapes:
         return []
-    # Instructions of each layer; those outside of every layer are in ELSEWHERE.
-    owned: dict[str, list[Instruction]] = {name: [] for name in [*shapes, ELSEWHERE]}
+    # By the name of a layer: its instructions. Those outside of every layer are in ELSEWHERE.
+    by_layer: dict[str, list[Instruction]] = {name: [] for name in [*shapes, ELSEWHERE]}
     for instruction in instructions(text):
         # The innermost layer that the instruction was traced in: a scope is names from the outside in, "a/b".
         names = reversed(instruction.scope.split("/"))
-        owned[next((name for name in names if name in owned), ELSEWHERE)].append(instruction)
-    return [_row(name, shapes.get(name), own, place) for name, own in owned.items()]
+        by_layer[next((name for name in names if name in by_layer), ELSEWHERE)].append(instruction)
+    return [_row(name, shapes.get(name), of_layer, place) for name, of_layer in by_layer.items()]
 
 
-def _row(name: str, shapes: set[tuple[int, ...]] | None, own: list[Instruction], place: MeshPlace) -> Row:
+def _row(
+    name: str, shapes: set[tuple[int, ...]] | None, of_layer: list[Instruction], place: MeshPlace
+) -> Row:
+    """Return the row of a layer, given the shapes of its activations and its instructions.
+
+    `shapes` is None for `ELSEWHERE`, whose row has no activation.
+    """
     computing = [
         instruction
-        for instruction in own
+        for instruction in of_layer
         if not instruction.op.startswith(("parameter", "tuple", "get-tuple"))  # these make no new array
     ]
     row = Row(
@@ -125,7 +132,7 @@ def _row(name: str, shapes: set[tuple[int, ...]] | None, own: list[Instruction],
         bytes_per_device=max((instruction.bytes for instruction in computing), default=0),
         collectives={
             kind: {"count": traffic.count, "bytes": traffic.bytes}
-            for kind, traffic in collectives(own).items()
+            for kind, traffic in collectives(of_layer).items()
         },
     )
     if shapes is not None:
@@ -138,7 +145,10 @@ def _row(name: str, shapes: set[tuple[int, ...]] | None, own: list[Instruction],
 def _shard_count(
     shapes: set[tuple[int, ...]], largest: tuple[int, ...], computing: list[Instruction], place: MeshPlace
 ) -> int | None:
-    """Return the number of devices that split a layer's activations: 1 for no split, None if not known."""
+    """Return the number of devices that split a layer's activations: 1 for no split, None if not known.
+
+    `computing` are the layer's instructions, among whose results the activations are searched by shape.
+    """
     results = {array.shape for instruction in computing for array in instruction.results}
     axis_shards = place.parts(place.spec(largest))  # number of shards of each axis, as requested
     shards = math.prod(axis_shards)

@@ -317,7 +317,7 @@ def test_one_id_of_two_files_is_named_and_each_clip_is_one_process_s(encoded, tm
     videos = VideoDirectory(tmp_path / "out", shards)
     assert f"its video would replace b.mp4's in {tmp_path}/in/one" in videos.bad["b.mp4"]
     videos.refuse("b.mp4", "no memory")
-    videos.fix_settings({})
+    videos.save_or_check_settings({})
     (tmp_path / "out/b.mp4").touch()
     videos = VideoDirectory(tmp_path / "out", sources.shards(tmp_path / "in/one"))
     assert (videos.bad, videos.done_before) == ({}, 1), "another process made it"
@@ -408,11 +408,11 @@ def test_processes_that_begin_together_fix_one_setting(encoded, tmp_path, monkey
     def sleep(_):
         lock.close()
         if other_writes:
-            other.fix_settings({"dtype": "other"})
+            other.save_or_check_settings({"dtype": "other"})
 
     monkeypatch.setattr("time.sleep", sleep)
     lock.enter_context(whole.reserved(tmp_path / "out/videos.json", whole.WRITING))
     refused = pytest.raises(whole.OutputError, match="dtype is 'other' there and 'mine' here")
     with refused if other_writes else contextlib.nullcontext():
-        videos.fix_settings({"dtype": "mine"})
+        videos.save_or_check_settings({"dtype": "mine"})
     assert ("mine" in (tmp_path / "out/videos.json").read_text()) != other_writes

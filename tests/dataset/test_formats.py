@@ -21,7 +21,7 @@ from hypothesis import strategies
 from cogvideox_torchax import cli
 from cogvideox_torchax.dataset import EncodeClip, formats, sources
 from cogvideox_torchax.dataset.directory import LatentDirectory, VideoDirectory
-from cogvideox_torchax.dataset.loop import IN_READING, attempt
+from cogvideox_torchax.dataset.loop import READING_ERRORS, attempt
 from cogvideox_torchax.files import latents as latent_files
 from tests.broken import DEEP, texts
 from tests.dataset.conftest import GOOD, OPTIONS, pack, tree
@@ -257,7 +257,7 @@ def test_a_list_is_encoded_or_refused(small, holds):
         clips = sources.clips(directory / "clips.jsonl")
         for windows in (False, True):
             unit = EncodeClip(replace(small.config, windows=windows, frames=5), vae=small.unit.vae)
-            unit.encode = lambda decoded: small.wanted["a.mp4"]
+            unit.encode = lambda part: small.wanted["a.mp4"]
             list(LatentDirectory(directory / str(windows), unit, clips).work())
 
     holds(check, strategies.lists(texts(good) | texts({"path": "a.mp4"}), min_size=1, max_size=3))
@@ -273,7 +273,7 @@ def test_a_state_is_taken_or_refused(holds, shard, name):
 
     def check(directory, found):
         (directory / name).write_bytes(b"\n".join([*found, b""]) if name.endswith("l") else found[0])
-        VideoDirectory(directory, [path]).fix_settings({})
+        VideoDirectory(directory, [path]).save_or_check_settings({})
 
     holds(check, strategies.lists(texts(documents[name]), min_size=1, max_size=3))
 
@@ -293,7 +293,7 @@ def test_an_entry_is_read_or_refused(small, holds, shard, kind):
             about = text.decode(errors="replace")
             parquet(copied, about=about, vae_latent_shape=shape, vae_logvar_bytes=data)
         output = VideoDirectory(directory / "out", [copied])
-        read = [attempt(lambda read: read(), read, IN_READING) for read in output.missing.values()]
+        read = [attempt(lambda read: read(), read, READING_ERRORS) for read in output.missing.values()]
         assert len([latents for latents, _ in read if latents is not None]) >= 4
 
     shapes = strategies.lists(strategies.integers(-2, 2**40)) | strategies.none()

@@ -62,7 +62,7 @@ def test_an_error_of_one_clip_is_its_own_and_one_of_the_program_ends_the_loop(er
     given = {
         "jobs": range(3),
         **halves,
-        "keep": lambda job, _: kept.append(job),
+        "write": lambda job, _: kept.append(job),
         "refuse": lambda job, reason: refused.append((job, reason)),
     }
     if own:
