@@ -279,17 +279,17 @@ def devices() -> dict[str, dict[str, Any]]:
 
 
 def device_links() -> str:
-    """Return a link to each device's table, and for an accelerator what it took beside PyTorch."""
-    links = []
+    """Return a list of links to each device's table, and for an accelerator what it took beside PyTorch."""
+    items = []
     for name, report in devices().items():
         texts = [
-            f"{job}, {port:.3g} s (PyTorch, eager: {torch:.3g} s)"
+            f"{job}, took {port:.3g} s with this project, and {torch:.3g} s in PyTorch (eager)"
             for job, port, torch in beside(report, "torch")
             if report["device"]["platform"] != "cpu"
         ]
-        link = f"[{name}](../benchmarks/results/devices/{name}.md)"
-        links.append(f"{link}: {'; '.join(texts)}" if texts else link)
-    return "; ".join(links)
+        link = f"- [{name}](../benchmarks/results/devices/{name}.md)"
+        items.append(f"{link}: {'; '.join(texts)}" if texts else link)
+    return "\n".join(items)
 
 
 def on_cpu() -> str:
