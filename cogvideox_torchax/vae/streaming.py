@@ -119,10 +119,7 @@ class ChunkedVAE:
         *,
         as_uint8: bool = False,
     ) -> Iterator[torch.Tensor]:
-        """Check an input, or an iterable of its pieces with `num_frames` frames in all; yield the results.
-
-        Each result is copied to the host while the next one is computed.
-        """
+        """Check an input, or the pieces of one with `num_frames` frames in all; yield results on the host."""
         chunks, size = self._checked_chunks(direction, source, num_frames)
         return fetched_one_behind(
             self.results(direction, chunks, self._tile_plan(direction, size), as_uint8), fetch
@@ -182,10 +179,7 @@ class ChunkedVAE:
     def _tile_plan(
         self, direction: Direction, size: torch.Size, *, always: bool = False
     ) -> tiling.TilePlan | None:
-        """Return the tiles of frames of a size (rows, columns), which the model's tiling attributes define.
-
-        Without `always`, the result is None if tiling is off or one tile is enough.
-        """
+        """Return the tiles of (rows, columns); unless `always`, None without tiling or if one is enough."""
         if not always and not self.use_tiling:
             return None
         tiles = tiling.TileSettings(
@@ -309,15 +303,12 @@ def regrouped_into_chunks(
 
 @torch.no_grad()
 def fetched_one_behind(results: Iterator[torch.Tensor], fetch: Fetch) -> Iterator[torch.Tensor]:
-    """Yield each result on the host; it is copied there while the next one is computed.
-
-    The next result is therefore started first. If that fails, the result before it is still yielded, and the
-    error is raised afterwards.
-    """
+    """Yield each result on the host; it is copied there while the next one is computed."""
     result = next(results)
     failure = None
     runtime.fetch_async(result)
     while result is not None:
+        # The next result is started first. If that fails, this one is yielded before the error is raised.
         next_result = None
         try:
             next_result = next(results, None)
@@ -332,12 +323,10 @@ def fetched_one_behind(results: Iterator[torch.Tensor], fetch: Fetch) -> Iterato
 
 
 def one_video_at_a_time(step: Step) -> Step:
-    """Return a step that runs each video of a chunk alone, by `step`, as diffusers' slicing does.
-
-    Its cache is the list of the videos' caches; for a single video it is the cache of `step` itself.
-    """
+    """Return a step that runs each video of a chunk alone, by `step`, as diffusers' slicing does."""
 
     def run_each(chunk: torch.Tensor, caches: Any) -> tuple[torch.Tensor, Any]:
+        # A single video's cache is that of `step`; that of several videos is the list of their caches.
         if len(chunk) == 1:
             return step(chunk, caches)
         videos = [runtime.take(chunk, axis=0, start=i, length=1) for i in range(len(chunk))]

@@ -101,10 +101,8 @@ def _convolve_run(
     start: Start,
     implementation: Implementation | None,
 ) -> tuple[Array, Array | None]:
-    """Convolve a run of frames after the frames of `cache`, on one device; return result and next cache.
-
-    A kernel of one tap in time has no cache and ignores `implementation`.
-    """
+    """Convolve a run of frames after the frames of `cache`, on one device; return result and next cache."""
+    # A kernel of one tap in time has no cache and ignores `implementation`.
     if kernel.shape[0] == 1:
         y = xla.convolve_same(target, x, kernel, xla.image_form(target, x, kernel))
         return xla.finish(target, y, bias, residual, like=x), None

@@ -127,17 +127,14 @@ def _filtered(frames: Array, kernel: Array, columns: Padding, at_start: bool) ->
 
 
 def _written_out(x: Array, axis: int) -> Array:
-    """Return a copy of `x`, which XLA has to write to memory before anything reads it.
-
-    It is made slice by slice along `axis`, by a loop, because XLA cannot fuse a loop with what reads its
-    result.
-    """
+    """Return a copy of `x`, which XLA has to write to memory before anything reads it."""
 
     def copy(x: Array) -> Array:
         def with_next_slice(index: Array, copied: Array) -> Array:
             next_slice = jax.lax.dynamic_slice_in_dim(x, index, 1, axis)
             return jax.lax.dynamic_update_slice_in_dim(copied, next_slice, index, axis)
 
+        # XLA cannot fuse a loop with what reads its result.
         return jax.lax.fori_loop(0, x.shape[axis], with_next_slice, jnp.zeros_like(x))
 
     return with_derivatives_of(lambda x: x, copy)(x)
@@ -155,11 +152,8 @@ def patches(frames: Array, kernel: Array, columns: Padding) -> Array:
 
 
 def suits_patches(x: Array, kernel: Array) -> bool:
-    """Return whether a TPU convolves by `patches`: few channels, small frames, and patches that fit.
-
-    XLA would compile a convolution to few channels for half a minute, and one from few channels for ten
-    seconds.
-    """
+    """Return whether a TPU convolves by `patches`: few channels, small frames, and patches that fit."""
+    # XLA would compile a convolution to few channels for half a minute, one from few for ten seconds.
     return (
         (x.shape[-1] <= FEW or kernel.shape[-1] < LANES)
         and x.shape[2] * x.shape[3] < LARGE_FRAME
@@ -224,23 +218,17 @@ def convolve_image(
 
 
 def image_form(target: Target, x: Array, kernel: Array) -> Form:
-    """Return the form for one tap of time: `patches` for an image on a TPU, where they fit, else `summed`.
-
-    XLA takes 111 s to compile `summed` for an image of 60 x 90 x 512, which an encoder's last layer has, and
-    5 s to compile `patches`.
-    """
+    """Return the form for one tap of time: `patches` for an image on a TPU, where they fit, else `summed`."""
     if not is_image_for_tpu(target, x):
         return summed
+    # An encoder's last layer has an image of 60 x 90 x 512: XLA compiles `summed` in 111 s, `patches` in 5 s.
     window = kernel.shape[1:3]
     # The patches of a window of one pixel are the image itself.
     return patches if window == (1, 1) or _patch_bytes(x, window) <= MOST_IN_PATCHES else summed
 
 
 def convolve_same(target: Target, frames: Array, kernel: Array, form: Form) -> Array:
-    """Convolve to the same size, with the neighbouring shards' columns; return float32 sums.
-
-    Beside the frame are zeros.
-    """
+    """Convolve to the same size, between the neighbouring shards' columns, or zeros; return float32 sums."""
     own_sums = form(frames, kernel, same_width_padding(kernel))
     return add_from_neighbours(target.split, own_sums, frames, kernel, form)
 

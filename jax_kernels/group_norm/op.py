@@ -1,8 +1,4 @@
-"""GroupNorm with a one-pass Welford variance, over any channel axis.
-
-The moments of groups of channels are Welford's mean and M2 (sum of squared deviations), merged by Chan's
-formula.
-"""
+"""GroupNorm with a one-pass Welford variance, over any channel axis."""
 
 import functools
 import math
@@ -138,8 +134,7 @@ def moments_of_columns(
     """Merge the moments of columns of `length` pixels to moments (N, G) of each video's groups of channels.
 
     `mean` and `m2` have the channels on the last axis, and the columns on the axis before it. Padding columns
-    are left out. The means are averaged as differences from one of them (`origin`), because a float32 sum of
-    many means that are far from zero would lose digits.
+    are left out.
     """
     group_shape = num_groups, mean.shape[-1] // num_groups
     mean, m2 = (moment.reshape(*moment.shape[:-1], *group_shape) for moment in (mean, m2))
@@ -153,6 +148,8 @@ def moments_of_columns(
     width = split.real_columns(mean.shape[column_axis])
     # Number of merged columns; padding does not count.
     count = math.prod(width if axis == column_axis else mean.shape[axis] for axis in axes)
+    # The means are averaged as differences from one of them, because a float32 sum of many means that are far
+    # from zero would lose digits.
     origin = mean
     for axis in axes:
         origin = jax.lax.slice_in_dim(origin, 0, 1, axis=axis)

@@ -43,10 +43,8 @@ def is_supported(x: Float[Array, "N T H W C"]) -> bool:
 
 
 def _pixel_bytes(x: Array) -> int:
-    """Return a cautious bound of the bytes of VMEM that one pixel takes: in all videos and frames, twice.
-
-    A grid step reads a single video, but a smaller bound would give larger blocks, whose times are not known.
-    """
+    """Return a cautious bound of the bytes of VMEM that one pixel takes: in all videos and frames, twice."""
+    # A grid step reads a single video, but a smaller bound would give larger blocks, of unknown times.
     videos, length, _, _, channels = x.shape
     return 2 * videos * tiled_sublanes(length, x.dtype) * channels * x.dtype.itemsize
 

@@ -48,10 +48,8 @@ def median_of_three(first: Array, middle: Array, last: Array) -> Array:
 
 
 def merge_equal(parts: Moments, axis: int) -> Moments:
-    """Merge the moments of parts of equal count, which lie along `axis`, all at once by Chan's formula.
-
-    The means are averaged as differences from the first mean, so that a sum of many means loses no digits.
-    """
+    """Merge the moments of parts of equal count, which lie along `axis`, all at once by Chan's formula."""
+    # The means are averaged as differences from the first one, so that their sum loses no digits.
     origin = jax.lax.slice_in_dim(parts.mean, 0, 1, axis=axis)
     offset = jnp.mean(parts.mean - origin, axis, keepdims=True)
     deviation = parts.mean - origin - offset
@@ -82,26 +80,20 @@ def column_moments(x: Array) -> tuple[Array, Array]:
 
 
 def _typical_row(x: Array, axis: int) -> Array:
-    """Return the median of three pixels of each column, in float32.
-
-    It is subtracted before sums and added again. So it changes results only by rounding, and needs no
-    gradient.
-    """
+    """Return the median of three pixels of each column, in float32."""
     height = x.shape[axis]
     rows = (jax.lax.slice_in_dim(x, row, row + 1, axis=axis) for row in (0, height // 2, height - 1))
+    # It is subtracted before sums and added again, so it changes only rounding, and needs no gradient.
     return jax.lax.stop_gradient(median_of_three(*rows).astype(jnp.float32))
 
 
 def _block_moments(x: Array, origin: Array, axis: int, block_rows: int) -> Moments:
-    """Return the moments of `x - origin` along `axis`, merged from those of blocks of `block_rows` rows.
-
-    Within a block the sums are of differences from the block's own typical row, `shift`, because the sums of
-    large values and of their squares would lose digits.
-    """
+    """Return the moments of `x - origin` along `axis`, merged from those of blocks of `block_rows` rows."""
     blocks = x.shape[axis] // block_rows
     x = x.reshape(*x.shape[:axis], blocks, block_rows, *x.shape[axis + 1 :])
     row_axis = axis + 1  # `axis` is the axis of blocks now
     shift = _typical_row(x, row_axis)
+    # Without the shift, sums of large values and of their squares would lose digits.
     shifted = x.astype(jnp.float32) - shift
     # One reduction to the sums of values and of squares (index 0 and 1 of its pairs): two reductions would
     # make XLA's CPU backend write `shifted` out.
@@ -125,10 +117,7 @@ def scaled(
     activation: Activation | None,
     channel_axis: int = -1,
 ) -> Array:
-    """Return `activation((x - mean) * scale + shift)`: GroupNorm's second pass over `x`.
-
-    Padding columns of the result are zero. The columns are the last axis of `x` besides the channels.
-    """
+    """Return `activation((x - mean) * scale + shift)`, GroupNorm's second pass; padding columns get zeros."""
     channel_axis = channel_axis % x.ndim
 
     def along_channels(coefficient_NC: Array) -> Array:
@@ -141,5 +130,6 @@ def scaled(
     y = y + along_channels(shift_NC)
     y = activate(y, activation)
     last_axis = x.ndim - 1
+    # The columns are the last axis besides the channels.
     column_axis = last_axis - 1 if channel_axis == last_axis else last_axis
     return with_clear_padding(y.astype(x.dtype), target.split, column_axis)

@@ -1,10 +1,6 @@
 """A grid step of the Pallas kernel by direct convolution, which multiplies by every tap.
 
-The terms are those of `step`: a step modulates (norms and activates) one *block*, two rows of pixels, and
-computes the results of the block `LAG` blocks above. A product covers a *chunk* of columns, which is
-modulated in *units*, for a *share* of the output channels; a *part* is 128 channels. A *word* holds two
-bfloat16 frames. The *stage* is the buffer of the rows that the step modulates. An *entry* is a frame or word
-of a column.
+`step` defines the terms.
 
 - Modulated rows are kept as words, in three copies for the three taps of time: as they are, shifted by one
   frame (half a word) and shifted by two frames (a word).
@@ -43,10 +39,7 @@ compile; with 9 products 3.85 ms and 3.1 s; with 6 products 4.00 ms and 2.2 s.
 def weights_between(
     kernel: Float[Array, "3 3 3 I O"], row: int, time_tap: int, result_row: int, column_tap: int
 ) -> Array:
-    """Return the weights (I, O) between an input (row, time tap) and a result (row, column tap).
-
-    They are zeros if the result does not see the input's row.
-    """
+    """Return the weights (I, O) from an input to a result; zeros if the result does not see that row."""
     row_tap = row - result_row  # input rows begin one above the results: tap 0 sees the row above
     connected = 0 <= row_tap < TAPS
     return kernel[time_tap, row_tap, column_tap] if connected else jnp.zeros_like(kernel[0, 0, 0])
@@ -100,10 +93,8 @@ class DirectStep(ConvStep):
         self._modulate_chunk(sizes.strip_columns - chunk)
 
     def _begin_left(self) -> None:
-        """Set the sums of a strip's first column to the left edge, or to zeros without edges.
-
-        The sums of other columns are set by column tap 0 of the column left of them.
-        """
+        """Set the sums of a strip's first column to the left edge, or to zeros without edges."""
+        # Column tap 0 sets the sums of each other column, by the inputs of the column left of it.
         frames, memory = self.sizes.multiplied_frames, self.memory
         # The entries of column 0.
         first = pl.ds(self.sizes.chunk_columns * frames, frames)
@@ -133,10 +124,7 @@ class DirectStep(ConvStep):
             jax.lax.fori_loop(0, shares, lambda share, _: self._multiply_share(share, column), None)
 
     def _multiply_share(self, share: Any, column: Any, modulated: Any = None) -> None:
-        """Compute a chunk's products for one share; meanwhile modulate the chunk at column `modulated`.
-
-        If `modulated` is None, modulate nothing.
-        """
+        """Compute a chunk's products for one share; modulate the chunk at `modulated`, unless it is None."""
         sizes = self.sizes
         for index, (product, weights) in enumerate(zip(sizes.products, self.weights, strict=True)):
             inputs = [
@@ -154,10 +142,7 @@ class DirectStep(ConvStep):
                 self._modulate(modulated + unit * sizes.unit_columns, unit, after=sums)
 
     def _add_sums(self, share: Any, results: list[tuple[int, int]], sums: Array, column: Any) -> None:
-        """Add a product's sums to the buffer "sums", each at the columns of its result.
-
-        The sums have the channels of a share for each of `results`, side by side.
-        """
+        """Add a product's sums, side by side for its `results`, to "sums" at the columns of each result."""
         sizes, memory = self.sizes, self.memory
         share_parts = self.result_parts // sizes.shares  # number of parts of a share
         for result, (row, column_tap) in enumerate(results):

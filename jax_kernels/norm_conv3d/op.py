@@ -2,10 +2,8 @@
 
 A residual block has this sequence twice, and a decoder ends with it. The Pallas kernel (`tpu`) takes the norm
 as *coefficients*, a multiplier and an offset: for each channel of a video, or, if latents modulate the norm,
-for each latent and channel. It reads them from *registers* of 8 sublanes. The kernel computes a wide frame in
-*strips* of columns. *Edges*, which XLA computes, are what the columns beside a strip add to the sums of its
-first and last column. *Moments* are the mean and M2, the sum of squared deviations from the mean. A *run* is
-a number of frames that are computed together (`common.frames`).
+for each latent and channel. `step` defines the kernel's terms, and XLA computes the edges of strips. A *run*
+is a number of frames that are computed together (`common.frames`).
 """
 
 import functools
@@ -203,12 +201,9 @@ def _kernel_supports(
 
 
 def _coefficient_grid(split: Split, x: Array, zq: Array | None) -> tuple[int, ...]:
-    """Return the numbers of frames, rows and columns of the coefficients that one device has for `x`.
-
-    With latents, each latent has coefficients. Without them all pixels have the same, except in a padded
-    width: there each column has coefficients, because those of padding columns are zeros.
-    """
+    """Return the numbers of frames, rows and columns of the coefficients that one device has for `x`."""
     if zq is None:
+        # All pixels have the same coefficients, except in a padded width: its padding columns have zeros.
         return 1, 1, split.shard_of(x).shape[3] if split.is_padded else 1
     return split.shard_of(zq).shape[1:4]
 
@@ -258,11 +253,7 @@ def _convolve_run(
     scale_NC: Array,
     shift_NC: Array,
 ) -> tuple[Array, ...]:
-    """Compute a run by the Pallas kernel, on one device; the latents are `zq`, not in `norm`.
-
-    Return the convolved frames, the next cache, and mean and M2 of the frames' columns. The latter two are
-    (N, T, 1, W, O), because `map_shards` takes results of five axes.
-    """
+    """Compute a run on one device, with latents `zq`; return frames, next cache, columns' mean and M2."""
     split = target.split
     frames, _, columns, _ = x.shape[1:]
     *_, coefficient_columns = _coefficient_grid(split, x, zq)
@@ -278,6 +269,7 @@ def _convolve_run(
     y, next_cache, (mean, m2) = tpu.convolved(
         x, multiplier, offset, cache, residual, kernel, bias, edges, true_width
     )
+    # Mean and M2 become (N, T, 1, W, O), because `map_shards` takes results of five axes.
     return y, next_cache, jnp.expand_dims(mean, 2), jnp.expand_dims(m2, 2)
 
 
@@ -375,10 +367,7 @@ def _activated_column(
 def _column_sums(
     hidden: Float[Array, "N P H I"], kernel: Float[Array, "kt 3 I O"]
 ) -> Float[Array, "N P-kt+1 H O"]:
-    """Convolve a column of pixels over time and zero-padded rows; return float32 sums.
-
-    `kernel` is one column tap of the convolution's kernel.
-    """
+    """Convolve a column of pixels by one column tap, over time and zero-padded rows; return float32 sums."""
     time_taps = kernel.shape[0]
     frames, height = hidden.shape[1] - time_taps + 1, hidden.shape[2]
     hidden = jnp.pad(hidden, [(0, 0), (0, 0), (1, 1), (0, 0)])

@@ -1,12 +1,6 @@
 """The frames that the Pallas kernel supports, and the sizes that it is compiled for.
 
-The terms, which `step` defines in full: the kernel goes down a *strip*, some columns of the frame, by
-*blocks* of two rows. One matrix product covers a *chunk* of a block's columns, and a *share* of the output
-channels. A *part* is 128 channels. A *unit* is the columns of a chunk that are modulated (normed and
-activated) together. A *cell* is the rectangle of pixels that share one register of coefficients, the norm's
-multiplier and offset. A *word* of 32 bits holds two bfloat16 frames of one pixel and channel. Winograd's
-filtering computes the frames of a *tile* together, by products for each of its *components*. An *entry* is a
-frame, word or tile of a column.
+`step` defines the terms.
 """
 
 import math
@@ -86,10 +80,8 @@ class ConvSizes(NamedTuple):
 
     @property
     def shares(self) -> int:
-        """Number of shares: each has two parts of the outputs, or all parts if their number is odd.
-
-        With two shares instead of one, 512 channels take 8 % longer, and compile in 5 s instead of 11.
-        """
+        """Number of shares: each has two parts of the outputs, or all parts if their number is odd."""
+        # With two shares instead of one, 512 channels take 8 % longer, and compile in 5 s instead of 11.
         parts = self.outputs // tiles.LANES
         return 1 if parts % 2 else parts // 2
 
@@ -108,11 +100,9 @@ class ConvSizes(NamedTuple):
 
     @property
     def rows_together(self) -> bool:
-        """Whether, in Winograd's filtering, one product takes the inputs of both rows of a block of results.
-
-        This is so with more than 128 output channels. 128 of them fill only half of the matrix unit's width:
-        there the matrix has the weights to two results instead.
-        """
+        """Whether, in Winograd's filtering, one product takes the inputs of both rows of a block."""
+        # 128 output channels fill half of the matrix unit's width: with them a matrix has the weights to two
+        # results instead.
         return self.outputs > tiles.LANES
 
     @property
@@ -148,11 +138,7 @@ class Product(NamedTuple):
 
 
 def direct_products(channels: int, outputs: int) -> list[Product]:
-    """Return the products for a block of results by direct convolution.
-
-    With 128 output channels a product gives two results, to fill the width of a matrix unit. In each row,
-    column tap 0 comes first: it sets the sums, to which the products of other column taps are added.
-    """
+    """Return the products for a block of results by direct convolution."""
     # The inputs (row, time tap) in each of the four rows.
     above, row_1, row_2, below = ([(row, time) for time in range(TAPS)] for row in range(TAPS + 1))
     # The inputs of the block's upper row of results, of its lower row, and of both.
@@ -165,6 +151,8 @@ def direct_products(channels: int, outputs: int) -> list[Product]:
         rest_above = [(0, 0), (0, 1)]  # the inputs of row 0 that are not in `shared`
         rest_below = [(3, 0), (3, 1)]  # and those of row 3
         upper, lower, both = shared + rest_above, shared + rest_below, shared + rest_above + rest_below
+    # 128 outputs of a result fill half of a matrix unit's width, so a product gives two results. In each row,
+    # column tap 0 comes first: it sets the sums, to which the products of other column taps are added.
     if outputs == tiles.LANES:
         return [
             Product(upper, [(0, 0), (0, 1)]),
@@ -179,12 +167,8 @@ def direct_products(channels: int, outputs: int) -> list[Product]:
 
 
 def winograd_products(outputs: int) -> list[Product]:
-    """Return the products for a block of results in one component; those of other components are alike.
-
-    With 128 output channels a product gives two results. With more channels only the products for the upper
-    row of results are returned: those for the lower row have the same matrices, and inputs one row below. The
-    sums of adjacent products with the same results are added.
-    """
+    """Return the products for a block of results in one component; those of other components are alike."""
+    # The sums of adjacent products with the same results are added.
     if outputs == tiles.LANES:
         return [
             # A result in column 0 takes shift 0 by its middle tap and shift 1 by its right tap. A result in
@@ -193,6 +177,8 @@ def winograd_products(outputs: int) -> list[Product]:
             Product([(3, 0), (3, 1)], [(1, 0), (1, 1)]),
             *(Product([(1, shift), (2, shift)], [(0, 0), (1, 0)]) for shift in (-1, 0, 1)),
         ]
+    # These are for the upper row of results; those for the lower row have the same matrices, and inputs one
+    # row below.
     return [Product([(row, shift) for shift in (-1, 0, 1)], [(0, 0)]) for row in range(TAPS)]
 
 
@@ -312,10 +298,7 @@ def sizes_of(
 
 
 def _cut_into_strips(sizes: ConvSizes, residual: bool) -> ConvSizes:
-    """Return the sizes with `chunk_columns`, `chunks` and `strips` set, for the fewest strips that fit VMEM.
-
-    If none fit, there are as many strips as are allowed.
-    """
+    """Return the sizes with the fewest strips that fit VMEM; if none fit, with as many as are allowed."""
     chunk = _chunk_columns(sizes)
     frame_chunks = -(-sizes.columns // chunk)
     for most_strips in range(1, min(MOST_STRIPS, frame_chunks) + 1):
@@ -328,20 +311,17 @@ def _cut_into_strips(sizes: ConvSizes, residual: bool) -> ConvSizes:
 
 
 def _chunk_columns(sizes: ConvSizes) -> int:
-    """Return the number of columns of a chunk.
-
-    In Winograd's filtering a chunk of fewer than `least` columns would leave the matrix unit idle, and the
-    sums of more than `most` would not fit into registers. Between the two, it is the number for which chunks
-    reach least beyond the frame.
-    """
+    """Return the number of columns of a chunk."""
     if not sizes.tile:  # direct convolution
         return UNIT_ENTRIES * UNITS // sizes.multiplied_frames
+    # A chunk of fewer than `least` columns would leave the matrix unit idle, and the sums of more than `most`
+    # would not fit into registers.
     # A product for both rows of a block has about half of the columns, so that it has as many sums.
     least, most = (24, 48) if sizes.rows_together else (48, 80)
     # Each share gets an equal number of units to modulate and finish between its products.
     multiple = sizes.unit_columns * sizes.shares
     candidates = range(-(-least // multiple) * multiple, most + 1, multiple)
-    # Of those that reach equally far beyond the frame, the largest.
+    # The number for which chunks reach least beyond the frame; of several, the largest.
     return min(candidates, key=lambda chunk: (-sizes.columns % chunk, -chunk))
 
 

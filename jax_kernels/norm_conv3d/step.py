@@ -5,9 +5,10 @@ Terms of this package:
     coefficients  the norm's multiplier and offset
     modulate      compute activated frames, `silu(x * multiplier + offset)`, from frames `x`
     block         two adjacent rows of pixels; each grid step modulates one block
-    strip         the columns that the grid computes together; a frame too wide for VMEM has several
+    strip         the columns that the grid goes down together; a frame too wide for VMEM has several
     chunk         the columns of a strip that one matrix product covers
     unit          the columns of a chunk that are modulated together
+    register      8 sublanes of 128 lanes
     cell          the rectangle of pixels that share one register of coefficients
     share         the output channels that a chunk's products compute together; a loop runs over the shares
     part          128 channels, which fill the lanes of a register
@@ -124,10 +125,7 @@ class ConvStep(ABC):
 
     @abstractmethod
     def _convolve(self) -> None:
-        """Compute the products of a block of results, a chunk at a time, and finish the results.
-
-        Between the products, modulate and move the blocks that this step has to.
-        """
+        """Compute a block of results by chunks and finish it; meanwhile modulate and move other blocks."""
 
     @abstractmethod
     def _move(self, column: Any, count: int) -> None:
@@ -185,17 +183,14 @@ class ConvStep(ABC):
             memory["next_cache"][0, row, cache_at] = pltpu.bitcast(past[...], jnp.bfloat16)
 
     def _activated(self, row: int, column: Any, after: Array | None) -> Array:
-        """Return `silu(x * multiplier + offset)` of one row of a unit, (entries, channels), in bfloat16.
-
-        SiLU is `h + h tanh(h)`, where h is half of its argument. So the operands are half of the multiplier
-        and of the offset.
-        """
+        """Return `silu(x * multiplier + offset)` of one row of a unit, (entries, channels), in bfloat16."""
         sizes, memory = self.sizes, self.memory
         # Cells of the unit: one if the cell has all columns of the frame, even if a unit has more of them.
         cells = 1 if sizes.cell_columns >= sizes.columns else max(1, sizes.unit_columns // sizes.cell_columns)
         cells_at = pl.ds(jax.lax.div(column, sizes.cell_columns), cells)
         # The two rows of a block have a row of coefficients each, or they share one.
         coefficient_row = row if sizes.cell_rows == 1 else 0
+        # SiLU is `h + h tanh(h)` of half its argument h, so half of the coefficients are the operands.
         half = memory["half"][0, coefficient_row, cells_at]
         offset = memory["half_offset"][0, coefficient_row, cells_at]
         if after is not None:
@@ -264,10 +259,7 @@ class ConvStep(ABC):
         return index < (true_width - column) * frames
 
     def _write_moments(self) -> None:
-        """Write a strip's moments, from the running moments of n rows (`_add_to_running_moments`).
-
-        The mean is origin + total / n, and M2 is squares - total^2 / n.
-        """
+        """Write a strip's moments, from the running moments of n rows (`_add_to_running_moments`)."""
         sizes, memory = self.sizes, self.memory
         inverse_count = 1 / (ROWS * sizes.blocks)  # 1 / n, for the n pixels of a column
 

@@ -1,15 +1,8 @@
 """Modulation, SiLU, a causal 3 x 3 x 3 convolution, bias and residual in one Pallas kernel, for TPUs.
 
 HBM holds only the frames before and after the kernel; what lies between is in VMEM. `step` has the work of a
-grid step. `direct` and `winograd` are the two ways to multiply, and `sizes` chooses between them. This file
-has the operands, results and derivatives.
-
-The terms, which `step` defines in full: *modulation* applies the norm as *coefficients*, a multiplier and an
-offset. A *register* has 8 sublanes of 128 channels; the pixels that share one register of coefficients are a
-*cell*. The grid goes down each *strip*, some columns of the frame, by *blocks* of two rows: each step
-modulates one block and finishes the results of the block `LAG` steps before. *Edges* are what the columns
-beside a strip add to its first and last column. *Moments* are the mean and M2 of a column of pixels. A *part*
-is 128 channels.
+grid step, and defines the terms. `direct` and `winograd` are the two ways to multiply, and `sizes` chooses
+between them. This file has the operands, results and derivatives.
 
 For 128 channels of 8 x 480 x 720 the schedule for a v6e takes 2.5 ms. By direct convolution it takes 3.85 ms,
 for which the matrix units at their peak would take 2.7 ms. XLA's convolution alone takes 5.4 ms (estimates).
@@ -219,10 +212,7 @@ def _operands(
     edges: tuple[Array, Array] | None,
     true_width: Array | None,
 ) -> tuple[dict[str, tuple[Any, pl.BlockSpec]], list[Array]]:
-    """Return the operands by name, each with its `BlockSpec`, and the matrices of the products.
-
-    An operand that is None is left out.
-    """
+    """Return the operands that are not None, by name, with their `BlockSpec`s, and the products' matrices."""
     row_frames = sizes.strip_columns * sizes.input_frames  # of all pixels in a row of a strip
 
     def padded_outputs(array: Array) -> Array:
@@ -328,10 +318,7 @@ def _rows_spec(block_of: Callable[[Any], Any], strip_entries: int, lanes: int) -
 
 
 def _block_spec(shape: tuple[int, ...], index: Callable[[Any, Any, Any], tuple[Any, ...]]) -> pl.BlockSpec:
-    """Return the spec of blocks of a shape at `index(video, strip, step)`.
-
-    The index takes a strip even if the grid has no axis of strips.
-    """
+    """Return the spec of blocks at `index(video, strip, step)`; `strip` is 0 if there is only one."""
     return pl.BlockSpec(shape, lambda *indices: index(*grid_position(indices)))
 
 
@@ -369,22 +356,18 @@ def _cache_pixels_first(cache_NTHWC: Array) -> Array:
 
 
 def column_of_cache(cache: Float[Array, "N 2 H W I"], column: int) -> Float[Array, "N 2 H 1 I"]:
-    """Return one column of a cache.
-
-    It is sliced in the kernel's order of axes, because XLA would copy the whole cache into another order.
-    """
+    """Return one column of a cache."""
     videos, frames, height, _, channels = cache.shape
     # Entries of a column in the reshaped cache, (N, H, W * entries, 128).
     entries = channels // tiles.LANES * frames
+    # It is sliced in the kernel's order of axes: XLA would copy the whole cache into another order.
     column_entries = _cache_pixels_first(cache)[:, :, column * entries : (column + 1) * entries]
     return _cache_frames_first(column_entries, (videos, frames, height, 1, channels))
 
 
 def _cache_frames_first(next_cache: Array, shape: tuple[int, ...]) -> Array:
-    """Return a cache of a shape (N, 2, H, W, C) from the order of `_cache_pixels_first`.
-
-    Each operation undoes one of that function, so that XLA drops both where one follows the other.
-    """
+    """Return a cache of a shape (N, 2, H, W, C) from the order of `_cache_pixels_first`."""
+    # Each operation undoes one of that function: XLA drops both where one follows the other.
     videos, frames, height, columns, channels = shape
     next_cache = next_cache.reshape(videos, height, columns, -1, frames, tiles.LANES).transpose(
         0, 1, 2, 4, 3, 5

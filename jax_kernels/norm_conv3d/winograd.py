@@ -2,12 +2,7 @@
 
 For a *tile* of four frames it multiplies 7 *components* (`common.transforms`), where direct convolution has
 12 products; for a tile of two frames 4, instead of 6. Each component has its own matrix products. A *word*
-holds one component of both tiles of a pixel.
-
-The other terms are those of `step`: a step modulates (norms and activates) one *block*, two rows of pixels,
-and computes the results of the block `LAG` blocks above. A product covers a *chunk* of columns for a *share*
-of the output channels. The modulation and the transform of results are done by *units* of columns. A *part*
-is 128 channels. The *stage* is the buffer of the rows that the step modulates.
+holds one component of both tiles of a pixel. `step` defines the other terms.
 
 - Activated frames, rounded as a cache keeps them, are transformed in float32 and rounded for the products; so
   are the taps, outside of the kernel. Products are summed and transformed back in float32.
@@ -45,11 +40,9 @@ def weights_between(
     result_row: int,
     result_column: int,
 ) -> Array:
-    """Return the weights (components, I, O) from an input (row, shift) to a result (row, column).
-
-    They are zeros if the result does not take the input. A result in column 1, right of the input's column,
-    takes only the unshifted input, by the left tap: other products add what it sees besides.
-    """
+    """Return the weights (components, I, O) from an input to a result, or zeros if it does not take it."""
+    # A result in column 1, right of the input's column, takes only the unshifted input, by the left tap:
+    # other products add what it sees besides.
     row_tap, column_tap = row - result_row, shift - result_column + 1
     connected = 0 <= row_tap < TAPS and 0 <= column_tap < TAPS and (result_column == 0 or shift == 0)
     return transformed[:, row_tap, column_tap] if connected else jnp.zeros_like(transformed[:, 0, 0])
@@ -136,13 +129,10 @@ class WinogradStep(ConvStep):
                 self._store_components(share, component, results, sums, column)
 
     def _other_work(self, share: Any, column: Any) -> list[Callable[..., None]]:
-        """Return the work to do between the products of a share, as functions that are called in order.
-
-        Each modulates a unit of the chunk at `column`, or finishes a unit of the chunk left of it. Its
-        argument `after` is the sums of a product, for which it waits. Each share does an equal part of a
-        chunk's units.
-        """
+        """Return the work between a share's products: functions of `after`, the sums that they wait for."""
         sizes = self.sizes
+        # Each share does an equal part of a chunk's units: it modulates them in the chunk at `column`, and
+        # finishes them in the chunk left of it.
         share_units = sizes.units // sizes.shares
         work = []
         for unit in range(share_units):
@@ -167,12 +157,10 @@ class WinogradStep(ConvStep):
         )
 
     def _input(self, component: int, row: int, shift: int, part: int, column: Any) -> Array:
-        """Return an input of a product, (entries, 128): a component and part of a chunk at `column + shift`.
-
-        With `sizes.rows_together` the entries of `row` are followed by those of the row below it.
-        """
+        """Return a product's input, (entries, 128): a component and part of a chunk at `column + shift`."""
         sizes = self.sizes
         columns = self._word_columns(column, sizes.chunk_columns, shift)
+        # With `rows_together` the entries of `row` are followed by those of the row below it.
         rows = self.rows[row : row + (ROWS if sizes.rows_together else 1)]  # (buffer, slot) of each
         words = jnp.concatenate([self.memory[name][slot, component, part, columns] for name, slot in rows])
         return pltpu.bitcast(words, jnp.bfloat16)
@@ -180,20 +168,18 @@ class WinogradStep(ConvStep):
     def _store_components(
         self, share: Any, component: int, results: list[tuple[int, int]], sums: Array, column: Any
     ) -> None:
-        """Store a product's sums as a component of the results, or add them to what is stored.
-
-        With `sizes.rows_together` the sums have entries for both rows of results, and the channels of a
-        share. Otherwise they have 128 channels for each of two `results`, side by side.
-        """
+        """Store a product's sums as a component of the results, or add them to what is stored."""
         sizes, memory = self.sizes, self.memory
         count = sizes.chunk_columns * TILES  # number of tiles in a row of the chunk
         at = self._entries(column, sizes.chunk_columns, TILES, left_columns=sizes.chunk_columns)
         if sizes.rows_together:
+            # The sums have entries for both rows of results, and the channels of a share.
             parts = self.result_parts // sizes.shares  # number of parts of a share
             for row, part in itertools.product(range(ROWS), range(parts)):
                 row_sums = sums[row * count : (row + 1) * count, lanes_of(part)]
                 memory["components"][component, row, share * parts + part, at] = row_sums
             return
+        # The sums have 128 channels for each of two `results`, side by side.
         # Either the input is the row above or below the block, and both results are in one row of the block;
         # or the inputs are both rows of the block, and each of them has a result.
         first_row, second_row = (row for row, _ in results)
@@ -250,10 +236,7 @@ class WinogradStep(ConvStep):
         return words[-1]
 
     def _finish(self, column: Any, slot: int = 0, after: Array | None = None) -> None:
-        """Transform the sums of the unit at `column` back to frames, and write the results.
-
-        `slot` is the index of the unit in its chunk. The work waits for `after`, the sums of a product.
-        """
+        """Transform a unit's sums back to frames and write them; `slot` and `after` are as in `_modulate`."""
         self._write_results(column, self.sizes.unit_columns, partial(self._frames, column, slot), after)
 
     def _frames(self, column: Any, slot: int, row: int, part: int) -> Array:
@@ -273,10 +256,7 @@ class WinogradStep(ConvStep):
         return frames[...]
 
     def _add_edges(self, frames: Any, column: Any, row: int, part: int) -> None:
-        """Add the edges to a unit's results, of which `frames` is a reference.
-
-        They belong to the first and to the last column of the strip, which may be in this unit or not.
-        """
+        """Add the edges of the strip's first and last column to a unit's results, the reference `frames`."""
         sizes = self.sizes
         count = sizes.input_frames  # number of results of a pixel
         for side, edge_column in enumerate((0, self._last_column())):
@@ -289,10 +269,8 @@ class WinogradStep(ConvStep):
             frames[at, :] = frames[at, :] + jnp.where(inside, edge, 0.0)
 
     def _word_columns(self, column: Any, count: int, shift: int = 0) -> Any:
-        """Return the slice of the words of `count` columns, from `column + shift` on.
-
-        `column` is a multiple of 8, so that without a shift the slice is aligned.
-        """
+        """Return the slice of the words of `count` columns, from `column + shift` on."""
+        # `column` is a multiple of 8, so that without a shift the slice is aligned.
         start = column + MARGIN
         if isinstance(start, jax.Array):  # traced: the compiler needs to know that it is aligned
             start = pl.multiple_of(start, SUBLANES)

@@ -79,10 +79,7 @@ class EncoderChunk(OnColumns, nnx.Module):
 
 
 class DecoderChunk(nnx.Module):
-    """The network that decodes a chunk of latents to frames, in [-1, 1] or as bytes.
-
-    With `frame_by_frame`, each chunk is a single latent frame.
-    """
+    """The network that decodes a chunk, with `frame_by_frame` of one latent frame, to [-1, 1] or bytes."""
 
     def __init__(
         self, vae: "FlaxAutoencoderKLCogVideoX", *, as_uint8: bool = False, frame_by_frame: bool = False
@@ -166,10 +163,8 @@ class Network:
     def __call__(
         self, _place: runtime.Place, weights: list[Any], chunk: jax.Array, cache: Any, split: Split = WHOLE
     ) -> tuple[jax.Array, Cache]:
-        """Run a chunk on `weights`; the caches that come in and go out have the axes HWNTC.
-
-        A program passes `_place` to every network; a Flax network does not use it.
-        """
+        """Run a chunk on `weights`; the caches that come in and go out have the axes HWNTC."""
+        # A program passes `_place` to every network; this one does not need it.
         network: Any = nnx.merge(self.graph, jax.tree.unflatten(self.state, weights))
         if split != WHOLE:
             network.set_attributes(split=split)  # of all modules that have this attribute
