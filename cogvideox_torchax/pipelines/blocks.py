@@ -215,7 +215,7 @@ def supports_fused(linear: Any, sequence: Sequence) -> bool:
 
 
 def projections(attn: Any, h_SC: torch.Tensor, sequence: Sequence) -> Iterator[torch.Tensor]:
-    """Yield queries, keys and values of the tokens (S, C), (P, S, C / P) each, split into whole heads."""
+    """Yield queries, keys and values of the tokens (S, C), (P, S, C / P) each, split between heads."""
 
     def split_channels(y_SC: torch.Tensor) -> torch.Tensor:
         return y_SC.unflatten(-1, (sequence.parts, -1)).transpose(0, 1)
@@ -306,8 +306,8 @@ def joined_step(
 def join_patches(y_NSC: torch.Tensor, shape: torch.Size, config: Any) -> torch.Tensor:
     """Return latents of `shape` (N, T, C, H, W), joined from patches (N, S, C) without text and padding.
 
-    A patch has on its axis C the channels of p_t frames of p x p latent pixels, sizes of the transformer's
-    `config`. A number of frames that p_t does not divide is rounded up.
+    Each patch has on its axis C the channels of p_t frames of p x p latent pixels, sizes that `config` has.
+    A number of frames that p_t does not divide is rounded up.
     """
     p, p_t = config["patch_size"], config["patch_size_t"] or 1  # None: a patch has one frame
     videos, frames, _, height, width = shape

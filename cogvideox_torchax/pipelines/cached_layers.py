@@ -276,7 +276,6 @@ class FasterCacheModules(ReusedModules):
         return prediction
 
     def _estimate(self, name: str, kept_result: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Return the newer result, moved on by its weighted change from the older result."""
         weight = self.numbers["weights"][self.form.kept_modules.index(name)].to(dtype)
         return tuple(newer + (newer - older) * weight for older, newer in kept_result)
 
@@ -299,8 +298,8 @@ GUIDED_INPUTS = ("hidden_states", "encoder_hidden_states", "timestep")
 def low_frequencies(x: Any) -> Any:
     """Return pictures (..., H, W) with only the lowest frequencies, as diffusers' FasterCache cuts them."""
     height, width = x.shape[-2:]
-    # If frequency 0 is in the spectrum's center, they are a disk around it. Its radius is a fifth of the
-    # shorter side.
+    # With frequency 0 in the spectrum's center, the lowest frequencies are a disk around it. Its radius is a
+    # fifth of the shorter side.
     row_distance = jnp.arange(height)[:, None] - height // 2  # from the center
     column_distance = jnp.arange(width) - width // 2
     is_low = row_distance**2 + column_distance**2 <= (min(height, width) // 5) ** 2

@@ -277,8 +277,8 @@ def results_read_by_skips(names: Iterable[str]) -> list[str]:
 
     def position(name: str) -> tuple[float, bool]:
         """Return (index of the module's block, whether it is the whole block), by which to order modules."""
-        # A module outside of the blocks comes after them; before "proj_out", which is like a whole block, all
-        # is computed.
+        # A module outside of the blocks comes after them. "proj_out" counts as a whole block: its result
+        # replaces all that is computed before it.
         block = re.match(r"transformer_blocks\.(?P<index>\d+)(?P<inside>\.?)", name)
         return (float(block["index"]), not block["inside"]) if block else (math.inf, name == "proj_out")
 

@@ -112,7 +112,7 @@ class CompiledNetwork(PortedModel):
         return None if self.mesh is None else BatchPlacement(self.mesh, split=self.parallelism.split)
 
     def run_as_it_is(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of the stock class's `method`, which is compiled to a program on JAX."""
+        """Return the result of the stock class's `method`, without this package's layers; JAX compiles it."""
         if not runtime.is_on_jax(self):
             return method(self, *args, **kwargs)
         self.check_modules()

@@ -99,7 +99,7 @@ def port_pipeline(pipe: Any, mesh: Any = None, parallel: Parallel | None = None)
 
 
 def _models(pipe: Any) -> dict[str, nn.Module]:
-    """Return by name a pipeline's models that can be moved to JAX, uncompiled; a warning names each other."""
+    """Return the models that can move to JAX, without torch.compile's wrappers; warn of the others."""
     parts = pipe.components if isinstance(pipe, DiffusionPipeline) else vars(pipe)
     models: dict[str, nn.Module] = {}
     for name, part in parts.items():

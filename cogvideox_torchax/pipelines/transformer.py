@@ -161,7 +161,7 @@ class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
         return check_split(network, mesh, chosen)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Move or cast the model as `PortedModel.to` does; off JAX, a cache's hooks return to its modules."""
+        """Move or cast as `PortedModel.to` does; when it leaves JAX, its cache's hooks go back to modules."""
         moved = super().to(*args, **kwargs)
         if self.step_cache is not None and not runtime.is_on_jax(self):
             upstream.put_hooks(self, vars(self).pop("step_cache").hooks)
