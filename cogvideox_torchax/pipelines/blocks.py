@@ -72,17 +72,9 @@ class Block(CogVideoXBlock):
     ) -> Any:
         """Run the layer on text and patches as one `sequence`; without one, run diffusers' own forward.
 
-        Args:
-            hidden_states: the whole sequence (N, S, C); without `sequence` the patches.
-            encoder_hidden_states: the text; None with a sequence.
-            temb: embedded timestep, (N, E).
-            image_rotary_emb: tables (cosines, sines) of all positions, as `Tables`; without `sequence` those
-                of the patches, or None.
-            attention_kwargs: options of diffusers' own forward; None with a sequence.
-            sequence: the layout of `hidden_states`.
-
-        Returns:
-            The sequence (N, S, C); without `sequence` (patches, text).
+        With a sequence, `hidden_states` and the result are the whole sequence (N, S, C), `temb` (N, E) is the
+        embedded timestep, `image_rotary_emb` has the `Tables` of all positions, and the other two arguments
+        are None. Without one, the arguments and the result (patches, text) are those of diffusers.
         """
         if sequence is None:
             return super().forward(
@@ -110,10 +102,7 @@ class Block(CogVideoXBlock):
         tables: Tables,
         sequence: Sequence,
     ) -> Any:
-        """Run the layer on a device's local tokens.
-
-        Return its result (N, S, C), and by name the results of the parts that `self.collected` names.
-        """
+        """Return the layer's result (N, S, C) for local tokens, and by name those of the collected parts."""
         # Tokens before the first patch are text. The kernels shift, scale and gate text with other vectors
         # than patches.
         first_patch = sequence.first_patch()
@@ -193,8 +182,7 @@ class LastProjection:
 
     Attributes:
         layers: the projection, which is a linear layer, and the dropouts after it.
-        input: the input of the projection, (N, S, C), or (N, C, S) if `transposed`.
-        transposed: whether the input has its channels before its positions, as attention returns it.
+        input: the input of the projection, (N, S, C), or (N, C, S) if `transposed`, as attention returns it.
     """
 
     layers: list[Any]
@@ -212,28 +200,22 @@ class LastProjection:
     def added_to(self, x_NSC: torch.Tensor, gate_N2C: torch.Tensor, first_patch: Any) -> torch.Tensor:
         """Return `x_NSC + gate * linear(input)` by one kernel, without the dropouts.
 
-        Dropouts are no-ops: programs do not drop values. The gate has a vector for text, before the position
-        `first_patch`, and one for patches.
+        The gate has a vector for text, before the position `first_patch`, and one for patches.
         """
         fused = functools.partial(jax_kernels.gated_linear, transposed=self.transposed)
-        linear, *_dropouts = self.layers
+        linear, *_dropouts = self.layers  # dropouts are no-ops: programs do not drop values
         return torch_view(fused)(self.input, linear.weight, linear.bias, x_NSC, gate_N2C, first_patch)
 
 
 def supports_fused(linear: Any, sequence: Sequence) -> bool:
-    """Return whether a kernel may compute a linear layer together with its neighbours.
-
-    A layer with a LoRA, or of a user's class, runs its own forward. A layer that XLA shards (`shared`) stays
-    with XLA, which cannot shard a kernel.
-    """
+    """Return whether a kernel may compute a linear layer together with its neighbours."""
+    # A layer with a LoRA, or of a user's class, runs its own forward. A layer that XLA shards (`shared`)
+    # stays with XLA, which cannot shard a kernel.
     return type(linear) is Linear and sequence.shared is None
 
 
 def projections(attn: Any, h_SC: torch.Tensor, sequence: Sequence) -> Iterator[torch.Tensor]:
-    """Yield the queries, the keys and the values of the tokens (S, C), as (P, S, C / P) each.
-
-    The channels are split into P parts of whole heads.
-    """
+    """Yield queries, keys and values of the tokens (S, C), (P, S, C / P) each, split between heads."""
 
     def split_channels(y_SC: torch.Tensor) -> torch.Tensor:
         return y_SC.unflatten(-1, (sequence.parts, -1)).transpose(0, 1)
@@ -251,28 +233,20 @@ def projections(attn: Any, h_SC: torch.Tensor, sequence: Sequence) -> Iterator[t
 
 
 def modulation(norm: Any, temb_NE: torch.Tensor) -> list[torch.Tensor]:
-    """Return the shift, the scale and the gate that a norm computes from an embedded timestep.
-
-    Each is (N, 2, C): a vector for text, then one for patches.
-    """
+    """Return the shift, scale and gate, (N, 2, C) each, that a norm computes from an embedded timestep."""
     shift, scale, gate, text_shift, text_scale, text_gate = norm.linear(norm.silu(temb_NE)).chunk(6, dim=1)
     pairs = (text_shift, shift), (text_scale, scale), (text_gate, gate)
     return [torch.stack(pair, dim=1) for pair in pairs]
 
 
 def takes_sequences(model: Any) -> bool:
-    """Return whether a transformer's blocks can run on one sequence.
-
-    If not, the transformer runs diffusers' own forward.
-    """
+    """Return whether a transformer's blocks can run on one sequence; if not, diffusers' own forward runs."""
     return all(_takes_sequence(block) for block in model.transformer_blocks)
 
 
 def _takes_sequence(block: Any) -> bool:
-    """Return whether a block's modules have the types that `port` gave them, and no hooks.
-
-    On one sequence kernels read the weights of these modules, and do not call them.
-    """
+    """Return whether a block's modules have the types that `port` gave them, and no hooks."""
+    # On one sequence kernels read the weights of these modules, and do not call them.
     if type(block) is not Block:
         return False
     attn: Any = block.attn1
@@ -330,14 +304,10 @@ def joined_step(
 
 
 def join_patches(y_NSC: torch.Tensor, shape: torch.Size, config: Any) -> torch.Tensor:
-    """Return latents (N, T, C, H, W), joined from predicted patches (N, S, C).
+    """Return latents of `shape` (N, T, C, H, W), joined from patches (N, S, C) without text and padding.
 
-    Each patch has on its axis C the channels of p_t frames of p x p latent pixels.
-
-    Args:
-        y_NSC: the patches, without text and padding.
-        shape: shape of the latents; a number of frames that p_t does not divide is rounded up.
-        config: the transformer's, which has the sizes p and p_t of a patch.
+    Each patch has on its axis C the channels of p_t frames of p x p latent pixels, sizes that `config` has.
+    A number of frames that p_t does not divide is rounded up.
     """
     p, p_t = config["patch_size"], config["patch_size_t"] or 1  # None: a patch has one frame
     videos, frames, _, height, width = shape

@@ -1,7 +1,6 @@
 """A denoising step with a cache: which layers of the program run, and what replaces the skipped ones.
 
-Two classes run a step: `BlockStack` skips all blocks, or all after the first; `ReusedModules` skips single
-modules.
+`BlockStack` skips all blocks, or all after the first; `ReusedModules` skips single modules.
 
 Terms, besides those of `caches`:
     kept arrays: the arrays that a step hands on to the next step with the same cache.
@@ -64,10 +63,7 @@ class BlockStack(nn.Module):
         self.host_scalar: Any = None
 
     def step(self, model: Any, predict: Predict, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
-        """Return `predict(tensors)`, with this module in place of all blocks of `model`.
-
-        `model` is a program's own copy of the transformer: it may be changed.
-        """
+        """Return `predict(tensors)`, with this module in place of all blocks of `model`, a program's copy."""
         self.blocks = tuple(model.transformer_blocks)
         model.transformer_blocks = nn.ModuleList([self])
         return predict(tensors)
@@ -92,10 +88,7 @@ class BlockStack(nn.Module):
         return x
 
     def _first_block(self, x: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-        """Run the first block; run the later ones if the first one's residual has changed enough.
-
-        If they do not run, their last residual ("tail") is added to the first block's result.
-        """
+        """Run the first block; run the later ones if the first one's residual has changed enough."""
         last_head, last_tail = self.last_arrays["head"], self.last_arrays["tail"]
         first_result = self._run_blocks(self.blocks[:1], x, options)
         head = first_result[0] - x[0]
@@ -123,13 +116,10 @@ class BlockStack(nn.Module):
         return y, *first_result[1:]  # the text is only passed on: after the blocks nothing reads it
 
     def _all_blocks(self, x: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-        """Run all blocks and keep their residual.
-
-        `host_scalar` is the ratio that a calibration of MagCache measures: the residual's norm over the norm
-        of the last step's residual. Each patch has a norm, over its channels; the ratio is the patches' mean.
-        """
+        """Run all blocks and keep their residual; `host_scalar` is the ratio for MagCache's calibration."""
         y = self._run_blocks(self.blocks, x, options)
         tail = y[0] - x[0]
+        # Each patch has a norm, over its channels. The ratio, to the last step's norm, is the patches' mean.
         norm = torch.linalg.norm(tail.float(), dim=-1)
         last_norm = torch.linalg.norm(self.last_arrays["tail"].float(), dim=-1)
         # In the first step the last norm is 0: 1e-8, as in diffusers, avoids a division by it.
@@ -138,19 +128,16 @@ class BlockStack(nn.Module):
         return y
 
     def _no_block(self, x: tuple[Any, ...], _options: dict[str, Any]) -> tuple[Any, ...]:
-        """Run no block: add the residual of all blocks, which is kept from the last step that ran them."""
         return x[0] + self.last_arrays["tail"], *x[1:]
 
 
 def _mean_of_patches(values: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-    """Return the float32 mean of those of the `values` (N, S, ...) that are of patches.
-
-    `options` are those of a block. If they have a sequence, S also has text and padding, which do not count.
-    """
+    """Return the float32 mean of the patches' `values` (N, S, ...), by the `options` of a block."""
     values = values.float()
     sequence = options.get("sequence")
     if sequence is None:  # blocks take the text apart from the patches
         return values.mean()
+    # The sequence also has text and padding, which do not count.
     position = torch.arange(values.shape[1], device=values.device)
     is_patch = (position >= sequence.text) & (position < sequence.tokens)
     is_patch = is_patch.reshape(1, -1, *(1,) * (values.ndim - 2))  # broadcasts over N and the last axes
@@ -165,18 +152,16 @@ class ReusedModules:
     This class keeps a result, and uses it unchanged. Subclasses estimate a result from several kept arrays.
 
     Args:
-        form: form of the step.
+        form, numbers: as in `BlockStack`.
         last_arrays: what the last step kept, by module's name: for each tensor of the module's result, a
             tuple of arrays. None in a trace for shapes.
-        numbers: values of `NUMBERS`, by name.
 
     Attributes:
         next_arrays: what this step keeps, in the layout of `last_arrays`.
-        host_scalar: None, as in `BlockStack`: the host reads no scalar of this step.
         skipped_modules: names of the modules that do not run; none in a trace for shapes.
     """
 
-    host_scalar = None
+    host_scalar = None  # the host reads no scalar of this step
 
     def __init__(self, form: Form, last_arrays: Any, numbers: dict[str, torch.Tensor]):
         self.form = form
@@ -186,11 +171,7 @@ class ReusedModules:
         self.skipped_modules = () if last_arrays is None else form.skipped_modules
 
     def step(self, model: Any, predict: Predict, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
-        """Return `predict(tensors)`, with estimates in place of the skipped modules' results.
-
-        `model` is a program's own copy of the transformer; with `joined` its blocks take text and patches as
-        one sequence.
-        """
+        """Return `predict(tensors)`, with estimates in place of the results of `model`'s skipped modules."""
         dtype = tensors["hidden_states"].dtype
         last_arrays = self.last_arrays or {}  # by module's name; empty in a trace for shapes
         # By skipped module, the tensors that replace its result. None stands for zeros: nothing is kept.
@@ -218,17 +199,11 @@ class ReusedModules:
         return prediction
 
     def _estimate(self, name: str, kept_result: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Return the tensors, of `dtype`, that replace the result of module `name`.
-
-        `kept_result` has, for each of these tensors, the tuple of arrays that the last step kept.
-        """
+        """Return the tensors, of `dtype`, that replace a result, from the tuple of arrays kept for each."""
         return tuple(arrays[0] for arrays in kept_result)
 
     def _to_keep(self, name: str, y: torch.Tensor, last_arrays: Any) -> tuple[torch.Tensor, ...]:
-        """Return the arrays to keep for `y`, a tensor of the result of module `name`.
-
-        `last_arrays` are those that the last step kept for this tensor.
-        """
+        """Return the arrays to keep for `y`, a tensor of a result, from those that the last step kept."""
         return (y,)
 
 
@@ -240,7 +215,6 @@ class TaylorModules(ReusedModules):
     """
 
     def _estimate(self, name: str, kept_result: Any, dtype: torch.dtype) -> tuple[Any, ...]:
-        """Return each tensor's Taylor polynomial at the present step."""
         since = self.numbers["since"]  # steps since the last computed step
         powers = [
             (since**order / math.factorial(order)).to(dtype) for order in range(self.form.arrays_per_tensor)
@@ -251,13 +225,11 @@ class TaylorModules(ReusedModules):
         )
 
     def _to_keep(self, name: str, y: torch.Tensor, last_arrays: Any) -> tuple[torch.Tensor, ...]:
-        """Return the factors of the tensor's series; a skipped module keeps those that it has.
-
-        Factor n + 1 is the change of factor n since the last computed step, divided by the number of steps.
-        """
+        """Return the factors of the tensor's series; a skipped module keeps those that it has."""
         if name in self.skipped_modules:
             return last_arrays
         factors = [y]
+        # Factor n + 1 is the change of factor n since the last computed step, divided by the steps since it.
         for order, last_factor in enumerate(last_arrays[:-1]):  # the highest factor is the change of none
             difference = (factors[order] - last_factor.to(y.dtype)) / self.numbers["since"].to(y.dtype)
             # If the last factor is not valid yet, its change is not known either: it becomes zeros.
@@ -277,11 +249,7 @@ class FasterCacheModules(ReusedModules):
     """
 
     def step(self, model: Any, predict: Predict, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
-        """Run a step for all videos, or only for the prompted ones; return the predictions for all.
-
-        A step for all videos keeps the frequencies. A step for the prompted videos estimates the prediction
-        without the prompt: it weights the frequencies, adds them to its own prediction, and keeps them so.
-        """
+        """Run a step for all videos, or only for the prompted ones; return the predictions for all."""
         if self.form.prompted_only is None:  # no video of the batch is without the prompt
             return super().step(model, predict, tensors, joined)
         is_trace_for_shapes = self.last_arrays is None
@@ -295,7 +263,7 @@ class FasterCacheModules(ReusedModules):
         prediction = super().step(model, predict, tensors, joined)
         if is_trace_for_shapes:
             low = high = prediction.float()  # of the frequencies' shape
-        elif prompted_only:
+        elif prompted_only:  # the prediction without the prompt is estimated by weighted frequencies
             last_low, last_high = self.last_arrays["frequencies"]
             low, high = last_low * self.numbers["low"], last_high * self.numbers["high"]
             estimate = (prediction.float() + low + high).to(prediction.dtype)
@@ -308,7 +276,6 @@ class FasterCacheModules(ReusedModules):
         return prediction
 
     def _estimate(self, name: str, kept_result: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Return the newer result, moved on by its weighted change from the older result."""
         weight = self.numbers["weights"][self.form.kept_modules.index(name)].to(dtype)
         return tuple(newer + (newer - older) * weight for older, newer in kept_result)
 
@@ -329,12 +296,10 @@ GUIDED_INPUTS = ("hidden_states", "encoder_hidden_states", "timestep")
 
 
 def low_frequencies(x: Any) -> Any:
-    """Return pictures (..., H, W) with only the lowest frequencies, as diffusers' FasterCache cuts them.
-
-    If the spectrum is shifted so that frequency 0 is in its center, the lowest frequencies are a disk around
-    the center. The disk's radius is a fifth of the shorter side.
-    """
+    """Return pictures (..., H, W) with only the lowest frequencies, as diffusers' FasterCache cuts them."""
     height, width = x.shape[-2:]
+    # With frequency 0 in the spectrum's center, the lowest frequencies are a disk around it. Its radius is a
+    # fifth of the shorter side.
     row_distance = jnp.arange(height)[:, None] - height // 2  # from the center
     column_distance = jnp.arange(width) - width // 2
     is_low = row_distance**2 + column_distance**2 <= (min(height, width) // 5) ** 2
@@ -345,13 +310,10 @@ def low_frequencies(x: Any) -> Any:
 def _replace_and_collect(
     model: Any, replaced: dict[str, Any], collected: dict[str, list[torch.Tensor]], joined: bool
 ) -> None:
-    """Have the modules of `replaced` return other results, and those of `collected` report their results.
+    """Have modules of `model`, a program's own copy, return other results or report their results.
 
-    Args:
-        model: a program's own copy of the transformer, which is changed.
-        replaced: by module's name, the tensors to return instead of a result; None for zeros.
-        collected: by module's name, an empty list, which gets the tensors of the result when the module runs.
-        joined: whether the blocks take text and patches as one sequence.
+    By module's name, `replaced` has the tensors to return instead of a result, or None for zeros; `collected`
+    has an empty list, which gets the tensors of the result when the module runs.
     """
     for name in (*replaced, *collected):
         owner, _, part = name.rpartition(".")  # such as "transformer_blocks.0" and "attn1"
@@ -372,16 +334,13 @@ def _replace_and_collect(
 
 
 def _replace_result(module: nn.Module, tensors: tuple[torch.Tensor, ...] | None) -> None:
-    """Replace a module's forward by one that returns `tensors`; None stands for zeros.
-
-    For the zeros' shapes the module's own forward is traced. The compiler drops its unused computation.
-    """
+    """Replace a module's forward by one that returns `tensors`; None stands for zeros."""
     own_forward = module.forward
 
     def replacing_forward(*args: Any, **kwargs: Any) -> Any:
         y: Any = tensors
         if y is None:
-            y = own_forward(*args, **kwargs)
+            y = own_forward(*args, **kwargs)  # only for its shapes: the compiler drops the computation
             y = tuple(map(torch.zeros_like, y if isinstance(y, tuple) else (y,)))
         return y if len(y) > 1 else y[0]  # a module returns a single tensor without a tuple
 
@@ -389,8 +348,6 @@ def _replace_result(module: nn.Module, tensors: tuple[torch.Tensor, ...] | None)
 
 
 def _collect_results(module: nn.Module, collected: list[torch.Tensor]) -> None:
-    """Have a module append the tensors of its result to `collected` when it runs."""
-
     def collect(_module: nn.Module, _args: Any, result: Any) -> None:
         collected.extend(result if isinstance(result, tuple) else (result,))
 
@@ -408,10 +365,8 @@ STEP_CLASSES: dict[str, Any] = {
 
 
 def takes_sequences(form: Form) -> bool:
-    """Return whether a step of this form can run on text and patches as one sequence.
-
-    The form may name only blocks, their parts "attn1" and "ff", and modules outside of the blocks. Modules
-    inside a part can be neither replaced nor collected: kernels read their weights, and do not call them.
-    """
+    """Return whether a step of this form can run on text and patches as one sequence."""
+    # Blocks, their parts "attn1" and "ff", and modules outside of the blocks. Modules inside a part can be
+    # neither replaced nor collected: kernels read their weights, and do not call them.
     allowed = re.compile(r"transformer_blocks\.\d+(\.(attn1|ff))?|(?!transformer_blocks\.).*")
     return all(allowed.fullmatch(name) for name in (*form.kept_modules, *form.skipped_modules))

@@ -9,8 +9,7 @@ Terms:
     context: a group of a run's calls of the transformer, such as those with the prompt, where a pipeline does
         not batch the two passes of guidance. diffusers' `cache_context` names it; each has its own state.
     form of a step: the layers that it skips, and the results that it keeps; each form is a program.
-    numbers of a step: the scalars and vectors that its program takes besides the tensors
-        (`cached_layers.NUMBERS`).
+    numbers of a step: its scalars and vectors, which are inputs of its program (`cached_layers.NUMBERS`).
     prompted videos: with guidance a batch has each video twice, without the prompt in its first half, with it
         in the second half. The second half are the prompted videos.
 """
@@ -78,10 +77,7 @@ class RunState:
 
 
 class _ThreadStates(threading.local):
-    """The states of a thread's runs, and the name of the context that the thread is in.
-
-    Each thread that reads `_THREAD` gets an object with attributes of its own.
-    """
+    """The states of a thread's runs, and the name of its context; each thread gets its own object."""
 
     def __init__(self) -> None:
         # States by cache, then by the context's name, which is None outside of any context.
@@ -104,11 +100,7 @@ def context(name: str) -> Iterator[None]:
 
 
 class StepCache:
-    """A cache of a transformer's steps; each subclass is for one of diffusers' caches.
-
-    Args:
-        hooks: diffusers' hooks, which `upstream.take_hooks` took off the modules.
-    """
+    """A cache of a transformer's steps, from `hooks` of diffusers; each subclass is for one of its caches."""
 
     def __init__(self, hooks: list[upstream.Hooked]):
         self.hooks = hooks
@@ -132,10 +124,7 @@ class StepCache:
     ) -> torch.Tensor:
         """Run a denoising step and return its prediction; keep its arrays for the context's next step.
 
-        Args:
-            model: the transformer.
-            make_network: makes the module that a program is compiled from, for a form.
-            tensors: the step's inputs, by name.
+        `make_network` makes the module that the program of a form is compiled from.
         """
         # diffusers keeps one state for all contexts in hooks without a state manager: so does the name None.
         name = _THREAD.context if any(hasattr(each.hook, "state_manager") for each in self.hooks) else None
@@ -157,11 +146,8 @@ class StepCache:
     def plan_run(self, model: Any, batch: int, steps: Iterable[Any]) -> list[StepPlan]:
         """Return the `StepPlan` of each step of a run, without running a step.
 
-        Args:
-            model: the transformer.
-            batch: number of videos; with guidance each counts as two.
-            steps: has one item for each step, whose value is ignored. A generator may set the timestep that
-                the hooks' callbacks return before it yields the step's item.
+        With guidance `batch` counts each video twice. `steps` has one item for each step, whose value is
+        ignored. A generator may set the timestep that the hooks' callbacks return before it yields the item.
         """
         state = self._new_state("a plan")  # hooks need a context; its name does not matter
         tensors = {"hidden_states": torch.empty(batch, 0)}  # `_plan_step` reads only the batch size
@@ -178,24 +164,17 @@ class StepCache:
         return state
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        """Return the form and the numbers of the next step, and have the hooks count the step.
-
-        A subclass also appends to `state.computed`, here or in `_record`, whether the step skips nothing.
-        """
+        """Plan the next step, which the hooks count; append to `state.computed`, here or in `_record`."""
         raise NotImplementedError
 
     def _record(self, state: RunState, host_scalar: Any) -> None:
-        """Update `state` after a step.
-
-        `host_scalar` is a number that the step's program computed for the host; most caches have None.
-        """
+        """Update `state` after a step, whose program computed `host_scalar`; most caches have None."""
 
 
 class FirstBlockSteps(StepCache):
     """FirstBlockCache: the blocks after the first run only if the first block's residual has changed enough.
 
-    The residual of a block is its result minus its input. It is compared with that of the last step whose
-    blocks all ran.
+    The residual (a result minus its input) is compared with that of the last step whose blocks all ran.
     """
 
     def plan_run(self, model: Any, batch: int, steps: Iterable[Any]) -> list[StepPlan]:
@@ -297,10 +276,9 @@ def results_read_by_skips(names: Iterable[str]) -> list[str]:
     """
 
     def position(name: str) -> tuple[float, bool]:
-        """Return (index of the module's block, whether it is the whole block), by which modules are ordered.
-
-        A module outside of the blocks comes after them; True for "proj_out", before which all is computed.
-        """
+        """Return (index of the module's block, whether it is the whole block), by which to order modules."""
+        # A module outside of the blocks comes after them. "proj_out" counts as a whole block: its result
+        # replaces all that is computed before it.
         block = re.match(r"transformer_blocks\.(?P<index>\d+)(?P<inside>\.?)", name)
         return (float(block["index"]), not block["inside"]) if block else (math.inf, name == "proj_out")
 
@@ -311,14 +289,10 @@ def results_read_by_skips(names: Iterable[str]) -> list[str]:
 
 
 class FasterSteps(StepCache):
-    """FasterCache: attention's results are extrapolated, and the prediction without the prompt is estimated.
-
-    The transformer has a hook too, called "". The other hooks have the names of attention modules.
-    """
+    """FasterCache: attention's results are extrapolated, and predictions without the prompt estimated."""
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        """Return the form and the numbers, which are weights that the user's callbacks give."""
-        attention_modules = tuple(name for name in state.hooks if name)
+        attention_modules = tuple(name for name in state.hooks if name)  # the transformer's hook is ""
         transformer_hook = state.hooks[""]
         # Read before `_ask_hooks`, which has the hooks count this step.
         has_two_results = transformer_hook.state.iteration > 1
@@ -352,11 +326,7 @@ class FasterSteps(StepCache):
         }
 
     def _ask_hooks(self, state: RunState, batch: int) -> tuple[bool, tuple[str, ...]]:
-        """Return (whether a step runs only the prompted videos, names of the modules that it skips).
-
-        The transformer's hook decides the first, the hooks of attention modules the second. All hooks count
-        the step. `batch` is the number of videos, without and with the prompt.
-        """
+        """Return (whether a step runs only the prompted videos, names of the modules that it skips)."""
         # The user's callbacks for weights need modules and do not change what is skipped: in these copies of
         # the hooks they are replaced by one that returns 0.
         for hook in state.hooks.values():
@@ -367,7 +337,7 @@ class FasterSteps(StepCache):
         skipped_modules: tuple[str, ...] = ()
 
         def stand_in_transformer(hidden_states: torch.Tensor) -> tuple[torch.Tensor]:
-            """Ask the hooks of the attention modules, which the transformer would call."""
+            # The transformer would call its attention modules: their hooks are asked here.
             nonlocal prompted_only, skipped_modules
             prompted_only = len(hidden_states) < batch
             result = hidden_states  # in place of a module's result: hooks read only its number of videos
@@ -385,11 +355,7 @@ class FasterSteps(StepCache):
         return prompted_only, skipped_modules
 
     def _record(self, state: RunState, host_scalar: Any) -> None:
-        """Put the two kept results of each tensor in the order (older, newer), which the next step takes.
-
-        The program returns (newer, older), so that the newest result is written to the donated memory of the
-        oldest one.
-        """
+        """Put the two kept results of each tensor in the order (older, newer), which the next step takes."""
         in_order = {
             name: tuple((older, newer) for newer, older in state.kept_arrays[name])
             for name in state.hooks
@@ -401,7 +367,7 @@ class FasterSteps(StepCache):
 def computes_module(hook: Any, result: Any, *args: Any, **kwargs: Any) -> bool:
     """Return whether a hook would run its module in this step; the hook counts the step.
 
-    The hook is called with `args` and `kwargs`, and runs a stand-in for its module, which returns `result`.
+    The hook is called with `args` and `kwargs`; a stand-in for its module returns `result`.
     """
     was_called: bool = False
 

@@ -112,20 +112,14 @@ class CompiledNetwork(PortedModel):
         return None if self.mesh is None else BatchPlacement(self.mesh, split=self.parallelism.split)
 
     def run_as_it_is(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of `method`, a function of the stock class, without this package's layers.
-
-        On JAX it is compiled to a program; else PyTorch runs it.
-        """
+        """Return the result of the stock class's `method`, without this package's layers; JAX compiles it."""
         if not runtime.is_on_jax(self):
             return method(self, *args, **kwargs)
         self.check_modules()
         return runtime.run_method(self, method, *args, place=self.placement, name=self.component, **kwargs)
 
     def described_program(self, tensors: "TensorSpecs") -> tuple[runtime.Program, "TensorSpecs"]:
-        """Return the program of a call, and the descriptions of the program's inputs.
-
-        `tensors` describes the call's arguments.
-        """
+        """Return a call's program and descriptions of its inputs, from those of the call's arguments."""
         stock: Any = type(self).__bases__[-1]  # `port` puts the mixin before the stock class
         parameters = inspect.signature(stock.forward).parameters
         # A tuple as the result, where the class can return one.
@@ -133,13 +127,10 @@ class CompiledNetwork(PortedModel):
         return runtime.method_program(self, stock.forward, tensors, self.placement, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the network.
-
-        A `forward` that another library has set on the object may keep tensors between calls, as a program
-        may not: on JAX it runs operation by operation.
-        """
+        """Call the network; on JAX a `forward` that another library has set runs operation by operation."""
         if "forward" not in vars(self) or not runtime.is_on_jax(self):
             return super().__call__(*args, **kwargs)
+        # A set `forward` may keep tensors between calls, as a program may not.
         setter = upstream.module_of(vars(self)["forward"])
         runtime.warn_once(self, f"{self.component}: the forward set by {setter} runs operation by operation")
         outer_calls = _SET_FORWARDS.modules_at_start
@@ -193,10 +184,7 @@ class CompiledNetwork(PortedModel):
             self.use_mesh(mesh, self.choose_parallelism(self, check_mesh(mesh), parallel, memory))
 
     def use_mesh(self, mesh: Mesh, parallelism: Any) -> None:
-        """Compile from now on for a mesh and a `parallelism`, which is a result of `choose_parallelism`.
-
-        Programs for another mesh or another parallelism are dropped.
-        """
+        """Compile for a mesh and a result of `choose_parallelism` from now on; drop programs for others."""
         if (mesh, parallelism) != (self._mesh, self.parallelism):
             self._mesh, self.parallelism = mesh, parallelism
             runtime.forget_programs(self)
@@ -266,7 +254,6 @@ class KnownNetwork(CompiledNetwork):
         return self._compile_for(self.network_class(self))
 
     def _compile_for(self, network: Any) -> runtime.Program:
-        """Return a new program of `network` for the mesh, if there is one."""
         if self.mesh is None:
             return runtime.Program(network)
         # The types of the modules whose inputs and outputs are constrained to the sharding of sequences.

@@ -99,10 +99,7 @@ def port_pipeline(pipe: Any, mesh: Any = None, parallel: Parallel | None = None)
 
 
 def _models(pipe: Any) -> dict[str, nn.Module]:
-    """Return by name a pipeline's models that can be moved to JAX, without torch.compile's wrappers.
-
-    A warning names each model that stays on the host.
-    """
+    """Return the models that can move to JAX, without torch.compile's wrappers; warn of the others."""
     parts = pipe.components if isinstance(pipe, DiffusionPipeline) else vars(pipe)
     models: dict[str, nn.Module] = {}
     for name, part in parts.items():
@@ -122,10 +119,7 @@ def _models(pipe: Any) -> dict[str, nn.Module]:
 
 
 def _parallelism_of(network: Any, mesh: Any, requested: Parallel | None) -> Any:
-    """Return how a network, ported or not, will use a mesh, as `choose_parallelism` does.
-
-    If `mesh` is None, the network keeps the mesh that it has; None is returned if it has none.
-    """
+    """Return how a network, ported or not, will use `mesh`; None stands for the mesh that it has, if any."""
     present_mesh: Any = getattr(network, "mesh", None)
     new_mesh = present_mesh if mesh is None else mesh
     if new_mesh is None:
@@ -274,11 +268,7 @@ def _encode_prompt(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: 
 
 
 def _decode_latents(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Decode latents to frames on the host.
-
-    The method of CogVideoX's pipelines, which decodes at once, is replaced by decoding in chunks. The method
-    of a user's class is called.
-    """
+    """Decode latents to frames on the host, in chunks unless the method is one of a user's class."""
     if inherited in _DECODE_LATENTS:
         return _decode_in_chunks(pipe, *args, **kwargs)
     return pytree.tree_map_only(torch.Tensor, runtime.to_torch, inherited(pipe, *args, **kwargs))
@@ -339,12 +329,9 @@ def _with_torchax(kind: type, name: str) -> Callable[..., Any]:
 
 
 def _check_ported(pipe: Any) -> None:
-    """Raise `ValueError` if one of a pipeline's models was replaced or offloaded after `port`.
-
-    Wrappers that torch.compile has put around models are taken off, as in `port_pipeline`.
-    """
+    """Raise `ValueError` if one of a pipeline's models was replaced or offloaded after `port`."""
     for name, model in _models(pipe).items():
-        if getattr(pipe, name) is not model:
+        if getattr(pipe, name) is not model:  # it is torch.compile's wrapper, as in `port_pipeline`
             setattr(pipe, name, model)
         if not isinstance(model, PortedModel):
             raise ValueError(

@@ -69,10 +69,7 @@ class Sequence:
     def from_placement(
         cls, placement: "SequencePlacement | None", *, videos: int, text: int, tokens: int
     ) -> "Sequence":
-        """Return the layout for a number of videos, of text tokens and of all tokens.
-
-        `placement` is None on one device.
-        """
+        """Return the layout for numbers of videos and tokens; on one device `placement` is None."""
         if placement is None:
             return cls(text, tokens, _padded_length(tokens, 1))
         mesh = placement.mesh
@@ -286,10 +283,7 @@ class SequencePlacement(MeshPlace):
         )
 
     def cache_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
-        """Return the sharding of an array that a step keeps for the next one.
-
-        An array of three axes is split as a sequence (N, S, C) if the mesh divides it; others are whole.
-        """
+        """Return the sharding of a kept array: that of a sequence (N, S, C) if the mesh divides it."""
         if len(shape) != 3:
             return self.replicated
         spec = self.spec(shape)

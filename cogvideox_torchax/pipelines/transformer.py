@@ -34,10 +34,7 @@ class TransformerStep(nn.Module):
     """A denoising step of the transformer: the module that a program is compiled from.
 
     It runs text and patches as one sequence if the transformer's layers allow it, else diffusers' forward.
-
-    Args:
-        model: the transformer.
-        attention_kwargs: options of a call. They are compiled in: other values need another program.
+    The options `attention_kwargs` of a call are compiled in: other values need another program.
     """
 
     component = "transformer"
@@ -164,10 +161,7 @@ class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
         return check_split(network, mesh, chosen)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Move or cast the model as `PortedModel.to` does.
-
-        If a model with a cache leaves JAX, diffusers' hooks go back from `step_cache` to the modules.
-        """
+        """Move or cast as `PortedModel.to` does; when it leaves JAX, its cache's hooks go back to modules."""
         moved = super().to(*args, **kwargs)
         if self.step_cache is not None and not runtime.is_on_jax(self):
             upstream.put_hooks(self, vars(self).pop("step_cache").hooks)
