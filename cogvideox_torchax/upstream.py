@@ -36,8 +36,8 @@ def torchax_is_on() -> bool:
         return False
     import torch.overrides
 
-    # While torchax is on, its mode is on this stack. torchax's own flag `enabled` is of no use: it turns
-    # false after the first function that runs through `jax_view`.
+    # While torchax is on, its mode is on torch's stack of function modes. torchax's own flag `enabled` is of
+    # no use: it turns false after the first function that runs through `jax_view`.
     mode = _attribute("torchax", sys.modules["torchax.tensor"], "XLAFunctionMode")
     stack = _attribute("torch", torch.overrides, "_get_current_function_mode_stack")
     return any(isinstance(active, mode) for active in stack())

@@ -148,10 +148,11 @@ def _drawn_on_host(draw: Callable[..., torch.Tensor]) -> Callable[..., Any]:
 
 
 def _of_array(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return a function of an array: `function`, which reads no values, of an empty tensor like the array."""
+    """Return a function of a JAX array that calls `function` with an empty tensor like the array."""
 
     @functools.wraps(function)
     def call(array: Any, *args: Any, **options: Any) -> torch.Tensor:
+        # `function` reads no values: it draws a new tensor, or fills this one with random numbers.
         dtype = getattr(torch, array.dtype.name)
         return function(torch.empty(array.shape, dtype=dtype), *args, **options)
 
