@@ -20,11 +20,7 @@ from cogvideox_torchax.versions import TESTED, installed
 
 
 def _attribute(package: str, owner: Any, name: str) -> Any:
-    """Return an attribute of a module or a class of `package`, which a new release may lack.
-
-    Raises:
-        ImportError: the attribute is gone; the message names the release that still has it.
-    """
+    """Return an attribute that a new release may lack; `ImportError` then names the release that has it."""
     try:
         return getattr(owner, name)
     except AttributeError as error:
@@ -35,28 +31,24 @@ def _attribute(package: str, owner: Any, name: str) -> Any:
 
 
 def torchax_is_on() -> bool:
-    """Return whether this thread's torch calls go through torchax.
-
-    While torchax is on, its mode is on torch's stack of function modes, which is read here. torchax's own
-    flag `enabled` is of no use: it turns false after the first function that runs through `jax_view`.
-    """
+    """Return whether this thread's torch calls go through torchax."""
     if "torchax" not in sys.modules:
         return False
     import torch.overrides
 
+    # While torchax is on, its mode is on torch's stack of function modes. torchax's own flag `enabled` is of
+    # no use: it turns false after the first function that runs through `jax_view`.
     mode = _attribute("torchax", sys.modules["torchax.tensor"], "XLAFunctionMode")
     stack = _attribute("torch", torch.overrides, "_get_current_function_mode_stack")
     return any(isinstance(active, mode) for active in stack())
 
 
 def torchax_off() -> contextlib.ExitStack:
-    """Take torchax's modes off this thread's stacks of modes; closing the returned context puts them back.
-
-    torch has no public way to take off a mode that is not the last one.
-    """
+    """Take torchax's modes off this thread's stacks of modes; closing the returned context puts them back."""
     import torch.overrides
     import torch.utils._python_dispatch
 
+    # torch has no public way to take off a mode that is not the last one.
     # (torch's module with a stack, its function that returns the stack, torchax's class of modes there)
     stacks = (
         (torch.overrides, "_get_current_function_mode_stack", "XLAFunctionMode"),
@@ -90,23 +82,19 @@ def torchax_off() -> contextlib.ExitStack:
 
 
 def jax_has_started() -> bool:
-    """Return whether this process, or the one that it was forked from, has used a device of JAX.
-
-    JAX's public functions would do, but they take a lock. If another thread held the lock when this process
-    was forked, nobody ever releases it here.
-    """
+    """Return whether this process, or the one that it was forked from, has used a device of JAX."""
+    # JAX's public functions would do, but they take a lock. If another thread held the lock when this process
+    # was forked, nobody ever releases it here.
     bridge = sys.modules.get("jax._src.xla_bridge")
     return bridge is not None and bool(_attribute("jax", bridge, "_backends"))
 
 
 def leave_torchax(refuse: Callable[[], None]) -> None:
-    """Turn torchax off in a forked child, and have `refuse` raise the error wherever it would use JAX.
-
-    torchax's tensors keep their shape, dtype and device; of their methods only `dim` works without JAX.
-    """
+    """Turn torchax off in a forked child, and have `refuse` raise the error wherever it would use JAX."""
     if "torchax.interop" not in sys.modules:  # the last module that an import of torchax completes
         return
     torchax_off()  # for ever: nothing closes the context
+    # torchax's tensors keep their shape, dtype and device; of their methods only `dim` works without JAX.
     torchax = sys.modules["torchax"]
     for tensor_class in (torchax.tensor.Tensor, torchax.view.View):
         for name, member in list(vars(tensor_class).items()):
@@ -117,19 +105,14 @@ def leave_torchax(refuse: Callable[[], None]) -> None:
 
 
 def replace_array(tensor: Any, move: Callable[[Any], Any]) -> Any:
-    """Replace the array of a torchax tensor by `move(array)`, and return the tensor.
-
-    The tensor stays the same object. torchax's public functions would make a new one of a parameter.
-    """
+    """Replace the array of a torchax tensor by `move(array)`, and return the same tensor."""
+    # torchax's public functions would make a new object of a parameter.
     return _attribute("torchax", type(tensor), "apply_jax_")(tensor, move)
 
 
 def array_in(tensor: Any) -> Any:
-    """Return the array that a torchax tensor holds, None for a plain tensor.
-
-    torchax's public function takes a hundred times as long, and a call of a transformer reads a thousand
-    weights.
-    """
+    """Return the array that a torchax tensor holds, None for a plain tensor."""
+    # torchax's public function takes a hundred times as long, and a transformer has a thousand weights.
     return getattr(tensor, "_elem", None)
 
 
@@ -168,13 +151,11 @@ def teach_copying(kind: Any, tensor_of: Any, to_torch: Any, without_torchax: Any
 def one_program_each(registry: Any) -> None:
     """Compile torchax's additions, subtractions and products of tensors as one program each.
 
-    By itself torchax runs one program for `y * alpha`, one to convert each Python number, and then one for
-    the sum. A device's queue has room for 32 programs. A step of diffusers' DPM scheduler had 43, so Python
-    waited until one network was done before it sent the next.
-
-    Args:
-        registry: torchax's module of that name, whose table has each operator's function as `func`.
+    `registry` is torchax's module of that name, whose table has each operator's function as `func`.
     """
+    # By itself torchax runs one program for `y * alpha`, one to convert each Python number, and then one for
+    # the sum. A device's queue has room for 32 programs. A step of diffusers' DPM scheduler had 43, so Python
+    # waited until one network was done before it sent the next.
     import jax
 
     table = _attribute("torchax", registry, "all_aten_ops")
@@ -187,20 +168,15 @@ def one_program_each(registry: Any) -> None:
 
 
 def added_device() -> str:
-    """Return the name of the device that a package has added to PyTorch.
-
-    If no package has added one, that is torch's name for such a device, "privateuseone".
-    """
+    """Return the name of the device that a package has added to PyTorch, "privateuseone" if none has."""
     import torch
 
     return _attribute("torch", torch._C, "_get_privateuse1_backend_name")()
 
 
 def traced_whole(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that `torch.compile` traces by running it, as `jax.jit` does.
-
-    Any other function is traced by reading its bytecode, which fails for code of JAX.
-    """
+    """Return a function that `torch.compile` traces by running it, as `jax.jit` does."""
+    # Any other function is traced by reading its bytecode, which fails for code of JAX.
     import torch._dynamo
 
     return _attribute("torch", torch._dynamo, "nonstrict_trace")(function)
@@ -233,10 +209,8 @@ _PACKAGES = frozenset({"accelerate", "diffusers", "peft", "torch", "transformers
 
 
 def module_of(function: Any) -> str:
-    """Return the name of the module that a function or a method was written in.
-
-    `__module__` does not tell: `functools.wraps` copies it from another function.
-    """
+    """Return the name of the module that a function or a method was written in."""
+    # `__module__` does not tell: `functools.wraps` copies it from another function.
     while isinstance(function, functools.partial | MethodType):
         function = function.func if isinstance(function, functools.partial) else function.__func__
     if not isinstance(function, FunctionType):
@@ -252,11 +226,7 @@ def _is_original(method: FunctionType) -> bool:
 
 @functools.cache
 def _original_methods(kind: type) -> list[tuple[type, dict[str, Any]]]:
-    """Return each class of `_PACKAGES` that `kind` is or inherits from, with its methods at the first call.
-
-    `is_patched` compares later methods with these. None stands for a method that somebody had replaced before
-    the first call, so that it differs from any later method.
-    """
+    """Return `kind` and its bases that are of `_PACKAGES`, each with its methods at the first call."""
     from torch import nn
 
     bases = [
@@ -264,6 +234,8 @@ def _original_methods(kind: type) -> list[tuple[type, dict[str, Any]]]:
         for base in kind.__mro__
         if base is not nn.Module and base.__module__.partition(".")[0] in _PACKAGES
     ]
+    # `is_patched` compares later methods with these. None stands for a method that somebody had replaced
+    # before the first call, so that it differs from any later method.
     return [
         (
             base,
@@ -385,12 +357,9 @@ def positions(patch_embed: Any, height: int, width: int, frames: int) -> Any:
 
 
 def set_saved_package(model: Any, kind: type) -> None:
-    """Have a saved pipeline name the package of `kind`, and not the package of the model's own class.
-
-    `kind` is the stock class, of the same name as the model's. When a pipeline is saved, diffusers writes a
-    package for each part into model_index.json, and `from_pretrained` imports the part's class from it.
-    diffusers reads the package from the object's `__module__` (`_fetch_class_library_tuple`).
-    """
+    """Have a saved pipeline name the package of `kind`, the stock class of the same name as the model's."""
+    # diffusers writes the package of each part's `__module__` into model_index.json
+    # (`_fetch_class_library_tuple`), and `from_pretrained` imports the part's class from it.
     vars(model)["__module__"] = kind.__module__
 
 
@@ -410,10 +379,8 @@ COMPILED_CALL = "_compiled_call_impl"
 
 
 def is_offloaded(network: Any) -> bool:
-    """Return whether hooks move a network's weights between devices, or cast them, layer by layer.
-
-    accelerate marks such a network by the attribute `_hf_hook`, and diffusers by the names of its hooks.
-    """
+    """Return whether hooks move a network's weights between devices, or cast them, layer by layer."""
+    # accelerate marks such a network by the attribute `_hf_hook`, and diffusers by the names of its hooks.
     registries = (vars(module).get("_diffusers_hook") for module in network.modules())
     hooks = {name for registry in registries if registry is not None for name in registry.hooks}
     return hasattr(network, "_hf_hook") or not hooks.isdisjoint({"group_offloading", "layerwise_casting"})
@@ -458,10 +425,7 @@ class Hooked(NamedTuple):
 
 
 def take_hooks(model: Any) -> list[Hooked]:
-    """Take the hooks of diffusers' caches off a model's modules, and return them.
-
-    diffusers puts a hook on a module by replacing the module's `forward`; the modules get theirs back.
-    """
+    """Take the hooks of diffusers' caches off a model's modules, and return them."""
     taken = []
     for name, module in model.named_modules():
         registry = vars(module).get("_diffusers_hook")
@@ -495,13 +459,11 @@ def put_hooks(model: Any, hooks: list[Hooked]) -> None:
 
 
 def set_context(hook: Any, name: str | None) -> None:
-    """Select the state that a hook on no module uses: that of a named context, or none if the name is None.
-
-    A context is one pass of guidance, with the prompt or without. A hook without a `state_manager` has a
-    single state, and is left as it is.
-    """
+    """Select the state that a hook on no module uses: a named context's, or none if the name is None."""
     from diffusers.hooks.hooks import CacheContext
 
+    # A context is one pass of guidance, with the prompt or without. A hook without a `state_manager` has a
+    # single state.
     if hasattr(hook, "state_manager"):
         hook.state_manager.set_context(None if name is None else CacheContext(name))
 
@@ -513,27 +475,22 @@ def call_hook(hook: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any)
 
 
 def record_ratio(hook: Any, ratio: Any) -> None:
-    """Record a step's ratio for the calibration of MagCache, and count the step.
+    """Record a step's ratio for MagCache's calibration, which diffusers prints, and count the step.
 
-    Diffusers prints the recorded ratios after the last step.
-
-    Args:
-        hook: the last block's MagCache hook, whose context is set (`set_context`).
-        ratio: a tensor with one value. The first step has no earlier one to compare with, and 1 is recorded.
+    `hook` is the last block's, whose context is set (`set_context`); `ratio` is a tensor with one value.
     """
     state = hook.state_manager.get_state()
+    # The first step has no earlier one to compare with: 1 is recorded.
     state.calibration_ratios.append(float(ratio) if state.calibration_ratios else 1.0)
     _attribute("diffusers", type(hook), "_advance_step")(hook, state)
 
 
 @functools.cache
 def cached_block(kind: type) -> None:
-    """Register a class of blocks with diffusers' caches, as diffusers does for its CogVideoX block.
-
-    The caches look up in the registry which item of a block's result is the patches, and which the text.
-    """
+    """Register a class of blocks with diffusers' caches, as diffusers does for its CogVideoX block."""
     from diffusers.hooks import _helpers
 
     registry = _attribute("diffusers", _helpers, "TransformerBlockRegistry")
     metadata = _attribute("diffusers", _helpers, "TransformerBlockMetadata")
+    # The caches look up here which item of a block's result is the patches, and which the text.
     registry.register(kind, metadata(return_hidden_states_index=0, return_encoder_hidden_states_index=1))

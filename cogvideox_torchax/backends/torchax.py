@@ -40,10 +40,7 @@ class Torchax(Backend):
         return runtime.to_jax(x)
 
     def _step(self, name: str, network: nn.Module) -> Step:
-        """Return the function (chunk, cache) -> (result, next cache) of a network, on arrays.
-
-        The model keeps the network's program under `name`.
-        """
+        """Return a network as (chunk, cache) -> (result, next cache), on arrays, by the model's program."""
         program = runtime.programs_of(self.vae).get(name, network, runtime.Program)
         return program.step(program.weights(network))
 

@@ -75,10 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _ended_by_ctrl_c() -> Iterator[None]:
-    """Have Ctrl-C end the process at once, while the `with` block imports packages.
-
-    A `KeyboardInterrupt` in the import of a C++ module may abort the process with a dump.
-    """
+    """Have Ctrl-C end the process at once, while the `with` block imports packages."""
+    # A `KeyboardInterrupt` in the import of a C++ module may abort the process with a dump.
     previous_handler = signal.getsignal(signal.SIGINT)
     # Another handler than Python's default stays. Python sets handlers only in the main thread.
     is_replaced = (

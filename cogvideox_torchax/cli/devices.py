@@ -20,10 +20,8 @@ Fetch = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _check_options(args: argparse.Namespace, need_mesh: tuple[str, ...]) -> None:
-    """Raise `ValueError` for options of several devices or processes that would have no effect.
-
-    `need_mesh` names the options that need a backend which runs on a mesh.
-    """
+    """Raise `ValueError` for options of several devices or processes that would have no effect."""
+    # `need_mesh` names the options that need a backend which runs on a mesh.
     for name in need_mesh:
         if getattr(args, name) and not backends.backend(args.backend).runs_on_mesh:
             raise ValueError(
@@ -111,13 +109,11 @@ def process_shard(args: argparse.Namespace) -> Iterator[ProcessShard]:
 
 @contextlib.contextmanager
 def _connected(args: argparse.Namespace) -> Iterator[Any]:
-    """Connect this process to the command's other processes; yield the package `sharding`.
-
-    Until the block ends, stdout goes to stderr, because gloo, which connects CPUs, prints there.
-    """
+    """Connect this process to the command's other processes; yield the package `sharding`."""
     from cogvideox_torchax import sharding
 
     sys.stdout.flush()
+    # Until the block ends, stdout goes to stderr, because gloo, which connects CPUs, prints there.
     # By file descriptors (1 is stdout, 2 is stderr), as gloo is C++ and does not print into `sys.stdout`.
     stdout = os.dup(1)
     os.dup2(2, 1)

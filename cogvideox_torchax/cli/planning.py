@@ -208,10 +208,7 @@ def _with(args: argparse.Namespace, **changes: Any) -> argparse.Namespace:
 def _video_would_fit(
     args: argparse.Namespace, request: PlanRequest, chip: chips.Chip, programs: Sequence[ProgramPlan]
 ) -> list[jobs.Change]:
-    """Return the changes of which each alone makes a video fit: tiles, and a larger slice.
-
-    `programs` are the plans of the request, which do not fit.
-    """
+    """Return the changes of which each alone makes a video fit: tiles, and a larger slice."""
     vae, job = jobs.weightless_vae(args.model, common.parse_dtype(args.dtype)), jobs.Job(**request.job)
     options = {"dp": args.dp, "backend": args.backend}
     devices, peak = list(request.mesh.devices.flat), peak_bytes(programs)
@@ -225,11 +222,8 @@ def _video_would_fit(
 def _pipeline_would_fit(
     args: argparse.Namespace, request: PlanRequest, chip: chips.Chip, programs: Sequence[ProgramPlan]
 ) -> list[jobs.Change]:
-    """Return the changes of which each alone makes a pipeline fit.
-
-    They are its prompt encoded on the host, and the smallest larger slice. `programs` are the plans of the
-    request, which do not fit; the first one is the text encoder's.
-    """
+    """Return the changes of which each alone makes a pipeline fit: its prompt on the host, a larger slice."""
+    # The first of `programs`, the request's plans, is the text encoder's.
     changes = []
     # Without the text encoder's program, and without its weights beside the other programs.
     without_text = peak_bytes(programs[1:], request.beside[1:]) - _bytes(request, "text_encoder")

@@ -75,10 +75,7 @@ class OutputDirectory:
         return reserved(self.directory / f"{self.FAILED}-{self.shard.index}", ".lock")
 
     def add(self, clip_id: str, path: Path, source: Any) -> None:
-        """Count a clip as done if its output `path` exists, as bad if it failed before, else as missing.
-
-        `source` is the value for `missing`.
-        """
+        """Count a clip as done if `path` exists, as bad if it failed before; else `missing` gets `source`."""
         if path.exists():
             # A run that was killed after it had put the output in place may have left its hidden directory.
             remove_leftover(hidden(path, WRITING))
@@ -108,10 +105,7 @@ def failures(path: Path) -> dict[str, str]:
 
 
 def check_settings(found: Any, wanted: dict[str, Any], where: Path) -> None:
-    """Raise `OutputError`, which names the differences, unless `where` was made with the `wanted` settings.
-
-    `found` are the settings that `where` names, or any other value if it names none.
-    """
+    """Raise `OutputError`, which names the differences, unless `where` has the `wanted` settings."""
     if not isinstance(found, dict):
         raise OutputError(f"{where} does not say by which settings it was made: give another directory")
     differing = [
@@ -135,11 +129,9 @@ class LatentDirectory(OutputDirectory):
     """A directory of latents, to which `work` adds those of the clips that it lacks.
 
     Args:
-        directory: made if it does not exist.
         unit: encodes the clips.
         clips: all clips, of all processes.
-        shard: the share of this process; None for all clips.
-        retry: whether clips that failed in an earlier run are tried again.
+        directory, shard, retry: as for `OutputDirectory`; without a shard, this process has all clips.
 
     Raises:
         OutputError: the directory cannot be written, or holds latents of other settings.
@@ -174,10 +166,7 @@ class LatentDirectory(OutputDirectory):
         return self.directory / (clip.id if self._unit.config.windows else f"{clip.id}.safetensors")
 
     def work(self, *, readers: int = loop.READERS) -> Iterator[loop.Step]:
-        """Encode the missing clips; yield the outcome of each, whose result has each latent file's `about`.
-
-        `readers` is the number of clips that are read at a time.
-        """
+        """Encode the missing clips; yield each one's outcome, whose result has its latent files' `about`s."""
         for step in loop.work(
             jobs=self.missing,
             read=lambda clip_id: self._unit.read(self.missing[clip_id]),
@@ -251,15 +240,10 @@ class Changes:
 class VideoDirectory(OutputDirectory):
     """A directory of videos, to which `work` adds those of the clips that it lacks.
 
-    Every process meets a file that cannot be read, and a clip whose video cannot have its name; only the
-    first process has them in `bad`, so that they are reported once.
-
     Args:
-        directory: made if it does not exist.
         files: files of latents, of one clip or several.
         fps: frames a second; None for each clip's own.
-        shard: the share of this process; None for all clips.
-        retry: whether clips that failed in an earlier run are tried again.
+        directory, shard, retry: as for `OutputDirectory`; without a shard, this process has all clips.
 
     Raises:
         OutputError: the directory cannot be written, or has videos of the clips from elsewhere.
@@ -283,6 +267,8 @@ class VideoDirectory(OutputDirectory):
         self._settings = self.directory / self.SETTINGS
         refused: dict[str, str] = {}
         entries = list(self._valid_entries(files, refused))
+        # Every process meets a file that cannot be read, and a clip whose video cannot have its name; the
+        # first process alone reports them.
         if self.shard.index == 0:
             self.bad |= refused
         for clip_id, read in entries[self.shard.index :: self.shard.count]:
@@ -294,10 +280,7 @@ class VideoDirectory(OutputDirectory):
             )
 
     def _valid_entries(self, files: Sequence[Path], refused: dict[str, str]) -> Iterator[formats.Entry]:
-        """Yield the entries, (id, function that reads the latents), of videos that can be written.
-
-        `refused` gets the reason for each other entry, by its id, and for each broken file, by its path.
-        """
+        """Yield the entries of videos that can be written; `refused` gets the reasons for others, by id."""
         clips: list[tuple[Path, formats.Entry]] = []  # each entry with its file
         for file in files:
             try:
@@ -323,10 +306,7 @@ class VideoDirectory(OutputDirectory):
         return self.directory / f"{clip_id.removesuffix('.mp4')}.mp4"
 
     def save_or_check_settings(self, settings: dict[str, Any]) -> None:
-        """Write the videos' settings if a clip is missing and no file has them yet.
-
-        Raise `OutputError` if a file has other settings.
-        """
+        """Write the settings if a clip is missing and no file has any; `OutputError` if a file has others."""
         settings = {**settings, "fps": None if self._fps is None else str(self._fps)}
         # Of several processes one writes the file. The others wait until it is there.
         while self.missing and not self._settings.exists():
@@ -346,10 +326,7 @@ class VideoDirectory(OutputDirectory):
         return None
 
     def work(self, unit: DecodeClip, *, readers: int = loop.READERS) -> Iterator[loop.Step]:
-        """Decode the clips whose video is missing, chunk by chunk; yield the outcome of each.
-
-        `unit` decodes one clip's latents. `readers` is the number of clips whose latents are read at a time.
-        """
+        """Decode the clips whose video is missing with `unit`, chunk by chunk; yield the outcome of each."""
 
         def decode(clip: tuple[str, latent_files.Latents]) -> None:
             clip_id, latents = clip

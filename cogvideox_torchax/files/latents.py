@@ -204,10 +204,8 @@ def _foreign(path: str | Path) -> LatentsError:
 
 
 def _checked(path: str | Path, fields: Any) -> dict[str, Any]:
-    """Check the JSON value of a latent file by `_CHECKS`; return the fields that are arguments of `Latents`.
-
-    The config's `FACTORS` are checked one by one, so that an error names the factor.
-    """
+    """Check the JSON value of a latent file by `_CHECKS`; return the fields that `Latents` takes."""
+    # The config's `FACTORS` are checked one by one, so that an error names the factor.
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         raise _foreign(path)
     if _clips(fields) is not None:

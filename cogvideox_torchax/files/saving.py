@@ -63,10 +63,7 @@ def _array(frames: Any) -> np.ndarray:
 
 
 def _one_video(array: np.ndarray, *, original: Any) -> np.ndarray:
-    """Return the array of one video as (T, H, W, 3), or raise `VideoError`.
-
-    The message names the type and shape of `original`, the user's argument that `array` was made from.
-    """
+    """Return one video as (T, H, W, 3); `VideoError` names the type and shape of `original`, the argument."""
     kind, shape = type(original).__name__, tuple(getattr(original, "shape", array.shape))
     is_float = np.issubdtype(array.dtype, np.floating)
     if not is_float and array.dtype != np.uint8:

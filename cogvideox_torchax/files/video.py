@@ -91,12 +91,10 @@ class VideoInfo:
 
     @property
     def variable(self) -> bool:
-        """True if the frame rate varies.
-
-        Times are whole ticks, so at a steady rate the gaps may differ by one tick. Where a gap is four ticks
-        or shorter, one tick is a large part of it, and any difference counts as varying.
-        """
+        """True if the frame rate varies."""
         shortest, longest = self.gaps
+        # Times are whole ticks, so at a steady rate the gaps may differ by one tick. Where a gap is four
+        # ticks or shorter, one tick is a large part of it, and any difference counts as varying.
         return longest - shortest > (self.tick if 4 * self.tick < shortest else 0)
 
     def at_rate(self, fps: Fraction) -> list[int]:
@@ -139,10 +137,7 @@ def _name_for_messages(source: Source) -> Path:
 
 @contextlib.contextmanager
 def _opened(source: Source, **options: str) -> Iterator[tuple[Any, Any]]:
-    """Open a video file, with FFmpeg's `options`; yield PyAV's container and its video stream.
-
-    Raise `VideoError` if this fails, and in place of FFmpeg's errors in the `with` block.
-    """
+    """Open a video file; yield PyAV's container and stream. FFmpeg's errors turn into `VideoError`."""
     av, path = _av(), _name_for_messages(source)
     if not isinstance(source, bytes):
         if not path.exists():
@@ -165,10 +160,8 @@ def _opened(source: Source, **options: str) -> Iterator[tuple[Any, Any]]:
 
 
 def _main_stream(container: Any, kind: str) -> Any:
-    """Return the best stream of a `kind`, "video" or "audio", by FFmpeg; None without one.
-
-    A still cover picture, which FFmpeg counts as video, is left out.
-    """
+    """Return the best stream of a `kind`, "video" or "audio", by FFmpeg; None without one."""
+    # A still cover picture, which FFmpeg counts as video, is left out.
     still = _av().stream.Disposition.attached_pic
     moving = [each for each in getattr(container.streams, kind) if still not in each.disposition]
     best = container.streams.best(kind)
@@ -236,24 +229,19 @@ class Orientation(NamedTuple):
 
     @classmethod
     def of(cls, frame: Any) -> Self:
-        """Return the orientation of a decoded frame, by its display matrix; upright if it has none.
-
-        The matrix is that of ISO/IEC 14496-12: nine integers, row by row. A pixel at (x, y) is shown at x' =
-        a x + c y and y' = b x + d y.
-        """
+        """Return the orientation of a decoded frame, by its display matrix; upright if it has none."""
         matrix = frame.side_data.get("DISPLAYMATRIX")
         if matrix is None:
             return cls()
+        # The matrix is that of ISO/IEC 14496-12: nine integers, row by row. A pixel at (x, y) is shown at
+        # x' = a x + c y and y' = b x + d y.
         a, b, _, c, d, *_ = struct.unpack("=9i", bytes(matrix))
         # For a quarter turn a and d are 0: then y' follows x by b, and x' follows y by c.
         swapped = abs(b) > abs(a)
         return cls(swapped, upward=(b if swapped else d) < 0, leftward=(c if swapped else a) < 0)
 
     def sides(self, sides: tuple[int, int]) -> tuple[int, int]:
-        """Exchange (height, width) if the frame is stored on its side.
-
-        The exchange is its own inverse: it makes the upright sides of stored ones, and the stored of upright.
-        """
+        """Exchange (height, width) if the frame is stored on its side; a second call undoes this."""
         return (sides[1], sides[0]) if self.swapped else sides
 
     def pixels(self, pixels: np.ndarray) -> np.ndarray:
@@ -617,10 +605,8 @@ class _Mp4Sink(Sink):
         self._container.close()
 
     def close(self) -> None:
-        """Close the source of the sound and the .mp4, without writing another packet.
-
-        If the header could not be written to a full disk, another packet would crash FFmpeg.
-        """
+        """Close the source of the sound and the .mp4, without writing another packet."""
+        # If the header could not be written to a full disk, another packet would crash FFmpeg.
         self._sound.close()
         # Closing writes the file's end, which fails if a frame failed: the frame's error is to be reported.
         with contextlib.suppress(_av().error.FFmpegError):

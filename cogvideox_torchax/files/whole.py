@@ -130,10 +130,8 @@ def hidden(path: str | Path, suffix: str) -> Path:
 
 
 def _make_locked(place: Path, path: str | Path) -> int:
-    """Make and lock an empty directory, for the output `path`; return its descriptor, which holds the lock.
-
-    The directory of a killed run is removed first. `LockedError` if another run holds the lock.
-    """
+    """Make and lock an empty directory for the output `path`; return its descriptor, which holds the lock."""
+    # Another run's lock raises `LockedError`; what a killed run has left is removed.
     while True:
         place.mkdir(exist_ok=True)
         # Another run may remove the directory before it is opened, or before it is locked: then try again.

@@ -118,10 +118,7 @@ def layers(program: runtime.Program, text: str) -> list[Row]:
 def _row(
     name: str, shapes: set[tuple[int, ...]] | None, of_layer: list[Instruction], place: MeshPlace
 ) -> Row:
-    """Return the row of a layer, given the shapes of its activations and its instructions.
-
-    `shapes` is None for `ELSEWHERE`, whose row has no activation.
-    """
+    """Return a layer's row by its activations' shapes (None for `ELSEWHERE`) and its instructions."""
     computing = [
         instruction
         for instruction in of_layer
@@ -145,10 +142,8 @@ def _row(
 def _shard_count(
     shapes: set[tuple[int, ...]], largest: tuple[int, ...], computing: list[Instruction], place: MeshPlace
 ) -> int | None:
-    """Return the number of devices that split a layer's activations: 1 for no split, None if not known.
-
-    `computing` are the layer's instructions, among whose results the activations are searched by shape.
-    """
+    """Return the number of devices that split a layer's activations: 1 for no split, None if not known."""
+    # `computing` are the layer's instructions, among whose results the activations are searched by shape.
     results = {array.shape for instruction in computing for array in instruction.results}
     axis_shards = place.parts(place.spec(largest))  # number of shards of each axis, as requested
     shards = math.prod(axis_shards)
@@ -165,10 +160,8 @@ def _shard_count(
 
 
 def _can_hold(result: tuple[int, ...], activation: tuple[int, ...]) -> bool:
-    """Return whether an array of shape `result` can be an activation of shape `activation`.
-
-    XLA transposes an activation's axes, and joins some of them. Weights seldom have such a shape by chance.
-    """
+    """Return whether an array of shape `result` can be an activation of shape `activation`."""
+    # XLA transposes an activation's axes, and joins some of them. Weights seldom have such a shape by chance.
     if math.prod(result) != math.prod(activation):
         return False
     if not result:

@@ -96,11 +96,9 @@ class _Form:
 
 @functools.lru_cache(maxsize=1024)
 def _interned(form: _Form) -> _Form:
-    """Return one object for all equal forms.
-
-    A form is an attribute of a `MethodCall`, and the snapshot that selects a program compares such attributes
-    by identity.
-    """
+    """Return one object for all equal forms."""
+    # A form is an attribute of a `MethodCall`, and the snapshot that selects a program compares such
+    # attributes by identity.
     return form
 
 
@@ -115,11 +113,7 @@ class MethodCall(nn.Module):
         self.form = form
 
     def forward(self, arguments: dict[str, Any], cache: None) -> tuple[Any, None]:
-        """Run the method while a program is traced; return (its result, None).
-
-        Args:
-            arguments: the program's arguments, by the text of their position.
-            cache: None, which programs of other networks use.
+        """Run the method while a program is traced, on arguments by the text of their position.
 
         Raises:
             UntraceableError: the method writes into its model or its arguments, or returns an object that no
@@ -165,11 +159,7 @@ class _Result:
 
     @classmethod
     def of(cls, result: Any) -> "_Result":
-        """Take a method's result apart.
-
-        Raises:
-            UntraceableError: the result holds an object that is neither a tensor nor one of `VALUES`.
-        """
+        """Take a result apart; `UntraceableError` if a leaf is neither a tensor nor one of `VALUES`."""
         leaves, structure = pytree.tree_flatten(result)
         for leaf in leaves:
             if not isinstance(leaf, (torch.Tensor, *VALUES)):
@@ -259,12 +249,10 @@ def mixing() -> Iterator[None]:
 class _Numbers:
     """What earlier calls tell about the numbers among a call's arguments: which ones the program takes.
 
-    A number is a constant of the program, until its value changes from one call to the next. Then it becomes
-    an argument, so that one program serves all values.
-
     Attributes:
         last: by position, the numbers of the last call.
-        varying: positions of the numbers that have changed, which are arguments of the program.
+        varying: positions of the numbers that have changed. They are arguments of the program, so that one
+            program serves all values; all other numbers are constants.
         branched: positions of the numbers that have changed and that a trace must know, as the method
             branches on them. They stay constants, and each value has a program.
         checked: positions of the numbers that are arguments, and for which a program with them as constants
@@ -358,13 +346,7 @@ def method_program(
 
 
 def _run_compiled(model: nn.Module, method: Method, leaves: list[Any], structure: Any, place: Place) -> Any:
-    """Run a method as a program, and return its result.
-
-    `leaves` are those of the call's arguments, with arrays in the place of tensors.
-
-    Raises:
-        UntraceableError: no program can run the method.
-    """
+    """Run a method as a program, on `leaves` with arrays for tensors; `UntraceableError` if it has none."""
     tensors = {position for position, leaf in enumerate(leaves) if not isinstance(leaf, VALUES)}
     numbers = {position: leaf for position, leaf in enumerate(leaves) if type(leaf) in (int, float)}
     states = _NUMBERS.setdefault(model, {})
@@ -423,11 +405,8 @@ def _run_form(model: nn.Module, form: _Form, leaves: list[Any], place: Place) ->
 
 
 def _are_alike(result: _Result, other: _Result) -> bool:
-    """Return whether two results of one method are equal but for rounding.
-
-    XLA computes a constant in other ways than an argument, so values are not equal to the last bit. Their
-    difference is measured against the largest finite value of `other`.
-    """
+    """Return whether two results of one method are equal but for rounding."""
+    # XLA computes a constant in other ways than an argument, so values are not equal to the last bit.
     if result.constants != other.constants:
         return False
     for array, other_array in zip(result.tensors, other.tensors, strict=True):
@@ -441,11 +420,7 @@ def _are_alike(result: _Result, other: _Result) -> bool:
 
 
 def _without_gradient(model: nn.Module, leaves: list[Any], why: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a result of a call through which a backward pass raises an error with the message `why`.
-
-    It does so if a gradient is wanted, of a weight of the model or of a tensor among `leaves`, the leaves of
-    the call's arguments.
-    """
+    """Return a result whose backward pass raises `why`, if the model or one of `leaves` wants a gradient."""
     if not on_jax(tensor) or not tensor.is_floating_point() or not torch.is_grad_enabled():
         return tensor
     trained = (leaf for leaf in leaves if _is_tensor(leaf) and leaf.requires_grad)
@@ -460,9 +435,8 @@ def _run_by_operation(
     """Run a method operation by operation; what it writes into its arguments, the caller's tensors get.
 
     Args:
-        model, method: the model and its method.
         arguments: the caller's (args, kwargs).
-        placed: the leaves of `arguments`, with arrays on the program's devices in the place of tensors.
+        placed: their leaves, with arrays on the program's devices in the place of tensors.
 
     Raises:
         ValueError: the method changes a container, and has got a copy of the caller's container.

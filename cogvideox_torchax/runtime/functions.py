@@ -29,10 +29,7 @@ class RandomInTraceError(ValueError):
 
 
 def replace_functions(table: dict[Any, Any]) -> None:
-    """Replace functions in torchax's table of operators, for all of the process.
-
-    `table` has an entry for each function of torch, and for each operator of `torch.ops.aten`.
-    """
+    """Replace functions and operators (of `torch.ops.aten`) in torchax's table, for all of the process."""
     aten = torch.ops.aten
     functions = {F.scaled_dot_product_attention: _attention(table[F.scaled_dot_product_attention].func)}
     for draw in (torch.randn, torch.rand, torch.randint):  # each also has an operator of its name
@@ -48,12 +45,7 @@ def replace_functions(table: dict[Any, Any]) -> None:
 
 
 def replace_keys(environment: Any) -> None:
-    """Have the random functions that torchax keeps, such as dropout, follow torch's seed, and refuse a trace.
-
-    Args:
-        environment: torchax's class of environments. These functions get a key for JAX's random numbers from
-            its method `get_and_rotate_prng_key`, which is replaced.
-    """
+    """Have torchax's own random functions, such as dropout, follow torch's seed, and refuse a trace."""
 
     def key(_self: Any, generator: torch.Generator | None = None) -> Any:
         if _in_program():
@@ -61,14 +53,13 @@ def replace_keys(environment: Any) -> None:
         with no_dispatch(), torch._C.DisableTorchFunction():  # torch's own `randint`, even if torchax is on
             return jax.random.PRNGKey(int(torch.randint(2**31 - 1, (), generator=generator)))
 
+    # These functions get a key for JAX's random numbers from this method of torchax's class of environments.
     environment.get_and_rotate_prng_key = key
 
 
 def _in_program() -> bool:
-    """Return whether an array that is made now has no value, since JAX is tracing a program.
-
-    `upstream.is_tracing` is true also while JAX computes a gradient, which may draw random numbers.
-    """
+    """Return whether an array that is made now has no value, since JAX is tracing a program."""
+    # `upstream.is_tracing` is true also while JAX computes a gradient, which may draw random numbers.
     return is_traced(jnp.zeros(()))
 
 
@@ -92,11 +83,9 @@ def _attention(torchax_attention: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _kernel_takes(q: Any, k: Any, v: Any, mask: Any) -> bool:
-    """Return whether `_attend` computes this attention: heads and dtypes are equal, and a mask is of keys.
-
-    A mask of keys (N or 1, 1, 1, K) is the same for all heads and queries.
-    """
+    """Return whether `_attend` computes this attention: heads and dtypes are equal, and a mask is of keys."""
     heads_fit = q.ndim == k.ndim == v.ndim and q.shape[:-2] == k.shape[:-2] == v.shape[:-2]
+    # A mask of keys (N or 1, 1, 1, K) is the same for all heads and queries.
     is_of_keys = mask is None or (
         mask.dtype == bool and mask.ndim == q.ndim == 4 and mask.shape[1:3] == (1, 1)
     )
@@ -104,11 +93,7 @@ def _kernel_takes(q: Any, k: Any, v: Any, mask: Any) -> bool:
 
 
 def _attend(query: Any, key: Any, value: Any, mask: Any, scale: float | None) -> Any:
-    """Return attention (..., H, S, D) by `jax_kernels.attention`; `mask` is (N or 1, 1, 1, K) or None.
-
-    The kernel takes no mask, so one more channel carries it: 1 in each query, and 0 or `MASKED` in each key.
-    The product of the two adds 0 or `MASKED` to the scores of that key.
-    """
+    """Return attention (..., H, S, D) by `jax_kernels.attention`; `mask` is (N or 1, 1, 1, K) or None."""
     import jax_kernels  # here, as this import takes longer than all of the other imports together
 
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
@@ -123,6 +108,8 @@ def _attend(query: Any, key: Any, value: Any, mask: Any, scale: float | None) ->
     channels = max(q.shape[-1], v.shape[-1])
     added = 0 if mask is None else EXTRA_CHANNELS
     q, k, v = (jnp.pad(x, ((0, 0),) * 3 + ((0, channels + added - x.shape[-1]),)) for x in (q, k, v))
+    # The kernel takes no mask, so one more channel carries it: 1 in each query, and 0 or `MASKED` in each
+    # key. Their product is added to the scores of that key.
     if mask is not None:
         bias_NK = jnp.where(jnp.broadcast_to(mask[:, 0, 0], k.shape[:2]), 0, MASKED).astype(k.dtype)
         q = q.at[..., channels].set(1)
@@ -132,12 +119,10 @@ def _attend(query: Any, key: Any, value: Any, mask: Any, scale: float | None) ->
 
 
 def _split_by_video(x: Any) -> Any:
-    """Return queries, keys or values (N, S, H, D), constrained on a mesh to a split by videos alone.
-
-    The kernel splits heads too. Without the constraint XLA's partitioner would propagate that split to
-    earlier operations, and compute one of them wrongly: `x[:, a:] = rotated`, for some of the tokens (JAX
-    0.10.2, on a CPU).
-    """
+    """Return queries, keys or values (N, S, H, D), constrained on a mesh to a split by videos alone."""
+    # The kernel splits heads too. Without the constraint XLA's partitioner would propagate that split to
+    # earlier operations, and compute one of them wrongly: `x[:, a:] = rotated`, for some of the tokens (JAX
+    # 0.10.2, on a CPU).
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.manual_axes:
         return x
@@ -163,13 +148,11 @@ def _drawn_on_host(draw: Callable[..., torch.Tensor]) -> Callable[..., Any]:
 
 
 def _of_array(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return a function of a JAX array that calls `function` with an empty tensor like the array.
-
-    `function` reads no values of the tensor: it draws a new tensor like it, or fills it with random numbers.
-    """
+    """Return a function of a JAX array that calls `function` with an empty tensor like the array."""
 
     @functools.wraps(function)
     def call(array: Any, *args: Any, **options: Any) -> torch.Tensor:
+        # `function` reads no values: it draws a new tensor, or fills this one with random numbers.
         dtype = getattr(torch, array.dtype.name)
         return function(torch.empty(array.shape, dtype=dtype), *args, **options)
 

@@ -65,21 +65,15 @@ def watched(
 
 
 def by_kernel(module: nn.Module, x: torch.Tensor) -> bool:
-    """Return whether a ported layer runs its kernel on `x`, and not the method that it inherits.
-
-    The kernel runs if `x` is on an accelerator and nobody has replaced a method of diffusers' class, from
-    which the layer's class inherits.
-    """
+    """Return whether a ported layer runs its kernel on `x`, and not the method that it inherits."""
+    # The inherited method also runs if somebody has replaced a method of diffusers' class.
     return on_accelerator(x) and not is_patched(type(module))
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Return whether a module must be called itself, so that no fused kernel may run in its place.
-
-    It must if it has a `forward` set on the instance, or a hook that may read or change values, or if
-    somebody has replaced a method of its class.
-    """
+    """Return whether a module must be called itself, so that no fused kernel may run in its place."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    # Hooks count if they may read or change values.
     has_hooks = any(not getattr(hook, "names_only", False) for hook in hooks)
     return "forward" in vars(module) or has_hooks or is_patched(type(module))
 
@@ -87,9 +81,7 @@ def is_watched(module: nn.Module) -> bool:
 def as_layer(module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls `run` in place of a module, within the module's name scope.
 
-    Args:
-        module: a module for which `is_watched` is false, so that its hooks only name scopes.
-        run: function of the module's inputs to its result.
+    `is_watched` is false for the module, so its hooks only name scopes. `run` takes the module's inputs.
     """
 
     def call(*inputs: Any) -> Any:
@@ -136,11 +128,7 @@ def profiling(directory: str | Path) -> Iterator[None]:
 
 
 def named_layers(network: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which tracing a network names instructions after its layers, if profiling.
-
-    Args:
-        network: a skeleton (a copy of a user's modules, made to be traced); it gets hooks.
-    """
+    """Return a context in which tracing a network's skeleton names instructions by layer, if profiling."""
     if not _profiling:
         return contextlib.nullcontext()
     # A layer is every module but the root, whose name is "" and so counts as false.

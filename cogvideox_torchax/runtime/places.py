@@ -184,10 +184,7 @@ class ArrayProgram:
         return weights, self._structs(inputs), cache
 
     def _cache_structs(self, weights: Any, inputs: Any) -> Any:
-        """Return the structs of the cache that a call without a cache returns.
-
-        The weights and inputs may be arrays or structs: nothing is computed.
-        """
+        """Return the structs of the cache that a call without one returns, for arrays or structs."""
         _, cache = jax.eval_shape(self._compiled, weights, inputs, None)
         return jax.tree.map(
             lambda array: jax.ShapeDtypeStruct(

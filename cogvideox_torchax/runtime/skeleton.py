@@ -54,17 +54,14 @@ class _Uncompiled(nn.Module):
 
 
 def _copy_module(module: Module, copies: dict[int, Any]) -> Module:
-    """Copy a module and its children, around the same weights.
-
-    `copies` has the copies made so far, by the ids of their originals. It gets a copy before the children are
-    copied, as a child may refer to its parent.
-    """
+    """Copy a module and its children, around the same weights; `copies` has the copies made so far, by id."""
     if id(module) in copies:
         return copies[id(module)]
     if upstream.is_compiled(module):
         copies[id(module)] = wrapper = _Uncompiled()
         wrapper.add_module("_orig_mod", _copy_module(module.get_submodule("_orig_mod"), copies))
         return copies[id(module)]
+    # `copies` gets a copy before the children are copied, as a child may refer to its parent.
     copied = copies[id(module)] = object.__new__(type(module))
     attributes = {
         name: _copy_value(value, copies, in_processor=name == PROCESSOR)

@@ -173,10 +173,7 @@ class _ModuleSnapshot:
 
 
 def _classes(modules: Iterable[_ModuleSnapshot]) -> set[type]:
-    """Return the classes of recorded modules and attention processors, and the classes they inherit from.
-
-    Those of `nn.Module` itself are left out.
-    """
+    """Return the classes of recorded modules and attention processors, and their bases but `nn.Module`'s."""
     kinds = {type(each.attributes[PROCESSOR]) for each in modules if PROCESSOR in each.attributes}
     kinds |= {each.kind for each in modules}
     return {base for kind in kinds for base in kind.__mro__} - {*nn.Module.__mro__}

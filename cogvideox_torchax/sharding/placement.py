@@ -128,10 +128,8 @@ class Placement(MeshPlace):
         return self._spec_along(shape, self.axes.index("W"))
 
     def _spec_along(self, shape: tuple[int, ...], axis: int) -> PartitionSpec:
-        """Return the spec of an array of this shape, split by video over "dp" and along `axis` over "tp".
-
-        If "dp" does not divide the number of videos, the array is split along `axis` over "dp" and "tp".
-        """
+        """Return the spec of an array, split by video over "dp" and along `axis` over "tp"."""
+        # If "dp" does not divide the number of videos, the array is split along `axis` over "dp" and "tp".
         video_axis = self.axes.index("N")
         by_video = shape[video_axis] % self.mesh.shape["dp"] == 0
         # By an axis of the array, the mesh axes that split it; AXES is ("dp", "tp").

@@ -178,10 +178,7 @@ class Exchange:
         return array
 
     def _join(self, array: jax.Array) -> "torch.Tensor":
-        """Return the whole array of the last chunk, from the files of all processes.
-
-        `array` has the shape, the dtype and the shards of the chunk.
-        """
+        """Return the whole of `array`, the last chunk, from the files of all processes."""
         whole = np.empty(array.shape, array.dtype)
         for process, shards in shards_by_process(array).items():
             with self._wait(self._path(self._chunks, process)).open("rb") as file:
@@ -191,10 +188,8 @@ class Exchange:
         return runtime.plain_tensor(whole)
 
     def _wait(self, path: Path) -> Path:
-        """Wait for a file, and return its path; raise `RuntimeError` if a process has failed.
-
-        If a process has died, JAX's runtime ends this one.
-        """
+        """Wait for a file, and return its path; raise `RuntimeError` if a process has failed."""
+        # If a process has died, JAX's runtime ends this one.
         pause = 0.001  # seconds between two checks; longer the longer the file takes
         while not path.exists():
             for failure in self.directory.glob("*.failed"):

@@ -140,11 +140,7 @@ class Result:
 
 
 def make_candidate(name: str, dtype: torch.dtype, reference: DiffusersAutoencoder) -> Candidate:
-    """Return a backend, by its name, that has a copy of the reference's weights in another dtype.
-
-    Raises:
-        BackendError: a backend that is unknown, or not part of this installation.
-    """
+    """Return a backend with a copy of the reference's weights; `BackendError` if it is not available."""
     # Not `copy.to(dtype)`: diffusers wraps that method in a way that pyright cannot follow.
     copied = nn.Module.to(copy.deepcopy(reference), dtype)
     return Candidate(name, dtype, backend(name).from_native(copied))
@@ -154,10 +150,7 @@ def make_candidate(name: str, dtype: torch.dtype, reference: DiffusersAutoencode
 
 
 class Differences(NamedTuple):
-    """The differences of a layer's output from the reference's.
-
-    The attributes are numbers for one chunk (`between`), or arrays with a number for each chunk
-    (`of_chunks`).
+    """A layer's differences from the reference, in numbers for one chunk, or arrays with a number for each.
 
     Attributes:
         size: number of values.
@@ -207,14 +200,8 @@ def compare_layers(
 ) -> list[Layers]:
     """Run the reference and all candidates over the same chunks, and compare the outputs of layers.
 
-    Args:
-        reference: diffusers' model in float32.
-        candidates: the backends to compare.
-        direction: the direction that is compared.
-        x: the direction's whole input (N, C, T, H, W): a video, or latents.
-
-    Returns:
-        For each candidate, in order, the differences of the layers that its backend has.
+    Return, for each candidate in order, the differences of the layers that its backend has. `x` is the
+    direction's whole input (N, C, T, H, W): a video, or latents.
     """
     # A recorder runs a chunk, and returns the outputs of the layers whose names `LAYER_NAME` matches.
     recorders = [candidate.backend.recorder(direction, LAYER_NAME.fullmatch) for candidate in candidates]
@@ -236,13 +223,9 @@ def compare_layers(
 def _layer_error(
     name: str, dtype: torch.dtype, chunks: list[Differences], torch_bfloat16: list[Differences]
 ) -> LayerError:
-    """Return the error of a layer over all chunks.
+    """Return the error of a layer over all chunks, from each chunk's differences.
 
-    Args:
-        name: the layer's name.
-        dtype: the candidate's.
-        chunks: the candidate's differences from the reference, for each chunk.
-        torch_bfloat16: those of PyTorch in bfloat16; not read for a candidate in float32.
+    `torch_bfloat16` are those of PyTorch in bfloat16; they are not read for a candidate in float32.
     """
     by_chunk = Differences.of_chunks(chunks)
     if dtype == torch.float32:
@@ -272,11 +255,9 @@ def border_frames(lengths: list[int]) -> list[int]:
 
 
 def compare_whole(got: torch.Tensor, want: torch.Tensor, lengths: list[int], pixels: bool) -> WholeError:
-    """Return the error of a whole result (N, C, T, H, W).
+    """Return the error of a backend's whole result `got` against the reference's `want` (N, C, T, H, W).
 
     Args:
-        got: the backend's result.
-        want: the reference's result.
         lengths: number of the result's frames in each chunk.
         pixels: whether the results are decoded frames, which get PSNR and SSIM too; else they are moments.
     """
@@ -372,14 +353,10 @@ class Verifier:
         return errors
 
     def _encode_and_decode(self, candidate: Candidate) -> tuple[dict[str, WholeError], list[Contract]]:
-        """Run a candidate on the whole video, in both directions.
-
-        Returns:
-            By direction, the error of the whole result; and the contracts on shapes and streaming. For a
-            result of a wrong shape there is a failed contract, and no error.
-        """
+        """Return a candidate's error by direction, and the contracts on shapes and streaming."""
         errors: dict[str, WholeError] = {}
         contracts = []
+        # A result of a wrong shape has a failed contract, and no error.
         for direction in Direction:
             want = self.answers[direction]
             got = candidate.backend.run(direction, self.inputs[direction].to(candidate.dtype))
