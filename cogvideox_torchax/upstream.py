@@ -486,7 +486,7 @@ def record_ratio(hook: Any, ratio: Any) -> None:
 
 
 @functools.cache
-def cached_block(kind: type) -> None:
+def register_block(kind: type) -> None:
     """Register a class of blocks with diffusers' caches, as diffusers does for its CogVideoX block."""
     from diffusers.hooks import _helpers
 

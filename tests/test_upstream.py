@@ -118,7 +118,7 @@ TAKEN_AWAY = {
     ),
     "diffusers' registry of blocks": (
         ("diffusers.hooks._helpers", "TransformerBlockRegistry"),
-        lambda: upstream.cached_block(type("Block", (), {})),
+        lambda: upstream.register_block(type("Block", (), {})),
         "diffusers .* has no diffusers.hooks._helpers.TransformerBlockRegistry any more",
     ),
 }

@@ -64,12 +64,12 @@ def _run_all(vae: Any, direction: Direction, frames: int, height: int, width: in
     line and the streams) and in the model's dtype (`vae.encode`, `vae.decode` and pipelines).
     """
     if direction is DECODE:  # the input is latents: their size replaces the video's
-        frames = sum(ENCODE.results(vae, frames))  # the latent frames of every chunk
+        frames = sum(ENCODE.result_lengths(vae, frames))  # the latent frames of every chunk
         height, width = height // vae.spatial_compression_ratio, width // vae.spatial_compression_ratio
     # Two chunks are enough: the program of the second one serves all later chunks.
     count = sum(len(chunk) for chunk in direction.chunks(vae, frames)[:2])
-    # `direction.channels` is the name of the config's field for the number of input channels.
-    shape = (1, vae.config[direction.channels], count, height, width)
+    # `direction.channels_key` is the name of the config's field for the number of input channels.
+    shape = (1, vae.config[direction.channels_key], count, height, width)
     for dtype in (torch.uint8, vae.dtype):
         if direction is ENCODE:
             results = vae.encode_stream(torch.zeros(shape, dtype=dtype))

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
             return 0
         latents.save(encoded, args.output)
         latent_frames = encoded.tensor.shape[2]
-        decoded_frames = sum(DECODE.results(vae, latent_frames))  # the sum over the chunks
+        decoded_frames = sum(DECODE.result_lengths(vae, latent_frames))  # the sum over the chunks
         if decoded_frames != clip.num_frames:
             common.say(
                 f"{clip.num_frames} frames are {latent_frames} of latents, which decode to {decoded_frames}: "

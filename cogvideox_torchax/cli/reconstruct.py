@@ -38,8 +38,8 @@ def run(args: argparse.Namespace) -> None:
         common.take_bundled_model(args)  # sets `args.model` if no --model is given
         vae = common.load_vae(args.model, args.backend, args.dtype, group.mesh)
         # `results` has the number of frames of each chunk's result.
-        latent_frames = sum(ENCODE.results(vae, clip.num_frames))
-        frames_out = sum(DECODE.results(vae, latent_frames))
+        latent_frames = sum(ENCODE.result_lengths(vae, clip.num_frames))
+        frames_out = sum(DECODE.result_lengths(vae, latent_frames))
         # What an .mp4 takes over from its source (times, sound, pixel shape), and messages for the user.
         timing, messages = _source_timing(args, clip, frames_out)
         with group.writing(args.output, fps, timing) as sink:
@@ -98,9 +98,11 @@ def _source_timing(
             f"the frame rate varies, {shortest:.0f} to {longest:.0f} ms from frame to frame: "
             + ("frames keep their times" if keeps_times else "the output's does not")
         )
-    sound = info.path if info.sound in video.COPIED and at_own_rate and is_mp4 else None
-    if info.sound and info.sound not in video.COPIED:
-        messages.append(f"the sound is left out: an .mp4 takes {', '.join(video.COPIED)}, not {info.sound}")
+    sound = info.path if info.sound in video.COPIED_AUDIO_CODECS and at_own_rate and is_mp4 else None
+    if info.sound and info.sound not in video.COPIED_AUDIO_CODECS:
+        messages.append(
+            f"the sound is left out: an .mp4 takes {', '.join(video.COPIED_AUDIO_CODECS)}, not {info.sound}"
+        )
     elif info.sound and sound is None:
         messages.append("the sound is left out: it is kept in an .mp4 at the source's own rate")
     times = info.times[: clip.num_frames] if keeps_times else ()

@@ -36,7 +36,7 @@ LONGEST = 600
 """Most seconds that a frame may last: .gif and .mp4 cannot store many more."""
 LARGEST = 16_384
 """Most pixels along a side of a frame in H.264."""
-COPIED = ("aac", "ac3", "alac", "eac3", "mp3", "opus")
+COPIED_AUDIO_CODECS = ("aac", "ac3", "alac", "eac3", "mp3", "opus")
 """Codecs of sound that an .mp4 can hold: such sound is copied, other sound is left out."""
 BT709, BT601 = 1, 6
 """The numbers in ITU-T H.273 of two color standards: of HD television, and of television in 525 lines."""

@@ -157,7 +157,7 @@ class Block(CogVideoXBlock):
             torch_view(sequence.to_heads)(y_PSC, videos)
             for y_PSC in projections(attn, h_NSC.flatten(0, 1), sequence)
         )
-        head_channels = q.shape[-1] * sequence.parts / attn.heads  # `q` has one of `parts` parts
+        head_channels = q.shape[-1] * sequence.parts / attn.heads  # `q` has 1 / `parts` of the channels
         # The attention kernel computes exp(scale * score) as 2 ** (log2(e) * scale * score). If its scale is
         # ln(2), that factor is 1, and the kernel does not multiply the scores. So the queries, which are
         # fewer than the scores, are multiplied here by log2(e) / sqrt(head_channels).

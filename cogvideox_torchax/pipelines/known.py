@@ -77,7 +77,7 @@ def port_network(network: Any) -> Any:
     """
     port_layers(network)
     network.__class__ = ported_class(type(network))
-    upstream.cached_block(Block)  # registers the class, which diffusers' caches look up
+    upstream.register_block(Block)  # diffusers' caches take registered classes of blocks only
     save_as_stock(network)  # a saved pipeline names the original class: it loads without this package
     if hasattr(network, "tie_weights"):
         # T5's token embedding is one weight under two names. It becomes two tensors if weights are loaded by

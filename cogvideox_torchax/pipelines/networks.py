@@ -210,7 +210,9 @@ class CompiledNetwork(PortedModel):
                 f"got parallel={requested!r} for a {type(network).__name__}, whose tokens and channels are "
                 "not split: pass parallel=None"
             )
-        return sharding.BatchParallelism(split=sharding.exceed(bytes_of(network), memory_of(mesh, memory)))
+        return sharding.BatchParallelism(
+            split=sharding.exceed_share(bytes_of(network), memory_of(mesh, memory))
+        )
 
 
 def bytes_of(network: nn.Module) -> int:

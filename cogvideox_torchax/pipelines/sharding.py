@@ -86,7 +86,7 @@ class BatchParallelism:
         return f"batch over dp, weights {'split' if self.split else 'whole'}, tokens not split"
 
 
-def exceed(weight_bytes: int, memory: float | None) -> bool:
+def exceed_share(weight_bytes: int, memory: float | None) -> bool:
     """Return whether whole weights take more than `SHARE_OF_WEIGHTS` of a device's memory.
 
     If the memory is not known (None), they are taken to fit.
@@ -102,8 +102,8 @@ def choose_parallelism(
     Args:
         mesh: a mesh of `make_mesh`.
         heads: number of attention's heads.
-        weight_bytes: bytes of the whole weights. If tokens are split and the weights `exceed` a device's
-            memory, they are gathered a layer at a time.
+        weight_bytes: bytes of the whole weights. If tokens are split, and `exceed_share` is true for the
+            weights, they are gathered a layer at a time.
         memory: bytes of a device's memory; None if they are not known.
         requested: the user's choice; None for none.
 
@@ -123,7 +123,7 @@ def choose_parallelism(
         return Parallelism(TENSOR, reason=f"tp={tp} does not divide {heads} heads")
     if requested == TENSOR:
         return Parallelism(TENSOR, reason="requested")
-    gathered = tp > 1 and exceed(weight_bytes, memory)
+    gathered = tp > 1 and exceed_share(weight_bytes, memory)
     return Parallelism(CONTEXT, gathered, "requested" if requested else f"tp={tp} divides {heads} heads")
 
 

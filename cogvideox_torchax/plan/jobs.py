@@ -88,10 +88,10 @@ class Job:
         if self.tile is not None:
             check_sides("tiles", *self.tile, multiple=scale, least=SMALLEST_TILE)
             height, width = min(height, self.tile[0]), min(width, self.tile[1])
-        channels, frames = vae.config[self.direction.channels], self.frames
+        channels, frames = vae.config[self.direction.channels_key], self.frames
         if self.direction is DECODE:
             # The latents that encoding the video gives, chunk by chunk: fewer frames, of a smaller size.
-            frames = sum(ENCODE.results(vae, frames))
+            frames = sum(ENCODE.result_lengths(vae, frames))
             height, width = height // scale, width // scale
         return self.direction.chunks(vae, frames), (channels, height, width)
 

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
         jax_dtype,
         largest,
     )
-    from cogvideox_torchax.runtime.torchtpu import NO_GRADIENT, TorchTPUProgram, is_on_tpu
+    from cogvideox_torchax.runtime.torchtpu import NO_GRADIENT, TorchTPUProgram, is_on_torchtpu
     from cogvideox_torchax.runtime.user_checks import runs_unchecked
     from cogvideox_torchax.runtime.weights import (
         feed_weights,
@@ -100,7 +100,7 @@ __all__ = [
     "is_jax_device",
     "is_movable",
     "is_on_jax",
-    "is_on_tpu",
+    "is_on_torchtpu",
     "jax_dtype",
     "largest",
     "largest_of",
@@ -204,7 +204,7 @@ _MODULES = {
     "torchtpu": (
         "NO_GRADIENT",
         "TorchTPUProgram",
-        "is_on_tpu",
+        "is_on_torchtpu",
     ),
     "user_checks": ("runs_unchecked",),
     "weights": (

@@ -36,7 +36,7 @@ NO_GRADIENT = (
 )
 
 
-def is_on_tpu(module: nn.Module) -> bool:
+def is_on_torchtpu(module: nn.Module) -> bool:
     """Return whether a module's first weight, and so all of them, is on TorchTPU's device."""
     first = next(module.parameters(), None)
     return first is not None and bridge.on_tpu(first)
@@ -130,7 +130,7 @@ class TorchTPUProgram:
     """
 
     def __init__(self, network: nn.Module, backend: Any = None):
-        copied = skeleton(network)  # as tracing assigns weights to the modules
+        copied = skeleton(network)  # without weights: tracing sets them on modules, not on the user's
 
         def run(weights: dict[str, torch.Tensor], inputs: torch.Tensor, cache: Any) -> Any:
             result, cache = torch.func.functional_call(copied, weights, (inputs, cache))

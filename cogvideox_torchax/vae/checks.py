@@ -25,7 +25,7 @@ def check_shape(
 
     `spatial_compression_ratio` is the number of a video's pixels for each latent pixel, along one axis.
     """
-    input_name, channels = direction.takes, config[direction.channels]
+    input_name, channels = direction.takes, config[direction.channels_key]
     multiple = direction.scale(spatial_compression_ratio)  # height and width must be multiples of it
     if len(shape) != 5:
         raise ValueError(

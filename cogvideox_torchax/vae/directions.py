@@ -18,17 +18,18 @@ class Direction(StrEnum):
 
     takes: str
     network: str
-    channels: str
+    channels_key: str  # in the VAE's config
     _frames: str
 
     ENCODE = "encode", "video", "encoder", "in_channels", "num_sample_frames_batch_size"
     DECODE = "decode", "latents", "decoder", "latent_channels", "num_latent_frames_batch_size"
 
     # Python calls this once for each member, with the values above.
-    def __new__(cls, name: str, takes: str, network: str, channels: str, frames: str) -> "Direction":
+    def __new__(cls, name: str, takes: str, network: str, channels_key: str, frames: str) -> "Direction":
         member = str.__new__(cls, name)
         member._value_ = name
-        member.takes, member.network, member.channels, member._frames = takes, network, channels, frames
+        member.takes, member.network = takes, network
+        member.channels_key, member._frames = channels_key, frames
         return member
 
     def scale(self, spatial_compression_ratio: int) -> int:
@@ -39,7 +40,7 @@ class Direction(StrEnum):
         """Return the range of frames of each chunk of an input."""
         return chunks.plan(frames, getattr(vae, self._frames))
 
-    def results(self, vae: Any, frames: int) -> list[int]:
+    def result_lengths(self, vae: Any, frames: int) -> list[int]:
         """Return the number of frames of each chunk's result."""
         result_length = chunks.encoded_length if self is ENCODE else chunks.decoded_length
         steps = chunks.temporal_steps(vae.config["temporal_compression_ratio"])

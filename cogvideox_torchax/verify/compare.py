@@ -307,7 +307,7 @@ class Verifier:
         self.inputs = {ENCODE: x, DECODE: mean}
         self.answers = {ENCODE: moments, DECODE: exact.run(DECODE, self.inputs[DECODE])}
         self.lengths = {
-            direction: direction.results(reference, self.inputs[direction].shape[2])
+            direction: direction.result_lengths(reference, self.inputs[direction].shape[2])
             for direction in Direction
         }
 

@@ -79,8 +79,8 @@ def _compiled(body: Callable[..., Any], platforms: tuple[str, ...]) -> Callable[
     """
 
     def traced(*operands: Any, split: Split, pallas: str, **options: Any) -> Any:
-        # Each trace makes new partials. For a function that it has traced at equal shapes before, JAX would
-        # reuse that trace, even if a setting that the body reads has changed since.
+        # `pallas` is the setting in `tiles.SWITCH`: static, so that another one is another trace. The partials
+        # are new in each trace, because JAX keeps a branch's trace by the function object.
         branches = {
             platform: functools.partial(body, Target(platform, pallas != "off", split), **options)
             for platform in (*platforms, "default")

@@ -117,14 +117,14 @@ class DirectStep(ConvStep):
         """Compute the products of the chunk at `column`, and modulate the chunk left of it."""
         previous = column - self.sizes.chunk_columns  # the chunk on the left
         shares = self.sizes.shares
-        if shares == 1:  # without a loop the compiler overlaps products and modulation
-            self._multiply_share(0, column, modulated=previous)
+        if shares == 1:  # in straight code the compiler overlaps both
+            self._multiply_share(0, column, also_modulate=previous)
         else:
             self._modulate_chunk(previous)
             jax.lax.fori_loop(0, shares, lambda share, _: self._multiply_share(share, column), None)
 
-    def _multiply_share(self, share: Any, column: Any, modulated: Any = None) -> None:
-        """Compute a chunk's products for one share; modulate the chunk at `modulated`, unless it is None."""
+    def _multiply_share(self, share: Any, column: Any, also_modulate: Any = None) -> None:
+        """Compute a chunk's products for one share; modulate the chunk at `also_modulate`, unless it is None."""
         sizes = self.sizes
         for index, (product, weights) in enumerate(zip(sizes.products, self.weights, strict=True)):
             inputs = [
@@ -137,9 +137,9 @@ class DirectStep(ConvStep):
             )
             self._add_sums(share, product.results, sums, column)
             # The `UNITS` units of the chunk to modulate are spread evenly over the products, 3 or 6.
-            if modulated is not None and index * UNITS % len(self.weights) == 0:
+            if also_modulate is not None and index * UNITS % len(self.weights) == 0:
                 unit = index * UNITS // len(self.weights)
-                self._modulate(modulated + unit * sizes.unit_columns, unit, after=sums)
+                self._modulate(also_modulate + unit * sizes.unit_columns, unit, after=sums)
 
     def _add_sums(self, share: Any, results: list[tuple[int, int]], sums: Array, column: Any) -> None:
         """Add a product's sums, side by side for its `results`, to "sums" at the columns of each result."""

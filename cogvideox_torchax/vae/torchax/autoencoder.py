@@ -214,7 +214,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         tile_as_uint8 = as_uint8 and plan is None
         network = chunk_network(self, direction, tile_as_uint8)
         step: Step = network
-        if on_jax or runtime.is_on_tpu(self):
+        if on_jax or runtime.is_on_torchtpu(self):
             program = self.program(direction, tile_as_uint8)
             step = program.step(program.weights(network))
         if plan is not None:
@@ -236,7 +236,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         """
         plan = self._tile_plan(direction, x.shape[3:], always=in_tiles)
         network = chunk_network(self, direction)
-        on_tpu = runtime.is_on_tpu(self)
+        on_tpu = runtime.is_on_torchtpu(self)
         wants_gradient = plan is None and not on_tpu and runtime.wants_gradient(network, x)
         result: Any = None  # in training `differentiable` computes it, and keeps what a backward pass needs
         if not (wants_gradient and self.training):
@@ -279,7 +279,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
 
     def _compile_for(self, network: nn.Module) -> Any:
         """Return a program of a chunk's network, for the device or the mesh that the model is on."""
-        if runtime.is_on_tpu(network):
+        if runtime.is_on_torchtpu(network):
             return runtime.TorchTPUProgram(network)
         if self.mesh is None:
             return runtime.Program(network)
@@ -306,7 +306,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         """Raise `ValueError` if only one of an input and the weights is on an accelerator."""
         if runtime.is_on_jax(self):
             runtime.check_not_forked()
-        accelerated = runtime.is_on_jax(self) or runtime.is_on_tpu(self)
+        accelerated = runtime.is_on_jax(self) or runtime.is_on_torchtpu(self)
         if runtime.on_accelerator(x) != accelerated and not (for_stream and accelerated):
             on_device = next(self.parameters()) if accelerated else x  # what is on the accelerator
             device = on_device.device.type  # "jax" or "tpu"

@@ -43,7 +43,7 @@ def _channels_first(x_NTHWC: torch.Tensor) -> torch.Tensor:
     return x_NTHWC.permute(0, 4, 1, 2, 3)
 
 
-def _window_first(weight_OI: torch.Tensor) -> torch.Tensor:
+def _taps_first(weight_OI: torch.Tensor) -> torch.Tensor:
     """Return a torch convolution's weight (O, I, *window) as `jax_kernels` takes it, (*window, I, O)."""
     return weight_OI.permute(*range(2, weight_OI.ndim), 1, 0)
 
@@ -114,7 +114,7 @@ class SafeConv3d(OnColumns, diffusers_vae.CogVideoXSafeConv3d):
         if not by_kernel(self, input) or self.kernel_size != (1, 1, 1) or self.stride != (1, 1, 1):
             return super().forward(input)
         y, _no_cache = torch_view(jax_kernels.conv3d)(
-            _channels_last(input), _window_first(self.weight), self.bias, split=self.split
+            _channels_last(input), _taps_first(self.weight), self.bias, split=self.split
         )
         return _channels_first(y)
 
@@ -123,7 +123,7 @@ class CausalConv3d(OnColumns, diffusers_vae.CogVideoXCausalConv3d):
     """The causal convolution, by `jax_kernels.conv3d`."""
 
     @property
-    def is_plain(self) -> bool:
+    def suits_kernels(self) -> bool:
         """Whether the kernels can compute this convolution."""
         return (
             _as_ported(self)  # else `conv` may be a LoRA's layer, which has no `stride`
@@ -143,13 +143,13 @@ class CausalConv3d(OnColumns, diffusers_vae.CogVideoXCausalConv3d):
         The next cache is None if the kernel has one tap of time.
         """
         conv = self.conv
-        if not by_kernel(self, inputs) or not self.is_plain:
+        if not by_kernel(self, inputs) or not self.suits_kernels:
             y, new_cache = super().forward(inputs, conv_cache)
             return with_zero_padding(y if residual is None else y + residual, self.split), new_cache
         cache, residual = (None if x is None else _channels_last(x) for x in (conv_cache, residual))
         y, new_cache = torch_view(jax_kernels.conv3d)(
             _channels_last(inputs),
-            _window_first(conv.weight),
+            _taps_first(conv.weight),
             conv.bias,
             cache,
             residual=residual,
@@ -271,7 +271,7 @@ def _can_fuse(norm: nn.Module, conv: nn.Module) -> bool:
         and not is_watched(conv)
         # The kernel computes both as they were ported, without a LoRA or a hook inside.
         and _as_ported(norm)
-        and conv.is_plain
+        and conv.suits_kernels
     )
 
 
@@ -299,7 +299,7 @@ def _fused_norm_conv(
     y, new_cache, new_moments = torch_view(jax_kernels.norm_conv3d)(
         _channels_last(hidden),
         jax_kernels.NormParams(group_norm.weight, group_norm.bias, *modulation),
-        _window_first(conv.weight),
+        _taps_first(conv.weight),
         conv.bias,
         None if conv_cache is None else _channels_last(conv_cache),
         moments,
@@ -320,7 +320,7 @@ class Upsample3D(OnColumns, CogVideoXUpsample3D):
             return with_zero_padding(super().forward(inputs), self.split)
         y = torch_view(jax_kernels.upsample)(
             _channels_last(inputs),
-            _window_first(self.conv.weight),
+            _taps_first(self.conv.weight),
             self.conv.bias,
             expand_time=self.compress_time,
             first_frame_alone=first_frame_is_alone(inputs.shape[2]),
@@ -337,7 +337,7 @@ class Downsample3D(OnColumns, CogVideoXDownsample3D):
             return with_zero_padding(super().forward(x), self.split)
         y = torch_view(jax_kernels.downsample)(
             _channels_last(x),
-            _window_first(self.conv.weight),
+            _taps_first(self.conv.weight),
             self.conv.bias,
             compress_time=self.compress_time,
             first_frame_alone=first_frame_is_alone(x.shape[2]),
