@@ -79,7 +79,7 @@ def _compiled(body: Callable[..., Any], platforms: tuple[str, ...]) -> Callable[
     """
 
     def traced(*operands: Any, split: Split, pallas: str, **options: Any) -> Any:
-        # `pallas` is the setting in `tiles.SWITCH`: static, so that another one is another trace. The partials
+        # `pallas` is the setting in `tiles.SWITCH`: static, so another one is another trace. The partials
         # are new in each trace, because JAX keeps a branch's trace by the function object.
         branches = {
             platform: functools.partial(body, Target(platform, pallas != "off", split), **options)

@@ -124,7 +124,7 @@ class DirectStep(ConvStep):
             jax.lax.fori_loop(0, shares, lambda share, _: self._multiply_share(share, column), None)
 
     def _multiply_share(self, share: Any, column: Any, also_modulate: Any = None) -> None:
-        """Compute a chunk's products for one share; modulate the chunk at `also_modulate`, unless it is None."""
+        """Compute a chunk's products for one share; modulate the chunk at `also_modulate`, if any."""
         sizes = self.sizes
         for index, (product, weights) in enumerate(zip(sizes.products, self.weights, strict=True)):
             inputs = [
