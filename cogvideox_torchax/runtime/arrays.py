@@ -26,9 +26,9 @@ def largest_of(array: Any) -> float | None:
     if not jnp.issubdtype(array.dtype, jnp.floating) or is_traced(array):
         return None
     if isinstance(array, jax.Array):
-        check_not_forked()
+        check_not_forked()  # raises in a forked child, where JAX would hang
         return float(_largest_of(array))
-    # `abs(array)` would copy the array. Python's own `max` may return the other number for a NaN.
+    # `abs(array)` would copy the array. Python's `max(x, y)` may drop a NaN; NumPy's `maximum` keeps it.
     return float(np.maximum(abs(array.max()), abs(array.min())))
 
 
@@ -49,16 +49,18 @@ def first_nonfinite_of(array: Any) -> tuple[int, ...] | None:
         ValueError: the array has a NaN or Inf, but only in shards of other processes.
     """
     largest = largest_of(array)
-    if largest is None or math.isfinite(largest):
+    if largest is None or math.isfinite(largest):  # None: integers, or a traced array
         return None
     # The search is on the host: on the devices it would gather a sharded array on each of them.
     if not isinstance(array, jax.Array) or array.is_fully_addressable:
         return tuple(int(i) for i in np.argwhere(~np.isfinite(np.asarray(array)))[0])
     for shard in array.addressable_shards:
-        for index in np.argwhere(~np.isfinite(np.asarray(shard.data))):  # the loop returns at the first
-            # `index` counts from the shard's start, the result from the array's. `shard.index` has a slice
-            # for each axis, whose start is None where the shard has the whole axis.
-            return tuple(int(i) + (span.start or 0) for i, span in zip(index, shard.index, strict=True))
+        for index_in_shard in np.argwhere(~np.isfinite(np.asarray(shard.data))):
+            # This returns at the first one. `shard.index` has, for each axis, the slice of the array that the
+            # shard is; its start is None where the shard has the whole axis.
+            return tuple(
+                int(i) + (part.start or 0) for i, part in zip(index_in_shard, shard.index, strict=True)
+            )
     raise ValueError("got NaN or Inf in the input's part of another process: see that process's error")
 
 
@@ -84,7 +86,7 @@ def concatenate(parts: Sequence[Any], axis: int) -> Any:
 
 @runs_unchecked
 def take(x: Any, axis: int, start: int, length: int) -> Any:
-    """Return entries `start` to `start + length` of an axis of an array or a tensor.
+    """Return the `length` entries of an axis from `start` on, of an array or a tensor.
 
     For a tensor torchax need not be enabled. On JAX one small program serves every `start`.
     """
@@ -97,4 +99,5 @@ def take(x: Any, axis: int, start: int, length: int) -> Any:
     return tensors.take(x, axis, start, length)
 
 
-_jitted_take = jax.jit(jax.lax.dynamic_slice_in_dim, static_argnums=(2, 3))  # the slice's size, and its axis
+# The arguments are (array, start, length, axis), of which JAX compiles the last two in.
+_jitted_take = jax.jit(jax.lax.dynamic_slice_in_dim, static_argnums=(2, 3))

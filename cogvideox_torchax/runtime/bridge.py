@@ -39,13 +39,14 @@ def import_torchax() -> Any:
         ForkError: this process was forked from one that uses JAX.
         ImportError: torchax does not import; the message names the pair of versions to install.
     """
-    # Outside the cached function: a forked child has the cache of its parent.
+    # Checked in each call. `_patched_torchax` runs once, and a forked child has its parent's cached result.
     check_not_forked()
     return _patched_torchax()
 
 
 @functools.cache
 def _patched_torchax() -> Any:
+    """Import torchax, and correct it for this process; the first call does so."""
     try:
         with unchecked():
             import torchax.interop
@@ -65,13 +66,17 @@ def _patched_torchax() -> Any:
     from cogvideox_torchax.runtime.views import share_views
 
     for tensor_class in (torchax.tensor.Tensor, torchax.view.View):
-        teach_copying(tensor_class, tensor_of, to_torch, without_torchax)
-    one_program_each(torchax.ops.ops_registry)
-    replace_functions(torchax.ops.ops_registry.all_aten_ops | torchax.ops.ops_registry.all_torch_functions)
-    replace_keys(torchax.tensor.Environment)
-    share_views(torchax)
+        teach_copying(tensor_class, tensor_of, to_torch, without_torchax)  # for `copy` and `pickle`
+    registry = torchax.ops.ops_registry
+    one_program_each(registry)  # sums and products run as one program, not as several
+    # Attention runs by this project's kernel, and torch draws the random numbers. torchax has two tables of
+    # operations; the joined dictionary holds their entries themselves, which this call changes.
+    replace_functions(registry.all_aten_ops | registry.all_torch_functions)
+    replace_keys(torchax.tensor.Environment)  # torch's seed decides dropout too
+    share_views(torchax)  # a write into a view changes the tensor that it is a view of
     with unchecked():
-        torchax.default_env()  # makes a key for random numbers, which a user's checks would refuse
+        # Make torchax's environment now: it makes a key for random numbers, which a user's checks refuse.
+        torchax.default_env()
     return torchax
 
 
@@ -95,8 +100,9 @@ def active() -> Iterator[None]:
         yield
         return
     records_gradients = torch.is_grad_enabled()
+    # As a context manager, torchax's environment turns torchax on.
     torchax_on = contextlib.nullcontext() if is_enabled() else import_torchax().default_env()
-    # `inference_mode(False)` would turn gradients on.
+    # `inference_mode(False)` turns gradients on, so their setting is restored after it.
     with torchax_on, torch.inference_mode(False), torch.set_grad_enabled(records_gradients):
         yield
 
@@ -159,14 +165,14 @@ def device_and_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any
 def torch_view(jax_function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of tensors that runs a function of JAX arrays, by this process's bridge.
 
-    A process has one bridge, torchax or TorchTPU: each takes the one device that a package may add to
-    PyTorch. The first call of the returned function imports torchax if TorchTPU has not added its device.
+    A process has one bridge. PyTorch has room for one device from another package: the bridge is TorchTPU if
+    that is TorchTPU's device, and torchax otherwise. This is looked up when the returned function is called.
     """
 
     @functools.wraps(jax_function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if upstream.added_device() == TPU:
-            # Imported here, as it imports JAX, which the command line's parser does without.
+            # Imported here, as it imports JAX, which this module does without until a model needs JAX.
             from cogvideox_torchax.runtime import torchtpu
 
             return torchtpu.torch_view(jax_function)(*args, **kwargs)

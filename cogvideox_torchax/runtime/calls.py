@@ -7,6 +7,9 @@ A call's arguments are a tree of tuples, lists, dictionaries and classes that to
 *leaves* are the other objects, numbered by their *position*. The leaves that are tensors are arguments of the
 program, and some of the numbers are too. All other leaves are constants in the program: together with the
 method and the tree they are the call's *form*, and each form has a program of its own.
+
+A tensor *of the host* is a plain one, PyTorch's own; a tensor *on JAX* is torchax's. A model that is called
+has its weights on JAX.
 """
 
 import contextlib
@@ -56,7 +59,10 @@ _INSIDE = contextvars.ContextVar("_INSIDE", default=False)
 
 @contextlib.contextmanager
 def _inside_method() -> Iterator[None]:
-    """Mark a `with` block as the inside of a method, in which tensors of the host and of JAX may be mixed."""
+    """Run a `with` block as the inside of a method: there `run_method` only calls the methods that it gets.
+
+    In the block, operations may mix tensors of the host with tensors on JAX.
+    """
     token = _INSIDE.set(True)
     try:
         with MixedTensors():
@@ -73,8 +79,8 @@ class _Form:
         method: the method.
         structure: torch's description of the tree of the call's arguments.
         values: the tree's leaves, with None in the place of each argument of the program.
-        types: tell equal values apart. They have the type of each value, since 1, 1.0 and True are equal,
-            but for a float its text, since 0.0 and -0.0 are equal.
+        types: the type of each value, as 1, 1.0 and True are equal, but not one constant. A float has its
+            text here instead of its type, as 0.0 and -0.0 are equal.
         arguments: the positions of the leaves that are arguments of the program.
     """
 
@@ -103,7 +109,10 @@ def _interned(form: _Form) -> _Form:
 
 
 class MethodCall(nn.Module):
-    """A module that runs one form of a call of a model's method; a program is compiled from it."""
+    """A module that runs one form of a call of a model's method; a program is compiled from it.
+
+    It is a network (inputs, cache) -> (result, next cache), whose cache is always None.
+    """
 
     component = "model"  # the model's name in errors
 
@@ -113,7 +122,7 @@ class MethodCall(nn.Module):
         self.form = form
 
     def forward(self, arguments: dict[str, Any], cache: None) -> tuple[Any, None]:
-        """Run the method while a program is traced, on arguments by the text of their position.
+        """Run the method while a program is traced; `arguments` has the program's by position, as text.
 
         Raises:
             UntraceableError: the method writes into its model or its arguments, or returns an object that no
@@ -121,7 +130,8 @@ class MethodCall(nn.Module):
         """
         leaves = [arguments.get(str(position), value) for position, value in enumerate(self.form.values)]
         args, kwargs = pytree.tree_unflatten(leaves, self.form.structure)
-        # A program has no effect but its result, so a method that changes anything else is refused.
+        # A program has no effect but its result, so a method that changes anything else is refused. The
+        # snapshot and the lists here tell afterwards what it has changed.
         snapshot = Snapshot(self.model)
         weights = named_tensors(self.model)
         # A write into a torchax tensor gives the tensor another array.
@@ -164,6 +174,7 @@ class _Result:
         for leaf in leaves:
             if not isinstance(leaf, (torch.Tensor, *VALUES)):
                 raise UntraceableError(f"it returns a {type(leaf).__name__}")
+        # A method may return a tensor of the host, but a program can return only arrays of JAX.
         tensors = tuple(to_jax(leaf) for leaf in leaves if _is_tensor(leaf))
         return cls(tensors, (structure, *(None if _is_tensor(leaf) else (leaf,) for leaf in leaves)))
 
@@ -212,28 +223,30 @@ class MixedTensors(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run torch's operation `func`; torch calls this for each operation while the mode is on."""
         kwargs = kwargs or {}
         leaves = [*args, *kwargs.values()]
         if any(isinstance(leaf, list | tuple | dict) for leaf in leaves):  # else the list is flat already
             leaves = pytree.tree_leaves(leaves)
         tensors = [leaf for leaf in leaves if _is_tensor(leaf)]
-        on_host = [type(tensor) in PLAIN for tensor in tensors]
-        if tensors and all(on_host) and func in TENSOR_METHODS and "device" not in kwargs:
-            with no_dispatch(), torch._C.DisableTorchFunction():
+        are_of_host = [type(tensor) in PLAIN for tensor in tensors]
+        # `TENSOR_METHODS` leave a tensor on its device, unless an argument names another device.
+        if tensors and all(are_of_host) and func in TENSOR_METHODS and "device" not in kwargs:
+            with no_dispatch(), torch._C.DisableTorchFunction():  # without torchax
                 return func(*args, **kwargs)
-        if any(on_host) and any(map(on_jax, tensors)):
+        if any(are_of_host) and any(map(on_jax, tensors)):
             name = getattr(func, "__name__", "")
             # torch's methods that write into their tensor end in "_", such as `add_`.
             writes = (name.endswith("_") and not name.endswith("__")) or name in WRITING_METHODS
-            if writes and not on_jax(tensors[0]):
+            if writes and not on_jax(tensors[0]):  # an operation writes into its first tensor
                 raise ValueError(
                     f"got {name}, which writes a tensor on JAX into one of the host: move that .to('jax')"
                 )
-            args, kwargs = pytree.tree_map_only(torch.Tensor, _to_mix, (args, kwargs))
+            args, kwargs = pytree.tree_map_only(torch.Tensor, _to_jax_unless_scalar, (args, kwargs))
         return func(*args, **kwargs)
 
 
-def _to_mix(tensor: torch.Tensor) -> torch.Tensor:
+def _to_jax_unless_scalar(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor on JAX; one without axes stays on the host, as torch mixes it with any device."""
     return to_jax(tensor) if type(tensor) in PLAIN and tensor.ndim else tensor
 
@@ -296,17 +309,18 @@ def run_method(
         place: the devices of the program; None for JAX's default device.
         name: the model's name for the warning.
     """
-    if _INSIDE.get():
+    if _INSIDE.get():  # called by a method that runs already, and maybe as a part of a program
         return method(model, *args, **kwargs)
     place = place or Place()
     leaves, structure = pytree.tree_flatten((args, kwargs))
-    # NumPy's float64, a subclass of float, counts as a number as well; `type` tells the two apart.
+    # NumPy's float64, a subclass of Python's float, becomes a float: only a leaf whose type is exactly int or
+    # float is recognized as a number that may be an argument of the program.
     leaves: list[Any] = [float(leaf) if type(leaf) is np.float64 else leaf for leaf in leaves]
-    foreign = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (torch.Tensor, *VALUES))]
+    unknown_types = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (torch.Tensor, *VALUES))]
     with active():
         # The leaves, with an array on the program's devices in the place of each tensor.
         placed = [place.put(array_of(to_jax(leaf))) if _is_tensor(leaf) else leaf for leaf in leaves]
-        reason = f"it takes a {foreign[0]}" if foreign else None
+        reason = f"it takes a {unknown_types[0]}" if unknown_types else None
         result = None
         if reason is None:
             try:
@@ -316,9 +330,12 @@ def run_method(
         if reason is not None:
             warn_once(model, f"{name}: {type(model).__name__} runs operation by operation, since {reason}")
             result = _run_by_operation(model, method, (args, kwargs), placed)
-        # Without this a backward pass could end at the result without an error, and leave gradients out.
-        refuse = functools.partial(_without_gradient, model, leaves, f"on JAX the {name} has no gradients")
-        return pytree.tree_map_only(torch.Tensor, refuse, result)
+        # Each tensor of the result raises in a backward pass. Otherwise the pass could end at the result
+        # without an error, and leave gradients out.
+        why = f"on JAX the {name} has no gradients"
+        return pytree.tree_map_only(
+            torch.Tensor, functools.partial(_without_gradient, model, leaves, why), result
+        )
 
 
 def method_program(
@@ -326,7 +343,8 @@ def method_program(
 ) -> tuple[Program, dict[str, Any]]:
     """Return the program of a call that is only described, to be compiled without arrays.
 
-    The second result has, by name, the descriptions of the program's inputs.
+    The second result is what `Program.structs` takes: the shape and dtype of each of the program's inputs,
+    which are named by their positions.
 
     Args:
         model: the model; its weights may be on torch's "meta" device.
@@ -341,42 +359,51 @@ def method_program(
     leaves, structure = pytree.tree_flatten(((), {**markers, **values}))  # (args, kwargs), as in `run_method`
     arguments = [position for position, leaf in enumerate(leaves) if _is_tensor(leaf)]
     form = _Form.of(method, structure, leaves, set(arguments))
-    inputs = {str(position): each for position, each in zip(arguments, descriptions, strict=True)}
+    inputs = {
+        str(position): description for position, description in zip(arguments, descriptions, strict=True)
+    }
     return Program(MethodCall(model, form), place), inputs
 
 
 def _run_compiled(model: nn.Module, method: Method, leaves: list[Any], structure: Any, place: Place) -> Any:
-    """Run a method as a program, on `leaves` with arrays for tensors; `UntraceableError` if it has none."""
-    tensors = {position for position, leaf in enumerate(leaves) if not isinstance(leaf, VALUES)}
+    """Run a method as a program, or raise `UntraceableError` if no program can run it.
+
+    `leaves` are those of the call's arguments, with a JAX array in the place of each tensor.
+    """
+    # Positions of leaves, as in `state`. A leaf that is none of `VALUES` is an array here.
+    arrays = {position for position, leaf in enumerate(leaves) if not isinstance(leaf, VALUES)}
     numbers = {position: leaf for position, leaf in enumerate(leaves) if type(leaf) in (int, float)}
+    # What earlier calls tell about the numbers, by the form of a call without its numbers.
     states = _NUMBERS.setdefault(model, {})
-    key = _Form.of(method, structure, leaves, tensors | numbers.keys())
+    key = _Form.of(method, structure, leaves, arrays | numbers.keys())
     state = states[key] = states.get(key, _Numbers()).next(numbers)
     if len(states) > Programs.KINDS:
         states.pop(next(iter(states)), None)  # the oldest; another thread may have dropped it already
-    # At first all varying numbers are arguments. If that fails, the integers among them, which most often
-    # decide a branch or a size, are constants, and if that fails too, all numbers are.
+    # At first all numbers that vary between calls are arguments. If that fails, the integers among them,
+    # which most often decide a branch or a size, are constants, and if that fails too, all numbers are.
     integers = {position for position in state.varying if type(leaves[position]) is int}
+    choices = (state.varying, state.varying - integers, frozenset())
     reason = UntraceableError("it cannot be traced")
-    for arguments in dict.fromkeys((state.varying, state.varying - integers, frozenset())):
-        form = _Form.of(method, structure, leaves, tensors | arguments)
+    for number_arguments in dict.fromkeys(choices):  # equal choices once, in their order
+        form = _Form.of(method, structure, leaves, arrays | number_arguments)
         try:
             result = _run_form(model, form, leaves, place)
-            if arguments - state.checked:
-                # A method that tests a number's type, or formats it, may give another result for a tensor. So
-                # the first result is compared with that of a program with all numbers as constants.
-                constant = _run_form(model, _Form.of(method, structure, leaves, tensors), leaves, place)
-                if not _are_alike(result, constant):
+            if number_arguments - state.checked:
+                # In a program a number that is an argument is a tensor. For a tensor a method that tests a
+                # number's type, or formats it, may give another result. So the first result is compared with
+                # that of a program with all numbers as constants.
+                constant_form = _Form.of(method, structure, leaves, arrays)
+                if not _are_alike(result, _run_form(model, constant_form, leaves, place)):
                     raise UntraceableError("it tests the type of a number")
         except UntraceableError as error:
             reason = error
             continue
         except TRACING_ERRORS:
-            if not arguments:  # no number is a tensor, so the error is the method's own
+            if not number_arguments:  # no number is a tensor, so the error is the method's own
                 raise
             continue
-        branched = state.branched | (state.varying - arguments)
-        states[key] = replace(state, varying=arguments, branched=branched, checked=arguments)
+        branched = state.branched | (state.varying - number_arguments)
+        states[key] = replace(state, varying=number_arguments, branched=branched, checked=number_arguments)
         return result.tree()
     raise reason
 
@@ -389,6 +416,7 @@ TRACING_ERRORS = (
 
 def _run_form(model: nn.Module, form: _Form, leaves: list[Any], place: Place) -> _Result:
     """Run the program of a form, or raise `UntraceableError`; a failed trace is not tried again."""
+    # The model keeps its programs. `get` finds this one by the form, and by the modules of `network`.
     network = MethodCall(model, form)
     try:
         program = programs_of(model).get(form, network, lambda each: Program(each, place))
@@ -398,20 +426,21 @@ def _run_form(model: nn.Module, form: _Form, leaves: list[Any], place: Place) ->
         raise UntraceableError(program.untraceable)
     try:
         inputs = {str(position): leaves[position] for position in form.arguments}
-        return program.run(program.weights(network), inputs)[0]
+        result, _no_cache = program.run(program.weights(network), inputs)
+        return result
     except (UntraceableError, RandomInTraceError, *untraceable_errors()) as error:
-        program.untraceable = str(error).partition("\n")[0]
+        program.untraceable = str(error).partition("\n")[0]  # the next call raises this at once
         raise UntraceableError(program.untraceable) from error
 
 
 def _are_alike(result: _Result, other: _Result) -> bool:
     """Return whether two results of one method are equal but for rounding."""
-    # XLA computes a constant in other ways than an argument, so values are not equal to the last bit.
+    # XLA computes with a constant in another way than with an argument, so that the last bits may differ.
     if result.constants != other.constants:
         return False
     for array, other_array in zip(result.tensors, other.tensors, strict=True):
         a, b = (np.asarray(each).astype(np.float64) for each in (array, other_array))
-        scale = max(np.abs(b[np.isfinite(b)]).max(initial=0.0), 1e-30)  # not 0, by which nothing divides
+        scale = max(np.abs(b[np.isfinite(b)]).max(initial=0.0), 1e-30)  # never 0, as it divides
         # The rounding that a deep network may add up, in float32 and in dtypes of 16 bits.
         rounding = 1e-4 if array.dtype == "float32" else 3e-2
         if a.shape != b.shape or not np.allclose(a / scale, b / scale, rtol=0, atol=rounding, equal_nan=True):
@@ -420,11 +449,16 @@ def _are_alike(result: _Result, other: _Result) -> bool:
 
 
 def _without_gradient(model: nn.Module, leaves: list[Any], why: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a result whose backward pass raises `why`, if the model or one of `leaves` wants a gradient."""
+    """Return `tensor`, of a method's result, so that a backward pass from it raises an error that says `why`.
+
+    If neither a weight nor one of `leaves`, the method's arguments, requires a gradient, none can come.
+    """
     if not on_jax(tensor) or not tensor.is_floating_point() or not torch.is_grad_enabled():
         return tensor
-    trained = (leaf for leaf in leaves if _is_tensor(leaf) and leaf.requires_grad)
-    x = next(trained, tensor)  # `without_gradient` asks `x`, and then the weights
+    # `without_gradient` looks at the weights and at one input on JAX, `x`: an argument that requires a
+    # gradient if there is one, else `tensor` itself. `to_jax` detaches, so it is marked again there.
+    trained_arguments = (leaf for leaf in leaves if _is_tensor(leaf) and leaf.requires_grad)
+    x = next(trained_arguments, tensor)
     x = x if on_jax(x) else to_jax(x).requires_grad_()
     return without_gradient(model, x, tensor.detach(), why)
 
@@ -432,14 +466,14 @@ def _without_gradient(model: nn.Module, leaves: list[Any], why: str, tensor: tor
 def _run_by_operation(
     model: nn.Module, method: Method, arguments: tuple[tuple[Any, ...], dict[str, Any]], placed: list[Any]
 ) -> Any:
-    """Run a method operation by operation; what it writes into its arguments, the caller's tensors get.
+    """Run a method operation by operation, and copy into the caller's tensors what it writes into them.
 
     Args:
         arguments: the caller's (args, kwargs).
         placed: their leaves, with arrays on the program's devices in the place of tensors.
 
     Raises:
-        ValueError: the method changes a container, and has got a copy of the caller's container.
+        ValueError: the method changes a container among its arguments, which is a copy of the caller's.
     """
     leaves, structure = pytree.tree_flatten(arguments)
     # By id, each of the caller's tensors, which may occur twice, and its array on the program's devices.
@@ -451,7 +485,7 @@ def _run_by_operation(
         args, kwargs = arguments
         with _inside_method():
             return method(model, *args, **kwargs)
-    # By the id of a caller's tensor, the tensor that the method gets in its place.
+    # By the id of a caller's tensor, the tensor on the program's devices that the method gets in its place.
     stand_ins = {key: tensor_of(array) for key, (_tensor, array) in tensors.items()}
     new_leaves: list[Any] = [stand_ins.get(id(leaf), leaf) for leaf in leaves]
     args, kwargs = pytree.tree_unflatten(new_leaves, structure)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from cogvideox_torchax.upstream import COMPILING_EVENTS, TRACING_EVENTS
 
 LONG = 0.3
-"""Seconds of tracing and lowering from which on a program is announced, as it will compile for long too."""
+"""Seconds of tracing and lowering together, from which on a program is announced before it compiles."""
 
 
 class CompileClock:
@@ -31,10 +31,14 @@ class CompileClock:
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
     def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        """Record a span of JAX's work, and announce a program whose tracing and lowering took long."""
+        """Record a span of JAX's work, and announce a program whose tracing and lowering took long.
+
+        JAX calls this at the end of each event, with the event's name and duration.
+        """
         now = time.perf_counter()
         self.spans.append((event, now - duration_secs, now))
-        # A program's events come in this order: tracing, lowering, compiling. Some call it "jit(NAME)".
+        # A program's events come in this order: tracing, lowering, compiling. Compiling takes the longest, so
+        # the program is announced when it is lowered. Some events call it "jit(NAME)".
         name = str(kwargs.get("fun_name")).removeprefix("jit(").removesuffix(")")
         tracing, lowering = TRACING_EVENTS
         if event == tracing:

@@ -15,11 +15,12 @@ class ForkError(RuntimeError):
 def leave_jax() -> None:
     """Turn torchax off in this forked child, if its parent had started JAX.
 
-    The package has Python call this in each child that is forked.
+    Python calls this in each child that is forked (`os.register_at_fork` in the package's `__init__`).
     """
     global _forked
     if upstream.jax_has_started():
         _forked = True
+        # torchax's tensors remain. Their methods now call `check_not_forked`, which raises `ForkError`.
         upstream.leave_torchax(check_not_forked)
 
 

@@ -18,7 +18,7 @@ from cogvideox_torchax.runtime.bridge import array_of, host_array, tensor_of
 from cogvideox_torchax.upstream import is_traced
 
 MASKED = -6e4
-"""What a mask adds to the score of a key that it leaves out, before the scale; float16 goes to -65,504."""
+"""What a mask adds to the score of a key that it leaves out; float16 goes down to -65,504."""
 
 EXTRA_CHANNELS = 8
 """Channels that are added to carry a mask. One would do, but kernels want a multiple of 8 channels."""
@@ -29,14 +29,18 @@ class RandomInTraceError(ValueError):
 
 
 def replace_functions(table: dict[Any, Any]) -> None:
-    """Replace functions and operators (of `torch.ops.aten`) in torchax's table, for all of the process."""
+    """Replace functions and operators (of `torch.ops.aten`) in torchax's table, for all of the process.
+
+    The table has, for each operation of torch, an entry whose `func` computes it.
+    """
     aten = torch.ops.aten
     functions = {F.scaled_dot_product_attention: _attention(table[F.scaled_dot_product_attention].func)}
     for draw in (torch.randn, torch.rand, torch.randint):  # each also has an operator of its name
         functions |= dict.fromkeys((draw, getattr(aten, draw.__name__)), _drawn_on_host(draw))
-    functions[aten.randn_like] = _drawn_on_host(_of_array(torch.randn_like))
+    # These operators take an array, of which they need only the shape and the dtype.
+    functions[aten.randn_like] = _drawn_on_host(_with_empty_tensor(torch.randn_like))
     for operator, fill in ((aten.normal, torch.Tensor.normal_), (aten.uniform, torch.Tensor.uniform_)):
-        functions[operator] = _drawn_on_host(_of_array(fill))
+        functions[operator] = _drawn_on_host(_with_empty_tensor(fill))
     for operation, function in functions.items():
         entry = table[operation]
         entry.func = function
@@ -44,17 +48,20 @@ def replace_functions(table: dict[Any, Any]) -> None:
         entry.needs_env = False  # takes no argument `env`, torchax's environment
 
 
-def replace_keys(environment: Any) -> None:
-    """Have torchax's own random functions, such as dropout, follow torch's seed, and refuse a trace."""
+def replace_keys(environment_class: Any) -> None:
+    """Have torchax's own random functions, such as dropout, follow torch's seed, and raise in a trace.
 
-    def key(_self: Any, generator: torch.Generator | None = None) -> Any:
+    They draw by JAX, from a key that they get from torchax's environment.
+    """
+
+    def new_key(_self: Any, generator: torch.Generator | None = None) -> Any:
         if _in_program():
             raise RandomInTraceError("it draws random numbers, which no program on JAX does")
         with no_dispatch(), torch._C.DisableTorchFunction():  # torch's own `randint`, even if torchax is on
-            return jax.random.PRNGKey(int(torch.randint(2**31 - 1, (), generator=generator)))
+            seed = int(torch.randint(2**31 - 1, (), generator=generator))
+        return jax.random.PRNGKey(seed)
 
-    # These functions get a key for JAX's random numbers from this method of torchax's class of environments.
-    environment.get_and_rotate_prng_key = key
+    environment_class.get_and_rotate_prng_key = new_key
 
 
 def _in_program() -> bool:
@@ -73,8 +80,9 @@ def _attention(torchax_attention: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(F.scaled_dot_product_attention)
     def call(q: Any, k: Any, v: Any, attn_mask: Any = None, *args: Any, **options: Any) -> Any:
-        is_default = not args and not any(value for name, value in options.items() if name != "scale")
-        if is_default and _kernel_takes(q, k, v, attn_mask):
+        # Dropout, causal attention and grouped heads are off if their options are 0 or False.
+        is_plain = not args and not any(value for name, value in options.items() if name != "scale")
+        if is_plain and _kernel_takes(q, k, v, attn_mask):
             return _attend(q, k, v, attn_mask, options.get("scale"))
         q, k, v, attn_mask = (None if x is None else tensor_of(x) for x in (q, k, v, attn_mask))
         return array_of(torchax_attention(q, k, v, attn_mask, *args, **options))
@@ -103,13 +111,14 @@ def _attend(query: Any, key: Any, value: Any, mask: Any, scale: float | None) ->
         jnp.moveaxis(x.reshape(-1, *(x.shape[-3:] if x.ndim > 2 else (1, *x.shape))), 1, 2)
         for x in (query, key, value)
     )
-    # The kernel wants one number of channels. Zeros in queries and keys change no score, and those in the
-    # values are cut off the result.
+    # The kernel wants as many channels in the values as in queries and keys, so zeros are added. Zeros in
+    # queries and keys change no score, and those in the values are cut off the result.
     channels = max(q.shape[-1], v.shape[-1])
     added = 0 if mask is None else EXTRA_CHANNELS
     q, k, v = (jnp.pad(x, ((0, 0),) * 3 + ((0, channels + added - x.shape[-1]),)) for x in (q, k, v))
-    # The kernel takes no mask, so one more channel carries it: 1 in each query, and 0 or `MASKED` in each
-    # key. Their product is added to the scores of that key.
+    # The kernel takes no mask, so one of the added channels carries it: 1 in each query, and in each key 0
+    # or, if the mask leaves the key out, the large negative number `MASKED`. The product of a query and a key
+    # sums over channels, so this adds 0 or `MASKED` to the key's scores, before they are scaled.
     if mask is not None:
         bias_NK = jnp.where(jnp.broadcast_to(mask[:, 0, 0], k.shape[:2]), 0, MASKED).astype(k.dtype)
         q = q.at[..., channels].set(1)
@@ -124,15 +133,15 @@ def _split_by_video(x: Any) -> Any:
     # earlier operations, and compute one of them wrongly: `x[:, a:] = rotated`, for some of the tokens (JAX
     # 0.10.2, on a CPU).
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.manual_axes:
+    if mesh.empty or mesh.manual_axes:  # no mesh, or inside a `shard_map`, where arrays are one device's
         return x
-    dp = mesh.axis_names[0]
+    dp = mesh.axis_names[0]  # the axis that a batch of videos is split over
     by_video = dp if x.shape[0] % mesh.shape[dp] == 0 else None
     return jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec(by_video))
 
 
 def _drawn_on_host(draw: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    """Return a function that calls `draw`, a function of torch, on the CPU, and returns a JAX array."""
+    """Return a function that draws random numbers by `draw`, a function of torch, as a JAX array."""
 
     @functools.wraps(draw)
     def call(*args: Any, **options: Any) -> Any:
@@ -141,14 +150,15 @@ def _drawn_on_host(draw: Callable[..., torch.Tensor]) -> Callable[..., Any]:
         # These options tell of the tensor that torchax makes of the array, not of the numbers.
         for name in ("device", "layout", "pin_memory", "memory_format", "requires_grad"):
             options.pop(name, None)
-        with no_dispatch(), torch._C.DisableTorchFunction():
-            return jnp.array(host_array(draw(*args, **options)))
+        with no_dispatch(), torch._C.DisableTorchFunction():  # torch draws on the CPU, even if torchax is on
+            numbers = draw(*args, **options)
+            return jnp.array(host_array(numbers))
 
     return call
 
 
-def _of_array(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return a function of a JAX array that calls `function` with an empty tensor like the array."""
+def _with_empty_tensor(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a function of a JAX array that calls `function` with an empty tensor of its shape and dtype."""
 
     @functools.wraps(function)
     def call(array: Any, *args: Any, **options: Any) -> torch.Tensor:

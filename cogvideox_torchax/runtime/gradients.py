@@ -50,10 +50,11 @@ class _Differentiated(torch.autograd.Function):
         # `forward` put None where torch saved an array.
         leaves = [next(arrays) if leaf is None else leaf for leaf in ctx.leaves]
         saved = jax.tree.unflatten(ctx.structure, leaves)
-        # `pull_back` computes the gradients of the inputs from the gradient of the result.
+        # `pull_back` computes the gradients of the inputs from the gradient of the result. It is what
+        # `forward` saved; or `forward` saved the inputs, and then it is made here.
         function = ctx.function_to_run_again
         pull_back = saved if function is None else jax.vjp(function, *saved)[1]
-        (gradient,) = gradients
+        (gradient,) = gradients  # one for each result of `forward`, so a single one
         # The two None are for `function` and `run`, which have no gradients.
         return None, None, *map(tensor_of, pull_back(array_of(gradient)))
 
@@ -83,13 +84,15 @@ def differentiable(
     """
     trained = {name: weight for name, weight in network.named_parameters() if weight.requires_grad}
     inputs = [x] if x.requires_grad else []
-    x_array = array_of(x)
+    constant_x = array_of(x)
 
+    # `jax.vjp` differentiates a function in all of its arguments. So this one has only those that require a
+    # gradient; it takes the other weights, and maybe `x`, from around it.
     def call(*arrays: Any) -> Any:
         """Call `function`; `arrays` are `x`'s, if it requires a gradient, and then the trained weights'."""
         x_arrays, trained_arrays = arrays[: len(inputs)], arrays[len(inputs) :]
         trained_by_name = dict(zip(trained, trained_arrays, strict=True))
-        return function(weights | trained_by_name, x_arrays[0] if x_arrays else x_array)
+        return function(weights | trained_by_name, x_arrays[0] if x_arrays else constant_x)
 
     return _Differentiated.apply(  # pyright: ignore[reportReturnType]
         call, run, *inputs, *trained.values()
@@ -121,6 +124,7 @@ def without_gradient(network: nn.Module, x: torch.Tensor, result: torch.Tensor, 
     """
     if not wants_gradient(network, x):
         return result
+    # `result` is passed inside a function, since torch would return a view of a tensor among the arguments.
     return _Refused.apply(why, lambda: result, x, *network.parameters())  # pyright: ignore[reportReturnType]
 
 

@@ -37,8 +37,8 @@ def watched(
         is_layer: `is_layer(name, module)` returns whether a module of the network is a layer.
         on_result: `on_result(name, result)` returns what replaces a layer's result.
         on_arguments: `on_arguments(name, (args, kwargs))` returns what replaces a layer's arguments.
-        names_only: whether both return values unchanged, so that the hooks only name instructions. A fused
-            kernel may then run in place of a layer.
+        names_only: whether `on_arguments` and `on_result` return what they get, so that the hooks only name
+            instructions. A fused kernel may then run in place of a layer.
     """
     scopes: list[Any] = []  # name scopes that are open, from the outermost layer's to the innermost layer's
 
@@ -58,7 +58,8 @@ def watched(
             if is_layer(name, module):
                 pre_hook = functools.partial(before_layer, name)
                 hook = functools.partial(after_layer, name)
-                vars(pre_hook)["names_only"] = vars(hook)["names_only"] = names_only  # for `is_watched`
+                # `is_watched` reads this attribute of a hook.
+                vars(pre_hook)["names_only"] = vars(hook)["names_only"] = names_only
                 hooks.callback(module.register_forward_pre_hook(pre_hook, with_kwargs=True).remove)
                 hooks.callback(module.register_forward_hook(hook).remove)
         yield
@@ -71,21 +72,26 @@ def by_kernel(module: nn.Module, x: torch.Tensor) -> bool:
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Return whether a module must be called itself, so that no fused kernel may run in its place."""
+    """Return whether a module itself must be called, as a fused kernel in its place would change a result.
+
+    It must be if it has hooks that read or change values, or if somebody has replaced its `forward`.
+    """
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    # Hooks count if they may read or change values.
+    # The hooks of `watched` may have this attribute. All other hooks count.
     has_hooks = any(not getattr(hook, "names_only", False) for hook in hooks)
+    # A `forward` may be set on the module itself, or on its class.
     return "forward" in vars(module) or has_hooks or is_patched(type(module))
 
 
 def as_layer(module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls `run` in place of a module, within the module's name scope.
 
-    `is_watched` is false for the module, so its hooks only name scopes. `run` takes the module's inputs.
+    `run` takes the module's inputs. The module's hooks, which must be those of `watched` with `names_only`,
+    open and close the scope.
     """
 
     def call(*inputs: Any) -> Any:
-        # `watched` registers its hooks before a call as taking kwargs, here {}, and those after a call not.
+        # A hook takes the arguments with which torch calls it: before a call kwargs too, which are {} here.
         for hook in module._forward_pre_hooks.values():
             hook(module, inputs, {})  # pyright: ignore[reportCallIssue]
         result = run(*inputs)

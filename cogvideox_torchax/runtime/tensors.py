@@ -28,22 +28,29 @@ def jax_dtype(dtype: torch.dtype) -> Any:
 
 
 def largest(tensor: torch.Tensor) -> float | None:
-    """Return the largest absolute value, or None; `arrays.largest_of` says when."""
+    """Return the largest absolute value: not finite if a value is not, and None for integers.
+
+    It is None too for a tensor on JAX that is being traced, and so has no values.
+    """
     if on_jax(tensor):
         return arrays.largest_of(array_of(tensor))
     if not tensor.dtype.is_floating_point:
         return None
+    # By the least and the greatest value, as `tensor.abs()` would copy the tensor.
     return float(torch.stack(tensor.detach().aminmax()).abs().max())
 
 
 def first_nonfinite(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the index of the first NaN or Inf, or None; `arrays.first_nonfinite_of` says when."""
+    """Return the index of the first NaN or Inf; None if there is none, for integers and for a traced tensor.
+
+    For a tensor on JAX with shards in other processes, see `arrays.first_nonfinite_of`.
+    """
     if not tensor.dtype.is_floating_point:
         return None
     if on_jax(tensor):
         return arrays.first_nonfinite_of(array_of(tensor))
-    finite = torch.isfinite(tensor)
-    return None if bool(finite.all()) else tuple(int(i) for i in (~finite).nonzero()[0])
+    is_finite = torch.isfinite(tensor)
+    return None if bool(is_finite.all()) else tuple(int(i) for i in (~is_finite).nonzero()[0])
 
 
 def all_finite(tensor: torch.Tensor) -> Any:
@@ -62,7 +69,7 @@ def concatenate(parts: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
 
 
 def take(x: torch.Tensor, axis: int, start: int, length: int) -> torch.Tensor:
-    """Return entries `start` to `start + length` of an axis; torchax need not be enabled."""
+    """Return the `length` entries of an axis from `start` on; torchax need not be enabled."""
     if on_jax(x):
         return tensor_of(arrays.take(array_of(x), axis, start, length))
     return x[(slice(None),) * axis + (slice(start, start + length),)]  # all of the axes before `axis`
