@@ -22,7 +22,8 @@ class Tested:
         """
         public_version = Version(Version(version).public)  # without "+cpu"
         newest = Version(self.newest)
-        same_minor = public_version.release[:2] == newest.release[:2] != (0, 0)
+        first_two = newest.release[:2]
+        same_minor = public_version.release[:2] == first_two and first_two != (0, 0)
         is_patch = same_minor and not public_version.is_prerelease
         return public_version >= Version(self.oldest) and (public_version <= newest or is_patch)
 

@@ -49,11 +49,14 @@ def free_memory(mesh: "Mesh | None" = None) -> int:
 
 
 def _free_memory(devices: int) -> int:
-    """Return the free bytes of this process's first device; a CPU device has its share, one of `devices`."""
+    """Return the free bytes of this process's first device.
+
+    On a CPU `devices` share the host's free memory equally, and the result is one share.
+    """
     import jax
 
     stats = jax.local_devices()[0].memory_stats()
-    if stats and "bytes_limit" in stats:
+    if stats and "bytes_limit" in stats:  # an accelerator; JAX has no statistics of a CPU
         return int(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
     if not MEMINFO.is_file():  # off Linux: all memory of the machine
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // devices

@@ -95,6 +95,7 @@ class PortedModel(CopiesWithoutPrograms, nn.Module):
             self.place()
             return self
         if device is not None and torch.device(device).type == "cpu":
+            # The weights become plain tensors, of which torch's own `to` below only changes the dtype.
             without_torchax(replace_weights, self, to_torch)
         return super().to(*args, **kwargs)
 

@@ -66,8 +66,8 @@ class Place:
     def trace(self, run: Callable[..., Any], inputs: Any, cache: Any) -> Any:
         """Return `run(inputs, cache)`, the result and the next cache; called while a program is traced.
 
-        A subclass may shard the arguments and results. `run` is the call of the program's network, and takes
-        its keywords too; a `TorchNetwork` passes them to `self.watching`.
+        A subclass may shard the arguments and results. `run` calls the program's network, which may take
+        keywords as well: a `TorchNetwork` passes them to this place's `watching`.
         """
         return run(inputs, cache)
 
@@ -109,6 +109,7 @@ class ArrayProgram:
         self.compilations = 0
         self.untraceable: str | None = None
 
+        # A function of its own, as JAX names a program after its function, and a method cannot be renamed.
         def run(weights: Any, inputs: Any, cache: Any) -> Any:
             return self._trace(weights, inputs, cache)
 
@@ -116,11 +117,12 @@ class ArrayProgram:
         jitted = functools.partial(
             jax.jit,
             run,
-            donate_argnums=2,  # the cache
+            donate_argnums=2,  # the cache: the next cache may take its memory
             keep_unused=getattr(network, "keep_unused", False),
         )
         self._compiled = jitted(compiler_options=self.place.compiler_options())
-        # JAX takes options for a whole program, and refuses them for a part of what the caller compiles.
+        # For a caller that runs this program inside a function which JAX traces: it becomes a part of the
+        # caller's program, and JAX refuses compiler options for a part.
         self._compiled_in_another = jitted()
 
     def _trace(self, weights: Any, inputs: Any, cache: Any) -> Any:
@@ -176,7 +178,8 @@ class ArrayProgram:
         """
 
         def place_weight(path: Any, weight: Any) -> Any:
-            sharding = self.place.weight_sharding(jax.tree_util.keystr(path, simple=True), weight.shape)
+            name = jax.tree_util.keystr(path, simple=True)  # `path` is JAX's, of keys into the tree
+            sharding = self.place.weight_sharding(name, weight.shape)
             return jax.ShapeDtypeStruct(weight.shape, weight.dtype, sharding=sharding)
 
         weights = jax.tree_util.tree_map_with_path(place_weight, self._network.weights)

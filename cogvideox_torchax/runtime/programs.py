@@ -59,7 +59,7 @@ class Programs:
         from jax_kernels.common.tiles import pallas_mode
 
         with self._lock:
-            # Profiling and the Pallas mode change the traced program too.
+            # Whether a profile is recorded, and how Pallas kernels run, change the traced program too.
             key = (kind, is_profiling(), pallas_mode())
             entries = self._kept[key] = self._kept.pop(key, [])  # this moves the key to the end
             for snapshot, program in entries:
@@ -99,7 +99,8 @@ def _check_deterministic(network: nn.Module) -> nn.Module:
     """
     for name, module in network.named_modules():
         if isinstance(module, DROPOUTS) and module.training and module.p > 0:
-            # A pipeline's network holds its model as `model`; the user knows the pipeline's name for it.
+            # The network of a pipeline's model holds the model as `model`, and has as `component` the model's
+            # name in the pipeline, such as "transformer", which the user knows.
             shown = name.replace("model", getattr(network, "component", "model"), 1)
             raise ValueError(
                 f"{shown} drops values by chance (p={module.p}), which no program on JAX does: call the "
@@ -142,9 +143,11 @@ class TorchNetwork:
                 place passes `split`, the sharding of the width.
         """
         network = _check_deterministic(skeleton(self._module))
+        # `functional_call` runs the network with these weights in place of its own, and `jax_view` makes a
+        # function of arrays of it.
         call = import_torchax().interop.jax_view(functools.partial(torch.func.functional_call, network))
         # By default a TPU multiplies float32 in bfloat16, and a recent GPU in TF32; a float32 model is to be
-        # exact. Vectors do not make a model float32: a bfloat16 model may have norms in float32.
+        # exact. Only its matrices tell: a bfloat16 model may have vectors in float32, those of norms.
         exact = any(array.dtype == "float32" for array in weights.values() if array.ndim > 1)
         precision = jax.default_matmul_precision("highest" if exact else "default")
         watching = place.watching(network, **watching_options)
@@ -192,8 +195,9 @@ class Program(ArrayProgram):
         """Return the arrays of a network's weights, by name, on the devices where the program takes them.
 
         The network must have the modules of the one that was compiled. A weight on other devices, as after
-        `load_state_dict`, or a plain one, as of a replaced submodule, is moved; the network then holds the
-        moved one. The usual case, that all arrays are those of the previous call, is found fast.
+        `load_state_dict`, or a plain tensor, as in a submodule that the user has replaced, is moved; the
+        network then holds the moved one. This runs before each call, and the usual case, that all arrays are
+        those of the previous call, is found fast.
         """
         arrays = list(map(array_in, _tensors_of(network)))  # None for a plain tensor
         names, references = self._placed
@@ -205,7 +209,7 @@ class Program(ArrayProgram):
             return dict(zip(names, arrays, strict=True))
         weights = self._placed_weights(network)
         name_of = {id(tensor): name for name, tensor in named_tensors(network).items()}
-        # A tied weight has one name here, the first, and is in the list once for each of its names.
+        # The names in the order of `arrays`. A tied weight has several places there, and here one name.
         names = [name_of[id(tensor)] for tensor in _tensors_of(network)]
         if all(isinstance(array, jax.Array) and not is_traced(array) for array in weights.values()):
             self._placed = names, [weakref.ref(weights[name]) for name in names]
@@ -215,7 +219,7 @@ class Program(ArrayProgram):
         """Return the arrays of a network's weights, by name, each moved to where the program takes it."""
         named = named_tensors(network)
         if not all(map(on_jax, named.values())):
-            put_weights(network)
+            put_weights(network)  # which makes new tensors
             named = named_tensors(network)
         for name, tensor in named.items():
             array = array_of(tensor)
@@ -229,7 +233,7 @@ class Program(ArrayProgram):
     def put(self, inputs: Any) -> Any:
         """Return a tree of arrays or tensors, plain or on JAX, as arrays on the program's devices.
 
-        Entries of a dictionary that are None are left out.
+        Entries of a dictionary that are None, as optional inputs may be, are left out.
         """
         if isinstance(inputs, dict):
             inputs = {name: value for name, value in inputs.items() if value is not None}

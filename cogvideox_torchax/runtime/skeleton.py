@@ -90,23 +90,23 @@ LIBRARIES = frozenset(
 def has_state(value: Any, in_processor: bool) -> bool:
     """Return whether a value is an object with attributes that a forward may read and write.
 
-    If `in_processor`, the value is an attention processor or an object in one. Then it counts, unless it is a
-    module, a tensor, a class, a function or a container. Elsewhere only an object whose class is the
-    user's counts.
+    Modules, tensors, classes, functions and containers never count. All other objects count in an attention
+    processor (`in_processor`: the value is one, or is in one). Elsewhere those count whose class is the
+    user's: the objects of `LIBRARIES` are taken for constant.
     """
     stateless = nn.Module | torch.Tensor | type | ModuleType | FunctionType | MethodType
     if not hasattr(value, "__dict__") or isinstance(value, stateless) or type(value) in CONTAINERS:
         return False
     package = type(value).__module__.partition(".")[0]
-    # An object whose class has its own `__reduce_ex__` may be more than its attributes.
-    is_plain = type(value).__reduce_ex__ is object.__reduce_ex__
-    return in_processor or (is_plain and package not in LIBRARIES)
+    # A class with its own `__reduce_ex__` may keep more than attributes, which a copy would then lack.
+    has_only_attributes = type(value).__reduce_ex__ is object.__reduce_ex__
+    return in_processor or (has_only_attributes and package not in LIBRARIES)
 
 
 def _copy_value(value: Any, copies: dict[int, Any], in_processor: bool) -> Any:
     """Copy a container, at any depth, or an object that has a state, with each object that it holds.
 
-    Another value is returned itself. `copies` has the copies made so far, by the ids of their originals;
+    Any other value is returned as it is. `copies` has the copies made so far, by the ids of their originals;
     `in_processor` is whether `value` is an attention processor or in one.
     """
     if id(value) in copies:
@@ -141,7 +141,8 @@ def weightless(module: Module) -> Module:
     """Return a skeleton whose weights have a shape and a dtype, but no memory.
 
     Raises:
-        ForeignForwardError: a module has a `forward` of this kind.
+        ForeignForwardError: somebody has set a module's `forward` to a function that is not bound to the
+            module. It may hold weights of its own, which a program would have as constants.
     """
 
     def empty(tensor: torch.Tensor) -> torch.Tensor:
@@ -149,7 +150,7 @@ def weightless(module: Module) -> Module:
 
     copied = _with_weights(module, empty)
     for name, submodule in copied.named_modules():
-        if isinstance(submodule, PortedModel):  # no program calls a `forward` that a user sets on a model
+        if isinstance(submodule, PortedModel):  # programs call its class's `forward`, not one that is set
             continue
         forward = vars(submodule).get("forward")
         if forward is not None and getattr(forward, "__self__", None) is not submodule:

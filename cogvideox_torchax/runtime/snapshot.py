@@ -44,12 +44,12 @@ class Snapshot:
         self._module_classes = [*map(type, modules)]
         self._structure = _structure(attributes)
         self._weight_ids = _weight_ids(attributes)
-        # The values of the traced attributes of all modules but the root, and a mask that selects them from
-        # all attributes. Those in `TREE` are left out, as a reference to one of these dictionaries would keep
-        # its weights alive. The root is compared by itself, as another root may take its place.
+        # For each attribute of all modules but the root, whether tracing reads it, and then the values of
+        # those that it reads. The dictionaries in `TREE` are left out, as a reference to one would keep its
+        # weights alive. The root is left out, as `holds` accepts another root with the same attributes.
         left_out = TREE | UNTRACED_ATTRIBUTES
         self._is_traced = [name not in left_out for table in attributes[1:] for name in table]
-        self._values = list(self._traced_values(attributes))
+        self._traced_values = list(self._select_traced(attributes))
         # Each class with its members (methods and class attributes) in their order.
         self._classes = [(kind, list(vars(kind).values())) for kind in _classes(self._modules)]
         # Tensors among the attributes that are neither weights nor buffers, each with torch's count of the
@@ -77,6 +77,7 @@ class Snapshot:
 
     def _has_modules_of(self, root: nn.Module) -> bool:
         """Return whether a tree has the recorded modules, each with its attributes and names of weights."""
+        # The root is compared alone, as it may be another module. All others must be the recorded ones.
         recorded_root, *recorded_others = self._modules
         if not recorded_root.is_unchanged(root):
             return False
@@ -90,7 +91,7 @@ class Snapshot:
             self._module_classes == [*map(type, modules)]
             and self._attribute_counts[1:] == [*map(len, attributes[1:])]
             and self._structure == _structure(attributes)
-            and all(map(operator.is_, self._values, self._traced_values(attributes)))
+            and all(map(operator.is_, self._traced_values, self._select_traced(attributes)))
         )
         weight_ids = _weight_ids(attributes)
         if is_identical and weight_ids == self._weight_ids:
@@ -109,7 +110,7 @@ class Snapshot:
         self._weight_ids = weight_ids  # so that the next call goes the fast way
         return True
 
-    def _traced_values(self, attributes: Sequence[dict[str, Any]]) -> Iterator[Any]:
+    def _select_traced(self, attributes: Sequence[dict[str, Any]]) -> Iterator[Any]:
         """Yield the values of the traced attributes of all modules but the root, which is the first."""
         return itertools.compress(
             itertools.chain.from_iterable(map(dict.values, attributes[1:])), self._is_traced
@@ -162,7 +163,7 @@ class _ModuleSnapshot:
         if len(attributes) - len(TREE) - len(untraced) != len(self.attributes):
             return False
         for name, value in self.attributes.items():
-            value_now = attributes.get(name, self)  # `self`, no module's attribute, stands for a missing one
+            value_now = attributes.get(name, self)  # `self`, which no attribute is, stands for a missing one
             if value_now is value:
                 continue
             # Another object is a change, unless it is a container with the same items.

@@ -48,7 +48,8 @@ def torch_view(jax_function: Callable[..., Any]) -> Callable[..., Any]:
     Arguments and results may be trees. Constants among the arguments must be hashable. The function has no
     derivative.
     """
-    return functools.wraps(jax_function)(_with_trees(functools.partial(_operation, jax_function)))
+    make_flat = functools.partial(_operation, jax_function)  # takes a structure of arguments and constants
+    return functools.wraps(jax_function)(_with_trees(make_flat))
 
 
 def _with_trees(make_flat: Callable[[Any, tuple[Any, ...]], tuple[Any, Trees]]) -> Callable[..., Any]:
@@ -82,7 +83,7 @@ def _flattened(function: Callable[..., Any], structure: Any, constants: tuple[An
         args, kwargs = structure.unflatten(next(remaining) if leaf is None else leaf for leaf in constants)
         # By default a TPU multiplies float32 in bfloat16, so float32 asks for "highest". An operation on 16
         # bits keeps the default, the only precision of its kernel, even if other arguments are float32, such
-        # as the moments of a norm. Vectors do not count.
+        # as the moments of a norm. Vectors tell nothing: their dtype may differ from that of the products.
         exact = not any(array.dtype in HALVES and array.ndim > 1 for array in arrays)
         with jax.default_matmul_precision("highest" if exact else "default"):
             results, trees[shapes_of(arrays)] = jax.tree.flatten(function(*args, **kwargs))
@@ -158,6 +159,8 @@ def _compiled(
     """Return the flat function of a function of torch, compiled, and the structures of its results."""
     flat, trees = _flattened(function, structure, constants)
     traced = upstream.traced_whole(flat)
+    # One program for each set of shapes (`dynamic=False`), up to `SHAPES` of them. By default torch would
+    # count the programs of all networks together, as their lambdas share one code object.
     return torch.compile(  # pyright: ignore[reportCallIssue]
         lambda tensors: traced(tensors),  # torch.compile does not accept `traced` itself
         backend=backend,

@@ -132,9 +132,10 @@ def share_views(torchax: Any) -> None:
                 return
         while isinstance(source, slice_class):
             source = source.parent  # which holds the array and the storage
+        storage_id = layout.untyped_storage()._cdata  # the address of torch's own storage
         for result, result_layout in zip(_tensors(results), _tensors(result_layouts), strict=True):
             if (
-                result_layout.untyped_storage()._cdata == layout.untyped_storage()._cdata
+                result_layout.untyped_storage()._cdata == storage_id
                 and isinstance(result, tensor_class)
                 and result is not source
                 and result_layout.shape == result.shape

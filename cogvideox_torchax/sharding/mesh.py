@@ -40,6 +40,7 @@ def make_mesh(dp: int = 1, tp: int | None = None, *, devices: Any = None) -> Mes
             f"got a mesh of dp={dp} x tp={tp_size}, {size} devices, where there are {devices.size}: "
             f"make dp * tp no larger{more_cpus if devices[0].platform == 'cpu' else ''}"
         )
+    # Auto: from the sharding of inputs and results XLA's partitioner derives that of all other arrays.
     return Mesh(devices[:size].reshape(dp, tp_size), AXES, axis_types=(AxisType.Auto,) * 2)
 
 

@@ -11,8 +11,9 @@ columns. Kernels get the number of columns that belong to the frame (`jax_kernel
 the padding is cut off a user's results. Without this XLA would pad each width separately, 180 columns to 8 x
 23 and 360 to 8 x 45, and move columns between devices each time.
 
-A *spec* is a `PartitionSpec`: it names, for each axis of an array, the mesh axes that split it. The letters
-of axes are N (videos), C (channels), T (frames), H (rows) and W (columns).
+A *spec* is a `PartitionSpec`: it names, for each axis of an array, the mesh axes that split it. An
+*activation* is an array between layers. The letters of axes are N (videos), C (channels), T (frames), H
+(rows) and W (columns).
 """
 
 import contextlib
@@ -128,11 +129,13 @@ class Placement(MeshPlace):
         return self._spec_along(shape, self.axes.index("W"))
 
     def _spec_along(self, shape: tuple[int, ...], axis: int) -> PartitionSpec:
-        """Return the spec of an array, split by video over "dp" and along `axis` over "tp"."""
-        # If "dp" does not divide the number of videos, the array is split along `axis` over "dp" and "tp".
+        """Return the spec of an array that is split by video over "dp", and along `axis` over "tp".
+
+        If "dp" does not divide the number of videos, the array is split along `axis` over all devices.
+        """
         video_axis = self.axes.index("N")
         by_video = shape[video_axis] % self.mesh.shape["dp"] == 0
-        # By an axis of the array, the mesh axes that split it; AXES is ("dp", "tp").
+        # By the number of an array's axis, the mesh axes that split it; AXES is ("dp", "tp").
         mesh_axes = {video_axis: "dp", axis: "tp"} if by_video else {axis: AXES}
         return PartitionSpec(*(mesh_axes.get(array_axis) for array_axis in range(len(shape))))
 
@@ -155,8 +158,9 @@ class Placement(MeshPlace):
         """
         width_axis = self.axes.index("W")
         width = split.real_columns(x.shape[width_axis])
-        # The padded result is constrained to a split by width first. Otherwise XLA would propagate a split by
-        # rows or channels (`result_spec`) back into earlier layers, and gather their inputs.
+        # The padded result is constrained to a split by width first. `result_spec` splits by rows or channels
+        # if the devices do not divide the width without padding. XLA would otherwise propagate such a split
+        # back into earlier layers, and gather their inputs.
         result = jax.lax.slice_in_dim(self.constrain(x), 0, width, axis=width_axis)
         return jax.lax.with_sharding_constraint(
             result, NamedSharding(self.mesh, self.result_spec(result.shape))
@@ -173,13 +177,14 @@ class Placement(MeshPlace):
         """
         video_axis, channel_axis, width_axis = map(self.axes.index, "NCW")
         spec = self.spec(inputs.shape)
-        mesh_axes = spec[width_axis]  # the name of the mesh axis that splits the width, or a tuple of names
+        width_axes = spec[width_axis]  # the name of the mesh axis that splits the width, or a tuple of names
         split = Split(
-            real=inputs.shape[width_axis],
+            real=inputs.shape[width_axis],  # columns without padding
             padded=inputs.array.shape[width_axis],
-            videos=spec[video_axis],
-            columns=(mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes,
+            videos=spec[video_axis],  # the mesh axis that splits videos, or None
+            columns=(width_axes,) if isinstance(width_axes, str) else width_axes,
         )
+        # Kernels read the mesh that this block sets, and map themselves over its devices.
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             result, cache = run(inputs.array, cache, split=split)
             # This changes no value: a TPU then stores the result with columns in the lanes of its tiles. The
@@ -191,14 +196,14 @@ class Placement(MeshPlace):
     def watching(self, network: "nn.Module", *, split: Split) -> contextlib.AbstractContextManager[Any]:
         """Give `split`, the sharding of the width, to a network's modules, and return a recording context.
 
-        Inside the context the shapes of each layer's inputs and outputs are added to `self.layers`, which is
-        emptied first.
+        While a network is traced inside the context, the shapes of each layer's inputs and outputs are added
+        to `self.layers`, which is emptied first.
         """
         from cogvideox_torchax.runtime.layers import watched
 
         self.layers.clear()
         for module in network.modules():
-            if isinstance(module, OnColumns):
+            if isinstance(module, OnColumns):  # it passes its `split` to its kernel
                 module.split = split
         # `_record` changes nothing, hence `names_only`: a norm and a convolution may still run as one kernel.
         return watched(
@@ -219,8 +224,8 @@ class Placement(MeshPlace):
     def put(self, array: Any) -> PaddedChunk:
         """Return a chunk, a NumPy or a JAX array, padded and sharded over the mesh.
 
-        Each of several processes passes an array of the whole shape, and reads only the columns of its own
-        devices.
+        If there are several processes, each passes an array of the whole shape, of which only the columns of
+        its own devices are read.
         """
         shape, sharding = tuple(array.shape), self.sharding(array.shape)
         padding = self.padding(shape)
@@ -292,7 +297,8 @@ class BatchPlacement(MeshPlace):
         )
 
     def trace(self, run: Callable[..., Any], inputs: Any, cache: Any) -> Any:
-        # XLA cannot split a kernel, so kernels read the mesh from here, and map themselves over its devices.
+        # XLA cannot split a kernel. So kernels read the mesh that this block sets, and map themselves over
+        # its devices.
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             inputs = jax.tree.map(lambda x: self.constrain(x) if isinstance(x, jax.Array) else x, inputs)
             result, cache = run(inputs, cache)

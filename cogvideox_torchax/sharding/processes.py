@@ -136,9 +136,10 @@ class Exchange:
 
     def fetch_to_all(self, tensor: "torch.Tensor") -> "torch.Tensor":
         """Return a chunk, of which each process holds a part, as a plain tensor in every process."""
-        whole = self._join(self._write(tensor))  # `_write` counts the chunk
-        # Here every process has written its part of this chunk. Before that it had read all earlier chunks,
-        # so nobody needs this process's file of an earlier chunk any more.
+        array = self._write(tensor)  # counts the chunk
+        whole = self._join(array)
+        # `_join` has read the files of all processes. A process writes its file of this chunk only after it
+        # has read all earlier chunks, so nobody needs this process's file of the earlier chunk any more.
         if self._previous_file is not None:
             self._previous_file.unlink()
         self._previous_file = self._path(self._chunks, jax.process_index())
@@ -221,11 +222,12 @@ def shards_by_process(array: jax.Array) -> dict[int, list[tuple[Any, tuple[slice
 @contextlib.contextmanager
 def exchanging(output: str | Path) -> Iterator[Exchange]:
     """Exchange chunks through a directory beside `output` that every process sees; remove it afterwards."""
-    directory = hidden(output, EXCHANGE)
-    # The first process makes the empty directory, and removes it after the block.
+    directory = hidden(output, EXCHANGE)  # its path, which is the same in every process
+    # In the first process `reserved` makes this directory, empty and locked, and removes it after the block.
     with reserved(output, EXCHANGE) if is_first() else contextlib.nullcontext():
         wait_for_all()  # until the first process has made the directory
-        directory.mkdir(exist_ok=True)  # has an effect only where that directory is not visible yet
+        # A network's file system may not show the new directory to this machine yet; only then it is made.
+        directory.mkdir(exist_ok=True)
         try:
             exchange = Exchange(directory)
             yield exchange
