@@ -16,9 +16,9 @@ class Tested:
     def holds(self, version: str) -> bool:
         """Return whether a version is in the range.
 
-        A build for a device (`2.13.0+cpu`) counts as its version (`2.13.0`). A later patch of `newest`, which
-        is a final release with the same first two numbers, is in the range too. If these numbers are 0.0 it
-        is not, since a patch of 0.0 may change anything.
+        A build for a device (`2.13.0+cpu`) counts as its version (`2.13.0`). A later patch of `newest` is in
+        the range too: a final release with the same first two numbers. It is not if these numbers are 0.0,
+        since a patch of 0.0 may change anything.
         """
         public_version = Version(Version(version).public)  # without "+cpu"
         newest = Version(self.newest)

@@ -97,14 +97,13 @@ class _Form:
         """Return the form of a call with these leaves, of which those at `arguments` are the program's."""
         values = tuple(None if i in arguments else leaf for i, leaf in enumerate(leaves))
         types = tuple(repr(value) if type(value) is float else type(value) for value in values)
+        # One object for all equal forms: a program's snapshot compares the form by identity.
         return _interned(cls(method, structure, values, types, tuple(sorted(arguments))))
 
 
 @functools.lru_cache(maxsize=1024)
 def _interned(form: _Form) -> _Form:
     """Return one object for all equal forms."""
-    # A form is an attribute of a `MethodCall`, and the snapshot that selects a program compares such
-    # attributes by identity.
     return form
 
 
@@ -122,7 +121,7 @@ class MethodCall(nn.Module):
         self.form = form
 
     def forward(self, arguments: dict[str, Any], cache: None) -> tuple[Any, None]:
-        """Run the method while a program is traced; `arguments` has the program's by position, as text.
+        """Run the method while a program is traced; `arguments` has the program's, by position ("0", "1").
 
         Raises:
             UntraceableError: the method writes into its model or its arguments, or returns an object that no
@@ -243,7 +242,7 @@ class MixedTensors(TorchFunctionMode):
                     f"got {name}, which writes a tensor on JAX into one of the host: move that .to('jax')"
                 )
             args, kwargs = pytree.tree_map_only(torch.Tensor, _to_jax_unless_scalar, (args, kwargs))
-        return func(*args, **kwargs)
+        return func(*args, **kwargs)  # by torchax: torch turns this mode off here, and torchax's stays on
 
 
 def _to_jax_unless_scalar(tensor: torch.Tensor) -> torch.Tensor:
@@ -440,7 +439,8 @@ def _are_alike(result: _Result, other: _Result) -> bool:
         return False
     for array, other_array in zip(result.tensors, other.tensors, strict=True):
         a, b = (np.asarray(each).astype(np.float64) for each in (array, other_array))
-        scale = max(np.abs(b[np.isfinite(b)]).max(initial=0.0), 1e-30)  # never 0, as it divides
+        # The largest finite value; if all are 0, a tiny number, as the results are divided by it.
+        scale = max(np.abs(b[np.isfinite(b)]).max(initial=0.0), 1e-30)
         # The rounding that a deep network may add up, in float32 and in dtypes of 16 bits.
         rounding = 1e-4 if array.dtype == "float32" else 3e-2
         if a.shape != b.shape or not np.allclose(a / scale, b / scale, rtol=0, atol=rounding, equal_nan=True):

@@ -75,7 +75,7 @@ def _attention(torchax_attention: Callable[..., Any]) -> Callable[..., Any]:
 
     H is the heads, S the tokens, and D the channels of a head. `jax_kernels.attention`, which never has all
     scores in memory, runs without a mask, and with a boolean mask that leaves keys out. In all other cases
-    `torchax_attention` runs, torchax's own function of its tensors.
+    `torchax_attention` runs, torchax's own function, which takes and returns torchax's tensors.
     """
 
     @functools.wraps(F.scaled_dot_product_attention)
@@ -141,7 +141,7 @@ def _split_by_video(x: Any) -> Any:
 
 
 def _drawn_on_host(draw: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    """Return a function that draws random numbers by `draw`, a function of torch, as a JAX array."""
+    """Return a function that draws random numbers by `draw`, a function of torch, and returns an array."""
 
     @functools.wraps(draw)
     def call(*args: Any, **options: Any) -> Any:

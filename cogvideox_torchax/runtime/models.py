@@ -92,7 +92,7 @@ class PortedModel(CopiesWithoutPrograms, nn.Module):
         if is_jax_device(device):
             if dtype is not None:
                 self.to(dtype)  # before the move, so that JAX gets the final dtype
-            self.place()
+            self.place()  # on JAX's default device, or on the mesh of a subclass
             return self
         if device is not None and torch.device(device).type == "cpu":
             # The weights become plain tensors, of which torch's own `to` below only changes the dtype.

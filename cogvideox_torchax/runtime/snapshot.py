@@ -40,7 +40,7 @@ class Snapshot:
         self._contents = [(container, items) for container, items in contents if items]
         self._weights = _weight_pattern(modules)  # names of weights, and which are tied
         attributes = [vars(module) for module in modules]
-        self._attribute_counts = [*map(len, attributes)]
+        self._attribute_counts = [*map(len, attributes[1:])]  # of all modules but the root
         self._module_classes = [*map(type, modules)]
         self._structure = _structure(attributes)
         self._weight_ids = _weight_ids(attributes)
@@ -89,7 +89,7 @@ class Snapshot:
         attributes = [vars(module) for module in modules]
         is_identical = (
             self._module_classes == [*map(type, modules)]
-            and self._attribute_counts[1:] == [*map(len, attributes[1:])]
+            and self._attribute_counts == [*map(len, attributes[1:])]
             and self._structure == _structure(attributes)
             and all(map(operator.is_, self._traced_values, self._select_traced(attributes)))
         )
@@ -120,8 +120,8 @@ class Snapshot:
 def _structure(attributes: Sequence[dict[str, Any]]) -> list[Any]:
     """Return one flat list that tells how modules, with these attributes, hang together.
 
-    It has the numbers of children, parameters and buffers of each module, then the names of all of these, and
-    then the ids of the children.
+    It has for each module how many children, parameters and buffers it has, then the names of all of these,
+    and then the ids of the children.
     """
     tables = [table[name] for table in attributes for name in ("_modules", "_parameters", "_buffers")]
     children = [table["_modules"] for table in attributes if table["_modules"]]

@@ -191,7 +191,7 @@ class Exchange:
     def _wait(self, path: Path) -> Path:
         """Wait for a file, and return its path; raise `RuntimeError` if a process has failed."""
         # If a process has died, JAX's runtime ends this one.
-        pause = 0.001  # seconds between two checks; longer the longer the file takes
+        pause = 0.001  # seconds until the next check: doubled after each one, up to 0.1
         while not path.exists():
             for failure in self.directory.glob("*.failed"):
                 if path.exists():  # the file came before its process failed
