@@ -59,13 +59,10 @@ _INSIDE = contextvars.ContextVar("_INSIDE", default=False)
 
 @contextlib.contextmanager
 def _inside_method() -> Iterator[None]:
-    """Run a `with` block as the inside of a method: there `run_method` only calls the methods that it gets.
-
-    In the block, operations may mix tensors of the host with tensors on JAX.
-    """
+    """Run a `with` block as the inside of a method; there `run_method` simply calls the method it gets."""
     token = _INSIDE.set(True)
     try:
-        with MixedTensors():
+        with MixedTensors():  # in which operations may mix tensors of the host with tensors on JAX
             yield
     finally:
         _INSIDE.reset(token)
@@ -222,7 +219,7 @@ class MixedTensors(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run torch's operation `func`; torch calls this for each operation while the mode is on."""
+        # torch calls this for each operation, `func`, while the mode is on.
         kwargs = kwargs or {}
         leaves = [*args, *kwargs.values()]
         if any(isinstance(leaf, list | tuple | dict) for leaf in leaves):  # else the list is flat already
@@ -365,11 +362,9 @@ def method_program(
 
 
 def _run_compiled(model: nn.Module, method: Method, leaves: list[Any], structure: Any, place: Place) -> Any:
-    """Run a method as a program, or raise `UntraceableError` if no program can run it.
-
-    `leaves` are those of the call's arguments, with a JAX array in the place of each tensor.
-    """
-    # Positions of leaves, as in `state`. A leaf that is none of `VALUES` is an array here.
+    """Run a method as a program, or raise `UntraceableError` if no program can run it."""
+    # `leaves` are those of the call's arguments, with a JAX array in the place of each tensor. So a leaf that
+    # is none of `VALUES` is an array. `arrays` and `numbers` are by position, as the sets of `_Numbers` are.
     arrays = {position for position, leaf in enumerate(leaves) if not isinstance(leaf, VALUES)}
     numbers = {position: leaf for position, leaf in enumerate(leaves) if type(leaf) in (int, float)}
     # What earlier calls tell about the numbers, by the form of a call without its numbers.
@@ -449,12 +444,10 @@ def _are_alike(result: _Result, other: _Result) -> bool:
 
 
 def _without_gradient(model: nn.Module, leaves: list[Any], why: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor`, of a method's result, so that a backward pass from it raises an error that says `why`.
-
-    If neither a weight nor one of `leaves`, the method's arguments, requires a gradient, none can come.
-    """
+    """Return `tensor`, of a method's result, so that a backward pass from it raises an error saying `why`."""
     if not on_jax(tensor) or not tensor.is_floating_point() or not torch.is_grad_enabled():
         return tensor
+    # A backward pass can come only if a weight or an argument, one of `leaves`, requires a gradient.
     # `without_gradient` looks at the weights and at one input on JAX, `x`: an argument that requires a
     # gradient if there is one, else `tensor` itself. `to_jax` detaches, so it is marked again there.
     trained_arguments = (leaf for leaf in leaves if _is_tensor(leaf) and leaf.requires_grad)

@@ -31,11 +31,8 @@ class CompileClock:
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
     def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        """Record a span of JAX's work, and announce a program whose tracing and lowering took long.
-
-        JAX calls this at the end of each event, with the event's name and duration.
-        """
-        now = time.perf_counter()
+        """Record a span of JAX's work, and announce a program whose tracing and lowering took long."""
+        now = time.perf_counter()  # JAX calls this at the end of each event
         self.spans.append((event, now - duration_secs, now))
         # A program's events come in this order: tracing, lowering, compiling. Compiling takes the longest, so
         # the program is announced when it is lowered. Some events call it "jit(NAME)".

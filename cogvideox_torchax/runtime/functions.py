@@ -29,10 +29,8 @@ class RandomInTraceError(ValueError):
 
 
 def replace_functions(table: dict[Any, Any]) -> None:
-    """Replace functions and operators (of `torch.ops.aten`) in torchax's table, for all of the process.
-
-    The table has, for each operation of torch, an entry whose `func` computes it.
-    """
+    """Replace functions and operators (of `torch.ops.aten`) in torchax's table, for all of the process."""
+    # The table has, for each operation of torch, an entry whose `func` computes it.
     aten = torch.ops.aten
     functions = {F.scaled_dot_product_attention: _attention(table[F.scaled_dot_product_attention].func)}
     for draw in (torch.randn, torch.rand, torch.randint):  # each also has an operator of its name
@@ -49,11 +47,9 @@ def replace_functions(table: dict[Any, Any]) -> None:
 
 
 def replace_keys(environment_class: Any) -> None:
-    """Have torchax's own random functions, such as dropout, follow torch's seed, and raise in a trace.
+    """Have torchax's own random functions, such as dropout, follow torch's seed, and raise in a trace."""
 
-    They draw by JAX, from a key that they get from torchax's environment.
-    """
-
+    # They draw by JAX, from a key that they get from this method of torchax's environment.
     def new_key(_self: Any, generator: torch.Generator | None = None) -> Any:
         if _in_program():
             raise RandomInTraceError("it draws random numbers, which no program on JAX does")

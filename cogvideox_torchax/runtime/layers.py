@@ -72,14 +72,11 @@ def by_kernel(module: nn.Module, x: torch.Tensor) -> bool:
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Return whether a module itself must be called, as a fused kernel in its place would change a result.
-
-    It must be if it has hooks that read or change values, or if somebody has replaced its `forward`.
-    """
+    """Return whether a module itself must be called, so that no fused kernel may run in its place."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    # The hooks of `watched` may have this attribute. All other hooks count.
+    # Hooks count if they may read or change values. Those of `watched` may have this attribute.
     has_hooks = any(not getattr(hook, "names_only", False) for hook in hooks)
-    # A `forward` may be set on the module itself, or on its class.
+    # Somebody may have replaced the module's `forward`, on the module itself or on its class.
     return "forward" in vars(module) or has_hooks or is_patched(type(module))
 
 

@@ -49,12 +49,10 @@ def free_memory(mesh: "Mesh | None" = None) -> int:
 
 
 def _free_memory(devices: int) -> int:
-    """Return the free bytes of this process's first device.
-
-    On a CPU `devices` share the host's free memory equally, and the result is one share.
-    """
+    """Return the free bytes of this process's first device; for a CPU device, its share."""
     import jax
 
+    # CPU devices, as many as `devices` says, share the host's free memory equally.
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:  # an accelerator; JAX has no statistics of a CPU
         return int(stats["bytes_limit"] - stats.get("bytes_in_use", 0))

@@ -151,10 +151,8 @@ class ArrayProgram:
 
     @runs_unchecked
     def empty_cache(self, weights: Any, inputs: Any) -> Any:
-        """Return zeros, shaped and placed like the cache that a call without a cache returns.
-
-        A first call that takes these zeros runs the same program as later calls.
-        """
+        """Return zeros, shaped and placed like the cache that a call without a cache returns."""
+        # A first call that takes these zeros runs the same program as later calls.
         return jax.tree.map(
             lambda struct: jnp.zeros(struct.shape, struct.dtype, device=struct.sharding),
             self._cache_structs(weights, inputs),

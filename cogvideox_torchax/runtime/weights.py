@@ -52,10 +52,8 @@ def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 @runs_unchecked
 def on_default_device(_name: str, array: Any) -> Any:
-    """Return a NumPy array as a copy on JAX's default device, and a JAX array unchanged.
-
-    This is the `place` of `put_weights` for a single device. A mesh's may look at the weight's name.
-    """
+    """Return a NumPy array as a copy on JAX's default device, and a JAX array unchanged."""
+    # This is the `place` of `put_weights` for a single device. A mesh's may look at the weight's name.
     import jax
     import jax.numpy as jnp
 

@@ -129,10 +129,8 @@ class Placement(MeshPlace):
         return self._spec_along(shape, self.axes.index("W"))
 
     def _spec_along(self, shape: tuple[int, ...], axis: int) -> PartitionSpec:
-        """Return the spec of an array that is split by video over "dp", and along `axis` over "tp".
-
-        If "dp" does not divide the number of videos, the array is split along `axis` over all devices.
-        """
+        """Return the spec of an array that is split by video over "dp", and along `axis` over "tp"."""
+        # Or along `axis` over all devices, if "dp" does not divide the number of videos.
         video_axis = self.axes.index("N")
         by_video = shape[video_axis] % self.mesh.shape["dp"] == 0
         # By the number of an array's axis, the mesh axes that split it; AXES is ("dp", "tp").
