@@ -133,6 +133,7 @@ def teach_copying(kind: Any, tensor_of: Any, to_torch: Any, without_torchax: Any
     """
     from torch import nn
 
+    # `copy.deepcopy` calls this.
     def deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
         copied = tensor_of(tensor.jax())
         if isinstance(tensor, nn.Parameter):
@@ -140,6 +141,7 @@ def teach_copying(kind: Any, tensor_of: Any, to_torch: Any, without_torchax: Any
         memo[id(tensor)] = copied  # two references to one tensor stay one in the copy
         return copied
 
+    # pickle calls this, and stores what it returns: how to make a plain tensor.
     def reduce(tensor: Any) -> Any:
         host = without_torchax(to_torch, tensor)
         if isinstance(tensor, nn.Parameter):
@@ -155,14 +157,13 @@ def one_program_each(registry: Any) -> None:
 
     `registry` is torchax's module of that name, whose table has each operator's function as `func`.
     """
-    # By itself torchax runs one program for `y * alpha`, one to convert each Python number, and then one for
-    # the sum. A device's queue has room for 32 programs. A step of diffusers' DPM scheduler had 43, so Python
-    # waited until one network was done before it sent the next.
+    # By itself torchax runs one program for the `y * alpha` of `x + y * alpha`, one to convert each Python
+    # number, and then one for the sum. A device's queue has room for 32 programs. A step of diffusers' DPM
+    # scheduler had 43, so Python waited until one network was done before it sent the next.
     import jax
-
-    table = _attribute("torchax", registry, "all_aten_ops")
     import torch
 
+    table = _attribute("torchax", registry, "all_aten_ops")
     # (operator, its arguments that are Python numbers to compile in)
     for name, static_arguments in (("add", ("alpha",)), ("sub", ("alpha",)), ("mul", ())):
         operator = table[getattr(torch.ops.aten, name).Tensor]

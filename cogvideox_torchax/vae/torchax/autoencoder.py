@@ -43,9 +43,9 @@ class DifferentiablePosterior(DiagonalGaussianDistribution):
     """Diffusers' posterior of moments on JAX, with gradients that reach these moments."""
 
     def __init__(self, parameters: torch.Tensor):
-        # In place of diffusers' constructor, this sets all of its attributes. JAX splits and clips the
-        # moments, because torch's split and clamp lose the gradients of torchax tensors. The bounds of the
-        # log-variances are those of diffusers.
+        # In place of diffusers' constructor, this sets all of its attributes. `parameters` are the moments.
+        # JAX splits and clips them, because torch's split and clamp lose the gradients of torchax tensors.
+        # The bounds of the log-variances are those of diffusers.
         self.parameters, self.deterministic = parameters, False
         self.mean = runtime.differentiated(lambda moments: moments[:, : moments.shape[1] // 2], parameters)
         self.logvar = runtime.differentiated(
@@ -55,10 +55,10 @@ class DifferentiablePosterior(DiagonalGaussianDistribution):
 
 
 def _from_pipe_with_ported_parts(make: Callable[..., Any], kind: type, pipeline: Any, **options: Any) -> Any:
-    """Make a pipeline of the class `kind` from the parts of another one, by diffusers' `from_pipe`, `make`.
+    """Make a pipeline of the class `kind` from another one's parts, by `make`, diffusers' own `from_pipe`.
 
-    The ported parts are passed to `from_pipe` by name. By itself it would leave them out: it takes only parts
-    of exactly the expected class, and a ported class is a subclass.
+    The ported parts are passed to `make` by name. By itself it would leave them out: it takes only parts of
+    exactly the expected class, and a ported class is a subclass.
     """
     ported = {
         name: part
@@ -68,7 +68,7 @@ def _from_pipe_with_ported_parts(make: Callable[..., Any], kind: type, pipeline:
     if not ported:
         return make(kind, pipeline, **options)
     with runtime.active():  # `from_pipe` casts the parts: for weights on JAX, torchax must be enabled
-        return make(kind, pipeline, **{**ported, **options})  # parts that the user passes come first
+        return make(kind, pipeline, **{**ported, **options})  # a part in `options` replaces a ported one
 
 
 # This runs at import, because an unpickled model has called nothing of this module.
@@ -89,7 +89,7 @@ def _checked(direction: Direction) -> Callable[[Callable[..., Any]], Callable[..
             self._check(direction, x)
             if not (runtime.is_on_jax(self) and upstream.is_patched(DiffusersAutoencoder, name)):
                 return method(self, x, *args, **options)
-            # A program of any method. On a mesh its batch is split over "dp", and not the width of a video.
+            # `run_method` compiles any method. On a mesh it splits the batch over "dp", but no video's width.
             place = None if self.mesh is None else BatchPlacement(self.mesh)
             replacement = getattr(DiffusersAutoencoder, name)
             return runtime.run_method(self, replacement, x, *args, place=place, name="vae", **options)
@@ -231,7 +231,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
             step = one_video_at_a_time(step)
         if not on_jax:
             return run(step, chunks)
-        # A program on JAX takes and returns arrays; all others take and return tensors.
+        # On JAX a step takes and returns arrays; elsewhere it takes and returns tensors.
         return map(runtime.tensor_of, run(step, map(runtime.as_array, chunks)))
 
     def _run(self, direction: Direction, x: torch.Tensor, *, in_tiles: bool = False) -> torch.Tensor:
@@ -244,17 +244,16 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         """
         plan = self._tile_plan(direction, x.shape[3:], always=in_tiles)
         network = chunk_network(self, direction)
-        on_tpu = runtime.is_on_torchtpu(self)
-        wants_gradient = plan is None and not on_tpu and runtime.wants_gradient(network, x)
+        on_torchtpu = runtime.is_on_torchtpu(self)
+        wants_gradient = plan is None and not on_torchtpu and runtime.wants_gradient(network, x)
         result: Any = None  # in training `differentiable` computes it, below
         if not (wants_gradient and self.training):
             results = self.results(direction, frames_of_chunks(self, direction, x), plan)
             result = joined(results, on_host=not runtime.on_accelerator(x))
-        if on_tpu or plan is not None:
-            # The same result, whose backward pass raises an error with this message.
-            return runtime.without_gradient(
-                network, x, result, runtime.NO_GRADIENT if on_tpu else NO_GRADIENT_IN_TILES
-            )
+        if on_torchtpu or plan is not None:
+            # On an accelerator, a backward pass from this result raises an error with the message.
+            message = runtime.NO_GRADIENT if on_torchtpu else NO_GRADIENT_IN_TILES
+            return runtime.without_gradient(network, x, result, message)
         if not wants_gradient:
             return result
         program = self.program(direction)
