@@ -304,7 +304,7 @@ def regrouped_into_chunks(
         raise ValueError(f"the {what} goes on after the {num_frames} frames that were announced")
 
 
-@torch.no_grad()
+@torch.no_grad()  # while the generator runs; the caller has its own setting between the results
 def fetched_one_behind(results: Iterator[torch.Tensor], fetch: Fetch) -> Iterator[torch.Tensor]:
     """Yield each result on the host; it is copied there while the next one is computed."""
     # On JAX, `next` only starts the computation of a chunk, and `fetch_async` only starts the copy of its

@@ -175,8 +175,8 @@ def normed_conv(
     A layer of another class, such as one that records its output (`RecordedLayers`), is called by itself.
 
     Returns:
-        The result, the next cache, and the moments of the result's columns, or None. Passed as `moments` with
-        the result to the next call, they spare it another pass over its input.
+        The result, the next cache, and the moments of the result's columns, or None if the kernel gives none.
+        Passed as `moments` with the result to the next call, they spare it another pass over its input.
     """
     if type(norm) not in (GroupNorm, SpatialNorm3D) or type(causal) is not CausalConv3d:
         inputs = (x_NTHWC,) if zq_NthwC is None else (x_NTHWC, zq_NthwC)  # of the norm
