@@ -60,25 +60,26 @@ def torchax_off() -> contextlib.ExitStack:
     )
     with contextlib.ExitStack() as restoring:  # if a stack cannot be changed, those before it are put back
         for owner, reader, mode_class in stacks:
-            current, push, pop = (
+            current_modes, push, pop = (
                 _attribute("torch", owner, name) for name in (reader, "_push_mode", "_pop_mode")
             )
-            old_modes = current()  # the stack's modes, the outermost first
+            old_modes = current_modes()  # the outermost first
             torchax_mode = _attribute("torchax", sys.modules["torchax.tensor"], mode_class)
 
             # `restoring` runs this again after the loop, when the loop's variables are those of the last
             # stack. The default arguments keep the functions of this stack.
             def replace_modes(
-                modes: list[Any], current: Any = current, push: Any = push, pop: Any = pop
+                modes: list[Any], current_modes: Any = current_modes, push: Any = push, pop: Any = pop
             ) -> None:
-                for _ in current():
+                for _ in current_modes():
                     pop()
                 for mode in modes:
                     push(mode)
 
             restoring.callback(replace_modes, old_modes)
             replace_modes([mode for mode in old_modes if not isinstance(mode, torchax_mode)])
-        return restoring.pop_all()  # the caller closes it; else the end of this block would
+        # The caller closes what is returned. Without `pop_all` the end of this block would close it.
+        return restoring.pop_all()
 
 
 def jax_has_started() -> bool:
@@ -90,8 +91,9 @@ def jax_has_started() -> bool:
 
 
 def leave_torchax(refuse: Callable[[], None]) -> None:
-    """Turn torchax off in a forked child, and have `refuse` raise the error wherever it would use JAX."""
-    if "torchax.interop" not in sys.modules:  # the last module that an import of torchax completes
+    """Turn torchax off in a forked child process, and call `refuse`, which raises, where it would use JAX."""
+    # `interop` is the last module that an import of torchax completes. Without it torchax is not in use.
+    if "torchax.interop" not in sys.modules:
         return
     torchax_off()  # for ever: nothing closes the context
     # torchax's tensors keep their shape, dtype and device; of their methods only `dim` works without JAX.
@@ -131,6 +133,7 @@ def teach_copying(kind: Any, tensor_of: Any, to_torch: Any, without_torchax: Any
     """
     from torch import nn
 
+    # `copy.deepcopy` calls this.
     def deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
         copied = tensor_of(tensor.jax())
         if isinstance(tensor, nn.Parameter):
@@ -138,6 +141,7 @@ def teach_copying(kind: Any, tensor_of: Any, to_torch: Any, without_torchax: Any
         memo[id(tensor)] = copied  # two references to one tensor stay one in the copy
         return copied
 
+    # pickle calls this, and stores what it returns: how to make a plain tensor.
     def reduce(tensor: Any) -> Any:
         host = without_torchax(to_torch, tensor)
         if isinstance(tensor, nn.Parameter):
@@ -153,14 +157,13 @@ def one_program_each(registry: Any) -> None:
 
     `registry` is torchax's module of that name, whose table has each operator's function as `func`.
     """
-    # By itself torchax runs one program for `y * alpha`, one to convert each Python number, and then one for
-    # the sum. A device's queue has room for 32 programs. A step of diffusers' DPM scheduler had 43, so Python
-    # waited until one network was done before it sent the next.
+    # By itself torchax runs one program for the `y * alpha` of `x + y * alpha`, one to convert each Python
+    # number, and then one for the sum. A device's queue has room for 32 programs. A step of diffusers' DPM
+    # scheduler had 43, so Python waited until one network was done before it sent the next.
     import jax
-
-    table = _attribute("torchax", registry, "all_aten_ops")
     import torch
 
+    table = _attribute("torchax", registry, "all_aten_ops")
     # (operator, its arguments that are Python numbers to compile in)
     for name, static_arguments in (("add", ("alpha",)), ("sub", ("alpha",)), ("mul", ())):
         operator = table[getattr(torch.ops.aten, name).Tensor]
@@ -186,8 +189,13 @@ def untraceable_errors() -> tuple[type[Exception], ...]:
     """Return JAX's errors of code that needs the values of arrays while it is traced."""
     import jax
 
-    names = ("ConcretizationTypeError", "NonConcreteBooleanIndexError", "TracerArrayConversionError")
-    return tuple(_attribute("jax", jax.errors, name) for name in (*names, "TracerIntegerConversionError"))
+    names = (
+        "ConcretizationTypeError",
+        "NonConcreteBooleanIndexError",
+        "TracerArrayConversionError",
+        "TracerIntegerConversionError",
+    )
+    return tuple(_attribute("jax", jax.errors, name) for name in names)
 
 
 def is_traced(array: Any) -> bool:
@@ -226,7 +234,7 @@ def _is_original(method: FunctionType) -> bool:
 
 @functools.cache
 def _original_methods(kind: type) -> list[tuple[type, dict[str, Any]]]:
-    """Return `kind` and its bases that are of `_PACKAGES`, each with its methods at the first call."""
+    """Return `kind` and its bases, those that `_PACKAGES` define, each with its methods by name."""
     from torch import nn
 
     bases = [
@@ -234,8 +242,9 @@ def _original_methods(kind: type) -> list[tuple[type, dict[str, Any]]]:
         for base in kind.__mro__
         if base is not nn.Module and base.__module__.partition(".")[0] in _PACKAGES
     ]
-    # `is_patched` compares later methods with these. None stands for a method that somebody had replaced
-    # before the first call, so that it differs from any later method.
+    # These methods are those of the first call, whose result is kept, and `is_patched` compares later ones
+    # with them. None stands for a method that somebody had replaced before the first call. As no later method
+    # is None, it counts as replaced.
     return [
         (
             base,
@@ -357,7 +366,7 @@ def positions(patch_embed: Any, height: int, width: int, frames: int) -> Any:
 
 
 def set_saved_package(model: Any, kind: type) -> None:
-    """Have a saved pipeline name the package of `kind`, the stock class of the same name as the model's."""
+    """Have a saved pipeline give the model's class as `kind`, another package's class of the same name."""
     # diffusers writes the package of each part's `__module__` into model_index.json
     # (`_fetch_class_library_tuple`), and `from_pretrained` imports the part's class from it.
     vars(model)["__module__"] = kind.__module__
@@ -459,17 +468,18 @@ def put_hooks(model: Any, hooks: list[Hooked]) -> None:
 
 
 def set_context(hook: Any, name: str | None) -> None:
-    """Select the state that a hook on no module uses: a named context's, or none if the name is None."""
+    """Select the state that a cache's hook uses: that of a named context, or none if the name is None."""
     from diffusers.hooks.hooks import CacheContext
 
-    # A context is one pass of guidance, with the prompt or without. A hook without a `state_manager` has a
-    # single state.
+    # A context is one pass of guidance, with the prompt or without. A hook has a state for each context,
+    # unless it lacks a `state_manager`.
     if hasattr(hook, "state_manager"):
         hook.state_manager.set_context(None if name is None else CacheContext(name))
 
 
 def call_hook(hook: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Call a hook that is on no module, with `forward` in place of a module's, and drop the result."""
+    # A hook finds the forward of its module in `fn_ref`, and calls it, or skips it.
     hook.fn_ref = SimpleNamespace(original_forward=forward)
     hook.new_forward(None, *args, **kwargs)  # None in place of the module, which the hook does not read
 
@@ -477,7 +487,8 @@ def call_hook(hook: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any)
 def record_ratio(hook: Any, ratio: Any) -> None:
     """Record a step's ratio for MagCache's calibration, which diffusers prints, and count the step.
 
-    `hook` is the last block's, whose context is set (`set_context`); `ratio` is a tensor with one value.
+    `ratio`, a tensor with one value, compares what the blocks add to their input in this step and in the step
+    before. `hook` is that of the last block, and its context is set (`set_context`).
     """
     state = hook.state_manager.get_state()
     # The first step has no earlier one to compare with: 1 is recorded.

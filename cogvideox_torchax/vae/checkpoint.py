@@ -28,22 +28,22 @@ def locate_vae(
     """Return the directory of a VAE, whose config and safetensors files have been checked.
 
     `name` is a directory or a hub id. `part` is the VAE's folder in a pipeline, or None for a VAE alone.
-    `hub_options` are those of `files.models.locate`.
+    `hub_options` are those of huggingface_hub's `snapshot_download`, such as `revision`.
 
     Raises:
         ModelError: there is no such model, or a file is missing or wrong.
     """
     directory = locate(name, part, files=FILES, **hub_options)
     read_config(directory)
-    for shard in weight_files(directory, variant):
-        _check_safetensors(shard)
+    for file in weight_files(directory, variant):
+        _check_safetensors(file)
     return directory
 
 
 def read_config(directory: Path) -> dict[str, Any]:
     """Return the config.json of a VAE; `ModelError` if it is missing, unreadable or another model's."""
     path = directory / "config.json"
-    if not path.is_file() and (directory / INDEX).is_file():
+    if not path.is_file() and (directory / INDEX).is_file():  # model_index.json, which only a pipeline has
         raise ModelError(f"{directory} has no config.json; this is a whole pipeline: pass subfolder='vae'")
     config = read_json(path)
     if config.get("_class_name") != CLASS_NAME:
@@ -62,7 +62,7 @@ def weight_files(directory: Path, variant: str | None = None, *, stem: str = WEI
     """
     suffix = "" if variant is None else f".{variant}"
     single = directory / f"{stem}{suffix}.safetensors"
-    index = directory / f"{stem}.safetensors.index{suffix}.json"
+    index = directory / f"{stem}.safetensors.index{suffix}.json"  # lists the shards
     if single.is_file():
         return [single]
     if index.is_file():
@@ -91,8 +91,8 @@ def dtype_name_of(
 ) -> str:
     """Return the name of the dtype that a caller of `from_pretrained` asks for.
 
-    `dtype` is a dtype of torch, its name, "auto" for the widest one in the first of the `weight_files`, or
-    None for float32.
+    `dtype` is a dtype of torch, its name, "auto" for the widest dtype in the model's files, or None for
+    float32. "auto" reads only the first of the files, and takes the others to be alike.
 
     Raises:
         ValueError: `dtype` is another object or name.
@@ -101,7 +101,8 @@ def dtype_name_of(
     if name == "auto":
         with safe_open(weight_files(directory, variant, stem=stem)[0], framework="numpy") as file:
             saved = {file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118 (it has no iterator)
-        # The first in `DTYPES` is the widest; float32 stands for dtypes that it does not list.
+        # `DTYPES` maps safetensors' names to torch's, from the widest dtype down. If the file has none of
+        # them, such as only integers, the result is float32.
         name = next((DTYPES[saved_name] for saved_name in DTYPES if saved_name in saved), "float32")
     if name not in DTYPES.values():
         raise ValueError(
@@ -161,6 +162,7 @@ def check_loading_info(info: dict[str, Any], source: object) -> None:
     """
     kinds = {"missing": "missing", "unexpected": "unexpected", "mismatched": "of another shape"}
     for kind, words in kinds.items():
+        # For another shape diffusers lists tuples, of a name and two shapes: `str` makes text of both forms.
         names = sorted(map(str, info.get(f"{kind}_keys") or []))
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""

@@ -1,4 +1,8 @@
-"""Checks of the videos and latents that a user gives a VAE, in either layout."""
+"""Checks of the videos and latents that a user gives a VAE, in any order of axes, such as "NCTHW".
+
+A `Direction` is `ENCODE` or `DECODE`. Its `takes` is the name of the VAE's input, "video" or "latents", and
+its `channels_key` is the config's field with the input's number of channels.
+"""
 
 import math
 import warnings
@@ -8,10 +12,10 @@ from typing import Any
 from cogvideox_torchax.vae.axes import Axes
 from cogvideox_torchax.vae.directions import ENCODE, Direction
 
-FAR = 10
+LARGEST_EXPECTED = 10
 """A limit of absolute values: a noisy video in [-1, 1] stays below it, and one in [0, 255] does not."""
 
-CONVERT = "to [-1, 1] by cogvideox_torchax.vae.pixels.from_uint8(video, 'float32')"
+HOW_TO_CONVERT = "convert 0 to 255 to [-1, 1] by cogvideox_torchax.vae.pixels.from_uint8(video, 'float32')"
 
 
 def check_shape(
@@ -26,7 +30,9 @@ def check_shape(
     `spatial_compression_ratio` is the number of a video's pixels for each latent pixel, along one axis.
     """
     input_name, channels = direction.takes, config[direction.channels_key]
-    multiple = direction.scale(spatial_compression_ratio)  # height and width must be multiples of it
+    # The input's pixels for each latent pixel, along one axis: height and width must be multiples of it. For
+    # latents it is 1.
+    multiple = direction.scale(spatial_compression_ratio)
     if len(shape) != 5:
         raise ValueError(
             f"got {input_name} of rank {len(shape)}, shape {shape}: it takes ({', '.join(axes)})"
@@ -39,6 +45,7 @@ def check_shape(
     if 0 in shape:
         raise ValueError(f"got empty {input_name}, shape {shape}")
     if height % multiple or width % multiple:
+        # Each side is rounded down to a multiple.
         fitting_height, fitting_width = (
             max(side // multiple * multiple, multiple) for side in (height, width)
         )
@@ -64,11 +71,13 @@ def check_values(
     """
     if largest is None:
         return
-    if direction == ENCODE and FAR < largest < math.inf:
+    if direction == ENCODE and LARGEST_EXPECTED < largest < math.inf:
         warnings.warn(
-            f"the video has values beyond {FAR}, where the model takes [-1, 1]: convert 0 to 255 {CONVERT}",
+            f"the video has values beyond {LARGEST_EXPECTED}, where the model takes [-1, 1]: "
+            f"{HOW_TO_CONVERT}",
             stacklevel=2,
         )
+    # `largest` is not finite if any value is not. Only then is the input searched, which takes longer.
     index = None if math.isfinite(largest) else find_nonfinite()
     if index is not None:
         position = dict(zip(axes, index, strict=True))
@@ -82,6 +91,5 @@ def check_values(
 
 def integers_refused(direction: Direction, dtype: object) -> ValueError:
     """Return the error for an input of integers, which must be scaled before they are cast to floats."""
-    for_video = f"convert 0 to 255 {CONVERT}; encode_stream takes uint8"
-    advice = for_video if direction == ENCODE else "pass floats"
+    advice = f"{HOW_TO_CONVERT}; encode_stream takes uint8" if direction == ENCODE else "pass floats"
     return ValueError(f"got {direction.takes} of {dtype}: {advice}")

@@ -2,7 +2,8 @@
 
 GroupNorm's statistics span the frames of a chunk, so the chunks affect the result. The chunks are those of
 diffusers' `AutoencoderKLCogVideoX._encode` and `_decode`. Only this file knows how a video is divided into
-chunks, and when temporal resampling leaves the first frame single.
+chunks, and whether a chunk's first frame stays single where a model halves or doubles the number of frames.
+A step runs a chunk: (chunk, cache) -> (result, next cache).
 """
 
 import itertools
@@ -35,7 +36,7 @@ def plan(num_frames: int, frames_a_chunk: int) -> list[range]:
 
 def run(step: Step, chunks: Iterable[Any]) -> Iterator[Any]:
     """Yield the result of each chunk of a video; each step takes the cache of the step before it."""
-    cache = None
+    cache = None  # at the start of a video
     for chunk in chunks:
         result, cache = step(chunk, cache)
         yield result
@@ -43,30 +44,30 @@ def run(step: Step, chunks: Iterable[Any]) -> Iterator[Any]:
 
 
 def first_frame_is_alone(frames: int) -> bool:
-    """Return whether the first of a chunk's frames stays single in temporal resampling.
+    """Return whether a chunk's first frame stays single where the number of frames is halved or doubled.
 
-    CogVideoX compresses 4k + 1 frames to k + 1. A chunk of odd length starts with the video's first frame,
-    which stays single, as in diffusers' `CogVideoXUpsample3D`.
+    CogVideoX compresses 4k + 1 frames to k + 1 latent frames, the first of which stands for the first frame
+    alone. Steady chunks have an even length, so a chunk of odd length begins with the video's first frame.
     """
     return frames % 2 == 1
 
 
 def temporal_steps(compression_ratio: float) -> int:
     """Return how often a model of this temporal compression ratio halves or doubles the number of frames."""
-    return max(int(compression_ratio), 1).bit_length() - 1
+    return max(int(compression_ratio), 1).bit_length() - 1  # the logarithm to the base 2, rounded down
 
 
 def decoded_length(latent_frames: int, doublings: int = 2) -> int:
-    """Return the number of frames of a decoded chunk; a doubling keeps the first of an odd number."""
+    """Return the number of frames of a decoded chunk; a doubling leaves the first of an odd number single."""
     length = latent_frames
     for _ in range(doublings):
-        length = 2 * length - first_frame_is_alone(length)
+        length = 2 * length - first_frame_is_alone(length)  # True counts as 1
     return length
 
 
 def encoded_length(sample_frames: int, halvings: int = 2) -> int:
-    """Return the number of latent frames of an encoded chunk; a halving keeps the first of an odd number."""
+    """Return the latent frames of an encoded chunk; a halving leaves the first of an odd number single."""
     length = sample_frames
     for _ in range(halvings):
-        length = (length + first_frame_is_alone(length)) // 2
+        length = (length + first_frame_is_alone(length)) // 2  # True counts as 1
     return length

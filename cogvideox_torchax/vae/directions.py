@@ -12,13 +12,13 @@ class Direction(StrEnum):
     Attributes:
         takes: the kind of input, "video" or "latents".
         network: the model's attribute that has the network.
-        channels: the config's field that has the number of input channels.
+        channels_key: the config's field that has the number of input channels.
         _frames: the model's attribute that has the number of frames of every chunk but the first.
     """
 
     takes: str
     network: str
-    channels_key: str  # in the VAE's config
+    channels_key: str
     _frames: str
 
     ENCODE = "encode", "video", "encoder", "in_channels", "num_sample_frames_batch_size"
@@ -42,6 +42,7 @@ class Direction(StrEnum):
 
     def result_lengths(self, vae: Any, frames: int) -> list[int]:
         """Return the number of frames of each chunk's result."""
+        # Encoding halves the number of frames `steps` times, and decoding doubles it as often.
         result_length = chunks.encoded_length if self is ENCODE else chunks.decoded_length
         steps = chunks.temporal_steps(vae.config["temporal_compression_ratio"])
         return [result_length(len(chunk), steps) for chunk in self.chunks(vae, frames)]

@@ -38,7 +38,7 @@ twentieth more than estimated.
 """
 PLANNED_CHANNELS, PLANNED_ITEMSIZE = 128, 2
 """The planned model's channels at the highest resolution, and the bytes of its numbers."""
-WITHOUT_KERNEL = 2.1
+FACTOR_WITHOUT_KERNEL = 2.1
 """The factor for dtypes other than bfloat16, in which the convolutions do not use their Pallas kernel.
 
 Without this kernel, the plan has 13513 bytes for each pixel of a latent frame to decode.
@@ -67,16 +67,19 @@ def check_tiling(tiling: str | None, scale: int) -> None:
 
 def estimated_bytes(vae: Any, direction: Direction, height: int, width: int, frames: int) -> int:
     """Return the estimated bytes of a video's largest chunk, without weights, on one device."""
-    longest = max(map(len, direction.chunks(vae, frames)))  # frames of the longest chunk
-    relative_size = (
-        vae.config["block_out_channels"][0] / PLANNED_CHANNELS * vae.dtype.itemsize / PLANNED_ITEMSIZE
-    )
+    longest_chunk = max(map(len, direction.chunks(vae, frames)))  # its number of frames
+    channels = vae.config["block_out_channels"][0]  # at the highest resolution, which takes the most memory
+    # The tables are for a planned model of 128 channels in bfloat16.
+    relative_size = channels / PLANNED_CHANNELS * vae.dtype.itemsize / PLANNED_ITEMSIZE
     mesh = getattr(vae, "mesh", None)
     devices = 1 if mesh is None else mesh.size
-    kernel_factor = 1.0 if runtime.dtype_name(vae.dtype) == "bfloat16" else WITHOUT_KERNEL
-    paired_frames = longest - longest % 2  # the first of an odd number of frames is computed alone
-    temporaries = paired_frames * FRAME_BYTES[direction] if paired_frames else IMAGE_BYTES[direction]
-    bytes_a_pixel = CACHE_BYTES[direction] + temporaries
+    # The Pallas kernel of the convolutions takes only bfloat16.
+    kernel_factor = 1.0 if runtime.dtype_name(vae.dtype) == "bfloat16" else FACTOR_WITHOUT_KERNEL
+    # The first of an odd number of frames is computed alone, and needs no memory beside the others'. Its
+    # temporaries count only if the chunk has no other frame.
+    even_frames = longest_chunk - longest_chunk % 2
+    temporaries = even_frames * FRAME_BYTES[direction] if even_frames else IMAGE_BYTES[direction]
+    bytes_a_pixel = CACHE_BYTES[direction] + temporaries  # of the video's frame, by the tables
     return math.ceil(bytes_a_pixel * relative_size * kernel_factor * height * width / devices)
 
 
@@ -92,6 +95,7 @@ def fitting_tile(
         return None
     shrink = math.sqrt(MARGIN * free / whole_bytes)  # the root, because memory grows with the area
     scale = vae.spatial_compression_ratio
+    # A tile has a whole number of latent pixels along each side, at least `SMALLEST_TILE`.
     return tuple(max(int(side * shrink) // scale, SMALLEST_TILE) * scale for side in (height, width))
 
 
@@ -147,10 +151,10 @@ def retry_tiled_on_oom(
 ) -> Iterator[Item]:
     """Yield the results of a video's chunks; if memory runs out, continue once in smaller tiles.
 
-    A failed chunk may have lost the convolutions' cache, so the video starts again, in tiles of half the
-    height and width. The results that were yielded before are computed again, but not yielded again. The
-    model's tiling stays on. With several processes the error is raised, because the other processes do not
-    know of it and would wait.
+    A failed chunk may have lost the convolutions' cache, which was donated to its program. So the video
+    starts again, in tiles of half the height and width. The results that were yielded before are computed
+    again, but not yielded again. The model's tiling stays on. With several processes the error is raised,
+    because the other processes do not know of it and would wait.
 
     `size` is the (height, width) of the frames, in pixels. `start` starts the video with the model's tiling,
     and returns an iterator over the chunks' results. `say` gets a message if memory runs out.
@@ -164,9 +168,11 @@ def retry_tiled_on_oom(
     except Exception as error:
         if runtime.of_several_processes(getattr(vae, "mesh", None)) or not runtime.out_of_memory(error):
             raise
+    # Memory has run out: halve the tiles, or the frame if there were no tiles. A tile may be larger than the
+    # frame, so `min` takes the smaller side.
     scale = vae.spatial_compression_ratio
-    last_sides = map(min, tile_of(vae) or size, size)  # a tile may be larger than the frame
-    tile = [max(side // 2 // scale, SMALLEST_TILE) * scale for side in last_sides]
+    used_sides = map(min, tile_of(vae) or size, size)
+    tile = [max(side // 2 // scale, SMALLEST_TILE) * scale for side in used_sides]
     say(f"out of memory after {yielded} chunks: going on in tiles of {tile[0]} x {tile[1]} pixels")
     vae.enable_tiling(*tile)
     yield from itertools.islice(start(), yielded, None)

@@ -26,6 +26,7 @@ def _similarity(a: np.ndarray, b: np.ndarray, peak: float) -> float:
     mean_a, mean_b = _window_means(a), _window_means(b)
     var_a, var_b = _window_means(a * a) - mean_a**2, _window_means(b * b) - mean_b**2
     covariance = _window_means(a * b) - mean_a * mean_b
+    # The paper's constants c1 and c2 keep the quotient stable where means or variances are near zero.
     c1, c2 = (K1 * peak) ** 2, (K2 * peak) ** 2
     similarity = (2 * mean_a * mean_b + c1) * (2 * covariance + c2)
     return float((similarity / ((mean_a**2 + mean_b**2 + c1) * (var_a + var_b + c2))).mean())

@@ -21,6 +21,7 @@ def parse_size(
     """
     form, example = ("FRAMESxHEIGHTxWIDTH", "49x480x720") if frames else ("HEIGHTxWIDTH", "240x360")
     parts = text.lower().split("x")
+    # `isdigit` alone is true for digits such as "²", which `int` refuses.
     are_positive = all(part.isascii() and part.isdigit() and int(part) for part in parts)
     if not are_positive or len(parts) != len(form.split("x")):
         raise SizeError(f"got {what} of {text!r}: give {form} in pixels, such as {example}")
@@ -32,6 +33,7 @@ def parse_size(
 
 def check_sides(what: str, height: int, width: int, *, multiple: int, least: int = 1) -> None:
     """Raise `SizeError` unless both sides are multiples of `multiple`, and at least `least * multiple`."""
+    # The nearest size that would do.
     good_height, good_width = (max(round(side / multiple), least) * multiple for side in (height, width))
     if (height, width) != (good_height, good_width):
         raise SizeError(

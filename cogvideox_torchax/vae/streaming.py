@@ -1,7 +1,9 @@
 """Streams, slicing and checks of a VAE that runs chunk by chunk, which both builds share.
 
 A piece is a part of a stream's input that its source gives at once: one frame or several. It may be shorter
-or longer than a chunk.
+or longer than a chunk. Slicing is diffusers' word for running the videos of a batch one at a time. Moments
+are the encoder's result, the means and log-variances of the latents. A step runs a chunk: (chunk, cache) ->
+(result, next cache).
 
 Axis letters: N videos, C channels, T frames, t frames of a chunk, H rows, W columns. Tensors are NCTHW.
 """
@@ -119,11 +121,11 @@ class ChunkedVAE:
         *,
         as_uint8: bool = False,
     ) -> Iterator[torch.Tensor]:
-        """Check an input, or the pieces of one with `num_frames` frames in all; yield results on the host."""
+        """Check an input, and return an iterator over its chunks' results, which are copied to the host."""
+        # `source` is the whole input, or an iterable of its pieces, with `num_frames` frames in all.
         chunks, size = self._checked_chunks(direction, source, num_frames)
-        return fetched_one_behind(
-            self.results(direction, chunks, self._tile_plan(direction, size), as_uint8), fetch
-        )
+        results = self.results(direction, chunks, self._tile_plan(direction, size), as_uint8)
+        return fetched_one_behind(results, fetch)
 
     def _checked_chunks(
         self, direction: Direction, source: torch.Tensor | Iterable[torch.Tensor], num_frames: int | None
@@ -133,7 +135,7 @@ class ChunkedVAE:
         Of an iterable the first piece is checked now, and each chunk when it is taken.
         """
         name = f"{direction}_stream"  # errors name the public method
-        if hasattr(source, "ndim"):  # an array, which must not count as an iterable of frames
+        if hasattr(source, "ndim"):  # a tensor, or an array, which must not count as an iterable of frames
             check_is_tensor(source)
         if isinstance(source, torch.Tensor):
             self._check(direction, source, for_stream=True)
@@ -151,8 +153,8 @@ class ChunkedVAE:
         first = next(iterator, None)
         if first is None:
             raise ValueError(f"{name} got no frames where {num_frames} were announced")
-        self._check(direction, with_time(first), for_stream=True)  # a piece may be a frame, without time
         check = functools.partial(self._check, direction, for_stream=True)
+        check(with_time(first))  # a piece may be a frame, without an axis of time
         plan = direction.chunks(self, num_frames)
         # Errors call the input by `takes`, "video" or "latents".
         return regrouped_into_chunks(direction.takes, first, iterator, plan, check), first.shape[-2:]
@@ -179,16 +181,17 @@ class ChunkedVAE:
     def _tile_plan(
         self, direction: Direction, size: torch.Size, *, always: bool = False
     ) -> tiling.TilePlan | None:
-        """Return the tiles of (rows, columns); unless `always`, None without tiling or if one is enough."""
+        """Return the tiles of an input of `size` (rows, columns), or None to run whole frames."""
+        # Whole frames run if tiling is off, or if one tile is enough. With `always` tiles run even then.
         if not always and not self.use_tiling:
             return None
-        tiles = tiling.TileSettings(
+        settings = tiling.TileSettings(
             self.tile_latent_min_height,
             self.tile_latent_min_width,
             self.tile_overlap_factor_height,
             self.tile_overlap_factor_width,
         )
-        return tiles.plan(direction, size, self.spatial_compression_ratio, always=always)
+        return settings.plan(direction, size, self.spatial_compression_ratio, always=always)
 
     def _check(
         self, direction: Direction, x: torch.Tensor, *, for_stream: bool = False, first_frame: int = 0
@@ -208,8 +211,8 @@ class ChunkedVAE:
             raise ValueError(
                 f"got {direction.takes} of {x.dtype} for weights of {self.dtype}: pass them .to({self.dtype})"
             )
-        find = functools.partial(runtime.first_nonfinite, x)
-        check_values(direction, runtime.largest(x), find, NCTHW, first_frame=first_frame)
+        find_nonfinite = functools.partial(runtime.first_nonfinite, x)
+        check_values(direction, runtime.largest(x), find_nonfinite, NCTHW, first_frame=first_frame)
 
     def _check_place(self, name: str, x: torch.Tensor, for_stream: bool) -> None:
         """Accept every tensor; a subclass may raise `ValueError` for one that is not with the weights."""
@@ -301,14 +304,17 @@ def regrouped_into_chunks(
         raise ValueError(f"the {what} goes on after the {num_frames} frames that were announced")
 
 
-@torch.no_grad()
+@torch.no_grad()  # while the generator runs; the caller has its own setting between the results
 def fetched_one_behind(results: Iterator[torch.Tensor], fetch: Fetch) -> Iterator[torch.Tensor]:
     """Yield each result on the host; it is copied there while the next one is computed."""
+    # On JAX, `next` only starts the computation of a chunk, and `fetch_async` only starts the copy of its
+    # result to the host. `fetch` waits for both.
     result = next(results)
     failure = None
     runtime.fetch_async(result)
     while result is not None:
-        # The next result is started first. If that fails, this one is yielded before the error is raised.
+        # The next chunk is started before this one's result is waited for. If the next one fails, this one's
+        # result is yielded before the error is raised.
         next_result = None
         try:
             next_result = next(results, None)

@@ -61,9 +61,9 @@ def tile_groups_of(plan: TilePlan, together: int) -> list[list[tuple[int, int]]]
             by_size.setdefault((bottom - top, right - left), []).append((row, column))
     groups = []
     for tiles in by_size.values():
-        remainder = len(tiles) - len(tiles) % together  # the index of its first tile
-        groups += [tiles[first : first + together] for first in range(0, remainder, together)]
-        groups += [[tile] for tile in tiles[remainder:]]
+        in_full_groups = len(tiles) - len(tiles) % together  # the number of tiles in groups of `together`
+        groups += [tiles[first : first + together] for first in range(0, in_full_groups, together)]
+        groups += [[tile] for tile in tiles[in_full_groups:]]
     return groups
 
 
@@ -121,6 +121,8 @@ class TileSettings:
         is_one_tile = height <= self.latent_height * scale_in and width <= self.latent_width * scale_in
         if is_one_tile and not always:
             return None
+        # Along one axis a latent pixel stands for `scale` pixels of the video: of the input in encoding, of
+        # the output in decoding.
         axis_plan = functools.partial(plan_axis, scale_in=scale_in, scale_out=scale // scale_in)
         return TilePlan(
             rows=axis_plan(height, tile=self.latent_height, overlap=self.overlap_height),
@@ -184,6 +186,7 @@ def _join_and_place(
     """Return the frames that tiles join to, as bytes if `as_uint8`, and sharded if there is a placement."""
     frames = join(tiles, plan, height_axis)
     frames = to_uint8(frames) if as_uint8 else frames
+    # The tiles have no padding any more: here the placement only shards the frames, as it shards results.
     return frames if placement is None else placement.result_without_padding(frames)
 
 
@@ -226,7 +229,7 @@ def _blend_edge(previous: Any, tile: Any, extent: int, axis: int) -> Any:
     shape = [1] * len(tile.shape)  # broadcasts over all axes but `axis`
     shape[axis] = extent
     weight: Any = np.linspace(0, 1, extent, endpoint=False, dtype=np.float32).reshape(shape)
-    if not isinstance(tile, np.ndarray | jax.Array):
+    if not isinstance(tile, np.ndarray | jax.Array):  # a torch tensor
         import torch
 
         weight = torch.as_tensor(weight, device=tile.device)

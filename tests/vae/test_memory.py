@@ -64,8 +64,8 @@ def test_other_dtypes_and_longer_first_chunks_need_more_and_a_device_of_a_mesh_l
     def ratio(**other):
         return estimated_bytes(**other) / estimated_bytes()
 
-    assert ratio(dtype=torch.float32) == pytest.approx(2 * memory.WITHOUT_KERNEL, rel=1e-6)
-    assert ratio(dtype=torch.float16) == pytest.approx(memory.WITHOUT_KERNEL, rel=1e-6)
+    assert ratio(dtype=torch.float32) == pytest.approx(2 * memory.FACTOR_WITHOUT_KERNEL, rel=1e-6)
+    assert ratio(dtype=torch.float16) == pytest.approx(memory.FACTOR_WITHOUT_KERNEL, rel=1e-6)
     assert ratio(mesh=SimpleNamespace(size=8)) == pytest.approx(1 / 8, rel=1e-6)
     assert ratio(num_sample_frames_batch_size=16) == ratio(num_sample_frames_batch_size=17) > 1.4
     assert estimated_bytes(15) > estimated_bytes(17)

@@ -68,7 +68,9 @@ class EncoderChunk(OnColumns, nnx.Module):
         self.encoder = vae.encoder
         self.quant_conv = vae.quant_conv
         self.dtype = vae.dtype
-        self.pallas = pallas_mode()  # not read: as part of the graph it makes each mode a separate program
+        # The setting that turns Pallas kernels on or off. It is not read here, but programs are kept by the
+        # values of the network's attributes, so a change of the setting gives a new program.
+        self.pallas = pallas_mode()
 
     def __call__(self, x: jax.Array, cache: Cache | None) -> tuple[jax.Array, Cache]:
         if x.dtype == jnp.uint8:
@@ -79,7 +81,7 @@ class EncoderChunk(OnColumns, nnx.Module):
 
 
 class DecoderChunk(nnx.Module):
-    """The network that decodes a chunk, with `frame_by_frame` of one latent frame, to [-1, 1] or bytes."""
+    """The network from a chunk of latents to frames, floats in [-1, 1] or with `as_uint8` bytes."""
 
     def __init__(
         self, vae: "FlaxAutoencoderKLCogVideoX", *, as_uint8: bool = False, frame_by_frame: bool = False
@@ -87,15 +89,19 @@ class DecoderChunk(nnx.Module):
         self.decoder = vae.decoder
         self.post_quant_conv = vae.post_quant_conv
         self.dtype = vae.dtype
-        self.as_uint8, self.frame_by_frame = as_uint8, frame_by_frame
-        self.pallas = pallas_mode()  # not read: as part of the graph it makes each mode a separate program
+        self.as_uint8 = as_uint8
+        self.frame_by_frame = frame_by_frame  # whether each chunk has one latent frame
+        # The setting that turns Pallas kernels on or off. It is not read here, but programs are kept by the
+        # values of the network's attributes, so a change of the setting gives a new program.
+        self.pallas = pallas_mode()
 
     def __call__(self, z: jax.Array, cache: Cache | None) -> tuple[jax.Array, Cache]:
         z = z.astype(self.dtype)
         if self.post_quant_conv is not None:
             z = self.post_quant_conv(z)
-        # None lets the decoder decide by the number of frames: an odd number counts as the video's first
-        # chunk. With `frame_by_frame` the later chunks have one frame too, so they need False.
+        # It says whether the chunk's first frame stays single where frames are doubled. None lets the decoder
+        # decide by the number of frames: an odd number counts as the video's first chunk. With
+        # `frame_by_frame` the later chunks have an odd number, one, too, so they need False.
         first_frame_alone = False if cache is not None and self.frame_by_frame else None
         frames, cache = self.decoder(z, cache, first_frame_alone=first_frame_alone)
         return to_uint8(frames) if self.as_uint8 else frames, cache
@@ -119,7 +125,8 @@ class RecordedLayers(nnx.Module):
             name = ".".join(map(str, path))
             # The decoder's `norm_out` applies the activation too, so its output differs from diffusers'.
             if self._wanted(name) and name != "decoder.norm_out":
-                # The `__setattr__` of NNX would make these attributes a part of the module's state.
+                # Calls of the layer will call `_record`, which stores the output under the layer's name. The
+                # `__setattr__` of NNX would make these attributes a part of the module's state.
                 object.__setattr__(layer, "__class__", _recording_class(type(layer)))
                 object.__setattr__(layer, "_record", functools.partial(outputs.__setitem__, name))
         _, cache = self.network(chunk_NTHWC, cache)
@@ -168,8 +175,9 @@ class Network:
         network: Any = nnx.merge(self.graph, jax.tree.unflatten(self.state, weights))
         if split != WHOLE:
             network.set_attributes(split=split)  # of all modules that have this attribute
+        # `frames_first` turns HWNTC into the NTHWC of the network, and `pixels_first` turns it back. A TPU
+        # computes in HWNTC. With caches in another order, each program would rearrange them twice.
         result, cache = network(chunk, jax.tree.map(frames_first, cache))
-        # A TPU computes in HWNTC. In another order each program would rearrange the cache twice.
         return result, jax.tree.map(pixels_first, cache)
 
 
@@ -196,12 +204,13 @@ class CachedProgram(NamedTuple):
     def of(cls, module: nnx.Module, attributes: list[Any], placement: Placement | None) -> "CachedProgram":
         """Return the program of a network, a module that has these attributes."""
         network, _weights = Network.split(module)
+        # `reduce` follows each path of names and list indices from the module down to its variable.
         paths = [path for path, _ in nnx.to_flat_state(nnx.state(module))]
         variables = [functools.reduce(_child, path, module) for path in paths]
         return cls(attributes, compiled(network, placement), variables)
 
     def is_for(self, attributes: list[Any]) -> bool:
-        """Return whether the program is that of a network with these attributes."""
+        """Return whether the program is that of a network with these attributes: the same objects."""
         have_equal_length = len(attributes) == len(self.attributes)
         return have_equal_length and all(map(operator.is_, attributes, self.attributes))
 
@@ -465,6 +474,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         cached = programs.get(key)
         if cached is None or not cached.is_for(attributes):
             cached = programs[key] = CachedProgram.of(network, attributes, placement)
+        # The arrays of the weights, as they are now.
         step = cached.program.step([variable.get_raw_value() for variable in cached.variables])
         return step if plan is None else tiling.tiled_step(step, plan, NTHWC, placement, as_uint8)
 
@@ -474,8 +484,8 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
 
     def build_program(self, direction: Direction) -> runtime.ArrayProgram:
         """Return a chunk's program, to compile it ahead of time; the model must be `weightless`."""
-        network, weights = Network.split(self.chunk(direction))
-        return runtime.ArrayProgram(dataclasses.replace(network, weights=weights), self.placement(direction))
+        network, structs = Network.split(self.chunk(direction))
+        return runtime.ArrayProgram(dataclasses.replace(network, weights=structs), self.placement(direction))
 
     # Several devices
 
@@ -490,11 +500,13 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
             ValueError: the mesh was not made by `make_mesh`.
         """
         self.mesh = check_mesh(mesh)
+        # `replicated` is the sharding in which each device has a whole copy.
         move = functools.partial(spread, sharding=Placement(mesh).replicated)
         nnx.update(self, jax.tree.map(move, nnx.state(self, nnx.Param)))
 
     def __copy__(self) -> "FlaxAutoencoderKLCogVideoX":
-        """Return a model with the same modules, weights and mesh; pickling, below, would lose the mesh."""
+        """Return a model with the same modules, weights and mesh."""
+        # Without this method `copy.copy` would use `__getstate__`, which leaves out the mesh.
         copied = object.__new__(type(self))
         vars(copied).update(vars(self))
         return copied

@@ -9,6 +9,8 @@
 - `zq`, as in diffusers, are the latents that modulate a spatial norm. Norms without latents get None.
 - `first_frame_alone` says whether the first frame stays single where the number of frames is doubled. None
   stands for true if the number of frames is odd, else for false.
+- A level is the part of a network with one resolution. The next level has half of it in an encoder, and
+  twice as much in a decoder.
 
 Axis letters: N videos, T frames, H rows, W columns, C channels; t, h and w are the sizes of the latents; I
 and O are the input and output channels of a kernel.
@@ -173,14 +175,14 @@ def normed_conv(
     A layer of another class, such as one that records its output (`RecordedLayers`), is called by itself.
 
     Returns:
-        The result, the next cache, and the moments of the result's columns, or None. Passed as `moments` with
-        the result to the next call, they spare it another pass over its input.
+        The result, the next cache, and the moments of the result's columns, or None if the kernel gives none.
+        Passed as `moments` with the result to the next call, they spare it another pass over its input.
     """
     if type(norm) not in (GroupNorm, SpatialNorm3D) or type(causal) is not CausalConv3d:
-        inputs = (x_NTHWC,) if zq_NthwC is None else (x_NTHWC, zq_NthwC)
+        inputs = (x_NTHWC,) if zq_NthwC is None else (x_NTHWC, zq_NthwC)  # of the norm
         return *causal(norm(*inputs, activation="silu"), cache, residual=residual), None
     dtype = x_NTHWC.dtype
-    group_norm = norm
+    group_norm = norm  # the GroupNorm by itself, or, below, the one in a spatial norm
     latents: tuple[Any, ...] = ()
     if isinstance(norm, SpatialNorm3D):
         group_norm = norm.norm_layer
@@ -333,26 +335,29 @@ class Encoder3D(nnx.Module):
     """The network from frames (N, T, H, W, C) to means and log-variances of latents (N, t, h, w, 2 * C)."""
 
     def __init__(self, config: FlaxAutoencoderKLCogVideoXConfig, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
-        widths = config.block_out_channels  # a level's input has the channels of the level before
+        level_channels = config.block_out_channels  # a level's input has the channels of the level before
         layers = LayerConfig(
             rngs, num_groups=config.norm_num_groups, eps=config.norm_eps, param_dtype=param_dtype
         )
-        self.conv_in = CausalConv3d(config.in_channels, widths[0], 3, layers)
+        self.conv_in = CausalConv3d(config.in_channels, level_channels[0], 3, layers)
+        # Every level but the last halves height and width, and the first ones also the number of frames.
         self.down_blocks = nnx.List(
             Block3D(
-                widths[max(i - 1, 0)],
-                width,
+                level_channels[max(i - 1, 0)],
+                channels,
                 layers,
                 num_layers=config.layers_per_block,
-                downsampler=Downsample3D(width, layers, compress_time=i < config.time_doublings)
-                if i < len(widths) - 1  # the last level has none
+                downsampler=Downsample3D(channels, layers, compress_time=i < config.time_doublings)
+                if i < len(level_channels) - 1
                 else None,
             )
-            for i, width in enumerate(widths)
+            for i, channels in enumerate(level_channels)
         )
-        self.mid_block = Block3D(widths[-1], widths[-1], layers, num_layers=2)  # always two, as in diffusers
-        self.norm_out = GroupNorm(widths[-1], layers)
-        self.conv_out = CausalConv3d(widths[-1], 2 * config.latent_channels, 3, layers)  # mean, log-variance
+        # A mid block always has two layers, as in diffusers.
+        self.mid_block = Block3D(level_channels[-1], level_channels[-1], layers, num_layers=2)
+        self.norm_out = GroupNorm(level_channels[-1], layers)
+        # For each channel of the latents a mean and a log-variance.
+        self.conv_out = CausalConv3d(level_channels[-1], 2 * config.latent_channels, 3, layers)
 
     def __call__(self, x_NTHWC: jax.Array, cache: Cache | None = None) -> tuple[jax.Array, Cache]:
         old_cache = cache or {}
@@ -373,28 +378,29 @@ class Decoder3D(nnx.Module):
     """The network from latents (N, t, h, w, C) to frames (N, T, H, W, C)."""
 
     def __init__(self, config: FlaxAutoencoderKLCogVideoXConfig, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
-        widths = config.block_out_channels[::-1]  # the config has them in the encoder's order
+        level_channels = config.block_out_channels[::-1]  # the config has them in the encoder's order
         latents = config.latent_channels
         # The config's `norm_eps` is left out, because diffusers' spatial norms do not take it.
         layers = LayerConfig(
             rngs, num_groups=config.norm_num_groups, latent_channels=latents, param_dtype=param_dtype
         )
-        self.conv_in = CausalConv3d(latents, widths[0], 3, layers)
-        self.mid_block = Block3D(widths[0], widths[0], layers, num_layers=2)
+        self.conv_in = CausalConv3d(latents, level_channels[0], 3, layers)
+        self.mid_block = Block3D(level_channels[0], level_channels[0], layers, num_layers=2)
+        # Every level but the last doubles height and width, and the first ones also the number of frames.
         self.up_blocks = nnx.List(
             Block3D(
-                widths[max(i - 1, 0)],  # of the level before; before the first level is `mid_block`
-                width,
+                level_channels[max(i - 1, 0)],  # of the level before; before the first level is `mid_block`
+                channels,
                 layers,
                 num_layers=config.layers_per_block + 1,  # one more than the encoder's, as in diffusers
-                upsampler=Upsample3D(width, layers, expand_time=i < config.time_doublings)
-                if i < len(widths) - 1  # the last level has none
+                upsampler=Upsample3D(channels, layers, expand_time=i < config.time_doublings)
+                if i < len(level_channels) - 1
                 else None,
             )
-            for i, width in enumerate(widths)
+            for i, channels in enumerate(level_channels)
         )
-        self.norm_out = SpatialNorm3D(widths[-1], latents, layers)
-        self.conv_out = CausalConv3d(widths[-1], config.out_channels, 3, layers)
+        self.norm_out = SpatialNorm3D(level_channels[-1], latents, layers)
+        self.conv_out = CausalConv3d(level_channels[-1], config.out_channels, 3, layers)
 
     def __call__(
         self, z_NthwC: jax.Array, cache: Cache | None = None, *, first_frame_alone: bool | None = None

@@ -48,19 +48,20 @@ def to_torch(path: Keys, parameter: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(np.moveaxis(parameter, (-1, -2), (0, 1))) if is_kernel else parameter
 
 
+# A user may have turned on JAX's checks of transfers, which would refuse the copies to a device here.
 @runtime.runs_unchecked
 def read_state(
     abstract: nnx.State, tensors: Iterable[tuple[str, np.ndarray]], *, source: object, param_dtype: DTypeLike
 ) -> nnx.State:
     """Return an NNX state like `abstract` with the values of diffusers' tensors, which are read one by one.
 
-    `abstract` gives the paths and the shapes. A tensor's name may have the `COMPILED_PREFIX` in it. An error
-    calls the weights by `source`.
+    Of `abstract` only the paths and the shapes count. A tensor's name may have the `COMPILED_PREFIX`, that of
+    `torch.compile`, in it. An error calls the weights by `source`.
 
     Raises:
         ModelError: a tensor is missing, left over, given twice or of another shape.
     """
-    runtime.check_not_forked()
+    runtime.check_not_forked()  # raises an error in a forked process, where JAX would hang
     parameters = {diffusers_name(path): (path, variable) for path, variable in nnx.to_flat_state(abstract)}
     loaded: dict[str, tuple[Keys, nnx.Variable]] = {}
     unexpected: list[str] = []
@@ -112,7 +113,7 @@ def save(state: nnx.State, config: FlaxAutoencoderKLCogVideoXConfig, directory: 
     directory.mkdir(parents=True, exist_ok=True)
     fields = {
         "_class_name": checkpoint.CLASS_NAME,
-        "_diffusers_version": installed("diffusers") or TESTED["diffusers"].newest,
+        "_diffusers_version": installed("diffusers") or TESTED["diffusers"].newest,  # may not be installed
         **config.to_dict(),
     }
     with whole_file(directory / "config.json") as temporary:

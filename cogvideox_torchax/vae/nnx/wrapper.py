@@ -76,7 +76,8 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
         self.flax_vae = flax_vae
         self.use_tiling = self.use_slicing = False
         self.tile_overlap_factor_height, self.tile_overlap_factor_width = 1 / 6, 1 / 5  # diffusers' defaults
-        # These methods are diffusers': the first one sets the attributes of the tiles' sizes, too.
+        # Tiling is off at first. `enable_tiling`, diffusers' method, also sets the attributes that have the
+        # size of a tile.
         self.enable_tiling(flax_vae.config.sample_height // 2, flax_vae.config.sample_width // 2)
         self.disable_tiling()
         self.eval()
@@ -110,20 +111,20 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
         Raises:
             ModelError: a file is missing or wrong; this `ValueError` says what to do.
         """
-        directory, name = checkpoint.locate_with_dtype(
+        directory, dtype_name = checkpoint.locate_with_dtype(
             pretrained_model_name_or_path, subfolder, variant, dtype, hub_options
         )
-        _check_dtype(getattr(torch, name))
+        _check_dtype(getattr(torch, dtype_name))
         return cls(
             FlaxAutoencoderKLCogVideoX.from_pretrained(
-                directory, variant=variant, dtype=name, param_dtype=name
+                directory, variant=variant, dtype=dtype_name, param_dtype=dtype_name
             )
         )
 
     @classmethod
     def from_diffusers(cls, vae: torch.nn.Module, dtype: torch.dtype | None = None) -> "FlaxVAEForPipelines":
         """Return a model with a copy of a diffusers VAE's weights, in the VAE's dtype or another one."""
-        diffusers_vae: Any = vae  # type checkers do not know the `dtype` and `config` of a module
+        diffusers_vae: Any = vae  # because type checkers do not know the `dtype` and `config` of a module
         jax_dtype = runtime.jax_dtype(dtype or diffusers_vae.dtype)
         return cls(
             FlaxAutoencoderKLCogVideoX.from_state_dict(
@@ -195,7 +196,7 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
             ValueError: `requires_grad` is true.
         """
         if requires_grad:
-            self.enable_gradient_checkpointing()  # raises the error
+            self.enable_gradient_checkpointing()  # raises the error, which is the same for both methods
         return self
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:

@@ -1,4 +1,8 @@
-"""The ported class of diffusers' VAE.
+"""The ported class of diffusers' VAE: a subclass that runs on JAX for torchax tensors.
+
+A chunk's *network* and its *step* are functions (chunk, cache) -> (result, next cache). A *program* is a
+network that is compiled. *Moments* are the encoder's result, the means and log-variances of the latents. An
+accelerator is a device of JAX, by torchax, or the device of TorchTPU, PyTorch's own support of TPUs.
 
 Axis letters: N videos, C channels, T frames, H rows, W columns. Tensors are NCTHW.
 """
@@ -36,12 +40,13 @@ NO_GRADIENT_IN_TILES = "gradients do not pass through tiles on JAX: call disable
 
 
 class DifferentiablePosterior(DiagonalGaussianDistribution):
-    """Diffusers' posterior, of means and log-variances on JAX, whose gradients reach these parameters."""
+    """Diffusers' posterior of moments on JAX, with gradients that reach these moments."""
 
     def __init__(self, parameters: torch.Tensor):
+        # In place of diffusers' constructor, this sets all of its attributes. `parameters` are the moments.
+        # JAX splits and clips them, because torch's split and clamp lose the gradients of torchax tensors.
+        # The bounds of the log-variances are those of diffusers.
         self.parameters, self.deterministic = parameters, False
-        # JAX computes these, because torch's split and clamp lose the gradients of torchax tensors. The
-        # bounds are those of diffusers.
         self.mean = runtime.differentiated(lambda moments: moments[:, : moments.shape[1] // 2], parameters)
         self.logvar = runtime.differentiated(
             lambda moments: moments[:, moments.shape[1] // 2 :].clip(-30.0, 20.0), parameters
@@ -50,10 +55,10 @@ class DifferentiablePosterior(DiagonalGaussianDistribution):
 
 
 def _from_pipe_with_ported_parts(make: Callable[..., Any], kind: type, pipeline: Any, **options: Any) -> Any:
-    """Call diffusers' `from_pipe`, and pass it the ported parts of a pipeline by name.
+    """Make a pipeline of the class `kind` from another one's parts, by `make`, diffusers' own `from_pipe`.
 
-    `from_pipe` would leave them out: it keeps only parts of the expected class, and drops subclasses, as
-    ported classes are. `make` is diffusers' `from_pipe`, and `kind` is the class of the new pipeline.
+    The ported parts are passed to `make` by name. By itself it would leave them out: it takes only parts of
+    exactly the expected class, and a ported class is a subclass.
     """
     ported = {
         name: part
@@ -63,7 +68,7 @@ def _from_pipe_with_ported_parts(make: Callable[..., Any], kind: type, pipeline:
     if not ported:
         return make(kind, pipeline, **options)
     with runtime.active():  # `from_pipe` casts the parts: for weights on JAX, torchax must be enabled
-        return make(kind, pipeline, **{**ported, **options})
+        return make(kind, pipeline, **{**ported, **options})  # a part in `options` replaces a ported one
 
 
 # This runs at import, because an unpickled model has called nothing of this module.
@@ -71,9 +76,9 @@ upstream.wrap_from_pipe(_from_pipe_with_ported_parts)
 
 
 def _checked(direction: Direction) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator of methods that diffusers' class has too; it checks the input of a direction.
+    """Return a decorator for methods of this direction that diffusers' class has too; it checks their input.
 
-    If a user has replaced the method of diffusers' class, the replacement runs on JAX instead of ours.
+    If a user has replaced the method in diffusers' class, the replacement runs on JAX instead of ours.
     """
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,6 +89,7 @@ def _checked(direction: Direction) -> Callable[[Callable[..., Any]], Callable[..
             self._check(direction, x)
             if not (runtime.is_on_jax(self) and upstream.is_patched(DiffusersAutoencoder, name)):
                 return method(self, x, *args, **options)
+            # `run_method` compiles any method. On a mesh it splits the batch over "dp", but no video's width.
             place = None if self.mesh is None else BatchPlacement(self.mesh)
             replacement = getattr(DiffusersAutoencoder, name)
             return runtime.run_method(self, replacement, x, *args, place=place, name="vae", **options)
@@ -131,8 +137,9 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
             ModelError: a file is missing or wrong; this `ValueError` says what to do.
         """
         name = pretrained_model_name_or_path
-        diffusers_options.pop("use_safetensors", None)  # nothing else is read
-        # `super` loads from a local directory, and must not get the options of the download.
+        diffusers_options.pop("use_safetensors", None)  # it is always on, below
+        # `locate_with_dtype` downloads the files, so only it gets the options of the download. `super` loads
+        # from the local directory.
         options = {option: diffusers_options.pop(option) for option in OPTIONS & diffusers_options.keys()}
         directory, dtype_name = checkpoint.locate_with_dtype(name, subfolder, variant, dtype, options)
         try:
@@ -210,10 +217,10 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         The arguments are those of `ChunkedVAE.results`.
         """
         on_jax = runtime.is_on_jax(self)
-        # Tiles are blended as floats: `tiled_step` converts the blended frames.
+        # Tiles are blended as floats: `tiled_step` converts the blended frames to bytes.
         tile_as_uint8 = as_uint8 and plan is None
         network = chunk_network(self, direction, tile_as_uint8)
-        step: Step = network
+        step: Step = network  # without an accelerator PyTorch runs it
         if on_jax or runtime.is_on_torchtpu(self):
             program = self.program(direction, tile_as_uint8)
             step = program.step(program.weights(network))
@@ -224,6 +231,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
             step = one_video_at_a_time(step)
         if not on_jax:
             return run(step, chunks)
+        # On JAX a step takes and returns arrays; elsewhere it takes and returns tensors.
         return map(runtime.tensor_of, run(step, map(runtime.as_array, chunks)))
 
     def _run(self, direction: Direction, x: torch.Tensor, *, in_tiles: bool = False) -> torch.Tensor:
@@ -236,16 +244,16 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         """
         plan = self._tile_plan(direction, x.shape[3:], always=in_tiles)
         network = chunk_network(self, direction)
-        on_tpu = runtime.is_on_torchtpu(self)
-        wants_gradient = plan is None and not on_tpu and runtime.wants_gradient(network, x)
-        result: Any = None  # in training `differentiable` computes it, and keeps what a backward pass needs
+        on_torchtpu = runtime.is_on_torchtpu(self)
+        wants_gradient = plan is None and not on_torchtpu and runtime.wants_gradient(network, x)
+        result: Any = None  # in training `differentiable` computes it, below
         if not (wants_gradient and self.training):
             results = self.results(direction, frames_of_chunks(self, direction, x), plan)
             result = joined(results, on_host=not runtime.on_accelerator(x))
-        if on_tpu or plan is not None:
-            return runtime.without_gradient(
-                network, x, result, runtime.NO_GRADIENT if on_tpu else NO_GRADIENT_IN_TILES
-            )
+        if on_torchtpu or plan is not None:
+            # On an accelerator, a backward pass from this result raises an error with the message.
+            message = runtime.NO_GRADIENT if on_torchtpu else NO_GRADIENT_IN_TILES
+            return runtime.without_gradient(network, x, result, message)
         if not wants_gradient:
             return result
         program = self.program(direction)
@@ -255,7 +263,9 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
             network,
             program.weights(network),
             x,
-            run=None if result is None else lambda: result,  # with `run`, only the input is kept
+            # In evaluation mode `run` gives the result, and a backward pass runs `run_video`. In training,
+            # without `run`, `run_video` runs now, and all that a backward pass needs is kept.
+            run=None if result is None else lambda: result,
         )
 
     @functools.wraps(DiffusersAutoencoder.enable_gradient_checkpointing)
@@ -268,6 +278,8 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         The program is built at the first call, and again after a change of the modules, hooks or attributes.
         """
         network = chunk_network(self, direction, as_uint8)
+        # `get` compares the network with those of the programs that it has. If none is equal, it calls
+        # `_compile_for`.
         return runtime.programs_of(self).get((direction, as_uint8), network, self._compile_for)
 
     def build_program(self, direction: Direction, *, stock: bool = False) -> runtime.Program:
@@ -287,7 +299,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         place = Placement(
             self.mesh,
             axes=NCTHW,
-            unit=direction.scale(self.spatial_compression_ratio),  # input columns of a latent: 8 or 1
+            unit=direction.scale(self.spatial_compression_ratio),  # input columns of a latent pixel: 8 or 1
             types=LAYERS,  # reports list the shapes of their activations
         )
         return runtime.Program(network, place)
@@ -306,20 +318,22 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         """Raise `ValueError` if only one of an input and the weights is on an accelerator."""
         if runtime.is_on_jax(self):
             runtime.check_not_forked()
-        accelerated = runtime.is_on_jax(self) or runtime.is_on_torchtpu(self)
-        if runtime.on_accelerator(x) != accelerated and not (for_stream and accelerated):
-            on_device = next(self.parameters()) if accelerated else x  # what is on the accelerator
-            device = on_device.device.type  # "jax" or "tpu"
-            tensor_place, weights_place = (
-                (str(x.device), f"on {device}") if accelerated else (device, "in PyTorch")
-            )
-            move = f'the tensor .to("{device}")' if accelerated else f'vae.to("{device}")'
-            raise ValueError(f"got {name} on {tensor_place} for weights {weights_place}: move {move}")
+        accelerated = runtime.is_on_jax(self) or runtime.is_on_torchtpu(self)  # the weights
+        # A stream moves plain tensors to the weights' accelerator by itself.
+        if runtime.on_accelerator(x) == accelerated or (for_stream and accelerated):
+            return
+        if accelerated:
+            device = next(self.parameters()).device.type  # "jax" or "tpu"
+            places, move = f"{x.device} for weights on {device}", f'the tensor .to("{device}")'
+        else:
+            device = x.device.type
+            places, move = f"{device} for weights in PyTorch", f'vae.to("{device}")'
+        raise ValueError(f"got {name} on {places}: move {move}")
 
     def _takes_dtype(self, x: torch.Tensor) -> bool:
         """Return whether the model takes a tensor's dtype; under PyTorch's autocast it takes all floats."""
-        casts = not runtime.is_on_jax(self) and torch.is_autocast_enabled(x.device.type)
-        return (casts and x.is_floating_point()) or super()._takes_dtype(x)
+        autocasts = not runtime.is_on_jax(self) and torch.is_autocast_enabled(x.device.type)
+        return (autocasts and x.is_floating_point()) or super()._takes_dtype(x)
 
 
 def check_vae_class(model: Any) -> None:
@@ -342,8 +356,10 @@ def port_vae(vae: Any) -> Any:
     """
     if not isinstance(vae, PortedModel):
         vae.__class__ = _ported_class(type(vae))
-        save_as_stock(vae)
-        for module in vae.modules():  # if gradient checkpointing is on already, it uses torch's function
+        save_as_stock(vae)  # a saved pipeline names diffusers' class, and loads without this package
+        # If gradient checkpointing is on already, modules have torch's function for it. `rematerialized`
+        # replaces it, which also takes tensors on JAX.
+        for module in vae.modules():
             if getattr(module, "gradient_checkpointing", False):
                 module._gradient_checkpointing_func = runtime.rematerialized  # pyright: ignore
     port_modules(vae)

@@ -4,12 +4,15 @@ Each class here is a subclass of the class that it replaces, and adds no state. 
 `jax_kernels` for a tensor on an accelerator. For a plain tensor, and where a hook or a change of the module
 needs it, the forward of diffusers runs. `port` swaps a module's class in place, so parameters, names, hooks
 and `isinstance` stay what they were. On JAX a norm and the activation after it are one call, so their hooks
-see other tensors than in diffusers.
+see other tensors than in diffusers. `by_kernel` says whether a module runs its kernel, and `is_watched`
+whether it has a hook or a replaced forward. `torch_view` turns a function of JAX arrays into one of tensors.
 
 A causal convolution's cache (`conv_cache`) is its last input frames, which the next chunk takes. A block's
 cache has its modules' caches by name. `zq`, as in diffusers, are the latents that modulate a spatial norm.
-`split` is the sharding of the width over devices. Its padding columns are zero, and PyTorch's operations may
-overwrite them.
+`first_frame_alone` says that the first frame belongs to no pair, and has a latent frame to itself. *Moments*
+are a mean and a sum of squared deviations for each column of pixels, from which the next norm takes its
+statistics. `split` is the sharding of the width over devices. Its padding columns are zero, and PyTorch's
+operations may overwrite them.
 
 Axis letters: N videos, C channels, T frames, H rows, W columns; O and I are the output and input channels of
 a kernel.
@@ -101,6 +104,8 @@ class SiLU(nn.SiLU):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not by_kernel(self, input):
             return super().forward(input)
+        # By `time_axis` the kernel finds the frames of (N, C, T, H, W). It computes a few of them at a time,
+        # which saves memory on a TPU.
         return torch_view(jax_kernels.silu)(input, time_axis=2 if input.ndim == 5 else None)
 
 
@@ -153,7 +158,9 @@ class CausalConv3d(OnColumns, diffusers_vae.CogVideoXCausalConv3d):
             conv.bias,
             cache,
             residual=residual,
-            start="replicate",  # only in time, unlike diffusers' `pad_mode` of this name
+            # Without a cache, the first frame is repeated before the chunk. Unlike diffusers' `pad_mode` of
+            # this name, this repeats no rows and columns: beyond the frame are zeros.
+            start="replicate",
             split=self.split,
         )
         return _channels_first(y), None if new_cache is None else _channels_first(new_cache)
@@ -172,13 +179,14 @@ class SpatialNorm3D(OnColumns, diffusers_vae.CogVideoXSpatialNorm3D):
     ) -> tuple[torch.Tensor, Cache]:
         """Norm `f`, modulate it by the latents, and apply an activation; return the result and a cache.
 
-        On JAX the cache is empty, because convolutions of 1x1x1 need none.
+        On an accelerator the cache is empty, because convolutions of 1x1x1 need none.
         """
         if not by_kernel(self, f) or not _as_ported(self):
             y, new_cache = super().forward(f, zq, conv_cache)
             # Diffusers' 1x1x1 convolutions return their whole input as a cache, which nothing reads.
             cache: Any = {} if on_accelerator(f) else new_cache
             return with_zero_padding(_activated(y, activation), self.split), cache
+        # The result is norm(f) * conv_y(zq) + conv_b(zq).
         norm, conv_y, conv_b = self.norm_layer, self.conv_y.conv, self.conv_b.conv
         y = torch_view(jax_kernels.spatial_norm)(
             _channels_last(f),
@@ -247,18 +255,18 @@ class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
     ) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
         """Apply a norm, the activation and a convolution; return the result, the next cache and moments.
 
-        The moments are those of the result's columns, or None without the fused kernel. The argument
-        `moments` are those of `hidden`, if they are known. `options` may have a `residual`, which is added.
+        The moments are the result's, or None without the fused kernel. The argument `moments` are those of
+        `hidden`, if they are known. `options` may have a `residual`, which is added.
         """
         is_silu = isinstance(self.nonlinearity, nn.SiLU) and not is_patched(type(self.nonlinearity))
         if not is_silu or not _can_fuse(norm, conv):
-            # Our norms apply SiLU too.
+            # The ported norms can apply SiLU themselves.
             norm_activates = is_silu and isinstance(norm, GroupNorm | SpatialNorm3D)
             keywords = {"activation": "silu"} if norm_activates else {}
             normed = norm(hidden, **keywords) if zq is None else norm(hidden, zq, **keywords)
             normed = normed[0] if isinstance(normed, tuple) else normed  # without a spatial norm's cache
             hidden = normed if norm_activates else self.nonlinearity(normed)
-            return *conv(hidden, conv_cache=conv_cache, **options), None
+            return *conv(hidden, conv_cache=conv_cache, **options), None  # `conv` returns (result, cache)
         return _fused_norm_conv(norm, conv, hidden, zq, conv_cache, moments, **options)
 
 
@@ -287,9 +295,11 @@ def _fused_norm_conv(
 ) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
     """Run a norm, SiLU and a convolution as one kernel; return the result, the next cache and moments.
 
-    The moments are those of the result's columns. The argument `moments` are those of `hidden`, if known.
+    The moments are the result's, or None if no kernel has computed them. The argument `moments` are those of
+    `hidden`, if they are known.
     """
-    conv, group_norm = causal.conv, norm
+    conv = causal.conv
+    group_norm = norm  # the GroupNorm by itself, or, below, the one in a spatial norm
     # For a spatial norm: the latents, then the kernel and the bias of their convolution to the norm's factors
     # (y), then of that to its addends (b).
     modulation: tuple[Any, ...] = ()
@@ -313,7 +323,7 @@ def _fused_norm_conv(
 
 
 class Upsample3D(OnColumns, CogVideoXUpsample3D):
-    """The upsampler, by `jax_kernels.upsample`, which doubles the frames only after the convolution."""
+    """The upsampler, by `jax_kernels.upsample`."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if not by_kernel(self, inputs) or not _as_ported(self):
@@ -373,6 +383,7 @@ class CogVideoXDecoder3D(diffusers_vae.CogVideoXDecoder3D):
             run_block: Any = block
             if uses_checkpointing:  # a backward pass then computes the block's activations again
                 run_block = functools.partial(self._gradient_checkpointing_func, block)  # pyright: ignore
+            # diffusers' function for checkpointing takes no keywords: (hidden, temb, zq, conv_cache).
             hidden, new_cache[name] = run_block(hidden, temb, sample, cache.get(name))
         conv, out_cache = self.conv_out, cache.get("conv_out")
         if not _can_fuse(norm, conv):
