@@ -50,7 +50,7 @@ def _config(name: str, value: str, steps: int, timestep: Callable[[], Any]) -> A
     the path of a file of ratios. "" stands for the default in `CHOICES`; MagCache has none, and refuses it.
     `config_of` puts the message of an error, which is a bare reason, into a whole one.
     """
-    # Imported here, as the command line, which shows `CHOICES` in its help, starts without diffusers.
+    # Imported here, as the command line starts without diffusers, whose import takes seconds.
     hooks: Any = importlib.import_module("diffusers.hooks")
     if name == "first-block":
         threshold = float(value or 0.05)
