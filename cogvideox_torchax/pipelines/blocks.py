@@ -92,7 +92,9 @@ class Block(CogVideoXBlock):
             (x_NSC, replaced), temb_NE, tables = cast(Any, tensor_of(arrays))
             return array_of(self._run_local_tokens(x_NSC, replaced, temb_NE, tables, sequence))
 
-        # `self.replaced` goes with the tokens, as its results are split over devices in the same way.
+        # `self.replaced` goes with the tokens, as its results are split over devices in the same way. The
+        # results to collect are returned too: on a mesh, arrays that the function stored elsewhere would be
+        # traced ones, which are of no use outside of it.
         x_NSC, collected_results = torch_view(sequence.map_local_tokens(run_local_arrays))(
             (hidden_states, self.replaced), temb, image_rotary_emb
         )
@@ -234,10 +236,10 @@ def projections(attn: Any, normed_SC: torch.Tensor, sequence: Sequence) -> Itera
     if type(attn.processor) is FusedAttnProcessor:
         yield from map(split_channels, attn.to_qkv(normed_SC).chunk(3, dim=-1))
         return
-    kernel = torch_view(functools.partial(jax_kernels.split_linear, parts=sequence.parts))
+    split_linear = torch_view(functools.partial(jax_kernels.split_linear, parts=sequence.parts))
     for linear in (attn.to_q, attn.to_k, attn.to_v):
         if supports_fused(linear, sequence):
-            yield kernel(normed_SC, linear.weight, linear.bias)
+            yield split_linear(normed_SC, linear.weight, linear.bias)
         else:
             yield split_channels(linear(normed_SC))
 

@@ -13,8 +13,10 @@ Terms:
     residual of blocks: their result minus their input.
     joined: the blocks take text and patches as one sequence; otherwise they take (patches, text).
 
-A parameter `predict` is a function that runs the transformer on a step's tensors, by name, and returns its
-prediction. Axis letters: N videos, S positions of a sequence (text first, then patches), C channels.
+A parameter `model` is a program's own copy of the transformer, which may be changed. `predict` is a function
+that runs this copy on a step's tensors, by name, and returns its prediction.
+
+Axis letters: N videos, S positions of a sequence (text first, then patches), C channels.
 """
 
 import math
@@ -68,7 +70,7 @@ class BlockStack(nn.Module):
         self.host_scalar: Any = None
 
     def step(self, model: Any, predict: Predict, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
-        """Return `predict(tensors)`, with this module in place of all blocks of `model`, a program's copy."""
+        """Return `predict(tensors)`, with this module in place of all blocks of `model`."""
         self.blocks = tuple(model.transformer_blocks)
         model.transformer_blocks = nn.ModuleList([self])
         return predict(tensors)
@@ -272,7 +274,9 @@ class FasterCacheModules(ReusedModules):
         prediction = super().step(model, predict, tensors, joined)
         if is_trace_for_shapes:
             low = high = prediction.float()  # it has the frequencies' shape, which alone matters
-        elif prompted_only:  # the prediction without the prompt is estimated by weighted frequencies
+        elif prompted_only:
+            # The estimate without the prompt is the prediction with it plus their last difference, whose low
+            # and high frequencies are weighted.
             last_low, last_high = self.last_arrays["frequencies"]
             low, high = last_low * self.numbers["low"], last_high * self.numbers["high"]
             estimate = (prediction.float() + low + high).to(prediction.dtype)
@@ -320,7 +324,7 @@ def low_frequencies(x: Any) -> Any:
 def _replace_and_collect(
     model: Any, replaced: dict[str, Any], collected: dict[str, list[torch.Tensor]], joined: bool
 ) -> None:
-    """Have modules of `model`, a program's own copy, return other results or report their results.
+    """Have modules of `model` return other results or report their results.
 
     By module's name, `replaced` has the tensors to return instead of a result, or None for zeros; `collected`
     has an empty list, which gets the tensors of the result when the module runs.

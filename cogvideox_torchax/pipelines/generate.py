@@ -209,9 +209,10 @@ def _check_size(request: stages.Request, model: Model) -> None:
     scale = model.temporal_scale
     latent_frames = model.latent_frames(request.frames)
     if request.frames < 1 or (request.frames - 1) % scale or latent_frames % patch:
-        # Latent frames of a valid request, the nearest with fewer frames, or the smallest.
-        valid = max(latent_frames // patch * patch, patch)
-        fewer, more = ((n - 1) * scale + 1 for n in (valid, valid + patch))
+        # The message suggests two numbers: that of the latent frames rounded down to a multiple of `patch`, but
+        # not to 0, and that of one patch more.
+        rounded_down = max(latent_frames // patch * patch, patch)
+        fewer, more = ((n - 1) * scale + 1 for n in (rounded_down, rounded_down + patch))
         raise RequestError(f"got --frames {request.frames}: {model.name} generates {fewer} or {more} of them")
 
 

@@ -1,6 +1,8 @@
 """The layers of a pipeline's networks, ported: each class is a subclass of the layer that it replaces.
 
-Plain torch tensors run the inherited forward, torchax tensors run a kernel of `jax_kernels`.
+Plain torch tensors run the inherited forward, torchax tensors run a kernel of `jax_kernels`. `torch_view`
+turns a kernel, a function of JAX arrays, into a function of tensors. A program is traced from its own copy of
+the network, which may be changed.
 
 Axis letters: N videos, S positions of a sequence (text first, then patches), H heads, D channels of a head.
 """

@@ -122,7 +122,7 @@ def load_pipeline(
     )
     if mesh is not None:
         check_mesh(mesh)
-    check_one_process(mesh)
+    check_one_process(mesh)  # a pipeline runs on no mesh with devices of several processes
     diffusers_options.pop("use_safetensors", None)  # only safetensors are read, whatever it says
     dtype = diffusers_options.pop("torch_dtype", dtype)
     directory = _directory(str(pretrained_model_name_or_path), variant, diffusers_options)
@@ -175,13 +175,12 @@ def _dtypes_of(dtype: Dtype, directory: Path, parts: set[str], variant: str | No
             f"load_pipeline got a dtype for {', '.join(sorted(unknown))}: its keys are "
             f"{', '.join(sorted(WITH_WEIGHTS))} and default"
         )
-
-    def dtype_of(part: str) -> torch.dtype:
-        requested_dtype = requested.get(part, requested.get("default"))
-        stem = STEMS.get(part, WEIGHTS_STEM)
-        return getattr(torch, dtype_name_of(requested_dtype, directory / part, variant, stem=stem))
-
-    return {part: dtype_of(part) for part in parts}
+    dtype_of = {part: requested.get(part, requested.get("default")) for part in parts}
+    names = {
+        part: dtype_name_of(dtype_of[part], directory / part, variant, stem=STEMS.get(part, WEIGHTS_STEM))
+        for part in parts
+    }
+    return {part: getattr(torch, name) for part, name in names.items()}
 
 
 def _load_network(

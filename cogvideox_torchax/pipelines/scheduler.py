@@ -75,7 +75,10 @@ def port_scheduler(scheduler: Any) -> Any:
 
 @functools.cache
 def _host_class(kind: Any) -> type:
-    """Return the ported subclass of a scheduler's class `kind`, with that class's name and signatures."""
+    """Return the ported subclass of a scheduler's class `kind`, with that class's name.
+
+    Its methods have the signatures of that class, as pipelines inspect them.
+    """
 
     @functools.wraps(kind.set_timesteps)
     def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> None:
