@@ -276,7 +276,7 @@ class FasterCacheModules(ReusedModules):
             low = high = prediction.float()  # it has the frequencies' shape, which alone matters
         elif prompted_only:
             # The estimate without the prompt is the prediction with it plus their last difference, whose low
-            # and high frequencies are weighted.
+            # and high frequencies are weighted. As in diffusers, the weighted ones are kept.
             last_low, last_high = self.last_arrays["frequencies"]
             low, high = last_low * self.numbers["low"], last_high * self.numbers["high"]
             estimate = (prediction.float() + low + high).to(prediction.dtype)

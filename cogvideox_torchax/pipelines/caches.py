@@ -133,6 +133,7 @@ class StepCache:
         states = _THREAD.states.setdefault(self, {})
         # The state is put back after the step. If the step fails, it is gone, and the next step begins a run.
         state = states.pop(name, None) or self._new_state(name)
+        # Without torchax, as the hooks compute with plain tensors on the host.
         form, numbers = runtime.without_torchax(self._plan_step, state, model, tensors)
         network = make_network(form)
         program = model.program_of(network)
@@ -156,7 +157,7 @@ class StepCache:
         return [self._plan_step(state, model, tensors) for _ in steps]
 
     def _new_state(self, name: str | None) -> RunState:
-        """Return the state of a new run in the context `name`, which `self.computed` reports from now on."""
+        """Begin a run in the context `name`, which `self.computed` reports from now on; return its state."""
         hooks = {each.module: each.hook for each in self.hooks}  # by the module's name
         state = RunState(runtime.without_torchax(copy.deepcopy, hooks))
         for hook in state.hooks.values():
@@ -301,7 +302,7 @@ class FasterSteps(StepCache):
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
         attention_modules = tuple(name for name in state.hooks if name)  # the transformer's hook is ""
         transformer_hook = state.hooks[""]
-        # Read before `_ask_hooks`, which has the hooks count this step.
+        # After two steps. This is read before `_ask_hooks`, which has the hooks count the present step.
         has_two_results = transformer_hook.state.iteration > 1
         prompted_only, skipped_modules = self._ask_hooks(state, len(tensors["hidden_states"]))
         # In the copied hooks `_ask_hooks` has replaced the user's callbacks: the original hooks have them.

@@ -209,8 +209,8 @@ def _check_size(request: stages.Request, model: Model) -> None:
     scale = model.temporal_scale
     latent_frames = model.latent_frames(request.frames)
     if request.frames < 1 or (request.frames - 1) % scale or latent_frames % patch:
-        # The message suggests two numbers: that of the latent frames rounded down to a multiple of `patch`, but
-        # not to 0, and that of one patch more.
+        # The message suggests two sizes: the latent frames rounded down to a multiple of `patch`, but not to
+        # 0, and one patch more. Both are given as numbers of frames.
         rounded_down = max(latent_frames // patch * patch, patch)
         fewer, more = ((n - 1) * scale + 1 for n in (rounded_down, rounded_down + patch))
         raise RequestError(f"got --frames {request.frames}: {model.name} generates {fewer} or {more} of them")

@@ -122,7 +122,7 @@ class CompiledNetwork(PortedModel):
         """Return (program of a call, shapes and dtypes of its inputs); `tensors` are those of the call."""
         stock: Any = type(self).__bases__[-1]  # `port` puts the mixin before the stock class
         parameters = inspect.signature(stock.forward).parameters
-        # A tuple as the result, where the class can return one.
+        # Classes of diffusers return an object unless they are asked for a tuple of tensors.
         options = {"return_dict": False} if "return_dict" in parameters else {}
         return runtime.method_program(self, stock.forward, tensors, self.placement, **options)
 

@@ -110,8 +110,8 @@ def _models(pipe: Any) -> dict[str, nn.Module]:
             continue
         model = upstream.uncompiled(part)
         obstacles = [
-            f"JAX has no {type(tensor).__name__} of {tensor.dtype}, as its {weight} is"
-            for weight, tensor in runtime.named_tensors(model).items()
+            f"JAX has no {type(tensor).__name__} of {tensor.dtype}, as its {weight_name} is"
+            for weight_name, tensor in runtime.named_tensors(model).items()
             if not runtime.is_movable(tensor)
         ]
         if obstacles:
