@@ -150,7 +150,8 @@ def check(request: stages.Request, model: Model) -> None:
     """
     _check_size(request, model)
     _check_prompt(request, model)
-    # By message, whether the request has the fault: the first one that it has is raised.
+    # A key is the message about a fault, its value whether the request has the fault. The first message with
+    # a true value is raised.
     faults.refuse(
         {
             f"got --num-inference-steps {request.num_inference_steps}: at least 1": (

@@ -103,7 +103,8 @@ def load_pipeline(
     refused = {"quantization_config", "device_map"} & diffusers_options.keys()
     # The default dtype is the name "bfloat16". Any other value, `torch.bfloat16` among them, is the user's.
     has_two_dtypes = "torch_dtype" in diffusers_options and dtype != "bfloat16"
-    # By message, whether the arguments have the fault: the first one that they have is raised.
+    # A key is the message about a fault, its value whether the arguments have the fault. The first message
+    # with a true value is raised.
     faults.refuse(
         {
             f"load_pipeline got {', '.join(sorted(refused))}: weights lie as port has them, unquantized": (
@@ -175,9 +176,13 @@ def _dtypes_of(dtype: Dtype, directory: Path, parts: set[str], variant: str | No
             f"load_pipeline got a dtype for {', '.join(sorted(unknown))}: its keys are "
             f"{', '.join(sorted(WITH_WEIGHTS))} and default"
         )
-    dtype_of = {part: requested.get(part, requested.get("default")) for part in parts}
     names = {
-        part: dtype_name_of(dtype_of[part], directory / part, variant, stem=STEMS.get(part, WEIGHTS_STEM))
+        part: dtype_name_of(
+            requested.get(part, requested.get("default")),
+            directory / part,
+            variant,
+            stem=STEMS.get(part, WEIGHTS_STEM),
+        )
         for part in parts
     }
     return {part: getattr(torch, name) for part, name in names.items()}

@@ -255,7 +255,7 @@ def _call(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> A
         transformer._reset_stateful_cache()  # an earlier call that failed may have left kept arrays
     result = inherited(pipe, *args, **kwargs)
     if scheduler is not None:
-        # A NaN in the last step. An earlier step was checked by the step after it.
+        # This checks the last step for NaN and Inf. An earlier step was checked by the step after it.
         pipe.scheduler.log.check()
     return result
 
