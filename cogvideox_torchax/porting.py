@@ -1,7 +1,8 @@
 """`port`, which makes a loaded diffusers model or pipeline ready for torchax, in place.
 
-An import of this module lets diffusers' `from_pretrained` work while torchax is on. The module's name is not
-`port`: an import of `cogvideox_torchax.port` would put the module in the place of the function `port`.
+An import of this module has diffusers' `from_pretrained` turn torchax off while it loads: with torchax on it
+would fail. The module's name is not `port`: an import of `cogvideox_torchax.port` would put the module in the
+place of the function `port`.
 """
 
 from typing import Any, TypeVar
@@ -31,9 +32,9 @@ def port(
 ) -> Portable:
     """Make a CogVideoX VAE, a whole diffusers pipeline, or a scheduler ready for JAX, in place.
 
-    A VAE has its hot modules' classes swapped. Nothing is copied or moved: parameters stay the same objects
-    under the same names, `state_dict()` and `isinstance` do not change, and plain torch tensors still run
-    natively. Move the result with `.to("jax")` to run it on JAX.
+    A VAE and its modules get this package's subclasses of their classes. Nothing is copied or moved:
+    parameters stay the same objects under the same names, `state_dict()` and `isinstance` do not change, and
+    plain torch tensors still run natively. Move the result with `.to("jax")` to run it on JAX.
 
     A pipeline, of a class of diffusers' or of your own, is moved as well: every network becomes compiled
     programs, its weights go to JAX, and the pipeline's own call runs there. torchax is on while the
@@ -66,16 +67,17 @@ def port(
     """
     if isinstance(model_or_pipeline, SchedulerMixin):
         return port_scheduler(model_or_pipeline)
-    ported: Any = uncompiled(model_or_pipeline)  # without torch.compile's wrapper, as JAX compiles the model
-    is_vae = isinstance(ported, DiffusersAutoencoder | ChunkedVAE)
-    if not is_vae and not _has_parts(ported):
-        check_vae_class(ported)
+    to_port: Any = uncompiled(model_or_pipeline)  # without torch.compile's wrapper: JAX compiles the model
+    is_vae = isinstance(to_port, DiffusersAutoencoder | ChunkedVAE)
+    if not is_vae and not _is_pipeline_or_has_vae(to_port):
+        check_vae_class(to_port)  # raises an error of its own for a VAE of another package
         raise ValueError(
-            f"port got {type(ported).__name__}: it takes diffusers' AutoencoderKLCogVideoX, a pipeline, an "
+            f"port got {type(to_port).__name__}: it takes diffusers' AutoencoderKLCogVideoX, a pipeline, an "
             "object with such a VAE as its vae, or a scheduler"
         )
     if parallel is not None:
-        transformer = getattr(ported, "transformer", None)
+        transformer = getattr(to_port, "transformer", None)
+        # Without a new mesh, the transformer has to have one of an earlier `port`.
         if transformer is None or (mesh is None and getattr(transformer, "mesh", None) is None):
             raise ValueError(
                 f"port got parallel={parallel!r}: it is for a pipeline over a mesh; pass both, or none"
@@ -83,17 +85,17 @@ def port(
     if mesh is not None:
         check_mesh(mesh)  # before anything is changed
     if is_vae:
-        vae = port_vae(ported)
+        vae = port_vae(to_port)
         if mesh is not None:
             vae.place_on(mesh)
     else:
+        # Imported here, as a VAE alone needs neither T5 nor diffusers' pipelines.
         from cogvideox_torchax.pipelines.port import port_pipeline
 
-        port_pipeline(ported, mesh, parallel)
-    return ported  # pyright: ignore[reportReturnType]
+        port_pipeline(to_port, mesh, parallel)
+    return to_port  # pyright: ignore[reportReturnType]
 
 
-def _has_parts(candidate: Any) -> bool:
-    """Return whether `port_pipeline` takes an object: a pipeline, or one that has a VAE as its `vae`."""
+def _is_pipeline_or_has_vae(candidate: Any) -> bool:
     is_pipeline = isinstance(candidate, DiffusionPipeline)
     return is_pipeline or isinstance(getattr(candidate, "vae", None), DiffusersAutoencoder | ChunkedVAE)

@@ -11,6 +11,8 @@ Axis letters: N videos, S positions of a sequence (text first, then patches, the
 channels of the embedded timestep, H heads, D channels of a head, P parts of the channels, one for each device
 that has some of the tokens. In names with SC but no N, S is the tokens of all videos, one video's after the
 other's. Of an axis of 2, index 0 is for text, index 1 for patches.
+
+`torch_view` turns a function of JAX arrays, such as a kernel, into one of tensors.
 """
 
 import functools
@@ -52,13 +54,17 @@ class GELU(DiffusersGELU):
 
 
 class Block(CogVideoXBlock):
-    """A layer of the transformer, which also takes text and patches as one sequence."""
+    """A block of the transformer, which also takes text and patches as one sequence.
 
-    # A step with a cache sets both attributes on its own copy of the block.
+    A step with a cache sets the two attributes on its own copy of the block; without a cache they are empty.
+
+    Attributes:
+        replaced: by the name of a part that is skipped, the result (N, S, C) to use; None stands for zeros.
+        collected: by the name of a part, the list that its result is appended to when it runs.
+    """
+
     replaced: dict[str, torch.Tensor | None] = {}  # noqa: RUF012 - set anew, not written to
-    """Results (N, S, C), by the part that does not run; None stands for zeros."""
     collected: dict[str, list[torch.Tensor]] = {}  # noqa: RUF012
-    """Lists, by the part whose result is appended when it runs."""
 
     def forward(
         self,
@@ -70,7 +76,7 @@ class Block(CogVideoXBlock):
         *,
         sequence: Sequence | None = None,
     ) -> Any:
-        """Run the layer on text and patches as one `sequence`; without one, run diffusers' own forward.
+        """Run the block on text and patches as one `sequence`; without one, run diffusers' own forward.
 
         With a sequence, `hidden_states` and the result are the whole sequence (N, S, C), `temb` (N, E) is the
         embedded timestep, `image_rotary_emb` has the `Tables` of all positions, and the other two arguments
@@ -81,16 +87,18 @@ class Block(CogVideoXBlock):
                 hidden_states, encoder_hidden_states, temb, image_rotary_emb, attention_kwargs
             )
 
-        # `map_local_tokens` calls a function of JAX arrays on each device; the layer's code takes tensors.
+        # `map_local_tokens` calls a function of JAX arrays on each device; the block's code takes tensors.
         def run_local_arrays(*arrays: Any) -> Any:
             (x_NSC, replaced), temb_NE, tables = cast(Any, tensor_of(arrays))
             return array_of(self._run_local_tokens(x_NSC, replaced, temb_NE, tables, sequence))
 
-        # `self.replaced` goes with the tokens, as its results are split over devices in the same way.
-        x_NSC, results = torch_view(sequence.map_local_tokens(run_local_arrays))(
+        # `self.replaced` goes with the tokens, as its results are split over devices in the same way. The
+        # results to collect are returned too: on a mesh, arrays that the function stored elsewhere would be
+        # traced ones, which are of no use outside of it.
+        x_NSC, collected_results = torch_view(sequence.map_local_tokens(run_local_arrays))(
             (hidden_states, self.replaced), temb, image_rotary_emb
         )
-        for part, y_NSC in results.items():
+        for part, y_NSC in collected_results.items():
             self.collected[part].append(y_NSC)
         return x_NSC
 
@@ -102,38 +110,39 @@ class Block(CogVideoXBlock):
         tables: Tables,
         sequence: Sequence,
     ) -> Any:
-        """Return the layer's result (N, S, C) for local tokens, and by name those of the collected parts."""
+        """Run the block on local tokens; return its result (N, S, C), and by part the results to collect."""
         # Tokens before the first patch are text. The kernels shift, scale and gate text with other vectors
         # than patches.
         first_patch = sequence.first_patch()
-        results: dict[str, Any] = {}
+        collected_results: dict[str, Any] = {}
         for part, norm, run_part in (
-            ("attn1", self.norm1, lambda h_NSC: self._attend(h_NSC, tables, sequence)),
-            ("ff", self.norm2, lambda h_NSC: self._feed_forward(h_NSC, sequence)),
+            ("attn1", self.norm1, lambda normed_NSC: self._attend(normed_NSC, tables, sequence)),
+            ("ff", self.norm2, lambda normed_NSC: self._feed_forward(normed_NSC, sequence)),
         ):
             shift, scale, gate = modulation(norm, temb_NE)  # (N, 2, C) each
-            layer_norm: Any = norm.norm
+            layer_norm: Any = norm.norm  # the LayerNorm inside, which does not know the timestep
             norm_kernel = functools.partial(jax_kernels.adaptive_layer_norm, eps=layer_norm.eps)
-            h_NSC = torch_view(sequence.shard_norm(norm_kernel))(
+            normed_NSC = torch_view(sequence.shard_norm(norm_kernel))(
                 x_NSC, layer_norm.weight, layer_norm.bias, scale, shift, first_patch
             )
-            if part in replaced:
-                y_NSC = torch.zeros_like(h_NSC) if replaced[part] is None else replaced[part]
+            if part in replaced:  # the part is skipped; the compiler drops the norm, as nothing reads it
+                y_NSC = torch.zeros_like(normed_NSC) if replaced[part] is None else replaced[part]
             else:
-                projection = run_part(h_NSC)  # the part's last linear layer, not computed yet, and its input
+                projection = run_part(normed_NSC)  # the part's last linear layer, not computed yet
                 linear, *_dropouts = projection.layers
                 if part not in self.collected and supports_fused(linear, sequence):
-                    # One kernel computes the projection, the gate and the residual.
+                    # One kernel computes the projection, the gate and the residual: the part is done. This
+                    # kernel does not return the part's own result, which a collected part needs.
                     x_NSC = projection.added_to(x_NSC, gate, first_patch)
                     continue
                 y_NSC = projection.result()
             if part in self.collected:
-                results[part] = y_NSC
+                collected_results[part] = y_NSC
             x_NSC = torch_view(jax_kernels.gated_residual)(x_NSC, y_NSC, gate, first_patch)
-        return x_NSC, results
+        return x_NSC, collected_results
 
-    def _feed_forward(self, h_NSC: torch.Tensor, sequence: Sequence) -> "LastProjection":
-        """Run the feed-forward on normed tokens, except for its last projection."""
+    def _feed_forward(self, normed_NSC: torch.Tensor, sequence: Sequence) -> "LastProjection":
+        """Run the feed-forward on normed local tokens, except for its last projection."""
         # The first layer of `net` is a projection and GELU, the last ones are a projection and a dropout.
         projection_gelu, dropout, *last_layers = self.ff.net
         if (
@@ -142,20 +151,20 @@ class Block(CogVideoXBlock):
             and supports_fused(projection_gelu.proj, sequence)
         ):
             linear: Any = projection_gelu.proj
-            h_NSC = torch_view(jax_kernels.linear_gelu)(h_NSC, linear.weight, linear.bias)
+            hidden = torch_view(jax_kernels.linear_gelu)(normed_NSC, linear.weight, linear.bias)
         else:
-            h_NSC = projection_gelu(h_NSC)
-        return LastProjection(last_layers, dropout(h_NSC))
+            hidden = projection_gelu(normed_NSC)
+        return LastProjection(last_layers, dropout(hidden))
 
-    def _attend(self, h_NSC: torch.Tensor, tables: Tables, sequence: Sequence) -> "LastProjection":
+    def _attend(self, normed_NSC: torch.Tensor, tables: Tables, sequence: Sequence) -> "LastProjection":
         """Run attention on normed local tokens, except for its output projection."""
         attn: Any = self.attn1
-        videos = h_NSC.shape[0]
+        videos = normed_NSC.shape[0]
         qk_norm_rope = torch_view(sequence.shard_heads(jax_kernels.qk_norm_rope, attn.heads))
         # The devices exchange local tokens for parts of the channels: each gets all tokens of some heads.
         q, k, v = (
             torch_view(sequence.to_heads)(y_PSC, videos)
-            for y_PSC in projections(attn, h_NSC.flatten(0, 1), sequence)
+            for y_PSC in projections(attn, normed_NSC.flatten(0, 1), sequence)
         )
         head_channels = q.shape[-1] * sequence.parts / attn.heads  # `q` has 1 / `parts` of the channels
         # The attention kernel computes exp(scale * score) as 2 ** (log2(e) * scale * score). If its scale is
@@ -191,8 +200,8 @@ class LastProjection:
 
     def result(self) -> torch.Tensor:
         """Return the result (N, S, C) of all `layers`."""
-        h_NSC = self.input.transpose(1, 2) if self.transposed else self.input
-        y_SC = h_NSC.flatten(0, 1)  # the tokens of all videos on one axis
+        input_NSC = self.input.transpose(1, 2) if self.transposed else self.input
+        y_SC = input_NSC.flatten(0, 1)  # the tokens of all videos on one axis
         for layer in self.layers:
             y_SC = layer(y_SC)
         return y_SC.unflatten(0, (self.input.shape[0], -1))
@@ -214,22 +223,25 @@ def supports_fused(linear: Any, sequence: Sequence) -> bool:
     return type(linear) is Linear and sequence.shared is None
 
 
-def projections(attn: Any, h_SC: torch.Tensor, sequence: Sequence) -> Iterator[torch.Tensor]:
-    """Yield queries, keys and values of the tokens (S, C), (P, S, C / P) each, split between heads."""
+def projections(attn: Any, normed_SC: torch.Tensor, sequence: Sequence) -> Iterator[torch.Tensor]:
+    """Yield attention's queries, then its keys, then its values, each as (P, S, C / P).
+
+    The channels are split into P parts, of some whole heads each.
+    """
 
     def split_channels(y_SC: torch.Tensor) -> torch.Tensor:
         return y_SC.unflatten(-1, (sequence.parts, -1)).transpose(0, 1)
 
     # The processor tells whether the projections are fused: `attn` keeps `to_qkv` after diffusers unfuses.
     if type(attn.processor) is FusedAttnProcessor:
-        yield from map(split_channels, attn.to_qkv(h_SC).chunk(3, dim=-1))
+        yield from map(split_channels, attn.to_qkv(normed_SC).chunk(3, dim=-1))
         return
-    kernel = torch_view(functools.partial(jax_kernels.split_linear, parts=sequence.parts))
+    split_linear = torch_view(functools.partial(jax_kernels.split_linear, parts=sequence.parts))
     for linear in (attn.to_q, attn.to_k, attn.to_v):
         if supports_fused(linear, sequence):
-            yield kernel(h_SC, linear.weight, linear.bias)
+            yield split_linear(normed_SC, linear.weight, linear.bias)
         else:
-            yield split_channels(linear(h_SC))
+            yield split_channels(linear(normed_SC))
 
 
 def modulation(norm: Any, temb_NE: torch.Tensor) -> list[torch.Tensor]:
@@ -245,8 +257,9 @@ def takes_sequences(model: Any) -> bool:
 
 
 def _takes_sequence(block: Any) -> bool:
-    """Return whether a block's modules have the types that `port` gave them, and no hooks."""
-    # On one sequence kernels read the weights of these modules, and do not call them.
+    """Return whether a block's modules are of the types that a ported block has, and have no hooks."""
+    # On one sequence kernels read the weights of these modules, and do not call them: hooks would not run,
+    # nor would the forward of a user's class.
     if type(block) is not Block:
         return False
     attn: Any = block.attn1
@@ -275,7 +288,7 @@ def joined_step(
     image_rotary_emb: Any = None,
     attention_kwargs: dict[str, Any] | None = None,
 ) -> torch.Tensor:
-    """Return the prediction (N, T, C, H, W) of diffusers' transformer, with the layers run on one sequence.
+    """Return the prediction (N, T, C, H, W) of diffusers' transformer, with its blocks run on one sequence.
 
     `takes_sequences(model)` must hold. The arguments are those of diffusers' own forward. Of the options
     `attention_kwargs` only "scale" may be set: the decorator scales the model's LoRAs by it.
@@ -304,10 +317,10 @@ def joined_step(
 
 
 def join_patches(y_NSC: torch.Tensor, shape: torch.Size, config: Any) -> torch.Tensor:
-    """Return latents of `shape` (N, T, C, H, W), joined from patches (N, S, C) without text and padding.
+    """Return latents (N, T, C, H, W) joined from patches (N, S, C), without text and padding among them.
 
-    Each patch has on its axis C the channels of p_t frames of p x p latent pixels, sizes that `config` has.
-    A number of frames that p_t does not divide is rounded up.
+    The latents have N, T, H and W of `shape`, the shape of the transformer's input, with T rounded up to a
+    multiple of p_t. A patch has on its axis C the channels of p_t frames of p x p latent pixels.
     """
     p, p_t = config["patch_size"], config["patch_size_t"] or 1  # None: a patch has one frame
     videos, frames, _, height, width = shape

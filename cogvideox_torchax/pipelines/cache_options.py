@@ -24,7 +24,8 @@ def config_of(choice: str, *, steps: int, guided: bool, timestep: Callable[[], A
         choice: one of `CHOICES`, such as "first-block:0.1".
         steps: number of denoising steps.
         guided: whether steps run with classifier-free guidance.
-        timestep: called in each step, for the step's timestep; the default serves only to check a choice.
+        timestep: diffusers' cache calls it in each step for the step's timestep. The default serves only to
+            check a choice.
 
     Raises:
         ValueError: no such cache, a value that it does not take, or FasterCache without guidance.
@@ -47,7 +48,9 @@ def _config(name: str, value: str, steps: int, timestep: Callable[[], Any]) -> A
 
     `value` is the text after the name's colon: a threshold, a number of steps, or for MagCache "calibrate" or
     the path of a file of ratios. "" stands for the default in `CHOICES`; MagCache has none, and refuses it.
+    `config_of` puts the message of an error, which is a bare reason, into a whole one.
     """
+    # Imported here, as the command line starts without diffusers, whose import takes seconds.
     hooks: Any = importlib.import_module("diffusers.hooks")
     if name == "first-block":
         threshold = float(value or 0.05)
@@ -82,7 +85,7 @@ def _ratios(path: str) -> list[float]:
     """Return MagCache's ratios, a list of numbers in a JSON file.
 
     Raises:
-        ValueError: the path is "", or the file holds anything else.
+        ValueError: the path is "", or the file holds anything else; `config_of` completes its message.
     """
     if not path:
         raise ValueError("its ratios are each model's own")  # so there is no default

@@ -2,12 +2,19 @@
 
 `BlockStack` skips all blocks, or all after the first; `ReusedModules` skips single modules.
 
-Terms, besides those of `caches`:
+Terms:
+    form of a step (`caches.Form`): the layers that it skips, and the results that it keeps.
+    numbers of a step: the scalars and vectors that its program takes besides its tensors (`NUMBERS`).
+    prompted videos: with guidance a batch has each video twice, without the prompt in its first half, with it
+        in the second half. The second half are the prompted videos.
     kept arrays: the arrays that a step hands on to the next step with the same cache.
     trace for shapes: a trace of a step without kept arrays. Only the shapes of the arrays that it would keep
         are used, so any values of these shapes will do.
     residual of blocks: their result minus their input.
     joined: the blocks take text and patches as one sequence; otherwise they take (patches, text).
+
+A parameter `model` is a program's own copy of the transformer, which may be changed. `predict` is a function
+that runs this copy on a step's tensors, by name, and returns its prediction.
 
 Axis letters: N videos, S positions of a sequence (text first, then patches), C channels.
 """
@@ -26,7 +33,7 @@ from cogvideox_torchax.pipelines.caches import Form
 from cogvideox_torchax.runtime import torch_view
 
 Predict = Callable[[dict[str, Any]], torch.Tensor]
-"""A function that runs the transformer on a step's tensors, by name, and returns its prediction."""
+"""The type of `predict`."""
 
 NUMBERS = ("threshold", "since", "known", "low", "high", "weights")
 """The names of the numbers of a step: the scalars and vectors that its program takes besides its tensors.
@@ -63,13 +70,16 @@ class BlockStack(nn.Module):
         self.host_scalar: Any = None
 
     def step(self, model: Any, predict: Predict, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
-        """Return `predict(tensors)`, with this module in place of all blocks of `model`, a program's copy."""
+        """Return `predict(tensors)`, with this module in place of all blocks of `model`."""
         self.blocks = tuple(model.transformer_blocks)
         model.transformer_blocks = nn.ModuleList([self])
         return predict(tensors)
 
     def forward(self, hidden_states: Any, encoder_hidden_states: Any = None, **options: Any) -> Any:
-        """Run the blocks that the form asks for, on (patches, text) or, without text, on one sequence."""
+        """Run the blocks that the form asks for, on (patches, text) or, without text, on one sequence.
+
+        `options` are a block's other arguments, which every block gets.
+        """
         joined = encoder_hidden_states is None
         x = (hidden_states,) if joined else (hidden_states, encoder_hidden_states)
         if self.last_arrays is None:  # a trace for shapes: no block needs to run
@@ -95,7 +105,7 @@ class BlockStack(nn.Module):
         # Means of absolute values, in the residual's dtype, as diffusers rounds its means too.
         change = _mean_of_patches((head - last_head).abs(), options).to(head.dtype)
         size = _mean_of_patches(last_head.abs(), options).to(head.dtype)
-        # In the first step the last residual is zeros, so `size` is 0 and the comparison false.
+        # Before the first step the kept arrays are zeros: then `size` is 0, and the comparison false.
         is_similar = change / size <= self.numbers["threshold"]
 
         # Both return (patches or sequence after all blocks, "head" to keep, "tail" to keep).
@@ -109,7 +119,7 @@ class BlockStack(nn.Module):
         reuses = self.form.reuses
         if reuses is None:  # the device decides, in each step
             y, next_head, next_tail = torch_view(jax.lax.cond)(is_similar, reuse, compute)
-        else:  # a program for `plan`, which has only one of the two
+        else:  # the command `plan` compiles a program for each of the two
             y, next_head, next_tail = reuse() if reuses else compute()
         self.next_arrays = {"head": next_head, "tail": next_tail}
         self.host_scalar = ~is_similar  # whether the step ran all blocks
@@ -119,10 +129,11 @@ class BlockStack(nn.Module):
         """Run all blocks and keep their residual; `host_scalar` is the ratio for MagCache's calibration."""
         y = self._run_blocks(self.blocks, x, options)
         tail = y[0] - x[0]
-        # Each patch has a norm, over its channels. The ratio, to the last step's norm, is the patches' mean.
+        # Each patch has a norm, over its channels, and a ratio of this norm to the last step's. The mean of
+        # the patches' ratios is the step's.
         norm = torch.linalg.norm(tail.float(), dim=-1)
         last_norm = torch.linalg.norm(self.last_arrays["tail"].float(), dim=-1)
-        # In the first step the last norm is 0: 1e-8, as in diffusers, avoids a division by it.
+        # Before the first step the kept arrays are zeros: 1e-8, as in diffusers, avoids a division by 0.
         self.host_scalar = _mean_of_patches(norm / (last_norm + 1e-8), options)
         self.next_arrays = {"tail": tail}
         return y
@@ -186,9 +197,10 @@ class ReusedModules:
         _replace_and_collect(model, replaced, collected, joined)
         prediction = predict(tensors)
         for name in self.form.kept_modules:
-            # The tensors of the module's result; none if zeros replace it.
+            # The tensors of the module's result, estimated or computed; none if zeros replace it.
             result = replaced.get(name) or collected.get(name, ())
-            # In a trace for shapes no arrays are kept yet: copies of each tensor stand for them.
+            # By tensor, the arrays that the last step kept for it. In a trace for shapes there are none yet:
+            # copies of the tensor stand for them.
             arrays_by_tensor = last_arrays.get(name) or [
                 (tensor,) * self.form.arrays_per_tensor for tensor in result
             ]
@@ -216,12 +228,13 @@ class TaylorModules(ReusedModules):
 
     def _estimate(self, name: str, kept_result: Any, dtype: torch.dtype) -> tuple[Any, ...]:
         since = self.numbers["since"]  # steps since the last computed step
-        powers = [
+        # A Taylor series: the n-th derivative is multiplied by since ** n / n!.
+        weights = [
             (since**order / math.factorial(order)).to(dtype) for order in range(self.form.arrays_per_tensor)
         ]
         return tuple(
-            sum(factor.to(dtype) * power for factor, power in zip(factors, powers, strict=True))
-            for factors in kept_result
+            sum(factor.to(dtype) * weight for factor, weight in zip(factors, weights, strict=True))
+            for factors in kept_result  # those of each tensor of the module's result
         )
 
     def _to_keep(self, name: str, y: torch.Tensor, last_arrays: Any) -> tuple[torch.Tensor, ...]:
@@ -230,9 +243,9 @@ class TaylorModules(ReusedModules):
             return last_arrays
         factors = [y]
         # Factor n + 1 is the change of factor n since the last computed step, divided by the steps since it.
-        for order, last_factor in enumerate(last_arrays[:-1]):  # the highest factor is the change of none
+        for order, last_factor in enumerate(last_arrays[:-1]):  # no factor is made of the highest one
             difference = (factors[order] - last_factor.to(y.dtype)) / self.numbers["since"].to(y.dtype)
-            # If the last factor is not valid yet, its change is not known either: it becomes zeros.
+            # If the last factor is not valid yet, its change is not known either: the new factor is zeros.
             is_valid = self.numbers["known"] > order
             factors.append(torch.where(is_valid, difference, torch.zeros_like(difference)))
         return tuple(factor.to(self.form.dtype) for factor in factors)
@@ -256,14 +269,14 @@ class FasterCacheModules(ReusedModules):
         # Results of attention are kept for the prompted videos, so the trace for shapes runs on these alone.
         prompted_only = is_trace_for_shapes or self.form.prompted_only
         if prompted_only:  # they are the second half of the batch
-            tensors = {
-                name: each.chunk(2)[1] if name in GUIDED_INPUTS else each for name, each in tensors.items()
-            }
+            tensors = {name: x.chunk(2)[1] if name in GUIDED_INPUTS else x for name, x in tensors.items()}
         # The base class reads the arrays of modules alone: "frequencies" is no module's name.
         prediction = super().step(model, predict, tensors, joined)
         if is_trace_for_shapes:
-            low = high = prediction.float()  # of the frequencies' shape
-        elif prompted_only:  # the prediction without the prompt is estimated by weighted frequencies
+            low = high = prediction.float()  # it has the frequencies' shape, which alone matters
+        elif prompted_only:
+            # The estimate without the prompt is the prediction with it plus their last difference, whose low
+            # and high frequencies are weighted. As in diffusers, the weighted ones are kept.
             last_low, last_high = self.last_arrays["frequencies"]
             low, high = last_low * self.numbers["low"], last_high * self.numbers["high"]
             estimate = (prediction.float() + low + high).to(prediction.dtype)
@@ -276,6 +289,7 @@ class FasterCacheModules(ReusedModules):
         return prediction
 
     def _estimate(self, name: str, kept_result: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        # The weight of this module's extrapolation. `kept_result` has a pair for each tensor of its result.
         weight = self.numbers["weights"][self.form.kept_modules.index(name)].to(dtype)
         return tuple(newer + (newer - older) * weight for older, newer in kept_result)
 
@@ -310,7 +324,7 @@ def low_frequencies(x: Any) -> Any:
 def _replace_and_collect(
     model: Any, replaced: dict[str, Any], collected: dict[str, list[torch.Tensor]], joined: bool
 ) -> None:
-    """Have modules of `model`, a program's own copy, return other results or report their results.
+    """Have modules of `model` return other results or report their results.
 
     By module's name, `replaced` has the tensors to return instead of a result, or None for zeros; `collected`
     has an empty list, which gets the tensors of the result when the module runs.
@@ -366,7 +380,8 @@ STEP_CLASSES: dict[str, Any] = {
 
 def takes_sequences(form: Form) -> bool:
     """Return whether a step of this form can run on text and patches as one sequence."""
-    # Blocks, their parts "attn1" and "ff", and modules outside of the blocks. Modules inside a part can be
-    # neither replaced nor collected: kernels read their weights, and do not call them.
+    # Such a step can replace or collect the results of whole blocks, of their parts "attn1" and "ff", and of
+    # modules outside of the blocks. It cannot do so for modules inside a part: kernels read their weights,
+    # and do not call them.
     allowed = re.compile(r"transformer_blocks\.\d+(\.(attn1|ff))?|(?!transformer_blocks\.).*")
     return all(allowed.fullmatch(name) for name in (*form.kept_modules, *form.skipped_modules))

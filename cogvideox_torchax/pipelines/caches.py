@@ -126,11 +126,14 @@ class StepCache:
 
         `make_network` makes the module that the program of a form is compiled from.
         """
-        # diffusers keeps one state for all contexts in hooks without a state manager: so does the name None.
-        name = _THREAD.context if any(hasattr(each.hook, "state_manager") for each in self.hooks) else None
+        # Each context has its own state. But the hooks of some caches of diffusers have no state manager, and
+        # one state for all contexts: this state gets the name None.
+        has_contexts = any(hasattr(each.hook, "state_manager") for each in self.hooks)
+        name = _THREAD.context if has_contexts else None
         states = _THREAD.states.setdefault(self, {})
         # The state is put back after the step. If the step fails, it is gone, and the next step begins a run.
         state = states.pop(name, None) or self._new_state(name)
+        # Without torchax, as the hooks compute with plain tensors on the host.
         form, numbers = runtime.without_torchax(self._plan_step, state, model, tensors)
         network = make_network(form)
         program = model.program_of(network)
@@ -154,7 +157,7 @@ class StepCache:
         return [self._plan_step(state, model, tensors) for _ in steps]
 
     def _new_state(self, name: str | None) -> RunState:
-        """Return the state of a new run in the context `name`, which `self.computed` reports from now on."""
+        """Begin a run in the context `name`, which `self.computed` reports from now on; return its state."""
         hooks = {each.module: each.hook for each in self.hooks}  # by the module's name
         state = RunState(runtime.without_torchax(copy.deepcopy, hooks))
         for hook in state.hooks.values():
@@ -232,7 +235,8 @@ class BroadcastSteps(StepCache):
             name for name, hook in state.hooks.items() if not computes_module(hook, result)
         )
         state.computed.append(not skipped_modules)
-        return form("broadcast", tuple(state.hooks), skipped_modules), {}
+        kept_modules = tuple(state.hooks)  # every module that may be skipped
+        return form("broadcast", kept_modules, skipped_modules), {}
 
 
 class TaylorSteps(StepCache):
@@ -244,9 +248,10 @@ class TaylorSteps(StepCache):
         kept_modules = tuple(
             name for name in results_read_by_skips(hook_states) if not hook_states[name].is_inactive
         )
-        # All modules' states have counted the same steps. Only the state of a kept module, if there is one,
-        # has the factors of a series.
-        hook_state = hook_states[kept_modules[0] if kept_modules else next(iter(hook_states))]
+        # One hook's state tells for all, as all hooks have counted the same steps. It is that of a kept
+        # module, if there is one: only such a state has the factors of a series.
+        first_module, *_ = (*kept_modules, *hook_states)
+        hook_state = hook_states[first_module]
         # Both are read before `computes_module` has the hooks count this step. All tensors of a result have
         # as many factors as tensor 0.
         known_factors = len(hook_state.taylor_factors.get(0, ()))
@@ -283,8 +288,11 @@ def results_read_by_skips(names: Iterable[str]) -> list[str]:
         return (float(block["index"]), not block["inside"]) if block else (math.inf, name == "proj_out")
 
     positions = {name: position(name) for name in names}
-    # The last whole block, or "proj_out". Without one, -1 is before the first block: all names are returned.
-    last_whole = max((each for each in positions.values() if each[1]), default=(-1.0, False))
+    # The position of the last whole block, or of "proj_out". Without one, -1 is before the first block: all
+    # names are returned. Modules inside that block are before it, as False is less than True.
+    last_whole = max(
+        ((block, is_whole) for block, is_whole in positions.values() if is_whole), default=(-1.0, False)
+    )
     return [name for name in names if positions[name] >= last_whole]
 
 
@@ -294,19 +302,20 @@ class FasterSteps(StepCache):
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
         attention_modules = tuple(name for name in state.hooks if name)  # the transformer's hook is ""
         transformer_hook = state.hooks[""]
-        # Read before `_ask_hooks`, which has the hooks count this step.
+        # After two steps. This is read before `_ask_hooks`, which has the hooks count the present step.
         has_two_results = transformer_hook.state.iteration > 1
         prompted_only, skipped_modules = self._ask_hooks(state, len(tensors["hidden_states"]))
         # In the copied hooks `_ask_hooks` has replaced the user's callbacks: the original hooks have them.
         original_hooks = {each.module: each.hook for each in self.hooks}
-        # By attention module, the weight of its extrapolation: 0 before there are two results to extrapolate.
+        # By attention module, the weight of its extrapolation. Before there are two results to extrapolate,
+        # `has_two_results` is False, and makes it 0.
         weights = [
             has_two_results * float(original_hooks[name].weight_callback(model.get_submodule(name)))
             if name in skipped_modules
             else 0.0
             for name in attention_modules
         ]
-        low, high = 1.0, 1.0  # weights of low and high frequencies, which only a `prompted_only` step reads
+        low, high = 1.0, 1.0  # weights of low and high frequencies; only a `prompted_only` step reads them
         if prompted_only:
             low = float(original_hooks[""].low_frequency_weight_callback(model))
             high = float(original_hooks[""].high_frequency_weight_callback(model))
@@ -336,6 +345,7 @@ class FasterSteps(StepCache):
         prompted_only: bool = False
         skipped_modules: tuple[str, ...] = ()
 
+        # The transformer's hook calls this in place of the transformer, with all videos or the prompted ones.
         def stand_in_transformer(hidden_states: torch.Tensor) -> tuple[torch.Tensor]:
             # The transformer would call its attention modules: their hooks are asked here.
             nonlocal prompted_only, skipped_modules
@@ -348,8 +358,7 @@ class FasterSteps(StepCache):
             )
             return (result,)
 
-        # The transformer's hook calls `stand_in_transformer` once, with all videos or the prompted ones. The
-        # hook reads nothing of the latents (N, T, C, H, W) but their number.
+        # The hook reads nothing of the latents (N, T, C, H, W) but their number.
         latents = torch.zeros(batch, 1, 1, 1, 1)
         upstream.call_hook(state.hooks[""], stand_in_transformer, hidden_states=latents)
         return prompted_only, skipped_modules

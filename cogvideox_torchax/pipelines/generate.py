@@ -130,6 +130,7 @@ def _kind(name: str, class_name: str, image: bool, clip: bool) -> str:
     # and the kind depends on whether there is a clip.
     conditioned = {CLASSES[IMAGE]: IMAGE, CLASSES[CONTROL]: CONTROL}
     kind = conditioned.get(class_name, VIDEO if clip else TEXT)
+    # The kind IMAGE needs an image, and no other kind takes one. The kind CONTROL needs a clip.
     if (kind == IMAGE) != image or (kind == CONTROL and not clip):
         takes = {IMAGE: "an image (--image)", CONTROL: "a control video (--video)"}.get(kind, "no image")
         raise RequestError(
@@ -144,11 +145,13 @@ def check(request: stages.Request, model: Model) -> None:
     """Raise an error unless the model can serve the request, and the request's image and clip can be read.
 
     Raises:
-        ValueError: such as `RequestError`; the message says what the model takes.
+        ValueError: mostly a `RequestError`; the message says what the model takes.
         VideoError: an image or a clip that cannot be read.
     """
     _check_size(request, model)
     _check_prompt(request, model)
+    # A key is the message about a fault, its value whether the request has the fault. The first message with
+    # a true value is raised.
     faults.refuse(
         {
             f"got --num-inference-steps {request.num_inference_steps}: at least 1": (
@@ -187,6 +190,7 @@ def steps_of(request: stages.Request, model: Model) -> int:
 
 def _check_size(request: stages.Request, model: Model) -> None:
     """Raise `RequestError` or `ValueError` for a size that the model's patches or positions do not fit."""
+    # Imported here, as it imports diffusers, which takes seconds.
     from cogvideox_torchax.pipelines.port import check_size
 
     check_size(request.height, request.width, model.transformer, model.spatial_compression_ratio)
@@ -206,9 +210,10 @@ def _check_size(request: stages.Request, model: Model) -> None:
     scale = model.temporal_scale
     latent_frames = model.latent_frames(request.frames)
     if request.frames < 1 or (request.frames - 1) % scale or latent_frames % patch:
-        # Latent frames of a valid request, the nearest with fewer frames, or the smallest.
-        valid = max(latent_frames // patch * patch, patch)
-        fewer, more = ((n - 1) * scale + 1 for n in (valid, valid + patch))
+        # The message suggests two sizes: the latent frames rounded down to a multiple of `patch`, but not to
+        # 0, and one patch more. Both are given as numbers of frames.
+        rounded_down = max(latent_frames // patch * patch, patch)
+        fewer, more = ((n - 1) * scale + 1 for n in (rounded_down, rounded_down + patch))
         raise RequestError(f"got --frames {request.frames}: {model.name} generates {fewer} or {more} of them")
 
 
@@ -251,6 +256,7 @@ def load_generator(model: Model, dtype: torch.dtype, mesh: Any, *, with_text: bo
             **omitted,
         )
     except (OSError, ValueError, RuntimeError) as error:
+        # Messages of diffusers may have many lines: one line with their beginning is enough.
         raise RequestError(f"cannot load {model.name}: {' '.join(str(error).split())[:300]}") from error
 
 
@@ -305,10 +311,11 @@ class Generation:
             **embeddings,
             callback_on_step_end=self._show_step if self.show else None,
             output_type="latent",
-        ).frames
+        ).frames  # (1, T, C, H, W)
         # To get whole patches, the pipelines pad the latents before the first frame: this is cut off.
         padding = sampled.shape[1] - self.model.latent_frames(self.request.frames)
         return latent_files.Latents(
+            # A latent file has the channels before the frames.
             tensor=self._unscaled_on_host(sampled)[:, padding:].permute(0, 2, 1, 3, 4).contiguous(),
             config=dict(self.pipe.vae.config),
             model=self.model.name,

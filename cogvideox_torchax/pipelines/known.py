@@ -43,19 +43,21 @@ def ported_class(kind: Any) -> type[CompiledNetwork]:
         "__doc__": kind.__doc__,
         # pickle cannot find this class by its name: it is found by its stock class.
         "__reduce_ex__": lambda self, _protocol: (_revived, (kind,), self.__getstate__()),
+        # Methods that read or make weights, such as `load_lora_adapter`: they run with weights in PyTorch.
         **loras.methods_in_pytorch(kind, loras.NETWORK_METHODS),
     }
-    if hasattr(kind, "save_pretrained"):
+    if hasattr(kind, "save_pretrained"):  # by itself it cannot save weights that are on JAX
         members["save_pretrained"] = saved_from_host(kind.save_pretrained)
     for stock, known in KNOWN.items():
         if issubclass(kind, stock) and kind.forward is stock.forward:  # a subclass that computes the same
             return type(kind.__name__, (known, kind), members)
+    # This package does not know what the class computes: its methods are compiled as they are.
     members |= {name: _compiled_method(kind, name) for name in METHODS if hasattr(kind, name)}
     return type(kind.__name__, (CompiledNetwork, kind), members)
 
 
 def _compiled_method(kind: type, name: str) -> Any:
-    """Return a method that runs the method `name` of class `kind`: on JAX as a program, else by PyTorch."""
+    """Return a method that runs the method `name` of class `kind`: on JAX as a program, else in PyTorch."""
 
     @functools.wraps(getattr(kind, name))
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,8 @@
 """The layers of a pipeline's networks, ported: each class is a subclass of the layer that it replaces.
 
-Plain torch tensors run the inherited forward, torchax tensors run a kernel of `jax_kernels`.
+Plain torch tensors run the inherited forward, torchax tensors run a kernel of `jax_kernels`. `torch_view`
+turns a kernel, a function of JAX arrays, into a function of tensors. A program is traced from its own copy of
+the network, which may be changed.
 
 Axis letters: N videos, S positions of a sequence (text first, then patches), H heads, D channels of a head.
 """
@@ -89,7 +91,7 @@ class JointAttention:
             projected = attn.to_qkv(x_NSC).chunk(3, dim=-1)
         else:
             projected = (layer(x_NSC) for layer in (attn.to_q, attn.to_k, attn.to_v))
-        q, k, v = (part.unflatten(-1, (attn.heads, -1)) for part in projected)
+        q, k, v = (x.unflatten(-1, (attn.heads, -1)) for x in projected)  # (N, S, H, D) each
         q = q if attn.norm_q is None else attn.norm_q(q)
         k = k if attn.norm_k is None else attn.norm_k(k)
         if image_rotary_emb is not None:
@@ -123,6 +125,7 @@ class PatchEmbed(CogVideoXPatchEmbed):
 
     def needs_table(self, height: int, width: int, frames: int) -> bool:
         """Return whether latents of this size need another table of sinusoidal positions."""
+        # The size of the module's own table: height and width in latent pixels, frames in those of a video.
         pixel_frames = (frames - 1) * self.temporal_compression_ratio + 1
         return (
             self.use_positional_embeddings
@@ -137,7 +140,8 @@ class PatchEmbed(CogVideoXPatchEmbed):
         size = (height, width, frames)
         # The table depends on the module's numbers too, such as its scales of interpolation.
         key = (*size, *(value for value in vars(self).values() if isinstance(value, int | float)))
-        # One look-up reads both the key and the table: another thread may replace the entry at any time.
+        # `_TABLES` has the last table of each module. Key and table are one entry, which one look-up reads:
+        # another thread may replace the entry at any time.
         last_key, table = _TABLES.get(self, (None, None))
         if last_key != key:
             table = runtime.to_jax(runtime.without_torchax(upstream.positions, self, *size))

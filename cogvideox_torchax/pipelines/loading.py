@@ -103,6 +103,8 @@ def load_pipeline(
     refused = {"quantization_config", "device_map"} & diffusers_options.keys()
     # The default dtype is the name "bfloat16". Any other value, `torch.bfloat16` among them, is the user's.
     has_two_dtypes = "torch_dtype" in diffusers_options and dtype != "bfloat16"
+    # A key is the message about a fault, its value whether the arguments have the fault. The first message
+    # with a true value is raised.
     faults.refuse(
         {
             f"load_pipeline got {', '.join(sorted(refused))}: weights lie as port has them, unquantized": (
@@ -121,13 +123,13 @@ def load_pipeline(
     )
     if mesh is not None:
         check_mesh(mesh)
-    check_one_process(mesh)
+    check_one_process(mesh)  # a pipeline runs on no mesh with devices of several processes
     diffusers_options.pop("use_safetensors", None)  # only safetensors are read, whatever it says
     dtype = diffusers_options.pop("torch_dtype", dtype)
     directory = _directory(str(pretrained_model_name_or_path), variant, diffusers_options)
     index = read_json(directory / INDEX)
-    kind: Any = pipeline_class or getattr(diffusers, index["_class_name"], None)
-    if not (isinstance(kind, type) and issubclass(kind, PIPELINES)):
+    loaded_class: Any = pipeline_class or getattr(diffusers, index["_class_name"], None)
+    if not (isinstance(loaded_class, type) and issubclass(loaded_class, PIPELINES)):
         raise ModelError(
             f"{directory} holds a {index['_class_name']}: load it by its own class, and port the VAE alone"
         )
@@ -137,12 +139,14 @@ def load_pipeline(
         part for part in WITH_WEIGHTS - diffusers_options.keys() if index.get(part, [None])[0] is not None
     }
     dtypes = _dtypes_of(dtype, directory, parts, variant)
+    # The transformer and the text encoder are loaded here, a weight at a time. diffusers loads all other
+    # parts, and takes these two as options.
     networks = {
         part: _load_network(directory / part, part, dtypes[part], variant, mesh, parallel)
         for part in STEMS.keys() & parts
     }
     pipe = runtime.without_torchax(
-        kind.from_pretrained,
+        loaded_class.from_pretrained,
         directory,
         **{upstream.dtype_option(): dtypes, "variant": variant, **diffusers_options, **networks},
     )
@@ -164,7 +168,7 @@ def _directory(name: str, variant: str | None, options: dict[str, Any]) -> Path:
 
 
 def _dtypes_of(dtype: Dtype, directory: Path, parts: set[str], variant: str | None) -> dict[str, torch.dtype]:
-    """Return the dtype of each of the `parts`, by the user's `dtype`; "auto" is that of the files."""
+    """Return the dtype of each of the `parts`, by the user's `dtype`; "auto" is that of the part's files."""
     requested = dtype if isinstance(dtype, dict) else {"default": dtype}
     unknown = requested.keys() - WITH_WEIGHTS - {"default"}
     if unknown:
@@ -172,18 +176,16 @@ def _dtypes_of(dtype: Dtype, directory: Path, parts: set[str], variant: str | No
             f"load_pipeline got a dtype for {', '.join(sorted(unknown))}: its keys are "
             f"{', '.join(sorted(WITH_WEIGHTS))} and default"
         )
-    return {
-        part: getattr(
-            torch,
-            dtype_name_of(
-                requested.get(part, requested.get("default")),
-                directory / part,
-                variant,
-                stem=STEMS.get(part, WEIGHTS_STEM),
-            ),
+    names = {
+        part: dtype_name_of(
+            requested.get(part, requested.get("default")),
+            directory / part,
+            variant,
+            stem=STEMS.get(part, WEIGHTS_STEM),
         )
         for part in parts
     }
+    return {part: getattr(torch, name) for part, name in names.items()}
 
 
 def _load_network(
@@ -202,7 +204,8 @@ def _load_network(
     # The class of a network, such as T5's, names the modules that overflow in float16.
     float32_modules = getattr(network, "_keep_in_fp32_modules", None) if dtype == torch.float16 else None
     tensors = _cast(read_tensors(files), dtype, tuple(float32_modules or ()))
-    # `missing` are the weights that no file has, `unexpected` the tensors in the files that are no weights.
+    # Each weight goes to its devices before the next one is read. `missing` are the names of weights that no
+    # file has, `unexpected` those of tensors in the files that are no weights.
     missing, unexpected = runtime.feed_weights(network, tensors, network.put_weight)
     port_network(network)  # ties shared weights again: the files may have one of a weight's two names
     # A tied weight is not missing if a file has it under its other name: then it is not on "meta" any more.

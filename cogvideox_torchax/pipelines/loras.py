@@ -56,6 +56,6 @@ def _in_pytorch(method: Callable[..., Any]) -> Callable[..., Any]:
             return runtime.without_torchax(method, owner, *args, **options)
         finally:
             if was_on_jax:
-                network.place()
+                network.place()  # ports the layers that the method has added, and puts all weights on JAX
 
     return call

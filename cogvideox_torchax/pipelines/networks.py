@@ -112,37 +112,39 @@ class CompiledNetwork(PortedModel):
         return None if self.mesh is None else BatchPlacement(self.mesh, split=self.parallelism.split)
 
     def run_as_it_is(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of the stock class's `method`, without this package's layers; JAX compiles it."""
+        """Return the result of the stock class's `method`; with weights on JAX it runs as a program."""
         if not runtime.is_on_jax(self):
             return method(self, *args, **kwargs)
         self.check_modules()
         return runtime.run_method(self, method, *args, place=self.placement, name=self.component, **kwargs)
 
     def described_program(self, tensors: "TensorSpecs") -> tuple[runtime.Program, "TensorSpecs"]:
-        """Return a call's program and descriptions of its inputs, from those of the call's arguments."""
+        """Return (program of a call, shapes and dtypes of its inputs); `tensors` are those of the call."""
         stock: Any = type(self).__bases__[-1]  # `port` puts the mixin before the stock class
         parameters = inspect.signature(stock.forward).parameters
-        # A tuple as the result, where the class can return one.
+        # Classes of diffusers return an object unless they are asked for a tuple of tensors.
         options = {"return_dict": False} if "return_dict" in parameters else {}
         return runtime.method_program(self, stock.forward, tensors, self.placement, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the network; on JAX a `forward` that another library has set runs operation by operation."""
+        """Call the network; on JAX, a `forward` set on this object runs operation by operation."""
         if "forward" not in vars(self) or not runtime.is_on_jax(self):
             return super().__call__(*args, **kwargs)
-        # A set `forward` may keep tensors between calls, as a program may not.
+        # Another library has set it. It is not compiled, as it may keep tensors between calls: a program's
+        # would exist only in its trace.
         setter = upstream.module_of(vars(self)["forward"])
         runtime.warn_once(self, f"{self.component}: the forward set by {setter} runs operation by operation")
+        # `check_modules` compares these with the modules when the set `forward` calls this package's.
         outer_calls = _SET_FORWARDS.modules_at_start
         _SET_FORWARDS.modules_at_start = {**outer_calls, self: [*self.modules()]}
         try:
-            with runtime.mixing():
+            with runtime.mixing():  # torchax is on, and takes tensors of the host too
                 return super().__call__(*args, **kwargs)
         finally:
             _SET_FORWARDS.modules_at_start = outer_calls
 
     def check_modules(self) -> None:
-        """Raise `ValueError` if a `forward` that was set on the object is running, and has replaced modules.
+        """Raise `ValueError` if a `forward` that was set on this object is running, and has replaced modules.
 
         Libraries that cache steps replace modules by others, which keep arrays of a step between calls. If a
         program is traced with such modules, they keep values that exist only in the trace.
@@ -279,6 +281,7 @@ class KnownNetwork(CompiledNetwork):
         network: Any, mesh: Mesh, requested: Parallel | None = None, memory: float | None = None
     ) -> Any:
         # The text encoder: its weights' channels are split whatever is asked for, as its sequences are short.
+        # A `Parallelism` without arguments splits channels.
         return check_split(network, mesh, sharding.Parallelism())
 
 

@@ -1,6 +1,8 @@
 """Whole diffusers pipelines on JAX: `port` for a pipeline, and the methods of a ported pipeline.
 
-A ported pipeline is of a subclass of its class. Its methods run the inherited ones with torchax on.
+A ported pipeline is of a subclass of its class. Its methods run the inherited ones with torchax on. For some
+methods this module has a wrapper, a function of the pipeline, the inherited method (`inherited`), and the
+call's arguments as a tuple and a dictionary.
 """
 
 import functools
@@ -67,8 +69,8 @@ def port_pipeline(pipe: Any, mesh: Any = None, parallel: Parallel | None = None)
         _check_acyclic(name, model)
         _check_not_offloaded(model)
         if not isinstance(model, VAES):
-            check_vae_class(model)
-            requested = parallel if name == "transformer" else None
+            check_vae_class(model)  # a VAE of another package must not be taken for an unknown network
+            requested = parallel if name == "transformer" else None  # no other network has a choice
             parallelisms[name] = _parallelism_of(model, mesh, requested)
     for name, model in models.items():
         if getattr(pipe, name) is not model:  # it is torch.compile's wrapper: JAX compiles the model instead
@@ -82,6 +84,7 @@ def port_pipeline(pipe: Any, mesh: Any = None, parallel: Parallel | None = None)
         network = port_network(model)
         network.component = name
         if parallelisms[name] is not None:
+            # Without a new mesh the network keeps that of an earlier `port`.
             network.use_mesh(network.mesh if mesh is None else mesh, parallelisms[name])
         network.put_weights()
         if not isinstance(network, KnownNetwork):
@@ -107,8 +110,8 @@ def _models(pipe: Any) -> dict[str, nn.Module]:
             continue
         model = upstream.uncompiled(part)
         obstacles = [
-            f"JAX has no {type(tensor).__name__} of {tensor.dtype}, as its {weight} is"
-            for weight, tensor in runtime.named_tensors(model).items()
+            f"JAX has no {type(tensor).__name__} of {tensor.dtype}, as its {weight_name} is"
+            for weight_name, tensor in runtime.named_tensors(model).items()
             if not runtime.is_movable(tensor)
         ]
         if obstacles:
@@ -130,7 +133,10 @@ def _parallelism_of(network: Any, mesh: Any, requested: Parallel | None) -> Any:
 
 
 def _check_acyclic(name: str, module: nn.Module, parents: tuple[nn.Module, ...] = ()) -> None:
-    """Raise `ValueError` if a module, whose `parents` contain it, contains one of them or itself."""
+    """Raise `ValueError` if a module, whose `parents` contain it, contains one of them or itself.
+
+    On such a module, methods of torch such as `to` would call themselves without end.
+    """
     if any(module is parent for parent in parents):
         raise ValueError(f"{name} is a module that contains itself: take it out of one of the two")
     for child_name, child in module.named_children():
@@ -249,7 +255,8 @@ def _call(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> A
         transformer._reset_stateful_cache()  # an earlier call that failed may have left kept arrays
     result = inherited(pipe, *args, **kwargs)
     if scheduler is not None:
-        pipe.scheduler.log.check()  # the last step: each other one was checked by the step after it
+        # This checks the last step for NaN and Inf. An earlier step was checked by the step after it.
+        pipe.scheduler.log.check()
     return result
 
 
@@ -263,7 +270,7 @@ def _check_inputs(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: A
 
 
 def _encode_prompt(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    with _ENCODING:
+    with _ENCODING:  # one thread at a time: pipelines may share a tokenizer, which keeps a state
         return inherited(pipe, *args, **kwargs)
 
 
@@ -294,10 +301,7 @@ _WRAPPERS: dict[str, Callable[..., Any]] = {
     "decode_latents": _decode_latents,
     upstream.ROTARY_TABLES: _rotary_tables,
 }
-"""By the name of a pipeline's method, the function that runs in its place.
-
-It is called with the pipeline, the method (`inherited`), and the arguments as a tuple and a dictionary.
-"""
+"""By the name of a pipeline's method, its wrapper, which runs in its place."""
 
 _DECODE_LATENTS = tuple(kind.decode_latents for kind in PIPELINES)
 """`decode_latents` of CogVideoX's pipelines, which decode a whole video at once."""

@@ -89,11 +89,11 @@ def preview_writer(vae: Any, path: str | Path, say: Callable[[str], None]) -> Ca
     """
     from PIL import Image
 
-    colors_of = runtime.without_torchax(fit, runtime.host_skeleton(vae))
-    say(f"preview: a linear map of latents that explains {colors_of.explained:.0%} of colors")
+    preview = runtime.without_torchax(fit, runtime.host_skeleton(vae))
+    say(f"preview: a linear map of latents that explains {preview.explained:.0%} of colors")
 
     def show(latents: torch.Tensor) -> None:
-        (frames,) = colors_of(latents[:1])  # the first video's, (T, H, W, 3)
+        (frames,) = preview(latents[:1])  # the first video's colors, (T, H, W, 3)
         # Indices of SHOWN frames at equal distances, from the first to the last. In a short video some
         # are the same: the set has each once.
         chosen = sorted({round(i * (len(frames) - 1) / (SHOWN - 1)) for i in range(SHOWN)})

@@ -64,7 +64,8 @@ def port_scheduler(scheduler: Any) -> Any:
     """Give a scheduler its ported class, in place; return it. A ported one stays as it is."""
     if not isinstance(scheduler, HostScheduler):
         scheduler.__class__ = _host_class(type(scheduler))
-    # A scheduler without a log is newly ported, unpickled, or an instance that its ported class has made.
+    # A scheduler without a log is newly ported, or it was unpickled, or its ported class has made it, such as
+    # by `from_config`: its tables may be on a device.
     if "log" not in vars(scheduler):
         tables = {name: value for name, value in vars(scheduler).items() if isinstance(value, torch.Tensor)}
         vars(scheduler).update({name: runtime.to_torch(table) for name, table in tables.items()})
@@ -74,7 +75,10 @@ def port_scheduler(scheduler: Any) -> Any:
 
 @functools.cache
 def _host_class(kind: Any) -> type:
-    """Return the ported subclass of a scheduler's class `kind`, with that class's name and signatures."""
+    """Return the ported subclass of a scheduler's class `kind`, with that class's name.
+
+    Its methods have the signatures of that class, as pipelines inspect them.
+    """
 
     @functools.wraps(kind.set_timesteps)
     def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -92,7 +96,7 @@ def _host_class(kind: Any) -> type:
 
     @functools.wraps(kind.step)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Take a step on float32 latents; raise `NonFiniteError` if the step before gave NaN or Inf."""
+        """Take a step, and log it; raise `NonFiniteError` if the step before gave NaN or Inf."""
         # The check waits for the previous step's result. The device does not wait: this step's network is in
         # its queue already.
         self.log.check()
@@ -112,7 +116,8 @@ def _host_class(kind: Any) -> type:
             done=self.log.done + 1,
             timestep=arguments["timestep"],
             dtype=latents.dtype,
-            # It is in the device's queue before the next step's network, so `check` does not wait for that.
+            # This test is in the device's queue before the next step's network, for which `check` therefore
+            # does not wait.
             finite=runtime.all_finite(latents),
         )
         return result

@@ -52,7 +52,7 @@ class Sequence:
         length: number of all tokens, with the padding, to which no token attends.
         batch: the mesh axis that the videos are split over, or None.
         axes: the mesh axes that the tokens are split over, and inside attention the heads; () for no split.
-        mesh: the mesh with "context", where a layer runs on each device's local tokens; else None.
+        mesh: the mesh with "context", where a block runs on each device's local tokens; else None.
         shared: the mesh with "tensor", where XLA's partitioner shards the layers; else None. On one device
             both are None.
     """
@@ -131,7 +131,7 @@ class Sequence:
         The result takes tokens (N, S, C) and the kernel's other arguments, except for `heads`, which is set
         to the number of heads on a device. It returns (N, H, D, S).
         """
-        if self.shared is None:  # "context", or one device
+        if self.shared is None:  # "context", or one device, where `parts` is 1
             return functools.partial(qk_norm_rope, heads=heads // self.parts)
         tp = self.shared.shape["tp"]
         whole = PartitionSpec()
@@ -144,11 +144,11 @@ class Sequence:
             x_spec = PartitionSpec(self.batch, "tp", None)
             result_spec = PartitionSpec(self.batch, None, None, "tp")
 
+        # The other arguments are a norm's weight and bias (D), and rotary tables (S, D).
         def sharded_qk_norm_rope(x_NSC: jax.Array, *others: jax.Array, **options: Any) -> jax.Array:
             return jax.shard_map(
                 functools.partial(qk_norm_rope, heads=local_heads, **options),
                 mesh=self.shared,
-                # The other arguments are a norm's weight and bias (D), and rotary tables (S, D).
                 in_specs=(x_spec, *(whole if other.ndim == 1 else table_spec for other in others)),
                 out_specs=result_spec,
                 check_vma=False,  # a Pallas kernel does not say over which mesh axes its results vary
@@ -256,6 +256,7 @@ class SequencePlacement(MeshPlace):
         """
         if self.parallelism.kind == TENSOR:
             return ()
+        # Inside attention the same axes split the heads.
         over_both = self.batch_axis(videos) is None and self.heads % self.mesh.size == 0
         axes = ("dp", "tp") if over_both else ("tp",)
         return tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
@@ -287,6 +288,7 @@ class SequencePlacement(MeshPlace):
         if len(shape) != 3:
             return self.replicated
         spec = self.spec(shape)
+        # `self.parts` returns the number of devices along each axis.
         divides = all(size % devices == 0 for size, devices in zip(shape, self.parts(spec), strict=True))
         return NamedSharding(self.mesh, spec) if divides else self.replicated
 
@@ -296,7 +298,7 @@ class SequencePlacement(MeshPlace):
         The layers are the modules of `self.types`. The network, a program's own copy, is changed: with
         "tensor" each module gets an attribute `inputs_split`, whether its weight is split by inputs.
         """
-        self.layers.clear()  # the shapes that `_constrain_sequences` recorded in an earlier trace
+        self.layers.clear()  # by layer, the shapes that `_constrain_sequences` recorded in an earlier trace
         if self.parallelism.kind == TENSOR:
             for name, module in network.named_modules():
                 vars(module)["inputs_split"] = weight_spec(f"{name}.weight") == BY_INPUTS

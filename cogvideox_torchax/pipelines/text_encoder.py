@@ -50,10 +50,10 @@ class T5EncoderModel(KnownNetwork, TransformersT5Encoder):
             return self.run_as_it_is(
                 TransformersT5Encoder.forward, input_ids, attention_mask, inputs_embeds, **options
             )
-        on_torch = not runtime.is_on_jax(self)
-        if on_torch or any(value is not None for value in options.values()):
+        in_pytorch = not runtime.is_on_jax(self)
+        if in_pytorch or any(value is not None for value in options.values()):
             # Weights on JAX need torchax on, which runs the forward operation by operation.
-            with contextlib.nullcontext() if on_torch else runtime.active():
+            with contextlib.nullcontext() if in_pytorch else runtime.active():
                 return super().forward(input_ids, attention_mask, inputs_embeds, **options)
         tensors = {
             "input_ids": input_ids,

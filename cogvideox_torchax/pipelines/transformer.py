@@ -227,6 +227,7 @@ class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
                 # The cache chooses the step's form, and makes the `CachedStep` of that form.
                 make_network = functools.partial(CachedStep, self, attention_kwargs)
                 sample = self.step_cache.step(self, make_network, tensors)
+        # A program's result has no gradient: a backward pass through `sample` raises this message.
         sample = runtime.without_gradient(
             self, hidden_states, sample, "on JAX a transformer has no gradients"
         )
