@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> None:
         video.check_writing(args.output, fps)
         common.take_bundled_model(args)  # sets `args.model` if no --model is given
         vae = common.load_vae(args.model, args.backend, args.dtype, group.mesh)
-        # `results` has the number of frames of each chunk's result.
+        # `result_lengths` has the number of frames of each chunk's result.
         latent_frames = sum(ENCODE.result_lengths(vae, clip.num_frames))
         frames_out = sum(DECODE.result_lengths(vae, latent_frames))
         # What an .mp4 takes over from its source (times, sound, pixel shape), and messages for the user.

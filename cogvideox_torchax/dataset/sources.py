@@ -96,10 +96,10 @@ def _clip_of_line(line: str, path: Path) -> Clip:
         if type(value) is not FIELDS[name] or (FIELDS[name] is int and value < 1):
             wanted = "a whole number above 0" if FIELDS[name] is int else "a text"
             raise ClipError(f"{name} is {value!r}, {wanted} is wanted")
+        # A path is not checked here: `names.check_file` refuses its clip alone, and not the whole list.
+        checked_text = "" if name == "path" else str(value)
         try:
-            # Raises for a text that UTF-8 cannot hold. A path is not checked here: `names.check_file`
-            # refuses its clip alone, and not the whole list.
-            str(value if name != "path" else "").encode()
+            checked_text.encode()  # raises for a text that UTF-8 cannot hold
         except UnicodeEncodeError as error:
             raise ClipError(f"{name} is {value!r}, which UTF-8 cannot hold ({error.reason})") from error
     del fields["path"]  # `file` has it; all other fields are arguments of `Clip`
