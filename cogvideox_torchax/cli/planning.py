@@ -113,8 +113,9 @@ def requested(args: argparse.Namespace) -> PlanRequest:
     else:
         devices, chip = jax.devices("cpu"), None
     vae = jobs.weightless_vae(args.model, common.parse_dtype(args.dtype))
-    request = {"vae": _requested_video, "pipeline": _requested_pipeline}.get(args.network, _requested_network)
-    return request(args, vae, make_mesh(args.dp, args.tp, devices=devices), chip)
+    makers = {"vae": _requested_video, "pipeline": _requested_pipeline}
+    make_request = makers.get(args.network, _requested_network)
+    return make_request(args, vae, make_mesh(args.dp, args.tp, devices=devices), chip)
 
 
 def _requested_video(args: argparse.Namespace, vae: Any, mesh: Any, chip: chips.Chip | None) -> PlanRequest:

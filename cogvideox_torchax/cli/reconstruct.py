@@ -83,7 +83,7 @@ def _reconstruction(
 def _source_timing(
     args: argparse.Namespace, clip: ClipPart, frames_out: int
 ) -> tuple[video.SourceTiming, list[str]]:
-    """Return what an .mp4 takes over from its source, and a message for each thing that it does not."""
+    """Return what an .mp4 takes over from its source, and messages about what this output does not."""
     info, messages = clip.info, []
     is_mp4 = Path(args.output).suffix.lower() == ".mp4"
     at_own_rate = args.fps in (None, info.fps)  # None, without --fps, is the source's rate

@@ -301,7 +301,7 @@ class VideoDirectory(OutputDirectory):
                 refused[str(file)] = str(error)
         # A broken file may have any value as an id: `check_id` refuses it.
         paths = {self._path(clip_id) for _, (clip_id, _) in file_entries if isinstance(clip_id, str)}
-        owners: dict[Path, str] = {}  # by a video's path: the first clip of that path, which gets the video
+        owners: dict[Path, str] = {}  # by a video's path: words for its clip, the first one of that path
         for file, (clip_id, read) in file_entries:
             try:
                 check_id(clip_id)
@@ -340,7 +340,7 @@ class VideoDirectory(OutputDirectory):
         return None
 
     def work(self, unit: DecodeClip, *, readers: int = loop.READERS) -> Iterator[loop.Step]:
-        """Decode the clips whose video is missing with `unit`, chunk by chunk; yield the outcome of each."""
+        """Decode with `unit`, chunk by chunk, the clips whose video is missing; yield the outcome of each."""
 
         def decode(clip: tuple[str, latent_files.Latents]) -> None:
             clip_id, latents = clip

@@ -232,6 +232,8 @@ def _layer_error(
     `torch_bfloat16` are those of PyTorch in bfloat16; they are not read for a candidate in float32.
     """
     by_chunk = Differences.of_chunks(chunks)
+    # In float32 the largest difference is bounded, relative to the reference's largest value in all chunks. In
+    # bfloat16 the RMS difference is bounded, by a multiple of PyTorch's own in this dtype.
     if dtype == torch.float32:
         passed = by_chunk.largest <= tolerances.FLOAT32_RELATIVE * by_chunk.scale.max()
     else:
