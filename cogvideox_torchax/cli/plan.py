@@ -160,7 +160,7 @@ def check(args: argparse.Namespace) -> None:
     # A value other than the default shows that an option was passed. The default of a flag without a value is
     # False in `args`, and None in this table.
     defaults = {option.flags[0]: option.settings.get("default") for option in COMMAND.options}
-    for name, networks in ONLY.items():
+    for name, networks in ONLY.items():  # by option, the values of --network that it goes with
         flag = f"--{name.replace('_', '-')}"
         if args.network not in networks and (getattr(args, name) or None) != defaults[flag]:
             raise ValueError(f"{flag} does not go with --network {args.network}")

@@ -250,7 +250,8 @@ def _write_tar(members: Members, path: Path) -> None:
 
 
 def _tar_entries(path: Path) -> list[Entry]:
-    # A clip's *members*, the files in the tar, are STEM.safetensors and, unless it is missing, STEM.json.
+    # Of a clip's *members*, its files in the tar, STEM.safetensors and STEM.json are read. The latter may be
+    # missing.
     with tarfile.open(path, "r:") as tar:  # "r:" refuses a compressed tar
         members = {member.name: member for member in tar if member.isfile()}
         end = tar.offset  # the end of the last member, where a block of zeros ends a complete tar

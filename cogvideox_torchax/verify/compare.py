@@ -232,8 +232,8 @@ def _layer_error(
     `torch_bfloat16` are those of PyTorch in bfloat16; they are not read for a candidate in float32.
     """
     by_chunk = Differences.of_chunks(chunks)
-    # In float32 the largest difference is bounded, relative to the reference's largest value in all chunks. In
-    # bfloat16 the RMS difference is bounded, by a multiple of PyTorch's own in this dtype.
+    # In float32 the bound is on the largest difference, relative to the reference's largest value in all
+    # chunks. In bfloat16 it is on the RMS difference, as a multiple of that of PyTorch in bfloat16.
     if dtype == torch.float32:
         passed = by_chunk.largest <= tolerances.FLOAT32_RELATIVE * by_chunk.scale.max()
     else:
@@ -372,7 +372,7 @@ class Verifier:
             wanted_frames = sum(self.lengths[direction])
             contracts.append(Contract(f"{direction}: frames", frames, wanted_frames, frames == wanted_frames))
             if got.shape != want.shape:
-                # It counts one wrong shape, where none is allowed.
+                # The measured value is the number of wrong shapes: 1, where 0 are allowed.
                 contracts.append(
                     Contract(f"{direction}: shape {tuple(got.shape)} for {tuple(want.shape)}", 1, 0, False)
                 )
