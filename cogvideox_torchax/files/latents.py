@@ -156,8 +156,7 @@ def load(path: str | Path, clip_id: str | None = None) -> Latents:
         raise LatentsError(f"there is no file {path}")
     # The names of a clip's tensors in a shard begin with "ID/". Only these tensors are read, and are returned
     # under the names that they have in a latent file.
-    prefix = "" if clip_id is None else f"{clip_id}/"
-    metadata, clip_tensors = tensors.load(path, LatentsError, prefix)
+    metadata, clip_tensors = tensors.load(path, LatentsError, prefix="" if clip_id is None else f"{clip_id}/")
     fields = _parsed(path, metadata)
     if clip_id is not None:
         fields = (_fields_by_clip_id(fields) or {}).get(clip_id)  # `from_fields` refuses None

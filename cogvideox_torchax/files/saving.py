@@ -60,8 +60,8 @@ def _array(frames: Any) -> np.ndarray:
         if len({array.shape for array in arrays}) > 1:
             raise VideoError(f"got frames of several sizes: {sorted({array.shape for array in arrays})}")
         return np.stack(arrays) if arrays else np.empty(0)
-    is_pillow_image = hasattr(frames, "convert")
-    return np.asarray(frames.convert("RGB") if is_pillow_image else frames)
+    # Pillow's images have the method `convert`, arrays do not.
+    return np.asarray(frames.convert("RGB") if hasattr(frames, "convert") else frames)
 
 
 def _one_video(array: np.ndarray, *, original: Any) -> np.ndarray:

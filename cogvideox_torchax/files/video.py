@@ -191,8 +191,8 @@ def probe(source: Source) -> VideoInfo:
         stored = count if count >= stream.frames else _count_frames(source)
         if stream.frames > stored:
             raise VideoError(f"{path} is truncated: {stream.frames} frames are announced, {stored} are there")
-        all_differ = len(set(packet_times)) == count
-        has_times = None not in packet_times and all_differ
+        # Times are known if each frame has one, and all differ.
+        has_times = None not in packet_times and len(set(packet_times)) == count
         ticks = sorted(packet_times) if has_times else []  # sorted: packets come in the order of decoding
         times = tuple((pts - ticks[0]) * stream.time_base for pts in ticks)
         orientation, sound = orientation or Orientation(), _main_stream(container, "audio")
