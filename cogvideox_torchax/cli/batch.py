@@ -1,4 +1,8 @@
-"""The commands `encode` and `decode` for many clips: from a directory or a list into an output directory."""
+"""The commands `encode` and `decode` for many clips: from a directory or a list into an output directory.
+
+A *unit*, an `EncodeClip` or a `DecodeClip`, holds the model and its settings. A clip is *bad* if it failed in
+this run or in an earlier one.
+"""
 
 import argparse
 from collections.abc import Iterable
@@ -36,6 +40,7 @@ def encode(args: argparse.Namespace) -> int:
     """Encode the clips that the output directory lacks; return 1 if some cannot be encoded, else 0."""
     is_mean = args.keep in (None, clip.POSTERIOR, clip.MEAN)
     on_ray = args.ray is not None
+    # Raises a `ValueError` with the first message whose condition is true.
     faults.refuse(
         {
             "--seed draws samples: add --keep sample, or both": args.seed is not None and is_mean,
@@ -59,8 +64,8 @@ def encode(args: argparse.Namespace) -> int:
         )
         # On Ray the actors encode. This host, which may have no chips, only checks the settings and computes
         # the hash of the model: PyTorch is enough for that.
-        host = replace(config, backend="torch", dp=None, tp=None) if on_ray else config
-        unit = clip.EncodeClip(host, common.say)
+        host_config = replace(config, backend="torch", dp=None, tp=None) if on_ray else config
+        unit = clip.EncodeClip(host_config, common.say)
         unit.check()
         directory = LatentDirectory(args.output, unit, clips, process_shard, retry=args.retry_failed)
         with directory.locked():
@@ -115,8 +120,8 @@ def _run_loop(
     `changes`, if given, counts the changes to the clips' frames.
     """
     clock = common.announcing_clock(args)
-    count = 0
-    waited = computed = 0.0
+    count = 0  # of clips that did not fail
+    waited = computed = 0.0  # seconds
     for step in common.progress(steps, len(directory.missing), args.command, args=args, unit="clip"):
         waited, computed = waited + step.waited, computed + step.computed
         if step.error is not None:
@@ -125,7 +130,7 @@ def _run_loop(
         count += 1
         if changes:
             changes.add(step.result)
-    seconds = clock.elapsed
+    seconds = clock.elapsed  # wall time; `clock.seconds` is the time of tracing and compiling alone
     return {
         "output": args.output,
         "backend": args.backend,

@@ -1,4 +1,7 @@
-"""Code that commands share: it loads models, reads and encodes clips, decodes latents, and prints reports."""
+"""Code that commands share: it loads models, reads and encodes clips, decodes latents, and prints reports.
+
+A *unit*, an `EncodeClip` or a `DecodeClip`, holds a model and its settings.
+"""
 
 import argparse
 import functools
@@ -157,7 +160,7 @@ def print_results(args: argparse.Namespace, clock: CompileClock, results: dict[s
         "backend": args.backend,
         "device": device_name(args.backend),
         **results,
-        "compile_s": clock.seconds,
+        "compile_s": clock.seconds,  # of tracing and compiling
         "total_s": clock.elapsed,
     }
     print_report(report, args.json)

@@ -45,19 +45,19 @@ def run(args: argparse.Namespace) -> None:
     vae = common.load_vae(args.model, args.backend, args.dtype, devices.mesh_of(args))
     programs = []
     for size in args.sizes:
-        text = "x".join(map(str, size))
+        size_text = "x".join(map(str, size))
         for direction in (DECODE, ENCODE):
-            common.say(f"{direction} {text}")
+            common.say(f"{direction} {size_text}")
             clock = CompileClock()
-            _run_all(vae, direction, *size)
-            programs.append({"kind": direction, "size": text, "compile_s": clock.seconds})
+            _run_every_program(vae, direction, *size)
+            programs.append({"kind": direction, "size": size_text, "compile_s": clock.seconds})
     report = {"device": common.device_name(args.backend), "compile_cache": cache}
     # The printed table has a row for each program; the JSON has a list of them.
     rows = {f"{each['kind']} {each['size']}, s": each["compile_s"] for each in programs}
     common.print_report(report | ({"programs": programs} if args.json else rows), args.json)
 
 
-def _run_all(vae: Any, direction: Direction, frames: int, height: int, width: int) -> None:
+def _run_every_program(vae: Any, direction: Direction, frames: int, height: int, width: int) -> None:
     """Run zeros through every program of a direction: the first run of a program compiles it.
 
     The first chunk has one program, all later chunks another. Each exists for pixels in uint8 (the command
@@ -66,7 +66,7 @@ def _run_all(vae: Any, direction: Direction, frames: int, height: int, width: in
     if direction is DECODE:  # the input is latents: their size replaces the video's
         frames = sum(ENCODE.result_lengths(vae, frames))  # the latent frames of every chunk
         height, width = height // vae.spatial_compression_ratio, width // vae.spatial_compression_ratio
-    # Two chunks are enough: the program of the second one serves all later chunks.
+    # The frames of two chunks are enough: the program of the second chunk serves all later chunks.
     count = sum(len(chunk) for chunk in direction.chunks(vae, frames)[:2])
     # `direction.channels_key` is the name of the config's field for the number of input channels.
     shape = (1, vae.config[direction.channels_key], count, height, width)

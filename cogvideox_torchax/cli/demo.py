@@ -53,8 +53,8 @@ def run(args: argparse.Namespace) -> None:
     source = torch.stack(list(clip.stream()), dim=2)
 
     common.take_bundled_model(args)  # sets `args.model` if no --model is given
-    native = common.load_vae(args.model, "torch", args.dtype)
-    vae = native if args.backend == "torch" else common.load_vae(args.model, args.backend, args.dtype)
+    torch_vae = common.load_vae(args.model, "torch", args.dtype)  # the one to compare with
+    vae = torch_vae if args.backend == "torch" else common.load_vae(args.model, args.backend, args.dtype)
     # The backend encodes and decodes twice: first to compile the programs, then to be timed. The last
     # argument of `_run` is the title of its progress bar.
     clock = CompileClock()
@@ -65,16 +65,16 @@ def run(args: argparse.Namespace) -> None:
     frames = _run(DECODE, vae, latents, args, args.backend)
     run_seconds = clock.elapsed  # wall time
     # Both models decode the same latents: a difference that encoding made is not counted again in the frames.
-    native_latents = _run(ENCODE, native, source, args, "PyTorch")
-    native_frames = _run(DECODE, native, latents, args, "PyTorch")
+    torch_latents = _run(ENCODE, torch_vae, source, args, "PyTorch")
+    torch_frames = _run(DECODE, torch_vae, latents, args, "PyTorch")
 
     # The reconstruction may be shorter or longer than the source: frames that both have are compared.
     count = min(source.shape[2], frames.shape[2])
-    shown, result = source[:, :, :count], pixels.to_uint8(frames)[:, :, :count]
+    compared, result = source[:, :, :count], pixels.to_uint8(frames)[:, :, :count]
     with video.writing(output / "demo.mp4", clip.info.fps) as sink:
-        sink.write(torch.cat([shown, result], dim=4))
+        sink.write(torch.cat([compared, result], dim=4))  # side by side, along the width
     with whole.whole_file(output / "demo.png") as temporary:
-        sheets.contact_sheet(shown, result).save(temporary, "PNG")
+        sheets.contact_sheet(compared, result).save(temporary, "PNG")
     latent_files.save(
         latent_files.Latents(latents, dict(vae.config), args.model, clip.info.fps, clip.num_frames),
         output / "demo.safetensors",
@@ -90,10 +90,10 @@ def run(args: argparse.Namespace) -> None:
         "compile_s": compile_seconds,
         "run_s": run_seconds,
         "frames_per_second": clip.num_frames / run_seconds,
-        "PSNR_against_source_dB": tolerances.psnr(result, shown),
-        "SSIM_against_source": quality.ssim(result, shown),
-        "largest_difference_to_PyTorch_latents": tolerances.relative_error(latents, native_latents),
-        "largest_difference_to_PyTorch_frames": tolerances.relative_error(frames, native_frames),
+        "PSNR_against_source_dB": tolerances.psnr(result, compared),
+        "SSIM_against_source": quality.ssim(result, compared),
+        "largest_difference_to_PyTorch_latents": tolerances.relative_error(latents, torch_latents),
+        "largest_difference_to_PyTorch_frames": tolerances.relative_error(frames, torch_frames),
         "written": ", ".join(str(output / f"demo.{suffix}") for suffix in ("mp4", "png", "safetensors")),
     }
     common.print_report(report, args.json)

@@ -21,7 +21,7 @@ Fetch = Callable[[torch.Tensor], torch.Tensor]
 
 def _check_options(args: argparse.Namespace, need_mesh: tuple[str, ...]) -> None:
     """Raise `ValueError` for options of several devices or processes that would have no effect."""
-    # `need_mesh` names the options that need a backend which runs on a mesh.
+    # `need_mesh` names the options, such as "dp", that take effect only with a backend that runs on a mesh.
     for name in need_mesh:
         if getattr(args, name) and not backends.backend(args.backend).runs_on_mesh:
             raise ValueError(
@@ -60,10 +60,10 @@ class ProcessGroup:
     fetch_to_first: Fetch = runtime.to_torch
 
     def writing(
-        self, path: str, fps: Fraction | float, alongside: video.SourceTiming | None = None
+        self, path: str, fps: Fraction | float, source: video.SourceTiming | None = None
     ) -> contextlib.AbstractContextManager[video.Sink]:
         """Return the sink of `video.writing` in the first process, and in others a sink that drops frames."""
-        return video.writing(path, fps, alongside) if self.is_first else contextlib.nullcontext(video.Sink())
+        return video.writing(path, fps, source) if self.is_first else contextlib.nullcontext(video.Sink())
 
 
 @contextlib.contextmanager

@@ -116,6 +116,7 @@ COMMAND = options.Command(
 
 def run(args: argparse.Namespace) -> None:
     """Generate a video, from a prompt or from the stage of an earlier run, and print the report."""
+    # Raises a `ValueError` with the first message whose condition is true.
     faults.refuse(
         {
             "generate runs as one process, on the devices of one host: leave out --distributed, and start it "
@@ -219,11 +220,11 @@ def _sample_latents(args: argparse.Namespace) -> tuple[Any, latent_files.Latents
     """
     mesh = devices.mesh_of(args)
     # An earlier run's embeddings. Here --from-stage is "text": with "latents" nothing is sampled.
-    text = stages.load_text(args.save_stages) if args.from_stage else None
+    saved_text = stages.load_text(args.save_stages) if args.from_stage else None
     model = generate.describe(args.model, image=args.image is not None, clip=args.video is not None)
-    if text is not None:
-        text.check_model(model.fingerprint)
-    request = stages.request_from_options(vars(args), model.size, text)
+    if saved_text is not None:
+        saved_text.check_model(model.fingerprint)
+    request = stages.request_from_options(vars(args), model.size, saved_text)
     dtype = common.parse_dtype(request.dtype)
     generate.check(request, model)
     memory.check_tiling(args.tiling, model.spatial_compression_ratio)
@@ -235,16 +236,16 @@ def _sample_latents(args: argparse.Namespace) -> tuple[Any, latent_files.Latents
             guided=request.guidance_scale > 1,
             timestep=lambda: pipe.current_timestep,  # of `pipe` below: it is called while that runs
         )
-    pipe = generate.load_generator(model, dtype, mesh, with_text=text is None)
+    pipe = generate.load_generator(model, dtype, mesh, with_text=saved_text is None)
     if cache_config is not None:
         pipe.transformer.enable_cache(cache_config)
     pipe.set_progress_bar_config(disable=args.quiet, desc="denoise", leave=False)
     directory = Path(args.save_stages) if args.save_stages else None
     # Called with the latents after each step, to write a picture of them.
-    show = preview.preview_writer(pipe.vae, args.preview, common.say) if args.preview else None
-    generation = generate.Generation(pipe, model, request, directory, show)
+    write_preview = preview.preview_writer(pipe.vae, args.preview, common.say) if args.preview else None
+    generation = generate.Generation(pipe, model, request, directory, write_preview)
     # The keys are names of the pipeline's arguments.
-    embeddings: dict[str, Any] = generation.encode_text() if text is None else dict(text.tensors)
+    embeddings: dict[str, Any] = generation.encode_text() if saved_text is None else dict(saved_text.tensors)
     latents = replace(generation.sample(embeddings), fps=args.fps)
     if directory is not None:
         latent_files.save(latents, stages.path_of(directory, stages.LATENTS))

@@ -69,9 +69,10 @@ class CommandParser(argparse.ArgumentParser):
         return found, []
 
     def _advice(self, name: str, known: Iterable[str]) -> str:
-        """Return the end of the error about an option `name` that is unknown; "" if no option is near.
+        """Return the end of the error about an unknown option `name`; "" if no option is near.
 
-        It is what to do instead, or the nearest of the `known` options: by whole words, then by letters.
+        It says what to do instead, or names the nearest of the `known` options. The nearest shares the most
+        words with `name`; of several such options, the one with the highest ratio of common letters.
         """
 
         def likeness(option: str) -> tuple[int, float]:

@@ -157,15 +157,17 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"got --model {args.model} and --pipeline {args.pipeline}: give one of them")
     args.network = args.network or ("pipeline" if args.pipeline else "vae")
     args.model = args.pipeline or args.model or "5b"
-    # A value other than the default shows that an option was passed.
+    # A value other than the default shows that an option was passed. The default of a flag without a value is
+    # False in `args`, and None in this table.
     defaults = {option.flags[0]: option.settings.get("default") for option in COMMAND.options}
-    for name, networks in ONLY.items():
+    for name, networks in ONLY.items():  # by option, the values of --network that it goes with
         flag = f"--{name.replace('_', '-')}"
         if args.network not in networks and (getattr(args, name) or None) != defaults[flag]:
             raise ValueError(f"{flag} does not go with --network {args.network}")
     if args.cache:
         config_of(args.cache, steps=50, guided=not args.no_guidance)  # only to raise for an unknown cache
     has_skips, is_first_block = args.skips is not None, (args.cache or "").startswith("first-block")
+    # Raises a `ValueError` with the first message whose condition is true.
     faults.refuse(
         {
             f"--topology {args.topology} does not go with --platform cpu: leave one out": (

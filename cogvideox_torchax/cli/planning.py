@@ -1,4 +1,8 @@
-"""The work of `plan`: choose the programs of a command line, compile them, and print and return figures."""
+"""`plan`, once its options are checked: choose the programs, compile them, and print and return figures.
+
+A `Work` is a program to compile, and a `ProgramPlan`, or *plan*, has the compiler's figures for it. A
+`PlanRequest` has all programs of a command line.
+"""
 
 import argparse
 import functools
@@ -63,6 +67,7 @@ def planned(args: argparse.Namespace) -> dict[str, Any]:
         head, *cells = report.table(layers)  # rows of texts
         print(reports.table(head, cells))
     if request.chip:  # a CPU has no limit of memory, and no estimate of time
+        # `ADVISERS` has, by network, the function that finds changes of the command line with which it fits.
         if args.network in ADVISERS and not figures["fits"] and not args.no_advice:
             common.say("it does not fit: compiling what would")
             changes = ADVISERS[args.network](args, request, request.chip, programs)
@@ -89,7 +94,7 @@ def compiled(
     plans = []
     for work in request.works:
         plan = compile_one(work)
-        if work.program:
+        if work.program:  # a `runtime.Program`, which knows its layers
             plan.layers = report.layers(work.program, plan.text)
         print(f"{plan.name}, {plan.frames} {'tokens' if plan.name == 'prompt' else 'frames'} in")
         common.print_report(rows(plan, request.chip))
@@ -108,8 +113,9 @@ def requested(args: argparse.Namespace) -> PlanRequest:
     else:
         devices, chip = jax.devices("cpu"), None
     vae = jobs.weightless_vae(args.model, common.parse_dtype(args.dtype))
-    request = {"vae": _requested_video, "pipeline": _requested_pipeline}.get(args.network, _requested_network)
-    return request(args, vae, make_mesh(args.dp, args.tp, devices=devices), chip)
+    makers = {"vae": _requested_video, "pipeline": _requested_pipeline}
+    make_request = makers.get(args.network, _requested_network)
+    return make_request(args, vae, make_mesh(args.dp, args.tp, devices=devices), chip)
 
 
 def _requested_video(args: argparse.Namespace, vae: Any, mesh: Any, chip: chips.Chip | None) -> PlanRequest:
@@ -149,14 +155,15 @@ def _requested_network(args: argparse.Namespace, vae: Any, mesh: Any, chip: chip
         size = {"frames": chunks[-1].stop, "height": height, "width": width}
         options = {"guided": not args.no_guidance, "parallel": args.parallel, "cache": args.cache}
         step = functools.partial(networks.step_work, args.model, vae.dtype, mesh, chip, **size, **options)
-        # By the number of the first step of a kind: how many steps are of that kind. Without a cache all are
-        # of one kind, and one step is planned.
-        kinds = {0: 1}
+        # With a cache there are several kinds of steps, such as steps that skip blocks, and each kind has a
+        # program. By the number of a kind's first step: how many steps are of this kind. Without a cache all
+        # steps are of one kind, and a single step is planned.
+        steps_of_kind = {0: 1}
         if args.cache:
-            kinds = networks.cached_steps(args.model, vae.dtype, args.cache, not args.no_guidance)
+            steps_of_kind = networks.cached_steps(args.model, vae.dtype, args.cache, not args.no_guidance)
         if args.skips is not None:  # a first-block cache decides at run time: the user gives the number
-            kinds = {0: networks.STEPS - args.skips, 1: args.skips}
-        works, counts = [step(step=first) for first in kinds], tuple(kinds.values())
+            steps_of_kind = {0: networks.STEPS - args.skips, 1: args.skips}
+        works, counts = [step(step=first) for first in steps_of_kind], tuple(steps_of_kind.values())
     return PlanRequest(
         works=works,
         counts=counts,
@@ -177,10 +184,11 @@ def _requested_pipeline(
         _requested_network(_with(args, network=network), vae, mesh, chip) for network in ("prompt", "step")
     )
     decoding = _requested_video(args, vae, mesh, chip)
-    text_encoder, transformer = (networks.weight_bytes(request.works[0]) for request in (prompt, step))
-    whole_vae = sum(value.numel() * value.element_size() for value in vae.parameters())  # on each device
-    total = text_encoder + transformer + whole_vae
-    decoder = jobs.weight_bytes(vae, DECODE)
+    # Bytes of weights on each device.
+    text_bytes, transformer_bytes = (networks.weight_bytes(request.works[0]) for request in (prompt, step))
+    vae_bytes = sum(value.numel() * value.element_size() for value in vae.parameters())
+    total_bytes = text_bytes + transformer_bytes + vae_bytes
+    decoder_bytes = jobs.weight_bytes(vae, DECODE)
     return PlanRequest(
         works=[*prompt.works, *step.works, *decoding.works],
         counts=(1 if args.no_guidance else 2, networks.STEPS, *decoding.counts),
@@ -189,14 +197,19 @@ def _requested_pipeline(
         about={
             "pipeline": f"{args.model}, {args.frames} x {args.height} x {args.width}",
             "parallel": step.about["parallel"],
-            "text_encoder_GiB": text_encoder / chips.GIB,
-            "transformer_GiB": transformer / chips.GIB,
-            "vae_GiB": whole_vae / chips.GIB,
-            "weights_GiB": total / chips.GIB,
+            "text_encoder_GiB": text_bytes / chips.GIB,
+            "transformer_GiB": transformer_bytes / chips.GIB,
+            "vae_GiB": vae_bytes / chips.GIB,
+            "weights_GiB": total_bytes / chips.GIB,
         },
         job=step.job | {"network": "pipeline", "tile": decoding.job["tile"]},
-        # A program's arguments have its own network's weights; for decoding those of the decoder alone.
-        beside=(total - text_encoder, total - transformer, *[total - decoder] * len(decoding.works)),
+        # The weights of a program's own network are its arguments, and so are not counted here. For decoding
+        # these are the decoder's weights alone.
+        beside=(
+            total_bytes - text_bytes,
+            total_bytes - transformer_bytes,
+            *[total_bytes - decoder_bytes] * len(decoding.works),
+        ),
     )
 
 
@@ -223,25 +236,26 @@ def _pipeline_would_fit(
     args: argparse.Namespace, request: PlanRequest, chip: chips.Chip, programs: Sequence[ProgramPlan]
 ) -> list[jobs.Change]:
     """Return the changes of which each alone makes a pipeline fit: its prompt on the host, a larger slice."""
-    # The first of `programs`, the request's plans, is the text encoder's.
     changes = []
-    # Without the text encoder's program, and without its weights beside the other programs.
+    # The first of `programs`, the request's plans, is the text encoder's. It would not run, and its weights
+    # would not be in memory beside the other programs.
     without_text = peak_bytes(programs[1:], request.beside[1:]) - _bytes(request, "text_encoder")
     if without_text <= chip.memory:
         changes.append(jobs.Change("the prompt encoded on the host", int(without_text)))
     present_peak = peak_bytes(programs, request.beside)
-    generation = args.topology.partition(":")[0]
-    flat = args.topology.count("x") == 1  # grids of other generations have three axes
+    generation = args.topology.partition(":")[0]  # a topology is "GENERATION:GRID"
+    # `GRIDS` has the flat grids by their number of chips. Grids of other generations have three axes.
+    flat = args.topology.count("x") == 1
     dp = 1 if args.no_guidance else 2
-    for count, grid in chips.GRIDS.items() if flat else ():
-        if count <= request.mesh.size:
+    for num_chips, grid in chips.GRIDS.items() if flat else ():
+        if num_chips <= request.mesh.size:
             continue
-        larger = _with(args, topology=f"{generation}:{grid}", dp=dp, tp=count // dp)
+        larger = _with(args, topology=f"{generation}:{grid}", dp=dp, tp=num_chips // dp)
         on_grid = requested(larger)
-        # Nothing is compiled for a grid on which the pipeline clearly does not fit. Memory other than weights
-        # is split over the devices; 1.1 is a margin.
-        working = (present_peak - _bytes(request, "weights")) * request.mesh.size / count
-        if _bytes(on_grid, "weights") + working > 1.1 * chip.memory:
+        # Nothing is compiled for a grid on which the pipeline clearly does not fit. The memory that is not
+        # weights, such as activations, is split over the devices; 1.1 is a margin.
+        other_bytes = (present_peak - _bytes(request, "weights")) * request.mesh.size / num_chips
+        if _bytes(on_grid, "weights") + other_bytes > 1.1 * chip.memory:
             continue
         plans = compiled(larger, on_grid, functools.partial(compile_program, mesh=on_grid.mesh), program_rows)
         peak = peak_bytes(plans, on_grid.beside)

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> None:
         video.check_writing(args.output, fps)
         common.take_bundled_model(args)  # sets `args.model` if no --model is given
         vae = common.load_vae(args.model, args.backend, args.dtype, group.mesh)
-        # `results` has the number of frames of each chunk's result.
+        # `result_lengths` has the number of frames of each chunk's result.
         latent_frames = sum(ENCODE.result_lengths(vae, clip.num_frames))
         frames_out = sum(DECODE.result_lengths(vae, latent_frames))
         # What an .mp4 takes over from its source (times, sound, pixel shape), and messages for the user.
@@ -83,7 +83,7 @@ def _reconstruction(
 def _source_timing(
     args: argparse.Namespace, clip: ClipPart, frames_out: int
 ) -> tuple[video.SourceTiming, list[str]]:
-    """Return what an .mp4 takes over from its source, and a message for each thing that it does not."""
+    """Return what an .mp4 takes over from its source, and messages about what this output does not."""
     info, messages = clip.info, []
     is_mp4 = Path(args.output).suffix.lower() == ".mp4"
     at_own_rate = args.fps in (None, info.fps)  # None, without --fps, is the source's rate

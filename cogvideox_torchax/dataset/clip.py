@@ -1,4 +1,4 @@
-"""Encoding and decoding of one clip: `EncodeClip` and `DecodeClip` hold a model and its settings.
+"""Encoding and decoding of one clip by a *unit*: an `EncodeClip` or a `DecodeClip`, with model and settings.
 
 A *bucket* is one of the sizes that the clips of a data set are brought to. A *window* is a part of a clip
 that gets latents of its own. The field `about` of `Latents` names the source, its changes and the settings.
@@ -151,13 +151,13 @@ class ClipConfig:
         """Return the settings that the latents depend on, as JSON's values.
 
         An output directory takes only latents of equal settings. Backend and mesh are left out, because they
-        change results by rounding alone. A hash names the model, wherever its files are; "", for a model that
-        is not loaded, is left out.
+        change results by rounding alone. A hash stands for the model, wherever its files are; it is "" for a
+        model that is not loaded, and then the settings have none.
         """
         ignored = ("model", "backend", "dp", "tp")
-        fixed = {name: value for name, value in asdict(self).items() if name not in ignored}
-        fixed |= {"buckets": [str(bucket) for bucket in self.buckets]}  # `asdict` has made dicts of them
-        return {**fixed, "model_sha256": model_sha256} if model_sha256 else fixed
+        settings = {name: value for name, value in asdict(self).items() if name not in ignored}
+        settings |= {"buckets": [str(bucket) for bucket in self.buckets]}  # `asdict` has made dicts of them
+        return {**settings, "model_sha256": model_sha256} if model_sha256 else settings
 
     def load(self) -> Any:
         """Return the VAE, loaded on its backend and placed on the mesh of this process's devices."""
@@ -181,7 +181,7 @@ class ClipPart:
         clip, info: the clip, and the properties of its file.
         framing: the size that frames are brought to.
         indices: the frames of the file to encode, in ascending order; a higher rate repeats some.
-        length: number of frames of each latents: a window's with the config's `windows`, else all of them.
+        length: frames that one `Latents` is made of: with the config's `windows` a window's, else all.
         changes: the changes to the clip's frames, for the latents' `about`.
         frames: uint8 (1, 3, T, H, W); None for a long clip, which is read while it is encoded.
         sha256: hash of the file; "" if it was not computed.
@@ -211,23 +211,23 @@ class ClipPart:
 
     def windows(self) -> Iterator["ClipPart"]:
         """Yield the clip's windows in order, each with an id of its own, such as "a.mp4/00002"."""
-        frames = self.stream()  # one iterator for all windows: each takes the next `length` frames of it
+        frames_left = self.stream()  # one iterator for all windows: each takes its next `length` frames
         for number, start in enumerate(range(0, self.num_frames, self.length)):
             yield replace(
                 self,
                 clip=replace(self.clip, id=f"{self.clip.id}/{number:05}" if self.clip.id else ""),
                 indices=self.indices[start : start + self.length],
                 changes={**self.changes, "first_frame": self.indices[start]},
-                frames=torch.stack(list(itertools.islice(frames, self.length)), dim=2),
+                frames=torch.stack(list(itertools.islice(frames_left, self.length)), dim=2),
             )
 
 
 def select_part(clip: Clip, config: "ClipConfig", scale: int) -> ClipPart:
     """Choose the frames of a clip to encode, and their size; the frames are not read yet.
 
-    If the config has buckets, one of them gives the number of frames and the size. Otherwise each comes from
-    the clip, else from the config, else from the video. `scale`, the pixels to a latent pixel along a side,
-    must divide the height and the width.
+    If the config has buckets, one of them gives the number of frames and the size. Otherwise the number of
+    frames, the height and the width each come from the clip, or else from the config, or else from the video.
+    `scale`, the pixels to a latent pixel along a side, must divide the height and the width.
 
     Raises:
         VideoError: the video cannot be read.
@@ -242,7 +242,7 @@ def select_part(clip: Clip, config: "ClipConfig", scale: int) -> ClipPart:
     if config.buckets:
         if clip.height or clip.width:
             raise ClipError("it has a height or a width of its own: buckets have theirs")
-        indices = indices[: clip.frames]
+        indices = indices[: clip.frames]  # with buckets, the most frames that may be taken; None for all
         bucket = choose(config.buckets, info, len(indices))
         length, framing = bucket.frames, video.cover(info, bucket.height, bucket.width)
     else:
@@ -251,8 +251,8 @@ def select_part(clip: Clip, config: "ClipConfig", scale: int) -> ClipPart:
         length = clip.frames or config.frames or len(indices)
         if length > len(indices):
             raise ClipError(f"{info.path} has {len(indices)} frames, {length} are wanted")
-    windows = len(indices) // length if config.windows else 1  # as many as there are frames for
-    taken = indices[: windows * length]
+    num_windows = len(indices) // length if config.windows else 1  # as many as there are frames for
+    taken = indices[: num_windows * length]
     changes = {
         "source_frames": info.num_frames,
         "source_fps": str(info.fps),
@@ -272,7 +272,7 @@ _LOADING = threading.RLock()
 
 
 class _ClipUnit:
-    """A config and its model, which is loaded on first use and left out of a pickle.
+    """A config and its model. The model is loaded when it is first used, and is left out of a pickle.
 
     Args:
         config: model and settings.
@@ -367,7 +367,7 @@ class EncodeClip(_ClipUnit):
         return self.encode_all(self.read(clip))
 
     def encode_all(self, part: ClipPart) -> Iterator[Latents]:
-        """Yield the latents of a clip that was read, as `windows` does."""
+        """Yield the latents of a clip that `read` has returned: of each window, if the config has windows."""
         return map(self.encode, part.windows() if self.config.windows else [part])
 
     def read(self, clip: Clip) -> ClipPart:
@@ -396,7 +396,7 @@ class EncodeClip(_ClipUnit):
                 )
 
     def encode(self, part: ClipPart) -> Latents:
-        """Return the latents of a clip that was read; their `about` is empty for a clip without an id."""
+        """Return the latents of a part of a clip; their `about` is empty for a clip without an id."""
         config, vae, framing = self.config, self.vae, part.framing
         with memory.restoring_tiles(vae):
             # A lambda, because encoding begins again, with smaller tiles, if memory runs out.
@@ -410,6 +410,7 @@ class EncodeClip(_ClipUnit):
                 )
             )
             about = self._about(part) if part.clip.id else {}  # before the tiles are restored: it names them
+        # The file's size and time of change, compared with those before it was read.
         if _stamp(part.clip.source) != part.stamp:
             raise ClipError(f"{part.info.path} was changed while it was read: run again when it is complete")
         tensors = {name: torch.cat([chunk[name] for chunk in chunks], dim=2) for name in KEEP[config.keep]}
@@ -426,12 +427,14 @@ class EncodeClip(_ClipUnit):
 
     def encode_chunks(self, part: ClipPart) -> Iterator[dict[str, torch.Tensor]]:
         """Yield, for each chunk, the tensors to keep of its posterior, by their names in a latent file."""
-        config, name = self.config, part.clip.id
-        # Each id has a seed of its own, by a checksum: Python's `hash` differs from process to process.
-        seed = zlib.crc32(f"{config.seed} {name}".encode()) if name else config.seed
+        config, clip_id = self.config, part.clip.id
+        # The seed depends on the clip's id, by a checksum: Python's `hash` differs from process to process.
+        seed = zlib.crc32(f"{config.seed} {clip_id}".encode()) if clip_id else config.seed
         generator = torch.Generator("cpu").manual_seed(seed)
+        # By a tensor's name in a latent file: the function that returns the tensor for a posterior.
+        takers = KEEP[config.keep]
         for posterior in self.vae.encode_stream(part.stream(), part.num_frames, fetch=self._fetch):
-            yield {tensor: take(posterior, generator) for tensor, take in KEEP[config.keep].items()}
+            yield {tensor_name: take(posterior, generator) for tensor_name, take in takers.items()}
 
     def _about(self, part: ClipPart) -> dict[str, Any]:
         tile = memory.tile_of(self.vae)  # (height, width) in pixels, or None for whole frames
@@ -464,7 +467,8 @@ class DecodeClip(_ClipUnit):
         self.check(latents)
         z = latents.tensor.to(self.vae.dtype)
         _, _, frames, rows, columns = z.shape
-        return self.decode_chunks(lambda: [z], (frames, rows, columns))  # one part has all latents
+        # `decode_chunks` takes latents in parts. Here a single part has all of them.
+        return self.decode_chunks(lambda: [z], (frames, rows, columns))
 
     def decode_chunks(
         self, start: Callable[[], Iterable[torch.Tensor]], shape: tuple[int, int, int]
@@ -515,10 +519,10 @@ def model_sha256(vae: Any) -> str:
     """Return a hash of a model's weights, their dtype, and the config's `SHAPING_FIELDS`."""
     shaping = {name: vae.config.get(name) for name in latent_files.SHAPING_FIELDS}
     digest = hashlib.sha256(json.dumps(shaping, sort_keys=True).encode())
-    for name, value in sorted(vae.state_dict().items()):
+    for name, weight in sorted(vae.state_dict().items()):
         # With torchax on, torch's methods would turn plain tensors into JAX's arrays.
-        array = runtime.without_torchax(lambda tensor: runtime.host_array(runtime.to_torch(tensor)), value)
-        digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+        array = runtime.without_torchax(lambda tensor: runtime.host_array(runtime.to_torch(tensor)), weight)
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
         digest.update(array.tobytes())
     return digest.hexdigest()
 

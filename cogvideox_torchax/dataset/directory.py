@@ -1,9 +1,10 @@
 """Output directories: clips are encoded into a `LatentDirectory`, and decoded into a `VideoDirectory`.
 
-A clip's *output* is a file, or a directory with a file for each window; if it exists, the clip is done. A
-list names the clips that failed, and why. Outputs are complete or absent (`files/whole.py`), so a run may be
-killed at any time, and the same command completes its work. All outputs in a directory have the same
-settings: each latent file holds its settings, and `videos.json` has those of a directory's videos.
+A *unit*, an `EncodeClip` or a `DecodeClip`, holds the model and its settings. A clip's *output* is a file, or
+a directory with a file for each window; if it exists, the clip is done. A list names the clips that failed,
+and why. Outputs are complete or absent (`files/whole.py`), so a run may be killed at any time, and the same
+command completes its work. All outputs in a directory have the same settings: each latent file holds its
+settings, and `videos.json` has those of a directory's videos.
 """
 
 import contextlib
@@ -36,14 +37,14 @@ from cogvideox_torchax.files.whole import (
 
 @dataclass(frozen=True)
 class ProcessShard:
-    """One process's share of the clips: of `count` processes the one of this `index` has every `count`-th."""
+    """One process's share of the clips: every `count`-th clip, from the one with the number `index` on."""
 
     index: int = 0
     count: int = 1
 
 
 class OutputDirectory:
-    """A directory of outputs, and the clips whose outputs one process makes there.
+    """A directory of outputs, and this process's share of the clips: it makes their outputs.
 
     A subclass sets `FAILED`, the name of the file with a line for each clip that failed, and adds the clips.
 
@@ -75,7 +76,8 @@ class OutputDirectory:
         return reserved(self.directory / f"{self.FAILED}-{self.shard.index}", ".lock")
 
     def add(self, clip_id: str, path: Path, source: Any) -> None:
-        """Count a clip as done if `path` exists, as bad if it failed before; else `missing` gets `source`."""
+        """Count a clip as done if its output `path` exists, as bad if it failed before, else as missing."""
+        # `source` is the `Clip` to encode, or the function that reads the latents to decode.
         if path.exists():
             # A run that was killed after it had put the output in place may have left its hidden directory.
             remove_leftover(hidden(path, WRITING))
@@ -96,12 +98,13 @@ class OutputDirectory:
 
 def failures(path: Path) -> dict[str, str]:
     """Read a list of clips that failed, if it exists; return the reason in the last line of each id."""
-    found: dict[str, str] = {}
-    for text in path.read_bytes().splitlines() if path.exists() else ():
-        with contextlib.suppress(LookupError, TypeError, ValueError):  # of a killed run's unfinished line
-            line = reports.parse(text)
-            found[str(line["id"])] = str(line["error"])
-    return found
+    reasons: dict[str, str] = {}
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        # A line that a killed run has not finished raises one of these errors, and is skipped.
+        with contextlib.suppress(LookupError, TypeError, ValueError):
+            entry = reports.parse(line)
+            reasons[str(entry["id"])] = str(entry["error"])
+    return reasons
 
 
 def check_settings(found: Any, wanted: dict[str, Any], where: Path) -> None:
@@ -126,7 +129,7 @@ PendingOutput = tuple[contextlib.ExitStack, list[dict[str, Any]]]
 
 
 class LatentDirectory(OutputDirectory):
-    """A directory of latents, to which `work` adds those of the clips that it lacks.
+    """A directory of latents. The method `work` encodes the clips whose latents are not there yet.
 
     Args:
         unit: encodes the clips.
@@ -154,7 +157,7 @@ class LatentDirectory(OutputDirectory):
         settings = unit.config.fixed_settings(unit.model_sha256)
         for file in sources.latent_files(self.directory):
             check_settings(latent_files.about(file).get("settings"), settings, file)
-        paths = {self.path(clip) for clip in clips}
+        paths = {self.path(clip) for clip in clips}  # of all outputs, none of which may be below another
         for clip in clips[self.shard.index :: self.shard.count]:
             try:
                 check_file(clip.id, self.path(clip), self.directory, paths, is_directory=unit.config.windows)
@@ -170,8 +173,11 @@ class LatentDirectory(OutputDirectory):
         for step in loop.work(
             jobs=self.missing,
             read=lambda clip_id: self._unit.read(self.missing[clip_id]),
+            # The result is a `PendingOutput`: (stack, `about`s).
             compute=lambda part: write(self._unit, part, self.path(part.clip)),
-            write=lambda _, output: output[0].close(),  # waits for the disk, so not in the computing thread
+            # Closing the stack moves the output to its path. That waits for the disk, so the computing thread
+            # does not do it.
+            write=lambda _, output: output[0].close(),
             refuse=self.refuse,
             readers=readers,
         ):
@@ -214,7 +220,9 @@ class Changes:
         self._rates: set[Fraction] = set()  # frames a second of the latents
 
     def add(self, abouts: Sequence[dict[str, Any]]) -> None:
-        """Count a clip, given the `about` of each of its latent files; on Ray there may be none."""
+        """Count a clip, given the `about` of each of its latent files."""
+        # If a Ray actor that wrote the files died before it could return their `about`s, there are none, and
+        # nothing is counted.
         for about in abouts[:1]:  # of the first file: what is counted is the same for a clip's windows
             fps, is_variable = about["settings"]["fps"], about["variable_frame_rate"]
             self._rates.add(Fraction(fps or about["source_fps"]))
@@ -238,7 +246,7 @@ class Changes:
 
 
 class VideoDirectory(OutputDirectory):
-    """A directory of videos, to which `work` adds those of the clips that it lacks.
+    """A directory of videos. The method `work` decodes the clips whose videos are not there yet.
 
     Args:
         files: files of latents, of one clip or several.
@@ -246,7 +254,8 @@ class VideoDirectory(OutputDirectory):
         directory, shard, retry: as for `OutputDirectory`; without a shard, this process has all clips.
 
     Raises:
-        OutputError: the directory cannot be written, or has videos of the clips from elsewhere.
+        OutputError: the directory cannot be written, or holds videos of these clips that were not decoded
+            there.
     """
 
     FAILED = "failed-videos.jsonl"
@@ -280,20 +289,24 @@ class VideoDirectory(OutputDirectory):
             )
 
     def _valid_entries(self, files: Sequence[Path], refused: dict[str, str]) -> Iterator[formats.Entry]:
-        """Yield the entries of videos that can be written; `refused` gets the reasons for others, by id."""
-        clips: list[tuple[Path, formats.Entry]] = []  # each entry with its file
+        """Yield the entries, (id, function that reads latents), of the clips whose videos can be written.
+
+        `refused` gets the reasons: by id for other clips, and by path for files that cannot be read.
+        """
+        file_entries: list[tuple[Path, formats.Entry]] = []
         for file in files:
             try:
-                clips += [(file, entry) for entry in formats.entries(file)]
+                file_entries += [(file, entry) for entry in formats.entries(file)]
             except latent_files.LatentsError as error:
                 refused[str(file)] = str(error)
         # A broken file may have any value as an id: `check_id` refuses it.
-        paths = {self._path(clip_id) for _, (clip_id, _) in clips if isinstance(clip_id, str)}
-        owners: dict[Path, str] = {}  # by a video's path: the first clip of that path, which gets the video
-        for file, (clip_id, read) in clips:
+        paths = {self._path(clip_id) for _, (clip_id, _) in file_entries if isinstance(clip_id, str)}
+        owners: dict[Path, str] = {}  # by a video's path: words for its clip, the first one of that path
+        for file, (clip_id, read) in file_entries:
             try:
                 check_id(clip_id)
                 path = self._path(clip_id)
+                # The video may not be below another one, nor below the settings' file.
                 check_file(clip_id, path, self.directory, {*paths, self._settings})
                 if path in owners:
                     raise ClipError(f"its video would replace {owners[path]}: give it another id")
@@ -306,7 +319,8 @@ class VideoDirectory(OutputDirectory):
         return self.directory / f"{clip_id.removesuffix('.mp4')}.mp4"
 
     def save_or_check_settings(self, settings: dict[str, Any]) -> None:
-        """Write the settings if a clip is missing and no file has any; `OutputError` if a file has others."""
+        """Write the settings' file unless it exists; raise `OutputError` if it holds other settings."""
+        # If no clip is left to decode, the file is not written.
         settings = {**settings, "fps": None if self._fps is None else str(self._fps)}
         # Of several processes one writes the file. The others wait until it is there.
         while self.missing and not self._settings.exists():
@@ -326,7 +340,7 @@ class VideoDirectory(OutputDirectory):
         return None
 
     def work(self, unit: DecodeClip, *, readers: int = loop.READERS) -> Iterator[loop.Step]:
-        """Decode the clips whose video is missing with `unit`, chunk by chunk; yield the outcome of each."""
+        """Decode with `unit`, chunk by chunk, the clips whose video is missing; yield the outcome of each."""
 
         def decode(clip: tuple[str, latent_files.Latents]) -> None:
             clip_id, latents = clip

@@ -64,8 +64,8 @@ def entries(path: Path) -> list[Entry]:
     listers = {".safetensors": _safetensors_entries, ".parquet": _parquet_entries, ".tar": _tar_entries}
     with _naming_errors(path):
         return [
-            (name, functools.partial(_read_entry, f"{path}, {name!r}", read))
-            for name, read in listers[path.suffix](path)
+            (clip_id, functools.partial(_read_entry, f"{path}, {clip_id!r}", read))
+            for clip_id, read in listers[path.suffix](path)
         ]
 
 
@@ -80,16 +80,16 @@ def _read_entry(name: str, read: Callable[[], Latents]) -> Latents:
 
 @contextlib.contextmanager
 def _naming_errors(name: str | Path) -> Iterator[None]:
-    """Raise `LatentsError` with a file's `name` for an error of a broken file in the `with` block."""
+    """Turn the errors of a broken file in the `with` block into a `LatentsError` with the file's `name`."""
     try:
         yield
-    except LatentsError:  # a `ValueError`, and so one of `_BROKEN`, but with a message already
+    except LatentsError:  # is a `ValueError`, which `_BROKEN_FILE_ERRORS` has, but names the file already
         raise
-    except _BROKEN as error:
+    except _BROKEN_FILE_ERRORS as error:
         raise LatentsError(f"{name} is truncated or holds no latents ({error}): make it again") from error
 
 
-_BROKEN = (
+_BROKEN_FILE_ERRORS = (
     *(AttributeError, EOFError, LookupError, NotImplementedError, OSError, OverflowError),
     *(TypeError, ValueError, tarfile.TarError),
 )
@@ -108,11 +108,12 @@ def _schema(arrow: Any) -> Any:
 
     FastVideo's columns are its schema for text to video, in `fastvideo/dataset/dataloader/schema.py`.
     """
-    text, data, count = arrow.string(), arrow.binary(), arrow.int64()
-    counts = arrow.list_(count)
+    text, data, integer = arrow.string(), arrow.binary(), arrow.int64()
+    integers = arrow.list_(integer)
 
     def tensor(name: str) -> list[tuple[str, Any]]:
-        return [(f"{name}_bytes", data), (f"{name}_shape", counts), (f"{name}_dtype", text)]
+        """Return the three columns (name, type) of a tensor."""
+        return [(f"{name}_bytes", data), (f"{name}_shape", integers), (f"{name}_dtype", text)]
 
     return arrow.schema(
         [
@@ -122,9 +123,9 @@ def _schema(arrow: Any) -> Any:
             ("file_name", text),
             ("caption", text),
             ("media_type", text),
-            ("width", count),
-            ("height", count),
-            ("num_frames", count),
+            ("width", integer),
+            ("height", integer),
+            ("num_frames", integer),
             ("duration_sec", arrow.float64()),
             ("fps", arrow.float64()),
             # Our own columns. `about` has the settings of the encoding as JSON.
@@ -152,7 +153,8 @@ def _row_of_file(file: Path) -> dict[str, Any]:
     """Return a latent file's tensors and fields as a row, by the columns of `_schema`."""
     latents = latent_files.load(file)
     about = latents.about
-    described = {"latents": latents.fields, "dtype": str(latents.tensor.dtype)}
+    # For what has no column: the model's config, the rate as a fraction, the tensors' dtype.
+    description = {"latents": latents.fields, "dtype": str(latents.tensor.dtype)}
     row: dict[str, Any] = {
         "id": about["id"],
         # A clip has no embedded text. FastVideo's loaders take zeros, in a text's shape, for a dropped text.
@@ -167,11 +169,10 @@ def _row_of_file(file: Path) -> dict[str, Any]:
         "num_frames": latents.num_frames,
         "duration_sec": float(latents.num_frames / latents.fps),
         "fps": float(latents.fps),
-        # The latent file's metadata, for fields without a column: the model's config, the rate as a fraction.
-        "about": json.dumps(described, sort_keys=True),
+        "about": json.dumps(description, sort_keys=True),
     }
     for name, tensor in latents.tensors.items():  # (1, C, T, H, W), of one clip
-        # Stored in float32, because NumPy has no bfloat16; `described` has the dtype. With torchax on,
+        # Stored in float32, because NumPy has no bfloat16; `description` has the dtype. With torchax on,
         # torch's methods would turn plain tensors into JAX's arrays. The default argument binds this round's
         # `tensor`.
         array = without_torchax(lambda tensor=tensor: tensor[0].float().contiguous().numpy())
@@ -187,33 +188,33 @@ def _safetensors_entries(path: Path) -> list[Entry]:
     """Return the entries of a shard, or the one of a latent file; if that has no id, its name is the id."""
     ids = latent_files.shard_ids(path)
     if ids is not None:
-        return [(name, functools.partial(latent_files.load, path, name)) for name in ids]
+        return [(clip_id, functools.partial(latent_files.load, path, clip_id)) for clip_id in ids]
     return [(latent_files.about(path).get("id", path.stem), functools.partial(latent_files.load, path))]
 
 
 def _parquet_entries(path: Path) -> list[Entry]:
     with pyarrow().parquet.ParquetFile(path) as file:
         return [
-            (name, functools.partial(_parquet_latents, path, group, offset, name))
+            (clip_id, functools.partial(_parquet_latents, path, group, row_index, clip_id))
             # Our own row groups have one row, those of another writer may have several.
             for group in range(file.num_row_groups)
-            for offset, name in enumerate(file.read_row_group(group, ["id"])["id"].to_pylist())
+            for row_index, clip_id in enumerate(file.read_row_group(group, ["id"])["id"].to_pylist())
         ]
 
 
-def _parquet_latents(path: Path, group: int, offset: int, name: Any) -> Latents:
-    """Return the latents in row `offset` of a row group; `LatentsError` if its id is no longer `name`."""
+def _parquet_latents(path: Path, group: int, row_index: int, clip_id: Any) -> Latents:
+    """Return the latents in a row of a row group; `LatentsError` if the row's id is no longer `clip_id`."""
     columns = [
         "id",
         "about",
         *(f"{column}_{part}" for column in COLUMNS.values() for part in ("bytes", "shape")),
     ]
     with pyarrow().parquet.ParquetFile(path) as file:
-        (row,) = file.read_row_group(group, columns).slice(offset, 1).to_pylist()
-    if row["id"] != name:
-        raise LatentsError(f"{path} holds {row['id']} where {name} was: it was changed, run again")
-    described = reports.parse(row["about"])  # the latent file's metadata and dtype
-    dtype = DTYPES[described["dtype"]]
+        (row,) = file.read_row_group(group, columns).slice(row_index, 1).to_pylist()
+    if row["id"] != clip_id:
+        raise LatentsError(f"{path} holds {row['id']} where {clip_id} was: it was changed, run again")
+    description = reports.parse(row["about"])  # "latents": the latent file's fields; "dtype": its tensors'
+    dtype = DTYPES[description["dtype"]]
     tensors = {}
     for tensor_name, column in COLUMNS.items():
         if row[f"{column}_bytes"] is not None:
@@ -225,7 +226,7 @@ def _parquet_latents(path: Path, group: int, offset: int, name: Any) -> Latents:
             tensors[tensor_name] = without_torchax(
                 lambda values=values: torch.from_numpy(values.copy()).to(dtype)
             )
-    return latent_files.from_fields(path, described["latents"], tensors)
+    return latent_files.from_fields(path, description["latents"], tensors)
 
 
 def _write_tar(members: Members, path: Path) -> None:
@@ -234,47 +235,49 @@ def _write_tar(members: Members, path: Path) -> None:
         for index, file in members:
             data = file.read_bytes()
             latents = latent_files.loads(data, file)
-            fields = {**latents.fields, "fps": float(latents.fps)}
-            described = {**latents.about, **{name: fields[name] for name in ("config", "fps", "num_frames")}}
+            fields = {name: latents.fields[name] for name in ("config", "num_frames")}
+            description = {**latents.about, **fields, "fps": float(latents.fps)}
             contents = {
-                ".json": json.dumps(described, sort_keys=True).encode(),
+                ".json": json.dumps(description, sort_keys=True).encode(),
                 ".safetensors": data,
                 ".txt": latents.about["caption"].encode(),
             }
             for suffix, content in contents.items():
                 # A new `TarInfo` has no time and no owner: equal files make equal tars.
-                entry = tarfile.TarInfo(f"{index:08}{suffix}")
-                entry.size, entry.mode = len(content), 0o644
-                tar.addfile(entry, io.BytesIO(content))
+                info = tarfile.TarInfo(f"{index:08}{suffix}")
+                info.size, info.mode = len(content), 0o644
+                tar.addfile(info, io.BytesIO(content))
 
 
 def _tar_entries(path: Path) -> list[Entry]:
+    # Of a clip's *members*, its files in the tar, STEM.safetensors and STEM.json are read. The latter may be
+    # missing.
     with tarfile.open(path, "r:") as tar:  # "r:" refuses a compressed tar
-        members = {entry.name: entry for entry in tar if entry.isfile()}
+        members = {member.name: member for member in tar if member.isfile()}
         end = tar.offset  # the end of the last member, where a block of zeros ends a complete tar
     if path.stat().st_size < end + tarfile.BLOCKSIZE:  # truncated after a member, which tarfile accepts
         raise LatentsError(f"{path} is truncated, as its end is missing: make it again")
 
-    def read(name: str) -> bytes:
+    def read_member(name: str) -> bytes:
         with path.open("rb") as file:
             file.seek(members[name].offset_data)
             return file.read(members[name].size)
 
-    def latents(name: str) -> Latents:
-        return latent_files.loads(read(name), f"{path}, {name}")
+    def read_latents(name: str) -> Latents:
+        return latent_files.loads(read_member(name), f"{path}, {name}")
 
-    def id_of(stem: str) -> Any:
+    def read_id(stem: str) -> Any:
         """Return the id in the member `stem`.json of a clip; `stem` if there is no such member."""
         with _naming_errors(f"{path}, {stem}.json"):
-            return reports.parse(read(f"{stem}.json"))["id"] if f"{stem}.json" in members else stem
+            return reports.parse(read_member(f"{stem}.json"))["id"] if f"{stem}.json" in members else stem
 
     tar_entries: list[Entry] = []
     for name in (name for name in members if name.endswith(SUFFIXES[SAFETENSORS])):
         stem = Path(name).stem
         try:
-            tar_entries.append((id_of(stem), functools.partial(latents, name)))
-        # The .json is broken. `id_of`, as the entry's function, raises the error again when this clip is
-        # read: the other clips can be read.
+            tar_entries.append((read_id(stem), functools.partial(read_latents, name)))
+        # The .json is broken. The tar's other clips can be read, so the error must not end the listing: this
+        # clip's entry gets `read_id` as its function, which raises the error again when the clip is read.
         except LatentsError:
-            tar_entries.append((name, functools.partial(id_of, stem)))
+            tar_entries.append((name, functools.partial(read_id, stem)))
     return tar_entries

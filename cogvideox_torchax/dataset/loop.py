@@ -57,11 +57,11 @@ def attempt(
     try:
         return step(argument), None
     except errors as error:
-        exhausted = runtime.out_of_memory(error)
-        if isinstance(error, OutputError) or (isinstance(error, RuntimeError) and not exhausted):
+        is_out_of_memory = runtime.out_of_memory(error)
+        if isinstance(error, OutputError) or (isinstance(error, RuntimeError) and not is_out_of_memory):
             raise
-        # The message in one line. Python's own `MemoryError` has none.
-        return None, " ".join(str(error).split()) or ("out of memory" if exhausted else type(error).__name__)
+        message = " ".join(str(error).split())  # on one line; "" for Python's own `MemoryError`
+        return None, message or ("out of memory" if is_out_of_memory else type(error).__name__)
 
 
 def work(

@@ -60,7 +60,7 @@ def check_file(
         raise ClipError(f"got the id {name!r}: it is no UTF-8 ({error.reason})") from error
     if max(sizes) > LONGEST_NAME:
         raise ClipError(f"its file would have a name of {max(sizes)} bytes, {LONGEST_NAME} are the most")
-    # `LONGEST_NAME` bytes are left for the name of the temporary file beside it.
+    # `LONGEST_NAME` bytes are left for the name of the temporary file beside the output.
     if sum(sizes) + len(sizes) + LONGEST_NAME > LONGEST_PATH or len(sizes) > MOST_PARTS:
         raise ClipError(f"its file would have a path of {sum(sizes)} bytes in {len(sizes)} parts: too long")
     # The directories between `directory` and `path`; the last of `parents` is "." for `directory` itself.

@@ -28,9 +28,10 @@ class ClipActor:
         self._unit = EncodeClip(config)  # the model is loaded for the first clip
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Encode the "clip" of a row, its fields in JSON, to the row's "path".
+        """Encode a clip; return the outcome.
 
-        Return a row with the clip's "id", the "abouts" of its latent files in JSON, and an "error", "" for
+        The row has the "clip", the fields of a `Clip` as a JSON object, and the "path" of its output. The
+        outcome has the clip's "id", the "abouts" of its latent files as a JSON list, and an "error", "" for
         none.
         """
         clip, path = Clip(**json.loads(row["clip"])), Path(row["path"])

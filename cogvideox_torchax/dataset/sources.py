@@ -80,13 +80,13 @@ def _listed_clips(path: Path) -> Iterator[Clip]:
                 raise ClipError(f"{path}, line {number}: {error}") from error
 
 
-def _clip_of_line(line: str, path: Path) -> Clip:
+def _clip_of_line(line: str, list_file: Path) -> Clip:
     try:
         # A line of a .txt list is a path; a line of a .jsonl list is an object with the fields.
         fields: dict[str, Any] = (
-            {"path": line.strip()} if path.suffix == ".txt" else dict(reports.parse(line))
+            {"path": line.strip()} if list_file.suffix == ".txt" else dict(reports.parse(line))
         )
-        file = path.parent / fields["path"]
+        file = list_file.parent / fields["path"]
     except (KeyError, TypeError, ValueError) as error:
         raise ClipError(f"an object with a path is wanted, got {line[:80]}") from error
     for name, value in fields.items():  # `FIELDS` has the type of each field
@@ -96,14 +96,14 @@ def _clip_of_line(line: str, path: Path) -> Clip:
         if type(value) is not FIELDS[name] or (FIELDS[name] is int and value < 1):
             wanted = "a whole number above 0" if FIELDS[name] is int else "a text"
             raise ClipError(f"{name} is {value!r}, {wanted} is wanted")
+        # A path is not checked here: `names.check_file` refuses its clip alone, and not the whole list.
+        checked_text = "" if name == "path" else str(value)
         try:
-            # Raises for a text that UTF-8 cannot hold. A path is not checked here: `names.check_file`
-            # refuses its clip alone, and not the whole list.
-            str(value if name != "path" else "").encode()
+            checked_text.encode()  # raises for a text that UTF-8 cannot hold
         except UnicodeEncodeError as error:
             raise ClipError(f"{name} is {value!r}, which UTF-8 cannot hold ({error.reason})") from error
     del fields["path"]  # `file` has it; all other fields are arguments of `Clip`
-    return Clip(fields.pop("id", _relative_name(file, path.parent)), file, **fields)
+    return Clip(fields.pop("id", _relative_name(file, list_file.parent)), file, **fields)
 
 
 def _relative_name(file: Path, directory: Path) -> str:

@@ -123,26 +123,26 @@ def save_shard(clips: Iterable[Latents], path: str | Path) -> None:
     """Write the latents of several clips into one safetensors file, whole or not at all.
 
     A clip's tensors are named `ID/latents`, `ID/logvar` and so on, by the "id" in its `about`. The JSON
-    object under `KEY` has the fields of each clip's latent file, by id, under "clips".
+    object in the file's metadata has under "clips", by id, the fields that each clip's own file would have.
     """
-    found: dict[str, torch.Tensor] = {}
-    fields: dict[str, Any] = {}
+    shard_tensors: dict[str, torch.Tensor] = {}
+    clip_fields: dict[str, Any] = {}
     for latents in clips:
-        name = latents.about["id"]
-        found |= {f"{name}/{tensor}": value for tensor, value in latents.tensors.items()}
-        fields[name] = latents.fields
-    tensors.save(found, path, {KEY: json.dumps({"format": FORMAT, "clips": fields})})
+        clip_id = latents.about["id"]
+        shard_tensors |= {f"{clip_id}/{name}": tensor for name, tensor in latents.tensors.items()}
+        clip_fields[clip_id] = latents.fields
+    tensors.save(shard_tensors, path, {KEY: json.dumps({"format": FORMAT, "clips": clip_fields})})
 
 
 def shard_ids(path: Path) -> list[str] | None:
     """Return the ids of the clips in a file of `save_shard`; None for any other safetensors file."""
-    clips = _clips(_parsed(path, tensors.metadata(path, LatentsError)))
+    clips = _fields_by_clip_id(_parsed(path, tensors.metadata(path, LatentsError)))
     return None if clips is None else list(clips)
 
 
-def _clips(fields: Any) -> dict[str, Any] | None:
-    """Return the fields of each clip in a shard, by id, given a file's JSON value; None for no shard."""
-    clips = fields.get("clips") if isinstance(fields, dict) else None
+def _fields_by_clip_id(value: Any) -> dict[str, Any] | None:
+    """Return the clips' fields in a shard's JSON value; None for the JSON value of another file."""
+    clips = value.get("clips") if isinstance(value, dict) else None
     return clips if isinstance(clips, dict) else None
 
 
@@ -154,10 +154,13 @@ def load(path: str | Path, clip_id: str | None = None) -> Latents:
     """
     if not Path(path).is_file():
         raise LatentsError(f"there is no file {path}")
-    # A shard's tensors are named by their clips, a latent file's are not.
-    metadata, found = tensors.load(path, LatentsError, "" if clip_id is None else f"{clip_id}/")
+    # The names of a clip's tensors in a shard begin with "ID/". Only these tensors are read, and are returned
+    # under the names that they have in a latent file.
+    metadata, clip_tensors = tensors.load(path, LatentsError, prefix="" if clip_id is None else f"{clip_id}/")
     fields = _parsed(path, metadata)
-    return from_fields(path, fields if clip_id is None else (_clips(fields) or {}).get(clip_id), found)
+    if clip_id is not None:
+        fields = (_fields_by_clip_id(fields) or {}).get(clip_id)  # `from_fields` refuses None
+    return from_fields(path, fields, clip_tensors)
 
 
 def about(path: Path) -> dict[str, Any]:
@@ -179,13 +182,13 @@ def from_fields(path: str | Path, fields: Any, found: dict[str, torch.Tensor]) -
 
     Args:
         path: of the file, for errors.
-        fields: the JSON value, which is valid if `Latents.fields` could have returned it.
-        found: tensors by their names in a file.
+        fields: the JSON value in the file's metadata. A valid file has what `Latents.fields` returns.
+        found: the file's tensors, by their names there.
 
     Raises:
-        LatentsError: the tensor is missing, or a field is broken; the message names it.
+        LatentsError: the tensor "latents" is missing, or a field is broken; the message names the field.
     """
-    checked, tensor = _checked(path, fields), found.get(TENSOR)
+    arguments, tensor = _checked(path, fields), found.get(TENSOR)
     if tensor is None:
         raise _foreign(path)
     if tensor.ndim != 5 or not tensor.numel() or not tensor.dtype.is_floating_point:
@@ -193,7 +196,7 @@ def from_fields(path: str | Path, fields: Any, found: dict[str, torch.Tensor]) -
             f"{path} holds {tensor.dtype} of shape {tuple(tensor.shape)}: floats of shape (N, C, T, H, W), "
             "without an empty axis, are wanted"
         )
-    return Latents(tensor, **checked, logvar=found.get(LOGVAR), sample=found.get(SAMPLE))
+    return Latents(tensor, **arguments, logvar=found.get(LOGVAR), sample=found.get(SAMPLE))
 
 
 def _foreign(path: str | Path) -> LatentsError:
@@ -204,14 +207,15 @@ def _foreign(path: str | Path) -> LatentsError:
 
 
 def _checked(path: str | Path, fields: Any) -> dict[str, Any]:
-    """Check the JSON value of a latent file by `_CHECKS`; return the fields that `Latents` takes."""
-    # The config's `FACTORS` are checked one by one, so that an error names the factor.
+    """Check the JSON value of a latent file; return those of its fields that are arguments of `Latents`."""
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         raise _foreign(path)
-    if _clips(fields) is not None:
+    if _fields_by_clip_id(fields) is not None:
         raise LatentsError(f"{path} is a shard of a data set: decode its directory, into another one")
+    # `_CHECKS` has a name's check and, for the error, words for what is valid. It begins with "config". Then
+    # come the config's `FACTORS`, which are checked one by one, so that an error names the factor.
     for name, (is_valid, wanted) in _CHECKS.items():
-        holder = fields["config"] if name in FACTORS else fields  # the config itself is checked first
+        holder = fields["config"] if name in FACTORS else fields
         if not is_valid(holder.get(name)):
             shown = reprlib.repr(holder[name]) if name in holder else "missing"
             raise LatentsError(f"{path} is broken: its {name} is {shown}, {wanted} is wanted")

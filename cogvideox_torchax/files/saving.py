@@ -53,17 +53,20 @@ def _array(frames: Any) -> np.ndarray:
     if isinstance(frames, torch.Tensor):
         host = runtime.to_torch(frames).detach().cpu()
         host = host.float() if host.is_floating_point() else host  # NumPy has no bfloat16
+        # Torch's frames (..., 3, H, W) as (..., H, W, 3). `_one_video` refuses tensors with fewer axes.
         return np.moveaxis(host.numpy(), -3, -1) if host.ndim >= 3 else host.numpy()
     if isinstance(frames, list | tuple):
         arrays = [_array(frame) for frame in frames]
         if len({array.shape for array in arrays}) > 1:
             raise VideoError(f"got frames of several sizes: {sorted({array.shape for array in arrays})}")
         return np.stack(arrays) if arrays else np.empty(0)
+    # Pillow's images have the method `convert`, arrays do not.
     return np.asarray(frames.convert("RGB") if hasattr(frames, "convert") else frames)
 
 
 def _one_video(array: np.ndarray, *, original: Any) -> np.ndarray:
-    """Return one video as (T, H, W, 3); `VideoError` names the type and shape of `original`, the argument."""
+    """Return the video in an array, as (T, H, W, 3); raise `VideoError` unless it holds one video."""
+    # The error names the type and shape of `original`, the user's argument, from which the array was made.
     kind, shape = type(original).__name__, tuple(getattr(original, "shape", array.shape))
     is_float = np.issubdtype(array.dtype, np.floating)
     if not is_float and array.dtype != np.uint8:
@@ -77,7 +80,9 @@ def _one_video(array: np.ndarray, *, original: Any) -> np.ndarray:
             "of a VAE's (1, 3, T, H, W), frames[0].transpose(0, 1) / 2 + 0.5; decode latents first"
         )
     low, high = video_THWC.min(), video_THWC.max()
-    if is_float and not (low >= -ROUNDING and high <= 1 + ROUNDING):  # NaN is refused, too
+    # `ROUNDING` allows values slightly outside of [0, 1], which still round to 0 or 255. NaN is refused, as
+    # every comparison with it is False.
+    if is_float and not (low >= -ROUNDING and high <= 1 + ROUNDING):
         raise VideoError(
             f"got values from {low:.3g} to {high:.3g}, floats in [0, 1] are wanted: of [-1, 1] give "
             "frames / 2 + 0.5, of [0, 255] uint8"

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-LABEL, MARGIN = 16, 4
+LABEL_HEIGHT, MARGIN = 16, 4
 """Pixels above a frame, for its label, and between frames."""
 GAIN = 4
 """Factor by which differences are amplified: without it they are hardly seen."""
@@ -27,18 +27,15 @@ def contact_sheet(source: torch.Tensor, result: torch.Tensor, columns: int = 5) 
     rows = {"source": source, "reconstruction": result, f"{GAIN} x difference": difference}
     labels = {(name, t): f"{name}, frame {t}" for name in rows for t in chosen}
     height, width = source.shape[3:]
-    # Pixels from one column's left edge to the next one's, wide enough for labels wider than their frames.
-    pitch = (
-        max(width, *(math.ceil(ImageFont.load_default().getlength(each)) for each in labels.values()))
-        + MARGIN
-    )
-    sheet = Image.new("RGB", (count * pitch + MARGIN, len(rows) * (height + LABEL + MARGIN)), "white")
+    # Pixels from one column's left edge to the next one's. A label may be wider than its frame.
+    label_widths = (math.ceil(ImageFont.load_default().getlength(label)) for label in labels.values())
+    pitch = max(width, *label_widths) + MARGIN
+    sheet = Image.new("RGB", (count * pitch + MARGIN, len(rows) * (height + LABEL_HEIGHT + MARGIN)), "white")
     draw = ImageDraw.Draw(sheet)
-    for i, (name, frames) in enumerate(rows.items()):
-        for j, t in enumerate(chosen):
-            left, top = MARGIN + j * pitch, i * (height + LABEL + MARGIN)
+    for row, (name, frames) in enumerate(rows.items()):
+        for column, t in enumerate(chosen):
+            left, top = MARGIN + column * pitch, row * (height + LABEL_HEIGHT + MARGIN)
             draw.text((left, top + 2), labels[name, t], fill="black")
-            sheet.paste(
-                Image.fromarray(frames[0, :, t].permute(1, 2, 0).contiguous().numpy()), (left, top + LABEL)
-            )
+            pixels = frames[0, :, t].permute(1, 2, 0).contiguous().numpy()  # (H, W, 3)
+            sheet.paste(Image.fromarray(pixels), (left, top + LABEL_HEIGHT))
     return sheet

@@ -14,6 +14,7 @@ from cogvideox_torchax.runtime import to_torch, without_torchax
 
 def serialized(tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> bytes:
     """Return the bytes of a safetensors file of tensors, which may be on JAX, and metadata."""
+    # safetensors takes contiguous PyTorch tensors, and goes wrong while torchax is on.
     plain = {name: to_torch(tensor).contiguous() for name, tensor in tensors.items()}
     return without_torchax(to_bytes, plain, metadata=metadata)
 

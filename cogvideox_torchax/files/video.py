@@ -176,22 +176,24 @@ def probe(source: Source) -> VideoInfo:
     """
     path = _name_for_messages(source)
     with _opened(source) as (container, stream):
-        shown = []  # the times of the frames that are shown, in ticks
+        packet_times = []  # of the frames that are shown, in ticks; None for a packet without a time
         orientation = None
         for packet in container.demux(stream):
-            if orientation is None:  # decodes packets until the first frame comes out, which tells it
+            if orientation is None:  # the first frame has it: packets are decoded until that comes out
                 orientation = next(map(Orientation.of, packet.decode()), None)
             if packet.size and not packet.is_discard:  # not the empty packet at the end, nor a hidden frame
-                shown.append(packet.pts)
-        count = len(shown)
+                packet_times.append(packet.pts)
+        count = len(packet_times)
         if count == 0:
             raise VideoError(f"{path} has no frames")
-        # The header announces hidden frames as well: if too few are shown, all are counted.
+        # `stream.frames`, the header's number, includes frames that an edit list hides. If it is above the
+        # number of frames that are shown, the hidden frames are counted too.
         stored = count if count >= stream.frames else _count_frames(source)
         if stream.frames > stored:
             raise VideoError(f"{path} is truncated: {stream.frames} frames are announced, {stored} are there")
-        has_times = None not in shown and len(set(shown)) == count  # each frame has a time, all differ
-        ticks = sorted(shown) if has_times else []  # sorted: packets are stored in the order of decoding
+        # Times are known if each frame has one, and all differ.
+        has_times = None not in packet_times and len(set(packet_times)) == count
+        ticks = sorted(packet_times) if has_times else []  # sorted: packets come in the order of decoding
         times = tuple((pts - ticks[0]) * stream.time_base for pts in ticks)
         orientation, sound = orientation or Orientation(), _main_stream(container, "audio")
         height, width = orientation.sides((stream.height, stream.width))
@@ -274,7 +276,8 @@ class Framing:
         """Return the factor by which a video's picture is enlarged along a side; 1 if it is not."""
         if self.crop and self.resized is None:
             return 1.0
-        # A crop after a resizing cuts one side. The other side has the larger ratio, which is the factor.
+        # The ratios of the two sides. If frames are cropped after they are resized, the crop lowers the ratio
+        # of the side that it cuts: the other side's, the larger one, is the factor of the resizing.
         return max(self.height / info.height, float(self.width / (info.width * info.pixel)), 1.0)
 
 
@@ -341,13 +344,13 @@ def read_frames(source: Source, size: Framing, frames: int | Sequence[int]) -> I
     """
     indices = range(frames) if isinstance(frames, int) else frames
     path = _name_for_messages(source)
-    count = 0  # of decoded frames
+    count = 0  # of frames that were decoded
     first_size = None  # (height, width) of the first frame
     wanted = collections.Counter(indices)  # by index, how often the frame is yielded
-    num_decoded = max(wanted, default=-1) + 1
+    num_to_decode = max(wanted, default=-1) + 1  # all frames up to the last one that is wanted
     with _opened(source) as (container, stream):
         stream.thread_type = "AUTO"  # decodes on several threads
-        for count, frame in enumerate(itertools.islice(container.decode(stream), num_decoded), 1):
+        for count, frame in enumerate(itertools.islice(container.decode(stream), num_to_decode), 1):
             first_size = first_size or (frame.height, frame.width)
             if (frame.height, frame.width) != first_size:
                 raise VideoError(
@@ -357,8 +360,10 @@ def read_frames(source: Source, size: Framing, frames: int | Sequence[int]) -> I
             if count - 1 in wanted:  # the frame's index
                 pixels = torch.from_numpy(_framed_pixels(frame, size)).permute(2, 0, 1)[None].contiguous()
                 yield from itertools.repeat(pixels, wanted[count - 1])
-    if count < num_decoded:
-        raise VideoError(f"{path} is truncated: {num_decoded} frames were expected, {count} could be decoded")
+    if count < num_to_decode:
+        raise VideoError(
+            f"{path} is truncated: {num_to_decode} frames were expected, {count} could be decoded"
+        )
 
 
 def read_image(path: str | Path) -> Any:
@@ -515,6 +520,7 @@ def check_writing(path: str | Path, fps: Fraction | float, times: Sequence[Fract
     refuse(path, {f"it has {fps} frames a second: give a rate above 0": not fps > 0})  # NaN is refused, too
     suffix = path.suffix.lower()
     longest = max([1 / Fraction(fps), *(b - a for a, b in itertools.pairwise(times))])  # seconds of a frame
+    # Raises an `OutputError` with the first message whose condition is true.
     refuse(
         path,
         {
@@ -570,13 +576,14 @@ class _Mp4Sink(Sink):
                 dst_colorspace=self._stream.codec_context.colorspace,
                 dst_color_range=LIMITED_RANGE,
             )
-            shown = times[self._written] if times else Fraction(self._written) / self._fps
+            # The frame's time, in seconds after the first frame.
+            seconds = times[self._written] if times else Fraction(self._written) / self._fps
             if times:  # at an even rate the encoder counts the frames itself
-                frame.pts, frame.time_base = round(shown / self.TICK), self.TICK
+                frame.pts, frame.time_base = round(seconds / self.TICK), self.TICK
             self._container.mux(self._stream.encode(frame))
             # `next` makes `_sound` copy the packet that is due at `_next_sound`, and returns the time of the
             # packet after it.
-            while self._next_sound is not None and self._next_sound < shown:
+            while self._next_sound is not None and self._next_sound < seconds:
                 self._next_sound = next(self._sound, None)
             self._written += 1
 

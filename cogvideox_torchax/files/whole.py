@@ -40,6 +40,7 @@ def check_output(path: str | Path) -> Path:
         is_special = path.exists() and not (path.is_file() or path.is_dir())
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror}") from error
+    # Raises an `OutputError` with the first message whose condition is true.
     refuse(
         path,
         {
@@ -84,7 +85,7 @@ def whole_file(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
         LockedError: another run is writing it.
     """
     path = resolved(path)
-    remove_leftover(hidden(path, EXCHANGE))  # messages between processes that were killed
+    remove_leftover(hidden(path, EXCHANGE))  # of a killed run, whose processes sent messages through it
     with reserved(path, WRITING) as (place, handle):  # the hidden directory, and its locked descriptor
         temporary = place / "output"
         temporary.mkdir() if directory else temporary.touch()
@@ -131,7 +132,7 @@ def hidden(path: str | Path, suffix: str) -> Path:
 
 def _make_locked(place: Path, path: str | Path) -> int:
     """Make and lock an empty directory for the output `path`; return its descriptor, which holds the lock."""
-    # Another run's lock raises `LockedError`; what a killed run has left is removed.
+    # If another run has locked the directory, `lock` raises `LockedError`. Files of a killed run are removed.
     while True:
         place.mkdir(exist_ok=True)
         # Another run may remove the directory before it is opened, or before it is locked: then try again.
@@ -139,7 +140,7 @@ def _make_locked(place: Path, path: str | Path) -> int:
             lock(handle, path)
             if _is_still_at(handle, place) and not any(place.iterdir()):
                 return os.dup(handle)  # `_opened` closes `handle`: the copy keeps the lock
-            if _is_still_at(handle, place):
+            if _is_still_at(handle, place):  # then it holds the files of a killed run
                 shutil.rmtree(place)
 
 

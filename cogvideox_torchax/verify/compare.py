@@ -5,7 +5,8 @@ Every backend gets the same input and the same weights. A *candidate* is a backe
 chunk before the next, so that no more than one chunk of activations is held.
 
 bfloat16 has no tolerance of its own: the error of a candidate is compared with that of PyTorch in bfloat16.
-*Moments* are what the encoder returns, the mean and the log-variance of the posterior.
+*Moments* are what the encoder returns, the mean and the log-variance of the posterior. A *contract* is a
+measured value of a candidate, such as an error, with its bound.
 """
 
 import copy
@@ -29,7 +30,7 @@ from cogvideox_torchax.vae import tolerances
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.quality import ssim
 
-PROGRAMS_A_NETWORK = 2
+MOST_PROGRAMS = 2
 """Programs that a direction may compile: one for the first chunk, and one for all later chunks."""
 PIXEL_RANGE = 2.0
 """The range that PSNR and SSIM relate errors to: frames have values in [-1, 1]."""
@@ -150,7 +151,7 @@ def make_candidate(name: str, dtype: torch.dtype, reference: DiffusersAutoencode
 
 
 class Differences(NamedTuple):
-    """A layer's differences from the reference, in numbers for one chunk, or arrays with a number for each.
+    """A layer's differences from the reference: numbers for one chunk, or arrays with one for each chunk.
 
     Attributes:
         size: number of values.
@@ -167,6 +168,7 @@ class Differences(NamedTuple):
 
     @classmethod
     def between(cls, got: torch.Tensor, want: torch.Tensor) -> "Differences":
+        """Return the differences of a layer's output for one chunk, `got`, from the reference's, `want`."""
         if got.shape != want.shape:
             raise ValueError(
                 f"got a layer of shape {tuple(got.shape)}, the reference's is {tuple(want.shape)}"
@@ -203,7 +205,8 @@ def compare_layers(
     Return, for each candidate in order, the differences of the layers that its backend has. `x` is the
     direction's whole input (N, C, T, H, W): a video, or latents.
     """
-    # A recorder runs a chunk, and returns the outputs of the layers whose names `LAYER_NAME` matches.
+    # A recorder takes a chunk and a cache, None for the first chunk. It returns the outputs, by name, of the
+    # layers whose names `LAYER_NAME` matches, and the cache for the next chunk.
     recorders = [candidate.backend.recorder(direction, LAYER_NAME.fullmatch) for candidate in candidates]
     reference_recorder = Torch(reference).recorder(direction, LAYER_NAME.fullmatch)
     differences: list[Layers] = [{} for _ in candidates]
@@ -213,7 +216,8 @@ def compare_layers(
         chunk = x[:, :, span.start : span.stop]
         reference_outputs, reference_cache = reference_recorder(chunk, reference_cache)
         for i, candidate in enumerate(candidates):
-            outputs, caches[i] = recorders[i](candidate.backend.put(chunk.to(candidate.dtype)), caches[i])
+            placed = candidate.backend.put(chunk.to(candidate.dtype))  # on the backend's device
+            outputs, caches[i] = recorders[i](placed, caches[i])
             for name, want in reference_outputs.items():
                 if name in outputs:
                     differences[i].setdefault(name, []).append(Differences.between(outputs[name], want))
@@ -228,11 +232,14 @@ def _layer_error(
     `torch_bfloat16` are those of PyTorch in bfloat16; they are not read for a candidate in float32.
     """
     by_chunk = Differences.of_chunks(chunks)
+    # In float32 the bound is on the largest difference, relative to the reference's largest value in all
+    # chunks. In bfloat16 it is on the RMS difference, as a multiple of that of PyTorch in bfloat16.
     if dtype == torch.float32:
         passed = by_chunk.largest <= tolerances.FLOAT32_RELATIVE * by_chunk.scale.max()
     else:
         allowed = tolerances.BFLOAT16_LAYER_RMS_RATIO * Differences.of_chunks(torch_bfloat16).rms.max()
         passed = by_chunk.rms <= allowed
+    # `passed` has a value for each chunk; the figures below are of all chunks together.
     size = by_chunk.size.sum()
     largest = by_chunk.largest.max()
     return LayerError(
@@ -300,12 +307,12 @@ class Verifier:
 
     def __init__(self, reference: DiffusersAutoencoder, x: torch.Tensor):
         self.reference = reference
-        exact = Torch(reference)
-        moments = exact.run(ENCODE, x)
+        reference_backend = Torch(reference)
+        moments = reference_backend.run(ENCODE, x)
         # All backends decode these latents, the mean, so that an error in encoding does not reach the frames.
         mean, _log_variance = moments.chunk(2, dim=1)
         self.inputs = {ENCODE: x, DECODE: mean}
-        self.answers = {ENCODE: moments, DECODE: exact.run(DECODE, self.inputs[DECODE])}
+        self.answers = {ENCODE: moments, DECODE: reference_backend.run(DECODE, self.inputs[DECODE])}
         self.lengths = {
             direction: direction.result_lengths(reference, self.inputs[direction].shape[2])
             for direction in Direction
@@ -337,7 +344,8 @@ class Verifier:
     def _layer_errors(
         self, candidates: list[Candidate], torch_bfloat16: Candidate | None, say: Callable[[str], None]
     ) -> list[list[LayerError]]:
-        """Compare the layers of candidates; return, for each candidate, their errors in both directions."""
+        """Compare the layers of all candidates; return each candidate's layer errors, in both directions."""
+        # `torch_bfloat16` is PyTorch in bfloat16; None if no candidate is in bfloat16.
         errors: list[list[LayerError]] = [[] for _ in candidates]
         compared = candidates if torch_bfloat16 is None else [*candidates, torch_bfloat16]
         for direction in Direction:
@@ -364,7 +372,7 @@ class Verifier:
             wanted_frames = sum(self.lengths[direction])
             contracts.append(Contract(f"{direction}: frames", frames, wanted_frames, frames == wanted_frames))
             if got.shape != want.shape:
-                # It counts one wrong shape, where none is allowed.
+                # The measured value is the number of wrong shapes: 1, where 0 are allowed.
                 contracts.append(
                     Contract(f"{direction}: shape {tuple(got.shape)} for {tuple(want.shape)}", 1, 0, False)
                 )
@@ -389,17 +397,17 @@ class Verifier:
         whole, shape_contracts = self._encode_and_decode(candidate)
         contracts = []
         for direction, error in whole.items():
-            # In float32 the baseline may be empty, and `contract` does not read it: any error will do.
+            # The baseline is empty if no candidate is in bfloat16. Then `contract` does not read its last
+            # argument, for which the candidate's own error stands in.
             torch_error = baseline.get(direction, error)
             name, measured, allowed = tolerances.contract(
                 candidate.dtype, error.relative, error.rms, torch_error.rms
             )
             contracts.append(Contract(f"{direction}: {name}", measured, allowed, measured <= allowed))
         contracts += shape_contracts
+        # A direction compiles one program for the first chunk, and one for all later chunks.
         contracts += [
-            Contract(
-                f"{direction}: programs compiled", count, PROGRAMS_A_NETWORK, count <= PROGRAMS_A_NETWORK
-            )
+            Contract(f"{direction}: programs compiled", count, MOST_PROGRAMS, count <= MOST_PROGRAMS)
             for direction, count in candidate.backend.program_counts.items()
         ]
         first_bad = next((layer for layer in layers if layer.chunk is not None), None)

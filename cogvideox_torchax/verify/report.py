@@ -113,12 +113,12 @@ def draw_layers(results: list[Result], path: Path) -> None:
     figure, axes = pyplot().subplots(figsize=(12, 6), layout="constrained")
     values = [layer.relative for result in results for layer in result.layers]
     # The height of the line "exact": a third of the smallest error, or of 1e-7 if there is no error.
-    floor = min((value for value in values if value > 0), default=1e-7) / 3
+    exact_height = min((value for value in values if value > 0), default=1e-7) / 3
     markers = "os^Dvx"  # matplotlib's names of shapes, which tell lines apart that cover each other
     # A backend may lack a layer that others have, so the longest list gives the places on the axis.
     names = [layer.name for layer in max((result.layers for result in results), key=len)]
     for index, result in enumerate(results):
-        heights = [max(layer.relative, floor) for layer in result.layers]
+        heights = [max(layer.relative, exact_height) for layer in result.layers]
         axes.semilogy(
             [names.index(layer.name) for layer in result.layers],
             heights,
@@ -129,8 +129,8 @@ def draw_layers(results: list[Result], path: Path) -> None:
     if any(result.dtype == "float32" for result in results):
         label = f"tolerance of float32, {tolerances.FLOAT32_RELATIVE:.0e}"
         axes.axhline(tolerances.FLOAT32_RELATIVE, color="C3", linestyle="--", linewidth=0.8, label=label)
-    axes.axhline(floor, color="0.8", linewidth=0.8)
-    axes.text(0, floor, "exact", va="bottom", color="0.5", fontsize=8)
+    axes.axhline(exact_height, color="0.8", linewidth=0.8)
+    axes.text(0, exact_height, "exact", va="bottom", color="0.5", fontsize=8)
     axes.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
     axes.set(
         ylabel="largest difference / largest reference value",

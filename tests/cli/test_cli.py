@@ -652,7 +652,7 @@ def test_a_longer_video_has_a_second_program_and_no_third():
             return iter(())
 
     for direction in (directions.ENCODE, directions.DECODE):
-        compile._run_all(Vae(), direction, 49, 16, 24)
+        compile._run_every_program(Vae(), direction, 49, 16, 24)
     # Of 49 frames the first chunk holds 9 and each later one 8; of 13 latent frames it is 3 and 2. The
     # command line reads and writes bytes, `vae.encode` and `vae.decode` floats.
     assert asked == [
