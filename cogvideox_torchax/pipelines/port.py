@@ -32,8 +32,9 @@ from cogvideox_torchax.pipelines.scheduler import port_scheduler
 from cogvideox_torchax.pipelines.transformer import CogVideoXTransformer3DModel
 from cogvideox_torchax.runtime.models import PicklesAsStock, PortedModel
 from cogvideox_torchax.sharding import Parallel, check_one_process
+from cogvideox_torchax.vae.directions import DECODE
 from cogvideox_torchax.vae.streaming import ChunkedVAE
-from cogvideox_torchax.vae.torchax.autoencoder import check_vae_class, port_vae
+from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX, check_vae_class, port_vae
 
 logger = logging.getLogger("cogvideox_torchax")
 
@@ -234,11 +235,47 @@ def _decode_in_chunks(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
         pipe.transformer._reset_stateful_cache()
     # The pipelines call the VAE's scaling factor `vae_scaling_factor_image`, for videos too.
     z = 1 / pipe.vae_scaling_factor_image * latents.permute(0, 2, 1, 3, 4)
-    # If another library has replaced `decode`, on the model, on its class or in a subclass, it is called.
-    author = pipe.vae.decode.__module__.partition(".")[0]
-    if author not in ("diffusers", "cogvideox_torchax") or upstream.is_patched(DiffusersAutoencoder):
+    if not _decodes_by_programs(pipe.vae):
         return runtime.to_torch(pipe.vae.decode(z).sample)
     return torch.cat(list(pipe.vae.decode_stream(z)), dim=2)
+
+
+def _decodes_by_programs(vae: Any) -> bool:
+    """Return whether no other library replaced `decode`, on the model, on its class or in a subclass."""
+    author = vae.decode.__module__.partition(".")[0]
+    return author in ("diffusers", "cogvideox_torchax") and not upstream.is_patched(DiffusersAutoencoder)
+
+
+def _compile_decoder_ahead(pipe: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    """Start to compile, in threads, the programs that will decode the video of a `call` of the pipeline.
+
+    Meanwhile the call compiles its other networks. For a call whose size is not known from its arguments,
+    the decoder is compiled after the last step, when it is first needed.
+    """
+    if call not in _CALLS or not isinstance(pipe.vae, AutoencoderKLCogVideoX):
+        return
+    try:
+        arguments = inspect.signature(call).bind(pipe, *args, **kwargs).arguments
+    except TypeError:  # `call` raises it itself
+        return
+    config, scale = pipe.transformer.config, pipe.vae_scale_factor_spatial
+    frames = arguments.get("num_frames") or config.sample_frames
+    height = arguments.get("height") or config.sample_height * scale
+    width = arguments.get("width") or config.sample_width * scale
+    prompt: Any = arguments.get("prompt")
+    embeddings: Any = arguments.get("prompt_embeds")
+    if (
+        arguments.get("output_type") == "latent"
+        or (prompt is None and embeddings is None)
+        or not all(isinstance(size, int) for size in (frames, height, width))
+        or not _decodes_by_programs(pipe.vae)
+    ):
+        return
+    check_size(height, width, config, scale)
+    videos = len(embeddings) if prompt is None else 1 if isinstance(prompt, str) else len(prompt)
+    latent_frames = (frames - 1) // pipe.vae_scale_factor_temporal + 1
+    channels = pipe.vae.config["latent_channels"]
+    pipe.vae.compile_ahead(DECODE, (videos, channels, latent_frames, height // scale, width // scale))
 
 
 def _call(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -253,6 +290,7 @@ def _call(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> A
             # No warning here: `enable_cache`, if it was called, has given it.
             transformer.take_cache(warn=False)
         transformer._reset_stateful_cache()  # an earlier call that failed may have left kept arrays
+    _compile_decoder_ahead(pipe, inherited, args, kwargs)
     result = inherited(pipe, *args, **kwargs)
     if scheduler is not None:
         # This checks the last step for NaN and Inf. An earlier step was checked by the step after it.
@@ -302,6 +340,9 @@ _WRAPPERS: dict[str, Callable[..., Any]] = {
     upstream.ROTARY_TABLES: _rotary_tables,
 }
 """By the name of a pipeline's method, its wrapper, which runs in its place."""
+
+_CALLS = (CogVideoXPipeline.__call__, CogVideoXImageToVideoPipeline.__call__)
+"""The calls whose arguments tell the size of the video that they decode."""
 
 _DECODE_LATENTS = tuple(kind.decode_latents for kind in PIPELINES)
 """`decode_latents` of CogVideoX's pipelines, which decode a whole video at once."""

@@ -7,6 +7,7 @@ next chunk. A struct is a `jax.ShapeDtypeStruct`: an array's shape, dtype and sh
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -108,6 +109,8 @@ class ArrayProgram:
         self.place = place or Place()
         self.compilations = 0
         self.untraceable: str | None = None
+        # By what `compile_ahead` was called for, the thread that compiles it.
+        self._compiling: dict[Any, threading.Thread] = {}
 
         # A function of its own, as JAX names a program after its function, and a method cannot be renamed.
         def run(weights: Any, inputs: Any, cache: Any) -> Any:
@@ -145,6 +148,8 @@ class ArrayProgram:
             inputs: what `put` has returned.
             cache: the cache of the previous call, which is donated; None if there is none.
         """
+        for thread in list(self._compiling.values()):
+            thread.join()  # without this, JAX would compile the same program a second time here
         # While a caller's program is traced, this program becomes a part of it.
         compiled = self._compiled_in_another if is_tracing() else self._compiled
         return compiled(weights, inputs, cache)
@@ -168,6 +173,24 @@ class ArrayProgram:
     def lower(self, weights: Any, inputs: Any, cache: Any = None) -> Any:
         """Lower the program for arrays or structs."""
         return self._compiled.lower(weights, inputs, cache)
+
+    @runs_unchecked
+    def compile_ahead(self, inputs: Any, *, before: Any = None) -> None:
+        """Start to compile, in a thread, what a later `run` needs for such inputs; that call waits for it.
+
+        The arguments are those of `structs`. A second call with equal arguments does nothing.
+        """
+        if (inputs, before) in self._compiling:
+            return
+        lowered = self.lower(*self.structs(inputs, before=before))
+
+        def compile_lowered() -> None:
+            with contextlib.suppress(Exception):  # `run` compiles again then, and raises the error
+                lowered.compile()
+
+        # Not a daemon: a process that ends while XLA compiles in another thread would be aborted.
+        thread = self._compiling[inputs, before] = threading.Thread(target=compile_lowered)
+        thread.start()
 
     def structs(self, inputs: Any, *, before: Any = None) -> tuple[Any, Any, Any]:
         """Return structs of the weights, the inputs and the cache that `lower` takes.

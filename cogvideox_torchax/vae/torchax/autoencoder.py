@@ -282,6 +282,22 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         # `_compile_for`.
         return runtime.programs_of(self).get((direction, as_uint8), network, self._compile_for)
 
+    def compile_ahead(self, direction: Direction, shape: torch.Size | tuple[int, ...]) -> None:
+        """Start to compile a direction's programs for an input of this shape (N, C, T, H, W), in threads.
+
+        A call that needs the programs waits for them. Nothing is compiled for a model that is not on JAX, or
+        for an input that would run in tiles.
+        """
+        if not runtime.is_on_jax(self) or self._tile_plan(direction, torch.Size(shape[3:])) is not None:
+            return
+        program = self.program(direction)
+        videos = 1 if self.use_slicing else shape[0]
+        previous = None
+        for chunk in direction.chunks(self, shape[2])[:2]:  # all later chunks have the second one's program
+            inputs = (videos, shape[1], len(chunk), *shape[3:]), runtime.jax_dtype(self.dtype)
+            program.compile_ahead(inputs, before=previous)
+            previous = inputs
+
     def build_program(self, direction: Direction, *, stock: bool = False) -> runtime.Program:
         """Build a separate chunk program, to inspect its compiled text.
 
