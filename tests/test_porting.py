@@ -42,6 +42,12 @@ def test_a_split_without_a_mesh_is_refused(small_vae, given):
     assert type(vae) is type(small_vae)
 
 
+@pytest.mark.parametrize("device", ["tpu", "tpu:0"])
+def test_a_tpu_is_a_device_of_torchtpu_alone(jax_vae, device):
+    with pytest.raises(ValueError, match=r'torchax, move it .to\("jax"\)'):
+        jax_vae.to(device)
+
+
 def test_a_model_on_jax_saves_the_same_file(small_vae, jax_vae, tmp_path):
     without_torchax(small_vae.save_pretrained, tmp_path / "stock")
     jax_vae.save_pretrained(tmp_path / "ours")

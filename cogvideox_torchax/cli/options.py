@@ -65,7 +65,7 @@ class CommandParser(argparse.ArgumentParser):
                 words[i] = "".join((hyphenated, *value))
         found, unknown = super().parse_known_args(words, namespace)
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}; a value follows its option")
         return found, []
 
     def _advice(self, name: str, known: Iterable[str]) -> str:

@@ -29,6 +29,8 @@ def pack(directory: str | Path, output: str | Path, kind: str, shard_size: int =
         OutputError: the output cannot be written, or the latents are of several settings.
         ImportError: pyarrow is not installed.
     """
+    if Path(directory).is_file():
+        raise ClipError(f"{directory} is a file: give a directory that `encode` has written")
     if kind == formats.PARQUET:
         formats.pyarrow()  # raises before the work, not after it
     output = check_output(output)

@@ -32,6 +32,8 @@ def save_video(frames: Any, path: str | Path, fps: Fraction | float) -> None:
         VideoError: frames of another type, shape or range, or several videos.
         OutputError: an output that cannot be written.
     """
+    if not isinstance(path, str | Path):
+        raise VideoError(f"got path={path!r}: give the name of an .mp4 or .gif file, or of a directory")
     if not isinstance(fps, Real):
         raise VideoError(f"got fps={fps!r}: give the number of frames a second, such as 8")
     runtime.without_torchax(_save, frames, path, fps)

@@ -161,6 +161,10 @@ def check(request: stages.Request, model: Model) -> None:
                 not math.isfinite(request.guidance_scale)
             ),
             f"got --strength {request.strength}: more than 0, and at most 1": not 0 < request.strength <= 1,
+            f"got --negative-prompt with --guidance-scale {request.guidance_scale}, which does not use it: "
+            "leave it out, or give a scale above 1": (
+                request.negative_prompt and request.guidance_scale <= 1
+            ),
         },
         RequestError,
     )

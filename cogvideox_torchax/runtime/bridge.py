@@ -159,6 +159,11 @@ def device_and_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any
             device, dtype = value.device, value.dtype
         elif isinstance(value, str | torch.device):
             device = value
+    if str(device).partition(":")[0] == TPU and upstream.added_device() != TPU:
+        raise ValueError(
+            f'got device "{device}", which PyTorch has only where TorchTPU is imported: for a TPU through '
+            'torchax, move it .to("jax")'
+        )
     return device, dtype
 
 

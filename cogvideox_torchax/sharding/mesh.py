@@ -25,8 +25,8 @@ def make_mesh(dp: int = 1, tp: int | None = None, *, devices: Any = None) -> Mes
         ValueError: sizes below one, more devices than there are, or a dp that does not divide them.
     """
     devices = np.asarray(jax.devices() if devices is None else devices).reshape(-1)
-    if dp < 1 or (tp is not None and tp < 1):
-        raise ValueError(f"got a mesh of dp={dp}, tp={tp}: both must be at least 1")
+    if any(not isinstance(size, int) or size < 1 for size in (dp, 1 if tp is None else tp)):
+        raise ValueError(f"got a mesh of dp={dp!r}, tp={tp!r}: both must be whole numbers of at least 1")
     if tp is None and devices.size % dp:
         raise ValueError(
             f"got dp={dp} for {devices.size} devices: it does not divide them; pass tp, or a dp of "

@@ -499,6 +499,10 @@ WRONG_ARGUMENTS = {
     "a seed in words": ("encode a.mp4 --seed any", "argument --seed: got any: give a whole number from 0"),
     "a letter": ("encode a.mp4 -o a.safetensors -n 3", "unrecognized arguments: -n 3"),
     "a second file": ("encode a.mp4 b.mp4 -o a.safetensors", "unrecognized arguments: b.mp4"),
+    "a prompt without its option": (
+        "generate panda --model m -o a.mp4",
+        "unrecognized arguments: panda; a value follows its option",
+    ),
 }
 
 

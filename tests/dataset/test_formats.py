@@ -143,6 +143,8 @@ def test_latents_that_do_not_belong_together_and_an_output_in_use_are_refused(
     assert "it is no empty directory" in refused(*command)
     command = ("pack", encoded / "parquet", "-o", tmp_path / "new", "--format", "parquet")
     assert "holds no latent files" in refused(*command)
+    command = ("pack", tmp_path / "in/z.mp4.safetensors", "-o", tmp_path / "new", "--format", "parquet")
+    assert "is a file: give a directory" in refused(*command)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 

@@ -501,6 +501,11 @@ def test_anything_else_is_refused_by_name(tmp_path, make, words):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_path_is_a_name():
+    with pytest.raises(VideoError, match="got path=None: give the name of an .mp4 or .gif file"):
+        save_video(returned("np"), None, fps=8)
+
+
 @pytest.mark.parametrize("fps", ["8", None])
 def test_a_rate_is_a_number(tmp_path, fps):
     with pytest.raises(VideoError, match="give the number of frames a second"):

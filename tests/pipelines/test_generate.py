@@ -177,6 +177,11 @@ BAD = {
     "strength": ("text", ["--video", "clip.mp4", "--strength", 2], "at most 1"),
     "a strength of no video": ("text", ["--strength", 0.5], "without a video to start from"),
     "no number": ("text", ["--guidance-scale", "nan"], "got --guidance-scale nan: give a number"),
+    "a negative prompt of no guidance": (
+        "text",
+        ["--negative-prompt", "a cat", "--guidance-scale", 1],
+        "--guidance-scale 1.0, which does not use it",
+    ),
     "a strength without steps": ("text", ["--video", "clip.mp4", "--strength", 0.2], "no step is left"),
     "1.5 and a clip's frames": ("1.5", ["--video", "clip.mp4", "--frames", 5], "generates 3 or 7 of them"),
     "long prompt": ("text", ["--prompt", "a panda plays " * 9], r"tokens: .* takes 16; shorten it"),

@@ -231,6 +231,8 @@ def test_a_mesh_has_the_axes_and_sizes_that_were_asked_for():
         (2, 5, "10 devices, where there are 8: .* XLA_FLAGS=--xla_force_host_platform_device_count=10"),
         (0, 8, "at least 1"),
         (1, 0, "1"),
+        ("1", 8, "got a mesh of dp='1', tp=8: both must be whole numbers"),
+        (2.0, None, "dp=2.0"),
     ],
 )
 def test_a_mesh_that_does_not_fit_the_devices_is_refused(dp, tp, words):
