@@ -114,7 +114,10 @@ def test_the_other_backends_are_planned_too(tmp_path, backend, kind, tp):
     assert [program.name for program in theirs] == [program.name for program in ours]
     for got, want in zip(theirs, ours, strict=True):
         assert got.frames == want.frames
-        assert got.flops == pytest.approx(want.flops, rel=0.5)
+        # Both builds run the same convolutions. On a CPU these filter by Winograd, which divides the products
+        # of a plain convolution, as in the stock modules, by at most 2.25 on a plane.
+        most = 2.25 if backend == "torchax-stock" else 1.01
+        assert 0.99 < got.flops / want.flops < most
         assert got.argument_bytes == pytest.approx(want.argument_bytes, rel=0.01)
 
 
