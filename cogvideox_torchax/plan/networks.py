@@ -222,8 +222,9 @@ def _counted_flops(network: Any, tensors: TensorSpecs) -> int:
 def cached_steps(model: str, dtype: torch.dtype, cache: str, guided: bool = True) -> dict[int, int]:
     """Return how many of a video's steps are of each kind, by the number of the kind's first step.
 
-    Steps of one kind run the same layers, and share a program. FirstBlockCache decides only while it runs
-    which layers a step runs: its result has one step that runs all blocks, and one that does not.
+    Steps of one kind run the same layers, and share a program. With FirstBlockCache, only a run itself
+    decides which steps skip blocks. So the counts are then not a video's: the result is {0: 1, 1: 1}, one
+    step that runs all blocks and one that skips some.
     """
     network = weightless_transformer(model, dtype)
     # A step's form (`caches.Form`) is the layers that it runs and the results that it keeps: its kind.
@@ -233,9 +234,9 @@ def cached_steps(model: str, dtype: torch.dtype, cache: str, guided: bool = True
 
 
 def _plan_cached_run(network: Any, cache: str, batch: int) -> list[Any]:
-    """Enable a cache on a transformer without weights; return each step's (form, numbers that it takes)."""
+    """Enable a cache on a transformer without weights; return the pair (form, numbers) of each step."""
     # The present step's timestep, which `steps` sets and the cache's configuration reads: some caches skip
-    # only steps in a range of timesteps. A list, because an inner function can set its item.
+    # only steps in a range of timesteps. It is in a list so that `steps`, an inner function, can set it.
     timestep = [0.0]
 
     def steps() -> Iterator[int]:
@@ -246,7 +247,9 @@ def _plan_cached_run(network: Any, cache: str, batch: int) -> list[Any]:
 
     config = config_of(cache, steps=STEPS, guided=batch == 2, timestep=lambda: timestep[0])
     network.enable_cache(config)
-    network.take_cache()  # moves diffusers' hooks from the modules into `step_cache`
+    network.take_cache()  # moves the hooks that diffusers has put on the modules into `step_cache`
+    # A step's form tells which layers it runs. Its numbers are the scalar inputs that the cache adds to the
+    # step's program, such as a threshold, by name.
     return runtime.without_torchax(network.step_cache.plan_run, network, batch, steps())
 
 
@@ -258,7 +261,6 @@ def cached_program(
     This enables the cache on `network`, a ported transformer without weights. `tensors` are the inputs of a
     step without a cache. `batch` is 2 with guidance, else 1.
     """
-    # The layers that the step runs, and the scalar inputs that the cache adds, such as a threshold.
     form, numbers = _plan_cached_run(network, cache, batch)[step]
     number_specs = {
         name: (tuple(number.shape), jax.dtypes.canonicalize_dtype(runtime.jax_dtype(number.dtype)))
@@ -294,8 +296,8 @@ def prompt_work(model: str, dtype: torch.dtype, mesh: Any, *, tokens: int) -> Ne
     network.place_on(mesh)
     program = network.program
     structs = functools.partial(program.structs, prompt_tensors(batch=1, text=tokens))
-    about = {"layers": config["num_layers"], "parallel": str(network.parallelism)}
-    return NetworkWork("prompt", tokens, program.lower, structs, **about)
+    description = {"layers": config["num_layers"], "parallel": str(network.parallelism)}
+    return NetworkWork("prompt", tokens, program.lower, structs, **description)
 
 
 def about(work: NetworkWork, counts: Sequence[int]) -> dict[str, Any]:

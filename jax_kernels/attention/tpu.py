@@ -63,8 +63,8 @@ def is_supported(
 ) -> bool:
     """Return whether the kernel supports these queries and keys.
 
-    It needs float32 or bfloat16, heads of at most 256 channels, and keys that fit into VMEM: 130,000 of 64
-    bfloat16 channels on a v6e.
+    It needs float32 or bfloat16, heads of at most 256 channels, and keys and values that fit into VMEM. On a
+    v6e, 130,000 keys of 64 channels in bfloat16 fit.
     """
     # Four arrays: the keys and the values of this head and of the next.
     fits = 4 * k.shape[1] * k.shape[3] * k.dtype.itemsize < KEYS_SHARE * vmem_limit()
@@ -108,6 +108,7 @@ def transposed(
             key_block=key_block,
             factor=scale * math.log2(math.e),  # exp(scale * score) is 2 ** (factor * score)
         ),
+        # A grid step (head, block) computes one block of queries of one video's head.
         grid=(videos * heads, pl.cdiv(queries, query_block)),
         in_specs=[query_spec, key_spec, key_spec],
         out_specs=query_spec,
@@ -157,11 +158,11 @@ def _attend_block(
 
     The result `y_ref` is (D, S). `extended_q_ref` is memory for the queries and the `_subtracted_rows` below
     them. `value_sums_ref` (D, S) is memory for sums of weighted values, and `weight_sums_ref` (8, S) for
-    eight partial sums of the weights. Padding follows the real queries and keys. `factor` multiplies the
-    scores.
+    eight partial sums of the weights. Padding follows the real queries and keys. A weight is 2 ** (`factor` *
+    (score - maximum)).
     """
     channels, query_block = q_ref.shape
-    chunk = min(CHUNK, key_block)
+    chunk = min(CHUNK, key_block)  # a number of keys; a strip is a slice of the block's queries
     strips = [slice(at, min(at + STRIP, query_block)) for at in range(0, query_block, STRIP)]
     value_sums_ref[...] = jnp.zeros_like(value_sums_ref)
     weight_sums_ref[...] = jnp.zeros_like(weight_sums_ref)
@@ -201,6 +202,7 @@ def _attend_block(
             # The multiplication would take another pass. Queries that are scaled already do without it.
             return differences if factor == 1.0 else differences * factor
 
+        # Each strip's sums over the blocks of keys before; this block's are added to them.
         value_sums = [value_sums_ref[:, strip] for strip in strips]
         weight_sums = [weight_sums_ref[:, strip] for strip in strips]
         # Pairs of a chunk's start and a strip's index. The exponents of a pair are computed `STRIPS_AHEAD`
@@ -221,7 +223,8 @@ def _attend_block(
     weight_sum = weight_sums_ref[...].sum(0, keepdims=True)
     value_sum = value_sums_ref[...]
     y_ref[...] = (value_sum / weight_sum).astype(y_ref.dtype)
-    # Padding queries, after the last real one, may hold anything: their sums are not checked.
+    # Whether the result of a query can be trusted. Padding queries, after the last real one, may hold
+    # anything: their sums are not checked.
     first_query = pl.program_id(1) * query_block
     is_query = first_query + jax.lax.broadcasted_iota(jnp.int32, weight_sum.shape, 1) < num_queries
     # All comparisons with NaN are false, so a sum of NaN is not trusted either.
@@ -231,7 +234,8 @@ def _attend_block(
     attend_again = functools.partial(
         _attend_again, q_ref, k_ref, v_ref, y_ref, value_sums_ref, weight_sums_ref, num_keys, factor
     )
-    pl.when(jnp.min(is_correct.astype(jnp.float32)) == 0)(attend_again)
+    any_is_wrong = jnp.min(is_correct.astype(jnp.float32)) == 0
+    pl.when(any_is_wrong)(attend_again)
 
 
 def _attend_again(q_ref, k_ref, v_ref, y_ref, value_sums_ref, weight_sums_ref, num_keys, factor) -> None:
