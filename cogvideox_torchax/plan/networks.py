@@ -69,13 +69,13 @@ class NetworkWork(Work):
     Attributes:
         layers: number of layers of the network.
         parallel: in words, how the network uses the mesh's axis "tp", and why.
-        kept: bytes on one device of the results that a cache keeps for the next step, which takes them as
-            arguments; 0 without a cache.
+        kept_bytes: bytes on one device of the results that a cache keeps for the next step, which takes them
+            as arguments; 0 without a cache.
     """
 
     layers: int = 0
     parallel: str = ""
-    kept: int = 0
+    kept_bytes: int = 0
 
 
 def weightless_transformer(model: str, dtype: torch.dtype) -> Any:
@@ -183,13 +183,14 @@ def step_work(
     # 0 leaves the FLOPs to the compiler's count. PyTorch's would include the layers that the cache skips.
     flops = 0.0 if cache else _counted_flops(network, tensors) / mesh.size
     network.place_on(mesh, parallel, chip and chip.memory)
+    # The program of a network of another class than CogVideoX's names its inputs by numbers.
     program, tensors = network.described_program(tensors)
     previous_tensors = None
-    kept = 0
+    kept_bytes = 0
     if cache is not None:
         program, tensors = cached_program(network, tensors, cache, batch, step)
         previous_tensors = tensors  # the program takes what the previous step, with equal inputs, kept
-        kept = cache_bytes(program, tensors)
+        kept_bytes = cache_bytes(program, tensors)
     return NetworkWork(
         "step",
         frames,
@@ -198,22 +199,22 @@ def step_work(
         flops=flops,
         layers=network.config["num_layers"],
         parallel=str(network.parallelism),
-        kept=kept,
+        kept_bytes=kept_bytes,
     )
 
 
 def _counted_flops(network: Any, tensors: TensorSpecs) -> int:
     """Return the FLOPs of a step in diffusers' own modules, as PyTorch counts them on "meta" tensors."""
 
-    def meta(described: tuple[Any, ...]) -> torch.Tensor:
-        shape, dtype = described
+    def meta_tensor(spec: tuple[Any, ...]) -> torch.Tensor:
+        shape, dtype = spec  # JAX's dtype
         return torch.empty(shape, dtype=getattr(torch, np.dtype(dtype).name), device="meta")
 
     def count() -> int:
         # "positions" is the port's own argument: diffusers' model computes its table of positions.
-        arguments = {name: each for name, each in tensors.items() if name != "positions"}
+        arguments = {name: spec for name, spec in tensors.items() if name != "positions"}
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            network(**jax.tree.map(meta, arguments, is_leaf=describes_one_input))
+            network(**jax.tree.map(meta_tensor, arguments, is_leaf=describes_one_input))
         return counter.get_total_flops()
 
     return runtime.without_torchax(count)
@@ -307,7 +308,7 @@ def about(work: NetworkWork, counts: Sequence[int]) -> dict[str, Any]:
     steps in a video, and with a cache the number of each kind of step that skips layers.
     """
     rows = {"network": f"{work.name}, {work.layers} layers", "parallel": work.parallel}
-    if not work.kept:
+    if not work.kept_bytes:  # without a cache all steps are alike
         return rows
     kinds = (f"{count} of skipping step {kind}" for kind, count in enumerate(counts[1:], 1))
-    return rows | {"kept_GiB": work.kept / GIB, "steps": ", ".join((f"{counts[0]} in full", *kinds))}
+    return rows | {"kept_GiB": work.kept_bytes / GIB, "steps": ", ".join((f"{counts[0]} in full", *kinds))}

@@ -39,9 +39,9 @@ def attention(
     Args:
         q, k, v: any float dtype, the same for all three.
         scale: factor of the scores before the softmax; None for 1 / sqrt(D), as in torch. The TPU's kernel
-            computes powers of two, so it multiplies the scores by `scale` times log2(e). If `qk_norm_rope`
-            has multiplied the queries by log2(e) / sqrt(D) already, pass ln 2: the factor is then 1, and the
-            kernel leaves the multiplication out.
+            computes powers of two, so it multiplies the scores by `scale` times log2(e). With ln 2 this
+            product is 1, and the kernel leaves the multiplication out: pass ln 2 for queries that
+            `qk_norm_rope` has multiplied by log2(e) / sqrt(D).
         num_keys: number of real keys, which come first; the keys after them are padding and may hold
             anything. None if all are real.
         implementation: "plain" is XLA's, a block of queries at a time; "transposed" is a Pallas kernel for

@@ -95,10 +95,10 @@ def is_supported(x: Float[Array, "N S C"], heads: int) -> bool:
 def _check_arguments(x: Array, weight: Any, bias: Any, cos: Any, sin: Any, heads: int) -> None:
     if x.ndim != 3 or heads < 1 or x.shape[-1] % heads:
         raise ValueError(f"qk_norm_rope got x {x.shape} for {heads} heads: it takes (N, S, H D)")
-    channels = x.shape[-1] // heads
+    channels = x.shape[-1] // heads  # of one head
     check_channels("qk_norm_rope", channels, weight=weight, bias=bias)
     if bias is not None and weight is None:
-        raise ValueError("qk_norm_rope got a bias and no weight: a norm without a weight has one of ones")
+        raise ValueError("qk_norm_rope got a bias and no weight: pass a weight of ones")
     shapes = [None if table is None else table.shape for table in (cos, sin)]
     if shapes != [None, None] and (shapes != [(x.shape[1], channels)] * 2 or channels % 2):
         raise ValueError(

@@ -105,7 +105,7 @@ def map_shards(
 ) -> Any:
     """Call `function(target, *activations, *weights, *statistics)` once on each device, for its shard.
 
-    Without a split over devices it is called once, for all columns.
+    Without a split over devices it is called once, for all columns. Inside a shard, too, it is called once.
 
     Args:
         target: the target; the one that `function` gets on a device has `split.in_shard` set.

@@ -46,14 +46,14 @@ def split_frames(
     All arrays are sliced at the same indices. So if one of `others` has fewer frames than `x`, as latents
     have, only the first frame is split off: all frames after it are a single run.
     """
-    arrays, frames = (x, *others), x.shape[time_axis]
+    arrays, num_frames = (x, *others), x.shape[time_axis]
     if not splits_first_frame(target, x):  # anything but bfloat16 on a TPU
         return [arrays]
-    single_frames = frames % 2  # frames that are a run by themselves: the first, or none
-    length = next(length for length in RUNS if (frames - single_frames) % length == 0)  # of a run
-    if any(array is not None and array.shape[time_axis] != frames for array in others):
-        length = frames  # so that the range below has one start
-    starts = [*range(single_frames), *range(single_frames, frames, length)]
+    num_single = num_frames % 2  # frames that are a run by themselves: the first, or none
+    run_length = next(length for length in RUNS if (num_frames - num_single) % length == 0)
+    if any(array is not None and array.shape[time_axis] != num_frames for array in others):
+        run_length = num_frames  # so that the second range below has one start
+    starts = [*range(num_single), *range(num_single, num_frames, run_length)]
     if len(starts) == 1:
         return [arrays]
 
