@@ -81,8 +81,8 @@ def transposed(
 ) -> Float[Array, "N S H D"]:
     """Transpose and pad queries, keys and values, attend by the kernel, and transpose its result back.
 
-    `is_supported` accepts the arrays, and there is at least one real key. `attention_transposed` transposes
-    the other way around this call. XLA drops both transpositions.
+    The arrays must be such that `is_supported` accepts them, with at least one real key. Within
+    `attention_transposed`, which transposes the other way around this call, XLA drops all transpositions.
     """
     videos, queries, heads, channels = q.shape
     padded_channels = tiled_sublanes(channels, q.dtype)  # zeros fill whole tiles
@@ -97,7 +97,8 @@ def transposed(
         # same scores.
         q_BDS, scale = jnp.zeros_like(q_BDS), 1.0
     query_block, key_block = _block_length(queries, QUERIES), _block_length(num_keys, KEYS)
-    all_keys = pl.cdiv(num_keys, key_block) * key_block  # the keys that a grid step has, in whole blocks
+    # The keys that a grid step has: the real ones, and padding up to whole blocks.
+    all_keys = pl.cdiv(num_keys, key_block) * key_block
     query_spec = pl.BlockSpec((None, padded_channels, query_block), lambda head, block: (head, 0, block))
     key_spec = pl.BlockSpec((None, padded_channels, all_keys), lambda head, block: (head, 0, 0))
     y_BDS = pl.pallas_call(
@@ -199,7 +200,8 @@ def _attend_block(
         def exponents_of(start: int, n: int) -> Array:
             """Return the exponents (keys, queries) of the weights for a chunk's start and a strip's index."""
             differences = _product(keys_of(start), extended_q_ref[:, strips[n]], over=0)  # score - maximum
-            # The multiplication would take another pass. Queries that are scaled already do without it.
+            # The multiplication would take another pass over the scores. Queries that `qk_norm_rope` has
+            # scaled do without it.
             return differences if factor == 1.0 else differences * factor
 
         # Each strip's sums over the blocks of keys before; this block's are added to them.

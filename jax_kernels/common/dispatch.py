@@ -139,12 +139,10 @@ def with_derivatives_of(plain: Callable[..., Any], kernel: Callable[..., Any]) -
     JAX cannot differentiate a Pallas kernel.
     """
     differentiable = jax.custom_jvp(kernel)
-
-    @differentiable.defjvp
-    def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
-        _, result_tangent = jax.jvp(plain, primals, tangents)
-        return differentiable(*primals), result_tangent
-
+    # The rule returns the kernel's result and the plain function's tangent, the second result of `jvp`.
+    differentiable.defjvp(
+        lambda primals, tangents: (differentiable(*primals), jax.jvp(plain, primals, tangents)[1])
+    )
     return differentiable
 
 

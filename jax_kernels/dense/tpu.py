@@ -180,6 +180,7 @@ def product(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(parts * blocks, videos, pl.cdiv(tokens, block_tokens)),
+            # The residual is cut into blocks as the result is.
             in_specs=[x_spec, weight_spec, bias_spec, *([y_spec, gate_spec] if gated_operands else [])],
             out_specs=y_spec,
         ),
