@@ -48,7 +48,7 @@ def measured() -> dict[str, Any]:
             networks.step_work("5b", torch.bfloat16, make_mesh(*sizes), None, **LATENTS, cache=choice)
             for sizes in ((1, 1), (2, 4))
         ]
-        kept = [step.kept / GIB for step in steps]
+        kept = [step.kept_bytes / GIB for step in steps]
         pipe.transformer.enable_cache(
             config_of(choice, steps=networks.STEPS, guided=True, timestep=lambda: pipe.current_timestep)
         )

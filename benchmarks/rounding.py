@@ -120,22 +120,22 @@ def rounded_as_the_kernel(filters: bool) -> Iterator[None]:
     With `filters` convolutions of four and eight frames are filtered by Winograd's algorithm.
     """
 
-    def summed(frames: Any, kernel: Any, columns: Any) -> Any:
+    def summed(frames: Any, kernel: Any, column_padding: Any) -> Any:
         """Convolve in float32, or filter; arguments and result are those of `xla.summed`."""
         wide, length = frames.astype(jnp.float32), frames.shape[1] - 2
         if not filters or length not in (4, 8):
-            return xla.summed(wide, kernel.astype(jnp.float32), columns)
+            return xla.summed(wide, kernel.astype(jnp.float32), column_padding)
 
         def multiply(part: Any, taps: Any) -> Any:
             """Return one of the filter's products: of transformed frames and transformed taps."""
-            return xla.summed(part.astype(jnp.float32), taps[None].astype(jnp.float32), columns)
+            return xla.summed(part.astype(jnp.float32), taps[None].astype(jnp.float32), column_padding)
 
         return filtered(frames, kernel, length // 2, multiply)
 
     jax.clear_caches()  # of programs with another rounding
     with as_on_a_tpu() as patch:
         patch.setenv(tiles.SWITCH, f"off:group_norm,spatial_norm,upsample,downsample,{filters}")
-        patch.setattr(tiles, "SMALLEST", 1)  # else frames this small would not take the kernel
+        patch.setattr(tiles, "SMALLEST_FRAME", 1)  # else frames this small would not take the kernel
         # No Pallas kernel can run here: the norms' sums, and the fused kernel around `summed`, are XLA's.
         patch.setattr(group_norm_op, "_shard_column_moments", lambda target, x: norm_xla.column_moments(x))
         patch.setattr(tpu, "xla", SimpleNamespace(**{**vars(xla), "summed": summed}))

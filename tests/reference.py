@@ -237,7 +237,7 @@ def interpreted_kernels(*, lanes=16, large=1, on_mesh=False):
     with as_on_a_tpu() as patch, interpreter:
         patch.setattr(pl, "pallas_call", traced_call)
         patch.setattr(tiles, "LANES", lanes)
-        patch.setattr(tiles, "SMALLEST", large)
+        patch.setattr(tiles, "SMALLEST_FRAME", large)
         patch.setattr(tpu, "IN_PLACE", False)
         yield traced
 

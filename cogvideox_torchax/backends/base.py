@@ -92,7 +92,7 @@ class Backend(abc.ABC):
     # Chunk by chunk
 
     def chunks(self, direction: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Return an iterator over the results of a video's chunks, left on the device."""
+        """Return an iterator over the results of a video's chunks; the results stay on the device."""
         # Imported here, because it imports JAX, which the list of backends does without.
         from cogvideox_torchax.vae.streaming import frames_of_chunks
 

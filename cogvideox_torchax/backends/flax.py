@@ -38,7 +38,8 @@ class Flax(Backend):
         return weightless.build_program(direction)
 
     def recorder(self, direction: Direction, wanted: Callable[[str], Any]) -> Recorder:
-        # `Network.split` takes a Flax module apart into a pure function and its weights.
+        # `Network.split` takes a Flax module apart into a pure function and its weights, and `compiled`
+        # returns the program of that function.
         network, weights = Network.split(RecordedLayers(self.vae.flax_vae.chunk(direction), wanted))
         step = compiled(network).step(weights)
 

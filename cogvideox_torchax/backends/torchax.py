@@ -39,13 +39,17 @@ class Torchax(Backend):
     def put(self, x: torch.Tensor) -> torch.Tensor:
         return runtime.to_jax(x)
 
-    def _step(self, name: str, network: nn.Module) -> Step:
-        """Return a network as (chunk, cache) -> (result, next cache), on arrays, by the model's program."""
-        program = runtime.programs_of(self.vae).get(name, network, runtime.Program)
+    def _step(self, key: str, network: nn.Module) -> Step:
+        """Return a network as a compiled function of JAX arrays: (chunk, cache) -> (result, next cache).
+
+        `key` stands for the network among those whose programs the model keeps.
+        """
+        program = runtime.programs_of(self.vae).get(key, network, runtime.Program)
         return program.step(program.weights(network))
 
     def recorder(self, direction: Direction, wanted: Callable[[str], Any]) -> Recorder:
         network = RecordedLayers(chunk_network(self.vae, direction), wanted)
+        # Another key than the direction alone, which is that of the program without recording.
         step = self._step(f"{direction}, recorded", network)
 
         def record(chunk: torch.Tensor, cache: Any) -> tuple[dict[str, torch.Tensor], Any]:

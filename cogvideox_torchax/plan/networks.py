@@ -69,13 +69,13 @@ class NetworkWork(Work):
     Attributes:
         layers: number of layers of the network.
         parallel: in words, how the network uses the mesh's axis "tp", and why.
-        kept: bytes on one device of the results that a cache keeps for the next step, which takes them as
-            arguments; 0 without a cache.
+        kept_bytes: bytes on one device of the results that a cache keeps for the next step, which takes them
+            as arguments; 0 without a cache.
     """
 
     layers: int = 0
     parallel: str = ""
-    kept: int = 0
+    kept_bytes: int = 0
 
 
 def weightless_transformer(model: str, dtype: torch.dtype) -> Any:
@@ -183,13 +183,14 @@ def step_work(
     # 0 leaves the FLOPs to the compiler's count. PyTorch's would include the layers that the cache skips.
     flops = 0.0 if cache else _counted_flops(network, tensors) / mesh.size
     network.place_on(mesh, parallel, chip and chip.memory)
+    # The program of a network of another class than CogVideoX's names its inputs by numbers.
     program, tensors = network.described_program(tensors)
     previous_tensors = None
-    kept = 0
+    kept_bytes = 0
     if cache is not None:
         program, tensors = cached_program(network, tensors, cache, batch, step)
         previous_tensors = tensors  # the program takes what the previous step, with equal inputs, kept
-        kept = cache_bytes(program, tensors)
+        kept_bytes = cache_bytes(program, tensors)
     return NetworkWork(
         "step",
         frames,
@@ -198,22 +199,22 @@ def step_work(
         flops=flops,
         layers=network.config["num_layers"],
         parallel=str(network.parallelism),
-        kept=kept,
+        kept_bytes=kept_bytes,
     )
 
 
 def _counted_flops(network: Any, tensors: TensorSpecs) -> int:
     """Return the FLOPs of a step in diffusers' own modules, as PyTorch counts them on "meta" tensors."""
 
-    def meta(described: tuple[Any, ...]) -> torch.Tensor:
-        shape, dtype = described
+    def meta_tensor(spec: tuple[Any, ...]) -> torch.Tensor:
+        shape, dtype = spec  # JAX's dtype
         return torch.empty(shape, dtype=getattr(torch, np.dtype(dtype).name), device="meta")
 
     def count() -> int:
         # "positions" is the port's own argument: diffusers' model computes its table of positions.
-        arguments = {name: each for name, each in tensors.items() if name != "positions"}
+        arguments = {name: spec for name, spec in tensors.items() if name != "positions"}
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            network(**jax.tree.map(meta, arguments, is_leaf=describes_one_input))
+            network(**jax.tree.map(meta_tensor, arguments, is_leaf=describes_one_input))
         return counter.get_total_flops()
 
     return runtime.without_torchax(count)
@@ -222,8 +223,9 @@ def _counted_flops(network: Any, tensors: TensorSpecs) -> int:
 def cached_steps(model: str, dtype: torch.dtype, cache: str, guided: bool = True) -> dict[int, int]:
     """Return how many of a video's steps are of each kind, by the number of the kind's first step.
 
-    Steps of one kind run the same layers, and share a program. FirstBlockCache decides only while it runs
-    which layers a step runs: its result has one step that runs all blocks, and one that does not.
+    Steps of one kind run the same layers, and share a program. With FirstBlockCache, only a run itself
+    decides which steps skip blocks. So the counts are then not a video's: the result is {0: 1, 1: 1}, one
+    step that runs all blocks and one that skips some.
     """
     network = weightless_transformer(model, dtype)
     # A step's form (`caches.Form`) is the layers that it runs and the results that it keeps: its kind.
@@ -233,9 +235,9 @@ def cached_steps(model: str, dtype: torch.dtype, cache: str, guided: bool = True
 
 
 def _plan_cached_run(network: Any, cache: str, batch: int) -> list[Any]:
-    """Enable a cache on a transformer without weights; return each step's (form, numbers that it takes)."""
+    """Enable a cache on a transformer without weights; return the pair (form, numbers) of each step."""
     # The present step's timestep, which `steps` sets and the cache's configuration reads: some caches skip
-    # only steps in a range of timesteps. A list, because an inner function can set its item.
+    # only steps in a range of timesteps. It is in a list so that `steps`, an inner function, can set it.
     timestep = [0.0]
 
     def steps() -> Iterator[int]:
@@ -246,7 +248,9 @@ def _plan_cached_run(network: Any, cache: str, batch: int) -> list[Any]:
 
     config = config_of(cache, steps=STEPS, guided=batch == 2, timestep=lambda: timestep[0])
     network.enable_cache(config)
-    network.take_cache()  # moves diffusers' hooks from the modules into `step_cache`
+    network.take_cache()  # moves the hooks that diffusers has put on the modules into `step_cache`
+    # A step's form tells which layers it runs. Its numbers are the scalar inputs that the cache adds to the
+    # step's program, such as a threshold, by name.
     return runtime.without_torchax(network.step_cache.plan_run, network, batch, steps())
 
 
@@ -258,7 +262,6 @@ def cached_program(
     This enables the cache on `network`, a ported transformer without weights. `tensors` are the inputs of a
     step without a cache. `batch` is 2 with guidance, else 1.
     """
-    # The layers that the step runs, and the scalar inputs that the cache adds, such as a threshold.
     form, numbers = _plan_cached_run(network, cache, batch)[step]
     number_specs = {
         name: (tuple(number.shape), jax.dtypes.canonicalize_dtype(runtime.jax_dtype(number.dtype)))
@@ -294,8 +297,8 @@ def prompt_work(model: str, dtype: torch.dtype, mesh: Any, *, tokens: int) -> Ne
     network.place_on(mesh)
     program = network.program
     structs = functools.partial(program.structs, prompt_tensors(batch=1, text=tokens))
-    about = {"layers": config["num_layers"], "parallel": str(network.parallelism)}
-    return NetworkWork("prompt", tokens, program.lower, structs, **about)
+    description = {"layers": config["num_layers"], "parallel": str(network.parallelism)}
+    return NetworkWork("prompt", tokens, program.lower, structs, **description)
 
 
 def about(work: NetworkWork, counts: Sequence[int]) -> dict[str, Any]:
@@ -305,7 +308,7 @@ def about(work: NetworkWork, counts: Sequence[int]) -> dict[str, Any]:
     steps in a video, and with a cache the number of each kind of step that skips layers.
     """
     rows = {"network": f"{work.name}, {work.layers} layers", "parallel": work.parallel}
-    if not work.kept:
+    if not work.kept_bytes:  # without a cache all steps are alike
         return rows
     kinds = (f"{count} of skipping step {kind}" for kind, count in enumerate(counts[1:], 1))
-    return rows | {"kept_GiB": work.kept / GIB, "steps": ", ".join((f"{counts[0]} in full", *kinds))}
+    return rows | {"kept_GiB": work.kept_bytes / GIB, "steps": ", ".join((f"{counts[0]} in full", *kinds))}

@@ -131,12 +131,13 @@ def compile_afresh(lowered: Any) -> Any:
 
 def read_program(work: Work, compiled: Any, compile_seconds: float) -> ProgramPlan:
     """Return the figures of `compiled`, JAX's compiled form of the program of `work`."""
-    text = compiled.as_text()
+    text = compiled.as_text()  # XLA's HLO
     parsed = list(instructions(text))
     memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
     return ProgramPlan(
         name=work.name,
         frames=work.frames,
+        # The compiler's count lacks the FLOPs of most Pallas kernels, and `work.flops` may be 0.
         flops=max(cost.get("flops", 0.0), work.flops),
         bytes_accessed=cost.get("bytes accessed", 0.0),
         kernels=sum(instruction.is_kernel for instruction in parsed),

@@ -103,7 +103,8 @@ def layers(program: runtime.Program, text: str) -> list[Row]:
     The list is empty on one device and for the Flax build, whose programs name no layers.
     """
     place: Any = program.place
-    shapes = getattr(place, "layers", {})  # by a layer's name, its activations' shapes in the last tracing
+    # By a layer's name, its activations' shapes in the last tracing. Only the place of a mesh records them.
+    shapes = getattr(place, "layers", {})
     if not shapes:
         return []
     # By the name of a layer: its instructions. Those outside of every layer are in ELSEWHERE.
@@ -151,6 +152,7 @@ def _shard_count(
     # `_can_hold` allows for axes that XLA has transposed or joined.
     if shards == 1 or any(_can_hold(result, largest) for result in results):
         return 1
+    # The shard of any one activation shows the split: the compiler may have fused the others away.
     for shape in shapes:
         # The activation's shape on one device.
         local = tuple(-(-size // count) for size, count in zip(shape, axis_shards, strict=True))

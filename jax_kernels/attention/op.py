@@ -39,9 +39,9 @@ def attention(
     Args:
         q, k, v: any float dtype, the same for all three.
         scale: factor of the scores before the softmax; None for 1 / sqrt(D), as in torch. The TPU's kernel
-            computes powers of two, so it multiplies the scores by `scale` times log2(e). If `qk_norm_rope`
-            has multiplied the queries by log2(e) / sqrt(D) already, pass ln 2: the factor is then 1, and the
-            kernel leaves the multiplication out.
+            computes powers of two, so it multiplies the scores by `scale` times log2(e). With ln 2 this
+            product is 1, and the kernel leaves the multiplication out: pass ln 2 for queries that
+            `qk_norm_rope` has multiplied by log2(e) / sqrt(D).
         num_keys: number of real keys, which come first; the keys after them are padding and may hold
             anything. None if all are real.
         implementation: "plain" is XLA's, a block of queries at a time; "transposed" is a Pallas kernel for
@@ -121,7 +121,8 @@ def apply_rotary(
     cos_SHD = jnp.pad(cos, padding, constant_values=1.0)[:, None]
     sin_SHD = jnp.pad(sin, padding)[:, None]
     # The product of `x` with this matrix, 2 x 2 blocks on the diagonal, has channels (-b, a) for each pair
-    # (a, b), exactly. Swapping them along an axis of two channels would fill a TPU's lanes with padding.
+    # (a, b), exactly. To swap a and b without a product, `x` would need an axis of two channels, which would
+    # fill a TPU's lanes with padding.
     rotation_DD = jnp.asarray(np.kron(np.eye(channels // 2), [[0, 1], [-1, 0]]), x.dtype)
     partners = jnp.einsum("nshd,de->nshe", x, rotation_DD, precision=precision_for(x.dtype))
     return (x.astype(jnp.float32) * cos_SHD + partners.astype(jnp.float32) * sin_SHD).astype(x.dtype)
@@ -180,8 +181,8 @@ def _over_mesh(
     """Run `attend(q, k, v)` on every device for its share of videos, heads and queries, with all keys.
 
     XLA cannot split a kernel, and would gather its inputs. The mesh's first axis splits the videos, and its
-    other axes split the heads. An axis that does not divide these splits the queries, which are padded to
-    equal shares.
+    other axes split the heads. An axis whose size does not divide the videos, or the heads, splits the
+    queries instead, which are padded to equal shares.
     """
     videos, queries, heads, _ = q.shape
     first_axis, *other_axes = mesh.axis_names

@@ -5,6 +5,9 @@ Axis letters here: N batch, S positions, C channels of all heads, H heads, D cha
 Rotary positions rotate pairs of channels: (a, b) becomes (a cos - b sin, b cos + a sin). The forms here
 compute each channel as `channel * cos + partner * signed_sin`. The partner is the other channel of its pair.
 `signed_sin` is minus the sine for the first channel of a pair, and the sine for the second.
+
+In every form, `norm` is (weight, bias), each (D,), or () for no norm. `tables` is (cos, signed_sin), each
+(S, D), or () for no rotation.
 """
 
 import functools
@@ -74,7 +77,6 @@ def qk_norm_rope_on(
     scale: float,
     eps: float,
 ) -> Array:
-    """Compute `qk_norm_rope`; `norm` is (weight, bias) or (), and `tables` is (cos, signed sin) or ()."""
     plain, by_kernel = (
         functools.partial(function, heads=heads, scale=scale, eps=eps) for function in (_xla_form, _by_kernel)
     )
@@ -93,10 +95,10 @@ def is_supported(x: Float[Array, "N S C"], heads: int) -> bool:
 def _check_arguments(x: Array, weight: Any, bias: Any, cos: Any, sin: Any, heads: int) -> None:
     if x.ndim != 3 or heads < 1 or x.shape[-1] % heads:
         raise ValueError(f"qk_norm_rope got x {x.shape} for {heads} heads: it takes (N, S, H D)")
-    channels = x.shape[-1] // heads
+    channels = x.shape[-1] // heads  # of one head
     check_channels("qk_norm_rope", channels, weight=weight, bias=bias)
     if bias is not None and weight is None:
-        raise ValueError("qk_norm_rope got a bias and no weight: a norm without a weight has one of ones")
+        raise ValueError("qk_norm_rope got a bias and no weight: pass a weight of ones")
     shapes = [None if table is None else table.shape for table in (cos, sin)]
     if shapes != [None, None] and (shapes != [(x.shape[1], channels)] * 2 or channels % 2):
         raise ValueError(
@@ -140,7 +142,7 @@ def _by_kernel(
     scale: float,
     eps: float,
 ) -> Array:
-    """Run the Pallas kernel.
+    """Run the Pallas kernel: a grid step computes all heads of a block of one video's positions.
 
     The rows of its result are channels. So it takes the norm's vectors as columns, and transposed tables.
     """
@@ -170,15 +172,15 @@ def _by_kernel(
 
 
 def _process_block(x_ref, *other_refs: Any, normed: bool, scale: float, eps: float) -> None:
-    """Process a block of positions, as many heads at a time as fill whole tiles of lanes.
+    """Norm, rotate and scale a block of positions, as many heads at a time as fill whole tiles of lanes.
 
     `x_ref` is (S, H D). `other_refs` are weight and bias, (D, 1), if `normed`; then cos and the signed sin,
     (D, S), if positions are rotated; then the result, (H, D, S).
     """
     *operand_refs, y_ref = other_refs
     heads, channels, _ = y_ref.shape
-    vectors = 2 if normed else 0  # weight and bias
-    norm_refs, table_refs = operand_refs[:vectors], operand_refs[vectors:]
+    num_vectors = 2 if normed else 0  # weight and bias
+    norm_refs, table_refs = operand_refs[:num_vectors], operand_refs[num_vectors:]
 
     def process_heads(first_head: Any, count: int) -> None:
         lanes = pl.ds(pl.multiple_of(first_head * channels, LANES), count * channels)
@@ -192,15 +194,15 @@ def _process_block(x_ref, *other_refs: Any, normed: bool, scale: float, eps: flo
             y = y * cos_ref[...] + _partners(y) * signed_sin_ref[...]
         y_ref[pl.ds(first_head, count)] = (y * scale).astype(y_ref.dtype)
 
-    together = math.lcm(channels, LANES) // channels  # fewest heads whose channels are whole tiles of lanes
-    groups, remainder = divmod(heads, together)
+    group = math.lcm(channels, LANES) // channels  # fewest heads whose channels are whole tiles of lanes
+    groups, remaining_heads = divmod(heads, group)
 
     @pl.loop(0, groups)
     def _(index: Array) -> None:
-        process_heads(index * together, together)
+        process_heads(index * group, group)
 
-    if remainder:
-        process_heads(groups * together, remainder)
+    if remaining_heads:
+        process_heads(groups * group, remaining_heads)
 
 
 def _partners(y_HDS: Array) -> Array:

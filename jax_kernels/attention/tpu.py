@@ -63,8 +63,8 @@ def is_supported(
 ) -> bool:
     """Return whether the kernel supports these queries and keys.
 
-    It needs float32 or bfloat16, heads of at most 256 channels, and keys that fit into VMEM: 130,000 of 64
-    bfloat16 channels on a v6e.
+    It needs float32 or bfloat16, heads of at most 256 channels, and keys and values that fit into VMEM. On a
+    v6e, 130,000 keys of 64 channels in bfloat16 fit.
     """
     # Four arrays: the keys and the values of this head and of the next.
     fits = 4 * k.shape[1] * k.shape[3] * k.dtype.itemsize < KEYS_SHARE * vmem_limit()
@@ -81,8 +81,8 @@ def transposed(
 ) -> Float[Array, "N S H D"]:
     """Transpose and pad queries, keys and values, attend by the kernel, and transpose its result back.
 
-    `is_supported` accepts the arrays, and there is at least one real key. `attention_transposed` transposes
-    the other way around this call. XLA drops both transpositions.
+    The arrays must be such that `is_supported` accepts them, with at least one real key. Within
+    `attention_transposed`, which transposes the other way around this call, XLA drops all transpositions.
     """
     videos, queries, heads, channels = q.shape
     padded_channels = tiled_sublanes(channels, q.dtype)  # zeros fill whole tiles
@@ -97,7 +97,8 @@ def transposed(
         # same scores.
         q_BDS, scale = jnp.zeros_like(q_BDS), 1.0
     query_block, key_block = _block_length(queries, QUERIES), _block_length(num_keys, KEYS)
-    all_keys = pl.cdiv(num_keys, key_block) * key_block  # the keys that a grid step has, in whole blocks
+    # The keys that a grid step has: the real ones, and padding up to whole blocks.
+    all_keys = pl.cdiv(num_keys, key_block) * key_block
     query_spec = pl.BlockSpec((None, padded_channels, query_block), lambda head, block: (head, 0, block))
     key_spec = pl.BlockSpec((None, padded_channels, all_keys), lambda head, block: (head, 0, 0))
     y_BDS = pl.pallas_call(
@@ -108,6 +109,7 @@ def transposed(
             key_block=key_block,
             factor=scale * math.log2(math.e),  # exp(scale * score) is 2 ** (factor * score)
         ),
+        # A grid step (head, block) computes one block of queries of one video's head.
         grid=(videos * heads, pl.cdiv(queries, query_block)),
         in_specs=[query_spec, key_spec, key_spec],
         out_specs=query_spec,
@@ -157,11 +159,11 @@ def _attend_block(
 
     The result `y_ref` is (D, S). `extended_q_ref` is memory for the queries and the `_subtracted_rows` below
     them. `value_sums_ref` (D, S) is memory for sums of weighted values, and `weight_sums_ref` (8, S) for
-    eight partial sums of the weights. Padding follows the real queries and keys. `factor` multiplies the
-    scores.
+    eight partial sums of the weights. Padding follows the real queries and keys. A weight is 2 ** (`factor` *
+    (score - maximum)).
     """
     channels, query_block = q_ref.shape
-    chunk = min(CHUNK, key_block)
+    chunk = min(CHUNK, key_block)  # a number of keys; a strip is a slice of the block's queries
     strips = [slice(at, min(at + STRIP, query_block)) for at in range(0, query_block, STRIP)]
     value_sums_ref[...] = jnp.zeros_like(value_sums_ref)
     weight_sums_ref[...] = jnp.zeros_like(weight_sums_ref)
@@ -198,9 +200,11 @@ def _attend_block(
         def exponents_of(start: int, n: int) -> Array:
             """Return the exponents (keys, queries) of the weights for a chunk's start and a strip's index."""
             differences = _product(keys_of(start), extended_q_ref[:, strips[n]], over=0)  # score - maximum
-            # The multiplication would take another pass. Queries that are scaled already do without it.
+            # The multiplication would take another pass over the scores. Queries that `qk_norm_rope` has
+            # scaled do without it.
             return differences if factor == 1.0 else differences * factor
 
+        # Each strip's sums over the blocks of keys before; this block's are added to them.
         value_sums = [value_sums_ref[:, strip] for strip in strips]
         weight_sums = [weight_sums_ref[:, strip] for strip in strips]
         # Pairs of a chunk's start and a strip's index. The exponents of a pair are computed `STRIPS_AHEAD`
@@ -221,7 +225,8 @@ def _attend_block(
     weight_sum = weight_sums_ref[...].sum(0, keepdims=True)
     value_sum = value_sums_ref[...]
     y_ref[...] = (value_sum / weight_sum).astype(y_ref.dtype)
-    # Padding queries, after the last real one, may hold anything: their sums are not checked.
+    # Whether the result of a query can be trusted. Padding queries, after the last real one, may hold
+    # anything: their sums are not checked.
     first_query = pl.program_id(1) * query_block
     is_query = first_query + jax.lax.broadcasted_iota(jnp.int32, weight_sum.shape, 1) < num_queries
     # All comparisons with NaN are false, so a sum of NaN is not trusted either.
@@ -231,7 +236,8 @@ def _attend_block(
     attend_again = functools.partial(
         _attend_again, q_ref, k_ref, v_ref, y_ref, value_sums_ref, weight_sums_ref, num_keys, factor
     )
-    pl.when(jnp.min(is_correct.astype(jnp.float32)) == 0)(attend_again)
+    any_is_wrong = jnp.min(is_correct.astype(jnp.float32)) == 0
+    pl.when(any_is_wrong)(attend_again)
 
 
 def _attend_again(q_ref, k_ref, v_ref, y_ref, value_sums_ref, weight_sums_ref, num_keys, factor) -> None:

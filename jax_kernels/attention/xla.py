@@ -1,4 +1,8 @@
-"""Attention as XLA compiles it: on any platform, and by cuDNN on a GPU."""
+"""Attention as XLA compiles it: on any platform, and by cuDNN on a GPU.
+
+Queries, and the result, are (N, S, H, D), and keys and values (N, K, H, D): N batch, S and K positions, H
+heads, D channels of a head.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +36,8 @@ def _plain_block(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.
     scores = jnp.einsum(
         "nshd,nkhd->nhsk", q, k, precision=precision_for(q.dtype), preferred_element_type=jnp.float32
     )
-    weights = jax.nn.softmax(scores * scale, axis=-1)  # they stay float32: only the result is rounded
+    # Weights stay float32, as do the values that they multiply: only the result is rounded.
+    weights = jax.nn.softmax(scores * scale, axis=-1)
     return jnp.einsum(
         "nhsk,nkhd->nshd", weights, v.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
     ).astype(q.dtype)
@@ -58,7 +63,7 @@ def cudnn_supports(q: jax.Array) -> bool:
 def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float, num_keys: int) -> jax.Array:
     """Compute attention by cuDNN's kernel, over the first `num_keys` keys; later keys are padding."""
     length = q.shape[1]
-    # cuDNN's kernel for gradients takes only even lengths: an odd length gets one more position.
+    # cuDNN's kernel for gradients takes only even lengths: an odd number of queries or of keys gets one more.
     q, k, v = (
         jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0)))
         for x in (q, k[:, :num_keys], v[:, :num_keys])

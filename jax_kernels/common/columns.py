@@ -57,9 +57,9 @@ class Split:
 
     def real_columns_here(self, columns: int) -> Int[Array, ""]:
         """Return how many of this shard's `columns` belong to the frame."""
-        # Columns of the shards on the left; `self.columns` names the mesh axes, not columns.
-        columns_left = jax.lax.axis_index(self.columns) * columns if self.in_shard else 0
-        return jnp.clip(jnp.int32(self.real_columns(columns)) - columns_left, 0, columns)
+        # Columns of all shards to the left of this one; `self.columns` names mesh axes, not columns.
+        start = jax.lax.axis_index(self.columns) * columns if self.in_shard else 0
+        return jnp.clip(jnp.int32(self.real_columns(columns)) - start, 0, columns)
 
     def mask(self, columns: int) -> jax.Array:
         """Return booleans, which are False for this shard's padding columns."""
@@ -84,10 +84,10 @@ def neighbours_of(
 ) -> tuple[Float[Array, "N T H reach C"], Float[Array, "N T H reach C"]]:
     """Return the `reach` columns left of a shard `x`, and those right of it, as the neighbours send them.
 
-    Beside the frame they are zeros.
+    Where the shard is at the frame's edge and has no neighbour, they are zeros.
 
     Raises:
-        ValueError: `reach` is more than the columns of a shard, so of its neighbour.
+        ValueError: `reach` is 0, or more than the columns of a shard: a neighbour has not enough to send.
     """
     if not 0 < reach <= x.shape[3]:
         raise ValueError(
@@ -98,16 +98,17 @@ def neighbours_of(
 
 
 def exchanged(
-    split: Split, first: Shaped[Array, "*column"], last: Shaped[Array, "*column"]
+    split: Split, first: Shaped[Array, "*axes"], last: Shaped[Array, "*axes"]
 ) -> tuple[Array, Array]:
     """Send `first` to the shard on the left and `last` to the one on the right; return what these two send.
 
-    The results are (from the left, from the right). At the frame's ends, where no shard sends, they are
-    zeros.
+    `first` and `last` are this shard's first and last columns, or what is computed from them. The results are
+    (`last` of the shard on the left, `first` of the shard on the right). At the frame's edges, where there is
+    no such shard, they are zeros.
     """
     to_right = [(shard, shard + 1) for shard in range(split.shards - 1)]  # (sender, receiver)
     to_left = [(receiver, sender) for sender, receiver in to_right]
-    # `split.columns` names the mesh axes. A shard that no pair has as its receiver gets zeros.
+    # `split.columns` names the mesh axes. `ppermute` gives zeros to a shard that is no pair's receiver.
     from_left = jax.lax.ppermute(last, split.columns, to_right)
     from_right = jax.lax.ppermute(first, split.columns, to_left)
     return from_left, from_right

@@ -1,9 +1,10 @@
 """Choose how an op runs: for which platform, with Pallas kernels or not, over how many devices.
 
-An op's public function checks its arguments and calls its body through `dispatch`. The body, named `OP_on`,
-takes a `Target`, which tells it the platform that it is traced for. JAX traces the body once for each
-platform for which it has code of its own and once for all others. The program keeps the trace of the platform
-that it is lowered for. An op that is the same on every platform is compiled by `jitted` instead.
+An *op* is an operation of this package, such as a convolution or a norm. Its public function checks the
+arguments, and calls the op's body through `dispatch`. The body, named `OP_on`, takes a `Target`, which tells
+it the platform that it is traced for. JAX traces the body once for each platform for which it has code of its
+own and once for all others. The program keeps the trace of the platform that it is lowered for. An op that is
+the same on every platform is compiled by `jitted` instead.
 """
 
 import functools
@@ -61,13 +62,13 @@ def dispatch(
     """Return `body(target, *operands, **options)`, computed by a compiled function.
 
     The target has the platform that the function is lowered for. Operands are arrays, trees of arrays, or
-    None. Options are static, and so are `split` and `pallas_mode` (which Pallas kernels run): each
-    combination of their values is another program. `platforms` are those for which the body has code of its
-    own.
+    None. Options are static, and so are `split` and the result of `pallas_mode`, which says whether Pallas
+    kernels run: each combination of their values is another program. `platforms` are those for which the body
+    has code of its own.
     """
     compiled = _compiled(body, platforms)
     # The mode may turn off the kernels of some ops only, so it is asked with the op's name.
-    return compiled(*operands, split=split, pallas=pallas_mode(compiled.__name__), **options)
+    return compiled(*operands, split=split, mode=pallas_mode(compiled.__name__), **options)
 
 
 @functools.cache
@@ -78,19 +79,21 @@ def _compiled(body: Callable[..., Any], platforms: tuple[str, ...]) -> Callable[
     list it.
     """
 
-    def traced(*operands: Any, split: Split, pallas: str, **options: Any) -> Any:
-        # `pallas` is the setting in `tiles.SWITCH`: static, so another one is another trace. The partials
-        # are new in each trace, because JAX keeps a branch's trace by the function object.
+    def traced(*operands: Any, split: Split, mode: str, **options: Any) -> Any:
+        # `mode` is what `pallas_mode` returns. It is static, so the body is traced again when it changes.
+        # The partials are new in each trace. JAX keeps a branch's trace by its function object: for an old
+        # one it would reuse the old trace, although a setting that the body reads may have changed since.
         branches = {
-            platform: functools.partial(body, Target(platform, pallas != "off", split), **options)
+            platform: functools.partial(body, Target(platform, mode != "off", split), **options)
             for platform in (*platforms, "default")
         }
+        # JAX takes the branch of the platform that the program is lowered for, or "default".
         return platform_dependent(*operands, **branches)
 
     traced.__name__ = body.__name__.removesuffix("_on")
     # The options of a body are its keyword-only parameters.
     option_names = [p.name for p in inspect.signature(body).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    return jax.jit(traced, static_argnames=("split", "pallas", *option_names))
+    return jax.jit(traced, static_argnames=("split", "mode", *option_names))
 
 
 def map_shards(
@@ -102,7 +105,7 @@ def map_shards(
 ) -> Any:
     """Call `function(target, *activations, *weights, *statistics)` once on each device, for its shard.
 
-    Without a split over devices it is called once, for all columns.
+    Without a split over devices it is called once, for all columns. Inside a shard, too, it is called once.
 
     Args:
         target: the target; the one that `function` gets on a device has `split.in_shard` set.
@@ -120,6 +123,7 @@ def map_shards(
         return function(shard_target, *(array for group in groups for array in group))
 
     activation_spec = PartitionSpec(split.videos, None, None, split.columns)
+    # Each of the three `in_specs` is that of all arrays of its tuple.
     return jax.shard_map(
         call_on_shard,
         mesh=jax.sharding.get_abstract_mesh(),
@@ -134,10 +138,12 @@ def with_derivatives_of(plain: Callable[..., Any], kernel: Callable[..., Any]) -
 
     JAX cannot differentiate a Pallas kernel.
     """
-    derived = jax.custom_jvp(kernel)
+    differentiable = jax.custom_jvp(kernel)
     # The rule returns the kernel's result and the plain function's tangent, the second result of `jvp`.
-    derived.defjvp(lambda primals, tangents: (derived(*primals), jax.jvp(plain, primals, tangents)[1]))
-    return derived
+    differentiable.defjvp(
+        lambda primals, tangents: (differentiable(*primals), jax.jvp(plain, primals, tangents)[1])
+    )
+    return differentiable
 
 
 def kernel_or_plain(

@@ -43,17 +43,17 @@ def split_frames(
     are equal runs of the largest of `RUNS` that divides their number. Elsewhere all frames are one run. An
     array that is None is None in every run.
 
-    All arrays are sliced at the same frames. So if one of `others` has fewer frames than `x`, as latents
-    have, all frames after a first one are a single run.
+    All arrays are sliced at the same indices. So if one of `others` has fewer frames than `x`, as latents
+    have, only the first frame is split off: all frames after it are a single run.
     """
-    arrays, frames = (x, *others), x.shape[time_axis]
+    arrays, num_frames = (x, *others), x.shape[time_axis]
     if not splits_first_frame(target, x):  # anything but bfloat16 on a TPU
         return [arrays]
-    single_frames = frames % 2  # frames that are a run by themselves: the first, or none
-    length = next(length for length in RUNS if (frames - single_frames) % length == 0)  # of a run
-    if any(array is not None and array.shape[time_axis] != frames for array in others):
-        length = frames
-    starts = [*range(single_frames), *range(single_frames, frames, length)]
+    num_single = num_frames % 2  # frames that are a run by themselves: the first, or none
+    run_length = next(length for length in RUNS if (num_frames - num_single) % length == 0)
+    if any(array is not None and array.shape[time_axis] != num_frames for array in others):
+        run_length = num_frames  # so that the second range below has one start
+    starts = [*range(num_single), *range(num_single, num_frames, run_length)]
     if len(starts) == 1:
         return [arrays]
 
@@ -110,8 +110,9 @@ def frames_first(x_HWNTC: jax.Array) -> jax.Array:
 def is_large(x_NTHWC: jax.Array) -> bool:
     """Return whether frames are so large that a layout constraint on them helps a TPU; an image never is.
 
-    The limit is between 192 x 44 pixels, where a constraint compiles for longer than twelve minutes, and 120
-    x 180, where it reduces the v6e compiler's estimate of a chunk of CogVideoX's VAE from 178 ms to 156 ms.
+    With a constraint on frames of 192 x 44 pixels, XLA compiles for longer than twelve minutes. On frames of
+    120 x 180 pixels it reduces the v6e compiler's estimate of a chunk of CogVideoX's VAE from 178 ms to 156
+    ms. `LARGE_FRAME` is between the two.
     """
     return x_NTHWC.shape[1] > 1 and x_NTHWC.shape[2] * x_NTHWC.shape[3] >= LARGE_FRAME
 

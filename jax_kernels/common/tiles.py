@@ -32,7 +32,7 @@ LANES = 128
 SUBLANES = 8
 """Rows of a register of float32."""
 
-SMALLEST = 4096
+SMALLEST_FRAME = 4096
 """Fewest pixels of a frame for which a kernel with frames in the sublanes is faster than XLA."""
 
 KERNEL_VMEM = 64 * 2**20

@@ -54,9 +54,11 @@ def _inputs_of_four(frames: Sequence[Any]) -> list[Any]:
     """Return the frames' factor in each of the seven products for four results.
 
     Frames d2 to d5 are the tile, d0 and d1 the two before it. The factors are derived from polynomials: the
-    first three from their values at 0, 1 and -1, the next three from their remainder modulo x^2 + 1, the last
+    first three from the values at 0, 1 and -1, the next three from the remainder modulo x^2 + 1, the last
     from the point at infinity.
     """
+    # Two remainders, constant + linear * x, are multiplied as two complex numbers are: by three products of
+    # real numbers in place of four.
     d0, d1, d2, d3, d4, d5 = frames
     even, odd, even_step, odd_step = d2 + d4, d1 + d3, d4 - d2, d3 - d1
     return [
@@ -72,9 +74,8 @@ def _inputs_of_four(frames: Sequence[Any]) -> list[Any]:
 
 def _four_results(products: Sequence[Any]) -> list[Any]:
     m0, m1, m2, m3, m4, m5, m6 = products
-    # Of the products for 1 and -1, the even and the odd part; of those for x^2 + 1, the constant and the
-    # linear coefficient of the remainder.
-    even, odd, constant, linear = m1 + m2, m1 - m2, m3 + m5, m4 + m5
+    even, odd = m1 + m2, m1 - m2  # m1 and m2 are the products for the points 1 and -1
+    constant, linear = m3 + m5, m4 + m5  # coefficients of the remainder modulo x^2 + 1, from its products
     return [m0 + (even + constant), odd + linear, even - constant, m6 + (odd - linear)]
 
 
@@ -117,8 +118,9 @@ def transformed_taps(kernel: Float[Array, "3 ..."], tile: int) -> Float[Array, "
 
 
 def separate_taps(kernel: Float[Array, "3 ..."], tile: int) -> list[Array]:
-    """Return `transformed_taps` of a float32 kernel as a list of separate arrays, which suits a CPU."""
-    # A tap whose factor is 0 is left out.
+    """Return `transformed_taps` of a float32 kernel as a list of arrays, for a CPU."""
+    # Of separate arrays, XLA can compute each just before the product that takes it. Each is the sum of the
+    # taps times their factors; a tap whose factor is 0 is left out.
     return [
         functools.reduce(jnp.add, (factor * kernel[tap] for tap, factor in enumerate(factors) if factor))
         for factors in TRANSFORMS[tile].taps

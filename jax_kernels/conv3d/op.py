@@ -1,4 +1,8 @@
-"""Causal 3-D convolution with a cache of past frames; five implementations behind one signature."""
+"""Causal 3-D convolution with a cache of past frames; five implementations behind one signature.
+
+A TPU computes the frames of a call in *runs*, one after the other (`common.frames`): the first frame by
+itself if their number is odd, then two, four or eight frames at a time. Elsewhere a call is one run.
+"""
 
 import functools
 from collections.abc import Callable
@@ -80,7 +84,7 @@ def conv3d_on(
     start: Start = "replicate",
     implementation: Implementation | None = None,
 ) -> tuple[Array, Array | None]:
-    """Compute `conv3d` for a target: one run of frames after the other, each on all shards of columns."""
+    """Compute `conv3d` for a target: one run of frames after the other, each on all devices."""
     convolve_run = functools.partial(_convolve_run, start=start, implementation=implementation)
     results = []
     for frames, run_residual in split_frames(target, x, residual):

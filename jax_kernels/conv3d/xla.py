@@ -4,6 +4,10 @@ A *form* is a function that convolves frames, which include the cached ones, and
 forms differ in the operations that they give to XLA: one 3-D convolution, 2-D convolutions, or a matrix
 product. `convolve_frames` and `convolve_image` call a form, and do what surrounds it: neighbouring shards,
 bias, residual, rounding and the next cache.
+
+Frames are (N, T, H, W, I), a kernel is (kt, kh, kw, I, O), and sums are (N, T - kt + 1, H, W, O). A form pads
+the rows with zeros so that their number stays the same, and the width with `column_padding`: the numbers of
+zero columns on the left and on the right. It does not pad the time.
 """
 
 import functools
@@ -49,85 +53,90 @@ SMALLEST_FILTERED = 256
 """Fewest pixels of a frame for which filtering saves a CPU more than the kernel's transform costs."""
 
 
-def direct(frames: Array, kernel: Array, columns: Padding) -> Array:
-    """Convolve by one 3-D convolution; return float32 sums.
-
-    As every form, it pads rows so that their number stays the same, the width by `columns` (left, right), and
-    frames not at all.
-    """
+def direct(frames: Array, kernel: Array, column_padding: Padding) -> Array:
+    """Convolve by one 3-D convolution; return float32 sums."""
     return jax.lax.conv_general_dilated(
         frames,
         kernel,
         window_strides=(1, 1, 1),
-        padding=((0, 0), *_padding(kernel, columns)),
+        padding=((0, 0), *_spatial_padding(kernel, column_padding)),
         dimension_numbers=("NDHWC", "DHWIO", "NDHWC"),
         precision=precision_for(frames.dtype),
         preferred_element_type=jnp.float32,
     )
 
 
-def summed(frames: Array, kernel: Array, columns: Padding) -> Array:
+def summed(frames: Array, kernel: Array, column_padding: Padding) -> Array:
     """Convolve in 2-D the frames under each tap of time, and add the results; return float32 sums."""
     return functools.reduce(
         jnp.add,
         (
-            conv_frames(tap_frames, kernel[tap], padding=_padding(kernel, columns))
+            conv_frames(tap_frames, kernel[tap], padding=_spatial_padding(kernel, column_padding))
             for tap, tap_frames in enumerate(_frames_under_taps(frames, kernel))
         ),
     )
 
 
-def folded(frames: Array, kernel: Array, columns: Padding) -> Array:
+def folded(frames: Array, kernel: Array, column_padding: Padding) -> Array:
     """Convolve in 2-D once: the frames under all taps of time have their channels side by side."""
     inputs = jnp.concatenate(_frames_under_taps(frames, kernel), axis=-1)
-    return conv_frames(inputs, jnp.concatenate(list(kernel), axis=2), padding=_padding(kernel, columns))
+    return conv_frames(
+        inputs, jnp.concatenate(list(kernel), axis=2), padding=_spatial_padding(kernel, column_padding)
+    )
 
 
-def filtered_on_cpu(frames: Array, kernel: Array, columns: Padding, *, at_start: bool = False) -> Array:
+def filtered_on_cpu(
+    frames: Array, kernel: Array, column_padding: Padding, *, at_start: bool = False
+) -> Array:
     """Return what `summed` returns; on a CPU compute it by Winograd's filtering along time (`transforms`).
 
     Filtering needs fewer products. `at_start` says that the first three frames are equal, which they are at
     the start of a video.
     """
-    plain = functools.partial(summed, columns=columns)
-    by_filtering = functools.partial(_filtered, columns=columns, at_start=at_start)
+    plain = functools.partial(summed, column_padding=column_padding)
+    by_filtering = functools.partial(_filtered, column_padding=column_padding, at_start=at_start)
     by_platform = functools.partial(jax.lax.platform_dependent, cpu=by_filtering, default=plain)
     # The derivatives are those of `summed`, so a differentiated program is the same on every platform.
     return with_derivatives_of(plain, by_platform)(frames, kernel)
 
 
-def _filtered(frames: Array, kernel: Array, columns: Padding, at_start: bool) -> Array:
-    """Convolve by filtering: an odd result directly, then as many as divide by four, then two."""
+def _filtered(frames: Array, kernel: Array, column_padding: Padding, at_start: bool) -> Array:
+    """Filter along time in tiles of four results, then of two; an odd first result is computed directly."""
     if kernel.size >= LARGE_KERNEL:
-        # PyTorch orders the axes of weights differently: without a copy XLA would transpose for each
-        # product.
+        # In PyTorch the axes of weights have another order: without this copy, XLA would transpose the kernel
+        # again for each product.
         kernel = _written_out(kernel, axis=0)
+    # A kernel has kt * kh * kw * I numbers for each output channel, and patches have as many for each pixel.
+    # So the patches of so few pixels are no larger than the kernel, which filtering would transform.
     if math.prod(frames.shape[:4]) <= kernel.shape[-1]:
-        # So few pixels have patches smaller than the kernel, which filtering would transform.
-        return patches(frames, kernel, columns)
-    convolve = functools.partial(conv_frames, padding=_padding(kernel, columns))
+        return patches(frames, kernel, column_padding)
+    convolve = functools.partial(conv_frames, padding=_spatial_padding(kernel, column_padding))
     length = frames.shape[1] - TAPS + 1  # number of results
-    pays = frames.shape[2] * frames.shape[3] >= SMALLEST_FILTERED
+    is_large_enough = frames.shape[2] * frames.shape[3] >= SMALLEST_FILTERED
     results = []
-    done = length % 2  # number of results so far; an odd number of them begins with one by itself
-    if done:
-        first = frames[:, :TAPS]
+    num_done = length % 2  # number of results so far: of an odd number, the first is by itself
+    if num_done:
+        window = frames[:, :TAPS]
         if at_start:  # three equal frames: one of them is multiplied by the sum of the taps
-            results.append(convolve(first[:, :1], jnp.sum(kernel, 0)))
+            results.append(convolve(window[:, :1], jnp.sum(kernel, 0)))
         else:
-            results.append(summed(first, kernel, columns))
+            results.append(summed(window, kernel, column_padding))
     for tile in (4, 2):
-        count = (length - done) // tile * tile
+        count = (length - num_done) // tile * tile  # number of results in tiles of this length
         if count:
-            under_taps = frames[:, done : done + count + TAPS - 1]
-            by_tile = functools.partial(filtered, tile=tile, multiply=convolve, transform_taps=separate_taps)
-            results.append(by_tile(under_taps, kernel) if pays else summed(under_taps, kernel, columns))
-            done += count
+            window = frames[:, num_done : num_done + count + TAPS - 1]
+            filter_tiles = functools.partial(
+                filtered, tile=tile, multiply=convolve, transform_taps=separate_taps
+            )
+            results.append(
+                filter_tiles(window, kernel) if is_large_enough else summed(window, kernel, column_padding)
+            )
+            num_done += count
     return join_frames(results)
 
 
 def _written_out(x: Array, axis: int) -> Array:
-    """Return a copy of `x`, which XLA has to write to memory before anything reads it."""
+    """Copy `x` slice by slice along `axis`, so that XLA writes the copy to memory before it is read."""
 
     def copy(x: Array) -> Array:
         def with_next_slice(index: Array, copied: Array) -> Array:
@@ -145,15 +154,16 @@ def suits_filtering(frames: Array, kernel: Array) -> bool:
     return frames.dtype == jnp.float32 and kernel.shape[0] == TAPS
 
 
-def patches(frames: Array, kernel: Array, columns: Padding) -> Array:
+def patches(frames: Array, kernel: Array, column_padding: Padding) -> Array:
     """Convolve by one matrix product: the pixels under each window, times the kernel (`conv_patches`)."""
-    padded = jnp.pad(frames, [(0, 0), (0, 0), *_padding(kernel, columns), (0, 0)])
+    padded = jnp.pad(frames, [(0, 0), (0, 0), *_spatial_padding(kernel, column_padding), (0, 0)])
     return conv_patches(_frames_under_taps(padded, kernel), kernel)
 
 
 def suits_patches(x: Array, kernel: Array) -> bool:
     """Return whether a TPU convolves by `patches`: few channels, small frames, and patches that fit."""
-    # XLA would compile a convolution to few channels for half a minute, one from few for ten seconds.
+    # With few output channels XLA would compile a convolution for half a minute, with few input channels for
+    # ten seconds.
     return (
         (x.shape[-1] <= FEW or kernel.shape[-1] < LANES)
         and x.shape[2] * x.shape[3] < LARGE_FRAME
@@ -243,10 +253,10 @@ def same_width_padding(kernel: Array) -> Padding:
     return kernel.shape[2] // 2, kernel.shape[2] // 2
 
 
-def _padding(kernel: Array, columns: Padding) -> tuple[tuple[int, int], Padding]:
+def _spatial_padding(kernel: Array, column_padding: Padding) -> tuple[tuple[int, int], Padding]:
     """Return the padding of rows and of columns; the padding of rows keeps their number."""
     rows = kernel.shape[1] // 2
-    return (rows, rows), columns
+    return (rows, rows), column_padding
 
 
 def add_bias_and_residual(sums: Array, bias: Array | None, residual: Array | None = None) -> Array:
@@ -267,7 +277,7 @@ def finish(target: Target, sums: Array, bias: Array | None, residual: Array | No
     if not is_large(like):
         return y
     if y.shape[-1] >= LANES:
-        return store_pixels_first(target, y)
+        return store_pixels_first(target, y)  # frames in the sublanes of tiles, channels in their lanes
     # Few channels leave most lanes of a tile empty. Columns fill them, but a shard may have too few columns.
     columns_fill_lanes = y.shape[-1] <= FEW and not target.split.has_neighbours
     return store_columns_last(target, y) if columns_fill_lanes else y

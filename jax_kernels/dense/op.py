@@ -100,6 +100,7 @@ def silu(x: Float[Array, "*any"], *, time_axis: int | None = None) -> Float[Arra
 def silu_on(target: Target, x: Array, *, time_axis: int | None) -> Array:
     if time_axis is None:
         return jax.nn.silu(x.astype(jnp.float32)).astype(x.dtype)
+    # A run is the few frames that a TPU computes together: only they need memory for float32 at a time.
     runs = split_frames(target, x, time_axis=time_axis)
     results = [jax.nn.silu(frames.astype(jnp.float32)).astype(x.dtype) for (frames,) in runs]
     return join_frames(results, time_axis)
@@ -120,6 +121,7 @@ def split_linear(
 
 
 def split_linear_on(target: Target, x: Array, weight: Array, bias: Array, *, parts: int) -> Array:
+    """Compute `split_linear` of tokens `x` (S, I); the result is (parts, S, O / parts)."""
 
     def plain(x: Array, weight: Array, bias: Array) -> Array:
         y = jnp.einsum(
@@ -132,6 +134,7 @@ def split_linear_on(target: Target, x: Array, weight: Array, bias: Array, *, par
         return (y + bias.astype(jnp.float32).reshape(parts, 1, -1)).astype(x.dtype)
 
     def by_kernel(x: Array, weight: Array, bias: Array) -> Array:
+        # The kernel takes tokens of several videos, (N, S, I). Here N is 1.
         return tpu.product(x[None], weight, bias, parts=parts)
 
     is_supported = tpu.supports_product(x[None], weight, parts)
@@ -277,12 +280,13 @@ def gated_linear_on(
     *,
     transposed: bool,
 ) -> Array:
+    """Compute `residual + gate * (x weight^T + bias)`; `x` is (N, S, I), or (N, I, S) if `transposed`."""
 
     def plain(
         x: Array, weight: Array, bias: Array, residual: Array, gate: Array, first_patch: Array
     ) -> Array:
-        # Videos and tokens become one axis, because XLA's CPU backend does not transpose bfloat16 that has an
-        # axis of length 1.
+        # Videos and tokens become one axis, because XLA's CPU backend cannot transpose bfloat16 that has an
+        # axis of length 1, such as one video.
         x_SC = (x.swapaxes(1, 2) if transposed else x).reshape(-1, weight.shape[1])
         return gated_residual(residual, linear(x_SC, weight, bias).reshape(residual.shape), gate, first_patch)
 

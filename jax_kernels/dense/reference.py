@@ -1,4 +1,8 @@
-"""Operations on channels alone, in their plainest form, which the fast forms have to equal."""
+"""Operations on channels alone, in their plainest form, which the fast forms have to equal.
+
+Tokens are (N, S, C): those of a video's text, then, from the index `first` on, its patches. A gate, scale or
+shift (N, 2, C) has one vector for the text tokens, then one for the patches.
+"""
 
 import jax
 import jax.numpy as jnp

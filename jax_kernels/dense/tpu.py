@@ -80,7 +80,7 @@ def adaptive_layer_norm(
 
 
 def _norm_block(first_patch_ref, x_ref, factor_ref, offset_ref, y_ref, *, eps: float) -> None:
-    """Norm a block of tokens, and apply factor and offset, `ROWS` tokens at a time."""
+    """Norm a block of tokens (tokens, C), and apply factor and offset (2, C), `ROWS` tokens at a time."""
     block = x_ref.shape[0]
     # The first patch's index, counted from this block's start; the grid is (videos, blocks).
     boundary = first_patch_ref[0] - pl.program_id(1) * block
@@ -151,9 +151,9 @@ def product(
     most_outputs = min(MOST_OUTPUTS, tiles.vmem_limit() // 2 // (4 * inputs))
     block_outputs = unit * tiles.largest_divisor(pl.cdiv(outputs, unit), max(1, most_outputs // unit))
     blocks = pl.cdiv(outputs, block_outputs)  # of a part
-    # Grid indices: j is the block of outputs, counted over all parts, n the video, and i the block of tokens.
-    # j is the outermost, so the weights of a block stay in VMEM for all tokens. The prefetched index of the
-    # first patch is the last argument of each index map.
+    # A grid step (j, n, i) computes block j of the outputs, counted over all parts, for block i of the tokens
+    # of video n. j is the outermost index, so the weights of a block stay in VMEM for all tokens. The
+    # prefetched index of the first patch is the last argument of each index map.
     x_spec = pl.BlockSpec(
         (None, inputs, block_tokens) if transposed else (None, block_tokens, inputs),
         lambda j, n, i, _: (n, 0, i) if transposed else (n, i, 0),
@@ -180,6 +180,7 @@ def product(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(parts * blocks, videos, pl.cdiv(tokens, block_tokens)),
+            # The residual is cut into blocks as the result is.
             in_specs=[x_spec, weight_spec, bias_spec, *([y_spec, gate_spec] if gated_operands else [])],
             out_specs=y_spec,
         ),
@@ -196,7 +197,7 @@ def _product_block(
     x_ref,
     weight_ref,
     bias_ref,
-    *refs,
+    *other_refs,
     unit_outputs: int,
     units_a_body: int,
     gelu: bool,
@@ -204,13 +205,16 @@ def _product_block(
 ) -> None:
     """Compute a block of tokens and outputs, in units of `unit_outputs` outputs.
 
-    `refs` are the residual and the gate, if there is a gated sum, then the result. The body of a loop
-    computes `units_a_body` units. It multiplies a unit before it applies the epilogue (bias, GELU or gated
-    sum) to the unit before that, so that the matrix unit and the vector unit work at the same time.
+    `x_ref` is (tokens, I), or (I, tokens) if `transposed`; `weight_ref` is (outputs, I), `bias_ref` (1,
+    outputs). `other_refs` are the residual (tokens, outputs) and the gate (2, outputs), if there is a gated
+    sum, then the result (tokens, outputs). The body of a loop computes `units_a_body` units. It multiplies a
+    unit before it applies the epilogue (bias, GELU or gated sum) to the unit before that, so that the matrix
+    unit and the vector unit work at the same time.
     """
-    *gated_refs, y_ref = refs
+    *gated_refs, y_ref = other_refs
 
     def multiply(outputs: Any) -> Array:
+        # (tokens, outputs) for this slice of the block's outputs
         return jax.lax.dot_general(
             x_ref[...],
             weight_ref[outputs, :],
@@ -235,6 +239,7 @@ def _product_block(
     @pl.loop(0, y_ref.shape[1] // unit_outputs // units_a_body)
     def _(index: Array) -> None:
         def outputs_of(unit: int) -> Any:
+            # The slice of one of this body's units, among the block's outputs.
             start = (index * units_a_body + unit) * unit_outputs
             return pl.ds(pl.multiple_of(start, unit_outputs), unit_outputs)
 

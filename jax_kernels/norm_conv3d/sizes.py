@@ -194,7 +194,7 @@ def is_supported(
     """Return whether the Pallas kernel supports these frames; only shapes and the dtype of `x` are read.
 
     The kernel supports two, four or eight frames of bfloat16, or the first frame of a video. Frames must have
-    an even number of rows, and at least `tiles.SMALLEST` pixels. The number of input channels must be a
+    an even number of rows, and `tiles.SMALLEST_FRAME` pixels or more. The number of input channels must be a
     multiple of 128, and so must that of output channels if there are more than 128. If a frame is cut into at
     most `MOST_STRIPS` strips, VMEM must hold one of them.
 
@@ -213,7 +213,7 @@ def is_supported(
     is_suitable = (
         fills_tiles(x)
         and x.dtype == jnp.bfloat16
-        and pixels >= tiles.SMALLEST
+        and pixels >= tiles.SMALLEST_FRAME
         and kernel.shape[:3] == (TAPS, TAPS, TAPS)
         and (outputs <= tiles.LANES or outputs % tiles.LANES == 0)
         and frames in ((1, 2, 4, 8) if at_start else (2, 4, 8))

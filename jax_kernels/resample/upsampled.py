@@ -97,7 +97,7 @@ def is_supported(
     return (
         tiles.fills_tiles(x)
         and x.dtype == jnp.bfloat16
-        and 4 * pixels >= tiles.SMALLEST  # a pixel becomes four
+        and 4 * pixels >= tiles.SMALLEST_FRAME  # a pixel becomes four
         and kernel.shape[:2] == (TAPS, TAPS)
         and kernel.shape[3] % tiles.LANES == 0
         and {sizes.frames_in, sizes.frames_out} <= {*FRAMES}
