@@ -315,9 +315,7 @@ def _coefficients(
             for kernel, bias in ((norm.kernel_y, norm.bias_y), (norm.kernel_b, norm.bias_b))
         )
         multiplier, offset = y * scale, y * shift + b
-    if (
-        split.is_padded
-    ):  # SiLU of 0 is 0: with zeros for coefficients, padding columns are zero when activated
+    if split.is_padded:  # with zeros for coefficients, the activated padding columns are SiLU(0) = 0
         mask = repeat(split.mask(coefficient_columns)[None, None, None, :, None])
         multiplier, offset = jnp.where(mask, multiplier, 0), jnp.where(mask, offset, 0)
     return multiplier, offset
