@@ -46,7 +46,7 @@ def weights_between(
     result_row: int,
     result_column: int,
 ) -> Array:
-    """Return the weights (components, I, O) from an input to a result; zeros if it does not take the input."""
+    """Return the weights (components, I, O) from an input to a result; zeros if it does not take that."""
     # A result in column 0 is in the chunk's columns, under shifted and unshifted inputs. One in column 1 is a
     # column to the right of them. It takes only the unshifted input, by its left tap: the next columns'
     # results in column 0 have the other taps.
