@@ -1,7 +1,7 @@
 """GroupNorm with a one-pass Welford variance, over any channel axis.
 
-*Moments* are a mean and M2, the sum of squared deviations from it. A *column* is a column of a frame's pixels,
-along H. A *run* is a number of frames that a TPU computes together. A mesh may split the columns into
+*Moments* are a mean and M2, the sum of squared deviations from it. A *column* is a column of pixels in a
+frame, along H. A *run* is a number of frames that a TPU computes together. A mesh may split the columns into
 *shards*, one for each device, and may pad the width with columns of zeros.
 """
 
