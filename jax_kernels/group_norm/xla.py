@@ -1,4 +1,7 @@
-"""GroupNorm's two passes over an activation as XLA compiles them: moments, then scaling."""
+"""GroupNorm's two passes over an activation as XLA compiles them: moments, then scaling.
+
+Moments are a mean and M2, the sum of squared deviations from it. A column is a column of pixels, along H.
+"""
 
 from typing import NamedTuple
 
@@ -58,7 +61,7 @@ def merge_equal(parts: Moments, axis: int) -> Moments:
 
 
 def column_moments(x: Array) -> tuple[Array, Array]:
-    """Return mean and M2 of each column of pixels, with a single row, in float32.
+    """Return mean and M2 of each column of pixels, in float32; their axis of rows has length 1.
 
     `x` is (..., rows, columns, channels) or (N, rows, channels). Blocks of at most `ROWS` rows are summed,
     then their moments are merged.

@@ -3,7 +3,8 @@
 A residual block has this sequence twice, and a decoder ends with it. The Pallas kernel (`tpu`) takes the norm
 as *coefficients*, a multiplier and an offset: for each channel of a video, or, if latents modulate the norm,
 for each latent and channel. A *run* is a number of frames that are computed together (`common.frames`), and a
-*column* is a column of pixels. A mesh splits columns into *shards*, one for each device.
+*column* is a column of pixels. Its *moments* are the mean and M2, the sum of squared deviations from it. A
+mesh splits columns into *shards*, one for each device.
 
 The kernel convolves a frame in *strips* of columns if it is too wide for VMEM, and puts zeros beside each
 strip. What the columns beside a strip add to the results of its first and of its last column are the strip's

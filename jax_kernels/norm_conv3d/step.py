@@ -60,8 +60,8 @@ def matrices(kernel: Array, product: Product, shares: int, weights_between: Call
     """Return the matrices that multiply a product's inputs: one for each share, stacked.
 
     `kernel` is the convolution's kernel or its transform. `weights_between(share_kernel, *input, *result)`
-    returns the weights (..., I, O) between an input and a result, for the output channels of one share. Both
-    are pairs, as `sizes.Product` describes them.
+    returns the weights (..., I, O) between an input and a result, for the output channels of one share.
+    Inputs and results are pairs of numbers, which `sizes.Product` describes.
     """
     share_matrices = []
     for share_kernel in jnp.split(kernel, shares, axis=-1):
@@ -175,7 +175,7 @@ class ConvStep(ABC):
         for row in range(ROWS):
             x = self._activated(row, _at_least_zero(column), after)
             # "past" has a word, two frames, for each part of each pixel. At first these are the two frames
-            # before the unit's, from the cache. Part by part the unit's last two frames replace them.
+            # before the unit's, if there is a cache. Part by part, the unit's last two frames replace them.
             past = memory["past"].at[slot, row]
             if "cache" in memory:
                 past[...] = pltpu.bitcast(memory["cache"][0, row, cache_at], jnp.int32)

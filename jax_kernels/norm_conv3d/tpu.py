@@ -9,7 +9,8 @@ A grid step *modulates* one *block* of two rows of pixels: it computes `silu(x *
 multiplier and the offset are the norm's *coefficients*. They come in *registers* (8 sublanes of 128 lanes),
 each of which serves the pixels of a *cell*. A frame too wide for VMEM is computed in *strips* of columns. The
 *edges* of a strip are what the columns beside it add to the results of its first and last column. A *part* is
-128 channels. An axis of *entries* has all frames of a column (or of a pixel), then those of the next one.
+128 channels. An axis of *entries* has all frames of a column, then those of the next one. The *moments* of a
+column of pixels are its mean and M2, the sum of squared deviations from it.
 
 For 128 channels of 8 x 480 x 720 the schedule for a v6e takes 2.5 ms, by Winograd's filtering. By direct
 convolution it takes 3.85 ms, for which the matrix units at their peak would take 2.7 ms. XLA's convolution
@@ -85,7 +86,7 @@ def _over_pixels(
     register_pixels = SUBLANES // frames  # pixels that a register has values for
     cell_columns = columns_of_register(columns, frames, registers)  # columns that a register serves
     values = coefficients.reshape(videos, coefficient_rows, registers * register_pixels, frames, channels)
-    # If a register serves more columns than it has pixels, these are equal: the first one is repeated.
+    # If a register serves more columns than it has pixels, its pixels are equal: the first one is repeated.
     if cell_columns != register_pixels:
         values = repeat_nearest(values[:, :, ::register_pixels], {2: cell_columns})
     # The columns that complete the last register are cut off.
@@ -278,7 +279,7 @@ def _joined_edges(sizes: ConvSizes, edges: Iterable[Array]) -> Float[Array, "N H
 def _coefficient_spec(sizes: ConvSizes, registers: int) -> pl.BlockSpec:
     """Return the spec of the coefficients (N, h, v, 8, I) that a step reads; `registers` is v.
 
-    It reads a register for each cell that the block to modulate, in one strip, has a part in.
+    It reads the registers of the cells that cover the block to modulate, in one strip.
     """
     cells = -(-sizes.strip_columns // sizes.cell_columns)  # in a row of a strip
     # A block's two rows of pixels are in one row of cells, unless a cell has a single row.
@@ -331,7 +332,7 @@ def _finished_block(step: Array) -> Array:
 
 
 def _rows_spec(block_of: Callable[[Any], Any], strip_entries: int, lanes: int) -> pl.BlockSpec:
-    """Return the spec by which a step has block `block_of(step)` of an array (N, H, entries, lanes)."""
+    """Return the spec by which a step accesses block `block_of(step)` of an array (N, H, entries, lanes)."""
     return _block_spec(
         (1, ROWS, strip_entries, lanes), lambda video, strip, step: (video, block_of(step), strip, 0)
     )

@@ -47,9 +47,9 @@ def weights_between(
     result_column: int,
 ) -> Array:
     """Return the weights (components, I, O) from an input to a result; zeros if it does not take that."""
-    # A result in column 0 is in the chunk's columns, under shifted and unshifted inputs. One in column 1 is a
-    # column to the right of them. It takes only the unshifted input, by its left tap: the next columns'
-    # results in column 0 have the other taps.
+    # Input row 0 is above the results: for result row 0 it is under row tap 0. A result in column 0 is in the
+    # chunk's columns. One in column 1 is a column to the right of them. It takes only the unshifted input, by
+    # its left tap: the next columns' results in column 0 have the other taps.
     row_tap, column_tap = row - result_row, shift - result_column + 1
     connected = 0 <= row_tap < TAPS and 0 <= column_tap < TAPS and (result_column == 0 or shift == 0)
     return transformed[:, row_tap, column_tap] if connected else jnp.zeros_like(transformed[:, 0, 0])

@@ -62,7 +62,8 @@ def upsample(
         split: the sharding of columns.
 
     Returns:
-        2H x 2W pixels in `x`'s dtype; T2 is T, or with `expand_time` 2T, with `first_frame_alone` too 2T - 1.
+        2H x 2W pixels in `x`'s dtype. T2 is T; with `expand_time` it is 2T, or 2T - 1 if the first frame
+        stays single.
 
     Raises:
         ValueError: a kernel that is even or does not take `x`, a bias of another length.
@@ -217,8 +218,8 @@ def downsample(
         split: the sharding of columns.
 
     Returns:
-        H2 = H // 2 and W2 = W // 2 pixels in `x`'s dtype; T2 is T, or with `compress_time` T / 2, with
-        `first_frame_alone` too (T + 1) / 2.
+        H2 = H // 2 and W2 = W // 2 pixels in `x`'s dtype. T2 is T; with `compress_time` it is T / 2, or
+        (T + 1) / 2 if the first frame stays single.
 
     Raises:
         ValueError: a kernel of another size or that does not take `x`, a bias of another length; frames that

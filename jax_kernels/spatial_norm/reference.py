@@ -35,8 +35,8 @@ def upsampled(zq, shape, first_frame_alone):
     """Repeat latents `zq` (N, t, h, w, c) to the frames and pixels of `shape` (N, T, H, W, C)."""
     _, frames, rows, columns, _ = shape
     _, t, h, w, _ = zq.shape
-    alone = int(first_frame_alone)  # number of first frames with a latent frame of their own: 0 or 1
-    others = frames - alone  # number of frames after it, which share the remaining `t - alone` latent frames
+    alone = int(first_frame_alone)  # 1 if the first latent frame covers the first frame alone, else 0
+    others = frames - alone  # number of the other frames, which the other `t - alone` latent frames cover
     # For each frame, the index of its latent frame.
     latent_frames = [*range(alone), *(alone + i * (t - alone) // others for i in range(others))]
     zq = zq[:, jnp.array(latent_frames)]
