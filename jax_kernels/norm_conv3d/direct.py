@@ -65,6 +65,7 @@ class DirectStep(ConvStep):
         self.old, self.new = jax.lax.rem(self.step + 1, 2), jax.lax.rem(self.step, 2)
 
     def _padding(self) -> dict[str, list[Any]]:
+        """Return references to the rows and columns around a strip or frame that are set to zeros."""
         sizes, stage = self.sizes, self.memory["stage"]
         # The last chunk reaches beyond the frame.
         is_incomplete = sizes.strip_columns > sizes.last_strip_columns
@@ -79,6 +80,7 @@ class DirectStep(ConvStep):
         }
 
     def _convolve(self) -> None:
+        """Compute and write a block of results, chunk by chunk; meanwhile modulate the next block."""
         sizes = self.sizes
         chunk, chunks = sizes.chunk_columns, sizes.chunks
         self._begin_left()
@@ -211,6 +213,7 @@ class DirectStep(ConvStep):
         x: Array,
         past_words: Any | None,
     ) -> Array:
+        """Store a unit's frames `x` in the stage for each tap of time; return the last word of each pixel."""
         sizes = self.sizes
         words = sizes.words  # number of words of a pixel
         unit_at = self._entries(column, sizes.unit_columns, words, left_columns=sizes.chunk_columns)
@@ -224,7 +227,8 @@ class DirectStep(ConvStep):
         first_words = pl.ds(unit_at.start, sizes.unit_columns, stride=words)  # the first word of each pixel
         same[unit_at, :] = x_words
         # `two_before` is `same`, moved by a word. A pixel's first word gets the last one of the pixel before,
-        # which the word of the two frames before `x` then replaces.
+        # which the word of the two frames before `x` then replaces. At a video's start, `past_words` is None,
+        # and both of these frames are the first frame of `x`.
         if words > 1:
             two_before[pl.ds(unit_at.start + 1, sizes.unit_columns * words - 1), :] = x_words[:-1]
         two_before[first_words, :] = (

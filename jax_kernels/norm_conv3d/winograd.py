@@ -76,10 +76,11 @@ class WinogradStep(ConvStep):
         below = "upper", jax.lax.rem(step + 1, 2)  # the upper row of the block below the results
         self.rows = above, upper, lower, below
         # The stage has the block below the results. Its upper row is an input of this step: a chunk of it is
-        # moved before products load that chunk. Its lower row is no input yet, so it goes to the third slot.
+        # moved before products load that chunk. Its lower row is no input yet: it goes to the third slot.
         self.moved = below, ("lower", jax.lax.rem(step + 2, 3))
 
     def _padding(self) -> dict[str, list[Any]]:
+        """Return references to the rows and columns around a strip or frame that are set to zeros."""
         above_name, above_slot = self.rows[0]  # the input row above the block of results
         # Each buffer with the first column of its padding on the left, and with that on the right.
         sides = itertools.product(("stage", "upper", "lower"), (0, MARGIN + self.sizes.strip_columns))
@@ -92,6 +93,7 @@ class WinogradStep(ConvStep):
         }
 
     def _convolve(self) -> None:
+        """Compute and write a block of results, chunk by chunk; meanwhile modulate the next block."""
         sizes = self.sizes
         # A product loads one column right of its chunk. So columns are moved before they are multiplied, and
         # `MARGIN` columns ahead: a slice that begins at such a multiple of 8 is aligned.
@@ -233,6 +235,7 @@ class WinogradStep(ConvStep):
         words = [
             pixels[pl.ds(index, sizes.unit_columns, stride=sizes.words), :] for index in range(sizes.words)
         ]
+        # At a video's start, its first frame stands for the two frames before it.
         words_before = repeat_earlier_frame(words[0]) if past_words is None else past_words[...]
         # A list of frames, each of all pixels: the two before `x`, then those of `x`. A tile sees its own
         # frames and the two before them. The second tile begins `tile` frames after the first.
