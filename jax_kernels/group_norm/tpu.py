@@ -1,10 +1,9 @@
 """GroupNorm's statistics, on a TPU by a Pallas kernel.
 
-The kernel reads each pixel once. Its arithmetic takes less time than HBM takes to send the pixels, so the
-kernel takes that time. The form for XLA takes three times as long (estimates for a v6e and 8 x 480 x 720 x
-128: 1.4 ms, where sending takes 0.43 ms). M2 is the sum of squared deviations from the mean. An *image* is a
-single frame, for which there is a kernel of its own. VMEM may hold `BLOCK_BYTES` of a grid step's pixels and
-moments.
+The kernel fetches each pixel from HBM once, and computes for less time than HBM takes to send the pixels. The
+form for XLA takes three times as long as that (estimates for a v6e and 8 x 480 x 720 x 128: 1.4 ms, where
+sending takes 0.43 ms). M2 is the sum of squared deviations from the mean. An *image* is a single frame, for
+which there is a second kernel. A grid step may have `BLOCK_BYTES` of pixels and moments in VMEM.
 """
 
 import functools
@@ -77,6 +76,7 @@ def _column_moments(
     column_shape = (columns, length, channels)
     results = pl.pallas_call(
         functools.partial(_add_block, blocks=height // rows),
+        # Videos, blocks of columns, and blocks of rows: these are added to the moments one after the other.
         grid=(videos, -(-width // columns), height // rows),
         in_specs=[
             pl.BlockSpec((None, rows, *column_shape), lambda video, column, row: (video, row, column, 0, 0))
