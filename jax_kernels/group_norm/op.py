@@ -1,4 +1,9 @@
-"""GroupNorm with a one-pass Welford variance, over any channel axis."""
+"""GroupNorm with a one-pass Welford variance, over any channel axis.
+
+*Moments* are a mean and M2, the sum of squared deviations from it. A *column* is a column of pixels in a
+frame, along H. A *run* is a number of frames that a TPU computes together. A mesh may split the columns into
+*shards*, one for each device, and may pad the width with columns of zeros.
+"""
 
 import functools
 import math
@@ -83,11 +88,11 @@ def group_norm_on(
     if weight is not None:
         scale = scale * weight.astype(jnp.float32)
     shift = jnp.zeros_like(mean) if bias is None else jnp.broadcast_to(bias.astype(jnp.float32), mean.shape)
-    if x.ndim != 5:  # not a video, so it has neither runs of frames nor a split over devices
+    if x.ndim != 5:  # not a video, so it has neither runs nor shards
         return xla.scaled(target, x, mean, scale, shift, activation=activation, channel_axis=channel_axis)
     x = jnp.moveaxis(x, channel_axis, -1)
     scaled = functools.partial(xla.scaled, activation=activation)
-    # Each device scales its columns of each run.
+    # Run after run, each device scales its shard.
     results = [
         map_shards(target, scaled, (frames,), statistics=(mean, scale, shift))
         for (frames,) in split_frames(target, x)
@@ -98,15 +103,14 @@ def group_norm_on(
 def moments(target: Target, x: Float[Array, "N *rest"], *, num_groups: int, channel_axis: int = 1) -> Moments:
     """Return the moments (N, G) of each video's groups of channels, in float32, by one pass over `x`.
 
-    Each column of pixels, along H, is reduced a block of rows at a time, because a sum of squares over all
-    rows would lose digits. Then the columns' moments are merged. W may be sharded: devices exchange only
-    merged moments.
+    Each column is reduced a block of rows at a time, because a sum of squares over all rows would lose
+    digits. Then the columns' moments are merged. W may be sharded: devices exchange only merged moments.
     """
     x = jnp.moveaxis(x, channel_axis, -1)
     row_axis = max(1, x.ndim - 3)  # before columns and channels; in rank 3 the only axis of pixels
     if x.ndim == 5:
         mean, m2 = column_moments(target, x)
-    else:  # not a video, so it has neither runs of frames nor a split over devices
+    else:  # not a video, so it has neither runs nor shards
         mean, m2 = (jnp.squeeze(moment, row_axis) for moment in xla.column_moments(x))
     return moments_of_columns(target, mean, m2, x.shape[row_axis], num_groups=num_groups)
 
@@ -143,13 +147,13 @@ def moments_of_columns(
     axes = (*range(1, mean.ndim - 2), mean.ndim - 1)
     column_axis = mean.ndim - 3
     split = target.split if column_axis in axes else WHOLE
-    # It sets the numbers of padding columns to zero, so that sums leave them out.
+    # A function that sets the numbers of padding columns to zero, so that sums leave them out.
     without_padding = functools.partial(with_clear_padding, split=split, column_axis=column_axis)
-    width = split.real_columns(mean.shape[column_axis])
-    # Number of merged columns; padding does not count.
+    width = split.real_columns(mean.shape[column_axis])  # without padding
+    # Number of samples that are merged for each group: columns, times frames and channels.
     count = math.prod(width if axis == column_axis else mean.shape[axis] for axis in axes)
-    # The means are averaged as differences from one of them, because a float32 sum of many means that are far
-    # from zero would lose digits.
+    # The means are averaged as differences from the first one, because a float32 sum of many means that are
+    # far from zero would lose digits.
     origin = mean
     for axis in axes:
         origin = jax.lax.slice_in_dim(origin, 0, 1, axis=axis)
@@ -162,6 +166,7 @@ def moments_of_columns(
 
 def _shard_column_moments(target: Target, x_NTHWC: Array) -> tuple[Array, Array]:
     """Return mean and M2 of a shard's columns of pixels, both (N, T, 1, W, C), by the fastest form."""
+    # A TPU has a kernel for several large frames, and one for a single frame, an image.
     if target.uses_pallas and is_large(x_NTHWC) and tpu.is_supported(x_NTHWC):
         return tpu.column_moments(x_NTHWC)
     if target.uses_pallas and is_image_for_tpu(target, x_NTHWC) and tpu.supports_image(x_NTHWC):

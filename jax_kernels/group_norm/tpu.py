@@ -1,7 +1,9 @@
 """GroupNorm's statistics, on a TPU by a Pallas kernel.
 
-The kernel computes for less time than HBM takes to send the pixels. The form for XLA takes three times as
-long (estimates for a v6e and 8 x 480 x 720 x 128: 1.4 ms, where sending takes 0.43 ms).
+The kernel fetches each pixel from HBM once, and computes for less time than HBM takes to send the pixels. The
+form for XLA takes three times as long as that (estimates for a v6e and 8 x 480 x 720 x 128: 1.4 ms, where
+sending takes 0.43 ms). M2 is the sum of squared deviations from the mean. An *image* is a single frame, for
+which there is a second kernel. A grid step may have `BLOCK_BYTES` of pixels and moments in VMEM.
 """
 
 import functools
@@ -44,7 +46,8 @@ def is_supported(x: Float[Array, "N T H W C"]) -> bool:
 
 def _pixel_bytes(x: Array) -> int:
     """Return a cautious bound of the bytes of VMEM that one pixel takes: in all videos and frames, twice."""
-    # A grid step reads a single video, but a smaller bound would give larger blocks, of unknown times.
+    # It is cautious because a grid step reads a single video, once. A smaller bound would give larger blocks,
+    # whose times nobody has estimated.
     videos, length, _, _, channels = x.shape
     return 2 * videos * tiled_sublanes(length, x.dtype) * channels * x.dtype.itemsize
 
@@ -59,7 +62,7 @@ def _block_shape(x: Array) -> tuple[int, int]:
     """Return the numbers of rows, which divide the height, and of columns that a grid step reads."""
     height, width = x.shape[2:4]
     columns = min(COLUMNS, width)
-    # Of its share of `BLOCK_BYTES`, a column needs some for its moments; the rest holds a pixel of each row.
+    # Each column has an equal part of `BLOCK_BYTES`: for its moments, and for its pixels, one in each row.
     fitting_rows = (BLOCK_BYTES // columns - _column_bytes(x)) // _pixel_bytes(x)
     return largest_divisor(height, fitting_rows), columns
 
@@ -73,6 +76,7 @@ def _column_moments(
     column_shape = (columns, length, channels)
     results = pl.pallas_call(
         functools.partial(_add_block, blocks=height // rows),
+        # Videos, blocks of columns, and blocks of rows: these are added to the moments one after the other.
         grid=(videos, -(-width // columns), height // rows),
         in_specs=[
             pl.BlockSpec((None, rows, *column_shape), lambda video, column, row: (video, row, column, 0, 0))
@@ -110,10 +114,12 @@ def _image_rows_of_step(x: Float[Array, "N 1 H W C"]) -> int:
 def _image_moments(
     x: Float[Array, "N 1 H W C"],
 ) -> tuple[Float[Array, "N 1 1 W C"], Float[Array, "N 1 1 W C"]]:
+    """Return mean and M2 of each column of an image, in float32; each pixel is fetched once."""
     videos, _, height, width, channels = x.shape
     block_rows = _image_rows_of_step(x)
     mean, m2 = pl.pallas_call(
-        # In an image a column is in one sublane, and `SUBLANES` columns fill a register.
+        # A register has 8 `SUBLANES`. In an image they hold 8 columns, in several frames a column's frames.
+        # So `TOGETHER` registers are more columns here.
         functools.partial(_add_block, blocks=height // block_rows, together=TOGETHER * SUBLANES),
         grid=(videos, 1, height // block_rows),  # the 1: a block has all columns
         in_specs=[
@@ -134,9 +140,10 @@ image_moments = with_derivatives_of(xla.column_moments, _image_moments)
 def _add_block(x_ref, mean_ref, m2_ref, origin_ref, *, blocks: int, together: int = TOGETHER) -> None:
     """Add a block of rows (rows, columns, T, C) to the moments (columns, T, C) of its columns.
 
-    An image has no axis T. The sums are of differences from a typical value of each column, the origin in
-    `origin_ref`, because sums of large values would lose digits. Until the last of `blocks` blocks is added,
-    `mean_ref` has the means less the origins. A loop reduces `together` columns at a time.
+    A grid step adds one block, and successive steps add all `blocks` blocks of the same columns. An image has
+    no axis T. The sums are of differences from a typical value of each column, the origin in `origin_ref`,
+    because sums of large values would lose digits. Until the last block is added, `mean_ref` has the means
+    minus the origins. A loop reduces `together` columns at a time.
     """
     # The grid is (videos, blocks of columns, blocks of rows). `pl.num_programs` could be wrong: JAX 0.11
     # reuses a kernel's trace for blocks of the same shapes, even in a grid of another size.
@@ -149,7 +156,7 @@ def _add_block(x_ref, mean_ref, m2_ref, origin_ref, *, blocks: int, together: in
         mean_ref[...] = jnp.zeros_like(mean_ref)
         m2_ref[...] = jnp.zeros_like(m2_ref)
 
-    share = 1 / (blocks_before + 1).astype(jnp.float32)  # of this block in all rows so far
+    share = 1 / (blocks_before + 1).astype(jnp.float32)  # this block's rows, as a fraction of all rows so far
     for column in range(0, x_ref.shape[1], together):
         columns = slice(column, column + together)
         origin = origin_ref[columns]
@@ -158,6 +165,7 @@ def _add_block(x_ref, mean_ref, m2_ref, origin_ref, *, blocks: int, together: in
         def add_row(row: Array, total: Array, columns=columns, origin=origin) -> Array:
             return total + (x_ref[row, columns].astype(jnp.float32) - origin)
 
+        # The block's mean, minus the origin.
         offset = jax.lax.fori_loop(0, rows, add_row, jnp.zeros_like(origin), unroll=UNROLLED) / rows
         block_mean = origin + offset
 

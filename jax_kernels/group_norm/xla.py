@@ -1,4 +1,7 @@
-"""GroupNorm's two passes over an activation as XLA compiles them: moments, then scaling."""
+"""GroupNorm's two passes over an activation as XLA compiles them: moments, then scaling.
+
+Moments are a mean and M2, the sum of squared deviations from it. A column is a column of pixels, along H.
+"""
 
 from typing import NamedTuple
 
@@ -58,7 +61,7 @@ def merge_equal(parts: Moments, axis: int) -> Moments:
 
 
 def column_moments(x: Array) -> tuple[Array, Array]:
-    """Return mean and M2 of each column of pixels, with a single row, in float32.
+    """Return mean and M2 of each column of pixels, in float32; their axis of rows has length 1.
 
     `x` is (..., rows, columns, channels) or (N, rows, channels). Blocks of at most `ROWS` rows are summed,
     then their moments are merged.
@@ -69,13 +72,14 @@ def column_moments(x: Array) -> tuple[Array, Array]:
     blocks = max(1, -(-height // ROWS))
     block_rows = -(-height // blocks)
     full_rows = height // block_rows * block_rows  # rows in full blocks; the remainder is a smaller block
-    origin = _typical_row(x, axis)  # subtracted from the means, because sums of large numbers lose digits
+    # Moments are computed of `x - origin` and not of `x`, because sums of large numbers lose digits.
+    origin = _typical_row(x, axis)
     full_blocks = jax.lax.slice_in_dim(x, 0, full_rows, axis=axis)
     moments = _block_moments(full_blocks, origin, axis, block_rows)
     if height > full_rows:
         remainder = jax.lax.slice_in_dim(x, full_rows, height, axis=axis)
         moments = merge(moments, _block_moments(remainder, origin, axis, height - full_rows))
-    # The moments are those of `x - origin`.
+    # M2 is the same for `x` and `x - origin`.
     return origin + jnp.expand_dims(moments.mean, axis), jnp.expand_dims(moments.m2, axis)
 
 
@@ -92,8 +96,9 @@ def _block_moments(x: Array, origin: Array, axis: int, block_rows: int) -> Momen
     blocks = x.shape[axis] // block_rows
     x = x.reshape(*x.shape[:axis], blocks, block_rows, *x.shape[axis + 1 :])
     row_axis = axis + 1  # `axis` is the axis of blocks now
+    # Each block is summed as differences from a value of its own, typical for that block. Sums of large
+    # values and of their squares would lose digits.
     shift = _typical_row(x, row_axis)
-    # Without the shift, sums of large values and of their squares would lose digits.
     shifted = x.astype(jnp.float32) - shift
     # One reduction to the sums of values and of squares (index 0 and 1 of its pairs): two reductions would
     # make XLA's CPU backend write `shifted` out.
@@ -101,6 +106,7 @@ def _block_moments(x: Array, origin: Array, axis: int, block_rows: int) -> Momen
     total, squares = jax.lax.reduce(
         (shifted, shifted * shifted), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), (row_axis,)
     )
+    # The block's mean, from which the `origin` that all blocks share is subtracted.
     mean = jnp.squeeze(shift, row_axis) - origin + total / block_rows
     # Rounding must not make M2 negative.
     m2 = jnp.maximum(squares - total * total / block_rows, 0.0)

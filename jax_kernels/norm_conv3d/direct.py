@@ -1,6 +1,10 @@
 """A grid step of the Pallas kernel by direct convolution, which multiplies by every tap.
 
-`step` defines the terms.
+A step finishes a *block* of two rows of results, and meanwhile modulates another block. The columns are those
+of one *strip*: a matrix product covers a *chunk* of them, and a *unit* of a chunk is modulated at a time. A
+*part* is 128 channels, a *share* the output channels that a chunk's products compute together. A *word* holds
+two frames of a pixel and channel, the earlier one in its low half. An *entry* is a frame or word of a column.
+*Edges* are what the columns beside a strip add to its first and last column. `step` has the other terms.
 
 - Modulated rows are kept as words, in three copies for the three taps of time: as they are, shifted by one
   frame (half a word) and shifted by two frames (a word).
@@ -9,9 +13,12 @@
   output channels fill a matrix unit that is 256 wide.
 - A video's first frame is multiplied as two equal frames: its words hold it twice, and every second sum is a
   result.
+- The buffer "stage" has the block below the results, modulated by the step before. This step modulates the
+  next block into it, one chunk behind the products. So the stage begins a chunk left of column 0.
 - The buffer "ring" has a slot for the block of results and one, `old`, for the block above it. As soon as a
-  chunk of the old block is multiplied, the same columns of the block below the results replace it: that block
-  is the next step's block of results, and the slots swap roles. Axes: slot, tap of time, row, part, word.
+  chunk of the old block is multiplied, the same columns of the stage replace it: the block below is the next
+  step's block of results, and the slots swap roles. Axes: slot (not in the stage), tap of time, row of the
+  block, part, word.
 - Each step stores columns left of those that it still loads, so one set of buffers is enough.
 """
 
@@ -40,7 +47,7 @@ def weights_between(
     kernel: Float[Array, "3 3 3 I O"], row: int, time_tap: int, result_row: int, column_tap: int
 ) -> Array:
     """Return the weights (I, O) from an input to a result; zeros if the result does not see that row."""
-    row_tap = row - result_row  # input rows begin one above the results: tap 0 sees the row above
+    row_tap = row - result_row  # input row 0 is above the results: for result row 0 it is under tap 0
     connected = 0 <= row_tap < TAPS
     return kernel[time_tap, row_tap, column_tap] if connected else jnp.zeros_like(kernel[0, 0, 0])
 
@@ -58,6 +65,7 @@ class DirectStep(ConvStep):
         self.old, self.new = jax.lax.rem(self.step + 1, 2), jax.lax.rem(self.step, 2)
 
     def _padding(self) -> dict[str, list[Any]]:
+        """Return references to the rows and columns around a strip or frame that are set to zeros."""
         sizes, stage = self.sizes, self.memory["stage"]
         # The last chunk reaches beyond the frame.
         is_incomplete = sizes.strip_columns > sizes.last_strip_columns
@@ -65,17 +73,19 @@ class DirectStep(ConvStep):
         right = pl.ds((sizes.last_strip_columns + sizes.chunk_columns) * sizes.words, sizes.words)
         return {
             "beside": [],  # no product loads columns beside a strip: edges add what these contribute
-            "above": [self.memory["ring"].at[self.old, :, 1]],  # the lower row of the block above
-            "below": [stage.at[:, 0]],  # the upper row of the block below
-            # The buffer ends with the last chunk: if that is complete, it has no column right of the frame.
+            "above": [self.memory["ring"].at[self.old, :, 1]],  # the lower row, 1, of the block above
+            "below": [stage.at[:, 0]],  # the upper row, 0, of the block below
+            # The stage ends with the last chunk: if that is complete, it has no column right of the frame.
             "right": [stage.at[:, :, part, right] for part in range(sizes.parts) if is_incomplete],
         }
 
     def _convolve(self) -> None:
+        """Compute and write a block of results, chunk by chunk; meanwhile modulate the next block."""
         sizes = self.sizes
         chunk, chunks = sizes.chunk_columns, sizes.chunks
         self._begin_left()
-        # Number of chunks in a loop's body, which has at most `UNROLLED` products.
+        # Number of chunks in a loop's body, which has at most `UNROLLED` products; of these each chunk has as
+        # many as there are weights.
         together = largest_divisor(chunks, UNROLLED // len(self.weights))
 
         def multiply_chunks(index: Array, carry: None) -> None:
@@ -83,20 +93,23 @@ class DirectStep(ConvStep):
                 column = (index * together + offset) * chunk
                 self._multiply(column)  # also modulates the chunk left of this one
                 self._move(column, chunk)
-                self._finish(column - chunk)  # left of column 0: no results, overwritten later
+                # This chunk's products complete the sums of the chunk left of it. Left of column 0 nothing is
+                # complete: what is written is overwritten later.
+                self._finish(column - chunk)
 
         jax.lax.fori_loop(0, chunks // together, multiply_chunks, None)
         if "edges" in self.memory:
             self._end_right()
-        # What the loop does to a chunk while or after it multiplies the next one, here for the last chunk.
+        # The loop does this to a chunk when it multiplies the next one; the last chunk has no next one.
         self._finish(sizes.strip_columns - chunk)
         self._modulate_chunk(sizes.strip_columns - chunk)
 
     def _begin_left(self) -> None:
         """Set the sums of a strip's first column to the left edge, or to zeros without edges."""
-        # Column tap 0 sets the sums of each other column, by the inputs of the column left of it.
+        # In all other columns the first product sets the sums: an input sets those of the column right of it,
+        # by column tap 0. The first column has no inputs left of it.
         frames, memory = self.sizes.multiplied_frames, self.memory
-        # The entries of column 0.
+        # The entries of column 0: the buffer "sums" begins a chunk left of it.
         first = pl.ds(self.sizes.chunk_columns * frames, frames)
         if "edges" not in memory:
             fill_zeros([memory["sums"].at[:, :, first]])
@@ -111,6 +124,7 @@ class DirectStep(ConvStep):
         last = self._entries(self._last_column(), 1, frames, left_columns=self.sizes.chunk_columns)
         for row, part in itertools.product(range(ROWS), range(self.result_parts)):
             sums = memory["sums"].at[row, part]
+            # "edges" has one video (index 0): the frames of the left edge, then those of the right edge.
             sums[last] = sums[last] + memory["edges"][0, row, frames : 2 * frames, lanes_of(part)]
 
     def _multiply(self, column: Any) -> None:
@@ -126,6 +140,8 @@ class DirectStep(ConvStep):
     def _multiply_share(self, share: Any, column: Any, also_modulate: Any = None) -> None:
         """Compute a chunk's products for one share; modulate the chunk at `also_modulate`, if any."""
         sizes = self.sizes
+        # A chunk has 3 or 6 products, so one or two for each of its `UNITS` = 3 units.
+        products_per_unit = len(sizes.products) // UNITS
         for index, (product, weights) in enumerate(zip(sizes.products, self.weights, strict=True)):
             inputs = [
                 self._input(row, time_tap, part, column)
@@ -136,9 +152,9 @@ class DirectStep(ConvStep):
                 jnp.concatenate(inputs, axis=1), weights[share], preferred_element_type=jnp.float32
             )
             self._add_sums(share, product.results, sums, column)
-            # The `UNITS` units of the chunk to modulate are spread evenly over the products, 3 or 6.
-            if also_modulate is not None and index * UNITS % len(self.weights) == 0:
-                unit = index * UNITS // len(self.weights)
+            # The units of the chunk to modulate are spread evenly over the products.
+            if also_modulate is not None and index % products_per_unit == 0:
+                unit = index // products_per_unit
                 self._modulate(also_modulate + unit * sizes.unit_columns, unit, after=sums)
 
     def _add_sums(self, share: Any, results: list[tuple[int, int]], sums: Array, column: Any) -> None:
@@ -183,6 +199,7 @@ class DirectStep(ConvStep):
         self.memory["ring"][self.old, :, :, :, ring_at] = self.memory["stage"][:, :, :, stage_at]
 
     def _modulate_chunk(self, column: Any) -> None:
+        # The iterations of a loop do not overlap, so all units use the buffers of the first one, slot 0.
         jax.lax.fori_loop(
             0, UNITS, lambda unit, _: self._modulate(column + unit * self.sizes.unit_columns), None
         )
@@ -196,26 +213,29 @@ class DirectStep(ConvStep):
         x: Array,
         past_words: Any | None,
     ) -> Array:
+        """Store a unit's frames `x` in the stage for each tap of time; return the last word of each pixel."""
         sizes = self.sizes
         words = sizes.words  # number of words of a pixel
         unit_at = self._entries(column, sizes.unit_columns, words, left_columns=sizes.chunk_columns)
         x_words = pltpu.bitcast(x, jnp.int32) if sizes.input_frames > 1 else duplicated_in_words(x)
-        # The frames that the three taps of time see: those two frames before each frame of `x`, those one
-        # frame before it, and `x`.
+        # The stage has the frames that each of the three taps of time sees. For a pixel's frames a b c d, and
+        # y z before them, the words are (y z) (a b) for the first tap, (z a) (b c) for the second, and (a b)
+        # (c d) for the third.
         two_before, one_before, same = (
             self.memory["stage"].at[time_tap, row, part] for time_tap in range(TAPS)
         )
-        firsts = pl.ds(unit_at.start, sizes.unit_columns, stride=words)  # the first word of each pixel
+        first_words = pl.ds(unit_at.start, sizes.unit_columns, stride=words)  # the first word of each pixel
         same[unit_at, :] = x_words
-        # Two frames are a word, so `two_before` is `same`, moved by a word. What moves into a pixel's first
-        # word from the pixel before is replaced by the past word.
+        # `two_before` is `same`, moved by a word. A pixel's first word gets the last one of the pixel before,
+        # which the word of the two frames before `x` then replaces. At a video's start, `past_words` is None,
+        # and both of these frames are the first frame of `x`.
         if words > 1:
             two_before[pl.ds(unit_at.start + 1, sizes.unit_columns * words - 1), :] = x_words[:-1]
-        two_before[firsts, :] = (
-            repeat_earlier_frame(same[firsts, :]) if past_words is None else past_words[...]
+        two_before[first_words, :] = (
+            repeat_earlier_frame(same[first_words, :]) if past_words is None else past_words[...]
         )
-        # A word's later frame is its upper half. Words one frame before have the later frame of the word
-        # before, and then the earlier frame of the word itself.
+        # A word's later frame is its upper half: it moves to the lower half, before the earlier frame of the
+        # same word of `x`.
         later_of_word_before = jax.lax.shift_right_logical(two_before[unit_at, :], 16)
         one_before[unit_at, :] = later_of_word_before | (x_words << 16)
         return same[pl.ds(unit_at.start + words - 1, sizes.unit_columns, stride=words), :]

@@ -2,8 +2,13 @@
 
 A residual block has this sequence twice, and a decoder ends with it. The Pallas kernel (`tpu`) takes the norm
 as *coefficients*, a multiplier and an offset: for each channel of a video, or, if latents modulate the norm,
-for each latent and channel. `step` defines the kernel's terms, and XLA computes the edges of strips. A *run*
-is a number of frames that are computed together (`common.frames`).
+for each latent and channel. A *run* is a number of frames that are computed together (`common.frames`), and a
+*column* is a column of pixels. Its *moments* are the mean and M2, the sum of squared deviations from it. A
+mesh splits columns into *shards*, one for each device.
+
+The kernel convolves a frame in *strips* of columns if it is too wide for VMEM, and puts zeros beside each
+strip. What the columns beside a strip add to the results of its first and of its last column are the strip's
+left and right *edge*: XLA computes them, and the kernel adds them. `step` defines the kernel's other terms.
 """
 
 import functools
@@ -144,12 +149,12 @@ def norm_conv3d_on(
     first_frame_alone: bool,
 ) -> tuple[Array, Array | None, ColumnMoments | None]:
     """Compute `norm_conv3d` for a target: by the Pallas kernel, or by a norm and then a convolution."""
-    # A program has a branch for each platform, and all branches must return the same shapes. So each returns
-    # moments if the Pallas kernel does, and asks whether that supports the inputs on a TPU.
-    is_supported = _kernel_supports(
+    # A program has a branch for each platform, and all branches must return the same shapes. On a TPU the
+    # Pallas kernel returns moments. So for inputs that it would support there, every branch returns moments.
+    is_supported_on_tpu = _kernel_supports(
         replace(target, platform="tpu"), x, norm, kernel, bias, cache, residual, first_frame_alone
     )
-    if is_supported and target.on_tpu:
+    if is_supported_on_tpu and target.on_tpu:
         return _by_kernel(
             target, x, norm, kernel, bias, cache, residual, moments, num_groups=num_groups, eps=eps
         )
@@ -162,7 +167,7 @@ def norm_conv3d_on(
         inputs = x, zq, weight, norm_bias, *zq_convolutions
     hidden = norm_on(target, *inputs, num_groups=num_groups, eps=eps, activation="silu")
     y, next_cache = conv3d_on(target, hidden, kernel, bias, cache, residual)
-    if not is_supported:
+    if not is_supported_on_tpu:
         return y, next_cache, None
     mean, m2 = norm_xla.column_moments(y)  # both keep the axis of rows, of length 1
     return y, next_cache, ColumnMoments(jnp.squeeze(mean, 2), jnp.squeeze(m2, 2))
@@ -178,14 +183,15 @@ def _kernel_supports(
     residual: Array | None,
     first_frame_alone: bool,
 ) -> bool:
-    """Return whether the Pallas kernel supports every run of these frames, with the columns of one device."""
+    """Return whether the Pallas kernel supports each run of `x`, as one device has it: a shard."""
     runs = split_frames(target, x, norm.zq, residual)  # of each run: frames, latents `zq`, residual
-    first_frames, *_ = runs[0]
+    first_run, *_ = runs[0]
     return (
         target.pallas
         and all(vector is not None for vector in (bias, norm.weight, norm.bias))
-        # The first run must be one frame if and only if the first latent frame covers the first frame alone.
-        and first_frame_alone == (first_frames.shape[1] == 1)
+        # In a run all latent frames must cover equally many frames. So the first frame must be a run by
+        # itself if the first latent frame covers that frame alone, and only then.
+        and first_frame_alone == (first_run.shape[1] == 1)
         and all(
             sizes.is_supported(
                 target.split.shard_of(frames),
@@ -203,7 +209,8 @@ def _kernel_supports(
 def _coefficient_grid(split: Split, x: Array, zq: Array | None) -> tuple[int, ...]:
     """Return the numbers of frames, rows and columns of the coefficients that one device has for `x`."""
     if zq is None:
-        # All pixels have the same coefficients, except in a padded width: its padding columns have zeros.
+        # All pixels share their coefficients. In a padded width each column has its own, because those of the
+        # padding columns are zeros: the padding must be zero after the norm too.
         return 1, 1, split.shard_of(x).shape[3] if split.is_padded else 1
     return split.shard_of(zq).shape[1:4]
 
@@ -221,7 +228,7 @@ def _by_kernel(
     num_groups: int,
     eps: float,
 ) -> tuple[Array, Array | None, ColumnMoments]:
-    """Compute `norm_conv3d` by the Pallas kernel: run after run, each on all shards of columns."""
+    """Compute `norm_conv3d` by the Pallas kernel: run after run, each on all devices at once."""
     # Statistics span all frames: they are computed before the first run, and are the same for every run.
     mean, m2 = column_moments(target, x) if moments is None else moments
     group_moments = moments_of_columns(target, mean, m2, x.shape[2], num_groups=num_groups)
@@ -231,11 +238,12 @@ def _by_kernel(
     weights = kernel, bias, norm._replace(zq=None)
     results = []  # of each run: frames, and mean and M2 of their columns
     for frames, zq, run_residual in split_frames(target, x, norm.zq, residual):
-        # A run's last activated frames are the cache of the next run.
+        # `map_shards` passes the arrays of its three groups on, in this order: the first group is split by
+        # columns, the last one by videos. A run's last activated frames are the cache of the next run.
         y, cache, y_mean, y_m2 = map_shards(
             target, _convolve_run, (frames, cache, run_residual, zq), weights, scale_shift
         )
-        # The moments come with axis 2, of a single row.
+        # The moments come with an axis of rows (2), of length 1.
         results.append((y, jnp.squeeze(y_mean, 2), jnp.squeeze(y_m2, 2)))
     y, y_mean, y_m2 = (join_frames(of_all_runs) for of_all_runs in zip(*results, strict=True))
     return y, cache, ColumnMoments(y_mean, y_m2)
@@ -253,19 +261,24 @@ def _convolve_run(
     scale_NC: Array,
     shift_NC: Array,
 ) -> tuple[Array, ...]:
-    """Compute a run on one device, with latents `zq`; return frames, next cache, columns' mean and M2."""
+    """Convolve one device's part of a run; return frames, next cache, and mean and M2 of each column.
+
+    GroupNorm is `x * scale_NC + shift_NC`; the latents `zq`, if there are any, modulate it.
+    """
     split = target.split
     frames, _, columns, _ = x.shape[1:]
     *_, coefficient_columns = _coefficient_grid(split, x, zq)
-    # A function of `repeat`: the kernel reads coefficients from registers, the edges need those of pixels.
+    # Coefficients are needed twice: here as the registers that the kernel reads, and in `_edge_sums` for the
+    # pixels of one column. So this is a function of `repeat`, which repeats them for one or the other.
     coefficients = functools.partial(_coefficients, split, norm, zq, scale_NC, shift_NC, coefficient_columns)
     multiplier, offset = coefficients(lambda values: tpu.to_registers(values, frames, columns))
     _, coefficient_rows, registers, *_ = multiplier.shape  # `registers` is the number for each row
     conv_sizes = sizes.sizes_of(x, coefficient_rows, registers, kernel.shape[-1], residual is not None)
-    # The kernel itself takes zeros beside a strip. If a whole frame is one strip, nothing else is there.
+    # The kernel takes the columns beside a strip as zeros, which is right if one strip has the whole frame.
     has_edges = conv_sizes.strips > 1 or split.has_neighbours
     edges = _edge_sums(target, x, cache, kernel, coefficients, conv_sizes) if has_edges else None
-    true_width = split.real_columns_here(columns) if split.is_padded else None  # columns without padding
+    # The number of this shard's columns that are not padding.
+    true_width = split.real_columns_here(columns) if split.is_padded else None
     y, next_cache, (mean, m2) = tpu.convolved(
         x, multiplier, offset, cache, residual, kernel, bias, edges, true_width
     )
@@ -282,17 +295,18 @@ def _coefficients(
     coefficient_columns: int,
     repeat: Callable[[Array], Array],
 ) -> tuple[Array, Array]:
-    """Return multiplier and offset, as `repeat` arranges them, with zeros for padding columns.
+    """Return the norm's multiplier and offset, as `repeat` arranges them; those of padding columns are zeros.
 
-    `repeat` takes an array (N, t, h, w, channels), and repeats it to the kernel's registers, or to the pixels
-    of one column. In that array w counts columns of latents, or without latents `coefficient_columns`.
+    `repeat` is a function of an array (N, t, h, w, channels), which repeats its values to the kernel's
+    registers, or to the pixels of one column. Here w is the number of columns of the latents `zq`; without
+    latents it is `coefficient_columns`, and t and h are 1.
     """
     scale, shift = scale_NC[:, None, None, None], shift_NC[:, None, None, None]
     if zq is None:
         multiplier = repeat(jnp.repeat(scale, coefficient_columns, axis=3))
         offset = repeat(jnp.repeat(shift, coefficient_columns, axis=3))
     else:
-        zq = repeat(zq)  # before its convolutions, because it has fewer channels than their results
+        zq = repeat(zq)  # before it is convolved, because it has fewer channels than the results
         # The axes between the first two and the channels become one. XLA takes 47 s to compile the
         # convolution of 23 x 8 values, in registers and sublanes, and 7 s for that of 184 values on one axis.
         merged = zq.reshape(*zq.shape[:2], -1, zq.shape[-1])
@@ -302,7 +316,7 @@ def _coefficients(
             for kernel, bias in ((norm.kernel_y, norm.bias_y), (norm.kernel_b, norm.bias_b))
         )
         multiplier, offset = y * scale, y * shift + b
-    if split.is_padded:  # with coefficients of zero the activated frames are zero there
+    if split.is_padded:  # with zeros for coefficients, the activated padding columns are SiLU(0) = 0
         mask = repeat(split.mask(coefficient_columns)[None, None, None, :, None])
         multiplier, offset = jnp.where(mask, multiplier, 0), jnp.where(mask, offset, 0)
     return multiplier, offset
@@ -316,7 +330,7 @@ def _edge_sums(
     coefficients: Callable[..., tuple[Array, Array]],
     conv_sizes: sizes.ConvSizes,
 ) -> tuple[Array, Array]:
-    """Return the left edges and the right edges of E strips, each (N, T, H, E, O), in float32.
+    """Return the left edges of all E strips, and their right edges, each (N, T, H, E, O), in float32.
 
     The columns beside a strip are in another strip or in a neighbour's shard; beside the frame they are
     zeros. `coefficients` is `_coefficients`, as a function of `repeat` alone.
@@ -328,16 +342,17 @@ def _edge_sums(
     convolve = winograd if conv_sizes.tile else _column_sums
     activated = functools.partial(_activated_column, target, x, cache, coefficients)
     # By the first of the kernel's three column taps, the column before a strip adds to the strip's first
-    # column. By the last tap, the column after a strip adds to the strip's last one.
-    to_first = [convolve(activated(start - 1), kernel[:, :, 0]) for start in starts]
-    to_last = [convolve(activated(start), kernel[:, :, -1]) for start in starts]
-    # What the neighbours' columns add to the outermost columns of `x`.
+    # column. By the last tap, the column after a strip adds to the strip's last one. At each start one strip
+    # has its left edge, and the strip before it its right edge.
+    left_edges = [convolve(activated(start - 1), kernel[:, :, 0]) for start in starts]
+    right_edges = [convolve(activated(start), kernel[:, :, -1]) for start in starts]
+    # The left edge of the leftmost strip and the right edge of the rightmost one, by the neighbours' columns.
     if target.split.has_neighbours:
         left, right = exchanged(target.split, activated(0), activated(x.shape[3] - 1))
-        to_leftmost, to_rightmost = convolve(left, kernel[:, :, 0]), convolve(right, kernel[:, :, -1])
-    else:  # the frame ends here; it has several strips, so `to_first` has an element to copy the shape of
-        to_leftmost = to_rightmost = jnp.zeros_like(to_first[0])
-    return jnp.stack([to_leftmost, *to_first], axis=3), jnp.stack([*to_last, to_rightmost], axis=3)
+        leftmost, rightmost = convolve(left, kernel[:, :, 0]), convolve(right, kernel[:, :, -1])
+    else:  # the frame ends here; it has several strips, so `left_edges` has an element to copy the shape of
+        leftmost = rightmost = jnp.zeros_like(left_edges[0])
+    return jnp.stack([leftmost, *left_edges], axis=3), jnp.stack([*right_edges, rightmost], axis=3)
 
 
 def _activated_column(
@@ -347,19 +362,22 @@ def _activated_column(
     coefficients: Callable[..., tuple[Array, Array]],
     column: int,
 ) -> Float[Array, "N P H I"]:
-    """Return a column of pixels in P = T + 2 frames: two of the cache, then those of `silu(norm(x))`."""
+    """Return a column of pixels in P = T + 2 frames: two of the cache, then those of `silu(norm(x))`.
+
+    `coefficients` is `_coefficients`, as a function of `repeat` alone.
+    """
     frames, height, columns = x.shape[1:4]
 
     def repeat_over_column(values: Array) -> Array:
-        """Return the column's values of an array (N, t, h, w, Z), repeated to all its frames and rows."""
+        """Return the values that an array (N, t, h, w, Z) has for the column, repeated to T and H."""
         _, t, h, w, _ = values.shape
-        index = column * w // columns  # on the axis w, where an element may cover several columns of `x`
+        index = column * w // columns  # each of the w elements covers `columns / w` columns of `x`
         return repeat_nearest(values[:, :, :, index : index + 1], {1: frames // t, 2: height // h})
 
     # Without a fixed layout XLA would copy all of `x` into the order that suits a single column.
     pixels = store_pixels_first(target, x[:, :, :, column : column + 1])
     activated = tpu.activated(pixels, *coefficients(repeat_over_column))
-    first_twice = jnp.repeat(activated[:, :1], 2, axis=1)
+    first_twice = jnp.repeat(activated[:, :1], 2, axis=1)  # at a video's start, in place of a cache
     past = first_twice if cache is None else tpu.column_of_cache(cache, column)
     return jnp.squeeze(jnp.concatenate([past, activated], axis=1), 3)  # without the axis of columns
 
@@ -367,11 +385,14 @@ def _activated_column(
 def _column_sums(
     hidden: Float[Array, "N P H I"], kernel: Float[Array, "kt 3 I O"]
 ) -> Float[Array, "N P-kt+1 H O"]:
-    """Convolve a column of pixels by one column tap, over time and zero-padded rows; return float32 sums."""
+    """Convolve a column of pixels over time and rows, by one column tap of a kernel; return float32 sums.
+
+    Rows are padded with zeros.
+    """
     time_taps = kernel.shape[0]
     frames, height = hidden.shape[1] - time_taps + 1, hidden.shape[2]
     hidden = jnp.pad(hidden, [(0, 0), (0, 0), (1, 1), (0, 0)])
-    under_taps = [  # for each tap of the kernel, the pixels under it
+    under_taps = [  # for each tap (time, row), the pixels under it; their channels become one axis
         hidden[:, time : time + frames, row : row + height] for time in range(time_taps) for row in range(3)
     ]
     weights = kernel.reshape(-1, kernel.shape[-1])

@@ -1,6 +1,14 @@
 """The frames that the Pallas kernel supports, and the sizes that it is compiled for.
 
-`step` defines the terms.
+A grid step modulates one *block* of two rows of pixels, and convolves another one. To modulate is to compute
+`silu(x * multiplier + offset)`. Multiplier and offset, the coefficients, come in *registers* (8 sublanes of
+128 lanes), each for the pixels of a *cell*. A frame too wide for VMEM is computed in *strips* of columns. A
+matrix product covers a *chunk* of a strip's columns. Between products, a *unit* of columns is modulated.
+
+A *part* is 128 channels. A *share* is the output channels that a chunk's products compute together. A *word*
+is two bfloat16 numbers of one channel: two frames of a pixel. Winograd's filtering convolves a *tile* of 2 or
+4 frames by products of its *components*, combinations of its frames. A word holds a component of a pixel's
+two tiles. `step` has the other terms.
 """
 
 import math
@@ -37,7 +45,7 @@ MOST_STRIPS = 8
 
 
 class ConvSizes(NamedTuple):
-    """The sizes that a kernel is compiled for; `step` defines the terms.
+    """The sizes that a kernel is compiled for.
 
     Attributes:
         input_frames: frames that the kernel gets.
@@ -49,7 +57,7 @@ class ConvSizes(NamedTuple):
         blocks: number of blocks of the frame.
         channels, outputs: numbers of channels into the convolution, and out of it; the latter is padded to a
             multiple of 128.
-        tile: number of frames of a tile, 2 or 4; 0 for direct convolution.
+        tile: number of frames of a tile in Winograd's filtering, 2 or 4; 0 for direct convolution.
     """
 
     input_frames: int
@@ -81,7 +89,8 @@ class ConvSizes(NamedTuple):
     @property
     def shares(self) -> int:
         """Number of shares: each has two parts of the outputs, or all parts if their number is odd."""
-        # With two shares instead of one, 512 channels take 8 % longer, and compile in 5 s instead of 11.
+        # A share is an iteration of a loop, whose body is compiled once. With two shares instead of one, 512
+        # channels take 8 % longer, and compile in 5 s instead of 11.
         parts = self.outputs // tiles.LANES
         return 1 if parts % 2 else parts // 2
 
@@ -100,9 +109,9 @@ class ConvSizes(NamedTuple):
 
     @property
     def rows_together(self) -> bool:
-        """Whether, in Winograd's filtering, one product takes the inputs of both rows of a block."""
-        # 128 output channels fill half of the matrix unit's width: with them a matrix has the weights to two
-        # results instead.
+        """Whether, in Winograd's filtering, one product computes both rows of results, by the same matrix."""
+        # Not for 128 output channels, which fill half of the matrix unit's width: there a matrix has the
+        # weights to two results side by side (`winograd_products`).
         return self.outputs > tiles.LANES
 
     @property
@@ -122,15 +131,18 @@ class ConvSizes(NamedTuple):
 
 
 class Product(NamedTuple):
-    """One matrix product of a chunk of columns: inputs that it contracts, and results that it adds to.
+    """One matrix product of a chunk of columns.
 
+    The channels of its inputs are side by side, and so are those of its results, to which its sums are added.
     A block of results needs four rows of inputs: row 0 is above the block, rows 1 and 2 are the block, and
     row 3 is below it.
 
     Attributes:
-        inputs: (row, time tap) in direct convolution; (row, shift by columns) in Winograd's filtering.
-        results: (row of the block, column tap) in direct convolution; (row of the block, column) in
-            Winograd's filtering, where column 0 is that of the unshifted input and column 1 is right of it.
+        inputs: of each, (row, time tap) in direct convolution; in Winograd's filtering (row, shift), where
+            the input is the chunk, shifted by -1, 0 or 1 columns.
+        results: of each, (row of the block, column tap) in direct convolution; in Winograd's filtering (row
+            of the block, column), where column 0 stands for the chunk's columns, and column 1 for those one
+            to the right.
     """
 
     inputs: list[tuple[int, int]]
@@ -141,19 +153,19 @@ def direct_products(channels: int, outputs: int) -> list[Product]:
     """Return the products for a block of results by direct convolution."""
     # The inputs (row, time tap) in each of the four rows.
     above, row_1, row_2, below = ([(row, time) for time in range(TAPS)] for row in range(TAPS + 1))
-    # The inputs of the block's upper row of results, of its lower row, and of both.
+    # The inputs that the block's upper row of results sees, those that its lower row sees, and all inputs.
     upper, lower, both = above + row_1 + row_2, row_1 + row_2 + below, above + row_1 + row_2 + below
     if channels == tiles.LANES:
-        # Two adjacent inputs of 128 channels fill the depth of a matrix unit. For all products to have the
-        # same pairs of inputs, both rows of results take all of `shared`; an input that a row of results does
-        # not see has weights of zero.
+        # Two adjacent inputs of 128 channels make a pair, which fills the depth of a matrix unit. Here the
+        # pairs are the same in all products. For that, both rows of results take all of `shared`, although
+        # the upper row does not see (3, 2), nor the lower row (0, 2): its weights for that input are zeros.
         shared = [(1, 0), (1, 1), (2, 0), (2, 1), (1, 2), (2, 2), (0, 2), (3, 2)]
         rest_above = [(0, 0), (0, 1)]  # the inputs of row 0 that are not in `shared`
         rest_below = [(3, 0), (3, 1)]  # and those of row 3
         upper, lower, both = shared + rest_above, shared + rest_below, shared + rest_above + rest_below
-    # 128 outputs of a result fill half of a matrix unit's width, so a product gives two results. In each row,
-    # column tap 0 comes first: it sets the sums, to which the products of other column taps are added.
-    if outputs == tiles.LANES:
+    # In each row of results, column tap 0 comes first: it sets the sums, to which the products of the other
+    # column taps are added.
+    if outputs == tiles.LANES:  # 128 outputs fill half of a matrix unit's width, so a product has two results
         return [
             Product(upper, [(0, 0), (0, 1)]),
             Product(lower, [(1, 0), (1, 1)]),
@@ -167,18 +179,21 @@ def direct_products(channels: int, outputs: int) -> list[Product]:
 
 
 def winograd_products(outputs: int) -> list[Product]:
-    """Return the products for a block of results in one component; those of other components are alike."""
-    # The sums of adjacent products with the same results are added.
-    if outputs == tiles.LANES:
+    """Return the products for a block of results in one component; they are the same in each component."""
+    # `WinogradStep` adds the sums of adjacent products with the same results.
+    if outputs == tiles.LANES:  # 128 outputs fill half of a matrix unit's width, so a product has two results
         return [
-            # A result in column 0 takes shift 0 by its middle tap and shift 1 by its right tap. A result in
+            # Row 0 is seen by one row of results only, so the two results are two columns of that row. A
+            # result in column 0 takes shift 0 by its middle tap and shift 1 by its right tap. A result in
             # column 1 takes shift 0 by its left tap; for shift 1 it has weights of zero.
             Product([(0, 0), (0, 1)], [(0, 0), (0, 1)]),
+            # The same for row 3.
             Product([(3, 0), (3, 1)], [(1, 0), (1, 1)]),
+            # Rows 1 and 2 are seen by both rows of results.
             *(Product([(1, shift), (2, shift)], [(0, 0), (1, 0)]) for shift in (-1, 0, 1)),
         ]
-    # These are for the upper row of results; those for the lower row have the same matrices, and inputs one
-    # row below.
+    # Here `rows_together` holds: each input has the entries of its row, then those of the row below. So the
+    # same matrices compute the upper row of results, and then the lower row.
     return [Product([(row, shift) for shift in (-1, 0, 1)], [(0, 0)]) for row in range(TAPS)]
 
 
@@ -222,10 +237,11 @@ def is_supported(
     )
     if not is_suitable:
         return False
-    # Number of registers for a row of coefficients (`tpu.to_registers`): one for each of its columns if the
-    # pixels of that column fill registers, else as many as hold a copy for each frame of each pixel.
-    is_shared = coefficient_columns == 1 or fills_registers(columns // coefficient_columns, frames)
-    registers = coefficient_columns if is_shared else _register_count(columns, frames)
+    # Number of registers for a row of coefficients, as `tpu.to_registers` makes them. If a coefficient covers
+    # all columns, or columns that fill whole registers, it has one register for all of them. Otherwise the
+    # registers have a copy of the coefficient for each frame of each pixel.
+    has_one_each = coefficient_columns == 1 or fills_registers(columns // coefficient_columns, frames)
+    registers = coefficient_columns if has_one_each else _register_count(columns, frames)
     sizes = sizes_of(x, coefficient_rows, registers, outputs, residual)
     return (
         # The two rows of a block have a row of coefficients each, or they share one.
@@ -247,11 +263,12 @@ def _register_count(columns: int, frames: int) -> int:
 
 
 def columns_of_register(columns: int, frames: int, registers: int) -> int:
-    """Return the number of columns of a cell, where a row of `columns` columns has so many `registers`."""
+    """Return the number of columns of a cell, if a row of `columns` columns has so many `registers`."""
+    # `tpu.to_registers` makes registers of two kinds, which their number tells apart.
     return (
         SUBLANES // frames  # a register has a value for each frame of each column
         if registers == _register_count(columns, frames)
-        else columns // registers  # fewer registers: a register's columns share its values
+        else columns // registers  # fewer registers: each serves an equal number of columns
     )
 
 
@@ -263,7 +280,7 @@ def sizes_of(
     Four and eight frames are convolved by Winograd's filtering, unless it is turned off (`pallas_mode`) or
     does not fit; other numbers of frames are convolved directly. There are as few strips as VMEM allows, at
     most `MOST_STRIPS`. The norm has `coefficient_rows` rows of coefficients, of `registers` registers each
-    (`tpu.to_registers`).
+    (`tpu.to_registers`). `residual` says whether there is one, which takes VMEM too.
     """
     input_frames, height, columns, channels = x.shape[1:]
     outputs += -outputs % tiles.LANES  # padded to a multiple of 128
@@ -285,54 +302,57 @@ def sizes_of(
     if input_frames in (TILES * tile for tile in TRANSFORMS) and pallas_mode() != "direct":
         winograd = _cut_into_strips(direct._replace(tile=input_frames // TILES), residual)
         fits = _vmem_bytes(winograd, residual) <= vmem_limit()
-        # A unit needs whole cells, but a single register covers all columns.
-        has_cells = registers == 1 or winograd.unit_columns % cell_columns == 0
+        # A unit must have whole cells, unless a single register serves all columns.
+        has_whole_cells = registers == 1 or winograd.unit_columns % cell_columns == 0
         # Number of the frame's columns in the last chunk.
         last_chunk_columns = winograd.last_strip_columns - (winograd.chunks - 1) * winograd.chunk_columns
-        # The first register of a chunk's sums, with a sublane for each of the `TILES` tiles of a column, must
-        # hold columns of the frame alone: others may be NaN, which `step.zeros_after` cannot turn into zeros.
+        # From the first register of a chunk's sums, `step.zeros_after` computes zeros, by which other work
+        # waits for the sums. The register has a sublane for each of the `TILES` tiles of a column. All of its
+        # columns must be in the frame: beyond it sums may be NaN, from which no zeros can be computed.
         is_wide_enough = last_chunk_columns * TILES >= SUBLANES
-        if fits and has_cells and is_wide_enough:
+        if fits and has_whole_cells and is_wide_enough:
             return winograd
     return _cut_into_strips(direct, residual)
 
 
 def _cut_into_strips(sizes: ConvSizes, residual: bool) -> ConvSizes:
     """Return the sizes with the fewest strips that fit VMEM; if none fit, with as many as are allowed."""
-    chunk = _chunk_columns(sizes)
-    frame_chunks = -(-sizes.columns // chunk)
+    chunk_columns = _chunk_columns(sizes)
+    frame_chunks = -(-sizes.columns // chunk_columns)  # in a row of the frame; -(-a // b) rounds a / b up
     for most_strips in range(1, min(MOST_STRIPS, frame_chunks) + 1):
-        chunks = -(-frame_chunks // most_strips)
-        # `chunks`, the chunks of a strip, is rounded up, so fewer than `most_strips` may cover the frame.
-        sizes = sizes._replace(chunk_columns=chunk, strips=-(-frame_chunks // chunks), chunks=chunks)
+        strip_chunks = -(-frame_chunks // most_strips)
+        # This is rounded up, so that fewer strips than `most_strips` may cover the frame.
+        strips = -(-frame_chunks // strip_chunks)
+        sizes = sizes._replace(chunk_columns=chunk_columns, strips=strips, chunks=strip_chunks)
         if _vmem_bytes(sizes, residual) <= vmem_limit():
             break
     return sizes
 
 
 def _chunk_columns(sizes: ConvSizes) -> int:
-    """Return the number of columns of a chunk."""
-    if not sizes.tile:  # direct convolution
+    if not sizes.tile:  # direct convolution: a chunk is `UNITS` units of `UNIT_ENTRIES` entries
         return UNIT_ENTRIES * UNITS // sizes.multiplied_frames
     # A chunk of fewer than `least` columns would leave the matrix unit idle, and the sums of more than `most`
-    # would not fit into registers.
-    # A product for both rows of a block has about half of the columns, so that it has as many sums.
+    # would not fit into registers. If a product computes both rows of results, a column has sums for each of
+    # them, so the limits are about half.
     least, most = (24, 48) if sizes.rows_together else (48, 80)
-    # Each share gets an equal number of units to modulate and finish between its products.
+    # Between its products, each share modulates and finishes an equal number of whole units.
     multiple = sizes.unit_columns * sizes.shares
     candidates = range(-(-least // multiple) * multiple, most + 1, multiple)
-    # The number for which chunks reach least beyond the frame; of several, the largest.
-    return min(candidates, key=lambda chunk: (-sizes.columns % chunk, -chunk))
+    # The width with which the last chunk reaches least beyond the frame; of several, the largest.
+    return min(candidates, key=lambda columns: (-sizes.columns % columns, -columns))
 
 
 def scratch_shapes(sizes: ConvSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
     """Return (shape, dtype) of each scratch buffer by name; the kernel adds a last axis of 128 lanes.
 
-    The last axis of a shape has entries. A buffer of int32 holds words.
+    The last axis of a shape has an *entry* for each frame, word or tile of each column. Buffers of int32 hold
+    words.
     """
     width, result_parts = sizes.strip_columns, sizes.outputs // tiles.LANES
-    # Results are written one chunk behind the products; in direct convolution, inputs are also modulated so.
-    # The buffers for this begin a chunk left of column 0.
+    # While a chunk is multiplied, the results of the chunk left of it are written, and direct convolution
+    # also modulates that chunk. The buffers for this begin a chunk left of column 0, because the first chunk
+    # too needs one left of it.
     width_and_chunk = width + sizes.chunk_columns
     # Of each column: its first result, then the sum and the sum of squares of the differences from it.
     moments = {"moments": ((3, result_parts, width_and_chunk * sizes.input_frames), jnp.float32)}
@@ -343,7 +363,7 @@ def scratch_shapes(sizes: ConvSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
             "ring": ((2, *block_shape, width * sizes.words), jnp.int32),
             # The block that this step modulates.
             "stage": ((*block_shape, width_and_chunk * sizes.words), jnp.int32),
-            # The last two activated frames of each unit: the next call's cache.
+            # The two frames before those of each unit, and then its last two: the next call's cache.
             "past": ((UNITS, ROWS, sizes.unit_columns * sizes.parts), jnp.int32),
             # Sums of the products, with a chunk on the right too: column taps reach beyond the strip.
             "sums": (
@@ -359,7 +379,7 @@ def scratch_shapes(sizes: ConvSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
         "upper": ((2, *row_shape), jnp.int32),
         # The block that this step modulates, transformed.
         "stage": ((ROWS, *row_shape), jnp.int32),
-        # The last two activated frames of each unit: the next call's cache.
+        # The two frames before those of each unit, and then its last two: the next call's cache.
         "past": ((sizes.units, ROWS, sizes.unit_columns * sizes.parts), jnp.int32),
         # A unit's activated frames, to be read frame by frame.
         "pixels": ((sizes.units, ROWS, sizes.parts, unit_frames // 2), jnp.int32),
@@ -378,15 +398,15 @@ def scratch_shapes(sizes: ConvSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
 def _vmem_bytes(sizes: ConvSizes, residual: bool) -> int:
     """Return the bytes of VMEM that the kernel takes, for operands, results, weights and scratch buffers."""
     row_frames = sizes.strip_columns * sizes.input_frames  # of all pixels in a row of a strip
-    # bfloat16 has 2 bytes, float32 has 4.
+    # At the end of each product of numbers are the bytes of an element: 2 of bfloat16, or 4 of float32.
     inputs = ROWS * row_frames * sizes.channels * 2
     results = ROWS * row_frames * sizes.outputs * 2
-    # Multiplier and offset (2), in float32; a cell has a register of each for every part.
+    # Multiplier and offset (the first 2), in float32; a cell has a register of each for every part.
     cells = -(-sizes.strip_columns // sizes.cell_columns)
     coefficients = 2 * ROWS * cells * SUBLANES * sizes.channels * 4
-    # The last cache and the next (2), each of two frames, in bfloat16.
+    # The last cache and the next (the first 2), each of two frames (the second 2), in bfloat16.
     caches = 2 * ROWS * sizes.strip_columns * 2 * sizes.channels * 2
-    # Sums to add to the first and to the last column (2), in float32.
+    # What is added to the results of the first and of the last column (2), in float32.
     edges = 2 * ROWS * sizes.multiplied_frames * sizes.outputs * 4
     # Mean and M2 (2) of each column, in float32.
     moments = 2 * row_frames * sizes.outputs * 4

@@ -4,7 +4,7 @@ Terms of this package:
 
     coefficients  the norm's multiplier and offset
     modulate      compute activated frames, `silu(x * multiplier + offset)`, from frames `x`
-    block         two adjacent rows of pixels; each grid step modulates one block
+    block         two (`ROWS`) adjacent rows of pixels; each grid step modulates one block
     strip         the columns that the grid goes down together; a frame too wide for VMEM has several
     chunk         the columns of a strip that one matrix product covers
     unit          the columns of a chunk that are modulated together
@@ -24,14 +24,15 @@ Terms of this package:
                   for each column its frames (or words, tiles, parts) next to each other
     stage         the buffer of modulated rows; the next step moves them to where products load them
 
-A `column` is the index of a unit's or chunk's first column in the strip. A buffer that is written one chunk
-behind the products begins one chunk left of column 0, so that also the first chunk has a place to write to.
-
 The kernel modulates each row once, and keeps it in VMEM in the form that the products load. While the matrix
 unit multiplies, the vector unit modulates the next rows and finishes the results of the columns before. Rows
 lag: step g modulates block g, moves block g - 1 from the stage to the buffers that products load, and
-finishes the results of block g - 2. The stage exists because the compiler makes loads from a buffer wait for
-stores to it.
+finishes the results of block g - 2, as `LAG` is 2. The stage exists because the compiler makes loads from a
+buffer wait for stores to it.
+
+A `column` is the index of a unit's or chunk's first column in the strip. While a chunk is multiplied, the
+results of the chunk left of it are written. For a strip's first chunk that is left of column 0, so buffers
+which are written in this way begin a chunk left of it.
 
 The first frame of a video is stored and read as one frame, but multiplied as two equal ones.
 """
@@ -60,6 +61,7 @@ def matrices(kernel: Array, product: Product, shares: int, weights_between: Call
 
     `kernel` is the convolution's kernel or its transform. `weights_between(share_kernel, *input, *result)`
     returns the weights (..., I, O) between an input and a result, for the output channels of one share.
+    Inputs and results are pairs of numbers, which `sizes.Product` describes.
     """
     share_matrices = []
     for share_kernel in jnp.split(kernel, shares, axis=-1):
@@ -67,7 +69,8 @@ def matrices(kernel: Array, product: Product, shares: int, weights_between: Call
             [weights_between(share_kernel, *source, *result) for result in product.results]
             for source in product.inputs
         ]
-        # The weights to all results are side by side, and those of all inputs one below the other.
+        # In the matrix, the weights to all results are side by side, and those of all inputs one below the
+        # other.
         matrix_rows = [jnp.concatenate(to_results, axis=-1) for to_results in weights]
         share_matrices.append(jnp.concatenate(matrix_rows, axis=-2))
     return jnp.stack(share_matrices)
@@ -83,7 +86,7 @@ class ConvStep(ABC):
 
     Attributes:
         sizes: the sizes that the kernel is compiled for.
-        weights: references to the matrices of each product.
+        weights: for each product, a reference to its matrices, one for each share.
         memory: Pallas references by name. Operands are "x", "cache", "half" and "half_offset" (half of the
             multiplier and of the offset), "bias", "residual", "edges" and "true_width"; an operand that the
             call lacks has no reference. Results are "y", "next_cache", "mean" and "m2". The others are
@@ -102,7 +105,8 @@ class ConvStep(ABC):
 
     def run(self) -> None:
         """Modulate one block and convolve another; the last step of a strip also writes its moments."""
-        last = self.sizes.blocks + LAG - 1  # a strip's last step
+        # There are `LAG` more steps than blocks, because results are finished so many steps later.
+        last = self.sizes.blocks + LAG - 1
         # The zero padding around a strip is set just before products load it: that on both sides in the first
         # step, that above the frame with the first block of results, that below it with the last one.
         pl.when(self.step == 0)(partial(self._clear, "beside"))
@@ -110,8 +114,8 @@ class ConvStep(ABC):
         pl.when(self.step == last)(partial(self._clear, "below"))
         pl.when(self.step < LAG)(self._modulate_block)
         pl.when(self.step >= LAG)(self._convolve)  # modulates a block between its products
-        # If the last strip reaches beyond the frame, every step modulates columns there: they are cleared
-        # again.
+        # If the last strip reaches beyond the frame, every step also modulates columns beyond it. Of these,
+        # products for columns of the frame load only the first one: it is cleared again.
         if self.sizes.strip_columns > self.sizes.last_strip_columns:
             pl.when(self.strip == self.sizes.strips - 1)(partial(self._clear, "right"))
         pl.when(self.step == last)(self._write_moments)
@@ -141,11 +145,11 @@ class ConvStep(ABC):
         x: Array,
         past_words: Any | None,
     ) -> Array:
-        """Store one row and part of a unit's activated frames in the stage; return their last two as words.
+        """Store activated frames `x`, of one row and part of a unit, in the stage; return their last words.
 
-        `slot` is the index of the unit in its chunk. What is stored at a negative `column` is never loaded.
-        `past_words` is a reference to the words of the two frames before `x`. At a video's start it is None,
-        and the first frame of `x` stands for both.
+        The last word of a pixel has its last two frames. `slot` is the index of the unit in its chunk. What
+        is stored at a negative `column` is never loaded. `past_words` is a reference to the words of the two
+        frames before `x`. At a video's start it is None, and the first frame of `x` stands for both.
         """
 
     def _modulate_block(self) -> None:
@@ -153,7 +157,7 @@ class ConvStep(ABC):
 
         def modulate_unit(index: Array, carry: None) -> None:
             column = index * self.sizes.unit_columns
-            self._move(column, self.sizes.unit_columns)
+            self._move(column, self.sizes.unit_columns)  # before the stage's columns are overwritten
             self._modulate(column)
 
         jax.lax.fori_loop(0, self.sizes.strip_columns // self.sizes.unit_columns, modulate_unit, None)
@@ -170,7 +174,8 @@ class ConvStep(ABC):
         cache_at = self._entries(_at_least_zero(column), sizes.unit_columns, 2 * sizes.parts)
         for row in range(ROWS):
             x = self._activated(row, _at_least_zero(column), after)
-            # At first the words of the two frames before the unit's, then those of the unit's last two.
+            # "past" has a word, two frames, for each part of each pixel. At first these are the two frames
+            # before the unit's, if there is a cache. Part by part, the unit's last two frames replace them.
             past = memory["past"].at[slot, row]
             if "cache" in memory:
                 past[...] = pltpu.bitcast(memory["cache"][0, row, cache_at], jnp.int32)
@@ -185,7 +190,8 @@ class ConvStep(ABC):
     def _activated(self, row: int, column: Any, after: Array | None) -> Array:
         """Return `silu(x * multiplier + offset)` of one row of a unit, (entries, channels), in bfloat16."""
         sizes, memory = self.sizes, self.memory
-        # Cells of the unit: one if the cell has all columns of the frame, even if a unit has more of them.
+        # Number of cells of the unit: one if a cell has all columns of the frame. It serves the whole unit
+        # then, which may reach beyond the frame.
         cells = 1 if sizes.cell_columns >= sizes.columns else max(1, sizes.unit_columns // sizes.cell_columns)
         cells_at = pl.ds(jax.lax.div(column, sizes.cell_columns), cells)
         # The two rows of a block have a row of coefficients each, or they share one.
@@ -194,7 +200,8 @@ class ConvStep(ABC):
         half = memory["half"][0, coefficient_row, cells_at]
         offset = memory["half_offset"][0, coefficient_row, cells_at]
         if after is not None:
-            # Zeros that depend on `after`, for each part: what is computed from `offset` waits for it.
+            # Zeros that depend on `after`, so that what is computed from `offset` waits for it. They have 128
+            # lanes, and are repeated for every part.
             offset = offset + jnp.concatenate([zeros_after(after)] * sizes.parts, 1)
         unit_at = self._entries(column, sizes.unit_columns, sizes.input_frames)
         x = memory["x"][0, row, unit_at].astype(jnp.float32)
@@ -210,11 +217,12 @@ class ConvStep(ABC):
         """Add bias and residual to the sums of `count` columns, round, write, and update the moments.
 
         `sums(row, part)` returns the float32 sums of a part of one row. The work waits for `after`, the sums
-        of a later product. A chunk is written while the next one is multiplied: so with a strip's first chunk
-        `column` is negative, and what is written then has no meaning and is overwritten.
+        of a later product. While a strip's first chunk is multiplied, `column` is negative: what is written
+        then has no meaning. It goes to column 0, and is overwritten later.
         """
         sizes, memory = self.sizes, self.memory
         at = self._entries(_at_least_zero(column), count, sizes.input_frames)
+        # The buffer "moments" begins a chunk left of column 0: sums without meaning must not be added there.
         moments_at = self._entries(column, count, sizes.input_frames, left_columns=sizes.chunk_columns)
         is_first = self.step == LAG  # the first block of results, which sets the running moments
         in_frame = self._mask_of_columns(_at_least_zero(column), count) if "true_width" in memory else None
@@ -254,7 +262,7 @@ class ConvStep(ABC):
         """Return a mask, (entries, 128), of `count` columns from `column` on: false in padding columns."""
         frames = self.sizes.input_frames
         index = jax.lax.broadcasted_iota(jnp.int32, (count * frames, tiles.LANES), 0)  # of each entry
-        # The operand counts from the frame's first column, `column` from the strip's.
+        # The operand counts columns from the frame's first one; this counts them from the strip's.
         true_width = self.memory["true_width"][0] - self.strip * self.sizes.strip_columns
         return index < (true_width - column) * frames
 

@@ -1,11 +1,20 @@
 """Modulation, SiLU, a causal 3 x 3 x 3 convolution, bias and residual in one Pallas kernel, for TPUs.
 
 HBM holds only the frames before and after the kernel; what lies between is in VMEM. `step` has the work of a
-grid step, and defines the terms. `direct` and `winograd` are the two ways to multiply, and `sizes` chooses
+grid step, and defines all terms. `direct` and `winograd` are the two ways to multiply, and `sizes` chooses
 between them. This file has the operands, results and derivatives.
 
-For 128 channels of 8 x 480 x 720 the schedule for a v6e takes 2.5 ms. By direct convolution it takes 3.85 ms,
-for which the matrix units at their peak would take 2.7 ms. XLA's convolution alone takes 5.4 ms (estimates).
+A grid step *modulates* one *block* of two rows of pixels: it computes `silu(x * multiplier + offset)`. And it
+*finishes* another block: it writes its convolution, two steps (`LAG`) after that block was modulated. The
+multiplier and the offset are the norm's *coefficients*. They come in *registers* (8 sublanes of 128 lanes),
+each of which serves the pixels of a *cell*. A frame too wide for VMEM is computed in *strips* of columns. The
+*edges* of a strip are what the columns beside it add to the results of its first and last column. A *part* is
+128 channels. An axis of *entries* has all frames of a column, then those of the next one. The *moments* of a
+column of pixels are its mean and M2, the sum of squared deviations from it.
+
+For 128 channels of 8 x 480 x 720 the schedule for a v6e takes 2.5 ms, by Winograd's filtering. By direct
+convolution it takes 3.85 ms, for which the matrix units at their peak would take 2.7 ms. XLA's convolution
+alone takes 5.4 ms (estimates).
 """
 
 from collections.abc import Callable, Iterable
@@ -49,21 +58,21 @@ blocks that reach beyond an argument whose memory a result reuses.
 
 
 def to_registers(z: Shaped[Array, "N t h w Z"], frames: int, columns: int) -> Shaped[Array, "N h v S Z"]:
-    """Repeat latents or coefficients `z` to v registers for each row, in which the kernel reads coefficients.
+    """Repeat latents or coefficients `z` to registers, as the kernel reads coefficients: v for each row.
 
     A register has S = 8 sublanes: one for each frame of a pixel, for as many pixels as fit. `frames` and
-    `columns` are the numbers of the activations' frames and columns, multiples of t and w. If a latent covers
-    whole registers of pixels, one register serves them all, and v = w. Otherwise the registers hold a value
-    for each frame of each pixel.
+    `columns` are the numbers of the activations' frames and columns, multiples of t and w. If the pixels that
+    one latent covers in a row fill whole registers, these are all equal: one register serves them, and v is
+    w. Otherwise the registers hold a value for each frame of each pixel in the row.
     """
     register_pixels = SUBLANES // frames  # pixels whose frames fill a register
     latent_columns = columns // z.shape[3]  # columns of pixels that a latent covers
     z = repeat_nearest(z.transpose(0, 2, 3, 1, 4), {3: frames // z.shape[1]})  # N h w T Z
-    # One register for each latent: also if a single latent covers all columns.
+    # One register is enough too if a single latent covers all columns.
     if z.shape[2] == 1 or fills_registers(latent_columns, frames):
         return jnp.concatenate([z] * register_pixels, axis=3)
     z = repeat_nearest(z, {2: latent_columns})  # N h W T Z
-    # Padding columns complete the last register.
+    # Columns of zeros complete the last register.
     z = jnp.pad(z, [(0, 0), (0, 0), (0, -columns % register_pixels), (0, 0), (0, 0)])
     return z.reshape(*z.shape[:2], -1, SUBLANES, z.shape[-1])
 
@@ -75,12 +84,12 @@ def _over_pixels(
     frames, height, columns, channels = x.shape[1:]
     videos, coefficient_rows, registers = coefficients.shape[:3]
     register_pixels = SUBLANES // frames  # pixels that a register has values for
-    # Columns that a register covers: other than `register_pixels` if they share its values.
-    cell_columns = columns_of_register(columns, frames, registers)
+    cell_columns = columns_of_register(columns, frames, registers)  # columns that a register serves
     values = coefficients.reshape(videos, coefficient_rows, registers * register_pixels, frames, channels)
-    if cell_columns != register_pixels:  # all of a register's pixels are equal: the first one is repeated
+    # If a register serves more columns than it has pixels, its pixels are equal: the first one is repeated.
+    if cell_columns != register_pixels:
         values = repeat_nearest(values[:, :, ::register_pixels], {2: cell_columns})
-    # Padding columns of the last register are cut off.
+    # The columns that complete the last register are cut off.
     values = repeat_nearest(values[:, :, :columns], {1: height // coefficient_rows})
     return values.transpose(0, 3, 1, 2, 4)  # from N H W T C
 
@@ -108,15 +117,16 @@ def _xla_form(
     frames = jnp.concatenate([cache, hidden], axis=1)
     sums = xla.summed(frames, kernel, xla.same_width_padding(kernel))
     if edges is not None:
-        # Only the edges of the outermost columns are added, because these sums are not computed in strips.
-        to_first, to_last = edges  # each with an axis of strips, which is axis 3
-        sums = add_columns(sums, to_first[:, :, :, :1], at=0)
-        sums = add_columns(sums, to_last[:, :, :, -1:], at=x.shape[3] - 1)
+        # These sums are computed for all columns of `x` together, not in strips. So they lack only what the
+        # columns beside `x` add: the left edge of the first strip, and the right edge of the last strip.
+        left_edges, right_edges = edges  # each (N, T, H, strips, O)
+        sums = add_columns(sums, left_edges[:, :, :, :1], at=0)
+        sums = add_columns(sums, right_edges[:, :, :, -1:], at=x.shape[3] - 1)
     sums = xla.add_bias_and_residual(sums, bias, residual)
-    if true_width is not None:
+    if true_width is not None:  # columns from there on are padding
         sums = jnp.where(jax.lax.iota(jnp.int32, x.shape[3])[:, None] < true_width, sums, 0.0)
     y = sums.astype(x.dtype)
-    next_cache = frames[:, frames.shape[1] - cache.shape[1] :]
+    next_cache = frames[:, frames.shape[1] - cache.shape[1] :]  # the last two frames
     mean, m2 = column_moments(y)  # with an axis of one row
     return y, next_cache, (jnp.squeeze(mean, 2), jnp.squeeze(m2, 2))
 
@@ -138,15 +148,17 @@ def _by_kernel(
 ]:
     """Run the Pallas kernel for frames that `sizes.is_supported` accepts.
 
-    `multiplier` and `offset` are float32 registers of coefficients, as `to_registers` makes them: each of the
-    h rows covers H / h rows of pixels. `edges` are the left and the right edges of E strips, or None if all
-    columns beside `x` are zeros. Columns from `true_width` on are padding and get zeros; None stands for no
-    padding. The results are the convolved frames, the next cache, and the moments (mean, M2) of their
-    columns.
+    `multiplier` and `offset` are v float32 registers of coefficients for each of h rows, as `to_registers`
+    makes them; a row serves H / h rows of pixels. `edges` are the left edges of all E strips, and their right
+    edges; None if `x` is one strip with only zeros beside it. Columns from `true_width` on are padding and
+    get zeros; None stands for no padding. The results are the convolved frames, the next cache, and the
+    moments (mean, M2) of the convolved frames' columns.
     """
     _, coefficient_rows, registers, *_ = multiplier.shape
     outputs = kernel.shape[-1]
     sizes = sizes_of(x, coefficient_rows, registers, outputs, residual is not None)
+    # By name, each operand with its `BlockSpec`, and each result's shape and dtype with its `BlockSpec`.
+    # `weights` are the matrices of the products.
     operands, weights = _operands(
         sizes, x, multiplier, offset, cache, residual, kernel, bias, edges, true_width
     )
@@ -164,15 +176,15 @@ def _by_kernel(
         memory = dict(zip(names, named_references, strict=True))
         step_class(sizes, weight_references, memory).run()
 
-    # For the compiler's estimate: the bytes of the result, and of a residual, which has the same size.
+    # For the compiler's estimate of times: the bytes of the result, and of a residual, which is as large.
     y_bytes = x.nbytes // sizes.channels * sizes.outputs * (1 if residual is None else 2)
-    cache_bytes = x.nbytes // sizes.input_frames * (TAPS - 1)  # the last two frames
+    cache_bytes = x.nbytes // sizes.input_frames * (TAPS - 1)  # of two frames
     aliases = {}
     if cache is not None and IN_PLACE:
-        # Keys are indices of arguments, values those of the results that reuse their memory.
+        # The next cache reuses the memory of the last one: {index of the argument: index of the result}.
         aliases = {len(weights) + names.index("cache"): [*results].index("next_cache")}
-    # The axes are videos, strips if there are several, and steps. A step modulates one block and finishes the
-    # block of `LAG` steps before, so there are `LAG` more steps than blocks.
+    # The axes are videos, strips if there are several, and steps. A step finishes the block that was
+    # modulated `LAG` steps before, so there are `LAG` more steps than blocks.
     grid = x.shape[0], *([sizes.strips] if sizes.strips > 1 else []), sizes.blocks + LAG
     y, next_cache, *moments = pl.pallas_call(
         run_step,
@@ -216,19 +228,20 @@ def _operands(
     row_frames = sizes.strip_columns * sizes.input_frames  # of all pixels in a row of a strip
 
     def padded_outputs(array: Array) -> Array:
+        """Pad the last axis, output channels, with zeros to `sizes.outputs`, a multiple of 128."""
         return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, sizes.outputs - array.shape[-1])])
 
     coefficient_spec = _coefficient_spec(sizes, multiplier.shape[2])
     kernel, bias = padded_outputs(kernel), padded_outputs(bias.astype(jnp.float32)[None])
-    # Inputs of the norm come by the block that a step modulates, those of results by the block that it
-    # finishes.
+    # A step modulates one block and finishes another. Of "x", the cache and the coefficients it reads what
+    # belongs to the former, of the residual and the edges what belongs to the latter.
     operands = {
         "x": (_pixels_first(x), _rows_spec(partial(_modulated_block, sizes), row_frames, sizes.channels))
     }
     if cache is not None:
         operands["cache"] = _cache_pixels_first(cache), _cache_rows_spec(sizes)
     operands |= {
-        "half": (multiplier / 2, coefficient_spec),  # SiLU is h + h tanh(h) of half its argument h
+        "half": (multiplier / 2, coefficient_spec),  # SiLU is h + h tanh(h), where h is half of its argument
         "half_offset": (offset / 2, coefficient_spec),
         "bias": (bias, tiles.whole_spec(bias)),
     }
@@ -239,7 +252,7 @@ def _operands(
         )
     if edges is not None:
         joined_edges = _joined_edges(sizes, map(padded_outputs, edges))
-        strip_entries = joined_edges.shape[2] // sizes.strips
+        strip_entries = joined_edges.shape[2] // sizes.strips  # entries of a strip's two edges
         operands["edges"] = joined_edges, _rows_spec(_finished_block, strip_entries, sizes.outputs)
     if true_width is not None:
         operands["true_width"] = true_width[None], pl.BlockSpec(memory_space=pltpu.SMEM)
@@ -250,25 +263,33 @@ def _operands(
 
 
 def _joined_edges(sizes: ConvSizes, edges: Iterable[Array]) -> Float[Array, "N H entries O"]:
-    """Return the edges of all strips as the kernel reads them: of each strip the left, then the right one."""
+    """Return the edges of all strips as the kernel reads them: of each strip the left, then the right one.
+
+    `edges` are the left edges of all E strips, and their right edges, each (N, T, H, E, O).
+    """
     copies = sizes.multiplied_frames // sizes.input_frames  # a single frame is multiplied as two equal ones
     repeated = (jnp.repeat(edge, copies, axis=1) for edge in edges)
     joined = jnp.concatenate([edge.transpose(0, 2, 3, 1, 4) for edge in repeated], axis=3)  # N H E 2T O
-    if sizes.strips > 1 and joined.shape[3] % SUBLANES:  # each strip's edges fill whole registers
+    # Zeros complete a register, so that the block of each strip begins with a whole one.
+    if sizes.strips > 1 and joined.shape[3] % SUBLANES:
         joined = jnp.pad(joined, [(0, 0)] * 3 + [(0, SUBLANES - joined.shape[3]), (0, 0)])
     return joined.reshape(*joined.shape[:2], -1, sizes.outputs)
 
 
 def _coefficient_spec(sizes: ConvSizes, registers: int) -> pl.BlockSpec:
-    """Return the spec of the coefficients (N, h, v, 8, I) that a step reads; `registers` is v."""
+    """Return the spec of the coefficients (N, h, v, 8, I) that a step reads; `registers` is v.
+
+    It reads the registers of the cells that cover the block to modulate, in one strip.
+    """
     cells = -(-sizes.strip_columns // sizes.cell_columns)  # in a row of a strip
     # A block's two rows of pixels are in one row of cells, unless a cell has a single row.
     rows_of_cells = ROWS if sizes.cell_rows == 1 else 1
 
     def index(video: Any, strip: Any, step: Any) -> tuple[Any, ...]:
+        """Return the index of the step's block on each axis, counted in blocks of coefficients."""
         strip = strip if registers > 1 else 0  # a single register serves all strips
         first_row = _modulated_block(sizes, step) * ROWS  # of pixels
-        covered_rows = max(ROWS, sizes.cell_rows)  # rows of pixels that a step's coefficients cover
+        covered_rows = max(ROWS, sizes.cell_rows)  # rows of pixels that a block of coefficients covers
         return video, jax.lax.div(first_row, covered_rows), strip, 0, 0
 
     return _block_spec((1, rows_of_cells, cells, SUBLANES, sizes.channels), index)
@@ -285,7 +306,7 @@ def _result_specs(
     next_cache_shape = (videos, height, sizes.columns * sizes.parts * (TAPS - 1), tiles.LANES)
     moments = jax.ShapeDtypeStruct((videos, row_frames, sizes.outputs), jnp.float32)
 
-    # All steps of a strip have one block of moments, which the last one writes.
+    # All steps of a strip share one block of moments, which the strip's last step writes.
     moments_spec = _block_spec(
         (1, strip_frames, sizes.outputs), lambda video, strip, _step: (video, strip, 0)
     )
@@ -311,7 +332,7 @@ def _finished_block(step: Array) -> Array:
 
 
 def _rows_spec(block_of: Callable[[Any], Any], strip_entries: int, lanes: int) -> pl.BlockSpec:
-    """Return the spec by which a step has block `block_of(step)` of an array (N, H, entries, lanes)."""
+    """Return the spec by which a step accesses block `block_of(step)` of an array (N, H, entries, lanes)."""
     return _block_spec(
         (1, ROWS, strip_entries, lanes), lambda video, strip, step: (video, block_of(step), strip, 0)
     )
@@ -340,15 +361,18 @@ def _frames_first(y: Array, sizes: ConvSizes, outputs: int) -> Array:
     if outputs == sizes.outputs or sizes.input_frames == 1:
         y = y.reshape(videos, height, sizes.columns, sizes.input_frames, -1).transpose(0, 3, 1, 2, 4)
         return y[..., :outputs]
-    # A product with ones and zeros, exact for finite values, selects the few channels that are no padding,
-    # and puts pixels last. To slice the channels, XLA would transpose all 128. For an image (above) XLA
-    # slices them without a transpose, and would take 90 s to compile the product.
+    # The padding channels are left out by a product with ones and zeros, which is exact for finite values.
+    # Its result has the pixels as the last axis. A slice would make XLA transpose all 128 channels first. A
+    # single frame is sliced above: that needs no transpose, and XLA would take 90 s to compile the product.
     few = jnp.einsum("nhpc,co->nohp", y, jnp.eye(sizes.outputs, outputs, dtype=y.dtype))
     return few.reshape(videos, outputs, height, sizes.columns, sizes.input_frames).transpose(0, 4, 2, 3, 1)
 
 
 def _cache_pixels_first(cache_NTHWC: Array) -> Array:
-    """Return a cache as (N, H, W P T, 128), the order in which a TPU keeps its T = 2 frames of P parts."""
+    """Return a cache as (N, H, W P T, 128), with T = 2 frames of P parts of 128 channels.
+
+    A TPU keeps the cache in this order, so the kernel reads it without a copy.
+    """
     cache = cache_NTHWC.transpose(0, 2, 3, 1, 4)
     videos, height, columns, frames, channels = cache.shape
     cache = cache.reshape(videos, height, columns, frames, channels // tiles.LANES, tiles.LANES)
@@ -366,8 +390,8 @@ def column_of_cache(cache: Float[Array, "N 2 H W I"], column: int) -> Float[Arra
 
 
 def _cache_frames_first(next_cache: Array, shape: tuple[int, ...]) -> Array:
-    """Return a cache of a shape (N, 2, H, W, C) from the order of `_cache_pixels_first`."""
-    # Each operation undoes one of that function: XLA drops both where one follows the other.
+    """Return a cache of `shape`, (N, 2, H, W, C), from one in the order of `_cache_pixels_first`."""
+    # Each operation undoes one of that function, so that XLA drops both where one follows the other.
     videos, frames, height, columns, channels = shape
     next_cache = next_cache.reshape(videos, height, columns, -1, frames, tiles.LANES).transpose(
         0, 1, 2, 4, 3, 5

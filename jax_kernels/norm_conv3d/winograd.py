@@ -2,7 +2,13 @@
 
 For a *tile* of four frames it multiplies 7 *components* (`common.transforms`), where direct convolution has
 12 products; for a tile of two frames 4, instead of 6. Each component has its own matrix products. A *word*
-holds one component of both tiles of a pixel. `step` defines the other terms.
+holds one component of a pixel's two (`TILES`) tiles, in one channel.
+
+A step finishes a *block* of two rows of results, and meanwhile modulates another block into the *stage*. The
+columns are those of one *strip*: a matrix product covers a *chunk* of them, and a *unit* of a chunk is
+modulated at a time. A *part* is 128 channels, a *share* the output channels that a chunk's products compute
+together. An *entry* is a frame, tile or word of a column. *Edges* are what the columns beside a strip add to
+its first and last column. `step` has the other terms.
 
 - Activated frames, rounded as a cache keeps them, are transformed in float32 and rounded for the products; so
   are the taps, outside of the kernel. Products are summed and transformed back in float32.
@@ -10,8 +16,8 @@ holds one component of both tiles of a pixel. `step` defines the other terms.
   word, so products contract the taps of columns and of rows.
 - With 128 output channels a product gives two results, to fill a matrix unit that is 256 wide: two columns of
   the outer rows, or both rows of the inner ones. With more channels both rows are multiplied by one matrix.
-- The buffer "components" keeps the sums of a chunk until the next one is multiplied; meanwhile they are
-  transformed back.
+- The buffer "components" keeps the sums of a chunk while the next one is multiplied. In this time they are
+  transformed back to frames.
 - The buffers "lower" and "upper" hold the lower and the upper rows of blocks as products load them. They and
   the stage have one word of each column, between `MARGIN` columns of padding. Axes: slot (row in the stage),
   component, part, column.
@@ -40,9 +46,10 @@ def weights_between(
     result_row: int,
     result_column: int,
 ) -> Array:
-    """Return the weights (components, I, O) from an input to a result, or zeros if it does not take it."""
-    # A result in column 1, right of the input's column, takes only the unshifted input, by the left tap:
-    # other products add what it sees besides.
+    """Return the weights (components, I, O) from an input to a result; zeros if it does not take that."""
+    # Input row 0 is above the results: for result row 0 it is under row tap 0. A result in column 0 is in the
+    # chunk's columns. One in column 1 is a column to the right of them. It takes only the unshifted input, by
+    # its left tap: the next columns' results in column 0 have the other taps.
     row_tap, column_tap = row - result_row, shift - result_column + 1
     connected = 0 <= row_tap < TAPS and 0 <= column_tap < TAPS and (result_column == 0 or shift == 0)
     return transformed[:, row_tap, column_tap] if connected else jnp.zeros_like(transformed[:, 0, 0])
@@ -53,7 +60,7 @@ class WinogradStep(ConvStep):
 
     Attributes:
         transform: the transform for tiles of this length.
-        rows: (buffer, slot) of each of the four input rows, from top to bottom.
+        rows: (buffer, slot) of each of the four input rows, from the row above the block to that below it.
         moved: (buffer, slot) that the upper and the lower row of the stage are moved to.
     """
 
@@ -61,18 +68,19 @@ class WinogradStep(ConvStep):
         super().__init__(sizes, weights, memory)
         self.transform = TRANSFORMS[sizes.tile]
         step = self.step
-        # "lower" has three slots and "upper" two, which the steps use in rotation.
-        above = "lower", jax.lax.rem(step, 3)  # of the block above the results
-        upper = "upper", jax.lax.rem(step, 2)
+        # Each step moves a new lower row to the next of the three slots of "lower", and a new upper row to
+        # the other one of the two slots of "upper".
+        above = "lower", jax.lax.rem(step, 3)  # the lower row of the block above the results
+        upper = "upper", jax.lax.rem(step, 2)  # the two rows of the block of results
         lower = "lower", jax.lax.rem(step + 1, 3)
-        below = "upper", jax.lax.rem(step + 1, 2)  # of the block below the results
+        below = "upper", jax.lax.rem(step + 1, 2)  # the upper row of the block below the results
         self.rows = above, upper, lower, below
         # The stage has the block below the results. Its upper row is an input of this step: a chunk of it is
-        # moved before products load that. Its lower row goes to the third slot, which this step does not
-        # load.
+        # moved before products load that chunk. Its lower row is no input yet: it goes to the third slot.
         self.moved = below, ("lower", jax.lax.rem(step + 2, 3))
 
     def _padding(self) -> dict[str, list[Any]]:
+        """Return references to the rows and columns around a strip or frame that are set to zeros."""
         above_name, above_slot = self.rows[0]  # the input row above the block of results
         # Each buffer with the first column of its padding on the left, and with that on the right.
         sides = itertools.product(("stage", "upper", "lower"), (0, MARGIN + self.sizes.strip_columns))
@@ -85,11 +93,13 @@ class WinogradStep(ConvStep):
         }
 
     def _convolve(self) -> None:
+        """Compute and write a block of results, chunk by chunk; meanwhile modulate the next block."""
         sizes = self.sizes
-        # A product loads one column right of its chunk, so columns are moved `MARGIN` columns ahead.
+        # A product loads one column right of its chunk. So columns are moved before they are multiplied, and
+        # `MARGIN` columns ahead: a slice that begins at such a multiple of 8 is aligned.
         self._move(0, MARGIN)
-        # `TILES` entries of the buffer "shifted" hold what the last column of the previous chunk adds to the
-        # next column: nothing before the first chunk.
+        # From entry `chunk_columns * TILES` on, the buffer "shifted" has what the last column of a chunk adds
+        # to the first column of the next one (`_store_components`). No chunk is before the first one.
         if "shifted" in self.memory:
             fill_zeros([self.memory["shifted"].at[:, :, pl.ds(sizes.chunk_columns * TILES, TILES)]])
 
@@ -99,7 +109,7 @@ class WinogradStep(ConvStep):
             jax.lax.fori_loop(0, sizes.shares, lambda share, _: self._multiply_share(share, column), None)
 
         jax.lax.fori_loop(0, sizes.chunks, multiply_chunk, None)
-        # The last chunk is finished after all products, by units.
+        # A chunk is finished while the next one is multiplied; the last one is finished after all products.
         last_chunk = sizes.strip_columns - sizes.chunk_columns  # its first column
         jax.lax.fori_loop(
             0, sizes.units, lambda unit, _: self._finish(last_chunk + unit * sizes.unit_columns), None
@@ -108,10 +118,10 @@ class WinogradStep(ConvStep):
     def _multiply_share(self, share: Any, column: Any) -> None:
         """Compute a chunk's products for one share of the outputs, with other work between the products."""
         sizes = self.sizes
-        work = self._other_work(share, column)
-        tasks = len(work)  # number of tasks, the functions in `work`, in all
-        products = sizes.components * len(self.weights)  # number of products in all
-        products_left = products
+        tasks = self._other_work(share, column)
+        all_tasks = len(tasks)
+        all_products = sizes.components * len(self.weights)
+        products_left = all_products
         pairs = list(zip(sizes.products, self.weights, strict=True))  # each product with its matrices
         for component in range(sizes.components):
             # Adjacent products that contribute to the same results are a group: their sums are added.
@@ -124,24 +134,24 @@ class WinogradStep(ConvStep):
                     # Other work keeps pace with the products: the fraction of tasks that is left is at most
                     # the fraction of products that is left. A task waits for these sums, so that it overlaps
                     # with the next product.
-                    while len(work) / tasks > products_left / products:
-                        work.pop(0)(after=sums)
+                    while len(tasks) / all_tasks > products_left / all_products:
+                        tasks.pop(0)(after=sums)
                 self._store_components(share, component, results, sums, column)
 
     def _other_work(self, share: Any, column: Any) -> list[Callable[..., None]]:
         """Return the work between a share's products: functions of `after`, the sums that they wait for."""
         sizes = self.sizes
-        # Each share does an equal part of a chunk's units: it modulates them in the chunk at `column`, and
-        # finishes them in the chunk left of it.
+        # Each share does an equal number of a chunk's units: it modulates those of the chunk at `column`, and
+        # finishes those of the chunk left of it.
         share_units = sizes.units // sizes.shares
-        work = []
+        tasks = []
         for unit in range(share_units):
             unit_column = column + (share * share_units + unit) * sizes.unit_columns  # its first column
-            work += [
+            tasks += [
                 partial(self._modulate, unit_column, unit),
                 partial(self._finish, unit_column - sizes.chunk_columns, unit),
             ]
-        return work
+        return tasks
 
     def _component_product(
         self, component: int, inputs: list[tuple[int, int]], weights: Any, share: Any, column: Any
@@ -173,29 +183,30 @@ class WinogradStep(ConvStep):
         count = sizes.chunk_columns * TILES  # number of tiles in a row of the chunk
         at = self._entries(column, sizes.chunk_columns, TILES, left_columns=sizes.chunk_columns)
         if sizes.rows_together:
-            # The sums have entries for both rows of results, and the channels of a share.
+            # The sums have the entries of the upper and then those of the lower row of results, and the
+            # channels of a share. All products of a component were added: the sums are complete.
             parts = self.result_parts // sizes.shares  # number of parts of a share
             for row, part in itertools.product(range(ROWS), range(parts)):
                 row_sums = sums[row * count : (row + 1) * count, lanes_of(part)]
                 memory["components"][component, row, share * parts + part, at] = row_sums
             return
-        # The sums have 128 channels for each of two `results`, side by side.
-        # Either the input is the row above or below the block, and both results are in one row of the block;
-        # or the inputs are both rows of the block, and each of them has a result.
+        # There are 128 output channels, so the results have a single part, 0. The sums have the 128 channels
+        # of each of two `results`, side by side. The first products of a component have the row above or
+        # below the block as their input: their results are two columns (0 and 1) of one row. The last ones
+        # have both rows of the block as inputs: their results are both rows, in column 0.
         first_row, second_row = (row for row, _ in results)
-        # Here there are 128 output channels: the results have a single part, 0.
         for index, (row, result_column) in enumerate(results):
             result_sums = sums[:, lanes_of(index)]
             component_sums = memory["components"].at[component, row, 0]
             if result_column == 1:
-                # These sums are for the columns right of the inputs' columns, so they are stored one column
-                # (`TILES` entries) later. The first column gets what the last column of the previous chunk
-                # adds to it, which is still at the end of the buffer.
+                # These sums are for the columns right of the inputs' columns. In "shifted" they are stored
+                # one column (`TILES` entries) later. Before them comes what the last column of the previous
+                # chunk adds to this chunk's first one: until now it was at the end of "shifted".
                 shifted = memory["shifted"].at[component, row]
                 shifted[pl.ds(0, TILES)] = shifted[pl.ds(count, TILES)]
                 shifted[pl.ds(TILES, count)] = result_sums
                 component_sums[at] = component_sums[at] + shifted[pl.ds(0, count)]
-            elif first_row == second_row:  # these products come first: they set the sums
+            elif first_row == second_row:  # the first product of this row sets its sums
                 memory["components"][component, row, 0, at] = result_sums
             else:
                 component_sums[at] = component_sums[at] + result_sums
@@ -217,21 +228,23 @@ class WinogradStep(ConvStep):
     ) -> Array:
         """Transform a unit's frames, with the two before them, into the stage; return the last words."""
         sizes = self.sizes
-        # Words are stored pixel by pixel, and loaded by strides: first word 0 of all pixels, then word 1.
+        # Here a word holds two successive frames of a pixel. The words are stored pixel by pixel, and loaded
+        # by strides: first word 0 of all pixels, then word 1, and so on.
         pixels = self.memory["pixels"].at[slot, row, part]
         pixels[...] = pltpu.bitcast(x, jnp.int32)
         words = [
             pixels[pl.ds(index, sizes.unit_columns, stride=sizes.words), :] for index in range(sizes.words)
         ]
+        # At a video's start, its first frame stands for the two frames before it.
         words_before = repeat_earlier_frame(words[0]) if past_words is None else past_words[...]
-        # A list of frames, each of all pixels: the two before `x`, then those of `x`. The frames that the
-        # later tile sees begin `tile` frames after those that the earlier tile sees.
+        # A list of frames, each of all pixels: the two before `x`, then those of `x`. A tile sees its own
+        # frames and the two before them. The second tile begins `tile` frames after the first.
         frames = [frame for word in (words_before, *words) for frame in _unpacked(word)]
-        earlier, later = (
+        first_tile, second_tile = (  # the components of each
             self.transform.inputs(frames[start : start + sizes.tile + TAPS - 1]) for start in (0, sizes.tile)
         )
         at = self._word_columns(column, sizes.unit_columns)
-        for component, of_both_tiles in enumerate(zip(earlier, later, strict=True)):
+        for component, of_both_tiles in enumerate(zip(first_tile, second_tile, strict=True)):
             self.memory["stage"][row, component, part, at] = _packed(*of_both_tiles)
         return words[-1]
 
@@ -240,7 +253,7 @@ class WinogradStep(ConvStep):
         self._write_results(column, self.sizes.unit_columns, partial(self._frames, column, slot), after)
 
     def _frames(self, column: Any, slot: int, row: int, part: int) -> Array:
-        """Return frames, (entries, 128): a unit's components, transformed back, and the edges added."""
+        """Return a unit's frames, (entries, 128): its components, transformed back, plus the edges."""
         sizes = self.sizes
         tiles_at = self._entries(column, sizes.unit_columns, TILES, left_columns=sizes.chunk_columns)
         components = [
@@ -259,7 +272,7 @@ class WinogradStep(ConvStep):
         """Add the edges of the strip's first and last column to a unit's results, the reference `frames`."""
         sizes = self.sizes
         count = sizes.input_frames  # number of results of a pixel
-        for side, edge_column in enumerate((0, self._last_column())):
+        for side, edge_column in enumerate((0, self._last_column())):  # the left side, then the right one
             # `column` is traced, so there is no `if`: a unit without the edge's column adds zeros.
             inside = (edge_column >= column) & (edge_column < column + sizes.unit_columns)
             # The edge's column, counted from the unit's first one.

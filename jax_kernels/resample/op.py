@@ -1,7 +1,7 @@
 """Up- and downsampling by two: of rows and columns by a 2-D convolution, and of frames if the caller asks.
 
 A run is a group of frames that a TPU computes together. An image is a single frame, and a band some of its
-rows.
+rows. A mesh may split columns into shards, one for each device.
 """
 
 import functools
@@ -62,7 +62,8 @@ def upsample(
         split: the sharding of columns.
 
     Returns:
-        2H x 2W pixels in `x`'s dtype; T2 is T, or with `expand_time` 2T, with `first_frame_alone` too 2T - 1.
+        2H x 2W pixels in `x`'s dtype. T2 is T; with `expand_time` it is 2T, or 2T - 1 if the first frame
+        stays single.
 
     Raises:
         ValueError: a kernel that is even or does not take `x`, a bias of another length.
@@ -86,8 +87,8 @@ def upsample_on(
     def upsample_run(frames: Array, expand_time: bool, first_frame_alone: bool) -> Array:
         """Upsample a run on each device; the flags are the run's, which may differ from those of the op."""
         by_xla = functools.partial(_by_xla, expand_time=expand_time, first_frame_alone=first_frame_alone)
-        form = _kernel_for(target, frames, kernel, expand_time, first_frame_alone) or by_xla
-        return map_shards(target, form, (frames,), (kernel, bias))
+        upsample_shard = _kernel_for(target, frames, kernel, expand_time, first_frame_alone) or by_xla
+        return map_shards(target, upsample_shard, (frames,), (kernel, bias))
 
     return _split_and_resample(target, upsample_run, x, expand_time, first_frame_alone)
 
@@ -100,9 +101,10 @@ def _split_and_resample(
     `resample(frames, in_time, first_frame_alone)` returns the result of one run. `in_time` says whether
     frames are doubled, or averaged in pairs.
     """
-    # `split_frames` makes the first of an odd number of frames a run by itself. That is right only if
-    # `first_frame_alone` is true for an odd number and false for an even one: else all frames are one run.
-    runs = [run for (run,) in split_frames(target, x)] if x.shape[1] % 2 == first_frame_alone else [x]
+    # `split_frames` makes the first frame a run by itself if the number of frames is odd. That must agree
+    # with `first_frame_alone`: otherwise all frames are one run.
+    is_odd = x.shape[1] % 2 == 1
+    runs = [run for (run,) in split_frames(target, x)] if is_odd == first_frame_alone else [x]
     if len(runs) == 1:
         return resample(x, in_time, first_frame_alone)
     # A run of one frame is the first frame, which is not resampled in time. All other runs have whole pairs
@@ -121,7 +123,7 @@ def _kernel_for(
     if is_image_for_tpu(target, x) and (first_frame_alone or not expand_time):  # the result is an image too
         bands = _bands_of(shard, kernel, pixels)
         return functools.partial(_image_by_kernel, bands=bands) if bands else None
-    # The kernel doubles all of several frames or none.
+    # The kernel doubles either all frames or none, so it cannot leave a first one alone.
     if first_frame_alone or not upsampled.is_supported(shard, kernel, expand_time=expand_time, pixels=pixels):
         return None
     return functools.partial(_by_kernel, expand_time=expand_time)
@@ -130,16 +132,17 @@ def _kernel_for(
 def _bands_of(image: jax.ShapeDtypeStruct, kernel: Array, pixels: int) -> int | None:
     """Return the number of bands into which an image is cut for the Pallas kernel; None if no number fits.
 
-    `image` may be a shard; `pixels` counts the whole image's.
+    The kernel needs several frames, so it gets the bands in their place (`_image_by_kernel`). `image` may be
+    a shard; `pixels` counts the whole image's.
     """
     videos, _, height, columns, channels = image.shape
     even_height = height + height % 2  # `_image_by_kernel` pads an odd height
     for bands in upsampled.FRAMES:  # the numbers of frames that the kernel supports, the largest first
         # A band also has `OVERLAP` rows of the next bands, or zeros, above and below.
         rows = even_height // bands + 2 * OVERLAP
-        frames = jax.ShapeDtypeStruct((videos, bands, rows, columns, channels), image.dtype)
-        fits = even_height % bands == 0
-        if fits and upsampled.is_supported(frames, kernel, expand_time=False, pixels=pixels):
+        bands_as_frames = jax.ShapeDtypeStruct((videos, bands, rows, columns, channels), image.dtype)
+        is_divisor = even_height % bands == 0
+        if is_divisor and upsampled.is_supported(bands_as_frames, kernel, expand_time=False, pixels=pixels):
             return bands
     return None
 
@@ -174,15 +177,16 @@ def _by_xla(
     """Double pixels, convolve them by XLA, and double the results' frames if `expand_time`."""
     # Rows and columns of zeros on each side, which keep the doubled size.
     zero_rows, zero_columns = kernel.shape[0] // 2, kernel.shape[1] // 2
-    # Both ways to double pixels give the same. On a TPU the tiles hold frames and channels, and doubling the
-    # outer axes is faster if there are several frames.
-    tiles_of_frames = target.on_tpu and x.shape[1] > 1
-    doubled = xla.double_pixels_as_outer_axes(x) if tiles_of_frames else xla.double_pixels(x)
+    # Both ways to double pixels give the same result. On a TPU the tiles of several frames hold frames and
+    # channels, so that rows and columns are outer axes in memory, and doubling them there is faster.
+    tiles_hold_frames = target.on_tpu and x.shape[1] > 1
+    doubled = xla.double_pixels_as_outer_axes(x) if tiles_hold_frames else xla.double_pixels(x)
 
     def convolve(columns: Array, taps: Array, padding: tuple[int, int]) -> Array:
-        """Convolve the shard's columns, or a neighbour's, with so many zeros (left, right)."""
+        """Convolve the shard's columns, or a neighbour's, with so many columns of zeros (left, right)."""
         return conv_frames(columns, taps, padding=((zero_rows, zero_rows), padding))
 
+    # First with zeros in place of the neighbours' columns. Then what these columns contribute is added.
     y = convolve(doubled, kernel, (zero_columns, zero_columns))
     y = add_from_neighbours(target.split, y, doubled, kernel, convolve)
     y = with_clear_padding(add_bias_and_residual(y, bias).astype(x.dtype), target.split)
@@ -214,8 +218,8 @@ def downsample(
         split: the sharding of columns.
 
     Returns:
-        H2 = H // 2 and W2 = W // 2 pixels in `x`'s dtype; T2 is T, or with `compress_time` T / 2, with
-        `first_frame_alone` too (T + 1) / 2.
+        H2 = H // 2 and W2 = W // 2 pixels in `x`'s dtype. T2 is T; with `compress_time` it is T / 2, or
+        (T + 1) / 2 if the first frame stays single.
 
     Raises:
         ValueError: a kernel of another size or that does not take `x`, a bias of another length; frames that
@@ -269,6 +273,7 @@ def _downsample_shard(
     compress_time: bool,
     first_frame_alone: bool,
 ) -> Array:
+    """Average pairs of frames if `compress_time`, and convolve the shard with stride 2."""
     if compress_time and x.shape[1] > int(first_frame_alone):  # a single first frame has no pair
         x = average_pairs(target, x, first_frame_alone=first_frame_alone)
     # For an image on a TPU, XLA compiles one matrix product of all 3 x 3 windows (patches) faster than a
@@ -281,8 +286,8 @@ def _downsample_shard(
             raise ValueError(
                 f"downsample got shards of {x.shape[3]} columns: over several an even number is needed"
             )
-        # The third column of the last windows is the right neighbour's first column, in whose place `y` has
-        # counted zeros. No window reaches to the left.
+        # The third column of a row's last window is the right neighbour's first column, in whose place `y`
+        # has zeros. Its products with the kernel's third column (2) are added. No window reaches to the left.
         _left, right = neighbours_of(target.split, x, 1)
         y = add_columns(y, convolve(right, kernel[:, 2:], (0, 0)), at=y.shape[3] - 1)
     return with_clear_padding(add_bias_and_residual(y, bias).astype(x.dtype), target.split)

@@ -3,12 +3,14 @@
 The kernel stores only the result in HBM, no other doubled array. It multiplies a pixel by each of the nine
 taps once, and adds the products to the results that need them: a quarter of the operations of a convolution
 of the doubled frame. If frames are doubled too, it multiplies each one twice, which costs less than writing
-results twice afterwards. The matrix products have a row, an entry, for each frame of each pixel, frames
-innermost. So with eight frames a shift by a column is a shift by whole registers.
+results twice afterwards. In matrix products, each row of the left matrix is an *entry*: one frame of one
+pixel. All frames of a pixel are followed by those of the next pixel in its row. So with eight frames a shift
+by a column is a shift by whole registers. A *chunk* is the columns of pixels that one product covers.
 
-A row of pixels becomes two rows of results. The upper one needs products of the row of pixels above too, and
-the lower one of the row below. Grid step g therefore reads row g of pixels, and finishes both rows of results
-of row g - 1: there is one step more than rows.
+A row of pixels becomes two rows of results, the upper and the lower one, and a column becomes two columns,
+the left and the right one. Upper results also need products of the row of pixels above, and lower results of
+the row below. Grid step g therefore reads row g of pixels, and finishes both rows of results of row g - 1:
+there is one step more than rows. On several devices, `x` is a *shard*: some of the frame's columns.
 
 Estimates for a v6e and frames of 8 x 240 x 360 x 256, which are doubled: the schedule takes 1.4 ms. At their
 peaks the matrix units would take 0.9 ms, and the bytes read and written 1.1 ms. XLA's convolution of the
@@ -35,7 +37,7 @@ TAPS = 3
 """Taps of the kernel along each axis."""
 
 PRODUCT = 288
-"""Entries of a matrix product, before its columns of pixels are rounded up to a multiple of `COLUMNS`.
+"""Most entries of a matrix product, before its columns are rounded up to a multiple of `COLUMNS`.
 
 For eight frames of 360 columns they become 320. With 320 entries the schedule for a v6e and frames of 8 x 240
 x 360 x 256 takes 1.4 ms and is compiled in 4 s; with 192 it takes 1.8 ms and 4 s, and with 480 1.5 ms and 7
@@ -64,7 +66,7 @@ class UpsampleSizes(NamedTuple):
     @property
     def chunk(self) -> int:
         """Number of columns that one matrix product covers; the last chunk of a row may have fewer."""
-        # The fewest chunks that cover a row of pixels, as equal as multiples of `COLUMNS` allow. -(-a // b)
+        # Chunks are as few as `PRODUCT` allows, and as equal as multiples of `COLUMNS` can be. -(-a // b)
         # rounds a / b up.
         chunks = -(-self.columns // (PRODUCT // self.frames_out))
         return -(-self.columns // (chunks * COLUMNS)) * COLUMNS
@@ -90,8 +92,8 @@ def is_supported(
     """Return whether the kernel supports these frames; only their shape and dtype are read.
 
     It supports two, four or eight frames of bfloat16, in the result too. Frames must not be small, channels
-    in and out must fill whole tiles, and a row must fit into VMEM. `x` may be a shard of a frame of `pixels`
-    pixels.
+    in and out must fill whole tiles, and a row must fit into VMEM. `x` may be a shard; `pixels` is the number
+    of pixels of a whole frame.
     """
     sizes = _sizes(x, kernel.shape[3], expand_time)
     return (
@@ -115,60 +117,65 @@ def _vmem_bytes(sizes: UpsampleSizes) -> int:
     carried = (2 + 2 + 1) * result_row
     # Products of a chunk by all taps, and as much for their sums: a cautious bound.
     products = 2 * sizes.chunk * sizes.frames_out * TAPS**2 * sizes.outputs * 4
-    # A row of pixels and two rows of results, each twice, as the next block is transferred meanwhile.
+    # A row of pixels and two rows of results, each twice: other rows are transferred during a step.
     return 2 * (pixel_row + 2 * result_row) + weights + carried + products
 
 
 class _Step:
     """A grid step of the kernel, which reads a row of pixels; `last` is the number of the last step.
 
-    `refs` are references to memory by name. The operand "x" is this step's row of pixels, "beside" has the
-    columns of the neighbouring shards, and the result "y" has the two rows of results of the row of pixels
-    before. Three buffers keep sums of that row from the step before: "upper_results" are its finished upper
-    results, "lower_sums" are its lower results so far, and "next_upper_sums" is its part of the upper results
-    of this step's row, plus bias. "left_products" are the products of the column left of a chunk of columns,
-    for each kernel row.
+    `memory` has references by name. The operand "x" is this step's row of pixels, and "beside" has the two
+    columns of the neighbouring shards in this row. The result "y" has both rows of results of the row above.
+    Three buffers hold what the step before has computed from the row above:
+
+    - "upper_results": the finished upper results of that row;
+    - "lower_sums": its lower results, which still lack the products of this step's row;
+    - "next_upper_sums": bias and products for the upper results of this step's row.
+
+    "left_products" are the products of the column left of a chunk by its left taps, one for each kernel row.
     """
 
-    def __init__(self, sizes: UpsampleSizes, refs: dict[str, Any], last: int):
-        self.sizes, self.refs, self.last = sizes, refs, last
+    def __init__(self, sizes: UpsampleSizes, memory: dict[str, Any], last: int):
+        self.sizes, self.memory, self.last = sizes, memory, last
         self.step = pl.program_id(1)
 
     def run(self) -> None:
         """Add the products of a row of pixels, and write both rows of results of the row before it."""
-        refs = self.refs
+        memory = self.memory
 
         @pl.when(self.step == 0)
-        def _():  # nothing is above the first row
-            refs["next_upper_sums"][...] = jnp.broadcast_to(refs["bias"][...], refs["next_upper_sums"].shape)
+        def _():  # nothing is above the first row: its upper results begin with the bias
+            next_upper_sums = memory["next_upper_sums"]
+            next_upper_sums[...] = jnp.broadcast_to(memory["bias"][...], next_upper_sums.shape)
 
         pl.when(self.step < self.last)(self._add_row)
 
         @pl.when(self.step == self.last)
         def _():  # nothing is below the last row
-            refs["y"][0, 0] = refs["upper_results"][...]
-            refs["y"][0, 1] = self._rounded(refs["lower_sums"][...], 0)  # 0: from the first column on
+            memory["y"][0, 0] = memory["upper_results"][...]
+            memory["y"][0, 1] = self._rounded(memory["lower_sums"][...], 0)  # of the columns from 0 on
 
     def _add_row(self) -> None:
-        """Add the products of a row of pixels to the sums of results, in chunks of columns, the left first.
+        """Add the products of a row of pixels to the sums of results, chunk by chunk from the left.
 
-        The column left of a chunk has its products in "left_products"; the column right of it is multiplied
-        with it.
+        A chunk also needs products of the columns beside it. The chunk before leaves those of the column on
+        the left in "left_products". The column on the right is multiplied with the chunk. For the columns
+        beside the row, this function computes them first.
         """
-        sizes, refs = self.sizes, self.refs
-        if "beside" in refs:
+        sizes, memory = self.sizes, self.memory
+        if "beside" in memory:
             # The columns of the neighbouring shards: all frames of the left column, then of the right one.
-            beside = self._repeat_frames(refs["beside"][0, 0])
-            # The left column meets only the left tap (0) of each kernel row, and the right column only the
-            # right tap (2). Each product takes both columns, though half of it is not used.
+            beside = self._repeat_frames(memory["beside"][0, 0])
+            # The left column is only under the left tap (0) of each kernel row, and the right column only
+            # under the right tap (2). Each product takes both columns, though half of it is not used.
             by_left_tap, by_right_tap = (
                 [self._product(beside, kernel_row, tap) for kernel_row in range(TAPS)] for tap in (0, 2)
             )
             for kernel_row, products in enumerate(by_left_tap):
-                refs["left_products"][kernel_row] = products[: sizes.frames_out]
+                memory["left_products"][kernel_row] = products[: sizes.frames_out]
             right_products = [products[sizes.frames_out :] for products in by_right_tap]
         else:  # zeros are beside a whole frame
-            refs["left_products"][...] = jnp.zeros(refs["left_products"].shape, jnp.float32)
+            memory["left_products"][...] = jnp.zeros(memory["left_products"].shape, jnp.float32)
             right_products = [jnp.zeros((sizes.frames_out, sizes.outputs), jnp.float32)] * TAPS
 
         def add_whole_chunk(index: Array, carry: None) -> None:
@@ -181,56 +188,58 @@ class _Step:
         self._add_chunk(last_chunk, sizes.columns - last_chunk, right_products)
 
     def _add_chunk(self, first: Any, count: int, right_products: list[Array] | None = None) -> None:
-        """Add the products of `count` columns from `first` on; they finish lower results of the row above.
+        """Add the products of a chunk, `count` columns from `first` on, and write results of the row above.
 
-        A row's last chunk gets the products of the column right of it as `right_products`, one array for each
-        kernel row.
+        For a row's last chunk, `right_products` are the products of the column right of it by the right taps,
+        one array for each kernel row.
         """
-        sizes, refs = self.sizes, self.refs
+        sizes, memory = self.sizes, self.memory
         frames = sizes.frames_out
         entries = count * frames  # of the chunk's pixels
         loaded = count if right_products else count + 1  # also the column right of the chunk, if it has one
         start = pl.multiple_of(first * sizes.frames_in, 2 * COLUMNS)
-        x = self._repeat_frames(refs["x"][0, 0, pl.ds(start, loaded * sizes.frames_in)])
-        sums = []
+        x = self._repeat_frames(memory["x"][0, 0, pl.ds(start, loaded * sizes.frames_in)])
+        left_products = memory["left_products"]
+        sums = []  # for each kernel row: the products of its three taps, added
         for kernel_row in range(TAPS):
             by_left, by_middle, by_right = (self._product(x, kernel_row, tap) for tap in range(TAPS))
             # For each column of the chunk, the products of the column before it by the left tap, and those of
             # the column after it by the right tap.
-            from_column_before = _concatenate(refs["left_products"][kernel_row], by_left[: entries - frames])
+            from_column_before = _concatenate(left_products[kernel_row], by_left[: entries - frames])
             beyond_row = [right_products[kernel_row]] if right_products else []
             from_column_after = _concatenate(by_right[frames : entries + frames], *beyond_row)
-            refs["left_products"][kernel_row] = by_left[entries - frames : entries]  # for the next chunk
+            left_products[kernel_row] = by_left[entries - frames : entries]  # for the next chunk
             by_left, by_middle, by_right = (products[:entries] for products in (by_left, by_middle, by_right))
-            # Column w is doubled. Its left result has columns w - 1, w, w under the three taps, its right
-            # result columns w, w, w + 1.
+            # Column w becomes two columns of results. The left one has columns w - 1, w, w under the three
+            # taps, the right one columns w, w, w + 1.
             left_sums = by_middle + by_right + from_column_before
             right_sums = by_left + by_middle + from_column_after
             sums.append(self._interleave_columns(left_sums, right_sums))
-        # Row i is doubled too. Its upper result has rows i - 1, i, i under the three kernel rows, its lower
-        # result rows i, i, i + 1.
+        # Row i becomes two rows of results. The upper one has rows i - 1, i, i under the three kernel rows,
+        # the lower one rows i, i, i + 1.
         by_upper_row, by_middle_row, by_lower_row = sums
         at = pl.ds(pl.multiple_of(2 * first * frames, 2 * COLUMNS), 2 * entries)  # the chunk's results
         # Write the results of the row above. Step 0 has no row above: step 1 overwrites what step 0 writes.
-        refs["y"][0, 0, at] = refs["upper_results"][at]
-        refs["y"][0, 1, at] = self._rounded(refs["lower_sums"][at] + by_lower_row, first)
+        memory["y"][0, 0, at] = memory["upper_results"][at]
+        memory["y"][0, 1, at] = self._rounded(memory["lower_sums"][at] + by_lower_row, first)
         # Leave the sums of this row to the next step. Each result gets the bias once: with the products of
         # the upper kernel row.
-        upper_sums = refs["next_upper_sums"][at] + (by_middle_row + by_lower_row)
-        refs["upper_results"][at] = self._rounded(upper_sums, first)
-        by_upper_row = by_upper_row + refs["bias"][...]
-        refs["next_upper_sums"][at] = by_upper_row
-        refs["lower_sums"][at] = by_upper_row + by_middle_row
+        upper_sums = memory["next_upper_sums"][at] + (by_middle_row + by_lower_row)
+        memory["upper_results"][at] = self._rounded(upper_sums, first)
+        by_upper_row = by_upper_row + memory["bias"][...]
+        memory["next_upper_sums"][at] = by_upper_row
+        memory["lower_sums"][at] = by_upper_row + by_middle_row
 
     def _product(self, x: Array, kernel_row: int, tap: int) -> Array:
         """Multiply entries by a kernel row's left (0), middle or right (2) tap; return float32 products."""
-        return jnp.dot(x, self.refs["weights"][TAPS * kernel_row + tap], preferred_element_type=jnp.float32)
+        return jnp.dot(x, self.memory["weights"][TAPS * kernel_row + tap], preferred_element_type=jnp.float32)
 
     def _repeat_frames(self, x: Array) -> Array:
         """Return entries `x`, every one twice if frames are doubled."""
         if self.sizes.frames_in == self.sizes.frames_out:
             return x
-        # Each 32-bit word holds a number twice. Read as bfloat16, a row of words is two equal rows.
+        # The 32-bit words hold each number of 16 bits twice. Read as bfloat16, a row of words is two equal
+        # rows.
         return pltpu.bitcast(tiles.duplicated_in_words(x), x.dtype)
 
     def _interleave_columns(self, left: Array, right: Array) -> Array:
@@ -241,9 +250,9 @@ class _Step:
 
     def _rounded(self, sums: Array, first: Any) -> Array:
         """Round the sums of the results of input columns from `first` on; padding columns get zeros."""
-        if "true_width" in self.refs:
+        if "true_width" in self.memory:
             entry = jax.lax.broadcasted_iota(jnp.int32, sums.shape, 0)
-            real_columns = self.refs["true_width"][0] - 2 * first  # those of `sums` that are not padding
+            real_columns = self.memory["true_width"][0] - 2 * first  # those of `sums` that are not padding
             sums = jnp.where(entry < real_columns * self.sizes.frames_out, sums, 0.0)
         return sums.astype(jnp.bfloat16)
 
@@ -265,7 +274,8 @@ def upsampled(
     """Double rows and columns (nearest), with `expand_time` frames too, then convolve; by the Pallas kernel.
 
     `is_supported` holds for `x`. `beside` are the columns (left, right) of the shards beside this one; None
-    for zeros. Columns of the result from `true_width` on are padding and get zeros; None if there are none.
+    stands for zeros. Columns of the result from `true_width` on are padding and get zeros; None stands for no
+    padding.
     """
     plain, by_kernel = (functools.partial(form, expand_time=expand_time) for form in (_xla_form, _by_kernel))
     return with_derivatives_of(plain, by_kernel)(x, kernel, bias, beside, true_width)
@@ -294,20 +304,20 @@ def _by_kernel(
     if true_width is not None:
         operands["true_width"] = true_width[None], pl.BlockSpec(memory_space=pltpu.SMEM)
     result_row = sizes.result_entries, sizes.outputs
-    # The sums of its row of pixels that a step leaves to the next step: see `_Step`.
+    # What a step leaves to the next one, computed from its row of pixels: see `_Step`.
     scratch = {
-        # The row's part of the upper results of the next row, plus bias:
+        # Bias and products for the upper results of the next row:
         "next_upper_sums": pltpu.VMEM(result_row, jnp.float32),
-        # The row's lower results, without the next row's part of them, and its finished upper results:
+        # The row's lower results, without the next row's products, and its finished upper results:
         "lower_sums": pltpu.VMEM(result_row, jnp.float32),
         "upper_results": pltpu.VMEM(result_row, jnp.bfloat16),
-        # The products of the column left of a chunk, for each kernel row:
+        # Within a step, what a chunk leaves to the next one: products of its last column by the left taps.
         "left_products": pltpu.VMEM((TAPS, sizes.frames_out, sizes.outputs), jnp.float32),
     }
     names = [*operands, "y", *scratch]
     y = pl.pallas_call(
         lambda *refs: _Step(sizes, dict(zip(names, refs, strict=True)), last=height).run(),
-        grid=(videos, height + 1),  # a row's results are written by the next step
+        grid=(videos, height + 1),  # one step more than rows: a row's results are written by the next step
         in_specs=[spec for _, spec in operands.values()],
         out_specs=pl.BlockSpec(
             (1, 2, *result_row), lambda video, step: (video, jax.lax.max(step - 1, 0), 0, 0)
@@ -335,7 +345,7 @@ def _row_operand(x_NTHWC: Array) -> tuple[Array, pl.BlockSpec]:
     x = x_NTHWC.transpose(0, 2, 3, 1, 4)
     x = x.reshape(*x.shape[:2], -1, x.shape[-1])
     last_row = x.shape[1] - 1
-    # The last step, one more than rows, stays at the last row, so that nothing is fetched.
+    # There is one step more than rows. The last step stays at the last row, so that nothing is fetched.
     spec = pl.BlockSpec((1, 1, *x.shape[2:]), lambda video, step: (video, jax.lax.min(step, last_row), 0, 0))
     return x, spec
 
@@ -348,6 +358,7 @@ def _xla_form(
     true_width: Array | None,
     expand_time: bool,
 ) -> Array:
+    # This computes in XLA what the Pallas kernel computes. JAX takes the kernel's derivatives from it.
     sums = conv_frames(xla.double_pixels(x), kernel, padding=((1, 1), (1, 1)))
     if beside is not None:
         # A neighbour's column, of doubled height, is under one tap of each kernel row. `left` and `right` are

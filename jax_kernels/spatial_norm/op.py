@@ -96,18 +96,20 @@ def spatial_norm_on(
     statistics = scale_and_shift(
         moments(target, x, num_groups=num_groups, channel_axis=-1), weight, bias, eps
     )
-    # A run has the activations and the latents of frames that are computed together. On a TPU the first frame
-    # is a run by itself. Elsewhere all frames are one run, in which `modulated` must tell the first frame
-    # from the frames after it.
+    # A run has the activations and the latents of frames that are computed together. On a TPU the first of an
+    # odd number of frames is a run by itself. If all frames are one run, the first latent frame must still
+    # cover the first frame alone.
     runs = split_frames(target, x, zq) if first_frame_alone else [(x, zq)]
+    run_has_first_frame_alone = first_frame_alone and len(runs) == 1
     convolutions = (kernel_y, bias_y), (kernel_b, bias_b)
 
     def modulated(target: Target, x: Array, zq: Array, *operands: Any) -> Array:
         """Modulate a run on one device; `operands` are the two convolutions, then scale and shift."""
-        zq = xla.match_frames_and_columns(zq, x.shape, first_frame_alone=first_frame_alone and len(runs) == 1)
+        zq = xla.match_frames_and_columns(zq, x.shape, first_frame_alone=run_has_first_frame_alone)
         fastest = "pixels_first" if target.on_tpu and x.shape[1] > 1 else "rows"
         return _IMPLEMENTATIONS[implementation or fastest](target, x, zq, *operands, activation=activation)
 
+    # Each run is modulated on all devices at once.
     return join_frames([map_shards(target, modulated, run, convolutions, statistics) for run in runs])
 
 
@@ -127,7 +129,8 @@ def check_spatial_norm(
     """Raise `ValueError` for arrays or a number of groups that `spatial_norm` does not take."""
     channels, latent_channels = x.shape[-1], zq.shape[-1]
     check_groups("spatial_norm", channels, num_groups, weight=weight, bias=bias, bias_y=bias_y, bias_b=bias_b)
-    # A part of the latents covers a number of the activations' frames: see `first_frame_alone`.
+    # With `first_frame_alone` there are two parts of the latents: the first latent frame, which covers one
+    # frame, and the latent frames after it, which cover all other frames.
     for zq_part, frames in xla.frame_parts(zq, x.shape, first_frame_alone):
         sizes = zip((frames, *x.shape[2:4]), zq_part.shape[1:4], strict=True)  # a pair for each axis
         if any(zq_size == 0 or size % zq_size for size, zq_size in sizes):

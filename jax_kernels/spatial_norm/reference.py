@@ -35,9 +35,10 @@ def upsampled(zq, shape, first_frame_alone):
     """Repeat latents `zq` (N, t, h, w, c) to the frames and pixels of `shape` (N, T, H, W, C)."""
     _, frames, rows, columns, _ = shape
     _, t, h, w, _ = zq.shape
-    alone = int(first_frame_alone)  # frames that the first latent frame covers by itself
-    after = frames - alone  # frames that the other latent frames cover, each as many as the next
-    latent_frames = [*range(alone), *(alone + i * (t - alone) // after for i in range(after))]
+    alone = int(first_frame_alone)  # 1 if the first latent frame covers the first frame alone, else 0
+    others = frames - alone  # number of the other frames, which the other `t - alone` latent frames cover
+    # For each frame, the index of its latent frame.
+    latent_frames = [*range(alone), *(alone + i * (t - alone) // others for i in range(others))]
     zq = zq[:, jnp.array(latent_frames)]
     zq = zq[:, :, jnp.array([i * h // rows for i in range(rows)])]
     return zq[:, :, :, jnp.array([i * w // columns for i in range(columns)])]

@@ -23,9 +23,9 @@ def modulate_rows(
 ) -> Array:
     """Return `activation((x * scale + shift) * y + b)`, computed as `x * (scale * y) + (shift * y + b)`.
 
-    `y` and `b` are 1x1x1 convolutions of the latents `zq` (N T h W Z); `to_y` and `to_b` are the kernel and
-    the bias of each convolution. The two are computed for the latents' rows, and broadcast to the rows of
-    `x`.
+    `x * scale + shift` is GroupNorm. `y` and `b` are 1x1x1 convolutions of the latents `zq` (N T h W Z);
+    `to_y` and `to_b` are the kernel and the bias of each. Both are computed for the latents' rows, and
+    broadcast to the rows of `x`.
     """
     y = pointwise("nthwz,zc->nthwc", zq, *to_y)
     multiplier = y * scale_NC[:, None, None, None]
@@ -51,12 +51,12 @@ def modulate_pixels(
 ) -> Array:
     """Compute `modulate_rows` in the order H W N T C, in which a TPU keeps a convolution's activations.
 
-    Repeating a row costs nothing in this order. The products `scale * y` and `shift * y` would cost more
-    than the one multiply-add that they save.
+    In this order, repeating a row of latents costs nothing. Here `y` multiplies the normed frames, because
+    the products `scale * y` and `shift * y` would cost more than the multiply-add that they save.
     """
-    # The bias gets a zero that is computed from `scale`, so that `y` and `b` wait for the statistics. Else
-    # the compiler would compute the `y` and `b` of all norms first, and keep them in memory. There is a zero
-    # for each video, because each has its own statistics.
+    # Zeros that are computed from `scale` are added to the biases, so that `y` and `b` wait for the
+    # statistics. Otherwise the compiler would compute the `y` and `b` of all norms of a program first, and
+    # keep them in memory. There is a zero for each video, because each has its own statistics.
     zero = zero_of(scale_NC[:, :1, None])
     y, b = (
         pointwise("hwntz,zc->hwntc", pixels_first(zq), kernel, bias + zero) for kernel, bias in (to_y, to_b)
@@ -75,18 +75,17 @@ def modulate_pixels(
 
 def match_frames_and_columns(z_NTHWC: Array, x_shape: tuple[int, ...], *, first_frame_alone: bool) -> Array:
     """Upsample latents (nearest) to the frames and columns of activations of `x_shape`; rows stay."""
-    # A part of the latents covers `length` frames. The dictionary has the factors of the axes T (1) and W
-    # (3).
+    # Each part of the latents is repeated along axis 1, frames, and axis 3, columns.
     return join_frames(
         [
-            repeat_nearest(part, {1: length // part.shape[1], 3: x_shape[3] // part.shape[3]})
-            for part, length in frame_parts(z_NTHWC, x_shape, first_frame_alone)
+            repeat_nearest(part, {1: frames // part.shape[1], 3: x_shape[3] // part.shape[3]})
+            for part, frames in frame_parts(z_NTHWC, x_shape, first_frame_alone)
         ]
     )
 
 
 def frame_parts(z_NTHWC: Array, x_shape: tuple[int, ...], first_frame_alone: bool) -> list[tuple[Array, int]]:
-    """Return parts of the latents along time, each with the number of frames that it covers."""
+    """Return parts of the latents along time, each with the number of frames of `x_shape` that it covers."""
     frames = x_shape[1]
     if first_frame_alone and frames > 1:
         return [(z_NTHWC[:, :1], 1), (z_NTHWC[:, 1:], frames - 1)]
