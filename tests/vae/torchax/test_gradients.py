@@ -50,19 +50,27 @@ def backward(vae, run, x, first_frame):
 
 
 @pytest.mark.parametrize(
-    ("run", "x", "first_frame", "anew", "devices"),
+    ("levels", "run", "x", "first_frame", "anew", "devices"),
     [
-        # What runs, its input, from which frame on the loss looks, whether blocks are computed anew, devices.
-        pytest.param(decoded, LATENTS, 4, True, 1, id="decode two chunks, a loss on the second, blocks anew"),
-        pytest.param(encoded, VIDEO, 5, False, 1, id="encode two chunks, a loss on the second"),
+        # A model, what runs, its input, from which frame on the loss looks, whether blocks are computed anew,
+        # devices. The shallow model has no block that changes the number of channels.
         pytest.param(
-            encoded, reference.video(1, height=4), 0, True, 8, id="encode over eight devices, blocks anew"
+            *(reference.TWO_LEVELS, decoded, LATENTS, 4, True, 1),
+            id="decode two chunks, a loss on the second, blocks anew",
+        ),
+        pytest.param(
+            *(reference.TWO_SHALLOW_LEVELS, encoded, VIDEO, 5, False, 1),
+            id="encode two chunks, a loss on the second",
+        ),
+        pytest.param(
+            *(reference.TWO_LEVELS, encoded, reference.video(1, height=4), 0, True, 8),
+            id="encode over eight devices, blocks anew",
         ),
     ],
 )
 @pytest.mark.slow_cases(but=["encode two chunks, a loss on the second"])
-def test_gradients_equal_pytorchs(small_vae, run, x, first_frame, anew, devices):
-    stock, vae = copy.deepcopy(small_vae), copy.deepcopy(small_vae)
+def test_gradients_equal_pytorchs(levels, run, x, first_frame, anew, devices):
+    stock, vae = (reference.small_vae(**levels) for _ in range(2))
     vae = reference.on_jax(vae if devices == 1 else port_to_eight(vae)).train()
     if anew:
         vae.enable_gradient_checkpointing()
