@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import re
 import textwrap
 
 import diffusers.utils
@@ -33,11 +34,8 @@ def example(kind: str, model: str) -> str:
     module = importlib.import_module(f"diffusers.pipelines.cogvideo.{EXAMPLES[kind]}")
     lines = [line.strip() for line in module.EXAMPLE_DOC_STRING.splitlines()]
     code = textwrap.dedent("\n".join(line[4:] for line in lines if line.startswith((">>>", "..."))))
-    loading, _, rest = code.partition("from_pretrained(")
-    _, _, rest = rest.partition("torch_dtype")
-    dtype, _, rest = rest.partition(")")
-    rest = rest.removeprefix('.to("cuda")')
-    return f"{loading}from_pretrained({model!r}, torch_dtype{dtype})\nport(pipe){rest}"
+    loading = re.compile(r'from_pretrained\(.*?torch_dtype(.*?)\)(?:\.to\("cuda"\))?', re.DOTALL)
+    return loading.sub(rf"from_pretrained({model!r}, torch_dtype\1)\nport(pipe)", code, count=1)
 
 
 @pytest.mark.parametrize("kind", EXAMPLES)

@@ -178,5 +178,4 @@ def test_a_cpu_keeps_neither_the_frames_nor_the_transformed_weights_of_all_layer
 
     network.name = "layers"
     lowered = runtime.ArrayProgram(network).lower(list(kernels), frames, [frames[:, :2]] * layers)
-    analysis = lowered.compile().memory_analysis()
-    assert analysis.temp_size_in_bytes < 6 * frames.nbytes
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < 6 * frames.nbytes
