@@ -130,8 +130,7 @@ def test_the_tags_of_a_file_are_read(tmp_path, matrix, red, blue, full_range):
         frame = av.VideoFrame.from_ndarray(np.stack(planes), format="yuv444p")
         frame.colorspace, frame.color_range = matrix, 1 + full_range
         container.mux([*stream.encode(frame), *stream.encode(None)])
-    got = read_all(tmp_path / "tagged.mkv")[0, :, 0, 16].T
-    assert np.abs(got.numpy() - 255 * rgb).max() <= 3
+    assert np.abs(read_all(tmp_path / "tagged.mkv")[0, :, 0, 16].T.numpy() - 255 * rgb).max() <= 3
 
 
 def test_a_gif_has_all_frames_and_lasts_as_long(tmp_path):

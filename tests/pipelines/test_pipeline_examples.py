@@ -147,8 +147,7 @@ def test_a_lora_loaded_merged_and_unloaded_after_porting(saved, network, mesh, t
 def test_a_lora_that_does_not_fit_is_refused_and_leaves_the_pipeline_as_it_was(saved, lora):
     ported, file = port(loaded(saved)), lora / "pytorch_lora_weights.safetensors"
     want = latents(ported)
-    wrong = {name: torch.cat([value, value], dim=1) for name, value in load_file(file).items()}
-    save_file(wrong, file)
+    save_file({name: torch.cat([value, value], dim=1) for name, value in load_file(file).items()}, file)
     with pytest.raises(RuntimeError, match="size mismatch"):
         ported.load_lora_weights(lora)
     assert all(runtime.on_jax(weight) for weight in ported.transformer.parameters())

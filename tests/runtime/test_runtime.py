@@ -10,7 +10,7 @@ import torchax
 from cogvideox_torchax import enable, load_pipeline, runtime
 from cogvideox_torchax.runtime import clock
 from tests import reference, small_pipelines
-from tests.processes import printed_by, run_python
+from tests.processes import printed_by
 
 
 @pytest.mark.usefixtures("torchax_off")
@@ -128,30 +128,6 @@ jax.jit(lambda x: x * 3 + 1)(1.0)
 assert os.listdir(os.environ["COGVIDEOX_TORCHAX_COMPILE_CACHE"])
 """
     printed_by(code, COGVIDEOX_TORCHAX_COMPILE_CACHE=str(tmp_path))
-
-
-TALK = """
-import sys, warnings
-from cogvideox_torchax import cli
-for options in ((), ("--quiet",)):
-    assert cli.main(["encode", "none.mp4", "-o", "z.safetensors", *options]) == 2
-    from diffusers.utils import logging as diffusers
-    from transformers.utils import logging as transformers
-    for logging in (diffusers, transformers):
-        logging.get_logger(logging.__name__).warning("accelerate was not found")
-        list(logging.tqdm([1], desc="Loading pipeline components"))
-    warnings.warn("a warning")
-"""
-
-
-def test_no_warning_of_another_package_is_shown_and_no_bar_where_quiet():
-    ended = run_python(TALK)
-    assert ended.returncode == 0, ended.stderr
-    assert "accelerate" not in ended.stderr
-    assert "a warning" not in ended.stderr
-    shown, quiet = ended.stderr.split("cogvideox-torchax encode: ")[1:]
-    assert "Loading pipeline components" in shown
-    assert "Loading pipeline components" not in quiet
 
 
 def test_nested_compile_spans_count_once():

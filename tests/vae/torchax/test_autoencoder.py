@@ -111,8 +111,7 @@ def test_bfloat16_is_as_near_to_float32_as_pytorch(small_vae, name, frames):
     z, x = z.bfloat16(), x.bfloat16()
     torchs = stock.decode(z).sample, stock.encode(x).latent_dist.parameters
     vae = reference.built(name, stock)
-    got = run_decode(vae, z), run_encode(vae, x)
-    for ours, pytorchs, exact in zip(got, torchs, want, strict=True):
+    for ours, pytorchs, exact in zip((run_decode(vae, z), run_encode(vae, x)), torchs, want, strict=True):
         assert ours.dtype == torch.bfloat16
         assert rms_error(ours, exact) <= BFLOAT16_RMS_RATIO * rms_error(pytorchs, exact)
 

@@ -2,10 +2,7 @@
 
 import copy
 import gc
-import os
 import pickle
-import subprocess
-import sys
 import threading
 import types
 import weakref
@@ -22,7 +19,7 @@ from cogvideox_torchax import AutoencoderKLCogVideoX, make_mesh, port, runtime
 from cogvideox_torchax.runtime.models import PROGRAMS
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
 from tests import reference
-from tests.processes import ROOT
+from tests.processes import ROOT, printed_by, run_python
 from tests.vae.torchax.conftest import Z, decoded, decodes_as, shallow_latents, shallow_stock
 
 
@@ -382,27 +379,31 @@ USERS = {
 }
 
 
-@pytest.mark.parametrize(
-    "tests",
-    [
-        pytest.param(
-            ["vae/torchax/test_objects.py::test_a_subclass_is_ported_with_what_it_adds"],
-            id="programs without and with a cache",
-        ),
-        pytest.param(
-            [
-                "vae/torchax/test_objects.py::test_a_thread_that_enabled_nothing_streams_one_video_at_a_time",
-                "vae/torchax/test_objects.py::test_a_copy_stays_on_its_mesh_and_a_pickle_leaves_it",
-                "vae/nnx/test_autoencoder.py::test_arrays_in_and_arrays_out_equal_diffusers",
-            ],
-            id="encoding, meshes and Flax",
-        ),
-    ],
-)
-@pytest.mark.slow_cases("encoding*")
-def test_the_contract_holds_as_users_run_it(tests):
+AS_USERS = """
+import copy, gc, torch
+gc.disable()  # a tenth of the time
+from tests import reference
+from tests.vae.torchax.conftest import decodes_as, shallow_latents, shallow_stock
+torch.set_grad_enabled(False)
+stock = shallow_stock()
+assert decodes_as(reference.on_jax(copy.deepcopy(stock)), stock, shallow_latents(5))
+"""
+"""Decode by two programs, one without a cache and one with it."""
+
+
+def test_the_contract_holds_as_users_run_it():
     """In a process of its own: XLA reads its flags once."""
-    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:xdist", "-p", "no:cacheprovider"]
-    command += [f"tests/{test}" for test in tests]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | USERS, capture_output=True, text=True)
+    printed_by(AS_USERS, **USERS)
+
+
+@pytest.mark.slow
+def test_encoding_meshes_and_flax_hold_it_as_users_run_them():
+    options = ["-o", "addopts=", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    tests = (
+        "vae/torchax/test_objects.py::test_a_thread_that_enabled_nothing_streams_one_video_at_a_time",
+        "vae/torchax/test_objects.py::test_a_copy_stays_on_its_mesh_and_a_pickle_leaves_it",
+        "vae/nnx/test_autoencoder.py::test_arrays_in_and_arrays_out_equal_diffusers",
+    )
+    code = "import pytest, sys; sys.exit(pytest.main(sys.argv[1:]))"
+    done = run_python(code, *options, *(ROOT / "tests" / test for test in tests), **USERS)
     assert done.returncode == 0, done.stdout
