@@ -49,7 +49,7 @@ def test_a_chunk_is_that_of_stock_diffusers(build, x, mesh, shallow_vae, splits_
 
 @pytest.mark.parametrize(("build", "mode"), [("torchax", "off"), ("flax", "off"), ("torchax", "direct")])
 def test_a_model_runs_no_program_that_was_compiled_before(build, mode, monkeypatch):
-    vae = reference.built(build, reference.small_vae(**reference.TWO_LEVELS))
+    vae = reference.built(build, reference.small_vae(**reference.TWO_SHALLOW_LEVELS))
     z = reference.latents(1, height=2, width=2)
     kernel, traced = jax_kernels.upsample, []
 
