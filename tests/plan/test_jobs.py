@@ -106,7 +106,7 @@ def test_a_plan_for_this_machine(capsys, tp):
 )
 @pytest.mark.slow_cases(but=["flax-encode-1"])
 def test_the_other_backends_are_planned_too(tmp_path, backend, kind, tp):
-    reference.small_vae(**reference.SHALLOW).save_pretrained(tmp_path)
+    reference.small_vae().save_pretrained(tmp_path)
     vae = jobs.weightless_vae(str(tmp_path), torch.float32)
     job = jobs.Job(Direction(kind), 9, 16, 16)
     ours, theirs = (
