@@ -149,8 +149,12 @@ def measured(args: argparse.Namespace) -> int:
     }
     if args.command == "device":
         # "small" is the model of the sizes that are called so. Each job once, in the given order.
-        options |= {"models": {"small": str(DEMO_MODEL)}, "jobs": tuple(dict.fromkeys(args.jobs))}
-        options |= {"dp": args.dp, "tp": args.tp}
+        options |= {
+            "models": {"small": str(DEMO_MODEL)},
+            "jobs": tuple(dict.fromkeys(args.jobs)),
+            "dp": args.dp,
+            "tp": args.tp,
+        }
     else:
         if args.model not in CONFIGS:
             locate_vae(args.model)  # raises before the work, not after it

@@ -52,8 +52,7 @@ def measure(source: torch.Tensor, got: torch.Tensor) -> dict[str, Any]:
     "colour" is the largest error of a frame's mean in a channel, and "frames_off_colour" are the frames where
     it is above `OFF_COLOUR`.
     """
-    error = got.double() - source.double()
-    colour = error.mean((3, 4)).abs().amax((0, 1))
+    colour = (got.double() - source.double()).mean((3, 4)).abs().amax((0, 1))
     return {
         "psnr": round(psnr(got, source), 2),
         "worst_frame_psnr": round(

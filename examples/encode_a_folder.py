@@ -56,8 +56,7 @@ def main() -> None:
             latents.save(encode(clip), path)
         except (ClipError, VideoError) as error:
             print(f"left out {clip.id}: {error}")
-    loader = torch.utils.data.DataLoader(Posteriors(args.output), batch_size=2)
-    for batch in loader:
+    for batch in torch.utils.data.DataLoader(Posteriors(args.output), batch_size=2):
         print("a batch for the trainer:", tuple(batch.shape))
 
 

@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("prompt", help="what to show")
     parser.add_argument("--lora", required=True, help="a directory or a hub id")
     parser.add_argument("--scale", type=float, default=1.0, help="of the LoRA")
-    parser.add_argument("-o", "--output", default="video.mp4", help="the file to write")
+    parser.add_argument("-o", "--output", type=Path, default="video.mp4", help="the file to write")
     parser.add_argument("--model", default="zai-org/CogVideoX-5b-I2V", help="a directory or a hub id")
     parser.add_argument("--frames", type=int, default=49, help="of the video")
     parser.add_argument("--steps", type=int, default=50, help="denoising steps")
@@ -45,10 +45,9 @@ def main() -> None:
         )
         save_video(made.frames[0], path, fps=8)
 
-    output = Path(args.output)
-    generate(output)
+    generate(args.output)
     pipe.unload_lora_weights()
-    generate(output.with_stem(f"{output.stem}-without"))
+    generate(args.output.with_stem(f"{args.output.stem}-without"))
 
 
 if __name__ == "__main__":

@@ -168,8 +168,7 @@ def main() -> int:
     for name in args.sets:
         with tempfile.TemporaryDirectory(prefix="versions-") as directory:
             found = run(name, args.python, wanted(name), Path(directory))
-        minor = found["python"].rpartition(".")[0]
-        reports.write_json(RESULTS / f"versions-{name}-{minor}.json", found)
+        reports.write_json(RESULTS / f"versions-{name}-{found['python'].rpartition('.')[0]}.json", found)
         print(json.dumps(found, indent=1))
     kept = [reports.load(path, FORMAT) for path in sorted(RESULTS.glob("versions-*.json"))]
     fill(ROOT / "docs" / "install.md", "versions", drawn(kept))

@@ -230,15 +230,6 @@ def restored_cache():
 
 
 @contextlib.contextmanager
-def umask_of(mode):
-    before = os.umask(mode)
-    try:
-        yield
-    finally:
-        os.umask(before)
-
-
-@contextlib.contextmanager
 def torchax_disabled():
     """Restore the state of a session that has not enabled torchax yet, whatever the tests before did."""
     was_enabled = is_enabled()

@@ -20,6 +20,7 @@ from cogvideox_torchax import enable, port, runtime
 from cogvideox_torchax.flax import FlaxVAEForPipelines
 from cogvideox_torchax.vae.directions import Direction
 from cogvideox_torchax.vae.nnx.autoencoder import Network, compiled
+from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE
 from cogvideox_torchax.vae.torchax.networks import chunk_network
 from jax_kernels.common import dispatch, tiles
 from jax_kernels.norm_conv3d import tpu
@@ -51,6 +52,9 @@ TWO_LEVELS = {
     "norm_num_groups": 4,
 }
 """The fewest levels that have every kind of block: half the frames, and half the pixels along each side."""
+
+NARROW = {"layers_per_block": 0, "block_out_channels": (8, 8, 8, 8), "norm_num_groups": 4}
+"""The same as `SHALLOW`, of four levels."""
 
 SHALLOW = {"layers_per_block": 0, "block_out_channels": (8, 8, 8)}
 """Quick to compile: one ResNet block in a level of the decoder and none in one of the encoder.
@@ -149,6 +153,17 @@ def run_encode(vae, x: torch.Tensor) -> torch.Tensor:
     return runtime.to_torch(vae.encode(beside(vae, x)).latent_dist.parameters)
 
 
+def check_as_stock(vae, stock: AutoencoderKLCogVideoX, z: torch.Tensor, x: torch.Tensor) -> None:
+    """Check that a build decodes and encodes as stock diffusers does, whole and streamed."""
+    streamed = torch.cat(list(vae.decode_stream(z)), 2)
+    moments = torch.cat([posterior.parameters for posterior in vae.encode_stream(x)], 2)
+    for results, want in (
+        ((run_decode(vae, z), streamed), decoded(stock, z)),
+        ((run_encode(vae, x), moments), encoded(stock, x)),
+    ):
+        assert all(largest_error(got, want) < FLOAT32_RELATIVE for got in results)
+
+
 def latents(
     frames: int, *, batch: int = 1, height: int = 3, width: int = 5, channels: int = 16, seed: int = 1
 ):
@@ -163,8 +178,13 @@ def video(frames: int, *, batch: int = 1, height: int = 24, width: int = 40, see
 
 def multiplies_exactly(text: str) -> bool:
     """Return whether a lowered program has products, and each of them in full precision."""
-    products = [line for line in text.splitlines() if re.search(r"\.(dot_general|convolution)\b", line)]
+    products = products_of(text)
     return bool(products) and all("HIGHEST" in line for line in products)
+
+
+def products_of(text: str) -> list[str]:
+    """Return the lines of a lowered program that multiply."""
+    return [line for line in text.splitlines() if re.search(r"\.(dot_general|convolution)\b", line)]
 
 
 def largest_error(got, want) -> float:

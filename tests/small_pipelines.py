@@ -130,8 +130,7 @@ def inputs(kind: str, **overrides) -> dict[str, Any]:
     if kind == "image":
         given["image"] = picture()
     if kind in ("video", "control"):
-        clip = [picture(i) for i in range(FRAMES)]
-        given["video" if kind == "video" else "control_video"] = clip
+        given["video" if kind == "video" else "control_video"] = [picture(i) for i in range(FRAMES)]
     return {**given, **overrides}
 
 

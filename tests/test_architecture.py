@@ -39,6 +39,7 @@ LEVELS = (
     ("backends", "flax", "pipelines"),
     ("dataset", "plan", "porting", "verify"),
     ("cli",),
+    ("__main__",),
 )
 """A part imports parts of the levels above its own in this list, and no other: so there is no circle.
 
@@ -120,9 +121,8 @@ def imported(node: ast.AST, modules: dict[str, str]) -> Iterator[tuple[str, str]
 
 def public_homes(module: str) -> dict[str, str]:
     """Return the modules of the names that a package imports lazily."""
-    if module in ("cogvideox_torchax", "cogvideox_torchax.flax"):
-        return importlib.import_module(module)._HOMES
-    return {}
+    is_lazy = module in ("cogvideox_torchax", "cogvideox_torchax.flax")
+    return importlib.import_module(module)._HOMES if is_lazy else {}
 
 
 def is_private(name: str) -> bool:

@@ -10,7 +10,7 @@ import cogvideox_torchax
 from cogvideox_torchax import AutoencoderKLCogVideoX, port
 from cogvideox_torchax.runtime import without_torchax
 from cogvideox_torchax.vae.torchax.modules import PORTED
-from tests.processes import printed_by
+from tests.processes import run_python
 
 
 def test_every_hot_module_is_swapped_and_nothing_else_changes(small_vae):
@@ -62,30 +62,45 @@ def test_made_from_a_config_it_is_ported_too(small_vae):
     assert not any(type(module) in PORTED for module in vae.modules())
 
 
-IMPORTS = """
+ALONE = """
 import sys, cogvideox_torchax as c
 assert "torch" not in sys.modules and "jax" not in sys.modules
-import importlib, cogvideox_torchax.flax
+
+import importlib, warnings, cogvideox_torchax.flax
 from cogvideox_torchax import cli
+for options in ((), ("--quiet",)):
+    assert cli.main(["encode", "none.mp4", "-o", "z.safetensors", *options]) == 2
+    from diffusers.utils import logging as diffusers
+    from transformers.utils import logging as transformers
+    for logging in (diffusers, transformers):
+        logging.get_logger(logging.__name__).warning("accelerate was not found")
+        list(logging.tqdm([1], desc="Loading pipeline components"))
+    warnings.warn("a warning")
+
 for command in cli.COMMANDS:
     importlib.import_module(f"cogvideox_torchax.cli.{command}")
 assert "flax" not in sys.modules
 from cogvideox_torchax import port; import cogvideox_torchax.porting
 assert all(getattr(c, name) for name in c.__all__) and c.port is port
-
-import jax, jax.numpy as jnp
-from flax import nnx
-from cogvideox_torchax.flax import FlaxAutoencoderKLCogVideoX, FlaxAutoencoderKLCogVideoXConfig
-blocks = {f"{way}_block_types": (f"CogVideoX{way.title()}Block3D",) for way in ("down", "up")}
-sizes = {"block_out_channels": (4,), "norm_num_groups": 2, "temporal_compression_ratio": 1}
-config = FlaxAutoencoderKLCogVideoXConfig(**blocks, **sizes)
-decode = lambda z: FlaxAutoencoderKLCogVideoX(config, rngs=nnx.Rngs(0)).decode(z)
-assert jax.eval_shape(decode, jnp.zeros((1, 1, 2, 2, 16))).shape == (1, 1, 2, 2, 3)
 assert "torchax" not in sys.modules
 """
 
 
-def test_public_names_are_lazy_and_complete_and_nothing_but_the_port_needs_torchax():
-    printed_by(IMPORTS)
+@pytest.fixture(scope="module")
+def ended():
+    """Return a process that has imported the package, run commands, and asked for every public name."""
+    return run_python(ALONE)
+
+
+def test_public_names_are_lazy_and_complete_and_nothing_but_the_port_needs_torchax(ended):
+    assert ended.returncode == 0, ended.stderr
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = cogvideox_torchax.nothing
+
+
+def test_no_warning_of_another_package_is_shown_and_no_bar_where_quiet(ended):
+    assert "accelerate" not in ended.stderr
+    assert "a warning" not in ended.stderr
+    shown, quiet = ended.stderr.split("cogvideox-torchax encode: ")[1:]
+    assert "Loading pipeline components" in shown
+    assert "Loading pipeline components" not in quiet

@@ -74,8 +74,7 @@ def sources() -> Iterator[tuple[str, str]]:
     """Yield the Python code that users read, by its place: examples, nodes, notebook, pages."""
     for path in (*(ROOT / "examples").glob("*.py"), *(ROOT / "comfyui").glob("*.py")):
         yield path.name, path.read_text()
-    notebook = json.loads((ROOT / "examples" / "torchax_or_flax.ipynb").read_text())
-    for cell in notebook["cells"]:
+    for cell in json.loads((ROOT / "examples" / "torchax_or_flax.ipynb").read_text())["cells"]:
         if cell["cell_type"] == "code":
             yield "the notebook", "".join(cell["source"])
     for page in PAGES:

@@ -122,8 +122,7 @@ def _groups(text: str) -> tuple[tuple[int, ...], ...]:
     if iota := _IOTA.match(text):
         # The numbers in the three pairs of brackets: [4, 2], [2, 4] and [1, 0]. Without "T" `order` is empty.
         result_shape, shape, order = map(_integers, iota.groups(default=""))
-        axes = order or range(len(shape))
-        devices = np.arange(math.prod(shape)).reshape(shape).transpose(axes)
+        devices = np.arange(math.prod(shape)).reshape(shape).transpose(order or range(len(shape)))
         return tuple(map(tuple, devices.reshape(-1, result_shape[-1]).tolist()))  # a group is a row
     return tuple(tuple(_integers(group)) for group in re.findall(r"\{([\d,]+)\}", text))
 

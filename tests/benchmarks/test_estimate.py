@@ -58,7 +58,6 @@ def test_a_job_takes_its_programs_as_often_as_they_run_and_its_collectives_besid
 
 
 def test_an_estimate_for_a_tpu_without_one(tmp_path):
-    pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
     size = ["--frames", "1", "--height", "16", "--width", "24", "--encode"]
     path = tmp_path / "estimate.json"
     assert main(["estimate", "--model", str(DEMO_MODEL), *size, "-o", str(path)]) == 0
@@ -105,7 +104,6 @@ def test_a_training_step_takes_both_gradients_and_what_the_optimizer_keeps(monke
 
 
 def test_the_optimizer_keeps_two_float32_moments_of_each_weight():
-    pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
     args = command.parsed(
         ["--training", "--model", str(DEMO_MODEL), "--frames", "1", "--height", "8", "--width", "8"]
     )

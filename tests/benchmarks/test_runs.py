@@ -113,7 +113,6 @@ def test_a_job_runs_over_a_mesh(job, tiny, measured):
 
 @torchax_off
 def test_the_parts_of_a_job_are_estimated_without_a_device():
-    pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
     chip = chips.CHIPS["v6e"]
     kernel = Case("kernels group_norm", "torchax", jobs.row("kernels").small, dtype="bfloat16")
     assert measure.estimate(kernel, "v6e:1x1")["seconds"].keys() == {"group_norm"}

@@ -171,7 +171,6 @@ print(chips.dump_directory())
 @pytest.mark.parametrize("topology", ["v5e:1x1", "v6e:1x1", "tpu7x:2x2x1"])
 @pytest.mark.slow_cases(but=["v6e*"])
 def test_a_kernels_loops_count_as_often_as_they_run(topology):
-    pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
     # In a process of its own: libtpu takes its flags once, when it is loaded.
     *lines, directory = printed_by(KERNEL, topology).splitlines()
     few, grid, loop = map(int, lines)

@@ -77,8 +77,7 @@ def test_images_go_to_latents_and_back_as_the_model_has_them(nodes, bar, tmp_pat
     vae = run(nodes, "LoadVAE", model=str(tmp_path), dtype="float32", devices=1)
     pixels = torch.rand(9, 16, 24, 3, generator=torch.Generator().manual_seed(0))
     latents = run(nodes, "Encode", vae=vae, pixels=pixels)
-    video = pixels.movedim(-1, 0)[None] * 2 - 1
-    want = stock.encode(video).latent_dist.mode()
+    want = stock.encode(pixels.movedim(-1, 0)[None] * 2 - 1).latent_dist.mode()
     torch.testing.assert_close(latents["samples"], want, rtol=0, atol=1e-5 * float(want.abs().max()))
     assert [done for done, _, _ in bar] == list(range(1, 10))
     bar.clear()

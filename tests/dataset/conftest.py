@@ -39,7 +39,7 @@ def small(tmp_path_factory):
     """Return the clips' and the model's directories, and the latents of each good clip."""
     root = tmp_path_factory.mktemp("clips")
     write_clips(root / "in")
-    reference.small_vae().save_pretrained(root / "vae")
+    reference.small_vae(**reference.SHALLOW).save_pretrained(root / "vae")
     config = ClipConfig(str(root / "vae"), backend="torch")
     unit = EncodeClip(config)
     with torch.no_grad():
@@ -74,7 +74,7 @@ def pack(latents, output, kind, *more):
 @pytest.fixture(scope="session")
 def other_weights(tmp_path_factory):
     """Return the directory of a model of the same config, one of whose weights is another."""
-    vae, directory = reference.small_vae(), tmp_path_factory.mktemp("other") / "vae"
+    vae, directory = reference.small_vae(**reference.SHALLOW), tmp_path_factory.mktemp("other") / "vae"
     torch.nn.init.zeros_(vae.decoder.conv_out.conv.bias)
     vae.save_pretrained(directory)
     return str(directory)

@@ -26,10 +26,10 @@ def clip_of(small, name="a.mp4", **options):
 
 
 @pytest.mark.parametrize("frames", [9, 17], ids=["one chunk", "two chunks"])
-def test_a_clip_gives_the_mean_and_the_log_variance_of_diffusers(small, small_vae, tmp_path, frames):
+def test_a_clip_gives_the_mean_and_the_log_variance_of_diffusers(small, shallow_vae, tmp_path, frames):
     clip = write_clip(tmp_path / "a.mp4", frames=frames)
     found = small.unit(Clip("a.mp4", clip))
-    wanted = small_vae.encode(read_all(clip) / 127.5 - 1).latent_dist
+    wanted = shallow_vae.encode(read_all(clip) / 127.5 - 1).latent_dist
     assert relative_error(found.tensor, wanted.mean) < FLOAT32_RELATIVE
     assert relative_error(found.logvar, wanted.logvar) < FLOAT32_RELATIVE
     assert found.sample is None
@@ -185,10 +185,10 @@ def test_tiles_of_one_clip_are_put_back_before_the_next_and_written_down(small, 
     assert torch.equal(decoder(latents), whole)
 
 
-def test_decoding_has_a_dtype_of_its_own_and_gives_diffusers_bytes(small, small_vae):
+def test_decoding_has_a_dtype_of_its_own_and_gives_diffusers_bytes(small, shallow_vae):
     latents = small.wanted["a.mp4"]
     frames = DecodeClip(small.config)(latents)
-    wanted = ((small_vae.decode(latents.tensor).sample * 0.5 + 0.5).clip(0, 1) * 255).round()
+    wanted = ((shallow_vae.decode(latents.tensor).sample * 0.5 + 0.5).clip(0, 1) * 255).round()
     assert (frames.float() - wanted).abs().max() <= 1  # a value between two bytes may go either way
     rough = DecodeClip(ClipConfig(small.model, "torch", "bfloat16"))(latents)
     assert rough.dtype == torch.uint8

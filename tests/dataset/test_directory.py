@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,8 +69,7 @@ def test_other_settings_are_refused_by_name_before_any_work_whatever_the_clips(
     ):
         given = command(small, tmp_path / "out", *options, clips=tmp_path / "in")
         assert f"other settings ({words}" in refused(*given)
-    latent_files.save(small.wanted["a.mp4"].__class__(**{**vars(small.wanted["a.mp4"]), "about": {}}),
-                      tmp_path / "out/alone.safetensors")  # fmt: skip
+    latent_files.save(replace(small.wanted["a.mp4"], about={}), tmp_path / "out/alone.safetensors")
     assert "alone.safetensors does not say by which settings" in refused(*command(small, tmp_path / "out"))
 
 
@@ -241,8 +241,8 @@ def test_an_entry_that_cannot_be_is_named_and_the_others_are_encoded(small, tmp_
     assert sorted(path.name for path in (tmp_path / "out").iterdir() if path.is_file()) == [
         *("a.safetensors", "failed.jsonl", "z.safetensors")
     ]
-    clips = [Clip("\ud83d", path)]  # no list gives such an id
-    output = LatentDirectory(tmp_path / "more", small.unit, clips)
+    unlisted = [Clip("\ud83d", path)]  # no list gives such an id
+    output = LatentDirectory(tmp_path / "more", small.unit, unlisted)
     assert (output.missing, list(output.bad)) == ({}, ["\ud83d"])
 
 
@@ -288,7 +288,7 @@ def test_an_id_without_a_place_of_its_own_below_the_output_is_bad(tmp_path, monk
 def test_another_model_marks_no_latents_bad_and_a_broken_first_clip_is_its_own(
     small, encoded, tmp_path, refused
 ):
-    reference.small_vae(norm_num_groups=2).save_pretrained(tmp_path / "vae")
+    reference.small_vae(**reference.SHALLOW, norm_num_groups=2).save_pretrained(tmp_path / "vae")
     decode = ["decode", str(encoded / "webdataset"), "-o", str(tmp_path / "out"), *OPTIONS]
     assert "no model directory" in refused(*decode, "--model", "./none")
     assert not (tmp_path / "out").exists()

@@ -61,9 +61,8 @@ def models(tmp_path_factory, small_vae):
 
 
 @pytest.fixture
-def as_a_reader(tmp_path, monkeypatch):
+def as_a_reader(tmp_path, in_an_empty_directory):
     """Enter a directory with a clip and a picture, with diffusers as it is when a script begins."""
-    monkeypatch.chdir(tmp_path)
     frames = torch.randint(0, 256, (1, 3, 5, 16, 24), dtype=torch.uint8)
     (tmp_path / "clips").mkdir()
     for name in ("clip.mp4", "my.mp4", "walk.mp4", "clips/cat.mp4"):

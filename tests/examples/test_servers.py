@@ -7,11 +7,11 @@ import shutil
 import socket
 import threading
 import time
-import urllib.error
 import urllib.request
 from fractions import Fraction
 
 import pytest
+import requests
 import torch
 import uvicorn
 from fastapi.testclient import TestClient
@@ -276,15 +276,6 @@ def upload(native_vae, tmp_path):
     return path
 
 
-def asked(address, data=None):
-    """Status and text of an answer."""
-    try:
-        with urllib.request.urlopen(urllib.request.Request(address, data=data), timeout=30) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
-
-
 def next_frame(answer):
     """Return the next JPEG of a multipart answer, None at its end."""
     if answer.readline() == b"--frame--\r\n":
@@ -305,9 +296,8 @@ def as_jpeg(frame_CHW):
 
 
 def test_a_frame_is_there_before_the_next_chunk_is_decoded(site, gated_vae, upload, native_vae):
-    status, where = asked(f"{site}/videos", upload.read_bytes())
-    assert status == 200
-    with urllib.request.urlopen(site + where.strip(), timeout=30) as answer:
+    where = site + requests.post(f"{site}/videos", data=upload.read_bytes()).text.strip()
+    with urllib.request.urlopen(where, timeout=30) as answer:
         first = next_frame(answer)
         assert not gated_vae.go.is_set()
         gated_vae.go.set()
@@ -316,7 +306,7 @@ def test_a_frame_is_there_before_the_next_chunk_is_decoded(site, gated_vae, uplo
     frames = torch.cat(list(native_vae.decode_stream(z, output_dtype=torch.uint8)), dim=2)
     assert (1 + len(rest), first.size) == (17, (12, 8))
     assert rest[-1].tobytes() == as_jpeg(frames[0, :, -1]).tobytes()
-    assert asked(site + where.strip())[0] == 404, "a video is watched once"
+    assert requests.get(where).status_code == 404, "a video is watched once"
 
 
 @pytest.mark.parametrize(
@@ -328,10 +318,10 @@ def test_a_frame_is_there_before_the_next_chunk_is_decoded(site, gated_vae, uplo
     ],
 )
 def test_a_bad_upload_is_one_line_that_names_no_file_of_the_server(site, data, status, words):
-    found, text = asked(f"{site}/videos", data)
-    assert found == status
-    assert re.fullmatch(f".*{words}.*\n", text)
-    assert "/tmp" not in text
+    answer = requests.post(f"{site}/videos", data=data)
+    assert answer.status_code == status
+    assert re.fullmatch(f".*{words}.*\n", answer.text)
+    assert "/tmp" not in answer.text
 
 
 def test_latents_of_another_model_or_with_nan_are_refused_when_they_come(site, native_vae, tmp_path):
@@ -346,25 +336,27 @@ def test_latents_of_another_model_or_with_nan_are_refused_when_they_come(site, n
         (torch.cat([z, z]), {}, "holds 2 videos"),
     ):
         latent_files.save(latent_files.Latents(tensor, config | changed, "other", Fraction(8), 1), path)
-        status, text = asked(f"{site}/videos", path.read_bytes())
-        assert status == 400
-        assert re.fullmatch(f".*{words}.*\n", text)
+        answer = requests.post(f"{site}/videos", data=path.read_bytes())
+        assert answer.status_code == 400
+        assert re.fullmatch(f".*{words}.*\n", answer.text)
 
 
 def test_no_more_videos_wait_than_the_queue_holds(site, upload, monkeypatch):
-    data = upload.read_bytes()
-    assert [asked(f"{site}/videos", data)[0] for _ in range(3)] == [200, 200, 429]
+    def sent():
+        return requests.post(f"{site}/videos", data=upload.read_bytes())
+
+    assert [sent().status_code for _ in range(3)] == [200, 200, 429]
     monkeypatch.setattr(stream_to_browser, "PATIENCE", 0.0)
-    status, late = asked(f"{site}/videos", data)
-    assert status == 200, "what nobody came for makes room"
-    assert asked(site + late.strip())[0] == 404, "nor is it handed out any more"
+    late = sent()
+    assert late.status_code == 200, "what nobody came for makes room"
+    assert requests.get(site + late.text.strip()).status_code == 404, "nor is it handed out any more"
 
 
 @pytest.mark.parametrize("path", ["/videos/..%2f..%2fetc%2fpasswd", "/videos/none", "/etc/passwd", "/docs"])
 def test_a_name_from_a_request_is_no_file(site, path):
-    status, text = asked(site + path)
-    assert (status, text.count("\n")) == (404, 1)
-    assert "root:" not in text
+    answer = requests.get(site + path)
+    assert (answer.status_code, answer.text.count("\n")) == (404, 1)
+    assert "root:" not in answer.text
 
 
 def test_a_browser_shows_the_first_chunk_while_the_second_is_not_decoded(site, gated_vae, upload, page):
@@ -382,7 +374,6 @@ def test_a_browser_shows_the_first_chunk_while_the_second_is_not_decoded(site, g
 
 def test_a_server_that_ends_stops_the_running_video(app, gated):
     with TestClient(app) as client:
-        address = ask(client, "slow", steps=1000)
-        wait(client, address, state="running")
+        wait(client, ask(client, "slow", steps=1000), state="running")
         threading.Timer(0.5, gated.steps.release).start()
     assert gated.prompts[len(SIZES) :] == ["slow"]

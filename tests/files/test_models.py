@@ -62,8 +62,7 @@ def test_a_vae_is_found_by_what_is_there_not_by_its_name(home, name):
 )
 def test_either_build_loads_what_the_other_does(home, build, name, options):
     """Load by its class, and without options by its backend, which takes a pipeline's name alone."""
-    backend = "flax" if build is FlaxVAEForPipelines else "torch"
-    load = backends.backend(backend).load
+    load = backends.backend("flax" if build is FlaxVAEForPipelines else "torch").load
     vae = load(name, torch.float32).vae if options is None else build.from_pretrained(name, **options)
     assert tuple(vae.config["block_out_channels"]) == reference.SMALL["block_out_channels"]
 

@@ -130,13 +130,10 @@ def test_the_tags_of_a_file_are_read(tmp_path, matrix, red, blue, full_range):
         frame = av.VideoFrame.from_ndarray(np.stack(planes), format="yuv444p")
         frame.colorspace, frame.color_range = matrix, 1 + full_range
         container.mux([*stream.encode(frame), *stream.encode(None)])
-    got = read_all(tmp_path / "tagged.mkv")[0, :, 0, 16].T
-    assert np.abs(got.numpy() - 255 * rgb).max() <= 3
+    assert np.abs(read_all(tmp_path / "tagged.mkv")[0, :, 0, 16].T.numpy() - 255 * rgb).max() <= 3
 
 
 def test_a_gif_has_all_frames_and_lasts_as_long(tmp_path):
-    from PIL import Image
-
     write(tmp_path / "clip.gif", moving_frames(5))
     with Image.open(tmp_path / "clip.gif") as gif:
         assert (gif.n_frames, gif.size, gif.info["duration"]) == (5, (40, 24), 100)
@@ -302,8 +299,7 @@ def test_a_phones_portrait_is_read_upright(clip, placed, upright_of):
 
 
 def test_one_side_alone_keeps_the_shape_that_is_shown_of_pixels_that_are_not_square_too(clip, tmp_path):
-    wide = video.SourceTiming(pixel=Fraction(64, 45))
-    write(tmp_path / "wide.mp4", moving_frames(), source=wide)
+    write(tmp_path / "wide.mp4", moving_frames(), source=video.SourceTiming(pixel=Fraction(64, 45)))
     square, info = video.probe(clip), video.probe(tmp_path / "wide.mp4")
     assert (square.pixel, info.pixel, info.shape) == (
         1,

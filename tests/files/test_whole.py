@@ -249,11 +249,18 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path, name):
         assert path.read_bytes() == before
 
 
+@pytest.mark.parametrize("name", WRITERS)
+def test_what_is_written_may_be_read_by_those_whom_the_umask_lets(tmp_path, name):
+    (tmp_path / "ordinary").touch()
+    (tmp_path / "out").mkdir()
+    WRITERS[name](tmp_path / "out" / name)
+    assert len({path.stat().st_mode for path in tmp_path.rglob("*") if path.is_file()}) == 1
+
+
 def test_a_generation_that_fills_the_disk_keeps_its_latents_if_they_are_whole(
-    tmp_path, monkeypatch, capsys, native_vae
+    in_an_empty_directory, tmp_path, monkeypatch, capsys, native_vae
 ):
     """They are the computed result."""
-    monkeypatch.chdir(tmp_path)
     z = latents.Latents(torch.rand(1, 16, 3, 3, 5), dict(native_vae.config), "vae", Fraction(8), 9)
     monkeypatch.setattr(generate_command, "_sample_latents", lambda args: (native_vae, z))
     output, kept = Path("new.mp4"), Path("new.mp4.latents.safetensors")

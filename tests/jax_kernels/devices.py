@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from cogvideox_torchax.plan import chips
@@ -44,7 +43,6 @@ def answer(function: Callable[..., Any], *structs: Any) -> Any:
 
 def compiled_for(topology: str, function: Callable[..., Any], *structs: Any, donate: Any = ()) -> Any:
     """Compile a function for one device of a topology."""
-    pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
     device = chips.topology_devices(topology)[0]
     place = SingleDeviceSharding(device)
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), structs)

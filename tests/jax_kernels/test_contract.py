@@ -31,7 +31,7 @@ from jax_kernels.norm_conv3d import reference as norm_conv3d
 from jax_kernels.resample import reference as resample
 from jax_kernels.spatial_norm import reference as spatial_norm
 from tests.jax_kernels.devices import check_rounding, on_mesh
-from tests.reference import interpreted_kernels, largest_error
+from tests.reference import interpreted_kernels, largest_error, products_of
 
 HOW = {"implementation", "split", "tile"}
 """Arguments that say how an op runs or rounds, not what it computes: op and reference share all others."""
@@ -79,12 +79,11 @@ LARGE_ROWS, LARGE_KINDS = (2, 40, 128), (2, 2, 128)
 TABLES = (40, 16), (40, 16), (30, 16)
 
 
-def norm(x, zq, *vectors_and_rest, **options):
+def norm(x, zq, *vectors_and_rest, op, **options):
     """Call `norm_conv3d` with its norm's parts by position: six for a spatial norm, two for a plain one."""
     count = 2 if zq is None else 6
     parts, rest = vectors_and_rest[:count], vectors_and_rest[count:]
     of_norm = jax_kernels.NormParams(*parts[:2], *(() if zq is None else (zq, *parts[2:])))
-    op = options.pop("op")
     return op(x, of_norm, *rest, **options)[:2]
 
 
@@ -503,8 +502,7 @@ def test_frames_that_a_pallas_kernel_takes_go_through_it_on_a_tpu(name, shape, d
 def test_float32_asks_for_full_precision(name):
     for platform in ("cpu", "tpu"):
         text = lowered(CASES[name], CASES[name].shapes, jnp.float32, platform)
-        products = [line for line in text.splitlines() if re.search(r"\.(dot_general|convolution)\b", line)]
-        assert all("HIGHEST" in line for line in products)
+        assert all("HIGHEST" in line for line in products_of(text))
 
 
 OPS = set(jax_kernels.__all__) - {"ColumnMoments", "NormParams"}

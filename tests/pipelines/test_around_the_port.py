@@ -70,8 +70,7 @@ def test_a_pipeline_made_from_one_on_a_mesh_stays_there_and_compiles_nothing_aga
 def test_a_pipeline_made_from_one_on_the_host_leaves_it_there(stock):
     pipe = port(runtime.without_torchax(copy.deepcopy, stock)).to("cpu")
     pipe.transformer = torch.compile(pipe.transformer)  # whose wrapper refuses to be asked for its truth
-    clip = CogVideoXVideoToVideoPipeline.from_pipe(pipe)
-    assert isinstance(clip, PortedPipeline)
+    assert isinstance(CogVideoXVideoToVideoPipeline.from_pipe(pipe), PortedPipeline)
     assert not any(runtime.on_jax(weight) for weight in pipe.transformer.parameters())
 
 
@@ -87,8 +86,7 @@ def test_a_pipeline_around_a_ported_vae_alone_is_handed_over_and_named_for_other
 
 def test_a_part_that_the_call_gives_comes_before_the_ported_one(ported):
     other = small_pipelines.transformer("5b", seed=1, num_layers=1)
-    clip = CogVideoXVideoToVideoPipeline.from_pipe(ported, transformer=other)
-    assert clip.transformer is other
+    assert CogVideoXVideoToVideoPipeline.from_pipe(ported, transformer=other).transformer is other
     assert runtime.on_jax(other.proj_out.weight)
 
 
@@ -146,8 +144,7 @@ def test_what_is_saved_loads_where_this_package_is_not(ported, stock, tmp_path):
 def test_saved_files_have_their_variants_name_and_may_be_read_by_whom_the_umask_lets(ported, stock, tmp_path):
     (tmp_path / "ordinary").touch()
     ported.save_pretrained(tmp_path / "saved", variant="fp16")
-    vae = port(runtime.without_torchax(copy.deepcopy, stock.vae))
-    vae.save_pretrained(tmp_path / "saved/native")
+    port(runtime.without_torchax(copy.deepcopy, stock.vae)).save_pretrained(tmp_path / "saved/native")
     files = sorted((tmp_path / "saved").rglob("*.safetensors"))
     network = "diffusion_pytorch_model.fp16.safetensors"
     assert [file.relative_to(tmp_path / "saved").as_posix() for file in files] == [

@@ -266,8 +266,7 @@ def test_a_stage_that_is_broken_or_another_or_of_another_model_is_refused(models
     assert "truncated" in error("text")
     save_file(tensors, text)
     assert "no 'text' stage" in error("text")
-    other = replace(MADE, config={**MADE.config, "latent_channels": 4})
-    latents.save(other, "kept/latents.safetensors")
+    latents.save(replace(MADE, config={**MADE.config, "latent_channels": 4}), "kept/latents.safetensors")
     assert "of another model" in error("latents")
 
 

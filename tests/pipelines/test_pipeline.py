@@ -65,8 +65,7 @@ def transformer(placement, version, conditioning):
 
 def port_to(placement, pipe):
     given = PLACEMENTS[placement]
-    mesh = make_mesh(*given["mesh"]) if given else None
-    return port(pipe, mesh=mesh, parallel=given.get("parallel"))
+    return port(pipe, mesh=make_mesh(*given["mesh"]) if given else None, parallel=given.get("parallel"))
 
 
 def pipeline(kind="text", version="5b", placement=None, **components):
@@ -324,8 +323,7 @@ def test_a_nan_stops_the_run_without_decoding_and_names_the_step(ported, part, w
             return {"latents": kwargs["latents"] * float("nan")}
         if part is not None and step == 1:
             layer = pipe.transformer.get_submodule(part)
-            poisoned = runtime.array_of(layer.bias).at[0].set(jnp.nan)
-            bias = torch.nn.Parameter(runtime.tensor_of(poisoned))
+            bias = torch.nn.Parameter(runtime.tensor_of(runtime.array_of(layer.bias).at[0].set(jnp.nan)))
             monkeypatch.setitem(layer._parameters, "bias", bias)
         return {}
 

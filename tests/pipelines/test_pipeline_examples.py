@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import re
 import textwrap
 
 import diffusers.utils
@@ -33,11 +34,8 @@ def example(kind: str, model: str) -> str:
     module = importlib.import_module(f"diffusers.pipelines.cogvideo.{EXAMPLES[kind]}")
     lines = [line.strip() for line in module.EXAMPLE_DOC_STRING.splitlines()]
     code = textwrap.dedent("\n".join(line[4:] for line in lines if line.startswith((">>>", "..."))))
-    loading, _, rest = code.partition("from_pretrained(")
-    _, _, rest = rest.partition("torch_dtype")
-    dtype, _, rest = rest.partition(")")
-    rest = rest.removeprefix('.to("cuda")')
-    return f"{loading}from_pretrained({model!r}, torch_dtype{dtype})\nport(pipe){rest}"
+    loading = re.compile(r'from_pretrained\(.*?torch_dtype(.*?)\)(?:\.to\("cuda"\))?', re.DOTALL)
+    return loading.sub(rf"from_pretrained({model!r}, torch_dtype\1)\nport(pipe)", code, count=1)
 
 
 @pytest.mark.parametrize("kind", EXAMPLES)
@@ -149,8 +147,7 @@ def test_a_lora_loaded_merged_and_unloaded_after_porting(saved, network, mesh, t
 def test_a_lora_that_does_not_fit_is_refused_and_leaves_the_pipeline_as_it_was(saved, lora):
     ported, file = port(loaded(saved)), lora / "pytorch_lora_weights.safetensors"
     want = latents(ported)
-    wrong = {name: torch.cat([value, value], dim=1) for name, value in load_file(file).items()}
-    save_file(wrong, file)
+    save_file({name: torch.cat([value, value], dim=1) for name, value in load_file(file).items()}, file)
     with pytest.raises(RuntimeError, match="size mismatch"):
         ported.load_lora_weights(lora)
     assert all(runtime.on_jax(weight) for weight in ported.transformer.parameters())

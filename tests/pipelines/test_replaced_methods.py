@@ -16,7 +16,7 @@ from torch import nn
 
 from cogvideox_torchax import port, runtime
 from cogvideox_torchax.vae.torchax.autoencoder import port_vae
-from tests import small_pipelines
+from tests import reference, small_pipelines
 from tests.pipelines import test_blocks
 from tests.pipelines.test_blocks import step
 from tests.reference import largest_error
@@ -105,15 +105,8 @@ def test_a_forward_that_changes_an_attribute_runs_operation_by_operation_and_is_
     ]
 
 
-def decoded(vae):
-    z = torch.randn(1, 16, 3, 4, 8, generator=torch.Generator().manual_seed(1))
-    return runtime.to_torch(vae.decode(runtime.to_jax(z) if runtime.is_on_jax(vae) else z).sample)
-
-
-def encoded(vae):
-    x = torch.rand(1, 3, 5, 8, 16, generator=torch.Generator().manual_seed(1)) * 2 - 1
-    given = runtime.to_jax(x) if runtime.is_on_jax(vae) else x
-    return runtime.to_torch(vae.encode(given).latent_dist.parameters)
+decoded = functools.partial(reference.run_decode, z=reference.latents(3, height=4, width=8))
+encoded = functools.partial(reference.run_encode, x=reference.video(5, height=8, width=16))
 
 
 OF_THE_VAE = {

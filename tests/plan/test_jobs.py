@@ -43,12 +43,16 @@ def test_collectives_are_counted_with_their_bytes_and_their_largest_result():
     }
 
 
-def test_a_plan_for_a_tpu_without_one(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
-    monkeypatch.chdir(tmp_path)
-    arguments = ["--model", str(DEMO_MODEL), "--frames", "1", "--height", "16", "--width", "24"]
-    assert cli.main(["plan", *arguments, "--encode", "-o", "plan.json", "--save-hlo", "hlo"]) == 0
-    document = json.loads(Path("plan.json").read_text())
+def plan_of(*arguments: object):
+    """Return the plan that a command writes into the current directory."""
+    assert cli.main(["plan", *map(str, arguments), "-o", "plan.json"]) == 0
+    return json.loads(Path("plan.json").read_text())
+
+
+@pytest.mark.usefixtures("in_an_empty_directory")
+def test_a_plan_for_a_tpu_without_one(capsys):
+    arguments = ("--model", DEMO_MODEL, "--frames", 1, "--height", 16, "--width", 24)
+    document = plan_of(*arguments, "--encode", "--save-hlo", "hlo")
     (program,) = document["programs"]
     chip = chips.CHIPS["v6e"]
     floor = max(program["flops"] / chip.flops, program["bytes_accessed"] / chip.bandwidth)
@@ -61,7 +65,6 @@ def test_a_plan_for_a_tpu_without_one(tmp_path, monkeypatch, capsys):
 
 
 def test_two_processes_plan_at_once():
-    pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
     chips.topology_devices("v6e:1x1")  # libtpu is this process's from here on
     environment = {name: value for name, value in os.environ.items() if name != "ALLOW_MULTIPLE_LIBTPU_LOAD"}
     other = "from cogvideox_torchax.plan import chips; chips.topology_devices('v6e:1x1')"
@@ -70,14 +73,13 @@ def test_two_processes_plan_at_once():
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.slow_cases("2")
-def test_a_plan_for_this_machine(tmp_path, monkeypatch, capsys, tp):
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("in_an_empty_directory")
+def test_a_plan_for_this_machine(capsys, tp):
     # Five latent rows: shards are told by sizes, and no weight is as large as these are.
-    arguments = ["--model", str(DEMO_MODEL), "--frames", "1", "--height", "40", "--width", "32"]
-    arguments += ["--layers"] if tp == 2 else []
-    arguments += ["--platform", "cpu", "--tp", str(tp), "-o", "plan.json", "--json"]
-    assert cli.main(["plan", *arguments]) == 0
-    said, document = capsys.readouterr(), json.loads(Path("plan.json").read_text())
+    arguments = ("--model", DEMO_MODEL, "--frames", 1, "--height", 40, "--width", 32)
+    layers = ["--layers"] if tp == 2 else []
+    document = plan_of(*arguments, *layers, "--platform", "cpu", "--tp", tp, "--json")
+    said = capsys.readouterr()
     assert json.loads(said.out) == document
     (program,) = document["programs"]
     assert (document["summary"]["chunks"], document["counts"], program["flops"] > 0) == (1, [1], True)
@@ -122,14 +124,11 @@ def test_the_other_backends_are_planned_too(tmp_path, backend, kind, tp):
 
 
 @pytest.mark.slow
-def test_a_plan_in_tiles_compiles_one_tile(model_directory, tmp_path, monkeypatch, capsys):
-    def planned(height, width, *more):
-        size = ("--frames", "1", "--height", height, "--width", width, "--platform", "cpu")
-        assert cli.main(["plan", "--model", str(model_directory), *size, *more, "-o", "plan.json"]) == 0
-        return json.loads(Path("plan.json").read_text())
-
-    monkeypatch.chdir(tmp_path)
-    tile, alone = planned("64", "96", "--tiling", "32x48"), planned("32", "48")
+@pytest.mark.usefixtures("in_an_empty_directory")
+def test_a_plan_in_tiles_compiles_one_tile(model_directory):
+    arguments = ("--model", model_directory, "--frames", 1, "--platform", "cpu")
+    tile = plan_of(*arguments, "--height", 64, "--width", 96, "--tiling", "32x48")
+    alone = plan_of(*arguments, "--height", 32, "--width", 48)
     assert tile["programs"][0]["flops"] == alone["programs"][0]["flops"]
     # Steps of int(4 * 5 / 6) = 3 of 8 rows and int(6 * 4 / 5) = 4 of 12 columns, in latent pixels.
     assert (tile["summary"]["tiles"], alone["summary"]["tiles"]) == (9, 1)

@@ -3,7 +3,7 @@
 import functools
 import json
 import math
-from pathlib import Path
+from dataclasses import replace
 
 import jax
 import pytest
@@ -15,6 +15,7 @@ from cogvideox_torchax.cli import planning
 from cogvideox_torchax.plan import chips, networks, programs
 from cogvideox_torchax.plan.chips import PlanError
 from tests import small_pipelines
+from tests.plan.test_jobs import plan_of
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
 
@@ -23,8 +24,7 @@ SMALL_TEXT = {**networks.TEXT_ENCODER, "vocab_size": 64, "d_model": 32, "d_kv": 
 
 
 @pytest.fixture(autouse=True)
-def _small(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
+def _small(monkeypatch, in_an_empty_directory):
     monkeypatch.setitem(networks.TRANSFORMERS, "5b", SMALL)
     monkeypatch.setattr(networks, "TEXT_ENCODER", {**SMALL_TEXT, "num_heads": 8, "num_layers": 3})
 
@@ -62,9 +62,7 @@ SIZE = ("--frames", "9", "--height", "32", "--width", "64")
 
 def planned(network, *more):
     """Return the plan of a network on the CPU, by the command line."""
-    common = ("--platform", "cpu", "--dtype", "float32", "-o", "plan.json")
-    assert cli.main(["plan", "--network", network, *common, *more]) == 0
-    return json.loads(Path("plan.json").read_text())
+    return plan_of("--network", network, "--platform", "cpu", "--dtype", "float32", *more)
 
 
 def test_a_plan_on_the_command_line():
@@ -173,10 +171,10 @@ def whole_plan(tmp_path_factory):
     compiled = {}
 
     def compile_once(work, mesh):
-        program = work.name, *mesh.shape.values()
-        if program not in compiled:
-            compiled[program] = programs.compile_program(work, mesh)
-        return compiled[program]
+        """Compile a program for one device; on a mesh each device has a share of its temporaries."""
+        if work.name not in compiled:
+            compiled[work.name] = programs.compile_program(work, mesh)
+        return replace(compiled[work.name], temp_bytes=compiled[work.name].temp_bytes // mesh.size)
 
     @functools.cache
     def whole_plan(memory, *more):

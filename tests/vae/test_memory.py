@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 import torch
 
-from cogvideox_torchax import make_mesh, runtime
+from cogvideox_torchax import make_mesh, port, runtime
 from cogvideox_torchax.vae import memory
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.sizes import SizeError
@@ -91,8 +91,12 @@ def test_a_bad_tile_size_is_an_error_that_names_a_good_one(text, words):
     assert memory.parse_tiles(near, 8) == tuple(map(int, near.split("x")))
 
 
-def test_auto_turns_tiling_on_and_off(native_vae, monkeypatch):
-    vae = copy.copy(native_vae)
+@pytest.fixture
+def vae(shallow_vae):
+    return port(copy.deepcopy(shallow_vae))
+
+
+def test_auto_turns_tiling_on_and_off(vae, monkeypatch):
     monkeypatch.setattr(runtime, "free_memory", lambda mesh: 10**6)
     told = memory.set_tiles(vae, "auto", DECODE, 480, 720, 3)
     assert vae.use_tiling
@@ -130,8 +134,7 @@ OUT = RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 12345 bytes.")
 
 @pytest.mark.parametrize("at", [0, 2])
 @pytest.mark.slow_cases("0")
-def test_out_of_memory_is_said_once_and_the_rest_comes_in_tiles(native_vae, monkeypatch, at):
-    vae = copy.copy(native_vae)
+def test_out_of_memory_is_said_once_and_the_rest_comes_in_tiles(vae, monkeypatch, at):
     z = reference.latents(7, height=4, width=6)
     whole = list(vae.decode_stream(z))
     failing(vae, monkeypatch, at, OUT)
@@ -145,12 +148,12 @@ def test_out_of_memory_is_said_once_and_the_rest_comes_in_tiles(native_vae, monk
     assert not torch.equal(whole[-1], tiled[-1])
 
 
-def test_another_error_passes_and_a_second_end_of_memory_does(native_vae, monkeypatch):
+def test_another_error_passes_and_a_second_end_of_memory_does(vae, monkeypatch):
     def always_out():
         raise OUT
         yield  # a generator, as streams are: it raises when its results are taken
 
-    vae, z = copy.copy(native_vae), reference.latents(3)
+    z = reference.latents(3)
     with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
         list(memory.retry_tiled_on_oom(copy.copy(vae), (16, 24), always_out, lambda line: None))
     with monkeypatch.context() as patch:
@@ -159,7 +162,7 @@ def test_another_error_passes_and_a_second_end_of_memory_does(native_vae, monkey
         failing(vae, patch, 0, OUT)
         with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
             list(memory.retry_tiled_on_oom(vae, (12, 20), lambda: vae.decode_stream(z), print))
-    failing(vae := copy.copy(native_vae), monkeypatch, 0, RuntimeError("something else"))
+    failing(vae, monkeypatch, 0, RuntimeError("something else"))
     with pytest.raises(RuntimeError, match="something else"):
         list(memory.retry_tiled_on_oom(vae, (12, 20), lambda: vae.decode_stream(z), print))
     assert not vae.use_tiling
@@ -178,5 +181,4 @@ def test_a_cpu_keeps_neither_the_frames_nor_the_transformed_weights_of_all_layer
 
     network.name = "layers"
     lowered = runtime.ArrayProgram(network).lower(list(kernels), frames, [frames[:, :2]] * layers)
-    analysis = lowered.compile().memory_analysis()
-    assert analysis.temp_size_in_bytes < 6 * frames.nbytes
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < 6 * frames.nbytes

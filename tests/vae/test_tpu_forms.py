@@ -37,19 +37,19 @@ CASES = {
 @pytest.mark.product_cases(
     "decode 1-flax", "decode 5-flax", "*mesh*-torchax", "encode 1[03]-torchax", "*17-flax"
 )
-def test_a_chunk_is_that_of_stock_diffusers(build, x, mesh, small_vae, splits_first_frame):
-    vae = port(reference.built(build, small_vae), mesh=mesh and make_mesh(*mesh))
+def test_a_chunk_is_that_of_stock_diffusers(build, x, mesh, shallow_vae, splits_first_frame):
+    vae = port(reference.built(build, shallow_vae), mesh=mesh and make_mesh(*mesh))
     if x.shape[1] == 3:
-        got, want = reference.run_encode(vae, x), reference.encoded(small_vae, x)
+        got, want = reference.run_encode(vae, x), reference.encoded(shallow_vae, x)
     else:
-        got, want = reference.run_decode(vae, x), reference.decoded(small_vae, x)
+        got, want = reference.run_decode(vae, x), reference.decoded(shallow_vae, x)
     assert reference.largest_error(got, want) <= FLOAT32_RELATIVE
     assert splits_first_frame.called
 
 
 @pytest.mark.parametrize(("build", "mode"), [("torchax", "off"), ("flax", "off"), ("torchax", "direct")])
 def test_a_model_runs_no_program_that_was_compiled_before(build, mode, monkeypatch):
-    vae = reference.built(build, reference.small_vae(**reference.TWO_LEVELS))
+    vae = reference.built(build, reference.small_vae(**reference.TWO_SHALLOW_LEVELS))
     z = reference.latents(1, height=2, width=2)
     kernel, traced = jax_kernels.upsample, []
 

@@ -135,13 +135,15 @@ def test_psnr_of_known_values():
     assert psnr(torch.full((4,), 0.2), torch.zeros(4), 2.0) == pytest.approx(20)
 
 
+SIZE = ("--frames", "5", "--height", "16", "--width", "24")
+
+
 def test_the_command_writes_json_tables_and_a_picture(
     model_directory, tmp_path, capsys, torchax_off, monkeypatch
 ):
     make = compare.make_candidate
     monkeypatch.setattr(compare, "make_candidate", lambda _, *more: make("torch", *more))  # for Flax too
-    arguments = ["verify", "--model", str(model_directory), "--backends", "torch", "flax", "--frames", "5"]
-    arguments += ["--height", "16", "--width", "24", "--quiet"]
+    arguments = ["verify", "--model", str(model_directory), "--backends", "torch", "flax", *SIZE, "--quiet"]
     assert cli.main([*arguments, "-o", str(tmp_path / "out"), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads((tmp_path / "out" / "verify.json").read_text())
@@ -172,8 +174,8 @@ def test_a_failing_backend_makes_the_command_exit_with_1(model_directory, monkey
         return candidate
 
     monkeypatch.setattr(compare, "make_candidate", broken)
-    arguments = ["--backends", "torch", "--frames", "1", "--height", "16", "--width", "24", "--quiet"]
-    assert cli.main(["verify", "--model", str(model_directory), *arguments]) == 1
+    arguments = ["verify", "--model", str(model_directory), "--backends", "torch", *SIZE, "--quiet"]
+    assert cli.main(arguments) == 1
     assert "the first layer outside the tolerance is decoder.conv_in, from chunk 0" in capsys.readouterr().out
 
 

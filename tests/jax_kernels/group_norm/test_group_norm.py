@@ -51,8 +51,7 @@ def test_constant_input_has_variance_zero():
 def test_no_temporary_of_the_size_of_the_input():
     x = jax.ShapeDtypeStruct((1, 64, 64, 64, 32), jnp.float32)
     compiled = jax.jit(lambda x: moments(x, num_groups=8, channel_axis=-1)).lower(x).compile()
-    size = 64**3 * 32 * 4
-    assert compiled.memory_analysis().temp_size_in_bytes < size / 8
+    assert compiled.memory_analysis().temp_size_in_bytes < 64**3 * 32 * 4 / 8
 
 
 def check(moments, x):
@@ -75,8 +74,7 @@ every_block = pytest.mark.parametrize(
 @pytest.mark.slow_cases("*-bfloat16")
 def test_sums_are_those_of_a_reduction(videos, length, height, width, rows, dtype, monkeypatch):
     x = jax.random.normal(jax.random.key(0), (videos, length, height, width, 128), dtype) + 3
-    block = min(16, width) * (_column_bytes(x) + rows * _pixel_bytes(x))
-    monkeypatch.setattr(tpu, "BLOCK_BYTES", block)
+    monkeypatch.setattr(tpu, "BLOCK_BYTES", min(16, width) * (_column_bytes(x) + rows * _pixel_bytes(x)))
     check(column_moments, x)
 
 
@@ -98,8 +96,7 @@ def test_statistics_far_from_zero_keep_their_digits(moments, frames):
     x = jax.random.normal(jax.random.key(0), (1, frames, 8, 16, 128)) + 1000
     with pltpu.force_tpu_interpret_mode():
         _, m2 = moments(x)
-    exact = np.asarray(x, np.float64).var(2, keepdims=True) * x.shape[2]
-    assert largest_error(m2, exact) < 1e-6
+    assert largest_error(m2, np.asarray(x, np.float64).var(2, keepdims=True) * x.shape[2]) < 1e-6
 
 
 @pytest.mark.parametrize(("moments", "frames"), [(column_moments, 2), (image_moments, 1)])

@@ -43,8 +43,7 @@ def inputs(shape, outputs, *, cell=None, cached=True, dtype=jnp.bfloat16):
         latents = zq, draw(4, channels), draw(channels), draw(4, channels), draw(channels)
     norm = NormParams(draw(channels), draw(channels), *latents)
     cache = draw(videos, 2, height, width, channels) if cached else None
-    kernel = draw(3, 3, 3, channels, outputs) / 16
-    return draw(*shape), norm, kernel, draw(outputs), cache
+    return draw(*shape), norm, draw(3, 3, 3, channels, outputs) / 16, draw(outputs), cache
 
 
 def check(results, operands, residual):
@@ -92,7 +91,7 @@ def given(shape, outputs, cell, cached, added):
 
 
 @pytest.mark.parametrize(("shape", "outputs", "cell", "cached", "added"), CASES.values(), ids=CASES)
-@pytest.mark.slow_cases(but=["a first frame", "four frames to three channels", "fewer columns*"])
+@pytest.mark.slow_cases(but=["a first frame", "fewer columns*"])
 @pytest.mark.product_cases(
     *("eight frames, two chunks", "eight frames, one tile to two, two chunks"),
     *("four frames, one tile to two", "a first frame to three channels"),
@@ -113,8 +112,7 @@ def test_the_statistics_that_a_call_before_gave_are_those_of_its_result(interpre
     convolve = functools.partial(norm_conv3d, x, norm, kernel, bias, cache, num_groups=GROUPS)
     given, found = convolve(columns), convolve()
     assert largest_error(given[0], found[0]) <= A_UNIT
-    off = convolve(ColumnMoments(columns.mean + 1, columns.m2))
-    assert largest_error(off[0], found[0]) > 0.1
+    assert largest_error(convolve(ColumnMoments(columns.mean + 1, columns.m2))[0], found[0]) > 0.1
 
 
 @pytest.mark.parametrize(
@@ -132,6 +130,8 @@ def test_the_statistics_that_a_call_before_gave_are_those_of_its_result(interpre
 def test_strips_give_what_the_whole_picture_gives(shape, outputs, cell, cached, added, strips, interpreted):
     operands, options = given(shape, outputs, cell, cached, added)
     want = norm_conv3d(*operands, **options)
+    if shape[1] % 2 == 0:  # `check` knows of no first frame that is computed alone
+        check(want, operands, options["residual"])
     with cut_into(strips) as found:
         got = norm_conv3d(*operands, **options)
     assert {size.strips for size in found} == {strips, *[1] * (shape[1] % 2)}
@@ -338,7 +338,6 @@ def test_mosaic_compiles_the_start_of_a_video(frames, channels):
 @pytest.mark.parametrize("frames", [2, 8])
 @pytest.mark.slow_cases("2")
 def test_a_shard_copies_neither_its_frames_nor_its_cache_for_its_neighbours(frames):
-    pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
     height, width, channels, latents = 64, 8 * 88, 128, 16
     mesh = Mesh(np.array(chips.topology_devices("v6e:2x4")), ("tp",), axis_types=(AxisType.Auto,))
     split = Split(85, 88, columns=("tp",))

@@ -113,20 +113,23 @@ def test_a_model_is_split_again_only_if_its_modules_or_attributes_have_changed(v
 
 
 @pytest.mark.parametrize(
-    ("run", "x", "first_frame", "anew", "devices"),
+    ("levels", "run", "x", "first_frame", "anew", "devices"),
     [
-        # What runs, its input, from which frame on the loss looks, whether blocks are computed anew, devices.
+        # A model, what runs, its input, from which frame on the loss looks, whether blocks are computed anew,
+        # devices. The shallow model has no block that changes the number of channels.
         pytest.param(
-            decoded, reference.latents(4), 4, False, 1, id="decode two chunks, a loss on the second"
+            *(reference.TWO_LEVELS, decoded, reference.latents(4), 4, False, 1),
+            id="decode two chunks, a loss on the second",
         ),
         pytest.param(
-            encoded, reference.video(1, height=4), 0, True, 8, id="encode over eight devices, blocks anew"
+            *(reference.TWO_SHALLOW_LEVELS, encoded, reference.video(1, height=4), 0, True, 8),
+            id="encode over eight devices, blocks anew",
         ),
     ],
 )
 @pytest.mark.slow_cases("decode two chunks, a loss on the second")
-def test_gradients_equal_pytorchs(run, x, first_frame, anew, devices):
-    stock = reference.small_vae(**reference.TWO_LEVELS)
+def test_gradients_equal_pytorchs(levels, run, x, first_frame, anew, devices):
+    stock = reference.small_vae(**levels)
     wrapper = FlaxVAEForPipelines.from_diffusers(stock)
     vae = (port_to_eight(wrapper) if devices > 1 else wrapper).flax_vae
     if anew:

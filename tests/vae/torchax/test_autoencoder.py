@@ -73,15 +73,14 @@ def test_encode_equals_diffusers(small_vae, backend, frames):
 def test_batches_and_odd_sizes_equal_diffusers(small_vae, backend, frames, batch, height, width):
     z = reference.latents(frames, batch=batch, height=height, width=width)
     x = reference.video(4 * frames - 3, batch=batch, height=8 * height, width=8 * width)
-    assert relative_error(run_decode(backend, z), reference.decoded(small_vae, z)) < FLOAT32_RELATIVE
-    assert relative_error(run_encode(backend, x), reference.encoded(small_vae, x)) < FLOAT32_RELATIVE
+    reference.check_as_stock(backend, small_vae, z, x)
 
 
 @pytest.mark.parametrize("name", [*BACKENDS][1:])
 @pytest.mark.parametrize(
     ("options", "channels"),
     [
-        pytest.param(reference.FOUR_LEVELS, 16, id="four levels"),
+        pytest.param({**reference.FOUR_LEVELS, **reference.NARROW}, 16, id="four levels"),
         pytest.param({**reference.FOUR_LEVELS, "layers_per_block": 3}, 16, id="full depth"),
         pytest.param(
             {"use_quant_conv": True, "use_post_quant_conv": True, "latent_channels": 3},
@@ -98,9 +97,7 @@ def test_other_configs_equal_diffusers(name, options, channels):
     vae = reference.built(build, stock)
     vae = port_to_eight(vae) if over_mesh else vae
     z, x = latents_for(vae, 3, channels=channels), reference.video(9, height=32)
-    want = stock.decode(z).sample, stock.encode(x).latent_dist.parameters
-    assert relative_error(run_decode(vae, z), want[0]) < FLOAT32_RELATIVE
-    assert relative_error(run_encode(vae, x), want[1]) < FLOAT32_RELATIVE
+    reference.check_as_stock(vae, stock, z, x)
 
 
 @pytest.mark.parametrize("frames", [1, 3])
@@ -114,8 +111,7 @@ def test_bfloat16_is_as_near_to_float32_as_pytorch(small_vae, name, frames):
     z, x = z.bfloat16(), x.bfloat16()
     torchs = stock.decode(z).sample, stock.encode(x).latent_dist.parameters
     vae = reference.built(name, stock)
-    got = run_decode(vae, z), run_encode(vae, x)
-    for ours, pytorchs, exact in zip(got, torchs, want, strict=True):
+    for ours, pytorchs, exact in zip((run_decode(vae, z), run_encode(vae, x)), torchs, want, strict=True):
         assert ours.dtype == torch.bfloat16
         assert rms_error(ours, exact) <= BFLOAT16_RMS_RATIO * rms_error(pytorchs, exact)
 
@@ -148,15 +144,10 @@ def test_tiled_equals_diffusers(small_vae, backend, shape, options):
     x = reference.video(4 * frames - 3, height=8 * height, width=8 * width)
     stock = copy.deepcopy(small_vae)
     with tiled(stock, backend, **{"tile_sample_min_height": 32, "tile_sample_min_width": 32, **options}):
-        want = stock.decode(z).sample, stock.encode(x).latent_dist.parameters
-        decoded = run_decode(backend, z), torch.cat(list(backend.decode_stream(z)), 2)
-        encoded = run_encode(backend, x), torch.cat([p.parameters for p in backend.encode_stream(x)], 2)
+        reference.check_as_stock(backend, stock, z, x)
+        exact = (reference.decoded(stock, z) / 2 + 0.5).clamp(0, 1) * 255
         as_bytes = torch.cat(list(backend.decode_stream(z, output_dtype=torch.uint8)), 2)
-    for got in decoded:
-        assert largest_error(got, want[0]) < FLOAT32_RELATIVE
-    for got in encoded:
-        assert largest_error(got, want[1]) < FLOAT32_RELATIVE
-    assert (as_bytes - (want[0] / 2 + 0.5).clamp(0, 1) * 255).abs().max() <= 0.501
+    assert (as_bytes - exact).abs().max() <= 0.501
 
 
 def test_a_tile_size_that_diffusers_gets_wrong_gives_the_right_size(native_vae):

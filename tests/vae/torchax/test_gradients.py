@@ -23,11 +23,6 @@ def encoded(vae, x):
     return posterior.mean + posterior.std
 
 
-@pytest.fixture(scope="module")
-def small_vae():
-    return reference.small_vae(**reference.TWO_LEVELS)
-
-
 LATENTS, VIDEO = reference.latents(4, height=2, width=3), reference.video(17, height=4, width=6)
 
 
@@ -50,19 +45,27 @@ def backward(vae, run, x, first_frame):
 
 
 @pytest.mark.parametrize(
-    ("run", "x", "first_frame", "anew", "devices"),
+    ("levels", "run", "x", "first_frame", "anew", "devices"),
     [
-        # What runs, its input, from which frame on the loss looks, whether blocks are computed anew, devices.
-        pytest.param(decoded, LATENTS, 4, True, 1, id="decode two chunks, a loss on the second, blocks anew"),
-        pytest.param(encoded, VIDEO, 5, False, 1, id="encode two chunks, a loss on the second"),
+        # A model, what runs, its input, from which frame on the loss looks, whether blocks are computed anew,
+        # devices. The shallow model has no block that changes the number of channels.
         pytest.param(
-            encoded, reference.video(1, height=4), 0, True, 8, id="encode over eight devices, blocks anew"
+            *(reference.TWO_LEVELS, decoded, LATENTS, 4, True, 1),
+            id="decode two chunks, a loss on the second, blocks anew",
+        ),
+        pytest.param(
+            *(reference.TWO_SHALLOW_LEVELS, encoded, VIDEO, 5, False, 1),
+            id="encode two chunks, a loss on the second",
+        ),
+        pytest.param(
+            *(reference.TWO_LEVELS, encoded, reference.video(1, height=4), 0, True, 8),
+            id="encode over eight devices, blocks anew",
         ),
     ],
 )
 @pytest.mark.slow_cases(but=["encode two chunks, a loss on the second"])
-def test_gradients_equal_pytorchs(small_vae, run, x, first_frame, anew, devices):
-    stock, vae = copy.deepcopy(small_vae), copy.deepcopy(small_vae)
+def test_gradients_equal_pytorchs(levels, run, x, first_frame, anew, devices):
+    stock, vae = (reference.small_vae(**levels) for _ in range(2))
     vae = reference.on_jax(vae if devices == 1 else port_to_eight(vae)).train()
     if anew:
         vae.enable_gradient_checkpointing()
@@ -87,8 +90,8 @@ def test_frozen_weights_get_none_and_where_nothing_is_trained_nothing_is_recorde
     assert trained == ["encoder.conv_out.conv.weight", "encoder.conv_out.conv.bias"]
 
 
-def test_only_training_keeps_activations_and_fewer_where_blocks_are_computed_anew(small_vae):
-    vae = copy.deepcopy(small_vae)
+def test_only_training_keeps_activations_and_fewer_where_blocks_are_computed_anew(stock):
+    vae = copy.deepcopy(stock)
     vae.enable_gradient_checkpointing()
     vae, x = reference.on_jax(vae), runtime.to_jax(reference.video(1, height=12, width=20))
 
@@ -126,10 +129,10 @@ def test_a_backward_pass_lets_go_what_the_forward_pass_kept(vae):
     assert vae.program("encode").compilations == 1
 
 
-def test_autocast_in_pytorch_is_as_in_diffusers(small_vae):
-    vae, x = port(copy.deepcopy(small_vae)), reference.video(1)
+def test_autocast_in_pytorch_is_as_in_diffusers(stock):
+    vae, x = port(copy.deepcopy(stock)), reference.video(1)
     with torch.autocast("cpu", torch.bfloat16):
-        want, got = small_vae(x).sample, vae(x).sample
+        want, got = stock(x).sample, vae(x).sample
     assert got.dtype == want.dtype == torch.bfloat16
     assert torch.equal(got, want)
     with pytest.raises(ValueError, match=r"pass them \.to\(torch\.float32\)"):

@@ -114,22 +114,19 @@ def test_a_stream_keeps_no_gradients_where_they_are_on(backend):
 
 
 @pytest.mark.parametrize("build", ["torch", "torchax", "flax"])
-def test_slicing_runs_one_video_at_a_time(small_vae, build):
-    vae = port(copy.deepcopy(small_vae)) if build == "torch" else reference.built(build, small_vae)
+def test_slicing_runs_one_video_at_a_time(shallow_vae, build):
+    vae = port(copy.deepcopy(shallow_vae)) if build == "torch" else reference.built(build, shallow_vae)
     seen = []
     vae.enable_slicing()
     for half in (vae.encoder, vae.decoder) if build != "flax" else ():
         half.conv_in.register_forward_pre_hook(lambda _module, args: seen.append(args[0].shape[0]))
     z, x = reference.latents(5, batch=3), reference.video(17, batch=3)
-    whole = reference.run_decode(vae, z), reference.run_encode(vae, x)
+    reference.check_as_stock(vae, shallow_vae, z, x)
     frames = list(vae.decode_stream(z))
     moments = [posterior.parameters for posterior in vae.encode_stream(iter(x.unbind(2)), 17)]
     assert set(seen) == (set() if build == "flax" else {1})
     assert [part.shape[2] for part in (*frames, *moments)] == [9, 8, 3, 2]
-    for got in (whole[0], torch.cat(frames, 2)):
-        assert relative_error(got, reference.decoded(small_vae, z)) < FLOAT32_RELATIVE
-    for got in (whole[1], torch.cat(moments, 2)):
-        assert relative_error(got, reference.encoded(small_vae, x)) < FLOAT32_RELATIVE
+    assert relative_error(torch.cat(moments, 2), reference.encoded(shallow_vae, x)) < FLOAT32_RELATIVE
 
 
 def arrays_on_jax():
