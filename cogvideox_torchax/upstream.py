@@ -4,6 +4,10 @@ When a release removes one, this file alone changes; `tests/test_upstream.py` fi
 reads most of the private names, so that the error of a missing one says which release to install. A function
 that patches a class is decorated with `functools.cache`, so that it patches the class once. Imports are
 inside functions, so that the Flax build can use this module without torch.
+
+A *mode* of torch is an object through which torch sends all calls of a thread; torchax is on in a thread
+while its modes are. A *part* of a pipeline is one of its components, such as a network or the scheduler. A
+*hook* of diffusers is an object that replaces a module's forward, for example to skip it. `kind` is a class.
 """
 
 import contextlib
@@ -48,7 +52,9 @@ def torchax_off() -> contextlib.ExitStack:
     import torch.overrides
     import torch.utils._python_dispatch
 
-    # torch has no public way to take off a mode that is not the last one.
+    # A thread has two stacks: torch's functions go through the modes on one, and torch's operators through
+    # those on the other. torchax has a mode on each. torch has no public way to take off a mode that is not
+    # the last one, so each stack is emptied, and filled again without torchax's mode.
     # (torch's module with a stack, its function that returns the stack, torchax's class of modes there)
     stacks = (
         (torch.overrides, "_get_current_function_mode_stack", "XLAFunctionMode"),
@@ -59,11 +65,11 @@ def torchax_off() -> contextlib.ExitStack:
         ),
     )
     with contextlib.ExitStack() as restoring:  # if a stack cannot be changed, those before it are put back
-        for owner, reader, mode_class in stacks:
+        for owner, modes_function, mode_class in stacks:
             current_modes, push, pop = (
-                _attribute("torch", owner, name) for name in (reader, "_push_mode", "_pop_mode")
+                _attribute("torch", owner, name) for name in (modes_function, "_push_mode", "_pop_mode")
             )
-            old_modes = current_modes()  # the outermost first
+            old_modes = current_modes()  # a new list, the outermost mode first
             torchax_mode = _attribute("torchax", sys.modules["torchax.tensor"], mode_class)
 
             # `restoring` runs this again after the loop, when the loop's variables are those of the last
@@ -91,12 +97,16 @@ def jax_has_started() -> bool:
 
 
 def leave_torchax(refuse: Callable[[], None]) -> None:
-    """Turn torchax off in a forked child process, and call `refuse`, which raises, where it would use JAX."""
+    """Turn torchax off in a forked child process; where torchax would use JAX, it then calls `refuse`.
+
+    `refuse` raises an error. Without it, a use of JAX in a forked process would wait for ever.
+    """
     # `interop` is the last module that an import of torchax completes. Without it torchax is not in use.
     if "torchax.interop" not in sys.modules:
         return
     torchax_off()  # for ever: nothing closes the context
-    # torchax's tensors keep their shape, dtype and device; of their methods only `dim` works without JAX.
+    # The tensors that the child has inherited keep their shape, dtype and device, which are properties. Of
+    # the methods only `dim` works without JAX, so all others are replaced.
     torchax = sys.modules["torchax"]
     for tensor_class in (torchax.tensor.Tensor, torchax.view.View):
         for name, member in list(vars(tensor_class).items()):
@@ -143,10 +153,10 @@ def teach_copying(kind: Any, tensor_of: Any, to_torch: Any, without_torchax: Any
 
     # pickle calls this, and stores what it returns: how to make a plain tensor.
     def reduce(tensor: Any) -> Any:
-        host = without_torchax(to_torch, tensor)
+        plain = without_torchax(to_torch, tensor)
         if isinstance(tensor, nn.Parameter):
-            host = without_torchax(nn.Parameter, host, tensor.requires_grad)
-        return without_torchax(host.__reduce_ex__, 2)  # 2 is the default protocol of `torch.save`
+            plain = without_torchax(nn.Parameter, plain, tensor.requires_grad)
+        return without_torchax(plain.__reduce_ex__, 2)  # 2 is the default protocol of `torch.save`
 
     kind.__deepcopy__ = deepcopy
     copyreg.pickle(kind, reduce)
@@ -159,12 +169,13 @@ def one_program_each(registry: Any) -> None:
     """
     # By itself torchax runs one program for the `y * alpha` of `x + y * alpha`, one to convert each Python
     # number, and then one for the sum. A device's queue has room for 32 programs. A step of diffusers' DPM
-    # scheduler had 43, so Python waited until one network was done before it sent the next.
+    # scheduler had 43, so Python could not send the next step's transformer to the device before the present
+    # one was done.
     import jax
     import torch
 
     table = _attribute("torchax", registry, "all_aten_ops")
-    # (operator, its arguments that are Python numbers to compile in)
+    # (operator, the names of its arguments that are Python numbers, each value of which gets a program)
     for name, static_arguments in (("add", ("alpha",)), ("sub", ("alpha",)), ("mul", ())):
         operator = table[getattr(torch.ops.aten, name).Tensor]
         operator.func = jax.jit(operator.func, static_argnames=static_arguments)
@@ -221,20 +232,26 @@ def module_of(function: Any) -> str:
     # `__module__` does not tell: `functools.wraps` copies it from another function.
     while isinstance(function, functools.partial | MethodType):
         function = function.func if isinstance(function, functools.partial) else function.__func__
-    if not isinstance(function, FunctionType):
+    if not isinstance(function, FunctionType):  # an object of a class with `__call__`, or a builtin
         return type(function).__module__
     return function.__globals__["__name__"]
 
 
 def _is_original(method: FunctionType) -> bool:
-    """Return whether a method comes from one of `_PACKAGES`, or from a decorator of the standard library."""
+    """Return whether a method was written in one of `_PACKAGES` (diffusers and so on), not by a user."""
+    # A decorator of the standard library, such as `contextlib.contextmanager`, puts a function of its own in
+    # the method's place. It counts as the package's, too.
     package = module_of(method).partition(".")[0]
     return package in _PACKAGES or package in sys.stdlib_module_names
 
 
 @functools.cache
-def _original_methods(kind: type) -> list[tuple[type, dict[str, Any]]]:
-    """Return `kind` and its bases, those that `_PACKAGES` define, each with its methods by name."""
+def _methods_at_first_call(kind: type) -> list[tuple[type, dict[str, Any]]]:
+    """Return `kind` and its bases, if one of `_PACKAGES` defines them, each with its methods by name.
+
+    These are the methods that the classes had when this was first called for `kind`. `_PACKAGES` are
+    diffusers, torch and other packages whose classes a user may patch.
+    """
     from torch import nn
 
     bases = [
@@ -242,9 +259,8 @@ def _original_methods(kind: type) -> list[tuple[type, dict[str, Any]]]:
         for base in kind.__mro__
         if base is not nn.Module and base.__module__.partition(".")[0] in _PACKAGES
     ]
-    # These methods are those of the first call, whose result is kept, and `is_patched` compares later ones
-    # with them. None stands for a method that somebody had replaced before the first call. As no later method
-    # is None, it counts as replaced.
+    # `is_patched` compares the methods that the classes have later with these. None stands for a method that
+    # somebody had replaced before the first call. As no later method is None, it counts as replaced.
     return [
         (
             base,
@@ -265,9 +281,10 @@ def is_patched(kind: type, *names: str) -> bool:
         kind: the class, or this package's subclass of it; methods that the subclass defines are ignored.
         names: the names of the methods that count; without names all methods count.
     """
+    # A method counts as replaced if the class has another one now than at the first call for `kind`.
     return any(
         vars(base).get(name) is not method
-        for base, methods in _original_methods(kind)
+        for base, methods in _methods_at_first_call(kind)
         for name, method in methods.items()
         if not names or name in names
     )
@@ -335,16 +352,15 @@ def parts_for(pipeline_class: Any, pipeline: Any) -> dict[str, Any]:
     the attribute `stands_for`, another class, the part counts as an instance of that class. diffusers'
     `from_pipe` itself takes only parts of exactly these types, unless they are passed to it by name.
     """
-    # By a part's name, the types in the constructor's annotation; some are no classes, such as `list[X]`.
-    kinds = _attribute("diffusers", pipeline_class, "_get_signature_types")()
-    return {
-        name: part
-        for name, part in pipeline.components.items()
-        if issubclass(
-            getattr(part, "stands_for", type(part)),
-            tuple(kind for kind in kinds.get(name, ()) if isinstance(kind, type)),
-        )
-    }
+    # By a part's name, the types in the annotation of the constructor's argument of this name.
+    types_by_name = _attribute("diffusers", pipeline_class, "_get_signature_types")()
+
+    def is_taken(name: str, part: Any) -> bool:
+        # Some types are no classes, such as `list[X]`, and `issubclass` would refuse them.
+        classes = tuple(kind for kind in types_by_name.get(name, ()) if isinstance(kind, type))
+        return issubclass(getattr(part, "stands_for", type(part)), classes)
+
+    return {name: part for name, part in pipeline.components.items() if is_taken(name, part)}
 
 
 ROTARY_TABLES = "_prepare_rotary_positional_embeddings"
@@ -366,7 +382,7 @@ def positions(patch_embed: Any, height: int, width: int, frames: int) -> Any:
 
 
 def set_saved_package(model: Any, kind: type) -> None:
-    """Have a saved pipeline give the model's class as `kind`, another package's class of the same name."""
+    """Have a saved pipeline name `kind`, another package's class of the same name, as the model's class."""
     # diffusers writes the package of each part's `__module__` into model_index.json
     # (`_fetch_class_library_tuple`), and `from_pretrained` imports the part's class from it.
     vars(model)["__module__"] = kind.__module__
@@ -441,29 +457,35 @@ def take_hooks(model: Any) -> list[Hooked]:
         if registry is None:
             continue
         for hook_name, hook in list(registry.hooks.items()):
-            if type(hook).__name__.startswith(CACHE_HOOKS):
+            if type(hook).__name__.startswith(CACHE_HOOKS):  # the prefixes of the names of caches' hooks
                 registry.remove_hook(hook_name, recurse=False)
                 hook.fn_ref = None  # drops the hook's reference to the module
                 taken.append(Hooked(name, hook_name, hook))
-        # Removing a hook sets the module's attribute `forward` to the method that the hook wrapped. If `port`
-        # has made the module a subclass since, the attribute hides the subclass's forward, so it is deleted.
-        # A `forward` that no class defines, such as another hook's, stays.
-        forward = vars(module).get("forward")
-        if isinstance(forward, MethodType) and any(
-            vars(kind).get("forward") is forward.__func__ for kind in type(module).__mro__
-        ):
-            del vars(module)["forward"]
+        _delete_inherited_forward(module)
     return taken
+
+
+def _delete_inherited_forward(module: Any) -> None:
+    """Delete a module's attribute `forward` if it is only the method of the module's class or of a base."""
+    # Removing a hook sets the attribute to the method that the hook wrapped. If `port` has given the module a
+    # subclass of its class since, the attribute would hide the subclass's forward. A `forward` that no class
+    # defines, such as another hook's, stays.
+    forward = vars(module).get("forward")
+    if isinstance(forward, MethodType) and any(
+        vars(kind).get("forward") is forward.__func__ for kind in type(module).__mro__
+    ):
+        del vars(module)["forward"]
 
 
 def put_hooks(model: Any, hooks: list[Hooked]) -> None:
     """Put hooks that `take_hooks` took off a model back on the modules where they were."""
     from diffusers.hooks.hooks import HookRegistry
 
-    for each in hooks:
-        module = model.get_submodule(each.module)
-        HookRegistry.check_if_exists_or_initialize(module).register_hook(each.hook, each.name)
-    # The model's registry keeps a list of the modules' registries, which lacks the new ones.
+    for hooked in hooks:
+        module = model.get_submodule(hooked.module)
+        HookRegistry.check_if_exists_or_initialize(module).register_hook(hooked.hook, hooked.name)
+    # The model's registry keeps a list of its modules' registries. Registries that were made above are not in
+    # it, so it is dropped, and diffusers makes it again.
     HookRegistry.check_if_exists_or_initialize(model).invalidate_child_registries_cache()
 
 
@@ -478,8 +500,11 @@ def set_context(hook: Any, name: str | None) -> None:
 
 
 def call_hook(hook: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Call a hook that is on no module, with `forward` in place of a module's, and drop the result."""
-    # A hook finds the forward of its module in `fn_ref`, and calls it, or skips it.
+    """Call a hook that was taken off its module, with `forward` in place of the module's forward.
+
+    The result is dropped: the caller learns from `forward` whether the hook calls it or skips it.
+    """
+    # A hook finds the forward of its module in `fn_ref`.
     hook.fn_ref = SimpleNamespace(original_forward=forward)
     hook.new_forward(None, *args, **kwargs)  # None in place of the module, which the hook does not read
 
@@ -491,7 +516,7 @@ def record_ratio(hook: Any, ratio: Any) -> None:
     before. `hook` is that of the last block, and its context is set (`set_context`).
     """
     state = hook.state_manager.get_state()
-    # The first step has no earlier one to compare with: 1 is recorded.
+    # In the first step, which has no step before it, `ratio` has no meaning: 1 is recorded, as in diffusers.
     state.calibration_ratios.append(float(ratio) if state.calibration_ratios else 1.0)
     _attribute("diffusers", type(hook), "_advance_step")(hook, state)
 

@@ -55,7 +55,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def weight_files(directory: Path, variant: str | None = None, *, stem: str = WEIGHTS_STEM) -> list[Path]:
-    """Return the files of a model's weights, one or all shards, whose names begin with `stem`.
+    """Return the files of a model's weights, whose names begin with `stem`: a single file, or all shards.
 
     Raises:
         ModelError: there are no such files, a shard is missing, or the list of shards is unreadable.
@@ -135,8 +135,9 @@ def read_tensors(files: Iterable[Path]) -> Iterator[tuple[str, np.ndarray]]:
         with safe_open(path, framework="numpy") as file:
             names = list(file.keys())
         for name in names:
-            # The file is opened again for each tensor. The pages that are read stay in memory until it is
-            # closed, and would add up to the whole file beside the weights.
+            # The file is mapped into memory, and what was read of it stays there until it is closed. If it
+            # stayed open for all tensors, the whole file would be in memory beside the weights. So it is
+            # opened again for each tensor.
             with safe_open(path, framework="numpy") as file:
                 yield name, file.get_tensor(name)
 

@@ -71,6 +71,8 @@ def check_values(
     """
     if largest is None:
         return
+    # Beyond the limit, 10, a video is one in [0, 255] that was not converted. Below it, it may be a noisy one
+    # in [-1, 1].
     if direction == ENCODE and LARGEST_EXPECTED < largest < math.inf:
         warnings.warn(
             f"the video has values beyond {LARGEST_EXPECTED}, where the model takes [-1, 1]: "
@@ -80,7 +82,7 @@ def check_values(
     # `largest` is not finite if any value is not. Only then is the input searched, which takes longer.
     index = None if math.isfinite(largest) else find_nonfinite()
     if index is not None:
-        position = dict(zip(axes, index, strict=True))
+        position = dict(zip(axes, index, strict=True))  # the index along each axis, by the axis's letter
         raise ValueError(
             f"got NaN or Inf in the {direction.takes}: video {position['N']}, "
             f"frame {position['T'] + first_frame}, channel {position['C']}, row {position['H']}, "

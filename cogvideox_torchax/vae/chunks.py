@@ -58,16 +58,18 @@ def temporal_steps(compression_ratio: float) -> int:
 
 
 def decoded_length(latent_frames: int, doublings: int = 2) -> int:
-    """Return the number of frames of a decoded chunk; a doubling leaves the first of an odd number single."""
+    """Return the number of frames of a decoded chunk."""
     length = latent_frames
     for _ in range(doublings):
-        length = 2 * length - first_frame_is_alone(length)  # True counts as 1
+        # A doubling makes two frames of each, but only one of a first frame that stays single. `True` is 1.
+        length = 2 * length - first_frame_is_alone(length)
     return length
 
 
 def encoded_length(sample_frames: int, halvings: int = 2) -> int:
-    """Return the latent frames of an encoded chunk; a halving leaves the first of an odd number single."""
+    """Return the number of latent frames of an encoded chunk."""
     length = sample_frames
     for _ in range(halvings):
-        length = (length + first_frame_is_alone(length)) // 2  # True counts as 1
+        # A halving makes one frame of each two, and also one of a first frame that stays single. `True` is 1.
+        length = (length + first_frame_is_alone(length)) // 2
     return length

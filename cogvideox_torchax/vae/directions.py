@@ -11,25 +11,25 @@ class Direction(StrEnum):
 
     Attributes:
         takes: the kind of input, "video" or "latents".
-        network: the model's attribute that has the network.
+        network: the name of the model's attribute that has the network.
         channels_key: the config's field that has the number of input channels.
-        _frames: the model's attribute that has the number of frames of every chunk but the first.
+        _frames_key: the name of the model's attribute that has the number of frames of a steady chunk.
     """
 
     takes: str
     network: str
     channels_key: str
-    _frames: str
+    _frames_key: str
 
     ENCODE = "encode", "video", "encoder", "in_channels", "num_sample_frames_batch_size"
     DECODE = "decode", "latents", "decoder", "latent_channels", "num_latent_frames_batch_size"
 
     # Python calls this once for each member, with the values above.
-    def __new__(cls, name: str, takes: str, network: str, channels_key: str, frames: str) -> "Direction":
+    def __new__(cls, name: str, takes: str, network: str, channels_key: str, frames_key: str) -> "Direction":
         member = str.__new__(cls, name)
         member._value_ = name
         member.takes, member.network = takes, network
-        member.channels_key, member._frames = channels_key, frames
+        member.channels_key, member._frames_key = channels_key, frames_key
         return member
 
     def scale(self, spatial_compression_ratio: int) -> int:
@@ -38,7 +38,7 @@ class Direction(StrEnum):
 
     def chunks(self, vae: Any, frames: int) -> list[range]:
         """Return the range of frames of each chunk of an input."""
-        return chunks.plan(frames, getattr(vae, self._frames))
+        return chunks.plan(frames, getattr(vae, self._frames_key))
 
     def result_lengths(self, vae: Any, frames: int) -> list[int]:
         """Return the number of frames of each chunk's result."""

@@ -66,20 +66,21 @@ def check_tiling(tiling: str | None, scale: int) -> None:
 
 
 def estimated_bytes(vae: Any, direction: Direction, height: int, width: int, frames: int) -> int:
-    """Return the estimated bytes of a video's largest chunk, without weights, on one device."""
+    """Return the estimated bytes of a video's largest chunk, without the weights, on each of the devices."""
     longest_chunk = max(map(len, direction.chunks(vae, frames)))  # its number of frames
     channels = vae.config["block_out_channels"][0]  # at the highest resolution, which takes the most memory
-    # The tables are for a planned model of 128 channels in bfloat16.
+    # The tables are for a planned model, which has 128 channels there and computes in bfloat16.
     relative_size = channels / PLANNED_CHANNELS * vae.dtype.itemsize / PLANNED_ITEMSIZE
     mesh = getattr(vae, "mesh", None)
-    devices = 1 if mesh is None else mesh.size
+    devices = 1 if mesh is None else mesh.size  # they share the frame's columns
     # The Pallas kernel of the convolutions takes only bfloat16.
     kernel_factor = 1.0 if runtime.dtype_name(vae.dtype) == "bfloat16" else FACTOR_WITHOUT_KERNEL
-    # The first of an odd number of frames is computed alone, and needs no memory beside the others'. Its
-    # temporaries count only if the chunk has no other frame.
-    even_frames = longest_chunk - longest_chunk % 2
-    temporaries = even_frames * FRAME_BYTES[direction] if even_frames else IMAGE_BYTES[direction]
-    bytes_a_pixel = CACHE_BYTES[direction] + temporaries  # of the video's frame, by the tables
+    # If the number of frames is odd, the first frame is computed before the others, in memory that they use
+    # after it. So the others alone count: `FRAME_BYTES` for each. A chunk of a single frame has no others: it
+    # takes `IMAGE_BYTES`. The tables are for one pixel of the video's frame.
+    other_frames = longest_chunk - longest_chunk % 2
+    temporaries = other_frames * FRAME_BYTES[direction] if other_frames else IMAGE_BYTES[direction]
+    bytes_a_pixel = CACHE_BYTES[direction] + temporaries
     return math.ceil(bytes_a_pixel * relative_size * kernel_factor * height * width / devices)
 
 
@@ -91,7 +92,7 @@ def fitting_tile(
     The tile has about the shape of the frame. The result is None if whole frames fit.
     """
     whole_bytes = estimated_bytes(vae, direction, height, width, frames)
-    if whole_bytes <= MARGIN * free:
+    if whole_bytes <= MARGIN * free:  # `MARGIN` is the fraction of the free memory that an estimate may take
         return None
     shrink = math.sqrt(MARGIN * free / whole_bytes)  # the root, because memory grows with the area
     scale = vae.spatial_compression_ratio
@@ -175,4 +176,4 @@ def retry_tiled_on_oom(
     tile = [max(side // 2 // scale, SMALLEST_TILE) * scale for side in used_sides]
     say(f"out of memory after {yielded} chunks: going on in tiles of {tile[0]} x {tile[1]} pixels")
     vae.enable_tiling(*tile)
-    yield from itertools.islice(start(), yielded, None)
+    yield from itertools.islice(start(), yielded, None)  # without the results that were yielded before

@@ -28,19 +28,19 @@ def _similarity(a: np.ndarray, b: np.ndarray, peak: float) -> float:
     covariance = _window_means(a * b) - mean_a * mean_b
     # The paper's constants c1 and c2 keep the quotient stable where means or variances are near zero.
     c1, c2 = (K1 * peak) ** 2, (K2 * peak) ** 2
-    similarity = (2 * mean_a * mean_b + c1) * (2 * covariance + c2)
-    return float((similarity / ((mean_a**2 + mean_b**2 + c1) * (var_a + var_b + c2))).mean())
+    numerator = (2 * mean_a * mean_b + c1) * (2 * covariance + c2)
+    denominator = (mean_a**2 + mean_b**2 + c1) * (var_a + var_b + c2)
+    return float((numerator / denominator).mean())
 
 
 def _window_means(image: np.ndarray) -> np.ndarray:
-    """Return the Gaussian-weighted means of all windows of an image (..., H, W).
-
-    A Gaussian window is the product of its rows and columns, so one axis is averaged after the other.
-    """
+    """Return the Gaussian-weighted means of all windows of an image (..., H, W)."""
+    # A Gaussian in two dimensions is the product of one along the rows and one along the columns. So the
+    # image is averaged along one axis, and the result along the other.
     for axis in (-2, -1):
-        taps = min(WINDOW, image.shape[axis])
+        taps = min(WINDOW, image.shape[axis])  # the window's side; a small image gets a smaller window
         offsets = np.arange(taps) - (taps - 1) / 2
         weights = np.exp(-0.5 * (offsets / SIGMA) ** 2)
         windows = np.lib.stride_tricks.sliding_window_view(image, taps, axis=axis)
-        image = windows @ (weights / weights.sum())
+        image = windows @ (weights / weights.sum())  # over the last axis, which has a window's pixels
     return image

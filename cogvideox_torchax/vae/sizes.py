@@ -13,8 +13,9 @@ def parse_size(
 ) -> tuple[int, ...]:
     """Return the numbers of a text such as "480x720" (height and width).
 
-    With `frames`, the number of frames comes first, as in "49x480x720". An error calls the thing that has the
-    size `what`, such as "tiles". For `multiple` and `least` see `check_sides`.
+    With `frames`, the number of frames comes first, as in "49x480x720". Height and width must be multiples of
+    `multiple`, and at least `least * multiple`. `what` is what an error calls the thing of this size, such as
+    "tiles".
 
     Raises:
         SizeError: the text has another form, a number is zero, or a side does not fit.
@@ -33,7 +34,7 @@ def parse_size(
 
 def check_sides(what: str, height: int, width: int, *, multiple: int, least: int = 1) -> None:
     """Raise `SizeError` unless both sides are multiples of `multiple`, and at least `least * multiple`."""
-    # The nearest size that would do.
+    # The nearest size that would do, with which the error helps. A size that does is its own nearest.
     good_height, good_width = (max(round(side / multiple), least) * multiple for side in (height, width))
     if (height, width) != (good_height, good_width):
         raise SizeError(

@@ -309,7 +309,7 @@ def fetched_one_behind(results: Iterator[torch.Tensor], fetch: Fetch) -> Iterato
     """Yield each result on the host; it is copied there while the next one is computed."""
     # On JAX, `next` only starts the computation of a chunk, and `fetch_async` only starts the copy of its
     # result to the host. `fetch` waits for both.
-    result = next(results)
+    result = next(results)  # every input has at least one chunk
     failure = None
     runtime.fetch_async(result)
     while result is not None:

@@ -49,11 +49,11 @@ class TilePlan:
     columns: AxisPlan
 
 
-def tile_groups_of(plan: TilePlan, together: int) -> list[list[tuple[int, int]]]:
+def tile_groups_of(plan: TilePlan, group_size: int) -> list[list[tuple[int, int]]]:
     """Return groups of tiles, each tile as its (row, column); the tiles of a group run as one batch.
 
-    A group has `together` tiles of one size. If fewer tiles of a size remain, each of these is a group by
-    itself.
+    A group has `group_size` tiles of one height and width. If fewer such tiles remain, each of these is a
+    group by itself.
     """
     by_size: dict[tuple[int, int], list[tuple[int, int]]] = {}  # tiles by (height, width) in pixels
     for row, (top, bottom) in enumerate(plan.rows.spans):
@@ -61,8 +61,8 @@ def tile_groups_of(plan: TilePlan, together: int) -> list[list[tuple[int, int]]]
             by_size.setdefault((bottom - top, right - left), []).append((row, column))
     groups = []
     for tiles in by_size.values():
-        in_full_groups = len(tiles) - len(tiles) % together  # the number of tiles in groups of `together`
-        groups += [tiles[first : first + together] for first in range(0, in_full_groups, together)]
+        in_full_groups = len(tiles) - len(tiles) % group_size  # the number of tiles that full groups take
+        groups += [tiles[first : first + group_size] for first in range(0, in_full_groups, group_size)]
         groups += [[tile] for tile in tiles[in_full_groups:]]
     return groups
 
@@ -82,18 +82,20 @@ def plan_axis(size: int, *, tile: int, overlap: float, scale_in: int = 1, scale_
             f"got tiles that overlap by {overlap:.3f} of their size: at least 0 and less than 1 is wanted; "
             "diffusers takes 1/6 of the height and 1/5 of the width"
         )
-    # `step` is the number of latent pixels from a tile's start to the next tile's. Without the 1e-6, `int`
+    # `stride` is the number of latent pixels from a tile's start to the next tile's. Without the 1e-6, `int`
     # would lose a pixel where the product is rounded to just below a whole number.
-    step = int(tile * (1 - overlap) + 1e-6)
-    if tile < 1 or step < 1:
-        smallest = math.ceil(1 / (1 - overlap) - 1e-6)
+    stride = int(tile * (1 - overlap) + 1e-6)
+    if tile < 1 or stride < 1:
+        smallest = math.ceil(1 / (1 - overlap) - 1e-6)  # the smallest tile with a stride of 1 or more
         raise ValueError(
             f"got a tile of {tile} latent pixels with overlap {overlap:.3f}: a tile must advance by at least "
             f"one latent pixel; with this overlap use a tile of {smallest} at least, or a smaller overlap"
         )
-    starts = range(0, size, step * scale_in)
+    starts = range(0, size, stride * scale_in)
     spans = tuple((start, min(start + tile * scale_in, size)) for start in starts)
-    return AxisPlan(spans, keep=step * scale_out, blend=(tile - step) * scale_out)
+    # In pixels of the output: the part of a tile before the next tile starts, which the frame takes from it,
+    # and the overlap, in which the next tile is blended with it.
+    return AxisPlan(spans, keep=stride * scale_out, blend=(tile - stride) * scale_out)
 
 
 @dataclass(frozen=True)
@@ -149,18 +151,21 @@ def tiled_step(
     def run_tiles(chunk: Any, caches: list[Any] | None) -> tuple[Any, list[Any]]:
         videos = chunk.shape[0]
         dp = 1 if placement is None else placement.mesh.shape["dp"]
-        groups = tile_groups_of(plan, 1 if videos % dp == 0 else dp)
+        # If "dp" divides the videos, they are split over "dp" in every tile: no other tiles are needed.
+        groups = tile_groups_of(plan, group_size=1 if videos % dp == 0 else dp)
         # For arrays of JAX, cutting and joining are compiled: each would otherwise be many small programs.
         cut_chunk = _cut_on_jax if isinstance(chunk, jax.Array) else cut
         tiles = cut_chunk(chunk, plan, height_axis)
         outputs: list[list[Any]] = [[None] * len(row) for row in tiles]
         next_caches = []
-        for group, cache in zip(groups, caches or [None] * len(groups), strict=True):
+        caches = caches or [None] * len(groups)  # None at the start of a video
+        for group, cache in zip(groups, caches, strict=True):
             batch = arrays.concatenate([tiles[row][column] for row, column in group], 0)
             output, cache = step(batch, cache)
             next_caches.append(cache)
             is_alone = len(group) == 1
-            for index, (row, column) in enumerate(group):  # the batch has `videos` entries for each tile
+            # The batch has `videos` entries for each tile of the group, one tile after the other.
+            for index, (row, column) in enumerate(group):
                 outputs[row][column] = output if is_alone else arrays.take(output, 0, index * videos, videos)
         join_and_place = _join_on_jax if isinstance(outputs[0][0], jax.Array) else _join_and_place
         return join_and_place(outputs, plan, height_axis, placement, as_uint8), next_caches

@@ -72,18 +72,18 @@ def test_every_pixel_is_given_once_by_a_tile_that_has_it(size, tile, overlap, sc
 @hypothesis.given(
     sizes=strategies.tuples(strategies.integers(1, 40), strategies.integers(1, 40)),
     tile=strategies.integers(2, 12),
-    together=strategies.integers(1, 5),
+    group_size=strategies.integers(1, 5),
 )
-def test_groups_have_every_tile_once_and_tiles_of_one_size_alone(sizes, tile, together):
+def test_groups_have_every_tile_once_and_tiles_of_one_size_alone(sizes, tile, group_size):
     plan = tiling.TilePlan(*(tiling.plan_axis(size, tile=tile, overlap=0.2) for size in sizes))
-    groups = tiling.tile_groups_of(plan, together)
+    groups = tiling.tile_groups_of(plan, group_size)
     size = lambda at: tuple(  # noqa: E731
         axis.spans[i][1] - axis.spans[i][0] for axis, i in zip((plan.rows, plan.columns), at, strict=True)
     )
-    assert all(len(group) in (1, together) and len(set(map(size, group))) == 1 for group in groups)
+    assert all(len(group) in (1, group_size) and len(set(map(size, group))) == 1 for group in groups)
     every = [
         (row, column) for row in range(len(plan.rows.spans)) for column in range(len(plan.columns.spans))
     ]
     assert sorted(at for group in groups for at in group) == every
     left = [size(group[0]) for group in groups if len(group) == 1]
-    assert together == 1 or all(left.count(shape) < together for shape in left)
+    assert group_size == 1 or all(left.count(shape) < group_size for shape in left)

@@ -2,7 +2,8 @@
 
 Each chunk gives a *cache* to the next one: the last input frames of each causal convolution. A *network* runs
 one chunk, (chunk, cache) -> (result, next cache). The encoder's results are called *moments*: the means of
-the latents, then their log-variances, along the channels.
+the latents, then their log-variances, along the channels. `split` is the sharding of the width over devices.
+If it does not divide the width, there are padding columns, which have to be zero for the kernels.
 
 Axis letters: N videos, T frames, H rows, W columns, C channels; t, h and w are the sizes of latents. Arrays
 are NTHWC.
@@ -74,7 +75,7 @@ class EncoderChunk(OnColumns, nnx.Module):
 
     def __call__(self, x: jax.Array, cache: Cache | None) -> tuple[jax.Array, Cache]:
         if x.dtype == jnp.uint8:
-            # `from_uint8` turns the zeros of padding columns into -1.
+            # `from_uint8` turns the zeros of padding columns into -1, and the kernels need zeros there.
             x = with_clear_padding(from_uint8(x, "float32"), self.split)
         moments, cache = self.encoder(x.astype(self.dtype), cache)
         return moments if self.quant_conv is None else self.quant_conv(moments), cache
@@ -99,9 +100,10 @@ class DecoderChunk(nnx.Module):
         z = z.astype(self.dtype)
         if self.post_quant_conv is not None:
             z = self.post_quant_conv(z)
-        # It says whether the chunk's first frame stays single where frames are doubled. None lets the decoder
-        # decide by the number of frames: an odd number counts as the video's first chunk. With
-        # `frame_by_frame` the later chunks have an odd number, one, too, so they need False.
+        # `first_frame_alone` says whether the chunk's first frame stays single where the number of frames is
+        # doubled. With None the decoder decides: it stays single if the number of frames is odd, which
+        # otherwise only the video's first chunk has. With `frame_by_frame` all chunks have one frame, so the
+        # later ones, which get a cache, need False.
         first_frame_alone = False if cache is not None and self.frame_by_frame else None
         frames, cache = self.decoder(z, cache, first_frame_alone=first_frame_alone)
         return to_uint8(frames) if self.as_uint8 else frames, cache
@@ -192,7 +194,7 @@ class CachedProgram(NamedTuple):
     """A chunk's program, which a model keeps because Flax takes long to split a module.
 
     `attributes` are the values of the attributes of the program's network and of all modules in it. A network
-    with the same objects as attributes is the same, and may use the program. `variables` are the weights, in
+    with the same objects as attributes is the same, and may use the program. `variables` hold the weights, in
     the order in which the program takes them.
     """
 
@@ -202,7 +204,7 @@ class CachedProgram(NamedTuple):
 
     @classmethod
     def of(cls, module: nnx.Module, attributes: list[Any], placement: Placement | None) -> "CachedProgram":
-        """Return the program of a network, a module that has these attributes."""
+        """Return the program of `module`, a network whose `attributes` are those of `_attributes(module)`."""
         network, _weights = Network.split(module)
         # `reduce` follows each path of names and list indices from the module down to its variable.
         paths = [path for path, _ in nnx.to_flat_state(nnx.state(module))]
@@ -221,10 +223,11 @@ def _child(node: Any, key: Any) -> Any:
 
 
 def _attributes(node: Any) -> Iterator[Any]:
-    """Yield the values of all attributes of a module and of the modules in it, but those that Flax adds."""
+    """Yield the values of all attributes of a module and of the modules in it."""
     for name, value in vars(node).items():
-        if not name.startswith("_pytree__"):
+        if not name.startswith("_pytree__"):  # Flax itself adds attributes with such names
             yield value
+            # A variable holds a weight. Its value is left out, as a program takes new weights as arguments.
             if isinstance(value, nnx.Pytree) and not isinstance(value, nnx.Variable):
                 yield from _attributes(value)
 
@@ -446,11 +449,12 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         if not jnp.issubdtype(x.dtype, jnp.floating) and (direction, x.dtype) != (ENCODE, jnp.uint8):
             raise integers_refused(direction, x.dtype)
         check_values(direction, runtime.largest_of(x), lambda: runtime.first_nonfinite_of(x), NTHWC)
-        plan = chunks.plan(x.shape[1], 1) if frame_by_frame else direction.chunks(self, x.shape[1])
+        frame_ranges = chunks.plan(x.shape[1], 1) if frame_by_frame else direction.chunks(self, x.shape[1])
         # If `x` is a NumPy array, only one chunk's frames at a time go to the device.
-        cut_chunks = (runtime.take(x, 1, chunk.start, len(chunk)) for chunk in plan)
-        tiles = self.tiles and self.tiles.plan(direction, x.shape[2:4], scale)
-        return chunks.run(self.step(direction, tiles, frame_by_frame=frame_by_frame, **options), cut_chunks)
+        cut_chunks = (runtime.take(x, 1, frames.start, len(frames)) for frames in frame_ranges)
+        tile_plan = None if self.tiles is None else self.tiles.plan(direction, x.shape[2:4], scale)
+        step = self.step(direction, tile_plan, frame_by_frame=frame_by_frame, **options)
+        return chunks.run(step, cut_chunks)
 
     def step(
         self,
@@ -468,13 +472,13 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         # Tiles are blended as floats: `tiled_step` converts the blended frames.
         options = {"as_uint8": as_uint8 and plan is None, "frame_by_frame": frame_by_frame}
         network = self.chunk(direction, **options)
-        attributes = [*_attributes(network)]
-        programs = _PROGRAMS.setdefault(self, {})
+        attributes = [*_attributes(network)]  # the same objects as in an earlier call if nothing has changed
+        programs = _PROGRAMS.setdefault(self, {})  # of this model
         key = direction, placement, *options.values()
         cached = programs.get(key)
         if cached is None or not cached.is_for(attributes):
             cached = programs[key] = CachedProgram.of(network, attributes, placement)
-        # The arrays of the weights, as they are now.
+        # New weights need no new program: the arrays that the variables hold now are passed to it.
         step = cached.program.step([variable.get_raw_value() for variable in cached.variables])
         return step if plan is None else tiling.tiled_step(step, plan, NTHWC, placement, as_uint8)
 
@@ -521,7 +525,8 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         return Placement(
             self.mesh,
             axes=NTHWC,
-            unit=direction.scale(self.config.spatial_compression_ratio),  # input columns of a latent pixel
+            # The input columns of a latent pixel, which must be on one device.
+            unit=direction.scale(self.config.spatial_compression_ratio),
         )
 
     # Training

@@ -88,6 +88,7 @@ class FlaxAutoencoderKLCogVideoXConfig:
             ModelError: the Flax build does not know a field that is not None.
         """
         known = {field.name for field in dataclasses.fields(cls)}
+        # diffusers' class ignores the fields in `NEVER_READ`, and a field that is None changes nothing.
         unknown = [
             name
             for name, value in config.items()

@@ -9,6 +9,7 @@
 - `zq`, as in diffusers, are the latents that modulate a spatial norm. Norms without latents get None.
 - `first_frame_alone` says whether the first frame stays single where the number of frames is doubled. None
   stands for true if the number of frames is odd, else for false.
+- `split` is the sharding of the width over devices.
 - A level is the part of a network with one resolution. The next level has half of it in an encoder, and
   twice as much in a decoder.
 
@@ -183,15 +184,15 @@ def normed_conv(
         return *causal(norm(*inputs, activation="silu"), cache, residual=residual), None
     dtype = x_NTHWC.dtype
     group_norm = norm  # the GroupNorm by itself, or, below, the one in a spatial norm
-    latents: tuple[Any, ...] = ()
+    # For a spatial norm: the latents, then the matrix (I, O) and the bias of their convolution to the norm's
+    # factors (y), then of that to its addends (b).
+    modulation: tuple[Any, ...] = ()
     if isinstance(norm, SpatialNorm3D):
         group_norm = norm.norm_layer
-        # The latents, then a matrix (I, O) and a bias of their convolution to the norm's factors, then of
-        # that to its addends.
-        latents = (zq_NthwC, *norm.conv_y.conv.matrix(dtype), *norm.conv_b.conv.matrix(dtype))
+        modulation = (zq_NthwC, *norm.conv_y.conv.matrix(dtype), *norm.conv_b.conv.matrix(dtype))
     return jax_kernels.norm_conv3d(
         x_NTHWC,
-        jax_kernels.NormParams(group_norm.scale[...], group_norm.bias[...], *latents),
+        jax_kernels.NormParams(group_norm.scale[...], group_norm.bias[...], *modulation),
         *causal.conv.cast(dtype),  # kernel and bias
         cache,
         moments,
@@ -199,7 +200,7 @@ def normed_conv(
         eps=group_norm.eps,
         first_frame_alone=first_frame_is_alone(x_NTHWC.shape[1]),
         residual=residual,
-        split=causal.split,  # the sharding of the width
+        split=causal.split,
     )
 
 

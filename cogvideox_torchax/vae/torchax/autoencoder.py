@@ -76,9 +76,10 @@ upstream.wrap_from_pipe(_from_pipe_with_ported_parts)
 
 
 def _checked(direction: Direction) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator for methods of this direction that diffusers' class has too; it checks their input.
+    """Return a decorator of a method that overrides one of diffusers' class; it checks the method's input.
 
-    If a user has replaced the method in diffusers' class, the replacement runs on JAX instead of ours.
+    `direction` tells what the input is. If a user has replaced the method in diffusers' class, and the
+    weights are on JAX, the user's method runs there instead of the decorated one.
     """
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -138,8 +139,8 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         """
         name = pretrained_model_name_or_path
         diffusers_options.pop("use_safetensors", None)  # it is always on, below
-        # `locate_with_dtype` downloads the files, so only it gets the options of the download. `super` loads
-        # from the local directory.
+        # `locate_with_dtype` downloads the files, so only it gets `OPTIONS`, the options of the download and
+        # `torch_dtype`. `super` loads from the local directory.
         options = {option: diffusers_options.pop(option) for option in OPTIONS & diffusers_options.keys()}
         directory, dtype_name = checkpoint.locate_with_dtype(name, subfolder, variant, dtype, options)
         try:
@@ -246,12 +247,14 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         network = chunk_network(self, direction)
         on_torchtpu = runtime.is_on_torchtpu(self)
         wants_gradient = plan is None and not on_torchtpu and runtime.wants_gradient(network, x)
-        result: Any = None  # in training `differentiable` computes it, below
+        # In training the result stays None here, and `differentiable` computes it at the end.
+        result: Any = None
         if not (wants_gradient and self.training):
             results = self.results(direction, frames_of_chunks(self, direction, x), plan)
             result = joined(results, on_host=not runtime.on_accelerator(x))
         if on_torchtpu or plan is not None:
-            # On an accelerator, a backward pass from this result raises an error with the message.
+            # On an accelerator, a backward pass from this result raises an error with the message. A plain
+            # tensor's result is returned unchanged, and torch's own backward pass goes through the tiles.
             message = runtime.NO_GRADIENT if on_torchtpu else NO_GRADIENT_IN_TILES
             return runtime.without_gradient(network, x, result, message)
         if not wants_gradient:
@@ -315,7 +318,8 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         place = Placement(
             self.mesh,
             axes=NCTHW,
-            unit=direction.scale(self.spatial_compression_ratio),  # input columns of a latent pixel: 8 or 1
+            # The input columns of a latent pixel, 8 or 1, which must be on one device.
+            unit=direction.scale(self.spatial_compression_ratio),
             types=LAYERS,  # reports list the shapes of their activations
         )
         return runtime.Program(network, place)

@@ -183,7 +183,8 @@ class SpatialNorm3D(OnColumns, diffusers_vae.CogVideoXSpatialNorm3D):
         """
         if not by_kernel(self, f) or not _as_ported(self):
             y, new_cache = super().forward(f, zq, conv_cache)
-            # Diffusers' 1x1x1 convolutions return their whole input as a cache, which nothing reads.
+            # Diffusers' 1x1x1 convolutions return their whole input as a cache, which nothing reads. In a
+            # program it would be one more result, and take memory.
             cache: Any = {} if on_accelerator(f) else new_cache
             return with_zero_padding(_activated(y, activation), self.split), cache
         # The result is norm(f) * conv_y(zq) + conv_b(zq).

@@ -36,7 +36,7 @@ class EncoderChunk(OnColumns, nn.Module):
     def forward(self, x: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
         if x.dtype == torch.uint8:
             dtype = runtime.dtype_name(self.encoder.conv_in.conv.weight.dtype)
-            # `from_uint8` turns the zeros of padding columns into -1.
+            # `from_uint8` turns the zeros of padding columns into -1, and the kernels need zeros there.
             x = with_zero_padding(from_uint8(x, dtype), self.split)
         moments, cache = self.encoder(x, conv_cache=_permuted(cache, HWNTC, NCTHW))
         if self.quant_conv is not None:
@@ -73,7 +73,10 @@ def chunk_network(vae: DiffusersAutoencoder, direction: Direction, as_uint8: boo
 
 
 class RecordedLayers(nn.Module):
-    """A network that runs another one, and returns the outputs of those layers whose names are `wanted`."""
+    """A network that runs another network, and returns the outputs of its layers, by name.
+
+    `wanted` is a function that returns whether a layer of this name is recorded.
+    """
 
     def __init__(self, network: nn.Module, wanted: Callable[[str], Any]):
         super().__init__()
