@@ -1,6 +1,7 @@
 """The command line: `cogvideox-torchax COMMAND ...`.
 
 A command is a file with its options, `COMMAND`, and `run(args)`, which returns the exit code, or None for 0.
+For every command `args` has `quiet`, `profile`, `distributed` and `traceback`, even if it lacks the options.
 """
 
 import argparse
@@ -27,7 +28,7 @@ INTERRUPTED = 130  # a shell's code for a process that Ctrl-C ended
 
 
 def parser() -> argparse.ArgumentParser:
-    from cogvideox_torchax.cli.options import CommandParser
+    from cogvideox_torchax.cli.options import CommandParser  # imports torch, as the commands' modules do
 
     root = argparse.ArgumentParser(
         prog="cogvideox-torchax",
@@ -40,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     )
     for name in COMMANDS:
         command = importlib.import_module(f"{__name__}.{name}")
-        command.COMMAND.add_to(subparsers, name).set_defaults(run=command.run)
+        command.COMMAND.add_to(subparsers, name).set_defaults(run=command.run)  # becomes `args.run`
     return root
 
 
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         args = parser().parse_args(argv)
     try:
-        quiet_libraries(bars=not args.quiet)
+        quiet_libraries(bars=not args.quiet)  # hides other packages' warnings; `bars` keeps progress bars
         # A profile would start JAX, which processes must not do before they connect.
         if args.distributed and args.profile is not None:
             raise ValueError("--profile records a single process: leave out --distributed")
@@ -110,6 +111,7 @@ def _report_error(error: BaseException, args: argparse.Namespace) -> int:
             raise error
         # Not raised: at the interpreter's exit JAX would wait for the other processes.
         traceback.print_exception(error)
+    # An `ImportError` is wrong input, too: its message names the extra of this package to install.
     wrong_input = isinstance(error, ValueError | ImportError) or (
         isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG  # a name that the user gave
     )

@@ -21,7 +21,7 @@ FOR_MANY = ("keep", "buckets", "windows", "min_size", "ray", "actors", "workers"
 
 
 def check_one(args: argparse.Namespace) -> None:
-    """Raise `ValueError` for an option of `FOR_MANY` that was given for a single clip."""
+    """Raise `ValueError` for an option of many clips that was given for a single clip."""
     for name in FOR_MANY:
         # The options' defaults are None and False. `getattr` returns None for one that the command lacks.
         if getattr(args, name, None) not in (None, False):
@@ -30,20 +30,21 @@ def check_one(args: argparse.Namespace) -> None:
 
 
 def _check_output(path: str) -> None:
-    """Raise `OutputError` for an output directory with a file's suffix, unless that directory exists."""
+    """Raise `OutputError` if an output directory has the suffix of a file, and does not exist yet."""
     suffix = Path(path).suffix.lower()
-    is_file_name = suffix in (*formats.SUFFIXES.values(), ".mp4", ".gif") and not Path(path).is_dir()
+    file_suffixes = (*formats.SUFFIXES.values(), ".mp4", ".gif")  # of latents, and of videos
+    is_file_name = suffix in file_suffixes and not Path(path).is_dir()
     refuse(path, {f"many clips go into a directory: give a name without {suffix}": is_file_name})
 
 
 def encode(args: argparse.Namespace) -> int:
     """Encode the clips that the output directory lacks; return 1 if some cannot be encoded, else 0."""
-    is_mean = args.keep in (None, clip.POSTERIOR, clip.MEAN)
+    keeps_no_sample = args.keep in (None, clip.POSTERIOR, clip.MEAN)  # None is the default, the posterior
     on_ray = args.ray is not None
     # Raises a `ValueError` with the first message whose condition is true.
     faults.refuse(
         {
-            "--seed draws samples: add --keep sample, or both": args.seed is not None and is_mean,
+            "--seed draws samples: add --keep sample, or both": args.seed is not None and keeps_no_sample,
             "--actors is for Ray: add --ray": args.actors and not on_ray,
             "Ray deals out the clips itself: leave out --distributed": args.distributed and on_ray,
             "Ray reads the clips itself: leave out --workers": args.workers and on_ray,
@@ -56,7 +57,7 @@ def encode(args: argparse.Namespace) -> int:
         config = common.config_of(
             args,
             buckets=tuple(map(clip.Bucket.parse, args.buckets.split(","))) if args.buckets else (),
-            fps=args.fps and str(args.fps),
+            fps=args.fps and str(args.fps),  # a `Fraction` as text; None stays None
             windows=args.windows,
             min_size=args.min_size,
             keep=args.keep or clip.POSTERIOR,
@@ -76,7 +77,8 @@ def encode(args: argparse.Namespace) -> int:
                 steps = ray.work(directory, config, args.ray or None, actors=args.actors)
             else:
                 steps = directory.work(readers=args.workers or loop.READERS)
-            # A clip is encoded when `_run_loop` takes its outcome from `steps`.
+            # `steps` is a generator: each clip is encoded when `_run_loop` takes its outcome. `changes` then
+            # counts what was done to the clip's frames.
             changes = Changes()
             report = _run_loop(args, steps, directory, changes)
     return _print_report(args, {**report, **changes.report()}, directory)
@@ -89,7 +91,8 @@ def decode(args: argparse.Namespace) -> int:
     """
     _check_output(args.output)
     if args.model:
-        models.local(args.model)  # raises before the output is made, if there is no such directory
+        # Called for its error if there is no such model: the output directory is not made yet.
+        models.local(args.model)
     files = sources.shards(Path(args.latents))
     with devices.process_shard(args) as process_shard:
         directory = VideoDirectory(args.output, files, args.fps, process_shard, retry=args.retry_failed)
@@ -98,12 +101,14 @@ def decode(args: argparse.Namespace) -> int:
                 common.say(f"bad: {name}: {reason}")
             # One clip is checked before the loop begins: latents of another model end the command, and do not
             # become a list of bad clips. None if no clip is left to decode: then no model is loaded.
-            first = directory.first_latents()
-            config = common.config_of(args, model=args.model or (first.model if first else ""))
+            first_latents = directory.first_latents()
+            latents_model = first_latents.model if first_latents else ""
+            config = common.config_of(args, model=args.model or latents_model)
             unit = clip.DecodeClip(config, common.say)
-            if first:
-                unit.check(first)
-            directory.save_or_check_settings(config.fixed_settings(unit.model_sha256 if first else ""))
+            if first_latents:
+                unit.check(first_latents)
+            model_sha256 = unit.model_sha256 if first_latents else ""  # loads the model
+            directory.save_or_check_settings(config.fixed_settings(model_sha256))
             steps = directory.work(unit, readers=args.workers or loop.READERS)
             report = _run_loop(args, steps, directory)
     return _print_report(args, report, directory)
@@ -125,7 +130,7 @@ def _run_loop(
     for step in common.progress(steps, len(directory.missing), args.command, args=args, unit="clip"):
         waited, computed = waited + step.waited, computed + step.computed
         if step.error is not None:
-            common.say(f"bad clip {step.job}: {step.error}")
+            common.say(f"bad clip {step.job}: {step.error}")  # the job is the clip's id
             continue
         count += 1
         if changes:
@@ -134,7 +139,8 @@ def _run_loop(
     return {
         "output": args.output,
         "backend": args.backend,
-        # With Ray JAX is not asked: actors on this host may hold its chips. `decode` has no option `ray`.
+        # With Ray this process does not ask JAX for the device's name: JAX would start, and actors on this
+        # host may hold its chips. `getattr`, because `decode` has no option `ray`.
         "device": "Ray" if getattr(args, "ray", None) is not None else common.device_name(args.backend),
         "done_before": directory.done_before,
         "bad": len(directory.bad),

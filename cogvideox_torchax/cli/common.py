@@ -54,7 +54,8 @@ def check_input(path: str) -> None:
 def check_video(path: str, output: str | None = None) -> None:
     """Raise `ValueError` for a video that does not exist, that holds latents, or that is the output."""
     check_input(path)
-    if Path(path).suffix in formats.SUFFIXES.values() and Path(path).is_file():
+    is_latents = Path(path).suffix in formats.SUFFIXES.values()  # of latent files, and of shards of them
+    if is_latents and Path(path).is_file():
         raise ValueError(f"{path} holds latents: decode it, or give a video")
     if output and Path(output).exists() and Path(path).samefile(output):
         raise ValueError(f"cannot write {output}: it is the input; name another file")
@@ -85,7 +86,8 @@ def device_name(backend: str) -> str:
 
 
 def config_of(args: argparse.Namespace, **options: Any) -> ClipConfig:
-    """Return the `ClipConfig` of a command's options that are its fields; `options` take precedence."""
+    """Return a `ClipConfig` with the values of a command's options; `options`, by field, take precedence."""
+    # A command may lack some of these options: then the field keeps its default.
     names = ("model", "backend", "dtype", "tiling", "dp", "tp", "frames", "height", "width", "crop")
     fields = {name: getattr(args, name) for name in names if hasattr(args, name)} | options
     parse_dtype(fields["dtype"])  # raises for an unknown name
@@ -99,10 +101,13 @@ def open_clip(args: argparse.Namespace, at_most: int | None = None, fps: Fractio
     `fps` is the rate at which frames are taken; None for the video's own.
     """
     check_video(args.video, args.output)
-    # None for all frames. A part that is longer than the video would be an error: hence the minimum.
-    count = args.frames or (at_most and min(at_most, video.probe(args.video).num_frames))
+    count = args.frames  # None for all frames
+    if not count and at_most:
+        # A part that is longer than the video would be an error.
+        count = min(at_most, video.probe(args.video).num_frames)
     rate = None if fps is None else str(fps)
-    # The model's name and the clip's id are "": `select_part` uses neither.
+    # The model's name and the clip's id are "": `select_part` uses neither. `SPATIAL_SCALE`, 8 pixels to a
+    # latent pixel, must divide the size.
     config = ClipConfig("", frames=count, fps=rate, height=args.height, width=args.width, crop=args.crop)
     return select_part(Clip("", args.video), config, SPATIAL_SCALE)
 

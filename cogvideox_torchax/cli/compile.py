@@ -50,6 +50,7 @@ def run(args: argparse.Namespace) -> None:
             common.say(f"{direction} {size_text}")
             clock = CompileClock()
             _run_every_program(vae, direction, *size)
+            # `clock.seconds` leaves out the time of running.
             programs.append({"kind": direction, "size": size_text, "compile_s": clock.seconds})
     report = {"device": common.device_name(args.backend), "compile_cache": cache}
     # The printed table has a row for each program; the JSON has a list of them.

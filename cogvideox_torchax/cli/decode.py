@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     common.check_input(args.latents)
     if Path(args.latents).is_dir():
         return batch.decode(args)
-    batch.check_one(args)
+    batch.check_one(args)  # raises for options that only many clips have
     if Path(args.latents).suffix.lower() in video.SUFFIXES:
         raise ValueError(f"{args.latents} is a video: encode it first, and decode the latents")
     if Path(args.latents).suffix in (".parquet", ".tar"):
@@ -40,16 +40,15 @@ def run(args: argparse.Namespace) -> int:
             "into another one"
         )
     with devices.process_group(args) as group:
-        loaded = latents.load(args.latents)
-        if len(loaded.tensor) > 1:
-            raise ValueError(
-                f"{args.latents} holds {len(loaded.tensor)} videos, one is decoded: save each by itself"
-            )
-        fps = args.fps or loaded.fps
+        loaded_latents = latents.load(args.latents)
+        num_videos = len(loaded_latents.tensor)
+        if num_videos > 1:
+            raise ValueError(f"{args.latents} holds {num_videos} videos, one is decoded: save each by itself")
+        fps = args.fps or loaded_latents.fps
         with group.writing(args.output, fps) as sink:  # an error in the output comes before the model's work
-            vae = common.load_vae(args.model or loaded.model, args.backend, args.dtype, group.mesh)
+            vae = common.load_vae(args.model or loaded_latents.model, args.backend, args.dtype, group.mesh)
             clock = common.announcing_clock(args)
-            written = common.decode_to(sink, vae, loaded, args, group.fetch_to_first)
+            written = common.decode_to(sink, vae, loaded_latents, args, group.fetch_to_first)
     if group.is_first:
         common.print_results(args, clock, {"frames": written, "fps": float(fps)})
     return 0

@@ -41,16 +41,16 @@ COMMAND = options.Command(
 def run(args: argparse.Namespace) -> None:
     """Encode and decode a clip, and compare each result with PyTorch's; print the figures.
 
-    The files are a video and a picture of the source beside the reconstruction, and the latents.
+    It writes a video and a picture that show the source beside the reconstruction, and the latents.
     """
     if args.video is None:
         args.video = demo_clip()
-        if not (args.height or args.width or args.crop):
+        if not (args.height or args.width or args.crop):  # no size was asked for
             args.height, args.width = DEMO_SIZE
-    clip = common.open_clip(args, at_most=FRAMES)  # the frames after the first `FRAMES` are not read
+    clip = common.open_clip(args, at_most=FRAMES)  # without --frames, only the first `FRAMES` frames
     output = whole.make_directory(args.output)
     whole.check_output(output / "demo.mp4")  # an error now, not after the models have run
-    source = torch.stack(list(clip.stream()), dim=2)
+    source = torch.stack(list(clip.stream()), dim=2)  # uint8 (1, 3, T, H, W)
 
     common.take_bundled_model(args)  # sets `args.model` if no --model is given
     torch_vae = common.load_vae(args.model, "torch", args.dtype)  # the one to compare with

@@ -19,10 +19,10 @@ Fetch = Callable[[torch.Tensor], torch.Tensor]
 """Brings the result of a chunk from the devices to the host."""
 
 
-def _check_options(args: argparse.Namespace, need_mesh: tuple[str, ...]) -> None:
+def _check_options(args: argparse.Namespace, mesh_options: tuple[str, ...]) -> None:
     """Raise `ValueError` for options of several devices or processes that would have no effect."""
-    # `need_mesh` names the options, such as "dp", that take effect only with a backend that runs on a mesh.
-    for name in need_mesh:
+    # Names of options, such as "dp", that take effect only with a backend that runs on a mesh.
+    for name in mesh_options:
         if getattr(args, name) and not backends.backend(args.backend).runs_on_mesh:
             raise ValueError(
                 f"--backend {args.backend} runs on one device: leave out --{name}, or take torchax"
@@ -76,7 +76,7 @@ def process_group(args: argparse.Namespace) -> Iterator[ProcessGroup]:
         _check_options(args, ("dp", "tp", "distributed"))
         with _connected(args) as sharding:
             mesh = sharding.make_mesh(args.dp or 1, args.tp)
-            sharding.check_all_take_part(mesh)
+            sharding.check_all_take_part(mesh)  # raises if a process has no device in the mesh
             # Results of chunks are sent through files in a directory beside the output.
             with sharding.exchanging(args.output) as exchange:
                 yield ProcessGroup(mesh, sharding.is_first(), exchange.fetch_to_all, exchange.fetch_to_first)

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         for name, (extra, purpose) in OPTIONAL.items()
         if optional[name] == "not installed"
     ]
-    advice += untested()
+    advice += untested()  # a line for each package whose version the tests have not passed with
     report: dict[str, Any] = {"python": platform.python_version(), **core, **optional, "torchax works": "yes"}
     try:
         import_torchax()

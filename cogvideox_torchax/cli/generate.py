@@ -128,6 +128,7 @@ def run(args: argparse.Namespace) -> None:
             f"cannot write {args.preview}: a preview goes into a .png file": (
                 args.preview and not args.preview.endswith(".png")
             ),
+            # With the stage "latents", `_load_latents_stage` refuses this option with all others of sampling.
             f"got --strength {args.strength} without a video to start from: pass --video, or leave it out": (
                 args.strength is not None and not args.video and args.from_stage != stages.LATENTS
             ),
@@ -142,7 +143,7 @@ def run(args: argparse.Namespace) -> None:
     # Without --save-stages `_backed_up` keeps the sampled latents in a file while they are decoded. `backup`
     # is the outer context, which ends last: the file is removed only when the video is written completely.
     with contextlib.ExitStack() as backup, video.writing(args.output, args.fps) as sink:
-        if args.save_stages and not args.from_stage:
+        if args.save_stages and not args.from_stage:  # else an earlier run has made it
             whole.make_directory(args.save_stages, "keep stages in")
         elif not args.save_stages:
             whole.check_file(_backup_path(args))
@@ -169,7 +170,8 @@ def _load_latents_stage(args: argparse.Namespace) -> latent_files.Latents:
     `ValueError` for options of sampling, which is done already, and if there are no latents, or another
     model's.
     """
-    # Names of the options of sampling alone: `--dtype` is left out, because the VAE has a dtype too.
+    # Names of the options of sampling alone: the fields of a request for a video, and two more. `--dtype` is
+    # left out, because the VAE has a dtype too.
     sampling = {*stages.FIELDS, "preview", "cache"} - {"dtype"}
     useless = sorted(stages.option(name) for name in sampling if getattr(args, name) is not None)
     if useless:
@@ -180,7 +182,7 @@ def _load_latents_stage(args: argparse.Namespace) -> latent_files.Latents:
     if not path.is_file():
         raise stages.StageError(f"there is no stage {path}: resume from 'text'")
     latents = latent_files.load(path)
-    latents.check_model(generate.config_of(args.model, generate.VAE_CONFIG))
+    latents.check_model(generate.config_of(args.model, generate.VAE_CONFIG))  # by the JSON file alone
     return latents
 
 
@@ -221,6 +223,7 @@ def _sample_latents(args: argparse.Namespace) -> tuple[Any, latent_files.Latents
     mesh = devices.mesh_of(args)
     # An earlier run's embeddings. Here --from-stage is "text": with "latents" nothing is sampled.
     saved_text = stages.load_text(args.save_stages) if args.from_stage else None
+    # A description of the model by its configs. The weights are loaded after all checks.
     model = generate.describe(args.model, image=args.image is not None, clip=args.video is not None)
     if saved_text is not None:
         saved_text.check_model(model.fingerprint)
@@ -233,7 +236,7 @@ def _sample_latents(args: argparse.Namespace) -> tuple[Any, latent_files.Latents
         cache_config = cache_options.config_of(
             args.cache,
             steps=generate.steps_of(request, model),
-            guided=request.guidance_scale > 1,
+            guided=request.guidance_scale > 1,  # a scale of 1 or less is no guidance
             timestep=lambda: pipe.current_timestep,  # of `pipe` below: it is called while that runs
         )
     pipe = generate.load_generator(model, dtype, mesh, with_text=saved_text is None)
@@ -250,5 +253,6 @@ def _sample_latents(args: argparse.Namespace) -> tuple[Any, latent_files.Latents
     if directory is not None:
         latent_files.save(latents, stages.path_of(directory, stages.LATENTS))
     if args.cache:
+        # As text, the cache is the number of steps that it has skipped.
         common.say(f"--cache {args.cache}: {pipe.transformer.step_cache}")
     return pipe.vae, latents

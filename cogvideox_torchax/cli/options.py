@@ -54,8 +54,9 @@ class CommandParser(argparse.ArgumentParser):
         the command's options.
         """
         words = [*(sys.argv[1:] if args is None else args)]
+        # `_actions`, because argparse has no public list of a parser's options.
         known = {flag for action in self._actions for flag in action.option_strings}
-        for i, word in enumerate(itertools.takewhile(lambda word: word != "--", words)):
+        for i, word in enumerate(itertools.takewhile(lambda word: word != "--", words)):  # "--" ends options
             name, *value = word.partition("=")  # "--name=value" as "--name" and ["=", "value"]
             # A word with a space is a value, such as a prompt that begins with "--".
             if name.startswith("--") and " " not in name and name not in known:
@@ -63,10 +64,10 @@ class CommandParser(argparse.ArgumentParser):
                 if hyphenated not in known:
                     self.error(f"there is no option {name}{self._advice(hyphenated, known)}")
                 words[i] = "".join((hyphenated, *value))
-        found, unknown = super().parse_known_args(words, namespace)
+        parsed, unknown = super().parse_known_args(words, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}; a value follows its option")
-        return found, []
+        return parsed, []
 
     def _advice(self, name: str, known: Iterable[str]) -> str:
         """Return the end of the error about an unknown option `name`; "" if no option is near.
@@ -141,15 +142,18 @@ def seed(text: str) -> int:
 
 
 def argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a `type` for argparse that calls `read`, so that argparse prints a `ValueError`'s message."""
+    """Return a function for argparse's `type` that returns `read(text)`.
 
-    def value(text: str) -> Any:
+    argparse prints the message of an `ArgumentTypeError`, but not that of a `ValueError`.
+    """
+
+    def read_argument(text: str) -> Any:
         try:
             return read(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
 
-    return value
+    return read_argument
 
 
 frame_rate = argument(video.frame_rate)
@@ -172,14 +176,14 @@ def model_options(default: str = "the small bundled model") -> tuple[Option, ...
 
 def clip_options(frames: int | None = None) -> tuple[Option, ...]:
     """Return the options that choose a part of a clip; `frames` is help's default, None for all frames."""
-    shown = "" if frames is None else f" (default: {frames}, or all of a shorter clip)"
+    default = "" if frames is None else f" (default: {frames}, or all of a shorter clip)"
     resize_help = "resize to this {} in pixels; the {} follows if it is not given"
     return (
         Option(
             *("--frames", "--num-frames"),
             group="part of the clip",
             type=positive,
-            help=f"read only the first so many frames{shown}",
+            help=f"read only the first so many frames{default}",
         ),
         Option(
             "--height", group="part of the clip", type=positive, help=resize_help.format("height", "width")

@@ -11,7 +11,7 @@ from typing import Any
 from cogvideox_torchax.backends import Use, names
 from cogvideox_torchax.cli import options
 from cogvideox_torchax.files import faults, reports, whole
-from cogvideox_torchax.pipelines.cache_options import config_of
+from cogvideox_torchax.pipelines import cache_options
 
 TOPOLOGY = "v6e:1x1"
 ONLY = {
@@ -165,13 +165,14 @@ def check(args: argparse.Namespace) -> None:
         if args.network not in networks and (getattr(args, name) or None) != defaults[flag]:
             raise ValueError(f"{flag} does not go with --network {args.network}")
     if args.cache:
-        config_of(args.cache, steps=50, guided=not args.no_guidance)  # only to raise for an unknown cache
+        # Called only for its error about an unknown cache.
+        cache_options.config_of(args.cache, steps=50, guided=not args.no_guidance)
     has_skips, is_first_block = args.skips is not None, (args.cache or "").startswith("first-block")
     # Raises a `ValueError` with the first message whose condition is true.
     faults.refuse(
         {
             f"--topology {args.topology} does not go with --platform cpu: leave one out": (
-                args.platform == "cpu" and args.topology != TOPOLOGY
+                args.platform == "cpu" and args.topology != TOPOLOGY  # the default
             ),
             "--skips N says how many of 50 steps --cache first-block skips, which decides as it runs: give "
             "both or neither": has_skips != is_first_block,

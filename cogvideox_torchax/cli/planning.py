@@ -64,8 +64,8 @@ def planned(args: argparse.Namespace) -> dict[str, Any]:
     # The layers of the last program: of the later chunks, which are most of a video.
     layers = programs[-1].layers if args.layers else []
     if layers:
-        head, *cells = report.table(layers)  # rows of texts
-        print(reports.table(head, cells))
+        head, *rows = report.table(layers)  # the cells of the table, as texts
+        print(reports.table(head, rows))  # as a Markdown table
     if request.chip:  # a CPU has no limit of memory, and no estimate of time
         # `ADVISERS` has, by network, the function that finds changes of the command line with which it fits.
         if args.network in ADVISERS and not figures["fits"] and not args.no_advice:
@@ -94,7 +94,7 @@ def compiled(
     plans = []
     for work in request.works:
         plan = compile_one(work)
-        if work.program:  # a `runtime.Program`, which knows its layers
+        if work.program:  # the VAE's `runtime.Program`, which knows its layers; None for other networks
             plan.layers = report.layers(work.program, plan.text)
         print(f"{plan.name}, {plan.frames} {'tokens' if plan.name == 'prompt' else 'frames'} in")
         common.print_report(rows(plan, request.chip))
@@ -144,7 +144,7 @@ def _requested_network(args: argparse.Namespace, vae: Any, mesh: Any, chip: chip
     """Return the program of the text encoder, of a step, or with `--cache` of each kind of step."""
     from cogvideox_torchax.plan import networks  # needs transformers, as the VAE does not
 
-    runtime.enable()
+    runtime.enable()  # as in a run, torchax is on while networks are placed and traced
     counts: Sequence[int] = (1,)
     if args.network == "prompt":
         tokens = networks.transformer_config(args.model).get("max_text_seq_length", 226)  # diffusers' default
@@ -152,7 +152,8 @@ def _requested_network(args: argparse.Namespace, vae: Any, mesh: Any, chip: chip
     else:
         # The size of the transformer's input: that of the video's latents, which a `Job` computes and checks.
         chunks, (_, height, width) = jobs.Job(DECODE, args.frames, args.height, args.width).chunk_shapes(vae)
-        size = {"frames": chunks[-1].stop, "height": height, "width": width}
+        latent_frames = chunks[-1].stop  # the last chunk ends with the last frame
+        size = {"frames": latent_frames, "height": height, "width": width}
         options = {"guided": not args.no_guidance, "parallel": args.parallel, "cache": args.cache}
         step = functools.partial(networks.step_work, args.model, vae.dtype, mesh, chip, **size, **options)
         # With a cache there are several kinds of steps, such as steps that skip blocks, and each kind has a
@@ -191,6 +192,7 @@ def _requested_pipeline(
     decoder_bytes = jobs.weight_bytes(vae, DECODE)
     return PlanRequest(
         works=[*prompt.works, *step.works, *decoding.works],
+        # With guidance two prompts are encoded: the user's and the negative one.
         counts=(1 if args.no_guidance else 2, networks.STEPS, *decoding.counts),
         mesh=mesh,
         chip=chip,
@@ -245,9 +247,9 @@ def _pipeline_would_fit(
     present_peak = peak_bytes(programs, request.beside)
     generation = args.topology.partition(":")[0]  # a topology is "GENERATION:GRID"
     # `GRIDS` has the flat grids by their number of chips. Grids of other generations have three axes.
-    flat = args.topology.count("x") == 1
-    dp = 1 if args.no_guidance else 2
-    for num_chips, grid in chips.GRIDS.items() if flat else ():
+    is_flat = args.topology.count("x") == 1
+    dp = 1 if args.no_guidance else 2  # each pass of guidance on devices of its own
+    for num_chips, grid in chips.GRIDS.items() if is_flat else ():
         if num_chips <= request.mesh.size:
             continue
         larger = _with(args, topology=f"{generation}:{grid}", dp=dp, tp=num_chips // dp)

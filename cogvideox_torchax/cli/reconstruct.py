@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> None:
     clip = common.open_clip(args)
     with devices.process_group(args) as group:
         fps = args.fps or clip.info.fps
-        video.check_writing(args.output, fps)
+        video.check_writing(args.output, fps)  # raises before the model is loaded
         common.take_bundled_model(args)  # sets `args.model` if no --model is given
         vae = common.load_vae(args.model, args.backend, args.dtype, group.mesh)
         # `result_lengths` has the number of frames of each chunk's result.
@@ -83,7 +83,10 @@ def _reconstruction(
 def _source_timing(
     args: argparse.Namespace, clip: ClipPart, frames_out: int
 ) -> tuple[video.SourceTiming, list[str]]:
-    """Return what an .mp4 takes over from its source, and messages about what this output does not."""
+    """Return what the output takes over from its source, and messages about what is lost or changed.
+
+    Only an .mp4 at the source's rate takes over times and sound: the times if no frame is added or lost.
+    """
     info, messages = clip.info, []
     is_mp4 = Path(args.output).suffix.lower() == ".mp4"
     at_own_rate = args.fps in (None, info.fps)  # None, without --fps, is the source's rate

@@ -94,6 +94,8 @@ def _video(args: argparse.Namespace) -> torch.Tensor:
     if args.crop:
         raise ValueError("--crop is for a clip: pass one with --video")
     generator = torch.Generator().manual_seed(0)
+    # By default 17 frames, which are two chunks, so that all programs run; the frames are small, because
+    # PyTorch runs them on the CPU.
     shape = (1, 3, args.frames or 17, args.height or 64, args.width or 96)
     check_sides("noise", *shape[3:], multiple=common.SPATIAL_SCALE)
     return torch.rand(shape, generator=generator) * 2 - 1

@@ -244,6 +244,7 @@ def select_part(clip: Clip, config: "ClipConfig", scale: int) -> ClipPart:
             raise ClipError("it has a height or a width of its own: buckets have theirs")
         indices = indices[: clip.frames]  # with buckets, the most frames that may be taken; None for all
         bucket = choose(config.buckets, info, len(indices))
+        # The frames are resized to just cover the bucket, and then cropped to it.
         length, framing = bucket.frames, video.cover(info, bucket.height, bucket.width)
     else:
         height, width = clip.height or config.height, clip.width or config.width
@@ -338,6 +339,7 @@ class _ClipUnit:
         auto_tiles = memory.set_tiles(self.vae, self.config.tiling, direction, *size, frames)
         if auto_tiles:
             say(f"{direction} in {auto_tiles}")
+        # A generator: `start` is called, and memory may run out, when the results are taken.
         results = memory.retry_tiled_on_oom(self.vae, size, start, say)
         total = len(direction.chunks(self.vae, frames))
         # `_follow` wraps the results in a progress bar; it is None without one.
@@ -373,7 +375,7 @@ class EncodeClip(_ClipUnit):
     def read(self, clip: Clip) -> ClipPart:
         """Read a clip's frames, resized for the VAE, and compute the hash of its file.
 
-        Frames that take more than `AHEAD_BYTES` are not read yet. Raise as `__call__` does.
+        Frames of more than 1 GiB (`AHEAD_BYTES`) are not read yet. Raise as `__call__` does.
         """
         part = select_part(clip, self.config, self.vae.spatial_compression_ratio)
         with io.BytesIO(clip.source) if isinstance(clip.source, bytes) else open(clip.source, "rb") as file:
@@ -516,9 +518,10 @@ def choose(buckets: Sequence[Bucket], info: video.VideoInfo, frames: int) -> Buc
 
 
 def model_sha256(vae: Any) -> str:
-    """Return a hash of a model's weights, their dtype, and the config's `SHAPING_FIELDS`."""
-    shaping = {name: vae.config.get(name) for name in latent_files.SHAPING_FIELDS}
-    digest = hashlib.sha256(json.dumps(shaping, sort_keys=True).encode())
+    """Return a hash of a model's weights, their dtypes, and the config's fields that shape latents."""
+    # The fields in which two models must agree to read each other's latents.
+    shaping_fields = {name: vae.config.get(name) for name in latent_files.SHAPING_FIELDS}
+    digest = hashlib.sha256(json.dumps(shaping_fields, sort_keys=True).encode())
     for name, weight in sorted(vae.state_dict().items()):
         # With torchax on, torch's methods would turn plain tensors into JAX's arrays.
         array = runtime.without_torchax(lambda tensor: runtime.host_array(runtime.to_torch(tensor)), weight)

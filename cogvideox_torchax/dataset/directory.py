@@ -73,6 +73,7 @@ class OutputDirectory:
 
     def locked(self) -> contextlib.AbstractContextManager[Any]:
         """Lock this process's share for a `with` block; `LockedError` if another run works on it."""
+        # A hidden directory of this name is made and locked: other shares have names of their own.
         return reserved(self.directory / f"{self.FAILED}-{self.shard.index}", ".lock")
 
     def add(self, clip_id: str, path: Path, source: Any) -> None:
@@ -175,8 +176,8 @@ class LatentDirectory(OutputDirectory):
             read=lambda clip_id: self._unit.read(self.missing[clip_id]),
             # The result is a `PendingOutput`: (stack, `about`s).
             compute=lambda part: write(self._unit, part, self.path(part.clip)),
-            # Closing the stack moves the output to its path. That waits for the disk, so the computing thread
-            # does not do it.
+            # `output[0]` is the stack. Closing it moves the output to its path. That waits for the disk, so
+            # the computing thread does not do it.
             write=lambda _, output: output[0].close(),
             refuse=self.refuse,
             readers=readers,
@@ -224,14 +225,16 @@ class Changes:
         # If a Ray actor that wrote the files died before it could return their `about`s, there are none, and
         # nothing is counted.
         for about in abouts[:1]:  # of the first file: what is counted is the same for a clip's windows
+            # None for `fps` if every frame was taken, whatever its time.
             fps, is_variable = about["settings"]["fps"], about["variable_frame_rate"]
+            is_resampled = bool(fps) and (is_variable or Fraction(fps) != Fraction(about["source_fps"]))
             self._rates.add(Fraction(fps or about["source_fps"]))
             self._counts.update(
                 latents=len(abouts),
                 frames_dropped=about["dropped_frames"],
                 frames_repeated=about["repeated_frames"],
-                clips_resampled=bool(fps) and (is_variable or Fraction(fps) != Fraction(about["source_fps"])),
-                clips_of_variable_rate=is_variable and not fps,
+                clips_resampled=is_resampled,
+                clips_of_variable_rate=is_variable and not fps,  # and not resampled to an even one
                 clips_enlarged=about["enlarged"] > 1,
             )
 
@@ -320,13 +323,15 @@ class VideoDirectory(OutputDirectory):
 
     def save_or_check_settings(self, settings: dict[str, Any]) -> None:
         """Write the settings' file unless it exists; raise `OutputError` if it holds other settings."""
-        # If no clip is left to decode, the file is not written.
         settings = {**settings, "fps": None if self._fps is None else str(self._fps)}
-        # Of several processes one writes the file. The others wait until it is there.
+        # Of several processes one writes the file. The others wait until it is there. If no clip is left to
+        # decode, the file is not written.
         while self.missing and not self._settings.exists():
             try:
                 reports.write_json(self._settings, {"format": self.FORMAT, "settings": settings})
-            except (FileNotFoundError, LockedError):  # another process is writing it
+            # Another process is writing the file: it holds the lock, or, on a file system without locks, has
+            # removed the hidden directory in which the file is made.
+            except (FileNotFoundError, LockedError):
                 time.sleep(0.1)
         if self._settings.exists():
             saved = reports.load(self._settings, self.FORMAT).get("settings")

@@ -83,7 +83,7 @@ def _naming_errors(name: str | Path) -> Iterator[None]:
     """Turn the errors of a broken file in the `with` block into a `LatentsError` with the file's `name`."""
     try:
         yield
-    except LatentsError:  # is a `ValueError`, which `_BROKEN_FILE_ERRORS` has, but names the file already
+    except LatentsError:  # it names the file already; as a `ValueError` it would be caught below
         raise
     except _BROKEN_FILE_ERRORS as error:
         raise LatentsError(f"{name} is truncated or holds no latents ({error}): make it again") from error
@@ -276,8 +276,8 @@ def _tar_entries(path: Path) -> list[Entry]:
         stem = Path(name).stem
         try:
             tar_entries.append((read_id(stem), functools.partial(read_latents, name)))
-        # The .json is broken. The tar's other clips can be read, so the error must not end the listing: this
-        # clip's entry gets `read_id` as its function, which raises the error again when the clip is read.
         except LatentsError:
+            # The clip's .json is broken. Other clips of the tar can be read, so the listing goes on. In place
+            # of a function that reads latents, this clip's entry has `read_id`, which raises the error again.
             tar_entries.append((name, functools.partial(read_id, stem)))
     return tar_entries

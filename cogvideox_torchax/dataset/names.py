@@ -54,14 +54,15 @@ def check_file(
     """
     check_id(name)
     try:
-        name.encode()
-        sizes = [len(part.encode()) for part in path.parts]
+        name.encode()  # raises for an id that UTF-8 cannot hold
+        sizes = [len(part.encode()) for part in path.parts]  # bytes
     except UnicodeEncodeError as error:
         raise ClipError(f"got the id {name!r}: it is no UTF-8 ({error.reason})") from error
     if max(sizes) > LONGEST_NAME:
         raise ClipError(f"its file would have a name of {max(sizes)} bytes, {LONGEST_NAME} are the most")
-    # `LONGEST_NAME` bytes are left for the name of the temporary file beside the output.
-    if sum(sizes) + len(sizes) + LONGEST_NAME > LONGEST_PATH or len(sizes) > MOST_PARTS:
+    # With a slash for each part, and as many bytes as the name of the temporary file beside the output needs.
+    path_size = sum(sizes) + len(sizes) + LONGEST_NAME
+    if path_size > LONGEST_PATH or len(sizes) > MOST_PARTS:
         raise ClipError(f"its file would have a path of {sum(sizes)} bytes in {len(sizes)} parts: too long")
     # The directories between `directory` and `path`; the last of `parents` is "." for `directory` itself.
     above = [directory / parent for parent in path.relative_to(directory).parents[:-1]]

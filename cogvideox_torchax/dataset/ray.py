@@ -39,6 +39,7 @@ class ClipActor:
         if not path.exists():  # else an actor has written it, and died before it could return
             part, reason = attempt(self._unit.read, clip, READING_ERRORS)
             if reason is None:
+                # `attempt` calls the function with `part`.
                 abouts, reason = attempt(
                     lambda part: write_at_once(self._unit, part, path), part, COMPUTING_ERRORS
                 )
@@ -68,6 +69,7 @@ def work(
     """
     with needing("ray", "encoding on Ray needs it"):
         import ray.data
+    # Ray Data keeps rows as Arrow tables: as JSON, a row's values are plain texts.
     rows = [
         {
             "clip": json.dumps({**asdict(clip), "source": str(Path(str(clip.source)).absolute())}),

@@ -72,6 +72,7 @@ def _read_text(path: Path) -> str:
 def _listed_clips(path: Path) -> Iterator[Clip]:
     if not path.is_file():
         raise ClipError(f"there is no file {path}")
+    # Not `splitlines`, which splits at characters such as U+2028, too, and JSON allows these in a text.
     for number, line in enumerate(_read_text(path).split("\n"), 1):
         if line.strip():
             try:
@@ -89,12 +90,13 @@ def _clip_of_line(line: str, list_file: Path) -> Clip:
         file = list_file.parent / fields["path"]
     except (KeyError, TypeError, ValueError) as error:
         raise ClipError(f"an object with a path is wanted, got {line[:80]}") from error
-    for name, value in fields.items():  # `FIELDS` has the type of each field
+    for name, value in fields.items():
         if name not in FIELDS:
             raise ClipError(f"got {name}, which no clip has")
+        wanted_type = FIELDS[name]  # str or int
         # Not `isinstance`, for which a bool is an int.
-        if type(value) is not FIELDS[name] or (FIELDS[name] is int and value < 1):
-            wanted = "a whole number above 0" if FIELDS[name] is int else "a text"
+        if type(value) is not wanted_type or (wanted_type is int and value < 1):
+            wanted = "a whole number above 0" if wanted_type is int else "a text"
             raise ClipError(f"{name} is {value!r}, {wanted} is wanted")
         # A path is not checked here: `names.check_file` refuses its clip alone, and not the whole list.
         checked_text = "" if name == "path" else str(value)

@@ -159,7 +159,8 @@ def load(path: str | Path, clip_id: str | None = None) -> Latents:
     metadata, clip_tensors = tensors.load(path, LatentsError, prefix="" if clip_id is None else f"{clip_id}/")
     fields = _parsed(path, metadata)
     if clip_id is not None:
-        fields = (_fields_by_clip_id(fields) or {}).get(clip_id)  # `from_fields` refuses None
+        # None if the file is no shard, or lacks the clip: `from_fields` refuses it.
+        fields = (_fields_by_clip_id(fields) or {}).get(clip_id)
     return from_fields(path, fields, clip_tensors)
 
 
@@ -171,24 +172,24 @@ def about(path: Path) -> dict[str, Any]:
 def loads(data: bytes, name: str | Path) -> Latents:
     """Return the latents of a latent file from its bytes; errors call the file `name`."""
     with tensors.readable(name, LatentsError):
-        found = without_torchax(deserialized, data)  # safetensors cannot load while torchax is on
+        file_tensors = without_torchax(deserialized, data)  # safetensors cannot load while torchax is on
     # The file begins with the length of its JSON header, in eight bytes; `deserialized` drops the metadata.
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    return from_fields(name, _parsed(name, header.get("__metadata__", {})), found)
+    return from_fields(name, _parsed(name, header.get("__metadata__", {})), file_tensors)
 
 
-def from_fields(path: str | Path, fields: Any, found: dict[str, torch.Tensor]) -> Latents:
+def from_fields(path: str | Path, fields: Any, file_tensors: dict[str, torch.Tensor]) -> Latents:
     """Return the latents that a file's JSON value and tensors describe.
 
     Args:
         path: of the file, for errors.
         fields: the JSON value in the file's metadata. A valid file has what `Latents.fields` returns.
-        found: the file's tensors, by their names there.
+        file_tensors: the file's tensors, by their names there.
 
     Raises:
         LatentsError: the tensor "latents" is missing, or a field is broken; the message names the field.
     """
-    arguments, tensor = _checked(path, fields), found.get(TENSOR)
+    arguments, tensor = _checked(path, fields), file_tensors.get(TENSOR)
     if tensor is None:
         raise _foreign(path)
     if tensor.ndim != 5 or not tensor.numel() or not tensor.dtype.is_floating_point:
@@ -196,7 +197,7 @@ def from_fields(path: str | Path, fields: Any, found: dict[str, torch.Tensor]) -
             f"{path} holds {tensor.dtype} of shape {tuple(tensor.shape)}: floats of shape (N, C, T, H, W), "
             "without an empty axis, are wanted"
         )
-    return Latents(tensor, **arguments, logvar=found.get(LOGVAR), sample=found.get(SAMPLE))
+    return Latents(tensor, **arguments, logvar=file_tensors.get(LOGVAR), sample=file_tensors.get(SAMPLE))
 
 
 def _foreign(path: str | Path) -> LatentsError:
@@ -215,9 +216,9 @@ def _checked(path: str | Path, fields: Any) -> dict[str, Any]:
     # `_CHECKS` has a name's check and, for the error, words for what is valid. It begins with "config". Then
     # come the config's `FACTORS`, which are checked one by one, so that an error names the factor.
     for name, (is_valid, wanted) in _CHECKS.items():
-        holder = fields["config"] if name in FACTORS else fields
-        if not is_valid(holder.get(name)):
-            shown = reprlib.repr(holder[name]) if name in holder else "missing"
+        values = fields["config"] if name in FACTORS else fields
+        if not is_valid(values.get(name)):
+            shown = reprlib.repr(values[name]) if name in values else "missing"
             raise LatentsError(f"{path} is broken: its {name} is {shown}, {wanted} is wanted")
     arguments = {name: fields[name] for name in ("model", "config", "num_frames", "about")}
     return {**arguments, "fps": video.frame_rate(fields["fps"])}

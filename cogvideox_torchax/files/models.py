@@ -55,7 +55,8 @@ def locate(
     directory = local(name)
     if directory is None:  # a hub id
         within_part = [f"{part}/{file}" for file in files] if part else []
-        # A repository with the file `INDEX`, model_index.json, is a pipeline.
+        # A repository with the file `INDEX`, model_index.json, is a pipeline. Of a pipeline only the part's
+        # files are downloaded, and whether it is one is known only after the first download.
         directory = _snapshot(str(name), [INDEX, *within_part], hub_options)
         # If the repository is no pipeline, or no part is wanted, the files are at its top.
         if not (part and (directory / INDEX).is_file()):

@@ -45,6 +45,7 @@ def _save(frames: Any, path: str | Path, fps: Fraction | float) -> None:
     with video.writing(path, fps) as sink:
         for pixels in frames_THWC:
             if pixels.dtype != np.uint8:
+                # Not Python's 255, with which NumPy would compute float16 in float16, and so round twice.
                 pixels = (pixels.clip(0, 1) * np.float32(255)).round().astype(np.uint8)
             frame = torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1)
             sink.write(frame[None, :, None])  # (3, H, W) as (1, 3, 1, H, W)

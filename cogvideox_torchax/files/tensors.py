@@ -38,6 +38,7 @@ def load(
     # The file is opened once: if another process replaces it, metadata and tensors are of one version.
     def read() -> tuple[dict[str, str], dict[str, torch.Tensor]]:
         with safe_open(path, framework="pt") as file:
+            # `file` is no dict, and can only be iterated over by `keys`.
             names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
             return file.metadata() or {}, {n.removeprefix(prefix): file.get_tensor(n) for n in names}
 

@@ -108,6 +108,7 @@ class VideoInfo:
         borders = [(a + b) / 2 for a, b in itertools.pairwise(times)]
         # Multiples are counted up to half a frame after the last frame's time.
         count = math.floor((times[-1] + 1 / self.fps / 2) * fps) + 1
+        # The number of borders before a time is the index of the frame that is nearest to it.
         return [bisect.bisect_left(borders, index / fps) for index in range(count)]
 
 
@@ -186,11 +187,12 @@ def probe(source: Source) -> VideoInfo:
         count = len(packet_times)
         if count == 0:
             raise VideoError(f"{path} has no frames")
-        # `stream.frames`, the header's number, includes frames that an edit list hides. If it is above the
-        # number of frames that are shown, the hidden frames are counted too.
-        stored = count if count >= stream.frames else _count_frames(source)
-        if stream.frames > stored:
-            raise VideoError(f"{path} is truncated: {stream.frames} frames are announced, {stored} are there")
+        # The header's number of frames includes those that an edit list hides. If fewer frames are shown, the
+        # hidden ones are counted too, before the file is taken for truncated.
+        announced = stream.frames
+        stored = count if count >= announced else _count_frames(source)
+        if announced > stored:
+            raise VideoError(f"{path} is truncated: {announced} frames are announced, {stored} are there")
         # Times are known if each frame has one, and all differ.
         has_times = None not in packet_times and len(set(packet_times)) == count
         ticks = sorted(packet_times) if has_times else []  # sorted: packets come in the order of decoding
@@ -309,23 +311,24 @@ def framing(info: VideoInfo, *, multiple: int, height: int | None, width: int | 
     chosen_height, chosen_width = height or info.height, width or info.width
     if max(chosen_height, chosen_width) > LARGEST:
         raise VideoError(f"got {chosen_height} x {chosen_width} pixels: give at most {LARGEST} a side")
-    # Rounded down to multiples, but not to 0.
-    cropped_height, cropped_width = (
+    # Rounded down to multiples, but not to 0. A crop has this size. Without a crop it only tells whether the
+    # chosen sides are multiples.
+    rounded_height, rounded_width = (
         max(side // multiple * multiple, multiple) for side in (chosen_height, chosen_width)
     )
-    can_crop = cropped_height <= info.height and cropped_width <= info.width
+    can_crop = rounded_height <= info.height and rounded_width <= info.width
     if crop:
         if not can_crop:
             raise VideoError(
-                f"cannot crop {info.height} x {info.width} pixels to {cropped_height} x {cropped_width}"
+                f"cannot crop {info.height} x {info.width} pixels to {rounded_height} x {rounded_width}"
             )
-        return Framing(cropped_height, cropped_width, crop=True)
-    if (chosen_height, chosen_width) != (cropped_height, cropped_width):
+        return Framing(rounded_height, rounded_width, crop=True)
+    if (chosen_height, chosen_width) != (rounded_height, rounded_width):  # a side is no multiple
         nearest = (max(round(side / multiple), 1) * multiple for side in (chosen_height, chosen_width))
         raise VideoError(
             f"{info.path.name} in {chosen_height} x {chosen_width} pixels (height x width): both must be "
             f"multiples of {multiple}; pass "
-            + (f"--crop for {cropped_height} x {cropped_width}, or " if can_crop else "")
+            + (f"--crop for {rounded_height} x {rounded_width}, or " if can_crop else "")
             + "--height {} --width {} to resize".format(*nearest)
         )
     return Framing(chosen_height, chosen_width)
@@ -357,9 +360,10 @@ def read_frames(source: Source, size: Framing, frames: int | Sequence[int]) -> I
                     f"{path} changes size at frame {count - 1}, from {first_size[0]} x {first_size[1]} "
                     f"pixels to {frame.height} x {frame.width}: cut it there, or take fewer frames"
                 )
-            if count - 1 in wanted:  # the frame's index
+            index = count - 1
+            if index in wanted:
                 pixels = torch.from_numpy(_framed_pixels(frame, size)).permute(2, 0, 1)[None].contiguous()
-                yield from itertools.repeat(pixels, wanted[count - 1])
+                yield from itertools.repeat(pixels, wanted[index])
     if count < num_to_decode:
         raise VideoError(
             f"{path} is truncated: {num_to_decode} frames were expected, {count} could be decoded"
@@ -533,6 +537,7 @@ def check_writing(path: str | Path, fps: Fraction | float, times: Sequence[Fract
                 path.is_dir() and path.samefile(".")
             ),
             "it is a file; frames go into a directory": path.is_file() and not suffix,
+            # A mount point cannot be replaced by another directory.
             "something is mounted there; give a directory in it": path.is_dir() and resolved(path).is_mount(),
         },
     )
@@ -597,6 +602,8 @@ class _Mp4Sink(Sink):
         context = stream.codec_context
         context.color_range = LIMITED_RANGE
         context.colorspace = BT709 if height >= HD_ROWS else BT601
+        # H.273 numbers primaries, transfer and matrix (`colorspace`) each in a table of its own. A standard's
+        # number is the same in all three.
         context.color_primaries = context.color_trc = context.colorspace
         if self._source.pixel != 1:
             context.sample_aspect_ratio = self._source.pixel
@@ -635,10 +642,10 @@ def _copied_sound(source: SourceTiming, container: Any) -> Generator[Fraction]:
         for packet in file.demux(sound):
             if packet.pts is None:  # such as the empty packet at the end
                 continue
-            heard = packet.pts * packet.time_base - start
-            if heard >= source.seconds:
+            packet_time = packet.pts * packet.time_base - start  # in seconds after the first frame
+            if packet_time >= source.seconds:
                 return
-            yield heard
+            yield packet_time
             # Times count from the first frame. The time of decoding, dts, is that of playing, pts, because
             # sound is decoded in the order in which it plays.
             packet.pts = packet.dts = packet.pts - round(start / packet.time_base)

@@ -138,10 +138,10 @@ def _make_locked(place: Path, path: str | Path) -> int:
         # Another run may remove the directory before it is opened, or before it is locked: then try again.
         with contextlib.suppress(FileNotFoundError), _opened(place) as handle:
             lock(handle, path)
-            if _is_still_at(handle, place) and not any(place.iterdir()):
-                return os.dup(handle)  # `_opened` closes `handle`: the copy keeps the lock
-            if _is_still_at(handle, place):  # then it holds the files of a killed run
-                shutil.rmtree(place)
+            if _is_still_at(handle, place):
+                if not any(place.iterdir()):
+                    return os.dup(handle)  # `_opened` closes `handle`: the copy keeps the lock
+                shutil.rmtree(place)  # it has the files of a killed run
 
 
 def lock(handle: int, path: str | Path) -> None:

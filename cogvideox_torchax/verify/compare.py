@@ -246,7 +246,7 @@ def _layer_error(
         name=name,
         mean=by_chunk.absolute.sum() / size,
         largest=largest,
-        relative=tolerances.ratio(largest, by_chunk.scale.max()),
+        relative=tolerances.ratio(largest, by_chunk.scale.max()),  # 0 / 0 is 0 here
         rms=(by_chunk.square.sum() / size) ** 0.5,
         chunk=None if passed.all() else int(passed.argmin()),  # the first False; a NaN never passes
     )
@@ -327,13 +327,14 @@ class Verifier:
         The slow part, PyTorch in float32, runs once for all candidates. `say` gets a line for each step.
         """
         torch_bfloat16 = None
-        baseline_errors = {}
+        baseline_errors = {}  # by direction, of PyTorch's whole results in bfloat16
         if any(candidate.dtype == torch.bfloat16 for candidate in candidates):
             # PyTorch in bfloat16, whose errors set the tolerances of candidates in bfloat16.
             torch_bfloat16 = make_candidate("torch", torch.bfloat16, self.reference)
         layer_errors = self._layer_errors(candidates, torch_bfloat16, say)
         if torch_bfloat16 is not None:
             say("PyTorch's own bfloat16 run")
+            # Its own contracts are not reported: it is no candidate.
             baseline_errors, _contracts = self._encode_and_decode(torch_bfloat16)
         results = []
         for candidate, errors in zip(candidates, layer_errors, strict=True):
@@ -400,6 +401,7 @@ class Verifier:
             # The baseline is empty if no candidate is in bfloat16. Then `contract` does not read its last
             # argument, for which the candidate's own error stands in.
             torch_error = baseline.get(direction, error)
+            # In float32 the relative error is measured, in bfloat16 the RMS error over that of PyTorch.
             name, measured, allowed = tolerances.contract(
                 candidate.dtype, error.relative, error.rms, torch_error.rms
             )
