@@ -9,15 +9,15 @@ Activation = Literal["silu"]
 """An activation that norms apply to their result: SiLU, `x * sigmoid(x)`."""
 
 
-def check_channels(kernel: str, channels: int, **vectors: Any) -> None:
+def check_channels(op: str, channels: int, **vectors: Any) -> None:
     """Raise `ValueError` if a vector that is not None has another length than `channels`.
 
-    `kernel` is the name of the function that got the vectors, for the message.
+    `op` is the name of the op that got the vectors, for the message.
     """
     for name, vector in vectors.items():
         if vector is not None and vector.shape != (channels,):
             raise ValueError(
-                f"{kernel} got a {name} of shape {vector.shape} for {channels} channels: it needs one number "
+                f"{op} got a {name} of shape {vector.shape} for {channels} channels: it needs one number "
                 f"for each, ({channels},)"
             )
 
