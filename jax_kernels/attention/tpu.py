@@ -157,12 +157,12 @@ def _attend_block(
     key_block,
     factor,
 ) -> None:
-    """Attend from a block of queries (D, S) to all keys and values (D, K) of a head, `key_block` at a time.
+    """Attend from a block of queries to all keys and values of a head, `key_block` keys at a time.
 
-    The result `y_ref` is (D, S). `extended_q_ref` is memory for the queries and the `_subtracted_rows` below
-    them. `value_sums_ref` (D, S) is memory for sums of weighted values, and `weight_sums_ref` (8, S) for
-    eight partial sums of the weights. Padding follows the real queries and keys. A weight is 2 ** (`factor` *
-    (score - maximum)).
+    `q_ref` and the result `y_ref` are (D, S), `k_ref` and `v_ref` (D, K). The other refs are memory to work
+    in: `extended_q_ref` for the queries and the `_subtracted_rows` below them, `value_sums_ref` (D, S) for
+    sums of weighted values, and `weight_sums_ref` (8, S) for eight partial sums of the weights. Padding
+    follows the real queries and keys. A weight is 2 ** (`factor` * (score - maximum)).
     """
     channels, query_block = q_ref.shape
     chunk = min(CHUNK, key_block)  # a number of keys; a strip is a slice of the block's queries
@@ -178,6 +178,7 @@ def _attend_block(
 
     @pl.loop(0, pl.cdiv(num_keys, key_block))
     def _(block: Array) -> None:
+        # Adds what one block of keys contributes to the sums.
 
         @functools.cache  # loaded once for all strips of queries
         def keys_of(start: int) -> Array:

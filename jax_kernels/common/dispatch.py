@@ -135,10 +135,8 @@ def map_shards(
 
 
 def with_derivatives_of(plain: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that computes `kernel`, and has the derivatives of `plain`, which computes the same.
-
-    JAX cannot differentiate a Pallas kernel.
-    """
+    """Return a function that computes `kernel` with the derivatives of `plain`, which computes the same."""
+    # JAX cannot differentiate a Pallas kernel.
     differentiable = jax.custom_jvp(kernel)
     # The rule returns the kernel's result and the plain function's tangent, the second result of `jvp`. It
     # calls `differentiable` in place of `kernel`, so that JAX can differentiate the rule once more.

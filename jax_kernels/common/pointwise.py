@@ -41,9 +41,8 @@ def activate(x: jax.Array, activation: Activation | None) -> jax.Array:
 
 
 def standardized(x: jax.Array, eps: float, axis: int = -1) -> jax.Array:
-    """Return `(x - mean) / sqrt(variance + eps)` over `axis` of a float32 `x`.
-
-    The variance is computed after the mean is subtracted, against cancellation.
-    """
+    """Return `(x - mean) / sqrt(variance + eps)` over `axis` of a float32 `x`."""
+    # The variance is computed after the mean is subtracted. The mean of squares minus the squared mean would
+    # be a difference of two large numbers, of which rounding leaves little.
     x = x - x.mean(axis, keepdims=True)
     return x * jax.lax.rsqrt(jnp.square(x).mean(axis, keepdims=True) + eps)

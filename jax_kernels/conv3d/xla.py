@@ -242,7 +242,7 @@ def image_form(target: Target, x: Array, kernel: Array) -> Form:
 
 def convolve_same(target: Target, frames: Array, kernel: Array, form: Form) -> Array:
     """Convolve frames to the same height and width; return float32 sums."""
-    # Beside whole frames are zeros. Beside a shard are its neighbours' columns: its own sums are computed with
+    # Beside whole frames are zeros. Beside a shard are its neighbours' columns: the sums are computed with
     # zeros, and the contributions of these columns are added.
     own_sums = form(frames, kernel, same_width_padding(kernel))
     return add_from_neighbours(target.split, own_sums, frames, kernel, form)
