@@ -83,9 +83,10 @@ class Backend(abc.ABC):
     # A whole video
 
     def run(self, direction: Direction, x: torch.Tensor) -> torch.Tensor:
-        """Encode a video to the moments of its posterior, or decode latents; return a plain tensor."""
+        """Encode a video to its posterior, or decode latents; return a plain tensor."""
         placed = self.put(x)
         if direction == ENCODE:
+            # The parameters of a posterior are its mean, then its log-variance, side by side in the channels.
             return self.to_torch(self.vae.encode(placed).latent_dist.parameters)
         return self.to_torch(self.vae.decode(placed).sample)
 

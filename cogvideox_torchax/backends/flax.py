@@ -31,6 +31,7 @@ class Flax(Backend):
 
     @classmethod
     def program(cls, vae: Any, direction: Direction) -> runtime.ArrayProgram:
+        # `vae` is a ported PyTorch model. A Flax model of the same config, without weights, has the program.
         config = FlaxAutoencoderKLCogVideoXConfig.from_dict(dict(vae.config))
         dtype = runtime.jax_dtype(vae.dtype)
         weightless = FlaxAutoencoderKLCogVideoX.weightless(config, dtype=dtype, param_dtype=dtype)

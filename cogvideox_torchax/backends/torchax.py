@@ -42,14 +42,14 @@ class Torchax(Backend):
     def _step(self, key: str, network: nn.Module) -> Step:
         """Return a network as a compiled function of JAX arrays: (chunk, cache) -> (result, next cache).
 
-        `key` stands for the network among those whose programs the model keeps.
+        The model keeps the network's program under `key`, so that a later call compiles nothing.
         """
         program = runtime.programs_of(self.vae).get(key, network, runtime.Program)
         return program.step(program.weights(network))
 
     def recorder(self, direction: Direction, wanted: Callable[[str], Any]) -> Recorder:
         network = RecordedLayers(chunk_network(self.vae, direction), wanted)
-        # Another key than the direction alone, which is that of the program without recording.
+        # The key differs from that of the direction's program that records nothing.
         step = self._step(f"{direction}, recorded", network)
 
         def record(chunk: torch.Tensor, cache: Any) -> tuple[dict[str, torch.Tensor], Any]:

@@ -54,7 +54,7 @@ def build(make: Callable[[], Any], dtype: torch.dtype, device: str) -> Any:
 
     def make_network() -> Any:
         with torch.device(device):
-            # Not `.to(dtype)`: diffusers' own method warns at every cast.
+            # Not the network's own `to`: diffusers overrides it with one that warns at every cast.
             return torch.nn.Module.to(make(), dtype).eval()
 
     return runtime.without_torchax(make_network)
@@ -88,9 +88,9 @@ class Job:
         if self.tile is not None:
             check_sides("tiles", *self.tile, multiple=scale, least=SMALLEST_TILE)
             height, width = min(height, self.tile[0]), min(width, self.tile[1])
-        channels, frames = vae.config[self.direction.channels_key], self.frames
+        channels, frames = vae.config[self.direction.channels_key], self.frames  # channels of the input
         if self.direction is DECODE:
-            # The latents that encoding the video gives, chunk by chunk: fewer frames, of a smaller size.
+            # Decoding takes the latents that encoding the video gives: fewer frames, of a smaller size.
             frames = sum(ENCODE.result_lengths(vae, frames))
             height, width = height // scale, width // scale
         return self.direction.chunks(vae, frames), (channels, height, width)
@@ -149,11 +149,13 @@ def chunk_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any, backend: str =
     first_chunk = None
     # `zip` ends after the second chunk: all later chunks have one length, and share a program.
     for name, frames in zip(("first", "later"), map(len, ranges), strict=False):
-        # (shape, dtype) of the chunk of one video.
+        # (shape, dtype) of a chunk of one video.
         chunk = ordered((1, channels, frames, *size), backend_class.axes), runtime.jax_dtype(vae.dtype)
         structs = functools.partial(program.structs, chunk, before=first_chunk)
         yield Work(name, frames, program.lower, structs, program)
-        first_chunk = chunk  # the later program takes its cache, whose shapes follow from its input's
+        # The program of later chunks takes the cache that the first chunk's program returns. The cache's
+        # shapes follow from those of the first chunk.
+        first_chunk = chunk
 
 
 @dataclass(frozen=True)

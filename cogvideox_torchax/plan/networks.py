@@ -85,8 +85,8 @@ def weightless_transformer(model: str, dtype: torch.dtype) -> Any:
         raise PlanError(
             f"{model} has no transformer: give a whole pipeline, or one of {', '.join(TRANSFORMERS)}"
         )
-    kind = transformer_class(model, config)
-    return port_network(jobs.build(lambda: kind.from_config(config), dtype, "meta"))
+    network_class = transformer_class(model, config)
+    return port_network(jobs.build(lambda: network_class.from_config(config), dtype, "meta"))
 
 
 def transformer_class(model: str, config: dict[str, Any]) -> Any:
@@ -97,15 +97,15 @@ def transformer_class(model: str, config: dict[str, Any]) -> Any:
     """
     if model in TRANSFORMERS or "_class_name" not in config:
         return CogVideoXTransformer3DModel
-    package, kind = "diffusers", config["_class_name"]
+    package, name = "diffusers", config["_class_name"]
     index = locate(model, files=(INDEX,)) / INDEX
     if index.is_file():
-        package, kind = read_json(index).get("transformer", (package, kind))
+        package, name = read_json(index).get("transformer", (package, name))
     try:
-        return getattr(importlib.import_module(package), kind)
+        return getattr(importlib.import_module(package), name)
     except (ImportError, AttributeError) as error:
         raise PlanError(
-            f"{model} has a transformer of class {kind}, which cannot be imported from {package}: put it on "
+            f"{model} has a transformer of class {name}, which cannot be imported from {package}: put it on "
             "PYTHONPATH"
         ) from error
 
@@ -169,6 +169,7 @@ def step_work(
         PlanError: a config cannot be read, or its patches do not divide the size.
     """
     network = weightless_transformer(model, dtype)
+    # `isinstance` would narrow `network` from Any to a module, for whose attributes pyright has no types.
     if cache and not issubclass(type(network), KnownNetwork):
         raise PlanError(f"got --cache for a {type(network).__name__}: caches are planned for CogVideoX's own")
     patch = network.config["patch_size"]
@@ -182,14 +183,17 @@ def step_work(
     tensors = step_tensors(network, batch=batch, frames=frames, height=height, width=width)
     # 0 leaves the FLOPs to the compiler's count. PyTorch's would include the layers that the cache skips.
     flops = 0.0 if cache else _counted_flops(network, tensors) / mesh.size
-    network.place_on(mesh, parallel, chip and chip.memory)
-    # The program of a network of another class than CogVideoX's names its inputs by numbers.
+    network.place_on(mesh, parallel, chip and chip.memory)  # None without a chip
+    # The program of a network of another class than CogVideoX's names its inputs by numbers. Then the new
+    # `tensors` have these names.
     program, tensors = network.described_program(tensors)
     previous_tensors = None
     kept_bytes = 0
     if cache is not None:
         program, tensors = cached_program(network, tensors, cache, batch, step)
-        previous_tensors = tensors  # the program takes what the previous step, with equal inputs, kept
+        # The program also takes the results that the cache kept in the previous step. Their shapes follow
+        # from that step's inputs, which are described as this step's are.
+        previous_tensors = tensors
         kept_bytes = cache_bytes(program, tensors)
     return NetworkWork(
         "step",
@@ -262,6 +266,7 @@ def cached_program(
     This enables the cache on `network`, a ported transformer without weights. `tensors` are the inputs of a
     step without a cache. `batch` is 2 with guidance, else 1.
     """
+    # The form tells which layers the step runs. The numbers are scalar inputs that the cache adds, by name.
     form, numbers = _plan_cached_run(network, cache, batch)[step]
     number_specs = {
         name: (tuple(number.shape), jax.dtypes.canonicalize_dtype(runtime.jax_dtype(number.dtype)))
@@ -272,7 +277,7 @@ def cached_program(
 
 def cache_bytes(program: runtime.Program, tensors: TensorSpecs) -> int:
     """Return the bytes that a step's cache keeps for the next step, on one device."""
-    # The last struct is the cache that a call takes from the call before it, here one with equal inputs.
+    # The last struct is the cache that a call takes from the call before it. Here both have equal inputs.
     return _device_bytes(program.structs(tensors, before=tensors)[-1])
 
 

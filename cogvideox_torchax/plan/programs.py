@@ -143,7 +143,8 @@ def read_program(work: Work, compiled: Any, compile_seconds: float) -> ProgramPl
         kernels=sum(instruction.is_kernel for instruction in parsed),
         argument_bytes=memory.argument_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
-        # Results in the memory of donated inputs ("alias") are in the arguments already.
+        # A result in the memory of a donated argument ("alias") is not counted again: it is in
+        # `argument_bytes`.
         output_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
         collectives=collectives(parsed),
         compile_seconds=compile_seconds,
@@ -155,7 +156,7 @@ def read_program(work: Work, compiled: Any, compile_seconds: float) -> ProgramPl
 
 
 def program_rows(program: ProgramPlan, chip: Chip | None) -> dict[str, Any]:
-    """Return the rows of a program's printed table, by name; with a chip the floor of its time is one."""
+    """Return the rows of a program's printed table, by name; with a chip one row is the floor of the time."""
     rows: dict[str, Any] = {
         "TFLOP": program.flops / 1e12,
         "GB moved": program.bytes_accessed / 1e9,
@@ -175,9 +176,10 @@ def program_rows(program: ProgramPlan, chip: Chip | None) -> dict[str, Any]:
 
 
 def peak_bytes(programs: Sequence[ProgramPlan], beside: Sequence[int] = ()) -> int:
-    """Return the peak memory of a device that runs the programs; `beside` is as for `job_figures`."""
-    weights = beside or (0,) * len(programs)
-    return max(plan.peak_bytes + other for plan, other in zip(programs, weights, strict=True))
+    """Return the peak memory of a device that runs the programs one after the other."""
+    # `beside` has, for each program, the bytes of other networks' weights on its device; empty for none.
+    other_weights = beside or (0,) * len(programs)
+    return max(plan.peak_bytes + other for plan, other in zip(programs, other_weights, strict=True))
 
 
 def job_figures(

@@ -54,14 +54,14 @@ def report(vae: Any, shape: tuple[int, ...], *, direction: Direction = DECODE) -
 def compile_last_chunk(
     vae: AutoencoderKLCogVideoX, shape: tuple[int, ...], *, direction: Direction = DECODE
 ) -> tuple[runtime.Program, Any]:
-    """Compile the program of an input's last chunk: the steady chunk's, or the first's if it is alone.
+    """Compile the program of an input's last chunk, which is the first chunk if there is only one.
 
-    Return it as a `Program`, and in JAX's compiled form. The arguments are those of `report`; the model needs
-    no mesh.
+    Return it as a `Program`, and in JAX's compiled form. The `shape` of the whole input is (N, C, T, H, W),
+    as for `report`; the model needs no mesh.
     """
     program, dtype = vae.build_program(direction), runtime.jax_dtype(vae.dtype)
     videos, channels, frames, *size = shape
-    # Each chunk's range of frames; `direction` may be a name.
+    # Each chunk's range of frames. `direction` may also be the name of one, "encode" or "decode".
     ranges = Direction(direction).chunks(vae, frames)
     chunks = [((videos, channels, len(frames_of_chunk), *size), dtype) for frames_of_chunk in ranges]
     # A later chunk takes a cache. Its shapes are the same after every chunk: the first chunk gives them.
@@ -103,14 +103,16 @@ def layers(program: runtime.Program, text: str) -> list[Row]:
     The list is empty on one device and for the Flax build, whose programs name no layers.
     """
     place: Any = program.place
-    # By a layer's name, its activations' shapes in the last tracing. Only the place of a mesh records them.
+    # By a layer's name, the shapes of its activations in the last tracing. Only the place of a mesh records
+    # them, so another place has no attribute `layers`.
     shapes = getattr(place, "layers", {})
     if not shapes:
         return []
-    # By the name of a layer: its instructions. Those outside of every layer are in ELSEWHERE.
+    # By a layer's name, its instructions. Those outside of every layer are in ELSEWHERE.
     by_layer: dict[str, list[Instruction]] = {name: [] for name in [*shapes, ELSEWHERE]}
     for instruction in instructions(text):
-        # The innermost layer that the instruction was traced in: a scope is names from the outside in, "a/b".
+        # An instruction belongs to the innermost layer that it was traced in. A scope, such as "a/b", has
+        # names from the outside in. Not all of them are names of layers.
         names = reversed(instruction.scope.split("/"))
         by_layer[next((name for name in names if name in by_layer), ELSEWHERE)].append(instruction)
     return [_row(name, shapes.get(name), of_layer, place) for name, of_layer in by_layer.items()]
@@ -119,7 +121,7 @@ def layers(program: runtime.Program, text: str) -> list[Row]:
 def _row(
     name: str, shapes: set[tuple[int, ...]] | None, of_layer: list[Instruction], place: MeshPlace
 ) -> Row:
-    """Return a layer's row by its activations' shapes (None for `ELSEWHERE`) and its instructions."""
+    """Return a layer's row; `shapes` are those of its activations, None for the row `ELSEWHERE`."""
     computing = [
         instruction
         for instruction in of_layer

@@ -118,6 +118,7 @@ def apply_rotary(
             f"apply_rotary got x {x.shape}, cos {cos.shape}, sin {sin.shape}: it takes (N, S, H, D), (P, D)"
         )
     padding = ((x.shape[1] - positions, 0), (0, 0))  # positions without a rotation: cos is 1 and sin 0
+    # (S, 1, D): the same for all heads.
     cos_SHD = jnp.pad(cos, padding, constant_values=1.0)[:, None]
     sin_SHD = jnp.pad(sin, padding)[:, None]
     # The product of `x` with this matrix, 2 x 2 blocks on the diagonal, has channels (-b, a) for each pair
@@ -155,12 +156,12 @@ def attention_on(
     implementation: Implementation | None,
 ) -> Array:
     """Compute `attention` on `target`, split over the mesh if there is one; checks are done."""
-    plain, by_kernel, cudnn = (
+    plain, transposed, cudnn = (
         functools.partial(form, scale=scale, num_keys=num_keys)
         for form in (xla.plain, tpu.transposed, xla.cudnn)
     )
-    # JAX cannot differentiate a Pallas kernel: the kernel gets the derivatives of `plain`.
-    forms = {"plain": plain, "transposed": with_derivatives_of(plain, by_kernel), "cudnn": cudnn}
+    # JAX cannot differentiate the Pallas kernel of `transposed`, which gets the derivatives of `plain`.
+    forms = {"plain": plain, "transposed": with_derivatives_of(plain, transposed), "cudnn": cudnn}
     attend = forms[implementation or _fastest(target, q, k)]
     mesh = jax.sharding.get_abstract_mesh()
     # Without a mesh, or inside a `jax.shard_map` over all of its axes, the arrays are one device's.
@@ -190,10 +191,10 @@ def _over_mesh(
     query_axes = [] if video_axis else [first_axis]
     head_axes: list[str] = []
     for axis in other_axes:
-        # The number of parts of the heads if this axis splits them too.
+        # The number of parts of the heads if this axis splits them, after the axes that do already.
         head_parts = math.prod(mesh.shape[name] for name in (*head_axes, axis))
-        divided_axes = head_axes if heads % head_parts == 0 else query_axes
-        divided_axes.append(axis)
+        axes_of_dimension = head_axes if heads % head_parts == 0 else query_axes
+        axes_of_dimension.append(axis)
     query_spec = PartitionSpec(video_axis, tuple(query_axes) or None, tuple(head_axes) or None, None)
     key_spec = PartitionSpec(video_axis, None, tuple(head_axes) or None, None)
     # Number of queries that are added for equal shares; their results are cut off.

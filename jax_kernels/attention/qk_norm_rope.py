@@ -77,6 +77,7 @@ def qk_norm_rope_on(
     scale: float,
     eps: float,
 ) -> Array:
+    """Compute `qk_norm_rope` of `x` (N, S, C) on `target`; the result is (N, H, D, S)."""
     plain, by_kernel = (
         functools.partial(function, heads=heads, scale=scale, eps=eps) for function in (_xla_form, _by_kernel)
     )
@@ -128,7 +129,7 @@ def _xla_form(
         y = y * weight.astype(jnp.float32) + bias.astype(jnp.float32)
     if tables:
         cos, signed_sin = (table[:, None] for table in tables)  # (S, 1, D): the same for all heads
-        partners = jnp.flip(y.reshape(*y.shape[:-1], -1, 2), -1)
+        partners = jnp.flip(y.reshape(*y.shape[:-1], -1, 2), -1)  # (a, b) of each pair becomes (b, a)
         y = y * cos + partners.reshape(y.shape) * signed_sin
     return (y * scale).astype(x.dtype).transpose(0, 2, 3, 1)  # N H D S, as `attention_transposed` takes it
 
@@ -172,7 +173,7 @@ def _by_kernel(
 
 
 def _process_block(x_ref, *other_refs: Any, normed: bool, scale: float, eps: float) -> None:
-    """Norm, rotate and scale a block of positions, as many heads at a time as fill whole tiles of lanes.
+    """Norm, rotate and scale a block of positions, a group of heads at a time.
 
     `x_ref` is (S, H D). `other_refs` are weight and bias, (D, 1), if `normed`; then cos and the signed sin,
     (D, S), if positions are rotated; then the result, (H, D, S).
@@ -194,7 +195,9 @@ def _process_block(x_ref, *other_refs: Any, normed: bool, scale: float, eps: flo
             y = y * cos_ref[...] + _partners(y) * signed_sin_ref[...]
         y_ref[pl.ds(first_head, count)] = (y * scale).astype(y_ref.dtype)
 
-    group = math.lcm(channels, LANES) // channels  # fewest heads whose channels are whole tiles of lanes
+    # A slice of the lanes of `x_ref` must begin at a tile. So a group has the fewest heads whose channels are
+    # whole tiles. The heads after the last whole group are fewer, but they begin at a tile too.
+    group = math.lcm(channels, LANES) // channels
     groups, remaining_heads = divmod(heads, group)
 
     @pl.loop(0, groups)
@@ -210,6 +213,7 @@ def _partners(y_HDS: Array) -> Array:
     y = y_HDS.reshape(-1, y_HDS.shape[-1])
     channels = y.shape[0]  # of all heads in `y`
     is_first_of_pair = jax.lax.broadcasted_iota(jnp.int32, (channels, 1), 0) % 2 == 0
-    # `roll` takes no negative shift: it goes around, so `channels - 1` is a shift by -1.
+    # `roll` takes no negative shift, but it goes around: a shift by `channels - 1` is one by -1, which brings
+    # the next channel.
     next_channel, channel_before = pltpu.roll(y, channels - 1, 0), pltpu.roll(y, 1, 0)
     return jnp.where(is_first_of_pair, next_channel, channel_before).reshape(y_HDS.shape)

@@ -93,11 +93,13 @@ def transposed(
         for x in (q, k, v)
     )
     if scale == 0:
-        # The scale multiplies the penalty of padding keys too, and would make it 0. Queries of 0 give the
-        # same scores.
+        # The kernel subtracts a penalty from the scores of padding keys, and then multiplies by the scale: a
+        # scale of 0 would undo the penalty. Queries of 0, with a scale of 1, give the same weights.
         q_BDS, scale = jnp.zeros_like(q_BDS), 1.0
+    # Of the choices QUERIES and KEYS, those blocks are taken that pad the sequences least.
     query_block, key_block = _block_length(queries, QUERIES), _block_length(num_keys, KEYS)
-    # The keys that a grid step has: the real ones, and padding up to whole blocks.
+    # The keys that a grid step has: the real ones, and padding up to whole blocks. Where the block reaches
+    # beyond the array `k_BDK`, the padding may hold anything.
     all_keys = pl.cdiv(num_keys, key_block) * key_block
     query_spec = pl.BlockSpec((None, padded_channels, query_block), lambda head, block: (head, 0, block))
     key_spec = pl.BlockSpec((None, padded_channels, all_keys), lambda head, block: (head, 0, 0))
@@ -155,19 +157,20 @@ def _attend_block(
     key_block,
     factor,
 ) -> None:
-    """Attend from a block of queries (D, S) to all keys and values (D, K) of a head, `key_block` at a time.
+    """Attend from a block of queries to all keys and values of a head, `key_block` keys at a time.
 
-    The result `y_ref` is (D, S). `extended_q_ref` is memory for the queries and the `_subtracted_rows` below
-    them. `value_sums_ref` (D, S) is memory for sums of weighted values, and `weight_sums_ref` (8, S) for
-    eight partial sums of the weights. Padding follows the real queries and keys. A weight is 2 ** (`factor` *
-    (score - maximum)).
+    `q_ref` and the result `y_ref` are (D, S), `k_ref` and `v_ref` (D, K). The other refs are memory to work
+    in: `extended_q_ref` for the queries and the `_subtracted_rows` below them, `value_sums_ref` (D, S) for
+    sums of weighted values, and `weight_sums_ref` (8, S) for eight partial sums of the weights. Padding
+    follows the real queries and keys. A weight is 2 ** (`factor` * (score - maximum)).
     """
     channels, query_block = q_ref.shape
     chunk = min(CHUNK, key_block)  # a number of keys; a strip is a slice of the block's queries
     strips = [slice(at, min(at + STRIP, query_block)) for at in range(0, query_block, STRIP)]
     value_sums_ref[...] = jnp.zeros_like(value_sums_ref)
     weight_sums_ref[...] = jnp.zeros_like(weight_sums_ref)
-    # The first key in place of padding keys: it leaves the maximum over the keys as it is.
+    # The first chunk of keys, whose maximum is subtracted from all scores. The first key, put in place of
+    # padding keys, leaves this maximum as it is.
     first_keys = _replace_padding(k_ref[:, :chunk], 0, num_keys, k_ref[:, :1])
     for strip in strips:
         extended_q_ref[:channels, strip] = q_ref[:, strip]
@@ -175,6 +178,7 @@ def _attend_block(
 
     @pl.loop(0, pl.cdiv(num_keys, key_block))
     def _(block: Array) -> None:
+        # Adds what one block of keys contributes to the sums.
 
         @functools.cache  # loaded once for all strips of queries
         def keys_of(start: int) -> Array:
@@ -197,30 +201,31 @@ def _attend_block(
             v = v_ref[:, pl.ds(at, chunk)]
             return _replace_padding(v, at, num_keys, 0) if num_keys % key_block else v
 
-        def exponents_of(start: int, n: int) -> Array:
+        def exponents_of(start: int, strip_index: int) -> Array:
             """Return the exponents (keys, queries) of the weights for a chunk's start and a strip's index."""
-            differences = _product(keys_of(start), extended_q_ref[:, strips[n]], over=0)  # score - maximum
+            # Differences: score - maximum.
+            differences = _product(keys_of(start), extended_q_ref[:, strips[strip_index]], over=0)
             # The multiplication would take another pass over the scores. Queries that `qk_norm_rope` has
             # scaled do without it.
             return differences if factor == 1.0 else differences * factor
 
-        # Each strip's sums over the blocks of keys before; this block's are added to them.
+        # Each strip's sums over the earlier blocks of keys. The sums over this block are added to them.
         value_sums = [value_sums_ref[:, strip] for strip in strips]
         weight_sums = [weight_sums_ref[:, strip] for strip in strips]
         # Pairs of a chunk's start and a strip's index. The exponents of a pair are computed `STRIPS_AHEAD`
         # pairs before its weights, and wait in a queue. So the matrix unit does not wait for weights.
         pairs = list(itertools.product(range(0, key_block, chunk), range(len(strips))))
         waiting = [exponents_of(*pair) for pair in pairs[:STRIPS_AHEAD]]
-        for (start, n), later_pair in itertools.zip_longest(pairs, pairs[STRIPS_AHEAD:]):
+        for (start, strip_index), later_pair in itertools.zip_longest(pairs, pairs[STRIPS_AHEAD:]):
             if later_pair:
                 waiting.append(exponents_of(*later_pair))
             weights, v = jnp.exp2(waiting.pop(0)), values_of(start)
-            value_sums[n] = value_sums[n] + _product(v, weights.astype(v.dtype), over=1)
+            value_sums[strip_index] += _product(v, weights.astype(v.dtype), over=1)
             # Eight partial sums of the weights of each query: whole registers are added.
-            weight_sums[n] = weight_sums[n] + weights.reshape(-1, SUBLANES, weights.shape[1]).sum(0)
-        for n, strip in enumerate(strips):
-            value_sums_ref[:, strip] = value_sums[n]
-            weight_sums_ref[:, strip] = weight_sums[n]
+            weight_sums[strip_index] += weights.reshape(-1, SUBLANES, weights.shape[1]).sum(0)
+        for strip, value_sum, weight_sum in zip(strips, value_sums, weight_sums, strict=True):
+            value_sums_ref[:, strip] = value_sum
+            weight_sums_ref[:, strip] = weight_sum
 
     weight_sum = weight_sums_ref[...].sum(0, keepdims=True)
     value_sum = value_sums_ref[...]
@@ -236,6 +241,7 @@ def _attend_block(
     attend_again = functools.partial(
         _attend_again, q_ref, k_ref, v_ref, y_ref, value_sums_ref, weight_sums_ref, num_keys, factor
     )
+    # In the minimum a wrong result is a 0, a correct one a 1.
     any_is_wrong = jnp.min(is_correct.astype(jnp.float32)) == 0
     pl.when(any_is_wrong)(attend_again)
 
@@ -250,6 +256,7 @@ def _attend_again(q_ref, k_ref, v_ref, y_ref, value_sums_ref, weight_sums_ref, n
     query_block = q_ref.shape[1]
     strip, chunk = min(STRIP, query_block), min(CHUNK, k_ref.shape[1])
     maximum_ref, total_ref = weight_sums_ref.at[:1], weight_sums_ref.at[1:2]  # one row each
+    # A finite number: minus infinity would give NaN below where all scores so far are minus infinity too.
     maximum_ref[...] = jnp.full_like(maximum_ref, jnp.finfo(jnp.float32).min)
     total_ref[...] = jnp.zeros_like(total_ref)
     value_sums_ref[...] = jnp.zeros_like(value_sums_ref)
@@ -277,7 +284,7 @@ def _attend_again(q_ref, k_ref, v_ref, y_ref, value_sums_ref, weight_sums_ref, n
         maximum = jnp.maximum(old_maximum, scaled.max(0, keepdims=True))
         maximum_ref[:, queries_at] = maximum
         chunk_total = jnp.exp2(scaled - maximum).sum(0, keepdims=True)
-        # The weights of the chunks before were relative to the old maximum.
+        # The sum over the earlier chunks was relative to the old maximum.
         total_ref[:, queries_at] = total_ref[:, queries_at] * jnp.exp2(old_maximum - maximum) + chunk_total
 
     def add_values(queries_at: Any, keys_at: Any, scaled: Array) -> None:
@@ -295,10 +302,10 @@ def _attend_again(q_ref, k_ref, v_ref, y_ref, value_sums_ref, weight_sums_ref, n
 def _subtracted_rows(keys: Array, q: Array, factor: float) -> Array:
     """Return a tile of extra channels to put below the queries `q` (D, S), which lower their scores.
 
-    Row 0 is minus each query's maximum score with `keys`, rounded: every key has a one in this channel. Row 1
-    is minus `PADDING_PENALTY`: only padding keys have a one in it. The other rows are zero and fill the tile.
-    If `factor`, by which the scores are multiplied later, is negative, the smallest score is subtracted and
-    the penalty is added.
+    Row 0 is minus each query's maximum score with `keys`, in the dtype of `q`: every key has a one in this
+    channel. Row 1 is minus `PADDING_PENALTY`: only padding keys have a one in it. The other rows are zero. If
+    `factor`, by which the scores are multiplied later, is negative, the smallest score is subtracted and the
+    penalty is added.
     """
     scores = _product(keys, q, over=0)
     extreme = scores.max(0, keepdims=True) if factor > 0 else scores.min(0, keepdims=True)

@@ -63,12 +63,13 @@ def cudnn_supports(q: jax.Array) -> bool:
 def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float, num_keys: int) -> jax.Array:
     """Compute attention by cuDNN's kernel, over the first `num_keys` keys; later keys are padding."""
     length = q.shape[1]
-    # cuDNN's kernel for gradients takes only even lengths: an odd number of queries or of keys gets one more.
+    # cuDNN's kernel for gradients takes only even lengths. So an odd number of queries, or of keys, gets one
+    # more.
     q, k, v = (
         jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0)))
         for x in (q, k[:, :num_keys], v[:, :num_keys])
     )
-    # The number of real keys in each video; None if no key was added above.
+    # (N,): the number of real keys in each video; None if no key was added above.
     real_keys = None if k.shape[1] == num_keys else jnp.full(k.shape[:1], num_keys, jnp.int32)
     y = jax.nn.dot_product_attention(
         q, k, v, scale=scale, key_value_seq_lengths=real_keys, implementation="cudnn"

@@ -40,7 +40,7 @@ class Split:
 
     @property
     def shards(self) -> int:
-        """Number of devices that share a frame's columns; 1 for code outside a shard, which sees them all."""
+        """Number of devices that share a frame's columns; 1 outside a shard, where code has all columns."""
         return jax.lax.axis_size(self.columns) if self.in_shard else 1
 
     @property
@@ -56,19 +56,21 @@ class Split:
         return columns * self.shards * self.real // self.padded
 
     def real_columns_here(self, columns: int) -> Int[Array, ""]:
-        """Return how many of this shard's `columns` belong to the frame."""
-        # Columns of all shards to the left of this one; `self.columns` names mesh axes, not columns.
-        start = jax.lax.axis_index(self.columns) * columns if self.in_shard else 0
-        return jnp.clip(jnp.int32(self.real_columns(columns)) - start, 0, columns)
+        """Return how many of this shard's `columns` belong to the frame; the others are padding."""
+        # All devices run one program, so the number is an array: it depends on the device's index.
+        # `self.columns` names the mesh axes that the index is counted along.
+        columns_to_the_left = jax.lax.axis_index(self.columns) * columns if self.in_shard else 0
+        return jnp.clip(jnp.int32(self.real_columns(columns)) - columns_to_the_left, 0, columns)
 
     def mask(self, columns: int) -> jax.Array:
-        """Return booleans, which are False for this shard's padding columns."""
+        """Return a boolean for each of this shard's `columns`, which is False for a padding column."""
         return jax.lax.iota(jnp.int32, columns) < self.real_columns_here(columns)
 
     def shard_of(self, x: jax.Array) -> jax.ShapeDtypeStruct:
         """Return shape and dtype of a device's shard of `x` (N T H W C); inside a shard, `x` is the shard."""
         videos, *frames_and_rows, columns, channels = x.shape
         if self.columns and not self.in_shard:
+            # Here `x` is whole, on all devices. The mesh is the one of `jax.sharding.use_abstract_mesh`.
             axis_sizes = jax.sharding.get_abstract_mesh().shape  # by the name of a mesh axis
             videos //= axis_sizes[self.videos] if self.videos else 1
             columns //= math.prod(axis_sizes[axis] for axis in self.columns)
@@ -142,8 +144,9 @@ def add_from_neighbours(
         return y
     left, right = neighbours_of(split, x, reach)
     left_taps, right_taps = kernel[..., :reach, :, :], kernel[..., reach + 1 :, :, :]
-    # Zeros stand for the shard's own columns, whose contribution `y` already has. `reach` columns and
-    # `reach - 1` zeros, convolved by `reach` taps, give the `reach` columns at an edge.
+    # The first `reach` columns of `y` lack the products of `left` with the taps left of the middle tap. The
+    # last `reach` columns lack those of `right` with the taps right of it. Zeros stand for the shard's own
+    # columns, whose products `y` already has: `reach - 1` zeros, so that `reach` results come out.
     y = add_columns(y, convolve(left, left_taps, (0, reach - 1)), at=0)
     return add_columns(y, convolve(right, right_taps, (reach - 1, 0)), at=y.shape[3] - reach)
 

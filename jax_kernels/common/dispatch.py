@@ -80,7 +80,8 @@ def _compiled(body: Callable[..., Any], platforms: tuple[str, ...]) -> Callable[
     """
 
     def traced(*operands: Any, split: Split, mode: str, **options: Any) -> Any:
-        # `mode` is what `pallas_mode` returns. It is static, so the body is traced again when it changes.
+        # `mode` is what `pallas_mode` returned. Only "off" turns the op's Pallas kernels off; other modes
+        # choose among kernels. It is static, so the body is traced again when it changes.
         # The partials are new in each trace. JAX keeps a branch's trace by its function object: for an old
         # one it would reuse the old trace, although a setting that the body reads may have changed since.
         branches = {
@@ -134,12 +135,11 @@ def map_shards(
 
 
 def with_derivatives_of(plain: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that computes `kernel`, and has the derivatives of `plain`, which computes the same.
-
-    JAX cannot differentiate a Pallas kernel.
-    """
+    """Return a function that computes `kernel` with the derivatives of `plain`, which computes the same."""
+    # JAX cannot differentiate a Pallas kernel.
     differentiable = jax.custom_jvp(kernel)
-    # The rule returns the kernel's result and the plain function's tangent, the second result of `jvp`.
+    # The rule returns the kernel's result and the plain function's tangent, the second result of `jvp`. It
+    # calls `differentiable` in place of `kernel`, so that JAX can differentiate the rule once more.
     differentiable.defjvp(
         lambda primals, tangents: (differentiable(*primals), jax.jvp(plain, primals, tangents)[1])
     )

@@ -50,9 +50,10 @@ def split_frames(
     if not splits_first_frame(target, x):  # anything but bfloat16 on a TPU
         return [arrays]
     num_single = num_frames % 2  # frames that are a run by themselves: the first, or none
+    # The number of all other frames is even, so at least the run of two, the last of `RUNS`, divides it.
     run_length = next(length for length in RUNS if (num_frames - num_single) % length == 0)
     if any(array is not None and array.shape[time_axis] != num_frames for array in others):
-        run_length = num_frames  # so that the second range below has one start
+        run_length = num_frames  # long enough that all other frames are a single run
     starts = [*range(num_single), *range(num_single, num_frames, run_length)]
     if len(starts) == 1:
         return [arrays]
@@ -82,7 +83,7 @@ def is_image_for_tpu(target: Target, x: jax.Array) -> bool:
 def split_bands(x: Float[Array, "N 1 H W C"], overlap: int, bands: int) -> Float[Array, "N B h W C"]:
     """Cut an image's rows into B bands of h = H / B + 2 `overlap` rows; the bands take the axis of frames.
 
-    A band begins and ends with `overlap` rows of its neighbours, or of zeros beyond the image.
+    B divides H. A band begins and ends with `overlap` rows of its neighbours, or of zeros beyond the image.
     """
     rows = x.shape[2] // bands  # of a band, without the overlap
     padded = jnp.pad(x, [(0, 0), (0, 0), (overlap, overlap), (0, 0), (0, 0)])
@@ -120,8 +121,8 @@ def is_large(x_NTHWC: jax.Array) -> bool:
 def kernel_layout(x_NTHWC: jax.Array) -> jax.Array:
     """Return `x` in the memory layout of the Pallas kernels: H W N T C, or N T H W C for an image.
 
-    Without the constraint XLA copies frames that are sliced from a concatenation into another order and back
-    (estimate for a v6e, 8 x 480 x 720 x 128: 4.3 ms).
+    The frames are often slices of a concatenation. Without the constraint XLA copies such slices into another
+    order and back (estimate for a v6e, 8 x 480 x 720 x 128: 4.3 ms).
     """
     # The axes of `x` from the outermost to the innermost one in memory.
     order = (0, 1, 2, 3, 4) if x_NTHWC.shape[1] == 1 else (2, 3, 0, 1, 4)
@@ -131,15 +132,15 @@ def kernel_layout(x_NTHWC: jax.Array) -> jax.Array:
 def store_pixels_first(target: Target, x_NTHWC: jax.Array) -> jax.Array:
     """Return `x`, kept in memory in the order (H, W, N, T, C) of `pixels_first` on a TPU.
 
-    Where XLA does not find that order by itself, it rounds and copies an activation separately (estimate for
-    a v6e, 8 x 480 x 720 x 128: 11 ms). Do not call this for small frames: with a constraint on all of them,
-    XLA compiles for longer than ten minutes. On a mesh, call it only inside `dispatch.map_shards`: outside,
-    XLA's partitioner would gather the array.
+    Where XLA does not find that order by itself, it copies and rounds an activation in passes of their own
+    (estimate for a v6e, 8 x 480 x 720 x 128: 11 ms). Do not call this for small frames: with a constraint on
+    all of them, XLA compiles for longer than ten minutes. On a mesh, call it only inside
+    `dispatch.map_shards`: outside, XLA's partitioner would gather the array.
     """
     if not target.on_tpu:
         return x_NTHWC
-    # Without the barrier XLA leaves out the rounding of `x` to its dtype, and keeps a residual in float32,
-    # which takes twice the memory of bfloat16.
+    # The caller has rounded `x`, mostly to bfloat16. Without the barrier XLA leaves the rounding out. If `x`
+    # is a later layer's residual, XLA then keeps it in float32, which takes twice the memory.
     return jax.lax.optimization_barrier(with_layout_constraint(x_NTHWC, Layout((2, 3, 0, 1, 4))))
 
 
@@ -207,14 +208,16 @@ def conv_patches(
     """Convolve frames by one matrix product; return float32 sums.
 
     A row of the product's input is a patch: the pixels of all taps in a window, with their channels side by
-    side. `tap_frames` has, for each of the kernel's taps of time, the frames under it, padded in space.
+    side. `tap_frames` has the frames under each of the kernel's taps of time, already padded in space.
     """
     window_rows, window_columns, _, outputs = kernel.shape[-4:]
     height, width = (  # of the result
         (size - window) // stride + 1
         for size, window in zip(tap_frames[0].shape[2:4], (window_rows, window_columns), strict=True)
     )
-    pixels_under_taps = [  # in all windows, for each tap of the kernel, in its order: time, row, column
+    # For each tap of the kernel, in its order (time, row, column), the pixels under it in all windows. The
+    # windows are `stride` pixels apart, and the first one begins at the first pixel.
+    pixels_under_taps = [
         frames[
             :,
             :,
@@ -240,8 +243,8 @@ def repeat_nearest(x: Array, factors: dict[int, int]) -> Array:
     With an integer `jnp.repeat` is a broadcast and a reshape. With an array of counts it would be a gather,
     which on a mesh collects all of a sharded axis on every device.
     """
-    # Columns, a later axis than rows and frames, come first, while the array is smallest: on a mesh, devices
-    # exchange columns if the shards of the narrow and of the wide frame do not begin at the same pixels.
+    # The last axis, the columns, is repeated first, while the array is smallest. On a mesh, devices exchange
+    # columns if the shards of the narrow and of the wide frame do not begin at the same pixels.
     for axis in sorted(factors, reverse=True):
         x = jnp.repeat(x, factors[axis], axis=axis)
     return x
@@ -258,7 +261,7 @@ def select_frames(
     index = np.asarray(frames)
     if not target.on_tpu:
         return x_NTHWC[:, index]
-    # A row for each frame to select, with a one in its column.
+    # A row for each frame to select, and a column for each frame of `x`: a one marks the frame to select.
     weights = jnp.asarray(index[:, None] == np.arange(x_NTHWC.shape[1])[None], x_NTHWC.dtype)
     # A zero that is computed from `after` makes the matrix product wait for it.
     return _mix_frames(weights if after is None else weights + zero_of(after[0, 0, 0, 0, 0]), x_NTHWC)
@@ -284,7 +287,7 @@ def average_pairs(target: Target, x_NTHWC: jax.Array, *, first_frame_alone: bool
         weights[unpaired:, unpaired:] = np.kron(np.eye(length // 2), [0.5, 0.5])
         return _mix_frames(jnp.asarray(weights, x_NTHWC.dtype), x_NTHWC)
     first_frames = [x_NTHWC[:, :1]] if first_frame_alone else []
-    paired = x_NTHWC[:, 1:] if first_frame_alone else x_NTHWC
-    pairs = paired.reshape(paired.shape[0], paired.shape[1] // 2, 2, *paired.shape[2:])
-    means = jnp.mean(pairs.astype(jnp.float32), axis=2).astype(paired.dtype)
+    others = x_NTHWC[:, 1:] if first_frame_alone else x_NTHWC
+    pairs = others.reshape(others.shape[0], others.shape[1] // 2, 2, *others.shape[2:])
+    means = jnp.mean(pairs.astype(jnp.float32), axis=2).astype(x_NTHWC.dtype)
     return jnp.concatenate([*first_frames, means], axis=1)

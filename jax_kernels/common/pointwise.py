@@ -9,15 +9,15 @@ Activation = Literal["silu"]
 """An activation that norms apply to their result: SiLU, `x * sigmoid(x)`."""
 
 
-def check_channels(kernel: str, channels: int, **vectors: Any) -> None:
+def check_channels(op: str, channels: int, **vectors: Any) -> None:
     """Raise `ValueError` if a vector that is not None has another length than `channels`.
 
-    `kernel` is the name of the function that got the vectors, for the message.
+    `op` is the name of the op that got the vectors, for the message.
     """
     for name, vector in vectors.items():
         if vector is not None and vector.shape != (channels,):
             raise ValueError(
-                f"{kernel} got a {name} of shape {vector.shape} for {channels} channels: it needs one number "
+                f"{op} got a {name} of shape {vector.shape} for {channels} channels: it needs one number "
                 f"for each, ({channels},)"
             )
 
@@ -41,9 +41,8 @@ def activate(x: jax.Array, activation: Activation | None) -> jax.Array:
 
 
 def standardized(x: jax.Array, eps: float, axis: int = -1) -> jax.Array:
-    """Return `(x - mean) / sqrt(variance + eps)` over `axis` of a float32 `x`.
-
-    The variance is computed after the mean is subtracted, against cancellation.
-    """
+    """Return `(x - mean) / sqrt(variance + eps)` over `axis` of a float32 `x`."""
+    # The variance is computed after the mean is subtracted. The mean of squares minus the squared mean would
+    # be a difference of two large numbers, of which rounding leaves little.
     x = x - x.mean(axis, keepdims=True)
     return x * jax.lax.rsqrt(jnp.square(x).mean(axis, keepdims=True) + eps)

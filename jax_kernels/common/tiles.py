@@ -48,7 +48,7 @@ PARTLY_UNROLLED = jax.__version_info__ >= (0, 10, 1)
 def pallas_mode(op: str | None = None) -> str:
     """Return the value of the environment variable that `SWITCH` names, "on" if it is not set.
 
-    If `op` is the name of an op, a list "off:OP,OP" is answered for it: "off" if the list has it, else "on".
+    With the name of an op, a value "off:OP,OP" counts as "off" if its list has the op, else as "on".
     """
     mode = os.environ.get(SWITCH, "on")
     if op is None or not mode.startswith("off:"):
@@ -88,7 +88,7 @@ def duplicated_in_words(rows: Float[Array, "rows lanes"]) -> Int[Array, "rows la
     """Return 32-bit words that hold each bfloat16 number twice; call it inside a Pallas kernel.
 
     In a tile, a word holds the numbers of two adjacent rows of bfloat16. So the result, if it is read as
-    bfloat16, has every row twice.
+    bfloat16, has every row twice. Kernels repeat frames in this way.
     """
     # The number's 16 bits, then 16 zero bits: a bfloat16 is the upper half of a float32.
     high = pltpu.bitcast(rows.astype(jnp.float32), jnp.int32)

@@ -57,18 +57,18 @@ def _inputs_of_four(frames: Sequence[Any]) -> list[Any]:
     first three from the values at 0, 1 and -1, the next three from the remainder modulo x^2 + 1, the last
     from the point at infinity.
     """
-    # Two remainders, constant + linear * x, are multiplied as two complex numbers are: by three products of
-    # real numbers in place of four.
     d0, d1, d2, d3, d4, d5 = frames
     even, odd, even_step, odd_step = d2 + d4, d1 + d3, d4 - d2, d3 - d1
     return [
-        d0 - d4,
-        even + odd,
-        even - odd,
+        d0 - d4,  # for the value at 0
+        even + odd,  # at 1
+        even - odd,  # at -1
+        # For the remainder. Two remainders, constant + linear * x, are multiplied as two complex numbers are:
+        # by three products of real numbers in place of four.
         even_step + odd_step,
         odd_step - even_step,
         odd_step,
-        d5 - d1,
+        d5 - d1,  # for the point at infinity
     ]
 
 
@@ -110,7 +110,7 @@ def transformed_taps(kernel: Float[Array, "3 ..."], tile: int) -> Float[Array, "
     The first axis of `kernel` is time. `tile` is the number of a tile's results.
     """
     # The three taps are broadcast over the components and added. XLA would compile a matrix product, or one
-    # sum for each component, for up to 15 s.
+    # sum for each component, for up to 15 s. The factors are (components, taps, 1, ...).
     factors = jnp.asarray(TRANSFORMS[tile].taps, jnp.float32).reshape(-1, TAPS, *[1] * (kernel.ndim - 1))
     return jnp.asarray(
         sum(factors[:, tap] * kernel[tap].astype(jnp.float32) for tap in range(TAPS)), kernel.dtype
@@ -134,7 +134,7 @@ def filtered(
     multiply: Callable[[Array, Array], Array],
     transform_taps: Callable[[Array, int], Iterable[Array]] = transformed_taps,
 ) -> Float[Array, "N P-2 ..."]:
-    """Convolve frames along time by Winograd's filtering, and round where the Pallas kernel rounds.
+    """Convolve frames along time by Winograd's filtering, and round where `norm_conv3d`'s kernel rounds.
 
     Transforms are float32; the factors of products are rounded to the dtype of frames and kernel.
 

@@ -117,7 +117,7 @@ def _convolve_run(
     form = _IMPLEMENTATIONS[implementation or _fastest(target, x, kernel)]
     if cache is None:
         if form is xla.filtered_on_cpu and start == "replicate":
-            form = functools.partial(form, at_start=True)  # saves products of the first frame's copies
+            form = functools.partial(form, at_start=True)  # the first frame and its copies share products
         first_frame = x[:, :1]
         padding_frame = first_frame if start == "replicate" else jnp.zeros_like(first_frame)
         cache = jnp.repeat(padding_frame, kernel.shape[0] - 1, axis=1)

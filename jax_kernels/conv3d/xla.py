@@ -103,16 +103,17 @@ def filtered_on_cpu(
 def _filtered(frames: Array, kernel: Array, column_padding: Padding, at_start: bool) -> Array:
     """Filter along time in tiles of four results, then of two; an odd first result is computed directly."""
     if kernel.size >= LARGE_KERNEL:
-        # In PyTorch the axes of weights have another order: without this copy, XLA would transpose the kernel
-        # again for each product.
+        # The kernel may be a transposition of PyTorch's weights, whose axes have another order. Without this
+        # copy, XLA would transpose them again for each product.
         kernel = _written_out(kernel, axis=0)
-    # A kernel has kt * kh * kw * I numbers for each output channel, and patches have as many for each pixel.
-    # So the patches of so few pixels are no larger than the kernel, which filtering would transform.
+    # If there are no more pixels than output channels, patches are no larger than the kernel, which filtering
+    # would transform: patches have kt * kh * kw * I numbers for each pixel, and a kernel has as many for each
+    # output channel.
     if math.prod(frames.shape[:4]) <= kernel.shape[-1]:
         return patches(frames, kernel, column_padding)
     convolve = functools.partial(conv_frames, padding=_spatial_padding(kernel, column_padding))
     length = frames.shape[1] - TAPS + 1  # number of results
-    is_large_enough = frames.shape[2] * frames.shape[3] >= SMALLEST_FILTERED
+    has_large_frames = frames.shape[2] * frames.shape[3] >= SMALLEST_FILTERED
     results = []
     num_done = length % 2  # number of results so far: of an odd number, the first is by itself
     if num_done:
@@ -129,7 +130,7 @@ def _filtered(frames: Array, kernel: Array, column_padding: Padding, at_start: b
                 filtered, tile=tile, multiply=convolve, transform_taps=separate_taps
             )
             results.append(
-                filter_tiles(window, kernel) if is_large_enough else summed(window, kernel, column_padding)
+                filter_tiles(window, kernel) if has_large_frames else summed(window, kernel, column_padding)
             )
             num_done += count
     return join_frames(results)
@@ -146,6 +147,7 @@ def _written_out(x: Array, axis: int) -> Array:
         # XLA cannot fuse a loop with what reads its result.
         return jax.lax.fori_loop(0, x.shape[axis], with_next_slice, jnp.zeros_like(x))
 
+    # With the derivatives of the identity function JAX need not differentiate the loop.
     return with_derivatives_of(lambda x: x, copy)(x)
 
 
@@ -163,7 +165,7 @@ def patches(frames: Array, kernel: Array, column_padding: Padding) -> Array:
 def suits_patches(x: Array, kernel: Array) -> bool:
     """Return whether a TPU convolves by `patches`: few channels, small frames, and patches that fit."""
     # With few output channels XLA would compile a convolution for half a minute, with few input channels for
-    # ten seconds.
+    # ten seconds. Output channels count as few if they leave lanes of a tile empty.
     return (
         (x.shape[-1] <= FEW or kernel.shape[-1] < LANES)
         and x.shape[2] * x.shape[3] < LARGE_FRAME
@@ -196,8 +198,8 @@ def convolve_frames(
         return finish(target, convolve_same(target, frames, kernel, form), bias, residual, like=x), next_cache
     y = finish(target, convolve_same(target, frames, kernel, form), bias, residual, like=x)
     # The next cache takes the memory of the old one, if that is donated. If an operation could read the old
-    # cache later than that, XLA would copy it first. So the frames are selected once `y`, which reads it, is
-    # computed, and from `x` alone if that has enough of them.
+    # cache later than that, XLA would copy the old cache first. So the frames of the next cache are selected
+    # only once `y` is computed from the old one, and from `x` alone if `x` has enough frames.
     source = x if x.shape[1] >= past else frames
     return y, select_frames(target, source, range(source.shape[1] - past, source.shape[1]), after=y)
 
@@ -205,7 +207,7 @@ def convolve_frames(
 def convolve_image(
     target: Target, x: Array, residual: Array | None, kernel: Array, bias: Array | None, *, replicate: bool
 ) -> tuple[Array, Array]:
-    """Convolve a video's first frame alone, by one 2-D kernel; return the result and the next cache.
+    """Convolve a video's first frame alone, in 2-D; return the result and the next cache.
 
     With `replicate` the frames before `x` are copies of it, so the 2-D kernel is the sum of all taps of time.
     Without it they are zeros, so the 2-D kernel is the last tap. The sum of taps in bfloat16 would lose
@@ -222,23 +224,26 @@ def convolve_image(
         # One convolution gives the results of both, side by side in the channels.
         both_sums = convolve_same(target, x, jnp.concatenate([rounded, rounding_error], axis=-1), form)
         sums = functools.reduce(jnp.add, jnp.split(both_sums, 2, axis=-1))
-    # The next cache has kt - 1 frames: those earlier ones, then `x`.
+    # The next cache has kt - 1 frames: the last kt - 2 of the frames before `x`, then `x`.
     earlier = [x if replicate else jnp.zeros_like(x)] * (kernel.shape[0] - 2)
     return finish(target, sums, bias, residual, like=x), jnp.concatenate([*earlier, x], axis=1)
 
 
 def image_form(target: Target, x: Array, kernel: Array) -> Form:
-    """Return the form for one tap of time: `patches` for an image on a TPU, where they fit, else `summed`."""
+    """Return the form for a kernel of one tap of time: `patches` for an image on a TPU, else `summed`."""
     if not is_image_for_tpu(target, x):
         return summed
-    # An encoder's last layer has an image of 60 x 90 x 512: XLA compiles `summed` in 111 s, `patches` in 5 s.
+    # An encoder's last layer has an image of 60 x 90 x 512. XLA compiles `summed` for it in 111 s, and
+    # `patches` in 5 s.
     window = kernel.shape[1:3]
-    # The patches of a window of one pixel are the image itself.
+    # Patches must not take too much memory. Those of a window of one pixel are the image itself.
     return patches if window == (1, 1) or _patch_bytes(x, window) <= MOST_IN_PATCHES else summed
 
 
 def convolve_same(target: Target, frames: Array, kernel: Array, form: Form) -> Array:
-    """Convolve to the same size, between the neighbouring shards' columns, or zeros; return float32 sums."""
+    """Convolve frames to the same height and width; return float32 sums."""
+    # Beside whole frames are zeros. Beside a shard are its neighbours' columns: the sums are computed with
+    # zeros, and the contributions of these columns are added.
     own_sums = form(frames, kernel, same_width_padding(kernel))
     return add_from_neighbours(target.split, own_sums, frames, kernel, form)
 

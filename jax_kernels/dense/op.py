@@ -329,7 +329,7 @@ def _gelu_inner(x: jax.Array) -> jax.Array:
 def _gelu_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Return `_gelu(x)` and its tangent.
 
-    JAX would derive it from the division by 1 + exp(-2 z), and get inf / inf where the exponential overflows.
+    JAX's own derivative of the division by 1 + exp(-2 z) would be inf / inf where the exponential overflows.
     """
     (x,), (tangent,) = primals, tangents
     share = jax.nn.sigmoid(2 * _gelu_inner(x))  # GELU is x * share

@@ -3,7 +3,11 @@
 A video's text tokens come first, and its patches from the index `first_patch` on. Vectors (N, 2, C) are the
 video's vector for text, then that for patches.
 
-Axis letters here: N videos, S tokens, C channels, I and O the channels that a matrix takes and gives.
+The kernel of `product` computes a block of outputs in *units*, one matrix product each. While one unit is
+multiplied, the *epilogue* of the unit before is computed: its bias, then GELU or the gated sum.
+
+Axis letters here: N videos, S tokens, C channels, I the channels that a matrix takes (the inputs), O those
+that it gives (the outputs).
 """
 
 import functools
@@ -33,11 +37,7 @@ TOKEN_BLOCKS = 512, 384
 """Choices for the tokens of a product's block: the number with the least padding is taken."""
 
 UNIT_OUTPUTS = 256
-"""Outputs of a unit: the outputs that one matrix product in the kernel computes.
-
-Outputs are the channels O of the result. While one unit is multiplied, the kernel computes the epilogue
-(bias, GELU or gated sum) of the unit before it.
-"""
+"""Outputs of a unit."""
 
 MOST_OUTPUTS = 1024
 """Most outputs of a block."""
@@ -147,7 +147,8 @@ def product(
     # The last unit may reach beyond the outputs, where nothing is written, but not into another part. So if
     # `UNIT_OUTPUTS` does not divide a part, the part is one unit.
     unit = UNIT_OUTPUTS if parts == 1 or outputs % UNIT_OUTPUTS == 0 else outputs
-    # A block has whole units. Its weights, 2 bytes each in two buffers, take half of VMEM at most.
+    # A block has whole units, and a part has whole blocks: a number of units that divides the part's. The
+    # weights of a block, 2 bytes each in two buffers, take half of VMEM at most.
     most_outputs = min(MOST_OUTPUTS, tiles.vmem_limit() // 2 // (4 * inputs))
     block_outputs = unit * tiles.largest_divisor(pl.cdiv(outputs, unit), max(1, most_outputs // unit))
     blocks = pl.cdiv(outputs, block_outputs)  # of a part
@@ -165,12 +166,14 @@ def product(
     weight_spec = pl.BlockSpec((block_outputs, inputs), lambda j, n, i, _: (j, 0))
     bias_spec = pl.BlockSpec((1, block_outputs), lambda j, n, i, _: (0, j))
     gate_spec = pl.BlockSpec((None, 2, block_outputs), lambda j, n, i, _: (n, 0, j))
-    boundary = jnp.int32(0) if first_patch is None else first_patch  # not read without a gate
+    # Without a gate the kernel does not read the index of the first patch.
+    first_index = jnp.int32(0) if first_patch is None else first_patch
     return pl.pallas_call(
         functools.partial(
             _product_block,
             unit_outputs=unit,
-            # As many as have at most `MOST_PRODUCTS` inputs times outputs together.
+            # So many units that their inputs times outputs are at most `MOST_PRODUCTS`, in order to limit the
+            # time to compile the body.
             units_a_body=tiles.largest_divisor(
                 block_outputs // unit, max(1, MOST_PRODUCTS // inputs // unit)
             ),
@@ -189,7 +192,7 @@ def product(
             dimension_semantics=("parallel",) * 3, vmem_limit_bytes=tiles.vmem_limit()
         ),
         name="gated_linear" if gated_operands else "linear_gelu" if gelu else "linear",
-    )(boundary.reshape(1), x, weight, bias.astype(jnp.float32)[None], *gated_operands)
+    )(first_index.reshape(1), x, weight, bias.astype(jnp.float32)[None], *gated_operands)
 
 
 def _product_block(
@@ -208,13 +211,13 @@ def _product_block(
     `x_ref` is (tokens, I), or (I, tokens) if `transposed`; `weight_ref` is (outputs, I), `bias_ref` (1,
     outputs). `other_refs` are the residual (tokens, outputs) and the gate (2, outputs), if there is a gated
     sum, then the result (tokens, outputs). The body of a loop computes `units_a_body` units. It multiplies a
-    unit before it applies the epilogue (bias, GELU or gated sum) to the unit before that, so that the matrix
-    unit and the vector unit work at the same time.
+    unit before it applies the epilogue to the unit before that, so that the TPU's matrix unit and its vector
+    unit work at the same time.
     """
     *gated_refs, y_ref = other_refs
 
     def multiply(outputs: Any) -> Array:
-        # (tokens, outputs) for this slice of the block's outputs
+        # The products (tokens, outputs) for this slice of the block's outputs.
         return jax.lax.dot_general(
             x_ref[...],
             weight_ref[outputs, :],
