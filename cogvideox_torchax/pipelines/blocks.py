@@ -12,11 +12,12 @@ channels of the embedded timestep, H heads, D channels of a head, P parts of the
 that has some of the tokens. In names with SC but no N, S is the tokens of all videos, one video's after the
 other's. Of an axis of 2, index 0 is for text, index 1 for patches.
 
-The latents (N, T, C, H, W) alone have other axes: T latent frames, H x W latent pixels.
+In the shape of latents, (N, T, C, H, W), T, H and W are their frames, rows and columns.
 
 `torch_view` turns a function of JAX arrays, such as a kernel, into one of tensors. `by_kernel` is true for
-tensors on JAX, unless somebody has replaced a method of diffusers' class. On some meshes a kernel has to be
-mapped over the devices; the methods `shard_...` of `Sequence` return a kernel that is, or the kernel itself.
+tensors of torchax or TorchTPU, unless somebody has replaced a method of diffusers' class. With "tensor"
+(`pipelines.sequence`) a kernel has to be mapped over the devices: the methods `shard_norm` and `shard_heads`
+of `Sequence` do so, and otherwise return the kernel as it is.
 """
 
 import functools

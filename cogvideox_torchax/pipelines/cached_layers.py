@@ -72,7 +72,7 @@ class BlockStack(nn.Module):
 
     def step(self, model: Any, predict: Predict, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
         """Return `predict(tensors)`, with this module in place of all blocks of `model`."""
-        # `joined` is for the other classes of `STEP_CLASSES`: `forward` sees it by its arguments.
+        # `joined` is for other classes of `STEP_CLASSES`. Here `forward` can tell by its own arguments.
         self.blocks = tuple(model.transformer_blocks)
         model.transformer_blocks = nn.ModuleList([self])
         return predict(tensors)
@@ -203,8 +203,8 @@ class ReusedModules:
         _replace_and_collect(model, replaced, collected, joined)
         prediction = predict(tensors)
         for name in self.form.kept_modules:
-            # The tensors of the module's result: estimated, as `_to_keep` may keep estimates too, or
-            # computed; none if zeros replace the result.
+            # The tensors of the module's result: the estimates, which `_to_keep` may keep too, or the
+            # computed ones; none if zeros replace the result.
             result = replaced.get(name) or collected.get(name, ())
             # For each tensor, the arrays that the last step kept. In a trace for shapes there are none yet:
             # copies of the tensor stand for them.

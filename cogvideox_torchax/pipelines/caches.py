@@ -258,8 +258,8 @@ class TaylorSteps(StepCache):
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
         hook_states = {name: hook.state_manager.get_state() for name, hook in state.hooks.items()}
-        # Kept are the results that a step which skips all modules reads. Those of inactive modules are not:
-        # such a step has zeros in their place.
+        # A step that skips all modules reads only some of the modules' results: only these are kept. Of them
+        # the results of inactive modules are not kept either, as zeros replace these.
         kept_modules = tuple(
             name for name in results_read_by_skips(hook_states) if not hook_states[name].is_inactive
         )

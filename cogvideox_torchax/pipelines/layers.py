@@ -2,8 +2,8 @@
 
 Plain torch tensors run the inherited forward, torchax tensors run a kernel of `jax_kernels`. `torch_view`
 turns a kernel, a function of JAX arrays, into a function of tensors. `by_kernel` and `on_accelerator` are
-true for tensors on JAX; `by_kernel` is false if somebody has replaced a method of the inherited class. A
-program is traced from its own copy of the network, which may be changed.
+true for tensors of torchax or TorchTPU; `by_kernel` is false if somebody has replaced a method of the
+inherited class. A program is traced from its own copy of the network, which may be changed.
 
 Axis letters: N videos, S positions of a sequence (text first, then patches), C channels, H heads, D channels
 of a head.
@@ -37,7 +37,7 @@ class Linear(nn.Linear):
         if not by_kernel(self, input):
             return super().forward(input)
         # If the product is a sum over devices, each device rounds its summand before the all-reduce. In
-        # bfloat16 it so sends half the bytes.
+        # bfloat16 this halves the bytes that it sends.
         return torch_view(jax_kernels.linear)(input, self.weight, self.bias, rounded_parts=self.inputs_split)
 
 

@@ -145,6 +145,7 @@ def load_pipeline(
         part: _load_network(directory / part, part, dtypes[part], variant, mesh, parallel)
         for part in STEMS.keys() & parts
     }
+    # `dtype_option` is the name of the argument for the dtype, which depends on diffusers' version.
     pipe = runtime.without_torchax(
         loaded_class.from_pretrained,
         directory,

@@ -133,8 +133,8 @@ class CompiledNetwork(PortedModel):
         """Call the network; on JAX, a `forward` set on this object runs operation by operation."""
         if "forward" not in vars(self) or not runtime.is_on_jax(self):
             return super().__call__(*args, **kwargs)
-        # Another library has set it. It is not compiled, as it may keep tensors from one call for the next:
-        # in a program these would be tensors of a trace, which have no values after the trace.
+        # Another library has set `forward`. It is not compiled, as it may keep tensors from one call for the
+        # next: in a program these would be tensors of a trace, which have no values after the trace.
         setter = upstream.module_of(vars(self)["forward"])
         runtime.warn_once(self, f"{self.component}: the forward set by {setter} runs operation by operation")
         # The set `forward` may call the class's own, which calls `check_modules`: this compares the network's
