@@ -106,8 +106,8 @@ def _host_class(kind: Any) -> type:
         # draws noise if it is given an `eta` other than 0.
         draws_noise = "old_pred_original_sample" in arguments or bool(arguments.get("eta"))
         # JAX rounds the scheduler's numbers to the latents' dtype before it multiplies, PyTorch does not. So
-        # the latents are given in float32; the pipeline rounds the result. Where noise is drawn, they keep
-        # their dtype: the noise has the dtype of the latents, and in another dtype it would be other noise.
+        # the latents are given in float32; CogVideoX's pipelines round the result. Where noise is drawn, they
+        # keep their dtype: the noise has the dtype of the latents, and in another it would be other noise.
         if not draws_noise:
             arguments["sample"] = arguments["sample"].float()
         result = kind.step(*bound.args, **bound.kwargs)
