@@ -52,7 +52,7 @@ def port(
         model_or_pipeline: a diffusers `AutoencoderKLCogVideoX`, a diffusers pipeline, an object whose `vae`
             is such a VAE, or a scheduler.
         mesh: a mesh from `make_mesh`, to split the work over. None changes nothing: the work runs on one
-            device, or on the mesh of an earlier `port`.
+            device, or on the mesh of an earlier `port`. For a scheduler it is ignored.
         parallel: how a pipeline's transformer uses "tp". "context" splits its tokens, with weights whole on
             every device or gathered a layer at a time; "tensor" splits the channels of its weights. None
             chooses "context" where "tp" divides the attention's heads. `pipe.transformer.parallelism` gives
@@ -68,9 +68,10 @@ def port(
     if isinstance(model_or_pipeline, SchedulerMixin):
         return port_scheduler(model_or_pipeline)
     to_port: Any = uncompiled(model_or_pipeline)  # without torch.compile's wrapper: JAX compiles the model
+    # `ChunkedVAE` is the base of this package's own VAEs, such as the Flax build's `FlaxVAEForPipelines`.
     is_vae = isinstance(to_port, DiffusersAutoencoder | ChunkedVAE)
     if not is_vae and not _is_pipeline_or_has_vae(to_port):
-        check_vae_class(to_port)  # raises an error of its own for a VAE of another package
+        check_vae_class(to_port)  # for a VAE of another package it raises an error with a message of its own
         raise ValueError(
             f"port got {type(to_port).__name__}: it takes diffusers' AutoencoderKLCogVideoX, a pipeline, an "
             "object with such a VAE as its vae, or a scheduler"

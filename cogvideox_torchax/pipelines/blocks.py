@@ -12,7 +12,12 @@ channels of the embedded timestep, H heads, D channels of a head, P parts of the
 that has some of the tokens. In names with SC but no N, S is the tokens of all videos, one video's after the
 other's. Of an axis of 2, index 0 is for text, index 1 for patches.
 
-`torch_view` turns a function of JAX arrays, such as a kernel, into one of tensors.
+In the shape of latents, (N, T, C, H, W), T, H and W are their frames, rows and columns.
+
+`torch_view` turns a function of JAX arrays, such as a kernel, into one of tensors. `by_kernel` is true for
+tensors of torchax or TorchTPU, unless somebody has replaced a method of diffusers' class. With "tensor"
+(`pipelines.sequence`) a kernel has to be mapped over the devices: the methods `shard_norm` and `shard_heads`
+of `Sequence` do so, and otherwise return the kernel as it is.
 """
 
 import functools
@@ -48,7 +53,7 @@ class GELU(DiffusersGELU):
     """GELU that is rounded to the input's dtype only at its end (`jax_kernels.gelu`)."""
 
     def gelu(self, gate: torch.Tensor) -> torch.Tensor:
-        if not by_kernel(self, gate) or self.approximate != "tanh":
+        if not by_kernel(self, gate) or self.approximate != "tanh":  # the kernel has the tanh form alone
             return super().gelu(gate)
         return torch_view(jax_kernels.gelu)(gate)
 
@@ -111,8 +116,8 @@ class Block(CogVideoXBlock):
         sequence: Sequence,
     ) -> Any:
         """Run the block on local tokens; return its result (N, S, C), and by part the results to collect."""
-        # Tokens before the first patch are text. The kernels shift, scale and gate text with other vectors
-        # than patches.
+        # The position of the first patch, counted from the first local token: the tokens before it are text.
+        # The kernels shift, scale and gate text by other vectors than patches.
         first_patch = sequence.first_patch()
         collected_results: dict[str, Any] = {}
         for part, norm, run_part in (
@@ -125,14 +130,17 @@ class Block(CogVideoXBlock):
             normed_NSC = torch_view(sequence.shard_norm(norm_kernel))(
                 x_NSC, layer_norm.weight, layer_norm.bias, scale, shift, first_patch
             )
-            if part in replaced:  # the part is skipped; the compiler drops the norm, as nothing reads it
+            # A step with a cache may give the part's result in `replaced`. The part is then skipped, and the
+            # compiler drops the norm, as nothing reads it.
+            if part in replaced:
                 y_NSC = torch.zeros_like(normed_NSC) if replaced[part] is None else replaced[part]
             else:
                 projection = run_part(normed_NSC)  # the part's last linear layer, not computed yet
                 linear, *_dropouts = projection.layers
                 if part not in self.collected and supports_fused(linear, sequence):
-                    # One kernel computes the projection, the gate and the residual: the part is done. This
-                    # kernel does not return the part's own result, which a collected part needs.
+                    # One kernel computes the projection, multiplies by the gate and adds the residual: the
+                    # part is done. A collected part cannot use this kernel, which does not return the
+                    # projection's result.
                     x_NSC = projection.added_to(x_NSC, gate, first_patch)
                     continue
                 y_NSC = projection.result()
@@ -160,13 +168,16 @@ class Block(CogVideoXBlock):
         """Run attention on normed local tokens, except for its output projection."""
         attn: Any = self.attn1
         videos = normed_NSC.shape[0]
+        # This kernel takes (N, S, C), splits C into heads, normalizes and rotates each head's channels (as
+        # far as it is given a norm's weights and rotary tables), and returns (N, H, D, S).
         qk_norm_rope = torch_view(sequence.shard_heads(jax_kernels.qk_norm_rope, attn.heads))
         # The devices exchange local tokens for parts of the channels: each gets all tokens of some heads.
+        # Queries, keys and values are (N, S, C / P) then.
         q, k, v = (
             torch_view(sequence.to_heads)(y_PSC, videos)
             for y_PSC in projections(attn, normed_NSC.flatten(0, 1), sequence)
         )
-        head_channels = q.shape[-1] * sequence.parts / attn.heads  # `q` has 1 / `parts` of the channels
+        head_channels = q.shape[-1] * sequence.parts / attn.heads  # C / P times P is C, of all heads
         # The attention kernel computes exp(scale * score) as 2 ** (log2(e) * scale * score). If its scale is
         # ln(2), that factor is 1, and the kernel does not multiply the scores. So the queries, which are
         # fewer than the scores, are multiplied here by log2(e) / sqrt(head_channels).
@@ -177,7 +188,7 @@ class Block(CogVideoXBlock):
         y_NHDS = torch_view(jax_kernels.attention_transposed)(
             q,
             k,
-            qk_norm_rope(v),  # without weights and tables this only changes the layout to (N, H, D, S)
+            qk_norm_rope(v),  # without weights and tables: this only changes the layout to (N, H, D, S)
             scale=math.log(2),
             num_keys=sequence.tokens,  # no token attends to the padding after them
         )
@@ -217,7 +228,7 @@ class LastProjection:
 
 
 def supports_fused(linear: Any, sequence: Sequence) -> bool:
-    """Return whether a kernel may compute a linear layer together with its neighbours."""
+    """Return whether one kernel may compute a linear layer and the operations right before or after it."""
     # A layer with a LoRA, or of a user's class, runs its own forward. A layer that XLA shards (`shared`)
     # stays with XLA, which cannot shard a kernel.
     return type(linear) is Linear and sequence.shared is None
@@ -226,7 +237,7 @@ def supports_fused(linear: Any, sequence: Sequence) -> bool:
 def projections(attn: Any, normed_SC: torch.Tensor, sequence: Sequence) -> Iterator[torch.Tensor]:
     """Yield attention's queries, then its keys, then its values, each as (P, S, C / P).
 
-    The channels are split into P parts, of some whole heads each.
+    The channels are split into P parts. P divides the number of heads, so a part has some whole heads.
     """
 
     def split_channels(y_SC: torch.Tensor) -> torch.Tensor:
@@ -288,16 +299,17 @@ def joined_step(
     image_rotary_emb: Any = None,
     attention_kwargs: dict[str, Any] | None = None,
 ) -> torch.Tensor:
-    """Return the prediction (N, T, C, H, W) of diffusers' transformer, with its blocks run on one sequence.
+    """Return diffusers' prediction, latents (N, T, C, H, W), with the blocks run on one sequence.
 
-    `takes_sequences(model)` must hold. The arguments are those of diffusers' own forward. Of the options
-    `attention_kwargs` only "scale" may be set: the decorator scales the model's LoRAs by it.
+    `takes_sequences(model)` must hold. The arguments are those of the forward of diffusers' transformer. Of
+    the options `attention_kwargs` only "scale" may be set: the decorator scales the model's LoRAs by it.
     """
     dtype = hidden_states.dtype
     temb = model.time_embedding(model.time_proj(timestep).to(dtype), timestep_cond)
-    if model.ofs_embedding is not None:
+    if model.ofs_embedding is not None:  # CogVideoX1.5's image-to-video model alone has the input `ofs`
         temb = temb + model.ofs_embedding(model.ofs_proj(ofs).to(dtype))
     temb = temb.expand(hidden_states.shape[0], -1)  # one timestep may be given for all videos
+    # `patch_embed` returns text and embedded patches as one sequence, which has no padding yet.
     x_NSC = model.embedding_dropout(model.patch_embed(encoder_hidden_states, hidden_states))
     sequence = Sequence.from_placement(
         model.placement, videos=x_NSC.shape[0], text=encoder_hidden_states.shape[1], tokens=x_NSC.shape[1]

@@ -48,7 +48,7 @@ def _config(name: str, value: str, steps: int, timestep: Callable[[], Any]) -> A
 
     `value` is the text after the name's colon: a threshold, a number of steps, or for MagCache "calibrate" or
     the path of a file of ratios. "" stands for the default in `CHOICES`; MagCache has none, and refuses it.
-    `config_of` puts the message of an error, which is a bare reason, into a whole one.
+    An error's message is only a reason, such as "no threshold"; `config_of` makes a whole message of it.
     """
     # Imported here, as the command line starts without diffusers, whose import takes seconds.
     hooks: Any = importlib.import_module("diffusers.hooks")
@@ -75,7 +75,8 @@ def _config(name: str, value: str, steps: int, timestep: Callable[[], Any]) -> A
         return hooks.TaylorSeerCacheConfig(cache_interval=every, use_lite_mode=True)
     return hooks.FasterCacheConfig(
         unconditional_batch_skip_range=every,
-        attention_weight_callback=lambda _: 0.3,  # the value of diffusers' example for CogVideoX
+        # The weight of attention's extrapolation, in all modules: the value of diffusers' example.
+        attention_weight_callback=lambda _module: 0.3,
         tensor_format="BFCHW",  # the axes of CogVideoX's latents: (N, T, C, H, W) in diffusers' letters
         current_timestep_callback=timestep,
     )

@@ -14,7 +14,8 @@ Terms:
     joined: the blocks take text and patches as one sequence; otherwise they take (patches, text).
 
 A parameter `model` is a program's own copy of the transformer, which may be changed. `predict` is a function
-that runs this copy on a step's tensors, by name, and returns its prediction.
+that runs this copy on a step's tensors, by name, and returns its prediction. `torch_view` turns a function of
+JAX arrays into one of tensors.
 
 Axis letters: N videos, S positions of a sequence (text first, then patches), C channels.
 """
@@ -71,6 +72,7 @@ class BlockStack(nn.Module):
 
     def step(self, model: Any, predict: Predict, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
         """Return `predict(tensors)`, with this module in place of all blocks of `model`."""
+        # `joined` is for other classes of `STEP_CLASSES`. Here `forward` can tell by its own arguments.
         self.blocks = tuple(model.transformer_blocks)
         model.transformer_blocks = nn.ModuleList([self])
         return predict(tensors)
@@ -102,14 +104,15 @@ class BlockStack(nn.Module):
         last_head, last_tail = self.last_arrays["head"], self.last_arrays["tail"]
         first_result = self._run_blocks(self.blocks[:1], x, options)
         head = first_result[0] - x[0]
-        # Means of absolute values, in the residual's dtype, as diffusers rounds its means too.
+        # Both are means of absolute values, rounded to the residual's dtype, as diffusers rounds its means.
         change = _mean_of_patches((head - last_head).abs(), options).to(head.dtype)
         size = _mean_of_patches(last_head.abs(), options).to(head.dtype)
         # Before the first step the kept arrays are zeros: then `size` is 0, and the comparison false.
         is_similar = change / size <= self.numbers["threshold"]
 
-        # Both return (patches or sequence after all blocks, "head" to keep, "tail" to keep).
+        # Both functions return (patches or sequence after all blocks, "head" to keep, "tail" to keep).
         def reuse() -> Any:
+            # The old head is kept: the next step is compared with the last step that ran all blocks.
             return first_result[0] + last_tail, last_head, last_tail
 
         def compute() -> Any:
@@ -117,9 +120,9 @@ class BlockStack(nn.Module):
             return y, head, y - first_result[0]
 
         reuses = self.form.reuses
-        if reuses is None:  # the device decides, in each step
+        if reuses is None:  # the device decides, in each step, and one program has both functions
             y, next_head, next_tail = torch_view(jax.lax.cond)(is_similar, reuse, compute)
-        else:  # the command `plan` compiles a program for each of the two
+        else:  # the command `plan` compiles a program for each of the two functions
             y, next_head, next_tail = reuse() if reuses else compute()
         self.next_arrays = {"head": next_head, "tail": next_tail}
         self.host_scalar = ~is_similar  # whether the step ran all blocks
@@ -129,8 +132,8 @@ class BlockStack(nn.Module):
         """Run all blocks and keep their residual; `host_scalar` is the ratio for MagCache's calibration."""
         y = self._run_blocks(self.blocks, x, options)
         tail = y[0] - x[0]
-        # Each patch has a norm, over its channels, and a ratio of this norm to the last step's. The mean of
-        # the patches' ratios is the step's.
+        # A patch has the norm of its residual over the channels, and the ratio of this norm to that of the
+        # last step. The step's ratio is the mean of the patches' ratios.
         norm = torch.linalg.norm(tail.float(), dim=-1)
         last_norm = torch.linalg.norm(self.last_arrays["tail"].float(), dim=-1)
         # Before the first step the kept arrays are zeros: 1e-8, as in diffusers, avoids a division by 0.
@@ -143,7 +146,10 @@ class BlockStack(nn.Module):
 
 
 def _mean_of_patches(values: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-    """Return the float32 mean of the patches' `values` (N, S, ...), by the `options` of a block."""
+    """Return the mean, in float32, of the `values` (N, S, ...) at the patches' positions.
+
+    The `options`, a block's arguments by name, tell whether S has other positions than those of patches.
+    """
     values = values.float()
     sequence = options.get("sequence")
     if sequence is None:  # blocks take the text apart from the patches
@@ -197,9 +203,10 @@ class ReusedModules:
         _replace_and_collect(model, replaced, collected, joined)
         prediction = predict(tensors)
         for name in self.form.kept_modules:
-            # The tensors of the module's result, estimated or computed; none if zeros replace it.
+            # The tensors of the module's result: the estimates, which `_to_keep` may keep too, or the
+            # computed ones; none if zeros replace the result.
             result = replaced.get(name) or collected.get(name, ())
-            # By tensor, the arrays that the last step kept for it. In a trace for shapes there are none yet:
+            # For each tensor, the arrays that the last step kept. In a trace for shapes there are none yet:
             # copies of the tensor stand for them.
             arrays_by_tensor = last_arrays.get(name) or [
                 (tensor,) * self.form.arrays_per_tensor for tensor in result
@@ -227,14 +234,15 @@ class TaylorModules(ReusedModules):
     """
 
     def _estimate(self, name: str, kept_result: Any, dtype: torch.dtype) -> tuple[Any, ...]:
+        # The value of a Taylor series, for each tensor of the module's result. The n-th derivative, factor n,
+        # is multiplied by since ** n / n!.
         since = self.numbers["since"]  # steps since the last computed step
-        # A Taylor series: the n-th derivative is multiplied by since ** n / n!.
         weights = [
             (since**order / math.factorial(order)).to(dtype) for order in range(self.form.arrays_per_tensor)
         ]
         return tuple(
             sum(factor.to(dtype) * weight for factor, weight in zip(factors, weights, strict=True))
-            for factors in kept_result  # those of each tensor of the module's result
+            for factors in kept_result  # `kept_result` has a tuple of factors for each tensor
         )
 
     def _to_keep(self, name: str, y: torch.Tensor, last_arrays: Any) -> tuple[torch.Tensor, ...]:
@@ -243,7 +251,7 @@ class TaylorModules(ReusedModules):
             return last_arrays
         factors = [y]
         # Factor n + 1 is the change of factor n since the last computed step, divided by the steps since it.
-        for order, last_factor in enumerate(last_arrays[:-1]):  # no factor is made of the highest one
+        for order, last_factor in enumerate(last_arrays[:-1]):  # the highest factor's change is not kept
             difference = (factors[order] - last_factor.to(y.dtype)) / self.numbers["since"].to(y.dtype)
             # If the last factor is not valid yet, its change is not known either: the new factor is zeros.
             is_valid = self.numbers["known"] > order
@@ -268,7 +276,7 @@ class FasterCacheModules(ReusedModules):
         is_trace_for_shapes = self.last_arrays is None
         # Results of attention are kept for the prompted videos, so the trace for shapes runs on these alone.
         prompted_only = is_trace_for_shapes or self.form.prompted_only
-        if prompted_only:  # they are the second half of the batch
+        if prompted_only:  # the prompted videos are the second half of the batch
             tensors = {name: x.chunk(2)[1] if name in GUIDED_INPUTS else x for name, x in tensors.items()}
         # The base class reads the arrays of modules alone: "frequencies" is no module's name.
         prediction = super().step(model, predict, tensors, joined)
@@ -294,12 +302,12 @@ class FasterCacheModules(ReusedModules):
         return tuple(newer + (newer - older) * weight for older, newer in kept_result)
 
     def _to_keep(self, name: str, y: torch.Tensor, last_arrays: Any) -> tuple[torch.Tensor, ...]:
-        """Return (`y` for the prompted videos, the result before it)."""
+        """Return (`y` for the prompted videos, computed or estimated, and the result before it)."""
         _older, newer = last_arrays
         if len(y) > len(newer):  # the step ran all videos: the prompted ones are the second half of the batch
             y = y.chunk(2)[1]
             # On a mesh, a batch of all videos may have another padding than one of the prompted videos, whose
-            # shape is kept: so `y` is cut or padded to the length of `newer`.
+            # shape is kept: so the axis S of `y` is cut or padded to that of `newer`.
             length = newer.shape[1]
             y = torch.nn.functional.pad(y[:, :length], (0, 0, 0, max(length - y.shape[1], 0)))
         return y, newer

@@ -12,6 +12,11 @@ Terms:
     numbers of a step: its scalars and vectors, which are inputs of its program (`cached_layers.NUMBERS`).
     prompted videos: with guidance a batch has each video twice, without the prompt in its first half, with it
         in the second half. The second half are the prompted videos.
+    host scalar: a scalar that a step's program returns for the host, beside the prediction; most caches have
+        none (None). It stays on the device until somebody reads its value.
+
+`computes_module` asks a hook whether its module runs in a step: it calls the hook with a stand-in for the
+module. The hook takes this call for the module's step, and updates its state, such as its count of steps.
 """
 
 import contextlib
@@ -100,7 +105,11 @@ def context(name: str) -> Iterator[None]:
 
 
 class StepCache:
-    """A cache of a transformer's steps, from `hooks` of diffusers; each subclass is for one of its caches."""
+    """A cache of a transformer's steps; each subclass is for one of diffusers' caches.
+
+    Args:
+        hooks: the hooks that diffusers' cache had on the modules, each with its module's name.
+    """
 
     def __init__(self, hooks: list[upstream.Hooked]):
         self.hooks = hooks
@@ -124,7 +133,8 @@ class StepCache:
     ) -> torch.Tensor:
         """Run a denoising step and return its prediction; keep its arrays for the context's next step.
 
-        `make_network` makes the module that the program of a form is compiled from.
+        `model` is the ported transformer. `make_network` makes the module that the program of a form is
+        compiled from.
         """
         # Each context has its own state. But the hooks of some caches of diffusers have no state manager, and
         # one state for all contexts: this state gets the name None.
@@ -134,11 +144,12 @@ class StepCache:
         # The state is put back after the step. If the step fails, it is gone, and the next step begins a run.
         state = states.pop(name, None) or self._new_state(name)
         # Without torchax, as the hooks compute with plain tensors on the host.
-        form, numbers = runtime.without_torchax(self._plan_step, state, model, tensors)
-        network = make_network(form)
-        program = model.program_of(network)
+        step_form, numbers = runtime.without_torchax(self._plan_step, state, model, tensors)
+        network = make_network(step_form)
+        program = model.program_of(network)  # all steps of this form have one program
+        # Both are moved to the program's devices, unless they are there already.
         weights, inputs = program.weights(network), program.put({**tensors, **numbers})
-        if state.kept_arrays is None:
+        if state.kept_arrays is None:  # the first step takes zeros, of the shapes that its program returns
             state.kept_arrays = program.empty_cache(weights, inputs)
         # The program is donated the kept arrays, and returns those that replace them.
         (prediction, host_scalar), state.kept_arrays = program.run(weights, inputs, state.kept_arrays)
@@ -149,15 +160,16 @@ class StepCache:
     def plan_run(self, model: Any, batch: int, steps: Iterable[Any]) -> list[StepPlan]:
         """Return the `StepPlan` of each step of a run, without running a step.
 
-        With guidance `batch` counts each video twice. `steps` has one item for each step, whose value is
-        ignored. A generator may set the timestep that the hooks' callbacks return before it yields the item.
+        With guidance `batch` counts each video twice. `steps` has one item for each step. The item's value is
+        ignored, but a generator can run code between two steps, such as code that sets the timestep which
+        the hooks' callbacks return.
         """
         state = self._new_state("a plan")  # hooks need a context; its name does not matter
         tensors = {"hidden_states": torch.empty(batch, 0)}  # `_plan_step` reads only the batch size
         return [self._plan_step(state, model, tensors) for _ in steps]
 
     def _new_state(self, name: str | None) -> RunState:
-        """Begin a run in the context `name`, which `self.computed` reports from now on; return its state."""
+        """Begin a run in the context `name`, and return its state; `self.computed` now reports this run."""
         hooks = {each.module: each.hook for each in self.hooks}  # by the module's name
         state = RunState(runtime.without_torchax(copy.deepcopy, hooks))
         for hook in state.hooks.values():
@@ -167,11 +179,11 @@ class StepCache:
         return state
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        """Plan the next step, which the hooks count; append to `state.computed`, here or in `_record`."""
+        """Plan the next step, which the hooks count; append to `state.computed` here or in `_record`."""
         raise NotImplementedError
 
     def _record(self, state: RunState, host_scalar: Any) -> None:
-        """Update `state` after a step, whose program computed `host_scalar`; most caches have None."""
+        """Update `state` after a step, whose program returned `host_scalar`."""
 
 
 class FirstBlockSteps(StepCache):
@@ -185,13 +197,15 @@ class FirstBlockSteps(StepCache):
 
         In a run one program has both, and the device chooses. In a plan each is a program.
         """
-        # One step is planned, by `range(1)`, for its numbers: the threshold, which is the same in all steps.
+        # Only one step is planned, by `range(1)`, to get its numbers, which are the same in all steps: they
+        # are the threshold.
         ((_form, numbers),) = super().plan_run(model, batch, range(1))
         return [(form("first_block", reuses=reuses), numbers) for reuses in (False, True)]
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
         first_block_hook = next(iter(state.hooks.values()))
-        first_block_hook.state_manager.get_state()  # only for diffusers' error outside of a context
+        # Called only for diffusers' error: it raises one if the step runs outside of any context.
+        first_block_hook.state_manager.get_state()
         return form("first_block"), {"threshold": torch.tensor(first_block_hook.threshold)}
 
     def _record(self, state: RunState, host_scalar: Any) -> None:
@@ -208,12 +222,12 @@ class MagSteps(StepCache):
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
         """Ask the first block's hook, which decides by the ratios, whether all blocks run or none."""
         first_hook, *_, last_hook = state.hooks.values()  # in the order of the blocks
-        # The hooks need a block's arguments and its result, (patches, text), but decide without their values.
+        # The hooks read a block's arguments and its result, (patches, text), but decide without their values.
         zeros = torch.zeros(1, 1, 1)
         arguments, result = {"hidden_states": zeros, "encoder_hidden_states": zeros}, (zeros, zeros)
         computes = computes_module(first_hook, result, **arguments)
-        # The last block's hook counts the step. In a calibration it does so in `_record`, where it also
-        # records the step's ratio.
+        # The last block's hook counts the step, so it is called too. In a calibration this is left to
+        # `_record`, where the hook also records the step's ratio.
         if not first_hook.config.calibrate:
             computes_module(last_hook, result, **arguments)
         state.computed.append(computes)
@@ -244,7 +258,8 @@ class TaylorSteps(StepCache):
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
         hook_states = {name: hook.state_manager.get_state() for name, hook in state.hooks.items()}
-        # The modules whose results diffusers keeps: not the inactive ones, whose results zeros replace.
+        # A step that skips all modules reads only some of the modules' results: only these are kept. Of them
+        # the results of inactive modules are not kept either, as zeros replace these.
         kept_modules = tuple(
             name for name in results_read_by_skips(hook_states) if not hook_states[name].is_inactive
         )
@@ -252,12 +267,12 @@ class TaylorSteps(StepCache):
         # module, if there is one: only such a state has the factors of a series.
         first_module, *_ = (*kept_modules, *hook_states)
         hook_state = hook_states[first_module]
-        # Both are read before `computes_module` has the hooks count this step. All tensors of a result have
-        # as many factors as tensor 0.
+        # These two are read before `computes_module`, which has the hooks update their states. All tensors of
+        # a result have as many factors as tensor 0.
         known_factors = len(hook_state.taylor_factors.get(0, ()))
         last_computed_step = hook_state.last_update_step
-        # Each hook has to be called, as it counts the step. The result, a zero, does not matter to the hooks,
-        # which all give one answer: this step computes all modules or none.
+        # A zero stands for each module's result. All hooks give the same answer, as the step computes all
+        # modules or none: so the set has one item.
         (computes,) = {computes_module(hook, torch.zeros(1)) for hook in state.hooks.values()}
         state.computed.append(computes)
         # In the first step no earlier one was computed, and no difference is kept: any number but 0, by which
@@ -302,13 +317,13 @@ class FasterSteps(StepCache):
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
         attention_modules = tuple(name for name in state.hooks if name)  # the transformer's hook is ""
         transformer_hook = state.hooks[""]
-        # After two steps. This is read before `_ask_hooks`, which has the hooks count the present step.
+        # True after two steps. It is read before `_ask_hooks`, which has the hooks count the present step.
         has_two_results = transformer_hook.state.iteration > 1
         prompted_only, skipped_modules = self._ask_hooks(state, len(tensors["hidden_states"]))
         # In the copied hooks `_ask_hooks` has replaced the user's callbacks: the original hooks have them.
         original_hooks = {each.module: each.hook for each in self.hooks}
-        # By attention module, the weight of its extrapolation. Before there are two results to extrapolate,
-        # `has_two_results` is False, and makes it 0.
+        # By attention module, the weight of its extrapolation: 0 for a module that runs, and 0, by the factor
+        # `has_two_results`, before there are two results to extrapolate.
         weights = [
             has_two_results * float(original_hooks[name].weight_callback(model.get_submodule(name)))
             if name in skipped_modules
@@ -345,7 +360,8 @@ class FasterSteps(StepCache):
         prompted_only: bool = False
         skipped_modules: tuple[str, ...] = ()
 
-        # The transformer's hook calls this in place of the transformer, with all videos or the prompted ones.
+        # The transformer's hook always calls this in place of the transformer, with all videos or with the
+        # prompted ones.
         def stand_in_transformer(hidden_states: torch.Tensor) -> tuple[torch.Tensor]:
             # The transformer would call its attention modules: their hooks are asked here.
             nonlocal prompted_only, skipped_modules
@@ -364,7 +380,10 @@ class FasterSteps(StepCache):
         return prompted_only, skipped_modules
 
     def _record(self, state: RunState, host_scalar: Any) -> None:
-        """Put the two kept results of each tensor in the order (older, newer), which the next step takes."""
+        """Put the two kept results of each tensor in the order (older, newer), which the next step takes.
+
+        A step's program returns (newer, older).
+        """
         in_order = {
             name: tuple((older, newer) for newer, older in state.kept_arrays[name])
             for name in state.hooks
@@ -408,7 +427,9 @@ WITHOUT_EFFECT = (
 
 
 def cache_of(hooks: list[upstream.Hooked]) -> StepCache | None:
-    """Return the step cache that replaces diffusers' hooks; None if these hooks skip nothing.
+    """Return the step cache that replaces diffusers' hooks; None for a cache that `CACHE_CLASSES` lacks.
+
+    Caches that are not in `CACHE_CLASSES` skip nothing on CogVideoX.
 
     Raises:
         ValueError: hooks of several caches.

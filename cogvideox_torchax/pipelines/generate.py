@@ -63,7 +63,7 @@ class Model:
     def fingerprint(self) -> str:
         """A hash of the configs, by which a saved stage tells whether it was made with this model.
 
-        Keys that begin with "_" are left out: such as the version of diffusers, they do not change the model.
+        Keys that begin with "_" are left out, such as diffusers' version: they do not change the model.
         """
         configs = {
             part: {key: value for key, value in getattr(self, part).items() if not key.startswith("_")}
@@ -73,7 +73,7 @@ class Model:
 
     @property
     def spatial_compression_ratio(self) -> int:
-        """Pixels of a frame for each latent pixel along an axis, which each VAE level but the last halves."""
+        """Pixels along a frame's side for each latent pixel: all VAE levels but the last halve the side."""
         return 2 ** (len(self.vae["block_out_channels"]) - 1)
 
     @property
@@ -107,12 +107,12 @@ def describe(name: str, *, image: bool, clip: bool) -> Model:
         ModelError: no pipeline there, or one that lacks a config.
         RequestError: a pipeline that needs another input, or does not take the given one.
     """
-    index = config_of(name, INDEX)
+    index = config_of(name, INDEX)  # model_index.json, which names the class of the pipeline and of each part
     kind = _kind(name, str(index.get("_class_name")), image, clip)
     transformer = config_of(name, "transformer/config.json")
     scheduler = config_of(name, "scheduler/scheduler_config.json")
-    # The index has (library, class) of each part. diffusers loads that class, whatever the part's own config
-    # says.
+    # The index has (library, class) for each part. diffusers loads that class, even where the part's own
+    # config names another: so this config gets that name.
     _library, scheduler["_class_name"] = index["scheduler"]
     return Model(name, kind, transformer, config_of(name, VAE_CONFIG), scheduler)
 
@@ -128,8 +128,8 @@ def _kind(name: str, class_name: str, image: bool, clip: bool) -> str:
         raise RequestError(f"{name} is a {class_name}: it takes one of {', '.join(CLASSES.values())}")
     # Pipelines of the kinds TEXT and VIDEO have the same parts. So the index may name the class of either,
     # and the kind depends on whether there is a clip.
-    conditioned = {CLASSES[IMAGE]: IMAGE, CLASSES[CONTROL]: CONTROL}
-    kind = conditioned.get(class_name, VIDEO if clip else TEXT)
+    kind_by_class = {CLASSES[IMAGE]: IMAGE, CLASSES[CONTROL]: CONTROL}
+    kind = kind_by_class.get(class_name, VIDEO if clip else TEXT)
     # The kind IMAGE needs an image, and no other kind takes one. The kind CONTROL needs a clip.
     if (kind == IMAGE) != image or (kind == CONTROL and not clip):
         takes = {IMAGE: "an image (--image)", CONTROL: "a control video (--video)"}.get(kind, "no image")
@@ -210,14 +210,15 @@ def _check_size(request: stages.Request, model: Model) -> None:
         )
     # A patch may span several latent frames, and their number has to be a multiple of that. Pipelines that
     # take no clip pad the latents to whole patches themselves: for them any number of latent frames will do.
-    patch = 1 if model.kind in (TEXT, IMAGE) else model.transformer["patch_size_t"] or 1
+    patch_frames = 1 if model.kind in (TEXT, IMAGE) else model.transformer["patch_size_t"] or 1
+    # A video is one frame, for the first latent frame, and `scale` frames for each other latent frame.
     scale = model.temporal_scale
     latent_frames = model.latent_frames(request.frames)
-    if request.frames < 1 or (request.frames - 1) % scale or latent_frames % patch:
-        # The message suggests two sizes: the latent frames rounded down to a multiple of `patch`, but not to
-        # 0, and one patch more. Both are given as numbers of frames.
-        rounded_down = max(latent_frames // patch * patch, patch)
-        fewer, more = ((n - 1) * scale + 1 for n in (rounded_down, rounded_down + patch))
+    if request.frames < 1 or (request.frames - 1) % scale or latent_frames % patch_frames:
+        # The message suggests two sizes: the latent frames rounded down to whole patches, but not to 0, and
+        # one patch more. Both are given as numbers of frames.
+        rounded_down = max(latent_frames // patch_frames * patch_frames, patch_frames)
+        fewer, more = ((n - 1) * scale + 1 for n in (rounded_down, rounded_down + patch_frames))
         raise RequestError(f"got --frames {request.frames}: {model.name} generates {fewer} or {more} of them")
 
 
@@ -226,6 +227,7 @@ def _check_prompt(request: stages.Request, model: Model) -> None:
     from transformers import AutoTokenizer
 
     limit = model.transformer["max_text_seq_length"]
+    # torchax is off while files are loaded: with it on, some of the `from_pretrained` methods fail.
     tokenizer = without_torchax(AutoTokenizer.from_pretrained, locate(model.name, "tokenizer", files=("*",)))
     for name, text in (("--prompt", request.prompt), ("--negative-prompt", request.negative_prompt)):
         count = len(tokenizer(text).input_ids)
@@ -304,7 +306,7 @@ class Generation:
         return embeddings
 
     def sample(self, embeddings: dict[str, torch.Tensor | None]) -> latent_files.Latents:
-        """Denoise the `embeddings`, and return the latents (1, C, T, H, W) as the content of a latent file.
+        """Generate latents for a prompt's `embeddings`, and return them as the content of a latent file.
 
         A file of latents that an earlier generation left in `keep` is deleted first, so that it is not taken
         for this generation's if this one fails.
@@ -316,10 +318,10 @@ class Generation:
             callback_on_step_end=self._show_step if self.show else None,
             output_type="latent",
         ).frames  # (1, T, C, H, W)
-        # To get whole patches, the pipelines pad the latents before the first frame: this is cut off.
+        # To get whole patches, the pipelines pad the latents before the first frame: the padding is cut off.
         padding = sampled.shape[1] - self.model.latent_frames(self.request.frames)
         return latent_files.Latents(
-            # A latent file has the channels before the frames.
+            # A latent file has (1, C, T, H, W), the channels before the frames.
             tensor=self._unscaled_on_host(sampled)[:, padding:].permute(0, 2, 1, 3, 4).contiguous(),
             config=dict(self.pipe.vae.config),
             model=self.model.name,
@@ -353,10 +355,11 @@ class Generation:
         return arguments
 
     def _input_frames(self) -> list[Any]:
+        # The first frames of the request's clip, resized to the request's size, as pictures.
         from PIL import Image
 
-        size = video.Framing(self.request.height, self.request.width)
-        frames = video.read_frames(str(self.request.video), size, self.request.frames)
+        framing = video.Framing(self.request.height, self.request.width)
+        frames = video.read_frames(str(self.request.video), framing, self.request.frames)
         # A frame is (1, 3, H, W) bytes, an image's array (H, W, 3).
         return [Image.fromarray(frame.squeeze(0).permute(1, 2, 0).numpy()) for frame in frames]
 

@@ -1,6 +1,7 @@
 """The ported class of a network: a class for networks that this package knows, or one made for any class.
 
-A ported class is a subclass of the class that it replaces. Here `kind` is such a class before it is ported.
+A ported class is a subclass of the class that it replaces, which is called `kind` here. `KNOWN` has the
+ported class of each stock class, a class of diffusers or of transformers.
 """
 
 import functools
@@ -41,15 +42,17 @@ def ported_class(kind: Any) -> type[CompiledNetwork]:
     members = {
         "__module__": kind.__module__,
         "__doc__": kind.__doc__,
-        # pickle cannot find this class by its name: it is found by its stock class.
+        # pickle cannot find this class by its name, as it is not a module's attribute. So an instance is
+        # pickled as a call of `_revived`, which finds the class by `kind`, and the state that is set then.
         "__reduce_ex__": lambda self, _protocol: (_revived, (kind,), self.__getstate__()),
         # Methods that read or make weights, such as `load_lora_adapter`: they run with weights in PyTorch.
         **loras.methods_in_pytorch(kind, loras.NETWORK_METHODS),
     }
-    if hasattr(kind, "save_pretrained"):  # by itself it cannot save weights that are on JAX
+    if hasattr(kind, "save_pretrained"):  # the method of `kind` cannot save weights that are on JAX
         members["save_pretrained"] = saved_from_host(kind.save_pretrained)
     for stock, known in KNOWN.items():
-        if issubclass(kind, stock) and kind.forward is stock.forward:  # a subclass that computes the same
+        # A subclass that computes the same as its stock class also gets the methods of the ported class.
+        if issubclass(kind, stock) and kind.forward is stock.forward:
             return type(kind.__name__, (known, kind), members)
     # This package does not know what the class computes: its methods are compiled as they are.
     members |= {name: _compiled_method(kind, name) for name in METHODS if hasattr(kind, name)}
@@ -79,8 +82,8 @@ def port_network(network: Any) -> Any:
     """
     port_layers(network)
     network.__class__ = ported_class(type(network))
-    upstream.register_block(Block)  # diffusers' caches take registered classes of blocks only
-    save_as_stock(network)  # a saved pipeline names the original class: it loads without this package
+    upstream.register_block(Block)  # diffusers' caches take only classes of blocks that are registered
+    save_as_stock(network)  # a saved pipeline then names the original class, and loads without this package
     if hasattr(network, "tie_weights"):
         # T5's token embedding is one weight under two names. It becomes two tensors if weights are loaded by
         # name, or if torch's own `to` has moved the network to torchax before `port`.

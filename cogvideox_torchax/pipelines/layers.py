@@ -1,10 +1,12 @@
 """The layers of a pipeline's networks, ported: each class is a subclass of the layer that it replaces.
 
 Plain torch tensors run the inherited forward, torchax tensors run a kernel of `jax_kernels`. `torch_view`
-turns a kernel, a function of JAX arrays, into a function of tensors. A program is traced from its own copy of
-the network, which may be changed.
+turns a kernel, a function of JAX arrays, into a function of tensors. `by_kernel` and `on_accelerator` are
+true for tensors of torchax or TorchTPU; `by_kernel` is false if somebody has replaced a method of the
+inherited class. A program is traced from its own copy of the network, which may be changed.
 
-Axis letters: N videos, S positions of a sequence (text first, then patches), H heads, D channels of a head.
+Axis letters: N videos, S positions of a sequence (text first, then patches), C channels, H heads, D channels
+of a head.
 """
 
 from collections.abc import MutableMapping
@@ -34,8 +36,8 @@ class Linear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not by_kernel(self, input):
             return super().forward(input)
-        # If the product is a sum over devices, each device rounds its part before the all-reduce: in bfloat16
-        # this halves the bytes that are sent.
+        # If the product is a sum over devices, each device rounds its summand before the all-reduce. In
+        # bfloat16 this halves the bytes that it sends.
         return torch_view(jax_kernels.linear)(input, self.weight, self.bias, rounded_parts=self.inputs_split)
 
 
@@ -117,7 +119,8 @@ class PatchEmbed(CogVideoXPatchEmbed):
     """The patch embedding, which can add other positions than those of the module's own table.
 
     The module's own table of sinusoidal positions fits latents of one size. For another size a table is
-    computed on the host, in float64, and the program takes it as its input "positions".
+    computed on the host, in float64, and the program takes it as its input "positions". A table is (1, S, C).
+    Sizes are in latent frames and latent pixels, unless said otherwise.
     """
 
     table: torch.Tensor | None = None
@@ -125,25 +128,27 @@ class PatchEmbed(CogVideoXPatchEmbed):
 
     def needs_table(self, height: int, width: int, frames: int) -> bool:
         """Return whether latents of this size need another table of sinusoidal positions."""
-        # The size of the module's own table: height and width in latent pixels, frames in those of a video.
-        pixel_frames = (frames - 1) * self.temporal_compression_ratio + 1
+        # The module has the size of its own table: height and width in latent pixels, but `sample_frames` in
+        # frames of the video.
+        video_frames = (frames - 1) * self.temporal_compression_ratio + 1
         return (
             self.use_positional_embeddings
             and not self.use_learned_positional_embeddings
-            and (height, width, pixel_frames) != (self.sample_height, self.sample_width, self.sample_frames)
+            and (height, width, video_frames) != (self.sample_height, self.sample_width, self.sample_frames)
         )
 
     def table_for(self, height: int, width: int, frames: int) -> torch.Tensor | None:
-        """Return a table (1, S, C) for latents of this size; None if they do not need another table."""
+        """Return the table for latents of this size; None if the module's own will do (`needs_table`)."""
         if not self.needs_table(height, width, frames):
             return None
         size = (height, width, frames)
-        # The table depends on the module's numbers too, such as its scales of interpolation.
+        # The table also depends on the numbers among the module's attributes, such as `patch_size`.
         key = (*size, *(value for value in vars(self).values() if isinstance(value, int | float)))
         # `_TABLES` has the last table of each module. Key and table are one entry, which one look-up reads:
         # another thread may replace the entry at any time.
         last_key, table = _TABLES.get(self, (None, None))
         if last_key != key:
+            # Computed without torchax, as JAX has no float64 by default.
             table = runtime.to_jax(runtime.without_torchax(upstream.positions, self, *size))
             _TABLES[self] = key, table
         return table
@@ -154,16 +159,19 @@ class PatchEmbed(CogVideoXPatchEmbed):
         self.use_positional_embeddings = False  # so that the inherited forward adds no positions
 
     def forward(self, text_embeds: torch.Tensor, image_embeds: torch.Tensor) -> torch.Tensor:
-        """Return text and embedded patches as one sequence (N, S, C), with positions added."""
+        """Return text and patches, embedded, as one sequence (N, S, C), with positions added.
+
+        As in diffusers, `image_embeds` are latents (N, T, channels, H, W), which are cut into patches here.
+        """
         has_positions = (
             self.use_positional_embeddings or self.use_learned_positional_embeddings or self.table is not None
         )
         tokens = text_embeds.shape[1]
-        wanted = self.max_text_seq_length  # a table of positions begins with those of so many text tokens
-        if has_positions and tokens != wanted:
+        expected = self.max_text_seq_length  # a table begins with the positions of so many tokens of text
+        if has_positions and tokens != expected:
             raise ValueError(
                 f"got a prompt of {tokens} tokens, padding among them: this transformer has positions for "
-                f"{wanted} (max_text_seq_length); pass max_sequence_length={wanted} to the pipeline"
+                f"{expected} (max_text_seq_length); pass max_sequence_length={expected} to the pipeline"
             )
         embeds = super().forward(text_embeds, image_embeds)
         # With a table of `use_table` the inherited forward has added no positions.

@@ -37,7 +37,7 @@ Dtype = torch.dtype | str | None | dict[str, torch.dtype | str | None]
 """Dtype of a pipeline's weights, as diffusers takes it."""
 
 STEMS = {"transformer": WEIGHTS_STEM, "text_encoder": "model"}
-"""The networks whose weights are read one at a time, and the beginning of the names of their weight files."""
+"""The networks that are read a weight at a time, and the stems with which their weight files' names begin."""
 
 WITH_WEIGHTS = STEMS.keys() | {"vae"}
 """The parts of a pipeline that have weights, and so a dtype."""
@@ -145,6 +145,7 @@ def load_pipeline(
         part: _load_network(directory / part, part, dtypes[part], variant, mesh, parallel)
         for part in STEMS.keys() & parts
     }
+    # `dtype_option` is the name of the argument for the dtype, which depends on diffusers' version.
     pipe = runtime.without_torchax(
         loaded_class.from_pretrained,
         directory,
@@ -162,6 +163,7 @@ def _directory(name: str, variant: str | None, options: dict[str, Any]) -> Path:
             raise ModelError(f"{name} has no {INDEX}: give the directory of a whole pipeline, or a hub id")
         return directory
     try:
+        # `options` are those of the hub, and parts that the user has: their files are not downloaded.
         return Path(DiffusionPipeline.download(name, variant=variant, use_safetensors=True, **options))
     except (OSError, ValueError) as error:
         raise not_on_hub(name, error) from error
@@ -169,8 +171,8 @@ def _directory(name: str, variant: str | None, options: dict[str, Any]) -> Path:
 
 def _dtypes_of(dtype: Dtype, directory: Path, parts: set[str], variant: str | None) -> dict[str, torch.dtype]:
     """Return the dtype of each of the `parts`, by the user's `dtype`; "auto" is that of the part's files."""
-    requested = dtype if isinstance(dtype, dict) else {"default": dtype}
-    unknown = requested.keys() - WITH_WEIGHTS - {"default"}
+    requested_by_part = dtype if isinstance(dtype, dict) else {"default": dtype}
+    unknown = requested_by_part.keys() - WITH_WEIGHTS - {"default"}
     if unknown:
         raise ValueError(
             f"load_pipeline got a dtype for {', '.join(sorted(unknown))}: its keys are "
@@ -178,7 +180,8 @@ def _dtypes_of(dtype: Dtype, directory: Path, parts: set[str], variant: str | No
         )
     names = {
         part: dtype_name_of(
-            requested.get(part, requested.get("default")),
+            requested_by_part.get(part, requested_by_part.get("default")),
+            # These three tell where the part's files are, which are only read for "auto".
             directory / part,
             variant,
             stem=STEMS.get(part, WEIGHTS_STEM),
@@ -204,11 +207,11 @@ def _load_network(
     # The class of a network, such as T5's, names the modules that overflow in float16.
     float32_modules = getattr(network, "_keep_in_fp32_modules", None) if dtype == torch.float16 else None
     tensors = _cast(read_tensors(files), dtype, tuple(float32_modules or ()))
-    # Each weight goes to its devices before the next one is read. `missing` are the names of weights that no
-    # file has, `unexpected` those of tensors in the files that are no weights.
+    # Each weight goes to its devices, by `put_weight`, before the next one is read. `missing` are the names
+    # of weights that no file has, `unexpected` the names of tensors in the files that are no weights.
     missing, unexpected = runtime.feed_weights(network, tensors, network.put_weight)
     port_network(network)  # ties shared weights again: the files may have one of a weight's two names
-    # A tied weight is not missing if a file has it under its other name: then it is not on "meta" any more.
+    # A weight under two names is not missing if a file has it under one of them: then it has left "meta".
     still_on_meta = {name for name, weight in network.named_parameters() if weight.is_meta}
     check_loading_info({"missing_keys": missing & still_on_meta, "unexpected_keys": unexpected}, directory)
     network.put_weights()  # the buffers, which no file has
@@ -221,7 +224,7 @@ def _network_without_weights(directory: Path, part: str, dtype: torch.dtype) -> 
     Its buffers, which no file has, are computed.
     """
     default_dtype = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+    torch.set_default_dtype(dtype)  # new parameters get it
     try:
         with init_empty_weights():
             if part == "text_encoder":

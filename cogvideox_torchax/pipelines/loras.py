@@ -41,10 +41,11 @@ def methods_in_pytorch(kind: Any, names: Iterable[str]) -> dict[str, Callable[..
 
 
 def _in_pytorch(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method of a network, or of a pipeline with a transformer: its weights are in PyTorch meanwhile.
+    """Return a method that runs `method` while the weights of its network are in PyTorch.
 
-    If they were on JAX, they go back, and layers that the method has added are ported. The network's next
-    call compiles a program with these layers.
+    The method is one of a network, or of a pipeline, whose transformer is the network. Weights that were on
+    JAX go back afterwards, and layers that the method has added are ported. The network's next call compiles
+    a program with these layers.
     """
 
     @functools.wraps(method)

@@ -83,10 +83,10 @@ TensorSpecs = dict[str, Any]
 
 
 class _SetForwards(threading.local):
-    """The calls in a thread of `forward` functions that another library has set on a network's object.
+    """A thread's running calls of a `forward` that another library has set on a network's object.
 
     Attributes:
-        modules_at_start: by network whose set `forward` is running, its modules when that call began.
+        modules_at_start: by the network of such a call, the network's modules when the call began.
     """
 
     modules_at_start: dict[nn.Module, list[nn.Module]] = {}  # noqa: RUF012 - set anew, not written to
@@ -119,7 +119,10 @@ class CompiledNetwork(PortedModel):
         return runtime.run_method(self, method, *args, place=self.placement, name=self.component, **kwargs)
 
     def described_program(self, tensors: "TensorSpecs") -> tuple[runtime.Program, "TensorSpecs"]:
-        """Return (program of a call, shapes and dtypes of its inputs); `tensors` are those of the call."""
+        """Return the program of a call with such `tensors`, and the specs of the program's inputs, by name.
+
+        The program may have other names for its inputs than the call has for its arguments.
+        """
         stock: Any = type(self).__bases__[-1]  # `port` puts the mixin before the stock class
         parameters = inspect.signature(stock.forward).parameters
         # Classes of diffusers return an object unless they are asked for a tuple of tensors.
@@ -130,11 +133,12 @@ class CompiledNetwork(PortedModel):
         """Call the network; on JAX, a `forward` set on this object runs operation by operation."""
         if "forward" not in vars(self) or not runtime.is_on_jax(self):
             return super().__call__(*args, **kwargs)
-        # Another library has set it. It is not compiled, as it may keep tensors between calls: a program's
-        # would exist only in its trace.
+        # Another library has set `forward`. It is not compiled, as it may keep tensors from one call for the
+        # next: in a program these would be tensors of a trace, which have no values after the trace.
         setter = upstream.module_of(vars(self)["forward"])
         runtime.warn_once(self, f"{self.component}: the forward set by {setter} runs operation by operation")
-        # `check_modules` compares these with the modules when the set `forward` calls this package's.
+        # The set `forward` may call the class's own, which calls `check_modules`: this compares the network's
+        # modules with those recorded here.
         outer_calls = _SET_FORWARDS.modules_at_start
         _SET_FORWARDS.modules_at_start = {**outer_calls, self: [*self.modules()]}
         try:
@@ -182,7 +186,8 @@ class CompiledNetwork(PortedModel):
         Raises:
             ValueError: `choose_parallelism` raises it, or `make_mesh` did not make the mesh.
         """
-        if (mesh, parallel, memory) != (self._mesh, None, None):
+        keeps_choice = mesh == self._mesh and parallel is None and memory is None
+        if not keeps_choice:
             self.use_mesh(mesh, self.choose_parallelism(self, check_mesh(mesh), parallel, memory))
 
     def use_mesh(self, mesh: Mesh, parallelism: Any) -> None:
@@ -263,7 +268,8 @@ class KnownNetwork(CompiledNetwork):
         # The types of the modules whose inputs and outputs are constrained to the sharding of sequences.
         types = SPLIT_LAYERS
         if self.parallelism.kind == sharding.CONTEXT:
-            # Only a block on one sequence (`joined`) takes and returns tokens that are split over devices.
+            # Only blocks take and return tokens that are split over devices, and only in a network that joins
+            # text and patches to one sequence (`joined`).
             types = (Block,) if network.joined else ()
         return runtime.Program(network, replace(self.placement, types=types))
 

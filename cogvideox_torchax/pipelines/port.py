@@ -110,6 +110,7 @@ def _models(pipe: Any) -> dict[str, nn.Module]:
         if not isinstance(part, nn.Module):
             continue
         model = upstream.uncompiled(part)
+        # One for each weight that cannot move; the warning gives the first one.
         obstacles = [
             f"JAX has no {type(tensor).__name__} of {tensor.dtype}, as its {weight_name} is"
             for weight_name, tensor in runtime.named_tensors(model).items()
@@ -173,7 +174,8 @@ def _port_from_pipe(make: Callable[..., Any], kind: type, pipeline: Any, **optio
     new_pipeline = make(kind, pipeline, **options)
     if not isinstance(pipeline, PortedPipeline):
         return new_pipeline
-    # All models are on the same devices: the first one tells the mesh.
+    # Parts that are new in the new pipeline get the mesh of `pipeline`, and its transformer's use of "tp".
+    # All models of `pipeline` are on the same devices, so the first one tells the mesh.
     models = _models(pipeline)
     first_model = next(iter(models.values()), None)
     if first_model is not None and runtime.is_on_jax(first_model):
@@ -225,12 +227,13 @@ class PortedPipeline(PicklesAsStock, DiffusionPipeline):
 
 
 def _decode_in_chunks(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
-    """Decode latents (N, T, C, H, W) to frames (N, 3, T', H', W') on the host, as CogVideoX's pipelines do.
+    """Decode latents (N, T, C, H, W) as CogVideoX's pipelines do; return (N, 3, frames, rows, columns).
 
-    Each chunk goes to the host while the next is computed.
+    The result is on the host. Each chunk goes to the host while the next is computed.
     """
-    # After the last step the arrays that a step cache keeps are freed, to leave memory for the decoder.
-    # Between two steps, where a callback may decode, they are still needed: `_current_timestep` is set there.
+    # After the last step the arrays that a step cache keeps are freed, to leave memory for the decoder. A
+    # callback may also decode between two steps, where the next step needs them: `_current_timestep` is set
+    # there.
     if pipe.transformer is not None and getattr(pipe, "_current_timestep", None) is None:
         pipe.transformer._reset_stateful_cache()
     # The pipelines call the VAE's scaling factor `vae_scaling_factor_image`, for videos too.
@@ -242,8 +245,8 @@ def _decode_in_chunks(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
 
 def _decodes_by_programs(vae: Any) -> bool:
     """Return whether no other library replaced `decode`, on the model, on its class or in a subclass."""
-    author = vae.decode.__module__.partition(".")[0]
-    return author in ("diffusers", "cogvideox_torchax") and not upstream.is_patched(DiffusersAutoencoder)
+    package = vae.decode.__module__.partition(".")[0]  # that defines the method
+    return package in ("diffusers", "cogvideox_torchax") and not upstream.is_patched(DiffusersAutoencoder)
 
 
 def _compile_decoder_ahead(pipe: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> None:
@@ -322,7 +325,7 @@ def _decode_latents(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs:
 def _rotary_tables(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Compute rotary tables by `inherited`, on the host in float64; move them to the transformer's device.
 
-    diffusers would compute them on the argument `device`, if there is one: JAX has no float64 by default.
+    diffusers would compute them on the call's `device`: on JAX, which has no float64 by default.
     """
     bound = inspect.signature(inherited).bind(pipe, *args, **kwargs)
     if "device" in bound.arguments:
@@ -391,7 +394,7 @@ def _methods_to_wrap(kind: type) -> set[str]:
 
     Other special methods, and methods that `PortedPipeline` has, are left out.
     """
-    # `kind`, and its bases below `DiffusionPipeline`.
+    # The classes of the method resolution order before `DiffusionPipeline`: `kind` and bases of its own.
     classes = kind.__mro__[: kind.__mro__.index(DiffusionPipeline)]
     names = {name for each in classes for name, member in vars(each).items() if inspect.isfunction(member)}
     return {n for n in names if n == "__call__" or not (n.startswith("__") or hasattr(PortedPipeline, n))}

@@ -66,10 +66,12 @@ def fit(vae: Any) -> LinearPreview:
     )
     features = _with_ones(latents[:, :, 0].float().movedim(1, -1))  # (N, H, W, C + 1)
     colors = torch.nn.functional.avg_pool2d(pictures, vae.spatial_compression_ratio).movedim(1, -1)
-    fitted = PICTURES * 3 // 4  # the map is fitted to so many pictures, the first ones
-    weights = torch.linalg.lstsq(features[:fitted].flatten(0, 2), colors[:fitted].flatten(0, 2)).solution
-    error = (features[fitted:] @ weights - colors[fitted:]).square().mean()
-    return LinearPreview(weights, float(1 - error / colors[fitted:].var(correction=0)))
+    num_fitted = PICTURES * 3 // 4  # the map is fitted to the first pictures, and tested on the others
+    weights = torch.linalg.lstsq(
+        features[:num_fitted].flatten(0, 2), colors[:num_fitted].flatten(0, 2)
+    ).solution
+    error = (features[num_fitted:] @ weights - colors[num_fitted:]).square().mean()
+    return LinearPreview(weights, float(1 - error / colors[num_fitted:].var(correction=0)))
 
 
 def _with_ones(features: torch.Tensor) -> torch.Tensor:
@@ -95,7 +97,7 @@ def preview_writer(vae: Any, path: str | Path, say: Callable[[str], None]) -> Ca
     def show(latents: torch.Tensor) -> None:
         (frames,) = preview(latents[:1])  # the first video's colors, (T, H, W, 3)
         # Indices of SHOWN frames at equal distances, from the first to the last. In a short video some
-        # are the same: the set has each once.
+        # indices are equal: the set has each of them once.
         chosen = sorted({round(i * (len(frames) - 1) / (SHOWN - 1)) for i in range(SHOWN)})
         # (T, H, W, 3) to (H, T * W, 3): the frames side by side.
         picture = Image.fromarray(frames[chosen].transpose(0, 1).flatten(1, 2).contiguous().numpy())

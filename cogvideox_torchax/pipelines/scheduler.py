@@ -89,24 +89,25 @@ def _host_class(kind: Any) -> type:
         kind.set_timesteps(*bound.args, **bound.kwargs)
         self.log = StepLog(total=len(self.timesteps))
 
-    # The names of the arguments of `step`. A user's subclass may have only `*args, **kwargs`: then its first
-    # base that names the argument "sample" has the signature.
-    signatures = (inspect.signature(each.step) for each in kind.__mro__)
-    step_signature = next(each for each in signatures if "sample" in each.parameters)
+    # The signature names the arguments of `step`. In a user's subclass it may be only `*args, **kwargs`: then
+    # it is taken from the first base whose `step` names an argument "sample".
+    signatures = (inspect.signature(base.step) for base in kind.__mro__)
+    step_signature = next(signature for signature in signatures if "sample" in signature.parameters)
 
     @functools.wraps(kind.step)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Take a step, and log it; raise `NonFiniteError` if the step before gave NaN or Inf."""
-        # The check waits for the previous step's result. The device does not wait: this step's network is in
-        # its queue already.
+        # The check waits for the previous step's latents. The device does not wait: it has this step's
+        # network, whose prediction is an argument here, in its queue already.
         self.log.check()
         bound = step_signature.bind(self, *args, **kwargs)
         arguments = bound.arguments
-        # CogVideoX's DPM scheduler draws noise: it alone has this argument. DDIM draws noise with an `eta`.
+        # CogVideoX's DPM scheduler draws noise; it alone has the argument `old_pred_original_sample`. DDIM
+        # draws noise if it is given an `eta` other than 0.
         draws_noise = "old_pred_original_sample" in arguments or bool(arguments.get("eta"))
-        # JAX rounds the scheduler's numbers to the latents' dtype before it multiplies, PyTorch does not: so
-        # the latents become float32. Where noise is drawn, they stay as they are: the noise has their dtype,
-        # and another dtype would give other noise.
+        # JAX rounds the scheduler's numbers to the latents' dtype before it multiplies, PyTorch does not. So
+        # the latents are given in float32; CogVideoX's pipelines round the result. Where noise is drawn, they
+        # keep their dtype: the noise has the dtype of the latents, and in another it would be other noise.
         if not draws_noise:
             arguments["sample"] = arguments["sample"].float()
         result = kind.step(*bound.args, **bound.kwargs)
@@ -116,14 +117,15 @@ def _host_class(kind: Any) -> type:
             done=self.log.done + 1,
             timestep=arguments["timestep"],
             dtype=latents.dtype,
-            # This test is in the device's queue before the next step's network, for which `check` therefore
-            # does not wait.
+            # The test for NaN and Inf is in the device's queue before the next step's network. So `check`
+            # does not wait for that network.
             finite=runtime.all_finite(latents),
         )
         return result
 
     def add_noise(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        # diffusers' method moves one of the tables to the latents' device: afterwards all are as before.
+        # diffusers' method moves one of the tables to the latents' device, and keeps it there. So the tables
+        # are put back afterwards.
         tables = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
         try:
             return kind.add_noise(self, *args, **kwargs)

@@ -70,11 +70,12 @@ class Sequence:
         cls, placement: "SequencePlacement | None", *, videos: int, text: int, tokens: int
     ) -> "Sequence":
         """Return the layout for numbers of videos and tokens; on one device `placement` is None."""
-        if placement is None:
+        if placement is None:  # one device
             return cls(text, tokens, _padded_length(tokens, 1))
         mesh = placement.mesh
         batch_axis = placement.batch_axis(videos)
         if placement.parallelism.kind == TENSOR:
+            # Tokens are not split, but attention may split them inside, over "tp" (`shard_heads`).
             length = _padded_length(tokens, mesh.shape["tp"])
             return cls(text, tokens, length, batch=batch_axis, shared=mesh)
         token_axes = placement.token_axes(videos)
@@ -100,7 +101,7 @@ class Sequence:
 
     def pad_table(self, patch_table: jax.Array, value: float) -> jax.Array:
         """Return a rotary table (S, D) of all tokens, from one (patches, D), with `value` for the others."""
-        text = self.tokens - patch_table.shape[0]
+        text = self.tokens - patch_table.shape[0]  # number of rows before those of the patches
         padding = self.length - self.tokens
         return jnp.pad(patch_table, ((text, padding), (0, 0)), constant_values=value)
 
@@ -125,11 +126,11 @@ class Sequence:
         """Return the kernel `qk_norm_rope`, sharded as the attention after it, for `heads` heads in all.
 
         With "context" the kernel is called on each device, after the exchange: it gets all tokens of the
-        device's heads. With "tensor" it is sharded here: by heads, or by tokens if "tp" does not divide the
-        heads.
+        device's heads, and only needs their number. With "tensor" it is sharded here: by heads, or by tokens
+        if "tp" does not divide the heads.
 
-        The result takes tokens (N, S, C) and the kernel's other arguments, except for `heads`, which is set
-        to the number of heads on a device. It returns (N, H, D, S).
+        The function that is returned takes tokens (N, S, C) and the kernel's other arguments, except for
+        `heads`, which is set to the number of heads on a device. It returns (N, H, D, S).
         """
         if self.shared is None:  # "context", or one device, where `parts` is 1
             return functools.partial(qk_norm_rope, heads=heads // self.parts)
@@ -272,9 +273,9 @@ class SequencePlacement(MeshPlace):
         return {**super().compiler_options(), **exchange}
 
     def trace(self, run: Callable[..., Any], inputs: Any, cache: Any) -> Any:
-        """Return (result, cache) of `run(inputs, cache)` in a trace, constrained to their shardings.
+        """Call `run(inputs, cache)` while a program is traced; constrain its (result, cache) to shardings.
 
-        The result is whole on every device; an array of the cache has its `cache_sharding`.
+        The result is whole on every device; an array of the cache gets its `cache_sharding`.
         """
         # The attention kernel reads the mesh from this context, and maps itself over the devices.
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):

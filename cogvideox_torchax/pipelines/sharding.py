@@ -152,6 +152,7 @@ def weight_sharding(mesh: Mesh, name: str, shape: tuple[int, ...], parallelism: 
         if axis is not None and size % mesh.shape[axis]:
             raise ValueError(
                 f"got a mesh with tp={mesh.shape[axis]}: it does not divide the {size} channels of {name}; "
+                # A message has room for the twelve smallest divisors.
                 f"choose tp among {[n for n in range(1, size + 1) if size % n == 0][:12]}"
             )
     return NamedSharding(mesh, spec)

@@ -174,6 +174,6 @@ def _request(values: dict[str, Any]) -> Request:
         raise TypeError(f"it has no {missing[0]}")
     for name, kind in get_type_hints(Request).items():  # a dataclass does not check the types itself
         value = getattr(request, name)
-        if not isinstance(value, int | float if kind is float else kind):  # JSON has 6 for 6.0
+        if not isinstance(value, (int | float) if kind is float else kind):  # JSON may have 6 for 6.0
             raise TypeError(f"its {name} is {reprlib.repr(value)}")
     return request

@@ -128,7 +128,8 @@ class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
         if hooks:
             self.step_cache = caches.cache_of(hooks)
         if warn and self.is_cache_enabled and self.step_cache is None:
-            # The warning names the line that called `enable_cache` or `place`, our caller: `stacklevel` 3.
+            # This method is called by `enable_cache` and `put_weights`. The warning shall name the line that
+            # called these: that is `stacklevel` 3.
             warnings.warn(caches.WITHOUT_EFFECT.format(type(self._cache_config).__name__), stacklevel=3)
 
     @contextlib.contextmanager
@@ -169,7 +170,8 @@ class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
 
     @functools.wraps(DiffusersTransformer.forward)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # `_step` does not call diffusers' methods. If one was replaced, diffusers' own forward is compiled.
+        # `_step` does not call diffusers' methods. If somebody has replaced one, diffusers' own forward is
+        # compiled instead, which calls it.
         if not any(map(upstream.is_patched, STOCK_CLASSES)):
             return self._step(*args, **kwargs)
         if self.step_cache is not None:
@@ -209,6 +211,7 @@ class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
         self.check_modules()
         frames, _channels, height, width = hidden_states.shape[1:]
         patch_embed: Any = self.patch_embed
+        # The program's inputs, by name; those that are None are left out.
         tensors = {
             "hidden_states": hidden_states,
             "encoder_hidden_states": encoder_hidden_states,
@@ -252,6 +255,7 @@ def step_tensors(
     # The config of a class that is not diffusers' may lack these two; None is their default.
     config = {"patch_size_t": None, "ofs_embed_dim": None, **transformer.config}
     dtype = runtime.jax_dtype(transformer.dtype)
+    patch_embed: Any = getattr(transformer, "patch_embed", None)
     text = text or config["max_text_seq_length"]
     tensors: TensorSpecs = {
         "hidden_states": ((batch, frames, config["in_channels"], height, width), dtype),
@@ -264,11 +268,9 @@ def step_tensors(
     if config["use_rotary_positional_embeddings"]:
         table = ((patches, config["attention_head_dim"]), jnp.float32)
         tensors["image_rotary_emb"] = (table, table)  # cosines and sines
-    # Only a ported transformer takes the positions as an input, where its own table does not fit.
-    elif issubclass(type(transformer), KnownNetwork) and transformer.patch_embed.needs_table(
-        height, width, frames
-    ):
-        tensors["positions"] = ((1, text + patches, transformer.patch_embed.embed_dim), jnp.float32)
+    elif isinstance(transformer, KnownNetwork) and patch_embed.needs_table(height, width, frames):
+        # Only a ported transformer takes positions as an input, where its own table does not fit.
+        tensors["positions"] = ((1, text + patches, patch_embed.embed_dim), jnp.float32)
     if config["ofs_embed_dim"]:
         tensors["ofs"] = ((1,), dtype)
     return tensors
