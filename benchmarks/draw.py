@@ -6,6 +6,7 @@ from typing import Any
 from benchmarks import (
     caches,
     dataset_throughput,
+    first_call,
     host,
     memory,
     pipelines,
@@ -328,6 +329,7 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/pipelines.md", "programs"): programs,
     **caches.TABLES,
     **dataset_throughput.TABLES,
+    **first_call.TABLES,
     **host.TABLES,
     **memory.TABLES,
     **pipelines.TABLES,
