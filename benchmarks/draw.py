@@ -284,7 +284,8 @@ def device_links() -> str:
     items = []
     for name, report in devices().items():
         texts = [
-            f"{job}, took {port:.3g} s with this project, and {torch:.3g} s in PyTorch (eager)"
+            f"the job *{job}* took {port:.3g} s with this project, and {torch:.3g} s with "
+            "diffusers in PyTorch (eager)"
             for job, port, torch in beside(report, "torch")
             if report["device"]["platform"] != "cpu"
         ]
