@@ -3,6 +3,10 @@
 A module tree is a network with all modules in it; its root is the network. A snapshot is compared before each
 call of a network, which may have a thousand modules. So whole lists are compared first, which is fast, and
 single modules only if the lists differ.
+
+*Tied* weights are one tensor under several names. The terms *attention processor*, *state* and *untraced
+attributes* are those of `runtime.skeleton`: a processor is the object that computes a module's attention, and
+untraced attributes, such as compiled programs, are not read by tracing.
 """
 
 import itertools
@@ -97,7 +101,8 @@ class Snapshot:
         if is_identical and weight_ids == self._weight_ids:
             return True
         if not is_identical:
-            # The slow way, for changes that do not count, such as an equal container or another order.
+            # The slow way, module by module. It lets changes pass that do not count: a container that an
+            # equal one has replaced, or attributes in another order.
             modules = modules_of(root)
             if len(modules) != len(self._modules) or not all(
                 recorded.module() is module and recorded.is_unchanged(module)
@@ -107,7 +112,7 @@ class Snapshot:
         # Weights may be other objects: only their names count, and which of them are tied.
         if self._weights != _weight_pattern(modules):
             return False
-        self._weight_ids = weight_ids  # so that the next call goes the fast way
+        self._weight_ids = weight_ids  # the next call with these weights need not look at their names
         return True
 
     def _select_traced(self, attributes: Sequence[dict[str, Any]]) -> Iterator[Any]:
@@ -224,7 +229,7 @@ def _same_items(items: list[Any], others: list[Any]) -> bool:
 def modules_of(root: nn.Module) -> list[nn.Module]:
     """Return the modules of a tree, each once, the root first.
 
-    This is faster than torch's `modules()`, and the order of siblings is another.
+    This is faster than torch's `modules()`, and yields siblings in another order.
     """
     modules: dict[int, nn.Module] = {}  # by id
     pending: list[nn.Module | None] = [root]

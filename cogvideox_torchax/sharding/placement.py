@@ -185,8 +185,8 @@ class Placement(MeshPlace):
         # Kernels read the mesh that this block sets, and map themselves over its devices.
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             result, cache = run(inputs.array, cache, split=split)
-            # This changes no value: a TPU then stores the result with columns in the lanes of its tiles. The
-            # last kernel has the few channels there, which leave most lanes empty.
+            # `columns_last_on` changes no value. With it a TPU stores the result with columns in the lanes of
+            # its tiles. The last kernel has the channels there, so few that most lanes are empty.
             result = dispatch(columns_last_on, jnp.moveaxis(result, channel_axis, -1), split=split)
             result = self.result_without_padding(jnp.moveaxis(result, -1, channel_axis), split)
             return result, jax.tree.map(self.cache_placement.constrain, cache)
@@ -201,7 +201,7 @@ class Placement(MeshPlace):
 
         self.layers.clear()
         for module in network.modules():
-            if isinstance(module, OnColumns):  # it passes its `split` to its kernel
+            if isinstance(module, OnColumns):  # a layer that passes its `split` to its kernel
                 module.split = split
         # `_record` changes nothing, hence `names_only`: a norm and a convolution may still run as one kernel.
         return watched(
@@ -288,11 +288,12 @@ class BatchPlacement(MeshPlace):
 
     def weight_sharding(self, name: str, shape: tuple[int, ...]) -> NamedSharding:
         divisible_axes = (axis for axis, size in enumerate(shape) if size % self.mesh.size == 0)
-        axis = next(divisible_axes, None) if self.split and math.prod(shape) >= self.SMALLEST else None
-        # None for each axis before the split one.
-        return (
-            self.replicated if axis is None else NamedSharding(self.mesh, PartitionSpec(*[None] * axis, AXES))
-        )
+        is_split = self.split and math.prod(shape) >= self.SMALLEST
+        axis = next(divisible_axes, None) if is_split else None
+        if axis is None:
+            return self.replicated
+        # None for each axis before the split one, which is split over both axes of the mesh.
+        return NamedSharding(self.mesh, PartitionSpec(*[None] * axis, AXES))
 
     def trace(self, run: Callable[..., Any], inputs: Any, cache: Any) -> Any:
         # XLA cannot split a kernel. So kernels read the mesh that this block sets, and map themselves over

@@ -194,7 +194,8 @@ class Exchange:
         pause = 0.001  # seconds until the next check: doubled after each one, up to 0.1
         while not path.exists():
             for failure in self.directory.glob("*.failed"):
-                if path.exists():  # the file came before its process failed
+                # The file may have come since the check above, before its process failed.
+                if path.exists():
                     return path
                 raise RuntimeError(f"process {failure.stem} failed: {failure.read_text()}")
             if not self.directory.exists():
