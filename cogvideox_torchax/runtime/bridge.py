@@ -48,7 +48,7 @@ def import_torchax() -> Any:
 def _patched_torchax() -> Any:
     """Import torchax, and replace those of its functions that do not fit; the first call does so."""
     try:
-        with unchecked():  # the import computes on arrays, which a user's checks may refuse
+        with unchecked():  # without the checks of JAX that a user may have turned on for their own code
             # The modules of `ops` put their operations into torchax's tables, which are changed below.
             import torchax.interop
             import torchax.ops.jaten

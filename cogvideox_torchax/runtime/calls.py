@@ -220,7 +220,8 @@ class MixedTensors(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # torch calls this for each operation, `func`, while the mode is on.
+        # torch calls this for each operation, `func`, while the mode is on. `leaves` are the arguments, also
+        # those in containers.
         kwargs = kwargs or {}
         leaves = [*args, *kwargs.values()]
         if any(isinstance(leaf, list | tuple | dict) for leaf in leaves):  # else the list is flat already

@@ -79,7 +79,7 @@ def _attention(torchax_attention: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(F.scaled_dot_product_attention)
     def call(q: Any, k: Any, v: Any, attn_mask: Any = None, *args: Any, **options: Any) -> Any:
         # Plain attention is without dropout, causal mask and grouped heads: their options are 0 or False. A
-        # call that passes one of them by position (`args`) is rare, and is left to torchax's function.
+        # call that passes one of them by position (`args`) is left to torchax's function.
         is_plain = not args and not any(value for name, value in options.items() if name != "scale")
         if is_plain and _kernel_takes(q, k, v, attn_mask):
             return _attend(q, k, v, attn_mask, options.get("scale"))

@@ -114,16 +114,16 @@ class ArrayProgram:
             return self._trace(weights, inputs, cache)
 
         run.__name__ = network.name  # in a profile and in the compile cache
-        compile_run = functools.partial(
+        jit_run = functools.partial(
             jax.jit,
             run,
             donate_argnums=2,  # the cache: the next cache may take its memory
             keep_unused=getattr(network, "keep_unused", False),
         )
-        self._compiled = compile_run(compiler_options=self.place.compiler_options())
+        self._compiled = jit_run(compiler_options=self.place.compiler_options())
         # For a caller that runs this program inside a function which JAX traces: it becomes a part of the
         # caller's program, and JAX refuses compiler options for a part.
-        self._compiled_in_another = compile_run()
+        self._compiled_in_another = jit_run()
 
     def _trace(self, weights: Any, inputs: Any, cache: Any) -> Any:
         """Run the network, sharded by the place, and count the call: JAX makes it only to trace a program."""

@@ -35,6 +35,7 @@ class Snapshot:
 
     def __init__(self, root: nn.Module):
         modules = modules_of(root)
+        # What the slow way of `_has_modules_of` compares, module by module.
         self._modules = [_ModuleSnapshot(module) for module in modules]
         # A pair (container, its present items) for each container in the modules' attributes.
         contents = _contents(recorded.attributes for recorded in self._modules)
@@ -43,6 +44,7 @@ class Snapshot:
         self._empty = [container for container, items in contents if not items]
         self._contents = [(container, items) for container, items in contents if items]
         self._weights = _weight_pattern(modules)  # names of weights, and which are tied
+        # What the fast way of `_has_modules_of` compares: flat lists of all modules' attributes.
         attributes = [vars(module) for module in modules]
         self._attribute_counts = [*map(len, attributes[1:])]  # of all modules but the root
         self._module_classes = [*map(type, modules)]
@@ -54,10 +56,11 @@ class Snapshot:
         left_out = TREE | UNTRACED_ATTRIBUTES
         self._is_traced = [name not in left_out for table in attributes[1:] for name in table]
         self._traced_values = list(self._select_traced(attributes))
-        # Each class with its members (methods and class attributes) in their order.
+        # What `holds` compares beside modules and containers: each class with its members (methods and class
+        # attributes) in their order.
         self._classes = [(kind, list(vars(kind).values())) for kind in _classes(self._modules)]
-        # Tensors among the attributes that are neither weights nor buffers, each with torch's count of the
-        # writes into it. Tensors made in inference mode have no count.
+        # Also compared: tensors among the attributes that are neither weights nor buffers, each with torch's
+        # count of the writes into it. Tensors made in inference mode have no count.
         values = (value for recorded in self._modules for value in recorded.attributes.values())
         self._tensor_versions = [
             (value, value._version)

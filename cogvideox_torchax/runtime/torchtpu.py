@@ -53,7 +53,7 @@ def torch_view(jax_function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_trees(make_flat: Callable[[Any, tuple[Any, ...]], tuple[Any, Trees]]) -> Callable[..., Any]:
-    """Return a function of trees that calls a flat function for each structure of its arguments.
+    """Return a function of trees, which calls the flat function that is made for its arguments' structure.
 
     `make_flat(structure, constants)` returns the flat function, and the structures of its results, which are
     known once it has run. `constants` has all leaves of the arguments, with None in the place of each tensor.

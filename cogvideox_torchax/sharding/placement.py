@@ -130,7 +130,7 @@ class Placement(MeshPlace):
 
     def _spec_along(self, shape: tuple[int, ...], axis: int) -> PartitionSpec:
         """Return the spec of an array that is split by video over "dp", and along `axis` over "tp"."""
-        # Or along `axis` over all devices, if "dp" does not divide the number of videos.
+        # If "dp" does not divide the number of videos, `axis` is split over all devices, and videos are not.
         video_axis = self.axes.index("N")
         by_video = shape[video_axis] % self.mesh.shape["dp"] == 0
         # By the number of an array's axis, the mesh axes that split it; AXES is ("dp", "tp").
@@ -213,7 +213,10 @@ class Placement(MeshPlace):
         )
 
     def _record(self, name: str, values: Any) -> Any:
-        """Add the shapes of activations to `layers`, and return `values`, the tree that they are found in."""
+        """Add the shapes of a layer's activations to `layers`, and return `values` unchanged.
+
+        `values` is the layer's result, or its arguments: a tree in which the activations are leaves.
+        """
         for value in jax.tree.leaves(values):
             if getattr(value, "ndim", 0) == 5:  # activations have five axes
                 self._add_shape(name, value)
