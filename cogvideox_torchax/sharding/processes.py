@@ -227,7 +227,8 @@ def exchanging(output: str | Path) -> Iterator[Exchange]:
     # In the first process `reserved` makes this directory, empty and locked, and removes it after the block.
     with reserved(output, EXCHANGE) if is_first() else contextlib.nullcontext():
         wait_for_all()  # until the first process has made the directory
-        # A network's file system may not show the new directory to this machine yet; only then it is made.
+        # A network's file system may not show the new directory to this machine yet. Then this call makes it;
+        # otherwise it does nothing.
         directory.mkdir(exist_ok=True)
         try:
             exchange = Exchange(directory)
