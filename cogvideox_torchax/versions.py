@@ -23,9 +23,9 @@ class Tested:
         public_version = Version(Version(version).public)  # without "+cpu"
         newest = Version(self.newest)
         first_two = newest.release[:2]
-        same_minor = public_version.release[:2] == first_two and first_two != (0, 0)
-        is_patch = same_minor and not public_version.is_prerelease
-        return public_version >= Version(self.oldest) and (public_version <= newest or is_patch)
+        same_minor = public_version.release[:2] == first_two
+        is_patch_of_newest = same_minor and first_two != (0, 0) and not public_version.is_prerelease
+        return public_version >= Version(self.oldest) and (public_version <= newest or is_patch_of_newest)
 
 
 TESTED = {

@@ -27,13 +27,13 @@ def largest_of(array: Any) -> float | None:
         return None
     if isinstance(array, jax.Array):
         check_not_forked()  # raises in a forked child, where JAX would hang
-        return float(_largest_of(array))
+        return float(_largest_on_device(array))
     # `abs(array)` would copy the array. Python's `max(x, y)` may drop a NaN; NumPy's `maximum` keeps it.
     return float(np.maximum(abs(array.max()), abs(array.min())))
 
 
 @jax.jit
-def _largest_of(array: Any) -> jax.Array:
+def _largest_on_device(array: Any) -> jax.Array:
     # On a CPU XLA's maximum may skip a NaN, so NaN is returned for any value that is not finite.
     return jnp.where(all_finite_of(array), jnp.abs(array).max(), jnp.nan)
 
@@ -79,6 +79,7 @@ def concatenate(parts: Sequence[Any], axis: int) -> Any:
         return np.concatenate(parts, axis)
     if isinstance(parts[0], jax.Array):
         return jnp.concatenate(parts, axis)
+    # Tensors. The import is here, since `tensors` imports torch, which may not be installed.
     from cogvideox_torchax.runtime import tensors
 
     return tensors.concatenate(parts, axis)
@@ -94,6 +95,7 @@ def take(x: Any, axis: int, start: int, length: int) -> Any:
         return x[(slice(None),) * axis + (slice(start, start + length),)]  # all of the axes before `axis`
     if isinstance(x, jax.Array):
         return _jitted_take(x, start, length, axis)
+    # A tensor. The import is here, since `tensors` imports torch, which may not be installed.
     from cogvideox_torchax.runtime import tensors
 
     return tensors.take(x, axis, start, length)

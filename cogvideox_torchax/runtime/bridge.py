@@ -46,9 +46,10 @@ def import_torchax() -> Any:
 
 @functools.cache
 def _patched_torchax() -> Any:
-    """Import torchax, and correct it for this process; the first call does so."""
+    """Import torchax, and replace those of its functions that do not fit; the first call does so."""
     try:
-        with unchecked():
+        with unchecked():  # without the checks of JAX that a user may have turned on for their own code
+            # The modules of `ops` put their operations into torchax's tables, which are changed below.
             import torchax.interop
             import torchax.ops.jaten
             import torchax.ops.jtorch
@@ -96,7 +97,7 @@ def active() -> Iterator[None]:
     `split`, and torchax implements only the smaller operations that they decompose into. Gradients are
     recorded in the block if they are outside.
     """
-    if is_enabled() and not torch.is_inference_mode_enabled():
+    if is_enabled() and not torch.is_inference_mode_enabled():  # there is nothing to change
         yield
         return
     records_gradients = torch.is_grad_enabled()
@@ -199,7 +200,10 @@ def tensor_of(array: Any) -> torch.Tensor:
 
 @runs_unchecked
 def to_jax(tensor: torch.Tensor) -> torch.Tensor:
-    """Move a plain torch tensor, detached, to JAX's default device; return a torchax tensor unchanged."""
+    """Copy a plain tensor to JAX's default device; return a torchax tensor unchanged.
+
+    No gradient flows from the copy back to the plain tensor.
+    """
     return tensor if on_jax(tensor) else import_torchax().default_env().to_xla(tensor.detach())
 
 

@@ -94,7 +94,8 @@ class _Form:
         """Return the form of a call with these leaves, of which those at `arguments` are the program's."""
         values = tuple(None if i in arguments else leaf for i, leaf in enumerate(leaves))
         types = tuple(repr(value) if type(value) is float else type(value) for value in values)
-        # One object for all equal forms: a program's snapshot compares the form by identity.
+        # One object for all equal forms. The form is an attribute of a `MethodCall`, and the snapshot that a
+        # program is found by compares attributes by identity.
         return _interned(cls(method, structure, values, types, tuple(sorted(arguments))))
 
 
@@ -219,7 +220,8 @@ class MixedTensors(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # torch calls this for each operation, `func`, while the mode is on.
+        # torch calls this for each operation, `func`, while the mode is on. `leaves` are the arguments, also
+        # those in containers.
         kwargs = kwargs or {}
         leaves = [*args, *kwargs.values()]
         if any(isinstance(leaf, list | tuple | dict) for leaf in leaves):  # else the list is flat already
@@ -296,7 +298,7 @@ def run_method(
     A number that changes between calls becomes an argument of the program, unless the method branches on it.
     A method runs operation by operation, and a warning says why, if it branches on the values of tensors,
     writes into its model, draws random numbers, or takes or returns objects that are neither tensors nor of
-    `VALUES`.
+    `VALUES` (numbers, texts, dtypes and other constants).
 
     Args:
         model: the model; a change of its modules, attributes or hooks selects another program.
@@ -350,7 +352,8 @@ def method_program(
         values: other arguments of the call, by name.
     """
     descriptions, _ = jax.tree.flatten(tensors, is_leaf=describes_one_input)
-    # Empty tensors stand for the described ones: they only mark their positions among the leaves.
+    # Empty tensors stand for the described ones: they only mark their positions among the leaves. They are in
+    # the same order as `descriptions`.
     markers = jax.tree.map(lambda _: torch.empty(0), tensors, is_leaf=describes_one_input)
     leaves, structure = pytree.tree_flatten(((), {**markers, **values}))  # (args, kwargs), as in `run_method`
     arguments = [position for position, leaf in enumerate(leaves) if _is_tensor(leaf)]
@@ -364,7 +367,7 @@ def method_program(
 def _run_compiled(model: nn.Module, method: Method, leaves: list[Any], structure: Any, place: Place) -> Any:
     """Run a method as a program, or raise `UntraceableError` if no program can run it."""
     # `leaves` are those of the call's arguments, with a JAX array in the place of each tensor. So a leaf that
-    # is none of `VALUES` is an array. `arrays` and `numbers` are by position, as the sets of `_Numbers` are.
+    # is none of `VALUES` is an array. `arrays` has positions, `numbers` has numbers by position.
     arrays = {position for position, leaf in enumerate(leaves) if not isinstance(leaf, VALUES)}
     numbers = {position: leaf for position, leaf in enumerate(leaves) if type(leaf) in (int, float)}
     # What earlier calls tell about the numbers, by the form of a call without its numbers.
@@ -377,7 +380,7 @@ def _run_compiled(model: nn.Module, method: Method, leaves: list[Any], structure
     # which most often decide a branch or a size, are constants, and if that fails too, all numbers are.
     integers = {position for position in state.varying if type(leaves[position]) is int}
     choices = (state.varying, state.varying - integers, frozenset())
-    reason = UntraceableError("it cannot be traced")
+    failure = UntraceableError("it cannot be traced")
     for number_arguments in dict.fromkeys(choices):  # equal choices once, in their order
         form = _Form.of(method, structure, leaves, arrays | number_arguments)
         try:
@@ -390,16 +393,18 @@ def _run_compiled(model: nn.Module, method: Method, leaves: list[Any], structure
                 if not _are_alike(result, _run_form(model, constant_form, leaves, place)):
                     raise UntraceableError("it tests the type of a number")
         except UntraceableError as error:
-            reason = error
+            failure = error
             continue
         except TRACING_ERRORS:
             if not number_arguments:  # no number is a tensor, so the error is the method's own
                 raise
             continue
+        # For the next call: the numbers that were arguments now are checked, and those that could not be stay
+        # constants.
         branched = state.branched | (state.varying - number_arguments)
         states[key] = replace(state, varying=number_arguments, branched=branched, checked=number_arguments)
         return result.tree()
-    raise reason
+    raise failure
 
 
 TRACING_ERRORS = (
@@ -410,7 +415,8 @@ TRACING_ERRORS = (
 
 def _run_form(model: nn.Module, form: _Form, leaves: list[Any], place: Place) -> _Result:
     """Run the program of a form, or raise `UntraceableError`; a failed trace is not tried again."""
-    # The model keeps its programs. `get` finds this one by the form, and by the modules of `network`.
+    # The model keeps its programs, all for the place that the model is in. `get` finds this one by the form,
+    # and by the modules of `network`.
     network = MethodCall(model, form)
     try:
         program = programs_of(model).get(form, network, lambda each: Program(each, place))
@@ -448,10 +454,11 @@ def _without_gradient(model: nn.Module, leaves: list[Any], why: str, tensor: tor
     if not on_jax(tensor) or not tensor.is_floating_point() or not torch.is_grad_enabled():
         return tensor
     # A backward pass can come only if a weight or an argument, one of `leaves`, requires a gradient.
-    # `without_gradient` looks at the weights and at one input on JAX, `x`: an argument that requires a
-    # gradient if there is one, else `tensor` itself. `to_jax` detaches, so it is marked again there.
+    # `without_gradient` looks at the weights and at one input on JAX. It gets an argument that requires a
+    # gradient, or, if there is none, `tensor`, since it must get something.
     trained_arguments = (leaf for leaf in leaves if _is_tensor(leaf) and leaf.requires_grad)
     x = next(trained_arguments, tensor)
+    # The copy that `to_jax` makes of an argument on the host requires no gradient by itself.
     x = x if on_jax(x) else to_jax(x).requires_grad_()
     return without_gradient(model, x, tensor.detach(), why)
 

@@ -37,7 +37,7 @@ class CompileClock:
         # A program's events come in this order: tracing, lowering, compiling. Compiling takes the longest, so
         # the program is announced when it is lowered. Some events call it "jit(NAME)".
         name = str(kwargs.get("fun_name")).removeprefix("jit(").removesuffix(")")
-        tracing, lowering = TRACING_EVENTS
+        tracing, lowering = TRACING_EVENTS  # JAX's names of the two events
         if event == tracing:
             self._tracing_seconds[name] = duration_secs
         is_long = duration_secs + self._tracing_seconds.get(name, 0.0) >= LONG

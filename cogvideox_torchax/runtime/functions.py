@@ -35,7 +35,8 @@ def replace_functions(table: dict[Any, Any]) -> None:
     functions = {F.scaled_dot_product_attention: _attention(table[F.scaled_dot_product_attention].func)}
     for draw in (torch.randn, torch.rand, torch.randint):  # each also has an operator of its name
         functions |= dict.fromkeys((draw, getattr(aten, draw.__name__)), _drawn_on_host(draw))
-    # These operators take an array, of which they need only the shape and the dtype.
+    # The operators below take an array and return random numbers in its place. They need only its shape and
+    # dtype, so torch draws for an empty tensor of these.
     functions[aten.randn_like] = _drawn_on_host(_with_empty_tensor(torch.randn_like))
     for operator, fill in ((aten.normal, torch.Tensor.normal_), (aten.uniform, torch.Tensor.uniform_)):
         functions[operator] = _drawn_on_host(_with_empty_tensor(fill))
@@ -49,7 +50,8 @@ def replace_functions(table: dict[Any, Any]) -> None:
 def replace_keys(environment_class: Any) -> None:
     """Have torchax's own random functions, such as dropout, follow torch's seed, and raise in a trace."""
 
-    # They draw by JAX, from a key that they get from this method of torchax's environment.
+    # This becomes the method `get_and_rotate_prng_key` of torchax's environment. torchax's random functions
+    # call it to get a key for JAX, from which they draw.
     def new_key(_self: Any, generator: torch.Generator | None = None) -> Any:
         if _in_program():
             raise RandomInTraceError("it draws random numbers, which no program on JAX does")
@@ -76,7 +78,8 @@ def _attention(torchax_attention: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(F.scaled_dot_product_attention)
     def call(q: Any, k: Any, v: Any, attn_mask: Any = None, *args: Any, **options: Any) -> Any:
-        # Dropout, causal attention and grouped heads are off if their options are 0 or False.
+        # Plain attention is without dropout, causal mask and grouped heads: their options are 0 or False. A
+        # call that passes one of them by position (`args`) is left to torchax's function.
         is_plain = not args and not any(value for name, value in options.items() if name != "scale")
         if is_plain and _kernel_takes(q, k, v, attn_mask):
             return _attend(q, k, v, attn_mask, options.get("scale"))
@@ -88,6 +91,7 @@ def _attention(torchax_attention: Callable[..., Any]) -> Callable[..., Any]:
 
 def _kernel_takes(q: Any, k: Any, v: Any, mask: Any) -> bool:
     """Return whether `_attend` computes this attention: heads and dtypes are equal, and a mask is of keys."""
+    # All three have the same axes before the last two (S, D): videos and heads.
     heads_fit = q.ndim == k.ndim == v.ndim and q.shape[:-2] == k.shape[:-2] == v.shape[:-2]
     # A mask of keys (N or 1, 1, 1, K) is the same for all heads and queries.
     is_of_keys = mask is None or (
@@ -110,7 +114,7 @@ def _attend(query: Any, key: Any, value: Any, mask: Any, scale: float | None) ->
     # The kernel wants as many channels in the values as in queries and keys, so zeros are added. Zeros in
     # queries and keys change no score, and those in the values are cut off the result.
     channels = max(q.shape[-1], v.shape[-1])
-    added = 0 if mask is None else EXTRA_CHANNELS
+    added = 0 if mask is None else EXTRA_CHANNELS  # they follow the others, so the first has index `channels`
     q, k, v = (jnp.pad(x, ((0, 0),) * 3 + ((0, channels + added - x.shape[-1]),)) for x in (q, k, v))
     # The kernel takes no mask, so one of the added channels carries it: 1 in each query, and in each key 0
     # or, if the mask leaves the key out, the large negative number `MASKED`. The product of a query and a key
@@ -119,7 +123,8 @@ def _attend(query: Any, key: Any, value: Any, mask: Any, scale: float | None) ->
         bias_NK = jnp.where(jnp.broadcast_to(mask[:, 0, 0], k.shape[:2]), 0, MASKED).astype(k.dtype)
         q = q.at[..., channels].set(1)
         k = k.at[..., channels].set(bias_NK[..., None])
-    y_NSHD = jax_kernels.attention(*map(_split_by_video, (q, k, v)), scale=scale)[..., : value.shape[-1]]
+    padded_NSHD = jax_kernels.attention(*map(_split_by_video, (q, k, v)), scale=scale)
+    y_NSHD = padded_NSHD[..., : value.shape[-1]]
     return jnp.moveaxis(y_NSHD, 2, 1).reshape(*query.shape[:-1], value.shape[-1])
 
 

@@ -83,19 +83,19 @@ def differentiable(
             them. If None, `function` runs now, and the arrays that the backward pass needs are kept.
     """
     trained = {name: weight for name, weight in network.named_parameters() if weight.requires_grad}
-    inputs = [x] if x.requires_grad else []
+    inputs_with_gradient = [x] if x.requires_grad else []
     constant_x = array_of(x)
 
     # `jax.vjp` differentiates a function in all of its arguments. So this one has only those that require a
     # gradient; it takes the other weights, and maybe `x`, from around it.
     def call(*arrays: Any) -> Any:
         """Call `function`; `arrays` are `x`'s, if it requires a gradient, and then the trained weights'."""
-        x_arrays, trained_arrays = arrays[: len(inputs)], arrays[len(inputs) :]
+        x_arrays, trained_arrays = arrays[: len(inputs_with_gradient)], arrays[len(inputs_with_gradient) :]
         trained_by_name = dict(zip(trained, trained_arrays, strict=True))
         return function(weights | trained_by_name, x_arrays[0] if x_arrays else constant_x)
 
     return _Differentiated.apply(  # pyright: ignore[reportReturnType]
-        call, run, *inputs, *trained.values()
+        call, run, *inputs_with_gradient, *trained.values()
     )
 
 
@@ -124,7 +124,8 @@ def without_gradient(network: nn.Module, x: torch.Tensor, result: torch.Tensor, 
     """
     if not wants_gradient(network, x):
         return result
-    # `result` is passed inside a function, since torch would return a view of a tensor among the arguments.
+    # `result` is passed inside a function. If it were an argument, torch would return a view of it, and
+    # forbid writes into this view.
     return _Refused.apply(why, lambda: result, x, *network.parameters())  # pyright: ignore[reportReturnType]
 
 

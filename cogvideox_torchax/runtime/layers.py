@@ -58,7 +58,8 @@ def watched(
             if is_layer(name, module):
                 pre_hook = functools.partial(before_layer, name)
                 hook = functools.partial(after_layer, name)
-                # `is_watched` reads this attribute of a hook.
+                # `is_watched` reads this attribute of a hook. It is set by `vars`, as the type of a `partial`
+                # declares no attributes for a type checker.
                 vars(pre_hook)["names_only"] = vars(hook)["names_only"] = names_only
                 hooks.callback(module.register_forward_pre_hook(pre_hook, with_kwargs=True).remove)
                 hooks.callback(module.register_forward_hook(hook).remove)
@@ -131,7 +132,11 @@ def profiling(directory: str | Path) -> Iterator[None]:
 
 
 def named_layers(network: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which tracing a network's skeleton names instructions by layer, if profiling."""
+    """Return the context in which a network is traced, for `network`, a copy that may get hooks.
+
+    While a profile is recorded, the hooks name the traced program's instructions after the layers. Otherwise
+    the context does nothing.
+    """
     if not _profiling:
         return contextlib.nullcontext()
     # A layer is every module but the root, whose name is "" and so counts as false.

@@ -33,10 +33,10 @@ def of_several_processes(mesh: "Mesh | None") -> bool:
 
 
 def free_memory(mesh: "Mesh | None" = None) -> int:
-    """Return the free bytes of JAX's first device here, or of each device of a mesh.
+    """Return the free bytes of one device: of this process's first device, for a mesh too.
 
-    CPU devices share the host's free memory equally. For a mesh of several processes the result is the least
-    of all processes', and every process must call this.
+    One device stands for all. CPU devices share the host's free memory equally. For a mesh of several
+    processes the result is the least that a process finds, and every process must call this.
     """
     local_bytes = _free_memory(1 if mesh is None else mesh.local_mesh.size)
     if not of_several_processes(mesh):
@@ -49,10 +49,12 @@ def free_memory(mesh: "Mesh | None" = None) -> int:
 
 
 def _free_memory(devices: int) -> int:
-    """Return the free bytes of this process's first device; for a CPU device, its share."""
+    """Return the free bytes of this process's first device.
+
+    For a CPU device this is the host's free memory over `devices`, the number of CPU devices that share it.
+    """
     import jax
 
-    # CPU devices, as many as `devices` says, share the host's free memory equally.
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:  # an accelerator; JAX has no statistics of a CPU
         return int(stats["bytes_limit"] - stats.get("bytes_in_use", 0))

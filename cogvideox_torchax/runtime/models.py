@@ -21,6 +21,7 @@ from cogvideox_torchax.runtime.weights import put_weights, replace_weights
 
 def save_as_stock(model: nn.Module) -> None:
     """Have a saved pipeline name the model's class of diffusers or transformers, not this package's."""
+    # The model's first base class that another package defines. It has the name of the model's own class.
     this_package = __name__.partition(".")[0]
     stock_classes = (
         base for base in type(model).__mro__ if base.__module__.partition(".")[0] != this_package
@@ -92,7 +93,7 @@ class PortedModel(CopiesWithoutPrograms, nn.Module):
         if is_jax_device(device):
             if dtype is not None:
                 self.to(dtype)  # before the move, so that JAX gets the final dtype
-            self.place()  # on JAX's default device, or on the mesh of a subclass
+            self.place()  # on JAX's default device; a subclass's `place` puts them on the model's mesh
             return self
         if device is not None and torch.device(device).type == "cpu":
             # The weights become plain tensors, of which torch's own `to` below only changes the dtype.

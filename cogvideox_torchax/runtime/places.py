@@ -117,16 +117,16 @@ class ArrayProgram:
             return self._trace(weights, inputs, cache)
 
         run.__name__ = network.name  # in a profile and in the compile cache
-        jitted = functools.partial(
+        jit_run = functools.partial(
             jax.jit,
             run,
             donate_argnums=2,  # the cache: the next cache may take its memory
             keep_unused=getattr(network, "keep_unused", False),
         )
-        self._compiled = jitted(compiler_options=self.place.compiler_options())
+        self._compiled = jit_run(compiler_options=self.place.compiler_options())
         # For a caller that runs this program inside a function which JAX traces: it becomes a part of the
         # caller's program, and JAX refuses compiler options for a part.
-        self._compiled_in_another = jitted()
+        self._compiled_in_another = jit_run()
 
     def _trace(self, weights: Any, inputs: Any, cache: Any) -> Any:
         """Run the network, sharded by the place, and count the call: JAX makes it only to trace a program."""
@@ -202,7 +202,8 @@ class ArrayProgram:
         """
 
         def place_weight(path: Any, weight: Any) -> Any:
-            name = jax.tree_util.keystr(path, simple=True)  # `path` is JAX's, of keys into the tree
+            # `path` is JAX's: the keys that lead to the weight in the tree. As text it is the weight's name.
+            name = jax.tree_util.keystr(path, simple=True)
             sharding = self.place.weight_sharding(name, weight.shape)
             return jax.ShapeDtypeStruct(weight.shape, weight.dtype, sharding=sharding)
 
@@ -211,7 +212,10 @@ class ArrayProgram:
         return weights, self._structs(inputs), cache
 
     def _cache_structs(self, weights: Any, inputs: Any) -> Any:
-        """Return the structs of the cache that a call without one returns, for arrays or structs."""
+        """Return the structs of the cache that a call without a cache returns; nothing is computed.
+
+        `weights` and `inputs` are arrays or structs.
+        """
         _, cache = jax.eval_shape(self._compiled, weights, inputs, None)
         return jax.tree.map(
             lambda array: jax.ShapeDtypeStruct(

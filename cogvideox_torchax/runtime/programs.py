@@ -61,6 +61,7 @@ class Programs:
         with self._lock:
             # Whether a profile is recorded, and how Pallas kernels run, change the traced program too.
             key = (kind, is_profiling(), pallas_mode())
+            # The programs of one key differ in the module tree that they were traced from.
             entries = self._kept[key] = self._kept.pop(key, [])  # this moves the key to the end
             for snapshot, program in entries:
                 if snapshot.holds(network):
@@ -119,6 +120,7 @@ class TorchNetwork:
     """
 
     def __init__(self, module: nn.Module):
+        # A copy whose weights have no memory, so that a program does not keep the model's weights alive.
         self._module = weightless(module)
         self.name = type(module).__name__
         self.keep_unused = getattr(module, "keep_unused", False)
@@ -139,8 +141,8 @@ class TorchNetwork:
             weights: the arrays of the weights, by name.
             inputs: the network's inputs.
             cache: arrays that the previous call returned; None in a first call.
-            watching_options: keywords of `place.watching`, which may change the copy. On a mesh a VAE's
-                place passes `split`, the sharding of the width.
+            watching_options: keywords that the place's `trace` passes, for the same place's `watching`, which
+                may change the copy. On a mesh a VAE's place passes `split`, the sharding of the width.
         """
         network = _check_deterministic(skeleton(self._module))
         # `functional_call` runs the network with these weights in place of its own, and `jax_view` makes a
@@ -255,6 +257,7 @@ class Program(ArrayProgram):
         results, cache = [], None
         for end, length in zip(itertools.accumulate(lengths), lengths, strict=True):
             chunk = self.place.put(video[:, :, end - length : end])
+            # Not `run`, which donates the cache: the backward pass reads every chunk's cache again.
             result, cache = self._differentiable(weights, chunk, cache)
             results.append(result)
         return jnp.concatenate(results, axis=2)

@@ -1,4 +1,9 @@
-"""Skeletons: copies of a user's module tree with the same parameters, which are traced in its place."""
+"""Skeletons: copies of a user's module tree with the same parameters, which are traced in its place.
+
+A diffusers attention module has an *attention processor*, the object that computes the attention. It may
+have a *state*: attributes that it writes in a call. The *untraced attributes* of a module are those that
+tracing does not read: compiled programs, torch.compile's call, and the state of diffusers' caches.
+"""
 
 import copy
 from collections import OrderedDict
@@ -17,10 +22,7 @@ from cogvideox_torchax.runtime.weights import replace_weights
 Module = TypeVar("Module", bound=nn.Module)
 
 PROCESSOR = "processor"
-"""The attribute in which a diffusers attention module keeps the object that computes it.
-
-This object, the attention processor, may have a state: attributes that it writes in a call.
-"""
+"""The attribute in which a diffusers attention module keeps its attention processor."""
 
 CONTAINERS = (dict, OrderedDict, list, set, tuple)
 """The types of containers whose items are copied and compared; not their subclasses."""

@@ -3,6 +3,10 @@
 A module tree is a network with all modules in it; its root is the network. A snapshot is compared before each
 call of a network, which may have a thousand modules. So whole lists are compared first, which is fast, and
 single modules only if the lists differ.
+
+*Tied* weights are one tensor under several names. The terms *attention processor*, *state* and *untraced
+attributes* are those of `runtime.skeleton`: a processor is the object that computes a module's attention, and
+untraced attributes, such as compiled programs, are not read by tracing.
 """
 
 import itertools
@@ -31,6 +35,7 @@ class Snapshot:
 
     def __init__(self, root: nn.Module):
         modules = modules_of(root)
+        # What the slow way of `_has_modules_of` compares, module by module.
         self._modules = [_ModuleSnapshot(module) for module in modules]
         # A pair (container, its present items) for each container in the modules' attributes.
         contents = _contents(recorded.attributes for recorded in self._modules)
@@ -39,6 +44,7 @@ class Snapshot:
         self._empty = [container for container, items in contents if not items]
         self._contents = [(container, items) for container, items in contents if items]
         self._weights = _weight_pattern(modules)  # names of weights, and which are tied
+        # What the fast way of `_has_modules_of` compares: flat lists of all modules' attributes.
         attributes = [vars(module) for module in modules]
         self._attribute_counts = [*map(len, attributes[1:])]  # of all modules but the root
         self._module_classes = [*map(type, modules)]
@@ -50,10 +56,11 @@ class Snapshot:
         left_out = TREE | UNTRACED_ATTRIBUTES
         self._is_traced = [name not in left_out for table in attributes[1:] for name in table]
         self._traced_values = list(self._select_traced(attributes))
-        # Each class with its members (methods and class attributes) in their order.
+        # What `holds` compares beside modules and containers: each class with its members (methods and class
+        # attributes) in their order.
         self._classes = [(kind, list(vars(kind).values())) for kind in _classes(self._modules)]
-        # Tensors among the attributes that are neither weights nor buffers, each with torch's count of the
-        # writes into it. Tensors made in inference mode have no count.
+        # Also compared: tensors among the attributes that are neither weights nor buffers, each with torch's
+        # count of the writes into it. Tensors made in inference mode have no count.
         values = (value for recorded in self._modules for value in recorded.attributes.values())
         self._tensor_versions = [
             (value, value._version)
@@ -97,7 +104,8 @@ class Snapshot:
         if is_identical and weight_ids == self._weight_ids:
             return True
         if not is_identical:
-            # The slow way, for changes that do not count, such as an equal container or another order.
+            # The slow way, module by module. It lets changes pass that do not count: a container that an
+            # equal one has replaced, or attributes in another order.
             modules = modules_of(root)
             if len(modules) != len(self._modules) or not all(
                 recorded.module() is module and recorded.is_unchanged(module)
@@ -107,7 +115,7 @@ class Snapshot:
         # Weights may be other objects: only their names count, and which of them are tied.
         if self._weights != _weight_pattern(modules):
             return False
-        self._weight_ids = weight_ids  # so that the next call goes the fast way
+        self._weight_ids = weight_ids  # the next call with these weights need not look at their names
         return True
 
     def _select_traced(self, attributes: Sequence[dict[str, Any]]) -> Iterator[Any]:
@@ -224,7 +232,7 @@ def _same_items(items: list[Any], others: list[Any]) -> bool:
 def modules_of(root: nn.Module) -> list[nn.Module]:
     """Return the modules of a tree, each once, the root first.
 
-    This is faster than torch's `modules()`, and the order of siblings is another.
+    This is faster than torch's `modules()`, and yields siblings in another order.
     """
     modules: dict[int, nn.Module] = {}  # by id
     pending: list[nn.Module | None] = [root]

@@ -53,7 +53,7 @@ def torch_view(jax_function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_trees(make_flat: Callable[[Any, tuple[Any, ...]], tuple[Any, Trees]]) -> Callable[..., Any]:
-    """Return a function of trees that calls a flat function for each structure of its arguments.
+    """Return a function of trees, which calls the flat function that is made for its arguments' structure.
 
     `make_flat(structure, constants)` returns the flat function, and the structures of its results, which are
     known once it has run. `constants` has all leaves of the arguments, with None in the place of each tensor.
@@ -65,7 +65,7 @@ def _with_trees(make_flat: Callable[[Any, tuple[Any, ...]], tuple[Any, Trees]]) 
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         constants = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
         flat, trees = make_flat(structure, constants)
-        results = flat(tensors)
+        results = flat(tensors)  # the first call of each shape adds to `trees` the structure of its results
         return trees[shapes_of(tensors)].unflatten(results)
 
     return call
@@ -131,7 +131,8 @@ class TorchTPUProgram:
     """
 
     def __init__(self, network: nn.Module, backend: Any = None):
-        copied = skeleton(network)  # without weights: tracing sets them on modules, not on the user's
+        # `functional_call` sets weights on modules while it traces, which must not be the user's modules.
+        copied = skeleton(network)
 
         def run(weights: dict[str, torch.Tensor], inputs: torch.Tensor, cache: Any) -> Any:
             result, cache = torch.func.functional_call(copied, weights, (inputs, cache))
@@ -158,6 +159,8 @@ def _compiled(
 ) -> tuple[Any, Trees]:
     """Return the flat function of a function of torch, compiled, and the structures of its results."""
     flat, trees = _flattened(function, structure, constants)
+    # By default torch.compile reads the bytecode of a function, which fails for the code of JAX in `flat`. So
+    # this one is traced by running it.
     traced = upstream.traced_whole(flat)
     # One program for each set of shapes (`dynamic=False`), up to `SHAPES` of them. By default torch would
     # count the programs of all networks together, as their lambdas share one code object.

@@ -132,7 +132,10 @@ def share_views(torchax: Any) -> None:
                 return
         while isinstance(source, slice_class):
             source = source.parent  # which holds the array and the storage
-        storage_id = layout.untyped_storage()._cdata  # the address of torch's own storage
+        # A result is a view if its layout has the storage of `source`'s layout; `_cdata` is this storage's
+        # address. Left out are slices, which write into their parents by themselves; `source` itself; and a
+        # result to which torchax gives another shape than torch does, so that the layout does not fit.
+        storage_id = layout.untyped_storage()._cdata
         for result, result_layout in zip(_tensors(results), _tensors(result_layouts), strict=True):
             if (
                 result_layout.untyped_storage()._cdata == storage_id
@@ -150,7 +153,8 @@ def share_views(torchax: Any) -> None:
         if not isinstance(source, (tensor_class, slice_class)):
             return dispatch(self, func, types, args, kwargs)
         if func is torch.Tensor.contiguous and STORAGE in vars(source):
-            # torchax takes every tensor for contiguous, and would return a view where torch copies.
+            # torchax takes every tensor for contiguous, and would return a view where torch copies. Only a
+            # tensor with a storage may be a view, and so not contiguous.
             is_contiguous = vars(source)[LAYOUT].is_contiguous()
             return source if is_contiguous else tensor_class(source.jax(), self)
         result = dispatch(self, func, types, args, kwargs)

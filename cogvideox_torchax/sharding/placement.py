@@ -130,7 +130,7 @@ class Placement(MeshPlace):
 
     def _spec_along(self, shape: tuple[int, ...], axis: int) -> PartitionSpec:
         """Return the spec of an array that is split by video over "dp", and along `axis` over "tp"."""
-        # Or along `axis` over all devices, if "dp" does not divide the number of videos.
+        # If "dp" does not divide the number of videos, `axis` is split over all devices, and videos are not.
         video_axis = self.axes.index("N")
         by_video = shape[video_axis] % self.mesh.shape["dp"] == 0
         # By the number of an array's axis, the mesh axes that split it; AXES is ("dp", "tp").
@@ -185,8 +185,8 @@ class Placement(MeshPlace):
         # Kernels read the mesh that this block sets, and map themselves over its devices.
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             result, cache = run(inputs.array, cache, split=split)
-            # This changes no value: a TPU then stores the result with columns in the lanes of its tiles. The
-            # last kernel has the few channels there, which leave most lanes empty.
+            # `columns_last_on` changes no value. With it a TPU stores the result with columns in the lanes of
+            # its tiles. The last kernel has the channels there, so few that most lanes are empty.
             result = dispatch(columns_last_on, jnp.moveaxis(result, channel_axis, -1), split=split)
             result = self.result_without_padding(jnp.moveaxis(result, -1, channel_axis), split)
             return result, jax.tree.map(self.cache_placement.constrain, cache)
@@ -201,7 +201,7 @@ class Placement(MeshPlace):
 
         self.layers.clear()
         for module in network.modules():
-            if isinstance(module, OnColumns):  # it passes its `split` to its kernel
+            if isinstance(module, OnColumns):  # a layer that passes its `split` to its kernel
                 module.split = split
         # `_record` changes nothing, hence `names_only`: a norm and a convolution may still run as one kernel.
         return watched(
@@ -213,7 +213,10 @@ class Placement(MeshPlace):
         )
 
     def _record(self, name: str, values: Any) -> Any:
-        """Add the shapes of activations to `layers`, and return `values`, the tree that they are found in."""
+        """Add the shapes of a layer's activations to `layers`, and return `values` unchanged.
+
+        `values` is the layer's result, or its arguments: a tree in which the activations are leaves.
+        """
         for value in jax.tree.leaves(values):
             if getattr(value, "ndim", 0) == 5:  # activations have five axes
                 self._add_shape(name, value)
@@ -288,11 +291,12 @@ class BatchPlacement(MeshPlace):
 
     def weight_sharding(self, name: str, shape: tuple[int, ...]) -> NamedSharding:
         divisible_axes = (axis for axis, size in enumerate(shape) if size % self.mesh.size == 0)
-        axis = next(divisible_axes, None) if self.split and math.prod(shape) >= self.SMALLEST else None
-        # None for each axis before the split one.
-        return (
-            self.replicated if axis is None else NamedSharding(self.mesh, PartitionSpec(*[None] * axis, AXES))
-        )
+        is_split = self.split and math.prod(shape) >= self.SMALLEST
+        axis = next(divisible_axes, None) if is_split else None
+        if axis is None:
+            return self.replicated
+        # None for each axis before the split one, which is split over both axes of the mesh.
+        return NamedSharding(self.mesh, PartitionSpec(*[None] * axis, AXES))
 
     def trace(self, run: Callable[..., Any], inputs: Any, cache: Any) -> Any:
         # XLA cannot split a kernel. So kernels read the mesh that this block sets, and map themselves over

@@ -194,7 +194,8 @@ class Exchange:
         pause = 0.001  # seconds until the next check: doubled after each one, up to 0.1
         while not path.exists():
             for failure in self.directory.glob("*.failed"):
-                if path.exists():  # the file came before its process failed
+                # The file may have come since the check above, before its process failed.
+                if path.exists():
                     return path
                 raise RuntimeError(f"process {failure.stem} failed: {failure.read_text()}")
             if not self.directory.exists():
@@ -226,7 +227,8 @@ def exchanging(output: str | Path) -> Iterator[Exchange]:
     # In the first process `reserved` makes this directory, empty and locked, and removes it after the block.
     with reserved(output, EXCHANGE) if is_first() else contextlib.nullcontext():
         wait_for_all()  # until the first process has made the directory
-        # A network's file system may not show the new directory to this machine yet; only then it is made.
+        # A network's file system may not show the new directory to this machine yet. Then this call makes it;
+        # otherwise it does nothing.
         directory.mkdir(exist_ok=True)
         try:
             exchange = Exchange(directory)
