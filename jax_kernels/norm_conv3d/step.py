@@ -108,7 +108,8 @@ class ConvStep(ABC):
         # There are `LAG` more steps than blocks, because results are finished so many steps later.
         last = self.sizes.blocks + LAG - 1
         # The zero padding around a strip is set just before products load it: that on both sides in the first
-        # step, that above the frame with the first block of results, that below it with the last one.
+        # step, that above the frame with the first block of results, that below it with the last one. The
+        # step before has modulated the frame's last block once more, because there is no block below it.
         pl.when(self.step == 0)(partial(self._clear, "beside"))
         pl.when(self.step == LAG)(partial(self._clear, "above"))
         pl.when(self.step == last)(partial(self._clear, "below"))
@@ -279,7 +280,8 @@ class ConvStep(ABC):
             for part in range(self.result_parts):
                 origin, total, squares = (memory["moments"][index, part, moments_at] for index in range(3))
                 memory["mean"][0, results_at, lanes_of(part)] = origin + total * inverse_count
-                # Rounding may make the M2 of nearly equal results negative.
+                # M2 is the sum of squared differences from the origin, less n times the square of their mean.
+                # Rounding may make it negative for nearly equal results.
                 m2 = squares - total * total * inverse_count
                 memory["m2"][0, results_at, lanes_of(part)] = jnp.maximum(m2, 0.0)
 
