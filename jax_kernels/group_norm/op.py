@@ -82,7 +82,7 @@ def group_norm_on(
     channel_axis: int,
     activation: Activation | None,
 ) -> Array:
-    # The statistics are those of all frames. With them, one run of frames after the other is scaled.
+    """Compute `group_norm` for a target: the statistics of all frames, then the result of each run."""
     channels = x.shape[channel_axis]
     stats = moments(target, x, num_groups=num_groups, channel_axis=channel_axis)
     mean = per_channel(stats.mean, channels)

@@ -1,6 +1,7 @@
 """GroupNorm's two passes over an activation as XLA compiles them: moments, then scaling.
 
-Moments are a mean and M2, the sum of squared deviations from it. A column is a column of pixels, along H.
+Moments are a mean and M2, the sum of squared deviations from it. A column is a column of pixels, along H. A
+mesh may pad the width of frames with columns of zeros, which stay zeros and are no part of statistics.
 """
 
 from typing import NamedTuple

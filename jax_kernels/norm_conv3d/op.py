@@ -4,8 +4,9 @@ A residual block has this sequence twice, and a decoder ends with it. The Pallas
 as *coefficients*, a multiplier and an offset: for each channel of a video, or, if latents modulate the norm,
 for each latent and channel. A *run* is a number of frames that are computed together (`common.frames`), and a
 *column* is a column of pixels. Its *moments* are the mean and M2, the sum of squared deviations from it. A
-mesh splits columns into *shards*, one for each device. A *target* is the platform that the code is traced
-for, with that split; `dispatch` passes one to the body of an op, named `OP_on`.
+mesh splits columns into *shards*, one for each device, and may pad the width with columns of zeros. A
+*target* is the platform that the code is traced for, with the split into shards; `dispatch` passes one to the
+body of an op, named `OP_on`.
 
 The kernel convolves a frame in *strips* of columns if it is too wide for VMEM, and puts zeros beside each
 strip. What the columns beside a strip add to the results of its first and of its last column are the strip's
@@ -276,6 +277,7 @@ def _convolve_run(
     coefficients = functools.partial(_coefficients, split, norm, zq, scale_NC, shift_NC, coefficient_columns)
     multiplier, offset = coefficients(lambda values: tpu.to_registers(values, frames, columns))
     _, coefficient_rows, registers, *_ = multiplier.shape  # `registers` is the number for each row
+    # The kernel chooses the same sizes. Here they tell into how many strips it cuts the frame.
     conv_sizes = sizes.sizes_of(x, coefficient_rows, registers, kernel.shape[-1], residual is not None)
     # The kernel takes the columns beside a strip as zeros, which is right if one strip has the whole frame.
     has_edges = conv_sizes.strips > 1 or split.has_neighbours

@@ -247,11 +247,9 @@ class ConvStep(ABC):
     def _add_to_running_moments(
         self, part: int, at: Any, is_first: Array, upper: Array, lower: Array
     ) -> None:
-        """Add the rounded results of a block's two rows to the running moments of each column and frame.
-
-        These are an origin, which is the column's first result, and the sums of the results' differences from
-        it and of the squares of the differences. Without the origin the variance would suffer cancellation.
-        """
+        """Add the rounded results of a block's two rows to the running moments of each column and frame."""
+        # These are an origin, which is the column's first result, and the sums of the results' differences
+        # from it and of the squares of the differences. Sums of the results themselves would lose digits.
         origin, total, squares = (self.memory["moments"].at[index, part] for index in range(3))
         shared_origin = jnp.where(is_first, upper, origin[at])
         upper, lower = upper - shared_origin, lower - shared_origin
@@ -262,6 +260,7 @@ class ConvStep(ABC):
     def _mask_of_columns(self, column: Any, count: int) -> Array:
         """Return a mask, (entries, 128), of `count` columns from `column` on: false in padding columns."""
         frames = self.sizes.input_frames
+        # On a mesh, padding columns complete the width of the last shards.
         index = jax.lax.broadcasted_iota(jnp.int32, (count * frames, tiles.LANES), 0)  # of each entry
         # The operand counts columns from the frame's first one; this counts them from the strip's.
         true_width = self.memory["true_width"][0] - self.strip * self.sizes.strip_columns

@@ -371,10 +371,8 @@ def _frames_first(y: Array, sizes: ConvSizes, outputs: int) -> Array:
 
 
 def _cache_pixels_first(cache_NTHWC: Array) -> Array:
-    """Return a cache as (N, H, W P T, 128), with T = 2 frames of P parts of 128 channels.
-
-    A TPU keeps the cache in this order, so the kernel reads it without a copy.
-    """
+    """Return a cache as (N, H, W P T, 128), with T = 2 frames of P parts of 128 channels."""
+    # A TPU keeps the cache in this order, so the kernel reads it without a copy.
     cache = cache_NTHWC.transpose(0, 2, 3, 1, 4)
     videos, height, columns, frames, channels = cache.shape
     cache = cache.reshape(videos, height, columns, frames, channels // tiles.LANES, tiles.LANES)

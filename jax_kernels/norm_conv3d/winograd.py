@@ -230,6 +230,7 @@ class WinogradStep(ConvStep):
     ) -> Array:
         """Transform a unit's frames, with the two before them, into the stage; return the last words."""
         sizes = self.sizes
+        # `slot` is the index of the unit in its chunk. Each unit has its own part of the buffer "pixels".
         # Here a word holds two successive frames of a pixel. The words are stored pixel by pixel, and loaded
         # by strides: first word 0 of all pixels, then word 1, and so on.
         pixels = self.memory["pixels"].at[slot, row, part]
@@ -237,7 +238,7 @@ class WinogradStep(ConvStep):
         words = [
             pixels[pl.ds(index, sizes.unit_columns, stride=sizes.words), :] for index in range(sizes.words)
         ]
-        # At a video's start, its first frame stands for the two frames before it.
+        # `past_words` has the two frames before `x`. At a video's start, its first frame stands for both.
         words_before = repeat_earlier_frame(words[0]) if past_words is None else past_words[...]
         # A list of frames, each of all pixels: the two before `x`, then those of `x`. A tile sees its own
         # frames and the two before them. The second tile begins `tile` frames after the first.
@@ -251,7 +252,8 @@ class WinogradStep(ConvStep):
         return words[-1]
 
     def _finish(self, column: Any, slot: int = 0, after: Array | None = None) -> None:
-        """Transform a unit's sums back to frames and write them; `slot` and `after` are as in `_modulate`."""
+        """Transform a unit's sums back to frames, and write them once the sums `after` are computed."""
+        # `slot` is the index of the unit in its chunk.
         self._write_results(column, self.sizes.unit_columns, partial(self._frames, column, slot), after)
 
     def _frames(self, column: Any, slot: int, row: int, part: int) -> Array:

@@ -1,8 +1,9 @@
 """Up- and downsampling by two: of rows and columns by a 2-D convolution, and of frames if the caller asks.
 
 A *run* is a group of frames that a TPU computes together. An *image* is a single frame, and a *band* some of
-its rows. A mesh may split columns into *shards*, one for each device. A *target* is the platform that the
-code is traced for, with that split; `dispatch` passes one to the body of an op, named `OP_on`.
+its rows. A mesh may split columns into *shards*, one for each device, and may pad the width with columns of
+zeros. A *target* is the platform that the code is traced for, with the split into shards; `dispatch` passes
+one to the body of an op, named `OP_on`.
 """
 
 import functools
@@ -84,7 +85,7 @@ def upsample(
 def upsample_on(
     target: Target, x: Array, kernel: Array, bias: Array | None, *, expand_time: bool, first_frame_alone: bool
 ) -> Array:
-    # Runs are computed one after the other, each on all devices.
+    """Compute `upsample` for a target: one run of frames after the other, each on all devices."""
 
     def upsample_run(frames: Array, expand_time: bool, first_frame_alone: bool) -> Array:
         """Upsample a run on each device; the flags are the run's, which may differ from those of the op."""
@@ -120,7 +121,7 @@ def _kernel_for(
     """Return the function that upsamples these frames by the Pallas kernel; None if the kernel cannot."""
     if not target.uses_pallas:
         return None
-    shard = target.split.shard_of(x)
+    shard = target.split.shard_of(x)  # shape and dtype of what one device has
     pixels = x.shape[2] * x.shape[3]  # of a whole frame, not of the shard: small frames are not supported
     # An image whose result is an image too: its frame is alone, or frames are not doubled.
     if is_image_for_tpu(target, x) and (first_frame_alone or not expand_time):
@@ -257,7 +258,7 @@ def downsample_on(
     compress_time: bool,
     first_frame_alone: bool,
 ) -> Array:
-    # Runs are computed one after the other, each on all devices.
+    """Compute `downsample` for a target: one run of frames after the other, each on all devices."""
 
     def downsample_run(frames: Array, compress_time: bool, first_frame_alone: bool) -> Array:
         """Downsample a run on each device; the flags are the run's, which may differ from those of the op."""

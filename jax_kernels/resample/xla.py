@@ -35,10 +35,8 @@ def downsampled_sums(x: jax.Array, kernel: jax.Array, columns: tuple[int, int]) 
 
 
 def downsampled_sums_by_patches(x: jax.Array, kernel: jax.Array, columns: tuple[int, int]) -> jax.Array:
-    """Compute `downsampled_sums` by one matrix product of all windows (patches), for images on a TPU.
-
-    XLA compiles the product in 5 s, and a convolution in 14 to 60 s.
-    """
+    """Compute `downsampled_sums` by one matrix product of all windows (patches), for images on a TPU."""
+    # XLA compiles the product in 5 s, and a convolution in 14 to 60 s.
     # `conv_patches` takes the frames under each tap of time, in a list: this kernel has no axis of time.
     return conv_patches([jnp.pad(x, [(0, 0), (0, 0), (0, 1), columns, (0, 0)])], kernel, stride=2)
 

@@ -97,6 +97,7 @@ def spatial_norm_on(
     first_frame_alone: bool,
     implementation: Implementation | None = None,
 ) -> Array:
+    """Compute `spatial_norm` for a target: the statistics of all frames, then the result of each run."""
     statistics = scale_and_shift(  # GroupNorm is `x * scale + shift`
         moments(target, x, num_groups=num_groups, channel_axis=-1), weight, bias, eps
     )

@@ -1,4 +1,7 @@
-"""The forms of a spatial norm's modulation that XLA compiles, and the latents that they modulate by."""
+"""The forms of a spatial norm's modulation that XLA compiles, and the latents that they modulate by.
+
+A mesh may pad the width of activations with columns of zeros, which must be zeros in the result too.
+"""
 
 import jax
 import jax.numpy as jnp
