@@ -124,10 +124,10 @@ def _vmem_bytes(sizes: UpsampleSizes) -> int:
 class _Step:
     """A grid step of the kernel, which reads a row of pixels; `last` is the number of the last step.
 
-    `memory` has references by name. Axes of the first three: video (one), row, entry, channel. The operand
-    "x" is this step's row of pixels, and "beside" has the two columns of the neighbouring shards in this row.
-    The result "y" has both rows of results of the row above. Three buffers (entry, channel) hold what the
-    step before has computed from the row above:
+    `memory` has references by name. "x", "beside" and "y" have the axes video (one), row, entry and channel.
+    The operand "x" is this step's row of pixels, and "beside" has the two columns of the neighbouring shards
+    in this row. The result "y" has both rows of results of the row above. Three buffers (entry, channel) hold
+    what the step before has computed from the row above:
 
     - "upper_results": the finished upper results of that row;
     - "lower_sums": its lower results, which still lack the products of this step's row;
@@ -199,7 +199,7 @@ class _Step:
         frames = sizes.frames_out
         entries = count * frames  # of the chunk's pixels
         loaded = count if right_products else count + 1  # also the column right of the chunk, if it has one
-        # A chunk begins at a multiple of `COLUMNS` columns, and each of them has two frames or more.
+        # A chunk begins at a multiple of `COLUMNS` columns, each of two frames or more: so at a whole tile.
         start = pl.multiple_of(column * sizes.frames_in, 2 * COLUMNS)
         x = self._repeat_frames(memory["x"][0, 0, pl.ds(start, loaded * sizes.frames_in)])
         left_products = memory["left_products"]
