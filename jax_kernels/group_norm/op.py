@@ -89,6 +89,7 @@ def group_norm_on(
     scale = per_channel(jax.lax.rsqrt(stats.variance + eps), channels)
     if weight is not None:
         scale = scale * weight.astype(jnp.float32)
+    # All three statistics are (N, C), because `map_shards` splits them by video.
     shift = jnp.zeros_like(mean) if bias is None else jnp.broadcast_to(bias.astype(jnp.float32), mean.shape)
     if x.ndim != 5:  # not a video, so it has neither runs nor shards
         return xla.scaled(target, x, mean, scale, shift, activation=activation, channel_axis=channel_axis)

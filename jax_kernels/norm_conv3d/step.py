@@ -148,7 +148,7 @@ class ConvStep(ABC):
     ) -> Array:
         """Store activated frames `x`, of one row and part of a unit, in the stage; return their last words.
 
-        The last word of a pixel has its last two frames. `slot` is the index of the unit in its chunk. What
+        The last word of a pixel has its last two frames. `slot` is the unit's slot in buffers of units. What
         is stored at a negative `column` is never loaded. `past_words` is a reference to the words of the two
         frames before `x`. At a video's start it is None, and the first frame of `x` stands for both.
         """
@@ -166,8 +166,9 @@ class ConvStep(ABC):
     def _modulate(self, column: Any, slot: int = 0, after: Array | None = None) -> None:
         """Modulate the unit at `column` of a block into the stage, and write its columns of the next cache.
 
-        `slot` is the index of the unit in its chunk. A negative `column` is left of the strip; column 0 is
-        read instead, and the result is overwritten later. The work waits for `after`, the sums of a product,
+        `slot` is the unit's slot in buffers of units: units whose work may overlap have different slots. A
+        negative `column` is left of the strip; column 0 is read instead, and the result is overwritten later.
+        The work waits for `after`, the sums of a product,
         so that it overlaps with the next product.
         """
         sizes, memory = self.sizes, self.memory

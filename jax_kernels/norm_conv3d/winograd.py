@@ -230,7 +230,7 @@ class WinogradStep(ConvStep):
     ) -> Array:
         """Transform a unit's frames, with the two before them, into the stage; return the last words."""
         sizes = self.sizes
-        # `slot` is the index of the unit in its chunk. Each unit has its own part of the buffer "pixels".
+        # `slot` is the unit's slot in the buffer "pixels": units whose work may overlap have different slots.
         # Here a word holds two successive frames of a pixel. The words are stored pixel by pixel, and loaded
         # by strides: first word 0 of all pixels, then word 1, and so on.
         pixels = self.memory["pixels"].at[slot, row, part]
@@ -253,7 +253,7 @@ class WinogradStep(ConvStep):
 
     def _finish(self, column: Any, slot: int = 0, after: Array | None = None) -> None:
         """Transform a unit's sums back to frames, and write them once the sums `after` are computed."""
-        # `slot` is the index of the unit in its chunk.
+        # `slot` is the unit's slot in the buffer "frames": units whose work may overlap have different slots.
         self._write_results(column, self.sizes.unit_columns, partial(self._frames, column, slot), after)
 
     def _frames(self, column: Any, slot: int, row: int, part: int) -> Array:
