@@ -2,7 +2,8 @@
 
 *Moments* are a mean and M2, the sum of squared deviations from it. A *column* is a column of pixels in a
 frame, along H. A *run* is a number of frames that a TPU computes together. A mesh may split the columns into
-*shards*, one for each device, and may pad the width with columns of zeros.
+*shards*, one for each device, and may pad the width with columns of zeros. A *target* is the platform that
+the code is traced for, with the split into shards; `dispatch` passes one to the body of an op, named `OP_on`.
 """
 
 import functools
@@ -81,18 +82,20 @@ def group_norm_on(
     channel_axis: int,
     activation: Activation | None,
 ) -> Array:
+    """Compute `group_norm` for a target: the statistics of all frames, then the result of each run."""
     channels = x.shape[channel_axis]
     stats = moments(target, x, num_groups=num_groups, channel_axis=channel_axis)
     mean = per_channel(stats.mean, channels)
     scale = per_channel(jax.lax.rsqrt(stats.variance + eps), channels)
     if weight is not None:
         scale = scale * weight.astype(jnp.float32)
+    # All three statistics are (N, C), because `map_shards` splits them by video.
     shift = jnp.zeros_like(mean) if bias is None else jnp.broadcast_to(bias.astype(jnp.float32), mean.shape)
     if x.ndim != 5:  # not a video, so it has neither runs nor shards
         return xla.scaled(target, x, mean, scale, shift, activation=activation, channel_axis=channel_axis)
     x = jnp.moveaxis(x, channel_axis, -1)
     scaled = functools.partial(xla.scaled, activation=activation)
-    # Run after run, each device scales its shard.
+    # Each device scales its shard of a run, by the statistics of its videos.
     results = [
         map_shards(target, scaled, (frames,), statistics=(mean, scale, shift))
         for (frames,) in split_frames(target, x)
@@ -146,7 +149,7 @@ def moments_of_columns(
     # 3 are (N, G, C / G), without an axis of columns W.
     axes = (*range(1, mean.ndim - 2), mean.ndim - 1)
     column_axis = mean.ndim - 3
-    split = target.split if column_axis in axes else WHOLE
+    split = target.split if column_axis in axes else WHOLE  # without columns there is no padding
     # A function that sets the numbers of padding columns to zero, so that sums leave them out.
     without_padding = functools.partial(with_clear_padding, split=split, column_axis=column_axis)
     width = split.real_columns(mean.shape[column_axis])  # without padding
@@ -160,13 +163,14 @@ def moments_of_columns(
     # The merged mean is `origin + offset`.
     offset = jnp.sum(without_padding(mean - origin), axes, keepdims=True) / count
     deviation = without_padding(mean - origin - offset)
+    # M2 of a group is M2 within its columns plus M2 of their means, each of which stands for `length` pixels.
     m2 = jnp.sum(without_padding(m2), axes) + length * jnp.sum(deviation * deviation, axes)
     return Moments(length * count, jnp.squeeze(origin + offset, axes), m2)
 
 
 def _shard_column_moments(target: Target, x_NTHWC: Array) -> tuple[Array, Array]:
     """Return mean and M2 of a shard's columns of pixels, both (N, T, 1, W, C), by the fastest form."""
-    # A TPU has a kernel for several large frames, and one for a single frame, an image.
+    # A TPU has a kernel for several large frames, and one for a single frame, an image. XLA does the rest.
     if target.uses_pallas and is_large(x_NTHWC) and tpu.is_supported(x_NTHWC):
         return tpu.column_moments(x_NTHWC)
     if target.uses_pallas and is_image_for_tpu(target, x_NTHWC) and tpu.supports_image(x_NTHWC):
@@ -187,10 +191,11 @@ def per_channel(stat_NG: Float[Array, "N G"], channels: int) -> Float[Array, "N 
     return jnp.repeat(stat_NG, channels // stat_NG.shape[1], axis=1)
 
 
-def check_groups(kernel: str, channels: int, num_groups: int, **vectors: Any) -> None:
-    """Raise `ValueError` unless `num_groups` divides the channels, and the named vectors fit them."""
+def check_groups(op_name: str, channels: int, num_groups: int, **vectors: Any) -> None:
+    """Raise `ValueError` unless `num_groups` divides the channels, and the vectors fit them."""
+    # A vector has a number for each channel, or is None. The message names it by its keyword, as "weight".
     if num_groups < 1 or channels % num_groups:
         raise ValueError(
             f"got {channels} channels in {num_groups} groups: num_groups must divide the channel count"
         )
-    check_channels(kernel, channels, **vectors)
+    check_channels(op_name, channels, **vectors)

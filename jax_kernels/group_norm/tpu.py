@@ -46,8 +46,8 @@ def is_supported(x: Float[Array, "N T H W C"]) -> bool:
 
 def _pixel_bytes(x: Array) -> int:
     """Return a cautious bound of the bytes of VMEM that one pixel takes: in all videos and frames, twice."""
-    # It is cautious because a grid step reads a single video, once. A smaller bound would give larger blocks,
-    # whose times nobody has estimated.
+    # Cautious, because a grid step reads a single video, and `BLOCK_BYTES` counts what it reads only once. A
+    # smaller bound would give larger blocks, whose times nobody has estimated.
     videos, length, _, _, channels = x.shape
     return 2 * videos * tiled_sublanes(length, x.dtype) * channels * x.dtype.itemsize
 
@@ -76,8 +76,11 @@ def _column_moments(
     column_shape = (columns, length, channels)
     results = pl.pallas_call(
         functools.partial(_add_block, blocks=height // rows),
-        # Videos, blocks of columns, and blocks of rows: these are added to the moments one after the other.
+        # The axes are videos, blocks of columns (of which -(-a // b) rounds the number up), and blocks of
+        # rows. Successive steps add the blocks of rows to the moments of the same columns.
         grid=(videos, -(-width // columns), height // rows),
+        # A step reads a block (rows, columns, T, C) of the pixels. Blocks of moments have no axis of rows.
+        # Here `column` and `row` count blocks.
         in_specs=[
             pl.BlockSpec((None, rows, *column_shape), lambda video, column, row: (video, row, column, 0, 0))
         ],
@@ -118,8 +121,8 @@ def _image_moments(
     videos, _, height, width, channels = x.shape
     block_rows = _image_rows_of_step(x)
     mean, m2 = pl.pallas_call(
-        # A register has 8 `SUBLANES`. In an image they hold 8 columns, in several frames a column's frames.
-        # So `TOGETHER` registers are more columns here.
+        # A loop of `_add_block` reduces `TOGETHER` registers. A register has 8 `SUBLANES`: in an image they
+        # hold 8 columns, in several frames the frames of a single column.
         functools.partial(_add_block, blocks=height // block_rows, together=TOGETHER * SUBLANES),
         grid=(videos, 1, height // block_rows),  # the 1: a block has all columns
         in_specs=[
@@ -174,7 +177,8 @@ def _add_block(x_ref, mean_ref, m2_ref, origin_ref, *, blocks: int, together: in
             return squares + deviation * deviation
 
         squares = jax.lax.fori_loop(0, rows, add_square, jnp.zeros_like(origin), unroll=UNROLLED)
-        # Chan's formula merges this block with the `blocks_before`; each block has `rows` rows.
+        # Chan's formula merges this block, of n = `rows` rows, with the m = `blocks_before` * n rows before.
+        # It weights the squared difference of the means by m n / (m + n), which is share * m.
         delta = offset - mean_ref[columns]
         mean_ref[columns] += delta * share
         m2_ref[columns] += squares + delta * delta * (share * blocks_before.astype(jnp.float32) * rows)

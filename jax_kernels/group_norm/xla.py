@@ -1,6 +1,7 @@
 """GroupNorm's two passes over an activation as XLA compiles them: moments, then scaling.
 
-Moments are a mean and M2, the sum of squared deviations from it. A column is a column of pixels, along H.
+Moments are a mean and M2, the sum of squared deviations from it. A column is a column of pixels, along H. A
+mesh may pad the width of frames with columns of zeros, which stay zeros and are no part of statistics.
 """
 
 from typing import NamedTuple
@@ -98,16 +99,19 @@ def _block_moments(x: Array, origin: Array, axis: int, block_rows: int) -> Momen
     row_axis = axis + 1  # `axis` is the axis of blocks now
     # Each block is summed as differences from a value of its own, typical for that block. Sums of large
     # values and of their squares would lose digits.
-    shift = _typical_row(x, row_axis)
-    shifted = x.astype(jnp.float32) - shift
+    block_origin = _typical_row(x, row_axis)
+    differences = x.astype(jnp.float32) - block_origin
     # One reduction to the sums of values and of squares (index 0 and 1 of its pairs): two reductions would
-    # make XLA's CPU backend write `shifted` out.
+    # make XLA's CPU backend write `differences` out.
     zero = jnp.zeros((), jnp.float32)
     total, squares = jax.lax.reduce(
-        (shifted, shifted * shifted), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), (row_axis,)
+        (differences, differences * differences),
+        (zero, zero),
+        lambda a, b: (a[0] + b[0], a[1] + b[1]),
+        (row_axis,),
     )
     # The block's mean, from which the `origin` that all blocks share is subtracted.
-    mean = jnp.squeeze(shift, row_axis) - origin + total / block_rows
+    mean = jnp.squeeze(block_origin, row_axis) - origin + total / block_rows
     # Rounding must not make M2 negative.
     m2 = jnp.maximum(squares - total * total / block_rows, 0.0)
     return merge_equal(Moments(block_rows, mean, m2), axis)
@@ -135,7 +139,7 @@ def scaled(
     y = (x.astype(jnp.float32) - along_channels(mean_NC)) * along_channels(scale_NC)
     y = y + along_channels(shift_NC)
     y = activate(y, activation)
+    # The columns are the last axis, or the one before it if the last one has the channels.
     last_axis = x.ndim - 1
-    # The columns are the last axis besides the channels.
     column_axis = last_axis - 1 if channel_axis == last_axis else last_axis
     return with_clear_padding(y.astype(x.dtype), target.split, column_axis)

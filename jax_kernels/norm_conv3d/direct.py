@@ -106,8 +106,8 @@ class DirectStep(ConvStep):
 
     def _begin_left(self) -> None:
         """Set the sums of a strip's first column to the left edge, or to zeros without edges."""
-        # In all other columns the first product sets the sums: an input sets those of the column right of it,
-        # by column tap 0. The first column has no inputs left of it.
+        # In all other columns the first product sets the sums: by column tap 0, the pixels of a column set
+        # the sums of the column right of it. Left of the first column the strip has no pixels.
         frames, memory = self.sizes.multiplied_frames, self.memory
         # The entries of column 0: the buffer "sums" begins a chunk left of it.
         first = pl.ds(self.sizes.chunk_columns * frames, frames)
@@ -131,7 +131,8 @@ class DirectStep(ConvStep):
         """Compute the products of the chunk at `column`, and modulate the chunk left of it."""
         previous = column - self.sizes.chunk_columns  # the chunk on the left
         shares = self.sizes.shares
-        if shares == 1:  # in straight code the compiler overlaps both
+        # In straight code the compiler overlaps modulation and products; with a loop of shares it cannot.
+        if shares == 1:
             self._multiply_share(0, column, also_modulate=previous)
         else:
             self._modulate_chunk(previous)
@@ -152,7 +153,8 @@ class DirectStep(ConvStep):
                 jnp.concatenate(inputs, axis=1), weights[share], preferred_element_type=jnp.float32
             )
             self._add_sums(share, product.results, sums, column)
-            # The units of the chunk to modulate are spread evenly over the products.
+            # The units of the chunk to modulate are spread evenly: one after the first product, and one after
+            # every `products_per_unit` products more.
             if also_modulate is not None and index % products_per_unit == 0:
                 unit = index // products_per_unit
                 self._modulate(also_modulate + unit * sizes.unit_columns, unit, after=sums)

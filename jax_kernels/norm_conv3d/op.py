@@ -4,7 +4,9 @@ A residual block has this sequence twice, and a decoder ends with it. The Pallas
 as *coefficients*, a multiplier and an offset: for each channel of a video, or, if latents modulate the norm,
 for each latent and channel. A *run* is a number of frames that are computed together (`common.frames`), and a
 *column* is a column of pixels. Its *moments* are the mean and M2, the sum of squared deviations from it. A
-mesh splits columns into *shards*, one for each device.
+mesh splits columns into *shards*, one for each device, and may pad the width with columns of zeros. A
+*target* is the platform that the code is traced for, with the split into shards; `dispatch` passes one to the
+body of an op, named `OP_on`.
 
 The kernel convolves a frame in *strips* of columns if it is too wide for VMEM, and puts zeros beside each
 strip. What the columns beside a strip add to the results of its first and of its last column are the strip's
@@ -150,7 +152,8 @@ def norm_conv3d_on(
 ) -> tuple[Array, Array | None, ColumnMoments | None]:
     """Compute `norm_conv3d` for a target: by the Pallas kernel, or by a norm and then a convolution."""
     # A program has a branch for each platform, and all branches must return the same shapes. On a TPU the
-    # Pallas kernel returns moments. So for inputs that it would support there, every branch returns moments.
+    # Pallas kernel returns moments. So for inputs that it would support there, every branch returns moments:
+    # on every platform, the question is asked as if for a TPU.
     is_supported_on_tpu = _kernel_supports(
         replace(target, platform="tpu"), x, norm, kernel, bias, cache, residual, first_frame_alone
     )
@@ -187,7 +190,7 @@ def _kernel_supports(
     runs = split_frames(target, x, norm.zq, residual)  # of each run: frames, latents `zq`, residual
     first_run, *_ = runs[0]
     return (
-        target.pallas
+        target.pallas  # the environment does not turn this kernel off
         and all(vector is not None for vector in (bias, norm.weight, norm.bias))
         # In a run all latent frames must cover equally many frames. So the first frame must be a run by
         # itself if the first latent frame covers that frame alone, and only then.
@@ -199,7 +202,8 @@ def _kernel_supports(
                 kernel,
                 residual=run_residual is not None,
                 at_start=cache is None,
-                pixels=x.shape[2] * x.shape[3],  # of a whole frame, not of a shard
+                # Of a whole frame, not of a shard: XLA convolves small frames faster than the kernel.
+                pixels=x.shape[2] * x.shape[3],
             )
             for frames, zq, run_residual in runs
         )
@@ -273,6 +277,7 @@ def _convolve_run(
     coefficients = functools.partial(_coefficients, split, norm, zq, scale_NC, shift_NC, coefficient_columns)
     multiplier, offset = coefficients(lambda values: tpu.to_registers(values, frames, columns))
     _, coefficient_rows, registers, *_ = multiplier.shape  # `registers` is the number for each row
+    # The kernel chooses the same sizes. Here they tell into how many strips it cuts the frame.
     conv_sizes = sizes.sizes_of(x, coefficient_rows, registers, kernel.shape[-1], residual is not None)
     # The kernel takes the columns beside a strip as zeros, which is right if one strip has the whole frame.
     has_edges = conv_sizes.strips > 1 or split.has_neighbours
@@ -316,7 +321,8 @@ def _coefficients(
             for kernel, bias in ((norm.kernel_y, norm.bias_y), (norm.kernel_b, norm.bias_b))
         )
         multiplier, offset = y * scale, y * shift + b
-    if split.is_padded:  # with zeros for coefficients, the activated padding columns are SiLU(0) = 0
+    if split.is_padded:  # with zeros for coefficients, activated padding columns are zero: SiLU(0) = 0
+        # The mask is false for padding columns. It is repeated as the coefficients are, to the same shape.
         mask = repeat(split.mask(coefficient_columns)[None, None, None, :, None])
         multiplier, offset = jnp.where(mask, multiplier, 0), jnp.where(mask, offset, 0)
     return multiplier, offset
@@ -337,7 +343,8 @@ def _edge_sums(
     """
     # The first columns of all strips but the leftmost one.
     starts = range(conv_sizes.strip_columns, conv_sizes.columns, conv_sizes.strip_columns)
-    # The edges are convolved as in the kernel, for the same rounding: with a `tile` by Winograd's filtering.
+    # The edges are convolved as in the kernel, for the same rounding: by Winograd's filtering if the kernel
+    # has a `tile` for it, else directly.
     winograd = functools.partial(filtered, tile=conv_sizes.tile, multiply=_component_sums)
     convolve = winograd if conv_sizes.tile else _column_sums
     activated = functools.partial(_activated_column, target, x, cache, coefficients)
@@ -348,6 +355,8 @@ def _edge_sums(
     right_edges = [convolve(activated(start), kernel[:, :, -1]) for start in starts]
     # The left edge of the leftmost strip and the right edge of the rightmost one, by the neighbours' columns.
     if target.split.has_neighbours:
+        # Each device sends its first column to the left and its last one to the right. It gets the last
+        # column of its left neighbour, and the first one of its right neighbour.
         left, right = exchanged(target.split, activated(0), activated(x.shape[3] - 1))
         leftmost, rightmost = convolve(left, kernel[:, :, 0]), convolve(right, kernel[:, :, -1])
     else:  # the frame ends here; it has several strips, so `left_edges` has an element to copy the shape of
@@ -374,7 +383,8 @@ def _activated_column(
         index = column * w // columns  # each of the w elements covers `columns / w` columns of `x`
         return repeat_nearest(values[:, :, :, index : index + 1], {1: frames // t, 2: height // h})
 
-    # Without a fixed layout XLA would copy all of `x` into the order that suits a single column.
+    # This column is activated here as well as in the kernel, which keeps activated frames in VMEM. Without a
+    # fixed layout XLA would copy all of `x` into the order that suits a single column.
     pixels = store_pixels_first(target, x[:, :, :, column : column + 1])
     activated = tpu.activated(pixels, *coefficients(repeat_over_column))
     first_twice = jnp.repeat(activated[:, :1], 2, axis=1)  # at a video's start, in place of a cache

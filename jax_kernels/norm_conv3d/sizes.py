@@ -156,9 +156,10 @@ def direct_products(channels: int, outputs: int) -> list[Product]:
     # The inputs that the block's upper row of results sees, those that its lower row sees, and all inputs.
     upper, lower, both = above + row_1 + row_2, row_1 + row_2 + below, above + row_1 + row_2 + below
     if channels == tiles.LANES:
-        # Two adjacent inputs of 128 channels make a pair, which fills the depth of a matrix unit. Here the
-        # pairs are the same in all products. For that, both rows of results take all of `shared`, although
-        # the upper row does not see (3, 2), nor the lower row (0, 2): its weights for that input are zeros.
+        # Two adjacent inputs of 128 channels make a pair, which fills the depth of a matrix unit. The inputs
+        # are in an order in which all products can load the same pairs. For that, both rows of results take
+        # all of `shared`, although the upper row does not see (3, 2), nor the lower row (0, 2): its weights
+        # for that input are zeros.
         shared = [(1, 0), (1, 1), (2, 0), (2, 1), (1, 2), (2, 2), (0, 2), (3, 2)]
         rest_above = [(0, 0), (0, 1)]  # the inputs of row 0 that are not in `shared`
         rest_below = [(3, 0), (3, 1)]  # and those of row 3
@@ -233,6 +234,7 @@ def is_supported(
         and (outputs <= tiles.LANES or outputs % tiles.LANES == 0)
         and frames in ((1, 2, 4, 8) if at_start else (2, 4, 8))
         and height % ROWS == 0
+        # A coefficient covers a whole number of frames, rows and columns: no remainder is left.
         and frames % coefficient_frames == height % coefficient_rows == columns % coefficient_columns == 0
     )
     if not is_suitable:
@@ -240,8 +242,8 @@ def is_supported(
     # Number of registers for a row of coefficients, as `tpu.to_registers` makes them. If a coefficient covers
     # all columns, or columns that fill whole registers, it has one register for all of them. Otherwise the
     # registers have a copy of the coefficient for each frame of each pixel.
-    has_one_each = coefficient_columns == 1 or fills_registers(columns // coefficient_columns, frames)
-    registers = coefficient_columns if has_one_each else _register_count(columns, frames)
+    has_own_register = coefficient_columns == 1 or fills_registers(columns // coefficient_columns, frames)
+    registers = coefficient_columns if has_own_register else _register_count(columns, frames)
     sizes = sizes_of(x, coefficient_rows, registers, outputs, residual)
     return (
         # The two rows of a block have a row of coefficients each, or they share one.
@@ -263,7 +265,7 @@ def _register_count(columns: int, frames: int) -> int:
 
 
 def columns_of_register(columns: int, frames: int, registers: int) -> int:
-    """Return the number of columns of a cell, if a row of `columns` columns has so many `registers`."""
+    """Return the number of columns that one register serves, if so many serve a row of `columns` columns."""
     # `tpu.to_registers` makes registers of two kinds, which their number tells apart.
     return (
         SUBLANES // frames  # a register has a value for each frame of each column
@@ -317,6 +319,7 @@ def sizes_of(
 
 def _cut_into_strips(sizes: ConvSizes, residual: bool) -> ConvSizes:
     """Return the sizes with the fewest strips that fit VMEM; if none fit, with as many as are allowed."""
+    # The loop tries one strip first, then more. If even the last sizes do not fit, `is_supported` refuses.
     chunk_columns = _chunk_columns(sizes)
     frame_chunks = -(-sizes.columns // chunk_columns)  # in a row of the frame; -(-a // b) rounds a / b up
     for most_strips in range(1, min(MOST_STRIPS, frame_chunks) + 1):
@@ -330,6 +333,7 @@ def _cut_into_strips(sizes: ConvSizes, residual: bool) -> ConvSizes:
 
 
 def _chunk_columns(sizes: ConvSizes) -> int:
+    # Returns the number of columns that a matrix product covers.
     if not sizes.tile:  # direct convolution: a chunk is `UNITS` units of `UNIT_ENTRIES` entries
         return UNIT_ENTRIES * UNITS // sizes.multiplied_frames
     # A chunk of fewer than `least` columns would leave the matrix unit idle, and the sums of more than `most`

@@ -108,7 +108,8 @@ class ConvStep(ABC):
         # There are `LAG` more steps than blocks, because results are finished so many steps later.
         last = self.sizes.blocks + LAG - 1
         # The zero padding around a strip is set just before products load it: that on both sides in the first
-        # step, that above the frame with the first block of results, that below it with the last one.
+        # step, that above the frame with the first block of results, that below it with the last one. The
+        # step before has modulated the frame's last block once more, because there is no block below it.
         pl.when(self.step == 0)(partial(self._clear, "beside"))
         pl.when(self.step == LAG)(partial(self._clear, "above"))
         pl.when(self.step == last)(partial(self._clear, "below"))
@@ -147,7 +148,7 @@ class ConvStep(ABC):
     ) -> Array:
         """Store activated frames `x`, of one row and part of a unit, in the stage; return their last words.
 
-        The last word of a pixel has its last two frames. `slot` is the index of the unit in its chunk. What
+        The last word of a pixel has its last two frames. `slot` is the unit's slot in buffers of units. What
         is stored at a negative `column` is never loaded. `past_words` is a reference to the words of the two
         frames before `x`. At a video's start it is None, and the first frame of `x` stands for both.
         """
@@ -165,8 +166,9 @@ class ConvStep(ABC):
     def _modulate(self, column: Any, slot: int = 0, after: Array | None = None) -> None:
         """Modulate the unit at `column` of a block into the stage, and write its columns of the next cache.
 
-        `slot` is the index of the unit in its chunk. A negative `column` is left of the strip; column 0 is
-        read instead, and the result is overwritten later. The work waits for `after`, the sums of a product,
+        `slot` is the unit's slot in buffers of units: units whose work may overlap have different slots. A
+        negative `column` is left of the strip; column 0 is read instead, and the result is overwritten later.
+        The work waits for `after`, the sums of a product,
         so that it overlaps with the next product.
         """
         sizes, memory = self.sizes, self.memory
@@ -246,11 +248,9 @@ class ConvStep(ABC):
     def _add_to_running_moments(
         self, part: int, at: Any, is_first: Array, upper: Array, lower: Array
     ) -> None:
-        """Add the rounded results of a block's two rows to the running moments of each column and frame.
-
-        These are an origin, which is the column's first result, and the sums of the results' differences from
-        it and of the squares of the differences. Without the origin the variance would suffer cancellation.
-        """
+        """Add the rounded results of a block's two rows to the running moments of each column and frame."""
+        # These are an origin, which is the column's first result, and the sums of the results' differences
+        # from it and of the squares of the differences. Sums of the results themselves would lose digits.
         origin, total, squares = (self.memory["moments"].at[index, part] for index in range(3))
         shared_origin = jnp.where(is_first, upper, origin[at])
         upper, lower = upper - shared_origin, lower - shared_origin
@@ -261,6 +261,7 @@ class ConvStep(ABC):
     def _mask_of_columns(self, column: Any, count: int) -> Array:
         """Return a mask, (entries, 128), of `count` columns from `column` on: false in padding columns."""
         frames = self.sizes.input_frames
+        # On a mesh, padding columns complete the width of the last shards.
         index = jax.lax.broadcasted_iota(jnp.int32, (count * frames, tiles.LANES), 0)  # of each entry
         # The operand counts columns from the frame's first one; this counts them from the strip's.
         true_width = self.memory["true_width"][0] - self.strip * self.sizes.strip_columns
@@ -279,7 +280,8 @@ class ConvStep(ABC):
             for part in range(self.result_parts):
                 origin, total, squares = (memory["moments"][index, part, moments_at] for index in range(3))
                 memory["mean"][0, results_at, lanes_of(part)] = origin + total * inverse_count
-                # Rounding may make the M2 of nearly equal results negative.
+                # M2 is the sum of squared differences from the origin, less n times the square of their mean.
+                # Rounding may make it negative for nearly equal results.
                 m2 = squares - total * total * inverse_count
                 memory["m2"][0, results_at, lanes_of(part)] = jnp.maximum(m2, 0.0)
 

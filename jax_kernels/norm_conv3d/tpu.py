@@ -68,7 +68,8 @@ def to_registers(z: Shaped[Array, "N t h w Z"], frames: int, columns: int) -> Sh
     register_pixels = SUBLANES // frames  # pixels whose frames fill a register
     latent_columns = columns // z.shape[3]  # columns of pixels that a latent covers
     z = repeat_nearest(z.transpose(0, 2, 3, 1, 4), {3: frames // z.shape[1]})  # N h w T Z
-    # One register is enough too if a single latent covers all columns.
+    # One register is enough too if a single latent covers all columns. A register has the T frames of a
+    # pixel, and then the same values for each of its other pixels.
     if z.shape[2] == 1 or fills_registers(latent_columns, frames):
         return jnp.concatenate([z] * register_pixels, axis=3)
     z = repeat_nearest(z, {2: latent_columns})  # N h W T Z
@@ -289,7 +290,8 @@ def _coefficient_spec(sizes: ConvSizes, registers: int) -> pl.BlockSpec:
         """Return the index of the step's block on each axis, counted in blocks of coefficients."""
         strip = strip if registers > 1 else 0  # a single register serves all strips
         first_row = _modulated_block(sizes, step) * ROWS  # of pixels
-        covered_rows = max(ROWS, sizes.cell_rows)  # rows of pixels that a block of coefficients covers
+        # The rows of pixels that a block of coefficients covers: both rows of a block, or more.
+        covered_rows = max(ROWS, sizes.cell_rows)
         return video, jax.lax.div(first_row, covered_rows), strip, 0, 0
 
     return _block_spec((1, rows_of_cells, cells, SUBLANES, sizes.channels), index)
@@ -369,10 +371,8 @@ def _frames_first(y: Array, sizes: ConvSizes, outputs: int) -> Array:
 
 
 def _cache_pixels_first(cache_NTHWC: Array) -> Array:
-    """Return a cache as (N, H, W P T, 128), with T = 2 frames of P parts of 128 channels.
-
-    A TPU keeps the cache in this order, so the kernel reads it without a copy.
-    """
+    """Return a cache as (N, H, W P T, 128), with T = 2 frames of P parts of 128 channels."""
+    # A TPU keeps the cache in this order, so the kernel reads it without a copy.
     cache = cache_NTHWC.transpose(0, 2, 3, 1, 4)
     videos, height, columns, frames, channels = cache.shape
     cache = cache.reshape(videos, height, columns, frames, channels // tiles.LANES, tiles.LANES)

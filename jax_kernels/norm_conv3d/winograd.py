@@ -119,9 +119,9 @@ class WinogradStep(ConvStep):
         """Compute a chunk's products for one share of the outputs, with other work between the products."""
         sizes = self.sizes
         tasks = self._other_work(share, column)
-        all_tasks = len(tasks)
-        all_products = sizes.components * len(self.weights)
-        products_left = all_products
+        task_count = len(tasks)
+        product_count = sizes.components * len(self.weights)
+        products_left = product_count
         pairs = list(zip(sizes.products, self.weights, strict=True))  # each product with its matrices
         for component in range(sizes.components):
             # Adjacent products that contribute to the same results are a group: their sums are added.
@@ -134,7 +134,7 @@ class WinogradStep(ConvStep):
                     # Other work keeps pace with the products: the fraction of tasks that is left is at most
                     # the fraction of products that is left. A task waits for these sums, so that it overlaps
                     # with the next product.
-                    while len(tasks) / all_tasks > products_left / all_products:
+                    while len(tasks) / task_count > products_left / product_count:
                         tasks.pop(0)(after=sums)
                 self._store_components(share, component, results, sums, column)
 
@@ -172,6 +172,7 @@ class WinogradStep(ConvStep):
         columns = self._word_columns(column, sizes.chunk_columns, shift)
         # With `rows_together` the entries of `row` are followed by those of the row below it.
         rows = self.rows[row : row + (ROWS if sizes.rows_together else 1)]  # (buffer, slot) of each
+        # A word becomes two entries: the component in both tiles of a pixel.
         words = jnp.concatenate([self.memory[name][slot, component, part, columns] for name, slot in rows])
         return pltpu.bitcast(words, jnp.bfloat16)
 
@@ -212,6 +213,7 @@ class WinogradStep(ConvStep):
                 component_sums[at] = component_sums[at] + result_sums
 
     def _move(self, column: Any, count: int) -> None:
+        """Move `count` columns, from `column` on, from the stage to the buffers that products load."""
         at = self._word_columns(column, count)
         # For each row of the stage, the buffer and the slot that it is moved to.
         for row, (name, slot) in enumerate(self.moved):
@@ -228,6 +230,7 @@ class WinogradStep(ConvStep):
     ) -> Array:
         """Transform a unit's frames, with the two before them, into the stage; return the last words."""
         sizes = self.sizes
+        # `slot` is the unit's slot in the buffer "pixels": units whose work may overlap have different slots.
         # Here a word holds two successive frames of a pixel. The words are stored pixel by pixel, and loaded
         # by strides: first word 0 of all pixels, then word 1, and so on.
         pixels = self.memory["pixels"].at[slot, row, part]
@@ -235,7 +238,7 @@ class WinogradStep(ConvStep):
         words = [
             pixels[pl.ds(index, sizes.unit_columns, stride=sizes.words), :] for index in range(sizes.words)
         ]
-        # At a video's start, its first frame stands for the two frames before it.
+        # `past_words` has the two frames before `x`. At a video's start, its first frame stands for both.
         words_before = repeat_earlier_frame(words[0]) if past_words is None else past_words[...]
         # A list of frames, each of all pixels: the two before `x`, then those of `x`. A tile sees its own
         # frames and the two before them. The second tile begins `tile` frames after the first.
@@ -249,7 +252,8 @@ class WinogradStep(ConvStep):
         return words[-1]
 
     def _finish(self, column: Any, slot: int = 0, after: Array | None = None) -> None:
-        """Transform a unit's sums back to frames and write them; `slot` and `after` are as in `_modulate`."""
+        """Transform a unit's sums back to frames, and write them once the sums `after` are computed."""
+        # `slot` is the unit's slot in the buffer "frames": units whose work may overlap have different slots.
         self._write_results(column, self.sizes.unit_columns, partial(self._frames, column, slot), after)
 
     def _frames(self, column: Any, slot: int, row: int, part: int) -> Array:

@@ -1,7 +1,9 @@
 """Up- and downsampling by two: of rows and columns by a 2-D convolution, and of frames if the caller asks.
 
-A run is a group of frames that a TPU computes together. An image is a single frame, and a band some of its
-rows. A mesh may split columns into shards, one for each device.
+A *run* is a group of frames that a TPU computes together. An *image* is a single frame, and a *band* some of
+its rows. A mesh may split columns into *shards*, one for each device, and may pad the width with columns of
+zeros. A *target* is the platform that the code is traced for, with the split into shards; `dispatch` passes
+one to the body of an op, named `OP_on`.
 """
 
 import functools
@@ -83,6 +85,7 @@ def upsample(
 def upsample_on(
     target: Target, x: Array, kernel: Array, bias: Array | None, *, expand_time: bool, first_frame_alone: bool
 ) -> Array:
+    """Compute `upsample` for a target: one run of frames after the other, each on all devices."""
 
     def upsample_run(frames: Array, expand_time: bool, first_frame_alone: bool) -> Array:
         """Upsample a run on each device; the flags are the run's, which may differ from those of the op."""
@@ -118,9 +121,10 @@ def _kernel_for(
     """Return the function that upsamples these frames by the Pallas kernel; None if the kernel cannot."""
     if not target.uses_pallas:
         return None
-    shard = target.split.shard_of(x)
+    shard = target.split.shard_of(x)  # shape and dtype of what one device has
     pixels = x.shape[2] * x.shape[3]  # of a whole frame, not of the shard: small frames are not supported
-    if is_image_for_tpu(target, x) and (first_frame_alone or not expand_time):  # the result is an image too
+    # An image whose result is an image too: its frame is alone, or frames are not doubled.
+    if is_image_for_tpu(target, x) and (first_frame_alone or not expand_time):
         bands = _bands_of(shard, kernel, pixels)
         return functools.partial(_image_by_kernel, bands=bands) if bands else None
     # The kernel doubles either all frames or none, so it cannot leave a first one alone.
@@ -159,10 +163,9 @@ def _by_kernel(target: Target, x: Array, kernel: Array, bias: Array | None, *, e
 
 
 def _image_by_kernel(target: Target, x: Array, kernel: Array, bias: Array | None, *, bands: int) -> Array:
-    """Upsample an image by the Pallas kernel, which needs several frames: each of `bands` bands is a frame.
-
-    XLA takes 52 s to compile its own convolution of 120 x 180 x 512, and 3 s to compile this function.
-    """
+    """Upsample an image by the Pallas kernel, which needs several frames: `bands` bands are its frames."""
+    # For 120 x 180 x 512, XLA takes 3 s to compile this function, and 52 s to compile its own convolution.
+    # `kernel_layout` fixes the order of axes in memory, because XLA might copy the image into another order.
     height = x.shape[2]
     # An odd number of rows is padded with a row of zeros, which the convolution sees below an image anyway.
     even = jnp.pad(kernel_layout(x), [(0, 0), (0, 0), (0, height % 2), (0, 0), (0, 0)])
@@ -186,7 +189,8 @@ def _by_xla(
         """Convolve the shard's columns, or a neighbour's, with so many columns of zeros (left, right)."""
         return conv_frames(columns, taps, padding=((zero_rows, zero_rows), padding))
 
-    # First with zeros in place of the neighbours' columns. Then what these columns contribute is added.
+    # First with zeros in place of the neighbours' columns. `add_from_neighbours` fetches these columns,
+    # convolves them by the taps that see them, and adds the results.
     y = convolve(doubled, kernel, (zero_columns, zero_columns))
     y = add_from_neighbours(target.split, y, doubled, kernel, convolve)
     y = with_clear_padding(add_bias_and_residual(y, bias).astype(x.dtype), target.split)
@@ -194,6 +198,7 @@ def _by_xla(
     length = x.shape[1]
     if not expand_time or length == alone:
         return y
+    # `select_frames` selects by a matrix product on a TPU, where it is slow to index or to repeat frames.
     each_twice = [frame for frame in range(alone, length) for _ in range(2)]
     return select_frames(target, y, [*range(alone), *each_twice])
 
@@ -253,6 +258,7 @@ def downsample_on(
     compress_time: bool,
     first_frame_alone: bool,
 ) -> Array:
+    """Compute `downsample` for a target: one run of frames after the other, each on all devices."""
 
     def downsample_run(frames: Array, compress_time: bool, first_frame_alone: bool) -> Array:
         """Downsample a run on each device; the flags are the run's, which may differ from those of the op."""

@@ -124,9 +124,10 @@ def _vmem_bytes(sizes: UpsampleSizes) -> int:
 class _Step:
     """A grid step of the kernel, which reads a row of pixels; `last` is the number of the last step.
 
-    `memory` has references by name. The operand "x" is this step's row of pixels, and "beside" has the two
-    columns of the neighbouring shards in this row. The result "y" has both rows of results of the row above.
-    Three buffers hold what the step before has computed from the row above:
+    `memory` has references by name. "x", "beside" and "y" have the axes video (one), row, entry and channel.
+    The operand "x" is this step's row of pixels, and "beside" has the two columns of the neighbouring shards
+    in this row. The result "y" has both rows of results of the row above. Three buffers (entry, channel) hold
+    what the step before has computed from the row above:
 
     - "upper_results": the finished upper results of that row;
     - "lower_sums": its lower results, which still lack the products of this step's row;
@@ -167,7 +168,8 @@ class _Step:
             # The columns of the neighbouring shards: all frames of the left column, then of the right one.
             beside = self._repeat_frames(memory["beside"][0, 0])
             # The left column is only under the left tap (0) of each kernel row, and the right column only
-            # under the right tap (2). Each product takes both columns, though half of it is not used.
+            # under the right tap (2). Each product takes both columns, though half of it is not used: with so
+            # few entries that costs little.
             by_left_tap, by_right_tap = (
                 [self._product(beside, kernel_row, tap) for kernel_row in range(TAPS)] for tap in (0, 2)
             )
@@ -187,8 +189,8 @@ class _Step:
         last_chunk = (chunks - 1) * sizes.chunk  # its first column
         self._add_chunk(last_chunk, sizes.columns - last_chunk, right_products)
 
-    def _add_chunk(self, first: Any, count: int, right_products: list[Array] | None = None) -> None:
-        """Add the products of a chunk, `count` columns from `first` on, and write results of the row above.
+    def _add_chunk(self, column: Any, count: int, right_products: list[Array] | None = None) -> None:
+        """Add the products of a chunk, `count` columns from `column` on, and write results of the row above.
 
         For a row's last chunk, `right_products` are the products of the column right of it by the right taps,
         one array for each kernel row.
@@ -197,7 +199,8 @@ class _Step:
         frames = sizes.frames_out
         entries = count * frames  # of the chunk's pixels
         loaded = count if right_products else count + 1  # also the column right of the chunk, if it has one
-        start = pl.multiple_of(first * sizes.frames_in, 2 * COLUMNS)
+        # A chunk begins at a multiple of `COLUMNS` columns, each of two frames or more: so at a whole tile.
+        start = pl.multiple_of(column * sizes.frames_in, 2 * COLUMNS)
         x = self._repeat_frames(memory["x"][0, 0, pl.ds(start, loaded * sizes.frames_in)])
         left_products = memory["left_products"]
         sums = []  # for each kernel row: the products of its three taps, added
@@ -218,14 +221,15 @@ class _Step:
         # Row i becomes two rows of results. The upper one has rows i - 1, i, i under the three kernel rows,
         # the lower one rows i, i, i + 1.
         by_upper_row, by_middle_row, by_lower_row = sums
-        at = pl.ds(pl.multiple_of(2 * first * frames, 2 * COLUMNS), 2 * entries)  # the chunk's results
+        # The chunk's entries in a row of results, which has twice the columns.
+        at = pl.ds(pl.multiple_of(2 * column * frames, 2 * COLUMNS), 2 * entries)
         # Write the results of the row above. Step 0 has no row above: step 1 overwrites what step 0 writes.
         memory["y"][0, 0, at] = memory["upper_results"][at]
-        memory["y"][0, 1, at] = self._rounded(memory["lower_sums"][at] + by_lower_row, first)
+        memory["y"][0, 1, at] = self._rounded(memory["lower_sums"][at] + by_lower_row, column)
         # Leave the sums of this row to the next step. Each result gets the bias once: with the products of
         # the upper kernel row.
         upper_sums = memory["next_upper_sums"][at] + (by_middle_row + by_lower_row)
-        memory["upper_results"][at] = self._rounded(upper_sums, first)
+        memory["upper_results"][at] = self._rounded(upper_sums, column)
         by_upper_row = by_upper_row + memory["bias"][...]
         memory["next_upper_sums"][at] = by_upper_row
         memory["lower_sums"][at] = by_upper_row + by_middle_row
@@ -248,11 +252,12 @@ class _Step:
         by_pixel = [sums.reshape(-1, 1, frames, outputs) for sums in (left, right)]
         return jnp.concatenate(by_pixel, axis=1).reshape(-1, outputs)
 
-    def _rounded(self, sums: Array, first: Any) -> Array:
-        """Round the sums of the results of input columns from `first` on; padding columns get zeros."""
+    def _rounded(self, sums: Array, column: Any) -> Array:
+        """Round the sums of results of the input's columns from `column` on; padding columns get zeros."""
         if "true_width" in self.memory:
             entry = jax.lax.broadcasted_iota(jnp.int32, sums.shape, 0)
-            real_columns = self.memory["true_width"][0] - 2 * first  # those of `sums` that are not padding
+            # The columns of `sums` that are not padding; there are two columns of results for each of `x`.
+            real_columns = self.memory["true_width"][0] - 2 * column
             sums = jnp.where(entry < real_columns * self.sizes.frames_out, sums, 0.0)
         return sums.astype(jnp.bfloat16)
 
@@ -277,6 +282,7 @@ def upsampled(
     stands for zeros. Columns of the result from `true_width` on are padding and get zeros; None stands for no
     padding.
     """
+    # JAX cannot differentiate a Pallas kernel: the derivatives are those of the form for XLA.
     plain, by_kernel = (functools.partial(form, expand_time=expand_time) for form in (_xla_form, _by_kernel))
     return with_derivatives_of(plain, by_kernel)(x, kernel, bias, beside, true_width)
 
@@ -289,6 +295,8 @@ def _by_kernel(
     true_width: Array | None,
     expand_time: bool,
 ) -> Array:
+    # `beside` are the columns (left, right) of the shards beside this one, or None for zeros. Columns of the
+    # result from `true_width` on are padding; None stands for no padding.
     sizes = _sizes(x, kernel.shape[-1], expand_time)
     videos, _, height, *_ = x.shape
     # The nine taps, (I, O) each, on one axis.
@@ -359,6 +367,8 @@ def _xla_form(
     expand_time: bool,
 ) -> Array:
     # This computes in XLA what the Pallas kernel computes. JAX takes the kernel's derivatives from it.
+    # `beside` are the columns (left, right) of the shards beside this one, or None for zeros. Columns of the
+    # result from `true_width` on are padding; None stands for no padding.
     sums = conv_frames(xla.double_pixels(x), kernel, padding=((1, 1), (1, 1)))
     if beside is not None:
         # A neighbour's column, of doubled height, is under one tap of each kernel row. `left` and `right` are

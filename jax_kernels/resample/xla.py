@@ -18,12 +18,11 @@ def double_pixels(x: jax.Array) -> jax.Array:
 
 
 def double_pixels_as_outer_axes(x: jax.Array) -> jax.Array:
-    """Double rows and columns by a product with ones, in the order (H, W, N, T, C): a TPU tiles only T and C.
-
-    The first barrier hides from XLA that the factors are ones; the second keeps the reshape out of the
-    product. XLA therefore computes one fused product, in 3.4 ms, instead of writing out a broadcast, in 9.1
-    ms (estimates for a v6e and frames of 8 x 240 x 360 x 256, which are doubled).
-    """
+    """Double rows and columns by a product with ones, in the order (H, W, N, T, C)."""
+    # In this order a TPU's tiles hold T and C, and rows and columns are outer axes, which are easy to repeat.
+    # The first barrier hides from XLA that the factors are ones; the second keeps the reshape out of the
+    # product. XLA therefore computes one fused product, in 3.4 ms, instead of writing out a broadcast, in 9.1
+    # ms (estimates for a v6e and frames of 8 x 240 x 360 x 256, which are doubled).
     h, w, n, t, c = pixels_first(x).shape  # here the axes are in this order; the result is N T H W C again
     ones = jax.lax.optimization_barrier(jnp.ones((1, 2, 1, 2, 1, 1, 1), x.dtype))
     doubled = jax.lax.optimization_barrier(pixels_first(x)[:, None, :, None] * ones)
@@ -36,10 +35,8 @@ def downsampled_sums(x: jax.Array, kernel: jax.Array, columns: tuple[int, int]) 
 
 
 def downsampled_sums_by_patches(x: jax.Array, kernel: jax.Array, columns: tuple[int, int]) -> jax.Array:
-    """Compute `downsampled_sums` by one matrix product of all windows (patches), for images on a TPU.
-
-    XLA compiles the product in 5 s, and a convolution in 14 to 60 s.
-    """
+    """Compute `downsampled_sums` by one matrix product of all windows (patches), for images on a TPU."""
+    # XLA compiles the product in 5 s, and a convolution in 14 to 60 s.
     # `conv_patches` takes the frames under each tap of time, in a list: this kernel has no axis of time.
     return conv_patches([jnp.pad(x, [(0, 0), (0, 0), (0, 1), columns, (0, 0)])], kernel, stride=2)
 

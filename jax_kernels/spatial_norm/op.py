@@ -1,4 +1,8 @@
-"""Spatially conditioned GroupNorm, `norm(x) * y(zq) + b(zq)`, in one pass over the activations."""
+"""Spatially conditioned GroupNorm, `group_norm(x) * y + b`, where y and b are convolutions of latents `zq`.
+
+A *target* is the platform that the code is traced for, with the split of columns into *shards*, one for each
+device. `dispatch` passes it to the body of an op, named `OP_on`.
+"""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -93,12 +97,13 @@ def spatial_norm_on(
     first_frame_alone: bool,
     implementation: Implementation | None = None,
 ) -> Array:
-    statistics = scale_and_shift(
+    """Compute `spatial_norm` for a target: the statistics of all frames, then the result of each run."""
+    statistics = scale_and_shift(  # GroupNorm is `x * scale + shift`
         moments(target, x, num_groups=num_groups, channel_axis=-1), weight, bias, eps
     )
     # A run has the activations and the latents of frames that are computed together. On a TPU the first of an
-    # odd number of frames is a run by itself. If all frames are one run, the first latent frame must still
-    # cover the first frame alone.
+    # odd number of frames is a run by itself, with the first latent frame. That is only right if this latent
+    # frame covers the first frame alone. If all frames are one run, its first frame must still be alone.
     runs = split_frames(target, x, zq) if first_frame_alone else [(x, zq)]
     run_has_first_frame_alone = first_frame_alone and len(runs) == 1
     convolutions = (kernel_y, bias_y), (kernel_b, bias_b)
@@ -106,10 +111,12 @@ def spatial_norm_on(
     def modulated(target: Target, x: Array, zq: Array, *operands: Any) -> Array:
         """Modulate a run on one device; `operands` are the two convolutions, then scale and shift."""
         zq = xla.match_frames_and_columns(zq, x.shape, first_frame_alone=run_has_first_frame_alone)
+        # On a TPU several frames are in memory in the order in which "pixels_first" computes.
         fastest = "pixels_first" if target.on_tpu and x.shape[1] > 1 else "rows"
         return _IMPLEMENTATIONS[implementation or fastest](target, x, zq, *operands, activation=activation)
 
-    # Each run is modulated on all devices at once.
+    # Each run is modulated on all devices at once. A device gets its shard of the run, the convolutions, and
+    # the statistics of its videos.
     return join_frames([map_shards(target, modulated, run, convolutions, statistics) for run in runs])
 
 

@@ -1,4 +1,7 @@
-"""The forms of a spatial norm's modulation that XLA compiles, and the latents that they modulate by."""
+"""The forms of a spatial norm's modulation that XLA compiles, and the latents that they modulate by.
+
+A mesh may pad the width of activations with columns of zeros, which must be zeros in the result too.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +26,9 @@ def modulate_rows(
 ) -> Array:
     """Return `activation((x * scale + shift) * y + b)`, computed as `x * (scale * y) + (shift * y + b)`.
 
-    `x * scale + shift` is GroupNorm. `y` and `b` are 1x1x1 convolutions of the latents `zq` (N T h W Z);
-    `to_y` and `to_b` are the kernel and the bias of each. Both are computed for the latents' rows, and
-    broadcast to the rows of `x`.
+    `x * scale + shift` is GroupNorm. `y` and `b` are 1x1x1 convolutions of the latents `zq` (N T h W Z),
+    which have fewer rows than `x`; `to_y` and `to_b` are the kernel and the bias of each. Both are computed
+    for the latents' rows, and broadcast to the rows of `x`.
     """
     y = pointwise("nthwz,zc->nthwc", zq, *to_y)
     multiplier = y * scale_NC[:, None, None, None]
@@ -49,11 +52,8 @@ def modulate_pixels(
     *,
     activation: Activation | None,
 ) -> Array:
-    """Compute `modulate_rows` in the order H W N T C, in which a TPU keeps a convolution's activations.
-
-    In this order, repeating a row of latents costs nothing. Here `y` multiplies the normed frames, because
-    the products `scale * y` and `shift * y` would cost more than the multiply-add that they save.
-    """
+    """Compute `modulate_rows` in the order H W N T C, in which a TPU keeps a convolution's activations."""
+    # In this order, repeating a row of latents costs nothing.
     # Zeros that are computed from `scale` are added to the biases, so that `y` and `b` wait for the
     # statistics. Otherwise the compiler would compute the `y` and `b` of all norms of a program first, and
     # keep them in memory. There is a zero for each video, because each has its own statistics.
@@ -63,8 +63,11 @@ def modulate_pixels(
     )
     h, w, n, t, c = y.shape  # h rows of latents, each of which covers `x.shape[2] // h` rows of pixels
     # The barriers keep XLA from moving the reshapes past the multiplication: it would then write out the
-    # broadcast `y` and `b`, in float32 at full size (v6e, a block at 8 x 480 x 720 x 128: 61 ms, not 41).
+    # broadcast `y` and `b`, in float32 at full size. For a residual block of 8 x 480 x 720 x 128, a v6e would
+    # take 61 ms instead of 41 ms (estimates).
     rows = jax.lax.optimization_barrier(pixels_first(x).reshape(h, x.shape[2] // h, w, n, t, c))
+    # `y` multiplies the normed frames. The products `scale * y` and `shift * y` would save a multiply-add,
+    # but to compute them first would take longer than that.
     normed = rows.astype(jnp.float32) * scale_NC[:, None] + shift_NC[:, None]
     result = activate(normed * y[:, None] + b[:, None], activation)
     result = with_clear_padding(result.astype(x.dtype), target.split, column_axis=2)
