@@ -188,6 +188,7 @@ class CompiledNetwork(PortedModel):
         """
         keeps_choice = mesh == self._mesh and parallel is None and memory is None
         if not keeps_choice:
+            # A static method, which also takes networks that are not ported: `self` is its first argument.
             self.use_mesh(mesh, self.choose_parallelism(self, check_mesh(mesh), parallel, memory))
 
     def use_mesh(self, mesh: Mesh, parallelism: Any) -> None:

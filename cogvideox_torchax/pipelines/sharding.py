@@ -99,6 +99,9 @@ def choose_parallelism(
 ) -> Parallelism:
     """Choose what a transformer splits over "tp": tokens if "tp" divides the heads, else channels of weights.
 
+    Where tokens are split, a device computes attention for all tokens and its share of the heads, which must
+    be whole heads.
+
     Args:
         mesh: a mesh of `make_mesh`.
         heads: number of attention's heads.

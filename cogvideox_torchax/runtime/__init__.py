@@ -57,7 +57,7 @@ if TYPE_CHECKING:
         largest,
     )
     from cogvideox_torchax.runtime.torchtpu import NO_GRADIENT, TorchTPUProgram, is_on_torchtpu
-    from cogvideox_torchax.runtime.user_checks import runs_unchecked
+    from cogvideox_torchax.runtime.user_checks import without_jax_checks
     from cogvideox_torchax.runtime.weights import (
         feed_weights,
         is_movable,
@@ -119,7 +119,6 @@ __all__ = [
     "rematerialized",
     "replace_weights",
     "run_method",
-    "runs_unchecked",
     "take",
     "tensor_of",
     "to_jax",
@@ -128,6 +127,7 @@ __all__ = [
     "wants_gradient",
     "warn_once",
     "without_gradient",
+    "without_jax_checks",
     "without_torchax",
 ]
 
@@ -206,7 +206,7 @@ _MODULES = {
         "TorchTPUProgram",
         "is_on_torchtpu",
     ),
-    "user_checks": ("runs_unchecked",),
+    "user_checks": ("without_jax_checks",),
     "weights": (
         "feed_weights",
         "is_movable",

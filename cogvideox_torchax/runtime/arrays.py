@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from cogvideox_torchax.runtime.forks import check_not_forked
-from cogvideox_torchax.runtime.user_checks import runs_unchecked
+from cogvideox_torchax.runtime.user_checks import without_jax_checks
 from cogvideox_torchax.upstream import is_traced
 
 
-@runs_unchecked
+@without_jax_checks
 def largest_of(array: Any) -> float | None:
     """Return the largest absolute value in a JAX or NumPy array.
 
@@ -38,7 +38,7 @@ def _largest_on_device(array: Any) -> jax.Array:
     return jnp.where(all_finite_of(array), jnp.abs(array).max(), jnp.nan)
 
 
-@runs_unchecked
+@without_jax_checks
 def first_nonfinite_of(array: Any) -> tuple[int, ...] | None:
     """Return the index of the first NaN or Inf in a JAX or NumPy array; None if there is none.
 
@@ -70,7 +70,7 @@ def all_finite_of(array: Any) -> jax.Array:
     return jnp.isfinite(array).all()
 
 
-@runs_unchecked
+@without_jax_checks
 def concatenate(parts: Sequence[Any], axis: int) -> Any:
     """Return arrays, or tensors, joined along an axis. For tensors torchax need not be enabled."""
     if len(parts) == 1:
@@ -85,7 +85,7 @@ def concatenate(parts: Sequence[Any], axis: int) -> Any:
     return tensors.concatenate(parts, axis)
 
 
-@runs_unchecked
+@without_jax_checks
 def take(x: Any, axis: int, start: int, length: int) -> Any:
     """Return the `length` entries of an axis from `start` on, of an array or a tensor.
 

@@ -17,7 +17,7 @@ import torch
 from cogvideox_torchax import upstream
 from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
 from cogvideox_torchax.runtime.forks import check_not_forked
-from cogvideox_torchax.runtime.user_checks import runs_unchecked, unchecked
+from cogvideox_torchax.runtime.user_checks import unchecked, without_jax_checks
 from cogvideox_torchax.upstream import (
     one_program_each,
     teach_copying,
@@ -198,7 +198,7 @@ def tensor_of(array: Any) -> torch.Tensor:
     return import_torchax().interop.torch_view(array)
 
 
-@runs_unchecked
+@without_jax_checks
 def to_jax(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a plain tensor to JAX's default device; return a torchax tensor unchanged.
 
@@ -207,7 +207,7 @@ def to_jax(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if on_jax(tensor) else import_torchax().default_env().to_xla(tensor.detach())
 
 
-@runs_unchecked
+@without_jax_checks
 def to_torch(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor of torchax or TorchTPU to the CPU; return any other tensor unchanged.
 

@@ -23,7 +23,7 @@ from cogvideox_torchax.runtime.places import ArrayProgram, Place
 from cogvideox_torchax.runtime.skeleton import skeleton, weightless
 from cogvideox_torchax.runtime.snapshot import Snapshot, modules_of
 from cogvideox_torchax.runtime.tensors import jax_dtype
-from cogvideox_torchax.runtime.user_checks import runs_unchecked
+from cogvideox_torchax.runtime.user_checks import without_jax_checks
 from cogvideox_torchax.runtime.weights import assign, named_tensors, put_weights
 from cogvideox_torchax.upstream import array_in, is_traced
 
@@ -231,7 +231,7 @@ class Program(ArrayProgram):
                 assign(tensor, tensor_of(placed))
         return {name: array_of(tensor) for name, tensor in named.items()}
 
-    @runs_unchecked
+    @without_jax_checks
     def put(self, inputs: Any) -> Any:
         """Return a tree of arrays or tensors, plain or on JAX, as arrays on the program's devices.
 
@@ -241,7 +241,7 @@ class Program(ArrayProgram):
             inputs = {name: value for name, value in inputs.items() if value is not None}
         return jax.tree.map(lambda value: self.place.put(as_array(value)), inputs)
 
-    @runs_unchecked
+    @without_jax_checks
     def run_video(self, weights: Any, video: Any, lengths: Sequence[int]) -> Any:
         """Return the results of all chunks of a video, joined in time; `jax.vjp` can differentiate this.
 

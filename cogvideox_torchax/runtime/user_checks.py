@@ -30,7 +30,7 @@ def unchecked() -> Iterator[None]:
         yield
 
 
-def runs_unchecked(function: Callable[P, R]) -> Callable[P, R]:
+def without_jax_checks(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function so that it runs `unchecked`; this costs next to nothing if the checks are off."""
 
     @functools.wraps(function)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import torch
 from torch.utils._mode_utils import no_dispatch
 
-from cogvideox_torchax.runtime.user_checks import runs_unchecked
+from cogvideox_torchax.runtime.user_checks import without_jax_checks
 
 STORAGE, LAYOUT, ARRAY = "_storage", "_layout", "_array"
 """Attributes of a torchax tensor: its `_Storage`, its layout, and its array."""
@@ -146,7 +146,7 @@ def share_views(torchax: Any) -> None:
                 vars(source)[STORAGE].add(result, result_layout)
 
     @functools.wraps(dispatch)
-    @runs_unchecked
+    @without_jax_checks
     def call(self: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation by torchax; results that are views of its first argument then share its values."""
         source: Any = args[0] if args else None

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from cogvideox_torchax.runtime.bridge import PLAIN, array_of, host_array, on_jax, tensor_of
-from cogvideox_torchax.runtime.user_checks import runs_unchecked
+from cogvideox_torchax.runtime.user_checks import without_jax_checks
 from cogvideox_torchax.upstream import replace_array
 
 
@@ -50,7 +50,7 @@ def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
     replace_array(tensor, lambda _: array_of(value))
 
 
-@runs_unchecked
+@without_jax_checks
 def on_default_device(_name: str, array: Any) -> Any:
     """Return a NumPy array as a copy on JAX's default device, and a JAX array unchanged."""
     # This is the `place` of `put_weights` for a single device. A mesh's may look at the weight's name.

@@ -59,7 +59,8 @@ class MeshPlace(Place):
     Attributes:
         mesh: the mesh, from `make_mesh`.
         types: the types of a torch network's modules that count as layers.
-        layers: by a layer's name, the shapes of the layer's inputs and outputs in the last trace.
+        layers: by a layer's name, the shapes of the layer's inputs and outputs in the last trace. Reports of
+            a program list them.
     """
 
     mesh: Mesh
@@ -213,7 +214,7 @@ class Placement(MeshPlace):
         )
 
     def _record(self, name: str, values: Any) -> Any:
-        """Add the shapes of a layer's activations to `layers`, and return `values` unchanged.
+        """Add the shapes of a layer's activations to `self.layers`, for `plan --layers`; return `values`.
 
         `values` is the layer's result, or its arguments: a tree in which the activations are leaves.
         """

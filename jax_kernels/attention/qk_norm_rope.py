@@ -50,8 +50,9 @@ def qk_norm_rope(
         cos, sin: (S, D), float32, each angle twice: channels (a, b) = (2 i, 2 i + 1) become (a cos - b sin, b
             cos + a sin). None for no rotation.
         heads: the number of heads, H.
-        scale: factor of the result: for queries log2(e) / sqrt(D) if `attention_transposed` is called with
-            scale=ln 2, else 1.
+        scale: factor of the result; 1 for keys and values. Attention computes exp(s q k) as a power of two,
+            and so would multiply all scores by s log2(e), with s = 1 / sqrt(D). If queries get this factor
+            here, `attention_transposed` is called with scale=ln 2, for which it multiplies by 1.
         eps: added to the variance.
 
     Returns:

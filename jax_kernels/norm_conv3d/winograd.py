@@ -228,9 +228,13 @@ class WinogradStep(ConvStep):
         x: Array,
         past_words: Any | None,
     ) -> Array:
-        """Transform a unit's frames, with the two before them, into the stage; return the last words."""
+        """Transform a unit's frames `x`, of a row and a part, into the stage; return their last words.
+
+        `past_words` refers to the words of the two frames before `x`; at a video's start it is None.
+        """
         sizes = self.sizes
-        # `slot` is the unit's slot in the buffer "pixels": units whose work may overlap have different slots.
+        # The buffer "pixels" rearranges a unit's frames. `slot` is the unit's place in it: units whose work may
+        # overlap have different ones.
         # Here a word holds two successive frames of a pixel. The words are stored pixel by pixel, and loaded
         # by strides: first word 0 of all pixels, then word 1, and so on.
         pixels = self.memory["pixels"].at[slot, row, part]
@@ -238,7 +242,7 @@ class WinogradStep(ConvStep):
         words = [
             pixels[pl.ds(index, sizes.unit_columns, stride=sizes.words), :] for index in range(sizes.words)
         ]
-        # `past_words` has the two frames before `x`. At a video's start, its first frame stands for both.
+        # At a video's start, its first frame stands for the two before it.
         words_before = repeat_earlier_frame(words[0]) if past_words is None else past_words[...]
         # A list of frames, each of all pixels: the two before `x`, then those of `x`. A tile sees its own
         # frames and the two before them. The second tile begins `tile` frames after the first.

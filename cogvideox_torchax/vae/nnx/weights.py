@@ -49,7 +49,7 @@ def to_torch(path: Keys, parameter: np.ndarray) -> np.ndarray:
 
 
 # A user may have turned on JAX's checks of transfers, which would refuse the copies to a device here.
-@runtime.runs_unchecked
+@runtime.without_jax_checks
 def read_state(
     abstract: nnx.State, tensors: Iterable[tuple[str, np.ndarray]], *, source: object, param_dtype: DTypeLike
 ) -> nnx.State:
