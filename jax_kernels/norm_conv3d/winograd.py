@@ -233,8 +233,8 @@ class WinogradStep(ConvStep):
         `past_words` refers to the words of the two frames before `x`; at a video's start it is None.
         """
         sizes = self.sizes
-        # The buffer "pixels" rearranges a unit's frames. `slot` is the unit's place in it: units whose work may
-        # overlap have different ones.
+        # The buffer "pixels" rearranges a unit's frames. `slot` is the unit's place in it: units whose work
+        # may overlap have different ones.
         # Here a word holds two successive frames of a pixel. The words are stored pixel by pixel, and loaded
         # by strides: first word 0 of all pixels, then word 1, and so on.
         pixels = self.memory["pixels"].at[slot, row, part]
