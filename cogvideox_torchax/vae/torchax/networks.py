@@ -36,8 +36,8 @@ class EncoderChunk(OnColumns, nn.Module):
     def forward(self, x: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
         if x.dtype == torch.uint8:
             dtype = runtime.dtype_name(self.encoder.conv_in.conv.weight.dtype)
-            # On a mesh the width may be padded with columns of zeros (`self.split`), so that the devices divide
-            # it. `from_uint8` turns these zeros into -1, and the kernels need zeros there.
+            # On a mesh the width may be padded with columns of zeros (`self.split`), to be divided evenly.
+            # `from_uint8` turns these zeros into -1, and the kernels need zeros there.
             x = with_zero_padding(from_uint8(x, dtype), self.split)
         moments, cache = self.encoder(x, conv_cache=_permuted(cache, HWNTC, NCTHW))
         if self.quant_conv is not None:
