@@ -104,7 +104,7 @@ def leave_torchax(refuse: Callable[[], None]) -> None:
     # `interop` is the last module that an import of torchax completes. Without it torchax is not in use.
     if "torchax.interop" not in sys.modules:
         return
-    torchax_off()  # for ever: nothing closes the context
+    torchax_off()  # off from this call on: only closing the returned context would turn it on again
     # The tensors that the child has inherited keep their shape, dtype and device, which are properties. Of
     # the methods only `dim` works without JAX, so all others are replaced.
     torchax = sys.modules["torchax"]
@@ -461,11 +461,12 @@ def take_hooks(model: Any) -> list[Hooked]:
                 registry.remove_hook(hook_name, recurse=False)
                 hook.fn_ref = None  # drops the hook's reference to the module
                 taken.append(Hooked(name, hook_name, hook))
-        _delete_inherited_forward(module)
+        # Removing a hook leaves the forward of the module's class as an attribute of the module.
+        _delete_class_forward(module)
     return taken
 
 
-def _delete_inherited_forward(module: Any) -> None:
+def _delete_class_forward(module: Any) -> None:
     """Delete a module's attribute `forward` if it is only the method of the module's class or of a base."""
     # Removing a hook sets the attribute to the method that the hook wrapped. If `port` has given the module a
     # subclass of its class since, the attribute would hide the subclass's forward. A `forward` that no class

@@ -382,7 +382,7 @@ class FasterSteps(StepCache):
     def _record(self, state: RunState, host_scalar: Any) -> None:
         """Put the two kept results of each tensor in the order (older, newer), which the next step takes.
 
-        A step's program returns (newer, older).
+        A step's program returns (newer, older), so that its new result takes the oldest one's donated memory.
         """
         in_order = {
             name: tuple((older, newer) for newer, older in state.kept_arrays[name])

@@ -115,7 +115,7 @@ class CompiledNetwork(PortedModel):
         """Return the result of the stock class's `method`; with weights on JAX it runs as a program."""
         if not runtime.is_on_jax(self):
             return method(self, *args, **kwargs)
-        self.check_modules()
+        self.check_modules()  # raises if a `forward` that was set on this object has put in other modules
         return runtime.run_method(self, method, *args, place=self.placement, name=self.component, **kwargs)
 
     def described_program(self, tensors: "TensorSpecs") -> tuple[runtime.Program, "TensorSpecs"]:
@@ -287,8 +287,8 @@ class KnownNetwork(CompiledNetwork):
     def choose_parallelism(
         network: Any, mesh: Mesh, requested: Parallel | None = None, memory: float | None = None
     ) -> Any:
-        # The text encoder: its weights' channels are split whatever is asked for, as its sequences are short.
-        # A `Parallelism` without arguments splits channels.
+        # For the text encoder alone, as the transformer's class has a choice of its own. Its sequences are
+        # short, so its weights' channels are split (`Parallelism` without arguments), whatever is requested.
         return check_split(network, mesh, sharding.Parallelism())
 
 

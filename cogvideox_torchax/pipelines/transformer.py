@@ -208,7 +208,7 @@ class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
                 attention_kwargs=attention_kwargs,  # by name: diffusers' LoRA scaling reads it there
                 return_dict=return_dict,
             )
-        self.check_modules()
+        self.check_modules()  # raises if a `forward` that was set on this object has put in other modules
         frames, _channels, height, width = hidden_states.shape[1:]
         patch_embed: Any = self.patch_embed
         # The program's inputs, by name; those that are None are left out.

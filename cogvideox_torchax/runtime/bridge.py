@@ -17,7 +17,7 @@ import torch
 from cogvideox_torchax import upstream
 from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
 from cogvideox_torchax.runtime.forks import check_not_forked
-from cogvideox_torchax.runtime.user_checks import unchecked, without_jax_checks
+from cogvideox_torchax.runtime.user_checks import jax_checks_off, without_jax_checks
 from cogvideox_torchax.upstream import (
     one_program_each,
     teach_copying,
@@ -48,7 +48,7 @@ def import_torchax() -> Any:
 def _patched_torchax() -> Any:
     """Import torchax, and replace those of its functions that do not fit; the first call does so."""
     try:
-        with unchecked():  # without the checks of JAX that a user may have turned on for their own code
+        with jax_checks_off():  # a user may have turned them on for their own code
             # The modules of `ops` put their operations into torchax's tables, which are changed below.
             import torchax.interop
             import torchax.ops.jaten
@@ -75,7 +75,7 @@ def _patched_torchax() -> Any:
     replace_functions(registry.all_aten_ops | registry.all_torch_functions)
     replace_keys(torchax.tensor.Environment)  # torch's seed decides dropout too
     share_views(torchax)  # a write into a view changes the tensor that it is a view of
-    with unchecked():
+    with jax_checks_off():
         # Make torchax's environment now: it makes a key for random numbers, which a user's checks refuse.
         torchax.default_env()
     return torchax
@@ -182,7 +182,8 @@ def torch_view(jax_function: Callable[..., Any]) -> Callable[..., Any]:
             from cogvideox_torchax.runtime import torchtpu
 
             return torchtpu.torch_view(jax_function)(*args, **kwargs)
-        with unchecked():
+        # If a user has turned on JAX's checks, they would refuse the function's broadcasting and Python numbers.
+        with jax_checks_off():
             return import_torchax().interop.call_jax(jax_function, *args, **kwargs)
 
     return call

@@ -435,6 +435,7 @@ def _run_form(model: nn.Module, form: _Form, leaves: list[Any], place: Place) ->
 
 def _are_alike(result: _Result, other: _Result) -> bool:
     """Return whether two results of one method are equal but for rounding."""
+    # `result` is computed with some numbers as arguments of the program, and `other` with all as constants.
     # XLA computes with a constant in another way than with an argument, so that the last bits may differ.
     if result.constants != other.constants:
         return False

@@ -67,8 +67,9 @@ class Place:
     def trace(self, run: Callable[..., Any], inputs: Any, cache: Any) -> Any:
         """Return `run(inputs, cache)`, the result and the next cache; called while a program is traced.
 
-        A subclass may shard the arguments and results. `run` calls the program's network, which may take
-        keywords as well: a `TorchNetwork` passes them to this place's `watching`.
+        A subclass may shard the arguments and results. It may also pass keywords, as `sharding.Placement`
+        passes `split`: `run` hands them to the program's network, and a `TorchNetwork` to this subclass's
+        `watching`, which sets them on the copy's modules.
         """
         return run(inputs, cache)
 
@@ -180,8 +181,12 @@ class ArrayProgram:
 
         The arguments are those of `structs`. A second call with equal arguments does nothing.
         """
+        # The VAE alone compiles ahead, and it has one input: so both are pairs (shape, dtype), or None, which
+        # have a hash, and no dictionaries.
         if (inputs, before) in self._compiling:
             return
+        # JAX keeps the lowered program of these shapes, and with it what `compile` makes. The call in `run`
+        # finds both there, so that what `compile` returns is dropped.
         lowered = self.lower(*self.structs(inputs, before=before))
 
         def compile_lowered() -> None:

@@ -152,7 +152,10 @@ class TorchNetwork:
         # exact. Only its matrices tell: a bfloat16 model may have vectors in float32, those of norms.
         exact = any(array.dtype == "float32" for array in weights.values() if array.ndim > 1)
         precision = jax.default_matmul_precision("highest" if exact else "default")
+        # On a mesh: the context in which the place's hooks shard, or record, what the layers take and return.
         watching = place.watching(network, **watching_options)
+        # One thread traces at a time (`TRACING`). While a profile is recorded, `named_layers` names the
+        # program's instructions after the layers.
         with TRACING, named_layers(network), watching, precision, warnings.catch_warnings():
             # torch's int64 becomes JAX's int32, which positions and token ids fit into.
             warnings.filterwarnings("ignore", "Explicitly requested dtype int64")
@@ -183,7 +186,9 @@ class Program(ArrayProgram):
     def __init__(self, network: Any, place: Place | None = None):
         super().__init__(TorchNetwork(network) if isinstance(network, nn.Module) else network, place)
         # The names of the weights of the last call, and their arrays on the program's devices. Both lists are
-        # in one attribute, so that a thread which replaces it replaces both at once.
+        # in one attribute, so that a thread which replaces it replaces both at once. By them `weights` finds
+        # that the arrays are placed already. The references are weak: the model keeps its arrays alive, and
+        # those that it has replaced are to be freed.
         self._placed: tuple[list[str], list[weakref.ref[Any]]] = [], []
         # This one donates no cache, as the backward pass reads it again. `jax.vjp` takes no compiler options.
         self._differentiable = jax.jit(self._trace_for_gradients)

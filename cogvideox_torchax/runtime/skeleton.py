@@ -60,6 +60,7 @@ def _copy_module(module: Module, copies: dict[int, Any]) -> Module:
     if id(module) in copies:
         return copies[id(module)]
     if upstream.is_compiled(module):
+        # In place of torch.compile's wrapper: a module that runs the copy of the module in the wrapper.
         copies[id(module)] = wrapper = _Uncompiled()
         wrapper.add_module("_orig_mod", _copy_module(module.get_submodule("_orig_mod"), copies))
         return copies[id(module)]

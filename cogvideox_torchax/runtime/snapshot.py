@@ -149,6 +149,7 @@ class _ModuleSnapshot:
     def __init__(self, module: nn.Module):
         self.module = weakref.ref(module)
         self.kind = type(module)
+        # Without `TREE`, the dictionaries of the module's children, parameters and buffers.
         self.attributes = {
             name: value
             for name, value in vars(module).copy().items()

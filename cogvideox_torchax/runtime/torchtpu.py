@@ -158,6 +158,8 @@ def _compiled(
     function: Callable[..., Any], backend: Any, structure: Any, constants: tuple[Any, ...]
 ) -> tuple[Any, Trees]:
     """Return the flat function of a function of torch, compiled, and the structures of its results."""
+    # The arrays of this flat function are tensors of torch. Each JAX function that it calls is an operation
+    # (`_operation`), which sets its own precision inside the one that `flat` sets around them all.
     flat, trees = _flattened(function, structure, constants)
     # By default torch.compile reads the bytecode of a function, which fails for the code of JAX in `flat`. So
     # this one is traced by running it.

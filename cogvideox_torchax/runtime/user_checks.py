@@ -18,7 +18,7 @@ CHECKS = (
 
 
 @contextlib.contextmanager
-def unchecked() -> Iterator[None]:
+def jax_checks_off() -> Iterator[None]:
     """Run a block without JAX's checks of rank promotion and of transfers.
 
     `jax_numpy_rank_promotion="raise"` refuses the broadcasting that is usual in PyTorch, and
@@ -31,7 +31,7 @@ def unchecked() -> Iterator[None]:
 
 
 def without_jax_checks(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function so that it runs `unchecked`; this costs next to nothing if the checks are off."""
+    """Decorate a function so that it runs with `jax_checks_off`, which costs little if the checks are off."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -39,7 +39,7 @@ def without_jax_checks(function: Callable[P, R]) -> Callable[P, R]:
 
         # A setting is "allow" or None if its check is off: None is JAX's default for transfers.
         is_checked = any(getattr(jax.config, name) not in ("allow", None) for name in CHECKS)
-        with unchecked() if is_checked else contextlib.nullcontext():
+        with jax_checks_off() if is_checked else contextlib.nullcontext():
             return function(*args, **kwargs)
 
     return call

@@ -284,6 +284,7 @@ class BatchPlacement(MeshPlace):
 
     def spec(self, shape: tuple[int, ...]) -> PartitionSpec:
         """Return the spec of an input, whose first axis, the batch, is split over "dp" if that divides it."""
+        # A vector stays whole: it may have other values than one for each video, and is small.
         return (
             PartitionSpec("dp")
             if len(shape) > 1 and shape[0] % self.mesh.shape["dp"] == 0

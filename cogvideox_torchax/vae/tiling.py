@@ -63,6 +63,8 @@ def tile_groups_of(plan: TilePlan, group_size: int) -> list[list[tuple[int, int]
     for tiles in by_size.values():
         in_full_groups = len(tiles) - len(tiles) % group_size  # the number of tiles that full groups take
         groups += [tiles[first : first + group_size] for first in range(0, in_full_groups, group_size)]
+        # A smaller group would need a program for one more size of batch, which "dp" (the `group_size` on a
+        # mesh) most often does not divide. So each remaining tile is a group, and is split by width.
         groups += [[tile] for tile in tiles[in_full_groups:]]
     return groups
 
@@ -150,6 +152,7 @@ def tiled_step(
 
     def run_tiles(chunk: Any, caches: list[Any] | None) -> tuple[Any, list[Any]]:
         videos = chunk.shape[0]
+        # `placement` is the sharding of whole frames on a mesh; None for one device.
         dp = 1 if placement is None else placement.mesh.shape["dp"]
         # If "dp" divides the videos, they are split over "dp" in every tile: no other tiles are needed.
         groups = tile_groups_of(plan, group_size=1 if videos % dp == 0 else dp)

@@ -209,6 +209,7 @@ class CachedProgram(NamedTuple):
         # `reduce` follows each path of names and list indices from the module down to its variable.
         paths = [path for path, _ in nnx.to_flat_state(nnx.state(module))]
         variables = [functools.reduce(_child, path, module) for path in paths]
+        # `compiled` builds a program, or finds that of another model of the same graph and placement.
         return cls(attributes, compiled(network, placement), variables)
 
     def is_for(self, attributes: list[Any]) -> bool:
@@ -224,6 +225,7 @@ def _child(node: Any, key: Any) -> Any:
 
 def _attributes(node: Any) -> Iterator[Any]:
     """Yield the values of all attributes of a module and of the modules in it."""
+    # By these values `CachedProgram.is_for` tells a changed network from the one that was compiled.
     for name, value in vars(node).items():
         if not name.startswith("_pytree__"):  # Flax itself adds attributes with such names
             yield value

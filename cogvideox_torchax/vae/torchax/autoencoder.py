@@ -298,7 +298,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         previous = None
         for chunk in direction.chunks(self, shape[2])[:2]:  # all later chunks have the second one's program
             inputs = (videos, shape[1], len(chunk), *shape[3:]), runtime.jax_dtype(self.dtype)
-            program.compile_ahead(inputs, before=previous)
+            program.compile_ahead(inputs, before=previous)  # the second chunk takes the first one's cache
             previous = inputs
 
     def build_program(self, direction: Direction, *, stock: bool = False) -> runtime.Program:

@@ -4,8 +4,9 @@ Each class here is a subclass of the class that it replaces, and adds no state. 
 `jax_kernels` for a tensor on an accelerator. For a plain tensor, and where a hook or a change of the module
 needs it, the forward of diffusers runs. `port` swaps a module's class in place, so parameters, names, hooks
 and `isinstance` stay what they were. On JAX a norm and the activation after it are one call, so their hooks
-see other tensors than in diffusers. `by_kernel` says whether a module runs its kernel, and `is_watched`
-whether it has a hook or a replaced forward. `torch_view` turns a function of JAX arrays into one of tensors.
+see other tensors than in diffusers. `by_kernel` says whether a module may run its kernel on a tensor,
+`is_watched` whether it has a hook or a replaced forward, and `_as_ported` whether its submodules, whose
+weights the kernel reads, are unchanged. `torch_view` turns a function of JAX arrays into one of tensors.
 
 A causal convolution's cache (`conv_cache`) is its last input frames, which the next chunk takes. A block's
 cache has its modules' caches by name. `zq`, as in diffusers, are the latents that modulate a spatial norm.
