@@ -182,7 +182,7 @@ def torch_view(jax_function: Callable[..., Any]) -> Callable[..., Any]:
             from cogvideox_torchax.runtime import torchtpu
 
             return torchtpu.torch_view(jax_function)(*args, **kwargs)
-        # If a user has turned on JAX's checks, they would refuse the function's broadcasting and Python numbers.
+        # If a user has turned on JAX's checks, they would refuse its broadcasting and Python numbers.
         with jax_checks_off():
             return import_torchax().interop.call_jax(jax_function, *args, **kwargs)
 
