@@ -158,6 +158,7 @@ def teach_copying(kind: Any, tensor_of: Any, to_torch: Any, without_torchax: Any
             plain = without_torchax(nn.Parameter, plain, tensor.requires_grad)
         return without_torchax(plain.__reduce_ex__, 2)  # 2 is the default protocol of `torch.save`
 
+    kind.__copy__ = lambda tensor: deepcopy(tensor, {})  # by itself, `copy.copy` would unpickle a pickle
     kind.__deepcopy__ = deepcopy
     copyreg.pickle(kind, reduce)
 

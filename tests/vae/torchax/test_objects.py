@@ -30,6 +30,7 @@ def test_a_copy_is_its_own(vae, stock):
     assert decodes_as(vae, stock)
     assert not decodes_as(copied, stock)
     assert runtime.on_jax(copy.deepcopy(vae.decoder.conv_in).conv.bias)
+    assert runtime.on_jax(copy.copy(vae.decoder.conv_out.conv.bias))
 
 
 def test_a_copy_stays_on_its_mesh_and_a_pickle_leaves_it(stock):
