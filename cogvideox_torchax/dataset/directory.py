@@ -278,7 +278,7 @@ class VideoDirectory(OutputDirectory):
         self._fps = fps
         self._settings = self.directory / self.SETTINGS
         refused: dict[str, str] = {}
-        entries = list(self._valid_entries(files, refused))
+        entries = list(self._valid_entries(files, refused))  # pairs (id, function that reads the latents)
         # Every process meets a file that cannot be read, and a clip whose video cannot have its name; the
         # first process alone reports them.
         if self.shard.index == 0:

@@ -278,8 +278,9 @@ class Framing:
         """Return the factor by which a video's picture is enlarged along a side; 1 if it is not."""
         if self.crop and self.resized is None:
             return 1.0
-        # The ratios of the two sides. If frames are cropped after they are resized, the crop lowers the ratio
-        # of the side that it cuts: the other side's, the larger one, is the factor of the resizing.
+        # The ratios of the two sides; `info.pixel` is a pixel's width over its height. If frames are cropped
+        # after they are resized, the crop lowers the ratio of the side that it cuts: the other side's, the
+        # larger one, is the factor of the resizing.
         return max(self.height / info.height, float(self.width / (info.width * info.pixel)), 1.0)
 
 
@@ -623,6 +624,7 @@ class _Mp4Sink(Sink):
         # If the header could not be written to a full disk, another packet would crash FFmpeg.
         self._sound.close()
         # Closing writes the file's end, which fails if a frame failed: the frame's error is to be reported.
+        # After a success no error is hidden, because `finish` has closed the container already.
         with contextlib.suppress(_av().error.FFmpegError):
             self._container.close()
 
