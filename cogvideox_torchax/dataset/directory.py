@@ -339,7 +339,7 @@ class VideoDirectory(OutputDirectory):
 
     def first_latents(self) -> latent_files.Latents | None:
         """Return the first readable latents of a clip that has no video yet; None if there are none."""
-        for read in self.missing.values():
+        for read in self.missing.values():  # by a clip's id, the function that reads its latents
             with contextlib.suppress(*loop.READING_ERRORS):  # `work` meets the error again, and reports it
                 return read()
         return None

@@ -139,6 +139,7 @@ def _name_for_messages(source: Source) -> Path:
 @contextlib.contextmanager
 def _opened(source: Source, **options: str) -> Iterator[tuple[Any, Any]]:
     """Open a video file; yield PyAV's container and stream. FFmpeg's errors turn into `VideoError`."""
+    # `options` are FFmpeg's options for reading the file, by name.
     av, path = _av(), _name_for_messages(source)
     if not isinstance(source, bytes):
         if not path.exists():
@@ -606,7 +607,7 @@ class _Mp4Sink(Sink):
         # H.273 numbers primaries, transfer and matrix (`colorspace`) each in a table of its own. A standard's
         # number is the same in all three.
         context.color_primaries = context.color_trc = context.colorspace
-        if self._source.pixel != 1:
+        if self._source.pixel != 1:  # a pixel's width over its height
             context.sample_aspect_ratio = self._source.pixel
         if self._source.times:
             stream.time_base = context.time_base = self.TICK
