@@ -49,7 +49,7 @@ def main() -> None:
             weights = [round(size * GIB) for size in parts]
             rows[case] = {
                 "weights": weights,
-                "decoder": sum(weights) - request.beside[-1],
+                "decoder": sum(weights) - request.other_weights[-1],
                 "parallel": request.about["parallel"],
             }
     write_json(RESULT, {"format": FORMAT, "rows": rows})

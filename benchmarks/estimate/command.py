@@ -101,7 +101,7 @@ def estimated(args: argparse.Namespace) -> dict[str, Any]:
     chip = chips.CHIPS[args.topology.partition(":")[0]]
     compile_one = functools.partial(programs.estimate_program, mesh=request.mesh, chip=chip)
     plans = planning.compiled(args, request, compile_one, lambda each, _chip: programs.timed_rows(each, chip))
-    figures = job_figures(request.about, request.counts, plans, chip, request.beside)
+    figures = job_figures(request.about, request.counts, plans, chip, request.other_weights)
     if args.training:
         figures |= training.memory(request, plans, chip)
     figures |= programs.times(request.counts, plans)

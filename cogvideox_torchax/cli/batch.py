@@ -107,7 +107,9 @@ def decode(args: argparse.Namespace) -> int:
             unit = clip.DecodeClip(config, common.say)
             if first_latents:
                 unit.check(first_latents)
-            model_sha256 = unit.model_sha256 if first_latents else ""  # loads the model
+            # `unit.model_sha256` loads the model. With "", for no model, the settings that all videos of the
+            # directory must share have no hash, and the saved hash is not compared.
+            model_sha256 = unit.model_sha256 if first_latents else ""
             directory.save_or_check_settings(config.fixed_settings(model_sha256))
             steps = directory.work(unit, readers=args.workers or loop.READERS)
             report = _run_loop(args, steps, directory)

@@ -103,7 +103,8 @@ def open_clip(args: argparse.Namespace, at_most: int | None = None, fps: Fractio
     check_video(args.video, args.output)
     count = args.frames  # None for all frames
     if not count and at_most:
-        # A part that is longer than the video would be an error.
+        # A part that is longer than the video would be an error. The file's frames are counted here, of which
+        # a lower `fps` would take fewer; but no command passes both `at_most` and `fps`.
         count = min(at_most, video.probe(args.video).num_frames)
     rate = None if fps is None else str(fps)
     # The model's name and the clip's id are "": `select_part` uses neither. `SPATIAL_SCALE`, 8 pixels to a

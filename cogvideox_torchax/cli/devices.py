@@ -19,10 +19,10 @@ Fetch = Callable[[torch.Tensor], torch.Tensor]
 """Brings the result of a chunk from the devices to the host."""
 
 
-def _check_options(args: argparse.Namespace, mesh_options: tuple[str, ...]) -> None:
+def _check_options(args: argparse.Namespace, *, needing_mesh: tuple[str, ...]) -> None:
     """Raise `ValueError` for options of several devices or processes that would have no effect."""
-    # Names of options, such as "dp", that take effect only with a backend that runs on a mesh.
-    for name in mesh_options:
+    # `needing_mesh` has names of options, such as "dp". If one is given, the backend must run on a mesh.
+    for name in needing_mesh:
         if getattr(args, name) and not backends.backend(args.backend).runs_on_mesh:
             raise ValueError(
                 f"--backend {args.backend} runs on one device: leave out --{name}, or take torchax"
@@ -35,7 +35,7 @@ def _check_options(args: argparse.Namespace, mesh_options: tuple[str, ...]) -> N
 
 def mesh_of(args: argparse.Namespace) -> Any:
     """Return the mesh that `--dp` and `--tp` ask for, or None for one device; `ValueError` if none fits."""
-    _check_options(args, ("dp", "tp"))
+    _check_options(args, needing_mesh=("dp", "tp"))
     if (args.dp, args.tp) in ((None, None), (1, 1)):
         return None
     from cogvideox_torchax import sharding
@@ -73,7 +73,8 @@ def process_group(args: argparse.Namespace) -> Iterator[ProcessGroup]:
     `ValueError` if options contradict each other, a mesh does not fit, or processes cannot connect.
     """
     if args.distributed:
-        _check_options(args, ("dp", "tp", "distributed"))
+        # Here `--distributed` needs a mesh, too: one mesh has the devices of all processes.
+        _check_options(args, needing_mesh=("dp", "tp", "distributed"))
         with _connected(args) as sharding:
             mesh = sharding.make_mesh(args.dp or 1, args.tp)
             sharding.check_all_take_part(mesh)  # raises if a process has no device in the mesh
@@ -91,8 +92,9 @@ def process_shard(args: argparse.Namespace) -> Iterator[ProcessShard]:
     With `--process` and `--processes` but no `--coordinator` the processes work without a connection.
     `ValueError` if options contradict each other, or processes cannot connect.
     """
-    # `--distributed` needs no mesh here, because each process has its own model.
-    _check_options(args, ("dp", "tp"))
+    # Each process has a model of its own, so only `--dp` and `--tp` need a backend that runs on a mesh, and
+    # `--distributed` goes with every backend.
+    _check_options(args, needing_mesh=("dp", "tp"))
     if not args.distributed:
         yield ProcessShard()
     elif args.processes is not None and args.process is not None and args.coordinator is None:

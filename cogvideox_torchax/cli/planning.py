@@ -42,7 +42,7 @@ class PlanRequest:
         chip: the kind of chip that the devices are; None for CPUs.
         about: figures of the job that need no compiling, by the names that are printed.
         job: the job, for the plan's JSON.
-        beside: for each program, the bytes of the weights of other networks that are on its device
+        other_weights: for each program, the bytes of the weights of other networks that are on its device
             meanwhile; empty for none.
     """
 
@@ -52,14 +52,14 @@ class PlanRequest:
     chip: chips.Chip | None
     about: dict[str, Any]
     job: dict[str, Any]
-    beside: Sequence[int] = ()
+    other_weights: Sequence[int] = ()
 
 
 def planned(args: argparse.Namespace) -> dict[str, Any]:
     """Compile the programs of `--network`, and print their figures; return the plan as a JSON document."""
     request = requested(args)
     programs = compiled(args, request, lambda work: compile_program(work, request.mesh), program_rows)
-    figures = job_figures(request.about, request.counts, programs, request.chip, request.beside)
+    figures = job_figures(request.about, request.counts, programs, request.chip, request.other_weights)
     common.print_report(figures)
     # The layers of the last program: of the later chunks, which are most of a video.
     layers = programs[-1].layers if args.layers else []
@@ -207,7 +207,7 @@ def _requested_pipeline(
         job=step.job | {"network": "pipeline", "tile": decoding.job["tile"]},
         # The weights of a program's own network are its arguments, and so are not counted here. For decoding
         # these are the decoder's weights alone.
-        beside=(
+        other_weights=(
             total_bytes - text_bytes,
             total_bytes - transformer_bytes,
             *[total_bytes - decoder_bytes] * len(decoding.works),
@@ -239,12 +239,12 @@ def _pipeline_would_fit(
 ) -> list[jobs.Change]:
     """Return the changes of which each alone makes a pipeline fit: its prompt on the host, a larger slice."""
     changes = []
-    # The first of `programs`, the request's plans, is the text encoder's. It would not run, and its weights
-    # would not be in memory beside the other programs.
-    without_text = peak_bytes(programs[1:], request.beside[1:]) - _bytes(request, "text_encoder")
+    # The first of `programs`, the request's plans, is the text encoder's, and would not run. The weights of
+    # the text encoder are in the `other_weights` of all later programs, and would not be in memory either.
+    without_text = peak_bytes(programs[1:], request.other_weights[1:]) - _bytes(request, "text_encoder")
     if without_text <= chip.memory:
         changes.append(jobs.Change("the prompt encoded on the host", int(without_text)))
-    present_peak = peak_bytes(programs, request.beside)
+    present_peak = peak_bytes(programs, request.other_weights)
     generation = args.topology.partition(":")[0]  # a topology is "GENERATION:GRID"
     # `GRIDS` has the flat grids by their number of chips. Grids of other generations have three axes.
     is_flat = args.topology.count("x") == 1
@@ -260,7 +260,7 @@ def _pipeline_would_fit(
         if _bytes(on_grid, "weights") + other_bytes > 1.1 * chip.memory:
             continue
         plans = compiled(larger, on_grid, functools.partial(compile_program, mesh=on_grid.mesh), program_rows)
-        peak = peak_bytes(plans, on_grid.beside)
+        peak = peak_bytes(plans, on_grid.other_weights)
         if peak <= chip.memory:
             return [*changes, jobs.Change(f"--topology {larger.topology} --dp {dp} --tp {larger.tp}", peak)]
     return changes

@@ -113,6 +113,7 @@ def _source_timing(
     # only at the source's rate, so `info.fps` is the output's rate, too.
     seconds = times[-1] + 1 / info.fps if times else clip.num_frames / info.fps
     size, source_size = (clip.framing.height, clip.framing.width), (info.height, info.width)
-    # Resizing makes square pixels. Frames that are cropped, or keep their size, keep the shape of the pixels.
+    # A pixel's width over its height. Resizing makes square pixels. Frames that are cropped, or keep their
+    # size, keep the shape of the pixels.
     pixel = info.pixel if clip.framing.crop or size == source_size else Fraction(1)
     return video.SourceTiming(times, sound, seconds, pixel), messages

@@ -278,7 +278,7 @@ class VideoDirectory(OutputDirectory):
         self._fps = fps
         self._settings = self.directory / self.SETTINGS
         refused: dict[str, str] = {}
-        entries = list(self._valid_entries(files, refused))
+        entries = list(self._valid_entries(files, refused))  # pairs (id, function that reads the latents)
         # Every process meets a file that cannot be read, and a clip whose video cannot have its name; the
         # first process alone reports them.
         if self.shard.index == 0:
@@ -339,7 +339,7 @@ class VideoDirectory(OutputDirectory):
 
     def first_latents(self) -> latent_files.Latents | None:
         """Return the first readable latents of a clip that has no video yet; None if there are none."""
-        for read in self.missing.values():
+        for read in self.missing.values():  # by a clip's id, the function that reads its latents
             with contextlib.suppress(*loop.READING_ERRORS):  # `work` meets the error again, and reports it
                 return read()
         return None

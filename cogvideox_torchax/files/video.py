@@ -139,6 +139,7 @@ def _name_for_messages(source: Source) -> Path:
 @contextlib.contextmanager
 def _opened(source: Source, **options: str) -> Iterator[tuple[Any, Any]]:
     """Open a video file; yield PyAV's container and stream. FFmpeg's errors turn into `VideoError`."""
+    # `options` are FFmpeg's options for reading the file, by name.
     av, path = _av(), _name_for_messages(source)
     if not isinstance(source, bytes):
         if not path.exists():
@@ -278,8 +279,9 @@ class Framing:
         """Return the factor by which a video's picture is enlarged along a side; 1 if it is not."""
         if self.crop and self.resized is None:
             return 1.0
-        # The ratios of the two sides. If frames are cropped after they are resized, the crop lowers the ratio
-        # of the side that it cuts: the other side's, the larger one, is the factor of the resizing.
+        # The ratios of the two sides; `info.pixel` is a pixel's width over its height. If frames are cropped
+        # after they are resized, the crop lowers the ratio of the side that it cuts: the other side's, the
+        # larger one, is the factor of the resizing.
         return max(self.height / info.height, float(self.width / (info.width * info.pixel)), 1.0)
 
 
@@ -605,7 +607,7 @@ class _Mp4Sink(Sink):
         # H.273 numbers primaries, transfer and matrix (`colorspace`) each in a table of its own. A standard's
         # number is the same in all three.
         context.color_primaries = context.color_trc = context.colorspace
-        if self._source.pixel != 1:
+        if self._source.pixel != 1:  # a pixel's width over its height
             context.sample_aspect_ratio = self._source.pixel
         if self._source.times:
             stream.time_base = context.time_base = self.TICK
@@ -623,6 +625,7 @@ class _Mp4Sink(Sink):
         # If the header could not be written to a full disk, another packet would crash FFmpeg.
         self._sound.close()
         # Closing writes the file's end, which fails if a frame failed: the frame's error is to be reported.
+        # After a success no error is hidden, because `finish` has closed the container already.
         with contextlib.suppress(_av().error.FFmpegError):
             self._container.close()
 

@@ -16,6 +16,7 @@ PALLAS = 'custom_call_target="tpu_custom_call"'
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?(?P<name>\S+) = (?P<result>\(.*?\)|\S+) (?P<op>[a-z][\w-]*)\(")
 # A type such as "bf16[2,3]"; "pred" is XLA's name of bool.
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
+# JAX's name stack at an instruction's tracing, "outer/inner", which the line's metadata has as its `op_name`.
 _SCOPE = re.compile(r'op_name="([^"]*)"')
 
 

@@ -210,12 +210,14 @@ def smallest_mesh_that_fits(
     topology: str,
     tp: int,
     peak_bytes: int,
+    *,
+    dp: int = 1,
     **options: Any,
 ) -> Change | None:
-    """Return the generation's smallest grid on which a job fits if all chips split the video's width.
+    """Return the smallest grid on which a job fits if all chips that `dp` leaves split the video's width.
 
-    Return None if 256 chips are not enough, or for a generation whose grids `GRIDS` does not have (v5p,
-    tpu7x).
+    The grid is of the topology's generation. Return None if 256 chips are not enough, or for a generation
+    whose grids `GRIDS` does not have (v5p, tpu7x).
 
     Args:
         model, dtype: as for `weightless_vae`.
@@ -223,7 +225,8 @@ def smallest_mesh_that_fits(
         topology: the present grid, such as "v6e:1x1".
         tp: number of the grid's chips that split the width at present.
         peak_bytes: peak memory of the job at present, which is too much.
-        options: further keywords of `plan_programs`: `dp`, `backend`.
+        dp: as for `plan_programs`; it stays as it is.
+        options: a further keyword of `plan_programs`: `backend`.
     """
     generation, _, grid = topology.partition(":")
     if grid.count("x") != 1:  # a three-dimensional grid
@@ -231,15 +234,16 @@ def smallest_mesh_that_fits(
     chip, vae = CHIPS[generation], weightless_vae(model, dtype)
     weights = weight_bytes(vae, job.direction)
     for count, name in GRIDS.items():
-        # Each chip has all weights, and an even part of the other memory.
-        rough_peak = weights + (peak_bytes - weights) * tp / count
-        # Skip a grid that is no larger than the present one, or clearly too small; 1.1 is a margin.
-        if count <= tp or rough_peak > 1.1 * chip.memory:
+        larger_tp = count // dp
+        # Skip a grid that splits the width no further than at present, or is clearly too small. Each chip has
+        # all weights, and an even part of the other memory; 1.1 is a margin.
+        if larger_tp <= tp or weights + (peak_bytes - weights) * tp / larger_tp > 1.1 * chip.memory:
             continue
         devices = topology_devices(f"{generation}:{name}")
-        peak = max(plan.peak_bytes for plan in plan_programs(vae, job, devices, tp=count, **options))
+        plans = plan_programs(vae, job, devices, dp=dp, tp=larger_tp, **options)
+        peak = max(plan.peak_bytes for plan in plans)
         if peak <= chip.memory:
-            return Change(f"--topology {generation}:{name} --tp {count}", peak)
+            return Change(f"--topology {generation}:{name} --tp {larger_tp}", peak)
     return None
 
 

@@ -288,6 +288,7 @@ def weight_bytes(work: Work) -> int:
 
 def _device_bytes(structs: Any) -> int:
     """Return the bytes of one device's shards of the arrays that a tree of structs describes."""
+    # If a struct has no sharding, its whole array is on the device.
     return sum(
         math.prod(struct.sharding.shard_shape(struct.shape) if struct.sharding else struct.shape)
         * struct.dtype.itemsize

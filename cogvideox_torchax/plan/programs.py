@@ -175,11 +175,11 @@ def program_rows(program: ProgramPlan, chip: Chip | None) -> dict[str, Any]:
     }
 
 
-def peak_bytes(programs: Sequence[ProgramPlan], beside: Sequence[int] = ()) -> int:
+def peak_bytes(programs: Sequence[ProgramPlan], other_weights: Sequence[int] = ()) -> int:
     """Return the peak memory of a device that runs the programs one after the other."""
-    # `beside` has, for each program, the bytes of other networks' weights on its device; empty for none.
-    other_weights = beside or (0,) * len(programs)
-    return max(plan.peak_bytes + other for plan, other in zip(programs, other_weights, strict=True))
+    # For each program, the bytes of other networks' weights on its device; empty for none.
+    others = other_weights or (0,) * len(programs)
+    return max(plan.peak_bytes + other for plan, other in zip(programs, others, strict=True))
 
 
 def job_figures(
@@ -187,7 +187,7 @@ def job_figures(
     counts: Sequence[int],
     programs: Sequence[ProgramPlan],
     chip: Chip | None,
-    beside: Sequence[int] = (),
+    other_weights: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Return the figures of a job: its peak memory, and for a chip whether it fits and the floor of its time.
 
@@ -196,10 +196,10 @@ def job_figures(
         counts: number of times that each program runs in the job.
         programs: the programs' plans.
         chip: the chip that the programs are compiled for, or None.
-        beside: for each program, the bytes of the weights of other networks that are on its device
+        other_weights: for each program, the bytes of the weights of other networks that are on its device
             meanwhile; empty for none.
     """
-    peak = peak_bytes(programs, beside)
+    peak = peak_bytes(programs, other_weights)
     figures = {**about, "peak_memory_GiB": peak / GIB}
     if chip:
         floor = sum(count * plan.floor_seconds(chip) for count, plan in zip(counts, programs, strict=True))

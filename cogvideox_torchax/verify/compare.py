@@ -412,5 +412,6 @@ class Verifier:
             Contract(f"{direction}: programs compiled", count, MOST_PROGRAMS, count <= MOST_PROGRAMS)
             for direction, count in candidate.backend.program_counts.items()
         ]
+        # `chunk` is the first chunk in which a layer leaves the tolerance; None if it leaves it in none.
         first_bad = next((layer for layer in layers if layer.chunk is not None), None)
         return Result(candidate.name, candidate.dtype_name, layers, whole, contracts, first_bad)

@@ -58,6 +58,7 @@ def whole_table(results: list[Result]) -> str:
 
 def layers_table(result: Result) -> str:
     """Return a table with a row for each layer of one backend, in running order."""
+    # `layer.chunk` is the first chunk in which the layer leaves the tolerance; None if it leaves it in none.
     rows = [
         (
             layer.name,

@@ -138,7 +138,7 @@ def test_what_fits_is_said_by_the_largest_of_its_programs(model_directory, monke
     vae = jobs.weightless_vae(str(model_directory), torch.float32)
     weights = sum(value.numel() * value.element_size() for value in vae.decoder.parameters())
 
-    def planned(vae, job, devices, *, tp=1):
+    def planned(vae, job, devices, *, dp=1, tp=1):
         height, width = job.tile or (job.height, job.width)
         sizes = [2 * height * width // tp, height * width // tp]
         yield from (SimpleNamespace(peak_bytes=weights + size) for size in sizes)
@@ -157,6 +157,26 @@ def test_what_fits_is_said_by_the_largest_of_its_programs(model_directory, monke
     assert jobs.smallest_mesh_that_fits(*model, job, "v5p:2x2x1", 1, peak) is None  # comes in other grids
     tiny = chips.Chip(1e12, 1e12, weights + 2 * 4 * 8)  # room for one latent pixel by two, no tile
     assert jobs.largest_tile_that_fits(vae, job, [], tiny, peak) is None
+
+
+def test_a_larger_slice_has_the_chips_that_dp_takes_too(model_directory, monkeypatch):
+    vae = jobs.weightless_vae(str(model_directory), torch.float32)
+    weights = jobs.weight_bytes(vae, DECODE)
+
+    def planned(vae, job, devices, *, dp=1, tp=1):
+        mesh = jobs.make_mesh(dp, tp, devices=devices)  # raises if the slice has too few chips
+        yield SimpleNamespace(peak_bytes=weights + 1200 // mesh.shape["tp"])
+
+    monkeypatch.setattr(jobs, "plan_programs", planned)
+    monkeypatch.setattr(
+        jobs, "topology_devices", lambda name: jax.devices()[: {"v6e:1x2": 2, "v6e:2x2": 4}[name]]
+    )
+    monkeypatch.setitem(chips.CHIPS, "v6e", chips.Chip(1e12, 1e12, weights + 600))
+    job = jobs.Job(DECODE, 17, 512, 768)
+    larger = jobs.smallest_mesh_that_fits(
+        str(model_directory), torch.float32, job, "v6e:1x2", 1, weights + 1200, dp=2
+    )
+    assert larger == jobs.Change("--topology v6e:2x2 --tp 2", weights + 600)
 
 
 def test_a_hollow_model_has_shapes_and_no_weights():
