@@ -86,6 +86,7 @@ def attention_transposed(
             f"attention_transposed got q {q.shape}, k {k.shape}, v {v.shape}: it takes (N, H, D, S), "
             f"(N, H, D, K) twice"
         )
+    # On a TPU `attention` transposes the arrays back for its kernel, and XLA drops all transpositions.
     return attention(
         *(x.transpose(0, 3, 1, 2) for x in (q, k, v)),
         scale=scale,

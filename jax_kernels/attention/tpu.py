@@ -253,6 +253,7 @@ def _attend_again(q_ref, k_ref, v_ref, y_ref, value_sums_ref, weight_sums_ref, n
     The second pass divides the weights by that sum before it adds up the weighted values, so that no sum
     overflows.
     """
+    # References, `num_keys` and `factor` are those of `_attend_block`.
     query_block = q_ref.shape[1]
     strip, chunk = min(STRIP, query_block), min(CHUNK, k_ref.shape[1])
     maximum_ref, total_ref = weight_sums_ref.at[:1], weight_sums_ref.at[1:2]  # one row each

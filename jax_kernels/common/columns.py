@@ -59,6 +59,7 @@ class Split:
         """Return how many of this shard's `columns` belong to the frame; the others are padding."""
         # All devices run one program, so the number is an array: it depends on the device's index.
         # `self.columns` names the mesh axes that the index is counted along.
+        # `real_columns` takes a shard's width, but returns the number of the whole frame's real columns.
         columns_to_the_left = jax.lax.axis_index(self.columns) * columns if self.in_shard else 0
         return jnp.clip(jnp.int32(self.real_columns(columns)) - columns_to_the_left, 0, columns)
 

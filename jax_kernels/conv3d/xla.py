@@ -126,9 +126,12 @@ def _filtered(frames: Array, kernel: Array, column_padding: Padding, at_start: b
         count = (length - num_done) // tile * tile  # number of results in tiles of this length
         if count:
             window = frames[:, num_done : num_done + count + TAPS - 1]
+            # `separate_taps` returns the transformed taps as one array for each product, which suits a CPU.
             filter_tiles = functools.partial(
                 filtered, tile=tile, multiply=convolve, transform_taps=separate_taps
             )
+            # For small frames the kernel's transform would cost more than filtering saves, so their results
+            # are summed tap by tap. They are cut into the same groups, although such sums do not need it.
             results.append(
                 filter_tiles(window, kernel) if has_large_frames else summed(window, kernel, column_padding)
             )

@@ -98,8 +98,9 @@ def _norm_block(first_patch_ref, x_ref, factor_ref, offset_ref, y_ref, *, eps: f
 def supports_product(x: Float[Array, "N S_or_I I_or_S"], weight: Float[Array, "O I"], parts: int = 1) -> bool:
     """Return whether `product` supports the arrays.
 
-    Both must be bfloat16, and I and O / `parts` multiples of a tile's lanes. A block of tokens, and the
-    weights of the outputs that are computed together, must fit into half of VMEM.
+    Both must be bfloat16, and I and O / `parts` multiples of a tile's lanes: `product` returns the outputs in
+    so many equal parts. A block of tokens, and the weights of the outputs that are computed together, must
+    fit into half of VMEM.
     """
     outputs, inputs = weight.shape
     return (

@@ -14,7 +14,8 @@ two frames of a pixel and channel, the earlier one in its low half. An *entry* i
 - A video's first frame is multiplied as two equal frames: its words hold it twice, and every second sum is a
   result.
 - The buffer "stage" has the block below the results, modulated by the step before. This step modulates the
-  next block into it, one chunk behind the products. So the stage begins a chunk left of column 0.
+  next block into it, one chunk behind the products. So the stage begins a chunk left of column 0. The buffer
+  "sums" does too, because results are also written one chunk behind. `left_columns` is that chunk's width.
 - The buffer "ring" has a slot for the block of results and one, `old`, for the block above it. As soon as a
   chunk of the old block is multiplied, the same columns of the stage replace it: the block below is the next
   step's block of results, and the slots swap roles. Axes: slot (not in the stage), tap of time, row of the
@@ -83,7 +84,7 @@ class DirectStep(ConvStep):
         """Compute and write a block of results, chunk by chunk; meanwhile modulate the next block."""
         sizes = self.sizes
         chunk, chunks = sizes.chunk_columns, sizes.chunks
-        self._begin_left()
+        self._set_sums_of_first_column()  # to the left edge, or to zeros
         # Number of chunks in a loop's body, which has at most `UNROLLED` products; of these each chunk has as
         # many as there are weights.
         together = largest_divisor(chunks, UNROLLED // len(self.weights))
@@ -98,13 +99,13 @@ class DirectStep(ConvStep):
                 self._finish(column - chunk)
 
         jax.lax.fori_loop(0, chunks // together, multiply_chunks, None)
-        if "edges" in self.memory:
-            self._end_right()
+        if "edges" in self.memory:  # without edges there are zeros right of the strip, which add nothing
+            self._add_right_edge()
         # The loop does this to a chunk when it multiplies the next one; the last chunk has no next one.
         self._finish(sizes.strip_columns - chunk)
         self._modulate_chunk(sizes.strip_columns - chunk)
 
-    def _begin_left(self) -> None:
+    def _set_sums_of_first_column(self) -> None:
         """Set the sums of a strip's first column to the left edge, or to zeros without edges."""
         # In all other columns the first product sets the sums: by column tap 0, the pixels of a column set
         # the sums of the column right of it. Left of the first column the strip has no pixels.
@@ -118,7 +119,7 @@ class DirectStep(ConvStep):
             # "edges" has one video (index 0): the frames of the left edge, then those of the right edge.
             memory["sums"][row, part, first] = memory["edges"][0, row, :frames, lanes_of(part)]
 
-    def _end_right(self) -> None:
+    def _add_right_edge(self) -> None:
         """Add the right edge to the sums of a strip's last column."""
         frames, memory = self.sizes.multiplied_frames, self.memory
         last = self._entries(self._last_column(), 1, frames, left_columns=self.sizes.chunk_columns)
@@ -165,7 +166,7 @@ class DirectStep(ConvStep):
         share_parts = self.result_parts // sizes.shares  # number of parts of a share
         for result, (row, column_tap) in enumerate(results):
             # By column tap 0 an input contributes to the result right of it, by tap 1 to that of its own
-            # column, by tap 2 to the result left of it.
+            # column, by tap 2 to the result left of it. "sums" begins a chunk left of column 0.
             at = self._entries(
                 column,
                 sizes.chunk_columns,
@@ -216,6 +217,7 @@ class DirectStep(ConvStep):
         past_words: Any | None,
     ) -> Array:
         """Store a unit's frames `x` in the stage for each tap of time; return the last word of each pixel."""
+        # `slot` is not used: only `WinogradStep` needs a buffer of units here.
         sizes = self.sizes
         words = sizes.words  # number of words of a pixel
         unit_at = self._entries(column, sizes.unit_columns, words, left_columns=sizes.chunk_columns)

@@ -303,8 +303,8 @@ def _coefficients(
     """Return the norm's multiplier and offset, as `repeat` arranges them; those of padding columns are zeros.
 
     `repeat` is a function of an array (N, t, h, w, channels), which repeats its values to the kernel's
-    registers, or to the pixels of one column. Here w is the number of columns of the latents `zq`; without
-    latents it is `coefficient_columns`, and t and h are 1.
+    registers, or to the pixels of one column. Here w is `coefficient_columns`: with latents, the columns of
+    `zq`. Without latents t and h are 1, and w is 1 too unless the width is padded.
     """
     scale, shift = scale_NC[:, None, None, None], shift_NC[:, None, None, None]
     if zq is None:
@@ -322,7 +322,8 @@ def _coefficients(
         )
         multiplier, offset = y * scale, y * shift + b
     if split.is_padded:  # with zeros for coefficients, activated padding columns are zero: SiLU(0) = 0
-        # The mask is false for padding columns. It is repeated as the coefficients are, to the same shape.
+        # The mask is false for padding columns. It has the w of the coefficients, and 1 on all other axes. It
+        # is repeated as they are, and `where` broadcasts it to their shape.
         mask = repeat(split.mask(coefficient_columns)[None, None, None, :, None])
         multiplier, offset = jnp.where(mask, multiplier, 0), jnp.where(mask, offset, 0)
     return multiplier, offset

@@ -181,12 +181,15 @@ def direct_products(channels: int, outputs: int) -> list[Product]:
 
 def winograd_products(outputs: int) -> list[Product]:
     """Return the products for a block of results in one component; they are the same in each component."""
-    # `WinogradStep` adds the sums of adjacent products with the same results.
+    # Inputs are (row, shift of the columns), results (row of the block, column). `WinogradStep` adds the sums
+    # of adjacent products with the same results.
     if outputs == tiles.LANES:  # 128 outputs fill half of a matrix unit's width, so a product has two results
         return [
             # Row 0 is seen by one row of results only, so the two results are two columns of that row. A
             # result in column 0 takes shift 0 by its middle tap and shift 1 by its right tap. A result in
-            # column 1 takes shift 0 by its left tap; for shift 1 it has weights of zero.
+            # column 1 takes shift 0 by its left tap, and `WinogradStep` adds it to the same pixel's result in
+            # column 0. That one already has the product by the pixel's middle tap, so for shift 1, which is
+            # under the middle tap of a result in column 1, the weights are zeros.
             Product([(0, 0), (0, 1)], [(0, 0), (0, 1)]),
             # The same for row 3.
             Product([(3, 0), (3, 1)], [(1, 0), (1, 1)]),
@@ -393,8 +396,10 @@ def scratch_shapes(sizes: ConvSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
         "frames": ((sizes.units, ROWS, result_parts, unit_frames), jnp.float32),
     }
     if not sizes.rows_together:
-        # What each column of a chunk adds to the column right of it. Before these are the `TILES` sums that
-        # the last column of the previous chunk adds, for which the buffer has a whole register.
+        # If one matrix does not compute both rows of results, some products give two columns of results
+        # (`winograd_products`). This buffer has the second one: what each column of a chunk adds to the
+        # column right of it. Before these are the `TILES` sums that the last column of the previous chunk
+        # adds, for which the buffer has a whole register.
         shapes["shifted"] = ((sizes.components, ROWS, sizes.chunk_columns * TILES + SUBLANES), jnp.float32)
     return shapes
 

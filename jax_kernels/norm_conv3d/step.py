@@ -168,8 +168,7 @@ class ConvStep(ABC):
 
         `slot` is the unit's slot in buffers of units: units whose work may overlap have different slots. A
         negative `column` is left of the strip; column 0 is read instead, and the result is overwritten later.
-        The work waits for `after`, the sums of a product,
-        so that it overlaps with the next product.
+        The work waits for `after`, the sums of a product, so that it overlaps with the next product.
         """
         sizes, memory = self.sizes, self.memory
         # The unit's entries in "cache" and "next_cache": two frames for each part of a column.
@@ -274,7 +273,8 @@ class ConvStep(ABC):
 
         def write_chunk(chunk: Array, carry: None) -> None:
             count = sizes.chunk_columns
-            # In the results, as in the buffer "moments", a column has an entry for each input frame.
+            # In the results, as in the buffer "moments", a column has an entry for each input frame. The
+            # buffer begins a chunk left of column 0 (`_write_results`).
             results_at = self._entries(chunk * count, count, sizes.input_frames)
             moments_at = self._entries(chunk * count, count, sizes.input_frames, left_columns=count)
             for part in range(self.result_parts):

@@ -17,7 +17,8 @@ its first and last column. `step` has the other terms.
 - With 128 output channels a product gives two results, to fill a matrix unit that is 256 wide: two columns of
   the outer rows, or both rows of the inner ones. With more channels both rows are multiplied by one matrix.
 - The buffer "components" keeps the sums of a chunk while the next one is multiplied. In this time they are
-  transformed back to frames.
+  transformed back to frames. The first chunk too needs one before it, so the buffer begins a chunk left of
+  column 0. `left_columns` is that chunk's width.
 - The buffers "lower" and "upper" hold the lower and the upper rows of blocks as products load them. They and
   the stage have one word of each column, between `MARGIN` columns of padding. Axes: slot (row in the stage),
   component, part, column.
@@ -47,9 +48,11 @@ def weights_between(
     result_column: int,
 ) -> Array:
     """Return the weights (components, I, O) from an input to a result; zeros if it does not take that."""
-    # Input row 0 is above the results: for result row 0 it is under row tap 0. A result in column 0 is in the
-    # chunk's columns. One in column 1 is a column to the right of them. It takes only the unshifted input, by
-    # its left tap: the next columns' results in column 0 have the other taps.
+    # Input row 0 is above the results: for result row 0 it is under row tap 0. An input is the chunk, shifted
+    # by -1, 0 or 1 columns, or only by 0 or 1 if results are in two columns. A result in column 0 is in the
+    # chunk's columns. One in column 1 is a column to the right of them, and takes only the unshifted input,
+    # by its left tap. `_store_components` adds it to the same pixel's result in column 0, which has the other
+    # two taps.
     row_tap, column_tap = row - result_row, shift - result_column + 1
     connected = 0 <= row_tap < TAPS and 0 <= column_tap < TAPS and (result_column == 0 or shift == 0)
     return transformed[:, row_tap, column_tap] if connected else jnp.zeros_like(transformed[:, 0, 0])
@@ -202,7 +205,8 @@ class WinogradStep(ConvStep):
             if result_column == 1:
                 # These sums are for the columns right of the inputs' columns. In "shifted" they are stored
                 # one column (`TILES` entries) later. Before them comes what the last column of the previous
-                # chunk adds to this chunk's first one: until now it was at the end of "shifted".
+                # chunk adds to this chunk's first one: until now it was at the end of "shifted". For a row's
+                # first chunk `_convolve` has put zeros there.
                 shifted = memory["shifted"].at[component, row]
                 shifted[pl.ds(0, TILES)] = shifted[pl.ds(count, TILES)]
                 shifted[pl.ds(TILES, count)] = result_sums

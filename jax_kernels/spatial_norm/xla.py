@@ -53,7 +53,9 @@ def modulate_pixels(
     activation: Activation | None,
 ) -> Array:
     """Compute `modulate_rows` in the order H W N T C, in which a TPU keeps a convolution's activations."""
-    # In this order, repeating a row of latents costs nothing.
+    # The result is `activation((x * scale + shift) * y + b)`. `y` and `b` are convolutions of the latents
+    # `zq` (N T h W Z), which have the frames and columns of `x` (`match_frames_and_columns`), but fewer rows.
+    # In the order H W N T C, repeating a row of latents costs nothing.
     # Zeros that are computed from `scale` are added to the biases, so that `y` and `b` wait for the
     # statistics. Otherwise the compiler would compute the `y` and `b` of all norms of a program first, and
     # keep them in memory. There is a zero for each video, because each has its own statistics.
