@@ -478,8 +478,8 @@ class DecodeClip(_ClipUnit):
         """Yield the frames of each chunk, uint8 (1, 3, t, H, W), of latents that come in parts.
 
         Args:
-            start: returns the parts (1, C, t, h, w), in order and of any lengths. It is called again if
-                memory runs out.
+            start: returns the parts (1, C, t, h, w), in order and of any lengths. If memory runs out, it is
+                called again, and decoding goes on in smaller tiles: no chunk is yielded twice.
             shape: (latent frames, rows, columns) of all parts together.
         """
         vae = self.vae

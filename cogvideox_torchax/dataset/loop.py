@@ -101,7 +101,7 @@ def work(
             computing_began, result = time.perf_counter(), None
             if reason is None:
                 result, reason = attempt(compute, job_input, COMPUTING_ERRORS)
-            job_input = None  # frees a clip's frames before the next clip is taken
+            job_input = future = None  # frees a clip's frames, which both have, before the next clip is taken
             ended = time.perf_counter()
             pending_writes.append(
                 writing.submit(write, job, result) if reason is None else writing.submit(refuse, job, reason)

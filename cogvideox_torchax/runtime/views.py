@@ -128,7 +128,8 @@ def share_views(torchax: Any) -> None:
             try:
                 result_layouts = operation(layout)
             except RuntimeError:
-                # The strides forbid this view: it comes from a `reshape`, which then copies.
+                # These strides forbid a view. The caller asked for a `reshape`: torch makes a `view` of it, as
+                # it takes torchax's tensors for contiguous. In PyTorch it copies, so nothing is shared.
                 return
         while isinstance(source, slice_class):
             source = source.parent  # which holds the array and the storage

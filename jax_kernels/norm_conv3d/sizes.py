@@ -214,8 +214,8 @@ def is_supported(
 
     The kernel supports two, four or eight frames of bfloat16, or the first frame of a video. Frames must have
     an even number of rows, and `tiles.SMALLEST_FRAME` pixels or more. The number of input channels must be a
-    multiple of 128, and so must that of output channels if there are more than 128. If a frame is cut into at
-    most `MOST_STRIPS` strips, VMEM must hold one of them.
+    multiple of 128, and so must that of output channels if there are more than 128. VMEM must hold
+    a strip of the frame, when the frame is cut into as many strips as needed, but at most `MOST_STRIPS`.
 
     Args:
         x: frames, or a shard of frames.
@@ -243,8 +243,9 @@ def is_supported(
     if not is_suitable:
         return False
     # Number of registers for a row of coefficients, as `tpu.to_registers` makes them. If a coefficient covers
-    # all columns, or columns that fill whole registers, it has one register for all of them. Otherwise the
-    # registers have a copy of the coefficient for each frame of each pixel.
+    # all columns, or columns that fill whole registers, it has one register for all of them, in all
+    # sublanes. Otherwise a register serves several columns, as an array does: a sublane is for one frame of
+    # one column, and has a copy of the coefficient of that column.
     has_own_register = coefficient_columns == 1 or fills_registers(columns // coefficient_columns, frames)
     registers = coefficient_columns if has_own_register else _register_count(columns, frames)
     sizes = sizes_of(x, coefficient_rows, registers, outputs, residual)
@@ -337,13 +338,16 @@ def _cut_into_strips(sizes: ConvSizes, residual: bool) -> ConvSizes:
 
 def _chunk_columns(sizes: ConvSizes) -> int:
     # Returns the number of columns that a matrix product covers.
-    if not sizes.tile:  # direct convolution: a chunk is `UNITS` units of `UNIT_ENTRIES` entries
+    if not sizes.tile:
+        # In direct convolution a chunk is `UNITS` units. A unit has `UNIT_ENTRIES` entries: an entry is one of
+        # the frames of one column that a product multiplies.
         return UNIT_ENTRIES * UNITS // sizes.multiplied_frames
     # A chunk of fewer than `least` columns would leave the matrix unit idle, and the sums of more than `most`
     # would not fit into registers. If a product computes both rows of results, a column has sums for each of
     # them, so the limits are about half.
     least, most = (24, 48) if sizes.rows_together else (48, 80)
-    # Between its products, each share modulates and finishes an equal number of whole units.
+    # The products for a share of the output channels are interleaved with the modulation and the last sums
+    # of other columns. These columns are an equal number of whole units for each share.
     multiple = sizes.unit_columns * sizes.shares
     candidates = range(-(-least // multiple) * multiple, most + 1, multiple)
     # The width with which the last chunk reaches least beyond the frame; of several, the largest.

@@ -133,6 +133,8 @@ class _Step:
     - "lower_sums": its lower results, which still lack the products of this step's row;
     - "next_upper_sums": bias and products for the upper results of this step's row.
 
+    On a mesh "true_width" has the number of columns of results on this device that are not padding.
+
     "left_products" are the products of the column left of a chunk by its left taps, one for each kernel row.
     """
 
