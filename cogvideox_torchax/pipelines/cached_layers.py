@@ -191,8 +191,8 @@ class ReusedModules:
         """Return `predict(tensors)`, with estimates in place of the results of `model`'s skipped modules."""
         dtype = tensors["hidden_states"].dtype
         last_arrays = self.last_arrays or {}  # by module's name; empty in a trace for shapes
-        # By skipped module, the tensors that replace its result; None for zeros, if no result of the module is
-        # kept. diffusers' TaylorSeer names such modules: only results that do not reach the prediction.
+        # By skipped module, the tensors that replace its result; None for zeros, if no result of it is kept.
+        # diffusers' TaylorSeer names such modules: only results that do not reach the prediction.
         replaced: dict[str, Any] = {
             name: self._estimate(name, last_arrays[name], dtype) if name in last_arrays else None
             for name in self.skipped_modules

@@ -128,8 +128,8 @@ def share_views(torchax: Any) -> None:
             try:
                 result_layouts = operation(layout)
             except RuntimeError:
-                # These strides forbid a view. The caller asked for a `reshape`: torch makes a `view` of it, as
-                # it takes torchax's tensors for contiguous. In PyTorch it copies, so nothing is shared.
+                # These strides forbid a view. The caller asked for a `reshape`: torch makes a `view` of it,
+                # as it takes torchax's tensors for contiguous. In PyTorch it copies, so nothing is shared.
                 return
         while isinstance(source, slice_class):
             source = source.parent  # which holds the array and the storage

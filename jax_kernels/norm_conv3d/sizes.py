@@ -339,15 +339,15 @@ def _cut_into_strips(sizes: ConvSizes, residual: bool) -> ConvSizes:
 def _chunk_columns(sizes: ConvSizes) -> int:
     # Returns the number of columns that a matrix product covers.
     if not sizes.tile:
-        # In direct convolution a chunk is `UNITS` units. A unit has `UNIT_ENTRIES` entries: an entry is one of
-        # the frames of one column that a product multiplies.
+        # In direct convolution a chunk is `UNITS` units. A unit has `UNIT_ENTRIES` entries: an entry is one
+        # of the frames of one column that a product multiplies.
         return UNIT_ENTRIES * UNITS // sizes.multiplied_frames
     # A chunk of fewer than `least` columns would leave the matrix unit idle, and the sums of more than `most`
     # would not fit into registers. If a product computes both rows of results, a column has sums for each of
     # them, so the limits are about half.
     least, most = (24, 48) if sizes.rows_together else (48, 80)
-    # The products for a share of the output channels are interleaved with the modulation and the last sums
-    # of other columns. These columns are an equal number of whole units for each share.
+    # Between the products for a share of the output channels, the kernel modulates and finishes other
+    # columns: an equal number of whole units for each share.
     multiple = sizes.unit_columns * sizes.shares
     candidates = range(-(-least // multiple) * multiple, most + 1, multiple)
     # The width with which the last chunk reaches least beyond the frame; of several, the largest.
