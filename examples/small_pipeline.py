@@ -1,6 +1,7 @@
-"""Make a small text-to-video pipeline with random weights, to try commands and scripts without a download.
+"""Make a small pipeline with random weights, to try commands and scripts without a download.
 
-    python examples/small_pipeline.py small
+    python examples/small_pipeline.py small              # text to video
+    python examples/small_pipeline.py small-i2v --image  # image to video
     cogvideox-torchax generate --model small --prompt 'A cat walks.' --num-inference-steps 5 -o noise.mp4
 
 Its videos are noise, of 9 x 64 x 96 by default. The VAE is the bundled model.
@@ -10,11 +11,13 @@ import argparse
 import functools
 import io
 from importlib.resources import files
+from typing import Any
 
 import torch
 from diffusers import (
     AutoencoderKLCogVideoX,
     CogVideoXDDIMScheduler,
+    CogVideoXImageToVideoPipeline,
     CogVideoXPipeline,
     CogVideoXTransformer3DModel,
 )
@@ -56,10 +59,10 @@ def tokenizer() -> T5Tokenizer:
     return T5Tokenizer(vocab=pieces, extra_ids=0)
 
 
-def pipeline(**transformer: int) -> CogVideoXPipeline:
-    """Build the pipeline; `transformer` are other settings of its transformer, such as `num_layers`."""
+def pipeline(kind: Any = CogVideoXPipeline, **transformer: int) -> Any:
+    """Build a pipeline of a class; `transformer` are settings of its transformer, such as `num_layers`."""
     torch.manual_seed(0)
-    return CogVideoXPipeline(
+    return kind(
         tokenizer=tokenizer(),
         text_encoder=T5EncoderModel(T5Config(**T5, feed_forward_proj="gated-gelu")).eval(),
         vae=AutoencoderKLCogVideoX.from_pretrained(str(files("cogvideox_torchax") / "assets" / "tiny-vae")),
@@ -73,7 +76,11 @@ def pipeline(**transformer: int) -> CogVideoXPipeline:
 def main() -> None:
     parser = argparse.ArgumentParser(description="A small pipeline with random weights.")
     parser.add_argument("output", help="the directory to write")
-    pipeline().save_pretrained(parser.parse_args().output)
+    parser.add_argument("--image", action="store_true", help="image to video, in place of text to video")
+    args = parser.parse_args()
+    # A transformer for images takes the image's latents beside those of the video: 32 channels.
+    made = pipeline(CogVideoXImageToVideoPipeline, in_channels=32) if args.image else pipeline()
+    made.save_pretrained(args.output)
 
 
 if __name__ == "__main__":

@@ -506,7 +506,8 @@ def choose(buckets: Sequence[Bucket], info: video.VideoInfo, frames: int) -> Buc
     fitting = [bucket for bucket in buckets if bucket.frames <= frames]
     if not fitting:
         shortest = min(bucket.frames for bucket in buckets)
-        raise ClipError(f"{info.path} has {frames} frames, the shortest bucket {shortest}")
+        of_file = "" if frames == info.num_frames else f" of its {info.num_frames}"
+        raise ClipError(f"{info.path} gives {frames}{of_file} frames, the shortest bucket has {shortest}")
 
     def rank(bucket: Bucket) -> tuple[float, int, int]:
         # By the logarithm, twice as wide is as far from the video's shape as half as wide.

@@ -140,7 +140,7 @@ def test_latents_that_do_not_belong_together_and_an_output_in_use_are_refused(
     assert "is truncated or no safetensors file" in refused(*command)
     (tmp_path / "out").mkdir()
     (tmp_path / "out/a").touch()
-    assert "it is no empty directory" in refused(*command)
+    assert "it is not empty; give a new directory" in refused(*command)
     command = ("pack", encoded / "parquet", "-o", tmp_path / "new", "--format", "parquet")
     assert "holds no latent files" in refused(*command)
     command = ("pack", tmp_path / "in/z.mp4.safetensors", "-o", tmp_path / "new", "--format", "parquet")

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from diffusers import CogVideoXPipeline
+from diffusers import CogVideoXImageToVideoPipeline, CogVideoXPipeline
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.files import video
@@ -38,6 +38,15 @@ def test_the_small_pipeline_is_one_that_generate_takes(monkeypatch):
     assert generate.describe("small", image=False, clip=False).size == (9, 64, 96)
     pipe = CogVideoXPipeline.from_pretrained("small")
     assert pipe("A cat.", num_inference_steps=2, output_type="latent").frames.isfinite().all()
+
+
+def test_the_small_pipeline_for_images_takes_one(monkeypatch):
+    run("small_pipeline.py", monkeypatch, "small", "--image")
+    pipe = CogVideoXImageToVideoPipeline.from_pretrained("small")
+    size = {"height": 16, "width": 16, "num_frames": 5}
+    image = small_pipelines.picture().resize((16, 16))
+    latents = pipe(image, "A cat.", num_inference_steps=1, output_type="latent", **size).frames
+    assert latents.isfinite().all()
 
 
 @pytest.mark.filterwarnings("ignore")
