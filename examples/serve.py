@@ -1,6 +1,8 @@
 """Serve a pipeline: prompts come over HTTP, wait in a queue, and become videos, one after the other.
 
-    python examples/serve.py --model zai-org/CogVideoX-5b --sizes 49x480x720   # then open http://127.0.0.1:8000
+    python examples/serve.py --model zai-org/CogVideoX-5b --sizes 49x480x720
+
+When it prints "ready", open http://127.0.0.1:8000 in a browser, or send requests with bodies in JSON:
 
     POST /videos {"prompt": "A cat walks."}    returns an id; also takes "size", "steps" and "seed"
     GET /videos/ID                             its state, its step, and how many videos come before it
@@ -104,7 +106,7 @@ PAGE = """<!doctype html>
 """
 
 
-class Wanted(BaseModel):
+class Wanted(BaseModel, extra="forbid"):
     """The body of a request; without a size, it gets the server's first."""
 
     prompt: Annotated[str, Field(min_length=1, max_length=4000)]
@@ -197,6 +199,7 @@ def make_app(
             generate(warm := Video(Wanted(prompt="warm", size=name, steps=2), directory / "warm.mp4"))
             if warm.error:
                 raise RuntimeError(f"{name} {warm.error}")
+        print("ready", flush=True)
         yield
         for id in [*videos]:
             await cancel(id)

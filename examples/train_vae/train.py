@@ -278,11 +278,13 @@ def train(args: argparse.Namespace) -> None:
     for number in tqdm(range(done, args.steps), initial=done, total=args.steps, unit="step"):
         training.step(number)
         if (number + 1) % args.every == 0 or number + 1 == args.steps:
-            tqdm.write(f"step {number + 1}: L1 {training.log[-1]['l1']:.4f}", file=sys.stderr)
+            last = [entry["l1"] for entry in training.log[-args.every :] if "l1" in entry]
+            tqdm.write(f"step {number + 1}: mean L1 {sum(last) / len(last):.4f}", file=sys.stderr)
             training.validate(number + 1, held_out)
             training.save(directory, number + 1)
     with training.averaged() as vae:
         (copy.deepcopy(vae).to(torch.bfloat16) if args.bfloat16 else vae).save_pretrained(directory / "vae")
+    print(f"wrote {directory / 'vae'}", file=sys.stderr)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -321,6 +323,8 @@ def main() -> None:
         train(parser().parse_args())
     except ValueError as error:
         sys.exit(f"train.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit("train.py: interrupted; --resume goes on from the last checkpoint, if there was one")
 
 
 if __name__ == "__main__":
