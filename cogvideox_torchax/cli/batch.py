@@ -52,7 +52,7 @@ def encode(args: argparse.Namespace) -> int:
     )
     _check_output(args.output)
     clips = sources.clips(args.video)
-    with devices.process_shard(args) as process_shard:  # checks the options
+    with devices.share_of_this_process(args) as share:  # checks the options
         common.take_bundled_model(args)
         config = common.config_of(
             args,
@@ -68,7 +68,7 @@ def encode(args: argparse.Namespace) -> int:
         host_config = replace(config, backend="torch", dp=None, tp=None) if on_ray else config
         unit = clip.EncodeClip(host_config, common.say)
         unit.check()
-        directory = LatentDirectory(args.output, unit, clips, process_shard, retry=args.retry_failed)
+        directory = LatentDirectory(args.output, unit, clips, share, retry=args.retry_failed)
         with directory.locked():
             if on_ray and directory.missing:
                 from cogvideox_torchax.dataset import ray
@@ -94,8 +94,8 @@ def decode(args: argparse.Namespace) -> int:
         # Called for its error if there is no such model: the output directory is not made yet.
         models.local(args.model)
     files = sources.shards(Path(args.latents))
-    with devices.process_shard(args) as process_shard:
-        directory = VideoDirectory(args.output, files, args.fps, process_shard, retry=args.retry_failed)
+    with devices.share_of_this_process(args) as share:
+        directory = VideoDirectory(args.output, files, args.fps, share, retry=args.retry_failed)
         with directory.locked():
             for name, reason in directory.bad.items():
                 common.say(f"bad: {name}: {reason}")

@@ -86,7 +86,7 @@ def process_group(args: argparse.Namespace) -> Iterator[ProcessGroup]:
 
 
 @contextlib.contextmanager
-def process_shard(args: argparse.Namespace) -> Iterator[ProcessShard]:
+def share_of_this_process(args: argparse.Namespace) -> Iterator[ProcessShard]:
     """Yield this process's share of many clips, which the processes of a command divide.
 
     With `--process` and `--processes` but no `--coordinator` the processes work without a connection.

@@ -170,11 +170,16 @@ class LatentDirectory(OutputDirectory):
         return self.directory / (clip.id if self._unit.config.windows else f"{clip.id}.safetensors")
 
     def work(self, *, readers: int = loop.READERS) -> Iterator[loop.Step]:
-        """Encode the missing clips; yield each one's outcome, whose result has its latent files' `about`s."""
+        """Encode the missing clips; yield the outcome of each.
+
+        Its result is a list with the `about` of each of the clip's latent files: the facts that the file's
+        metadata has about the clip.
+        """
         for step in loop.work(
             jobs=self.missing,
             read=lambda clip_id: self._unit.read(self.missing[clip_id]),
-            # The result is a `PendingOutput`: (stack, `about`s).
+            # `part` is a `ClipPart`: the frames of a clip that are encoded. The result is a `PendingOutput`:
+            # (stack, `about`s).
             compute=lambda part: write(self._unit, part, self.path(part.clip)),
             # `output[0]` is the stack. Closing it moves the output to its path. That waits for the disk, so
             # the computing thread does not do it.

@@ -169,7 +169,8 @@ class Block(CogVideoXBlock):
         attn: Any = self.attn1
         videos = normed_NSC.shape[0]
         # This kernel takes (N, S, C), splits C into heads, normalizes and rotates each head's channels (as
-        # far as it is given a norm's weights and rotary tables), and returns (N, H, D, S).
+        # far as it is given a norm's weights and rotary tables), and returns (N, H, D, S). `shard_heads` sets
+        # its number of heads to that of a device. Attention after it needs no mapping: it stays on a device.
         qk_norm_rope = torch_view(sequence.shard_heads(jax_kernels.qk_norm_rope, attn.heads))
         # The devices exchange local tokens for parts of the channels: each gets all tokens of some heads.
         # Queries, keys and values are (N, S, C / P) then.

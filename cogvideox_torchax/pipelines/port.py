@@ -252,10 +252,10 @@ def _decodes_by_programs(vae: Any) -> bool:
 def _compile_decoder_ahead(pipe: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> None:
     """Start to compile, in threads, the programs that will decode the video of a `call` of the pipeline.
 
-    Meanwhile the call compiles its other networks. For a call whose size is not known from its arguments,
-    the decoder is compiled after the last step, when it is first needed.
+    Meanwhile the call compiles its other networks. A call that starts from a video has that video's size: for
+    it, the decoder is compiled after the last step, when it is first needed.
     """
-    if call not in _CALLS or not isinstance(pipe.vae, AutoencoderKLCogVideoX):
+    if call not in _CALLS_WITH_SIZE or not isinstance(pipe.vae, AutoencoderKLCogVideoX):
         return
     try:
         arguments = inspect.signature(call).bind(pipe, *args, **kwargs).arguments
@@ -274,7 +274,7 @@ def _compile_decoder_ahead(pipe: Any, call: Callable[..., Any], args: Any, kwarg
         or not _decodes_by_programs(pipe.vae)
     ):
         return
-    check_size(height, width, config, scale)
+    check_size(height, width, config, scale)  # before minutes of compiling for a size that the call refuses
     videos = len(embeddings) if prompt is None else 1 if isinstance(prompt, str) else len(prompt)
     latent_frames = (frames - 1) // pipe.vae_scale_factor_temporal + 1
     channels = pipe.vae.config["latent_channels"]
@@ -344,8 +344,8 @@ _WRAPPERS: dict[str, Callable[..., Any]] = {
 }
 """By the name of a pipeline's method, its wrapper, which runs in its place."""
 
-_CALLS = (CogVideoXPipeline.__call__, CogVideoXImageToVideoPipeline.__call__)
-"""The calls whose arguments tell the size of the video that they decode."""
+_CALLS_WITH_SIZE = (CogVideoXPipeline.__call__, CogVideoXImageToVideoPipeline.__call__)
+"""The calls whose arguments, or else the transformer's config, give the size of the video to decode."""
 
 _DECODE_LATENTS = tuple(kind.decode_latents for kind in PIPELINES)
 """`decode_latents` of CogVideoX's pipelines, which decode a whole video at once."""

@@ -142,7 +142,7 @@ class DirectStep(ConvStep):
     def _multiply_share(self, share: Any, column: Any, also_modulate: Any = None) -> None:
         """Compute a chunk's products for one share; modulate the chunk at `also_modulate`, if any."""
         sizes = self.sizes
-        # A chunk has 3 or 6 products, so one or two for each of its `UNITS` = 3 units.
+        # A chunk has 3 or 6 products (`direct_products`), so one or two for each of its `UNITS` = 3 units.
         products_per_unit = len(sizes.products) // UNITS
         for index, (product, weights) in enumerate(zip(sizes.products, self.weights, strict=True)):
             inputs = [
@@ -155,7 +155,8 @@ class DirectStep(ConvStep):
             )
             self._add_sums(share, product.results, sums, column)
             # The units of the chunk to modulate are spread evenly: one after the first product, and one after
-            # every `products_per_unit` products more.
+            # every `products_per_unit` products more. The work waits for the sums of a product (`after`), so
+            # that it overlaps with the next product, and not all of it with the first one.
             if also_modulate is not None and index % products_per_unit == 0:
                 unit = index // products_per_unit
                 self._modulate(also_modulate + unit * sizes.unit_columns, unit, after=sums)

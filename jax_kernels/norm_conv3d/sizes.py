@@ -185,11 +185,11 @@ def winograd_products(outputs: int) -> list[Product]:
     # of adjacent products with the same results.
     if outputs == tiles.LANES:  # 128 outputs fill half of a matrix unit's width, so a product has two results
         return [
-            # Row 0 is seen by one row of results only, so the two results are two columns of that row. A
-            # result in column 0 takes shift 0 by its middle tap and shift 1 by its right tap. A result in
-            # column 1 takes shift 0 by its left tap, and `WinogradStep` adds it to the same pixel's result in
-            # column 0. That one already has the product by the pixel's middle tap, so for shift 1, which is
-            # under the middle tap of a result in column 1, the weights are zeros.
+            # Row 0 is seen by one row of results only, so the two results are two columns of that row: for
+            # pixel p, "column 0" is the result of pixel p, and "column 1" that of pixel p + 1. The result of
+            # a pixel is left * x[p - 1] + middle * x[p] + right * x[p + 1]. Its column 0 has the last two
+            # terms, and column 1 of the pixel before it has the first one; `WinogradStep` adds the two. So
+            # for column 1 the weights of shift 1, which would be the middle tap, are zeros.
             Product([(0, 0), (0, 1)], [(0, 0), (0, 1)]),
             # The same for row 3.
             Product([(3, 0), (3, 1)], [(1, 0), (1, 1)]),
