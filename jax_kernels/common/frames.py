@@ -134,8 +134,8 @@ def store_pixels_first(target: Target, x_NTHWC: jax.Array) -> jax.Array:
 
     Where XLA does not find that order by itself, it copies and rounds an activation in passes of their own
     (estimate for a v6e, 8 x 480 x 720 x 128: 11 ms). Call this for large frames only: small ones gain little,
-    and with a constraint on every activation XLA compiles for longer than ten minutes. On a mesh, call it only inside
-    `dispatch.map_shards`: outside, XLA's partitioner would gather the array.
+    and with a constraint on every activation XLA compiles for longer than ten minutes. On a mesh, call it
+    only inside `dispatch.map_shards`: outside, XLA's partitioner would gather the array.
     """
     if not target.on_tpu:
         return x_NTHWC
