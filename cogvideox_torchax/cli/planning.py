@@ -157,12 +157,15 @@ def _requested_network(args: argparse.Namespace, vae: Any, mesh: Any, chip: chip
         options = {"guided": not args.no_guidance, "parallel": args.parallel, "cache": args.cache}
         step = functools.partial(networks.step_work, args.model, vae.dtype, mesh, chip, **size, **options)
         # With a cache there are several kinds of steps, such as steps that skip blocks, and each kind has a
-        # program. By the number of a kind's first step: how many steps are of this kind. Without a cache all
-        # steps are of one kind, and a single step is planned.
+        # program. The keys are the number of a kind's first step, by which `step_work` finds the program; the
+        # values are how many steps are of this kind. Without a cache all steps are of one kind, and a single
+        # step is planned.
         steps_of_kind = {0: 1}
         if args.cache:
             steps_of_kind = networks.cached_steps(args.model, vae.dtype, args.cache, not args.no_guidance)
-        if args.skips is not None:  # a first-block cache decides at run time: the user gives the number
+        if args.skips is not None:
+            # A first-block cache decides at run time which steps skip, so the user gives their number. As in
+            # the result of `cached_steps`, step 0 stands for those that run all blocks, 1 for those that skip.
             steps_of_kind = {0: networks.STEPS - args.skips, 1: args.skips}
         works, counts = [step(step=first) for first in steps_of_kind], tuple(steps_of_kind.values())
     return PlanRequest(

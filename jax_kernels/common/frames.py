@@ -75,8 +75,10 @@ def join_frames(parts: Sequence[jax.Array], time_axis: int = 1) -> jax.Array:
 def is_image_for_tpu(target: Target, x: jax.Array) -> bool:
     """Return whether `x` (N T H W C) is an image, a single frame, in bfloat16 on a TPU.
 
-    The kernels have other forms for it than for several frames, whose sublanes one frame would leave empty.
+    The kernels have other forms for it. Those for several frames keep a pixel's frames in sublanes, of which
+    a single frame would leave most empty.
     """
+    # One frame is an odd number: `splits_first_frame` tells whether it is in bfloat16 on a TPU.
     return x.shape[1] == 1 and splits_first_frame(target, x)
 
 

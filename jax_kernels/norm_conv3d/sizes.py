@@ -339,18 +339,19 @@ def _cut_into_strips(sizes: ConvSizes, residual: bool) -> ConvSizes:
 def _chunk_columns(sizes: ConvSizes) -> int:
     # Returns the number of columns that a matrix product covers.
     if not sizes.tile:
-        # In direct convolution a chunk is `UNITS` units. A unit has `UNIT_ENTRIES` entries: an entry is one
-        # of the frames of one column that a product multiplies.
+        # In direct convolution a chunk is `UNITS` units of `UNIT_ENTRIES` entries. An entry is one column in
+        # one frame, and products multiply `multiplied_frames` frames of each column.
         return UNIT_ENTRIES * UNITS // sizes.multiplied_frames
     # A chunk of fewer than `least` columns would leave the matrix unit idle, and the sums of more than `most`
     # would not fit into registers. If a product computes both rows of results, a column has sums for each of
     # them, so the limits are about half.
     least, most = (24, 48) if sizes.rows_together else (48, 80)
-    # Between the products for a share of the output channels, the kernel modulates and finishes other
-    # columns: an equal number of whole units for each share.
+    # Between the products for a share of the output channels, the kernel modulates columns of the next block,
+    # and writes results of the chunk before: of an equal number of whole units for each share.
     multiple = sizes.unit_columns * sizes.shares
     candidates = range(-(-least // multiple) * multiple, most + 1, multiple)
-    # The width with which the last chunk reaches least beyond the frame; of several, the largest.
+    # The width with which the last chunk reaches least beyond the frame's (`sizes.columns`); of several, the
+    # largest.
     return min(candidates, key=lambda columns: (-sizes.columns % columns, -columns))
 
 
@@ -374,7 +375,8 @@ def scratch_shapes(sizes: ConvSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
             "ring": ((2, *block_shape, width * sizes.words), jnp.int32),
             # The block that this step modulates.
             "stage": ((*block_shape, width_and_chunk * sizes.words), jnp.int32),
-            # The two frames before those of each unit, and then its last two: the next call's cache.
+            # For each unit of a chunk, the two frames before its frames, and then its last two: the next
+            # call's cache. In direct convolution a chunk always has `UNITS` units.
             "past": ((UNITS, ROWS, sizes.unit_columns * sizes.parts), jnp.int32),
             # Sums of the products, with a chunk on the right too: column taps reach beyond the strip.
             "sums": (
@@ -385,7 +387,10 @@ def scratch_shapes(sizes: ConvSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
     row_shape = (sizes.components, sizes.parts, width + 2 * MARGIN)  # with padding on both sides
     unit_frames = sizes.unit_columns * sizes.input_frames  # of all pixels in a row of a unit
     shapes = moments | {
-        # Transformed rows that the products load: lower rows of three blocks, upper rows of two.
+        # Transformed rows that the products load. The inputs are four rows: the lower row of the block above
+        # the results, the two rows of the results' block, and the upper row of the block below, which this
+        # step moves here from the stage. The lower row of that block is moved too, for the next step: so
+        # there are three lower rows and two upper ones.
         "lower": ((3, *row_shape), jnp.int32),
         "upper": ((2, *row_shape), jnp.int32),
         # The block that this step modulates, transformed.
