@@ -165,7 +165,7 @@ def _requested_network(args: argparse.Namespace, vae: Any, mesh: Any, chip: chip
             steps_of_kind = networks.cached_steps(args.model, vae.dtype, args.cache, not args.no_guidance)
         if args.skips is not None:
             # A first-block cache decides at run time which steps skip, so the user gives their number. As in
-            # the result of `cached_steps`, step 0 stands for those that run all blocks, 1 for those that skip.
+            # the result of `cached_steps`, 0 stands for the steps that run all blocks, 1 for those that skip.
             steps_of_kind = {0: networks.STEPS - args.skips, 1: args.skips}
         works, counts = [step(step=first) for first in steps_of_kind], tuple(steps_of_kind.values())
     return PlanRequest(

@@ -85,7 +85,8 @@ def whole_file(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
         LockedError: another run is writing it.
     """
     path = resolved(path)
-    remove_leftover(hidden(path, EXCHANGE))  # of a killed run, whose processes sent messages through it
+    # A killed run of several processes may have left the hidden directory through which they sent messages.
+    remove_leftover(hidden(path, EXCHANGE))
     with reserved(path, WRITING) as (place, handle):  # the hidden directory, and its locked descriptor
         temporary = place / "output"
         temporary.mkdir() if directory else temporary.touch()

@@ -68,7 +68,8 @@ class DirectStep(ConvStep):
     def _padding(self) -> dict[str, list[Any]]:
         """Return references to the rows and columns around a strip or frame that are set to zeros."""
         sizes, stage = self.sizes, self.memory["stage"]
-        # The last chunk reaches beyond the frame.
+        # A strip has whole chunks. `last_strip_columns` are those columns of the last strip that are in the
+        # frame: if they are fewer, the last chunk reaches beyond the frame.
         is_incomplete = sizes.strip_columns > sizes.last_strip_columns
         # The words of the column right of the frame's last one.
         right = pl.ds((sizes.last_strip_columns + sizes.chunk_columns) * sizes.words, sizes.words)

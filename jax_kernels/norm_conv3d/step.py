@@ -109,7 +109,8 @@ class ConvStep(ABC):
         last = self.sizes.blocks + LAG - 1
         # The zero padding around a strip is set just before products load it: that on both sides in the first
         # step, that above the frame with the first block of results, that below it with the last one. The
-        # step before has modulated the frame's last block once more, because there is no block below it.
+        # last row must be cleared, as the step before the last one had no block below the frame to modulate,
+        # and modulated the frame's last block once more.
         pl.when(self.step == 0)(partial(self._clear, "beside"))
         pl.when(self.step == LAG)(partial(self._clear, "above"))
         pl.when(self.step == last)(partial(self._clear, "below"))
