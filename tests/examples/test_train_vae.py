@@ -69,7 +69,7 @@ def run_until(program, run, monkeypatch):
 
         with monkeypatch.context() as patch:
             patch.setattr(program.Training, "step", step)
-            with pytest.raises(KeyboardInterrupt):
+            with pytest.raises(SystemExit, match="interrupted; --resume goes on"):
                 run(*arguments, output=output)
 
     return run_until
