@@ -1,6 +1,7 @@
 """While a pipeline's first call compiles its prompt and its steps, threads compile the decoder."""
 
 import threading
+import time
 
 import jax.monitoring
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from cogvideox_torchax import make_mesh, port
 from cogvideox_torchax.runtime.places import ArrayProgram
+from cogvideox_torchax.vae.directions import DECODE
 from tests import small_pipelines
 
 
@@ -40,6 +42,26 @@ def test_the_decoder_is_compiled_in_threads_and_only_once(compilers, kind, versi
     assert threading.current_thread() not in compilers
     pipe(**inputs)
     assert len(compilers) == 2
+
+
+def test_a_decode_waits_for_the_thread(monkeypatch, compilers):
+    pipe = port(small_pipelines.one_layer())
+    lower = ArrayProgram.lower
+
+    class Slow:
+        def __init__(self, *arguments):
+            self._lowered = lower(*arguments)
+
+        def compile(self):
+            time.sleep(1)
+            return self._lowered.compile()
+
+    monkeypatch.setattr(ArrayProgram, "lower", lambda *arguments: Slow(*arguments))
+    z = torch.zeros(1, pipe.vae.config.latent_channels, 5, 2, 4)
+    pipe.vae.compile_ahead(DECODE, z.shape)
+    assert len(list(pipe.vae.decode_stream(z))) == 2
+    assert len(compilers) == 2
+    assert threading.current_thread() not in compilers
 
 
 def test_latents_need_no_decoder(compilers):
