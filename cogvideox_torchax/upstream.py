@@ -248,7 +248,7 @@ def _is_original(method: FunctionType) -> bool:
 
 @functools.cache
 def _methods_at_first_call(kind: type) -> list[tuple[type, dict[str, Any]]]:
-    """Return `kind` and its bases, if one of `_PACKAGES` defines them, each with its methods by name.
+    """Return `kind` and its bases but `nn.Module`, if `_PACKAGES` define them, each with its methods by name.
 
     These are the methods that the classes had when this was first called for `kind`. `_PACKAGES` are
     diffusers, torch and other packages whose classes a user may patch.

@@ -39,6 +39,7 @@ class Flax(Backend):
         return weightless.build_program(direction)
 
     def recorder(self, direction: Direction, wanted: Callable[[str], Any]) -> Recorder:
+        # For `verify`, which compares the results of layers: those for whose name `wanted` is true.
         # `Network.split` takes a Flax module apart into a pure function and its weights, and `compiled`
         # returns the program of that function.
         network, weights = Network.split(RecordedLayers(self.vae.flax_vae.chunk(direction), wanted))
