@@ -194,8 +194,9 @@ class ArrayProgram:
                 lowered.compile()
 
         # Not a daemon: a process that ends while XLA compiles in another thread would be aborted.
-        thread = self._compiling[inputs, before] = threading.Thread(target=compile_lowered)
+        thread = threading.Thread(target=compile_lowered)
         thread.start()
+        self._compiling[inputs, before] = thread  # only now: a `run` in another thread may join it at once
 
     def structs(self, inputs: Any, *, before: Any = None) -> tuple[Any, Any, Any]:
         """Return structs of the weights, the inputs and the cache that `lower` takes.

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import weakref
 from unittest.mock import Mock
 
 import pytest
@@ -35,6 +36,21 @@ def test_reading_and_writing_overlap_with_computing():
 
     steps = list(loop.work(range(5), read, compute, keep, lambda *_: None, readers=2))
     assert [step.job for step in steps] == kept == list(range(5))
+
+
+def test_the_frames_of_a_clip_are_freed_once_they_are_encoded():
+    class Frames:
+        """What a clip's reader returns; a weak reference tells whether anyone still has it."""
+
+    references = []
+
+    def read(job):
+        frames = Frames()
+        references.append(weakref.ref(frames))
+        return frames
+
+    for step in loop.work(range(2), read, lambda frames: "latents", Mock(), Mock(), readers=1):
+        assert references[step.job]() is None
 
 
 @pytest.mark.parametrize(

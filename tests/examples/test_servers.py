@@ -194,7 +194,11 @@ def test_the_oldest_finished_videos_make_room(client, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "wanted", [{"size": "9x9x9"}, {"steps": 0}, {"prompt": ""}, {"seed": -1}, {"prompt": "x" * 4001}]
+    "wanted",
+    [
+        *({"size": "9x9x9"}, {"steps": 0}, {"prompt": ""}, {"seed": -1}, {"prompt": "x" * 4001}),
+        {"num_frames": 9},  # no field of that name
+    ],
 )
 def test_a_bad_request_is_refused_before_it_waits(client, gated, wanted):
     assert client.post("/videos", json={"prompt": "a panda", **wanted}).status_code == 422
