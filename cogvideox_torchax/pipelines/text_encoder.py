@@ -55,6 +55,7 @@ class T5EncoderModel(KnownNetwork, TransformersT5Encoder):
             # Weights on JAX need torchax on, which runs the forward operation by operation.
             with contextlib.nullcontext() if in_pytorch else runtime.active():
                 return super().forward(input_ids, attention_mask, inputs_embeds, **options)
+        self.check_modules()  # raises if a `forward` that was set on this object has put in other modules
         tensors = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,

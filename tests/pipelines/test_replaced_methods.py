@@ -189,6 +189,18 @@ def test_a_forward_that_puts_in_other_modules_is_refused_by_its_name(model, monk
         step(model)
 
 
+def test_so_is_one_of_the_text_encoder(monkeypatch):
+    encoder = port(small_pipelines.one_layer()).text_encoder
+
+    def forward(self, *args, **kwargs):
+        with mock.patch.dict(self._modules, extra=nn.Identity()):
+            return type(self).forward(self, *args, **kwargs)
+
+    monkeypatch.setitem(vars(encoder), "forward", types.MethodType(forward, encoder))
+    with pytest.raises(ValueError, match=f"text_encoder.forward was set by {__name__}, which puts in other"):
+        encoder(torch.arange(8)[None])
+
+
 def test_a_cycle_of_modules_is_refused_by_its_name():
     pipe = small_pipelines.one_layer()
     pipe.transformer.norm_out.outer = nn.ModuleDict({"back": pipe.transformer})
