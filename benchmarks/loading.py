@@ -242,7 +242,7 @@ def network(case: Case) -> Run:
         port_network(model)
         if case.dp or case.tp:
             model.place_on(case.mesh())
-        network, program = model.network_class(model), model.build_program()
+        network, program = model.network_class(model), model.program
     else:
         network = Stock(model)
         program = runtime.Program(network)

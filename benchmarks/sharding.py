@@ -21,51 +21,38 @@ import jax
 import torch
 
 from benchmarks.pages import RESULTS
-from cogvideox_torchax import AutoencoderKLCogVideoX, make_mesh, port
+from cogvideox_torchax import make_mesh
 from cogvideox_torchax.files import reports
-from cogvideox_torchax.plan.jobs import weightless_vae
-from cogvideox_torchax.plan.report import compile_last_chunk, report
-from cogvideox_torchax.vae.directions import DECODE, Direction
+from cogvideox_torchax.plan import jobs
+from cogvideox_torchax.plan.programs import ProgramPlan, compile_program
+from cogvideox_torchax.vae.directions import Direction
 from cogvideox_torchax.versions import versions
 
+DEVICES = 8
 MIB = 2**20
 RESULT = RESULTS / "sharding.json"
 LATENTS = ((60, 90), (96, 170))
 """Heights and widths of the latents."""
 
 
-def measure(
-    single: AutoencoderKLCogVideoX,
-    sharded: AutoencoderKLCogVideoX,
-    direction: Direction,
-    height: int,
-    width: int,
-) -> dict[str, Any]:
-    """Compile a direction's steady chunk for one device and for the mesh; return the costs of both."""
-    shape = (1, 16, 5, height, width) if direction is DECODE else (1, 3, 17, 8 * height, 8 * width)
-    _, alone = compile_last_chunk(single, shape, direction=direction)
-    found = report(sharded, shape, direction=direction)
-    flops = alone.cost_analysis()["flops"]
-    temp = alone.memory_analysis().temp_size_in_bytes
-    devices = sharded.mesh.size
+def measure(direction: Direction, height: int, width: int) -> dict[str, Any]:
+    """Compile a direction's steady chunk for one device and for eight; return the costs of both."""
+    job = jobs.Job(direction, frames=17, height=8 * height, width=8 * width)
+    alone, split = (_steady_chunk(job, devices) for devices in (1, DEVICES))
     return {
         "kind": direction,
         "latents": [height, width],
-        "input": shape,
-        "flops_single_device": flops,
-        "flops_ratio": found.flops * devices / flops,
-        "temp_mib_single_device": temp / MIB,
-        "temp_mib_per_device": found.temp_bytes / MIB,
-        "temp_ratio": found.temp_bytes / temp,
-        "largest_all_gather_bytes": found.collectives["all-gather"].largest
-        if "all-gather" in found.collectives
-        else 0,
-        "collectives": {
-            kind: {"count": traffic.count, "bytes": traffic.bytes}
-            for kind, traffic in found.collectives.items()
-        },
-        "layers": [asdict(row) for row in found.layers if row.collectives],
+        "flops_ratio": split.flops * DEVICES / alone.flops,
+        "temp_mib_single_device": alone.temp_bytes / MIB,
+        "temp_mib_per_device": split.temp_bytes / MIB,
+        "collectives": {kind: asdict(traffic) for kind, traffic in split.collectives.items()},
     }
+
+
+def _steady_chunk(job: jobs.Job, devices: int) -> ProgramPlan:
+    vae, mesh = jobs.weightless_vae("5b", torch.bfloat16), make_mesh(dp=1, tp=devices)
+    _first, steady = jobs.chunk_works(vae, job, mesh)
+    return compile_program(steady, mesh)
 
 
 def drawn() -> str:
@@ -101,17 +88,15 @@ TABLES = {("docs/architecture.md", "sharding"): drawn}
 
 def main() -> None:
     """Measure each direction and size, and keep the results after each."""
-    single, sharded = (weightless_vae("5b", torch.bfloat16) for _ in range(2))
-    port(sharded, mesh=make_mesh(dp=1, tp=8))
     results = []
     for size in LATENTS:
         for direction in Direction:
-            results.append(measure(single, sharded, direction, *size))
-            print({key: value for key, value in results[-1].items() if key != "layers"}, flush=True)
+            results.append(measure(direction, *size))
+            print(results[-1], flush=True)
             about = {
                 "versions": {**versions("jax", "torch"), "python": platform.python_version()},
                 "platform": jax.devices()[0].platform,
-                "mesh": dict(sharded.mesh.shape),
+                "devices": DEVICES,
                 "dtype": "bfloat16",
                 "results": results,
             }

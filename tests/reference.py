@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import itertools
 import re
 
@@ -18,6 +19,7 @@ from jax.interpreters import mlir
 
 from cogvideox_torchax import enable, port, runtime
 from cogvideox_torchax.flax import FlaxVAEForPipelines
+from cogvideox_torchax.plan import hlo, programs
 from cogvideox_torchax.vae.directions import Direction
 from cogvideox_torchax.vae.nnx.autoencoder import Network, compiled
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE
@@ -274,3 +276,16 @@ def _let_a_cpu_pack():
         return (low >> 16) | high
 
     mlir.register_lowering(pack_elementwise_p, mlir.lower_fun(packed, multiple_results=False), platform="cpu")
+
+
+def compiled_plan(program, inputs, *, before=None):
+    """Return the compiler's figures for a program; `inputs` and `before` are those of `Program.structs`."""
+    structs = functools.partial(program.structs, inputs, before=before)
+    work = programs.Work("program", 0, program.lower, structs)
+    return programs.read_program(work, program.lower(*structs()).compile(), 0.0)
+
+
+def largest_result(plan):
+    """Return the bytes of the largest array that a compiled program computes on a device."""
+    passed_on = "parameter", "tuple", "get-tuple"
+    return max(each.bytes for each in hlo.instructions(plan.text) if not each.op.startswith(passed_on))

@@ -45,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
         )
     whole.check_file(args.output)
     clip = common.open_clip(args, fps=args.fps)
+    if clip.info.variable and not args.fps:
+        common.say("the frame rate varies, and every frame is taken: pass --fps for frames at even times")
     with devices.process_group(args) as group:
         common.take_bundled_model(args)  # sets `args.model` if no --model is given
         vae = common.load_vae(args.model, args.backend, args.dtype, group.mesh)

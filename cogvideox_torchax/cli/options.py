@@ -66,7 +66,8 @@ class CommandParser(argparse.ArgumentParser):
                 words[i] = "".join((hyphenated, *value))
         parsed, unknown = super().parse_known_args(words, namespace)
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}; a value follows its option")
+            place = f"there is no place for {' '.join(unknown)}"
+            self.error(f"{place}: a text with spaces needs quotes, and a list has commas")
         return parsed, []
 
     def _advice(self, name: str, known: Iterable[str]) -> str:

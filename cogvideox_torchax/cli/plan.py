@@ -15,7 +15,7 @@ from cogvideox_torchax.pipelines import cache_options
 
 TOPOLOGY = "v6e:1x1"
 ONLY = {
-    **dict.fromkeys(("backend", "layers", "encode", "save_hlo"), ("vae",)),
+    **dict.fromkeys(("backend", "encode", "save_hlo"), ("vae",)),
     **dict.fromkeys(("tiling", "no_advice"), ("vae", "pipeline")),
     **dict.fromkeys(("cache", "skips"), ("step",)),
     **dict.fromkeys(("no_guidance", "parallel"), ("step", "pipeline")),
@@ -85,12 +85,6 @@ COMMAND = options.Command(
             group=options.REPORT,
             action="store_true",
             help="when it does not fit, do not compile what would",
-        ),
-        options.Option(
-            "--layers",
-            group=options.REPORT,
-            action="store_true",
-            help="on a mesh: what each layer holds and moves",
         ),
         options.Option(
             "--network",
@@ -178,12 +172,6 @@ def check(args: argparse.Namespace) -> None:
             "both or neither": has_skips != is_first_block,
             f"got --skips {args.skips}: of 50 steps, the first of which is computed": (
                 has_skips and not 0 <= args.skips < 50
-            ),
-            "--layers tells what lies where on a mesh: pass --dp or --tp": (
-                args.layers and args.dp * args.tp == 1
-            ),
-            "--layers reads the names of PyTorch's modules: the Flax build's programs have none": (
-                args.layers and args.backend == "flax"
             ),
         }
     )

@@ -16,7 +16,7 @@ import jax
 from cogvideox_torchax import runtime
 from cogvideox_torchax.cli import common
 from cogvideox_torchax.files import reports, whole
-from cogvideox_torchax.plan import chips, jobs, report
+from cogvideox_torchax.plan import chips, jobs
 from cogvideox_torchax.plan.programs import (
     ProgramPlan,
     Work,
@@ -28,6 +28,7 @@ from cogvideox_torchax.plan.programs import (
 from cogvideox_torchax.sharding import make_mesh
 from cogvideox_torchax.vae.directions import DECODE, ENCODE
 from cogvideox_torchax.vae.memory import parse_tiles
+from cogvideox_torchax.vae.sizes import check_sides
 from cogvideox_torchax.versions import versions
 
 
@@ -61,11 +62,6 @@ def planned(args: argparse.Namespace) -> dict[str, Any]:
     programs = compiled(args, request, lambda work: compile_program(work, request.mesh), program_rows)
     figures = job_figures(request.about, request.counts, programs, request.chip, request.other_weights)
     common.print_report(figures)
-    # The layers of the last program: of the later chunks, which are most of a video.
-    layers = programs[-1].layers if args.layers else []
-    if layers:
-        head, *rows = report.table(layers)  # the cells of the table, as texts
-        print(reports.table(head, rows))  # as a Markdown table
     if request.chip:  # a CPU has no limit of memory, and no estimate of time
         # `ADVISERS` has, by network, the function that finds changes of the command line with which it fits.
         if args.network in ADVISERS and not figures["fits"] and not args.no_advice:
@@ -75,7 +71,7 @@ def planned(args: argparse.Namespace) -> dict[str, Any]:
             advice = {f"with {what}": f"{size:.2f} GiB" for what, size in figures["would_fit"].items()}
             common.print_report(advice or {"would fit": "nothing that was tried"})
         common.say("for times: python -m benchmarks estimate, with these options, in a checkout")
-    return document(args, request, jobs.FORMAT, programs, figures) | {"layers": [vars(row) for row in layers]}
+    return document(args, request, jobs.FORMAT, programs, figures)
 
 
 def compiled(
@@ -94,8 +90,6 @@ def compiled(
     plans = []
     for work in request.works:
         plan = compile_one(work)
-        if work.program:  # the VAE's `runtime.Program`, which knows its layers; None for other networks
-            plan.layers = report.layers(work.program, plan.text)
         print(f"{plan.name}, {plan.frames} {'tokens' if plan.name == 'prompt' else 'frames'} in")
         common.print_report(rows(plan, request.chip))
         if args.save_hlo:
@@ -150,7 +144,9 @@ def _requested_network(args: argparse.Namespace, vae: Any, mesh: Any, chip: chip
         tokens = networks.transformer_config(args.model).get("max_text_seq_length", 226)  # diffusers' default
         works = [networks.prompt_work(args.model, vae.dtype, mesh, tokens=tokens)]
     else:
-        # The size of the transformer's input: that of the video's latents, which a `Job` computes and checks.
+        patch = networks.transformer_config(args.model).get("patch_size", 2)  # diffusers' default
+        check_sides("a video", args.height, args.width, multiple=patch * vae.spatial_compression_ratio)
+        # The size of the transformer's input: that of the video's latents.
         chunks, (_, height, width) = jobs.Job(DECODE, args.frames, args.height, args.width).chunk_shapes(vae)
         latent_frames = chunks[-1].stop  # the last chunk ends with the last frame
         size = {"frames": latent_frames, "height": height, "width": width}
@@ -253,7 +249,7 @@ def _pipeline_would_fit(
     is_flat = args.topology.count("x") == 1
     dp = 1 if args.no_guidance else 2  # each pass of guidance on devices of its own
     for num_chips, grid in chips.GRIDS.items() if is_flat else ():
-        if num_chips <= request.mesh.size:
+        if not request.mesh.size < num_chips <= chips.CHIPS_OF_A_HOST:
             continue
         larger = _with(args, topology=f"{generation}:{grid}", dp=dp, tp=num_chips // dp)
         on_grid = requested(larger)

@@ -23,6 +23,7 @@ from cogvideox_torchax.dataset.names import ClipError
 from cogvideox_torchax.files import faults, latents as latent_files, video
 from cogvideox_torchax.files.latents import Latents
 from cogvideox_torchax.vae import memory
+from cogvideox_torchax.vae.checkpoint import DTYPES
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.sizes import parse_size
 
@@ -91,7 +92,7 @@ class ClipConfig:
     Attributes:
         model: a directory or a hub id.
         backend: name of the backend.
-        dtype: dtype of the weights: "float32", "bfloat16" or "float16".
+        dtype: dtype of the weights, as a text such as "bfloat16".
         frames: number of first frames to encode; None for all. A clip with fewer frames is an error.
         fps: frames a second to take from a clip, by the times of its frames, as text such as "8"; None for
             every frame, whatever its time.
@@ -135,13 +136,22 @@ class ClipConfig:
         faults.refuse(
             {
                 f"got keep={self.keep!r}: one of {', '.join(KEEP)}": self.keep not in KEEP,
+                f"got dtype={self.dtype!r}: one of {', '.join(DTYPES.values())}, as a text": (
+                    self.dtype not in DTYPES.values()
+                ),
+                f"got fps={self.fps!r}: give a text, such as '8' or '30000/1001'": (
+                    not isinstance(self.fps, str | None)
+                ),
+                f"got buckets={self.buckets!r}: give a tuple of `Bucket`": (
+                    not all(isinstance(bucket, Bucket) for bucket in self.buckets)
+                ),
                 "got buckets and frames, a height, a width or a crop: buckets have them all; "
                 "give one of them": self.buckets and has_size,
                 "got windows of no length: give buckets or a number of frames": (
                     self.windows and not (self.buckets or self.frames)
                 ),
                 f"got {self.fps} frames a second: {FASTEST} are the most": (
-                    self.fps is not None and video.frame_rate(self.fps) > FASTEST
+                    isinstance(self.fps, str) and video.frame_rate(self.fps) > FASTEST
                 ),
             },
             ClipError,
@@ -233,6 +243,8 @@ def select_part(clip: Clip, config: "ClipConfig", scale: int) -> ClipPart:
         VideoError: the video cannot be read.
         ClipError: the clip is too short or too small, or of another size than the config asks for.
     """
+    if not isinstance(clip, Clip):
+        raise ClipError(f"got a {type(clip).__name__}: give a Clip(id, source)")
     stamp = _stamp(clip.source)  # before the file is read: tells later whether it was changed meanwhile
     info = video.probe(clip.source)
     if config.min_size and min(info.height, info.width) < config.min_size:

@@ -33,7 +33,9 @@ def local(name: str | Path) -> Path | None:
         return path.parent if path.is_file() else path
     if str(name).count("/") == 1 and str(name)[0] not in "./~":  # OWNER/NAME, and no path
         return None
-    raise ModelError(f"there is no model directory {path}: give a directory, or a hub id such as OWNER/NAME")
+    raise ModelError(
+        f"there is no model directory {path}: give a directory, or a hub id, which is OWNER/NAME without more"
+    )
 
 
 def locate(
@@ -90,7 +92,8 @@ def read_json(path: Path) -> dict[str, Any]:
         content = reports.parse(path.read_bytes())
     except FileNotFoundError as error:
         raise ModelError(
-            f"{path.parent.absolute()} has no {path.name}: is this the directory of a model?"
+            f"{path.parent.absolute()} has no {path.name}: is this the directory of "
+            f"{'a whole pipeline' if path.name == INDEX else 'a model'}?"
         ) from error
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} is not valid JSON ({error}): download it again") from error

@@ -36,7 +36,8 @@ def save_video(frames: Any, path: str | Path, fps: Fraction | float) -> None:
         raise VideoError(f"got path={path!r}: give the name of an .mp4 or .gif file, or of a directory")
     if not isinstance(fps, Real):
         raise VideoError(f"got fps={fps!r}: give the number of frames a second, such as 8")
-    runtime.without_torchax(_save, frames, path, fps)
+    # A `Fraction` can be made of Python's numbers, and of no NumPy scalar.
+    runtime.without_torchax(_save, frames, path, fps if isinstance(fps, Fraction) else float(fps))
 
 
 def _save(frames: Any, path: str | Path, fps: Fraction | float) -> None:

@@ -523,7 +523,7 @@ def check_writing(path: str | Path, fps: Fraction | float, times: Sequence[Fract
     not above 0, or shows a frame for longer than `LONGEST` seconds. `times` are as in `SourceTiming`.
     """
     path = check_output(path)
-    refuse(path, {f"it has {fps} frames a second: give a rate above 0": not fps > 0})  # NaN is refused, too
+    refuse(path, {f"it has {fps} frames a second: give a rate above 0": not 0 < fps < math.inf})  # nor NaN
     suffix = path.suffix.lower()
     longest = max([1 / Fraction(fps), *(b - a for a, b in itertools.pairwise(times))])  # seconds of a frame
     # Raises an `OutputError` with the first message whose condition is true.

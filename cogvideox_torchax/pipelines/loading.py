@@ -131,7 +131,8 @@ def load_pipeline(
     loaded_class: Any = pipeline_class or getattr(diffusers, index["_class_name"], None)
     if not (isinstance(loaded_class, type) and issubclass(loaded_class, PIPELINES)):
         raise ModelError(
-            f"{directory} holds a {index['_class_name']}: load it by its own class, and port the VAE alone"
+            f"load_pipeline got {getattr(loaded_class, '__name__', index['_class_name'])}: it takes "
+            f"{', '.join(kind.__name__ for kind in PIPELINES)}; load others by their own class, and port them"
         )
     # The index has a pair (library, class) for each part: (None, None) if the pipeline was saved without it.
     # A part that the options give is not loaded.

@@ -259,14 +259,9 @@ class KnownNetwork(CompiledNetwork):
         """
         return runtime.programs_of(self).get(getattr(network, "form", None), network, self._compile_for)
 
-    def build_program(self) -> runtime.Program:
-        """Return a new program of a call without options, which the model does not keep."""
-        return self._compile_for(self.network_class(self))
-
     def _compile_for(self, network: Any) -> runtime.Program:
         if self.mesh is None:
             return runtime.Program(network)
-        # The types of the modules whose inputs and outputs are constrained to the sharding of sequences.
         types = SPLIT_LAYERS
         if self.parallelism.kind == sharding.CONTEXT:
             # Only blocks take and return tokens that are split over devices, and only in a network that joins

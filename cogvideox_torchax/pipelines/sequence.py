@@ -241,10 +241,12 @@ class SequencePlacement(MeshPlace):
     Attributes:
         parallelism: the use of "tp". Over "dp" the videos are split, if "dp" divides their number.
         heads: number of attention's heads.
+        types: the types of the modules whose inputs and results get the sharding of sequences.
     """
 
     parallelism: Parallelism = field(default_factory=Parallelism)
     heads: int = 1
+    types: tuple[type[nn.Module], ...] = ()
 
     def batch_axis(self, videos: int) -> str | None:
         return "dp" if videos % self.mesh.shape["dp"] == 0 else None
@@ -299,7 +301,6 @@ class SequencePlacement(MeshPlace):
         The layers are the modules of `self.types`. The network, a program's own copy, is changed: with
         "tensor" each module gets an attribute `inputs_split`, whether its weight is split by inputs.
         """
-        self.layers.clear()  # by layer, the shapes that `_constrain_sequences` recorded in an earlier trace
         if self.parallelism.kind == TENSOR:
             for name, module in network.named_modules():
                 vars(module)["inputs_split"] = weight_spec(f"{name}.weight") == BY_INPUTS
@@ -311,7 +312,7 @@ class SequencePlacement(MeshPlace):
         )
 
     def _constrain_sequences(self, name: str, value: Any) -> Any:
-        """Return a layer's arguments or result with its sequences sharded; record their shapes under `name`.
+        """Return a layer's arguments or result with its sequences sharded.
 
         `value` may be nested. Its tensors of three axes on JAX are sequences.
         """
@@ -321,7 +322,6 @@ class SequencePlacement(MeshPlace):
             return tuple(self._constrain_sequences(name, item) for item in value)
         if not isinstance(value, torch.Tensor) or value.ndim != 3 or not runtime.on_jax(value):
             return value
-        self._add_shape(name, value)
         return runtime.torch_view(self.constrain)(value)
 
     def weight_sharding(self, name: str, shape: tuple[int, ...]) -> NamedSharding:

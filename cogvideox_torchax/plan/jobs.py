@@ -152,7 +152,7 @@ def chunk_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any, backend: str =
         # (shape, dtype) of a chunk of one video.
         chunk = ordered((1, channels, frames, *size), backend_class.axes), runtime.jax_dtype(vae.dtype)
         structs = functools.partial(program.structs, chunk, before=first_chunk)
-        yield Work(name, frames, program.lower, structs, program)
+        yield Work(name, frames, program.lower, structs)
         # The program of later chunks takes the cache that the first chunk's program returns. The cache's
         # shapes follow from those of the first chunk.
         first_chunk = chunk

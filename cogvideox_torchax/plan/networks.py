@@ -172,12 +172,7 @@ def step_work(
     # `isinstance` would narrow `network` from Any to a module, for whose attributes pyright has no types.
     if cache and not issubclass(type(network), KnownNetwork):
         raise PlanError(f"got --cache for a {type(network).__name__}: caches are planned for CogVideoX's own")
-    patch = network.config["patch_size"]
     patch_t = network.config.get("patch_size_t") or 1  # frames of a patch; None is diffusers' word for one
-    if height % patch or width % patch:
-        raise PlanError(
-            f"got {height} x {width} latents: the transformer's patches take multiples of {patch}"
-        )
     frames = -(-frames // patch_t) * patch_t  # padded to whole patches, as diffusers' pipelines do
     batch = 2 if guided else 1
     tensors = step_tensors(network, batch=batch, frames=frames, height=height, width=width)

@@ -13,29 +13,6 @@ from cogvideox_torchax.plan.hlo import Traffic, collectives, instructions
 
 
 @dataclass
-class Row:
-    """A layer's sharding and communication in a compiled program.
-
-    Attributes:
-        layer: the module's name, or "(program)" for all instructions that belong to no layer.
-        shape: the shape of its largest activation over all devices: (N, C, T, H, W), or (N, S, C) of a
-            sequence.
-        spec: the requested `PartitionSpec` of that activation.
-        shards: number of devices that the compiled program splits the activation over, 1 for no split. None
-            if no array has the activation's shape, split or not, because the compiler has fused it away.
-        bytes_per_device: bytes of the largest result of the layer's instructions on one device.
-        collectives: by kind, {"count": number, "bytes": bytes of their results on one device}.
-    """
-
-    layer: str
-    shape: tuple[int, ...] | None = None
-    spec: str = ""
-    shards: int | None = None
-    bytes_per_device: int = 0
-    collectives: dict[str, dict[str, int]] = field(default_factory=dict)
-
-
-@dataclass
 class ProgramPlan:
     """The compiler's figures for one program, per device.
 
@@ -50,7 +27,6 @@ class ProgramPlan:
         collectives: the collectives by their kind.
         compile_seconds: seconds to compile on this machine.
         text: the compiled program's text.
-        layers: each layer's sharding and communication; empty without a mesh.
     """
 
     name: str
@@ -64,7 +40,6 @@ class ProgramPlan:
     collectives: dict[str, Traffic]
     compile_seconds: float
     text: str = field(default="", repr=False)
-    layers: list[Row] = field(default_factory=list, repr=False)
 
     @property
     def peak_bytes(self) -> int:
@@ -75,9 +50,9 @@ class ProgramPlan:
         return max(self.flops / chip.flops, self.bytes_accessed / chip.bandwidth)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the figures for `json.dumps`, with the peak and without the text and the layers."""
+        """Return the figures for `json.dumps`, with the peak and without the text."""
         values = asdict(self)
-        del values["text"], values["layers"]
+        del values["text"]
         return values | {"peak_bytes": self.peak_bytes}
 
 
@@ -90,7 +65,6 @@ class Work:
         lower: lowers the program for arrays, or for `jax.ShapeDtypeStruct`s of their shapes.
         structs: returns the structs that `lower` takes: of the weights, of the inputs and, if there is one,
             of the cache.
-        program: the `runtime.Program` that is lowered; None for another function.
         flops: a device's FLOPs by another count than the compiler's, which lacks those of most Pallas
             kernels; 0 for no other count.
     """
@@ -99,7 +73,6 @@ class Work:
     frames: int
     lower: Callable[..., Any]
     structs: Callable[[], tuple[Any, ...]]
-    program: Any = None
     flops: float = 0.0
 
     def lowered(self, mesh: Any) -> Any:

@@ -58,14 +58,9 @@ class MeshPlace(Place):
 
     Attributes:
         mesh: the mesh, from `make_mesh`.
-        types: the types of a torch network's modules that count as layers.
-        layers: by a layer's name, the shapes of the layer's inputs and outputs in the last trace. Reports of
-            a program list them.
     """
 
     mesh: Mesh
-    types: "tuple[type[nn.Module], ...]" = field(default=(), kw_only=True)
-    layers: dict[str, set[tuple[int, ...]]] = field(default_factory=dict, compare=False, kw_only=True)
 
     @property
     def platform(self) -> str:
@@ -103,9 +98,6 @@ class MeshPlace(Place):
     def constrain(self, x: jax.Array) -> jax.Array:
         """Return `x`, a traced array, constrained to `sharding(x.shape)`."""
         return jax.lax.with_sharding_constraint(x, self.sharding(x.shape))
-
-    def _add_shape(self, name: str, x: Any) -> None:
-        self.layers.setdefault(name, set()).add(tuple(x.shape))
 
 
 @dataclass(frozen=True)
@@ -193,35 +185,11 @@ class Placement(MeshPlace):
             return result, jax.tree.map(self.cache_placement.constrain, cache)
 
     def watching(self, network: "nn.Module", *, split: Split) -> contextlib.AbstractContextManager[Any]:
-        """Give `split`, the sharding of the width, to a network's modules, and return a recording context.
-
-        While a network is traced inside the context, the shapes of each layer's inputs and outputs are added
-        to `self.layers`, which is emptied first.
-        """
-        from cogvideox_torchax.runtime.layers import watched
-
-        self.layers.clear()
+        """Give `split`, the sharding of the width, to the modules of a network; return an empty context."""
         for module in network.modules():
             if isinstance(module, OnColumns):  # a layer that passes its `split` to its kernel
                 module.split = split
-        # `_record` changes nothing, hence `names_only`: a norm and a convolution may still run as one kernel.
-        return watched(
-            network,
-            lambda _name, module: type(module) in self.types,
-            on_arguments=self._record,
-            on_result=self._record,
-            names_only=True,
-        )
-
-    def _record(self, name: str, values: Any) -> Any:
-        """Add the shapes of a layer's activations to `self.layers`, for `plan --layers`; return `values`.
-
-        `values` is the layer's result, or its arguments: a tree in which the activations are leaves.
-        """
-        for value in jax.tree.leaves(values):
-            if getattr(value, "ndim", 0) == 5:  # activations have five axes
-                self._add_shape(name, value)
-        return values
+        return super().watching(network)
 
     def put(self, array: Any) -> PaddedChunk:
         """Return a chunk, a NumPy or a JAX array, padded and sharded over the mesh.

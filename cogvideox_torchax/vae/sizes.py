@@ -21,7 +21,7 @@ def parse_size(
         SizeError: the text has another form, a number is zero, or a side does not fit.
     """
     form, example = ("FRAMESxHEIGHTxWIDTH", "49x480x720") if frames else ("HEIGHTxWIDTH", "240x360")
-    parts = text.lower().split("x")
+    parts = text.strip().lower().split("x")
     # `isdigit` alone is true for digits such as "²", which `int` refuses.
     are_positive = all(part.isascii() and part.isdigit() and int(part) for part in parts)
     if not are_positive or len(parts) != len(form.split("x")):

@@ -450,7 +450,7 @@ def test_wrong_input_is_one_line_exit_code_2_and_no_output(latent_file, refused,
     assert files() == before
 
 
-def test_reconstruct_keeps_times_and_sound_and_says_what_it_cannot(model_directory, capsys):
+def test_reconstruct_keeps_times_and_sound_and_what_is_not_kept_is_said(model_directory, capsys):
     source = with_sound(Path("sound.mp4"))
     write("clip.mp4", moving_frames(9), source=video.SourceTiming(TIMES, source, Fraction(2)))
     with_sound(Path("raw.mkv"), codec="pcm_s16le", container="matroska")
@@ -466,6 +466,10 @@ def test_reconstruct_keeps_times_and_sound_and_says_what_it_cannot(model_directo
         said = capsys.readouterr()
         assert words in said.err
         assert ("copied" in said.out) == bool(video.probe(output).sound)
+    encode_it = ("encode", "clip.mp4", "--model", "vae", "--backend", "torch", "-o", "clip.safetensors")
+    for more, is_told in ((), True), (("--fps", 10), False):
+        assert run(*encode_it, *more) == 0
+        assert ("every frame is taken: pass --fps" in capsys.readouterr().err) == is_told
     assert video.probe("again.mp4").times == tuple(TIMES)
     assert heard("again.mp4") == heard("AGAIN.MP4") == heard("clip.mp4")
     assert [bool(video.probe(name).sound) for name in ("short.mp4", "other.mp4", "raw.mp4")] == [1, 0, 0]
@@ -505,11 +509,11 @@ WRONG_ARGUMENTS = {
     "a name that is near none": ("encode a.mp4 --frobnicate", "there is no option --frobnicate"),
     "frames in words": ("encode a.mp4 --frames many", "--num-frames: many is not a whole number above 0"),
     "a seed in words": ("encode a.mp4 --seed any", "argument --seed: got any: give a whole number from 0"),
-    "a letter": ("encode a.mp4 -o a.safetensors -n 3", "unrecognized arguments: -n 3"),
-    "a second file": ("encode a.mp4 b.mp4 -o a.safetensors", "unrecognized arguments: b.mp4"),
+    "a letter": ("encode a.mp4 -o a.safetensors -n 3", "there is no place for -n 3"),
+    "a second file": ("encode a.mp4 b.mp4 -o a.safetensors", "no place for b.mp4"),
     "a prompt without its option": (
         "generate panda --model m -o a.mp4",
-        "unrecognized arguments: panda; a value follows its option",
+        "there is no place for panda: a text with spaces needs quotes",
     ),
     **{
         f"{rate} frames a second, {command}": (

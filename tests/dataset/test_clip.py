@@ -124,6 +124,24 @@ def test_windows_are_the_frames_in_order_and_each_has_a_sample_of_its_own(small,
         replace(small.config, windows=True)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dtype": torch.bfloat16}, "got dtype=torch.bfloat16: one of float64, float32"),
+        ({"fps": 8}, "got fps=8: give a text"),
+        ({"buckets": ("9x16x24",)}, "give a tuple of `Bucket`"),
+    ],
+)
+def test_a_setting_of_another_type_is_refused_by_its_name(options, words):
+    with pytest.raises(ClipError, match=words):
+        ClipConfig("model", **options)
+
+
+def test_a_path_in_place_of_a_clip_is_refused(small):
+    with pytest.raises(ClipError, match="got a str: give a Clip"):
+        small.unit("clip.mp4")
+
+
 def test_a_clip_is_resampled_by_the_times_of_its_frames(small, tmp_path):
     times = [0, 100, 200, 250, 300, 700, 800]  # in milliseconds: the rate varies
     with av.open(str(tmp_path / "a.mkv"), "w") as container:

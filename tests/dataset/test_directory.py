@@ -13,7 +13,13 @@ import torch
 
 from cogvideox_torchax import cli
 from cogvideox_torchax.dataset import Clip, ClipError, EncodeClip, formats, sources
-from cogvideox_torchax.dataset.directory import LatentDirectory, ProcessShard, VideoDirectory, failures
+from cogvideox_torchax.dataset.directory import (
+    Changes,
+    LatentDirectory,
+    ProcessShard,
+    VideoDirectory,
+    failures,
+)
 from cogvideox_torchax.files import latents as latent_files, video, whole
 from tests import reference
 from tests.dataset.conftest import BAD, GOOD, OPTIONS, command, encode, tree, write_clip
@@ -102,6 +108,15 @@ def test_connected_processes_report_when_the_block_that_redirects_stdout_has_end
     decode = ["decode", str(tmp_path / "out"), "-o", str(tmp_path / "videos"), *OPTIONS]
     assert cli.main([*decode, "--distributed", "--json"]) == 0
     assert (within, json.loads(capsys.readouterr().out)["clips"]) == (["", ""], len(GOOD))
+
+
+@pytest.mark.parametrize(("fps", "counts"), [(None, (1, 0)), ("5", (0, 1))])
+def test_a_clip_of_variable_rate_is_counted_as_such_or_as_resampled(fps, counts):
+    about = {"variable_frame_rate": True, "source_fps": "5", "settings": {"fps": fps}}
+    changes = Changes()
+    changes.add([about | {"dropped_frames": 0, "repeated_frames": 0, "enlarged": 1.0}])
+    report = changes.report()
+    assert (report["clips_of_variable_rate"], report["clips_resampled"]) == counts
 
 
 def test_what_is_dropped_resampled_or_enlarged_is_in_the_report_and_in_the_latents(small, tmp_path, capsys):

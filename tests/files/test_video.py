@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import math
 import struct
 from fractions import Fraction
 from pathlib import Path
@@ -225,7 +226,7 @@ def test_a_crop_is_rounded_down_and_cut_out_of_no_smaller_video(clip):
         ("here", 10, "it is the current directory"),
         ("file", 10, "it is a file"),
         ("file/clip.mp4", 10, "there is no directory"),
-        *(("a.mp4", fps, "give a rate above 0") for fps in (0, -3, Fraction(-1, 2), float("nan"))),
+        *(("a.mp4", fps, "give a rate above 0") for fps in (0, -3, Fraction(-1, 2), float("nan"), math.inf)),
     ],
 )
 def test_an_output_that_cannot_be_written_is_named(tmp_path, monkeypatch, name, fps, words):
@@ -332,12 +333,17 @@ def test_a_colon_in_a_name_is_no_protocol(clip, tmp_path, monkeypatch):
 TIMES = [Fraction(n, 100) for n in (0, 10, 12, 20, 50, 60, 61, 70, 90)]
 
 
-def with_sound(path, codec="aac", rate=16000, container="mp4", angle=False):
-    """Nine frames in 0.9 seconds, with a tone of a second; at choice first a picture of another angle."""
+ANGLE = "mpeg4", "yuv420p", av.stream.Disposition(0)
+COVER = "mjpeg", "yuvj420p", av.stream.Disposition.attached_pic
+
+
+def with_sound(path, codec="aac", rate=16000, container="mp4", first=None):
+    """Nine frames in 0.9 seconds, with a tone of a second; at choice first a stream of one other picture."""
     with av.open(str(path), "w", format=container) as out:
-        if angle:
-            other = out.add_stream("mpeg4", rate=10, height=64, width=64, pix_fmt="yuv420p")
-            other.disposition = av.stream.Disposition(0)
+        if first:
+            other_codec, pixels, disposition = first
+            other = out.add_stream(other_codec, rate=10, height=64, width=64, pix_fmt=pixels)
+            other.disposition = disposition
         sound = out.add_stream(codec, rate=rate, layout="mono")
         encode(out, moving_frames(), "libx264" if container == "mp4" else "mpeg2video")
         tone = (np.sin(np.arange(rate) * 2 * np.pi * 440 / rate) * 2**14).astype(np.int16)
@@ -346,8 +352,8 @@ def with_sound(path, codec="aac", rate=16000, container="mp4", angle=False):
             frame.sample_rate, frame.pts = rate, start
             out.mux(sound.encode(frame))
         out.mux(sound.encode(None))
-        if angle:
-            picture = av.VideoFrame(64, 64, "yuv420p")
+        if first:
+            picture = av.VideoFrame(64, 64, pixels)
             picture.pts = 5  # half a second after the sound
             out.mux([*other.encode(picture), *other.encode(None)])
     return path
@@ -410,8 +416,9 @@ def test_sound_that_mp4_knows_is_copied_packet_for_packet_and_ends_with_the_fram
     assert least <= len(packets) / len(wanted) <= most
 
 
-def test_of_two_video_streams_the_best_is_read_counted_and_heard(tmp_path):
-    one, two = with_sound(tmp_path / "one.mp4"), with_sound(tmp_path / "two.mp4", angle=True)
+@pytest.mark.parametrize("first", [ANGLE, COVER], ids=["another angle", "a cover"])
+def test_of_two_video_streams_the_best_is_read_counted_and_heard(tmp_path, first):
+    one, two = with_sound(tmp_path / "one.mp4"), with_sound(tmp_path / "two.mp4", first=first)
     info = video.probe(two)
     assert (info.height, info.width, info.num_frames, info.fps) == (24, 40, 9, 10)
     assert video._count_frames(two) == 9
@@ -464,7 +471,7 @@ def test_what_a_pipeline_returns_is_saved(tmp_path, make, torchax_is_on):
     frames = make()
     if torchax_is_on:
         runtime.enable()
-    save_video(frames, tmp_path / "frames", fps=8)
+    save_video(frames, tmp_path / "frames", fps=np.float32(8))
     pictures = [np.asarray(Image.open(path)) for path in sorted((tmp_path / "frames").iterdir())]
     want = runtime.without_torchax(lambda: FRAMES[0].permute(1, 2, 3, 0).numpy())
     assert np.abs(np.stack(pictures).astype(int) - want).max() <= 1

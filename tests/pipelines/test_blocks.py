@@ -13,9 +13,9 @@ from cogvideox_torchax.pipelines import known
 from cogvideox_torchax.pipelines.layers import AttnProcessor
 from cogvideox_torchax.pipelines.sharding import CONTEXT, TENSOR, choose_parallelism
 from cogvideox_torchax.pipelines.transformer import TransformerStep, step_tensors
-from cogvideox_torchax.plan import report
 from cogvideox_torchax.vae.tolerances import BFLOAT16_RMS_RATIO, relative_error, rms_error
 from tests import small_pipelines
+from tests.reference import compiled_plan
 
 TOLERANCE = 1e-5
 TEXT, FRAMES, HEIGHT, WIDTH = 7, 4, 4, 8
@@ -261,20 +261,15 @@ def tensors():
 
 
 def test_by_tokens_four_exchanges_a_layer_are_all_that_travels(tensors):
-    found = report.report_network(shared("5b", "2x4 context"), tensors)
-    rows = {row.layer: row for row in found.layers}
+    found = compiled_plan(shared("5b", "2x4 context").program, tensors)
     own = -(-(TEXT + FRAMES * HEIGHT * WIDTH // 4) // 4) * 128 * 4
-    for block in (rows[f"model.transformer_blocks.{i}"] for i in range(2)):
-        assert block.collectives == {"all-to-all": {"count": 4, "bytes": 4 * own}}
-        assert (block.spec, block.shards) == ("P('dp', 'tp', None)", 8)
+    exchanged, layers = found.collectives["all-to-all"], 2
+    assert (exchanged.count, exchanged.bytes) == (layers * 4, layers * 4 * own)
     assert "all-reduce" not in found.collectives
 
 
 def test_by_channels_halves_of_guidance_go_over_dp_and_sums_and_a_few_vectors_travel(tensors):
-    found = report.report_network(shared("5b", "2x4 tensor"), tensors)
-    rows = {row.layer: row for row in found.layers}
-    layers = [f"model.transformer_blocks.{i}" for i in range(2)]
-    assert {(rows[name].spec, rows[name].shards) for name in layers} == {("P('dp', None, None)", 2)}
+    found = compiled_plan(shared("5b", "2x4 tensor").program, tensors)
     tokens, channels, blocks = TEXT + FRAMES * HEIGHT * WIDTH // 4, 128, 2
     # Of one of the two videos: after attention and the feed-forward its tokens, six vectors before each.
     summed = blocks * 2 * 4 * (tokens * channels + 6 * channels)
@@ -287,8 +282,8 @@ def test_weights_that_do_not_fit_are_gathered_in_their_layer(tensors):
     model = shared("5b", "2x4 context, weights gathered")
     weight = runtime.array_of(model.transformer_blocks[0].ff.net[0].proj.weight)
     assert weight.sharding.shard_shape(weight.shape) == (128, 128)
-    found = report.report_network(model, tensors)
-    whole = report.report_network(shared("5b", "2x4 context"), tensors)
+    found = compiled_plan(model.program, tensors)
+    whole = compiled_plan(shared("5b", "2x4 context").program, tensors)
     assert found.argument_bytes < 0.5 * whole.argument_bytes
     matrices = sum(p.numel() * 4 for p in stock().transformer_blocks.parameters() if p.ndim == 2)
     assert found.collectives["all-gather"].bytes >= matrices

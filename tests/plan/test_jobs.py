@@ -75,23 +75,13 @@ def test_two_processes_plan_at_once():
 @pytest.mark.slow_cases("2")
 @pytest.mark.usefixtures("in_an_empty_directory")
 def test_a_plan_for_this_machine(capsys, tp):
-    # Five latent rows: shards are told by sizes, and no weight is as large as these are.
     arguments = ("--model", DEMO_MODEL, "--frames", 1, "--height", 40, "--width", 32)
-    layers = ["--layers"] if tp == 2 else []
-    document = plan_of(*arguments, *layers, "--platform", "cpu", "--tp", tp, "--json")
-    said = capsys.readouterr()
-    assert json.loads(said.out) == document
+    document = plan_of(*arguments, "--platform", "cpu", "--tp", tp, "--json")
+    assert json.loads(capsys.readouterr().out) == document
     (program,) = document["programs"]
     assert (document["summary"]["chunks"], document["counts"], program["flops"] > 0) == (1, [1], True)
     assert "floor_s" not in document["summary"], "a CPU has no published peaks"
-    layers = {row["layer"]: row for row in document["layers"]}
-    assert all(row["shards"] in (2, None) for row in layers.values())
-    for words, found in (
-        ("decoder.conv_out", layers),
-        ("\n| decoder.conv_out", said.err),
-        ("collective-permute", program["collectives"]),
-    ):
-        assert (words in found) == (tp == 2)
+    assert ("collective-permute" in program["collectives"]) == (tp == 2)
 
 
 @pytest.mark.filterwarnings("ignore:Explicitly requested dtype:UserWarning")  # diffusers' own, on JAX
@@ -198,7 +188,6 @@ def test_a_hollow_model_has_shapes_and_no_weights():
         (["--platform", "cpu", "--tiling", "30x48"], "multiples of 8"),
         (["--platform", "cpu", "--tiling", "8x8"], "16 at least; 16x16 is near"),
         (["--platform", "cpu", "--tiling", "tiny"], "such as 240x360"),
-        (["--platform", "cpu", "--layers"], "pass --dp or --tp"),
         (["--network", "step", "--save-hlo", "hlo"], "--save-hlo does not go with --network step"),
         (["--network", "prompt", "--backend", "flax"], "--backend does not go with --network prompt"),
         (["--platform", "cpu", "--topology", "v9"], "--topology v9 does not go with --platform cpu"),
@@ -211,7 +200,10 @@ def test_a_hollow_model_has_shapes_and_no_weights():
             ["--platform", "cpu", "--model", str(DEMO_MODEL), "--network", "step"],
             "has no transformer: give a whole pipeline",
         ),
-        (["--platform", "cpu", "--network", "step", "--height", "70"], "both must be multiples of 8"),
+        (
+            ["--platform", "cpu", "--network", "step", "--height", "72"],
+            "16 at least; 64x720 is near",
+        ),
         (["--platform", "cpu", "--network", "step", "--frames", "0"], "at least one is needed"),
         (["--network", "prompt", "--frames", "0"], "--frames does not go with --network prompt"),
         (["--parallel", "context"], "--parallel does not go with --network vae"),

@@ -444,7 +444,8 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         if not isinstance(x, jax.Array | np.ndarray):
             raise ValueError(
                 f"got {type(x).__name__} where the model takes an array of JAX or NumPy: pass "
-                "numpy.asarray(...) of a tensor, channels last, or use FlaxVAEForPipelines"
+                "numpy.asarray(...) of a tensor, channels last, or the mode() of a posterior, or use "
+                "FlaxVAEForPipelines"
             )
         scale = self.config.spatial_compression_ratio
         check_shape(direction, x.shape, NTHWC, vars(self.config), scale)

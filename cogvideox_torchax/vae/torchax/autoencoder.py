@@ -30,7 +30,7 @@ from cogvideox_torchax.vae.axes import NCTHW
 from cogvideox_torchax.vae.chunks import Step, run
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.streaming import ChunkedVAE, frames_of_chunks, joined, one_video_at_a_time
-from cogvideox_torchax.vae.torchax.modules import LAYERS, port_modules
+from cogvideox_torchax.vae.torchax.modules import port_modules
 from cogvideox_torchax.vae.torchax.networks import EncoderChunk, chunk_network, stock_of
 
 OPTIONS = {"revision", "token", "cache_dir", "local_files_only", "force_download", "torch_dtype"}
@@ -320,7 +320,6 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
             axes=NCTHW,
             # The input columns of a latent pixel, 8 or 1, which must be on one device.
             unit=direction.scale(self.spatial_compression_ratio),
-            types=LAYERS,  # reports list the shapes of their activations
         )
         return runtime.Program(network, place)
 

@@ -392,7 +392,7 @@ class CogVideoXDecoder3D(diffusers_vae.CogVideoXDecoder3D):
             hidden, _no_cache = norm(hidden, sample, activation="silu")
             hidden, new_cache["conv_out"] = conv(hidden, conv_cache=out_cache)
         else:
-            # In profiles and reports the fused kernel runs under the name of `conv`. `[:2]` leaves out the
+            # In profiles the fused kernel runs under the name of `conv`. `[:2]` leaves out the
             # moments, as the convolution returns only frames and a cache.
             norm_and_conv = as_layer(
                 conv, lambda hidden: _fused_norm_conv(norm, conv, hidden, sample, out_cache)[:2]
@@ -416,9 +416,6 @@ PORTED: dict[type[nn.Module], type[nn.Module]] = {
 
 PARTS = (nn.Conv2d, GroupNorm, SafeConv3d, CausalConv3d)
 """The types of submodules that the kernel of the layer above them computes too, unless they have hooks."""
-
-LAYERS = tuple(ported for ported in PORTED.values() if ported is not CogVideoXDecoder3D)
-"""The ported classes of single layers and blocks."""
 
 
 def port_modules(root: nn.Module) -> None:

@@ -22,7 +22,6 @@ from cogvideox_torchax.flax import (
     FlaxAutoencoderKLCogVideoXConfig,
     FlaxVAEForPipelines,
 )
-from cogvideox_torchax.plan import report
 from cogvideox_torchax.vae.checkpoint import ModelError
 from cogvideox_torchax.vae.nnx import weights
 from cogvideox_torchax.vae.nnx.config import DOWN_BLOCK, UP_BLOCK
@@ -333,10 +332,6 @@ REFUSED = {
     "gradients": (lambda vae: vae.requires_grad_(), "gradients"),
     "checkpointing": (lambda vae: vae.enable_gradient_checkpointing(), "gradients"),
     "a mesh": (lambda vae: vae.place_on("dp=8"), "make one with make_mesh"),
-    "a report of layers": (
-        lambda vae: report.report(port(copy.deepcopy(vae), mesh=make_mesh(1, 2)), (1, 16, 1, 2, 4)),
-        "a report needs diffusers' model",
-    ),
     "a state with a prefix": (lambda vae: vae.state_dict(prefix="vae."), "takes no options"),
     "a part of a state": (lambda vae: vae.load_state_dict(vae.state_dict(), strict=False), "is strict"),
     "weights that do not fit": (lambda vae: vae.load_state_dict(with_one_cut(vae)), NAME),
