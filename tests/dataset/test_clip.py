@@ -177,9 +177,9 @@ def test_tiles_of_one_clip_are_put_back_before_the_next_and_written_down(small, 
     assert relative_error(latents.tensor, wanted) < FLOAT32_RELATIVE
     decoder = DecodeClip(small.config)
     whole = decoder(latents)
-    out = RuntimeError("RESOURCE_EXHAUSTED: Out of memory")  # once: then in tiles, then whole
-    failing = Mock(wraps=decoder.vae.decode_stream, side_effect=[out, DEFAULT, DEFAULT])
-    monkeypatch.setattr(decoder.vae, "decode_stream", failing)
+    # Out of memory once: then come the tiles, and then the next clip.
+    ends = [RuntimeError("RESOURCE_EXHAUSTED: Out of memory"), DEFAULT, DEFAULT]
+    monkeypatch.setattr(decoder.vae, "decode_stream", Mock(wraps=decoder.vae.decode_stream, side_effect=ends))
     assert not torch.equal(decoder(latents), whole)
     assert torch.equal(decoder(latents), whole)
 
