@@ -52,5 +52,8 @@ def near(draw, document):
 
 def texts(document):
     """Return a strategy of files near a JSON document."""
-    raw = strategies.binary(max_size=20) | strategies.just(DEEP.encode())
-    return near(document).map(lambda broken: json.dumps(broken).encode()) | raw
+    return (
+        near(document).map(lambda broken: json.dumps(broken).encode())
+        | strategies.binary(max_size=20)
+        | strategies.just(DEEP.encode())
+    )

@@ -84,16 +84,14 @@ def mark_cases(config, items):
 
     They are those that `slow_cases("pattern")` names, or that `slow_cases(but=["pattern"])` does not.
     """
-    used = {}
+    uses = Counter()
     for item, mark in itertools.product(items, ("slow", "product")):
         for marker in item.iter_markers(f"{mark}_cases"):
             fits = {p: fnmatchcase(item.callspec.id, p) for p in marker.args or marker.kwargs["but"]}
             if any(fits.values()) == bool(marker.args):
                 item.add_marker(mark)
-            for pattern, fit in fits.items():
-                case = f"{item.location[0]}::{item.originalname}[{pattern}]"
-                used[case] = used.get(case, False) or fit
-    unused = [case for case, fit in used.items() if not fit]
+            uses.update({f"{item.location[0]}::{item.originalname}[{p}]": fit for p, fit in fits.items()})
+    unused = [case for case, count in uses.items() if not count]
     if unused and not any("::" in argument for argument in config.args):
         raise pytest.UsageError(f"a mark names cases that are not there: {', '.join(unused)}")
 

@@ -50,8 +50,7 @@ def text_encoder(seed: int = 0, num_layers: int = 2):
     from transformers import T5Config, T5EncoderModel
 
     torch.manual_seed(seed)
-    config = T5Config(**{**T5, "num_layers": num_layers}, feed_forward_proj="gated-gelu")
-    return T5EncoderModel(config).eval()
+    return T5EncoderModel(T5Config(**{**T5, "num_layers": num_layers}, feed_forward_proj="gated-gelu")).eval()
 
 
 def transformer(version: str, seed: int = 0, **overrides):
@@ -67,8 +66,9 @@ def vae(version: str = "5b"):
 
 def configured(model, version: str):
     """Set a version's config of the latents on the VAE; none of it is a weight."""
-    scaling_factor = 1.15258426 if version == "2b" else 0.7
-    model.register_to_config(scaling_factor=scaling_factor, invert_scale_latents=version == "1.5")
+    model.register_to_config(
+        scaling_factor=1.15258426 if version == "2b" else 0.7, invert_scale_latents=version == "1.5"
+    )
     return model
 
 
@@ -104,8 +104,10 @@ def build(kind: str = "text", version: str = "5b", **components):
 
 def one_layer(kind: str = "text", version: str = "5b", **components):
     """Build a pipeline whose transformer and text encoder have one layer each."""
-    model = transformer(version, num_layers=1, **conditioning(kind, version))
-    parts = {"transformer": model, "text_encoder": text_encoder(num_layers=1)}
+    parts = {
+        "transformer": transformer(version, num_layers=1, **conditioning(kind, version)),
+        "text_encoder": text_encoder(num_layers=1),
+    }
     return build(kind, version, **{**parts, **components})
 
 
@@ -116,7 +118,14 @@ def picture(seed: int = 3) -> Image.Image:
 
 def inputs(kind: str, **overrides) -> dict[str, Any]:
     """Return a call's arguments, small: four steps, and a generator of its own."""
-    given: dict[str, Any] = {
+    clip = [picture(i) for i in range(FRAMES)]
+    given: dict[str, dict[str, Any]] = {
+        "text": {"num_frames": FRAMES},
+        "image": {"num_frames": FRAMES, "image": picture()},
+        "video": {"video": clip},
+        "control": {"control_video": clip},
+    }
+    return {
         "prompt": "a panda plays a guitar",
         "height": HEIGHT,
         "width": WIDTH,
@@ -124,14 +133,9 @@ def inputs(kind: str, **overrides) -> dict[str, Any]:
         "generator": torch.Generator().manual_seed(0),
         "max_sequence_length": 16,
         "output_type": "pt",
+        **given[kind],
+        **overrides,
     }
-    if kind in ("text", "image"):
-        given["num_frames"] = FRAMES
-    if kind == "image":
-        given["image"] = picture()
-    if kind in ("video", "control"):
-        given["video" if kind == "video" else "control_video"] = [picture(i) for i in range(FRAMES)]
-    return {**given, **overrides}
 
 
 def save_lora(pipe, path):

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 import jax_kernels
 from cogvideox_torchax import port
@@ -68,6 +67,12 @@ KERNELS_TAKE = {"jax", "jaxtyping", "numpy", *PACKAGES, *sys.stdlib_module_names
 """Packages that a kernel may import; of the two packages, subject to the levels."""
 
 
+HOMES = {
+    name: importlib.import_module(name)._HOMES for name in ("cogvideox_torchax", "cogvideox_torchax.flax")
+}
+"""The modules of the names that a package imports lazily."""
+
+
 def sources() -> dict[str, str]:
     """Return the text of every module, by its dotted name."""
     found = {}
@@ -114,19 +119,9 @@ def imported(node: ast.AST, modules: dict[str, str]) -> Iterator[tuple[str, str]
     if isinstance(node, ast.ImportFrom):
         for alias in node.names:
             assert node.module is not None, "imports are absolute"
-            home = public_homes(node.module).get(alias.name, node.module)
+            home = HOMES.get(node.module, {}).get(alias.name, node.module)
             inner = f"{node.module}.{alias.name}"
             yield (inner if inner in modules else home, alias.name)
-
-
-def public_homes(module: str) -> dict[str, str]:
-    """Return the modules of the names that a package imports lazily."""
-    is_lazy = module in ("cogvideox_torchax", "cogvideox_torchax.flax")
-    return importlib.import_module(module)._HOMES if is_lazy else {}
-
-
-def is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__")
 
 
 def complaints(modules: dict[str, str]) -> list[str]:
@@ -173,7 +168,7 @@ def _complaints_of_arrow(module: str, part: str, source: str, name: str) -> Iter
     between_kernels = level_of(part_of(source)) == level_of(part) == -1
     if level_of(part_of(source)) >= level_of(part) and not between_kernels:
         yield f"{module}: {part} imports {source}, of a level that is not above its own"
-    if any(is_private(part) for part in (*source.split("."), name)):
+    if any(re.match("_(?!_)", part) for part in (*source.split("."), name)):
         yield f"{module}: {source}.{name} is private"
 
 
@@ -278,8 +273,8 @@ def test_ported_modules_know_two_functions_of_a_bridge(module):
     _, found = parsed(modules[f"cogvideox_torchax.{module}"])
     taken = {name for node in found for source, name in imported(node, modules) if "runtime" in source}
     of_tensors = SEAM | {"as_layer", "by_kernel", "is_watched"}  # of runtime/layers, which asks the seam
-    table = {"runtime", ""}  # `pipelines.layers` moves a table to JAX: `runtime.to_jax`
-    assert taken <= of_tensors | (table if module == "pipelines.layers" else set())
+    # `pipelines.layers` moves a table to JAX: `runtime.to_jax`.
+    assert taken <= of_tensors | ({"runtime", ""} if module == "pipelines.layers" else set())
     assert taken >= SEAM
 
 
@@ -303,16 +298,14 @@ class Reached(Exception):
 
 def drawn(heading):
     """Return the (file, function) pairs of the drawing under a heading of the page."""
-    page = (ROOT / "docs/architecture.md").read_text()
-    section = page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    section = (ROOT / "docs/architecture.md").read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
     return [(file, name) for name, file in re.findall(r"^ {4}(\w+) +([\w/]+)", section, re.MULTILINE)]
 
 
 def decode(monkeypatch):
     monkeypatch.setattr(jax_kernels, "norm_conv3d", reach)
     vae = reference.on_jax(port(reference.small_vae(**reference.TWO_SHALLOW_LEVELS)))
-    with torch.no_grad():
-        vae.decode(reference.latents(3).to("jax"))
+    vae.decode(reference.latents(3).to("jax"))
 
 
 def denoise(monkeypatch):

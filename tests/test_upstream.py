@@ -77,17 +77,15 @@ def test_models_and_pipelines_are_made_by_one_class_method(kind, name):
 
 @pytest.mark.parametrize("kind", PIPELINES)
 def test_a_pipeline_asks_one_method_for_its_rotary_tables(kind):
-    module = inspect.getsource(kind.__call__)
     asks = f"self.{upstream.ROTARY_TABLES}(height, width, "
-    assert asks in module, f"{kind.__name__} makes its tables elsewhere now"
+    assert asks in inspect.getsource(kind.__call__), f"{kind.__name__} makes its tables elsewhere now"
 
 
 def test_jax_says_how_long_it_traces_lowers_and_compiles():
     watch = CompileClock()
     jax.jit(lambda x: x * 5 + 3)(2.0)
     heard = {event for event, *_ in watch.spans}
-    wanted = {*upstream.TRACING_EVENTS, *upstream.COMPILING_EVENTS}
-    assert wanted <= heard, f"jax.monitoring has other names now: {sorted(heard)}"
+    assert heard >= {*upstream.TRACING_EVENTS, *upstream.COMPILING_EVENTS}, "jax.monitoring has other names"
 
 
 TAKEN_AWAY = {

@@ -17,28 +17,24 @@ BAD = ["no_video.mp4", "sub/truncated.mp4"]
 OPTIONS = ("--backend", "torch", "--quiet")
 
 
-def write_clip(path, shift=0, frames=9, height=16, width=24):
+def write_clip(path, shift=0, frames=9, height=16, width=24, rate=10):
     path.parent.mkdir(parents=True, exist_ok=True)
     pixels = moving_frames(frames, height, width).int() + shift
-    write(path, pixels.remainder(256).to(torch.uint8))
+    write(path, pixels.remainder(256).to(torch.uint8), rate)
     return path
-
-
-def write_clips(directory):
-    for number, name in enumerate(GOOD):
-        write_clip(directory / name, shift=9 * number)
-    (directory / "a.txt").write_text("A ball — é.\n")
-    (directory / "frame_00000.png").touch()  # a picture is no clip
-    (directory / BAD[0]).write_bytes(b"x" * 99)
-    whole = write_clip(directory / BAD[1]).read_bytes()
-    (directory / BAD[1]).write_bytes(whole[: len(whole) // 2])
 
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory):
     """Return the clips' and the model's directories, and the latents of each good clip."""
     root = tmp_path_factory.mktemp("clips")
-    write_clips(root / "in")
+    for number, name in enumerate(GOOD):
+        clip = write_clip(root / "in" / name, shift=9 * number)
+        clip.with_suffix(".txt").write_text(f"{name} — é\n")
+    (root / "in/frame_00000.png").touch()  # a picture is no clip
+    (root / "in" / BAD[0]).write_bytes(b"x" * 99)
+    whole = write_clip(root / "in" / BAD[1]).read_bytes()
+    (root / "in" / BAD[1]).write_bytes(whole[: len(whole) // 2])
     reference.small_vae(**reference.SHALLOW).save_pretrained(root / "vae")
     config = ClipConfig(str(root / "vae"), backend="torch")
     unit = EncodeClip(config)
@@ -59,8 +55,8 @@ def tree(directory: Path) -> dict[str, bytes]:
 
 
 def command(small, output, *more, clips=None):
-    given = ("encode", str(clips or small.clips), "-o", str(output), "--model", small.model)
-    return [*given, *OPTIONS, *map(str, more)]
+    given = (clips or small.clips, "-o", output, "--model", small.model, *OPTIONS, *more)
+    return ["encode", *map(str, given)]
 
 
 def encode(small, output, *more, clips=None):

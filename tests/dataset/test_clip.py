@@ -7,6 +7,7 @@ from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from time import sleep
+from unittest.mock import DEFAULT, Mock
 
 import av
 import pytest
@@ -39,9 +40,11 @@ def test_bytes_of_a_file_are_the_file_and_what_is_about_it_says_where_it_comes_f
     data = (small.clips / "a.mp4").read_bytes()
     given = small.unit(Clip("a.mp4", data, caption="A ball."))
     assert torch.equal(given.tensor, small.wanted["a.mp4"].tensor)
-    about = {"source_sha256": hashlib.sha256(data).hexdigest(), "height": 16, "width": 24}
-    about |= {"source_frames": 9, "source_fps": "10", "variable_frame_rate": False, "dropped_frames": 0}
-    about |= {"repeated_frames": 0, "enlarged": 1.0, "first_frame": 0, "tiles": None}
+    about = {
+        **{"source_sha256": hashlib.sha256(data).hexdigest(), "height": 16, "width": 24, "tiles": None},
+        **{"source_frames": 9, "source_fps": "10", "variable_frame_rate": False, "dropped_frames": 0},
+        **{"repeated_frames": 0, "enlarged": 1.0, "first_frame": 0},
+    }
     assert small.wanted["a.mp4"].about == small.wanted["a.mp4"].about | about
     assert given.about == small.wanted["a.mp4"].about | {"caption": "A ball."}
     assert (given.num_frames, given.fps) == (9, 10)
@@ -190,15 +193,11 @@ def test_tiles_of_one_clip_are_put_back_before_the_next_and_written_down(small, 
     with reference.tiled(unit.vae, tile_sample_min_height=8, tile_sample_min_width=12):
         wanted = unit.vae.encode(read_all(small.clips / "a.mp4") / 127.5 - 1).latent_dist.mode()
     assert relative_error(latents.tensor, wanted) < FLOAT32_RELATIVE
-    decoder, out = DecodeClip(small.config), RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
-    real = decoder.vae.decode_stream
-
-    def once(*args, **options):
-        monkeypatch.setattr(decoder.vae, "decode_stream", real)
-        raise out
-
+    decoder = DecodeClip(small.config)
     whole = decoder(latents)
-    monkeypatch.setattr(decoder.vae, "decode_stream", once)
+    # Out of memory once: then come the tiles, and then the next clip.
+    ends = [RuntimeError("RESOURCE_EXHAUSTED: Out of memory"), DEFAULT, DEFAULT]
+    monkeypatch.setattr(decoder.vae, "decode_stream", Mock(wraps=decoder.vae.decode_stream, side_effect=ends))
     assert not torch.equal(decoder(latents), whole)
     assert torch.equal(decoder(latents), whole)
 

@@ -45,8 +45,9 @@ for given in sys.argv[1:]:  # each in a process of its own, which need not impor
 
 @pytest.mark.parametrize("way", WAYS)
 def test_what_a_killed_run_left_is_whole_and_the_next_completes_it_bit_for_bit(small, encoded, tmp_path, way):
-    places = {"clips": small.clips, "model": small.model, "latents": encoded / "latents"}
-    command = [word.format(**places) for word in WAYS[way]]
+    command = [
+        word.format(clips=small.clips, model=small.model, latents=encoded / "latents") for word in WAYS[way]
+    ]
     code = cli.main([*command, "-o", str(tmp_path / "whole")])
     wanted = tree(tmp_path / "whole")
     outputs = [tmp_path / str(moment) / "out" for moment in MOMENTS]

@@ -15,26 +15,22 @@ from tests.processes import run_python
 
 
 def test_reading_and_writing_overlap_with_computing():
-    kept, third_is_read, second_is_computed = [], threading.Event(), threading.Event()
+    kept, is_read, is_computed = [], *([threading.Event() for _ in range(5)] for _ in range(2))
 
     def read(job):
-        if job == 2:
-            third_is_read.set()
+        is_read[job].set()
         return job
 
     def compute(job):
-        if job == 0:
-            assert third_is_read.wait(30)  # while the first is computed
-        if job == 1:
-            second_is_computed.set()
+        assert job > 0 or is_read[2].wait(30), "the third is read while the first is computed"
+        is_computed[job].set()
         return job
 
     def keep(job, _):
-        if job == 0:
-            assert second_is_computed.wait(30)  # while the first is written
+        assert job > 0 or is_computed[1].wait(30), "the second is computed while the first is written"
         kept.append(job)
 
-    steps = list(loop.work(range(5), read, compute, keep, lambda *_: None, readers=2))
+    steps = loop.work(range(5), read, compute, keep, lambda *_: None, readers=2)
     assert [step.job for step in steps] == kept == list(range(5))
 
 
@@ -142,8 +138,10 @@ def test_an_actor_refuses_a_clip_that_cannot_be_read_and_ends_where_the_output_c
 ):
     from cogvideox_torchax.dataset import ray as engine
 
-    clip = {"id": "a.mp4", "source": str(small.clips / "a.mp4")}
-    row = {"clip": json.dumps(clip), "path": str(tmp_path / "a.safetensors")}
+    row = {
+        "clip": json.dumps({"id": "a.mp4", "source": str(small.clips / "a.mp4")}),
+        "path": str(tmp_path / "a.safetensors"),
+    }
     actor = engine.ClipActor(small.config)
     with monkeypatch.context() as patch:
         patch.setattr(

@@ -40,8 +40,9 @@ class Block:
     @property
     def commands(self) -> list[list[str]]:
         """The command lines of a shell block, without comments, settings of variables, redirections."""
-        joined = self.text.replace("\\\n", " ")
-        lines = [line for line in joined.splitlines() if not re.match(r"\w+=\$\(", line)]
+        lines = [
+            line for line in self.text.replace("\\\n", " ").splitlines() if not re.match(r"\w+=\$\(", line)
+        ]
         words = [shlex.split(line, comments=True) for line in lines]
         words = [line[: line.index(">")] if ">" in line else line for line in words]
         bare = [[word for i, word in enumerate(line) if i or "=" not in word] for line in words]

@@ -37,8 +37,8 @@ def write(path, frames, rate=10, source=None):
 
 def encode(container, frames, codec="libx264", rate=10, times=None, **options):
     """Encode frames into an open container by PyAV alone, at times of their own in milliseconds if given."""
-    options |= {"mbtree": "0"} if codec == "libx264" else {}  # with which equal frames give equal packets
-    stream = container.add_stream(codec, rate=rate, options=options)
+    equal = {"mbtree": "0"} if codec == "libx264" else {}  # with which equal frames give equal packets
+    stream = container.add_stream(codec, rate=rate, options=options | equal)
     stream.height, stream.width, stream.pix_fmt = *frames.shape[3:], "yuv420p"
     stream.disposition = av.stream.Disposition.default
     if times:
@@ -211,9 +211,8 @@ def test_a_crop_is_rounded_down_and_cut_out_of_no_smaller_video(clip):
     assert video.framing(info, multiple=16, height=None, width=None, crop=True) == video.Framing(16, 32, True)
     with pytest.raises(video.VideoError, match="cannot crop 24 x 40 pixels to 48 x 32"):
         video.framing(info, multiple=16, height=48, width=None, crop=True)
-    narrow = dataclasses.replace(info, width=6)
     with pytest.raises(video.VideoError, match="multiples of 8; pass --height 24 --width 8 to resize"):
-        video.framing(narrow, multiple=8, height=None, width=None, crop=False)
+        video.framing(dataclasses.replace(info, width=6), multiple=8, height=None, width=None, crop=False)
 
 
 @pytest.mark.parametrize(
@@ -230,10 +229,9 @@ def test_a_crop_is_rounded_down_and_cut_out_of_no_smaller_video(clip):
     ],
 )
 def test_an_output_that_cannot_be_written_is_named(tmp_path, monkeypatch, name, fps, words):
-    (tmp_path / "taken.mp4").mkdir()
-    (tmp_path / "full").mkdir()
+    for directory in ("taken.mp4", "full", "here"):
+        (tmp_path / directory).mkdir()
     (tmp_path / "full/x").touch()
-    (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     (tmp_path / "file").touch()
     with pytest.raises(OutputError, match=words), video.writing(tmp_path / name, fps):
@@ -316,8 +314,7 @@ def test_one_side_alone_keeps_the_shape_that_is_shown_of_pixels_that_are_not_squ
         (info, None, 112, video.Framing(48, 112)),
         (info, 16, None, video.Framing(16, 40, crop=True)),
     ):
-        options = {"height": height, "width": width, "crop": framing.crop}
-        assert video.framing(shown, multiple=8, **options) == framing
+        assert framing == video.framing(shown, multiple=8, height=height, width=width, crop=framing.crop)
 
 
 def test_a_colon_in_a_name_is_no_protocol(clip, tmp_path, monkeypatch):
@@ -325,8 +322,7 @@ def test_a_colon_in_a_name_is_no_protocol(clip, tmp_path, monkeypatch):
     with_sound(tmp_path / "12:31:05.mp4")
     monkeypatch.chdir(tmp_path)
     assert read_all("12:30:05.mp4").shape == (1, 3, 9, 24, 40)
-    sound = video.SourceTiming(sound=Path("12:31:05.mp4"), seconds=Fraction(1))
-    write("out.mp4", moving_frames(), source=sound)
+    write("out.mp4", moving_frames(), source=video.SourceTiming((), Path("12:31:05.mp4"), Fraction(1)))
     assert video.probe("out.mp4").sound == "aac"
 
 
@@ -362,8 +358,7 @@ def with_sound(path, codec="aac", rate=16000, container="mp4", first=None):
 def heard(path):
     with av.open(str(path)) as container:
         stream = container.streams.audio[0]
-        packets = [bytes(packet) for packet in container.demux(stream) if packet.size]
-        return stream.codec_context.name, packets
+        return stream.codec_context.name, [bytes(each) for each in container.demux(stream) if each.size]
 
 
 NTSC = [Fraction(1001 * n, 30000) for n in (0, 1, 2, 3, 4, 6)]
@@ -504,12 +499,13 @@ def test_anything_else_is_refused_by_name(tmp_path, make, words):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_path_is_a_name():
-    with pytest.raises(VideoError, match="got path=None: give the name of an .mp4 or .gif file"):
-        save_video(returned("np"), None, fps=8)
-
-
-@pytest.mark.parametrize("fps", ["8", None])
-def test_a_rate_is_a_number(tmp_path, fps):
-    with pytest.raises(VideoError, match="give the number of frames a second"):
-        save_video(returned("np"), tmp_path / "a.mp4", fps=fps)
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"path": None}, "got path=None: give the name of an .mp4 or .gif file"),
+        *(({"fps": fps}, "give the number of frames a second") for fps in ("8", None)),
+    ],
+)
+def test_a_path_is_a_name_and_a_rate_a_number(tmp_path, options, words):
+    with pytest.raises(VideoError, match=words):
+        save_video(returned("np"), **{"path": tmp_path / "a.mp4", "fps": 8, **options})

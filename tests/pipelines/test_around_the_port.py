@@ -14,12 +14,10 @@ from cogvideox_torchax.flax import FlaxVAEForPipelines
 from cogvideox_torchax.pipelines.port import PortedPipeline
 from cogvideox_torchax.vae.tolerances import relative_error
 from tests import small_pipelines
-from tests.pipelines.test_pipeline import latents
+from tests.pipelines.test_pipeline import TOLERANCE, latents
 from tests.processes import printed_by
 from tests.small_pipelines import one_layer as build
 
-TOLERANCE = 1e-4
-"""Relative error of the latents after two steps, in float32."""
 NAMES = {
     "scheduler": ("diffusers", "CogVideoXDDIMScheduler"),
     "text_encoder": ("transformers", "T5EncoderModel"),
@@ -151,8 +149,7 @@ def test_saved_files_have_their_variants_name_and_may_be_read_by_whom_the_umask_
         "native/diffusion_pytorch_model.safetensors",
         *("text_encoder/model.fp16.safetensors", f"transformer/{network}", f"vae/{network}"),
     ]
-    modes = {path.stat().st_mode for path in (tmp_path / "saved").rglob("*.*")}
-    assert modes == {(tmp_path / "ordinary").stat().st_mode}
+    assert len({path.stat().st_mode for path in tmp_path.rglob("*") if path.is_file()}) == 1
 
 
 def test_a_pipeline_goes_to_the_host_and_back(ported, want):
@@ -162,8 +159,6 @@ def test_a_pipeline_goes_to_the_host_and_back(ported, want):
         assert runtime.on_jax(ported.transformer.proj_out.weight) == (device != "cpu")
         assert ties.shared.weight is ties.encoder.embed_tokens.weight
         assert relative_error(latents(ported), want) < TOLERANCE
-    port(ported.to("cpu"))
-    assert runtime.on_jax(ported.vae.decoder.conv_in.conv.weight)
 
 
 def test_weights_on_the_host_share_no_memory_with_jax(stock):
@@ -185,8 +180,9 @@ def test_prompts_encoded_by_themselves_give_the_same_video_and_leave_torchax_off
     """A pipeline without VAE and transformer, then one without encoder, as in diffusers' documents."""
     given = {"max_sequence_length": 16, "do_classifier_free_guidance": False}
     with mode():
-        encoder = port(build(vae=None, transformer=None))
-        prompt_embeds, _ = encoder.encode_prompt("a panda plays a guitar", **given)
+        prompt_embeds, _ = port(build(vae=None, transformer=None)).encode_prompt(
+            "a panda plays a guitar", **given
+        )
         pipe = port(build(text_encoder=None, tokenizer=None))
         assert not runtime.is_enabled()
         for made in (pipe, type(pipe).from_pipe(pipe), pipe.to("jax")):

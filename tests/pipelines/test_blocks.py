@@ -13,6 +13,7 @@ from cogvideox_torchax.pipelines import known
 from cogvideox_torchax.pipelines.layers import AttnProcessor
 from cogvideox_torchax.pipelines.sharding import CONTEXT, TENSOR, choose_parallelism
 from cogvideox_torchax.pipelines.transformer import TransformerStep, step_tensors
+from cogvideox_torchax.plan import hlo
 from cogvideox_torchax.vae.tolerances import BFLOAT16_RMS_RATIO, relative_error, rms_error
 from tests import small_pipelines
 from tests.reference import compiled_plan
@@ -119,7 +120,7 @@ def test_sixteen_bits_are_as_close_as_pytorchs_own(split):
 
 @pytest.mark.parametrize("fused_before", [True, False])
 @pytest.mark.parametrize("split", ["one device", "2x4 context", "2x4 tensor"])
-@pytest.mark.slow_cases("2x4*-True")
+@pytest.mark.slow_cases(but=["one device-True", "2x4 tensor-False"])
 def test_fused_projections_change_nothing(split, fused_before):
     model = ported(split=split, fused=fused_before)
     if not fused_before:
@@ -136,8 +137,7 @@ def test_what_was_fused_and_is_no_more_runs_on_its_own_weights():
         model.fuse_qkv_projections()
         model.unfuse_qkv_projections()
         assert "Fused" not in type(model.transformer_blocks[0].attn1.processor).__name__
-        with torch.no_grad():
-            model.transformer_blocks[0].attn1.to_q.weight.mul_(2.0)
+        model.transformer_blocks[0].attn1.to_q.weight.mul_(2.0)
 
     changed, model = stock(), ported()
     runtime.without_torchax(change, changed)
@@ -200,29 +200,24 @@ def test_a_loras_scale_counts_in_pytorch_too(scale):
 
 
 def test_a_processor_that_writes_to_itself_is_compiled_once():
-    class Counting(CogVideoXAttnProcessor2_0):
-        count = 0
-
+    class Recording(CogVideoXAttnProcessor2_0):
         def __init__(self):
             self.seen = {"all": [types.SimpleNamespace(last=None)]}
 
         def __call__(self, attn, hidden_states, encoder_hidden_states, **options):
-            self.count += 1
             self.seen["all"][0].last = hidden_states
             self.seen["all"].append(hidden_states)
             return super().__call__(attn, hidden_states, encoder_hidden_states, **options)
 
-    processor, model = Counting(), ported("2b")
+    processor, model = Recording(), ported("2b")
     model.set_attn_processor(processor)
     for _ in range(2):
         assert relative_error(step(model), reference("2b")) < TOLERANCE
     assert model.program.compilations == 1
-    assert processor.count == 0
     assert processor.seen == {"all": [types.SimpleNamespace(last=None)]}
 
 
-@pytest.mark.parametrize("joined", [True, False])
-@pytest.mark.parametrize("positions", [-2, 2])
+@pytest.mark.parametrize(("joined", "positions"), [(True, -2), (False, 2)])
 def test_rotary_tables_of_another_size_are_refused(joined, positions):
     model, patches = ported(), FRAMES * HEIGHT * WIDTH // 4
     if not joined:
@@ -263,8 +258,9 @@ def tensors():
 def test_by_tokens_four_exchanges_a_layer_are_all_that_travels(tensors):
     found = compiled_plan(shared("5b", "2x4 context").program, tensors)
     own = -(-(TEXT + FRAMES * HEIGHT * WIDTH // 4) // 4) * 128 * 4
-    exchanged, layers = found.collectives["all-to-all"], 2
-    assert (exchanged.count, exchanged.bytes) == (layers * 4, layers * 4 * own)
+    in_blocks = [each for each in hlo.instructions(found.text) if "transformer_blocks" in each.scope]
+    ((kind, exchanged),) = hlo.collectives(in_blocks).items()
+    assert (kind, exchanged.count, exchanged.bytes) == ("all-to-all", 2 * 4, 2 * 4 * own)  # of two blocks
     assert "all-reduce" not in found.collectives
 
 
@@ -308,7 +304,8 @@ def test_a_split_that_cannot_be_is_refused():
     model = ported()
     with pytest.raises(ValueError, match=r"parallel='rows': it takes 'context', 'tensor' or None"):
         model.place_on(make_mesh(2, 4), "rows")
-    words = r"tp=4: it does not divide the 30 heads; choose tp among \[1, 2, 3, 5"
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(
+        ValueError, match=r"tp=4: it does not divide the 30 heads; choose tp among \[1, 2, 3, 5"
+    ):
         choose_parallelism(make_mesh(2, 4), heads=30, weight_bytes=0, memory=None, requested=CONTEXT)
     assert model.mesh is None

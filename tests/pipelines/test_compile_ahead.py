@@ -2,13 +2,13 @@
 
 import threading
 import time
+from unittest.mock import Mock
 
 import jax.monitoring
 import pytest
 import torch
 
 from cogvideox_torchax import make_mesh, port
-from cogvideox_torchax.runtime.places import ArrayProgram
 from cogvideox_torchax.vae.directions import DECODE
 from tests import small_pipelines
 
@@ -31,13 +31,10 @@ def compilers():
     ("kind", "version", "mesh"), [("text", "5b", None), ("text", "5b", (2, 4)), ("image", "1.5", None)]
 )
 def test_the_decoder_is_compiled_in_threads_and_only_once(compilers, kind, version, mesh):
-    pipe = small_pipelines.one_layer(kind, version)
-    port(pipe, mesh=make_mesh(*mesh) if mesh else None)
+    pipe = port(small_pipelines.one_layer(kind, version), mesh=make_mesh(*mesh) if mesh else None)
     inputs = small_pipelines.inputs(kind, num_frames=9, num_inference_steps=1)
 
-    frames = pipe(**inputs).frames
-
-    assert frames.shape[1] == 9
+    assert pipe(**inputs).frames.shape[1] == 9
     assert len(compilers) == 2  # the first chunk, and the later ones
     assert threading.current_thread() not in compilers
     pipe(**inputs)
@@ -45,18 +42,13 @@ def test_the_decoder_is_compiled_in_threads_and_only_once(compilers, kind, versi
 
 
 def test_a_decode_waits_for_the_thread(monkeypatch, compilers):
-    pipe = port(small_pipelines.one_layer())
-    lower = ArrayProgram.lower
+    pipe, compile_lowered = port(small_pipelines.one_layer()), jax.stages.Lowered.compile
 
-    class Slow:
-        def __init__(self, *arguments):
-            self._lowered = lower(*arguments)
+    def slowly(lowered):
+        time.sleep(1)
+        return compile_lowered(lowered)
 
-        def compile(self):
-            time.sleep(1)
-            return self._lowered.compile()
-
-    monkeypatch.setattr(ArrayProgram, "lower", lambda *arguments: Slow(*arguments))
+    monkeypatch.setattr(jax.stages.Lowered, "compile", slowly)
     z = torch.zeros(1, pipe.vae.config.latent_channels, 5, 2, 4)
     pipe.vae.compile_ahead(DECODE, z.shape)
     assert len(list(pipe.vae.decode_stream(z))) == 2
@@ -64,8 +56,12 @@ def test_a_decode_waits_for_the_thread(monkeypatch, compilers):
     assert threading.current_thread() not in compilers
 
 
-def test_latents_need_no_decoder(compilers):
-    pipe = port(small_pipelines.one_layer())
+@pytest.fixture(scope="module")
+def pipe():
+    return port(small_pipelines.one_layer())
+
+
+def test_latents_need_no_decoder(pipe, compilers):
     pipe(**small_pipelines.inputs("text", num_inference_steps=1, output_type="latent"))
     assert not compilers
 
@@ -73,21 +69,13 @@ def test_latents_need_no_decoder(compilers):
 @pytest.mark.parametrize(
     "wrong", [{"height": 9}, {"prompt": None}, {"num_frames": "5"}, {"no_such_option": 1}, {"image": "none"}]
 )
-def test_a_refused_call_compiles_nothing(compilers, wrong):
-    pipe = port(small_pipelines.one_layer())
+def test_a_refused_call_compiles_nothing(pipe, compilers, wrong):
     with pytest.raises((TypeError, ValueError)):
         pipe(**small_pipelines.inputs("text", **wrong))
     assert not compilers
 
 
-def test_a_thread_that_fails_leaves_the_error_to_the_call(monkeypatch, compilers):
-    pipe = port(small_pipelines.one_layer())
-
-    class Failing:
-        def compile(self):
-            raise RuntimeError("no memory")
-
-    monkeypatch.setattr(ArrayProgram, "lower", lambda *_: Failing())
-    frames = pipe(**small_pipelines.inputs("text", num_inference_steps=1)).frames
-    assert torch.isfinite(frames).all()
+def test_a_thread_that_fails_leaves_the_error_to_the_call(pipe, monkeypatch, compilers):
+    monkeypatch.setattr(jax.stages.Lowered, "compile", Mock(side_effect=RuntimeError("no memory")))
+    assert torch.isfinite(pipe(**small_pipelines.inputs("text", num_inference_steps=1)).frames).all()
     assert {*compilers} == {threading.current_thread()}

@@ -120,8 +120,7 @@ def test_weights_that_do_not_fit_their_config_are_named(directory, tmp_path, cha
     path = shutil.copytree(directory, tmp_path / "broken") / "transformer"
     index = json.loads((path / "diffusion_pytorch_model.safetensors.index.json").read_text())
     file = path / index["weight_map"][NAME]
-    tensors = {**load_file(file), **changes}
-    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, file)
+    save_file({name: each for name, each in (load_file(file) | changes).items() if each is not None}, file)
     with pytest.raises(ValueError, match=words):
         load_pipeline(path.parent, torch_dtype=torch.float32)
 

@@ -23,7 +23,7 @@ from diffusers.models.autoencoders.vae import DecoderOutput
 from cogvideox_torchax import make_mesh, port, runtime
 from cogvideox_torchax.pipelines import known, layers
 from cogvideox_torchax.pipelines.scheduler import NonFiniteError, port_scheduler
-from cogvideox_torchax.pipelines.transformer import TransformerStep, step_tensors
+from cogvideox_torchax.pipelines.transformer import step_tensors
 from cogvideox_torchax.vae.tolerances import relative_error
 from examples.small_pipeline import SENTENCES
 from tests import small_pipelines
@@ -105,7 +105,7 @@ CASES = {
     "image to video, 5b, 2x4": ("image", "5b", "2x4", GUIDED),
     "image to video, 5b, 1x8": ("image", "5b", "1x8", UNGUIDED),
     "image to video, 5b-I2V": ("image", "5b-I2V", "one device", BOTH),
-    "image to video, 1.5": ("image", "1.5", "one device", BOTH),
+    "image to video, 1.5": ("image", "1.5", "one device", GUIDED),
     "image to video, 1.5, 2x4": ("image", "1.5", "2x4", GUIDED),
     "video to video": ("video", "5b", "one device", BOTH),
     "video to video, 2x4": ("video", "5b", "2x4", GUIDED),
@@ -117,13 +117,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("kind", "version", "placement", "guidance_scales"), CASES.values(), ids=CASES)
-@pytest.mark.slow_cases(
-    but=[
-        "text to video, 5b",
-        "text to video, 5b, 1x8",
-        "image to video, 1.5",
-    ]
-)
+@pytest.mark.slow_cases(but=["text to video, 5b", "image to video, 1.5"])
 @pytest.mark.product_cases("video*, *x*", "control, *", "image to video, 5b, 1x8", "text to video, 1.5, *")
 def test_the_frames_are_those_of_stock_diffusers(kind, version, placement, guidance_scales):
     stock, ported = pipeline(kind, version), pipeline(kind, version, placement)
@@ -143,10 +137,10 @@ def ported():
     return pipeline(placement="one device")
 
 
-def test_ten_steps_and_a_second_prompt_of_the_same_shape_compile_nothing_more():
+def test_two_steps_compile_all_that_more_steps_and_another_prompt_run():
     model, encoder = small_pipelines.transformer("5b", num_layers=1), small_pipelines.text_encoder()
     pipe = pipeline(placement="one device", transformer=model, text_encoder=encoder)
-    frames(pipe, num_inference_steps=10)
+    frames(pipe, num_inference_steps=2)
     with compilations() as counted:
         frames(pipe, prompt="the sea is calm", num_inference_steps=10)
     assert (counted, model.program.compilations, encoder.program.compilations) == ([], 1, 1)
@@ -191,10 +185,8 @@ def test_the_calls_own_options_work(ported, stock, options):
     assert largest_error(result(ported), result(stock)) < TOLERANCE
 
 
-@pytest.mark.parametrize("changes", ["latents", "guidance", "weights"])
-def test_a_callback_sees_every_step_what_it_changes_counts_and_what_it_keeps_stays(
-    ported, stock, changes, monkeypatch
-):
+@pytest.mark.parametrize("changes", ["latents", "guidance"])
+def test_a_callback_sees_every_step_what_it_changes_counts_and_what_it_keeps_stays(ported, stock, changes):
     def run(pipe, given):
         seen, kept = [], []
 
@@ -203,36 +195,25 @@ def test_a_callback_sees_every_step_what_it_changes_counts_and_what_it_keeps_sta
             kept.append(kwargs["latents"])
             if step == 1 and changes == "guidance":
                 pipe._guidance_scale = 1.0
-            if step == 1 and changes == "weights":
-                layer = pipe.transformer.proj_out
-                monkeypatch.setitem(layer._parameters, "weight", torch.nn.Parameter(layer.weight * 0.5))
             return {"latents": kwargs["latents"] * 0.5} if step == 1 and changes == "latents" else {}
 
-        tensors = {"callback_on_step_end_tensor_inputs": ["latents", "prompt_embeds"]}
-        made = frames(pipe, callback_on_step_end=callback, latents=given, **tensors)
+        made = frames(
+            pipe,
+            latents=given,
+            callback_on_step_end=callback,
+            callback_on_step_end_tensor_inputs=["latents", "prompt_embeds"],
+        )
         return made, torch.stack([runtime.to_torch(latents) for latents in kept]), seen
 
     latents = torch.full((1, 3, 16, 4, 8), 0.5)
     on_jax = runtime.to_jax(latents)
     (want, stock_kept, stock_steps), (got, kept, steps) = run(stock, latents), run(ported, on_jax)
-    monkeypatch.undo()
     assert steps == stock_steps
     assert len(steps) == 4
     assert relative_error(got, want) < TOLERANCE
     assert relative_error(kept, stock_kept) < TOLERANCE
     assert torch.equal(runtime.to_torch(on_jax), latents)
     assert relative_error(got, frames(stock, latents=latents)) > TOLERANCE
-
-
-def test_a_hook_on_the_transformer_gets_tensors_and_may_keep_what_it_sees(ported):
-    def see(module, args, kwargs, result):
-        seen.extend((kwargs["hidden_states"], *result))
-
-    seen = []
-    with ported.transformer.register_forward_hook(see, with_kwargs=True):
-        frames(ported, guidance_scale=1.0, output_type="latent")
-    assert len(seen) == 4 * 2
-    assert all(runtime.first_nonfinite(part) is None for part in seen)
 
 
 def test_gradients_of_the_transformer_are_refused_in_words(ported):
@@ -272,7 +253,6 @@ def test_another_scheduler_may_be_set_after_porting(ported, stock, kind):
         pipe.scheduler = (kind or type(pipe.scheduler)).from_config(pipe.scheduler.config)
     assert relative_error(frames(ported), frames(stock)) < TOLERANCE
     assert isinstance(ported.scheduler, type(stock.scheduler))
-    assert ported.scheduler.alphas_cumprod.device.type == "cpu"
 
 
 def test_a_step_is_looked_at_while_the_next_one_runs(ported, monkeypatch):
@@ -331,17 +311,15 @@ def test_a_nan_stops_the_run_without_decoding_and_names_the_step(ported, part, w
 
 
 def test_frames_leave_chunk_by_chunk(ported, monkeypatch):
-    chunks = []
-    stream = ported.vae.decode_stream
+    stream, chunks = ported.vae.decode_stream, []
 
     def spy(z):
-        for chunk in stream(z):
-            chunks.append((chunk.shape[2], chunk.device.type))
-            yield chunk
+        chunks.extend(stream(z))
+        return chunks
 
     monkeypatch.setattr(ported.vae, "decode_stream", spy, raising=False)
     frames(ported, num_frames=9)
-    assert chunks == [(5, "cpu"), (4, "cpu")]
+    assert [(chunk.shape[2], chunk.device.type) for chunk in chunks] == [(5, "cpu"), (4, "cpu")]
 
 
 OFFLOADS = {
@@ -378,16 +356,6 @@ def test_what_is_set_after_the_port_is_refused_before_anything_runs(monkeypatch)
 def test_a_decode_that_is_set_on_the_vae_is_used(ported, monkeypatch):
     monkeypatch.setitem(vars(ported.vae), "decode", lambda z: DecoderOutput(sample=z[:, :3] * 0 + 3))
     assert bool(ported.decode_latents(runtime.to_jax(torch.ones(1, 2, 16, 4, 8))).eq(3).all())
-
-
-def test_options_of_a_call_are_compiled_in_and_only_the_last_ones_kept(ported):
-    model = ported.transformer
-    options = [{"scale": 0}, {"scale": 0}, {"other": [1]}, {"other": [1]}, {"other": [2]}]
-    options += [{"scale": scale} for scale in (1, 2, 3, 0)]
-    programs = [model.program_of(TransformerStep(model, each)) for each in options]
-    assert programs[0] is programs[1]
-    assert programs[2] is programs[3] is not programs[4]
-    assert programs[-1] is not programs[0]
 
 
 @pytest.mark.parametrize(
@@ -497,14 +465,16 @@ def test_timesteps_are_set_by_the_schedulers_own_parameters(kind, given, named):
     ],
 )
 def test_a_step_that_draws_noise_draws_it_in_the_dtype_of_the_latents(kind, options):
-    generator = torch.Generator().manual_seed(0)
-    sample, prediction = torch.randn(2, 1, 4, 4, 8, 8, generator=generator).bfloat16()
+    sample, prediction = torch.randn(2, 1, 4, 4, 8, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
 
     def step(scheduler):
         scheduler.set_timesteps(4)
-        noise = torch.Generator().manual_seed(1)
         return scheduler.step(
-            prediction, timestep=scheduler.timesteps[1], sample=sample, generator=noise, **options
+            prediction,
+            timestep=scheduler.timesteps[1],
+            sample=sample,
+            generator=torch.Generator().manual_seed(1),
+            **options,
         )[0]
 
     assert torch.equal(step(port_scheduler(kind())), step(kind()))

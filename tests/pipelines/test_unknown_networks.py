@@ -1,17 +1,24 @@
-"""Networks that this package does not know: their calls and effects are as in PyTorch."""
+"""Networks that this package does not know, and pipelines of others: calls and effects are as in PyTorch."""
 
 import copy
 import functools
+import logging
 import pickle
 import types
 
+import diffusers
 import pytest
 import torch
+from diffusers import CogVideoXTransformer3DModel, ConsisIDTransformer3DModel
+from diffusers.pipelines.consisid.pipeline_consisid import ConsisIDPipeline  # no need of OpenCV
 from torch import nn
 from torch.nn import functional as F
 
 from cogvideox_torchax import make_mesh, port, runtime
+from cogvideox_torchax.pipelines import known, layers, transformer
+from cogvideox_torchax.pipelines.port import PortedPipeline
 from tests import reference, small_pipelines
+from tests.pipelines.test_pipeline import TOLERANCE, frames, latents
 from tests.reference import largest_error
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
@@ -24,8 +31,9 @@ def stock_network(make):
 
 def ported_network(make, **options):
     """Return a network that this package does not know, ported beside a VAE."""
-    holder = types.SimpleNamespace(vae=small_pipelines.vae(), transformer=stock_network(make))
-    return port(holder, **options).transformer
+    return port(
+        types.SimpleNamespace(vae=small_pipelines.vae(), transformer=stock_network(make)), **options
+    ).transformer
 
 
 class Scaled(nn.Module):
@@ -36,10 +44,11 @@ class Scaled(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(4, 4096)
+        self.ones = torch.ones(4096)  # a plain tensor, neither weight nor buffer
 
     def forward(self, given, *, scale=1.0, repeats=1, mode=None):
         self.traces.append(mode)
-        x = self.linear(given["x"]) * scale
+        x = self.linear(given["x"]) * self.ones * scale
         for _ in range(repeats):
             x = x + given["more"][0]
         return {"mode": mode, "x": x, "half": (x / 2, None)}
@@ -92,15 +101,20 @@ def test_a_form_of_a_call_is_compiled_once_and_forms_do_not_pile_up(scaled, monk
     assert len(runtime.programs_of(scaled)._kept) == 3
 
 
-def test_weights_are_arguments_and_modules_select_the_program(scaled):
+def test_weights_are_arguments_and_modules_select_the_program_of_which_the_last_ones_are_kept(
+    scaled, monkeypatch
+):
+    monkeypatch.setattr(runtime.Programs, "KEPT", 1)
     first = call_scaled(scaled)["x"]
-    with torch.no_grad(), runtime.active():
+    with runtime.active():
         scaled.linear.weight.mul_(2)
         scaled.linear.bias.mul_(2)
     assert torch.allclose(call_scaled(scaled)["x"], (first - 2) * 2 + 2, atol=1e-4)
     assert len(Scaled.traces) == 1
-    scaled.linear.register_forward_hook(lambda _module, _args, y: y * 0)
-    assert torch.equal(call_scaled(scaled)["x"], torch.full((2, 4096), 2.0))
+    with scaled.linear.register_forward_hook(lambda _module, _args, y: y * 0):
+        assert torch.equal(call_scaled(scaled)["x"], torch.full((2, 4096), 2.0))
+    call_scaled(scaled)
+    assert len(Scaled.traces) == 3, "the program without the hook was not kept"
 
 
 def test_weights_are_split_over_the_mesh_where_they_do_not_fit():
@@ -220,8 +234,7 @@ def test_random_numbers_of_a_network_differ_between_calls_and_follow_the_seed(ca
     assert torch.equal(draws[0][0], draws[1][0])
     assert not torch.equal(draws[0][0], draws[0][1])
     assert not torch.equal(draws[0][0], draws[2][0])
-    words = caplog.records[-1].getMessage()
-    assert words.endswith("since it draws random numbers, which no program on JAX does")
+    assert caplog.messages[-1].endswith("since it draws random numbers, which no program on JAX does")
 
 
 @pytest.mark.parametrize("trained", [True, False])
@@ -236,5 +249,152 @@ def test_gradients_of_weights_and_through_frozen_ones_are_refused_in_words(train
 def test_a_method_with_other_objects_runs_operation_by_operation(caplog):
     stock, model = stock_and_ported(None)
     assert largest_error(model.decode(model.encode(X)), stock.decode(stock.encode(X)).detach()) < 1e-6
-    words = [record.getMessage().partition("since ")[2] for record in caplog.records]
-    assert words[-2:] == ["it returns a SimpleNamespace", "it takes a SimpleNamespace"]
+    assert [message.partition("since ")[2] for message in caplog.messages[-2:]] == [
+        *("it returns a SimpleNamespace", "it takes a SimpleNamespace")
+    ]
+
+
+# Pipelines
+
+
+CONSISID = {
+    **small_pipelines.TRANSFORMER,
+    "num_layers": 1,
+    "num_attention_heads": 6,
+    "in_channels": 32,
+    "use_rotary_positional_embeddings": True,
+    "is_train_face": True,
+    "cross_attn_interval": 1,
+    "cross_attn_dim_head": 8,
+    "cross_attn_num_heads": 2,
+    **{"LFE_id_dim": 24, "LFE_vit_dim": 16, "LFE_depth": 5, "LFE_dim_head": 8, "LFE_num_heads": 2},
+    **{"LFE_output_dim": 64, "LFE_num_querie": 4},
+}
+
+
+def consisid():
+    torch.manual_seed(1)
+    model = reference.randomized(ConsisIDTransformer3DModel(**CONSISID))
+    pipe = ConsisIDPipeline(**small_pipelines.one_layer("image", transformer=model).components)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def faces():
+    """Return the arguments of ConsisID's call beside those of a pipeline of images."""
+    draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(5))
+    return {"id_cond": draw(1, 24), "id_vit_hidden": [draw(1, 5, 16) for _ in range(5)]}
+
+
+@pytest.mark.parametrize("mesh", [None, (2, 4)], ids=["one device", "2x4"])
+@pytest.mark.slow_cases("one device")
+def test_a_pipeline_of_others_equals_pytorch(mesh, caplog):
+    expected = frames(consisid(), "image", **faces())
+    with caplog.at_level(logging.WARNING, "cogvideox_torchax"):
+        pipe = port(consisid(), mesh=None if mesh is None else make_mesh(*mesh))
+        assert largest_error(frames(pipe, "image", **faces()), expected) < TOLERANCE
+    words = "; batch over dp, weights whole, tokens not split" if mesh else ""
+    assert [record.getMessage() for record in caplog.records] == [
+        f"transformer: ConsisIDTransformer3DModel, compiled as it is{words}"
+    ], "a network is named once, and none runs operation by operation"
+    for part in (pipe.transformer, pipe.text_encoder, pipe.vae):
+        assert all(map(runtime.on_jax, runtime.named_tensors(part).values()))
+        assert {len(runtime.array_of(w).devices()) for w in part.parameters()} == {8 if mesh else 1}
+
+
+def test_layers_of_a_network_get_their_kernels_and_attention_never_has_all_scores():
+    model = consisid().transformer
+    known.port_network(model)
+    kinds = {type(module) for module in model.modules()}
+    assert {layers.Linear, layers.LayerNorm, layers.PatchEmbed} <= kinds
+    assert {type(block.attn1.processor) for block in model.transformer_blocks} == {layers.AttnProcessor}
+    assert not {nn.Linear, nn.LayerNorm} & kinds
+
+
+def test_parts_of_a_ported_pipeline_make_another_pipeline_that_runs(tmp_path):
+    pipe = port(consisid())
+    made = ConsisIDPipeline(**pipe.components)
+    made.set_progress_bar_config(disable=True)
+    assert isinstance(made, PortedPipeline)
+    assert torch.equal(*(latents(each, "image", **faces()) for each in (pipe, made)))
+    pipe.save_pretrained(tmp_path)
+    loaded = ConsisIDTransformer3DModel.from_pretrained(tmp_path / "transformer")
+    assert torch.equal(loaded.proj_out.weight, runtime.to_torch(pipe.transformer.proj_out.weight))
+
+
+class Faster(diffusers.CogVideoXPipeline):
+    """A subclass that adds arguments to methods which `port` wraps, and whose call is its own."""
+
+    def _prepare_rotary_positional_embeddings(self, height, width, num_frames, device, fps=8):
+        table = super()._prepare_rotary_positional_embeddings(height, width, num_frames, device)
+        return tuple(each * (fps / 8) for each in table)
+
+    def decode_latents(self, latents, brightness=1.0):
+        return super().decode_latents(latents) * brightness
+
+    def __call__(self, latents, *, fps):
+        table = self._prepare_rotary_positional_embeddings(8, 16, 3, self.device, fps=fps)
+        return *table, self.decode_latents(latents, brightness=2.0)
+
+
+def test_a_subclass_may_add_arguments_to_a_pipelines_methods():
+    stock, pipe = (Faster(**small_pipelines.one_layer().components) for _ in range(2))
+    latents = torch.randn(1, 3, 16, 4, 8, generator=torch.Generator().manual_seed(0))
+    expected = stock(latents, fps=12)
+    for want, got in zip(expected, port(pipe)(runtime.to_jax(latents), fps=12), strict=True):
+        assert largest_error(runtime.to_torch(got), want) < TOLERANCE
+
+
+def test_prompts_on_the_host_are_moved_beside_those_on_jax():
+    stock, pipe = small_pipelines.one_layer(), port(small_pipelines.one_layer())
+    prompt, negative = stock.encode_prompt("a cat", "", max_sequence_length=16)
+
+    to_jax, given = runtime.to_jax, {"prompt": None, "guidance_scale": 6.0}
+    expected = latents(stock, prompt_embeds=prompt, negative_prompt_embeds=negative, **given)
+    for one, other in ((prompt, negative), (to_jax(prompt), negative), (prompt, to_jax(negative))):
+        got = latents(pipe, prompt_embeds=one, negative_prompt_embeds=other, **given)
+        assert largest_error(got, expected) < TOLERANCE
+
+
+def test_compiled_models_are_unwrapped_at_the_port_and_after_it():
+    pipe = small_pipelines.one_layer()
+    pipe.vae, pipe.transformer = torch.compile(pipe.vae), torch.compile(pipe.transformer)
+    port(pipe)
+    for _ in range(2):
+        pipe(**small_pipelines.inputs("text", num_inference_steps=1))
+        assert type(pipe.transformer) is transformer.CogVideoXTransformer3DModel
+        assert pipe.transformer.program.compilations == 1
+        pipe.transformer = torch.compile(pipe.transformer)
+
+
+def test_a_vae_of_another_package_is_refused_by_its_module():
+    kind = type("AutoencoderKLCogVideoX", (nn.Module,), {"__module__": "videox_fun.models.vae"})
+    pipe = small_pipelines.one_layer()
+    pipe.vae = kind()
+    for given in (kind(), pipe):
+        with pytest.raises(ValueError, match="AutoencoderKLCogVideoX of videox_fun.models.vae: port takes"):
+            port(given)
+
+
+def test_modules_of_an_object_are_moved_and_weights_that_jax_lacks_stay_on_the_host_and_are_named(caplog):
+    extra = nn.Linear(2, 2).to(torch.float8_e4m3fn)
+    holder = types.SimpleNamespace(vae=small_pipelines.vae(), adapter=nn.Linear(2, 2), extra=extra, size=3)
+    port(holder)
+    assert [runtime.is_on_jax(part) for part in (holder.vae, holder.adapter, extra)] == [True, True, False]
+    assert runtime.on_jax(holder.adapter(torch.ones(1, 2)))
+    words = "extra: Linear stays on the host, since JAX has no "
+    assert sum(record.getMessage().startswith(words) for record in caplog.records) == 1
+
+
+def test_a_subclass_that_computes_the_same_is_a_known_network_and_one_that_does_not_is_none():
+    class Same(CogVideoXTransformer3DModel):
+        extra = 3
+
+    class Other(CogVideoXTransformer3DModel):
+        def forward(self, *args, **options):
+            return super().forward(*args, **options)
+
+    same, other = known.ported_class(Same), known.ported_class(Other)
+    assert issubclass(same, transformer.CogVideoXTransformer3DModel)
+    assert same.extra == 3
+    assert not issubclass(other, transformer.CogVideoXTransformer3DModel)

@@ -57,8 +57,7 @@ def test_it_says_what_it_is(wheel):
 
 @pytest.mark.slow
 def test_installed_elsewhere_its_commands_run(environment, tmp_path):
-    settings = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    run = {"cwd": tmp_path, "env": settings}
+    run = {"cwd": tmp_path, "env": {k: value for k, value in os.environ.items() if k != "PYTHONPATH"}}
     home = succeeded(environment / "python", "-c", "import cogvideox_torchax as c; print(c.__file__)", **run)
     assert Path(home.strip()).is_relative_to(environment.parent)
     command = environment / "cogvideox-torchax"
@@ -70,7 +69,6 @@ def test_installed_elsewhere_its_commands_run(environment, tmp_path):
     (tmp_path / "out" / "demo.mp4").rename(tmp_path / "clips" / "demo.mp4")
     model = Path(home.strip()).parent / "assets" / "tiny-vae"
     given = ("clips", "--model", model, "--dtype", "float32", "--bucket", "1x16x48")
-    example = ROOT / "examples" / "encode_a_folder.py"
     assert "a batch for the trainer: (1, 16, 1, 2, 6)" in succeeded(
-        environment / "python", example, *given, **run
+        environment / "python", ROOT / "examples" / "encode_a_folder.py", *given, **run
     )

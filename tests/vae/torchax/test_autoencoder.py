@@ -283,8 +283,8 @@ BAD = {
     "rank of a video": (lambda x: x[:, :, 0], "rank 4"),
     "channels of a video": (lambda x: x[:, :1], "1 channels"),
     "dtype of a video": (
-        lambda x: x.to(torch.uint8),
-        r"video of torch.uint8: convert 0 to 255 .*pixels.from_uint8.*encode_stream takes uint8",
+        lambda x: x.to(torch.int32),
+        r"video of torch.int32: convert 0 to 255 .*pixels.from_uint8.*encode_stream takes uint8",
     ),
     "integers as latents": (lambda z: z.to(torch.uint8), "latents of torch.uint8: pass floats"),
     "nan in a video": (
@@ -303,6 +303,13 @@ def test_bad_input_is_named_by_the_call_itself(backend, name, change, words):
         run(backend, change(given))
     with pytest.raises(ValueError, match=words):
         stream(change(given))  # and no `next`
+
+
+def test_bytes_go_into_a_stream_alone(backend):
+    with pytest.raises(
+        ValueError, match="video of torch.uint8: convert 0 to 255 .* encode_stream takes uint8"
+    ):
+        run_encode(backend, reference.video(5).to(torch.uint8))
 
 
 @pytest.mark.parametrize(
