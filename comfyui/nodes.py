@@ -24,7 +24,7 @@ SCHEDULERS = {
     "CogVideoXDDIM": "CogVideoXDDIMScheduler",
     "CogVideoXDPMScheduler": "CogVideoXDPMScheduler",
 }
-"""By what the sampler's menu says, as ComfyUI-CogVideoXWrapper says it: the class in diffusers."""
+"""By a name in the sampler's menu, a class of diffusers. The names are those of ComfyUI-CogVideoXWrapper."""
 PREVIEW_PIXELS = 512
 """The longest side of a preview, in pixels."""
 

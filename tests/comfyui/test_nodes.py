@@ -228,6 +228,7 @@ def test_the_scheduler_of_the_menu_samples_that_video_alone(nodes, loaded):
         ),
         ("control", "5b", {}, "got a CogVideoXFunControlPipeline: the node samples from a prompt"),
     ],
+    ids=["frames", "patches", "image", "no image", "three images", "learned size", "control video"],
 )
 def test_what_a_model_cannot_sample_is_refused_in_one_line(nodes, loaded, kind, version, given, message):
     pipeline, _ = loaded(kind, version)
