@@ -1,16 +1,20 @@
-"""ComfyUI's nodes, loaded as ComfyUI loads a custom node, without its server; and their workflow."""
+"""ComfyUI's nodes, loaded as ComfyUI loads a custom node, without its server; and their workflows."""
 
+import functools
 import importlib.util
 import inspect
 import json
 import sys
 import types
 
+import numpy as np
 import pytest
 import torch
 
-from tests import reference
+from cogvideox_torchax import runtime
+from tests import reference, small_pipelines
 from tests.processes import ROOT
+from tests.reference import compilations
 
 
 @pytest.fixture(scope="module")
@@ -22,10 +26,26 @@ def nodes():
     return module
 
 
+class Interrupted(Exception):
+    """ComfyUI's exception for a run that the user has interrupted."""
+
+
+class Bar(list):
+    """The updates of ComfyUI's progress bar: (frames or steps done, of how many, the picture shown).
+
+    After `limit` updates, the user interrupts the run.
+    """
+
+    limit = 1000
+
+    def check(self):
+        if len(self) >= self.limit:
+            raise Interrupted
+
+
 @pytest.fixture
 def bar(monkeypatch):
-    """Return the list of updates of ComfyUI's progress bar: (frames done, of how many, the picture shown)."""
-    seen = []
+    seen = Bar()
 
     class ProgressBar:
         def __init__(self, total):
@@ -34,18 +54,24 @@ def bar(monkeypatch):
         def update_absolute(self, value, total=None, preview=None):
             seen.append((value, total, preview))
 
+    management = types.SimpleNamespace(throw_exception_if_processing_interrupted=seen.check)
     # `from comfy.utils import ...` asks for this entry alone.
     monkeypatch.setitem(sys.modules, "comfy.utils", types.SimpleNamespace(ProgressBar=ProgressBar))
+    monkeypatch.setitem(sys.modules, "comfy.model_management", management)
     return seen
 
 
-def run(nodes, name, **given):
+def results(nodes, name, **given):
     """Run a node as ComfyUI does: an instance's FUNCTION method, by keywords, in inference mode."""
     kind = nodes.NODE_CLASS_MAPPINGS[f"CogVideoXTorchax{name}"]
     with torch.inference_mode():
         result = getattr(kind(), kind.FUNCTION)(**given)
     assert len(result) == len(kind.RETURN_TYPES)
-    return result[0]
+    return result
+
+
+def run(nodes, name, **given):
+    return results(nodes, name, **given)[0]
 
 
 def test_every_node_keeps_the_contract(nodes):
@@ -97,6 +123,141 @@ def test_tiling_leaves_the_vae_that_other_nodes_hold_whole(nodes, tmp_path, stoc
     assert next(tiled.parameters()) is next(vae.parameters())
 
 
+SIZE = {
+    "num_frames": small_pipelines.FRAMES,
+    "height": small_pipelines.HEIGHT,
+    "width": small_pipelines.WIDTH,
+}
+IMAGE = torch.from_numpy(np.array(small_pipelines.picture()))[None] / 255
+
+
+@pytest.fixture(scope="module")
+def loaded(nodes, tmp_path_factory):
+    """Return a function that loads a small pipeline as ComfyUI does, once: the pipeline and its VAE."""
+
+    @functools.cache
+    def load(kind="text", version="5b"):
+        path = tmp_path_factory.mktemp("saved")
+        runtime.without_torchax(small_pipelines.one_layer(kind, version).save_pretrained, path)
+        return results(nodes, "LoadPipeline", model=str(path), dtype="float32", dp=1, tp=1)
+
+    return load
+
+
+def sample(nodes, pipeline, **given):
+    """Run the sampler; return its latents (N, C, T, H, W)."""
+    defaults = {
+        **SIZE,
+        "prompt": "a panda plays a guitar",
+        "negative_prompt": "the sea",
+        "steps": 4,
+        "cfg": 6.0,
+        "scheduler": "of the model",
+        "seed": 0,
+    }
+    return run(nodes, "Sample", pipeline=pipeline, **{**defaults, **given})["samples"]
+
+
+@pytest.mark.usefixtures("torchax_off")
+@pytest.mark.parametrize(("kind", "version"), [("text", "5b"), ("image", "1.5")])
+def test_a_prompt_becomes_the_frames_that_diffusers_makes_of_it(nodes, bar, loaded, kind, version):
+    pipeline, vae = loaded(kind, version)
+    latents = sample(nodes, pipeline, **({"image": IMAGE} if kind == "image" else {}))
+    assert latents.dtype == torch.float32
+    assert [(done, total) for done, total, _ in bar] == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    images = run(nodes, "Decode", vae=vae, samples={"samples": latents})
+    stock = small_pipelines.one_layer(kind, version)
+    want = stock(**small_pipelines.inputs(kind, negative_prompt="the sea")).frames[0]
+    torch.testing.assert_close(images, want.movedim(1, -1), rtol=0, atol=1e-4)
+
+
+@pytest.mark.usefixtures("torchax_off")
+def test_another_prompt_and_seed_of_the_same_size_compile_nothing(nodes, loaded):
+    pipeline, vae = loaded()
+    run(nodes, "Decode", vae=vae, samples={"samples": sample(nodes, pipeline)})
+    with compilations() as counted:
+        latents = sample(nodes, pipeline, prompt="the sea is calm", seed=2**64 - 1, steps=3, cfg=4.0)
+        run(nodes, "Decode", vae=vae, samples={"samples": latents})
+    assert counted == []
+
+
+@pytest.mark.usefixtures("torchax_off")
+def test_an_interrupt_stops_after_its_step_and_the_next_run_is_whole(nodes, bar, loaded):
+    pipeline, _ = loaded()
+    whole = sample(nodes, pipeline)
+    bar.clear()
+    bar.limit = 2
+    own = pipeline.scheduler
+    with pytest.raises(Interrupted):
+        sample(nodes, pipeline, scheduler="CogVideoXDPMScheduler")
+    assert [done for done, _, _ in bar] == [1, 2]
+    assert pipeline.scheduler is own
+    bar.limit = 1000
+    assert torch.equal(sample(nodes, pipeline), whole)
+
+
+@pytest.mark.usefixtures("torchax_off")
+def test_the_scheduler_of_the_menu_samples_that_video_alone(nodes, loaded):
+    from diffusers import CogVideoXDPMScheduler
+
+    pipeline, vae = loaded()
+    before = sample(nodes, pipeline)
+    chosen = sample(nodes, pipeline, scheduler="CogVideoXDPMScheduler")
+    stock = small_pipelines.one_layer(scheduler=small_pipelines.scheduler(CogVideoXDPMScheduler))
+    given = small_pipelines.inputs("text", negative_prompt="the sea", output_type="latent")
+    want = stock(**given).frames.movedim(2, 1) / vae.config["scaling_factor"]
+    torch.testing.assert_close(chosen, want, rtol=0, atol=1e-4 * float(want.abs().max()))
+    assert not torch.allclose(chosen, before, atol=0.1)
+    assert torch.equal(sample(nodes, pipeline), before)
+
+
+@pytest.mark.usefixtures("torchax_off")
+@pytest.mark.parametrize(
+    ("kind", "version", "given", "message"),
+    [
+        ("text", "5b", {"num_frames": 6}, "got num_frames=6: the model generates 5 or 7 of them"),
+        ("text", "5b", {"height": 10}, "got height=10, width=16: both must be multiples of .*try height=8"),
+        ("text", "5b", {"image": IMAGE}, "got an image: a CogVideoXPipeline takes none"),
+        ("image", "5b-I2V", {}, "got no image: a CogVideoXImageToVideoPipeline starts from one"),
+        ("image", "5b-I2V", {"image": IMAGE.repeat(3, 1, 1, 1)}, "got 3 images: a video starts from one"),
+        (
+            "image",
+            "5b-I2V",
+            {"image": IMAGE, "height": 16},
+            "got height=16, width=16: the model has learned .* height=8, width=16 alone",
+        ),
+        ("control", "5b", {}, "got a CogVideoXFunControlPipeline: the node samples from a prompt"),
+    ],
+    ids=["frames", "patches", "image", "no image", "three images", "learned size", "control video"],
+)
+def test_what_a_model_cannot_sample_is_refused_in_one_line(nodes, loaded, kind, version, given, message):
+    pipeline, _ = loaded(kind, version)
+    with compilations() as counted, pytest.raises(ValueError, match=message) as raised:
+        sample(nodes, pipeline, **given)
+    assert "\n" not in str(raised.value)
+    assert counted == []
+
+
+@pytest.mark.usefixtures("torchax_off")
+def test_the_pipeline_and_its_vae_are_split_over_dp_and_tp(nodes, tmp_path):
+    small_pipelines.one_layer().save_pretrained(tmp_path)
+    pipeline, vae = results(nodes, "LoadPipeline", model=str(tmp_path), dtype="bfloat16", dp=2, tp=4)
+    assert vae is pipeline.vae
+    assert {tuple(part.mesh.shape.values()) for part in (pipeline.transformer, vae)} == {(2, 4)}
+    assert (pipeline.transformer.dtype, vae.dtype) == (torch.bfloat16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("padding", [0, 1])
+def test_latents_of_cogvideoxwrappers_sampler_decode_as_those_of_ours(nodes, native_vae, padding):
+    latents = torch.randn(1, 16, 2, 2, 3, generator=torch.Generator().manual_seed(0))
+    want = run(nodes, "Decode", vae=native_vae, samples={"samples": latents})
+    scaled = latents.movedim(2, 1) * native_vae.config["scaling_factor"]
+    padded = torch.cat([torch.full_like(scaled[:, :padding], 9.0), scaled], dim=1)
+    theirs = {"samples": padded, "additional_frames": padding}
+    images = run(nodes, "Decode", vae=native_vae, samples=theirs)
+    torch.testing.assert_close(images, want, rtol=0, atol=1e-5)
+
+
 def test_the_latents_of_a_picture_are_refused_by_their_shape(nodes, native_vae):
     with pytest.raises(ValueError, match=r"\(1, 16, 8, 8\): a video's are \(N, C, T, H, W\)"):
         run(nodes, "Decode", vae=native_vae, samples={"samples": torch.zeros(1, 16, 8, 8)})
@@ -118,21 +279,40 @@ COMFYUI = {
 WIDGETS = ("STRING", "INT", "FLOAT", "BOOLEAN")
 
 
-def test_every_node_of_the_workflow_exists_and_every_link_joins_one_type(nodes):
+def accepts(given, value):
+    """Return whether a widget, of a menu or of a type and its options, can have a value."""
+    kind, options = given[0], given[1] if len(given) == 2 else {}
+    if isinstance(kind, list):
+        return value in kind
+    if kind == "STRING":
+        return isinstance(value, str)
+    return options["min"] <= value <= options["max"] and isinstance(value, int if kind == "INT" else float)
+
+
+@pytest.mark.parametrize("name", ["encode_and_decode", "prompt_to_video"])
+def test_every_node_of_a_workflow_exists_and_every_link_joins_one_type(nodes, name):
     known = dict(COMFYUI)
-    for name, kind in nodes.NODE_CLASS_MAPPINGS.items():
-        given = {key: value[0] for key, value in kind.INPUT_TYPES()["required"].items()}
-        linked = {
-            key: type_ for key, type_ in given.items() if isinstance(type_, str) and type_ not in WIDGETS
+    widgets = {}
+    for key, kind in nodes.NODE_CLASS_MAPPINGS.items():
+        given = {name: value for group in kind.INPUT_TYPES().values() for name, value in group.items()}
+        widgets[key] = {
+            name: value for name, value in given.items() if isinstance(value[0], list) or value[0] in WIDGETS
         }
-        known[name] = (linked, list(kind.RETURN_TYPES))
-    workflow = json.loads((ROOT / "comfyui" / "workflow.json").read_text())
+        linked = {name: value[0] for name, value in given.items() if name not in widgets[key]}
+        known[key] = (linked, list(kind.RETURN_TYPES))
+    workflow = json.loads((ROOT / "comfyui" / "example_workflows" / f"{name}.json").read_text())
     by_id = {node["id"]: node for node in workflow["nodes"]}
     for node in by_id.values():
         inputs, outputs = known[node["type"]]
         assert {each["name"]: each["type"] for each in node["inputs"]} == inputs, node["type"]
         assert [each["type"] for each in node["outputs"]] == outputs, node["type"]
         assert len({each["link"] for each in node["inputs"]}) == len(node["inputs"]), node["type"]
+        values = iter(node["widgets_values"] if node["type"] in widgets else [])
+        for input_name, given in widgets.get(node["type"], {}).items():
+            assert accepts(given, next(values)), f"{node['type']}: {input_name}"
+            if given[0] == "INT" and given[1].get("control_after_generate"):
+                assert next(values) in ("fixed", "increment", "decrement", "randomize")
+        assert [*values] == [], node["type"]
     for link, source, output, target, taken, type_ in workflow["links"]:
         start, end = by_id[source]["outputs"][output], by_id[target]["inputs"][taken]
         assert (start["type"], end["type"], end["link"]) == (type_, type_, link)
