@@ -163,7 +163,7 @@ def _print_report(args: argparse.Namespace, report: dict[str, Any], directory: O
     ids = list(directory.bad)
     shown = ", ".join([*ids[:5], "..."] if len(ids) > 5 else ids)
     common.say(
-        f"bad clips left out: {len(ids)} ({shown}); a line above or {directory.failed} says why, "
-        "--retry-failed tries again"
+        f"bad clips left out: {len(ids)} ({shown}); a line above or {directory.failed} says why, and what "
+        "helps"
     )
     return 1

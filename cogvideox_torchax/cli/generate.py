@@ -38,6 +38,11 @@ COMMAND = options.Command(
         _sampling("--num-inference-steps", type=int, help="denoising steps (default: 50)"),
         _sampling("--guidance-scale", type=float, help="classifier-free guidance, 1 for none (default: 6)"),
         _sampling("--seed", type=options.seed, help="of the noise (default: 0)"),
+        _sampling(
+            "--scheduler",
+            metavar="CLASS",
+            help="diffusers' class of a scheduler, such as CogVideoXDPMScheduler (default: the model's)",
+        ),
         options.Option(
             "--frames", "--num-frames", group="size", type=int, help="how many (default: the model's)"
         ),
@@ -54,6 +59,12 @@ COMMAND = options.Command(
             help="frames a second (default: 8, or a latents stage's)",
         ),
         options.Option("--dtype", help="of weights and latents (default: bfloat16)"),
+        options.Option(
+            "--lora",
+            metavar="FILE_OR_ID",
+            help="a LoRA for the transformer: a safetensors file, a directory or a hub id",
+        ),
+        options.Option("--lora-scale", type=float, help="of the LoRA (default: 1)"),
         options.Option(
             "--dp",
             group="several devices",
@@ -132,6 +143,9 @@ def run(args: argparse.Namespace) -> None:
             f"got --strength {args.strength} without a video to start from: pass --video, or leave it out": (
                 args.strength is not None and not args.video and args.from_stage != stages.LATENTS
             ),
+            f"got --lora-scale {args.lora_scale} without a LoRA: pass --lora, or leave it out": (
+                args.lora_scale is not None and not args.lora and args.from_stage != stages.LATENTS
+            ),
         }
     )
     if args.preview:
@@ -170,9 +184,9 @@ def _load_latents_stage(args: argparse.Namespace) -> latent_files.Latents:
     `ValueError` for options of sampling, which is done already, and if there are no latents, or another
     model's.
     """
-    # Names of the options of sampling alone: the fields of a request for a video, and two more. `--dtype` is
+    # Names of the options of sampling alone: the fields of a request for a video, and some more. `--dtype` is
     # left out, because the VAE has a dtype too.
-    sampling = {*stages.FIELDS, "preview", "cache"} - {"dtype"}
+    sampling = {*stages.FIELDS, "preview", "cache", "scheduler", "lora", "lora_scale"} - {"dtype"}
     useless = sorted(stages.option(name) for name in sampling if getattr(args, name) is not None)
     if useless:
         raise ValueError(
@@ -239,7 +253,18 @@ def _sample_latents(args: argparse.Namespace) -> tuple[Any, latent_files.Latents
             guided=request.guidance_scale > 1,  # a scale of 1 or less is no guidance
             timestep=lambda: pipe.current_timestep,  # of `pipe` below: it is called while that runs
         )
-    pipe = generate.load_generator(model, dtype, mesh, with_text=saved_text is None)
+    scheduler = generate.scheduler_of(args.scheduler, model) if args.scheduler else None
+    if args.lora:
+        generate.check_lora(args.lora, model)
+    pipe = generate.load_generator(
+        model,
+        dtype,
+        mesh,
+        with_text=saved_text is None,
+        scheduler=scheduler,
+        lora=args.lora,
+        lora_scale=1.0 if args.lora_scale is None else args.lora_scale,
+    )
     if cache_config is not None:
         pipe.transformer.enable_cache(cache_config)
     pipe.set_progress_bar_config(disable=args.quiet, desc="denoise", leave=False)

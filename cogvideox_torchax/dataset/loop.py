@@ -52,7 +52,8 @@ def attempt(
     """Call `step(argument)`; return (result, None), or (None, reason) if it raises one of `errors`.
 
     `errors` are those that the clip may cause. An `OutputError`, and a `RuntimeError` that does not report
-    exhausted memory, come from the machine or the program: they are raised even if they are in `errors`.
+    exhausted memory, come from the machine or the program: they are raised even if they are in `errors`. The
+    reason ends in advice on a retry.
     """
     try:
         return step(argument), None
@@ -61,7 +62,10 @@ def attempt(
         if isinstance(error, OutputError) or (isinstance(error, RuntimeError) and not is_out_of_memory):
             raise
         message = " ".join(str(error).split())  # on one line; "" for Python's own `MemoryError`
-        return None, message or ("out of memory" if is_out_of_memory else type(error).__name__)
+        reason = message or ("out of memory" if is_out_of_memory else type(error).__name__)
+        if is_out_of_memory or isinstance(error, OSError):  # the machine's fault, not the clip's
+            return None, f"{reason}; --retry-failed tries again"
+        return None, f"{reason}; --retry-failed helps only after a change of the clip or of the settings"
 
 
 def work(

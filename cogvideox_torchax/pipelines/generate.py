@@ -3,19 +3,22 @@
 Everything that a user passes is checked against the model's configs before any weight is loaded.
 """
 
+import contextlib
+import difflib
 import hashlib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from cogvideox_torchax.files import faults, latents as latent_files, video
-from cogvideox_torchax.files.models import INDEX, locate, read_json
+from cogvideox_torchax.files.models import INDEX, local, locate, read_json
 from cogvideox_torchax.pipelines import stages
 from cogvideox_torchax.runtime import to_torch, without_torchax
 
@@ -235,7 +238,65 @@ def _check_prompt(request: stages.Request, model: Model) -> None:
             raise RequestError(f"got a {name} of {count} tokens: {model.name} takes {limit}; shorten it")
 
 
-def load_generator(model: Model, dtype: torch.dtype, mesh: Any, *, with_text: bool) -> Any:
+@contextlib.contextmanager
+def _loading(name: str) -> Iterator[None]:
+    """Raise a `RequestError` of one line for an error in the `with` block, where diffusers loads `name`."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        # Messages of diffusers may have many lines: one line with their beginning is enough.
+        raise RequestError(f"cannot load {name}: {' '.join(str(error).split())[:300]}") from error
+
+
+def scheduler_of(name: str, model: Model) -> Any:
+    """Return a scheduler of diffusers' class `name`, made of the config of the model's own scheduler.
+
+    Raises:
+        RequestError: diffusers has no class of that name that is a scheduler for CogVideoX; the message has
+            the names of the nearest ones.
+    """
+    import diffusers
+
+    own = getattr(diffusers, model.scheduler["_class_name"]).from_config(model.scheduler)
+    # diffusers' list of compatible classes lacks those that were made for CogVideoX.
+    compatible = (kind.__name__ for kind in own.compatibles)
+    names = {"CogVideoXDDIMScheduler", "CogVideoXDPMScheduler", *compatible}
+    if name not in names:
+        raise RequestError(
+            f"got --scheduler {name}: diffusers has no such scheduler for CogVideoX; the nearest names are "
+            f"{', '.join(difflib.get_close_matches(name, names, cutoff=0))}"
+        )
+    return getattr(diffusers, name).from_config(own.config)
+
+
+def check_lora(name: str, model: Model) -> None:
+    """Raise `ValueError` unless the file of a LoRA can be read, and has weights for the transformer.
+
+    `name` is a safetensors file, a directory with one, or a hub id, whose file is downloaded.
+    """
+    import diffusers
+
+    local(name)  # for its error if there is no such file
+    with _loading(f"the LoRA {name}"):
+        weights = getattr(diffusers, CLASSES[model.kind]).lora_state_dict(name, use_safetensors=True)
+    # diffusers would only log a warning, and generate without the LoRA.
+    if not any(key.startswith("transformer.") and "lora" in key for key in weights):
+        raise RequestError(
+            f"cannot load the LoRA {name}: none of its weights is one of a LoRA for CogVideoX's transformer, "
+            "as diffusers names them, such as transformer.transformer_blocks.0.attn1.to_q.lora_A.weight"
+        )
+
+
+def load_generator(
+    model: Model,
+    dtype: torch.dtype,
+    mesh: Any,
+    *,
+    with_text: bool,
+    scheduler: Any = None,
+    lora: str | None = None,
+    lora_scale: float = 1.0,
+) -> Any:
     """Load and port a model's pipeline, over a mesh of `make_mesh` or, with None, on one device.
 
     Args:
@@ -243,27 +304,33 @@ def load_generator(model: Model, dtype: torch.dtype, mesh: Any, *, with_text: bo
         dtype: dtype of all weights.
         mesh: a mesh of `make_mesh`; None for one device.
         with_text: whether to load the text encoder; False if the prompt's embeddings are there already.
+        scheduler: a scheduler of `scheduler_of`; None for the model's own.
+        lora: a LoRA, which `check_lora` has checked; None for none.
+        lora_scale: the LoRA's scale.
 
     Raises:
-        RequestError: the pipeline cannot be loaded.
+        RequestError: the pipeline or the LoRA cannot be loaded.
     """
     import diffusers
 
     from cogvideox_torchax.pipelines.loading import load_pipeline
 
-    # diffusers does not load a component that is passed as None.
+    # diffusers does not load a component that is passed as an object or as None.
     omitted = {} if with_text else {"text_encoder": None, "tokenizer": None}
-    try:
-        return load_pipeline(
+    with _loading(model.name):
+        pipe: Any = load_pipeline(
             model.name,
             pipeline_class=getattr(diffusers, CLASSES[model.kind]),
             mesh=mesh,
             dtype=dtype,
             **omitted,
+            **({"scheduler": scheduler} if scheduler else {}),
         )
-    except (OSError, ValueError, RuntimeError) as error:
-        # Messages of diffusers may have many lines: one line with their beginning is enough.
-        raise RequestError(f"cannot load {model.name}: {' '.join(str(error).split())[:300]}") from error
+    if lora:
+        with _loading(f"the LoRA {lora}"):
+            pipe.load_lora_weights(lora, adapter_name="lora", use_safetensors=True)
+            pipe.set_adapters("lora", lora_scale)
+    return pipe
 
 
 @dataclass

@@ -8,6 +8,7 @@ call's arguments as a tuple and a dictionary.
 import functools
 import inspect
 import logging
+import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -236,8 +237,9 @@ def _decode_in_chunks(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
     # there.
     if pipe.transformer is not None and getattr(pipe, "_current_timestep", None) is None:
         pipe.transformer._reset_stateful_cache()
-    # The pipelines call the VAE's scaling factor `vae_scaling_factor_image`, for videos too.
-    z = 1 / pipe.vae_scaling_factor_image * latents.permute(0, 2, 1, 3, 4)
+    # The pipelines call the VAE's scaling factor `vae_scaling_factor_image`, for videos too. In PyTorch the
+    # product is computed in float32. JAX would first round the factor to the latents' dtype.
+    z = (1 / pipe.vae_scaling_factor_image * latents.permute(0, 2, 1, 3, 4).float()).to(latents.dtype)
     if not _decodes_by_programs(pipe.vae):
         return runtime.to_torch(pipe.vae.decode(z).sample)
     return torch.cat(list(pipe.vae.decode_stream(z)), dim=2)
@@ -284,6 +286,7 @@ def _compile_decoder_ahead(pipe: Any, call: Callable[..., Any], args: Any, kwarg
 def _call(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make the scheduler and the step cache ready for JAX, and run the pipeline's own call, `inherited`."""
     _check_ported(pipe)
+    check_channels(pipe, inherited)
     scheduler, transformer = getattr(pipe, "scheduler", None), getattr(pipe, "transformer", None)
     if scheduler is not None:
         port_scheduler(scheduler)  # the user may have replaced it
@@ -299,6 +302,37 @@ def _call(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> A
         # This checks the last step for NaN and Inf. An earlier step was checked by the step after it.
         pipe.scheduler.log.check()
     return result
+
+
+def check_channels(pipe: Any, call: Callable[..., Any]) -> None:
+    """Raise `ValueError` if the transformer takes other channels than `call`, the pipeline's, gives it.
+
+    Only diffusers' own calls are checked, where nothing was changed that may give the transformer others.
+    """
+    # The last base is the class from before `port`. None for methods that are not diffusers' own.
+    count = _LATENTS_OF_A_STEP.get((call, getattr(type(pipe).__bases__[-1], "prepare_latents", None)))
+    model = getattr(pipe, "transformer", None)
+    if (
+        count is None
+        or pipe.vae is None
+        or "prepare_latents" in vars(pipe)
+        or not isinstance(model, CogVideoXTransformer3DModel)
+        or "forward" in vars(model)
+        or model._forward_pre_hooks
+        or upstream.is_patched(CogVideoXTransformer3DModel, "forward")
+    ):
+        return
+    embed: Any = model.patch_embed
+    # The shape of the first layer's weight is (outputs, inputs) or (outputs, inputs, rows, columns): for an
+    # output it has as many numbers as the pixels of a patch have channels.
+    channels = math.prod(embed.proj.weight.shape[1:]) // (embed.patch_size**2 * (embed.patch_size_t or 1))
+    latent_channels = pipe.vae.config["latent_channels"]
+    if channels != count * latent_channels:
+        raise ValueError(
+            f"got a {type(pipe).__name__} with a transformer whose patch embedding takes {channels} "
+            f"channels: it must take {count * latent_channels}, {count} x the VAE's {latent_channels}; load "
+            "a model that was made for this class, or make a pipeline of the class that the transformer fits"
+        )
 
 
 def _check_inputs(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> None:
@@ -346,6 +380,14 @@ _WRAPPERS: dict[str, Callable[..., Any]] = {
 
 _CALLS_WITH_SIZE = (CogVideoXPipeline.__call__, CogVideoXImageToVideoPipeline.__call__)
 """The calls whose arguments, or else the transformer's config, give the size of the video to decode."""
+
+_LATENTS_OF_A_STEP: dict[Any, int] = {
+    (kind.__call__, kind.prepare_latents): count for kind, count in zip(PIPELINES, (1, 2, 1, 2), strict=True)
+}
+"""By diffusers' call of a pipeline, and its method that makes latents: how many it joins for the transformer.
+
+Beside the latents of the video these are those of an image, or of a control video.
+"""
 
 _DECODE_LATENTS = tuple(kind.decode_latents for kind in PIPELINES)
 """`decode_latents` of CogVideoX's pipelines, which decode a whole video at once."""

@@ -14,7 +14,7 @@ from diffusers import CogVideoXDPMScheduler
 from PIL import Image
 from safetensors.torch import save_file
 
-from cogvideox_torchax import cli, make_mesh
+from cogvideox_torchax import cli, make_mesh, port
 from cogvideox_torchax.cli import common
 from cogvideox_torchax.files import latents, tensors as tensor_files, video
 from cogvideox_torchax.pipelines import generate as generation, stages
@@ -45,6 +45,8 @@ def models(saved):
 def inputs():
     small_pipelines.picture().save("picture.png")
     write("clip.mp4", moving_frames(9), 8)
+    Path("broken.safetensors").write_bytes(b"x" * 99)
+    save_file({"unet.conv.lora_A.weight": torch.zeros(2)}, "other.safetensors")
 
 
 def arguments(model, *more, output="frames"):
@@ -75,6 +77,34 @@ def test_the_frames_are_those_of_stock_diffusers(models, name, mesh):
     got = pictures("frames")
     assert len(got) == small_pipelines.FRAMES
     assert np.abs(got - np.stack([np.asarray(picture, int) for picture in want])).max() <= 1
+
+
+def test_a_scheduler_and_a_lora_are_taken_as_stock_diffusers_takes_them(models):
+    made, stock = (small_pipelines.CLASSES["text"].from_pretrained(models("text")) for _ in range(2))
+    small_pipelines.save_lora(made, "lora")
+    stock.set_progress_bar_config(disable=True)
+    stock.scheduler = CogVideoXDPMScheduler.from_config(stock.scheduler.config)
+    stock.load_lora_weights("lora", adapter_name="mine")
+    wanted = {}
+    for scale in (0.5, 1.0):
+        stock.set_adapters(["mine"], [scale])
+        options = {"prompt": "a panda", "guidance_scale": 6.0, "output_type": "pil"}
+        (frames,) = stock(**small_pipelines.inputs("text", **options)).frames
+        wanted[scale] = np.stack([np.asarray(picture, int) for picture in frames])
+    lora = ("--lora", "lora", "--lora-scale", 0.5)
+    assert generate(models("text"), "--scheduler", "CogVideoXDPMScheduler", *lora) == 0
+    got = pictures("frames")
+    assert np.abs(got - wanted[0.5]).max() <= 1
+    assert np.abs(got - wanted[1.0]).max() > 1
+
+
+def test_in_bfloat16_the_frames_are_those_of_python_but_for_the_rounding_to_bytes(models):
+    pipe = port(small_pipelines.CLASSES["text"].from_pretrained(models("text"), dtype=torch.bfloat16))
+    pipe.set_progress_bar_config(disable=True)
+    options = {"prompt": "a panda", "guidance_scale": 6.0, "output_type": "pil"}
+    (want,) = pipe(**small_pipelines.inputs("text", **options)).frames
+    assert generate(models("text"), "--dtype", "bfloat16") == 0
+    assert np.abs(pictures("frames") - np.stack([np.asarray(each, int) for each in want])).max() <= 1
 
 
 @pytest.fixture
@@ -178,6 +208,18 @@ BAD = {
     "mesh": ("text", ["--tp", 99], "99 devices, where there are 8"),
     "dtype": ("text", ["--dtype", "int8"], "unknown dtype"),
     "a preview in JPEG": ("text", ["--preview", "steps.jpg"], "goes into a .png file"),
+    "a scheduler's name": (
+        "text",
+        ["--scheduler", "CogVideoXDMPScheduler"],
+        "no such scheduler for CogVideoX; the nearest names are CogVideoXDPMScheduler, CogVideoXDDIM",
+    ),
+    "no scheduler": ("text", ["--scheduler", "CogVideoXPipeline"], "the nearest names are CogVideoXD"),
+    "a scheduler of flows": ("text", ["--scheduler", "FlowMatchEulerDiscreteScheduler"], "no such scheduler"),
+    "no such LoRA": ("text", ["--lora", "none.safetensors"], "there is no .*none.safetensors"),
+    "not a LoRA's file": ("text", ["--lora", "picture.png"], "picture.png is no file of a model"),
+    "a broken LoRA": ("text", ["--lora", "broken.safetensors"], "cannot load the LoRA broken.safetensors: "),
+    "another model's LoRA": ("text", ["--lora", "other.safetensors"], "one of a LoRA for CogVideoX's trans"),
+    "a scale of no LoRA": ("text", ["--lora-scale", 0.5], "without a LoRA: pass --lora"),
     "no such cache": ("text", ["--cache", "none"], "first-block:THRESHOLD .*pab:N .*fastercache:N"),
     "a cache's value": ("text", ["--cache", "first-block:x"], "it takes first-block:THRESHOLD"),
     "nothing to skip": ("text", ["--cache", "pab:1"], "nothing would be skipped"),
@@ -257,7 +299,10 @@ def test_latents_that_are_kept_take_no_other_request_and_have_their_rate(models,
     made = latents.Latents(torch.zeros(1, 16, 3, 4, 8), config, "vae", Fraction(5), small_pipelines.FRAMES)
     latents.save(made, "kept/latents.safetensors")
     again = ("--save-stages", "kept", "--from-stage", "latents")
-    for option, value in (("--prompt", "a dog"), ("--num-inference-steps", "9"), ("--preview", "a.png")):
+    for option, value in {
+        **{"--prompt": "a dog", "--num-inference-steps": "9", "--preview": "a.png"},
+        **{"--scheduler": "DDIMScheduler", "--lora": "other.safetensors", "--lora-scale": "0.5"},
+    }.items():
         assert f"leave {option} out" in refused(*arguments(models("text"), *again, option, value))
     for more, fps in (([], 5), (["--fps", 10], 10)):
         assert generate(models("text"), *again, *more, output="x.mp4") == 0

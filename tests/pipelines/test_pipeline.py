@@ -1,5 +1,6 @@
 """A ported pipeline is the pipeline: the same frames as stock diffusers, from diffusers' own call."""
 
+import contextlib
 import functools
 import inspect
 import threading
@@ -14,16 +15,19 @@ import torch
 from diffusers import (
     CogVideoXDDIMScheduler,
     CogVideoXDPMScheduler,
+    CogVideoXImageToVideoPipeline,
     CogVideoXPipeline,
+    CogVideoXTransformer3DModel as DiffusersTransformer,
     DDIMScheduler,
     DPMSolverMultistepScheduler,
 )
 from diffusers.models.autoencoders.vae import DecoderOutput
 
-from cogvideox_torchax import make_mesh, port, runtime
+from cogvideox_torchax import make_mesh, port, runtime, upstream
 from cogvideox_torchax.pipelines import known, layers
+from cogvideox_torchax.pipelines.port import check_channels
 from cogvideox_torchax.pipelines.scheduler import NonFiniteError, port_scheduler
-from cogvideox_torchax.pipelines.transformer import step_tensors
+from cogvideox_torchax.pipelines.transformer import TransformerStep, step_tensors
 from cogvideox_torchax.vae.tolerances import relative_error
 from examples.small_pipeline import SENTENCES
 from tests import small_pipelines
@@ -358,6 +362,25 @@ def test_a_decode_that_is_set_on_the_vae_is_used(ported, monkeypatch):
     assert bool(ported.decode_latents(runtime.to_jax(torch.ones(1, 2, 16, 4, 8))).eq(3).all())
 
 
+def test_latents_are_scaled_for_the_decoder_as_in_pytorch(monkeypatch):
+    seen, pipe = [], port(small_pipelines.one_layer().to(torch.bfloat16))
+    monkeypatch.setitem(vars(pipe.vae), "decode_stream", lambda z: [seen.append(z) or z])
+    latents = torch.randn(1, 2, 16, 4, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    pipe.decode_latents(runtime.to_jax(latents))
+    want = 1 / pipe.vae_scaling_factor_image * latents
+    assert torch.equal(runtime.to_torch(seen[0]), want.permute(0, 2, 1, 3, 4))
+
+
+def test_options_of_a_call_are_compiled_in_and_only_the_last_ones_kept(ported):
+    model = ported.transformer
+    options = [{"scale": 0}, {"scale": 0}, {"other": [1]}, {"other": [1]}, {"other": [2]}]
+    options += [{"scale": scale} for scale in (1, 2, 3, 0)]
+    programs = [model.program_of(TransformerStep(model, each)) for each in options]
+    assert programs[0] is programs[1]
+    assert programs[2] is programs[3] is not programs[4]
+    assert programs[-1] is not programs[0]
+
+
 @pytest.mark.parametrize(
     ("size", "words"),
     [({"height": 10}, "multiples of 4; try height=8, width=16"), ({"width": 18}, "height=8, width=16")],
@@ -367,6 +390,57 @@ def test_a_size_that_no_patches_fit_is_refused_before_anything_runs(ported, size
     with pytest.raises(ValueError, match=words):
         frames(ported, **size, max_sequence_length=9)
     assert ported.text_encoder.program.compilations == compiled
+
+
+def of_parts(kind, of, version="5b"):
+    """Return a ported pipeline whose transformer was made for another kind of pipeline."""
+    channels = tuple(small_pipelines.conditioning(of, version).items())
+    return pipeline(kind, version, "one device", transformer=transformer("one device", version, channels))
+
+
+@pytest.mark.parametrize(
+    ("kind", "of", "version", "words"),
+    [
+        ("image", "text", "5b", "takes 16 channels: it must take 32, 2 x"),
+        ("control", "text", "1.5", "takes 16 channels: it must take 32, 2 x"),
+        ("text", "control", "5b", "takes 32 channels: it must take 16, 1 x"),
+        ("video", "image", "1.5", "takes 32 channels: it must take 16, 1 x"),
+    ],
+)
+def test_a_transformer_for_another_kind_of_pipeline_is_refused_before_anything_is_compiled(
+    kind, of, version, words
+):
+    pipe = of_parts(kind, of, version)
+    with compilations() as counted, pytest.raises(ValueError, match=words):
+        frames(pipe, kind, max_sequence_length=9)
+    assert counted == []
+
+
+class WithItsOwnLatents(CogVideoXImageToVideoPipeline):
+    def prepare_latents(self, *args, **kwargs):
+        return super().prepare_latents(*args, **kwargs)
+
+
+@pytest.mark.parametrize("changed", ["nothing", "class", "object", "hook", "forward", "stock forward", "vae"])
+def test_channels_are_checked_only_of_diffusers_own_calls_of_known_networks(changed, monkeypatch):
+    pipe = of_parts("image", "text")
+    if changed == "class":
+        pipe.__class__ = WithItsOwnLatents
+        port(pipe)
+    for name, value in {"object": "prepare_latents", "vae": "vae"}.items():
+        if changed == name:
+            monkeypatch.setitem(vars(pipe), value, None)
+    if changed == "forward":
+        monkeypatch.setitem(vars(pipe.transformer), "forward", pipe.transformer.forward)
+    if changed == "stock forward":
+        upstream.is_patched(type(pipe.transformer))  # remembers the methods of now
+        monkeypatch.setattr(DiffusersTransformer, "forward", lambda *_: None)
+    hook = pipe.transformer.register_forward_pre_hook(lambda *_: None) if changed == "hook" else None
+    refused = pytest.raises(ValueError, match="patch embedding")
+    with refused if changed == "nothing" else contextlib.nullcontext():
+        check_channels(pipe, CogVideoXImageToVideoPipeline.__call__)
+    if hook:
+        hook.remove()
 
 
 @pytest.mark.parametrize("version", ["2b", "5b-I2V"])
