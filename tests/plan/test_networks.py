@@ -109,9 +109,10 @@ def test_a_plan_of_a_cache_counts_its_steps_and_what_it_keeps(cache, more, count
         (["--cache", "pab", "--skips", "3"], "give both or neither"),
         (["--cache", "magcache"], "RATIOS.json"),
         (["--cache", "first-block", "--skips", "50"], "the first of which is computed"),
+        (["--platform", "cpu", "--height", "72"], "patches take multiples of 2"),
     ],
 )
-def test_a_cache_that_cannot_be_planned_is_one_line(more, words, refused):
+def test_a_step_that_cannot_be_planned_is_one_line(more, words, refused):
     assert words in refused("plan", "--network", "step", *more)
 
 
@@ -123,11 +124,6 @@ def test_the_published_transformers_have_their_published_sizes(monkeypatch):
         assert all(parameter.device.type == "meta" for parameter in network.parameters())
         sizes[name] = sum(parameter.numel() for parameter in network.parameters()) / 1e9
     assert sizes == pytest.approx({"2b": 1.69, "5b": 5.57, "1.5-5b": 5.57}, abs=0.01)
-
-
-def test_a_size_that_no_patches_fit_is_refused():
-    with pytest.raises(PlanError, match="multiples of 2"):
-        networks.step_work("5b", torch.float32, make_mesh(1, 1), None, frames=3, height=3, width=8)
 
 
 def test_a_step_of_an_unknown_transformer_costs_what_the_known_one_of_its_sizes_costs(tmp_path):
