@@ -1,5 +1,6 @@
 """The plan of a small model: for a real TPU topology, and for this machine's CPU."""
 
+import functools
 import json
 import os
 import subprocess
@@ -11,7 +12,7 @@ import jax
 import pytest
 import torch
 
-from cogvideox_torchax import cli, port
+from cogvideox_torchax import cli, make_mesh, port
 from cogvideox_torchax.cli import planning
 from cogvideox_torchax.cli.common import DEMO_MODEL
 from cogvideox_torchax.plan import chips, jobs, programs
@@ -129,44 +130,26 @@ def test_what_fits_is_said_by_the_largest_of_its_programs(model_directory, monke
     weights = sum(value.numel() * value.element_size() for value in vae.decoder.parameters())
 
     def planned(vae, job, devices, *, dp=1, tp=1):
+        make_mesh(dp, tp, devices=devices)  # raises if the slice has too few chips
         height, width = job.tile or (job.height, job.width)
         sizes = [2 * height * width // tp, height * width // tp]
         yield from (SimpleNamespace(peak_bytes=weights + size) for size in sizes)
 
+    slices = {"v6e:1x2": jax.devices()[:2], "v6e:2x2": jax.devices()[:4]}
     monkeypatch.setattr(jobs, "plan_programs", planned)
-    monkeypatch.setattr(jobs, "topology_devices", lambda name: [])
+    monkeypatch.setattr(jobs, "topology_devices", slices.get)
     monkeypatch.setitem(chips.CHIPS, "v6e", chip := chips.Chip(1e12, 1e12, weights + 512 * 768))
     job, peak = jobs.Job(DECODE, 17, 512, 768), weights + 2 * 512 * 768
-    tiled = jobs.largest_tile_that_fits(vae, job, [], chip, peak)
+    tiled = jobs.largest_tile_that_fits(vae, job, jax.devices()[:1], chip, peak)
     assert tiled is not None
     height, width = map(int, tiled.what.split()[1].split("x"))
     assert tiled.peak_bytes == weights + 2 * height * width <= chip.memory
-    model = str(model_directory), torch.float32
-    spread = jobs.smallest_mesh_that_fits(*model, job, "v6e:1x1", 1, peak)
-    assert spread == jobs.Change("--topology v6e:1x2 --tp 2", weights + 512 * 768)
-    assert jobs.smallest_mesh_that_fits(*model, job, "v5p:2x2x1", 1, peak) is None  # comes in other grids
     tiny = chips.Chip(1e12, 1e12, weights + 2 * 4 * 8)  # room for one latent pixel by two, no tile
-    assert jobs.largest_tile_that_fits(vae, job, [], tiny, peak) is None
-
-
-def test_a_larger_slice_has_the_chips_that_dp_takes_too(model_directory, monkeypatch):
-    vae = jobs.weightless_vae(str(model_directory), torch.float32)
-    weights = jobs.weight_bytes(vae, DECODE)
-
-    def planned(vae, job, devices, *, dp=1, tp=1):
-        mesh = jobs.make_mesh(dp, tp, devices=devices)  # raises if the slice has too few chips
-        yield SimpleNamespace(peak_bytes=weights + 1200 // mesh.shape["tp"])
-
-    monkeypatch.setattr(jobs, "plan_programs", planned)
-    monkeypatch.setattr(
-        jobs, "topology_devices", lambda name: jax.devices()[: {"v6e:1x2": 2, "v6e:2x2": 4}[name]]
-    )
-    monkeypatch.setitem(chips.CHIPS, "v6e", chips.Chip(1e12, 1e12, weights + 600))
-    job = jobs.Job(DECODE, 17, 512, 768)
-    larger = jobs.smallest_mesh_that_fits(
-        str(model_directory), torch.float32, job, "v6e:1x2", 1, weights + 1200, dp=2
-    )
-    assert larger == jobs.Change("--topology v6e:2x2 --tp 2", weights + 600)
+    assert jobs.largest_tile_that_fits(vae, job, jax.devices()[:1], tiny, peak) is None
+    larger = functools.partial(jobs.smallest_mesh_that_fits, str(model_directory), torch.float32, job)
+    assert larger("v6e:1x1", 1, peak) == jobs.Change("--topology v6e:1x2 --tp 2", weights + 512 * 768)
+    assert larger("v6e:1x2", 1, peak, dp=2) == jobs.Change("--topology v6e:2x2 --tp 2", weights + 512 * 768)
+    assert larger("v5p:2x2x1", 1, peak) is None  # comes in other grids
 
 
 def test_a_hollow_model_has_shapes_and_no_weights():

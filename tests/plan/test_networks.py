@@ -109,9 +109,10 @@ def test_a_plan_of_a_cache_counts_its_steps_and_what_it_keeps(cache, more, count
         (["--cache", "pab", "--skips", "3"], "give both or neither"),
         (["--cache", "magcache"], "RATIOS.json"),
         (["--cache", "first-block", "--skips", "50"], "the first of which is computed"),
+        (["--platform", "cpu", "--height", "72"], "patches take multiples of 2"),
     ],
 )
-def test_a_cache_that_cannot_be_planned_is_one_line(more, words, refused):
+def test_a_step_that_cannot_be_planned_is_one_line(more, words, refused):
     assert words in refused("plan", "--network", "step", *more)
 
 

@@ -10,7 +10,7 @@ import torch
 from cogvideox_torchax import AutoencoderKLCogVideoX, enable
 from cogvideox_torchax.flax import FlaxVAEForPipelines
 from cogvideox_torchax.vae.checkpoint import ModelError
-from tests import reference
+from tests.vae.conftest import shallow_stock
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -19,14 +19,8 @@ pytestmark = pytest.mark.usefixtures("torchax_off")
 
 
 @pytest.fixture
-def shallow():
-    """Return the model that loads fastest."""
-    return reference.small_vae(**reference.TWO_SHALLOW_LEVELS)
-
-
-@pytest.fixture
-def model_directory(shallow, tmp_path):
-    shallow.save_pretrained(tmp_path / "vae")
+def model_directory(stock, tmp_path):
+    stock.save_pretrained(tmp_path / "vae")
     return tmp_path / "vae"
 
 
@@ -43,15 +37,21 @@ def model_directory(shallow, tmp_path):
 @pytest.mark.parametrize("torchax_on", [False, True])
 @pytest.mark.slow_cases("False-[sv]*")
 def test_every_layout_loads_whether_or_not_torchax_is_on(
-    shallow, tmp_path, folder, saving, loading, torchax_on
+    stock, tmp_path, folder, saving, loading, torchax_on
 ):
-    shallow.save_pretrained(tmp_path / folder, **saving)
+    stock.save_pretrained(tmp_path / folder, **saving)
     if torchax_on:
         enable()
-    for kind in (AutoencoderKLCogVideoX, type(shallow)):
+    for kind in (AutoencoderKLCogVideoX, type(stock)):
         vae = kind.from_pretrained(tmp_path, **loading)
         assert not vae.training
-        assert all(torch.equal(value, vae.state_dict()[name]) for name, value in shallow.state_dict().items())
+        assert all(torch.equal(value, vae.state_dict()[name]) for name, value in stock.state_dict().items())
+
+
+def test_the_flax_build_loads_shards_too(stock, tmp_path):
+    stock.save_pretrained(tmp_path, max_shard_size="20KB")
+    state = FlaxVAEForPipelines.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in stock.state_dict().items())
 
 
 DTYPES = {
@@ -65,8 +65,8 @@ DTYPES = {
 
 
 @pytest.mark.parametrize(("asked", "dtype"), DTYPES.values(), ids=DTYPES)
-def test_dtype_is_the_one_asked_for_in_both_builds(shallow, tmp_path, asked, dtype):
-    shallow.half().save_pretrained(tmp_path)
+def test_dtype_is_the_one_asked_for_in_both_builds(tmp_path, asked, dtype):
+    shallow_stock().half().save_pretrained(tmp_path)
     assert AutoencoderKLCogVideoX.from_pretrained(tmp_path, **asked).dtype == dtype
     assert FlaxVAEForPipelines.from_pretrained(tmp_path, **asked).dtype == dtype
 
@@ -80,11 +80,6 @@ def test_a_dtype_that_torch_does_not_name_is_refused_in_words(model_directory, d
         FlaxVAEForPipelines.from_pretrained(model_directory, dtype="float64")
 
 
-def _edit_config(directory, **changes):
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
 def _edit_weights(directory, edit):
     tensors = safetensors.torch.load_file(directory / WEIGHTS)
     edit(tensors)
@@ -94,11 +89,6 @@ def _edit_weights(directory, edit):
 def _pickle(directory):
     torch.save(safetensors.torch.load_file(directory / WEIGHTS), directory / "diffusion_pytorch_model.bin")
     (directory / WEIGHTS).unlink()
-
-
-def _truncate(directory):
-    data = (directory / WEIGHTS).read_bytes()
-    (directory / WEIGHTS).write_bytes(data[: len(data) // 2])
 
 
 def _lose_shard(directory):
@@ -117,11 +107,14 @@ BROKEN = {
     ),
     "config is no JSON": (lambda d: (d / "config.json").write_text("{"), "not valid JSON"),
     "another class": (
-        lambda d: _edit_config(d, _class_name="AutoencoderKL"),
+        lambda d: (d / "config.json").write_text('{"_class_name": "AutoencoderKL"}'),
         "is for AutoencoderKL, not for",
     ),
     "no weights": (lambda d: (d / WEIGHTS).unlink(), f"has no {WEIGHTS}"),
-    "truncated weights": (_truncate, "truncated"),
+    "truncated weights": (
+        lambda d: (d / WEIGHTS).write_bytes((d / WEIGHTS).read_bytes()[:10_000]),
+        "truncated",
+    ),
     "no shard": (_lose_shard, "lacks diffusion_pytorch_model-00001"),
     "a pickle": (_pickle, "which can run code when loaded; convert it once: python -c"),
     "a missing tensor": (lambda d: _edit_weights(d, lambda t: t.pop(NAME)), NAME),

@@ -21,7 +21,6 @@ from jax_kernels import conv3d
 from tests import reference
 from tests.processes import ROOT
 
-RESULTS = ROOT / "benchmarks" / "results"
 WIDE = SimpleNamespace(
     config={"block_out_channels": (128,)},
     dtype=torch.bfloat16,
@@ -31,7 +30,9 @@ WIDE = SimpleNamespace(
 )
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("plan-v6e-1-*-torchax.json")), ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path", sorted(ROOT.glob("benchmarks/results/plan-v6e-1-*-torchax.json")), ids=lambda path: path.stem
+)
 def test_the_estimate_is_what_the_compiler_says_or_somewhat_more(path):
     plan = json.loads(path.read_text())
     job, program = plan["job"], plan["programs"][0]
@@ -117,18 +118,6 @@ def test_free_memory_of_a_cpu_is_what_the_system_calls_available_or_what_the_mac
     assert runtime.free_memory() == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def failing(vae, monkeypatch, at, error):
-    """Make a program of the whole picture fail once, at a chunk of the first run."""
-    real, calls = DecoderChunk.forward, itertools.count()
-
-    def forward(self, z, cache):
-        if not vae.use_tiling and next(calls) == at:
-            raise error
-        return real(self, z, cache)
-
-    monkeypatch.setattr(DecoderChunk, "forward", forward)
-
-
 OUT = RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 12345 bytes.")
 
 
@@ -137,8 +126,14 @@ OUT = RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 12345 bytes.")
 def test_out_of_memory_is_said_once_and_the_rest_comes_in_tiles(vae, monkeypatch, at):
     z = reference.latents(7, height=4, width=6)
     whole = list(vae.decode_stream(z))
-    failing(vae, monkeypatch, at, OUT)
-    said = []
+    real, calls, said = DecoderChunk.forward, itertools.count(), []
+
+    def forward(self, z, cache):
+        if not vae.use_tiling and next(calls) == at:
+            raise OUT
+        return real(self, z, cache)
+
+    monkeypatch.setattr(DecoderChunk, "forward", forward)
     found = list(memory.retry_tiled_on_oom(vae, (16, 24), lambda: vae.decode_stream(z), said.append))
     assert said == [f"out of memory after {at} chunks: going on in tiles of 8 x 12 pixels"]
     tiled = list(vae.decode_stream(z))
@@ -148,24 +143,27 @@ def test_out_of_memory_is_said_once_and_the_rest_comes_in_tiles(vae, monkeypatch
     assert not torch.equal(whole[-1], tiled[-1])
 
 
-def test_another_error_passes_and_a_second_end_of_memory_does(vae, monkeypatch):
-    def always_out():
-        raise OUT
+@pytest.mark.parametrize(
+    ("errors", "several_processes"),
+    [
+        pytest.param([OUT, RuntimeError(f"again, {OUT}")], False, id="out of memory in tiles too"),
+        pytest.param([RuntimeError("something else")], False, id="another error"),
+        # The others would wait: they know nothing of the tiles that this one would go on in.
+        pytest.param([OUT], True, id="out of memory on one of several processes"),
+    ],
+)
+def test_what_tiles_do_not_help_against_is_raised(vae, errors, several_processes, monkeypatch):
+    failures = iter(errors)
+
+    def start():
+        raise next(failures)
         yield  # a generator, as streams are: it raises when its results are taken
 
-    z = reference.latents(3)
-    with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
-        list(memory.retry_tiled_on_oom(copy.copy(vae), (16, 24), always_out, lambda line: None))
-    with monkeypatch.context() as patch:
-        # Other processes of a mesh would wait: they know nothing of the tiles that this one would go on in.
-        patch.setattr(runtime, "of_several_processes", lambda mesh: True)
-        failing(vae, patch, 0, OUT)
-        with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
-            list(memory.retry_tiled_on_oom(vae, (12, 20), lambda: vae.decode_stream(z), print))
-    failing(vae, monkeypatch, 0, RuntimeError("something else"))
-    with pytest.raises(RuntimeError, match="something else"):
-        list(memory.retry_tiled_on_oom(vae, (12, 20), lambda: vae.decode_stream(z), print))
-    assert not vae.use_tiling
+    monkeypatch.setattr(runtime, "of_several_processes", lambda mesh: several_processes)
+    with pytest.raises(RuntimeError) as raised:
+        list(memory.retry_tiled_on_oom(vae, (16, 24), start, print))
+    assert raised.value is errors[-1]
+    assert vae.use_tiling == (len(errors) > 1)
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 9, 1), reason="XLA orders a CPU's operations for memory since")

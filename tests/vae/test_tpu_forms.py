@@ -12,6 +12,7 @@ from cogvideox_torchax.vae.tolerances import BFLOAT16_RMS_RATIO, FLOAT32_RELATIV
 from jax_kernels.common import frames as over_frames
 from jax_kernels.common.tiles import SWITCH
 from tests import reference
+from tests.vae.conftest import shallow_latents
 
 
 @pytest.fixture
@@ -23,52 +24,46 @@ def splits_first_frame():
         yield answer
 
 
+RUNS = {
+    "decode": (reference.run_decode, reference.decoded),
+    "encode": (reference.run_encode, reference.encoded),
+}
+"""How a build computes, and stock diffusers, on the host."""
+
 CASES = {
-    "decode 1": (reference.latents(1, batch=2), None),
-    "decode 5": (reference.latents(5, batch=2), None),
-    "decode 5 over a mesh whose shards are padded": (reference.latents(5, width=12), (1, 8)),
-    **{f"encode {n}": (reference.video(n, height=12, width=20), None) for n in (10, 13, 17)},
+    "decode 1": ("decode", reference.latents(1, batch=2), None),
+    "decode 5": ("decode", reference.latents(5, batch=2), None),
+    "decode 5 over a mesh whose shards are padded": ("decode", reference.latents(5, width=12), (1, 8)),
+    **{f"encode {n}": ("encode", reference.video(n, height=12, width=20), None) for n in (10, 13, 17)},
 }
 
 
 @pytest.mark.parametrize("build", ["torchax", "flax"])
-@pytest.mark.parametrize(("x", "mesh"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("kind", "x", "mesh"), CASES.values(), ids=CASES)
 @pytest.mark.slow_cases(but=["decode 5-torchax", "encode 13-flax"])
 @pytest.mark.product_cases(
     "decode 1-flax", "decode 5-flax", "*mesh*-torchax", "encode 1[03]-torchax", "*17-flax"
 )
-def test_a_chunk_is_that_of_stock_diffusers(build, x, mesh, shallow_vae, splits_first_frame):
+def test_a_chunk_is_that_of_stock_diffusers(build, kind, x, mesh, shallow_vae, splits_first_frame):
     vae = port(reference.built(build, shallow_vae), mesh=mesh and make_mesh(*mesh))
-    if x.shape[1] == 3:
-        got, want = reference.run_encode(vae, x), reference.encoded(shallow_vae, x)
-    else:
-        got, want = reference.run_decode(vae, x), reference.decoded(shallow_vae, x)
-    assert reference.largest_error(got, want) <= FLOAT32_RELATIVE
+    run, of_stock = RUNS[kind]
+    assert reference.largest_error(run(vae, x), of_stock(shallow_vae, x)) <= FLOAT32_RELATIVE
     assert splits_first_frame.called
 
 
-@pytest.mark.parametrize(("build", "mode"), [("torchax", "off"), ("flax", "off"), ("torchax", "direct")])
-def test_a_model_runs_no_program_that_was_compiled_before(build, mode, monkeypatch):
-    vae = reference.built(build, reference.small_vae(**reference.TWO_SHALLOW_LEVELS))
-    z = reference.latents(1, height=2, width=2)
-    kernel, traced = jax_kernels.upsample, []
+@pytest.mark.parametrize(("build", "mode"), [("torchax", "direct"), ("flax", "off")])
+def test_a_model_has_a_program_for_each_choice_of_kernels(build, mode, stock, monkeypatch):
+    vae, kernel = reference.built(build, stock), mock.Mock(wraps=jax_kernels.upsample)
+    monkeypatch.setattr(jax_kernels, "upsample", kernel)
 
-    def counted(*operands, **options):
-        traced.append(operands[0].shape)
-        return kernel(*operands, **options)
+    def is_traced_anew(choice):
+        monkeypatch.setenv(SWITCH, choice)
+        kernel.reset_mock()
+        list(vae.decode_stream(shallow_latents()))
+        return kernel.called
 
-    def new_traces():
-        traced.clear()
-        list(vae.decode_stream(z))
-        return len(traced)
-
-    monkeypatch.setattr(jax_kernels, "upsample", counted)
-    new_traces()
-    assert new_traces() == 0
-    monkeypatch.setenv(SWITCH, mode)
-    assert new_traces() > 0
-    monkeypatch.setenv(SWITCH, "on")
-    assert new_traces() == 0
+    choices = ("on", "on", mode, "on")
+    assert [is_traced_anew(choice) for choice in choices] == [True, False, True, False]
 
 
 LARGE = {"lanes": 8, "large": 8 * 24}
@@ -76,11 +71,7 @@ LARGE = {"lanes": 8, "large": 8 * 24}
 
 def check_bfloat16(vae, kind, x, stock):
     """Check a model's error in bfloat16, which may not be larger than PyTorch's by the contract."""
-    run, of_stock = (
-        (reference.run_decode, reference.decoded)
-        if kind == "decode"
-        else (reference.run_encode, reference.encoded)
-    )
+    run, of_stock = RUNS[kind]
     got, want = run(vae, x.bfloat16()).float(), of_stock(stock, x)
     in_torch = of_stock(copy.deepcopy(stock).bfloat16(), x.bfloat16()).float()
     assert rms_error(got, want) / rms_error(in_torch, want) <= BFLOAT16_RMS_RATIO

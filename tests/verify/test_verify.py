@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from cogvideox_torchax import cli, runtime
+from cogvideox_torchax import cli
 from cogvideox_torchax.backends.native import Torch
 from cogvideox_torchax.vae.quality import ssim
 from cogvideox_torchax.vae.tolerances import psnr
@@ -21,12 +21,6 @@ def verifier(small_vae):
     """Return a verifier of 13 frames: one chunk to encode, and 4 latents, two equal chunks, to decode."""
     with torch.no_grad():
         return compare.Verifier(small_vae, reference.video(13, height=16, width=24))
-
-
-@pytest.fixture(scope="module")
-def torchax_candidate(small_vae):
-    """Shared, so that its programs are compiled once: weights are their arguments."""
-    return compare.make_candidate("torchax", torch.float32, small_vae)
 
 
 def failed_of(result):
@@ -63,23 +57,6 @@ def test_flax_passes_layer_by_layer_and_a_transposed_weight_of_it_is_named(small
     kernel[...] = kernel[...].swapaxes(-1, -2)
     (result,) = verifier.verify(candidates[:1])
     assert (result.passed, result.first_bad_layer.name) == (False, "decoder.up_blocks.1.resnets.1")
-
-
-BROKEN = {
-    "decoder.up_blocks.1.resnets.1": ("conv1.conv.weight", lambda w: w.transpose(0, 1)),
-    "encoder.down_blocks.2.resnets.0": ("conv2.conv.bias", lambda b: b * 0),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("layer", "weight", "change"), [(k, *v) for k, v in BROKEN.items()], ids=BROKEN)
-def test_a_broken_weight_fails_and_is_named(verifier, torchax_candidate, layer, weight, change, monkeypatch):
-    parameter = torchax_candidate.vae.get_parameter(f"{layer}.{weight}")
-    with runtime.active():
-        monkeypatch.setattr(parameter, "data", change(parameter.data))
-    (result,) = verifier.verify([torchax_candidate])
-    assert (result.passed, result.first_bad_layer.name) == (False, layer)
-    assert layer in report.verdict(result)
 
 
 @pytest.mark.slow
@@ -165,18 +142,20 @@ def test_a_wrong_input_is_one_line(arguments, message, refused, torchax_off):
     assert message in refused("verify", "--quiet", *arguments)
 
 
-def test_a_failing_backend_makes_the_command_exit_with_1(model_directory, monkeypatch, capsys, torchax_off):
+def test_a_broken_weight_is_named_and_makes_the_command_exit_with_1(
+    model_directory, monkeypatch, capsys, torchax_off
+):
     make = compare.make_candidate
 
     def broken(*args):
         candidate = make(*args)
-        torch.nn.init.zeros_(candidate.vae.decoder.conv_in.conv.bias)
+        torch.nn.init.zeros_(candidate.vae.encoder.conv_in.conv.bias)
         return candidate
 
     monkeypatch.setattr(compare, "make_candidate", broken)
     arguments = ["verify", "--model", str(model_directory), "--backends", "torch", *SIZE, "--quiet"]
     assert cli.main(arguments) == 1
-    assert "the first layer outside the tolerance is decoder.conv_in, from chunk 0" in capsys.readouterr().out
+    assert "the first layer outside the tolerance is encoder.conv_in, from chunk 0" in capsys.readouterr().out
 
 
 def test_a_backend_that_is_not_installed_says_so(monkeypatch, refused, torchax_off):

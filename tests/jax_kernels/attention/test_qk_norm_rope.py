@@ -51,25 +51,21 @@ def interpreted(*arrays, **options):
     return prepared
 
 
-FORMS = pytest.mark.parametrize("form", [qk_norm_rope, interpreted], ids=["plain", "kernel"])
-
-
-@FORMS
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("form", [qk_norm_rope, interpreted], ids=["plain", "kernel"])
 @pytest.mark.parametrize(
-    "shape",
+    ("heads", "channels", "positions", "dtype"),
     [
-        pytest.param({"heads": 4, "channels": 64, "positions": 130}, id="lanes filled by two heads"),
-        pytest.param({"heads": 3, "channels": 64, "positions": 128}, id="an odd head left"),
-        pytest.param({"heads": 5, "channels": 16, "positions": 40}, id="small heads"),
-        pytest.param({"heads": 1, "channels": 128, "positions": 300}, id="heads that fill the lanes"),
+        pytest.param(4, 64, 130, jnp.bfloat16, id="lanes filled by two heads"),
+        pytest.param(3, 64, 128, jnp.float32, id="an odd head left"),
+        pytest.param(5, 16, 40, jnp.float32, id="small heads"),
+        pytest.param(1, 128, 300, jnp.bfloat16, id="heads that fill the lanes"),
     ],
 )
-def test_it_is_diffusers_norm_and_rotary_positions(form, shape, dtype, monkeypatch):
+def test_it_is_diffusers_norm_and_rotary_positions(form, heads, channels, positions, dtype, monkeypatch):
     monkeypatch.setattr(module, "BLOCK_BYTES", 1)  # blocks of 128 positions
-    arrays = inputs(**shape, dtype=dtype)
-    want = of_diffusers(*arrays, heads=shape["heads"], scale=0.3)
-    got = form(*arrays, heads=shape["heads"], scale=0.3)
+    arrays = inputs(heads=heads, channels=channels, positions=positions, dtype=dtype)
+    want = of_diffusers(*arrays, heads=heads, scale=0.3)
+    got = form(*arrays, heads=heads, scale=0.3)
     assert got.dtype == dtype
     assert largest_error(got, want) < (1e-5 if dtype == jnp.float32 else 2**-8)  # rounded once
 

@@ -50,18 +50,19 @@ def test_how_a_tpu_convolves_frames(frames, channels, outputs, height, name):
     assert answer(functools.partial(op._fastest, Target()), x, kernel) == "summed"  # of bfloat16
 
 
-@pytest.mark.parametrize("start", ["replicate", "zeros", "cache"])
 @pytest.mark.parametrize(
-    ("frames", "height", "outputs", "at_start", "later"),
+    ("frames", "height", "outputs", "start", "products"),
     [
-        (9, 16, 6, 1 + 7, 3 + 7),  # the first frame, then tiles of four
-        (7, 16, 6, 1 + 7 + 4, 3 + 7 + 4),  # tiles of four and of two
-        (2, 15, 6, 3, 3),  # frames too small to be filtered
-        (2, 2, 300, 0, 0),  # patches are smaller than the kernel
+        (9, 16, 6, "replicate", 1 + 7),  # the first frame, then tiles of four
+        (9, 16, 6, "zeros", 3 + 7),
+        (9, 16, 6, "cache", 3 + 7),
+        (7, 16, 6, "replicate", 1 + 7 + 4),  # tiles of four and of two
+        (2, 15, 6, "replicate", 3),  # frames too small to be filtered
+        (2, 2, 300, "cache", 0),  # patches are smaller than the kernel
     ],
 )
 def test_a_cpu_multiplies_less_and_has_the_derivatives_of_the_reference(
-    frames, height, outputs, at_start, later, start, monkeypatch
+    frames, height, outputs, start, products, monkeypatch
 ):
     monkeypatch.setattr(xla, "LARGE_KERNEL", 0)  # the kernel is copied, as large ones are
     rng = np.random.default_rng(0)
@@ -70,7 +71,7 @@ def test_a_cpu_multiplies_less_and_has_the_derivatives_of_the_reference(
     cache = draw(2, 2, height, 16, 5) if start == "cache" else None
     run = lambda op: lambda x, kernel: op(x, kernel, None, cache, start=start.replace("cache", "zeros"))[0]  # noqa: E731
     text = jax.jit(run(conv3d)).lower(x, kernel).as_text()
-    assert text.count("stablehlo.convolution") == (at_start if start == "replicate" else later)
+    assert text.count("stablehlo.convolution") == products
     y, pull = jax.vjp(run(conv3d), x, kernel)
     want, pull_plain = jax.vjp(run(reference.conv3d), x, kernel)
     for got, expected in zip((y, *pull(want)), (want, *pull_plain(want)), strict=True):

@@ -10,17 +10,16 @@ import pytest
 import torch
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.estimate import chips, programs
 from cogvideox_torchax.plan.programs import Work
 from jax_kernels import group_norm
-from jax_kernels.common.columns import WHOLE, Split
+from jax_kernels.common.columns import WHOLE
 from jax_kernels.common.dispatch import Target
 from jax_kernels.common.tiles import tiled_sublanes
 from jax_kernels.group_norm import op, tpu, xla
 from jax_kernels.group_norm.tpu import _column_bytes, _pixel_bytes, column_moments, image_moments
-from tests.jax_kernels.devices import compiled_for, struct
+from tests.jax_kernels.devices import compiled_for, on_mesh, struct
 from tests.reference import largest_error
 
 moments = functools.partial(op.moments, Target())
@@ -63,14 +62,11 @@ def check(moments, x):
         np.testing.assert_allclose(mine, plain, rtol=0, atol=1e-6 * np.abs(plain).max())
 
 
-every_block = pytest.mark.parametrize(
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
     ("videos", "length", "height", "width", "rows"),
     [(1, 8, 12, 16, 12), (2, 9, 6, 21, 3), (1, 2, 5, 3, 1), (2, 1, 1, 18, 1)],
 )
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@every_block
 @pytest.mark.slow_cases("*-bfloat16")
 def test_sums_are_those_of_a_reduction(videos, length, height, width, rows, dtype, monkeypatch):
     x = jax.random.normal(jax.random.key(0), (videos, length, height, width, 128), dtype) + 3
@@ -78,9 +74,9 @@ def test_sums_are_those_of_a_reduction(videos, length, height, width, rows, dtyp
     check(column_moments, x)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(
-    ("videos", "height", "width", "rows"), [(1, 12, 40, 12), (2, 6, 7, 2), (1, 5, 64, 1)]
+    ("videos", "height", "width", "rows", "dtype"),
+    [(1, 12, 40, 12, jnp.float32), (2, 6, 7, 2, jnp.bfloat16), (1, 5, 64, 1, jnp.float32)],
 )
 def test_an_images_sums_are_those_of_a_reduction(videos, height, width, rows, dtype, monkeypatch):
     x = jax.random.normal(jax.random.key(0), (videos, 1, height, width, 128), dtype) + 3
@@ -185,19 +181,6 @@ def norm(x, split=WHOLE):
     return stats.mean, stats.variance, y
 
 
-def over_eight():
-    """Return `norm` as eight devices compute it, each on its local columns."""
-    mesh = Mesh(np.array(jax.devices()), ("tp",), axis_types=(AxisType.Auto,))
-    sharding = NamedSharding(mesh, PartitionSpec(None, None, None, "tp"))
-
-    @jax.jit
-    def traced(x):
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return norm(x, Split(columns=("tp",)))
-
-    return lambda x: traced(jax.device_put(x, sharding))
-
-
 @pytest.fixture(params=["xla", "pallas"])
 def width(request, monkeypatch):
     """Choose the form of the moments of columns; return a width that the other form has not traced."""
@@ -220,7 +203,7 @@ def width(request, monkeypatch):
 def test_outliers_cost_no_accuracy(devices, rows, width):
     x = np.concatenate([frames_of(rows, width, *case) for case in CASES])
     want_mean, want_variance, want_y = exact(x)
-    found = (jax.jit(norm) if devices == 1 else over_eight())(x)
+    found = (jax.jit(norm) if devices == 1 else on_mesh(norm, 1, 1, 1, devices))(x)
     mean, variance, y = (np.asarray(part, np.float64) for part in found)
     largest = np.abs(want_y).max((1, 2, 3, 4), keepdims=True)
     errors = {

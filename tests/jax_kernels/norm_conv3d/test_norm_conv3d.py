@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from cogvideox_torchax.plan import chips
@@ -121,23 +120,20 @@ def test_the_statistics_that_a_call_before_gave_are_those_of_its_result(interpre
         pytest.param((1, 8, 4, 96, 16), 16, 2, True, True, 2, id="eight frames in two"),
         pytest.param((2, 4, 2, 188, 32), 16, 2, True, False, 3, id="two videos in three, ragged"),
         pytest.param((1, 2, 2, 384, 32), 32, None, False, True, 4, id="the start of a plain norm in four"),
-        pytest.param((1, 5, 2, 168, 16), 16, None, False, True, 3, id="five frames, the first whole"),
+        pytest.param((1, 3, 2, 288, 16), 16, None, False, True, 3, id="three frames, the first whole"),
         pytest.param((1, 4, 2, 96, 16), 3, 2, True, False, 2, id="four frames to three channels in two"),
     ],
 )
 @pytest.mark.slow_cases(but=["four frames to three channels in two"])
-@pytest.mark.product_cases("eight frames*", "two videos*", "five frames*")
-def test_strips_give_what_the_whole_picture_gives(shape, outputs, cell, cached, added, strips, interpreted):
+@pytest.mark.product_cases("eight frames*", "two videos*", "three frames*")
+def test_strips_are_norm_activation_and_convolution_of_the_whole_picture(
+    shape, outputs, cell, cached, added, strips, interpreted
+):
     operands, options = given(shape, outputs, cell, cached, added)
-    want = norm_conv3d(*operands, **options)
-    if shape[1] % 2 == 0:  # `check` knows of no first frame that is computed alone
-        check(want, operands, options["residual"])
     with cut_into(strips) as found:
-        got = norm_conv3d(*operands, **options)
+        results = norm_conv3d(*operands, **options)
     assert {size.strips for size in found} == {strips, *[1] * (shape[1] % 2)}
-    for mine, whole in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert largest_error(mine, whole) <= A_UNIT
-        assert float(jnp.mean(mine != whole)) < 0.05
+    check(results, operands, options["residual"])
 
 
 @contextlib.contextmanager
@@ -227,14 +223,13 @@ def test_shards_have_the_gradients_of_one_device(interpreted_on_mesh):
 
 @pytest.mark.parametrize(
     ("of_shard", "outputs"),
-    [(False, 128), (True, 128), (True, 3)],
+    [(False, 16), (True, 16), (True, 3)],
     ids=["alone", "a padded shard with neighbours", "such a shard to three channels"],
 )
 @pytest.mark.slow_cases(but=["a padded shard with neighbours"])
-def test_its_derivatives_are_those_of_the_plain_form(of_shard, outputs, monkeypatch):
-    monkeypatch.setattr(tpu, "IN_PLACE", False)
-    x, _, kernel, bias, cache = inputs((1, 2, 2, 32, 128), outputs)
-    ones = jnp.ones((1, 1, 1, 8, 128))
+def test_its_derivatives_are_those_of_the_plain_form(of_shard, outputs, interpreted):
+    x, _, kernel, bias, cache = inputs((1, 2, 2, 32, 16), outputs)
+    ones = jnp.ones((1, 1, 1, 8, 16))
     residual = x[..., :outputs] + 1
 
     def both(form):
@@ -246,8 +241,8 @@ def test_its_derivatives_are_those_of_the_plain_form(of_shard, outputs, monkeypa
         edge = jnp.arange(2 * 2 * outputs, dtype=jnp.float32).reshape(1, 2, 2, 1, outputs) / outputs
         primals = *primals, (edge, -edge), jnp.int32(31)
         tangents = *tangents, (edge + 1, edge + 2), np.zeros((), jax.dtypes.float0)
-    with pltpu.force_tpu_interpret_mode():
-        (y, *_), (tangent, *_) = both(tpu.convolved)
+    (y, *_), (tangent, *_) = both(tpu.convolved)
+    assert interpreted
     (want, *_), (want_tangent, *_) = both(tpu._xla_form)
     assert largest_error(y, want) <= A_UNIT
     np.testing.assert_array_equal(tangent, want_tangent)
@@ -335,6 +330,12 @@ def test_mosaic_compiles_the_start_of_a_video(frames, channels):
     assert "norm_conv3d" in compiled_for("v6e:1x1", tpu.convolved, *operands).as_text()
 
 
+def copied_sizes(compiled):
+    """Return the number of values of each array in bfloat16 that a program copies or computes anew."""
+    shapes = re.findall(r"= bf16\[([\d,]*)\]\S* (?:copy|fusion)\(", compiled.as_text())
+    return [math.prod(map(int, shape.split(","))) for shape in shapes]
+
+
 @pytest.mark.parametrize("frames", [2, 8])
 @pytest.mark.slow_cases("2")
 def test_a_shard_copies_neither_its_frames_nor_its_cache_for_its_neighbours(frames):
@@ -363,12 +364,9 @@ def test_a_shard_copies_neither_its_frames_nor_its_cache_for_its_neighbours(fram
             x, cache, norm, placed(struct(3, 3, 3, channels, channels)), vector
         )
     compiled = lowered.compile()
-    own = math.prod(x.shape) // 8
-    text = compiled.as_text()
-    assert "norm_conv3d" in text
-    copies = [line for line in text.splitlines() if re.search(r"= bf16\[[\d,]*\]\S* (copy|fusion)\(", line)]
-    assert copies
-    sizes = [math.prod(map(int, re.search(r"= bf16\[([\d,]*)\]", line)[1].split(","))) for line in copies]
+    own, sizes = math.prod(x.shape) // 8, copied_sizes(compiled)
+    assert "norm_conv3d" in compiled.as_text()
+    assert sizes
     if frames == 8:  # tiles of two frames are laid anew for the kernel, whoever is beside them
         sizes.remove(7 * 9 * channels**2)  # the transformed taps
         assert max(sizes) < own / frames
@@ -395,8 +393,6 @@ def test_strips_of_a_wide_picture_copy_neither_its_frames_nor_its_cache(topology
 
     x, cache = (struct(height, width, 1, length, channels) for length in (8, 2))
     compiled = compiled_for(topology, run, x, cache, *spatial(2, width, channels), donate=1)
-    text = compiled.as_text()
-    assert text.count('custom_call_target="tpu_custom_call"') == 1  # for all strips
-    copies = re.findall(r"= bf16\[([\d,]*)\]\S* (?:copy|fusion)\(", text)
-    assert max(math.prod(map(int, shape.split(","))) for shape in copies) < math.prod(cache.shape)
+    assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 1  # for all strips
+    assert max(copied_sizes(compiled)) < math.prod(cache.shape)
     assert compiled.memory_analysis().alias_size_in_bytes == 2 * math.prod(cache.shape)

@@ -1,29 +1,43 @@
 """The Flax build's own features beside the contract of `tests/vae/torchax/test_autoencoder.py`.
 
-Array axes are N T H W C.
+Its arrays, whose axes are N T H W C; its files and weights, bit for bit; its methods as diffusers' VAE.
+It needs torchax nowhere enabled; a test that wants it enables it.
 """
 
 import copy
+import importlib
+import inspect
+import json
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from diffusers import AutoencoderKLCogVideoX
 from flax import nnx
 
-from cogvideox_torchax.flax import FlaxVAEForPipelines, Posterior
+from cogvideox_torchax import make_mesh, port, runtime
+from cogvideox_torchax.flax import (
+    FlaxAutoencoderKLCogVideoX,
+    FlaxAutoencoderKLCogVideoXConfig,
+    FlaxVAEForPipelines,
+    Posterior,
+)
 from cogvideox_torchax.runtime.places import ArrayProgram
-from cogvideox_torchax.vae.nnx import weights
+from cogvideox_torchax.vae.checkpoint import ModelError
 from cogvideox_torchax.vae.nnx.autoencoder import Network
-from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE
-from tests import reference
-from tests.conftest import port_to_eight
-from tests.vae.torchax.test_gradients import RELATIVE, backward, decoded, encoded, weighed
+from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
+from tests import reference, small_pipelines
+from tests.processes import printed_by
+from tests.vae.conftest import Z, decodes_as
+
+pytestmark = pytest.mark.usefixtures("torchax_off")
 
 
 @pytest.fixture(scope="module")
-def vae(flax_vae):
+def model(flax_vae):
     return flax_vae.flax_vae
 
 
@@ -31,20 +45,19 @@ def channels_last(tensor):
     return jnp.asarray(tensor.permute(0, 2, 3, 4, 1).numpy())
 
 
-def test_arrays_in_and_arrays_out_equal_diffusers(small_vae, vae):
+def test_arrays_in_and_arrays_out_equal_diffusers(small_vae, model):
     z, x = reference.latents(1), reference.video(1)
     want = small_vae.encode(x).latent_dist
-    results = *vae.encode(channels_last(x)), vae.decode(channels_last(z))
+    results = *model.encode(channels_last(x)), model.decode(channels_last(z))
     for ours, theirs in zip(results, (want.mean, want.logvar, small_vae.decode(z).sample), strict=True):
         assert reference.largest_error(np.moveaxis(ours, -1, 1), theirs) < FLOAT32_RELATIVE
 
 
-def test_a_key_samples_and_repeats():
+def test_a_key_samples():
     posterior = Posterior(*(jnp.full((1, 2, 3, 5, 16), value) for value in (3.0, -2.0)))
-    key = jax.random.key(7)
-    assert jnp.array_equal(posterior.sample(key), posterior.sample(key))
-    assert not jnp.array_equal(posterior.sample(key), posterior.sample(jax.random.key(8)))
-    noise = (posterior.sample(key) - 3.0) / jnp.exp(-1.0)
+    one, other = (posterior.sample(jax.random.key(seed)) for seed in (7, 8))
+    assert not jnp.array_equal(one, other)
+    noise = (one - 3.0) / jnp.exp(-1.0)
     assert abs(float(noise.mean())) < 0.2
     assert abs(float(noise.std()) - 1.0) < 0.1
 
@@ -55,12 +68,12 @@ def test_the_log_variance_is_clamped():
 
 
 @pytest.mark.slow
-def test_frame_by_frame_is_another_function_of_the_documented_length(vae):
+def test_frame_by_frame_is_another_function_of_the_documented_length(model):
     z = channels_last(reference.latents(4))
-    got = vae.decode_frame_by_frame(z)
+    got = model.decode_frame_by_frame(z)
     assert got.shape == (1, 13, 12, 20, 3)
-    assert np.array_equal(np.asarray(got[:, :1]), np.asarray(vae.decode(z[:, :1])))
-    usual = vae.decode(z[:, :3])
+    assert np.array_equal(np.asarray(got[:, :1]), np.asarray(model.decode(z[:, :1])))
+    usual = model.decode(z[:, :3])
     assert float(jnp.abs(got[:, :9] - usual).max() / jnp.abs(usual).max()) > 1e-2
 
 
@@ -83,83 +96,36 @@ BAD = {
 
 
 @pytest.mark.parametrize(("direction", "x", "words"), BAD.values(), ids=BAD)
-def test_bad_input_is_named_by_the_call_itself(vae, direction, x, words):
-    for call in (getattr(vae, direction), getattr(vae, f"{direction}_stream")):  # with no `next`
+def test_bad_input_is_named_by_the_call_itself(model, direction, x, words):
+    for call in (getattr(model, direction), getattr(model, f"{direction}_stream")):  # with no `next`
         with pytest.raises(ValueError, match=words):
             call(x)
 
 
-def test_another_output_dtype_is_refused(vae):
+def test_another_output_dtype_is_refused(model):
     with pytest.raises(ValueError, match="output_dtype .*int32.*: None or jnp.uint8"):
-        vae.decode_stream(LATENTS, output_dtype=jnp.int32)
+        model.decode_stream(LATENTS, output_dtype=jnp.int32)
 
 
-def test_a_model_is_split_again_only_if_its_modules_or_attributes_have_changed(vae, monkeypatch):
+def test_a_model_is_split_again_only_if_its_modules_or_attributes_have_changed(model, monkeypatch):
     z, split, count = channels_last(reference.latents(2)), Network.split, []
     monkeypatch.setattr(Network, "split", lambda module: count.append(module) or split(module))
-    vae = copy.copy(vae)  # its decoder is replaced below
-    first = vae.decode(z)
-    assert (vae.decode(z) == first).all()
+    model = copy.copy(model)  # its decoder is replaced below
+    first = model.decode(z)
+    assert (model.decode(z) == first).all()
     assert len(count) == 1
-    vae.decoder = nnx.clone(vae.decoder)
-    assert (vae.decode(z) == first).all()
+    model.decoder = nnx.clone(model.decoder)
+    assert (model.decode(z) == first).all()
     assert len(count) == 2, "another module"
-    nnx.update(vae.decoder, jax.tree.map(lambda weight: 2 * weight, nnx.state(vae.decoder, nnx.Param)))
-    assert (vae.decode(z) != first).any()
+    nnx.update(model.decoder, jax.tree.map(lambda weight: 2 * weight, nnx.state(model.decoder, nnx.Param)))
+    assert (model.decode(z) != first).any()
     assert len(count) == 2, "new weights are arguments"
-    vae.decoder.set_attributes(rematerialize=True)
-    vae.decode(z)
+    model.decoder.set_attributes(rematerialize=True)
+    model.decode(z)
     assert len(count) == 3, "a changed attribute"
 
 
-@pytest.mark.parametrize(
-    ("levels", "run", "x", "first_frame", "anew", "devices"),
-    [
-        # A model, what runs, its input, from which frame on the loss looks, whether blocks are computed anew,
-        # devices. The shallow model has no block that changes the number of channels.
-        pytest.param(
-            *(reference.TWO_LEVELS, decoded, reference.latents(4), 4, False, 1),
-            id="decode two chunks, a loss on the second",
-        ),
-        pytest.param(
-            *(reference.TWO_SHALLOW_LEVELS, encoded, reference.video(1, height=4), 0, True, 8),
-            id="encode over eight devices, blocks anew",
-        ),
-    ],
-)
-@pytest.mark.slow_cases("decode two chunks, a loss on the second")
-def test_gradients_equal_pytorchs(levels, run, x, first_frame, anew, devices):
-    stock = reference.small_vae(**levels)
-    wrapper = FlaxVAEForPipelines.from_diffusers(stock)
-    vae = (port_to_eight(wrapper) if devices > 1 else wrapper).flax_vae
-    if anew:
-        vae.enable_gradient_checkpointing()
-    want = backward(stock, run, x, first_frame)
-    assert want[:, :, 0].abs().max() > 0, "the loss reaches the first frame"
-    graph, parameters, rest = nnx.split(vae, nnx.Param, ...)
-
-    def loss(parameters, x):
-        model = nnx.merge(graph, parameters, rest)
-        if run is decoded:
-            result = model.decode(x)
-        else:
-            posterior = model.encode(x)
-            result = posterior.mean + jnp.exp(0.5 * posterior.logvar)
-        weight = weighed(jnp.moveaxis(result, -1, 1).shape, first_frame)
-        return (result * np.moveaxis(weight.numpy(), 1, -1)).sum()
-
-    gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))
-    of_weights, of_x = gradients(parameters, np.moveaxis(x.numpy(), 1, -1))
-    assert reference.largest_error(np.moveaxis(of_x, -1, 1), want) < RELATIVE
-    found = weights.state_dict(of_weights)
-    for name, weight in stock.named_parameters():
-        if weight.grad is None:  # of the other half
-            assert not found[name].any(), name
-        else:
-            assert reference.largest_error(found[name], weight.grad) < RELATIVE, name
-
-
-def test_of_a_numpy_array_only_a_chunk_goes_to_the_device(vae, monkeypatch):
+def test_of_a_numpy_array_only_a_chunk_goes_to_the_device(model, monkeypatch):
     z, given = np.zeros((1, 7, 3, 5, 16), np.float32), []
 
     def run(_program, _weights, chunk, _cache):
@@ -167,6 +133,237 @@ def test_of_a_numpy_array_only_a_chunk_goes_to_the_device(vae, monkeypatch):
         return jnp.zeros((1, 1, 24, 40, 3)), None
 
     monkeypatch.setattr(ArrayProgram, "run", run)
-    vae.decode(z)
+    model.decode(z)
     assert [chunk.shape[1] for chunk in given] == [3, 2, 2]
     assert all(np.shares_memory(chunk, z) for chunk in given)
+
+
+# Files and weights
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_load_and_save_give_back_the_same_files(tmp_path, dtype):
+    stock = reference.small_vae(use_quant_conv=True, use_post_quant_conv=True, **reference.TWO_LEVELS)
+    stock.to(dtype).save_pretrained(tmp_path / "vae")
+    vae = FlaxVAEForPipelines.from_pretrained(tmp_path / "vae", dtype=dtype)
+    vae.save_pretrained(tmp_path / "again")
+    assert (tmp_path / "again" / WEIGHTS).read_bytes() == (tmp_path / "vae" / WEIGHTS).read_bytes()
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("vae", "again")]
+    assert configs[0] == configs[1]
+
+
+def test_param_dtype_stores_and_dtype_computes():
+    stock = reference.small_vae(**reference.TWO_LEVELS)
+    vae = FlaxAutoencoderKLCogVideoX.from_state_dict(
+        stock.config, stock.state_dict(), dtype=jnp.bfloat16, param_dtype=jnp.float32
+    )
+    assert {str(array.dtype) for array in jax.tree.leaves(nnx.state(vae, nnx.Param))} == {"float32"}
+    found = vae.decode(jnp.zeros((1, 1, 2, 3, 16))), vae.encode(jnp.zeros((1, 1, 4, 6, 3))).mean
+    assert [vae.dtype, *(array.dtype for array in found)] == [jnp.bfloat16] * 3
+
+
+NAME = "decoder.conv_in.conv.weight"
+FIRST = "encoder.conv_in.conv.weight"
+WRONG_STATES = {
+    "missing": (lambda s: s.pop(NAME), f"missing {NAME}"),
+    "left over": (lambda s: s.update(extra=torch.zeros(2)), "unexpected extra"),
+    "shape": (
+        lambda s: s.update({FIRST: s[FIRST].transpose(0, 1)}),
+        r"encoder.conv_in.conv.weight of the state dict has the shape \(3, 8, 3, 3, 3\): the config asks "
+        r"for \(8, 3, 3, 3, 3\)",
+    ),
+    "twice": (lambda s: s.update({f"_orig_mod.{NAME}": s[NAME]}), f"gives {NAME} twice"),
+}
+
+
+@pytest.mark.parametrize(("change", "words"), WRONG_STATES.values(), ids=WRONG_STATES)
+def test_a_wrong_state_dict_is_named(small_vae, change, words):
+    state = dict(small_vae.state_dict())
+    change(state)
+    with pytest.raises(ModelError, match=words):
+        FlaxAutoencoderKLCogVideoX.from_state_dict(small_vae.config, state)
+
+
+def test_the_configs_defaults_are_diffusers():
+    signature = inspect.signature(AutoencoderKLCogVideoX.__init__)
+    wanted = {name: parameter.default for name, parameter in list(signature.parameters.items())[1:]}
+    found = FlaxAutoencoderKLCogVideoXConfig().to_dict()
+    assert json.loads(json.dumps(found)) == json.loads(json.dumps(wanted)), "but for tuples and lists"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        pytest.param({"use_attention": True}, "use_attention = True", id="unknown field"),
+        pytest.param({"act_fn": "gelu"}, "act_fn is 'gelu'", id="activation"),
+        pytest.param({"up_block_types": ["Other"] * 4}, "up_block_types is", id="block type"),
+        pytest.param({"temporal_compression_ratio": 3}, "temporal_compression_ratio is 3", id="compression"),
+        pytest.param({"norm_num_groups": 7}, "norm_num_groups is 7", id="groups"),
+    ],
+)
+def test_a_config_that_cannot_be_honoured_is_refused(small_vae, change, words):
+    with pytest.raises(ModelError, match=words):
+        FlaxAutoencoderKLCogVideoXConfig.from_dict({**small_vae.config, **change})
+
+
+def test_fields_that_change_nothing_are_let_through(small_vae):
+    extra = {"sample_size": 256, "_name_or_path": "x", "something_new": None}
+    config = FlaxAutoencoderKLCogVideoXConfig.from_dict({**small_vae.config, **extra})
+    assert config == FlaxAutoencoderKLCogVideoXConfig.from_dict(small_vae.config)
+
+
+WITHOUT_TORCH = """
+import importlib.abc, sys
+
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "torchax", "diffusers"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+directory = sys.argv[1]
+import numpy as np
+from cogvideox_torchax import make_mesh
+from cogvideox_torchax.flax import FlaxAutoencoderKLCogVideoX, TileSettings
+vae = FlaxAutoencoderKLCogVideoX.from_pretrained(directory)
+vae.save_pretrained(f"{directory}/saved")
+video = np.load(f"{directory}/video.npy")
+latents = vae.encode(video).mode()
+vae.tiles = TileSettings(3, 4)
+vae.place_on(make_mesh(dp=1, tp=2, devices=make_mesh().devices.flat[:2]))
+np.savez(f"{directory}/results.npz", latents=latents, frames=vae.decode(latents))
+"""
+
+
+def test_without_torch_a_model_is_loaded_saved_and_run_in_tiles_on_a_mesh_too(vae, stock, tmp_path):
+    stock.save_pretrained(tmp_path)
+    x = reference.video(1, height=4, width=14)
+    np.save(tmp_path / "video.npy", x.movedim(1, -1).numpy())
+    printed_by(WITHOUT_TORCH, tmp_path)  # with the quick compiler of the tests
+    assert (tmp_path / "saved" / WEIGHTS).read_bytes() == (tmp_path / WEIGHTS).read_bytes()
+    with np.load(tmp_path / "results.npz") as found:
+        z, frames = (torch.from_numpy(found[name]).movedim(-1, 1) for name in ("latents", "frames"))
+    vae.enable_tiling(tile_sample_min_height=6, tile_sample_min_width=8)
+    assert relative_error(z, stock.encode(x).latent_dist.mode()) < FLOAT32_RELATIVE
+    assert relative_error(frames, vae.decode(z).sample) < FLOAT32_RELATIVE
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_tensors_on_jax_give_tensors_on_jax(small_vae, flax_vae, enabled):
+    x, z = reference.video(1), reference.latents(1)
+    if enabled:
+        runtime.enable()
+    encoded, decoded = flax_vae.encode(runtime.to_jax(x)), flax_vae.decode(runtime.to_jax(z))
+    got = encoded.latent_dist.parameters, decoded.sample
+    assert runtime.is_enabled() is enabled
+    assert not runtime.on_jax(flax_vae.decode(z).sample)
+    want = reference.encoded(small_vae, x), reference.decoded(small_vae, z)
+    for ours, theirs in zip(got, want, strict=True):
+        assert runtime.on_jax(ours)
+        assert relative_error(runtime.to_torch(ours), theirs) < FLOAT32_RELATIVE
+
+
+def test_an_unchanged_pipeline_runs_with_it():
+    pipe = small_pipelines.build("image")  # which encodes, draws from the posterior and decodes
+    want = pipe(**small_pipelines.inputs("image")).frames
+    pipe.vae = FlaxVAEForPipelines.from_diffusers(pipe.vae)
+    assert (pipe.vae.dtype, pipe.vae.device) == (torch.float32, torch.device("cpu"))
+    got = pipe.to("cpu")(**small_pipelines.inputs("image")).frames
+    assert reference.largest_error(got, want) < FLOAT32_RELATIVE
+
+
+def test_every_field_of_the_config_reaches_the_pipeline():
+    options = {
+        "scaling_factor": 0.7,
+        "invert_scale_latents": True,
+        "shift_factor": 0.5,
+        "latents_mean": (0.1,) * 16,
+        "latents_std": (2.0,) * 16,
+        "force_upcast": False,
+        "sample_height": 32,
+        "sample_width": 48,
+    }
+    stock = reference.small_vae(**options)
+    vae = FlaxVAEForPipelines.from_diffusers(stock)
+    given, kept = (
+        {name: value for name, value in model.config.items() if not name.startswith("_")}
+        for model in (stock, vae)
+    )
+    assert {name: kept[name] for name in options} == options
+    assert json.loads(json.dumps(kept)) == json.loads(json.dumps(given)), "but for tuples and lists"
+
+
+def test_without_flax_the_extra_is_named(monkeypatch):
+    package = importlib.import_module("cogvideox_torchax.flax")
+    for name in [name for name in sys.modules if name.startswith("cogvideox_torchax.vae.nnx.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "flax", None)  # an import of it raises ModuleNotFoundError
+    with pytest.raises(ImportError, match=r"pip install 'cogvideox-torchax\[flax\]'"):
+        _ = package.FlaxAutoencoderKLCogVideoX
+
+
+# Methods of torch's modules and diffusers' models
+
+
+@pytest.fixture
+def vae(stock):
+    return FlaxVAEForPipelines.from_diffusers(stock)
+
+
+def test_its_state_is_the_stock_models_and_its_own(vae, stock):
+    state, held = vae.state_dict(), stock.state_dict()
+    assert state.keys() == held.keys()
+    assert all(torch.equal(state[name], value) for name, value in held.items())
+    state["decoder.conv_in.conv.bias"] += 1
+    assert decodes_as(vae, stock)
+
+
+CASTS = {
+    "to": (lambda vae: vae.to(torch.bfloat16), torch.bfloat16),
+    "to, by name": (lambda vae: vae.to(dtype=torch.bfloat16), torch.bfloat16),
+    "to a tensor": (lambda vae: vae.to(torch.ones(1).half()), torch.float16),
+    "bfloat16": (lambda vae: vae.bfloat16(), torch.bfloat16),
+    "half": (lambda vae: vae.half(), torch.float16),
+    "type": (lambda vae: vae.type(torch.bfloat16), torch.bfloat16),
+    "and back": (lambda vae: vae.to(torch.bfloat16).float(), torch.float32),
+    "to a device": (lambda vae: vae.to("cuda"), torch.float32),
+    "to jax": (lambda vae: vae.to("jax"), torch.float32),
+    "cpu": (lambda vae: vae.cpu(), torch.float32),
+    "no gradients": (lambda vae: vae.requires_grad_(False), torch.float32),
+    "evaluation": (lambda vae: vae.eval().train(False), torch.float32),
+}
+
+
+@pytest.mark.parametrize(("cast", "dtype"), CASTS.values(), ids=CASTS)
+def test_a_cast_casts_what_is_stored_taken_and_given(vae, cast, dtype):
+    assert cast(vae) is vae
+    assert vae.dtype == dtype
+    assert {value.dtype for value in vae.state_dict().values()} == {dtype}
+    if dtype != torch.float16:  # one program is compiled
+        assert vae.decode(Z.to(dtype)).sample.dtype == dtype
+
+
+REFUSED = {
+    "gradients": (lambda vae: vae.requires_grad_(), "gradients"),
+    "checkpointing": (lambda vae: vae.enable_gradient_checkpointing(), "gradients"),
+    "a mesh": (lambda vae: vae.place_on("dp=8"), "make one with make_mesh"),
+    "a state with a prefix": (lambda vae: vae.state_dict(prefix="vae."), "takes no options"),
+    "a part of a state": (lambda vae: vae.load_state_dict(vae.state_dict(), strict=False), "is strict"),
+    "weights of which one does not fit": (
+        lambda vae: vae.load_state_dict(
+            {name: 2 * (value[:1] if name == NAME else value) for name, value in vae.state_dict().items()}
+        ),
+        NAME,
+    ),
+    "float64": (lambda vae: vae.double(), "takes float32, bfloat16 or float16"),
+    "to float64": (lambda vae: vae.to(torch.float64), "takes float32, bfloat16 or float16"),
+}
+
+
+@pytest.mark.parametrize(("ask", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_it_cannot_do_is_refused_in_one_line_and_changes_nothing(vae, stock, ask, words):
+    with pytest.raises(ValueError, match=f"^[^\n]*{words}[^\n]*$"):
+        ask(vae)
+    assert decodes_as(vae, stock)

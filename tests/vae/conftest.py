@@ -26,7 +26,7 @@ def decodes_as(vae, stock, z=Z):
     return relative_error(decoded(vae, z), stock.decode(z).sample) < FLOAT32_RELATIVE
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def stock():
     return shallow_stock()
 
