@@ -1,6 +1,7 @@
 """The laboratory's command line in a checkout: `python -m benchmarks COMMAND`; see its `--help`."""
 
 import argparse
+import importlib
 import json
 import sys
 from collections.abc import Sequence
@@ -94,6 +95,12 @@ COMMANDS: dict[str, tuple[str, tuple[Option, ...]]] = {
     ),
 }
 """By name: the summary of a command, and its options."""
+MODULES = {
+    "estimate": "benchmarks.estimate.command",
+    "torchtpu": "benchmarks.torchtpu",
+    "draw": "benchmarks.draw",
+}
+"""By a command that measures nothing: the module whose `run` takes its options."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -115,20 +122,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if others and args.command != "estimate":
             raise ValueError(f"got {' '.join(others)}, which {args.command} does not take")
-        if args.command == "estimate":
-            from benchmarks.estimate import command
-
-            command.run(args.cases, others)
-        elif args.command == "torchtpu":
-            from benchmarks import torchtpu
-
-            torchtpu.run()
-        elif args.command == "draw":
-            from benchmarks import draw
-
-            draw.draw(args.pages)
-        else:
+        if args.command in ("ab", "device"):
             return measured(args)
+        args.others = others
+        importlib.import_module(MODULES[args.command]).run(args)
     except ValueError as error:
         print(f"benchmarks {args.command}: {error}", file=sys.stderr)
         return 2
