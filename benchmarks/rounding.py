@@ -144,5 +144,8 @@ def rounded_as_the_kernel(filters: bool) -> Iterator[None]:
 if __name__ == "__main__":
     torch.manual_seed(0)
     published = AutoencoderKLCogVideoX(**PUBLISHED).eval()
-    rows = [layer(*shape) for shape in shapes(published)] + whole(published)
-    keep("rounding", {"rows": rows}, "torch", "jax", "flax", "diffusers")
+    keep(
+        "rounding",
+        {"rows": [layer(*shape) for shape in shapes(published)] + whole(published)},
+        *("torch", "jax", "flax", "diffusers"),
+    )

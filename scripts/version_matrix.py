@@ -56,8 +56,7 @@ def declared() -> dict[str, str]:
 def wanted(name: str) -> list[str]:
     """Return pip's requirements for the set "lowest" or "newest"; pip chooses all other packages itself."""
     if name == "newest":
-        torchax = f"torchax>={declared()['torchax']}"
-        return sorted(torchax if package == "torchax" else package for package in PACKAGES)
+        return sorted({*PACKAGES} - {"torchax"} | {f"torchax>={declared()['torchax']}"})
     # 0.8 stands for its newest patch, which is what somebody who is held to 0.8 has.
     return sorted(
         f"{package}=={version}" + (".*" if version.count(".") == 1 else "")

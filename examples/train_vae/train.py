@@ -198,10 +198,15 @@ class Training:
     def averaged(self) -> Iterator[Any]:
         """Yield the VAE with the average of its weights, without gradients; then put the weights back."""
         with torch.no_grad():
-            self.average.store(self.trained)
-            self.average.copy_to(self.trained)
+            weights = [weight.clone() for weight in self.trained]
+            self._assign(self.average.shadow_params)
             yield self.vae
-            self.average.restore(self.trained)
+            self._assign(weights)
+
+    def _assign(self, values: list[torch.Tensor]) -> None:
+        # Not by `store` and `restore` of the average: they go through the host, as arrays on a mesh cannot.
+        for weight, value in zip(self.trained, values, strict=True):
+            weight.copy_(value)
 
     def validate(self, number: int, clips: dict[str, torch.Tensor]) -> None:
         """Reconstruct held-out clips, uint8 (1, C, T, H, W) by name; log and print their PSNR in dB."""
