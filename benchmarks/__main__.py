@@ -1,6 +1,7 @@
 """The laboratory's command line in a checkout: `python -m benchmarks COMMAND`; see its `--help`."""
 
 import argparse
+import importlib
 import json
 import sys
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from cogvideox_torchax.vae.sizes import check_sides
 
 MEASURED = (
     Option("--dtype", choices=("float32", "bfloat16"), help="default: float32; on a TPU or GPU, bfloat16"),
-    Option("--platform", metavar="tpu|cuda|cpu", help="default: what JAX chooses"),
+    Option("--platform", choices=("tpu", "cuda", "cpu"), help="default: what JAX chooses"),
     Option(
         "--limit",
         type=positive,
@@ -44,7 +45,7 @@ COMMANDS: dict[str, tuple[str, tuple[Option, ...]]] = {
             Option(
                 "--backends", nargs="+", choices=BACKENDS, default=BACKENDS[:4], help="default: the first 4"
             ),
-            Option("--frames", type=int, default=17, help="of the video (default: 17)"),
+            Option("--frames", type=positive, default=17, help="of the video (default: 17)"),
             Option("--height", type=int, default=64, help="in pixels (default: 64)"),
             Option("--width", type=int, default=96, help="in pixels (default: 96)"),
             Option(
@@ -66,6 +67,7 @@ COMMANDS: dict[str, tuple[str, tuple[Option, ...]]] = {
             Option(
                 *("--jobs",),
                 nargs="+",
+                choices=[*JOBS],
                 metavar="JOB",
                 default=[*JOBS],
                 help=f"of {', '.join(JOBS)} (default: all)",
@@ -93,6 +95,12 @@ COMMANDS: dict[str, tuple[str, tuple[Option, ...]]] = {
     ),
 }
 """By name: the summary of a command, and its options."""
+MODULES = {
+    "estimate": "benchmarks.estimate.command",
+    "torchtpu": "benchmarks.torchtpu",
+    "draw": "benchmarks.draw",
+}
+"""By a command that measures nothing: the module whose `run` takes its options."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -114,20 +122,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if others and args.command != "estimate":
             raise ValueError(f"got {' '.join(others)}, which {args.command} does not take")
-        if args.command == "estimate":
-            from benchmarks.estimate import command
-
-            command.run(args.cases, others)
-        elif args.command == "torchtpu":
-            from benchmarks import torchtpu
-
-            torchtpu.run()
-        elif args.command == "draw":
-            from benchmarks import draw
-
-            draw.draw(args.pages)
-        else:
+        if args.command in ("ab", "device"):
             return measured(args)
+        args.others = others
+        importlib.import_module(MODULES[args.command]).run(args)
     except ValueError as error:
         print(f"benchmarks {args.command}: {error}", file=sys.stderr)
         return 2
@@ -159,14 +157,12 @@ def measured(args: argparse.Namespace) -> int:
         if args.model not in CONFIGS:
             locate_vae(args.model)  # raises before the work, not after it
         check_sides("a video", args.height, args.width, multiple=8)
-        if args.frames < 1:
-            raise ValueError(f"got --frames {args.frames}: at least one is needed")
         # A report is read on other machines: it has the model's name, and no path of this machine.
         name = Path(args.model).expanduser().resolve().name
         options |= {
             "models": {name: args.model},
             "ways": tuple(dict.fromkeys(args.backends)),
-            "sizes": (Size(name, args.frames, args.height, args.width),),
+            "size": Size(name, args.frames, args.height, args.width),
             "rounds": args.rounds,
             # A backend that is slow has as many runs as the others.
             "budget": Budget(args.warmups, args.repetitions, fewest=args.repetitions, seconds=0.0),

@@ -8,7 +8,6 @@ reads, computes and writes with the same cores. A TPU leaves its host's cores to
 """
 
 import os
-import shutil
 import statistics
 import tempfile
 import time
@@ -20,17 +19,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from benchmarks.pages import RESULTS, estimate
+from benchmarks.pages import keep
 from cogvideox_torchax import runtime
 from cogvideox_torchax.cli.common import DEMO_MODEL
 from cogvideox_torchax.dataset import Clip, ClipConfig, EncodeClip, sources
 from cogvideox_torchax.dataset.directory import LatentDirectory
-from cogvideox_torchax.files import reports
-from cogvideox_torchax.versions import versions
 from tests.dataset.conftest import write_clip
 
-FORMAT = "cogvideox-torchax-dataset-throughput/1"
-RESULT = RESULTS / "dataset_throughput.json"
 CLIPS, ROUNDS, VIDEO = 16, 5, (17, 64, 96)
 """Number of clips, how often all of them are encoded each way, and a clip's frames, height and width."""
 
@@ -50,9 +45,7 @@ def seconds_of_directory(unit: EncodeClip, clips: list[Clip], out: Path) -> floa
     """Return the seconds that encoding the clips' directory takes, from its listing to its last file."""
     start = time.perf_counter()
     assert all(step.error is None for step in LatentDirectory(out, unit, clips).work())
-    seconds = time.perf_counter() - start
-    shutil.rmtree(out)
-    return seconds
+    return time.perf_counter() - start
 
 
 def measured() -> dict[str, Any]:
@@ -67,13 +60,12 @@ def measured() -> dict[str, Any]:
         unit = EncodeClip(ClipConfig(str(DEMO_MODEL)))
         unit(clips[0])  # compiles
         rounds = []
-        for _ in range(ROUNDS):
-            own, directory = seconds_alone(unit, clips), seconds_of_directory(unit, clips, root / "out")
+        for number in range(ROUNDS):
+            own, directory = seconds_alone(unit, clips), seconds_of_directory(unit, clips, root / f"{number}")
             rounds.append({"own_s": own, "batch_s": directory, "ratio": own / directory})
             print(rounds[-1], flush=True)
     own, directory, ratio = (statistics.median(r[name] for r in rounds) for name in rounds[0])
     return {
-        "format": FORMAT,
         "clips": CLIPS,
         "video": VIDEO,
         "rounds": rounds,
@@ -82,33 +74,8 @@ def measured() -> dict[str, Any]:
         "ratio": ratio,
         "load_of_the_machine": os.getloadavg()[1],
         "cores_of_the_machine": os.cpu_count(),
-        "versions": versions("torch", "torchax", "jax", "diffusers"),
     }
 
 
-def drawn() -> str:
-    """Return the table of the kept report, and the time that its ratio means for an estimated clip."""
-    report, plan = reports.load(RESULT, FORMAT), estimate("plan-v6e-1-encode-torchax")
-    frames, height, width = report["video"]
-    job, seconds = plan["job"], plan["summary"]["with_collectives_s"]
-    hours = 1_000_000 * seconds / report["ratio"] / 3600
-    rows = (
-        (
-            f"a directory, {report['clips']} clips of {frames} x {height} x {width}, bundled model, CPU",
-            f"{report['batch_clips_a_second']:.2f} clips a second",
-        ),
-        ("the model alone, the same frames in memory", f"{report['own_clips_a_second']:.2f} clips a second"),
-        ("ratio, median of the rounds", f"{report['ratio']:.2f}"),
-        (
-            f"estimate for a clip of {job['frames']} x {job['height']} x {job['width']}, one v6e",
-            f"{seconds:.2f} s",
-        ),
-        ("the same for a million clips, at that ratio", f"{hours:.0f} chip hours"),
-    )
-    return reports.table(("encoding", "rate"), rows)
-
-
-TABLES = {("docs/datasets.md", "throughput"): drawn}
-
 if __name__ == "__main__":
-    reports.write_json(RESULT, measured())
+    keep("dataset_throughput", measured(), "torch", "torchax", "jax", "diffusers")

@@ -87,12 +87,6 @@ class Case:
         return "cuda" if self.way and torch.cuda.is_available() else "cpu"
 
     @property
-    def device_name(self) -> str:
-        """The name of the device that the case runs on, with the number of devices if there are several."""
-        on_gpu = self.torch_device == "cuda"
-        return torch.cuda.get_device_name() if on_gpu else backends.backend(self.backend).device()
-
-    @property
     def direction(self) -> Direction:
         """The direction of a job of chunks: "encode" encodes, all others decode."""
         return ENCODE if self.job == "encode" else DECODE

@@ -90,13 +90,10 @@ def measure(
 
     Returns:
         "check", the comparison. If it fails, "status" is "wrong", and nothing is timed. A timed case also has
-        the device, the seconds to load, the peak memory, and times: a dictionary for the "whole" run, and a
-        list of them for its "parts". Each has the times of the first run, which compiles, and the `spread` of
-        the runs after the warm-ups.
+        the peak memory, and times: a dictionary for the "whole" run, and a list of them for its "parts". Each
+        has the times of the first run, which compiles, and the `spread` of the runs after the warm-ups.
     """
-    start = time.perf_counter()
     run = load(replace(case, size=Size(*checked)))
-    load_seconds = time.perf_counter() - start
     first_run, results = _once(run)  # times of each part and of the whole, by name; each part's result
     # An op's job is "kernels OP". None stands for the bound of `tolerances.contract`.
     allowed_error = ALLOWED.get((case.job.partition(" ")[0], case.dtype))
@@ -127,8 +124,6 @@ def measure(
     peak = _peak_bytes()
     return {
         "check": verdict,
-        "device": case.device_name,
-        "load_s": load_seconds,
         "whole": parts.pop(WHOLE),
         "parts": [{"part": name, **part, "peak_bytes": peak} for name, part in parts.items()],
         "host_peak_bytes": runtime.host_peak_bytes(),
@@ -217,20 +212,19 @@ def estimate(case: Case, topology: str) -> dict[str, Any]:
 
     `PlanError` for a network whose shape is not a published one.
     """
+    if case.job.startswith("kernels "):
+        name = case.job.removeprefix("kernels ")
+        op, operands = ops.bound(name, case.size, runtime.jax_dtype(case.torch_dtype))  # shape structs
+        plan = programs.estimate_function(jax.jit(op), topology, operands, name, case.size.frames)
+        return {"seconds": {name: plan.seconds_with_collectives}}
     chip, devices = chips.CHIPS[topology.partition(":")[0]], case.mesh(chips.topology_devices(topology))
     plans = [programs.estimate_program(work, devices, chip) for work in works(case, devices, chip)]
     return {"seconds": {plan.name: plan.seconds_with_collectives for plan in plans}}
 
 
 def works(case: Case, devices: Any, chip: chips.Chip) -> Iterable[Work]:
-    """Return the programs of a case, to be compiled for the mesh `devices`, whose devices are `chip`s."""
+    """Return the programs of a model's case, to be compiled for the mesh `devices`, which are `chip`s."""
     size, dtype = case.size, case.torch_dtype
-    if case.job.startswith("kernels "):
-        name = case.job.removeprefix("kernels ")
-        op, operands = ops.bound(name, size, runtime.jax_dtype(dtype))  # operands: shape structs
-        device = jax.sharding.SingleDeviceSharding(devices.devices.item())  # a kernel's mesh has one device
-        placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), operands)
-        return [Work(name, frames=size.frames, lower=jax.jit(op).lower, structs=lambda: placed)]
     if case.job in ("step", "prompt"):
         if size.model not in networks.TRANSFORMERS:
             raise PlanError("there are estimates of the published shapes alone")

@@ -11,38 +11,30 @@ without LLVM's passes, so that compiling takes little memory, and the C library 
 
 import collections
 import contextlib
-import ctypes
 import functools
 import io
-import multiprocessing
-import os
-import resource
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault(
-        "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-    )
-
 import torch
-import torchax  # noqa: F401 (imported once, before the first fork)
 
-import cogvideox_torchax.backends.torchax
-import cogvideox_torchax.sharding  # noqa: F401
-from benchmarks.pages import RESULTS, ROOT
-from cogvideox_torchax import cli
-from cogvideox_torchax.files import reports, video
-from cogvideox_torchax.versions import versions
+from benchmarks import worker
+from benchmarks.pages import keep
+from cogvideox_torchax import cli, runtime
+from cogvideox_torchax.files import video
 from tests import reference
 
-FORMAT = "cogvideox-torchax-memory/1"
-RESULT, PLOT = RESULTS / "memory.json", ROOT / "docs" / "images" / "memory.png"
 MIB = 2**20
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false",
+    # The C library returns freed memory at once, so that the resident set is the memory in use.
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_ARENA_MAX": "1",
+}
+"""The variables with which each process starts."""
 LONG, SMALL = (17, 497, 1001, 2001), (16, 24)
 FRAMES = (17, 49, 97, 129)
 SIZES = ((64, 96), (96, 144), (128, 192), (192, 288))
@@ -55,30 +47,21 @@ LATENT_FRAMES = 5
 """Latent frames where the size varies: 17 frames."""
 
 
-def settle_malloc() -> None:
-    """Make the C library return freed memory at once, so that the resident set is the memory in use."""
-    mmap_threshold, arena_max = -3, -8
-    library = ctypes.CDLL(None)
-    assert library.mallopt(mmap_threshold, 2**16)
-    assert library.mallopt(arena_max, 1)
-
-
 @functools.cache
 def measured(way: str, frames: int, height: int, width: int) -> float:
-    """Return `largest_resident_set` of a process of its own, forked before JAX has a device."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as processes:
-        return processes.submit(largest_resident_set, way, frames, height, width).result()
+    """Return the `peak` of a process of its own."""
+    point = {"way": way, "frames": frames, "height": height, "width": width}
+    return worker.figure("memory.peak", point, ENVIRONMENT)
 
 
-def largest_resident_set(way: str, frames: int, height: int, width: int) -> float:
+def peak(way: str, frames: int, height: int, width: int) -> dict[str, float]:
     """Decode or reconstruct a video one way, and return this process's largest resident set in MiB."""
     torch.set_grad_enabled(False)
-    torch.set_num_threads(1)
     if way == "reconstruct":
         _reconstruct(frames, height, width)
     else:
         _decode(way, frames, height, width)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MIB
+    return {"figure": (runtime.host_peak_bytes() or 0) / MIB}
 
 
 def _decode(way: str, frames: int, height: int, width: int) -> None:
@@ -123,7 +106,7 @@ def curve(way: str, points: list[tuple[int, int, int]], before: tuple[int, int, 
 
 def measure() -> None:
     """Measure all curves, and keep the results after each."""
-    found: dict[str, Any] = {"format": FORMAT, "versions": versions("torch", "torchax", "jax", "diffusers")}
+    found: dict[str, list[Any]] = {}
     kinds = {  # by kind of curves: the ways, the points and the point that is subtracted
         "long": (("reconstruct",), [(frames, *SMALL) for frames in LONG], (1, *SMALL)),
         "over_frames": (WAYS, [(frames, *PLACE) for frames in FRAMES], (1, *PLACE)),
@@ -133,50 +116,8 @@ def measure() -> None:
         found[kind] = []
         for way in ways:
             found[kind].append(curve(way, points, before))
-            reports.write_json(RESULT, found)
+            keep("memory", found, "torch", "torchax", "jax", "diffusers")
 
-
-PANELS = {
-    # kind of curves: (label of its axis, name of its table in the page, head of that table)
-    "over_frames": ("frames of 64 x 96", "frames", "frames"),
-    "over_size": ("pixels of each of 17 frames", "size", "pixels"),
-    "long": ("frames of 16 x 24, file to file", "long", "frames"),
-}
-
-
-def _places(points: list[list[int]], head: str) -> tuple[list[int], list[str]]:
-    """Return where points lie on the axis of frames or pixels, and their names in a table."""
-    if head == "frames":
-        return [frames for frames, _, _ in points], [str(frames) for frames, _, _ in points]
-    return [height * width for _, height, width in points], [
-        f"{height} x {width}" for _, height, width in points
-    ]
-
-
-def drawn(kind: str) -> str:
-    """Return the table of a kind of curves."""
-    (_label, _part, head), curves = PANELS[kind], reports.load(RESULT, FORMAT)[kind]
-    _, names = _places(curves[0]["points"], head)
-    rows = [(curve["way"], *(f"{value:.0f}" for value in curve["MiB"])) for curve in curves]
-    return reports.table((f"MiB, by {head}", *names), rows)
-
-
-def plot() -> None:
-    found = reports.load(RESULT, FORMAT)
-    figure, axes = reports.pyplot().subplots(1, len(PANELS), figsize=(4.5 * len(PANELS), 4))
-    for axis, (kind, (label, _part, head)) in zip(axes, PANELS.items(), strict=True):
-        for curve in found[kind]:
-            axis.plot(_places(curve["points"], head)[0], curve["MiB"], "o-", label=curve["way"])
-        axis.set(xlabel=label, ylabel="MiB over a video of one frame", ylim=(0, None))
-        axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False)  # above the curves
-    figure.tight_layout()
-    reports.save_figure(figure, PLOT)
-
-
-TABLES = {
-    ("docs/performance.md", part): functools.partial(drawn, kind) for kind, (_, part, _) in PANELS.items()
-}
 
 if __name__ == "__main__":
-    settle_malloc()
     measure()

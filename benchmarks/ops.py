@@ -73,9 +73,11 @@ def axes(size: Size) -> dict[str, int]:
     heads = TRANSFORMERS.get(size.model, SMALL_TRANSFORMER)["num_attention_heads"]
     patches = latents(size)["frames"] * (H // 16) * (W // 16)  # a patch: 2 x 2 latent pixels, 16 x 16 pixels
     channels = 64 * heads  # a head has 64; the feed-forward has 4 times as many inside
-    whole = {"T": T, "H": H, "W": W, "S": TOKENS + patches, "A": heads, "C": channels, "4C": 4 * channels}
-    halves = {"T/2": max(T // 2, 1), "H/2": H // 2, "W/2": W // 2}
-    return {**whole, **halves, "T/4": max(T // 4, 1), "H/8": H // 8, "W/8": W // 8}
+    return {
+        **{"T": T, "H": H, "W": W, "S": TOKENS + patches, "A": heads, "C": channels, "4C": 4 * channels},
+        **{"T/2": max(T // 2, 1), "H/2": H // 2, "W/2": W // 2},
+        **{"T/4": max(T // 4, 1), "H/8": H // 8, "W/8": W // 8},
+    }
 
 
 def bound(name: str, size: Size, dtype: Any) -> tuple[functools.partial[Any], Any]:

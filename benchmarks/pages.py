@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from cogvideox_torchax.files.reports import load, write_text
+from cogvideox_torchax.files.reports import load, parse, write_json, write_text
+from cogvideox_torchax.versions import versions
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -15,6 +16,21 @@ FORMAT = "cogvideox-torchax-estimate/1"
 def estimate(name: str) -> dict[str, Any]:
     """Return the kept estimate of a name in results/."""
     return load(RESULTS / f"{name}.json", FORMAT)
+
+
+def estimates(pattern: str) -> list[dict[str, Any]]:
+    """Return the kept estimates whose names in results/ match a pattern, sorted by name."""
+    return [estimate(path.stem) for path in sorted(RESULTS.glob(f"{pattern}.json"))]
+
+
+def keep(name: str, report: dict[str, Any], *packages: str) -> None:
+    """Write a report into results/, with the versions of the packages that its figures depend on."""
+    write_json(RESULTS / f"{name}.json", {"versions": versions(*packages), **report})
+
+
+def kept(name: str) -> dict[str, Any]:
+    """Return the report of a name in results/, which is of this checkout's code as the results are."""
+    return parse((RESULTS / f"{name}.json").read_text())
 
 
 def fill(page: Path, name: str, drawn: str) -> None:

@@ -15,8 +15,6 @@ from cogvideox_torchax.files.reports import table, write_json, write_text
 from cogvideox_torchax.versions import versions
 
 PACKAGES = ("torch", "torchax", "jax", "jaxlib", "diffusers", "flax", "numpy")
-Row = tuple[str, ...]
-"""The cells of a table's row."""
 
 
 def about() -> dict[str, Any]:
@@ -97,7 +95,7 @@ def beside(report: dict[str, Any], peer: str) -> Iterator[tuple[str, float, floa
             yield name, port, seconds[peer][name]
 
 
-def _rows(result: dict[str, Any]) -> list[Row]:
+def _rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
     """Return the rows of a result below `HEAD`: of the whole run if it has several parts, and of each part.
 
     Only a result with the status "ok" has times: a peer (a backend with diffusers' own modules) even if its
@@ -138,7 +136,7 @@ def _cell(value: float | None, unit: float = 1.0, format_spec: str = ".3g") -> s
     return "" if value is None else format(value / unit, format_spec)
 
 
-def _estimate_cells(estimates: dict[str, Any], part: dict[str, Any]) -> Row:
+def _estimate_cells(estimates: dict[str, Any], part: dict[str, Any]) -> tuple[str, str]:
     """Return two cells: a part's estimate in ms, and the ratio of the estimate to the measured time.
 
     Without an estimate the first cell has the reason, which `estimates` may have instead of seconds by part.

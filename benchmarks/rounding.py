@@ -26,12 +26,10 @@ import numpy as np
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_cogvideox import AutoencoderKLCogVideoX
 
-from benchmarks.pages import RESULTS
+from benchmarks.pages import keep
 from cogvideox_torchax import runtime
-from cogvideox_torchax.files import reports
 from cogvideox_torchax.flax import FlaxVAEForPipelines
 from cogvideox_torchax.vae.tolerances import rms_error
-from cogvideox_torchax.versions import versions
 from jax_kernels import NormParams
 from jax_kernels.common import tiles
 from jax_kernels.common.transforms import TRANSFORMS, filtered
@@ -40,7 +38,8 @@ from jax_kernels.group_norm import op as group_norm_op, xla as norm_xla
 from jax_kernels.norm_conv3d import reference, tpu
 from tests.reference import as_on_a_tpu, latents, video
 
-PUBLISHED = {"block_out_channels": (128, 256, 256, 512), "layers_per_block": 3, "norm_num_groups": 32}
+GROUPS = 32
+PUBLISHED = {"block_out_channels": (128, 256, 256, 512), "layers_per_block": 3, "norm_num_groups": GROUPS}
 FRAMES, HEIGHT, WIDTH = 8, 12, 16
 DIRECT = 0
 """The tile of direct convolution."""
@@ -52,13 +51,13 @@ def shapes(stock: AutoencoderKLCogVideoX) -> list[tuple[int, int]]:
     return sorted({(shape[1], shape[0]) for shape in kernels if shape[2:] == (3, 3, 3) and shape[1] > 16})
 
 
-def by_torch(x: torch.Tensor, *parts: torch.Tensor, groups: int) -> torch.Tensor:
+def by_torch(x: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
     """Return GroupNorm, SiLU and the causal convolution of (N, C, T, H, W), in the dtype of all arguments.
 
     `parts` are the norm's weight and bias, and the convolution's kernel and bias.
     """
     weight, shift, kernel, bias = parts
-    hidden = torch.nn.functional.silu(torch.nn.functional.group_norm(x, groups, weight, shift, 1e-6))
+    hidden = torch.nn.functional.silu(torch.nn.functional.group_norm(x, GROUPS, weight, shift, 1e-6))
     hidden = torch.cat([hidden[:, :, :1]] * 2 + [hidden], dim=2)  # the first frame stands for earlier ones
     return torch.nn.functional.conv3d(hidden, kernel, bias, padding=(0, 1, 1))
 
@@ -69,14 +68,13 @@ def layer(inputs: int, outputs: int) -> dict[str, Any]:
     x = torch.randn(1, inputs, FRAMES, HEIGHT, WIDTH)
     kernel = torch.randn(outputs, inputs, 3, 3, 3) / (27 * inputs) ** 0.5
     parts = x, 1 + 0.2 * torch.randn(inputs), 0.2 * torch.randn(inputs), kernel, 0.2 * torch.randn(outputs)
-    groups = PUBLISHED["norm_num_groups"]
-    want = by_torch(*parts, groups=groups)
-    half = by_torch(*(part.bfloat16() for part in parts), groups=groups)
+    want = by_torch(*parts)
+    half = by_torch(*(part.bfloat16() for part in parts))
     pixels, weight, shift, taps, bias = (jnp.asarray(part.numpy(), jnp.bfloat16) for part in parts)
     operands = jnp.moveaxis(pixels, 1, -1), NormParams(weight, shift), taps.transpose(2, 3, 4, 1, 0), bias
     errors = {}
     for tile in (DIRECT, *TRANSFORMS):
-        y, *_ = reference.norm_conv3d(*operands, num_groups=groups, tile=tile)
+        y, *_ = reference.norm_conv3d(*operands, num_groups=GROUPS, tile=tile)
         errors[tile] = rms_error(torch.from_numpy(np.array(jnp.moveaxis(y, -1, 1), np.float32)), want)
     return row(f"{inputs} to {outputs}", want, half, errors)
 
@@ -146,8 +144,8 @@ def rounded_as_the_kernel(filters: bool) -> Iterator[None]:
 if __name__ == "__main__":
     torch.manual_seed(0)
     published = AutoencoderKLCogVideoX(**PUBLISHED).eval()
-    kept = {
-        "versions": versions("torch", "jax", "flax", "diffusers"),
-        "rows": [layer(*shape) for shape in shapes(published)] + whole(published),
-    }
-    reports.write_json(RESULTS / "rounding.json", kept)
+    keep(
+        "rounding",
+        {"rows": [layer(*shape) for shape in shapes(published)] + whole(published)},
+        *("torch", "jax", "flax", "diffusers"),
+    )

@@ -23,7 +23,6 @@ from cogvideox_torchax.plan.chips import PlanError, check_compiler
 from jax_kernels.common.tiles import SWITCH
 
 FORMAT = "cogvideox-torchax-measurements/1"
-PLATFORMS = ("tpu", "cuda", "cpu")
 SAME = ("version", "commit", "versions", "device", "dtype", "mesh", "settings")
 """Fields of a kept report that must be equal for a run to resume it."""
 
@@ -36,8 +35,8 @@ class Settings:
         jobs: names of jobs, of `jobs.JOBS`.
         models: directories or hub ids, by the names that sizes give models.
         ways: of `jobs.WAYS`; None for all that the device can run.
-        sizes: the sizes to measure each job at; None for the largest one of the job's own that fits.
-        platform: of `PLATFORMS`; JAX's choice where None.
+        size: the size to measure each job at; None for the largest one of the job's own that fits.
+        platform: "tpu", "cuda" or "cpu"; JAX's choice where None.
         dtype: bfloat16 on an accelerator and float32 on a CPU where None.
         dp, tp: the mesh; one device where both are None.
         limit: seconds for one measurement.
@@ -48,7 +47,7 @@ class Settings:
     jobs: tuple[str, ...]
     models: dict[str, str]
     ways: tuple[str, ...] | None = None
-    sizes: tuple[Size, ...] | None = None
+    size: Size | None = None
     platform: str | None = None
     dtype: str | None = None
     dp: int | None = None
@@ -73,24 +72,16 @@ def run(
         before: the report of an unfinished run, to resume: its results are not measured again.
 
     Raises:
-        ValueError: an unknown job, no such device or mesh, or `before` is of other settings.
+        ValueError: no such device or mesh, or `before` is of other settings.
     """
-    if settings.platform not in (None, *PLATFORMS):
-        raise ValueError(f"got device {settings.platform!r}: one of {', '.join(PLATFORMS)}")
-    several = bool(settings.dp or settings.tp)  # whether devices form a mesh
-    names = jobs.all_jobs(settings.jobs, several)
     with tempfile.TemporaryDirectory() as scratch:
         laboratory = _Laboratory(settings, Path(scratch), say, before)
         report = laboratory.report
-        on_cpu = report["device"]["platform"] == "cpu"
-        for job in names:
-            ladders = [(size,) for size in settings.sizes or ()] or [jobs.sizes(job, on_cpu)]
-            ways = settings.ways or jobs.ways(job, report["device"], several)
-            for sizes in ladders:  # of each, the first size that fits
-                for result in laboratory.compared(job, ways, sizes):
-                    report["results"].append(result)
-                    keep(report)
-        if settings.sizes is None:
+        for job in laboratory.ways:
+            for result in laboratory.compared(job):
+                report["results"].append(result)
+                keep(report)
+        if settings.size is None:
             for result in laboratory.estimated():  # of the report, which now has its estimate
                 say(f"estimated: {result['job']}")
                 keep(report)
@@ -108,6 +99,7 @@ class _Laboratory:
 
     Attributes:
         report: the report, to which results are added.
+        ways: by job, the ways in which it is measured.
 
     Raises:
         ValueError: no such device or mesh, or `before` is of other settings.
@@ -129,6 +121,11 @@ class _Laboratory:
             # The reason begins with the type of its error.
             raise ValueError(device["reason"].removeprefix("ValueError: "))
         self._on_cpu = device["platform"] == "cpu"
+        several = bool(settings.dp or settings.tp)  # whether devices form a mesh
+        names = jobs.all_jobs(settings.jobs, several)
+        self.ways = {job: settings.ways or jobs.ways(job, device, several) for job in names}
+        self._turns = settings.rounds * sum(map(len, self.ways.values()))  # number of measurements
+        self._turn = 0  # number of those that have begun, or that `before` has
         self.report: dict[str, Any] = {
             "format": FORMAT,
             **about(),
@@ -148,12 +145,13 @@ class _Laboratory:
                 )
             self.report = before
 
-    def compared(self, job: str, ways: Collection[str], sizes: tuple[Size, ...]) -> Iterator[dict[str, Any]]:
+    def compared(self, job: str) -> Iterator[dict[str, Any]]:
         """Measure a job in each way in rounds; yield the results that the report does not have.
 
-        A way that failed in a round is not run in the next. `sizes` are tried from the largest on; the first
-        that fits is measured.
+        A way that failed in a round is not run in the next. Of the job's own sizes the largest one that fits
+        is measured.
         """
+        sizes = (self._settings.size,) if self._settings.size else jobs.sizes(job, self._on_cpu)
         done = {
             result["way"]
             for result in self.report["results"]
@@ -161,7 +159,8 @@ class _Laboratory:
         }
         results: dict[str, dict[str, Any]] = {}
         for number in range(self._settings.rounds):
-            for way in ways:
+            for way in self.ways[job]:
+                self._turn += 1
                 if way in done:
                     continue
                 before = results.get(way)
@@ -179,7 +178,7 @@ class _Laboratory:
         """
         result: dict[str, Any] = {}
         for size in sizes:  # the largest first
-            self._say(f"{job}, {way}: {size.name}")
+            self._say(f"{self._turn} of {self._turns}: {job} of {size.name}, by {way}")
             result = {"job": job, "way": way, "size": size._asdict(), **self._attempt(job, way, size)}
             if result["status"] != "ok":  # a wrong result has its comparison, "check", in place of a reason
                 self._say(f"{job}, {way}: {result['status']}: {result.get('reason', result.get('check'))}")
@@ -198,7 +197,7 @@ class _Laboratory:
         off = self.report["switched_off"]  # by a kernel's name, the reason
         platform = self.report["device"]["platform"]
         # The size at which results are compared: the size itself, or one that PyTorch's host is quick at.
-        checked = size if self._settings.sizes else jobs.checked(job, self._on_cpu)
+        checked = size if self._settings.size else jobs.checked(job, self._on_cpu)
         data = str(self._scratch / "wanted.npy")
         if (job, checked) not in self._references:
             request = {"case": self._case(job, "", checked, platform), "data": data}

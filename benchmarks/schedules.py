@@ -16,15 +16,10 @@ import jax
 import jax.numpy as jnp
 
 import jax_kernels
-from benchmarks.estimate.chips import CHIPS, topology_devices
-from benchmarks.estimate.programs import estimate_program
-from benchmarks.pages import RESULTS
-from cogvideox_torchax.files.reports import load, table, write_json
-from cogvideox_torchax.plan.programs import Work
-from cogvideox_torchax.versions import versions
+from benchmarks.estimate.chips import CHIPS
+from benchmarks.estimate.programs import estimate_function
+from benchmarks.pages import keep
 
-OUTPUT = RESULTS / "schedules.json"
-FORMAT = "cogvideox-torchax schedules 2"
 LARGE, MEDIUM, SMALL, SMALLEST = (480, 720), (240, 360), (120, 180), (60, 90)
 CONVOLUTIONS = {
     # (frames, (rows, columns), channels in and out, whether latents modulate the norm)
@@ -53,11 +48,6 @@ ATTENTION = {
     "tpu7x": ("tpu7x:1x1x1", True),
 }
 HEADS, CHANNELS, TOKENS, PADDED = 12, 64, 45_104, 46_080
-RUNNING_MAXIMUM = {"v6e": 1705, "v5e": 3396, "v5p": 1685, "tpu7x": 1811}
-"""Cycles of the kernel of commit 4ef3ce7, which kept a running maximum."""
-
-CONVOLUTION_HEAD = ("kernel", "schedule, ms", "floor, ms", "bytes, ms")
-ATTENTION_HEAD = ("chip", "cycles", "with a running maximum, formerly")
 
 
 def schedule(topology: str, function: Callable[..., Any], *shapes: Sequence[int]) -> dict[str, float]:
@@ -65,11 +55,8 @@ def schedule(topology: str, function: Callable[..., Any], *shapes: Sequence[int]
 
     It is compiled for one device of the topology. `function` takes arrays of the `shapes` as one list.
     """
-    devices, chip = topology_devices(topology)[:1], CHIPS[topology.partition(":")[0]]
-    mesh = jax.sharding.Mesh(devices, "x")
-    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    structs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=whole) for shape in shapes]
-    plan = estimate_program(Work("kernel", 1, jax.jit(function).lower, lambda: (structs,)), mesh, chip)
+    structs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    plan = estimate_function(jax.jit(function), topology, (structs,), "kernel", 1)
     # An upsampler's program has small kernels besides, which are not counted.
     (name,) = plan.kernel_times.keys() & {"attention", "norm_conv3d", "upsampled"}
     kernel = plan.kernel_times[name]
@@ -128,35 +115,15 @@ def _floor(products: float) -> float:
     return 1e3 * 2 * products / CHIPS["v6e"].flops
 
 
-def convolution_table() -> str:
-    rows = [
-        (kind, *(f"{one[name]:.2f}" for name in ("schedule_ms", "floor_ms", "bytes_ms")))
-        for kind, one in load(OUTPUT, FORMAT)["convolutions"].items()
-    ]
-    return table(CONVOLUTION_HEAD, rows)
-
-
-def attention_table() -> str:
-    rows = [
-        (chip, f"{one['cycles_of_1024_x_1024']:.0f}", str(RUNNING_MAXIMUM.get(chip, "")))
-        for chip, one in load(OUTPUT, FORMAT)["attention"].items()
-    ]
-    return table(ATTENTION_HEAD, rows)
-
-
-TABLES = {
-    ("docs/kernels.md", "conv-schedule"): convolution_table,
-    ("docs/kernels.md", "attention-schedule"): attention_table,
-}
-
 if __name__ == "__main__":
-    kept = {
-        "format": FORMAT,
-        "versions": versions(),
-        "convolutions": {
-            **{name: convolution(*case) for name, case in CONVOLUTIONS.items()},
-            **{name: upsampler(*case) for name, case in UPSAMPLERS.items()},
+    keep(
+        "schedules",
+        {
+            "convolutions": {
+                **{name: convolution(*case) for name, case in CONVOLUTIONS.items()},
+                **{name: upsampler(*case) for name, case in UPSAMPLERS.items()},
+            },
+            "attention": {name: attention(*case) for name, case in ATTENTION.items()},
         },
-        "attention": {name: attention(*case) for name, case in ATTENTION.items()},
-    }
-    write_json(OUTPUT, kept)
+        *("jax", "libtpu"),
+    )

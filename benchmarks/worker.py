@@ -4,6 +4,7 @@ python -m benchmarks.worker < REQUEST > ANSWER
 """
 
 import ctypes
+import importlib
 import json
 import os
 import signal
@@ -16,11 +17,14 @@ from benchmarks.pages import ROOT
 COMMAND = (sys.executable, "-m", "benchmarks.worker")
 
 
-def ask(do: str, request: dict[str, Any], environment: dict[str, str], limit: float) -> dict[str, Any]:
+def ask(
+    do: str, request: dict[str, Any], environment: dict[str, str], limit: float | None = None
+) -> dict[str, Any]:
     """Have a new process call a function of `measure`, with `environment` set; return the answer.
 
     If the process crashes, is killed or takes longer than `limit` seconds, the answer has a "reason"
-    and a "status" other than "ok". A request's "case" has the fields of a `Case`.
+    and a "status" other than "ok". A request's "case" has the fields of a `Case`. `do` may name a function of
+    another module too, such as "memory.peak".
     """
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     try:
@@ -43,19 +47,29 @@ def ask(do: str, request: dict[str, Any], environment: dict[str, str], limit: fl
     return {"status": "failed", "reason": f"exit code {done.returncode}: {last_line[:300]}"}
 
 
+def figure(do: str, request: dict[str, Any], environment: dict[str, str]) -> Any:
+    """`ask` for a function's only figure, "figure"; raise `RuntimeError` if there is none."""
+    found = ask(do, request, environment)
+    if found["status"] != "ok":
+        raise RuntimeError(f"{do} of {request}: {found['reason']}")
+    return found["figure"]
+
+
 def answer(do: str, request: dict[str, Any]) -> dict[str, Any]:
-    """Call a function of `measure` in this process; return its result, or the `failure` for its error.
+    """Call a function, as for `ask`, in this process; return its result, or the `failure` for its error.
 
     The result's "status" is "ok", unless the function sets another.
     """
+    module, _, name = do.rpartition(".")
     try:  # the import may fail too
-        from benchmarks import measure
-        from benchmarks.jobs import Size
-
+        function = getattr(importlib.import_module(f"benchmarks.{module or 'measure'}"), name)
         if "case" in request:
+            from benchmarks.jobs import Size
+            from benchmarks.loading import Case
+
             case = request["case"]
-            request = request | {"case": measure.Case(**case | {"size": Size(*case["size"])})}
-        return {"status": "ok"} | getattr(measure, do)(**request)
+            request = request | {"case": Case(**case | {"size": Size(*case["size"])})}
+        return {"status": "ok"} | function(**request)
     except Exception as error:
         return failure(error)
 

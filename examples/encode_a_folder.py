@@ -47,7 +47,6 @@ def main() -> None:
     )
     args = parser.parse_args()
 
-    args.output.mkdir(parents=True, exist_ok=True)
     encode = EncodeClip(ClipConfig(args.model, dtype=args.dtype, buckets=(args.bucket,)))
     for clip in sources.clips(args.folder):
         try:

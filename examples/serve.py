@@ -32,6 +32,7 @@ from fastapi.responses import FileResponse, HTMLResponse
 from pydantic import BaseModel, Field
 
 from cogvideox_torchax import load_pipeline, make_mesh, runtime, save_video
+from cogvideox_torchax.vae.sizes import parse_size
 
 KEPT = 16
 """Number of finished videos that are kept: a new request deletes the oldest ones."""
@@ -249,13 +250,6 @@ def make_app(
     return app
 
 
-def parse_size(size: str) -> tuple[int, ...]:
-    numbers = size.split("x")
-    if len(numbers) != 3 or not all(number.isdecimal() and int(number) for number in numbers):
-        raise ValueError(f"got size {size}: it takes FRAMESxHEIGHTxWIDTH, such as 49x480x720")
-    return tuple(map(int, numbers))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description="A page and an HTTP interface that turn prompts into videos.",
@@ -271,10 +265,10 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8000, help="to listen on")
     args = parser.parse_args()
     try:
-        sizes = {size: parse_size(size) for size in args.sizes}
+        sizes = {size: parse_size(size, frames=True) for size in args.sizes}
+        pipe = load_pipeline(args.model, mesh=make_mesh(args.dp, args.tp))
     except ValueError as error:
-        parser.error(str(error))
-    pipe = load_pipeline(args.model, mesh=make_mesh(args.dp, args.tp))
+        parser.exit(2, f"{parser.prog}: {error}\n")
     pipe.set_progress_bar_config(disable=True)
     with tempfile.TemporaryDirectory() as directory:
         app = make_app(pipe, sizes, Path(directory), args.queue, args.fps)

@@ -113,8 +113,7 @@ def make_app(vae: Any, *, queue: int = 4, largest: int = 64_000_000) -> FastAPI:
 
     @app.exception_handler(StarletteHTTPException)
     async def one_line(request: Request, error: StarletteHTTPException) -> Response:
-        text = " ".join(str(error.detail).split())
-        return PlainTextResponse(f"{text}\n", error.status_code)
+        return PlainTextResponse(" ".join(str(error.detail).split()) + "\n", error.status_code)
 
     @app.get("/")
     def page() -> HTMLResponse:
@@ -158,7 +157,10 @@ def main() -> None:
     parser.add_argument("--queue", type=int, default=4, help="videos that may wait")
     parser.add_argument("--largest", type=int, default=64, help="MB of an upload")
     args = parser.parse_args()
-    vae = backend("torchax").load(args.model, getattr(torch, args.dtype)).vae
+    try:
+        vae = backend("torchax").load(args.model, getattr(torch, args.dtype)).vae
+    except ValueError as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
     app = make_app(vae, queue=args.queue, largest=args.largest * 1_000_000)
     uvicorn.run(app, host=args.host, port=args.port, log_level="warning")
 

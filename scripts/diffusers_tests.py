@@ -97,7 +97,7 @@ def main() -> int:
     rows, failed = [], []
     for part, tests in TESTS.items():
         stock = outcomes(args.checkout, tests, None)
-        passed = {name for name, outcome in stock.items() if outcome == "passed"}
+        passed = {name for name in stock if stock[name] == "passed"}
         for place in ("torch", "jax")[: 1 + args.jax]:
             ours = outcomes(args.checkout, tests, place)
             lost = sorted(name for name in passed if ours.get(name) != "passed")

@@ -1,26 +1,26 @@
 """Inputs of the site from outside docs/: results, pages of the root, the command line's help."""
 
-import io
 import os
 import re
-from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
-FROM_ROOT = {"index.md": "README.md", "changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
+FROM_ROOT = {
+    "index.md": ROOT / "README.md",
+    "changelog.md": ROOT / "CHANGELOG.md",
+    "contributing.md": ROOT / "CONTRIBUTING.md",
+}
 """By page of the site: the file of the repository's root, where people look for it."""
 
 
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages of the root, and the JSON files that tables are drawn from; return `files`."""
-    for page, source in FROM_ROOT.items():
-        text = (ROOT / source).read_text().replace("](docs/", "](")
-        files.append(File.generated(config, page, content=text))
-    for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
-        files.append(File.generated(config, f"results/{path.name}", content=path.read_text()))
+    results = {f"results/{path.name}": path for path in (ROOT / "benchmarks" / "results").glob("*.json")}
+    for page, path in (FROM_ROOT | results).items():
+        files.append(File.generated(config, page, content=path.read_text().replace("](docs/", "](")))
     return files
 
 
@@ -38,10 +38,8 @@ def help_of_every_command() -> str:
     from cogvideox_torchax import cli
 
     os.environ["COLUMNS"] = "90"
-    parts = []
-    for name in cli.COMMANDS:
-        printed = io.StringIO()
-        with redirect_stdout(printed), suppress(SystemExit):
-            cli.main([name, "--help"])
-        parts.append(f"## {name}\n\n```text\n{printed.getvalue().rstrip()}\n```")
-    return "\n\n".join(parts)
+    # `_actions`, because argparse has no public list of a parser's commands.
+    (commands,) = (action.choices for action in cli.parser()._actions if action.choices)
+    return "\n\n".join(
+        f"## {name}\n\n```text\n{command.format_help().rstrip()}\n```" for name, command in commands.items()
+    )

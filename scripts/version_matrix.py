@@ -2,10 +2,9 @@
 
     python scripts/version_matrix.py lowest newest    # writes benchmarks/results/versions-*.json
     python scripts/version_matrix.py newest --python python3.13    # JAX 0.11 and later need Python 3.12
-    python scripts/version_matrix.py                  # draws the table in docs/install.md
 
 Each set takes minutes, and gets a virtual environment of its own, some gigabytes large and deleted
-afterwards. What was installed is what is kept.
+afterwards. What was installed is what is kept, and drawn in docs/install.md.
 """
 
 import argparse
@@ -22,15 +21,10 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from benchmarks.pages import RESULTS, ROOT, fill
-from cogvideox_torchax.files import reports
+from benchmarks.pages import ROOT, keep
 from cogvideox_torchax.versions import TESTED
 
-FORMAT = "cogvideox-torchax-versions/1"
-
-
 PACKAGES = (*TESTED, "flax")
-SHOWN = ("torch", "torchax", "jax", "diffusers", "transformers")
 TESTS = (
     "tests/test_upstream.py",
     "tests/test_porting.py",
@@ -51,26 +45,23 @@ def declared() -> dict[str, str]:
     """Return the lowest version that pyproject.toml admits, for each package of `PACKAGES`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = itertools.chain(project["dependencies"], *project["optional-dependencies"].values())
-    found = {}
-    for requirement in map(Requirement, lines):
-        bounds = [spec.version for spec in requirement.specifier if spec.operator == ">="]
-        if requirement.name in PACKAGES and bounds:
-            found[requirement.name] = bounds[0]
-    return found
+    return {
+        requirement.name: bound.version
+        for requirement in map(Requirement, lines)
+        for bound in requirement.specifier
+        if requirement.name in PACKAGES and bound.operator == ">="
+    }
 
 
 def wanted(name: str) -> list[str]:
     """Return pip's requirements for the set "lowest" or "newest"; pip chooses all other packages itself."""
-    if name == "lowest":
-        # 0.8 stands for its newest patch, which is what somebody who is held to 0.8 has.
-        asked = {
-            package: f"{package}=={version}" + (".*" if version.count(".") == 1 else "")
-            for package, version in declared().items()
-        }
-    else:
-        asked = {package: package for package in PACKAGES}
-        asked["torchax"] = f"torchax>={declared()['torchax']}"
-    return sorted(asked.values())
+    if name == "newest":
+        return sorted({*PACKAGES} - {"torchax"} | {f"torchax>={declared()['torchax']}"})
+    # 0.8 stands for its newest patch, which is what somebody who is held to 0.8 has.
+    return sorted(
+        f"{package}=={version}" + (".*" if version.count(".") == 1 else "")
+        for package, version in declared().items()
+    )
 
 
 def run(name: str, interpreter: str, asked: list[str], directory: Path) -> dict[str, Any]:
@@ -89,10 +80,8 @@ def run(name: str, interpreter: str, asked: list[str], directory: Path) -> dict[
     subprocess.run([interpreter, "-m", "venv", directory], check=True)
     install = [python, "-m", "pip", "install", "--quiet", f"{ROOT}[cpu,test,text]", *asked]
     installed = subprocess.run(install, capture_output=True, text=True)
-    inspect = subprocess.run([python, "-m", "pip", "inspect"], capture_output=True, check=True)
-    found = json.loads(inspect.stdout)
+    found = json.loads(subprocess.check_output([python, "-m", "pip", "inspect"]))
     about = {
-        "format": FORMAT,
         "set": name,
         "python": found["environment"]["python_full_version"],
         "asked": asked,
@@ -102,11 +91,10 @@ def run(name: str, interpreter: str, asked: list[str], directory: Path) -> dict[
         return about | {"reason": " ".join(installed.stderr.split())[-600:]}
     packages = (package["metadata"] for package in found["installed"])
     versions = {package["name"].lower(): package["version"] for package in packages}
-    outcome = _tested(python, directory / "junit.xml")
     return about | {
         "versions": {package: versions.get(package, "none") for package in PACKAGES},
         "tests": list(TESTS),
-        **outcome,
+        **_tested(python, directory / "junit.xml"),
     }
 
 
@@ -134,45 +122,30 @@ def _tested(python: Path, junit: Path) -> dict[str, Any]:
         if found.tag in ("failure", "error")
     }
     skipped = sum(case.find("skipped") is not None for case in cases)
-    passed = len(cases) - len(bad) - skipped
     return {
-        "passed": passed,
+        "passed": len(cases) - len(bad) - skipped,
         "skipped": skipped,
         "failed": len(bad),
         "failures": dict(list(bad.items())[:40]),
     }
 
 
-def drawn(found: list[dict[str, Any]]) -> str:
-    """Return the table of docs/install.md: a row for each report of `run`."""
-    rows = []
-    for report in found:
-        outcome = report.get("reason", "").replace("|", "/")
-        if "passed" in report:
-            skipped = f", {report['skipped']} skipped" if report.get("skipped") else ""
-            outcome = f"{report['passed']} of {report['passed'] + report['failed']}{skipped}"
-        versions = (report.get("versions", {}).get(package, "") for package in SHOWN)
-        rows.append((report["set"], report["python"], *versions, outcome))
-    return reports.table(("set", "Python", *SHOWN, "tests passed"), rows)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Runs tests with the lowest and the newest versions.")
-    parser.add_argument("sets", nargs="*", metavar="SET", help="lowest or newest; none: draw the table")
+    parser.add_argument("sets", nargs="+", choices=("lowest", "newest"), help="of versions")
     parser.add_argument(
         "--python", default=sys.executable, help="interpreter of the sets (default: this one)"
     )
     args = parser.parse_args()
-    if not set(args.sets) <= {"lowest", "newest"}:
-        parser.error(f"no such set in {' '.join(args.sets)}: give lowest, newest, both or none")
+    failed = []
     for name in args.sets:
         with tempfile.TemporaryDirectory(prefix="versions-") as directory:
             found = run(name, args.python, wanted(name), Path(directory))
-        reports.write_json(RESULTS / f"versions-{name}-{found['python'].rpartition('.')[0]}.json", found)
+        keep(f"versions-{name}-{found['python'].rpartition('.')[0]}", found)
         print(json.dumps(found, indent=1))
-    kept = [reports.load(path, FORMAT) for path in sorted(RESULTS.glob("versions-*.json"))]
-    fill(ROOT / "docs" / "install.md", "versions", drawn(kept))
-    return 0 if all(report.get("failed") == 0 for report in kept) else 1
+        failed.append(found.get("failed"))  # None where no test ran
+    subprocess.run([sys.executable, "-m", "benchmarks", "draw", "install.md"], cwd=ROOT, check=True)
+    return int(any(number != 0 for number in failed))
 
 
 if __name__ == "__main__":

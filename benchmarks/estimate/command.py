@@ -109,11 +109,12 @@ def estimated(args: argparse.Namespace) -> dict[str, Any]:
     return planning.document(args, request, FORMAT, plans, figures)
 
 
-def run(cases: list[str], words: list[str]) -> None:
-    """Estimate what the options `words` ask for; or else `cases` of `CASES`, into results/.
+def run(options: argparse.Namespace) -> None:
+    """Estimate what the words of `others` ask for; or else the `cases` of `CASES`, into results/.
 
-    `ValueError` for a case that is not in `CASES`, and for options beside cases.
+    `ValueError` for a case that is not in `CASES`, and for words beside cases.
     """
+    cases, words = options.cases, options.others
     if unknown := {*cases} - {*CASES}:
         raise ValueError(f"got case {', '.join(sorted(unknown))}: one of {', '.join(CASES)}")
     if cases and words:

@@ -13,11 +13,12 @@ from typing import Any
 
 import jax
 
-from benchmarks.estimate.chips import Chip
+from benchmarks.estimate.chips import CHIPS, Chip, topology_devices
 from benchmarks.estimate.hlo import TimedInstruction, instructions, tiled_bytes, times_run
 from benchmarks.estimate.links import Links
 from benchmarks.estimate.schedule import Schedule, compile_with_schedules
 from cogvideox_torchax.plan.programs import ProgramPlan, Work, program_rows, read_program
+from cogvideox_torchax.sharding import make_mesh
 
 CONVOLUTION, COPY, OTHER, KERNEL = "convolutions", "copies", "other", "kernels"
 """Kinds of instructions by which a program's time is divided; matrix products are convolutions on a TPU."""
@@ -85,6 +86,19 @@ def estimate_program(work: Work, mesh: Any, chip: Chip) -> TimedPlan:
     start = time.perf_counter()
     compiled, schedules = compile_with_schedules(work.lowered(mesh), chip)  # schedules of the Pallas kernels
     return read_times(work, compiled, chip, time.perf_counter() - start, schedules)
+
+
+def estimate_function(function: Any, topology: str, inputs: Any, name: str, frames: int) -> TimedPlan:
+    """Return the figures of a function of arrays, by `jax.jit`, on one chip of a topology.
+
+    `inputs` are structs of its arguments, with `shape` and `dtype`; `name` and `frames` are as for `Work`.
+    """
+    mesh = make_mesh(1, 1, devices=topology_devices(topology)[:1])
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), inputs)
+    return estimate_program(
+        Work(name, frames, function.lower, lambda: placed), mesh, CHIPS[topology.partition(":")[0]]
+    )
 
 
 def read_times(

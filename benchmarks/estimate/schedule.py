@@ -16,6 +16,7 @@ its target, the bundle with the comment "Start region 5".
 """
 
 import bisect
+import contextlib
 import functools
 import operator
 import re
@@ -107,19 +108,12 @@ def read_schedules(directory: Path, kernels: Iterable[str], delay_slots: int) ->
         for name, equal_names in _EQUIVALENT.findall(path.read_text()):
             scheduled |= dict.fromkeys(equal_names.split(), name)
 
-    @functools.cache
-    def schedule(path: Path) -> Schedule | None:
-        try:
-            return read_schedule(path.read_text(), delay_slots)
-        except UnknownDumpError:
-            return None
-
-    found: dict[str, Schedule] = {}
-    for kernel in kernels:
-        path = written.get(kernel) or written.get(scheduled.get(kernel, ""))
-        if path and (known := schedule(path)):
-            found[kernel] = known
-    return found
+    names = {kernel: kernel if kernel in written else scheduled.get(kernel, "") for kernel in kernels}
+    known: dict[str, Schedule] = {}
+    for name in written.keys() & names.values():
+        with contextlib.suppress(UnknownDumpError):
+            known[name] = read_schedule(written[name].read_text(), delay_slots)
+    return {kernel: known[name] for kernel, name in names.items() if name in known}
 
 
 Value = int | bool | None
@@ -151,14 +145,12 @@ class _Branch:
     """A branch, taken if its condition is true, or, if negated, false.
 
     Attributes:
-        register: the condition's register; None for a branch that is always taken.
-        name: the name of the condition's value; None for a branch that is always taken.
+        condition: an operand, as `_Operation` has them; the number 1 for a branch that is always taken.
         negated: whether the condition must be false.
         target: address of the bundle to go on at.
     """
 
-    register: str | None
-    name: str | None
+    condition: tuple[str, str | int]
     negated: bool
     target: int
 
@@ -233,7 +225,7 @@ def _branch(instruction: str, targets: dict[str, int]) -> _Branch | None:
             raise UnknownDumpError(f"a branch goes to region {match['region']}, which nothing starts")
         # "p23_p0" is the value p23 in register p0; "" for a branch that is always taken.
         name, _, register = (match["condition"] or "").rpartition("_")
-        return _Branch(register or None, name or None, negated=bool(match["not"]), target=target)
+        return _Branch((name, register or 1), negated=bool(match["not"]), target=target)
     if "sbr" in instruction:  # the opcode of all branches
         raise UnknownDumpError(f"got a branch of another form: {instruction.strip()[:80]}")
     return None
@@ -375,8 +367,7 @@ def _needed(operations: Iterable[_Operation], branches: Iterable[_Branch]) -> se
     for operation in operations:
         sources.setdefault(operation.name, set()).update(read for read, _ in operation.operands)
     needed: set[str] = set()
-    # The names of the branches' conditions; a branch that is always taken has none.
-    waiting = [branch.name for branch in branches if branch.name]
+    waiting = [name for name, _ in (branch.condition for branch in branches)]
     while waiting:
         if (name := waiting.pop()) not in needed:
             needed.add(name)
@@ -412,12 +403,15 @@ def _follow(
     # `start` on are added at the next jump, or at the end.
     cycles = start = 0
 
+    def value(operand: tuple[str, str | int]) -> Value:
+        """Return the value of an operand: a number, or a cell's."""
+        _, cell = operand
+        return cell if isinstance(cell, int) else values.get(cell)
+
     def execute(address: int) -> None:
-        # All of a bundle's instructions read before any of them writes. An operand is a number or a cell.
+        # All of a bundle's instructions read before any of them writes.
         results = {
-            operation.cell: operation.compute(
-                *(each if isinstance(each, int) else values.get(each) for _, each in operation.operands)
-            )
+            operation.cell: operation.compute(*map(value, operation.operands))
             for operation in operations.get(address, ())
             if operation.compute  # without one it changes nothing
         }
@@ -426,35 +420,26 @@ def _follow(
     while next_stop < len(stops):
         address = stops[next_stop]
         branch = branches.get(address)
-        # A branch reads its condition before the bundle's operations write their results. `taken` is None if
-        # the condition is not known.
-        taken = _is_taken(branch, values) if branch else False
+        # A branch reads its condition before the bundle's operations write their results. The condition is
+        # None if it is not known.
+        condition = value(branch.condition) if branch else None
         execute(address)
         next_stop += 1
         followed += 1
         if followed > LONGEST:
             raise UnknownDumpError(f"it takes more than {LONGEST} steps")
-        if branch is None or taken is False:
+        if branch is None or (condition is not None and bool(condition) is branch.negated):  # not taken
             continue
-        if taken is None:
+        if condition is None:
             if branch.target <= address:  # a jump back
                 raise UnknownDumpError("the end of a loop hangs on data")
             assumed.add(address)
-            if branch.name not in float_conditions:
+            if branch.condition[0] not in float_conditions:
                 continue  # as not taken, see `Schedule.assumed`
         last = min(address + delay_slots, count - 1)  # the delay slots run before the jump
-        while next_stop < len(stops) and stops[next_stop] <= last:
-            execute(stops[next_stop])
-            next_stop += 1
+        for slot in stops[next_stop : bisect.bisect_right(stops, last)]:
+            execute(slot)
         cycles += last - start + 1
         start = branch.target
         next_stop = bisect.bisect_left(stops, start)  # the first from there on
     return Schedule(cycles + count - start, len(assumed))
-
-
-def _is_taken(branch: _Branch, values: dict[str, Value]) -> bool | None:
-    """Return whether a branch is taken, by the values of registers; None if that depends on data."""
-    if branch.register is None:  # an unconditional branch
-        return True
-    condition = values.get(branch.register)
-    return None if condition is None else bool(condition) is not branch.negated

@@ -61,12 +61,11 @@ def load(text: str, frames: int, size: tuple[int, int]) -> torch.Tensor:
             )
         read = video.read_frames(path, video.Framing(info.height, info.width), last)
         clip = torch.cat(list(itertools.islice(read, first, None)))
-    for name, has, needs in zip(("rows", "columns"), clip.shape[2:], size, strict=True):
-        if has < needs:
-            raise ValueError(
-                f"the clip {text} is {clip.shape[2]} x {clip.shape[3]}: crops of {size[0]} x {size[1]} need "
-                f"at least {needs} {name}"
-            )
+    if clip.shape[2] < size[0] or clip.shape[3] < size[1]:
+        raise ValueError(
+            f"the clip {text} is {clip.shape[2]} x {clip.shape[3]}: crops of {size[0]} x {size[1]} need "
+            "at least as many rows and columns"
+        )
     return clip
 
 

@@ -24,7 +24,9 @@ from torch import nn
 from tqdm import tqdm
 
 from cogvideox_torchax import AutoencoderKLCogVideoX, enable, make_mesh, runtime
+from cogvideox_torchax.files.faults import refuse
 from cogvideox_torchax.files.models import read_json
+from cogvideox_torchax.files.reports import write_text
 from cogvideox_torchax.files.whole import whole_file
 from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
 from cogvideox_torchax.vae.sizes import parse_size
@@ -61,8 +63,8 @@ def load_vae(args: argparse.Namespace) -> Any:
         enable()
         if args.dp * args.tp > 1:
             vae.place_on(make_mesh(args.dp, args.tp))
-        return vae.to("jax").train()
-    store_channels_last(vae)
+    else:
+        store_channels_last(vae)
     return vae.to(args.device).train()
 
 
@@ -117,15 +119,17 @@ def make_optimizers(vae: nn.Module, rate: float, *, muon: bool) -> list[torch.op
     Inner convolutions are all but the first and the last of each half. Both optimizers take the same learning
     rate, as Muon scales its updates to the size of AdamW's (`match_rms_adamw`).
     """
-    kernels, others = [], []
-    for name, weight in vae.named_parameters():
-        if weight.requires_grad:
-            inner = muon and weight.ndim > 3 and "conv_in" not in name and "conv_out" not in name
-            (kernels if inner else others).append(weight)
+    trained = {name: weight for name, weight in vae.named_parameters() if weight.requires_grad}
+    kernels = {
+        name: weight
+        for name, weight in trained.items()
+        if muon and weight.ndim > 3 and "conv_in" not in name and "conv_out" not in name
+    }
+    others = [weight for name, weight in trained.items() if name not in kernels]
     adamw = torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.98), weight_decay=1e-3)
     if not kernels:
         return [adamw]
-    return [adamw, Muon(kernels, lr=rate, weight_decay=1e-3, adjust_lr_fn="match_rms_adamw")]
+    return [adamw, Muon([*kernels.values()], lr=rate, weight_decay=1e-3, adjust_lr_fn="match_rms_adamw")]
 
 
 def losses(vae: Any, x: torch.Tensor, rng: np.random.Generator) -> dict[str, torch.Tensor]:
@@ -200,6 +204,7 @@ class Training:
             self._assign(weights)
 
     def _assign(self, values: list[torch.Tensor]) -> None:
+        # Not by `store` and `restore` of the average: they go through the host, as arrays on a mesh cannot.
         for weight, value in zip(self.trained, values, strict=True):
             weight.copy_(value)
 
@@ -214,14 +219,13 @@ class Training:
                 self.log.append({"step": number, "clip": name, "psnr": found})
                 tqdm.write(f"step {number}: {name} {found:.2f} dB", file=sys.stderr)
 
-    def save(self, directory: Path, number: int) -> None:
+    def save(self, number: int) -> None:
         """Write the state after `number` steps, and the log, each whole or not at all."""
         states = moved([part.state_dict() for part in self.parts], runtime.to_torch)
         checkpoint = {"options": options(self.args), "step": number, "log": self.log, "parts": states}
-        with whole_file(directory / CHECKPOINT) as temporary:
+        with whole_file(self.args.output / CHECKPOINT) as temporary:
             torch.save(checkpoint, temporary)
-        with whole_file(directory / "log.json") as temporary:
-            temporary.write_text(json.dumps(self.log, indent=0))
+        write_text(self.args.output / "log.json", json.dumps(self.log, indent=0))
 
     def restore(self, path: Path) -> int:
         """Set everything to a checkpoint's state; return its number of steps.
@@ -231,9 +235,12 @@ class Training:
         """
         checkpoint = runtime.without_torchax(torch.load, path)
         for name, value in options(self.args).items():
-            if checkpoint["options"][name] != value:
-                was = checkpoint["options"][name]
-                raise ValueError(f"the checkpoint {path} is of a run with {name} {was}, not {value}")
+            was = checkpoint["options"][name]
+            if resolved(was) != resolved(value):
+                raise ValueError(
+                    f"the checkpoint {path} is of a run with {name} {was}, not {value}: resume it with the "
+                    "options that it began with, or give another -o"
+                )
         self.log = checkpoint["log"]
         states = moved(checkpoint["parts"], lambda tensor: tensor.to(self.args.device))
         for part, state in zip(self.parts, states, strict=True):
@@ -246,6 +253,11 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(args).items() if name not in ("output", "resume")}
 
 
+def resolved(value: Any) -> Any:
+    """Return an option's value to compare: paths are absolute, so that `clips` equals `./clips/`."""
+    return jax.tree.map(lambda leaf: Path(leaf).resolve() if isinstance(leaf, str) else leaf, value)
+
+
 def moved(states: Any, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return a tree of dictionaries and lists with its tensors moved to another device."""
     return jax.tree.map(lambda leaf: move(leaf.detach()) if isinstance(leaf, torch.Tensor) else leaf, states)
@@ -253,13 +265,18 @@ def moved(states: Any, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 def train(args: argparse.Namespace) -> None:
     """Run the training; raise `ValueError` for options or clips that it cannot take."""
-    directory = Path(args.output)
-    path = directory / CHECKPOINT
-    if path.exists() != args.resume:
-        advice = "there is none to resume" if args.resume else "it exists: --resume it, or give another -o"
-        raise ValueError(f"the checkpoint {path}: {advice}")
-    if args.frames < 1 or args.frames % 8 != 1:
-        raise ValueError(f"got --frames {args.frames}: give 8 n + 1, such as 1, 9, 17 or 49")
+    path = args.output / CHECKPOINT
+    refuse(
+        {
+            f"the checkpoint {path}: there is none to resume": args.resume and not path.exists(),
+            f"the checkpoint {path}: it exists: --resume it, or give another -o": (
+                path.exists() and not args.resume
+            ),
+            f"got --frames {args.frames}: give 8 n + 1, such as 1, 9, 17 or 49": (
+                args.frames < 1 or args.frames % 8 != 1
+            ),
+        }
+    )
     height, width = parse_size(args.size, "crops", multiple=8)
     sources = [load(text, args.frames, (height, width)) for text in files(args.clips)]
     if not sources:
@@ -271,20 +288,26 @@ def train(args: argparse.Namespace) -> None:
         held_out[text] = clip[:, :, :rows, :columns].transpose(0, 1)[None].contiguous()
     args.rate = args.rate or (RATE if args.config else FINE_TUNING_RATE)
     training = Training(load_vae(args), Sampler(sources, (height, width), augment=args.augment), args)
-    directory.mkdir(parents=True, exist_ok=True)
+    args.output.mkdir(parents=True, exist_ok=True)
     done = training.restore(path) if args.resume else 0
     if not args.resume:
         training.validate(0, held_out)
+    elif done == args.steps:
+        print(
+            f"the run is finished: {path} has step {done} of {args.steps}; for more steps, begin a new run "
+            f"from its weights: --model {args.output / 'vae'}, and another -o",
+            file=sys.stderr,
+        )
     for number in tqdm(range(done, args.steps), initial=done, total=args.steps, unit="step"):
         training.step(number)
         if (number + 1) % args.every == 0 or number + 1 == args.steps:
             last = [entry["l1"] for entry in training.log[-args.every :] if "l1" in entry]
             tqdm.write(f"step {number + 1}: mean L1 {sum(last) / len(last):.4f}", file=sys.stderr)
             training.validate(number + 1, held_out)
-            training.save(directory, number + 1)
+            training.save(number + 1)
     with training.averaged() as vae:
-        (copy.deepcopy(vae).to(torch.bfloat16) if args.bfloat16 else vae).save_pretrained(directory / "vae")
-    print(f"wrote {directory / 'vae'}", file=sys.stderr)
+        (copy.deepcopy(vae).to(torch.bfloat16) if args.bfloat16 else vae).save_pretrained(args.output / "vae")
+    print(f"wrote {args.output / 'vae'}", file=sys.stderr)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -294,7 +317,14 @@ def parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("clips", nargs="+", help="videos, pictures, or directories of both; a.mp4#0-100 for frames 0 to 99")
-    add("-o", "--output", required=True, metavar="DIR", help="gets checkpoint.pt, log.json and vae/")
+    add(
+        "-o",
+        "--output",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="gets checkpoint.pt, log.json and vae/",
+    )
     weights = parser.add_mutually_exclusive_group(required=True)
     weights.add_argument("--model", metavar="DIR_OR_ID", help="fine-tune its decoder")
     weights.add_argument("--config", metavar="FILE", help="a config.json: train from random weights")

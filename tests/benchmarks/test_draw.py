@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks import draw, pages, report
+from benchmarks.__main__ import main
 from benchmarks.jobs import Size, spread
 
 TIMES = {"start_s": 3.0, "lower_s": 0.5, "compile_s": 2.0}
@@ -41,11 +42,10 @@ def test_a_page_shows_what_its_results_hold(page, name):
     assert pages.filled(text, name, draw.TABLES[page, name]()) == text, "run: python -m benchmarks draw"
 
 
-def test_a_page_without_the_marks_of_a_table_is_refused():
+def test_a_page_without_the_marks_of_a_table_is_refused(refused):
     with pytest.raises(ValueError, match="no lines <!-- plans: begin -->"):
         pages.filled("text", "plans", "table")
-    with pytest.raises(ValueError, match=r"got page nowhere\.md: one of README\.md"):
-        draw.draw(["nowhere.md"])
+    assert "got page nowhere.md: one of README.md" in refused("draw", "nowhere.md", main=main)
 
 
 def test_a_result_has_a_row_for_the_whole_run_and_one_for_each_part():

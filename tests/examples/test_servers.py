@@ -233,12 +233,23 @@ def test_a_browser_follows_a_prompt_cancels_it_and_plays_the_next(app, gated, pa
     assert gated.prompts[len(SIZES) :] == ["slow", "a panda"]
 
 
-@pytest.mark.parametrize("size", ["480x720", "9x0x32", "9xax32"])
-def test_a_size_of_another_form_is_refused_in_one_line(size, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["serve", "--sizes", size])
-    with pytest.raises(SystemExit):
-        serve.main()
-    assert f"got size {size}: it takes FRAMESxHEIGHTxWIDTH" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("server", "arguments", "words"),
+    [
+        (serve, ("--sizes", "480x720"), "got a size of '480x720': give FRAMESxHEIGHTxWIDTH"),
+        (serve, ("--sizes", "9x0x32"), "got a size of '9x0x32': give FRAMESxHEIGHTxWIDTH"),
+        (serve, ("--model", "WRONG"), "there is no model directory WRONG: give a directory, or a hub id"),
+        (serve, ("--tp", "99"), "got a mesh of dp=1 x tp=99, 99 devices, where there are 8"),
+        (stream_to_browser, ("--model", "WRONG"), "there is no model directory WRONG: give a directory"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_in_one_line(server, arguments, words, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["server", *arguments])
+    with pytest.raises(SystemExit) as left:
+        server.main()
+    said = capsys.readouterr().err
+    assert (left.value.code, said.count("\n")) == (2, 1)
+    assert said.startswith(f"server: {words}")
 
 
 class GatedVAE:

@@ -188,8 +188,8 @@ def test_losses_are_what_they_are_called(program, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--size", "32x32"), "the clip clip.mp4 is 24 x 40: crops of 32 x 32 need at least 32 rows"),
-        (("--size", "24x48"), "the clip clip.mp4 is 24 x 40: crops of 24 x 48 need at least 48 columns"),
+        (("--size", "32x32"), "the clip clip.mp4 is 24 x 40: crops of 32 x 32 need at least as many rows"),
+        (("--size", "24x48"), "the clip clip.mp4 is 24 x 40: crops of 24 x 48 need at least as many rows"),
         (("--size", "20x20"), "got crops of 20 x 20 pixels (height x width): both must be multiples of 8"),
         (("--frames", 25), "the clip clip.mp4 has 20 frames: at least 25 are needed"),
         (("--frames", 8), "got --frames 8: give 8 n + 1"),
@@ -211,8 +211,20 @@ def test_a_run_is_neither_overwritten_nor_resumed_with_other_options(run):
     run(*FROM_NOTHING, "--steps", 1)
     with pytest.raises(SystemExit, match="it exists: --resume it, or give another -o"):
         run(*FROM_NOTHING, "--steps", 1)
-    with pytest.raises(SystemExit, match="is of a run with steps 1, not 2"):
+    with pytest.raises(SystemExit, match="is of a run with steps 1, not 2: resume it with the options"):
         run(*FROM_NOTHING, "--steps", 2, "--resume")
+
+
+def test_a_finished_run_says_so_and_its_paths_may_be_written_in_another_way(run, capsys):
+    Path("clips").mkdir()
+    Path("clip.mp4").rename("clips/clip.mp4")
+    log = run("clips", *FROM_NOTHING[1:], "--steps", 1)
+    assert "finished" not in capsys.readouterr().err
+    given = (f"{Path.cwd()}/clips/", "--config", "./config.json", *FROM_NOTHING[3:])
+    assert run(*given, "--steps", 1, "--resume") == log
+    said = capsys.readouterr().err
+    assert "the run is finished: run/checkpoint.pt has step 1 of 1; for more steps" in said
+    assert "--model run/vae" in said
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import torch
 from diffusers import AutoencoderKLCogVideoX
 from flax import nnx
 
-from cogvideox_torchax import make_mesh, port, runtime
+from cogvideox_torchax import runtime
 from cogvideox_torchax.flax import (
     FlaxAutoencoderKLCogVideoX,
     FlaxAutoencoderKLCogVideoXConfig,

@@ -1,0 +1,356 @@
+"""The tables of estimates in the documents, each a function without arguments, from results/."""
+
+from typing import Any
+
+from benchmarks.estimate.command import CASES, parsed
+from benchmarks.pages import RESULTS, estimate, estimates, kept
+from cogvideox_torchax.files.reports import table
+from cogvideox_torchax.plan.chips import CHIPS, GIB
+from cogvideox_torchax.plan.networks import STEPS
+
+PARTS = {
+    "pipeline-2b-v6e-1": ("network-prompt-v6e-1", "network-step-2b-v6e-1", "plan-v6e-1-decode-torchax"),
+    "pipeline-2b-v6e-8": ("network-prompt-v6e-8", "network-step-2b-v6e-8", "plan-v6e-8-decode-small-torchax"),
+    "pipeline-5b-v6e-1": ("network-prompt-v6e-1", "network-step-5b-v6e-1", "plan-v6e-1-decode-torchax"),
+    "pipeline-5b-v6e-8": ("network-prompt-v6e-8", "network-step-5b-v6e-8", "plan-v6e-8-decode-small-torchax"),
+    "pipeline-1.5-5b-v6e-8": (
+        "network-prompt-v6e-8",
+        "network-step-1.5-5b-v6e-8",
+        "plan-v6e-8-decode-torchax",
+    ),
+}
+"""Estimates of a prompt, a step and decoding on one slice, which were compiled one by one."""
+VIDEOS = {
+    "2b, 49 x 480 x 720, one v6e": "pipeline-2b-v6e-1",
+    "5b, 49 x 480 x 720, one v6e": "pipeline-5b-v6e-1",
+    "5b, 49 x 480 x 720, v6e-8": "pipeline-5b-v6e-8",
+    "1.5-5b, 81 x 768 x 1360, v6e-8": "pipeline-1.5-5b-v6e-8",
+}
+"""By a video: the key of the estimates of its parts in `PARTS`."""
+FUSED = "norm_conv3d", "upsampled"
+"""The kernels with a column in `composition`, which sums up the times of all others."""
+LAYER = {
+    # By a kernel of 5b: (its part of a layer; ms before it, of XLA or a kernel of commit 4ef3ce7; floor, ms)
+    "attention": ("attention", 28.7, 21.2),
+    "modulated_norm": ("two modulated norms", 5.21, 0.54),
+    "linear": ("queries, keys and values", 2.94, 2.20),
+    "linear_gelu": ("ff1 with GELU", 5.30, 2.93),
+    "gated_linear": ("ff2 and out, with gate and residual, and the copy that out read", 6.15, 3.66),
+    "prepare": ("`prepare`: norms of queries and keys, rotation, layout", 1.19, 0.81),
+}
+LAYERS = 42
+RUNNING_MAXIMUM = {"v6e": 1705, "v5e": 3396, "v5p": 1685, "tpu7x": 1811}
+"""By chip: cycles of the attention kernel of commit 4ef3ce7, which kept a running maximum."""
+
+
+# The VAE
+
+
+def plans() -> str:
+    """Return the model and the compiler of the VAE's estimates, and a table with a row for each."""
+    found = estimates("plan-*")
+    origins = {
+        f"Model {each['model']}, {each['dtype']}, libtpu {each['versions']['libtpu']}, "
+        f"jax {each['versions']['jax']}"
+        for each in found
+    }
+    head = ("video", "chips", "build", "first chunk, ms", "steady chunk, ms", "whole video, s", "peak, GiB")
+    rows = sorted(map(_plan_row, found), key=lambda row: (row[1], row[0]))  # by chips, then by video
+    return f"{'; '.join(sorted(origins))}:\n\n{table(head, rows)}\n"
+
+
+def _plan_row(plan: dict[str, Any]) -> tuple[str, ...]:
+    """Return the row of a plan in `plans`; a plan may have the steady chunk's program alone."""
+    job, summary = plan["job"], plan["summary"]
+    first, steady = (1e3 * plan["programs"][i]["seconds_with_collectives"] for i in (0, -1))
+    count, generation = plan["mesh"]["dp"] * plan["mesh"]["tp"], plan["topology"].partition(":")[0]
+    one_chunk = summary["chunks"] == 1
+    whole = one_chunk or len(plan["programs"]) > 1  # else the first chunk's program was not planned
+    peak = max(program["peak_bytes"] for program in plan["programs"])
+    return (
+        f"{job['direction']} {job['frames']} x {job['height']} x {job['width']}"
+        + (f" in tiles of {job['tile'][0]} x {job['tile'][1]}" if job["tile"] else ""),
+        f"{count} {generation}" + (" core" + "s" * (count > 1) if generation == "tpu7x" else ""),
+        plan["backend"],
+        f"{first:.0f}" if whole else "",
+        "" if one_chunk else f"{steady:.0f}",
+        f"{summary['with_collectives_s']:.2f}" if whole else "",
+        (f"{peak / GIB:.1f}" + ("" if summary["fits"] else " (does not fit)")) if whole else "",
+    )
+
+
+def composition() -> str:
+    """Return a table of the milliseconds of each part of a program, of the torchax build's plans for v6e."""
+    rows = []
+    for plan in estimates("plan-v6e-*-torchax"):
+        if len(plan["programs"]) == 1:
+            continue
+        job, chips = plan["job"], plan["mesh"]["dp"] * plan["mesh"]["tp"]
+        video = f"{job['direction']} {job['height']} x {job['width']}, {chips} chip{'s' * (chips > 1)}"
+        for program in plan["programs"]:
+            chunk = "first" if program["name"] == "first" else "steady"
+            kernels = {name: kernel["seconds"] for name, kernel in program["kernel_times"].items()}
+            fused = [kernels.pop(name, 0.0) for name in FUSED]
+            by_xla = sum(program["shares"].get(kind, 0.0) for kind in ("convolutions", "copies", "other"))
+            moved = sum((program["collective_seconds"] or {}).values())
+            parts = [*fused, sum(kernels.values()), by_xla, moved]
+            name = f"{video}, {chunk} chunk of {program['frames']}"
+            rows.append((name, *(f"{1e3 * seconds:.1f}" for seconds in (sum(parts), *parts))))
+    return table(("program", "total", *FUSED, "other kernels", "XLA", "collectives"), rows)
+
+
+def torchtpu() -> str:
+    """Return the table of the programs, beside torchax's and those of diffusers' own modules by torchax."""
+    head = ("program", "stock torchax, ms", "torchax, ms", "TorchTPU, ms", "TorchTPU over torchax")
+    rows = []
+    for direction, captured in kept("torchtpu")["programs"].items():
+        # Of a build some programs may not be estimated.
+        stock, ported = (
+            {each["name"]: each for each in estimate(f"plan-v6e-1-{direction}-{build}")["programs"]}
+            for build in ("torchax-stock", "torchax")
+        )
+        for plan in captured:
+            name = plan["name"]
+            own, milliseconds = ported[name], 1e3 * plan["seconds"]
+            rows.append(
+                (
+                    f"{direction}, {'first' if name == 'first' else 'steady'} chunk",
+                    f"{1e3 * stock[name]['seconds']:.0f}" if name in stock else "",
+                    f"{1e3 * own['seconds']:.1f}",
+                    f"{milliseconds:.1f}",
+                    f"{milliseconds / own['seconds'] / 1e3:.2f}",
+                    f"{own['kernels']} and {plan['kernels']}",
+                    f"{own['temp_bytes'] / GIB:.1f} and {plan['temp_bytes'] / GIB:.1f}",
+                )
+            )
+    return table((*head, "kernels", "temporaries, GiB"), rows)
+
+
+def sharding() -> str:
+    head = ("chunk", "latents", "FLOPs, 8 / 1", "temporaries, 1 device, MiB", "on each of 8, MiB")
+    rows = []
+    for result in kept("sharding")["results"]:
+        halos, sums = (result["collectives"][kind] for kind in ("collective-permute", "all-reduce"))
+        rows.append(
+            (
+                result["kind"],
+                " x ".join(map(str, result["latents"])),
+                f"{result['flops_ratio']:.3f}",
+                f"{result['temp_mib_single_device']:,.0f}",
+                f"{result['temp_mib_per_device']:,.0f}",
+                f"{halos['bytes'] / 2**20:,.0f} MiB in {halos['count']}",
+                f"{sums['bytes'] / 2**10:,.0f} KiB in {sums['count']}",
+            )
+        )
+    return table((*head, "halos", "sums"), rows)
+
+
+# Kernels
+
+
+def convolutions() -> str:
+    rows = [
+        (kind, *(f"{one[name]:.2f}" for name in ("schedule_ms", "floor_ms", "bytes_ms")))
+        for kind, one in kept("schedules")["convolutions"].items()
+    ]
+    return table(("kernel", "schedule, ms", "floor, ms", "bytes, ms"), rows)
+
+
+def attention() -> str:
+    rows = [
+        (chip, f"{one['cycles_of_1024_x_1024']:.0f}", str(RUNNING_MAXIMUM.get(chip, "")))
+        for chip, one in kept("schedules")["attention"].items()
+    ]
+    return table(("chip", "cycles", "with a running maximum, formerly"), rows)
+
+
+def layer() -> str:
+    """Return a table of the milliseconds of each part of a layer, of a step of 5b."""
+    (step,) = estimate("network-step-5b-v6e-1")["programs"]
+    rows = [
+        (part, f"{before:.2f}", f"{step['kernel_times'][name]['seconds'] / LAYERS * 1e3:.2f}", f"{floor:.2f}")
+        for name, (part, before, floor) in LAYER.items()
+    ]
+    return table(("part of a layer", "before, ms", "now, ms", "floor, ms"), rows)
+
+
+# A pipeline's networks, and training
+
+
+def networks() -> str:
+    """Return a table with a row for each estimate of a step or a prompt."""
+    head = ("network", "mesh", "arguments, GiB", "temporaries, GiB", "fits", "estimate, s", "collectives, s")
+    return table((*head, "a step's host, s"), [_network_row(plan) for plan in estimates("network-*")])
+
+
+def _network_row(plan: dict[str, Any]) -> tuple[str, ...]:
+    job, mesh, summary, (program,) = plan["job"], plan["mesh"], plan["summary"], plan["programs"]
+    is_step = job["network"] == "step"
+    video = f", {job['frames']} x {job['height']} x {job['width']}" if is_step else ""
+    return (
+        f"{job['network']}, {plan['model']}{video}",
+        f"{plan['topology']}, dp={mesh['dp']} tp={mesh['tp']}",
+        f"{program['argument_bytes'] / GIB:.2f}",
+        f"{program['temp_bytes'] / GIB:.2f}",
+        "yes" if summary["fits"] else "no",
+        *(_seconds(summary[name], 0.01, 4) for name in ("estimate_s", "collectives_s")),
+        f"{host_step_seconds(plan['model']):.3f}" if is_step else "",
+    )
+
+
+def host_step_seconds(video: str) -> float:
+    """Return the seconds of the host for a step; `video` begins with the model's name."""
+    rows = kept("host")["layers"]  # by names such as "5b and 1.5-5b"
+    return next(row["step_ms"] for name, row in rows.items() if video.split(",")[0] in name) / 1e3
+
+
+def videos() -> str:
+    """Return a table of the seconds of a whole video, from the prompt to the frames."""
+    head = ("video", "prompts, s", f"{STEPS} steps, s", "one step, s", "a step's host, s", "VAE, s")
+    rows = [(name, *(_seconds(seconds, 0.1, 3) for seconds in seconds_of_video(name))) for name in VIDEOS]
+    return table((*head, "total, s"), rows)
+
+
+def seconds_of_video(name: str) -> tuple[float, ...]:
+    """Return the seconds of the prompts, all steps, one step, its work on the host, the VAE, and a video.
+
+    The host queues a step while the device computes the one before, so the longer of the two counts. `name`
+    is a key of `VIDEOS`.
+    """
+    parts = map(estimate, PARTS[VIDEOS[name]])
+    prompts, one_step, frames = (part["summary"]["with_collectives_s"] for part in parts)
+    host_step = host_step_seconds(name)
+    steps = STEPS * max(one_step, host_step)
+    return prompts, steps, one_step, host_step, frames, prompts + steps + frames
+
+
+def _seconds(value: float, least: float, digits: int) -> str:
+    """Return the cell of a time: two digits after the point, or so many `digits` below `least`."""
+    return f"{value:.{digits if value < least else 2}f}"
+
+
+def pipelines() -> str:
+    """Return a table of the weights on every slice, with what was compiled for it."""
+    head = ("pipeline", "chips, mesh", "memory of a device, GiB", "weights, GiB", "peak, GiB", "fits")
+    rows = []
+    for case, found in kept("pipelines")["rows"].items():
+        args = parsed(CASES[case].split())
+        model, generation, count = case.removeprefix("pipeline-").rsplit("-", 2)
+        memory = CHIPS[generation].memory
+        total, (how, peak, seconds) = sum(found["weights"]), _compiled(case, found)
+        # Without the peak, weights that fit do not tell whether the pipeline does.
+        fits = "no" if max(total, peak) > memory else "yes" if peak else ""
+        rows.append(
+            (
+                f"{model}, {args.frames} x {args.height} x {args.width}",
+                f"{count} {generation}, dp={args.dp} tp={args.tp}",
+                f"{memory / GIB:g}",
+                f"{total / GIB:.1f}",
+                f"{peak / GIB:.1f}" if peak else "",
+                fits,
+                f"{seconds:.1f}" if peak else "",
+                how,
+            )
+        )
+    return table((*head, "a video, s", "compiled"), rows)
+
+
+def _compiled(case: str, found: dict[str, Any]) -> tuple[str, float, float]:
+    """Return how a slice was compiled, the bytes at its peak, and the seconds of a video; 0 for not compiled.
+
+    Where the pipeline was not compiled whole, the estimates of its parts are taken, if `PARTS` names them.
+    """
+    if (RESULTS / f"{case}.json").exists():
+        summary = estimate(case)["summary"]
+        return "whole", summary["peak_memory_GiB"] * GIB, summary["with_collectives_s"]
+    if case not in PARTS:
+        return "not compiled", 0.0, 0.0
+    documents = [estimate(part) for part in PARTS[case]]
+    own = [*found["weights"][:2], found["decoder"]]
+    peaks = [max(program["peak_bytes"] for program in document["programs"]) for document in documents]
+    prompt, step, decoding = (document["summary"]["with_collectives_s"] for document in documents)
+    peak = sum(found["weights"]) + max(peak - weights for peak, weights in zip(peaks, own, strict=True))
+    return (
+        "in parts",
+        peak,
+        2 * prompt + STEPS * step + decoding,
+    )  # 2: the prompt, and the negative one
+
+
+def caches() -> str:
+    """Return the table of diffusers' caches: their memory, a video's time, and a small model's error."""
+    head = (
+        *("`--cache`", "arrays kept, one chip, GiB", "on each of eight, GiB"),
+        f"{STEPS} steps on one v6e, estimate, s",
+        f"small model: steps partly skipped, of {STEPS}",
+        "small model: PSNR, dB",
+    )
+    step = estimate("network-step-5b-v6e-1")
+    plain = ("none", "", "", f"{STEPS * step['summary']['with_collectives_s']:.1f}", "0", "")
+    rows = [
+        (f"`{name}`", f"{one:.2f}", f"{eight:.2f}", _cached(name, skipped), str(skipped), f"{quality:.1f}")
+        for name, (one, eight, skipped, quality) in kept("caches")["rows"].items()
+    ]
+    # The layers of the programs of steps that were not compiled whole.
+    few = {each["summary"]["network"].partition(", from programs of ")[2] for each in estimates("cached-*")}
+    layers = " or ".join(sorted(few - {""}))
+    note = f"\n\nSteps with a cache are extrapolated from programs of {layers} layers." if layers else ""
+    return table(head, [plain, *rows]) + note
+
+
+def _cached(name: str, skipped: int) -> str:
+    """Return the cell of the estimated seconds of a video with a cache; empty without an estimate.
+
+    FirstBlockCache decides at run time which steps it skips: `skipped` is their number.
+    """
+    cache = name.partition(":")[0]
+    if not (RESULTS / f"cached-{cache}.json").exists():
+        return ""
+    found = estimate(f"cached-{cache}")
+    counts = (STEPS - skipped, skipped) if cache == "first-block" else found["counts"]
+    seconds = (program["seconds_with_collectives"] for program in found["programs"])
+    return f"{sum(count * one for count, one in zip(counts, seconds, strict=True)):.1f}"
+
+
+def training() -> str:
+    """Return a table of a training step: a row for each program, and one for the step."""
+    plan = estimate("train-step-v6e-1")
+    rows = [
+        (
+            f"{program['name']}, forward and backward",
+            f"{program['seconds'] * 1e3:.1f}",
+            f"{program['floor_s'] * 1e3:.2f}",
+            f"{program['temp_bytes'] / GIB:.2f}",
+            f"{program['compile_seconds']:.0f}",
+        )
+        for program in plan["programs"]
+    ]
+    summary = plan["summary"]
+    whole = (
+        f"a step; with weights, gradients and AdamW's moments {summary['peak_memory_GiB']:.2f} GiB at most",
+        f"{summary['with_collectives_s'] * 1e3:.1f}",
+        "",
+        f"{summary['temporaries_GiB_at_most']:.2f}",
+        f"{sum(program['compile_seconds'] for program in plan['programs']):.0f}",
+    )
+    head = ("v6e, 1 x 64 x 64, bfloat16", "estimate, ms", "floor, ms", "temporaries, GiB", "compile, s")
+    return table(head, [*rows, whole])
+
+
+def figures() -> str:
+    """Return README's table."""
+    head = ("estimated time, CogVideoX-5b in bfloat16", "chips", "diffusers through torchax", "this project")
+    rows = []
+    for kind in ("decode", "encode"):
+        plans = [estimate(f"plan-v6e-1-{kind}-{build}") for build in ("torchax-stock", "torchax")]
+        chunks = (f"{plan['programs'][-1]['seconds_with_collectives']:.3f} s" for plan in plans)
+        rows.append((f"{kind} a chunk, 8 frames of 480 x 720", "1 v6e", *chunks))
+    video = estimate("plan-v6e-8-decode-torchax")["summary"]["with_collectives_s"]
+    step = estimate("network-step-5b-v6e-1")["summary"]["with_collectives_s"]
+    whole = seconds_of_video("5b, 49 x 480 x 720, v6e-8")[-1]
+    rows += [
+        ("decode 81 frames of 768 x 1360", "8 v6e", "", f"{video:.2f} s"),
+        ("a denoising step, 49 frames of 480 x 720", "1 v6e", "", f"{step:.2f} s"),
+        ("a prompt to 49 frames of 480 x 720, 50 steps", "8 v6e", "", f"{whole:.2f} s"),
+    ]
+    return table(head, rows)
