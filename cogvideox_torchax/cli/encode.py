@@ -29,6 +29,7 @@ COMMAND = options.Command(
         *options.PROCESSES,
         options.PROFILE,
     ),
+    {"--size": "pass --height and --width"},
 )
 
 

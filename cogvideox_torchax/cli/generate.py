@@ -19,7 +19,8 @@ from cogvideox_torchax.files import faults, latents as latent_files, video, whol
 from cogvideox_torchax.pipelines import cache_options, generate, preview, stages
 from cogvideox_torchax.vae import memory
 
-FPS = Fraction(8)
+FPS, FPS_OF_1_5 = Fraction(8), Fraction(16)
+"""The frames a second that CogVideoX and CogVideoX 1.5 were trained with, by their model cards."""
 
 _request = functools.partial(options.Option, group="request")
 _sampling = functools.partial(options.Option, group="sampling")
@@ -56,7 +57,7 @@ COMMAND = options.Command(
             "--fps",
             group="size",
             type=options.frame_rate,
-            help="frames a second (default: 8, or a latents stage's)",
+            help="frames a second (default: 8, of CogVideoX 1.5 16, or a latents stage's)",
         ),
         options.Option("--dtype", help="of weights and latents (default: bfloat16)"),
         options.Option(
@@ -118,6 +119,12 @@ COMMAND = options.Command(
                 "--prompt-embeds",
                 "--use-dynamic-cfg",
                 "--max-sequence-length",
+                "--negative-prompt-embeds",
+                "--attention-kwargs",
+                "--control-image",
+                "--control-video-latents",
+                "--callback-on-step-end",
+                "--return-dict",
             ),
             "port(pipeline) and a call in Python take it",
         ),
@@ -153,7 +160,7 @@ def run(args: argparse.Namespace) -> None:
     if args.video:
         common.check_video(args.video, args.output)
     latents = _load_latents_stage(args) if args.from_stage == stages.LATENTS else None
-    args.fps = args.fps or (latents.fps if latents else FPS)
+    args.fps = args.fps or (latents.fps if latents else _frame_rate_of(args.model))
     # Without --save-stages `_backed_up` keeps the sampled latents in a file while they are decoded. `backup`
     # is the outer context, which ends last: the file is removed only when the video is written completely.
     with contextlib.ExitStack() as backup, video.writing(args.output, args.fps) as sink:
@@ -170,6 +177,11 @@ def run(args: argparse.Namespace) -> None:
             backup.enter_context(_backed_up(args, latents))
         written = common.decode_to(sink, vae, latents, args, runtime.to_torch)
     common.print_results(args, clock, {"frames": written, "fps": float(args.fps)})
+
+
+def _frame_rate_of(model: str) -> Fraction:
+    # The transformer of CogVideoX 1.5 alone joins frames to patches.
+    return FPS_OF_1_5 if generate.config_of(model, "transformer/config.json").get("patch_size_t") else FPS
 
 
 def _vae_for(args: argparse.Namespace, latents: latent_files.Latents) -> Any:

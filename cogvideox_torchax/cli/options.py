@@ -45,7 +45,7 @@ class CommandParser(argparse.ArgumentParser):
     """A command's parser. It refuses an option that it does not know, and names the nearest one it has."""
 
     instead: Mapping[str, str] = MappingProxyType({})
-    """By the name of an option that the command lacks, but diffusers has, what to do instead."""
+    """By the name of an option that the command lacks, and that a user may expect, what to do instead."""
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         """Parse the words of a command; an option may have underscores, as Python's arguments do.
@@ -100,7 +100,7 @@ class Command:
         summary: one line for its help.
         example: what follows the command's name in the example of its help.
         options: its options, in help's order within a group.
-        instead: by the name of an option that it lacks, but diffusers has, what to do instead.
+        instead: by the name of an option that it lacks, and that a user may expect, what to do instead.
     """
 
     summary: str

@@ -107,6 +107,11 @@ def test_in_bfloat16_the_frames_are_those_of_python_but_for_the_rounding_to_byte
     assert np.abs(pictures("frames") - np.stack([np.asarray(each, int) for each in want])).max() <= 1
 
 
+@pytest.mark.parametrize(("name", "rate"), [("text", 8), ("1.5", 16)])
+def test_the_rate_is_that_of_the_model_unless_one_is_given(models, name, rate):
+    assert cli.generate._frame_rate_of(str(models(name))) == rate
+
+
 @pytest.fixture
 def steps():
     """Return a mock that counts the steps of denoising."""
