@@ -39,10 +39,13 @@ VIDEOS = {
 }
 SLICES = {
     **{name: {1: ("1x1", 1), 4: ("2x2", 4), 8: ("2x4", 8)} for name in ("v5e", "v6e")},
-    "v5p": {1: ("1x1x1", 1), 4: ("2x2x1", 4), 8: ("2x2x2", 8)},
-    "tpu7x": {1: ("1x1x1", 2), 4: ("2x2x1", 8), 8: ("2x2x2", 16)},
+    "v5p": {1: ("1x1x1", 1), 4: ("2x2x1", 4)},
+    "tpu7x": {1: ("1x1x1", 2), 4: ("2x2x1", 8)},
 }
-"""By a generation and a number of chips: the grid and its devices, of which a chip of tpu7x has two."""
+"""By a generation and a number of chips of one host, where a pipeline runs: the grid and its devices.
+
+A chip of tpu7x has two devices. A host of v5p or tpu7x has four chips.
+"""
 CASES = {
     **{
         f"plan-{name}-{backend}": f"--model 5b --backend {backend} {words}"
