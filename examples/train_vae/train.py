@@ -275,6 +275,8 @@ def train(args: argparse.Namespace) -> None:
             f"got --frames {args.frames}: give 8 n + 1, such as 1, 9, 17 or 49": (
                 args.frames < 1 or args.frames % 8 != 1
             ),
+            f"got --every {args.every}: at least 1": args.every < 1,
+            f"got -o {args.output}, which is a file: give a directory": args.output.is_file(),
         }
     )
     height, width = parse_size(args.size, "crops", multiple=8)
@@ -329,7 +331,7 @@ def parser() -> argparse.ArgumentParser:
     weights.add_argument("--model", metavar="DIR_OR_ID", help="fine-tune its decoder")
     weights.add_argument("--config", metavar="FILE", help="a config.json: train from random weights")
     add("--train-encoder", action="store_true", help="with --model: the encoder too; latents change")
-    add("--device", default="cpu", help="cpu, cuda, or jax")
+    add("--device", choices=("cpu", "cuda", "jax"), default="cpu", help="where to train")
     add("--dp", type=int, default=1, help="with jax: devices that share a batch")
     add("--tp", type=int, default=1, help="with jax: devices that share a frame's width")
     add("--steps", type=int, default=1000, help="of the whole training")
