@@ -29,7 +29,7 @@ from cogvideox_torchax.dataset.clip import (
     EncodeClip,
     select_part,
 )
-from cogvideox_torchax.files import reports, video, whole
+from cogvideox_torchax.files import video
 from cogvideox_torchax.files.latents import Latents
 from cogvideox_torchax.runtime.clock import CompileClock
 
@@ -170,12 +170,6 @@ def print_results(args: argparse.Namespace, clock: CompileClock, results: dict[s
         "total_s": clock.elapsed,
     }
     print_report(report, args.json)
-
-
-def report_directory(name: str) -> Path:
-    """Make and return a directory for a report with plots, for which matplotlib is needed."""
-    reports.pyplot()  # raises before the work, not after it
-    return whole.make_directory(name)
 
 
 def announcing_clock(args: argparse.Namespace) -> CompileClock:

@@ -7,7 +7,7 @@ import torch
 
 from cogvideox_torchax import __version__, backends
 from cogvideox_torchax.cli import common, options
-from cogvideox_torchax.files import reports
+from cogvideox_torchax.files import reports, whole
 from cogvideox_torchax.vae.sizes import check_sides
 
 DTYPES = ("float32", "bfloat16")
@@ -51,7 +51,9 @@ def run(args: argparse.Namespace) -> int:
 
     for name in args.backends:
         backends.backend(name)  # raises for one that is not installed, before the work
-    output = None if args.output is None else common.report_directory(args.output)
+    if args.output is not None:
+        reports.pyplot()  # raises before the work, not after it
+    output = args.output and whole.make_directory(args.output)
     x = _video(args)
     # `load_vae` loads this project's class; the reference is diffusers' own, with the same weights.
     reference = stock_of(common.load_vae(args.model, "torch", "float32"))
