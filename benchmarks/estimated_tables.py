@@ -248,7 +248,7 @@ def pipelines() -> str:
                 f"{total / GIB:.1f}",
                 f"{peak / GIB:.1f}" if peak else "",
                 fits,
-                f"{seconds:.1f}" if peak else "",
+                f"{seconds:.1f}" if fits == "yes" else "",
                 how,
             )
         )

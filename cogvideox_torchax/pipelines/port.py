@@ -237,9 +237,8 @@ def _decode_in_chunks(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
     # there.
     if pipe.transformer is not None and getattr(pipe, "_current_timestep", None) is None:
         pipe.transformer._reset_stateful_cache()
-    # The pipelines call the VAE's scaling factor `vae_scaling_factor_image`, for videos too. In PyTorch the
-    # product is computed in float32. JAX would first round the factor to the latents' dtype.
-    z = (1 / pipe.vae_scaling_factor_image * latents.permute(0, 2, 1, 3, 4).float()).to(latents.dtype)
+    # The pipelines call the VAE's scaling factor `vae_scaling_factor_image`, for videos too.
+    z = 1 / pipe.vae_scaling_factor_image * latents.permute(0, 2, 1, 3, 4)
     if not _decodes_by_programs(pipe.vae):
         return runtime.to_torch(pipe.vae.decode(z).sample)
     return torch.cat(list(pipe.vae.decode_stream(z)), dim=2)

@@ -1,4 +1,4 @@
-"""Operations for which torchax's own functions are replaced: attention, and random numbers.
+"""Operations for which torchax's own functions are replaced: attention, random numbers, and scaling.
 
 Random numbers are drawn on the host by torch, so that a seed gives the same numbers as in PyTorch on a CPU.
 """
@@ -40,11 +40,32 @@ def replace_functions(table: dict[Any, Any]) -> None:
     functions[aten.randn_like] = _drawn_on_host(_with_empty_tensor(torch.randn_like))
     for operator, fill in ((aten.normal, torch.Tensor.normal_), (aten.uniform, torch.Tensor.uniform_)):
         functions[operator] = _drawn_on_host(_with_empty_tensor(fill))
+    for operator in (aten.mul.Tensor, aten.mul.Scalar, aten.div):
+        functions[operator] = _scaled_in_float32(table[operator].func)
     for operation, function in functions.items():
         entry = table[operation]
         entry.func = function
         entry.is_jax_function = True  # takes and returns arrays, not torchax's tensors
         entry.needs_env = False  # takes no argument `env`, torchax's environment
+
+
+def _scaled_in_float32(scale: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a product or a quotient that takes an array of 16 bits and a number in float32, as PyTorch does.
+
+    JAX would first round the number to the array's dtype, so that all of the latents that a pipeline scales
+    would be wrong by the same factor. A program that is traced keeps JAX's arithmetic.
+    """
+
+    @functools.wraps(scale)
+    def call(x: Any, y: Any, *args: Any, **options: Any) -> Any:
+        array = x if isinstance(y, float) else y
+        has_number = array is x or isinstance(x, float)
+        if not has_number or array.dtype not in ("bfloat16", "float16") or is_traced(array):
+            return scale(x, y, *args, **options)
+        wide_x, wide_y = (each.astype(jnp.float32) if each is array else each for each in (x, y))
+        return scale(wide_x, wide_y, *args, **options).astype(array.dtype)
+
+    return call
 
 
 def replace_keys(environment_class: Any) -> None:

@@ -117,6 +117,27 @@ def test_random_numbers_follow_torchs_seed(draw):
     assert all(torch.equal(runtime.to_torch(got), want) for got, want in zip(results, expected, strict=True))
 
 
+SCALINGS = {
+    "a number times": lambda x: 0.7 * x,
+    "times a number": lambda x: x * 1.15258426,
+    "over a number": lambda x: x / 0.7,
+    "a number over": lambda x: 0.7 / x,
+    "in place": lambda x: x.clone().mul_(0.7),
+    "a tensor times another": lambda x: x * x.flip(0),
+    "a whole number": lambda x: 3 * x,
+}
+
+
+@pytest.mark.usefixtures("torchax_off")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", SCALINGS.values(), ids=SCALINGS)
+def test_numbers_scale_as_in_pytorch(scale, dtype):
+    x = torch.randn(999, generator=torch.Generator().manual_seed(0)).to(dtype)
+    with runtime.active():
+        result = scale(runtime.to_jax(x))
+    assert torch.equal(runtime.to_torch(result), scale(x))
+
+
 def test_a_program_draws_no_random_numbers():
     draw = import_torchax().interop.jax_view(lambda x: x + torch.randn(2, device="jax"))
     with runtime.active(), pytest.raises(RandomInTraceError, match="^randn draws random numbers"):
