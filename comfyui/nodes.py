@@ -296,7 +296,10 @@ def _check_size(pipeline: Any, num_frames: int, height: int, width: int) -> None
 
 @contextlib.contextmanager
 def _scheduled(pipeline: Any, name: str) -> Iterator[None]:
-    """Let a pipeline have one of `SCHEDULERS` for a `with` block, and afterwards its own again."""
+    """Let a pipeline have one of `SCHEDULERS` for a `with` block, and afterwards its own again.
+
+    ComfyUI runs one node at a time, so that no other node samples with this scheduler.
+    """
     own, chosen = pipeline.scheduler, SCHEDULERS[name]
     if chosen is not None:
         import diffusers
@@ -352,7 +355,7 @@ def _picture(frame_HWC: torch.Tensor) -> Any:
     """Return the Pillow image of a frame in [0, 1]."""
     from PIL import Image
 
-    return Image.fromarray((frame_HWC * 255).round().to(torch.uint8).numpy())
+    return Image.fromarray((frame_HWC.clamp(0, 1) * 255).round().to(torch.uint8).numpy())
 
 
 NODE_CLASS_MAPPINGS = {

@@ -267,6 +267,7 @@ def _sample_latents(args: argparse.Namespace) -> tuple[Any, latent_files.Latents
         )
     scheduler = generate.scheduler_of(args.scheduler, model) if args.scheduler else None
     if args.lora:
+        args.lora = str(Path(args.lora).expanduser())
         generate.check_lora(args.lora, model)
     pipe = generate.load_generator(
         model,

@@ -67,7 +67,7 @@ class CommandParser(argparse.ArgumentParser):
         parsed, unknown = super().parse_known_args(words, namespace)
         if unknown:
             place = f"there is no place for {' '.join(unknown)}"
-            self.error(f"{place}: a text with spaces needs quotes, and a list has commas")
+            self.error(f"{place}: a value follows its option, a text with spaces needs quotes")
         return parsed, []
 
     def _advice(self, name: str, known: Iterable[str]) -> str:

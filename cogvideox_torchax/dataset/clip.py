@@ -143,7 +143,8 @@ class ClipConfig:
                     not isinstance(self.fps, str | None)
                 ),
                 f"got buckets={self.buckets!r}: give a tuple of `Bucket`": (
-                    not all(isinstance(bucket, Bucket) for bucket in self.buckets)
+                    not isinstance(self.buckets, tuple)
+                    or not all(isinstance(bucket, Bucket) for bucket in self.buckets)
                 ),
                 "got buckets and frames, a height, a width or a crop: buckets have them all; "
                 "give one of them": self.buckets and has_size,
@@ -426,7 +427,7 @@ class EncodeClip(_ClipUnit):
             about = self._about(part) if part.clip.id else {}  # before the tiles are restored: it names them
         # The file's size and time of change, compared with those before it was read.
         if _stamp(part.clip.source) != part.stamp:
-            raise ClipError(f"{part.info.path} was changed while it was read: run again when it is complete")
+            raise ClipError(f"{part.info.path} was changed while it was read: it is incomplete")
         tensors = {name: torch.cat([chunk[name] for chunk in chunks], dim=2) for name in KEEP[config.keep]}
         return Latents(
             tensor=tensors[latent_files.TENSOR],

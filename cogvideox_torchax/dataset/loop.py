@@ -63,7 +63,8 @@ def attempt(
             raise
         message = " ".join(str(error).split())  # on one line; "" for Python's own `MemoryError`
         reason = message or ("out of memory" if is_out_of_memory else type(error).__name__)
-        if is_out_of_memory or isinstance(error, OSError):  # the machine's fault, not the clip's
+        # The machine's fault, not the clip's. An error of FFmpeg is the cause of the one that is raised.
+        if is_out_of_memory or isinstance(error, OSError) or isinstance(error.__cause__, OSError):
             return None, f"{reason}; --retry-failed tries again"
         return None, f"{reason}; --retry-failed helps only after a change of the clip or of the settings"
 

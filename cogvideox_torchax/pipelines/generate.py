@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 
 from cogvideox_torchax.files import faults, latents as latent_files, video
-from cogvideox_torchax.files.models import INDEX, local, locate, read_json
+from cogvideox_torchax.files.models import INDEX, locate, read_json
 from cogvideox_torchax.pipelines import stages
 from cogvideox_torchax.runtime import to_torch, without_torchax
 
@@ -243,7 +243,7 @@ def _loading(name: str) -> Iterator[None]:
     """Raise a `RequestError` of one line for an error in the `with` block, where diffusers loads `name`."""
     try:
         yield
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         # Messages of diffusers may have many lines: one line with their beginning is enough.
         raise RequestError(f"cannot load {name}: {' '.join(str(error).split())[:300]}") from error
 
@@ -266,7 +266,8 @@ def scheduler_of(name: str, model: Model) -> Any:
             f"got --scheduler {name}: diffusers has no such scheduler for CogVideoX; the nearest names are "
             f"{', '.join(difflib.get_close_matches(name, names, cutoff=0))}"
         )
-    return getattr(diffusers, name).from_config(own.config)
+    with _loading(f"the scheduler {name}"):
+        return getattr(diffusers, name).from_config(own.config)
 
 
 def check_lora(name: str, model: Model) -> None:
@@ -276,7 +277,8 @@ def check_lora(name: str, model: Model) -> None:
     """
     import diffusers
 
-    local(name)  # for its error if there is no such file
+    if Path(name).suffix == ".safetensors" and not Path(name).is_file():
+        raise RequestError(f"there is no LoRA {name}: give a safetensors file, its directory, or a hub id")
     with _loading(f"the LoRA {name}"):
         weights = getattr(diffusers, CLASSES[model.kind]).lora_state_dict(name, use_safetensors=True)
     # diffusers would only log a warning, and generate without the LoRA.

@@ -28,9 +28,11 @@ from torch.utils import _pytree as pytree
 from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.pipelines import loras
 from cogvideox_torchax.pipelines.known import port_network, ported_class
+from cogvideox_torchax.pipelines.layers import PatchEmbed
 from cogvideox_torchax.pipelines.networks import CompiledNetwork, KnownNetwork
 from cogvideox_torchax.pipelines.scheduler import port_scheduler
 from cogvideox_torchax.pipelines.transformer import CogVideoXTransformer3DModel
+from cogvideox_torchax.runtime.layers import is_watched
 from cogvideox_torchax.runtime.models import PicklesAsStock, PortedModel
 from cogvideox_torchax.sharding import Parallel, check_one_process
 from cogvideox_torchax.vae.directions import DECODE
@@ -285,7 +287,7 @@ def _compile_decoder_ahead(pipe: Any, call: Callable[..., Any], args: Any, kwarg
 def _call(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make the scheduler and the step cache ready for JAX, and run the pipeline's own call, `inherited`."""
     _check_ported(pipe)
-    check_channels(pipe, inherited)
+    _check_image_channels(pipe, inherited)
     scheduler, transformer = getattr(pipe, "scheduler", None), getattr(pipe, "transformer", None)
     if scheduler is not None:
         port_scheduler(scheduler)  # the user may have replaced it
@@ -303,22 +305,22 @@ def _call(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> A
     return result
 
 
-def check_channels(pipe: Any, call: Callable[..., Any]) -> None:
-    """Raise `ValueError` if the transformer takes other channels than `call`, the pipeline's, gives it.
+def _check_image_channels(pipe: Any, call: Callable[..., Any]) -> None:
+    """Raise `ValueError` if an image pipeline's transformer takes no image, such as a text-to-video model's.
 
-    Only diffusers' own calls are checked, where nothing was changed that may give the transformer others.
+    Only diffusers' own call is checked, if nothing was changed that may give the transformer other channels.
     """
-    # The last base is the class from before `port`. None for methods that are not diffusers' own.
-    count = _LATENTS_OF_A_STEP.get((call, getattr(type(pipe).__bases__[-1], "prepare_latents", None)))
+    stock = CogVideoXImageToVideoPipeline
     model = getattr(pipe, "transformer", None)
     if (
-        count is None
-        or pipe.vae is None
+        call is not stock.__call__
+        or type(pipe).__bases__[-1].prepare_latents is not stock.prepare_latents  # the class before `port`
         or "prepare_latents" in vars(pipe)
+        or pipe.vae is None
         or not isinstance(model, CogVideoXTransformer3DModel)
-        or "forward" in vars(model)
-        or model._forward_pre_hooks
-        or upstream.is_patched(CogVideoXTransformer3DModel, "forward")
+        or type(model.patch_embed) is not PatchEmbed
+        or is_watched(model)
+        or is_watched(model.patch_embed)
     ):
         return
     embed: Any = model.patch_embed
@@ -326,11 +328,11 @@ def check_channels(pipe: Any, call: Callable[..., Any]) -> None:
     # output it has as many numbers as the pixels of a patch have channels.
     channels = math.prod(embed.proj.weight.shape[1:]) // (embed.patch_size**2 * (embed.patch_size_t or 1))
     latent_channels = pipe.vae.config["latent_channels"]
-    if channels != count * latent_channels:
+    if channels != 2 * latent_channels:
         raise ValueError(
             f"got a {type(pipe).__name__} with a transformer whose patch embedding takes {channels} "
-            f"channels: it must take {count * latent_channels}, {count} x the VAE's {latent_channels}; load "
-            "a model that was made for this class, or make a pipeline of the class that the transformer fits"
+            f"channels: it must take {2 * latent_channels}, the VAE's {latent_channels} of the video and of "
+            "the image; load an image-to-video model, or make a pipeline of the transformer's own class"
         )
 
 
@@ -379,14 +381,6 @@ _WRAPPERS: dict[str, Callable[..., Any]] = {
 
 _CALLS_WITH_SIZE = (CogVideoXPipeline.__call__, CogVideoXImageToVideoPipeline.__call__)
 """The calls whose arguments, or else the transformer's config, give the size of the video to decode."""
-
-_LATENTS_OF_A_STEP: dict[Any, int] = {
-    (kind.__call__, kind.prepare_latents): count for kind, count in zip(PIPELINES, (1, 2, 1, 2), strict=True)
-}
-"""By diffusers' call of a pipeline, and its method that makes latents: how many it joins for the transformer.
-
-Beside the latents of the video these are those of an image, or of a control video.
-"""
 
 _DECODE_LATENTS = tuple(kind.decode_latents for kind in PIPELINES)
 """`decode_latents` of CogVideoX's pipelines, which decode a whole video at once."""

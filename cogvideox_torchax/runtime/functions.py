@@ -58,9 +58,9 @@ def _scaled_in_float32(scale: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(scale)
     def call(x: Any, y: Any, *args: Any, **options: Any) -> Any:
-        array = x if isinstance(y, float) else y
-        has_number = array is x or isinstance(x, float)
-        if not has_number or array.dtype not in ("bfloat16", "float16") or is_traced(array):
+        array, number = (y, x) if type(x) in (int, float) else (x, y)
+        is_number = type(number) in (int, float)
+        if not is_number or array.dtype not in ("bfloat16", "float16") or is_traced(array):
             return scale(x, y, *args, **options)
         wide_x, wide_y = (each.astype(jnp.float32) if each is array else each for each in (x, y))
         return scale(wide_x, wide_y, *args, **options).astype(array.dtype)

@@ -515,7 +515,7 @@ WRONG_ARGUMENTS = {
     "a second file": ("encode a.mp4 b.mp4 -o a.safetensors", "no place for b.mp4"),
     "a prompt without its option": (
         "generate panda --model m -o a.mp4",
-        "there is no place for panda: a text with spaces needs quotes",
+        "there is no place for panda: a value follows its option, a text with",
     ),
     **{
         f"{rate} frames a second, {command}": (

@@ -49,9 +49,14 @@ def test_the_frames_of_a_clip_are_freed_once_they_are_encoded():
         assert references[step.job]() is None
 
 
+UNREADABLE = ValueError("cannot be read")
+UNREADABLE.__cause__ = OSError(5, "Input/output error")
+
+
 @pytest.mark.parametrize(
     ("error", "own", "retry"),
     [
+        (UNREADABLE, True, True),
         (MemoryError(), True, True),
         (RuntimeError("RESOURCE_EXHAUSTED: Out of memory"), True, True),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"), True, True),

@@ -124,7 +124,8 @@ SCALINGS = {
     "a number over": lambda x: 0.7 / x,
     "in place": lambda x: x.clone().mul_(0.7),
     "a tensor times another": lambda x: x * x.flip(0),
-    "a whole number": lambda x: 3 * x,
+    "a whole number": lambda x: 257 * x,
+    "times itself": lambda x: x * x,
 }
 
 
