@@ -6,8 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from cogvideox_torchax import make_mesh
 from cogvideox_torchax.plan import chips
 from jax_kernels.common.columns import Split
 from tests.reference import largest_error
@@ -28,6 +29,12 @@ def check_rounding(got: jax.Array, want: jax.Array, share: float = 0.05) -> None
     assert got.dtype == want.dtype == jnp.bfloat16
     assert largest_error(got, want) <= A_UNIT
     assert float(jnp.mean(got != want)) < share
+
+
+def drawn(*shapes: tuple[int, ...] | None, dtype: Any = jnp.bfloat16) -> list[Any]:
+    """Return an array of normal values for each shape, and None for None."""
+    rng = np.random.default_rng(0)
+    return [None if shape is None else jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
 
 
 def struct(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
@@ -60,8 +67,7 @@ def on_mesh(kernel: Callable[..., Any], real: int, padded: int, dp: int, tp: int
 
     The padding is added here. Arrays of five axes are activations, but for kernels of 3 frames or 1 pixel.
     """
-    devices = np.array(jax.devices()[: dp * tp]).reshape(dp, tp)
-    mesh = Mesh(devices, ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    mesh = make_mesh(dp, tp, devices=jax.devices()[: dp * tp])
     videos = "dp" if dp > 1 else None
     split = Split(real, padded, videos=videos, columns=("tp",))
 

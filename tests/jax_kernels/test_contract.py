@@ -8,6 +8,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -124,6 +125,17 @@ CASES = {
         activations=False,
     ),
     "qk_norm_rope, values": Case(jax_kernels.qk_norm_rope, ((1, 40, 48),), {"heads": 3}, activations=False),
+    "qk_norm_rope, no bias": Case(
+        jax_kernels.qk_norm_rope, ((1, 40, 48), V), {"heads": 3}, activations=False
+    ),
+    "qk_norm_rope, no positions": Case(
+        jax_kernels.qk_norm_rope,
+        ((1, 40, 48), V, V),
+        {"heads": 3},
+        large=((1, 40, 48), V, V),
+        kernels=frozenset({"prepare"}),
+        activations=False,
+    ),
     "apply_rotary": Case(jax_kernels.apply_rotary, (HEADS, TABLES[2], TABLES[2]), activations=False),
     "conv3d": Case(jax_kernels.conv3d, (X, KERNEL, V)),
     "conv3d, a cache and a residual": Case(
@@ -146,6 +158,14 @@ CASES = {
     ),
     "group_norm, five frames": Case(jax_kernels.group_norm, (FIVE, V, V), LAST),
     "group_norm, no affine": Case(jax_kernels.group_norm, (X, None, None), LAST),
+    "group_norm, audio": Case(jax_kernels.group_norm, ((2, 16, 7), V, V), GROUPS, activations=False),
+    "group_norm, an image": Case(jax_kernels.group_norm, ((2, 5, 6, 16), V, V), LAST, activations=False),
+    "group_norm, channels first": Case(
+        jax_kernels.group_norm, ((2, 16, 3, 5, 6), V, V), GROUPS, activations=False
+    ),
+    "group_norm, one pixel": Case(
+        jax_kernels.group_norm, ((1, 16, 1, 1, 1), V, V), GROUPS, activations=False
+    ),
     "spatial_norm": Case(
         jax_kernels.spatial_norm,
         (X, Z, *SPATIAL),
@@ -201,6 +221,7 @@ CASES = {
     "silu": Case(jax_kernels.silu, (FIVE,), {"time_axis": 1}, activations=False),
     "gelu": Case(jax_kernels.gelu, (TOKENS,), activations=False),
     "linear": Case(jax_kernels.linear, (TOKENS, (12, 16), (12,)), activations=False),
+    "linear, no bias": Case(jax_kernels.linear, (TOKENS, (12, 16), None), activations=False),
     "split_linear": Case(
         jax_kernels.split_linear,
         (TOKENS, (768, 16), (768,)),
@@ -243,6 +264,7 @@ CASES = {
         exact=False,
     ),
     "layer_norm": Case(jax_kernels.layer_norm, (TOKENS, V, V), activations=False),
+    "layer_norm, no affine": Case(jax_kernels.layer_norm, (TOKENS, None, None), activations=False),
     "adaptive_layer_norm": Case(
         jax_kernels.adaptive_layer_norm,
         (ROWS, V, V, KINDS, KINDS, int),
@@ -304,18 +326,20 @@ def test_float32_is_the_reference(name, way):
         assert largest_error(got, want) < 1e-5
 
 
-@pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("in_time", [False, True])
-@pytest.mark.parametrize(("frames", "width"), [(1, 6), (2, 7), (3, 7), (4, 6), (9, 6)])
-def test_resampling_of_every_length_and_width_is_the_reference(frames, width, in_time, alone):
-    options_in_time = {"upsample": "expand_time", "downsample": "compress_time"}
-    if in_time and (frames - alone) % 2:  # pairs alone become one
-        del options_in_time["downsample"]
-    for name, option in options_in_time.items():
-        options = {option: in_time, "first_frame_alone": alone}
-        case = replace(CASES[name], shapes=((2, frames, 4, width, 16), KERNEL_2D, V), options=options)
-        for got, want in results(case, jnp.float32, "chosen"):
-            assert largest_error(got, want) < 1e-6
+RESAMPLED = [
+    (name, frames, width, {option: in_time, "first_frame_alone": alone})
+    for name, option in {"upsample": "expand_time", "downsample": "compress_time"}.items()
+    for frames, width in ((1, 6), (2, 7), (3, 7), (4, 6), (9, 6))
+    for in_time, alone in itertools.product((False, True), repeat=2)
+    if name == "upsample" or not in_time or (frames - alone) % 2 == 0  # pairs alone become one
+]
+
+
+@pytest.mark.parametrize(("name", "frames", "width", "options"), RESAMPLED)
+def test_resampling_of_every_length_and_width_is_the_reference(name, frames, width, options):
+    case = replace(CASES[name], shapes=((2, frames, 4, width, 16), KERNEL_2D, V), options=options)
+    for got, want in results(case, jnp.float32, "chosen"):
+        assert largest_error(got, want) < 1e-6
 
 
 # Latent frames to frames, as they meet in the decoder: a first batch of 1, 2 or 3 latents, after 0, 1 or 2
@@ -403,13 +427,17 @@ def test_widths_that_pad_to_the_same_number_are_told_apart():
         assert not jnp.any(found[:, :, :, 4 * real :])
 
 
-def test_a_shard_too_narrow_for_a_kernel_is_refused():
-    convolve = on_mesh(jax_kernels.conv3d, 1, 1, 1, 4)
-    with pytest.raises(ValueError, match="reaches 3 columns to either side got shards of 2"):
-        convolve(jnp.ones(X), jnp.ones((3, 3, 7, 16, 16)))
-    halve = on_mesh(functools.partial(jax_kernels.downsample, compress_time=False), 1, 1, 1, 8)
-    with pytest.raises(ValueError, match="downsample got shards of 1 columns"):
-        halve(jnp.ones(X), jnp.ones(KERNEL_2D), None)
+@pytest.mark.parametrize(
+    ("name", "kernel", "shards", "words"),
+    [
+        ("conv3d", (3, 3, 7, 16, 16), 4, "reaches 3 columns to either side got shards of 2"),
+        ("downsample", KERNEL_2D, 8, "downsample got shards of 1 columns"),
+    ],
+)
+def test_a_shard_too_narrow_for_a_kernel_is_refused(name, kernel, shards, words):
+    op = functools.partial(CASES[name].op, **CASES[name].options)
+    with pytest.raises(ValueError, match=words):
+        on_mesh(op, 1, 1, 1, shards)(jnp.ones(X), jnp.ones(kernel), None)
 
 
 def lowered(case, shapes, dtype, platform):
@@ -428,16 +456,17 @@ def lowered(case, shapes, dtype, platform):
     return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
+def kernels_on_a_tpu(case, shapes, dtype):
+    """Return the names of the Pallas kernels that a case runs on a TPU."""
+    return set(re.findall(r'kernel_name = "(\w+)"', lowered(case, shapes, dtype, "tpu")))
+
+
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.large])
 def test_a_tpu_runs_its_pallas_kernels_until_they_are_switched_off(name, monkeypatch):
     case = CASES[name]
-
-    def kernels():
-        return set(re.findall(r'kernel_name = "(\w+)"', lowered(case, case.large, jnp.bfloat16, "tpu")))
-
     for switch, wanted in (("on", case.kernels), ("off", set()), ("on", case.kernels)):
         monkeypatch.setenv(SWITCH, switch)
-        assert kernels() == wanted
+        assert kernels_on_a_tpu(case, case.large, jnp.bfloat16) == wanted
 
 
 SAME_TIME = {"expand_time": False}
@@ -476,15 +505,14 @@ TAKEN = [
 def test_frames_that_a_pallas_kernel_takes_go_through_it_on_a_tpu(name, shape, dtype, options, kernel):
     case = replace(CASES[name], options=CASES[name].options | options)
     more = (None,) if name == "group_norm" else ((3, 3, shape[4], shape[-1]),)
-    text = lowered(case, (shape[:5], *more, None), dtype, "tpu")
-    assert set(re.findall(r'kernel_name = "(\w+)"', text)) == {kernel} - {None}
+    assert kernels_on_a_tpu(case, (shape[:5], *more, None), dtype) == {kernel} - {None}
 
 
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
 @pytest.mark.parametrize("name", CASES)
-def test_float32_asks_for_full_precision(name):
-    for platform in ("cpu", "tpu"):
-        text = lowered(CASES[name], CASES[name].shapes, jnp.float32, platform)
-        assert all("HIGHEST" in line for line in products_of(text))
+def test_float32_asks_for_full_precision(name, platform):
+    text = lowered(CASES[name], CASES[name].shapes, jnp.float32, platform)
+    assert all("HIGHEST" in line for line in products_of(text))
 
 
 @pytest.mark.parametrize("name", sorted({*jax_kernels.__all__} - {"ColumnMoments", "NormParams"}))

@@ -12,7 +12,7 @@ import jax
 import pytest
 import torch
 
-from cogvideox_torchax import cli, make_mesh, port
+from cogvideox_torchax import cli, make_mesh
 from cogvideox_torchax.cli import planning
 from cogvideox_torchax.cli.common import DEMO_MODEL
 from cogvideox_torchax.plan import chips, jobs, programs
@@ -171,6 +171,13 @@ def test_a_hollow_model_has_shapes_and_no_weights():
         (["--platform", "cpu", "--tiling", "30x48"], "multiples of 8"),
         (["--platform", "cpu", "--tiling", "8x8"], "16 at least; 16x16 is near"),
         (["--platform", "cpu", "--tiling", "tiny"], "such as 240x360"),
+        (["--network", "step", "--cache", "first-block"], "give both or neither"),
+        (["--network", "step", "--cache", "pab", "--skips", "3"], "give both or neither"),
+        (["--network", "step", "--cache", "magcache"], "RATIOS.json"),
+        (
+            ["--network", "step", "--cache", "first-block", "--skips", "50"],
+            "the first of which is computed",
+        ),
         (["--network", "step", "--save-hlo", "hlo"], "--save-hlo does not go with --network step"),
         (["--network", "prompt", "--backend", "flax"], "--backend does not go with --network prompt"),
         (["--platform", "cpu", "--topology", "v9"], "--topology v9 does not go with --platform cpu"),
@@ -196,13 +203,6 @@ def test_a_hollow_model_has_shapes_and_no_weights():
 )
 def test_a_plan_that_cannot_be_made_is_one_line(arguments, words, refused):
     assert words in refused("plan", *arguments)
-
-
-@pytest.mark.parametrize(("ratio", "latent_frames"), [(2, 9), (4, 5)])
-def test_latent_frames_follow_the_models_own_ratio(ratio, latent_frames):
-    vae = port(reference.small_vae(temporal_compression_ratio=ratio))
-    pieces, _ = jobs.Job(DECODE, 17, 16, 16).chunk_shapes(vae)
-    assert pieces[-1].stop == latent_frames
 
 
 def test_the_floor_of_a_job_counts_each_program_as_often_as_it_runs():

@@ -102,20 +102,6 @@ def test_a_plan_of_a_cache_counts_its_steps_and_what_it_keeps(cache, more, count
     assert full["output_bytes"] < kept
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        (["--cache", "first-block"], "give both or neither"),
-        (["--cache", "pab", "--skips", "3"], "give both or neither"),
-        (["--cache", "magcache"], "RATIOS.json"),
-        (["--cache", "first-block", "--skips", "50"], "the first of which is computed"),
-        (["--platform", "cpu", "--height", "72"], "patches take multiples of 2"),
-    ],
-)
-def test_a_step_that_cannot_be_planned_is_one_line(more, words, refused):
-    assert words in refused("plan", "--network", "step", *more)
-
-
 def test_the_published_transformers_have_their_published_sizes(monkeypatch):
     monkeypatch.undo()
     sizes = {}

@@ -11,7 +11,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from cogvideox_torchax import make_mesh, port, runtime, sharding
 from cogvideox_torchax.backends import backend
-from cogvideox_torchax.flax import FlaxVAEForPipelines
 from cogvideox_torchax.runtime.programs import Program
 from cogvideox_torchax.vae.axes import HWNTC, NTHWC
 from cogvideox_torchax.vae.directions import DECODE, ENCODE
@@ -21,10 +20,13 @@ from tests import reference
 VIDEO, BATCH = (None, None, None, None, ("dp", "tp")), ("dp", None, None, None, "tp")
 
 
-def sharded(shallow_vae, dp, tp, *, move=True, build="torchax"):
-    given = FlaxVAEForPipelines.from_diffusers(shallow_vae) if build == "flax" else copy.deepcopy(shallow_vae)
-    vae = port(given, mesh=make_mesh(dp, tp))
-    return reference.on_jax(vae) if move else vae
+def sharded(stock, dp, tp, build="torchax"):
+    return port(reference.built(build, stock), mesh=make_mesh(dp, tp))
+
+
+def sharded_on_host(stock, dp, tp):
+    """Return a port whose weights are in PyTorch still: enough to compile its programs."""
+    return port(copy.deepcopy(stock), mesh=make_mesh(dp, tp))
 
 
 def inputs(frames, batch, width, height=1):
@@ -38,10 +40,10 @@ def local_share(tensor):
     return max(shard.data.size for shard in array.addressable_shards) / array.size
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("width", "batch", "frames"), [(85, 1, 1), (90, 2, 5), (170, 2, 1)])
 @pytest.mark.parametrize("mesh", [(1, 8), (2, 4), (4, 2), (8, 1)], ids=str)
 @pytest.mark.parametrize("build", ["torchax", "flax"])
+@pytest.mark.slow_cases(but=["torchax-(4, 2)-170-2-1"])  # a batch that dp does not divide
 @pytest.mark.product_cases(but=["torchax-(4, 2)-*", "flax-(2, 4)-*"])
 def test_a_video_over_any_mesh_is_diffusers_video(shallow_vae, build, mesh, width, batch, frames):
     vae = sharded(shallow_vae, *mesh, build=build)
@@ -49,13 +51,6 @@ def test_a_video_over_any_mesh_is_diffusers_video(shallow_vae, build, mesh, widt
     assert local_share(vae.decode(runtime.to_jax(z)).sample) == 1 / 8
     assert local_share(vae.encode(runtime.to_jax(x)).latent_dist.parameters) == 1 / 8
     reference.check_as_stock(vae, shallow_vae, z, x)
-
-
-def test_a_batch_that_dp_does_not_divide_changes_no_number(shallow_vae):
-    _, x = inputs(1, 3, 45)
-    got = sharded(shallow_vae, 2, 4).encode(runtime.to_jax(x)).latent_dist.parameters
-    assert local_share(got) == 1 / 8
-    assert relative_error(runtime.to_torch(got), reference.encoded(shallow_vae, x)) < FLOAT32_RELATIVE
 
 
 @pytest.fixture(scope="module", params=["torchax", "flax"])
@@ -141,7 +136,7 @@ def compiled_pair():
     wide = {**reference.SHALLOW, "block_out_channels": (32, 32, 32)}
     shallow_vae = reference.small_vae(**wide).to(torch.bfloat16)
     first, steady = (((1, 16, frames, 4, 170), jnp.bfloat16) for frames in (3, 2))
-    models = port(copy.deepcopy(shallow_vae)), sharded(shallow_vae, 1, 8, move=False)
+    models = port(copy.deepcopy(shallow_vae)), sharded_on_host(shallow_vae, 1, 8)
     return [reference.compiled_plan(vae.build_program(DECODE), steady, before=first) for vae in models]
 
 
@@ -162,7 +157,7 @@ def test_no_activation_is_gathered_and_a_norm_sends_numbers_only(compiled_pair):
 
 def test_a_batch_that_dp_does_not_divide_is_split_by_width_and_gathers_nothing(shallow_vae):
     # In bfloat16, whose strided convolutions of uneven widths compile only as the kernels do them on a mesh.
-    vae = sharded(copy.deepcopy(shallow_vae).to(torch.bfloat16), 2, 4, move=False)
+    vae = sharded_on_host(copy.deepcopy(shallow_vae).to(torch.bfloat16), 2, 4)
     found = reference.compiled_plan(vae.build_program(ENCODE), ((3, 3, 1, 8, 4 * 45), jnp.bfloat16))
     # The latents, 45 wide, leave by channels: that must not reach back into the layers before.
     assert "all-gather" not in found.collectives
@@ -232,7 +227,7 @@ def test_port_refuses_a_mesh_that_it_cannot_place_on(shallow_vae, mesh):
 
 
 def test_porting_again_moves_to_the_other_mesh(shallow_vae):
-    vae = sharded(shallow_vae, 1, 8, move=False)
+    vae = sharded_on_host(shallow_vae, 1, 8)
     vae.program("decode")
     assert port(vae).mesh == make_mesh(1, 8)
     port(vae, mesh=make_mesh(2, 4))

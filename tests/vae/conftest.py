@@ -1,9 +1,17 @@
 """A shallow VAE of stock diffusers, and the same ported and on JAX: made, called, and compared."""
 
-import pytest
+import copy
 
-from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
+import pytest
+import torch
+
+from cogvideox_torchax.vae.tolerances import BFLOAT16_RMS_RATIO, FLOAT32_RELATIVE, relative_error, rms_error
 from tests import reference
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+"""The file of a saved model's weights."""
+NAME = "decoder.conv_in.conv.weight"
+"""The name of one of them."""
 
 
 def shallow_stock(seed=0):
@@ -24,6 +32,22 @@ def decoded(vae, z=Z):
 def decodes_as(vae, stock, z=Z):
     """Return whether it decodes as a stock model does."""
     return relative_error(decoded(vae, z), stock.decode(z).sample) < FLOAT32_RELATIVE
+
+
+RUNS = {
+    "decode": (reference.run_decode, reference.decoded),
+    "encode": (reference.run_encode, reference.encoded),
+}
+"""How a build computes, and stock diffusers, on the host."""
+
+
+def check_bfloat16(vae, kind, x, stock):
+    """Check a model's error in bfloat16, which may not be larger than PyTorch's by the contract."""
+    run, of_stock = RUNS[kind]
+    got, want = run(vae, x.bfloat16()), of_stock(stock, x)
+    in_torch = of_stock(copy.deepcopy(stock).bfloat16(), x.bfloat16())
+    assert got.dtype == torch.bfloat16
+    assert rms_error(got, want) <= BFLOAT16_RMS_RATIO * rms_error(in_torch, want)
 
 
 @pytest.fixture(scope="session")

@@ -10,18 +10,9 @@ import torch
 from cogvideox_torchax import AutoencoderKLCogVideoX, enable
 from cogvideox_torchax.flax import FlaxVAEForPipelines
 from cogvideox_torchax.vae.checkpoint import ModelError
-from tests.vae.conftest import shallow_stock
-
-WEIGHTS = "diffusion_pytorch_model.safetensors"
-
+from tests.vae.conftest import NAME, WEIGHTS, shallow_stock
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
-
-
-@pytest.fixture
-def model_directory(stock, tmp_path):
-    stock.save_pretrained(tmp_path / "vae")
-    return tmp_path / "vae"
 
 
 # A folder, and the options that a model is saved and loaded with.
@@ -42,16 +33,11 @@ def test_every_layout_loads_whether_or_not_torchax_is_on(
     stock.save_pretrained(tmp_path / folder, **saving)
     if torchax_on:
         enable()
-    for kind in (AutoencoderKLCogVideoX, type(stock)):
+    for kind in (AutoencoderKLCogVideoX, FlaxVAEForPipelines, type(stock)):
         vae = kind.from_pretrained(tmp_path, **loading)
         assert not vae.training
-        assert all(torch.equal(value, vae.state_dict()[name]) for name, value in stock.state_dict().items())
-
-
-def test_the_flax_build_loads_shards_too(stock, tmp_path):
-    stock.save_pretrained(tmp_path, max_shard_size="20KB")
-    state = FlaxVAEForPipelines.from_pretrained(tmp_path).state_dict()
-    assert all(torch.equal(value, state[name]) for name, value in stock.state_dict().items())
+        state = vae.state_dict()
+        assert all(torch.equal(value, state[name]) for name, value in stock.state_dict().items())
 
 
 DTYPES = {
@@ -97,7 +83,6 @@ def _lose_shard(directory):
     (directory / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
 
 
-NAME = "decoder.conv_in.conv.weight"
 BROKEN = {
     "no directory": (shutil.rmtree, "there is no model directory"),
     "no config": (lambda d: (d / "config.json").unlink(), "has no config.json"),

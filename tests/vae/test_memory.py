@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -153,12 +154,7 @@ def test_out_of_memory_is_said_once_and_the_rest_comes_in_tiles(vae, monkeypatch
     ],
 )
 def test_what_tiles_do_not_help_against_is_raised(vae, errors, several_processes, monkeypatch):
-    failures = iter(errors)
-
-    def start():
-        raise next(failures)
-        yield  # a generator, as streams are: it raises when its results are taken
-
+    start = mock.Mock(side_effect=errors)
     monkeypatch.setattr(runtime, "of_several_processes", lambda mesh: several_processes)
     with pytest.raises(RuntimeError) as raised:
         list(memory.retry_tiled_on_oom(vae, (16, 24), start, print))

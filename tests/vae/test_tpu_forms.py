@@ -8,11 +8,11 @@ import pytest
 
 import jax_kernels
 from cogvideox_torchax import make_mesh, port
-from cogvideox_torchax.vae.tolerances import BFLOAT16_RMS_RATIO, FLOAT32_RELATIVE, rms_error
+from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE
 from jax_kernels.common import frames as over_frames
 from jax_kernels.common.tiles import SWITCH
 from tests import reference
-from tests.vae.conftest import shallow_latents
+from tests.vae.conftest import RUNS, check_bfloat16, shallow_latents
 
 
 @pytest.fixture
@@ -23,12 +23,6 @@ def splits_first_frame():
         patch.setattr(over_frames, "splits_first_frame", answer)
         yield answer
 
-
-RUNS = {
-    "decode": (reference.run_decode, reference.decoded),
-    "encode": (reference.run_encode, reference.encoded),
-}
-"""How a build computes, and stock diffusers, on the host."""
 
 CASES = {
     "decode 1": ("decode", reference.latents(1, batch=2), None),
@@ -67,14 +61,6 @@ def test_a_model_has_a_program_for_each_choice_of_kernels(build, mode, stock, mo
 
 
 LARGE = {"lanes": 8, "large": 8 * 24}
-
-
-def check_bfloat16(vae, kind, x, stock):
-    """Check a model's error in bfloat16, which may not be larger than PyTorch's by the contract."""
-    run, of_stock = RUNS[kind]
-    got, want = run(vae, x.bfloat16()).float(), of_stock(stock, x)
-    in_torch = of_stock(copy.deepcopy(stock).bfloat16(), x.bfloat16()).float()
-    assert rms_error(got, want) / rms_error(in_torch, want) <= BFLOAT16_RMS_RATIO
 
 
 def counted(traced):

@@ -70,14 +70,6 @@ def test_it_is_diffusers_norm_and_rotary_positions(form, heads, channels, positi
     assert largest_error(got, want) < (1e-5 if dtype == jnp.float32 else 2**-8)  # rounded once
 
 
-def test_a_norm_may_have_no_bias_and_positions_none():
-    x, weight, *_ = inputs()
-    still = jnp.ones((40, 16)), jnp.zeros((40, 16))
-    want = of_diffusers(x, weight, jnp.zeros(16), *still, heads=3)
-    assert largest_error(qk_norm_rope(x, weight, heads=3), want) < 1e-5
-    assert largest_error(interpreted(x, weight, jnp.zeros(16), heads=3), want) < 1e-5
-
-
 def test_what_it_prepares_is_what_attention_takes():
     x, weight, bias, cos, sin = inputs()
     q, k = (qk_norm_rope(x, weight, bias, cos, sin, heads=3, scale=s) for s in (math.log2(math.e) / 4, 1.0))

@@ -45,27 +45,22 @@ def direct(frames, kernel):
     return sum(frames[:, tap : tap + length] @ kernel[tap] for tap in range(3))
 
 
-def of_frames(kind, rng, length=10):
-    """Frames of one pixel, worst cases of the transforms among them."""
-    noise = rng.normal(size=(16, length, CHANNELS))
-    lone = np.zeros_like(noise)
-    lone[:, length // 2] = 1e4
-    alternating = np.where(np.arange(length) % 2, 1.0, -1.0)[None, :, None] * np.abs(noise[:, :1])
-    constant = np.repeat(noise[:, :1], length, axis=1)
-    return {
-        "noise": noise,
-        "large": 1e4 * noise,
-        "one bright pixel": lone,
-        "alternating": alternating,
-        "constant": constant,
-    }[kind]
+TIMES = np.arange(10)[:, None]
+FRAMES = {
+    "noise": lambda noise: noise,
+    "large": lambda noise: 1e4 * noise,
+    "one bright pixel": lambda noise: np.full_like(noise, 1e4) * (TIMES == 5),
+    "alternating": lambda noise: np.abs(noise[:, :1]) * np.where(TIMES % 2, 1, -1),
+    "constant": lambda noise: noise[:, :1] * np.ones_like(TIMES),
+}
+"""Frames of one pixel that are made of noise, worst cases of the transforms among them."""
 
 
-@pytest.mark.parametrize("kind", ["noise", "large", "one bright pixel", "alternating", "constant"])
+@pytest.mark.parametrize("make", FRAMES.values(), ids=FRAMES)
 @pytest.mark.parametrize("tile", TRANSFORMS)
-def test_rounding_is_within_a_few_units_of_what_each_result_sums(tile, kind):
+def test_rounding_is_within_a_few_units_of_what_each_result_sums(tile, make):
     rng = np.random.default_rng(0)
-    frames = jnp.asarray(of_frames(kind, rng), jnp.bfloat16)
+    frames = jnp.asarray(make(rng.normal(size=(16, len(TIMES), CHANNELS))), jnp.bfloat16)
     kernel = jnp.asarray(rng.normal(size=(3, CHANNELS, 32)) / 8, jnp.bfloat16)
     error = np.asarray(filtered(frames, kernel, tile, over_channels), np.float64) - direct(frames, kernel)
     # What the results of a tile round is a share of all that it sums.

@@ -8,7 +8,7 @@ import pytest
 from jax_kernels import conv3d
 from jax_kernels.common.dispatch import Target
 from jax_kernels.conv3d import op, reference, xla
-from tests.jax_kernels.devices import answer, check_rounded_once, struct
+from tests.jax_kernels.devices import answer, check_rounded_once, drawn, struct
 
 TPU = Target("tpu")
 
@@ -25,9 +25,7 @@ TPU = Target("tpu")
 )
 def test_an_image_is_convolved_as_a_tpu_compiles_fast(window, seen, form, start, monkeypatch, on_tpu):
     monkeypatch.setattr(xla, "MOST_IN_PATCHES", seen)
-    rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)  # noqa: E731
-    x, kernel, bias = draw(2, 1, 9, 7, 24), draw(*window, 24, 6), draw(6)
+    x, kernel, bias = drawn((2, 1, 9, 7, 24), (*window, 24, 6), (6,))
     assert xla.image_form(TPU, x, kernel) is getattr(xla, form)
     y, _ = conv3d(x, kernel, bias, start=start)
     want, _ = reference.conv3d(*(part.astype(jnp.float32) for part in (x, kernel, bias)), start=start)
@@ -65,10 +63,9 @@ def test_a_cpu_multiplies_less_and_has_the_derivatives_of_the_reference(
     frames, height, outputs, start, products, monkeypatch
 ):
     monkeypatch.setattr(xla, "LARGE_KERNEL", 0)  # the kernel is copied, as large ones are
-    rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
-    x, kernel = draw(2, frames, height, 16, 5), draw(3, 3, 3, 5, outputs)
-    cache = draw(2, 2, height, 16, 5) if start == "cache" else None
+    of_cache = (2, 2, height, 16, 5) if start == "cache" else None
+    shapes = (2, frames, height, 16, 5), (3, 3, 3, 5, outputs), of_cache
+    x, kernel, cache = drawn(*shapes, dtype=jnp.float32)
     run = lambda op: lambda x, kernel: op(x, kernel, None, cache, start=start.replace("cache", "zeros"))[0]  # noqa: E731
     text = jax.jit(run(conv3d)).lower(x, kernel).as_text()
     assert text.count("stablehlo.convolution") == products

@@ -1,4 +1,4 @@
-"""Norms equal PyTorch's; their sums keep the digits, as Pallas kernels too, which Mosaic compiles."""
+"""A norm's sums keep their digits, as Pallas kernels too, which Mosaic compiles."""
 
 import functools
 import itertools
@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -20,20 +19,8 @@ from jax_kernels.common.tiles import tiled_sublanes
 from jax_kernels.group_norm import op, tpu, xla
 from jax_kernels.group_norm.tpu import _column_bytes, _pixel_bytes, column_moments, image_moments
 from tests.jax_kernels.devices import compiled_for, on_mesh, struct
-from tests.reference import largest_error
 
 moments = functools.partial(op.moments, Target())
-SHAPES = {"audio": (2, 8, 7), "image": (2, 8, 5, 6), "video": (2, 8, 3, 5, 6), "one pixel": (1, 8, 1, 1, 1)}
-
-
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("channel_axis", [1, -1])
-def test_float32_equals_torch(shape, channel_axis):
-    given = [np.random.default_rng(0).normal(0.3, 1, sides).astype(np.float32) for sides in (shape, 8, 8)]
-    (x, weight, bias), (inputs, *affine) = (map(to, given) for to in (jnp.asarray, torch.from_numpy))
-    want = torch.nn.functional.group_norm(inputs, 4, *affine, eps=1e-6)
-    got = group_norm(jnp.moveaxis(x, 1, channel_axis), weight, bias, num_groups=4, channel_axis=channel_axis)
-    np.testing.assert_allclose(np.moveaxis(np.array(got), channel_axis, 1), want, atol=3e-6)
 
 
 def test_an_empty_batch_stays_empty():
@@ -54,10 +41,13 @@ def test_no_temporary_of_the_size_of_the_input():
 
 
 def check(moments, x):
-    """Check a kernel's moments against those of a reduction; of a single row the deviations are zeros."""
+    """Check a kernel's moments, and derivatives of them; of a single row the deviations are zeros."""
     with pltpu.force_tpu_interpret_mode():
-        got = moments(x)
-    for mine, plain in zip(got, xla.column_moments(x), strict=True):
+        got, slopes = jax.jvp(moments, (x,), (x,))
+    exact = np.asarray(x, np.float64)
+    mean, m2 = exact.mean(2, keepdims=True), exact.var(2, keepdims=True) * x.shape[2]
+    _, wanted_slopes = jax.jvp(xla.column_moments, (x,), (x,))
+    for mine, plain in zip((*got, *slopes), (mean, m2, *wanted_slopes), strict=True):
         assert mine.shape == plain.shape
         np.testing.assert_allclose(mine, plain, rtol=0, atol=1e-6 * np.abs(plain).max())
 
@@ -68,8 +58,8 @@ def check(moments, x):
     [(1, 8, 12, 16, 12), (2, 9, 6, 21, 3), (1, 2, 5, 3, 1), (2, 1, 1, 18, 1)],
 )
 @pytest.mark.slow_cases("*-bfloat16")
-def test_sums_are_those_of_a_reduction(videos, length, height, width, rows, dtype, monkeypatch):
-    x = jax.random.normal(jax.random.key(0), (videos, length, height, width, 128), dtype) + 3
+def test_sums_keep_their_digits_far_from_zero(videos, length, height, width, rows, dtype, monkeypatch):
+    x = jax.random.normal(jax.random.key(0), (videos, length, height, width, 128), dtype) + 1000
     monkeypatch.setattr(tpu, "BLOCK_BYTES", min(16, width) * (_column_bytes(x) + rows * _pixel_bytes(x)))
     check(column_moments, x)
 
@@ -78,34 +68,13 @@ def test_sums_are_those_of_a_reduction(videos, length, height, width, rows, dtyp
     ("videos", "height", "width", "rows", "dtype"),
     [(1, 12, 40, 12, jnp.float32), (2, 6, 7, 2, jnp.bfloat16), (1, 5, 64, 1, jnp.float32)],
 )
-def test_an_images_sums_are_those_of_a_reduction(videos, height, width, rows, dtype, monkeypatch):
-    x = jax.random.normal(jax.random.key(0), (videos, 1, height, width, 128), dtype) + 3
+def test_an_images_sums_keep_their_digits_far_from_zero(videos, height, width, rows, dtype, monkeypatch):
+    x = jax.random.normal(jax.random.key(0), (videos, 1, height, width, 128), dtype) + 1000
     assert tpu._image_rows_of_step(x) == height
     row, kept = (tiled_sublanes(width, jnp.dtype(kind)) * 128 for kind in (dtype, jnp.float32))
     monkeypatch.setattr(tpu, "BLOCK_BYTES", 3 * kept * 4 + rows * row * x.dtype.itemsize)
     assert tpu._image_rows_of_step(x) == rows
     check(image_moments, x)
-
-
-@pytest.mark.parametrize(("moments", "frames"), [(column_moments, 2), (image_moments, 1)])
-def test_statistics_far_from_zero_keep_their_digits(moments, frames):
-    x = jax.random.normal(jax.random.key(0), (1, frames, 8, 16, 128)) + 1000
-    with pltpu.force_tpu_interpret_mode():
-        _, m2 = moments(x)
-    assert largest_error(m2, np.asarray(x, np.float64).var(2, keepdims=True) * x.shape[2]) < 1e-6
-
-
-@pytest.mark.parametrize(("moments", "frames"), [(column_moments, 2), (image_moments, 1)])
-@pytest.mark.slow_cases("_column_moments-2")
-def test_its_derivatives_are_those_of_a_reduction(moments, frames):
-    x = jax.random.normal(jax.random.key(0), (1, frames, 3, 4, 128))
-
-    def squared(x, form):
-        return sum(jnp.sum(part**2) for part in form(x))
-
-    with pltpu.force_tpu_interpret_mode():
-        got = jax.grad(squared)(x, moments)
-    assert largest_error(got, jax.grad(squared)(x, xla.column_moments)) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

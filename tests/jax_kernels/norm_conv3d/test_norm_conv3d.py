@@ -22,6 +22,7 @@ from tests.jax_kernels.devices import (
     check_gradients,
     check_rounding,
     compiled_for,
+    drawn,
     on_mesh,
     pixels_first,
     struct,
@@ -31,18 +32,17 @@ from tests.reference import largest_error, traced_anew
 GROUPS = 4
 
 
-def inputs(shape, outputs, *, cell=None, cached=True, dtype=jnp.bfloat16):
+def inputs(shape, outputs, *, cell=None, cached=True):
     """x, norm, kernel, bias and cache; latents that are `cell` times smaller in space, or none."""
     videos, frames, height, width, channels = shape
-    rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
-    latents = ()
+    vector, matrix, latents = (channels,), (4, channels), ()
     if cell:
-        zq = draw(videos, max(1, frames // 4), height // cell, width // cell, 4)
-        latents = zq, draw(4, channels), draw(channels), draw(4, channels), draw(channels)
-    norm = NormParams(draw(channels), draw(channels), *latents)
-    cache = draw(videos, 2, height, width, channels) if cached else None
-    return draw(*shape), norm, draw(3, 3, 3, channels, outputs) / 16, draw(outputs), cache
+        zq = videos, max(1, frames // 4), height // cell, width // cell, 4
+        latents = zq, matrix, vector, matrix, vector
+    of_cache = (videos, 2, height, width, channels) if cached else None
+    operands = shape, (3, 3, 3, channels, outputs), (outputs,), of_cache
+    x, kernel, bias, cache, *norm = drawn(*operands, vector, vector, *latents)
+    return x, NormParams(*norm), kernel / 16, bias, cache
 
 
 def check(results, operands, residual):
@@ -232,18 +232,15 @@ def test_its_derivatives_are_those_of_the_plain_form(of_shard, outputs, interpre
     ones = jnp.ones((1, 1, 1, 8, 16))
     residual = x[..., :outputs] + 1
 
-    def both(form):
-        return jax.jvp(form, primals, tangents)
-
     primals = x, ones * 0.7, ones * 0.1, cache, residual, kernel, bias
     tangents = tuple(jnp.full_like(primal, 0.5) for primal in primals)
     if of_shard:
         edge = jnp.arange(2 * 2 * outputs, dtype=jnp.float32).reshape(1, 2, 2, 1, outputs) / outputs
         primals = *primals, (edge, -edge), jnp.int32(31)
         tangents = *tangents, (edge + 1, edge + 2), np.zeros((), jax.dtypes.float0)
-    (y, *_), (tangent, *_) = both(tpu.convolved)
+    (y, *_), (tangent, *_) = jax.jvp(tpu.convolved, primals, tangents)
     assert interpreted
-    (want, *_), (want_tangent, *_) = both(tpu._xla_form)
+    (want, *_), (want_tangent, *_) = jax.jvp(tpu._xla_form, primals, tangents)
     assert largest_error(y, want) <= A_UNIT
     np.testing.assert_array_equal(tangent, want_tangent)
     assert float(jnp.max(jnp.abs(tangent.astype(jnp.float32)))) > 0
@@ -330,39 +327,47 @@ def test_mosaic_compiles_the_start_of_a_video(frames, channels):
     assert "norm_conv3d" in compiled_for("v6e:1x1", tpu.convolved, *operands).as_text()
 
 
+def convolved_in_place(x, cache, norm, kernel, bias, **options):
+    """Run `norm_conv3d` on frames and a cache that lie, and stay, in the order that a TPU keeps them in."""
+    y, latest, _ = norm_conv3d(
+        pixels_first(x), norm, kernel, bias, pixels_first(cache), num_groups=32, **options
+    )
+    return pixels_first(y), pixels_first(latest)
+
+
 def copied_sizes(compiled):
     """Return the number of values of each array in bfloat16 that a program copies or computes anew."""
     shapes = re.findall(r"= bf16\[([\d,]*)\]\S* (?:copy|fusion)\(", compiled.as_text())
     return [math.prod(map(int, shape.split(","))) for shape in shapes]
 
 
+def spatial(width, channels, rows=1):
+    """Return a spatial norm by two frames of latents of so many rows, a kernel and a bias, as structs."""
+    vector, matrix = struct(channels), struct(16, channels)
+    latents = struct(1, 2, rows, width // 8, 16)
+    norm = NormParams(vector, vector, latents, matrix, vector, matrix, vector)
+    return norm, struct(3, 3, 3, channels, channels), vector
+
+
 @pytest.mark.parametrize("frames", [2, 8])
 @pytest.mark.slow_cases("2")
 def test_a_shard_copies_neither_its_frames_nor_its_cache_for_its_neighbours(frames):
-    height, width, channels, latents = 64, 8 * 88, 128, 16
+    height, width, channels = 64, 8 * 88, 128
     mesh = Mesh(np.array(chips.topology_devices("v6e:2x4")), ("tp",), axis_types=(AxisType.Auto,))
-    split = Split(85, 88, columns=("tp",))
 
     def placed(x, columns=None):
         spec = [None if axis != columns else "tp" for axis in range(len(x.shape))]
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
 
-    def run(x, cache, norm, kernel, bias):
+    def run(*operands):
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            y, latest, _ = norm_conv3d(
-                pixels_first(x), norm, kernel, bias, pixels_first(cache), num_groups=32, split=split
-            )
-        return pixels_first(y), pixels_first(latest)
+            return convolved_in_place(*operands, split=Split(85, 88, columns=("tp",)))
 
-    vector, matrix = placed(struct(channels)), placed(struct(latents, channels))
-    norm = NormParams(
-        vector, vector, placed(struct(1, 2, 8, width // 8, latents), 3), matrix, vector, matrix, vector
-    )
+    norm, kernel, bias = jax.tree.map(placed, spatial(width, channels, rows=8))
+    norm = norm._replace(zq=placed(norm.zq, 3))
     x, cache = (placed(struct(height, width, 1, length, channels), 1) for length in (frames, 2))
     with jax.set_mesh(mesh):
-        lowered = jax.jit(run, donate_argnums=1).lower(
-            x, cache, norm, placed(struct(3, 3, 3, channels, channels)), vector
-        )
+        lowered = jax.jit(run, donate_argnums=1).lower(x, cache, norm, kernel, bias)
     compiled = lowered.compile()
     own, sizes = math.prod(x.shape) // 8, copied_sizes(compiled)
     assert "norm_conv3d" in compiled.as_text()
@@ -373,26 +378,13 @@ def test_a_shard_copies_neither_its_frames_nor_its_cache_for_its_neighbours(fram
     assert compiled.memory_analysis().alias_size_in_bytes == 2 * own * 2 // frames
 
 
-def spatial(latent_frames, width, channels):
-    """Return a spatial norm by one row of latents, a kernel and a bias, as structs."""
-    vector, matrix = struct(channels), struct(16, channels)
-    latents = struct(1, latent_frames, 1, width // 8, 16)
-    norm = NormParams(vector, vector, latents, matrix, vector, matrix, vector)
-    return norm, struct(3, 3, 3, channels, channels), vector
-
-
 @pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:1x1"])
 @pytest.mark.slow
 @pytest.mark.product_cases("v6e*")
 def test_strips_of_a_wide_picture_copy_neither_its_frames_nor_its_cache(topology):
     height, width, channels = 8, 1600, 128
-
-    def run(x, cache, norm, kernel, bias):
-        y, latest, _ = norm_conv3d(pixels_first(x), norm, kernel, bias, pixels_first(cache), num_groups=32)
-        return pixels_first(y), pixels_first(latest)
-
     x, cache = (struct(height, width, 1, length, channels) for length in (8, 2))
-    compiled = compiled_for(topology, run, x, cache, *spatial(2, width, channels), donate=1)
+    compiled = compiled_for(topology, convolved_in_place, x, cache, *spatial(width, channels), donate=1)
     assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 1  # for all strips
     assert max(copied_sizes(compiled)) < math.prod(cache.shape)
     assert compiled.memory_analysis().alias_size_in_bytes == 2 * math.prod(cache.shape)

@@ -4,7 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jax_kernels import downsample, upsample
@@ -16,16 +15,16 @@ from tests.jax_kernels.devices import (
     check_rounded_once,
     check_rounding,
     compiled_for,
+    drawn,
     on_mesh,
     pixels_first,
     struct,
 )
 
 
-def inputs(shape, outputs, dtype=jnp.bfloat16):
-    rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
-    return draw(*shape), draw(3, 3, shape[-1], outputs) / 8, draw(outputs)
+def inputs(shape, outputs):
+    x, kernel, bias = drawn(shape, (3, 3, shape[-1], outputs), (outputs,))
+    return x, kernel / 8, bias
 
 
 CASES = {

@@ -19,6 +19,12 @@ RELATIVE = 1e-4
 """Error of a gradient in float32, relative to its largest value."""
 
 
+@pytest.fixture(autouse=True)
+def _gradients(_no_gradients):
+    with torch.enable_grad():
+        yield
+
+
 def decoded(vae, z):
     return vae.decode(z).sample
 
@@ -42,10 +48,9 @@ def backward(vae, run, x, first_frame):
     """Return the input's gradient, by a loss that weighs each value of the result from a frame on."""
     x = x.clone() if vae.device.type == "cpu" else runtime.to_jax(x)
     leaf = x.requires_grad_()
-    with torch.enable_grad():
-        result = run(vae, leaf)
-        weight = weighed(result.shape, first_frame)
-        (result * (runtime.to_jax(weight) if runtime.on_jax(result) else weight)).sum().backward()
+    result = run(vae, leaf)
+    weight = weighed(result.shape, first_frame)
+    (result * (runtime.to_jax(weight) if runtime.on_jax(result) else weight)).sum().backward()
     return leaf.grad
 
 
@@ -123,10 +128,9 @@ def test_gradients_equal_pytorchs(build, levels, run, x, first_frame, anew, devi
 def test_frozen_weights_get_none_and_where_nothing_is_trained_nothing_is_recorded(vae):
     vae.requires_grad_(False)
     x = runtime.to_jax(reference.video(1))
-    with torch.enable_grad():
-        assert not vae.encode(x).latent_dist.mean.requires_grad
-        vae.encoder.conv_out.requires_grad_(True)
-        vae.encode(x).latent_dist.mean.square().sum().backward()
+    assert not vae.encode(x).latent_dist.mean.requires_grad
+    vae.encoder.conv_out.requires_grad_(True)
+    vae.encode(x).latent_dist.mean.square().sum().backward()
     trained = [name for name, weight in vae.named_parameters() if weight.grad is not None]
     assert trained == ["encoder.conv_out.conv.weight", "encoder.conv_out.conv.bias"]
 
@@ -143,30 +147,28 @@ def test_only_training_keeps_activations_and_fewer_where_blocks_are_computed_ane
         results = (posterior.parameters, posterior.mean, posterior.logvar, posterior.std, posterior.var)
         return reference.live_bytes() - before - sum(runtime.array_of(result).nbytes for result in results)
 
-    with torch.enable_grad():
-        in_evaluation = kept()
-        vae.train()
-        before_the_port = kept()
-        vae.disable_gradient_checkpointing()
-        whole = kept()
-        vae.enable_gradient_checkpointing()
-        after_it = kept()
+    in_evaluation = kept()
+    vae.train()
+    before_the_port = kept()
+    vae.disable_gradient_checkpointing()
+    whole = kept()
+    vae.enable_gradient_checkpointing()
+    after_it = kept()
     assert in_evaluation < 1e4 < before_the_port == after_it < 0.5 * whole
 
 
 def test_a_backward_pass_lets_go_what_the_forward_pass_kept(vae):
     x = runtime.to_jax(reference.video(1))
-    with torch.enable_grad():
-        vae.train().encode(x).latent_dist.mean.sum().backward()  # gradients and first results stay
-        vae.zero_grad()
-        before = reference.live_bytes()
-        loss = vae.encode(x).latent_dist.mean.sum()
-        kept = reference.live_bytes() - before
+    vae.train().encode(x).latent_dist.mean.sum().backward()  # gradients and first results stay
+    vae.zero_grad()
+    before = reference.live_bytes()
+    loss = vae.encode(x).latent_dist.mean.sum()
+    kept = reference.live_bytes() - before
+    loss.backward()
+    vae.zero_grad()
+    assert reference.live_bytes() - before < 0.05 * kept
+    with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
-        vae.zero_grad()
-        assert reference.live_bytes() - before < 0.05 * kept
-        with pytest.raises(RuntimeError, match="second time"):
-            loss.backward()
     assert vae.program("encode").compilations == 1
 
 
@@ -193,8 +195,7 @@ def test_dropout_is_refused_by_name(vae):
 
 def test_a_gradient_has_the_dtype_of_its_weight_after_a_cast_on_jax(vae):
     vae.to(torch.bfloat16).to(torch.float32).train()
-    with torch.enable_grad():
-        vae.encode(runtime.to_jax(reference.video(1))).latent_dist.mean.sum().backward()
+    vae.encode(runtime.to_jax(reference.video(1))).latent_dist.mean.sum().backward()
     weight = vae.encoder.conv_out.conv.weight
     assert (weight.dtype, weight.grad.dtype) == (torch.float32, torch.float32)
     assert runtime.array_of(weight.grad).dtype == "float32"
@@ -202,10 +203,9 @@ def test_a_gradient_has_the_dtype_of_its_weight_after_a_cast_on_jax(vae):
 
 @pytest.mark.slow
 def test_tiles_decode_and_refuse_gradients_in_words(vae):
-    with torch.enable_grad():
-        frames = vae.tiled_decode(runtime.to_jax(reference.latents(1, height=4, width=6))).sample
-        with pytest.raises(ValueError, match=r"disable_tiling\(\)"):
-            frames.sum().backward()
+    frames = vae.tiled_decode(runtime.to_jax(reference.latents(1, height=4, width=6))).sample
+    with pytest.raises(ValueError, match=r"disable_tiling\(\)"):
+        frames.sum().backward()
 
 
 def test_slices_of_a_batch_have_their_gradients(stock, vae):
@@ -221,8 +221,7 @@ def test_what_is_on_the_host_stays_the_same_parameters_and_gradients_move_along(
     assert all(one is other for one, other in zip(on_host.to("cpu").parameters(), before, strict=True))
     vae.requires_grad_(False)
     vae.encoder.conv_out.requires_grad_(True)
-    with torch.enable_grad():
-        vae.encode(runtime.to_jax(reference.video(1))).latent_dist.mean.sum().backward()
+    vae.encode(runtime.to_jax(reference.video(1))).latent_dist.mean.sum().backward()
     want = runtime.to_torch(vae.encoder.conv_out.conv.bias.grad)
     assert torch.equal(vae.to("cpu").encoder.conv_out.conv.bias.grad, want)
     moved = port_to_eight(vae).to("jax").encoder.conv_out.conv.bias.grad

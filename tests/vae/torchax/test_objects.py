@@ -208,17 +208,10 @@ def with_weight_norm(model):
 def test_what_changes_a_part_within_a_layer_is_not_passed_over(stock, change, mesh):
     z, x = shallow_latents(3, width=12), reference.video(9, height=4, width=24)
     plain = reference.decoded(stock, z), reference.encoded(stock, x)
-
-    def changed():
-        model = copy.deepcopy(stock)
-        change(model)
-        return model
-
-    model = runtime.without_torchax(changed)
+    model = copy.deepcopy(stock)
+    runtime.without_torchax(change, model)
     want = runtime.without_torchax(lambda: (model.decode(z).sample, model.encode(x).latent_dist.parameters))
-    vae = port(model, mesh=None if mesh is None else make_mesh(*mesh))
-    runtime.enable()
-    vae.to("jax")
+    vae = reference.on_jax(port(model, mesh=mesh and make_mesh(*mesh)))
     got = decoded(vae, z), reference.run_encode(vae, x)
     for ours, theirs, unchanged in zip(got, want, plain, strict=True):
         assert relative_error(theirs, unchanged) > 1e-2
