@@ -18,7 +18,7 @@ from benchmarks.loading import Case
 from cogvideox_torchax.plan import chips as plan_chips, networks
 from jax_kernels.common.tiles import SWITCH, pallas_mode
 from tests import reference
-from tests.benchmarks.test_draw import GOOD
+from tests.benchmarks.test_draw import GOOD, UNFIT, WRONG
 
 torchax_off = pytest.mark.usefixtures("torchax_off")
 
@@ -196,8 +196,6 @@ def test_an_answer_is_judged_by_the_contract_of_its_dtype():
     assert not measure.check(want + 5e-6, want, "float32", 0.0, allowed=0.0)["passed"]
 
 
-WRONG = {"status": "wrong", "check": {"passed": False, "relative_error": 0.3}}
-UNFIT = {"status": "does not fit", "reason": "RESOURCE_EXHAUSTED"}
 CPU = {
     "platform": "cpu",
     "kind": "cpu",
@@ -332,28 +330,20 @@ def test_backends_are_compared_in_processes_of_their_own(model_directory, tmp_pa
     assert json.loads((tmp_path / "ab.json").read_text())["results"] == found["results"]
 
 
-def test_backends_take_turns_and_a_failed_one_is_left_out(run):
-    def answer(do, case, environment):
-        return UNFIT if case["way"] == "torch" else GOOD
-
-    working = MadeUp(CPU, answer)
-    size, ways, said = Size("tiny", 9, 16, 24), ("torchax", "flax", "torch"), []
-    found = run(working, "decode", size=size, ways=ways, rounds=2, say=said.append)
-    assert [way for way, _ in working.measured] == ["torchax", "flax", "torch", "torchax", "flax"]
-    assert [result["status"] for result in found["results"]] == ["ok", "ok", "does not fit"]
-    assert found["results"][0]["whole"]["runs"] == 6
-    begun = [f"{turn} of 6: decode of tiny, 9 x 16 x 24, by {way}" for turn, way in enumerate(ways * 2, 1)]
-    assert said == [*begun[:3], "decode, torch: does not fit: RESOURCE_EXHAUSTED", *begun[3:5]]
-
-
-def test_rounds_are_merged_into_a_cold_start_warm_starts_and_one_spread():
-    first = GOOD | {"whole": jobs.spread([1.0, 3.0, 2.0]) | {"start_s": 3.0}, "host_peak_bytes": 5}
+def test_backends_take_turns_a_failed_one_is_left_out_and_the_rounds_of_the_others_are_merged(run):
     again = GOOD | {"whole": jobs.spread([5.0, 4.0]) | {"start_s": 0.7}, "host_peak_bytes": None}
-    found = runs.merged(runs.merged(first, again), again)
-    assert (found["whole"]["start_s"], found["whole"]["warm_starts_s"]) == (3.0, [0.7, 0.7])
-    assert found["whole"] == found["whole"] | jobs.spread([1.0, 3.0, 2.0, 5.0, 4.0, 5.0, 4.0])
-    assert (found["host_peak_bytes"], found["parts"][0]["runs"]) == (5, 3)
-    assert runs.merged(first, UNFIT) == UNFIT
+    answers = iter([GOOD, GOOD, UNFIT, again, UNFIT, again])
+    working = MadeUp(CPU, lambda *_: next(answers))
+    size, ways, said = Size("tiny", 9, 16, 24), ("torchax", "flax", "torch"), []
+    found = run(working, "decode", size=size, ways=ways, rounds=3, say=said.append)["results"]
+    assert [way for way, _ in working.measured] == ["torchax", "flax", "torch", "torchax", "flax", "torchax"]
+    assert [result["status"] for result in found] == ["ok", "does not fit", "does not fit"]
+    merged = jobs.spread([1.0, 3.0, 2.0, 5.0, 4.0, 5.0, 4.0]) | {"start_s": 3.0, "warm_starts_s": [0.7, 0.7]}
+    assert found[0]["whole"] == found[0]["whole"] | merged
+    assert (found[0]["host_peak_bytes"], found[0]["parts"][0]["runs"]) == (5_000_000, 3)
+    begun = [f"{turn} of 9: decode of tiny, 9 x 16 x 24, by {way}" for turn, way in enumerate(ways * 3, 1)]
+    unfit = [f"decode, {way}: does not fit: RESOURCE_EXHAUSTED" for way in ("torch", "flax")]
+    assert said == [*begun[:3], unfit[0], *begun[3:5], unfit[1], begun[6]]
 
 
 def broken_group_norm(fault):

@@ -245,13 +245,15 @@ def crops(clips, source, count=100, frames=9, **options):
     return clips.Sampler([source], (16, 24), **options).batch(np.random.default_rng(0), count, frames)
 
 
+def colored(height, width, blues):
+    """Return frames whose red is the row, whose green is the column, and whose blue is given, for each."""
+    rows, columns = torch.meshgrid(3 * torch.arange(height), 3 * torch.arange(width), indexing="ij")
+    frames = [torch.stack([rows, columns, torch.full_like(rows, blue)]) for blue in blues]
+    return torch.stack(frames).to(torch.uint8)
+
+
 def test_crops_are_parts_of_the_clip_in_its_order(clips):
-    """The red of this clip is its row, the green its column, the blue its frame."""
-    rows, columns = torch.meshgrid(torch.arange(40), torch.arange(60), indexing="ij")
-    clip = torch.stack(
-        [torch.stack([rows * 3, columns * 3, torch.full_like(rows, 10 * t)]) for t in range(20)]
-    )
-    batch = (crops(clips, clip.to(torch.uint8)) + 1) * 127.5
+    batch = (crops(clips, colored(40, 60, range(0, 200, 10))) + 1) * 127.5
     assert batch.shape == (100, 3, 9, 16, 24)
     assert (batch[:, 0].diff(dim=2) > 2.9).all()
     assert (batch[:, 1].diff(dim=3) > 2.9).all()
@@ -263,8 +265,7 @@ def test_crops_are_parts_of_the_clip_in_its_order(clips):
 
 
 def test_a_picture_is_seen_through_a_moving_camera(clips):
-    rows, columns = torch.meshgrid(torch.arange(60), torch.arange(80), indexing="ij")
-    picture = torch.stack([rows * 3, columns * 3, rows * 0 + 99])[None].to(torch.uint8)
+    picture = colored(60, 80, [99])
     batch = (crops(clips, picture) + 1) * 127.5
     assert (batch[:, 2] - 99).abs().max() < 0.1
     steps = batch[:, :2].mean((3, 4)).diff(dim=2).abs() / 3
