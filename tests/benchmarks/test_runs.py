@@ -17,18 +17,9 @@ from benchmarks.jobs import Budget, Size
 from benchmarks.loading import Case
 from cogvideox_torchax.plan import chips as plan_chips, networks
 from jax_kernels.common.tiles import SWITCH, pallas_mode
-from tests import reference
 from tests.benchmarks.test_draw import GOOD, UNFIT, WRONG
 
 torchax_off = pytest.mark.usefixtures("torchax_off")
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """Return the directory of a small VAE."""
-    directory = tmp_path_factory.mktemp("vae")
-    reference.small_vae(**reference.SHALLOW).save_pretrained(directory)
-    return str(directory)
 
 
 @pytest.fixture
@@ -56,8 +47,8 @@ def test_both_channels_of_a_rotated_pair_have_one_angle(measured):
 
 @torchax_off
 @pytest.mark.parametrize("way", ["torchax", "flax"])
-def test_bfloat16_is_held_to_the_error_of_pytorch(way, tiny, measured):
-    found = measured("still", way, Size(tiny, 1, 8, 8), dtype="bfloat16")
+def test_bfloat16_is_held_to_the_error_of_pytorch(way, shallow_directory, measured):
+    found = measured("still", way, Size(shallow_directory, 1, 8, 8), dtype="bfloat16")
     assert 0 < found["check"]["relative_error"] < 0.1
 
 
@@ -81,11 +72,11 @@ def test_a_gpu_has_the_weights_of_the_host_that_it_is_compared_with(job, monkeyp
 
 
 @torchax_off
-def test_pytorch_compiles_the_networks_of_torch_compile_alone(tiny, monkeypatch):
+def test_pytorch_compiles_the_networks_of_torch_compile_alone(shallow_directory, monkeypatch):
     compiled = []
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compiled.append(type(self).__name__))
     for way in ("torch", "torch-compile"):
-        loading.load(Case("decode", way, Size(tiny, 1, 8, 8)))
+        loading.load(Case("decode", way, Size(shallow_directory, 1, 8, 8)))
         loading.load(Case("prompt", way, Size("small", 5, 16, 16)))
     assert compiled == ["CogVideoXEncoder3D", "CogVideoXDecoder3D", "T5EncoderModel"]
 
@@ -105,8 +96,8 @@ def test_a_peer_beyond_the_contract_is_timed_too(lenient, error, status, monkeyp
 @pytest.mark.parametrize("job", ["still", "train", "step"])
 @pytest.mark.slow_cases("train", "step")
 @pytest.mark.product_cases("train")
-def test_a_job_runs_over_a_mesh(job, tiny, measured):
-    size = Size("small", 5, 16, 16) if job == "step" else Size(tiny, 1, 8, 8)
+def test_a_job_runs_over_a_mesh(job, shallow_directory, measured):
+    size = Size("small", 5, 16, 16) if job == "step" else Size(shallow_directory, 1, 8, 8)
     measured(job, "torchax", size, dp=1, tp=2)
 
 
@@ -295,8 +286,8 @@ FEW = ("kernels", "prompt")
     "names", [FEW, tuple(job for job in jobs.JOBS if job not in FEW)], ids=["few", "others"]
 )
 @pytest.mark.slow_cases("others")
-def test_a_device_is_measured_by_the_port_and_its_peers(names, tiny, run):
-    found = run(ask_here, *names, models={"small": tiny})
+def test_a_device_is_measured_by_the_port_and_its_peers(names, shallow_directory, run):
+    found = run(ask_here, *names, models={"small": shallow_directory})
     measured = {}
     for result in found["results"]:
         measured.setdefault(result["job"], {})[result["way"]] = [part["part"] for part in result["parts"]]
@@ -304,7 +295,7 @@ def test_a_device_is_measured_by_the_port_and_its_peers(names, tiny, run):
         assert all(part["runs"] >= 2 and part["median_s"] > 0 for part in result["parts"])
     assert measured == {job: ways for job, ways in PARTS.items() if job.split()[0] in names}
     assert "there are estimates for TPU v5 lite" in found["not_estimated"]
-    assert tiny not in json.dumps(found)
+    assert shallow_directory not in json.dumps(found)
 
 
 @pytest.mark.usefixtures("torchax_off")
@@ -320,9 +311,7 @@ def test_backends_are_compared_in_processes_of_their_own(model_directory, tmp_pa
         (job, way) for job in ("decode", "encode") for way in ("torchax", "torch")
     ]
     for result in found["results"]:
-        whole = result["whole"]
         assert (result["status"], result["check"]["passed"], result["flops"] > 0) == ("ok", True, True)
-        assert (whole["runs"], len(whole["warm_starts_s"])) == (2, 1)
     cold = found["results"][0]["whole"]
     assert cold["warm_starts_s"][0] < cold["start_s"], "the second round takes what the first has compiled"
     assert "| decode | torchax " in (tmp_path / "ab.md").read_text()
@@ -371,9 +360,9 @@ def refused_by_mosaic(found):
     ],
     ids=["raises", "gives NaN"],
 )
-def test_a_broken_kernel_is_named_and_off_from_then_on(tiny, run, monkeypatch, fault, status, words):
+def test_a_broken_kernel_is_named_and_off_from_then_on(run, monkeypatch, fault, status, words):
     monkeypatch.setattr(jax_kernels, "group_norm", broken_group_norm(fault))
-    found = run(ask_here, "kernels", models={"small": tiny})
+    found = run(ask_here, "kernels")
     assert statuses(found) == {"group_norm": status, "attention": "ok"}
     assert list(found["switched_off"]) == ["group_norm"]
     assert words in found["switched_off"]["group_norm"]
