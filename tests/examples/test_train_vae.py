@@ -18,7 +18,6 @@ from tests import reference
 from tests.files.test_video import moving_frames, write
 from tests.processes import ROOT
 
-FOLDER = ROOT / "examples" / "train_vae"
 CONFIG = {
     **reference.SMALL,
     **reference.TWO_SHALLOW_LEVELS,
@@ -40,7 +39,7 @@ def material(in_an_empty_directory):
 @pytest.fixture
 def program(monkeypatch):
     """Return the program's module, which takes its clips from the module `clips` beside it."""
-    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "train_vae"))
     return importlib.import_module("train")
 
 
