@@ -42,6 +42,7 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 import contextlib
 import copy
 import ctypes
+import functools
 import itertools
 from collections import Counter
 from fnmatch import fnmatchcase
@@ -57,7 +58,7 @@ from jax.experimental.compilation_cache import compilation_cache
 jaxtyping.install_import_hook("jax_kernels", "beartype.beartype")  # annotated shapes are checked
 
 from cogvideox_torchax import cli, make_mesh, port
-from cogvideox_torchax.runtime import enable, is_enabled
+from cogvideox_torchax.runtime import enable, is_enabled, without_torchax
 from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
 from tests import reference
 
@@ -132,6 +133,30 @@ def small_vae():
 def shallow_vae():
     """Return stock diffusers with the fewest ResNet blocks, for what compiles long."""
     return reference.small_vae(**reference.SHALLOW)
+
+
+@pytest.fixture(scope="session")
+def shallow_directory(shallow_vae, tmp_path_factory):
+    """Return the directory of `shallow_vae`, which a test leaves as it is."""
+    directory = tmp_path_factory.mktemp("shallow") / "vae"
+    without_torchax(shallow_vae.save_pretrained, directory)
+    return str(directory)
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory):
+    """Return a function that returns the directory of a small pipeline, saved when it is first asked for."""
+    from tests import small_pipelines  # which imports transformers: other tests need not wait for it
+
+    @functools.cache
+    def directory_of(kind="text", version="5b", scheduler=None):
+        path = tmp_path_factory.mktemp("saved")
+        parts = {} if scheduler is None else {"scheduler": small_pipelines.scheduler(scheduler)}
+        pipe = without_torchax(small_pipelines.one_layer, kind, version, **parts)
+        without_torchax(pipe.save_pretrained, path)
+        return str(path)
+
+    return directory_of
 
 
 @pytest.fixture(scope="session")

@@ -169,13 +169,11 @@ def check_as_stock(vae, stock: AutoencoderKLCogVideoX, z: torch.Tensor, x: torch
 def latents(
     frames: int, *, batch: int = 1, height: int = 3, width: int = 5, channels: int = 16, seed: int = 1
 ):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(batch, channels, frames, height, width, generator=generator)
+    return torch.randn(batch, channels, frames, height, width, generator=torch.Generator().manual_seed(seed))
 
 
 def video(frames: int, *, batch: int = 1, height: int = 24, width: int = 40, seed: int = 2):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(batch, 3, frames, height, width, generator=generator) * 2 - 1
+    return torch.rand(batch, 3, frames, height, width, generator=torch.Generator().manual_seed(seed)) * 2 - 1
 
 
 def multiplies_exactly(text: str) -> bool:

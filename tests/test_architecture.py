@@ -274,8 +274,7 @@ def test_ported_modules_know_two_functions_of_a_bridge(module):
     taken = {name for node in found for source, name in imported(node, modules) if "runtime" in source}
     of_tensors = SEAM | {"as_layer", "by_kernel", "is_watched"}  # of runtime/layers, which asks the seam
     # `pipelines.layers` moves a table to JAX: `runtime.to_jax`.
-    assert taken <= of_tensors | ({"runtime", ""} if module == "pipelines.layers" else set())
-    assert taken >= SEAM
+    assert SEAM <= taken <= of_tensors | ({"runtime", ""} if module == "pipelines.layers" else set())
 
 
 def public_names():

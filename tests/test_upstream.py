@@ -60,13 +60,14 @@ def test_torchax_is_taken_off_from_between_other_modes_and_put_back():
         assert stacks() == before
 
 
-CLASS_METHODS = [
-    *((ModelMixin, "from_pretrained"), (diffusers.DiffusionPipeline, "from_pretrained")),
-    *((diffusers.DiffusionPipeline, "from_pipe"), (diffusers.DiffusionPipeline, "_get_signature_types")),
-]
-
-
-@pytest.mark.parametrize(("kind", "name"), CLASS_METHODS)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (ModelMixin, "from_pretrained"),
+        *((diffusers.DiffusionPipeline, name) for name in ("from_pretrained", "from_pipe")),
+        (diffusers.DiffusionPipeline, "_get_signature_types"),
+    ],
+)
 def test_models_and_pipelines_are_made_by_one_class_method(kind, name):
     classes = (diffusers.AutoencoderKLCogVideoX, diffusers.CogVideoXTransformer3DModel, *PIPELINES)
     own = [found for found in classes if issubclass(found, kind) and name in vars(found)]

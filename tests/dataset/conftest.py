@@ -25,7 +25,7 @@ def write_clip(path, shift=0, frames=9, height=16, width=24, rate=10):
 
 
 @pytest.fixture(scope="session")
-def small(tmp_path_factory):
+def small(shallow_directory, tmp_path_factory):
     """Return the clips' and the model's directories, and the latents of each good clip."""
     root = tmp_path_factory.mktemp("clips")
     for number, name in enumerate(GOOD):
@@ -35,13 +35,12 @@ def small(tmp_path_factory):
     (root / "in" / BAD[0]).write_bytes(b"x" * 99)
     whole = write_clip(root / "in" / BAD[1]).read_bytes()
     (root / "in" / BAD[1]).write_bytes(whole[: len(whole) // 2])
-    reference.small_vae(**reference.SHALLOW).save_pretrained(root / "vae")
-    config = ClipConfig(str(root / "vae"), backend="torch")
+    config = ClipConfig(shallow_directory, backend="torch")
     unit = EncodeClip(config)
     with torch.no_grad():
         wanted = {name: unit(Clip(name, root / "in" / name)) for name in GOOD}
     return SimpleNamespace(
-        root=root, clips=root / "in", model=str(root / "vae"), config=config, unit=unit, wanted=wanted
+        clips=root / "in", model=shallow_directory, config=config, unit=unit, wanted=wanted
     )
 
 

@@ -106,10 +106,11 @@ def run(words: list[str], where: str):
             runpy.run_path(str(ROOT / words[1]), run_name="__main__")
 
 
-ALL = [block for page in PAGES for block in blocks(page)]
-
-
-@pytest.mark.parametrize("block", ALL, ids=lambda block: f"{block.page}:{block.line}")
+@pytest.mark.parametrize(
+    "block",
+    [block for page in PAGES for block in blocks(page)],
+    ids=lambda block: f"{block.page}:{block.line}",
+)
 def test_what_a_block_names_is_there(block):
     assert block.language != "commands", "write commands between ```bash and ```: they run, or say why not"
     if block.language == "python":

@@ -7,13 +7,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from diffusers import CogVideoXImageToVideoPipeline, CogVideoXPipeline
 
-from cogvideox_torchax import runtime
 from cogvideox_torchax.files import video
 from cogvideox_torchax.pipelines import generate
 from examples import serve, stream_to_browser
-from tests import reference, small_pipelines
+from tests import small_pipelines
 from tests.dataset.conftest import write_clip
 from tests.files.test_video import read_all
 from tests.processes import ROOT
@@ -23,36 +21,24 @@ EXAMPLES = ROOT / "examples"
 pytestmark = pytest.mark.usefixtures("torchax_off", "in_an_empty_directory")
 
 
-def saved(pipe, directory: str) -> str:
-    runtime.without_torchax(pipe.save_pretrained, directory)
-    return directory
-
-
 def run(name: str, monkeypatch, *arguments: object):
     monkeypatch.setattr("sys.argv", [name, *map(str, arguments)])
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
 
 
-def test_the_small_pipeline_is_one_that_generate_takes(monkeypatch):
-    run("small_pipeline.py", monkeypatch, "small")
-    assert generate.describe("small", image=False, clip=False).size == (9, 64, 96)
-    pipe = CogVideoXPipeline.from_pretrained("small")
-    assert pipe("A cat.", num_inference_steps=2, output_type="latent").frames.isfinite().all()
-
-
-def test_the_small_pipeline_for_images_takes_one(monkeypatch):
-    run("small_pipeline.py", monkeypatch, "small", "--image")
-    pipe = CogVideoXImageToVideoPipeline.from_pretrained("small")
-    size = {"height": 16, "width": 16, "num_frames": 5}
-    image = small_pipelines.picture().resize((16, 16))
-    latents = pipe(image, "A cat.", num_inference_steps=1, output_type="latent", **size).frames
-    assert latents.isfinite().all()
+@pytest.mark.parametrize(("kind", "options"), [("text", ()), ("image", ("--image",))])
+def test_a_small_pipeline_runs_and_is_one_that_generate_takes(kind, options, monkeypatch):
+    run("small_pipeline.py", monkeypatch, "small", *options)
+    assert generate.describe("small", image=kind == "image", clip=False).size == (9, 64, 96)
+    pipe = small_pipelines.CLASSES[kind].from_pretrained("small")
+    few = {"height": 16, "num_inference_steps": 1, "output_type": "latent"}
+    assert pipe(**small_pipelines.inputs(kind, **few)).frames.isfinite().all()
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
-def test_text_to_video_on_a_mesh_writes_the_video(monkeypatch, capsys):
-    given = ("--model", saved(small_pipelines.one_layer("text"), "text"), "--frames", 5, "--steps", 2)
+def test_text_to_video_on_a_mesh_writes_the_video(saved, monkeypatch, capsys):
+    given = ("--model", saved(), "--frames", 5, "--steps", 2)
     mesh = ("--dp", 2, "--tp", 4)
     run("text_to_video_on_a_mesh.py", monkeypatch, "a panda", *given, *mesh, "-o", "panda.mp4")
     assert "context over tp" in capsys.readouterr().out
@@ -61,24 +47,23 @@ def test_text_to_video_on_a_mesh_writes_the_video(monkeypatch, capsys):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
-def test_image_to_video_with_a_lora_differs_from_the_one_without(monkeypatch):
-    pipe = small_pipelines.one_layer("image")
-    model = saved(pipe, "image")
-    small_pipelines.save_lora(pipe, "lora")
+def test_image_to_video_with_a_lora_differs_from_the_one_without(saved, monkeypatch):
+    small_pipelines.save_lora(small_pipelines.one_layer("image"), "lora")
     small_pipelines.picture().save("cat.png")
-    given = ("--model", model, "--lora", "lora", "--frames", 5, "--steps", 2, "-o", "cat.mp4")
+    given = ("--model", saved("image"), "--lora", "lora", "--frames", 5, "--steps", 2, "-o", "cat.mp4")
     run("image_to_video_with_a_lora.py", monkeypatch, "cat.png", "a panda", *given)
     with_it, without = read_all("cat.mp4"), read_all("cat-without.mp4")
     assert with_it.shape == without.shape == (1, 3, 5, 8, 16)
     assert not torch.equal(with_it, without)
 
 
-def test_a_folder_is_encoded_and_read_by_a_trainer_without_its_bad_clip(monkeypatch, capsys):
-    reference.small_vae().save_pretrained("stock")
+def test_a_folder_is_encoded_and_read_by_a_trainer_without_its_bad_clip(
+    shallow_directory, monkeypatch, capsys
+):
     for i in range(2):
         write_clip(Path(f"clips/{i}.mp4"), shift=i, frames=5)
     Path("clips/bad.mp4").write_bytes(b"no video")
-    given = ("--model", "stock", "--dtype", "float32", "--bucket", "5x16x24", "-o", "latents")
+    given = ("--model", shallow_directory, "--dtype", "float32", "--bucket", "5x16x24", "-o", "latents")
     run("encode_a_folder.py", monkeypatch, "clips", *given)
     out = capsys.readouterr().out
     assert "left out bad.mp4" in out

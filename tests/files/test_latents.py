@@ -25,11 +25,6 @@ MADE = latents.Latents(torch.zeros(1, 16, 2, 3, 5), CONFIG, "vae", Fraction(3000
 FIELDS = json.loads(MADE.metadata()[latents.KEY])
 
 
-def written(path, metadata):
-    save_file({latents.TENSOR: MADE.tensor}, path, metadata=metadata)
-    return path
-
-
 def with_field(name, value):
     """Return the metadata with another value of a field, of the config too; `MISSING` leaves it out."""
     fields = {**FIELDS, "config": {**FIELDS["config"]}}
@@ -85,7 +80,8 @@ CASES = [
 
 @pytest.mark.parametrize(("metadata", "words"), CASES, ids=[str(case)[-60:] for case in CASES])
 def test_metadata_that_is_broken_or_another_programs_is_refused_by_name(tmp_path, metadata, words):
-    path = written(tmp_path / "z.safetensors", metadata)
+    path = tmp_path / "z.safetensors"
+    save_file({latents.TENSOR: MADE.tensor}, path, metadata=metadata)
     for read in (latents.load, latents.about, lambda path: latents.loads(path.read_bytes(), path)):
         with pytest.raises(latents.LatentsError, match=f"z.safetensors is {words}"):
             read(path)

@@ -29,30 +29,22 @@ def snapshot(cache: Path, repository: str) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """Return the directory of a VAE of another width than the published ones'."""
-    directory = tmp_path_factory.mktemp("saved") / "vae"
-    reference.small_vae(**reference.TWO_SHALLOW_LEVELS).save_pretrained(directory)
-    return directory
-
-
 @pytest.fixture
-def home(saved, tmp_path, monkeypatch):
+def home(shallow_directory, tmp_path, monkeypatch):
     """Make a home directory with a VAE, and a hub cache with a bare VAE and a pipeline around one."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    shutil.copytree(saved, tmp_path / "vae")
-    shutil.copytree(saved, snapshot(tmp_path / "cache", BARE), dirs_exist_ok=True)
+    shutil.copytree(shallow_directory, tmp_path / "vae")
+    shutil.copytree(shallow_directory, snapshot(tmp_path / "cache", BARE), dirs_exist_ok=True)
     pipeline = snapshot(tmp_path / "cache", PIPELINE)
-    shutil.copytree(saved, pipeline / "vae")
+    shutil.copytree(shallow_directory, pipeline / "vae")
     (pipeline / "model_index.json").write_text(json.dumps({"_class_name": "CogVideoXPipeline"}))
     return tmp_path
 
 
 @pytest.mark.parametrize("name", [BARE, PIPELINE, "~/vae", "~/vae/config.json"])
 def test_a_vae_is_found_by_what_is_there_not_by_its_name(home, name):
-    assert jobs.weightless_vae(name, torch.float32).spatial_compression_ratio == 2
+    assert jobs.weightless_vae(name, torch.float32).spatial_compression_ratio == 4
     assert (locate_vae(name) / "config.json").is_file()
 
 
@@ -64,13 +56,13 @@ def test_either_build_loads_what_the_other_does(home, build, name, options):
     """Load by its class, and without options by its backend, which takes a pipeline's name alone."""
     load = backends.backend("flax" if build is FlaxVAEForPipelines else "torch").load
     vae = load(name, torch.float32).vae if options is None else build.from_pretrained(name, **options)
-    assert tuple(vae.config["block_out_channels"]) == reference.TWO_SHALLOW_LEVELS["block_out_channels"]
+    assert tuple(vae.config["block_out_channels"]) == reference.SHALLOW["block_out_channels"]
 
 
 @pytest.mark.parametrize("build", [AutoencoderKLCogVideoX, FlaxVAEForPipelines])
-def test_two_names_of_a_dtype_are_refused(saved, build):
+def test_two_names_of_a_dtype_are_refused(shallow_directory, build):
     with pytest.raises(ValueError, match="both dtype and torch_dtype"):
-        build.from_pretrained(saved, dtype=torch.float32, torch_dtype=torch.float16)
+        build.from_pretrained(shallow_directory, dtype=torch.float32, torch_dtype=torch.float16)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +71,7 @@ def test_two_names_of_a_dtype_are_refused(saved, build):
         ("./none", None, "there is no model directory none"),
         ("~/none/vae", None, "none/vae"),
         (__file__, "vae", "test_models.py is no file of a model: give the model's directory"),
-        ("none", None, "give a directory, or a hub id such as"),
+        ("none", None, "give a directory, or a hub id, which is OWNER/NAME"),
         (
             "someone/not-cached",
             "vae",

@@ -156,24 +156,6 @@ def _no_frames(path):
         container.start_encoding()
 
 
-def _audio_only(path):
-    with av.open(str(path), "w", format="wav") as container:
-        stream = container.add_stream("pcm_s16le", rate=8000)
-        frame = av.AudioFrame.from_ndarray(np.zeros((1, 800), np.int16), layout="mono")
-        frame.sample_rate = 8000
-        container.mux(stream.encode(frame))
-
-
-def _cover_only(path):
-    """Write sound with an album's cover, which FFmpeg takes for a video stream."""
-    with av.open(str(path), "w", format="mp4") as container:
-        container.add_stream("aac", rate=8000, layout="mono")
-        cover = container.add_stream("mjpeg", rate=10)
-        cover.height, cover.width, cover.pix_fmt = 64, 64, "yuvj420p"
-        cover.disposition = av.stream.Disposition.attached_pic
-        container.mux([*cover.encode(av.VideoFrame(64, 64, "yuvj420p")), *cover.encode(None)])
-
-
 def _truncated(share, **options):
     def make(path):
         with av.open(str(path), "w", options=options) as container:
@@ -188,8 +170,9 @@ BAD_FILES = {
     "a directory": (lambda p: p.mkdir(), "is a directory"),
     "text": (lambda p: p.write_text("hello" * 100), "truncated or not a video"),
     "empty": (lambda p: p.touch(), "truncated or not a video"),
-    "no video stream": (_audio_only, "no video stream"),
-    "a cover": (_cover_only, "no video stream"),
+    "no video stream": (lambda p: with_sound(p, is_film=False), "no video stream"),
+    # FFmpeg takes an album's cover for a video stream.
+    "a cover": (lambda p: with_sound(p, is_film=False, first=COVER), "no video stream"),
     "no frames": (_no_frames, "no frames|no video stream"),
     **{f"{share} of an mp4": (_truncated(share), "truncated") for share in (0.3, 0.5, 0.9)},
     **{
@@ -333,15 +316,19 @@ ANGLE = "mpeg4", "yuv420p", av.stream.Disposition(0)
 COVER = "mjpeg", "yuvj420p", av.stream.Disposition.attached_pic
 
 
-def with_sound(path, codec="aac", rate=16000, container="mp4", first=None):
-    """Nine frames in 0.9 seconds, with a tone of a second; at choice first a stream of one other picture."""
+def with_sound(path, codec="aac", rate=16000, container="mp4", first=None, *, is_film=True):
+    """Write nine frames in 0.9 seconds, with a tone of a second, or the tone alone.
+
+    The first stream may be another one, `first`, of one picture.
+    """
     with av.open(str(path), "w", format=container) as out:
         if first:
             other_codec, pixels, disposition = first
             other = out.add_stream(other_codec, rate=10, height=64, width=64, pix_fmt=pixels)
             other.disposition = disposition
         sound = out.add_stream(codec, rate=rate, layout="mono")
-        encode(out, moving_frames(), "libx264" if container == "mp4" else "mpeg2video")
+        if is_film:
+            encode(out, moving_frames(), "libx264" if container == "mp4" else "mpeg2video")
         tone = (np.sin(np.arange(rate) * 2 * np.pi * 440 / rate) * 2**14).astype(np.int16)
         for start in range(0, rate, 1000):
             frame = av.AudioFrame.from_ndarray(tone[None, start : start + 1000], format="s16", layout="mono")

@@ -204,9 +204,7 @@ def write_shard(path):
 
 
 def write_figure(path):
-    figure, axes = reports.pyplot().subplots(figsize=(2, 1))
-    axes.plot([1, 2, 1])
-    reports.save_figure(figure, path)
+    reports.save_figure(reports.pyplot().figure(figsize=(2, 1)), path)
 
 
 def write_stage(path):

@@ -65,10 +65,3 @@ def test_installed_elsewhere_its_commands_run(environment, tmp_path):
     demo = ("demo", "--frames", "1", "--height", "16", "--width", "24", "--json", "-o", "out")
     assert json.loads(succeeded(command, *demo, **run))["largest_difference_to_PyTorch_frames"] < 1e-5
     assert (tmp_path / "out" / "demo.mp4").stat().st_size > 0
-    (tmp_path / "clips").mkdir()
-    (tmp_path / "out" / "demo.mp4").rename(tmp_path / "clips" / "demo.mp4")
-    model = Path(home.strip()).parent / "assets" / "tiny-vae"
-    given = ("clips", "--model", model, "--dtype", "float32", "--bucket", "1x16x48")
-    assert "a batch for the trainer: (1, 16, 1, 2, 6)" in succeeded(
-        environment / "python", ROOT / "examples" / "encode_a_folder.py", *given, **run
-    )
