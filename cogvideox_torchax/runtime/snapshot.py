@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from cogvideox_torchax import upstream
 from cogvideox_torchax.runtime.models import UNTRACED_ATTRIBUTES
 from cogvideox_torchax.runtime.skeleton import CONTAINERS, PROCESSOR, has_state
 
@@ -186,6 +187,9 @@ def _classes(modules: Iterable[_ModuleSnapshot]) -> set[type]:
     """Return the classes of recorded modules and attention processors, and their bases but `nn.Module`'s."""
     kinds = {type(each.attributes[PROCESSOR]) for each in modules if PROCESSOR in each.attributes}
     kinds |= {each.kind for each in modules}
+    # The first copy of an instance adds a name to its class. If it is there already, a copy is no change.
+    for kind in kinds:
+        upstream.add_slot_names(kind)
     return {base for kind in kinds for base in kind.__mro__} - {*nn.Module.__mro__}
 
 

@@ -1,5 +1,6 @@
 """A snapshot of a module tree: each change that a traced program would not have seen ends it."""
 
+import copy
 import types
 
 import pytest
@@ -60,6 +61,21 @@ def test_a_change_is_seen(network, change):
     CHANGES[change](network)
     assert not snapshot.holds(network)
     del parts
+
+
+@pytest.mark.usefixtures("torchax_off")
+def test_a_copy_is_no_change_of_the_copied_classes(network):
+    class Processor:
+        factor = 1.0
+
+    class Layer(nn.Identity):
+        processor = None
+
+    network.append(Layer())
+    network[-1].processor = Processor()
+    snapshot = Snapshot(network)
+    copy.copy(network[-1].processor), copy.deepcopy(network)
+    assert snapshot.holds(network)
 
 
 def test_new_weights_are_no_change_and_neither_is_another_root_around_the_parts(network):
