@@ -11,8 +11,7 @@ from typing import Any
 from benchmarks.jobs import BACKENDS, JOBS, Budget, Size
 from cogvideox_torchax.cli.common import DEMO_MODEL, narrator, say
 from cogvideox_torchax.cli.options import JSON, QUIET, Option, output, positive
-from cogvideox_torchax.files import reports
-from cogvideox_torchax.files.whole import make_directory
+from cogvideox_torchax.files import reports, whole
 from cogvideox_torchax.plan.jobs import CONFIGS
 from cogvideox_torchax.vae.checkpoint import locate_vae
 from cogvideox_torchax.vae.sizes import check_sides
@@ -168,7 +167,7 @@ def measured(args: argparse.Namespace) -> int:
             # A backend that is slow has as many runs as the others.
             "budget": Budget(args.warmups, args.repetitions, fewest=args.repetitions, seconds=0.0),
         }
-    path = args.output and make_directory(args.output) / f"{args.command}.json"
+    path = args.output and whole.make_directory(args.output) / f"{args.command}.json"
     before = reports.load(path, runs.FORMAT) if path and path.exists() else None
 
     def keep(document: dict[str, Any]) -> None:

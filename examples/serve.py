@@ -21,7 +21,7 @@ import secrets
 import tempfile
 from collections.abc import AsyncIterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,7 +32,7 @@ from fastapi.responses import FileResponse, HTMLResponse
 from pydantic import BaseModel, Field
 
 from cogvideox_torchax import load_pipeline, make_mesh, runtime, save_video
-from cogvideox_torchax.vae.sizes import parse_size
+from cogvideox_torchax.dataset import Bucket
 
 KEPT = 16
 """Number of finished videos that are kept: a new request deletes the oldest ones."""
@@ -265,7 +265,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8000, help="to listen on")
     args = parser.parse_args()
     try:
-        sizes = {size: parse_size(size, frames=True) for size in args.sizes}
+        sizes = {size: astuple(Bucket.parse(size)) for size in args.sizes}
         pipe = load_pipeline(args.model, mesh=make_mesh(args.dp, args.tp))
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")

@@ -264,34 +264,6 @@ def test_lines_of_failures_that_are_incomplete_or_broken_count_for_nothing(tmp_p
         assert failures(tmp_path / "failed.jsonl") == {"a": "two"}
 
 
-def test_a_retry_is_advised_for_the_clips_that_the_machine_failed_and_for_no_others(
-    small, tmp_path, monkeypatch, capsys
-):
-    def read(unit, clip):
-        if clip.id in faults:
-            raise faults[clip.id]
-        return real(unit, clip)
-
-    real, faults = EncodeClip.read, {"disk.mp4": OSError(5, "Input/output error"), "large.mp4": MemoryError()}
-    for name, options in {"short": {"frames": 4}, "tiny": {"height": 8}, "disk": {}, "large": {}}.items():
-        write_clip(tmp_path / f"in/{name}.mp4", **options)
-    (tmp_path / "in/broken.mp4").write_bytes(b"x" * 99)
-    monkeypatch.setattr(EncodeClip, "read", read)
-    assert encode(small, tmp_path / "out", "--frames", 9, "--min-size", 16, clips=tmp_path / "in") == 1
-    reasons, said = failures(tmp_path / "out/failed.jsonl"), capsys.readouterr().err
-    assert all(f"bad clip {name}: {reason}\n" in said for name, reason in reasons.items())
-    assert {name: reason.rpartition("; --retry-failed ")[2] for name, reason in reasons.items()} == {
-        **dict.fromkeys(("disk.mp4", "large.mp4"), "tries again"),
-        **dict.fromkeys(
-            ("short.mp4", "tiny.mp4", "broken.mp4"),
-            "helps only after a change of the clip or of the settings",
-        ),
-    }
-    summary = said.partition("bad clips left out: 5 ")[2]
-    assert summary
-    assert "--retry-failed" not in summary
-
-
 # Decoding
 
 

@@ -184,7 +184,6 @@ def test_losses_are_what_they_are_called(program, monkeypatch):
         (("--frames", 25), "the clip clip.mp4 has 20 frames: at least 25 are needed"),
         (("--frames", 8), "got --frames 8: give 8 n + 1"),
         (("--every", 0), "got --every 0: at least 1"),
-        (("-o", "clip.mp4"), "got -o clip.mp4, which is a file"),
         (("--resume",), "the checkpoint run/checkpoint.pt: there is none to resume"),
         (("--validate", "clip.mp4#15-"), "the clip clip.mp4#15- has 5 frames: at least 9 are needed"),
         (("--validate", "gone.mp4"), "there is no file gone.mp4"),

@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from cogvideox_torchax import cli, make_mesh, port
-from cogvideox_torchax.cli import common
+from cogvideox_torchax.cli import common, generate as command
 from cogvideox_torchax.files import latents, tensors as tensor_files, video
 from cogvideox_torchax.pipelines import generate as generation, stages
 from cogvideox_torchax.pipelines.transformer import CogVideoXTransformer3DModel
@@ -106,7 +106,7 @@ def test_in_bfloat16_the_frames_are_those_of_python_but_for_the_rounding_to_byte
 
 @pytest.mark.parametrize(("name", "rate"), [("text", 8), ("1.5", 16)])
 def test_the_rate_is_that_of_the_model_unless_one_is_given(models, name, rate):
-    assert cli.generate._frame_rate_of(str(models(name))) == rate
+    assert command._frame_rate_of(str(models(name))) == rate
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ def test_a_failed_decode_loses_nothing(models, capsys):
 def test_latents_that_are_kept_are_decoded_on_the_mesh_that_is_asked_for(monkeypatch):
     monkeypatch.setattr(common, "load_vae", lambda *given: given)
     args = cli.parser().parse_args(["generate", "--model", "m", "-o", "x.mp4", "--tp", "4"])
-    assert cli.generate._vae_for(args, MADE) == ("m", "torchax", "float32", make_mesh(1, 4))
+    assert command._vae_for(args, MADE) == ("m", "torchax", "float32", make_mesh(1, 4))
 
 
 BAD = {
@@ -297,7 +297,7 @@ def test_a_stage_that_is_broken_or_another_or_of_another_model_is_refused(models
 
 @pytest.mark.usefixtures("kept")
 def test_latents_that_are_kept_take_no_other_request_and_have_their_rate(models, refused):
-    config = json.loads((models("text") / "vae/config.json").read_text())
+    config = json.loads(Path(models("text"), "vae/config.json").read_text())
     made = latents.Latents(torch.zeros(1, 16, 3, 4, 8), config, "vae", Fraction(5), small_pipelines.FRAMES)
     latents.save(made, "kept/latents.safetensors")
     again = ("--save-stages", "kept", "--from-stage", "latents")
