@@ -125,6 +125,8 @@ def test_windows_are_the_frames_in_order_and_each_has_a_sample_of_its_own(small,
         unit(Clip("long", path))
     with pytest.raises(ClipError, match="windows of no length"):
         replace(small.config, windows=True)
+    with pytest.raises(ClipError, match="got a str: give a Clip"):
+        small.unit(str(path))
 
 
 @pytest.mark.parametrize(
@@ -138,11 +140,6 @@ def test_windows_are_the_frames_in_order_and_each_has_a_sample_of_its_own(small,
 def test_a_setting_of_another_type_is_refused_by_its_name(options, words):
     with pytest.raises(ClipError, match=words):
         ClipConfig("model", **options)
-
-
-def test_a_path_in_place_of_a_clip_is_refused(small):
-    with pytest.raises(ClipError, match="got a str: give a Clip"):
-        small.unit("clip.mp4")
 
 
 def test_a_clip_is_resampled_by_the_times_of_its_frames(small, tmp_path):

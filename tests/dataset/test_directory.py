@@ -110,13 +110,12 @@ def test_connected_processes_report_when_the_block_that_redirects_stdout_has_end
     assert (within, json.loads(capsys.readouterr().out)["clips"]) == (["", ""], len(GOOD))
 
 
-@pytest.mark.parametrize(("fps", "counts"), [(None, (1, 0)), ("5", (0, 1))])
-def test_a_clip_of_variable_rate_is_counted_as_such_or_as_resampled(fps, counts):
+@pytest.mark.parametrize(("fps", "count"), [(None, "clips_of_variable_rate"), ("5", "clips_resampled")])
+def test_a_clip_of_variable_rate_is_counted_as_such_or_as_resampled(fps, count):
     about = {"variable_frame_rate": True, "source_fps": "5", "settings": {"fps": fps}}
     changes = Changes()
     changes.add([about | {"dropped_frames": 0, "repeated_frames": 0, "enlarged": 1.0}])
-    report = changes.report()
-    assert (report["clips_of_variable_rate"], report["clips_resampled"]) == counts
+    assert [name for name, value in changes.report().items() if value == 1 and "clips" in name] == [count]
 
 
 def test_what_is_dropped_resampled_or_enlarged_is_in_the_report_and_in_the_latents(small, tmp_path, capsys):
