@@ -176,6 +176,8 @@ def run(args: argparse.Namespace) -> None:
         if not args.save_stages:
             backup.enter_context(_backed_up(args, latents))
         written = common.decode_to(sink, vae, latents, args, runtime.to_torch)
+    if written != latents.num_frames:
+        common.say(f"{latents.num_frames} frames were asked for, {written} made: {common.LENGTHS_THAT_STAY}")
     common.print_results(args, clock, {"frames": written, "fps": float(args.fps)})
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from cogvideox_torchax.files import faults, latents as latent_files, video
 from cogvideox_torchax.files.models import INDEX, locate, read_json
@@ -243,7 +242,7 @@ def _loading(name: str) -> Iterator[None]:
     """Raise a `RequestError` of one line for an error in the `with` block, where diffusers loads `name`."""
     try:
         yield
-    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+    except Exception as error:  # of diffusers, of safetensors, or of the hub's connection
         # Messages of diffusers may have many lines: one line with their beginning is enough.
         raise RequestError(f"cannot load {name}: {' '.join(str(error).split())[:300]}") from error
 
@@ -277,7 +276,8 @@ def check_lora(name: str, model: Model) -> None:
     """
     import diffusers
 
-    if Path(name).suffix == ".safetensors" and not Path(name).is_file():
+    is_hub_id = name.count("/") == 1 and name[0] not in "./" and not name.endswith(".safetensors")
+    if not (is_hub_id or Path(name).exists()):
         raise RequestError(f"there is no LoRA {name}: give a safetensors file, its directory, or a hub id")
     with _loading(f"the LoRA {name}"):
         weights = getattr(diffusers, CLASSES[model.kind]).lora_state_dict(name, use_safetensors=True)
