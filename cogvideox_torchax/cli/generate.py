@@ -268,16 +268,14 @@ def _sample_latents(args: argparse.Namespace) -> tuple[Any, latent_files.Latents
             timestep=lambda: pipe.current_timestep,  # of `pipe` below: it is called while that runs
         )
     scheduler = generate.scheduler_of(args.scheduler, model) if args.scheduler else None
-    if args.lora:
-        args.lora = str(Path(args.lora).expanduser())
-        generate.check_lora(args.lora, model)
+    lora = generate.lora_path(args.lora, model) if args.lora else None
     pipe = generate.load_generator(
         model,
         dtype,
         mesh,
         with_text=saved_text is None,
         scheduler=scheduler,
-        lora=args.lora,
+        lora=lora,
         lora_scale=1.0 if args.lora_scale is None else args.lora_scale,
     )
     if cache_config is not None:

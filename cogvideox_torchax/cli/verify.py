@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         backends.backend(name)  # raises for one that is not installed, before the work
     if args.output is not None:
         reports.pyplot()  # raises before the work, not after it
-    output = args.output and whole.make_directory(args.output)
+    output = None if args.output is None else whole.make_directory(args.output)
     x = _video(args)
     # `load_vae` loads this project's class; the reference is diffusers' own, with the same weights.
     reference = stock_of(common.load_vae(args.model, "torch", "float32"))

@@ -427,7 +427,7 @@ class EncodeClip(_ClipUnit):
             about = self._about(part) if part.clip.id else {}  # before the tiles are restored: it names them
         # The file's size and time of change, compared with those before it was read.
         if _stamp(part.clip.source) != part.stamp:
-            raise ClipError(f"{part.info.path} was changed while it was read: it is incomplete")
+            raise ClipError(f"{part.info.path} was changed while it was read: encode it when it is complete")
         tensors = {name: torch.cat([chunk[name] for chunk in chunks], dim=2) for name in KEEP[config.keep]}
         return Latents(
             tensor=tensors[latent_files.TENSOR],

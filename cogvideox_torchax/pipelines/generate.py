@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from cogvideox_torchax.files import faults, latents as latent_files, video
 from cogvideox_torchax.files.models import INDEX, locate, read_json
@@ -242,7 +243,7 @@ def _loading(name: str) -> Iterator[None]:
     """Raise a `RequestError` of one line for an error in the `with` block, where diffusers loads `name`."""
     try:
         yield
-    except Exception as error:  # of diffusers, of safetensors, or of the hub's connection
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         # Messages of diffusers may have many lines: one line with their beginning is enough.
         raise RequestError(f"cannot load {name}: {' '.join(str(error).split())[:300]}") from error
 
@@ -269,24 +270,30 @@ def scheduler_of(name: str, model: Model) -> Any:
         return getattr(diffusers, name).from_config(own.config)
 
 
-def check_lora(name: str, model: Model) -> None:
-    """Raise `ValueError` unless the file of a LoRA can be read, and has weights for the transformer.
+def lora_path(name: str, model: Model) -> Path:
+    """Return the file or the directory of a LoRA for a model's transformer, after its file has been read.
 
-    `name` is a safetensors file, a directory with one, or a hub id, whose file is downloaded.
+    `name` is a safetensors file, a directory with one, or a hub id, whose files are downloaded.
+
+    Raises:
+        RequestError: there is no such file, it cannot be read, or it has no weights for the transformer.
+        ModelError: neither a directory nor the hub has this name.
     """
     import diffusers
 
-    is_hub_id = name.count("/") == 1 and name[0] not in "./" and not name.endswith(".safetensors")
-    if not (is_hub_id or Path(name).exists()):
+    path = Path(name).expanduser()
+    if path.suffix == ".safetensors" and not path.is_file():
         raise RequestError(f"there is no LoRA {name}: give a safetensors file, its directory, or a hub id")
+    path = path if path.is_file() else locate(name, files=("*.safetensors",))
     with _loading(f"the LoRA {name}"):
-        weights = getattr(diffusers, CLASSES[model.kind]).lora_state_dict(name, use_safetensors=True)
+        weights = getattr(diffusers, CLASSES[model.kind]).lora_state_dict(path, use_safetensors=True)
     # diffusers would only log a warning, and generate without the LoRA.
     if not any(key.startswith("transformer.") and "lora" in key for key in weights):
         raise RequestError(
             f"cannot load the LoRA {name}: none of its weights is one of a LoRA for CogVideoX's transformer, "
             "as diffusers names them, such as transformer.transformer_blocks.0.attn1.to_q.lora_A.weight"
         )
+    return path
 
 
 def load_generator(
@@ -296,7 +303,7 @@ def load_generator(
     *,
     with_text: bool,
     scheduler: Any = None,
-    lora: str | None = None,
+    lora: Path | None = None,
     lora_scale: float = 1.0,
 ) -> Any:
     """Load and port a model's pipeline, over a mesh of `make_mesh` or, with None, on one device.
@@ -307,7 +314,7 @@ def load_generator(
         mesh: a mesh of `make_mesh`; None for one device.
         with_text: whether to load the text encoder; False if the prompt's embeddings are there already.
         scheduler: a scheduler of `scheduler_of`; None for the model's own.
-        lora: a LoRA, which `check_lora` has checked; None for none.
+        lora: the path of a LoRA, as `lora_path` returns it; None for none.
         lora_scale: the LoRA's scale.
 
     Raises:

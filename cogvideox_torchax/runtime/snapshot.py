@@ -187,10 +187,11 @@ def _classes(modules: Iterable[_ModuleSnapshot]) -> set[type]:
     """Return the classes of recorded modules and attention processors, and their bases but `nn.Module`'s."""
     kinds = {type(each.attributes[PROCESSOR]) for each in modules if PROCESSOR in each.attributes}
     kinds |= {each.kind for each in modules}
+    classes = {base for kind in kinds for base in kind.__mro__} - {*nn.Module.__mro__}
     # The first copy of an instance adds a name to its class. If it is there already, a copy is no change.
-    for kind in kinds:
+    for kind in classes:
         upstream.add_slot_names(kind)
-    return {base for kind in kinds for base in kind.__mro__} - {*nn.Module.__mro__}
+    return classes
 
 
 def _contents(attributes_of_modules: Iterable[dict[str, Any]]) -> list[tuple[Any, list[Any]]]:

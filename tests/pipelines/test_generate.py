@@ -218,7 +218,11 @@ BAD = {
     "no scheduler": ("text", ["--scheduler", "CogVideoXPipeline"], "the nearest names are CogVideoXD"),
     "a scheduler of flows": ("text", ["--scheduler", "FlowMatchEulerDiscreteScheduler"], "no such scheduler"),
     "no such LoRA": ("text", ["--lora", "none.safetensors"], "there is no LoRA none.safetensors: give"),
-    "no such LoRA's directory": ("text", ["--lora", "some/where/none"], "there is no LoRA some/where/none"),
+    "no such LoRA's directory": (
+        "text",
+        ["--lora", "some/where/none"],
+        "there is no model directory some/where/none",
+    ),
     "not a LoRA's file": ("text", ["--lora", "picture.png"], "cannot load the LoRA picture.png: "),
     "a broken LoRA": ("text", ["--lora", "broken.safetensors"], "cannot load the LoRA broken.safetensors: "),
     "another model's LoRA": ("text", ["--lora", "other.safetensors"], "one of a LoRA for CogVideoX's trans"),

@@ -65,12 +65,15 @@ def test_a_change_is_seen(network, change):
 
 @pytest.mark.usefixtures("torchax_off")
 def test_a_copy_is_no_change_of_the_copied_classes(network):
-    class Processor:
-        factor = 1.0
+    class Layer(nn.Identity):
+        pass
+
+    class Processor(Layer):
+        pass
 
     network[0].processor = Processor()
     snapshot = Snapshot(network)
-    copy.deepcopy(network)
+    copy.deepcopy([network, Layer()])
     assert snapshot.holds(network)
 
 

@@ -392,8 +392,8 @@ class CogVideoXDecoder3D(diffusers_vae.CogVideoXDecoder3D):
             hidden, _no_cache = norm(hidden, sample, activation="silu")
             hidden, new_cache["conv_out"] = conv(hidden, conv_cache=out_cache)
         else:
-            # In profiles the fused kernel runs under the name of `conv`. `[:2]` leaves out the
-            # moments, as the convolution returns only frames and a cache.
+            # In profiles the fused kernel runs under the name of `conv`. `[:2]` leaves out the moments, as
+            # the convolution returns only frames and a cache.
             norm_and_conv = as_layer(
                 conv, lambda hidden: _fused_norm_conv(norm, conv, hidden, sample, out_cache)[:2]
             )
