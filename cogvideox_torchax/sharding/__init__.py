@@ -1,7 +1,14 @@
 """The dp x tp mesh: `placement` shards a VAE's arrays, `processes` serves a mesh of several processes."""
 
 from cogvideox_torchax.sharding.mesh import Parallel, check_mesh, make_mesh
-from cogvideox_torchax.sharding.placement import BatchPlacement, MeshPlace, PaddedChunk, Placement, spread
+from cogvideox_torchax.sharding.placement import (
+    BatchPlacement,
+    MeshPlace,
+    PaddedChunk,
+    Placement,
+    VideoPlacement,
+    spread,
+)
 from cogvideox_torchax.sharding.processes import (
     TIMEOUT,
     Exchange,
@@ -24,6 +31,7 @@ __all__ = [
     "Parallel",
     "Placement",
     "ProcessError",
+    "VideoPlacement",
     "check_all_take_part",
     "check_mesh",
     "check_one_process",

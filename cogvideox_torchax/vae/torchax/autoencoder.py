@@ -24,7 +24,8 @@ from torch import nn
 from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.files.models import saved_from_host
 from cogvideox_torchax.runtime.models import PortedModel, save_as_stock
-from cogvideox_torchax.sharding import BatchPlacement, Placement, check_mesh
+from cogvideox_torchax.runtime.stock import change_in, replaced_method
+from cogvideox_torchax.sharding import BatchPlacement, Placement, VideoPlacement, check_mesh
 from cogvideox_torchax.vae import checkpoint, tiling
 from cogvideox_torchax.vae.axes import NCTHW
 from cogvideox_torchax.vae.chunks import Step, run
@@ -88,7 +89,7 @@ def _checked(direction: Direction) -> Callable[[Callable[..., Any]], Callable[..
         @functools.wraps(method)
         def call(self: Any, x: torch.Tensor, *args: Any, **options: Any) -> Any:
             self._check(direction, x)
-            if not (runtime.is_on_jax(self) and upstream.is_patched(DiffusersAutoencoder, name)):
+            if not runtime.is_on_jax(self) or replaced_method(DiffusersAutoencoder, name) is None:
                 return method(self, x, *args, **options)
             # `run_method` compiles any method. On a mesh it splits the batch over "dp", but no video's width.
             place = None if self.mesh is None else BatchPlacement(self.mesh)
@@ -310,10 +311,19 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
 
     def _compile_for(self, network: nn.Module) -> Any:
         """Return a program of a chunk's network, for the device or the mesh that the model is on."""
+        change = change_in(network)
+        if change is not None:
+            on_mesh = "" if self.mesh is None else ", and a mesh splits videos alone, not their width"
+            runtime.warn_once(
+                self, f"vae: {change}: what is around it runs without fused kernels, so more slowly{on_mesh}"
+            )
         if runtime.is_on_torchtpu(network):
             return runtime.TorchTPUProgram(network)
         if self.mesh is None:
             return runtime.Program(network)
+        if change is not None:
+            # Diffusers' own operations do not keep the padding of a split width zero.
+            return runtime.Program(network, VideoPlacement(self.mesh, NCTHW))
         direction = ENCODE if isinstance(network, EncoderChunk) else DECODE
         place = Placement(
             self.mesh,
