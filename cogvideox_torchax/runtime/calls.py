@@ -36,7 +36,7 @@ from cogvideox_torchax.runtime.floats import traced_floats
 from cogvideox_torchax.runtime.functions import RandomInTraceError
 from cogvideox_torchax.runtime.gradients import without_gradient
 from cogvideox_torchax.runtime.places import Place, describes_one_input
-from cogvideox_torchax.runtime.programs import Program, Programs, programs_of
+from cogvideox_torchax.runtime.programs import Program, programs_of
 from cogvideox_torchax.runtime.skeleton import ForeignForwardError
 from cogvideox_torchax.runtime.snapshot import Snapshot
 from cogvideox_torchax.runtime.weights import named_tensors
@@ -353,7 +353,9 @@ def _run_compiled(model: nn.Module, method: Method, leaves: list[Any], structure
     reads_floats = _READS_FLOATS.setdefault(model, set())
     if floats and method not in reads_floats:
         try:
-            return _run_form(model, _Form.of(method, structure, leaves, arrays | floats), leaves, place).tree()
+            return _run_form(
+                model, _Form.of(method, structure, leaves, arrays | floats), leaves, place
+            ).tree()
         except (UntraceableError, *TRACING_ERRORS):
             # Maybe as a float was a tensor. The next call need not try again, if it is no error of the method.
             result = _run_form(model, _Form.of(method, structure, leaves, arrays), leaves, place).tree()

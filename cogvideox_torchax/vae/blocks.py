@@ -42,8 +42,9 @@ def part(params: Params, name: str) -> dict[str, Any]:
     return {full.removeprefix(prefix): array for full, array in params.items() if full.startswith(prefix)}
 
 
-def _kernel_and_bias(conv: Params, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return conv["weight"].astype(x.dtype), conv["bias"].astype(x.dtype)
+def _kernel_and_bias(conv: Params, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    bias = conv.get("bias")  # a convolution of a LoRA has none
+    return conv["weight"].astype(x.dtype), None if bias is None else bias.astype(x.dtype)
 
 
 def _norm_params(norm: Params, x: jax.Array, zq_NthwC: jax.Array | None) -> NormParams:

@@ -1,23 +1,18 @@
 """The ported modules: diffusers' own classes, with a second way to run.
 
-Each class here is a subclass of the class that it replaces, and adds no state. Its forward runs a kernel of
-`jax_kernels` for a tensor on an accelerator, if the module and all modules inside of it are as diffusers ships
-them (`runtime.stock`). Otherwise the forward of diffusers runs, and calls the modules inside. `port` swaps a
-module's class in place, so parameters, names, hooks and `isinstance` stay what they were. `torch_view` turns a
-function of JAX arrays into one of tensors.
+Each class here is a subclass of the class that it replaces, and adds no state. Its forward runs a function of
+`vae.blocks` or a kernel of `jax_kernels` for a tensor on an accelerator, if the module and all modules inside
+of it are as diffusers ships them (`runtime.stock`). Otherwise the forward of diffusers runs, and calls the
+modules inside. `port` swaps a module's class in place, so parameters, names, hooks and `isinstance` stay what
+they were. `torch_view` turns a function of JAX arrays into one of tensors.
 
-A causal convolution's cache (`conv_cache`) is its last input frames, which the next chunk takes. A block's
-cache has its modules' caches by name. `zq`, as in diffusers, are the latents that modulate a spatial norm.
-`first_frame_alone` says that the first frame belongs to no pair, and has a latent frame to itself. *Moments*
-are a mean and a sum of squared deviations for each column of pixels, from which the next norm takes its
-statistics. `split` is the sharding of the width over devices; its padding columns are zero.
+`vae.blocks` explains the caches (`conv_cache`), the latents `zq` and the sharding of the width, `split`.
 
-Axis letters: N videos, C channels, T frames, H rows, W columns; O and I are the output and input channels of
-a kernel.
+Axis letters: N videos, C channels, T frames, H rows, W columns.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,11 +20,12 @@ from diffusers.models.autoencoders import autoencoder_kl_cogvideox as diffusers_
 from diffusers.models.downsampling import CogVideoXDownsample3D
 from diffusers.models.upsampling import CogVideoXUpsample3D
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 import jax_kernels
 from cogvideox_torchax.runtime import torch_view
 from cogvideox_torchax.runtime.stock import runs_kernel
-from cogvideox_torchax.vae.chunks import first_frame_is_alone
+from cogvideox_torchax.vae import blocks
 from cogvideox_torchax.vae.columns import OnColumns
 from jax_kernels.common.columns import WHOLE
 
@@ -46,14 +42,25 @@ def _channels_first(x_NTHWC: torch.Tensor) -> torch.Tensor:
     return x_NTHWC.permute(0, 4, 1, 2, 3)
 
 
-def _taps_first(weight_OI: torch.Tensor) -> torch.Tensor:
-    """Return a torch convolution's weight (O, I, *window) as `jax_kernels` takes it, (*window, I, O)."""
-    return weight_OI.permute(*range(2, weight_OI.ndim), 1, 0)
+def _params(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a module's parameters by name, with the axes of kernels as in JAX: (*window, I, O)."""
+    return {
+        name: weight.permute(*range(2, weight.ndim), 1, 0) if weight.ndim > 2 else weight
+        for name, weight in module.named_parameters()
+    }
 
 
-def _matrix(conv: nn.Conv3d) -> torch.Tensor:
-    """Return a 1x1x1 convolution's kernel as a matrix (I, O)."""
-    return conv.weight[:, :, 0, 0, 0].T
+def _on_block(block: Callable[..., Any], module: Any, *inputs: Any, **options: Any) -> Any:
+    """Return `block(params, *inputs)`, a function of `vae.blocks`, for tensors NCTHW and trees of them."""
+    arguments = tree_map_only(torch.Tensor, _channels_last, inputs)
+    results = torch_view(block)(_params(module), *arguments, split=module.split, **options)
+    return tree_map_only(torch.Tensor, _channels_first, results)
+
+
+def _norm_options(norm: Any) -> dict[str, Any]:
+    """Return the options of a norm's kernel, of a GroupNorm or of the one in a spatial norm."""
+    group_norm = norm.norm_layer if isinstance(norm, SpatialNorm3D) else norm
+    return {"num_groups": group_norm.num_groups, "eps": group_norm.eps}
 
 
 class GroupNorm(OnColumns, nn.GroupNorm):
@@ -93,10 +100,7 @@ class SafeConv3d(OnColumns, diffusers_vae.CogVideoXSafeConv3d):
         is_pointwise = self.kernel_size == self.stride == (1, 1, 1)
         if not is_pointwise or not runs_kernel(self, input):
             return super().forward(input)
-        y, _no_cache = torch_view(jax_kernels.conv3d)(
-            _channels_last(input), _taps_first(self.weight), self.bias, split=self.split
-        )
-        return _channels_first(y)
+        return _on_block(blocks.pointwise_conv, self, input)
 
 
 class CausalConv3d(OnColumns, diffusers_vae.CogVideoXCausalConv3d):
@@ -117,17 +121,7 @@ class CausalConv3d(OnColumns, diffusers_vae.CogVideoXCausalConv3d):
         """Convolve; return the result and the next cache, which is None for one tap of time."""
         if not runs_kernel(self, inputs):
             return super().forward(inputs, conv_cache)
-        y, new_cache = torch_view(jax_kernels.conv3d)(
-            _channels_last(inputs),
-            _taps_first(self.conv.weight),
-            self.conv.bias,
-            None if conv_cache is None else _channels_last(conv_cache),
-            # Without a cache, the first frame is repeated before the chunk. Unlike diffusers' `pad_mode` of
-            # this name, this repeats no rows and columns: beyond the frame are zeros.
-            start="replicate",
-            split=self.split,
-        )
-        return _channels_first(y), None if new_cache is None else _channels_first(new_cache)
+        return _on_block(blocks.causal_conv, self, inputs, conv_cache)
 
 
 class SpatialNorm3D(OnColumns, diffusers_vae.CogVideoXSpatialNorm3D):
@@ -148,45 +142,25 @@ class SpatialNorm3D(OnColumns, diffusers_vae.CogVideoXSpatialNorm3D):
         """
         if not runs_kernel(self, f):
             return super().forward(f, zq, conv_cache)  # pyright: ignore[reportReturnType]
-        # The result is norm(f) * conv_y(zq) + conv_b(zq).
-        norm, conv_y, conv_b = self.norm_layer, self.conv_y.conv, self.conv_b.conv
-        y = torch_view(jax_kernels.spatial_norm)(
-            _channels_last(f),
-            _channels_last(zq),
-            norm.weight,
-            norm.bias,
-            _matrix(conv_y),
-            conv_y.bias,
-            _matrix(conv_b),
-            conv_b.bias,
-            num_groups=norm.num_groups,
-            eps=norm.eps,
-            first_frame_alone=first_frame_is_alone(f.shape[2]),
-            split=self.split,
-        )
-        return _channels_first(y), {}
+        return _on_block(blocks.spatial_norm, self, f, zq, **_norm_options(self)), {}
 
 
-NORMS = (GroupNorm, SpatialNorm3D)
-
-
-class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
+class ResnetBlock3D(OnColumns, diffusers_vae.CogVideoXResnetBlock3D):
     """The residual block, in which a norm and a convolution run as one, by `jax_kernels.norm_conv3d`."""
 
-    parts: Parts = {  # noqa: RUF012 - read only
-        "norm1": NORMS,
-        "nonlinearity": (SiLU,),
-        "conv1": (CausalConv3d,),
-        "norm2": NORMS,
-        "conv2": (CausalConv3d,),
-    }
+    @property
+    def parts(self) -> Parts:
+        shortcut = {} if self.in_channels == self.out_channels else {"conv_shortcut": (SafeConv3d,)}
+        norms = dict.fromkeys(("norm1", "norm2"), (GroupNorm, SpatialNorm3D))
+        convolutions = dict.fromkeys(("conv1", "conv2"), (CausalConv3d,))
+        return {**norms, **convolutions, **shortcut, "nonlinearity": (SiLU,), "dropout": (nn.Dropout,)}
 
     @property
     def unsupported(self) -> str | None:
-        """What no kernel computes: dropout, and a causal convolution as the shortcut."""
+        """What no kernel computes: dropout, and norms with unlike settings."""
         if self.training and self.dropout.p > 0:
             return f"drops values by chance (p={self.dropout.p})"
-        return "has a causal convolution as its shortcut" if self.use_conv_shortcut else None
+        return None if _norm_options(self.norm1) == _norm_options(self.norm2) else "has two kinds of norms"
 
     def forward(
         self,
@@ -201,56 +175,9 @@ class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
         """
         if temb is not None or not runs_kernel(self, inputs):
             return super().forward(inputs, temb, zq, conv_cache)  # pyright: ignore[reportReturnType]
-        cache = conv_cache or {}
-        new_cache: Cache = {}
-        shortcut = inputs if self.in_channels == self.out_channels else self.conv_shortcut(inputs)
-        # The first convolution's kernel also returns the moments of its result, which the second norm needs.
-        hidden, new_cache["conv1"], column_moments = _normed_conv(
-            self.norm1, self.conv1, inputs, zq, cache.get("conv1")
+        return _on_block(
+            blocks.residual_block, self, inputs, zq, conv_cache or None, **_norm_options(self.norm1)
         )
-        hidden, new_cache["conv2"], _column_moments = _normed_conv(
-            self.norm2, self.conv2, hidden, zq, cache.get("conv2"), column_moments, residual=shortcut
-        )
-        return hidden, new_cache
-
-
-def _normed_conv(
-    norm: Any,
-    causal: Any,
-    hidden: torch.Tensor,
-    zq: Any,
-    conv_cache: torch.Tensor | None,
-    moments: Any = None,
-    *,
-    residual: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
-    """Run a norm, SiLU and a convolution as one kernel; return the result, the next cache and moments.
-
-    The moments are the result's, or None if no kernel has computed them. The argument `moments` are those of
-    `hidden`, if they are known.
-    """
-    conv = causal.conv
-    group_norm = norm  # the GroupNorm by itself, or, below, the one in a spatial norm
-    # For a spatial norm: the latents, then the kernel and the bias of their convolution to the norm's factors
-    # (y), then of that to its addends (b).
-    modulation: tuple[Any, ...] = ()
-    if isinstance(norm, SpatialNorm3D):
-        group_norm, conv_y, conv_b = norm.norm_layer, norm.conv_y.conv, norm.conv_b.conv
-        modulation = (_channels_last(zq), _matrix(conv_y), conv_y.bias, _matrix(conv_b), conv_b.bias)
-    y, new_cache, new_moments = torch_view(jax_kernels.norm_conv3d)(
-        _channels_last(hidden),
-        jax_kernels.NormParams(group_norm.weight, group_norm.bias, *modulation),
-        _taps_first(conv.weight),
-        conv.bias,
-        None if conv_cache is None else _channels_last(conv_cache),
-        moments,
-        num_groups=group_norm.num_groups,
-        eps=group_norm.eps,
-        first_frame_alone=first_frame_is_alone(hidden.shape[2]),
-        residual=None if residual is None else _channels_last(residual),
-        split=causal.split,
-    )
-    return _channels_first(y), None if new_cache is None else _channels_first(new_cache), new_moments
 
 
 class Upsample3D(OnColumns, CogVideoXUpsample3D):
@@ -261,15 +188,7 @@ class Upsample3D(OnColumns, CogVideoXUpsample3D):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if not runs_kernel(self, inputs):
             return super().forward(inputs)
-        y = torch_view(jax_kernels.upsample)(
-            _channels_last(inputs),
-            _taps_first(self.conv.weight),
-            self.conv.bias,
-            expand_time=self.compress_time,
-            first_frame_alone=first_frame_is_alone(inputs.shape[2]),
-            split=self.split,
-        )
-        return _channels_first(y)
+        return _on_block(blocks.upsample, self, inputs, expand_time=bool(self.compress_time))
 
 
 class Downsample3D(OnColumns, CogVideoXDownsample3D):
@@ -280,18 +199,10 @@ class Downsample3D(OnColumns, CogVideoXDownsample3D):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not runs_kernel(self, x):
             return super().forward(x)
-        y = torch_view(jax_kernels.downsample)(
-            _channels_last(x),
-            _taps_first(self.conv.weight),
-            self.conv.bias,
-            compress_time=self.compress_time,
-            first_frame_alone=first_frame_is_alone(x.shape[2]),
-            split=self.split,
-        )
-        return _channels_first(y)
+        return _on_block(blocks.downsample, self, x, compress_time=bool(self.compress_time))
 
 
-class CogVideoXDecoder3D(diffusers_vae.CogVideoXDecoder3D):
+class CogVideoXDecoder3D(OnColumns, diffusers_vae.CogVideoXDecoder3D):
     """The decoder, whose last norm, activation and convolution run as one kernel."""
 
     parts: Parts = {  # noqa: RUF012 - read only
@@ -312,18 +223,24 @@ class CogVideoXDecoder3D(diffusers_vae.CogVideoXDecoder3D):
         cache = conv_cache or {}
         new_cache: Cache = {}
         hidden, new_cache["conv_in"] = self.conv_in(sample, conv_cache=cache.get("conv_in"))
-        blocks = {f"up_block_{index}": block for index, block in enumerate(self.up_blocks)}
+        up_blocks = {f"up_block_{index}": block for index, block in enumerate(self.up_blocks)}
         uses_checkpointing = torch.is_grad_enabled() and self.gradient_checkpointing
-        for name, block in {"mid_block": self.mid_block, **blocks}.items():
+        for name, block in {"mid_block": self.mid_block, **up_blocks}.items():
             run_block: Any = block
             if uses_checkpointing:  # a backward pass then computes the block's activations again
                 run_block = functools.partial(self._gradient_checkpointing_func, block)  # pyright: ignore
             # diffusers' function for checkpointing takes no keywords: (hidden, temb, zq, conv_cache).
             hidden, new_cache[name] = run_block(hidden, temb, sample, cache.get(name))
-        hidden, new_cache["conv_out"], _column_moments = _normed_conv(
-            self.norm_out, self.conv_out, hidden, sample, cache.get("conv_out")
+        conv_cache = cache.get("conv_out")
+        y, out_cache, _moments = torch_view(blocks.normed_conv)(
+            _params(self.norm_out),
+            _params(self.conv_out),
+            *(None if x is None else _channels_last(x) for x in (hidden, sample, conv_cache)),
+            **_norm_options(self.norm_out),
+            split=self.split,
         )
-        return hidden, new_cache
+        new_cache["conv_out"] = _channels_first(out_cache)
+        return _channels_first(y), new_cache
 
 
 PORTED: dict[type[nn.Module], type[nn.Module]] = {
