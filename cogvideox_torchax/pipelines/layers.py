@@ -2,7 +2,7 @@
 
 Plain torch tensors run the inherited forward, torchax tensors run a kernel of `jax_kernels`, unless somebody
 has replaced a method of the inherited class (`runtime.stock`). `torch_view` turns a kernel, a function of JAX
-arrays, into a function of tensors. A program is traced from its own copy of the network, which may be changed.
+arrays, into a function of tensors. A program is traced from its own copy of the network, which may change.
 
 Axis letters: N videos, S positions of a sequence (text first, then patches), C channels, H heads, D channels
 of a head.

@@ -252,12 +252,8 @@ class KnownNetwork(CompiledNetwork):
         return runtime.programs_of(self).get(getattr(network, "form", None), network, self._compile_for)
 
     def _compile_for(self, network: Any) -> runtime.Program | None:
-        change = change_in(self)
-        if change is not None:
-            words = f"{self.component}: {change}: it is compiled as it is, without the joined sequence"
-            runtime.warn_once(self, f"{words}, so a call takes longer")
-            if network.is_for_stock:
-                return None
+        if not self.is_stock() and network.is_for_stock:
+            return None
         if self.mesh is None:
             return runtime.Program(network)
         types = SPLIT_LAYERS
@@ -266,6 +262,14 @@ class KnownNetwork(CompiledNetwork):
             # text and patches to one sequence (`joined`).
             types = (Block,) if network.joined else ()
         return runtime.Program(network, replace(self.placement, types=types))
+
+    def is_stock(self) -> bool:
+        """Return whether this network is as its library ships it; if not, log the first change once."""
+        change = change_in(self)
+        if change is not None:
+            slower = "so it is compiled as it is, and takes longer"
+            runtime.warn_once(self, f"{self.component}: {change}, {slower}")
+        return change is None
 
     def described_program(self, tensors: "TensorSpecs") -> tuple[runtime.Program, "TensorSpecs"]:
         return self.program, tensors

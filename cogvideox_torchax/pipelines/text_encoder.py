@@ -43,7 +43,7 @@ class T5EncoderModel(KnownNetwork, TransformersT5Encoder):
         inputs_embeds: torch.Tensor | None = None,
         **options: Any,
     ) -> Any:
-        """Encode by a program if the weights are on JAX and no option is set; else run transformers' forward."""
+        """Encode by a program if weights are on JAX and no option is set; else by transformers' forward."""
         in_pytorch = not runtime.is_on_jax(self)
         if in_pytorch or any(value is not None for value in options.values()):
             # Weights on JAX need torchax on, which runs the forward operation by operation.

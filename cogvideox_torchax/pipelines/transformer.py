@@ -179,7 +179,7 @@ class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # A forward that somebody has put into diffusers' class may take other arguments than `_step`.
         is_replaced = replaced_method(DiffusersTransformer, "forward") is not None
-        if is_replaced and self.step_cache is None:
+        if is_replaced and self.step_cache is None and not self.is_stock():
             return self.run_as_it_is(DiffusersTransformer.forward, *args, **kwargs)
         return self._step(*args, **kwargs)
 

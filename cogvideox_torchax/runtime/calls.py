@@ -5,9 +5,9 @@ value for example, runs operation by operation, with the same result.
 
 A call's arguments are a tree of tuples, lists, dictionaries and classes that torch knows as containers. Its
 *leaves* are the other objects, numbered by their *position*. The leaves that are tensors or floats are
-arguments of the program. All other leaves, such as integers, are constants in it: together with the method and
-the tree they are the call's *form*, and each form has a program of its own. A float is a constant too if the
-method has to know its value, as it branches on it, looks it up or formats it.
+arguments of the program. All other leaves, such as integers, are constants in it: together with the method
+and the tree they are the call's *form*, and each form has a program of its own. A float is a constant too if
+the method has to know its value, as it branches on it, looks it up or formats it.
 
 A tensor *of the host* is a plain one, PyTorch's own; a tensor *on JAX* is torchax's. A model that is called
 has its weights on JAX.
@@ -351,17 +351,17 @@ def _run_compiled(model: nn.Module, method: Method, leaves: list[Any], structure
     arrays = {position for position, leaf in enumerate(leaves) if not isinstance(leaf, VALUES)}
     floats = {position for position, leaf in enumerate(leaves) if type(leaf) is float}
     reads_floats = _READS_FLOATS.setdefault(model, set())
+    form = _Form.of(method, structure, leaves, arrays)  # with floats as constants
     if floats and method not in reads_floats:
         try:
-            return _run_form(
-                model, _Form.of(method, structure, leaves, arrays | floats), leaves, place
-            ).tree()
+            with_floats = _Form.of(method, structure, leaves, arrays | floats)
+            return _run_form(model, with_floats, leaves, place).tree()
         except (UntraceableError, *TRACING_ERRORS):
-            # Maybe as a float was a tensor. The next call need not try again, if it is no error of the method.
-            result = _run_form(model, _Form.of(method, structure, leaves, arrays), leaves, place).tree()
+            # Maybe as a float was not known. If it works with a constant, the next call does so at once.
+            result = _run_form(model, form, leaves, place).tree()
             reads_floats.add(method)
             return result
-    return _run_form(model, _Form.of(method, structure, leaves, arrays), leaves, place).tree()
+    return _run_form(model, form, leaves, place).tree()
 
 
 TRACING_ERRORS = (

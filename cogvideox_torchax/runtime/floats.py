@@ -28,9 +28,9 @@ def _reading(name: str) -> Callable[..., Any]:
 class TracedFloat:
     """A float whose value is not known while a program is traced.
 
-    Arithmetic with numbers gives another one, and a function of torch takes it as a tensor. Whatever needs its
-    value or its type (a comparison, a branch, a look-up, a format, `isinstance`) raises `FloatReadError`, and
-    is noted in `reads`, as the method may catch the error.
+    Arithmetic with numbers gives another one, and a function of torch takes it as a tensor. Whatever needs
+    its value or its type (a comparison, a branch, a look-up, a format, `isinstance`) raises `FloatReadError`,
+    and is noted in `reads`, as the method may catch the error.
 
     Args:
         array: a JAX array without axes.

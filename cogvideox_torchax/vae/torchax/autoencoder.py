@@ -314,9 +314,8 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         change = change_in(network)
         if change is not None:
             on_mesh = "" if self.mesh is None else ", and a mesh splits videos alone, not their width"
-            runtime.warn_once(
-                self, f"vae: {change}: what is around it runs without fused kernels, so more slowly{on_mesh}"
-            )
+            slower = "so what is around it runs by diffusers' own forward, and takes longer"
+            runtime.warn_once(self, f"vae: {change}, {slower}{on_mesh}")
         if runtime.is_on_torchtpu(network):
             return runtime.TorchTPUProgram(network)
         if self.mesh is None:
