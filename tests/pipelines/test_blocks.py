@@ -14,6 +14,7 @@ from cogvideox_torchax.pipelines.layers import AttnProcessor
 from cogvideox_torchax.pipelines.sharding import CONTEXT, TENSOR, choose_parallelism
 from cogvideox_torchax.pipelines.transformer import TransformerStep, step_tensors
 from cogvideox_torchax.plan import hlo
+from cogvideox_torchax.runtime.models import PROGRAMS
 from cogvideox_torchax.vae.tolerances import BFLOAT16_RMS_RATIO, relative_error, rms_error
 from tests import small_pipelines
 from tests.reference import compiled_plan
@@ -213,7 +214,7 @@ def test_a_processor_that_writes_to_itself_is_compiled_once():
     model.set_attn_processor(processor)
     for _ in range(2):
         assert relative_error(step(model), reference("2b")) < TOLERANCE
-    assert model.program.compilations == 1
+    assert [len(kept) for kept in vars(model)[PROGRAMS]._kept.values()] == [1, 1]
     assert processor.seen == {"all": [types.SimpleNamespace(last=None)]}
 
 
@@ -228,13 +229,7 @@ def test_rotary_tables_of_another_size_are_refused(joined, positions):
         step(model, image_rotary_emb=(table, table))
 
 
-@pytest.mark.parametrize(
-    ("part", "split"),
-    [
-        *((part, "2x4 context") for part in ("attn1.to_q", "ff", "attn1")),
-        ("attn1", "one device"),
-    ],
-)
+@pytest.mark.parametrize(("part", "split"), [("attn1", "2x4 context"), ("attn1.to_q", "one device")])
 def test_a_hook_on_a_part_inside_acts_and_sees_what_diffusers_shows_there(part, split):
     def twice(module, args, result):
         seen.append(jax.tree.map(lambda part: part.shape, result))

@@ -150,7 +150,7 @@ def with_lora(*names):
 
 BLOCK = "transformer_blocks.0"
 TRANSFORMER_CHANGES = {
-    "a hook on a projection": (hooked(f"{BLOCK}.attn1.to_q"), f"{BLOCK}.attn1.to_q has a hook"),
+    "a hook on a projection": (hooked(f"{BLOCK}.attn1.to_v"), f"{BLOCK}.attn1.to_v has a hook"),
     "a hook with keywords": (hooked(f"{BLOCK}.attn1", with_kwargs=True), f"{BLOCK}.attn1 has a hook"),
     "a hook before a norm": (hooked_before(f"{BLOCK}.norm1"), f"{BLOCK}.norm1 has a hook"),
     "a hook on a block": (hooked(BLOCK), f"{BLOCK} has a hook"),
@@ -238,6 +238,17 @@ VAE_CHANGES = {
     },
 }
 
+ENCODER_CHANGES = {
+    "a hook inside a downsampler": (
+        hooked("encoder.down_blocks.0.downsamplers.0.conv"),
+        "encoder.down_blocks.0.downsamplers.0.conv has a hook",
+    ),
+    "a LoRA": (
+        with_lora("encoder.conv_out.conv", "encoder.down_blocks.0.downsamplers.0.conv"),
+        "encoder.down_blocks.0.downsamplers.0 has a Conv2d as its conv",
+    ),
+}
+
 LAYER = "encoder.block.0.layer.0"
 TEXT_CHANGES = {
     "a hook": (hooked(f"{LAYER}.SelfAttention.q"), f"{LAYER}.SelfAttention.q has a hook"),
@@ -279,6 +290,7 @@ def ported_encoder(**options):
 NETWORKS = {
     "transformer": (stock, ported, step, TRANSFORMER_CHANGES, 1e-5),
     "vae": (small_pipelines.vae, ported_vae, decoded, VAE_CHANGES, 2e-5),
+    "vae, encoding": (small_pipelines.vae, ported_vae, encoded, ENCODER_CHANGES, 2e-5),
     "text encoder": (
         functools.partial(small_pipelines.text_encoder, num_layers=1),
         ported_encoder,
@@ -409,8 +421,7 @@ def test_a_method_of_a_pipeline_replaced_after_the_port_acts_as_in_pytorch():
 
 def test_a_cache_beside_a_replaced_method_acts_as_in_pytorch():
     results = []
-    for make in (stock, ported):
-        model = make()
+    for model in (test_blocks.stock(), ported(test_blocks.stock())):
         model.enable_cache(FirstBlockCacheConfig(threshold=10.0))
         with replaced(transformer_classes.FeedForward), model.cache_context("cond"):
             results.append(torch.stack([step(model) for _ in range(2)]))
