@@ -9,12 +9,7 @@ from cogvideox_torchax import runtime
 from cogvideox_torchax.backends.base import Backend, Recorder
 from cogvideox_torchax.vae.axes import NTHWC
 from cogvideox_torchax.vae.directions import Direction
-from cogvideox_torchax.vae.nnx.autoencoder import (
-    FlaxAutoencoderKLCogVideoX,
-    Network,
-    RecordedLayers,
-    compiled,
-)
+from cogvideox_torchax.vae.nnx.autoencoder import FlaxAutoencoderKLCogVideoX
 from cogvideox_torchax.vae.nnx.config import FlaxAutoencoderKLCogVideoXConfig
 from cogvideox_torchax.vae.nnx.wrapper import FlaxVAEForPipelines, to_array, to_tensor
 
@@ -40,13 +35,13 @@ class Flax(Backend):
 
     def recorder(self, direction: Direction, wanted: Callable[[str], Any]) -> Recorder:
         # For `verify`, which compares the results of layers: those for whose name `wanted` is true.
-        # `Network.split` takes a Flax module apart into a pure function and its weights, and `compiled`
-        # returns the program of that function.
-        network, weights = Network.split(RecordedLayers(self.vae.flax_vae.chunk(direction), wanted))
-        step = compiled(network).step(weights)
+        step = self.vae.flax_vae.step(direction, records=True)
 
         def record(chunk: torch.Tensor, cache: Any) -> tuple[dict[str, torch.Tensor], Any]:
             outputs, cache = step(to_array(chunk), cache)
-            return {name: runtime.to_torch(to_tensor(output)) for name, output in outputs.items()}, cache
+            tensors = {
+                name: runtime.to_torch(to_tensor(output)) for name, output in outputs.items() if wanted(name)
+            }
+            return tensors, cache
 
         return record
