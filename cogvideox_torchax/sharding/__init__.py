@@ -1,7 +1,7 @@
-"""The dp x tp mesh: `placement` shards a VAE's arrays, `processes` serves a mesh of several processes."""
+"""The dp x tp mesh: `places` runs programs on it, `processes` serves a mesh of several processes."""
 
 from cogvideox_torchax.sharding.mesh import Parallel, check_mesh, make_mesh
-from cogvideox_torchax.sharding.placement import BatchPlacement, MeshPlace, PaddedChunk, Placement, spread
+from cogvideox_torchax.sharding.places import BatchPlacement, MeshPlace, spread
 from cogvideox_torchax.sharding.processes import (
     TIMEOUT,
     Exchange,
@@ -20,9 +20,7 @@ __all__ = [
     "BatchPlacement",
     "Exchange",
     "MeshPlace",
-    "PaddedChunk",
     "Parallel",
-    "Placement",
     "ProcessError",
     "check_all_take_part",
     "check_mesh",

@@ -9,11 +9,12 @@ import pytest
 import torch
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from cogvideox_torchax import make_mesh, port, runtime, sharding
+from cogvideox_torchax import make_mesh, port, runtime
 from cogvideox_torchax.backends import backend
 from cogvideox_torchax.runtime.programs import Program
 from cogvideox_torchax.vae.axes import HWNTC, NTHWC
 from cogvideox_torchax.vae.directions import DECODE, ENCODE
+from cogvideox_torchax.vae.placement import Placement
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
 from tests import reference
 
@@ -176,13 +177,13 @@ def test_a_batch_that_dp_does_not_divide_is_split_by_width_and_gathers_nothing(s
 )
 def test_a_batch_is_split_by_videos_and_one_video_by_width(shape, spec):
     mesh = make_mesh(2, 4)
-    assert sharding.Placement(mesh).spec(shape) == PartitionSpec(*spec)
-    channels_last = sharding.Placement(mesh, NTHWC).spec((*shape[:1], *shape[2:], shape[1]))
+    assert Placement(mesh).spec(shape) == PartitionSpec(*spec)
+    channels_last = Placement(mesh, NTHWC).spec((*shape[:1], *shape[2:], shape[1]))
     assert channels_last == PartitionSpec(*spec[:1], *spec[2:], spec[1])
 
 
 def test_a_result_whose_width_does_not_divide_is_split_by_another_axis_or_refused():
-    placement = sharding.Placement(make_mesh(1, 8))
+    placement = Placement(make_mesh(1, 8))
     for shape, axis in (((1, 3, 8, 480, 720), 4), ((1, 32, 2, 64, 90), 3), ((1, 32, 2, 60, 90), 1)):
         assert placement.result_spec(shape)[axis] == "tp"
     with pytest.raises(ValueError, match="multiple of 8"):
