@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from cogvideox_torchax.cli import stages
 from cogvideox_torchax.files import faults, latents as latent_files, video
 from cogvideox_torchax.files.models import INDEX, locate, read_json
-from cogvideox_torchax.pipelines import stages
 from cogvideox_torchax.runtime import to_torch, without_torchax
 
 TEXT, IMAGE, VIDEO, CONTROL = "text", "image", "video", "control"
