@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cogvideox_torchax.backends import Use, names
+from cogvideox_torchax.backends import names
 from cogvideox_torchax.cli import options
 from cogvideox_torchax.files import faults, reports, whole
 from cogvideox_torchax.pipelines import cache_options
@@ -70,7 +70,7 @@ COMMAND = options.Command(
             "--tp", group="chips", type=int, default=1, help="mesh: devices that a width is split over"
         ),
         options.Option(
-            "--backend", group="program", choices=names(Use.PLAN), default="torchax", help="whose programs"
+            "--backend", group="program", choices=names("plan"), default="torchax", help="whose programs"
         ),
         options.Option(
             "--tiling",

@@ -67,8 +67,8 @@ def eight(shallow_vae, build):
 
 def test_a_backend_runs_chunks_over_the_mesh_of_its_model(shallow_vae, build, eight):
     z, _ = inputs(5 if build == "torchax" else 3, 1, 90)  # two chunks by one of the builds
-    chunks = list(backend(build)(eight).chunks(DECODE, z))
-    assert runtime.is_on_jax(backend("torchax")(port(copy.deepcopy(shallow_vae))).vae)
+    chunks = list(backend(build).of(eight).chunks(DECODE, z))
+    assert runtime.is_on_jax(backend("torchax").of(port(copy.deepcopy(shallow_vae))).vae)
     assert {local_share(chunk) for chunk in chunks} == {1 / 8}
     found = torch.cat([runtime.to_torch(chunk) for chunk in chunks], 2)
     assert relative_error(found, reference.decoded(shallow_vae, z)) < FLOAT32_RELATIVE
