@@ -134,26 +134,30 @@ COMMAND = options.Command(
 
 def run(args: argparse.Namespace) -> None:
     """Generate a video, from a prompt or from the stage of an earlier run, and print the report."""
-    # Raises a `ValueError` with the first message whose condition is true.
     faults.refuse(
-        {
+        (
+            args.distributed,
             "generate runs as one process, on the devices of one host: leave out --distributed, and start it "
             "on each host with a prompt of its own; several processes can decode latents of --save-stages "
-            "(cogvideox-torchax decode --distributed)": args.distributed,
-            "--from-stage needs the stages' directory: pass --save-stages DIR": (
-                args.from_stage and not args.save_stages
-            ),
-            f"cannot write {args.preview}: a preview goes into a .png file": (
-                args.preview and not args.preview.endswith(".png")
-            ),
-            # With the stage "latents", `_load_latents_stage` refuses this option with all others of sampling.
-            f"got --strength {args.strength} without a video to start from: pass --video, or leave it out": (
-                args.strength is not None and not args.video and args.from_stage != stages.LATENTS
-            ),
-            f"got --lora-scale {args.lora_scale} without a LoRA: pass --lora, or leave it out": (
-                args.lora_scale is not None and not args.lora and args.from_stage != stages.LATENTS
-            ),
-        }
+            "(cogvideox-torchax decode --distributed)",
+        ),
+        (
+            args.from_stage and not args.save_stages,
+            "--from-stage needs the stages' directory: pass --save-stages DIR",
+        ),
+        (
+            args.preview and not args.preview.endswith(".png"),
+            f"cannot write {args.preview}: a preview goes into a .png file",
+        ),
+        # With the stage "latents", `_load_latents_stage` refuses these options with all others of sampling.
+        (
+            args.strength is not None and not args.video and args.from_stage != stages.LATENTS,
+            f"got --strength {args.strength} without a video to start from: pass --video, or leave it out",
+        ),
+        (
+            args.lora_scale is not None and not args.lora and args.from_stage != stages.LATENTS,
+            f"got --lora-scale {args.lora_scale} without a LoRA: pass --lora, or leave it out",
+        ),
     )
     if args.preview:
         whole.check_file(args.preview)
