@@ -1,69 +1,150 @@
-"""The list of backends. A new backend is an entry here, and a file that defines its `Backend`."""
+"""The backends, which are ways to run the VAE, as a table. A new backend is an entry in it.
+
+A *build* is a file of this package: `modules` is of PyTorch's modules, diffusers' own or ported, and `flax`
+is the Flax build. Each has the class that loads a model, and functions of the same names.
+"""
 
 import importlib
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Callable, Iterator, Set as AbstractSet
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
-from cogvideox_torchax.backends.base import Backend
+import torch
 
-__all__ = ["Backend", "BackendError", "Use", "backend", "names"]
+from cogvideox_torchax import runtime
+from cogvideox_torchax.vae.axes import NCTHW, NTHWC, Axes
+from cogvideox_torchax.vae.checkpoint import locate_vae
+from cogvideox_torchax.vae.directions import ENCODE, Direction
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+Use = Literal["run", "verify", "plan"]
+"""A use of a backend: to run a VAE, to be compared by `verify`, or to be planned by `plan`."""
+
+Recorder = Callable[[torch.Tensor, Any], tuple[dict[str, torch.Tensor], Any]]
+"""A function that runs a chunk and records layers: (chunk, cache) -> (outputs, next cache).
+
+The outputs are those of the layers, as plain tensors, by the layers' names in diffusers. The cache is None
+for a video's first chunk.
+"""
 
 
 class BackendError(ValueError):
     """An error for a backend that is unknown or not installed; the message says what to do."""
 
 
-class Use(Enum):
-    """A use of a backend: to run a VAE, to be compared by `verify`, or to be planned by `plan`."""
-
-    RUN = "run"
-    VERIFY = "verify"
-    PLAN = "plan"
-
-
 @dataclass(frozen=True)
-class _Entry:
-    """A backend, whose class is imported when somebody asks for it.
+class Backend:
+    """A backend; `load`, `from_native` and `of` return it with a VAE to run.
 
     Attributes:
-        module: the module of this package that has the class.
-        attribute: the name of the class.
+        build: the file of this package that has the backend's functions.
         uses: what the backend may be used for.
-        extra: the extra of `cogvideox-torchax` that the backend needs; None if it needs none.
+        stock: whether it runs diffusers' own modules.
+        on_jax: whether JAX compiles it, so that it runs on a mesh too.
+        axes: the order of the axes of the chunks that `program` takes.
+        vae: the model, with diffusers' interface: `encode(x).latent_dist` and `decode(z).sample`, in NCTHW;
+            None before one is loaded.
     """
 
-    module: str
-    attribute: str
-    uses: frozenset[Use]
-    extra: str | None = None
+    build: str
+    uses: AbstractSet[Use]
+    stock: bool = False
+    on_jax: bool = True
+    axes: Axes = NCTHW
+    vae: Any = None
+
+    @property
+    def functions(self) -> Any:
+        """The file of the backend's build."""
+        return importlib.import_module(f"{__name__}.{self.build}")
+
+    def load(self, model: str, dtype: torch.dtype, mesh: "Mesh | None" = None) -> "Backend":
+        """Load a VAE, alone or from a whole pipeline, and run it on a mesh if there is one.
+
+        Args:
+            model: a local directory or a hub id.
+            dtype: the dtype of the weights.
+            mesh: a mesh of `make_mesh`, or None.
+
+        Raises:
+            ModelError: a file is missing or wrong; this `ValueError` says what to do.
+        """
+        vae = self.functions.VAE.from_pretrained(locate_vae(model), torch_dtype=dtype)
+        if mesh is not None:
+            vae.place_on(mesh)
+        return self.of(vae)
+
+    def from_native(self, native: Any) -> "Backend":
+        """Return this backend with the weights of a VAE in PyTorch, of diffusers' class or ported."""
+        return self.of(self.functions.from_native(native, self.stock))
+
+    def of(self, vae: Any) -> "Backend":
+        """Return this backend with a model of its class; where JAX compiles it, put its weights on JAX."""
+        if self.on_jax:
+            runtime.put_weights(vae)
+        return replace(self, vae=vae)
+
+    def program(self, vae: Any, direction: Direction) -> Any:
+        """Return the program of a direction's chunks, which `plan` compiles ahead of time.
+
+        The program is for the config, dtype and mesh of `vae`, which has no weights (see `plan.jobs`).
+        """
+        return self.functions.program(vae, direction, self.stock)
+
+    def put(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a plain tensor where the model takes it: on JAX if its weights are tensors there."""
+        return runtime.to_jax(x) if runtime.is_on_jax(self.vae) else x
+
+    def run(self, direction: Direction, x: torch.Tensor) -> torch.Tensor:
+        """Encode a video to its posterior, or decode latents; return a plain tensor."""
+        placed = self.put(x)
+        if direction == ENCODE:
+            # The parameters of a posterior are its mean, then its log-variance, side by side in the channels.
+            return runtime.to_torch(self.vae.encode(placed).latent_dist.parameters)
+        return runtime.to_torch(self.vae.decode(placed).sample)
+
+    def chunks(self, direction: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Return an iterator over the results of a video's chunks; the results stay on the device."""
+        # Imported here, because it imports JAX, which the list of backends does without.
+        from cogvideox_torchax.vae.streaming import frames_of_chunks
+
+        chunks = frames_of_chunks(self.vae, direction, self.put(x))
+        results = self.functions.stock_results if self.stock else type(self.vae).results
+        return results(self.vae, direction, chunks)
+
+    def recorder(self, direction: Direction, wanted: Callable[[str], Any]) -> Recorder:
+        """Return the function that runs a chunk and records each layer for which `wanted(name)` is true."""
+        return self.functions.recorder(self.vae, direction, wanted)
 
 
-_REGISTRY = {
-    "torch": _Entry("native", "Torch", frozenset({Use.RUN, Use.VERIFY})),
-    "torchax-stock": _Entry("torchax", "TorchaxStock", frozenset({Use.PLAN})),
-    "torchax": _Entry("torchax", "Torchax", frozenset(Use)),
-    "flax": _Entry("flax", "Flax", frozenset(Use), extra="flax"),
+_TABLE = {
+    "torch": Backend("modules", {"run", "verify"}, stock=True, on_jax=False),
+    "torchax-stock": Backend("modules", {"plan"}, stock=True),
+    "torchax": Backend("modules", {"run", "verify", "plan"}),
+    "flax": Backend("flax", {"run", "verify", "plan"}, axes=NTHWC),
 }
 
 
 def names(use: Use) -> tuple[str, ...]:
     """Return the names of the backends that may be used for this."""
-    return tuple(name for name, entry in _REGISTRY.items() if use in entry.uses)
+    return tuple(name for name, entry in _TABLE.items() if use in entry.uses)
 
 
-def backend(name: str) -> type[Backend]:
-    """Return a backend's class by its name.
+def backend(name: str) -> Backend:
+    """Return a backend by its name.
 
     Raises:
         BackendError: there is no such backend, or its packages are not installed.
     """
-    if name not in _REGISTRY:
-        raise BackendError(f"unknown backend {name!r}: one of {', '.join(_REGISTRY)}")
-    entry = _REGISTRY[name]
+    if name not in _TABLE:
+        raise BackendError(f"unknown backend {name!r}: one of {', '.join(_TABLE)}")
     try:
-        return getattr(importlib.import_module(f"{__name__}.{entry.module}"), entry.attribute)
+        _TABLE[name].functions  # noqa: B018 - imports the file, whose packages may be missing
     except ImportError as error:
-        install = f"pip install 'cogvideox-torchax[{entry.extra}]'" if entry.extra else "install it again"
+        install = "pip install 'cogvideox-torchax[flax]'" if name == "flax" else "install it again"
         raise BackendError(
             f"the {name} backend is not installed ({error}): {install}, or leave {name} out"
         ) from error
+    return _TABLE[name]

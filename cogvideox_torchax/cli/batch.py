@@ -34,21 +34,18 @@ def _check_output(path: str) -> None:
     suffix = Path(path).suffix.lower()
     file_suffixes = (*formats.SUFFIXES.values(), ".mp4", ".gif")  # of latents, and of videos
     is_file_name = suffix in file_suffixes and not Path(path).is_dir()
-    refuse(path, {f"many clips go into a directory: give a name without {suffix}": is_file_name})
+    refuse(path, (is_file_name, f"many clips go into a directory: give a name without {suffix}"))
 
 
 def encode(args: argparse.Namespace) -> int:
     """Encode the clips that the output directory lacks; return 1 if some cannot be encoded, else 0."""
     keeps_no_sample = args.keep in (None, clip.POSTERIOR, clip.MEAN)  # None is the default, the posterior
     on_ray = args.ray is not None
-    # Raises a `ValueError` with the first message whose condition is true.
     faults.refuse(
-        {
-            "--seed draws samples: add --keep sample, or both": args.seed is not None and keeps_no_sample,
-            "--actors is for Ray: add --ray": args.actors and not on_ray,
-            "Ray deals out the clips itself: leave out --distributed": args.distributed and on_ray,
-            "Ray reads the clips itself: leave out --workers": args.workers and on_ray,
-        }
+        (args.seed is not None and keeps_no_sample, "--seed draws samples: add --keep sample, or both"),
+        (args.actors and not on_ray, "--actors is for Ray: add --ray"),
+        (args.distributed and on_ray, "Ray deals out the clips itself: leave out --distributed"),
+        (args.workers and on_ray, "Ray reads the clips itself: leave out --workers"),
     )
     _check_output(args.output)
     clips = sources.clips(args.video)

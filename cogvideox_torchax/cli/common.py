@@ -79,7 +79,13 @@ def load_vae(model: str, backend: str, dtype: str, mesh: Any = None) -> Any:
 
 
 def device_name(backend: str) -> str:
-    return backends.backend(backend).device()
+    """Return the name of a backend's devices, such as "2 x TPU v6 lite"; one device has no number."""
+    if not backends.backend(backend).on_jax:
+        return "cpu"
+    import jax
+
+    first, *others = jax.devices()
+    return f"{len(others) + 1} x {first.device_kind}" if others else first.device_kind
 
 
 # Clips

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> None:
     """Compile the programs that encode and decode each size into JAX's cache, and report the seconds."""
     import jax
 
-    if not backends.backend(args.backend).compiled_by_jax:
+    if not backends.backend(args.backend).on_jax:
         raise ValueError(f"--backend {args.backend} has no compile cache: take torchax or flax")
     runtime.configure_compile_cache()
     cache = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]

@@ -23,7 +23,7 @@ def _check_options(args: argparse.Namespace, *, needing_mesh: tuple[str, ...]) -
     """Raise `ValueError` for options of several devices or processes that would have no effect."""
     # `needing_mesh` has names of options, such as "dp". If one is given, the backend must run on a mesh.
     for name in needing_mesh:
-        if getattr(args, name) and not backends.backend(args.backend).runs_on_mesh:
+        if getattr(args, name) and not backends.backend(args.backend).on_jax:
             raise ValueError(
                 f"--backend {args.backend} runs on one device: leave out --{name}, or take torchax"
             )

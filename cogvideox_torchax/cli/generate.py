@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax import runtime
-from cogvideox_torchax.cli import common, devices, options
+from cogvideox_torchax.cli import common, devices, generation, options, preview, stages
 from cogvideox_torchax.files import faults, latents as latent_files, video, whole
-from cogvideox_torchax.pipelines import cache_options, generate, preview, stages
+from cogvideox_torchax.pipelines import cache_options
 from cogvideox_torchax.vae import memory
 
 FPS, FPS_OF_1_5 = Fraction(8), Fraction(16)
@@ -134,26 +134,30 @@ COMMAND = options.Command(
 
 def run(args: argparse.Namespace) -> None:
     """Generate a video, from a prompt or from the stage of an earlier run, and print the report."""
-    # Raises a `ValueError` with the first message whose condition is true.
     faults.refuse(
-        {
+        (
+            args.distributed,
             "generate runs as one process, on the devices of one host: leave out --distributed, and start it "
             "on each host with a prompt of its own; several processes can decode latents of --save-stages "
-            "(cogvideox-torchax decode --distributed)": args.distributed,
-            "--from-stage needs the stages' directory: pass --save-stages DIR": (
-                args.from_stage and not args.save_stages
-            ),
-            f"cannot write {args.preview}: a preview goes into a .png file": (
-                args.preview and not args.preview.endswith(".png")
-            ),
-            # With the stage "latents", `_load_latents_stage` refuses this option with all others of sampling.
-            f"got --strength {args.strength} without a video to start from: pass --video, or leave it out": (
-                args.strength is not None and not args.video and args.from_stage != stages.LATENTS
-            ),
-            f"got --lora-scale {args.lora_scale} without a LoRA: pass --lora, or leave it out": (
-                args.lora_scale is not None and not args.lora and args.from_stage != stages.LATENTS
-            ),
-        }
+            "(cogvideox-torchax decode --distributed)",
+        ),
+        (
+            args.from_stage and not args.save_stages,
+            "--from-stage needs the stages' directory: pass --save-stages DIR",
+        ),
+        (
+            args.preview and not args.preview.endswith(".png"),
+            f"cannot write {args.preview}: a preview goes into a .png file",
+        ),
+        # With the stage "latents", `_load_latents_stage` refuses these options with all others of sampling.
+        (
+            args.strength is not None and not args.video and args.from_stage != stages.LATENTS,
+            f"got --strength {args.strength} without a video to start from: pass --video, or leave it out",
+        ),
+        (
+            args.lora_scale is not None and not args.lora and args.from_stage != stages.LATENTS,
+            f"got --lora-scale {args.lora_scale} without a LoRA: pass --lora, or leave it out",
+        ),
     )
     if args.preview:
         whole.check_file(args.preview)
@@ -183,7 +187,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _frame_rate_of(model: str) -> Fraction:
     # The transformer of CogVideoX 1.5 alone joins frames to patches.
-    return FPS_OF_1_5 if generate.config_of(model, "transformer/config.json").get("patch_size_t") else FPS
+    return FPS_OF_1_5 if generation.config_of(model, "transformer/config.json").get("patch_size_t") else FPS
 
 
 def _vae_for(args: argparse.Namespace, latents: latent_files.Latents) -> Any:
@@ -210,7 +214,7 @@ def _load_latents_stage(args: argparse.Namespace) -> latent_files.Latents:
     if not path.is_file():
         raise stages.StageError(f"there is no stage {path}: resume from 'text'")
     latents = latent_files.load(path)
-    latents.check_model(generate.config_of(args.model, generate.VAE_CONFIG))  # by the JSON file alone
+    latents.check_model(generation.config_of(args.model, generation.VAE_CONFIG))  # by the JSON file alone
     return latents
 
 
@@ -252,24 +256,24 @@ def _sample_latents(args: argparse.Namespace) -> tuple[Any, latent_files.Latents
     # An earlier run's embeddings. Here --from-stage is "text": with "latents" nothing is sampled.
     saved_text = stages.load_text(args.save_stages) if args.from_stage else None
     # A description of the model by its configs. The weights are loaded after all checks.
-    model = generate.describe(args.model, image=args.image is not None, clip=args.video is not None)
+    model = generation.describe(args.model, image=args.image is not None, clip=args.video is not None)
     if saved_text is not None:
         saved_text.check_model(model.fingerprint)
     request = stages.request_from_options(vars(args), model.size, saved_text)
     dtype = common.parse_dtype(request.dtype)
-    generate.check(request, model)
+    generation.check(request, model)
     memory.check_tiling(args.tiling, model.spatial_compression_ratio)
     cache_config = None
     if args.cache:  # before the weights are loaded, so that a wrong --cache is refused at once
         cache_config = cache_options.config_of(
             args.cache,
-            steps=generate.steps_of(request, model),
+            steps=generation.steps_of(request, model),
             guided=request.guidance_scale > 1,  # a scale of 1 or less is no guidance
             timestep=lambda: pipe.current_timestep,  # of `pipe` below: it is called while that runs
         )
-    scheduler = generate.scheduler_of(args.scheduler, model) if args.scheduler else None
-    lora = generate.lora_path(args.lora, model) if args.lora else None
-    pipe = generate.load_generator(
+    scheduler = generation.scheduler_of(args.scheduler, model) if args.scheduler else None
+    lora = generation.lora_path(args.lora, model) if args.lora else None
+    pipe = generation.load_generator(
         model,
         dtype,
         mesh,
@@ -284,10 +288,10 @@ def _sample_latents(args: argparse.Namespace) -> tuple[Any, latent_files.Latents
     directory = Path(args.save_stages) if args.save_stages else None
     # Called with the latents after each step, to write a picture of them.
     write_preview = preview.preview_writer(pipe.vae, args.preview, common.say) if args.preview else None
-    generation = generate.Generation(pipe, model, request, directory, write_preview)
+    running = generation.Generation(pipe, model, request, directory, write_preview)
     # The keys are names of the pipeline's arguments.
-    embeddings: dict[str, Any] = generation.encode_text() if saved_text is None else dict(saved_text.tensors)
-    latents = replace(generation.sample(embeddings), fps=args.fps)
+    embeddings: dict[str, Any] = running.encode_text() if saved_text is None else dict(saved_text.tensors)
+    latents = replace(running.sample(embeddings), fps=args.fps)
     if directory is not None:
         latent_files.save(latents, stages.path_of(directory, stages.LATENTS))
     if args.cache:

@@ -163,7 +163,7 @@ frame_rate = argument(video.frame_rate)
 def model_options(default: str = "the small bundled model") -> tuple[Option, ...]:
     """Return the options of a command that runs a model; `default` is help's name of the default model."""
     model = f"a CogVideoX VAE or a whole pipeline, as a directory or a hub id (default: {default})"
-    names, dtypes = backends.names(backends.Use.RUN), ", ".join(DTYPES)
+    names, dtypes = backends.names("run"), ", ".join(DTYPES)
     return (
         Option("--model", group="model", metavar="DIR_OR_ID", help=model),
         Option("--backend", group="model", choices=names, default="torchax", help="default: torchax"),

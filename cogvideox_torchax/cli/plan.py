@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cogvideox_torchax.backends import Use, names
+from cogvideox_torchax.backends import names
 from cogvideox_torchax.cli import options
 from cogvideox_torchax.files import faults, reports, whole
 from cogvideox_torchax.pipelines import cache_options
@@ -70,7 +70,7 @@ COMMAND = options.Command(
             "--tp", group="chips", type=int, default=1, help="mesh: devices that a width is split over"
         ),
         options.Option(
-            "--backend", group="program", choices=names(Use.PLAN), default="torchax", help="whose programs"
+            "--backend", group="program", choices=names("plan"), default="torchax", help="whose programs"
         ),
         options.Option(
             "--tiling",
@@ -163,18 +163,20 @@ def check(args: argparse.Namespace) -> None:
         # Called only for its error about an unknown cache.
         cache_options.config_of(args.cache, steps=50, guided=not args.no_guidance)
     has_skips, is_first_block = args.skips is not None, (args.cache or "").startswith("first-block")
-    # Raises a `ValueError` with the first message whose condition is true.
     faults.refuse(
-        {
-            f"--topology {args.topology} does not go with --platform cpu: leave one out": (
-                args.platform == "cpu" and args.topology != TOPOLOGY  # the default
-            ),
+        (
+            args.platform == "cpu" and args.topology != TOPOLOGY,  # the default
+            f"--topology {args.topology} does not go with --platform cpu: leave one out",
+        ),
+        (
+            has_skips != is_first_block,
             "--skips N says how many of 50 steps --cache first-block skips, which decides as it runs: give "
-            "both or neither": has_skips != is_first_block,
-            f"got --skips {args.skips}: of 50 steps, the first of which is computed": (
-                has_skips and not 0 <= args.skips < 50
-            ),
-        }
+            "both or neither",
+        ),
+        (
+            has_skips and not 0 <= args.skips < 50,
+            f"got --skips {args.skips}: of 50 steps, the first of which is computed",
+        ),
     )
 
 

@@ -28,7 +28,7 @@ COMMAND = options.Command(
         options.Option(
             "--backends",
             nargs="+",
-            choices=backends.names(backends.Use.VERIFY),
+            choices=backends.names("verify"),
             default=["torch", "torchax"],
             help="to compare (default: torch torchax)",
         ),
@@ -74,9 +74,7 @@ def run(args: argparse.Namespace) -> int:
         "frames": x.shape[2],
         "size": f"{x.shape[3]} x {x.shape[4]}",
         # The device of a backend that runs on JAX, if there is one: `max` finds the first True.
-        "device": common.device_name(
-            max(args.backends, key=lambda name: backends.backend(name).compiled_by_jax)
-        ),
+        "device": common.device_name(max(args.backends, key=lambda name: backends.backend(name).on_jax)),
     }
     document, page = report.as_json(results, about), report.markdown(results, about)
     if output is not None:

@@ -134,28 +134,34 @@ class ClipConfig:
         has_size = self.frames or self.height or self.width or self.crop
         # Raises `ClipError` with the first message whose condition is true.
         faults.refuse(
-            {
-                f"got keep={self.keep!r}: one of {', '.join(KEEP)}": self.keep not in KEEP,
-                f"got dtype={self.dtype!r}: one of {', '.join(DTYPES.values())}, as a text": (
-                    self.dtype not in DTYPES.values()
-                ),
-                f"got fps={self.fps!r}: give a text, such as '8' or '30000/1001'": (
-                    not isinstance(self.fps, str | None)
-                ),
-                f"got buckets={self.buckets!r}: give a tuple of `Bucket`": (
-                    not isinstance(self.buckets, tuple)
-                    or not all(isinstance(bucket, Bucket) for bucket in self.buckets)
-                ),
+            (self.keep not in KEEP, f"got keep={self.keep!r}: one of {', '.join(KEEP)}"),
+            (
+                self.dtype not in DTYPES.values(),
+                f"got dtype={self.dtype!r}: one of {', '.join(DTYPES.values())}, as a text",
+            ),
+            (
+                not isinstance(self.fps, str | None),
+                f"got fps={self.fps!r}: give a text, such as '8' or '30000/1001'",
+            ),
+            (
+                not isinstance(self.buckets, tuple)
+                or not all(isinstance(bucket, Bucket) for bucket in self.buckets),
+                f"got buckets={self.buckets!r}: give a tuple of `Bucket`",
+            ),
+            (
+                self.buckets and has_size,
                 "got buckets and frames, a height, a width or a crop: buckets have them all; "
-                "give one of them": self.buckets and has_size,
-                "got windows of no length: give buckets or a number of frames": (
-                    self.windows and not (self.buckets or self.frames)
-                ),
-                f"got {self.fps} frames a second: {FASTEST} are the most": (
-                    isinstance(self.fps, str) and video.frame_rate(self.fps) > FASTEST
-                ),
-            },
-            ClipError,
+                "give one of them",
+            ),
+            (
+                self.windows and not (self.buckets or self.frames),
+                "got windows of no length: give buckets or a number of frames",
+            ),
+            (
+                isinstance(self.fps, str) and video.frame_rate(self.fps) > FASTEST,
+                f"got {self.fps} frames a second: {FASTEST} are the most",
+            ),
+            error=ClipError,
         )
 
     def fixed_settings(self, model_sha256: str) -> dict[str, Any]:

@@ -38,10 +38,10 @@ def pack(directory: str | Path, output: str | Path, kind: str, shard_size: int =
     remove_leftover(hidden(output, WRITING))
     refuse(
         output,
-        {
-            "it is not empty; give a new directory, or an empty one": output.is_file()
-            or (output.is_dir() and any(output.iterdir()))
-        },
+        (
+            output.is_file() or (output.is_dir() and any(output.iterdir())),
+            "it is not empty; give a new directory, or an empty one",
+        ),
     )
     files = sources.latent_files(Path(directory))
     if not files:

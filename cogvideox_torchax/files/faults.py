@@ -1,10 +1,10 @@
-"""Checks of an input as a table: the key is the message about a fault, the value whether it is present."""
+"""Checks of an input as a table of pairs: whether a fault is present, and the message about it."""
 
 from typing import Any
 
 
-def refuse(faults: dict[str, Any], error: type[Exception] = ValueError) -> None:
-    """Raise `error` with the first message in `faults` whose value is true; return if none is."""
-    for message, is_present in faults.items():
+def refuse(*faults: tuple[Any, str], error: type[Exception] = ValueError) -> None:
+    """Raise `error` with the message of the first (is present, message) in `faults` that is present."""
+    for is_present, message in faults:
         if is_present:
             raise error(message)

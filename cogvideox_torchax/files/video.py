@@ -523,25 +523,26 @@ def check_writing(path: str | Path, fps: Fraction | float, times: Sequence[Fract
     not above 0, or shows a frame for longer than `LONGEST` seconds. `times` are as in `SourceTiming`.
     """
     path = check_output(path)
-    refuse(path, {f"it has {fps} frames a second: give a rate above 0": not 0 < fps < math.inf})  # nor NaN
+    refuse(path, (not 0 < fps < math.inf, f"it has {fps} frames a second: give a rate above 0"))  # nor NaN
     suffix = path.suffix.lower()
     longest = max([1 / Fraction(fps), *(b - a for a, b in itertools.pairwise(times))])  # seconds of a frame
-    # Raises an `OutputError` with the first message whose condition is true.
     refuse(
         path,
-        {
+        (
+            longest > LONGEST,
             f"a frame would last for {float(longest):.0f} s, at most {LONGEST} s are possible; "
-            "give another --fps": longest > LONGEST,
-            "give a name in .mp4 or .gif, or a directory for frames": suffix not in (".mp4", ".gif", ""),
-            "it is a directory": path.is_dir() and bool(suffix),
-            "it is a directory that is not empty": path.is_dir() and any(path.iterdir()),
-            "it is the current directory, which frames would replace; name a new one": (
-                path.is_dir() and path.samefile(".")
-            ),
-            "it is a file; frames go into a directory": path.is_file() and not suffix,
-            # A mount point cannot be replaced by another directory.
-            "something is mounted there; give a directory in it": path.is_dir() and resolved(path).is_mount(),
-        },
+            "give another --fps",
+        ),
+        (suffix not in (".mp4", ".gif", ""), "give a name in .mp4 or .gif, or a directory for frames"),
+        (path.is_dir() and bool(suffix), "it is a directory"),
+        (path.is_dir() and any(path.iterdir()), "it is a directory that is not empty"),
+        (
+            path.is_dir() and path.samefile("."),
+            "it is the current directory, which frames would replace; name a new one",
+        ),
+        (path.is_file() and not suffix, "it is a file; frames go into a directory"),
+        # A mount point cannot be replaced by another directory.
+        (path.is_dir() and resolved(path).is_mount(), "something is mounted there; give a directory in it"),
     )
     return suffix
 

@@ -27,10 +27,10 @@ class LockedError(OutputError):
     """An output that another run is writing."""
 
 
-def refuse(path: str | Path, checks: dict[str, bool]) -> None:
-    """Raise `OutputError` with the first message in `checks` whose value is True; return if none is."""
-    prefixed = {f"cannot write {path}: {message}": is_present for message, is_present in checks.items()}
-    faults.refuse(prefixed, OutputError)
+def refuse(path: str | Path, *checks: tuple[bool, str]) -> None:
+    """Raise `OutputError` with the message of the first (is present, message) that is present."""
+    prefixed = ((is_present, f"cannot write {path}: {message}") for is_present, message in checks)
+    faults.refuse(*prefixed, error=OutputError)
 
 
 def check_output(path: str | Path) -> Path:
@@ -40,21 +40,18 @@ def check_output(path: str | Path) -> Path:
         is_special = path.exists() and not (path.is_file() or path.is_dir())
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror}") from error
-    # Raises an `OutputError` with the first message whose condition is true.
     refuse(
         path,
-        {
-            "it is a device or a pipe; give a file": is_special,
-            f"there is no directory {parent}": not parent.is_dir(),
-            f"{parent} is not writable": not os.access(parent, os.W_OK),
-        },
+        (is_special, "it is a device or a pipe; give a file"),
+        (not parent.is_dir(), f"there is no directory {parent}"),
+        (not os.access(parent, os.W_OK), f"{parent} is not writable"),
     )
     return path
 
 
 def check_file(path: str | Path) -> None:
     """Raise `OutputError` for a directory, and for a path at which no file can be written."""
-    refuse(path, {"it is a directory": check_output(path).is_dir()})
+    refuse(path, (check_output(path).is_dir(), "it is a directory"))
 
 
 def make_directory(name: str | Path, purpose: str = "write into") -> Path:

@@ -106,20 +106,19 @@ def load_pipeline(
     # A key is the message about a fault, its value whether the arguments have the fault. The first message
     # with a true value is raised.
     faults.refuse(
-        {
-            f"load_pipeline got {', '.join(sorted(refused))}: weights lie as port has them, unquantized": (
-                refused
-            ),
-            f"load_pipeline got parallel={parallel!r}: it is for a mesh; pass both, or none": (
-                parallel is not None and mesh is None
-            ),
-            "load_pipeline got both dtype and torch_dtype, which are one option: leave one out": (
-                has_two_dtypes
-            ),
-            f"load_pipeline got pipeline_class={pipeline_class!r}: give the class, not its name": (
-                not isinstance(pipeline_class, type | None)
-            ),
-        }
+        (
+            refused,
+            f"load_pipeline got {', '.join(sorted(refused))}: weights lie as port has them, unquantized",
+        ),
+        (
+            parallel is not None and mesh is None,
+            f"load_pipeline got parallel={parallel!r}: it is for a mesh; pass both, or none",
+        ),
+        (has_two_dtypes, "load_pipeline got both dtype and torch_dtype, which are one option: leave one out"),
+        (
+            not isinstance(pipeline_class, type | None),
+            f"load_pipeline got pipeline_class={pipeline_class!r}: give the class, not its name",
+        ),
     )
     if mesh is not None:
         check_mesh(mesh)

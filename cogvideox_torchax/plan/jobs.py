@@ -137,20 +137,20 @@ def chunk_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any, backend: str =
         vae: a ported VAE, with or without weights; it is placed on a mesh of more than one device.
         job: the direction, the video's size and its tiles.
         mesh: of `make_mesh`, of the devices to compile for.
-        backend: name of the backend whose programs are compiled, one of `backends.names(Use.PLAN)`.
+        backend: name of the backend whose programs are compiled, one of `backends.names("plan")`.
     """
     if mesh.size > 1:
         vae.place_on(mesh)
     ranges, (channels, *size) = job.chunk_shapes(vae)  # each chunk's range of frames
-    backend_class = backends.backend(backend)
-    program = backend_class.program(vae, job.direction)
+    entry = backends.backend(backend)
+    program = entry.program(vae, job.direction)
     if mesh.size == 1:  # otherwise `place_on` has chosen the program's devices
         program.place = runtime.Place(mesh.devices.item())
     first_chunk = None
     # `zip` ends after the second chunk: all later chunks have one length, and share a program.
     for name, frames in zip(("first", "later"), map(len, ranges), strict=False):
         # (shape, dtype) of a chunk of one video.
-        chunk = ordered((1, channels, frames, *size), backend_class.axes), runtime.jax_dtype(vae.dtype)
+        chunk = ordered((1, channels, frames, *size), entry.axes), runtime.jax_dtype(vae.dtype)
         structs = functools.partial(program.structs, chunk, before=first_chunk)
         yield Work(name, frames, program.lower, structs)
         # The program of later chunks takes the cache that the first chunk's program returns. The cache's

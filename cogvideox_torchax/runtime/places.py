@@ -67,7 +67,7 @@ class Place:
     def trace(self, run: Callable[..., Any], inputs: Any, cache: Any) -> Any:
         """Return `run(inputs, cache)`, the result and the next cache; called while a program is traced.
 
-        A subclass may shard the arguments and results. It may also pass keywords, as `sharding.Placement`
+        A subclass may shard the arguments and results. It may also pass keywords, as `vae.placement`
         passes `split`: `run` hands them to the program's network, and a `TorchNetwork` to this subclass's
         `watching`, which sets them on the copy's modules.
         """

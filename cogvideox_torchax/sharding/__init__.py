@@ -1,14 +1,7 @@
-"""The dp x tp mesh: `placement` shards a VAE's arrays, `processes` serves a mesh of several processes."""
+"""The dp x tp mesh: `places` runs programs on it, `processes` serves a mesh of several processes."""
 
 from cogvideox_torchax.sharding.mesh import Parallel, check_mesh, make_mesh
-from cogvideox_torchax.sharding.placement import (
-    BatchPlacement,
-    MeshPlace,
-    PaddedChunk,
-    Placement,
-    VideoPlacement,
-    spread,
-)
+from cogvideox_torchax.sharding.places import BatchPlacement, MeshPlace, spread
 from cogvideox_torchax.sharding.processes import (
     TIMEOUT,
     Exchange,
@@ -27,11 +20,8 @@ __all__ = [
     "BatchPlacement",
     "Exchange",
     "MeshPlace",
-    "PaddedChunk",
     "Parallel",
-    "Placement",
     "ProcessError",
-    "VideoPlacement",
     "check_all_take_part",
     "check_mesh",
     "check_one_process",

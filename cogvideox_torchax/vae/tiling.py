@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,9 +21,7 @@ from cogvideox_torchax.vae.axes import Axes
 from cogvideox_torchax.vae.chunks import Step
 from cogvideox_torchax.vae.directions import Direction
 from cogvideox_torchax.vae.pixels import to_uint8
-
-if TYPE_CHECKING:
-    from cogvideox_torchax.sharding import Placement
+from cogvideox_torchax.vae.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -138,7 +136,7 @@ def tiled_step(
     step: Step,
     plan: TilePlan,
     axes: Axes,
-    placement: "Placement | None" = None,
+    placement: Placement | None = None,
     as_uint8: bool = False,
 ) -> Step:
     """Return a step that runs each chunk in tiles, and joins their results, as bytes if `as_uint8`.
@@ -189,7 +187,7 @@ _cut_on_jax = functools.partial(jax.jit, static_argnums=(1, 2))(cut)
 
 
 def _join_and_place(
-    tiles: list[list[Any]], plan: TilePlan, height_axis: int, placement: "Placement | None", as_uint8: bool
+    tiles: list[list[Any]], plan: TilePlan, height_axis: int, placement: Placement | None, as_uint8: bool
 ) -> Any:
     """Return the frames that tiles join to, as bytes if `as_uint8`, and sharded if there is a placement."""
     frames = join(tiles, plan, height_axis)

@@ -267,17 +267,17 @@ def train(args: argparse.Namespace) -> None:
     """Run the training; raise `ValueError` for options or clips that it cannot take."""
     path = args.output / CHECKPOINT
     refuse(
-        {
-            f"the checkpoint {path}: there is none to resume": args.resume and not path.exists(),
-            f"the checkpoint {path}: it exists: --resume it, or give another -o": (
-                path.exists() and not args.resume
-            ),
-            f"got --frames {args.frames}: give 8 n + 1, such as 1, 9, 17 or 49": (
-                args.frames < 1 or args.frames % 8 != 1
-            ),
-            f"got --every {args.every}: at least 1": args.every < 1,
-            f"got -o {args.output}, which is a file: give a directory": args.output.is_file(),
-        }
+        (args.resume and not path.exists(), f"the checkpoint {path}: there is none to resume"),
+        (
+            path.exists() and not args.resume,
+            f"the checkpoint {path}: it exists: --resume it, or give another -o",
+        ),
+        (
+            args.frames < 1 or args.frames % 8 != 1,
+            f"got --frames {args.frames}: give 8 n + 1, such as 1, 9, 17 or 49",
+        ),
+        (args.every < 1, f"got --every {args.every}: at least 1"),
+        (args.output.is_file(), f"got -o {args.output}, which is a file: give a directory"),
     )
     height, width = parse_size(args.size, "crops", multiple=8)
     sources = [load(text, args.frames, (height, width)) for text in files(args.clips)]

@@ -13,9 +13,8 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from safetensors import safe_open
 from safetensors.torch import save, save_file
 
-from cogvideox_torchax.cli import common
+from cogvideox_torchax.cli import common, stages
 from cogvideox_torchax.files import latents
-from cogvideox_torchax.pipelines import stages
 from tests.broken import DEEP, JUNK, near
 
 pytestmark = pytest.mark.usefixtures("torchax_off")

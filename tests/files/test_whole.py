@@ -12,10 +12,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from cogvideox_torchax.cli import stages
 from cogvideox_torchax.dataset import formats
 from cogvideox_torchax.files import latents, reports, whole
 from cogvideox_torchax.files.whole import LockedError, OutputError, whole_file
-from cogvideox_torchax.pipelines import stages
 from tests.files import test_video
 from tests.files.test_latents import MADE
 

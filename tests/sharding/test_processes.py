@@ -122,7 +122,8 @@ MEET = """
 import os, signal, traceback
 import jax, jax.numpy as jnp
 from cogvideox_torchax import make_mesh, runtime
-from cogvideox_torchax.sharding import (Placement, exit_at_once, connect, exchanging)
+from cogvideox_torchax.sharding import exit_at_once, connect, exchanging
+from cogvideox_torchax.vae.placement import Placement
 
 connect(f"localhost:{port}", 2, index, timeout=TIMEOUT)
 try:

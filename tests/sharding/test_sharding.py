@@ -9,11 +9,12 @@ import pytest
 import torch
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from cogvideox_torchax import make_mesh, port, runtime, sharding
+from cogvideox_torchax import make_mesh, port, runtime
 from cogvideox_torchax.backends import backend
 from cogvideox_torchax.runtime.programs import Program
 from cogvideox_torchax.vae.axes import HWNTC, NTHWC
 from cogvideox_torchax.vae.directions import DECODE, ENCODE
+from cogvideox_torchax.vae.placement import Placement
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
 from tests import reference
 
@@ -66,8 +67,8 @@ def eight(shallow_vae, build):
 
 def test_a_backend_runs_chunks_over_the_mesh_of_its_model(shallow_vae, build, eight):
     z, _ = inputs(5 if build == "torchax" else 3, 1, 90)  # two chunks by one of the builds
-    chunks = list(backend(build)(eight).chunks(DECODE, z))
-    assert runtime.is_on_jax(backend("torchax")(port(copy.deepcopy(shallow_vae))).vae)
+    chunks = list(backend(build).of(eight).chunks(DECODE, z))
+    assert runtime.is_on_jax(backend("torchax").of(port(copy.deepcopy(shallow_vae))).vae)
     assert {local_share(chunk) for chunk in chunks} == {1 / 8}
     found = torch.cat([runtime.to_torch(chunk) for chunk in chunks], 2)
     assert relative_error(found, reference.decoded(shallow_vae, z)) < FLOAT32_RELATIVE
@@ -176,13 +177,13 @@ def test_a_batch_that_dp_does_not_divide_is_split_by_width_and_gathers_nothing(s
 )
 def test_a_batch_is_split_by_videos_and_one_video_by_width(shape, spec):
     mesh = make_mesh(2, 4)
-    assert sharding.Placement(mesh).spec(shape) == PartitionSpec(*spec)
-    channels_last = sharding.Placement(mesh, NTHWC).spec((*shape[:1], *shape[2:], shape[1]))
+    assert Placement(mesh).spec(shape) == PartitionSpec(*spec)
+    channels_last = Placement(mesh, NTHWC).spec((*shape[:1], *shape[2:], shape[1]))
     assert channels_last == PartitionSpec(*spec[:1], *spec[2:], spec[1])
 
 
 def test_a_result_whose_width_does_not_divide_is_split_by_another_axis_or_refused():
-    placement = sharding.Placement(make_mesh(1, 8))
+    placement = Placement(make_mesh(1, 8))
     for shape, axis in (((1, 3, 8, 480, 720), 4), ((1, 32, 2, 64, 90), 3), ((1, 32, 2, 60, 90), 1)):
         assert placement.result_spec(shape)[axis] == "tp"
     with pytest.raises(ValueError, match="multiple of 8"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cogvideox_torchax import cli
-from cogvideox_torchax.backends.native import Torch
+from cogvideox_torchax.backends import Backend, backend
 from cogvideox_torchax.vae.quality import ssim
 from cogvideox_torchax.vae.tolerances import psnr
 from cogvideox_torchax.verify import compare, report
@@ -88,14 +88,14 @@ def test_a_dropped_cache_fails_and_is_named_with_its_chunk(verifier, small_vae):
 )
 def test_a_whole_answer_is_compared_too(verifier, small_vae, spoil, failed, monkeypatch):
     """The layers are right, and what the backend makes of them is not."""
-    backend = Torch(small_vae)
+    run = Backend.run
 
-    def run(kind, x):
-        answer = Torch.run(backend, kind, x)
+    def spoiled(self, kind, x):
+        answer = run(self, kind, x)
         return spoil(answer) if kind == "decode" else answer
 
-    monkeypatch.setattr(backend, "run", run)
-    (result,) = verifier.verify([compare.Candidate("other", torch.float32, backend)])
+    monkeypatch.setattr(Backend, "run", spoiled)
+    (result,) = verifier.verify([compare.Candidate("other", torch.float32, backend("torch").of(small_vae))])
     assert (result.first_bad_layer, failed_of(result)) == (None, failed)
     assert json.loads(json.dumps(report.as_json([result], {}), allow_nan=False))["passed"] == (not failed)
 

@@ -22,7 +22,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from cogvideox_torchax import runtime
-from cogvideox_torchax.sharding import Placement, check_mesh, spread
+from cogvideox_torchax.sharding import check_mesh, spread
 from cogvideox_torchax.vae import checkpoint, chunks, tiling
 from cogvideox_torchax.vae.axes import NTHWC
 from cogvideox_torchax.vae.checks import check_shape, check_values, integers_refused
@@ -31,6 +31,7 @@ from cogvideox_torchax.vae.nnx import weights
 from cogvideox_torchax.vae.nnx.config import FlaxAutoencoderKLCogVideoXConfig
 from cogvideox_torchax.vae.nnx.modules import Context, Conv3d, Decoder3D, Encoder3D, LayerConfig, run_layers
 from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
+from cogvideox_torchax.vae.placement import Placement
 from jax_kernels.common.columns import WHOLE, Split, with_clear_padding
 from jax_kernels.common.frames import frames_first, pixels_first
 from jax_kernels.common.tiles import pallas_mode

@@ -25,11 +25,12 @@ from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.files.models import saved_from_host
 from cogvideox_torchax.runtime.models import PortedModel, save_as_stock
 from cogvideox_torchax.runtime.stock import change_in, replaced_method
-from cogvideox_torchax.sharding import BatchPlacement, Placement, VideoPlacement, check_mesh
+from cogvideox_torchax.sharding import BatchPlacement, check_mesh
 from cogvideox_torchax.vae import checkpoint, tiling
 from cogvideox_torchax.vae.axes import NCTHW
 from cogvideox_torchax.vae.chunks import Step, run
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
+from cogvideox_torchax.vae.placement import Placement, VideoPlacement
 from cogvideox_torchax.vae.streaming import ChunkedVAE, frames_of_chunks, joined, one_video_at_a_time
 from cogvideox_torchax.vae.torchax.modules import port_modules
 from cogvideox_torchax.vae.torchax.networks import EncoderChunk, chunk_network, stock_of

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from cogvideox_torchax.pipelines import preview
+from cogvideox_torchax.cli import preview
 
 
 class LinearVAE:

@@ -68,7 +68,7 @@ class Stage:
         path: path of the file.
         tensors: the embeddings of the prompts, by the pipeline's argument names.
         request: the request that the embeddings were made for.
-        model: fingerprint of the model that made them (`generate.Model.fingerprint`).
+        model: fingerprint of the model that made them (`generation.Model.fingerprint`).
     """
 
     path: Path

@@ -15,9 +15,8 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from cogvideox_torchax import cli, make_mesh, port
-from cogvideox_torchax.cli import common, generate as command
+from cogvideox_torchax.cli import common, generate as command, generation, stages
 from cogvideox_torchax.files import latents, tensors as tensor_files, video
-from cogvideox_torchax.pipelines import generate as generation, stages
 from cogvideox_torchax.pipelines.transformer import CogVideoXTransformer3DModel
 from tests import small_pipelines
 from tests.files.test_latents import MADE

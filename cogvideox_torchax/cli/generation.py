@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from cogvideox_torchax.cli import stages
 from cogvideox_torchax.files import faults, latents as latent_files, video
 from cogvideox_torchax.files.models import INDEX, locate, read_json
-from cogvideox_torchax.pipelines import stages
 from cogvideox_torchax.runtime import to_torch, without_torchax
 
 TEXT, IMAGE, VIDEO, CONTROL = "text", "image", "video", "control"
@@ -156,20 +156,21 @@ def check(request: stages.Request, model: Model) -> None:
     # A key is the message about a fault, its value whether the request has the fault. The first message with
     # a true value is raised.
     faults.refuse(
-        {
-            f"got --num-inference-steps {request.num_inference_steps}: at least 1": (
-                request.num_inference_steps < 1
-            ),
-            f"got --guidance-scale {request.guidance_scale}: give a number such as 6": (
-                not math.isfinite(request.guidance_scale)
-            ),
-            f"got --strength {request.strength}: more than 0, and at most 1": not 0 < request.strength <= 1,
+        (
+            request.num_inference_steps < 1,
+            f"got --num-inference-steps {request.num_inference_steps}: at least 1",
+        ),
+        (
+            not math.isfinite(request.guidance_scale),
+            f"got --guidance-scale {request.guidance_scale}: give a number such as 6",
+        ),
+        (not 0 < request.strength <= 1, f"got --strength {request.strength}: more than 0, and at most 1"),
+        (
+            request.negative_prompt and request.guidance_scale <= 1,
             f"got --negative-prompt with --guidance-scale {request.guidance_scale}, which does not use it: "
-            "leave it out, or give a scale above 1": (
-                request.negative_prompt and request.guidance_scale <= 1
-            ),
-        },
-        RequestError,
+            "leave it out, or give a scale above 1",
+        ),
+        error=RequestError,
     )
     if steps_of(request, model) < 1:
         raise RequestError(
