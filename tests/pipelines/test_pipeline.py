@@ -22,11 +22,12 @@ from diffusers import (
 )
 from diffusers.models.autoencoders.vae import DecoderOutput
 
-from cogvideox_torchax import make_mesh, port, runtime, upstream
+from cogvideox_torchax import make_mesh, port, runtime
 from cogvideox_torchax.pipelines import known, layers
 from cogvideox_torchax.pipelines.port import _check_image_channels
 from cogvideox_torchax.pipelines.scheduler import NonFiniteError, port_scheduler
 from cogvideox_torchax.pipelines.transformer import TransformerStep, step_tensors
+from cogvideox_torchax.runtime.stock import change_in
 from cogvideox_torchax.vae.tolerances import relative_error
 from examples.small_pipeline import SENTENCES
 from tests import small_pipelines
@@ -421,7 +422,7 @@ def test_channels_are_not_checked_where_anything_may_give_the_transformer_others
         pipe.__class__ = WithItsOwnLatents
         port(pipe)
     if changed == "stock forward":
-        upstream.is_patched(type(pipe.transformer))  # remembers the methods of now
+        change_in(pipe.transformer)  # remembers the methods of now
         monkeypatch.setattr(DiffusersTransformer, "forward", lambda *_: None)
     _check_image_channels(pipe, CogVideoXImageToVideoPipeline.__call__)
 
