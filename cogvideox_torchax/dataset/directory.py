@@ -46,8 +46,8 @@ class ProcessShard:
 class OutputDirectory:
     """A directory of outputs, and this process's share of the clips: it makes their outputs.
 
-    A subclass adds the clips. It sets `FAILED`, the name of the file with a line for each clip that failed, and
-    `SETTINGS`, that of the file with the settings of all outputs.
+    A subclass adds the clips. It sets `FAILED`, the name of the file with a line for each clip that failed,
+    and `SETTINGS`, that of the file with the settings of all outputs.
 
     Args:
         directory: made if it does not exist; `OutputError` if it cannot be written.
