@@ -397,7 +397,8 @@ def test_a_failing_clip_leaves_no_window_of_it(small, tmp_path, monkeypatch):
     monkeypatch.setattr(EncodeClip, "encode", fail)
     assert encode(small, tmp_path / "out", "--windows", "--frames", 4) == 1
     assert failures(tmp_path / "out/failed.jsonl")["b.mp4"].startswith("a broken window;")
-    assert {name.rpartition("/")[0] for name in tree(tmp_path / "out")} == set(GOOD) - {"b.mp4"}
+    clips = {name.rpartition("/")[0] for name in tree(tmp_path / "out")} - {""}  # without latents.json
+    assert clips == set(GOOD) - {"b.mp4"}
 
 
 @pytest.mark.parametrize("other_writes", [True, False])
