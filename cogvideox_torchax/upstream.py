@@ -230,10 +230,6 @@ def is_tracing() -> bool:
     return not _attribute("jax", core, "trace_state_clean")()
 
 
-_PACKAGES = frozenset({"accelerate", "diffusers", "peft", "torch", "transformers"})
-"""Packages that define the classes of pipelines and their parts, and decorate each other's methods."""
-
-
 def module_of(function: Any) -> str:
     """Return the name of the module that a function or a method was written in."""
     # `__module__` does not tell: `functools.wraps` copies it from another function.
@@ -242,59 +238,6 @@ def module_of(function: Any) -> str:
     if not isinstance(function, FunctionType):  # an object of a class with `__call__`, or a builtin
         return type(function).__module__
     return function.__globals__["__name__"]
-
-
-def _is_original(method: FunctionType) -> bool:
-    """Return whether a method was written in one of `_PACKAGES` (diffusers and so on), not by a user."""
-    # A decorator of the standard library, such as `contextlib.contextmanager`, puts a function of its own in
-    # the method's place. It counts as the package's, too.
-    package = module_of(method).partition(".")[0]
-    return package in _PACKAGES or package in sys.stdlib_module_names
-
-
-@functools.cache
-def _methods_at_first_call(kind: type) -> list[tuple[type, dict[str, Any]]]:
-    """Return `kind` and its bases but `nn.Module`, if `_PACKAGES` define them, each with its methods by name.
-
-    These are the methods that the classes had when this was first called for `kind`. `_PACKAGES` are
-    diffusers, torch and other packages whose classes a user may patch.
-    """
-    from torch import nn
-
-    bases = [
-        base
-        for base in kind.__mro__
-        if base is not nn.Module and base.__module__.partition(".")[0] in _PACKAGES
-    ]
-    # `is_patched` compares the methods that the classes have later with these. None stands for a method that
-    # somebody had replaced before the first call. As no later method is None, it counts as replaced.
-    return [
-        (
-            base,
-            {
-                name: method if _is_original(method) else None
-                for name, method in vars(base).items()
-                if isinstance(method, FunctionType)
-            },
-        )
-        for base in bases
-    ]
-
-
-def is_patched(kind: type, *names: str) -> bool:
-    """Return whether somebody has replaced a method of another package's class, or of one of its bases.
-
-    Args:
-        kind: the class, or this package's subclass of it; methods that the subclass defines are ignored.
-        names: the names of the methods that count; without names all methods count.
-    """
-    # A method counts as replaced if the class has another one now than at the first call for `kind`.
-    return any(
-        vars(base).get(name) is not method
-        for base, methods in _methods_at_first_call(kind)
-        for name, method in methods.items()
-        if not names or name in names
-    )
 
 
 def _wrap_class_method(kind: Any, name: str, around: Callable[..., Any]) -> None:

@@ -21,7 +21,7 @@ from cogvideox_torchax import enable, port, runtime
 from cogvideox_torchax.flax import FlaxVAEForPipelines
 from cogvideox_torchax.plan import hlo, programs
 from cogvideox_torchax.vae.directions import Direction
-from cogvideox_torchax.vae.nnx.autoencoder import Network, compiled
+from cogvideox_torchax.vae.nnx.autoencoder import compiled
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE
 from cogvideox_torchax.vae.torchax.networks import chunk_network
 from jax_kernels.common import dispatch, tiles
@@ -98,7 +98,7 @@ def program_of(vae, kind):
     """Return a chunk program, and its weights, of either build."""
     kind = Direction(kind)
     if isinstance(vae, FlaxVAEForPipelines):
-        network, weights = Network.split(vae.flax_vae.chunk(kind))
+        network, weights = vae.flax_vae.network(kind)
         return compiled(network, vae.flax_vae.placement(kind)), weights
     program = vae.program(kind)
     return program, program.weights(chunk_network(vae, kind))

@@ -8,12 +8,7 @@ import torch
 from cogvideox_torchax import runtime
 from cogvideox_torchax.backends import Recorder
 from cogvideox_torchax.vae.directions import Direction
-from cogvideox_torchax.vae.nnx.autoencoder import (
-    FlaxAutoencoderKLCogVideoX,
-    Network,
-    RecordedLayers,
-    compiled,
-)
+from cogvideox_torchax.vae.nnx.autoencoder import FlaxAutoencoderKLCogVideoX
 from cogvideox_torchax.vae.nnx.config import FlaxAutoencoderKLCogVideoXConfig
 from cogvideox_torchax.vae.nnx.wrapper import FlaxVAEForPipelines as VAE, to_array, to_tensor
 
@@ -34,13 +29,12 @@ def program(vae: Any, direction: Direction, stock: bool) -> runtime.ArrayProgram
 
 
 def recorder(vae: VAE, direction: Direction, wanted: Callable[[str], Any]) -> Recorder:
-    # `Network.split` takes a Flax module apart into a pure function and its weights, and `compiled` returns
-    # the program of that function.
-    network, weights = Network.split(RecordedLayers(vae.flax_vae.chunk(direction), wanted))
-    step = compiled(network).step(weights)
+    step = vae.flax_vae.step(direction, records=True)
 
     def record(chunk: torch.Tensor, cache: Any) -> tuple[dict[str, torch.Tensor], Any]:
         outputs, cache = step(to_array(chunk), cache)
-        return {name: runtime.to_torch(to_tensor(output)) for name, output in outputs.items()}, cache
+        return {
+            name: runtime.to_torch(to_tensor(output)) for name, output in outputs.items() if wanted(name)
+        }, cache
 
     return record

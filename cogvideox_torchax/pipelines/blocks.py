@@ -14,20 +14,20 @@ other's. Of an axis of 2, index 0 is for text, index 1 for patches.
 
 In the shape of latents, (N, T, C, H, W), T, H and W are their frames, rows and columns.
 
-`torch_view` turns a function of JAX arrays, such as a kernel, into one of tensors. `by_kernel` is true for
-tensors of torchax or TorchTPU, unless somebody has replaced a method of diffusers' class. With "tensor"
+`torch_view` turns a function of JAX arrays, such as a kernel, into one of tensors. With "tensor"
 (`pipelines.sequence`) a kernel has to be mapped over the devices: the methods `shard_norm` and `shard_heads`
 of `Sequence` do so, and otherwise return the kernel as it is.
 """
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from diffusers.models.activations import GELU as DiffusersGELU
+from diffusers.models.attention import FeedForward
 from diffusers.models.attention_processor import Attention
 from diffusers.models.normalization import CogVideoXLayerNormZero
 from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXBlock
@@ -42,7 +42,7 @@ from cogvideox_torchax.pipelines.layers import (
 )
 from cogvideox_torchax.pipelines.sequence import Sequence
 from cogvideox_torchax.runtime import array_of, tensor_of, torch_view
-from cogvideox_torchax.runtime.layers import by_kernel, is_watched
+from cogvideox_torchax.runtime.stock import runs_kernel
 from cogvideox_torchax.upstream import scaling_loras
 
 Tables = tuple[torch.Tensor, ...]
@@ -53,7 +53,7 @@ class GELU(DiffusersGELU):
     """GELU that is rounded to the input's dtype only at its end (`jax_kernels.gelu`)."""
 
     def gelu(self, gate: torch.Tensor) -> torch.Tensor:
-        if not by_kernel(self, gate) or self.approximate != "tanh":  # the kernel has the tanh form alone
+        if self.approximate != "tanh" or not runs_kernel(self, gate):  # the kernel has the tanh form alone
             return super().gelu(gate)
         return torch_view(jax_kernels.gelu)(gate)
 
@@ -68,6 +68,17 @@ class Block(CogVideoXBlock):
         collected: by the name of a part, the list that its result is appended to when it runs.
     """
 
+    parts: Mapping[str, tuple[type, ...]] = {
+        "attn1": (Attention,),
+        "attn1.processor": (AttnProcessor, FusedAttnProcessor),
+        "attn1.norm_q": (LayerNorm,),
+        "attn1.norm_k": (LayerNorm,),
+        "norm1": (CogVideoXLayerNormZero,),
+        "norm1.norm": (LayerNorm,),
+        "norm2": (CogVideoXLayerNormZero,),
+        "norm2.norm": (LayerNorm,),
+        "ff": (FeedForward,),
+    }
     replaced: dict[str, torch.Tensor | None] = {}  # noqa: RUF012 - set anew, not written to
     collected: dict[str, list[torch.Tensor]] = {}  # noqa: RUF012
 
@@ -263,31 +274,6 @@ def modulation(norm: Any, temb_NE: torch.Tensor) -> list[torch.Tensor]:
     return [torch.stack(pair, dim=1) for pair in pairs]
 
 
-def takes_sequences(model: Any) -> bool:
-    """Return whether a transformer's blocks can run on one sequence; if not, diffusers' own forward runs."""
-    return all(_takes_sequence(block) for block in model.transformer_blocks)
-
-
-def _takes_sequence(block: Any) -> bool:
-    """Return whether a block's modules are of the types that a ported block has, and have no hooks."""
-    # On one sequence kernels read the weights of these modules, and do not call them: hooks would not run,
-    # nor would the forward of a user's class.
-    if type(block) is not Block:
-        return False
-    attn: Any = block.attn1
-    expected_types = (
-        (attn, Attention),
-        (block.norm1, CogVideoXLayerNormZero),
-        (block.norm2, CogVideoXLayerNormZero),
-        *((norm, LayerNorm) for norm in (block.norm1.norm, block.norm2.norm, attn.norm_q, attn.norm_k)),
-    )
-    return (
-        all(type(module) is expected for module, expected in expected_types)
-        and type(attn.processor) in (AttnProcessor, FusedAttnProcessor)
-        and not any(map(is_watched, block.modules()))
-    )
-
-
 @scaling_loras
 def joined_step(
     model: Any,
@@ -302,8 +288,9 @@ def joined_step(
 ) -> torch.Tensor:
     """Return diffusers' prediction, latents (N, T, C, H, W), with the blocks run on one sequence.
 
-    `takes_sequences(model)` must hold. The arguments are those of the forward of diffusers' transformer. Of
-    the options `attention_kwargs` only "scale" may be set: the decorator scales the model's LoRAs by it.
+    The model must be stock (`runtime.stock.change_in`). The arguments are those of the forward of diffusers'
+    transformer. Of the options `attention_kwargs` only "scale" may be set: the decorator scales the model's
+    LoRAs by it.
     """
     dtype = hidden_states.dtype
     temb = model.time_embedding(model.time_proj(timestep).to(dtype), timestep_cond)

@@ -1,9 +1,8 @@
 """The layers of a pipeline's networks, ported: each class is a subclass of the layer that it replaces.
 
-Plain torch tensors run the inherited forward, torchax tensors run a kernel of `jax_kernels`. `torch_view`
-turns a kernel, a function of JAX arrays, into a function of tensors. `by_kernel` and `on_accelerator` are
-true for tensors of torchax or TorchTPU; `by_kernel` is false if somebody has replaced a method of the
-inherited class. A program is traced from its own copy of the network, which may be changed.
+Plain torch tensors run the inherited forward, torchax tensors run a kernel of `jax_kernels`, unless somebody
+has replaced a method of the inherited class (`runtime.stock`). `torch_view` turns a kernel, a function of JAX
+arrays, into a function of tensors. A program is traced from its own copy of the network, which may change.
 
 Axis letters: N videos, S positions of a sequence (text first, then patches), C channels, H heads, D channels
 of a head.
@@ -21,7 +20,7 @@ from torch import nn
 import jax_kernels
 from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.runtime import on_accelerator, torch_view
-from cogvideox_torchax.runtime.layers import by_kernel
+from cogvideox_torchax.runtime.stock import replaced_method, runs_kernel
 
 
 class Linear(nn.Linear):
@@ -34,7 +33,7 @@ class Linear(nn.Linear):
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if not by_kernel(self, input):
+        if not runs_kernel(self, input):
             return super().forward(input)
         # If the product is a sum over devices, each device rounds its summand before the all-reduce. In
         # bfloat16 this halves the bytes that it sends.
@@ -45,7 +44,7 @@ class LayerNorm(nn.LayerNorm):
     """LayerNorm over the last axis, with its statistics in float32 (`jax_kernels.layer_norm`)."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if not by_kernel(self, input) or len(self.normalized_shape) != 1:
+        if len(self.normalized_shape) != 1 or not runs_kernel(self, input):
             return super().forward(input)
         return torch_view(jax_kernels.layer_norm)(input, self.weight, self.bias, self.eps)
 
@@ -82,7 +81,7 @@ class JointAttention:
         The inherited code runs for plain tensors, for cross-attention and masks, which the kernel lacks, and
         if somebody has replaced a method of the class.
         """
-        may_use_kernel = on_accelerator(hidden_states) and not upstream.is_patched(type(self))
+        may_use_kernel = on_accelerator(hidden_states) and replaced_method(type(self)) is None
         if not may_use_kernel or attention_mask is not None or attn.is_cross_attention:
             inherited: Any = super()
             return inherited.__call__(

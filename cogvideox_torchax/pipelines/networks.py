@@ -19,11 +19,7 @@ from diffusers.models.attention_processor import (
     FusedCogVideoXAttnProcessor2_0,
 )
 from diffusers.models.embeddings import CogVideoXPatchEmbed
-from diffusers.models.normalization import CogVideoXLayerNormZero
-from diffusers.models.transformers.cogvideox_transformer_3d import (
-    CogVideoXBlock,
-    CogVideoXTransformer3DModel as DiffusersTransformer,
-)
+from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXBlock
 from jax.sharding import Mesh
 from torch import nn
 from transformers.models.t5.modeling_t5 import T5LayerFF, T5LayerSelfAttention
@@ -40,6 +36,7 @@ from cogvideox_torchax.pipelines.layers import (
 )
 from cogvideox_torchax.pipelines.sequence import SequencePlacement
 from cogvideox_torchax.runtime.models import PortedModel
+from cogvideox_torchax.runtime.stock import change_in
 from cogvideox_torchax.sharding import BatchPlacement, Parallel, check_mesh
 from cogvideox_torchax.vae.torchax.modules import SiLU
 
@@ -61,12 +58,6 @@ PROCESSORS: dict[Any, Any] = {
 
 SPLIT_LAYERS = (PatchEmbed, Block, Attention, FeedForward, T5LayerSelfAttention, T5LayerFF)
 """The layers whose inputs and outputs are sequences, which a mesh may split."""
-
-STOCK_CLASSES = (
-    *(DiffusersTransformer, Attention, CogVideoXLayerNormZero, FeedForward),
-    *(*LAYERS, *PROCESSORS),
-)
-"""The classes whose work a step of the transformer does itself, unless one of their methods was replaced."""
 
 
 def port_layers(network: nn.Module) -> None:
@@ -252,14 +243,17 @@ class KnownNetwork(CompiledNetwork):
         """The program of a call without options, to read its count of compilations or to `lower` it."""
         return self.program_of(self.network_class(self))
 
-    def program_of(self, network: nn.Module) -> runtime.Program:
+    def program_of(self, network: nn.Module) -> Any:
         """Return the program of `network`, an instance of `network_class` or `CachedStep` around this model.
 
-        Programs are found again by the network's form, if it has one, and by the modules that it holds.
+        Programs are found again by the network's form, if it has one, and by the modules that it holds. The
+        result is None if this model is not stock (`runtime.stock`), and has to run as it is.
         """
         return runtime.programs_of(self).get(getattr(network, "form", None), network, self._compile_for)
 
-    def _compile_for(self, network: Any) -> runtime.Program:
+    def _compile_for(self, network: Any) -> runtime.Program | None:
+        if not self.is_stock() and network.is_for_stock:
+            return None
         if self.mesh is None:
             return runtime.Program(network)
         types = SPLIT_LAYERS
@@ -269,12 +263,22 @@ class KnownNetwork(CompiledNetwork):
             types = (Block,) if network.joined else ()
         return runtime.Program(network, replace(self.placement, types=types))
 
+    def is_stock(self) -> bool:
+        """Return whether this network is as its library ships it; if not, log the first change once."""
+        change = change_in(self)
+        if change is not None:
+            slower = "so it is compiled as it is, and takes longer"
+            runtime.warn_once(self, f"{self.component}: {change}, {slower}")
+        return change is None
+
     def described_program(self, tensors: "TensorSpecs") -> tuple[runtime.Program, "TensorSpecs"]:
         return self.program, tensors
 
-    def run_program(self, network: nn.Module, tensors: dict[str, Any]) -> torch.Tensor:
-        """Run the program of `network`, which has no cache, on tensors by name."""
+    def run_program(self, network: nn.Module, tensors: dict[str, Any]) -> torch.Tensor | None:
+        """Run the program of `network`, which has no cache, on tensors by name; None if there is none."""
         program = self.program_of(network)
+        if program is None:
+            return None
         result, _cache = program.run(program.weights(network), program.put(tensors))
         return runtime.tensor_of(result)
 

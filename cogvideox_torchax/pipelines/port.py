@@ -28,12 +28,11 @@ from torch.utils import _pytree as pytree
 from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.pipelines import loras
 from cogvideox_torchax.pipelines.known import port_network, ported_class
-from cogvideox_torchax.pipelines.layers import PatchEmbed
 from cogvideox_torchax.pipelines.networks import CompiledNetwork, KnownNetwork
 from cogvideox_torchax.pipelines.scheduler import port_scheduler
 from cogvideox_torchax.pipelines.transformer import CogVideoXTransformer3DModel
-from cogvideox_torchax.runtime.layers import is_watched
 from cogvideox_torchax.runtime.models import PicklesAsStock, PortedModel
+from cogvideox_torchax.runtime.stock import change_in, replaced_method
 from cogvideox_torchax.sharding import Parallel, check_one_process
 from cogvideox_torchax.vae.directions import DECODE
 from cogvideox_torchax.vae.streaming import ChunkedVAE
@@ -249,7 +248,7 @@ def _decode_in_chunks(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
 def _decodes_by_programs(vae: Any) -> bool:
     """Return whether no other library replaced `decode`, on the model, on its class or in a subclass."""
     package = vae.decode.__module__.partition(".")[0]  # that defines the method
-    return package in ("diffusers", "cogvideox_torchax") and not upstream.is_patched(DiffusersAutoencoder)
+    return package in ("diffusers", "cogvideox_torchax") and replaced_method(DiffusersAutoencoder) is None
 
 
 def _compile_decoder_ahead(pipe: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> None:
@@ -318,9 +317,7 @@ def _check_image_channels(pipe: Any, call: Callable[..., Any]) -> None:
         or "prepare_latents" in vars(pipe)
         or pipe.vae is None
         or not isinstance(model, CogVideoXTransformer3DModel)
-        or type(model.patch_embed) is not PatchEmbed
-        or is_watched(model)
-        or is_watched(model.patch_embed)
+        or change_in(nn.ModuleList([model])) is not None  # in a list, for its own hooks to count
     ):
         return
     embed: Any = model.patch_embed

@@ -9,7 +9,7 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.t5.modeling_t5 import T5EncoderModel as TransformersT5Encoder
 
-from cogvideox_torchax import runtime, upstream
+from cogvideox_torchax import runtime
 from cogvideox_torchax.files.models import saved_from_host
 from cogvideox_torchax.pipelines.networks import KnownNetwork, TensorSpecs
 
@@ -18,6 +18,7 @@ class TextEncoding(nn.Module):
     """A call of the text encoder: the module that a program is compiled from."""
 
     component = "text_encoder"
+    is_for_stock = True
 
     def __init__(self, model: TransformersT5Encoder):
         super().__init__()
@@ -42,14 +43,7 @@ class T5EncoderModel(KnownNetwork, TransformersT5Encoder):
         inputs_embeds: torch.Tensor | None = None,
         **options: Any,
     ) -> Any:
-        """Encode by a program if the weights are on JAX and no option is set; else run transformers' forward.
-
-        If somebody has replaced a method of transformers' class, transformers' forward is compiled as it is.
-        """
-        if upstream.is_patched(TransformersT5Encoder):
-            return self.run_as_it_is(
-                TransformersT5Encoder.forward, input_ids, attention_mask, inputs_embeds, **options
-            )
+        """Encode by a program if weights are on JAX and no option is set; else by transformers' forward."""
         in_pytorch = not runtime.is_on_jax(self)
         if in_pytorch or any(value is not None for value in options.values()):
             # Weights on JAX need torchax on, which runs the forward operation by operation.
@@ -62,6 +56,8 @@ class T5EncoderModel(KnownNetwork, TransformersT5Encoder):
             "inputs_embeds": inputs_embeds,
         }
         hidden_states = self.run_program(TextEncoding(self), tensors)
+        if hidden_states is None:  # this model is not stock
+            return self.run_as_it_is(TransformersT5Encoder.forward, **tensors)
         return BaseModelOutput(last_hidden_state=hidden_states)  # pyright: ignore[reportArgumentType]
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,15 +18,16 @@ from torch import nn
 from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.files.models import saved_from_host
 from cogvideox_torchax.pipelines import cached_layers, caches, loras, sharding
-from cogvideox_torchax.pipelines.blocks import joined_step, takes_sequences
+from cogvideox_torchax.pipelines.blocks import Block, joined_step
+from cogvideox_torchax.pipelines.layers import PatchEmbed
 from cogvideox_torchax.pipelines.networks import (
-    STOCK_CLASSES,
     KnownNetwork,
     TensorSpecs,
     bytes_of,
     check_split,
     memory_of,
 )
+from cogvideox_torchax.runtime.stock import change_in, replaced_method
 from cogvideox_torchax.sharding import Parallel
 
 
@@ -38,6 +39,7 @@ class TransformerStep(nn.Module):
     """
 
     component = "transformer"
+    is_for_stock = True  # a model that is not stock runs as it is, but with a cache there is no other way
 
     def __init__(self, model: Any, attention_kwargs: dict[str, Any] | None = None):
         super().__init__()
@@ -47,7 +49,7 @@ class TransformerStep(nn.Module):
     @functools.cached_property
     def joined(self) -> bool:
         """True if text and patches run as one sequence; `joined_step` knows no option but "scale"."""
-        return takes_sequences(self.model) and self.options.keys() <= {"scale"}
+        return change_in(self.model) is None and self.options.keys() <= {"scale"}
 
     def predict(self, tensors: dict[str, Any]) -> torch.Tensor:
         """Return the transformer's prediction for a step's tensors, by the names of its forward's arguments.
@@ -75,6 +77,7 @@ class CachedStep(TransformerStep):
     # A step that skips nothing may not read the cached arrays. JAX would drop arguments that a program does
     # not read: they would not be donated, and would take memory beside the arrays that replace them.
     keep_unused = True
+    is_for_stock = False
 
     def __init__(self, model: Any, attention_kwargs: dict[str, Any] | None, form: caches.Form):
         super().__init__(model, attention_kwargs)
@@ -103,6 +106,10 @@ class CachedStep(TransformerStep):
 class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
     """CogVideoX's transformer on torchax, by diffusers' own names: a denoising step is one program."""
 
+    parts: Mapping[str, tuple[type, ...]] = {
+        "patch_embed": (PatchEmbed,),
+        "transformer_blocks": (Block,),
+    }
     network_class = TransformerStep
     save_pretrained = saved_from_host(DiffusersTransformer.save_pretrained)
     step_cache: caches.StepCache | None = None
@@ -170,16 +177,11 @@ class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
 
     @functools.wraps(DiffusersTransformer.forward)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # `_step` does not call diffusers' methods. If somebody has replaced one, diffusers' own forward is
-        # compiled instead, which calls it.
-        if not any(map(upstream.is_patched, STOCK_CLASSES)):
-            return self._step(*args, **kwargs)
-        if self.step_cache is not None:
-            raise ValueError(
-                f"got a cache ({self.step_cache}) and a class of diffusers of which a method was replaced: "
-                "call disable_cache(), or take the replacement out"
-            )
-        return self.run_as_it_is(DiffusersTransformer.forward, *args, **kwargs)
+        # A forward that somebody has put into diffusers' class may take other arguments than `_step`.
+        is_replaced = replaced_method(DiffusersTransformer, "forward") is not None
+        if is_replaced and self.step_cache is None and not self.is_stock():
+            return self.run_as_it_is(DiffusersTransformer.forward, *args, **kwargs)
+        return self._step(*args, **kwargs)
 
     def _step(
         self,
@@ -193,21 +195,20 @@ class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
         return_dict: bool = True,
     ) -> Any:
         """Return diffusers' output for a step, by its own code for plain tensors, else by a program."""
+        # By name: diffusers' LoRA scaling reads `attention_kwargs` there.
+        options = {
+            "timestep_cond": timestep_cond,
+            "ofs": ofs,
+            "image_rotary_emb": image_rotary_emb,
+            "attention_kwargs": attention_kwargs,
+            "return_dict": return_dict,
+        }
         inputs_on_jax = runtime.on_jax(hidden_states)
         if inputs_on_jax != runtime.is_on_jax(self):
             inputs, weights = ("jax", "in PyTorch") if inputs_on_jax else ("the host", "on jax")
             raise ValueError(f'got inputs on {inputs} for weights {weights}: move both .to("jax")')
         if not inputs_on_jax:
-            return super().forward(
-                hidden_states,
-                encoder_hidden_states,
-                timestep,
-                timestep_cond=timestep_cond,
-                ofs=ofs,
-                image_rotary_emb=image_rotary_emb,
-                attention_kwargs=attention_kwargs,  # by name: diffusers' LoRA scaling reads it there
-                return_dict=return_dict,
-            )
+            return super().forward(hidden_states, encoder_hidden_states, timestep, **options)
         self.check_modules()  # raises if a `forward` that was set on this object has put in other modules
         frames, _channels, height, width = hidden_states.shape[1:]
         patch_embed: Any = self.patch_embed
@@ -230,6 +231,9 @@ class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
                 # The cache chooses the step's form, and makes the `CachedStep` of that form.
                 make_network = functools.partial(CachedStep, self, attention_kwargs)
                 sample = self.step_cache.step(self, make_network, tensors)
+        if sample is None:  # this model is not stock
+            forward = DiffusersTransformer.forward
+            return self.run_as_it_is(forward, hidden_states, encoder_hidden_states, timestep, **options)
         # A program's result has no gradient: a backward pass through `sample` raises this message.
         sample = runtime.without_gradient(
             self, hidden_states, sample, "on JAX a transformer has no gradients"

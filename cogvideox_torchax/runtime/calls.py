@@ -4,9 +4,10 @@
 value for example, runs operation by operation, with the same result.
 
 A call's arguments are a tree of tuples, lists, dictionaries and classes that torch knows as containers. Its
-*leaves* are the other objects, numbered by their *position*. The leaves that are tensors are arguments of the
-program, and some of the numbers are too. All other leaves are constants in the program: together with the
-method and the tree they are the call's *form*, and each form has a program of its own.
+*leaves* are the other objects, numbered by their *position*. The leaves that are tensors or floats are
+arguments of the program. All other leaves, such as integers, are constants in it: together with the method
+and the tree they are the call's *form*, and each form has a program of its own. A float is a constant too if
+the method has to know its value, as it branches on it, looks it up or formats it.
 
 A tensor *of the host* is a plain one, PyTorch's own; a tensor *on JAX* is torchax's. A model that is called
 has its weights on JAX.
@@ -19,7 +20,7 @@ import logging
 import operator
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -31,10 +32,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
 from cogvideox_torchax.runtime.bridge import PLAIN, active, array_of, on_jax, tensor_of, to_jax, to_torch
+from cogvideox_torchax.runtime.floats import traced_floats
 from cogvideox_torchax.runtime.functions import RandomInTraceError
 from cogvideox_torchax.runtime.gradients import without_gradient
 from cogvideox_torchax.runtime.places import Place, describes_one_input
-from cogvideox_torchax.runtime.programs import Program, Programs, programs_of
+from cogvideox_torchax.runtime.programs import Program, programs_of
 from cogvideox_torchax.runtime.skeleton import ForeignForwardError
 from cogvideox_torchax.runtime.snapshot import Snapshot
 from cogvideox_torchax.runtime.weights import named_tensors
@@ -79,6 +81,7 @@ class _Form:
         types: the type of each value, as 1, 1.0 and True are equal, but not one constant. A float has its
             text here instead of its type, as 0.0 and -0.0 are equal.
         arguments: the positions of the leaves that are arguments of the program.
+        floats: those of the arguments that are floats.
     """
 
     method: Method
@@ -86,6 +89,7 @@ class _Form:
     values: tuple[Any, ...]
     types: tuple[Any, ...]
     arguments: tuple[int, ...]
+    floats: tuple[int, ...]
 
     @classmethod
     def of(
@@ -93,10 +97,11 @@ class _Form:
     ) -> "_Form":
         """Return the form of a call with these leaves, of which those at `arguments` are the program's."""
         values = tuple(None if i in arguments else leaf for i, leaf in enumerate(leaves))
+        floats = tuple(i for i in sorted(arguments) if type(leaves[i]) is float)
         types = tuple(repr(value) if type(value) is float else type(value) for value in values)
         # One object for all equal forms. The form is an attribute of a `MethodCall`, and the snapshot that a
         # program is found by compares attributes by identity.
-        return _interned(cls(method, structure, values, types, tuple(sorted(arguments))))
+        return _interned(cls(method, structure, values, types, tuple(sorted(arguments)), floats))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -126,14 +131,14 @@ class MethodCall(nn.Module):
                 program can return.
         """
         leaves = [arguments.get(str(position), value) for position, value in enumerate(self.form.values)]
-        args, kwargs = pytree.tree_unflatten(leaves, self.form.structure)
         # A program has no effect but its result, so a method that changes anything else is refused. The
         # snapshot and the lists here tell afterwards what it has changed.
         snapshot = Snapshot(self.model)
         weights = named_tensors(self.model)
         # A write into a torchax tensor gives the tensor another array.
         old_arrays = [(tensor, array_of(tensor)) for tensor in (*weights.values(), *arguments.values())]
-        with _inside_method():
+        with _inside_method(), traced_floats(leaves, self.form.floats) as leaves:
+            args, kwargs = pytree.tree_unflatten(leaves, self.form.structure)
             result = self.form.method(self.model, *args, **kwargs)
         if not snapshot.holds(self.model):
             raise UntraceableError("it changes its modules' attributes")
@@ -256,33 +261,8 @@ def mixing() -> Iterator[None]:
         yield
 
 
-@dataclass
-class _Numbers:
-    """What earlier calls tell about the numbers among a call's arguments: which ones the program takes.
-
-    Attributes:
-        last: by position, the numbers of the last call.
-        varying: positions of the numbers that have changed. They are arguments of the program, so that one
-            program serves all values; all other numbers are constants.
-        branched: positions of the numbers that have changed and that a trace must know, as the method
-            branches on them. They stay constants, and each value has a program.
-        checked: positions of the numbers that are arguments, and for which a program with them as constants
-            has given the same result.
-    """
-
-    last: dict[int, float] = field(default_factory=dict)
-    varying: frozenset[int] = frozenset()
-    branched: frozenset[int] = frozenset()
-    checked: frozenset[int] = frozenset()
-
-    def next(self, numbers: dict[int, float]) -> "_Numbers":
-        """Return the state for the next call, whose numbers by position are these."""
-        changed = {position for position, value in numbers.items() if self.last.get(position, value) != value}
-        return replace(self, last=numbers, varying=(self.varying | changed) - self.branched)
-
-
-_NUMBERS: weakref.WeakKeyDictionary[nn.Module, dict[Any, _Numbers]] = weakref.WeakKeyDictionary()
-"""By a model, and then by the form of a call without its numbers, what earlier calls tell about these."""
+_READS_FLOATS: weakref.WeakKeyDictionary[nn.Module, set[Method]] = weakref.WeakKeyDictionary()
+"""The methods of each model that have to know the values of floats, which are constants in their programs."""
 
 
 def run_method(
@@ -295,7 +275,7 @@ def run_method(
 ) -> Any:
     """Call a method of a model whose weights are on JAX, as a compiled program if it can be traced.
 
-    A number that changes between calls becomes an argument of the program, unless the method branches on it.
+    Floats are arguments of the program, unless the method reads their values. Integers are constants.
     A method runs operation by operation, and a warning says why, if it branches on the values of tensors,
     writes into its model, draws random numbers, or takes or returns objects that are neither tensors nor of
     `VALUES` (numbers, texts, dtypes and other constants).
@@ -369,48 +349,25 @@ def _run_compiled(model: nn.Module, method: Method, leaves: list[Any], structure
     # `leaves` are those of the call's arguments, with a JAX array in the place of each tensor. So a leaf that
     # is none of `VALUES` is an array. `arrays` has positions, `numbers` has numbers by position.
     arrays = {position for position, leaf in enumerate(leaves) if not isinstance(leaf, VALUES)}
-    numbers = {position: leaf for position, leaf in enumerate(leaves) if type(leaf) in (int, float)}
-    # What earlier calls tell about the numbers, by the form of a call without its numbers.
-    states = _NUMBERS.setdefault(model, {})
-    key = _Form.of(method, structure, leaves, arrays | numbers.keys())
-    state = states[key] = states.get(key, _Numbers()).next(numbers)
-    if len(states) > Programs.KINDS:
-        states.pop(next(iter(states)), None)  # the oldest; another thread may have dropped it already
-    # At first all numbers that vary between calls are arguments. If that fails, the integers among them,
-    # which most often decide a branch or a size, are constants, and if that fails too, all numbers are.
-    integers = {position for position in state.varying if type(leaves[position]) is int}
-    choices = (state.varying, state.varying - integers, frozenset())
-    failure = UntraceableError("it cannot be traced")
-    for number_arguments in dict.fromkeys(choices):  # equal choices once, in their order
-        form = _Form.of(method, structure, leaves, arrays | number_arguments)
+    floats = {position for position, leaf in enumerate(leaves) if type(leaf) is float}
+    reads_floats = _READS_FLOATS.setdefault(model, set())
+    form = _Form.of(method, structure, leaves, arrays)  # with floats as constants
+    if floats and method not in reads_floats:
         try:
-            result = _run_form(model, form, leaves, place)
-            if number_arguments - state.checked:
-                # In a program a number that is an argument is a tensor. For a tensor a method that tests a
-                # number's type, or formats it, may give another result. So the first result is compared with
-                # that of a program with all numbers as constants.
-                constant_form = _Form.of(method, structure, leaves, arrays)
-                if not _are_alike(result, _run_form(model, constant_form, leaves, place)):
-                    raise UntraceableError("it tests the type of a number")
-        except UntraceableError as error:
-            failure = error
-            continue
-        except TRACING_ERRORS:
-            if not number_arguments:  # no number is a tensor, so the error is the method's own
-                raise
-            continue
-        # For the next call: the numbers that were arguments now are checked, and those that could not be stay
-        # constants.
-        branched = state.branched | (state.varying - number_arguments)
-        states[key] = replace(state, varying=number_arguments, branched=branched, checked=number_arguments)
-        return result.tree()
-    raise failure
+            with_floats = _Form.of(method, structure, leaves, arrays | floats)
+            return _run_form(model, with_floats, leaves, place).tree()
+        except (UntraceableError, *TRACING_ERRORS):
+            # Maybe as a float was not known. If it works with a constant, the next call does so at once.
+            result = _run_form(model, form, leaves, place).tree()
+            reads_floats.add(method)
+            return result
+    return _run_form(model, form, leaves, place).tree()
 
 
 TRACING_ERRORS = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
 )
-"""Errors that a method may raise because it gets a tensor in the place of a number."""
+"""Errors that a method may raise because it gets a tensor in the place of a float."""
 
 
 def _run_form(model: nn.Module, form: _Form, leaves: list[Any], place: Place) -> _Result:
@@ -431,23 +388,6 @@ def _run_form(model: nn.Module, form: _Form, leaves: list[Any], place: Place) ->
     except (UntraceableError, RandomInTraceError, *untraceable_errors()) as error:
         program.untraceable = str(error).partition("\n")[0]  # the next call raises this at once
         raise UntraceableError(program.untraceable) from error
-
-
-def _are_alike(result: _Result, other: _Result) -> bool:
-    """Return whether two results of one method are equal but for rounding."""
-    # `result` is computed with some numbers as arguments of the program, and `other` with all as constants.
-    # XLA computes with a constant in another way than with an argument, so that the last bits may differ.
-    if result.constants != other.constants:
-        return False
-    for array, other_array in zip(result.tensors, other.tensors, strict=True):
-        a, b = (np.asarray(each).astype(np.float64) for each in (array, other_array))
-        # The largest finite value; if all are 0, a tiny number, as the results are divided by it.
-        scale = max(np.abs(b[np.isfinite(b)]).max(initial=0.0), 1e-30)
-        # The rounding that a deep network may add up, in float32 and in dtypes of 16 bits.
-        rounding = 1e-4 if array.dtype == "float32" else 3e-2
-        if a.shape != b.shape or not np.allclose(a / scale, b / scale, rtol=0, atol=rounding, equal_nan=True):
-            return False
-    return True
 
 
 def _without_gradient(model: nn.Module, leaves: list[Any], why: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -7,11 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import torch
 from torch import nn
-
-from cogvideox_torchax.runtime.bridge import on_accelerator
-from cogvideox_torchax.upstream import is_patched
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 _profiling = False  # whether a profile is being recorded
 
@@ -25,79 +22,31 @@ def watched(
     is_layer: Callable[[str, nn.Module], Any],
     *,
     on_result: Visit,
-    on_arguments: Visit = lambda _name, arguments: arguments,
-    names_only: bool = False,
+    on_arguments: Visit | None = None,
 ) -> Iterator[None]:
     """Call functions on the arguments and the result of every layer that runs in a `with` block.
-
-    A program that is traced in the block names its instructions after the layers.
 
     Args:
         network: gets hooks; pass a copy where the user's modules must stay as they are.
         is_layer: `is_layer(name, module)` returns whether a module of the network is a layer.
         on_result: `on_result(name, result)` returns what replaces a layer's result.
         on_arguments: `on_arguments(name, (args, kwargs))` returns what replaces a layer's arguments.
-        names_only: whether `on_arguments` and `on_result` return what they get, so that the hooks only name
-            instructions. A fused kernel may then run in place of a layer.
     """
-    scopes: list[Any] = []  # name scopes that are open, from the outermost layer's to the innermost layer's
 
-    # A scope opens in one hook and closes in another, so `with` cannot be used.
     def before_layer(name: str, _module: nn.Module, args: Any, kwargs: Any) -> Any:
-        scopes.append(jax.named_scope(name))
-        scopes[-1].__enter__()
-        return on_arguments(name, (args, kwargs))
+        return on_arguments(name, (args, kwargs)) if on_arguments is not None else None
 
     def after_layer(name: str, _module: nn.Module, _args: Any, result: Any) -> Any:
-        result = on_result(name, result)
-        scopes.pop().__exit__(None, None, None)
-        return result
+        return on_result(name, result)
 
     with contextlib.ExitStack() as hooks:
         for name, module in network.named_modules():
             if is_layer(name, module):
                 pre_hook = functools.partial(before_layer, name)
-                hook = functools.partial(after_layer, name)
-                # `is_watched` reads this attribute of a hook. It is set by `vars`, as the type of a `partial`
-                # declares no attributes for a type checker.
-                vars(pre_hook)["names_only"] = vars(hook)["names_only"] = names_only
                 hooks.callback(module.register_forward_pre_hook(pre_hook, with_kwargs=True).remove)
+                hook = functools.partial(after_layer, name)
                 hooks.callback(module.register_forward_hook(hook).remove)
         yield
-
-
-def by_kernel(module: nn.Module, x: torch.Tensor) -> bool:
-    """Return whether a ported layer runs its kernel on `x`, and not the method that it inherits."""
-    # The inherited method also runs if somebody has replaced a method of diffusers' class.
-    return on_accelerator(x) and not is_patched(type(module))
-
-
-def is_watched(module: nn.Module) -> bool:
-    """Return whether a module itself must be called, so that no fused kernel may run in its place."""
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    # Hooks count if they may read or change values. Those of `watched` may have this attribute.
-    has_hooks = any(not getattr(hook, "names_only", False) for hook in hooks)
-    # Somebody may have replaced the module's `forward`, on the module itself or on its class.
-    return "forward" in vars(module) or has_hooks or is_patched(type(module))
-
-
-def as_layer(module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `run` in place of a module, within the module's name scope.
-
-    `run` takes the module's inputs. The module's hooks, which must be those of `watched` with `names_only`,
-    open and close the scope.
-    """
-
-    def call(*inputs: Any) -> Any:
-        # A hook takes the arguments with which torch calls it: before a call kwargs too, which are {} here.
-        for hook in module._forward_pre_hooks.values():
-            hook(module, inputs, {})  # pyright: ignore[reportCallIssue]
-        result = run(*inputs)
-        for hook in module._forward_hooks.values():
-            hook(module, inputs, result)  # pyright: ignore[reportCallIssue]
-        return result
-
-    return call
 
 
 @contextlib.contextmanager
@@ -131,21 +80,28 @@ def profiling(directory: str | Path) -> Iterator[None]:
         jax.config.update("jax_compilation_cache_include_metadata_in_key", previous_setting)
 
 
-def named_layers(network: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Return the context in which a network is traced, for `network`, a copy that may get hooks.
-
-    While a profile is recorded, the hooks name the traced program's instructions after the layers. Otherwise
-    the context does nothing.
-    """
+@contextlib.contextmanager
+def named_layers(network: nn.Module) -> Iterator[None]:
+    """While a profile is recorded, name what is traced in a `with` block after the network's layers."""
     if not _profiling:
-        return contextlib.nullcontext()
-    # A layer is every module but the root, whose name is "" and so counts as false.
-    return watched(
-        network,
-        lambda name, _module: name,
-        on_result=lambda _name, result: result,  # unchanged
-        names_only=True,
-    )
+        yield
+        return
+    names = {module: name for name, module in network.named_modules() if name}
+    scopes: list[Any] = []  # name scopes that are open, from the outermost layer's to the innermost layer's
+
+    # A scope opens in one hook and closes in another, so `with` cannot be used. The hooks are torch's for all
+    # modules: a hook of a module's own would keep the kernel around it from running.
+    def open_scope(module: nn.Module, _args: Any) -> None:
+        if module in names:
+            scopes.append(jax.named_scope(names[module]))
+            scopes[-1].__enter__()
+
+    def close_scope(module: nn.Module, _args: Any, _result: Any) -> None:
+        if module in names:
+            scopes.pop().__exit__(None, None, None)
+
+    with register_module_forward_pre_hook(open_scope), register_module_forward_hook(close_scope):
+        yield
 
 
 def is_profiling() -> bool:

@@ -3,6 +3,7 @@
 import copy
 import functools
 import logging
+import math
 import pickle
 import types
 
@@ -77,18 +78,15 @@ def test_arguments_and_results_are_trees_and_a_copy_a_pickle_and_a_move_stay_the
         assert runtime.is_on_jax(scaled) == (device == "jax")
 
 
-def test_a_number_that_varies_becomes_an_argument_and_one_that_is_branched_on_does_not(scaled, caplog):
+def test_a_float_is_an_argument_and_an_integer_a_constant(scaled, caplog):
     for index in range(5):
         call_scaled(scaled, scale=0.5 + index)
-    # The first value is a constant; the second an argument, and a constant once more, to compare.
-    assert len(Scaled.traces) == 3
-    Scaled.traces.clear()
+    assert len(Scaled.traces) == 1
     base = runtime.to_torch(scaled.linear.weight).sum(1) + runtime.to_torch(scaled.linear.bias)
     for repeats in (1, 2, 3, 2):
         result = call_scaled(scaled, repeats=repeats, scale=0.25 * repeats)
         assert torch.allclose(result["x"], base * 0.25 * repeats + 2.0 * repeats, atol=1e-4)
-    call_scaled(scaled, repeats=3, scale=9.0)
-    assert len(Scaled.traces) <= 8, "a value of a branch is traced once"
+    assert len(Scaled.traces) == 4, "each integer is traced once"
     assert not caplog.records, "nothing runs operation by operation"
 
 
@@ -194,21 +192,55 @@ def adds_twice(self, x, y):
     return self.linear(x) + y
 
 
+LOOKED_UP = {0.1: 3.0, 0.3: 6.0}
+
+
+def swallowing(m, x, v):
+    try:
+        return m.linear(x) * LOOKED_UP[v]
+    except Exception:
+        return m.linear(x) * 7
+
+
+def branching(m, x, v):
+    return m.linear(x) if v * 2 > 0.4 else x
+
+
+READS = {
+    "a type test": lambda m, x, v: m.linear(x) * (v if isinstance(v, float) else 100),
+    "a tensor test": lambda m, x, v: m.linear(x) * (7 if torch.is_tensor(v) else v),
+    "a look-up": lambda m, x, v: m.linear(x) * LOOKED_UP.get(v, 6.0),
+    "a look-up whose error is caught": swallowing,
+    "a comparison": lambda m, x, v: m.linear(x) * (2 if v == 0.2 else 3),
+    "a branch on what is computed of it": branching,
+    "a truth": lambda m, x, v: m.linear(x) if v - 0.2 else x,
+    "a member": lambda m, x, v: m.linear(x) * (2 if v in (0.1, 0.2) else 3),
+    "a format": lambda m, x, v: m.linear(x) * float(f"{v:.1f}"),
+    "a text": lambda m, x, v: m.linear(x) * len(str(v + 0.05)),
+    "a conversion": lambda m, x, v: m.linear(x) * int(10 * v),
+    "a function of floats": lambda m, x, v: m.linear(x) * math.sqrt(v),
+    "a method of floats": lambda m, x, v: m.linear(x) * (2 if (v * 10).is_integer() else 3),
+    "an attribute that tensors have": lambda m, x, v: m.linear(x) * getattr(v, "ndim", 5),
+}
+"""Functions that need a float's value or type."""
+
 CALLS = {
-    "a type test": (lambda m, x, v: m.linear(x) * (v if isinstance(v, float) else 100), [0.1, 0.2, 0.3]),
-    "a tensor test": (lambda m, x, v: m.linear(x) * (7 if torch.is_tensor(v) else v), [0.1, 0.2, 0.3]),
+    **{name: (function, [0.1, 0.2, 0.3]) for name, function in READS.items()},
     "a key": (lambda m, x, v: m.linear(x) * {1: 3.0, 2: 5.0, 3: 6.0}[v], [1, 2, 3]),
-    "a method of floats": (lambda m, x, v: m.linear(x) * (2 if v.is_integer() else 3), [1.0, 1.5, 2.0]),
+    "a key that is missing": (lambda m, x, v: m.linear(x) * {1: 3.0}.get(v, 6.0), [3, 4, 1]),
     "a size": (lambda m, x, v: m.linear(x).sum() + torch.zeros(2, v, device=x.device), [1, 2, 3]),
     "a sign of zero": (lambda m, x, v: 1 + torch.atan2(0 * x.abs(), torch.full_like(x, v)), [0.0, -0.0]),
+    "arithmetic": (lambda m, x, v: m.linear(x) * (1 - v) ** 2 / (v + 1) - (-v) * 2**v, [0.1, 0.2, 0.3]),
+    "functions of torch": (lambda m, x, v: torch.lerp(x, m.linear(x), v).add(x, alpha=v), [0.1, 0.2]),
 }
 
 
 @pytest.mark.parametrize(("function", "values"), CALLS.values(), ids=CALLS)
-def test_a_number_means_what_it_means_in_pytorch(function, values):
+def test_a_number_means_what_it_means_in_pytorch(function, values, caplog):
     stock, model = stock_and_ported(function)
     for value in (*values, *values):
         assert largest_error(model(X, value), stock(X, value).detach()) < 1e-6, value
+    assert len(caplog.records) == 1, "compiled as it is: nothing runs operation by operation"
 
 
 def test_objects_and_containers_of_the_users_own_are_changed_as_in_pytorch():

@@ -11,9 +11,7 @@ are NTHWC.
 
 import dataclasses
 import functools
-import operator
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,11 +26,10 @@ from cogvideox_torchax.sharding import check_mesh, spread
 from cogvideox_torchax.vae import checkpoint, chunks, tiling
 from cogvideox_torchax.vae.axes import NTHWC
 from cogvideox_torchax.vae.checks import check_shape, check_values, integers_refused
-from cogvideox_torchax.vae.columns import OnColumns
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.nnx import weights
 from cogvideox_torchax.vae.nnx.config import FlaxAutoencoderKLCogVideoXConfig
-from cogvideox_torchax.vae.nnx.modules import Cache, Conv3d, Decoder3D, Encoder3D, LayerConfig
+from cogvideox_torchax.vae.nnx.modules import Context, Conv3d, Decoder3D, Encoder3D, LayerConfig, run_layers
 from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
 from cogvideox_torchax.vae.placement import Placement
 from jax_kernels.common.columns import WHOLE, Split, with_clear_padding
@@ -63,180 +60,68 @@ class Posterior(NamedTuple):
         )
 
 
-class EncoderChunk(OnColumns, nnx.Module):
-    """The network that encodes a chunk (N, T, H, W, 3), floats in [-1, 1] or uint8, to its moments."""
-
-    def __init__(self, vae: "FlaxAutoencoderKLCogVideoX"):
-        self.encoder = vae.encoder
-        self.quant_conv = vae.quant_conv
-        self.dtype = vae.dtype
-        # The setting that turns Pallas kernels on or off. It is not read here, but programs are kept by the
-        # values of the network's attributes, so a change of the setting gives a new program.
-        self.pallas = pallas_mode()
-
-    def __call__(self, x: jax.Array, cache: Cache | None) -> tuple[jax.Array, Cache]:
-        if x.dtype == jnp.uint8:
-            # `from_uint8` turns the zeros of padding columns into -1, and the kernels need zeros there.
-            x = with_clear_padding(from_uint8(x, "float32"), self.split)
-        moments, cache = self.encoder(x.astype(self.dtype), cache)
-        return moments if self.quant_conv is None else self.quant_conv(moments), cache
-
-
-class DecoderChunk(nnx.Module):
-    """The network from a chunk of latents to frames, floats in [-1, 1] or with `as_uint8` bytes."""
-
-    def __init__(
-        self, vae: "FlaxAutoencoderKLCogVideoX", *, as_uint8: bool = False, frame_by_frame: bool = False
-    ):
-        self.decoder = vae.decoder
-        self.post_quant_conv = vae.post_quant_conv
-        self.dtype = vae.dtype
-        self.as_uint8 = as_uint8
-        self.frame_by_frame = frame_by_frame  # whether each chunk has one latent frame
-        # The setting that turns Pallas kernels on or off. It is not read here, but programs are kept by the
-        # values of the network's attributes, so a change of the setting gives a new program.
-        self.pallas = pallas_mode()
-
-    def __call__(self, z: jax.Array, cache: Cache | None) -> tuple[jax.Array, Cache]:
-        z = z.astype(self.dtype)
-        if self.post_quant_conv is not None:
-            z = self.post_quant_conv(z)
-        # `first_frame_alone` says whether the chunk's first frame stays single where the number of frames is
-        # doubled. With None the decoder decides: it stays single if the number of frames is odd, which
-        # otherwise only the video's first chunk has. With `frame_by_frame` all chunks have one frame, so the
-        # later ones, which get a cache, need False.
-        first_frame_alone = False if cache is not None and self.frame_by_frame else None
-        frames, cache = self.decoder(z, cache, first_frame_alone=first_frame_alone)
-        return to_uint8(frames) if self.as_uint8 else frames, cache
-
-
-class RecordedLayers(nnx.Module):
-    """A network that runs another network, and returns the outputs of its layers, by diffusers' names.
-
-    Args:
-        network: the network to run. A call swaps the classes of its layers, so it can be called only once.
-        wanted: returns whether a layer of this name is recorded.
-    """
-
-    def __init__(self, network: EncoderChunk | DecoderChunk, wanted: Callable[[str], Any]):
-        self.network = network
-        self._wanted = wanted
-
-    def __call__(self, chunk_NTHWC: jax.Array, cache: Cache | None) -> tuple[dict[str, jax.Array], Cache]:
-        outputs: dict[str, jax.Array] = {}
-        for path, layer in list(nnx.iter_modules(self.network)):
-            name = ".".join(map(str, path))
-            # The decoder's `norm_out` applies the activation too, so its output differs from diffusers'.
-            if self._wanted(name) and name != "decoder.norm_out":
-                # Calls of the layer will call `_record`, which stores the output under the layer's name. The
-                # `__setattr__` of NNX would make these attributes a part of the module's state.
-                object.__setattr__(layer, "__class__", _recording_class(type(layer)))
-                object.__setattr__(layer, "_record", functools.partial(outputs.__setitem__, name))
-        _, cache = self.network(chunk_NTHWC, cache)
-        return outputs, cache
-
-
-@functools.cache
-def _recording_class(kind: type[nnx.Module]) -> type[nnx.Module]:
-    """Return a subclass of a layer's class whose calls pass their output, without a cache, to `_record`."""
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = kind.__call__(self, *args, **kwargs)
-        self._record(result[0] if isinstance(result, tuple) else result)
-        return result
-
-    return type(kind.__name__, (kind,), {"__call__": call})
+LAYERS = {ENCODE: ("encoder", "quant_conv"), DECODE: ("post_quant_conv", "decoder")}
+"""The model's modules that run in a direction, in order. The convolutions are None in most models."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """A Flax network without its weights, in the form that a `runtime.ArrayProgram` takes.
+    """A direction's network of one chunk without its weights, as a `runtime.ArrayProgram` takes it.
 
-    `graph` is the graph that `nnx.split` returns, and `state` is the tree structure of the weights. A program
-    takes the weights as a list, which JAX flattens faster than the tree. `weights` are
-    `jax.ShapeDtypeStruct`s, to compile ahead of time; None if the program gets its weights at each call.
+    Networks of an equal structure are equal, and share a program.
+
+    Attributes:
+        direction: the direction, which also names the program.
+        structure: the tree structure of the modules that run; its leaves are the weights.
+        dtype: the dtype to compute in.
+        as_uint8: whether decoded frames are bytes, and not floats in [-1, 1].
+        frame_by_frame: whether each chunk has one latent frame.
+        records: whether the result is the outputs of all layers, by diffusers' names.
+        pallas: the setting that turns Pallas kernels on or off, as a change of it gives another program.
+        weights: `jax.ShapeDtypeStruct`s, to compile ahead of time; None if a program gets weights at a call.
     """
 
-    graph: nnx.GraphDef
-    state: Any
-    name: str
-    # Not compared: networks of one graph are equal, and share a program.
+    direction: Direction
+    structure: Any
+    dtype: Any
+    as_uint8: bool = False
+    frame_by_frame: bool = False
+    records: bool = False
+    pallas: str = dataclasses.field(default_factory=pallas_mode)
     weights: list[Any] | None = dataclasses.field(default=None, compare=False)
 
-    @classmethod
-    def split(cls, module: nnx.Module) -> tuple["Network", list[Any]]:
-        """Return a module as a network without `weights`, and the module's weights."""
-        graph, state = nnx.split(module)
-        weights, structure = jax.tree.flatten(state)
-        return cls(graph, structure, type(module).__name__), weights
+    @property
+    def name(self) -> str:
+        return "EncoderChunk" if self.direction == ENCODE else "DecoderChunk"
 
     def __call__(
         self, _place: runtime.Place, weights: list[Any], chunk: jax.Array, cache: Any, split: Split = WHOLE
-    ) -> tuple[jax.Array, Cache]:
+    ) -> tuple[Any, Any]:
         """Run a chunk on `weights`; the caches that come in and go out have the axes HWNTC."""
         # A program passes `_place` to every network; this one does not need it.
-        network: Any = nnx.merge(self.graph, jax.tree.unflatten(self.state, weights))
-        if split != WHOLE:
-            network.set_attributes(split=split)  # of all modules that have this attribute
+        modules = zip(LAYERS[self.direction], jax.tree.unflatten(self.structure, weights), strict=True)
+        layers = {name: module for name, module in modules if module is not None}
+        if chunk.dtype == jnp.uint8:
+            # `from_uint8` turns the zeros of padding columns into -1, and the kernels need zeros there.
+            chunk = with_clear_padding(from_uint8(chunk, "float32"), split)
+        # A chunk's first frame stays single where the number of frames is doubled, if this number is odd,
+        # which otherwise only the video's first chunk has. With `frame_by_frame` all chunks have one frame,
+        # so the later ones, which get a cache, need False.
+        first_frame_alone = False if cache is not None and self.frame_by_frame else None
+        context = Context({}, split, first_frame_alone)
         # `frames_first` turns HWNTC into the NTHWC of the network, and `pixels_first` turns it back. A TPU
         # computes in HWNTC. With caches in another order, each program would rearrange them twice.
-        result, cache = network(chunk, jax.tree.map(frames_first, cache))
-        return result, jax.tree.map(pixels_first, cache)
+        cache = jax.tree.map(frames_first, cache)
+        result, cache = run_layers(layers, chunk.astype(self.dtype), cache, context)
+        result = to_uint8(result) if self.as_uint8 else result
+        return context.outputs if self.records else result, jax.tree.map(pixels_first, cache)
 
 
 compiled = functools.lru_cache(maxsize=256)(runtime.ArrayProgram)
-"""Return the program of a `Network` and a placement; models of one graph and placement share it.
+"""Return the program of a `Network` and a placement; equal networks of one placement share it.
 
 The limit of 256 frees the programs of models that are gone.
 """
-
-
-class CachedProgram(NamedTuple):
-    """A chunk's program, which a model keeps because Flax takes long to split a module.
-
-    `attributes` are the values of the attributes of the program's network and of all modules in it. A network
-    with the same objects as attributes is the same, and may use the program. `variables` hold the weights, in
-    the order in which the program takes them.
-    """
-
-    attributes: list[Any]
-    program: runtime.ArrayProgram
-    variables: list[nnx.Variable]
-
-    @classmethod
-    def of(cls, module: nnx.Module, attributes: list[Any], placement: Placement | None) -> "CachedProgram":
-        """Return the program of `module`, a network whose `attributes` are those of `_attributes(module)`."""
-        network, _weights = Network.split(module)
-        # `reduce` follows each path of names and list indices from the module down to its variable.
-        paths = [path for path, _ in nnx.to_flat_state(nnx.state(module))]
-        variables = [functools.reduce(_child, path, module) for path in paths]
-        # `compiled` builds a program, or finds that of another model of the same graph and placement.
-        return cls(attributes, compiled(network, placement), variables)
-
-    def is_for(self, attributes: list[Any]) -> bool:
-        """Return whether the program is that of a network with these attributes: the same objects."""
-        have_equal_length = len(attributes) == len(self.attributes)
-        return have_equal_length and all(map(operator.is_, attributes, self.attributes))
-
-
-def _child(node: Any, key: Any) -> Any:
-    """Return what a module has under a key of a path: an entry of a list, or an attribute."""
-    return node[key] if isinstance(key, int) else getattr(node, key)
-
-
-def _attributes(node: Any) -> Iterator[Any]:
-    """Yield the values of all attributes of a module and of the modules in it."""
-    # By these values `CachedProgram.is_for` tells a changed network from the one that was compiled.
-    for name, value in vars(node).items():
-        if not name.startswith("_pytree__"):  # Flax itself adds attributes with such names
-            yield value
-            # A variable holds a weight. Its value is left out, as a program takes new weights as arguments.
-            if isinstance(value, nnx.Pytree) and not isinstance(value, nnx.Variable):
-                yield from _attributes(value)
-
-
-_PROGRAMS: weakref.WeakKeyDictionary[nnx.Module, dict[Any, CachedProgram]] = weakref.WeakKeyDictionary()
-"""The chunk programs of each model, by (direction, placement, options of the network)."""
 
 
 class FlaxAutoencoderKLCogVideoX(nnx.Module):
@@ -460,39 +345,28 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         step = self.step(direction, tile_plan, frame_by_frame=frame_by_frame, **options)
         return chunks.run(step, cut_chunks)
 
-    def step(
-        self,
-        direction: Direction,
-        plan: tiling.TilePlan | None = None,
-        as_uint8: bool = False,
-        frame_by_frame: bool = False,
-    ) -> chunks.Step:
+    def step(self, direction: Direction, plan: tiling.TilePlan | None = None, **options: Any) -> chunks.Step:
         """Return the step of a direction on arrays of JAX or NumPy, with the weights as they are now.
 
-        `plan` has the tiles of a frame; None for whole frames. The other options are those of a
-        `DecoderChunk`. The program is taken from an earlier call if the network has not changed since.
+        `plan` has the tiles of a frame; None for whole frames. `options` are those of a `Network`.
         """
         placement = self.placement(direction)
+        if plan is None:
+            network, weights = self.network(direction, **options)
+            return compiled(network, placement).step(weights)
         # Tiles are blended as floats: `tiled_step` converts the blended frames.
-        options = {"as_uint8": as_uint8 and plan is None, "frame_by_frame": frame_by_frame}
-        network = self.chunk(direction, **options)
-        attributes = [*_attributes(network)]  # the same objects as in an earlier call if nothing has changed
-        programs = _PROGRAMS.setdefault(self, {})  # of this model
-        key = direction, placement, *options.values()
-        cached = programs.get(key)
-        if cached is None or not cached.is_for(attributes):
-            cached = programs[key] = CachedProgram.of(network, attributes, placement)
-        # New weights need no new program: the arrays that the variables hold now are passed to it.
-        step = cached.program.step([variable.get_raw_value() for variable in cached.variables])
-        return step if plan is None else tiling.tiled_step(step, plan, NTHWC, placement, as_uint8)
+        as_uint8 = options.pop("as_uint8", False)
+        return tiling.tiled_step(self.step(direction, **options), plan, NTHWC, placement, as_uint8)
 
-    def chunk(self, direction: Direction, **options: bool) -> EncoderChunk | DecoderChunk:
-        """Return a direction's network; `options` are those of a `DecoderChunk`."""
-        return EncoderChunk(self) if direction == ENCODE else DecoderChunk(self, **options)
+    def network(self, direction: Direction, **options: Any) -> tuple[Network, list[Any]]:
+        """Return a direction's network and the weights that it takes; `options` are those of a `Network`."""
+        modules = [getattr(self, name) for name in LAYERS[direction]]
+        weights, structure = jax.tree.flatten(modules)
+        return Network(direction, structure, self.dtype, **options), weights
 
     def build_program(self, direction: Direction) -> runtime.ArrayProgram:
         """Return a chunk's program, to compile it ahead of time; the model must be `weightless`."""
-        network, structs = Network.split(self.chunk(direction))
+        network, structs = self.network(direction)
         return runtime.ArrayProgram(dataclasses.replace(network, weights=structs), self.placement(direction))
 
     # Several devices
@@ -537,7 +411,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
 
     def enable_gradient_checkpointing(self) -> None:
         """Make a backward pass recompute the activations of residual blocks, instead of keeping them."""
-        self.set_attributes(rematerialize=True)  # of every `Block3D`
+        self.set_attributes(rematerialize=True)  # of every `ResnetBlock3D`
 
     def disable_gradient_checkpointing(self) -> None:
         """Make a backward pass keep all activations, which is the default."""

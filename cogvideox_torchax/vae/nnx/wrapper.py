@@ -252,6 +252,6 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
         as_uint8: bool = False,
     ) -> Iterator[torch.Tensor]:
         """Return the results of the Flax model; the arguments are those of `ChunkedVAE.results`."""
-        step = self.flax_vae.step(direction, plan, as_uint8)
+        step = self.flax_vae.step(direction, plan, as_uint8=as_uint8)
         step = one_video_at_a_time(step) if self.use_slicing else step
         return map(to_tensor, run(step, map(to_array, chunks)))

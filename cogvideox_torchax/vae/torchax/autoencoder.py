@@ -24,12 +24,13 @@ from torch import nn
 from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.files.models import saved_from_host
 from cogvideox_torchax.runtime.models import PortedModel, save_as_stock
+from cogvideox_torchax.runtime.stock import change_in, replaced_method
 from cogvideox_torchax.sharding import BatchPlacement, check_mesh
 from cogvideox_torchax.vae import checkpoint, tiling
 from cogvideox_torchax.vae.axes import NCTHW
 from cogvideox_torchax.vae.chunks import Step, run
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
-from cogvideox_torchax.vae.placement import Placement
+from cogvideox_torchax.vae.placement import Placement, VideoPlacement
 from cogvideox_torchax.vae.streaming import ChunkedVAE, frames_of_chunks, joined, one_video_at_a_time
 from cogvideox_torchax.vae.torchax.modules import port_modules
 from cogvideox_torchax.vae.torchax.networks import EncoderChunk, chunk_network, stock_of
@@ -89,7 +90,7 @@ def _checked(direction: Direction) -> Callable[[Callable[..., Any]], Callable[..
         @functools.wraps(method)
         def call(self: Any, x: torch.Tensor, *args: Any, **options: Any) -> Any:
             self._check(direction, x)
-            if not (runtime.is_on_jax(self) and upstream.is_patched(DiffusersAutoencoder, name)):
+            if not runtime.is_on_jax(self) or replaced_method(DiffusersAutoencoder, name) is None:
                 return method(self, x, *args, **options)
             # `run_method` compiles any method. On a mesh it splits the batch over "dp", but no video's width.
             place = None if self.mesh is None else BatchPlacement(self.mesh)
@@ -311,10 +312,18 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
 
     def _compile_for(self, network: nn.Module) -> Any:
         """Return a program of a chunk's network, for the device or the mesh that the model is on."""
+        change = change_in(network)
+        if change is not None:
+            on_mesh = "" if self.mesh is None else ", and a mesh splits videos alone, not their width"
+            slower = "so what is around it runs by diffusers' own forward, and takes longer"
+            runtime.warn_once(self, f"vae: {change}, {slower}{on_mesh}")
         if runtime.is_on_torchtpu(network):
             return runtime.TorchTPUProgram(network)
         if self.mesh is None:
             return runtime.Program(network)
+        if change is not None:
+            # Diffusers' own operations do not keep the padding of a split width zero.
+            return runtime.Program(network, VideoPlacement(self.mesh, NCTHW))
         direction = ENCODE if isinstance(network, EncoderChunk) else DECODE
         place = Placement(
             self.mesh,

@@ -22,7 +22,7 @@ from cogvideox_torchax.vae.axes import HWNTC, NCTHW, Axes
 from cogvideox_torchax.vae.columns import OnColumns
 from cogvideox_torchax.vae.directions import ENCODE, Direction
 from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
-from cogvideox_torchax.vae.torchax.modules import with_zero_padding
+from jax_kernels.common.columns import with_clear_padding
 
 
 class EncoderChunk(OnColumns, nn.Module):
@@ -38,7 +38,9 @@ class EncoderChunk(OnColumns, nn.Module):
             dtype = runtime.dtype_name(self.encoder.conv_in.conv.weight.dtype)
             # On a mesh the width may be padded with columns of zeros (`self.split`), to be divided evenly.
             # `from_uint8` turns these zeros into -1, and the kernels need zeros there.
-            x = with_zero_padding(from_uint8(x, dtype), self.split)
+            x = from_uint8(x, dtype)
+            if runtime.on_accelerator(x):  # only there is anything padded
+                x = runtime.torch_view(with_clear_padding)(x, self.split, NCTHW.index("W"))
         moments, cache = self.encoder(x, conv_cache=_permuted(cache, HWNTC, NCTHW))
         if self.quant_conv is not None:
             moments = self.quant_conv(moments)

@@ -28,7 +28,8 @@ from cogvideox_torchax.flax import (
 )
 from cogvideox_torchax.runtime.places import ArrayProgram
 from cogvideox_torchax.vae.checkpoint import ModelError
-from cogvideox_torchax.vae.nnx.autoencoder import Network
+from cogvideox_torchax.vae.directions import DECODE
+from cogvideox_torchax.vae.nnx.autoencoder import compiled
 from cogvideox_torchax.vae.nnx.wrapper import to_array
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
 from tests import reference, small_pipelines
@@ -105,22 +106,20 @@ def test_another_output_dtype_is_refused(model):
         model.decode_stream(LATENTS, output_dtype=jnp.int32)
 
 
-def test_a_model_is_split_again_only_if_its_modules_or_attributes_have_changed(model, monkeypatch):
-    z, split, count = to_array(reference.latents(2)), Network.split, []
-    monkeypatch.setattr(Network, "split", lambda module: count.append(module) or split(module))
-    model = copy.copy(model)  # its decoder is replaced below
-    first = model.decode(z)
-    assert (model.decode(z) == first).all()
-    assert len(count) == 1
+def test_models_of_one_structure_share_a_program_and_a_changed_attribute_gives_another(model):
+    z, model = to_array(reference.latents(2)), copy.copy(model)  # its decoder is replaced below
+
+    def program():
+        return compiled(model.network(DECODE)[0], model.placement(DECODE))
+
+    first, shared = model.decode(z), program()
     model.decoder = nnx.clone(model.decoder)
     assert (model.decode(z) == first).all()
-    assert len(count) == 2, "another module"
     nnx.update(model.decoder, jax.tree.map(lambda weight: 2 * weight, nnx.state(model.decoder, nnx.Param)))
     assert (model.decode(z) != first).any()
-    assert len(count) == 2, "new weights are arguments"
+    assert (program(), shared.compilations) == (shared, 1), "other modules, and new weights, are arguments"
     model.decoder.set_attributes(rematerialize=True)
-    model.decode(z)
-    assert len(count) == 3, "a changed attribute"
+    assert program() is not shared
 
 
 def test_of_a_numpy_array_only_a_chunk_goes_to_the_device(model, monkeypatch):

@@ -168,56 +168,6 @@ def test_a_replaced_part_is_run_and_the_one_before_is_let_go(vae):
     assert decodes_as(vae, other)  # a plain, stock part
 
 
-INNER = [
-    "decoder.up_blocks.0.resnets.0.conv2.conv",  # of which the upsampler reads columns that only pad
-    *("decoder.conv_in.conv", "decoder.mid_block.resnets.0.norm1.norm_layer", "encoder.conv_out.conv"),
-    *("decoder.up_blocks.0.resnets.0.norm2.conv_y.conv", "decoder.up_blocks.1.resnets.0.norm1.conv_b"),
-    *("decoder.up_blocks.0.upsamplers.0.conv", "encoder.down_blocks.0.downsamplers.0.conv"),
-]
-"""Parts of the modules that a kernel stands in for as a whole."""
-
-
-def with_hooks(model):
-    def double(module, args, out):
-        return (out[0] * 2, *out[1:]) if isinstance(out, tuple) else out * 2
-
-    for name in INNER:
-        model.get_submodule(name).register_forward_hook(double)
-
-
-def with_loras(model):
-    from peft import LoraConfig, inject_adapter_in_model
-
-    torch.manual_seed(3)
-    names = [name for name in INNER if not name.endswith(("norm_layer", "conv_b"))]
-    config = LoraConfig(r=2, lora_alpha=64, target_modules=names, init_lora_weights=False)
-    inject_adapter_in_model(config, model)
-
-
-def with_weight_norm(model):
-    """Add a parametrization: the module's class is another, and its weight is computed."""
-    for half in (model.encoder, model.decoder):
-        convolution = nn.utils.parametrizations.weight_norm(half.conv_out.conv)
-        convolution.parametrizations.weight.original0.mul_(2)
-
-
-@pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64")  # torchax's interpolation
-@pytest.mark.parametrize("mesh", [None, (1, 8)], ids=["one device", "a padded mesh"])
-@pytest.mark.parametrize("change", [with_hooks, with_loras, with_weight_norm])
-@pytest.mark.slow_cases(but=["with_*-one device"])
-def test_what_changes_a_part_within_a_layer_is_not_passed_over(stock, change, mesh):
-    z, x = shallow_latents(3, width=12), reference.video(9, height=4, width=24)
-    plain = reference.decoded(stock, z), reference.encoded(stock, x)
-    model = copy.deepcopy(stock)
-    runtime.without_torchax(change, model)
-    want = runtime.without_torchax(lambda: (model.decode(z).sample, model.encode(x).latent_dist.parameters))
-    vae = reference.on_jax(port(model, mesh=mesh and make_mesh(*mesh)))
-    got = decoded(vae, z), reference.run_encode(vae, x)
-    for ours, theirs, unchanged in zip(got, want, plain, strict=True):
-        assert relative_error(theirs, unchanged) > 1e-2
-        assert relative_error(ours, theirs) < FLOAT32_RELATIVE
-
-
 def set_epsilons(model):
     """Set each norm's, one of which is computed by itself, as where it has a hook."""
     model.decoder.norm_out.register_forward_hook(lambda *_: None)

@@ -1,0 +1,460 @@
+"""What users change acts as in PyTorch, and is named in a line of the log; the rest keeps its kernels."""
+
+import contextlib
+import functools
+import types
+from unittest import mock
+
+import diffusers
+import pytest
+import torch
+import transformers
+from diffusers import FirstBlockCacheConfig
+from diffusers.models.activations import GELU
+from diffusers.models.autoencoders import autoencoder_kl_cogvideox as vae_classes
+from diffusers.models.transformers import cogvideox_transformer_3d as transformer_classes
+from torch import nn
+
+from cogvideox_torchax import make_mesh, port, runtime
+from cogvideox_torchax.pipelines.transformer import step_tensors
+from cogvideox_torchax.runtime.stock import change_in
+from tests import reference, small_pipelines
+from tests.pipelines import test_blocks
+from tests.pipelines.test_blocks import step
+from tests.reference import largest_error
+
+pytestmark = pytest.mark.usefixtures("torchax_off")
+
+Transformer = transformer_classes.CogVideoXTransformer3DModel
+
+
+def changed(result):
+    """Return a result of a module, a tensor or several in a container, whose first tensor is changed."""
+    if isinstance(result, tuple):
+        return (changed(result[0]), *result[1:])
+    if isinstance(result, torch.Tensor):
+        return result * torch.linspace(0.7, 1.5, result.shape[-1], device=result.device).to(result.dtype)
+    result[next(iter(result))] = changed(result[0])
+    return result
+
+
+def replaced(kind, name="forward", change=changed):
+    """Return a patch of a class's method by one whose result is changed."""
+    method = getattr(kind, name)
+
+    @functools.wraps(method)  # diffusers reads a processor's signature
+    def replacement(self, *args, **kwargs):
+        return change(method(self, *args, **kwargs))
+
+    return mock.patch.object(kind, name, replacement)
+
+
+def changed_if_large(result):
+    return changed(result) if result[0].abs().mean().item() > 0.01 else result
+
+
+def stock():
+    return test_blocks.stock(num_layers=1)
+
+
+def ported(model=None, **options):
+    parts = (None, None, None, model or stock())
+    pipe = diffusers.CogVideoXPipeline(*parts, scheduler=small_pipelines.scheduler())
+    return port(pipe, **options).transformer
+
+
+# Changes: functions of a model, applied to stock's and to the ported one. A patch of a class is entered.
+
+
+def hooked(name, **options):
+    """Return a change: a hook after a module, which changes its result."""
+
+    def hook(module, args, *rest):
+        return changed(rest[-1])
+
+    return lambda model: model.get_submodule(name).register_forward_hook(hook, **options)
+
+
+def hooked_before(name):
+    def hook(module, args, kwargs):
+        if args:
+            return (changed(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": changed(kwargs["hidden_states"])}
+
+    return lambda model: model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def with_forward(name):
+    """Return a change: a `forward` that is set on an object."""
+
+    def forward(self, *args, **kwargs):
+        return changed(type(self).forward(self, *args, **kwargs))
+
+    def change(model):
+        module = model.get_submodule(name)
+        module.forward = types.MethodType(forward, module)
+
+    return change
+
+
+def replacing(name, make):
+    """Return a change: another module, `make(module)`, in the place of one."""
+
+    def change(model):
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, make(model.get_submodule(name)))
+
+    return change
+
+
+class Around(nn.Module):
+    """A user's module around another one."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args, **kwargs):
+        return changed(self.module(*args, **kwargs))
+
+
+class Twice(nn.Module):
+    def forward(self, weight):
+        return weight * 2
+
+
+def parametrized(name):
+    return lambda model: nn.utils.parametrize.register_parametrization(
+        model.get_submodule(name), "weight", Twice()
+    )
+
+
+class Processor(transformer_classes.CogVideoXAttnProcessor2_0):
+    def __call__(
+        self, attn, hidden_states, encoder_hidden_states, attention_mask=None, image_rotary_emb=None
+    ):
+        options = attention_mask, image_rotary_emb
+        return changed(super().__call__(attn, hidden_states, encoder_hidden_states, *options))
+
+
+def with_lora(*names):
+    def change(model):
+        from peft import LoraConfig, inject_adapter_in_model
+
+        torch.manual_seed(3)
+        config = LoraConfig(r=2, lora_alpha=64, target_modules=list(names), init_lora_weights=False)
+        inject_adapter_in_model(config, model)
+
+    return change
+
+
+BLOCK = "transformer_blocks.0"
+TRANSFORMER_CHANGES = {
+    "a hook on a projection": (hooked(f"{BLOCK}.attn1.to_v"), f"{BLOCK}.attn1.to_v has a hook"),
+    "a hook with keywords": (hooked(f"{BLOCK}.attn1", with_kwargs=True), f"{BLOCK}.attn1 has a hook"),
+    "a hook before a norm": (hooked_before(f"{BLOCK}.norm1"), f"{BLOCK}.norm1 has a hook"),
+    "a hook on a block": (hooked(BLOCK), f"{BLOCK} has a hook"),
+    "a forward of a feed-forward": (with_forward(f"{BLOCK}.ff"), f"{BLOCK}.ff has a forward of its own"),
+    "another module": (
+        replacing(f"{BLOCK}.ff", Around),
+        f"{BLOCK} has a Around as its ff",
+    ),
+    "a module around a projection": (
+        replacing(f"{BLOCK}.attn1.to_v", Around),
+        f"{BLOCK}.attn1.to_v is a Around of {__name__}",
+    ),
+    "another processor": (
+        lambda model: model.set_attn_processor(Processor()),
+        f"{BLOCK} has a Processor as its attn1.processor",
+    ),
+    "a parametrization": (parametrized("proj_out"), "proj_out has parametrized weights"),
+    "a class: the transformer": (replaced(Transformer), "has another method, forward"),
+    "a class: a block": (replaced(transformer_classes.CogVideoXBlock), "has another method, forward"),
+    "a class: a processor": (
+        replaced(transformer_classes.CogVideoXAttnProcessor2_0, "__call__"),
+        "has another method, __call__",
+    ),
+    "a class: a feed-forward": (replaced(transformer_classes.FeedForward), "has another method, forward"),
+    "a class: a modulated norm": (
+        replaced(transformer_classes.CogVideoXLayerNormZero),
+        "has another method, forward",
+    ),
+    "a class: a norm": (replaced(nn.LayerNorm), "has another method, forward"),
+    "a class: a projection": (replaced(nn.Linear), "has another method, forward"),
+    "a class: GELU": (replaced(GELU), "has another method, forward"),
+    "a class: a patch embedding": (
+        replaced(transformer_classes.CogVideoXPatchEmbed),
+        "has another method, forward",
+    ),
+    "a class: a forward that branches": (
+        replaced(Transformer, change=changed_if_large),
+        "runs operation by operation, since",
+    ),
+}
+"""By what is changed: the change, and the words that name it."""
+
+RESNET = "decoder.up_blocks.0.resnets.0"
+VAE_CHANGES = {
+    "a hook on a norm": (hooked(f"{RESNET}.norm1"), f"{RESNET}.norm1 has a hook"),
+    "a hook with keywords": (hooked(f"{RESNET}.conv2", with_kwargs=True), f"{RESNET}.conv2 has a hook"),
+    "a hook before a convolution": (hooked_before("decoder.conv_out"), "decoder.conv_out has a hook"),
+    "a hook inside a norm": (
+        hooked(f"{RESNET}.norm2.conv_y.conv"),
+        f"{RESNET}.norm2.conv_y.conv has a hook",
+    ),
+    "a hook inside an upsampler": (
+        hooked("decoder.up_blocks.0.upsamplers.0.conv"),
+        "decoder.up_blocks.0.upsamplers.0.conv has a hook",
+    ),
+    "a forward of a norm": (with_forward("decoder.norm_out"), "decoder.norm_out has a forward of its own"),
+    "another activation": (
+        replacing("decoder.mid_block.resnets.0.nonlinearity", lambda _: nn.Tanh()),
+        "decoder.mid_block.resnets.0 has a Tanh as its nonlinearity",
+    ),
+    "a module around a block": (
+        replacing(RESNET, Around),
+        f"{RESNET} is a Around of {__name__}",
+    ),
+    "a parametrization": (
+        parametrized("decoder.conv_out.conv"),
+        "decoder.conv_out has a ParametrizedSafeConv3d as its conv",
+    ),
+    "a LoRA": (
+        with_lora(f"{RESNET}.conv1.conv", "decoder.conv_in.conv", f"{RESNET}.norm2.conv_y.conv"),
+        "decoder.conv_in has a Conv3d as its conv",
+    ),
+    **{
+        f"a class: {name}": (replaced(kind), "has another method, forward")
+        for name, kind in (
+            ("a causal convolution", vae_classes.CogVideoXCausalConv3d),
+            ("a 3-D convolution", vae_classes.CogVideoXSafeConv3d),
+            ("a spatial norm", vae_classes.CogVideoXSpatialNorm3D),
+            ("a residual block", vae_classes.CogVideoXResnetBlock3D),
+            ("an upsampler", vae_classes.CogVideoXUpsample3D),
+            ("the decoder", vae_classes.CogVideoXDecoder3D),
+            ("SiLU", nn.SiLU),
+            ("GroupNorm", nn.GroupNorm),
+        )
+    },
+}
+
+ENCODER_CHANGES = {
+    "a hook inside a downsampler": (
+        hooked("encoder.down_blocks.0.downsamplers.0.conv"),
+        "encoder.down_blocks.0.downsamplers.0.conv has a hook",
+    ),
+    "a LoRA": (
+        with_lora("encoder.conv_out.conv", "encoder.down_blocks.0.downsamplers.0.conv"),
+        "encoder.down_blocks.0.downsamplers.0 has a Conv2d as its conv",
+    ),
+}
+
+LAYER = "encoder.block.0.layer.0"
+TEXT_CHANGES = {
+    "a hook": (hooked(f"{LAYER}.SelfAttention.q"), f"{LAYER}.SelfAttention.q has a hook"),
+    "a forward": (
+        with_forward("encoder.block.0.layer.1.DenseReluDense.wo"),
+        "encoder.block.0.layer.1.DenseReluDense.wo has a forward of its own",
+    ),
+    "another module": (
+        replacing("encoder.final_layer_norm", Around),
+        f"encoder.final_layer_norm is a Around of {__name__}",
+    ),
+    "a parametrization": (
+        parametrized(f"{LAYER}.SelfAttention.v"),
+        f"{LAYER}.SelfAttention.v has parametrized weights",
+    ),
+    "a class": (replaced(transformers.T5EncoderModel), "has another method, forward"),
+}
+
+
+def hidden(encoder):
+    ids = torch.arange(12).view(1, 12)
+    if not runtime.is_on_jax(encoder):
+        return runtime.without_torchax(lambda: encoder(ids)[0])
+    return runtime.to_torch(encoder(runtime.to_jax(ids))[0])
+
+
+decoded = functools.partial(reference.run_decode, z=reference.latents(3, height=4, width=8))
+encoded = functools.partial(reference.run_encode, x=reference.video(5, height=8, width=16))
+
+
+def ported_vae(**options):
+    return reference.on_jax(port(small_pipelines.vae(), **options))
+
+
+def ported_encoder(**options):
+    return port(small_pipelines.one_layer(), **options).text_encoder
+
+
+NETWORKS = {
+    "transformer": (stock, ported, step, TRANSFORMER_CHANGES, 1e-5),
+    "vae": (small_pipelines.vae, ported_vae, decoded, VAE_CHANGES, 2e-5),
+    "vae, encoding": (small_pipelines.vae, ported_vae, encoded, ENCODER_CHANGES, 2e-5),
+    "text encoder": (
+        functools.partial(small_pipelines.text_encoder, num_layers=1),
+        ported_encoder,
+        hidden,
+        TEXT_CHANGES,
+        1e-5,
+    ),
+}
+"""By network: the functions that make it, stock and ported, and run it; its changes, and its tolerance."""
+
+
+def check_change(network, change, words, caplog, **options):
+    """Change a ported network and stock's: both compute the same, and the log names the change once."""
+    make_stock, make_ported, run, _changes, tolerance = NETWORKS[network]
+    model, changed_stock = make_ported(**options), make_stock()
+    before, is_patch = run(model), hasattr(change, "__enter__")
+    caplog.clear()
+    with contextlib.ExitStack() as patches:
+        if is_patch:
+            patches.enter_context(change)
+        else:
+            with runtime.active():
+                change(model)
+            runtime.without_torchax(change, changed_stock)
+        expected = run(changed_stock)
+        assert largest_error(expected, before) > 1e-3, "the change changes nothing"
+        for _ in range(2):
+            assert largest_error(run(model), expected) < tolerance
+    assert sum(words in message for message in caplog.messages) == 1, caplog.messages
+    if is_patch:
+        assert torch.equal(run(model), before), "taken out again"
+
+
+CASES = [(network, name) for network, each in NETWORKS.items() for name in each[3]]
+
+
+@pytest.mark.parametrize(("network", "name"), CASES, ids=map(": ".join, CASES))
+def test_a_change_acts_as_in_pytorch_and_is_named(network, name, caplog):
+    check_change(network, *NETWORKS[network][3][name], caplog)
+
+
+@pytest.mark.parametrize(("network", "name"), CASES, ids=map(": ".join, CASES))
+@pytest.mark.slow_cases(
+    but=["transformer: a hook on a block", "vae: a hook on a norm", "text encoder: a hook"]
+)
+def test_a_change_on_a_mesh_acts_as_in_pytorch_and_is_named(network, name, caplog):
+    check_change(network, *NETWORKS[network][3][name], caplog, mesh=make_mesh(2, 4))
+
+
+def test_a_lora_is_no_change():
+    model = ported()
+    with runtime.active():
+        with_lora("to_q", "to_v")(model)
+    model.place()
+    stock_model = stock()
+    runtime.without_torchax(with_lora("to_q", "to_v"), stock_model)
+    assert change_in(model) is None
+    assert largest_error(step(model), step(stock_model)) < 1e-5
+    tensors = step_tensors(model, batch=2, frames=4, height=4, width=8, text=7)
+    text = model.program.lower(*model.program.structs(tensors)).as_text()
+    for kernel in ("qk_norm_rope", "adaptive_layer_norm", "gated_linear", "linear_gelu"):
+        assert kernel in text, kernel
+
+
+@pytest.fixture(scope="module")
+def model():
+    return ported()
+
+
+def test_a_forward_that_changes_an_attribute_runs_operation_by_operation_and_is_named_once(caplog):
+    def forward(self, *args, **kwargs):
+        self.calls = getattr(self, "calls", 0) + 1
+        return changed(original(self, *args, **kwargs)) if self.calls % 2 else original(self, *args, **kwargs)
+
+    original = Transformer.forward
+    with mock.patch.object(Transformer, "forward", forward):  # before port
+        expected, results = (torch.stack([step(each) for _ in range(3)]) for each in (stock(), ported()))
+    assert largest_error(results, expected) < 1e-5
+    named, by_operation = caplog.messages
+    assert "has another method, forward" in named
+    assert by_operation == (
+        "transformer: CogVideoXTransformer3DModel runs operation by operation, since it changes its modules' "
+        "attributes"
+    )
+
+
+@pytest.fixture(scope="module")
+def vae():
+    return ported_vae()
+
+
+OF_THE_VAE = {
+    "_encode": (encoded, replaced(vae_classes.AutoencoderKLCogVideoX, "_encode")),
+    "_decode": (decoded, replaced(vae_classes.AutoencoderKLCogVideoX, "_decode")),
+    "decode": (decoded, replaced(vae_classes.AutoencoderKLCogVideoX, "decode")),
+}
+
+
+@pytest.mark.parametrize(("run", "patch"), OF_THE_VAE.values(), ids=OF_THE_VAE)
+def test_a_method_of_the_vae_itself_acts_as_in_pytorch(run, patch, vae):
+    before = run(vae)
+    with patch:
+        expected = run(small_pipelines.vae())
+        assert largest_error(expected, before) > 1e-3, "the replacement changes nothing"
+        assert largest_error(run(vae), expected) < 2e-5
+    assert torch.equal(run(vae), before), "taken out again"
+
+
+OF_A_PIPELINE = {
+    "decode_latents": replaced(diffusers.CogVideoXPipeline, "decode_latents"),
+    "prepare_latents": replaced(diffusers.CogVideoXPipeline, "prepare_latents"),
+    "the text encoder": replaced(transformers.T5EncoderModel),
+}
+
+
+def test_a_method_of_a_pipeline_replaced_after_the_port_acts_as_in_pytorch():
+    def frames(pipe):
+        return pipe(**small_pipelines.inputs("text", num_inference_steps=1)).frames
+
+    stock, pipe = small_pipelines.one_layer(), port(small_pipelines.one_layer())
+    before = frames(pipe)
+    for name, patch in OF_A_PIPELINE.items():
+        with patch:
+            expected, result = frames(stock), frames(pipe)
+        assert largest_error(expected, before) > 1e-3, name
+        assert largest_error(result, expected) < 1e-4, name
+
+
+def test_a_cache_beside_a_replaced_method_acts_as_in_pytorch():
+    results = []
+    for model in (test_blocks.stock(), ported(test_blocks.stock())):
+        model.enable_cache(FirstBlockCacheConfig(threshold=10.0))
+        with replaced(transformer_classes.FeedForward), model.cache_context("cond"):
+            results.append(torch.stack([step(model) for _ in range(2)]))
+    assert largest_error(*reversed(results)) < 1e-5
+
+
+def test_a_forward_of_an_object_acts_as_in_pytorch(model, monkeypatch):
+    def forward(self, *args, **kwargs):
+        return changed(type(self).forward(self, *args, **kwargs))
+
+    results = []
+    for each in (stock(), model):
+        monkeypatch.setitem(vars(each), "forward", types.MethodType(forward, each))
+        results.append(step(each))
+    assert largest_error(*reversed(results)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["transformer", "text_encoder"])
+def test_a_forward_that_puts_in_other_modules_is_refused_by_its_name(name):
+    def forward(self, *args, **kwargs):
+        with mock.patch.dict(self._modules, extra=nn.Identity()):
+            return type(self).forward(self, *args, **kwargs)
+
+    pipe = port(small_pipelines.one_layer())
+    network = pipe.components[name]
+    network.forward = types.MethodType(forward, network)
+    with pytest.raises(ValueError, match=f"^{name}.forward was set by {__name__}, which puts in other"):
+        pipe(**small_pipelines.inputs("text", num_inference_steps=1))
+
+
+def test_a_cycle_of_modules_is_refused_by_its_name():
+    pipe = small_pipelines.one_layer()
+    pipe.transformer.norm_out.outer = nn.ModuleDict({"back": pipe.transformer})
+    with pytest.raises(ValueError, match="transformer.norm_out.outer.back is a module that contains itself"):
+        port(pipe)
+    assert not runtime.is_on_jax(pipe.text_encoder)
