@@ -107,7 +107,9 @@ def decode(args: argparse.Namespace) -> int:
             # `unit.model_sha256` loads the model. With "", for no model, the settings that all videos of the
             # directory must share have no hash, and the saved hash is not compared.
             model_sha256 = unit.model_sha256 if first_latents else ""
-            directory.save_or_check_settings(config.fixed_settings(model_sha256))
+            if directory.missing or directory.done_before:
+                fps = args.fps and str(args.fps)  # a `Fraction` as text; None stays None
+                directory.save_or_check_settings(config.fixed_settings(model_sha256) | {"fps": fps})
             steps = directory.work(unit, readers=args.workers or loop.READERS)
             report = _run_loop(args, steps, directory)
     return _print_report(args, report, directory)

@@ -112,10 +112,9 @@ def open_clip(args: argparse.Namespace, at_most: int | None = None, fps: Fractio
         # A part that is longer than the video would be an error. The file's frames are counted here, of which
         # a lower `fps` would take fewer; but no command passes both `at_most` and `fps`.
         count = min(at_most, video.probe(args.video).num_frames)
-    rate = None if fps is None else str(fps)
-    # The model's name and the clip's id are "": `select_part` uses neither. `SPATIAL_SCALE`, 8 pixels to a
-    # latent pixel, must divide the size.
-    config = ClipConfig("", frames=count, fps=rate, height=args.height, width=args.width, crop=args.crop)
+    # `verify` has several dtypes; the part depends on none of them.
+    config = config_of(args, dtype="float32", frames=count, fps=None if fps is None else str(fps))
+    # The clip is in no data set, so its id is "".
     return select_part(Clip("", args.video), config, SPATIAL_SCALE)
 
 

@@ -153,8 +153,6 @@ def check(request: stages.Request, model: Model) -> None:
     """
     _check_size(request, model)
     _check_prompt(request, model)
-    # A key is the message about a fault, its value whether the request has the fault. The first message with
-    # a true value is raised.
     faults.refuse(
         (
             request.num_inference_steps < 1,

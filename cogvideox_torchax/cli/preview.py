@@ -4,7 +4,6 @@ Axis letters: N videos, T frames, C channels, H rows, W columns, of latents.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.files.whole import whole_file
+from cogvideox_torchax.vae.pixels import to_uint8
 
 PICTURES, PIXELS, PATCHES = 64, 64, 8
 """Number of pictures to fit the map with, their side in pixels, and patches of one color along a side.
@@ -23,37 +23,28 @@ SHOWN, ENLARGED = 4, 3
 """Number of frames side by side in the PNG file, and the factor of their sides: a latent has few pixels."""
 
 
-@dataclass(frozen=True)
-class LinearPreview:
-    """A linear map from a latent's channels to a color.
+def colors_of(latents: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return colors (N, T, H, W, 3), as bytes, of latents (N, T, C, H, W) on the host, by the map of `fit`.
 
-    Attributes:
-        weights: (C + 1, 3), channels to red, green and blue; the last row is added to every color.
-        explained: the share of the colors' variance that the map explains, on pictures that it was not fitted
-            to. 1 means that the map gives all colors exactly, 0 that it is no better than their mean.
+    The latents are as the VAE's decoder takes them: not multiplied by its scaling factor.
     """
-
-    weights: torch.Tensor
-    explained: float
-
-    def __call__(self, latents: torch.Tensor) -> torch.Tensor:
-        """Return colors (N, T, H, W, 3), as bytes, of latents (N, T, C, H, W) on the host.
-
-        The latents are as the VAE's decoder takes them: not multiplied by its scaling factor.
-        """
-        # The additional channel of ones is multiplied by the last row of the weights.
-        colors = _with_ones(latents.float().movedim(2, -1)) @ self.weights
-        # Colors in [-1, 1] become bytes; the map's colors may exceed that range.
-        return ((colors + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+    # The additional channel of ones is multiplied by the last row of the weights.
+    colors = _with_ones(latents.float().movedim(2, -1)) @ weights
+    return to_uint8(colors)  # from [-1, 1]; the map's colors may exceed that range
 
 
 @torch.no_grad()
-def fit(vae: Any) -> LinearPreview:
-    """Fit a preview's map by least squares, to pictures of random colors and the latents that a VAE encodes.
+def fit(vae: Any) -> tuple[torch.Tensor, float]:
+    """Fit a map by least squares, to pictures of random colors and the latents that a VAE encodes.
+
+    Return (weights, explained). The weights (C + 1, 3) map a latent's channels to red, green and blue; their
+    last row is added to every color. The other number is the share of the colors' variance that the map
+    explains, on pictures that it was not fitted to: 1 if it gives all colors exactly, 0 if it is no better
+    than their mean.
 
     Each picture is a video of one frame: patches of random colors, blurred into each other. The color of a
     latent pixel is the mean color of the picture's pixels that it stands for. The map is fitted to three
-    quarters of the pictures; the last quarter gives `explained`. The VAE has to be in PyTorch. Its encoder
+    quarters of the pictures; the last quarter gives the share. The VAE has to be in PyTorch. Its encoder
     runs for some seconds.
     """
     generator = torch.Generator().manual_seed(0)
@@ -71,7 +62,7 @@ def fit(vae: Any) -> LinearPreview:
         features[:num_fitted].flatten(0, 2), colors[:num_fitted].flatten(0, 2)
     ).solution
     error = (features[num_fitted:] @ weights - colors[num_fitted:]).square().mean()
-    return LinearPreview(weights, float(1 - error / colors[num_fitted:].var(correction=0)))
+    return weights, float(1 - error / colors[num_fitted:].var(correction=0))
 
 
 def _with_ones(features: torch.Tensor) -> torch.Tensor:
@@ -91,11 +82,11 @@ def preview_writer(vae: Any, path: str | Path, say: Callable[[str], None]) -> Ca
     """
     from PIL import Image
 
-    preview = runtime.without_torchax(fit, runtime.host_skeleton(vae))
-    say(f"preview: a linear map of latents that explains {preview.explained:.0%} of colors")
+    weights, explained = runtime.without_torchax(fit, runtime.host_skeleton(vae))
+    say(f"preview: a linear map of latents that explains {explained:.0%} of colors")
 
     def show(latents: torch.Tensor) -> None:
-        (frames,) = preview(latents[:1])  # the first video's colors, (T, H, W, 3)
+        (frames,) = colors_of(latents[:1], weights)  # the first video's colors, (T, H, W, 3)
         # Indices of SHOWN frames at equal distances, from the first to the last. In a short video some
         # indices are equal: the set has each of them once.
         chosen = sorted({round(i * (len(frames) - 1) / (SHOWN - 1)) for i in range(SHOWN)})

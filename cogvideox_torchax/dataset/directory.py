@@ -3,8 +3,8 @@
 A *unit*, an `EncodeClip` or a `DecodeClip`, holds the model and its settings. A clip's *output* is a file, or
 a directory with a file for each window; if it exists, the clip is done. A list names the clips that failed,
 and why. Outputs are complete or absent (`files/whole.py`), so a run may be killed at any time, and the same
-command completes its work. All outputs in a directory have the same settings: each latent file holds its
-settings, and `videos.json` has those of a directory's videos.
+command completes its work. All outputs in a directory have the same settings, which `latents.json` or
+`videos.json` has.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from cogvideox_torchax.dataset import formats, loop, sources
+from cogvideox_torchax.dataset import formats, loop
 from cogvideox_torchax.dataset.clip import Clip, ClipPart, DecodeClip, EncodeClip
 from cogvideox_torchax.dataset.names import ClipError, check_file, check_id
 from cogvideox_torchax.files import latents as latent_files, reports, video
@@ -46,7 +46,8 @@ class ProcessShard:
 class OutputDirectory:
     """A directory of outputs, and this process's share of the clips: it makes their outputs.
 
-    A subclass sets `FAILED`, the name of the file with a line for each clip that failed, and adds the clips.
+    A subclass adds the clips. It sets `FAILED`, the name of the file with a line for each clip that failed,
+    and `SETTINGS`, that of the file with the settings of all outputs.
 
     Args:
         directory: made if it does not exist; `OutputError` if it cannot be written.
@@ -62,13 +63,15 @@ class OutputDirectory:
     """
 
     FAILED: str
+    SETTINGS: str
+    FORMAT = "cogvideox-torchax-settings/1"
 
     def __init__(self, directory: str | Path, shard: ProcessShard, *, retry: bool):
         self.directory, self.shard = make_directory(directory), shard
         self.missing: dict[str, Any] = {}
         self.bad: dict[str, str] = {}
         self.done_before = 0
-        self.failed = self.directory / self.FAILED
+        self.failed, self._settings = self.directory / self.FAILED, self.directory / self.SETTINGS
         self._failed_before = {} if retry else failures(self.failed)
 
     def locked(self) -> contextlib.AbstractContextManager[Any]:
@@ -76,10 +79,31 @@ class OutputDirectory:
         # A hidden directory of this name is made and locked: other shares have names of their own.
         return reserved(self.directory / f"{self.FAILED}-{self.shard.index}", ".lock")
 
+    def save_or_check_settings(self, settings: dict[str, Any]) -> None:
+        """Write the settings' file unless it exists; raise `OutputError` if it holds other settings."""
+        # Of several processes one writes the file. The others wait until it is there.
+        while not self._settings.exists():
+            try:
+                reports.write_json(self._settings, {"format": self.FORMAT, "settings": settings})
+            # Another process is writing the file: it holds the lock, or, on a file system without locks, has
+            # removed the hidden directory in which the file is made.
+            except (FileNotFoundError, LockedError):
+                time.sleep(0.1)
+        saved = reports.load(self._settings, self.FORMAT).get("settings")
+        check_settings(saved, settings, self._settings)
+
     def add(self, clip_id: str, path: Path, source: Any) -> None:
-        """Count a clip as done if its output `path` exists, as bad if it failed before, else as missing."""
+        """Count a clip as done if its output `path` exists, as bad if it failed before, else as missing.
+
+        `OutputError` if the output exists in a directory without the settings' file.
+        """
         # `source` is the `Clip` to encode, or the function that reads the latents to decode.
         if path.exists():
+            if not self._settings.exists():  # a run writes it before its first output
+                raise OutputError(
+                    f"{self.directory} has {path.name} and no {self.SETTINGS}, so this command has not made "
+                    "it: give another directory"
+                )
             # A run that was killed after it had put the output in place may have left its hidden directory.
             remove_leftover(hidden(path, WRITING))
             self.done_before += 1
@@ -139,10 +163,9 @@ class LatentDirectory(OutputDirectory):
 
     Raises:
         OutputError: the directory cannot be written, or holds latents of other settings.
-        LatentsError: a latent file in the directory is broken.
     """
 
-    FAILED = "failed.jsonl"
+    FAILED, SETTINGS = "failed.jsonl", "latents.json"
 
     def __init__(
         self,
@@ -156,8 +179,8 @@ class LatentDirectory(OutputDirectory):
         super().__init__(directory, shard or ProcessShard(), retry=retry)
         self._unit = unit
         settings = unit.config.fixed_settings(unit.model_sha256)
-        for file in sources.latent_files(self.directory):
-            check_settings(latent_files.about(file).get("settings"), settings, file)
+        if self._settings.exists():  # other settings are refused before anything is written
+            self.save_or_check_settings(settings)
         paths = {self.path(clip) for clip in clips}  # of all outputs, none of which may be below another
         for clip in clips[self.shard.index :: self.shard.count]:
             try:
@@ -165,6 +188,7 @@ class LatentDirectory(OutputDirectory):
                 self.add(clip.id, self.path(clip), clip)
             except ClipError as error:
                 self.refuse(clip.id, str(error))
+        self.save_or_check_settings(settings)
 
     def path(self, clip: Clip) -> Path:
         return self.directory / (clip.id if self._unit.config.windows else f"{clip.id}.safetensors")
@@ -266,9 +290,7 @@ class VideoDirectory(OutputDirectory):
             there.
     """
 
-    FAILED = "failed-videos.jsonl"
-    SETTINGS, FORMAT = "videos.json", "cogvideox-torchax-videos/1"
-    """The file with the videos' settings, and the file's format."""
+    FAILED, SETTINGS = "failed-videos.jsonl", "videos.json"
 
     def __init__(
         self,
@@ -281,7 +303,6 @@ class VideoDirectory(OutputDirectory):
     ):
         super().__init__(directory, shard or ProcessShard(), retry=retry)
         self._fps = fps
-        self._settings = self.directory / self.SETTINGS
         refused: dict[str, str] = {}
         entries = list(self._valid_entries(files, refused))  # pairs (id, function that reads the latents)
         # Every process meets a file that cannot be read, and a clip whose video cannot have its name; the
@@ -290,11 +311,6 @@ class VideoDirectory(OutputDirectory):
             self.bad |= refused
         for clip_id, read in entries[self.shard.index :: self.shard.count]:
             self.add(clip_id, self._path(clip_id), read)
-        if self.done_before and not self._settings.exists():  # a run writes it before its first video
-            raise OutputError(
-                f"{self.directory} holds videos of these names that were not decoded there: give another "
-                "directory"
-            )
 
     def _valid_entries(self, files: Sequence[Path], refused: dict[str, str]) -> Iterator[formats.Entry]:
         """Yield the entries, (id, function that reads latents), of the clips whose videos can be written.
@@ -325,22 +341,6 @@ class VideoDirectory(OutputDirectory):
 
     def _path(self, clip_id: str) -> Path:
         return self.directory / f"{clip_id.removesuffix('.mp4')}.mp4"
-
-    def save_or_check_settings(self, settings: dict[str, Any]) -> None:
-        """Write the settings' file unless it exists; raise `OutputError` if it holds other settings."""
-        settings = {**settings, "fps": None if self._fps is None else str(self._fps)}
-        # Of several processes one writes the file. The others wait until it is there. If no clip is left to
-        # decode, the file is not written.
-        while self.missing and not self._settings.exists():
-            try:
-                reports.write_json(self._settings, {"format": self.FORMAT, "settings": settings})
-            # Another process is writing the file: it holds the lock, or, on a file system without locks, has
-            # removed the hidden directory in which the file is made.
-            except (FileNotFoundError, LockedError):
-                time.sleep(0.1)
-        if self._settings.exists():
-            saved = reports.load(self._settings, self.FORMAT).get("settings")
-            check_settings(saved, settings, self._settings)
 
     def first_latents(self) -> latent_files.Latents | None:
         """Return the first readable latents of a clip that has no video yet; None if there are none."""

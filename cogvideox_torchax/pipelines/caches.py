@@ -397,15 +397,14 @@ def computes_module(hook: Any, result: Any, *args: Any, **kwargs: Any) -> bool:
 
     The hook is called with `args` and `kwargs`; a stand-in for its module returns `result`.
     """
-    was_called: bool = False
+    calls: list[Any] = []
 
     def stand_in_module(*_args: Any, **_kwargs: Any) -> Any:
-        nonlocal was_called
-        was_called = True
+        calls.append(result)
         return result
 
     upstream.call_hook(hook, stand_in_module, *args, **kwargs)
-    return was_called
+    return bool(calls)
 
 
 CACHE_CLASSES: dict[str, type[StepCache]] = {

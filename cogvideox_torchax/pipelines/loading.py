@@ -103,8 +103,6 @@ def load_pipeline(
     refused = {"quantization_config", "device_map"} & diffusers_options.keys()
     # The default dtype is the name "bfloat16". Any other value, `torch.bfloat16` among them, is the user's.
     has_two_dtypes = "torch_dtype" in diffusers_options and dtype != "bfloat16"
-    # A key is the message about a fault, its value whether the arguments have the fault. The first message
-    # with a true value is raised.
     faults.refuse(
         (
             refused,

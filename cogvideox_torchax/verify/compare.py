@@ -13,7 +13,7 @@ import copy
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -149,51 +149,26 @@ def make_candidate(name: str, dtype: torch.dtype, reference: DiffusersAutoencode
 # Layer by layer
 
 
-class Differences(NamedTuple):
-    """A layer's differences from the reference: numbers for one chunk, or arrays with one for each chunk.
+def differences_of(got: torch.Tensor, want: torch.Tensor) -> tuple[float, ...]:
+    """Return the differences of a layer's output for one chunk, `got`, from the reference's, `want`.
 
-    Attributes:
-        size: number of values.
-        absolute, square: sums of the absolute and of the squared differences.
-        largest: the largest absolute difference.
-        scale: the reference's largest absolute value.
+    They are the number of values, the sums of the absolute and of the squared differences, the largest
+    absolute difference, and the reference's largest absolute value.
     """
-
-    size: Any
-    absolute: Any
-    square: Any
-    largest: Any
-    scale: Any
-
-    @classmethod
-    def between(cls, got: torch.Tensor, want: torch.Tensor) -> "Differences":
-        """Return the differences of a layer's output for one chunk, `got`, from the reference's, `want`."""
-        if got.shape != want.shape:
-            raise ValueError(
-                f"got a layer of shape {tuple(got.shape)}, the reference's is {tuple(want.shape)}"
-            )
-        difference = (got.float() - want).abs_()
-        return cls(
-            size=got.numel(),
-            absolute=difference.sum(dtype=torch.float64).item(),
-            square=difference.square().sum(dtype=torch.float64).item(),
-            largest=difference.max().item(),
-            scale=want.abs().max().item(),
-        )
-
-    @classmethod
-    def of_chunks(cls, chunks: "list[Differences]") -> "Differences":
-        """Return the differences of all chunks in one object, whose attributes are arrays."""
-        return cls(*np.transpose(chunks))  # from (chunks, attributes) to (attributes, chunks)
-
-    @property
-    def rms(self) -> Any:
-        """The root of the mean squared difference, for each chunk."""
-        return (self.square / self.size) ** 0.5
+    if got.shape != want.shape:
+        raise ValueError(f"got a layer of shape {tuple(got.shape)}, the reference's is {tuple(want.shape)}")
+    difference = (got.float() - want).abs_()
+    return (
+        got.numel(),
+        difference.sum(dtype=torch.float64).item(),
+        difference.square().sum(dtype=torch.float64).item(),
+        difference.max().item(),
+        want.abs().max().item(),
+    )
 
 
-Layers = dict[str, list[Differences]]
-"""By a layer's name, the differences of each chunk; in the order in which the layers run."""
+Layers = dict[str, list[tuple[float, ...]]]
+"""By a layer's name, the `differences_of` each chunk; in the order in which the layers run."""
 
 
 def compare_layers(
@@ -219,34 +194,37 @@ def compare_layers(
             outputs, caches[i] = recorders[i](placed, caches[i])
             for name, want in reference_outputs.items():
                 if name in outputs:
-                    differences[i].setdefault(name, []).append(Differences.between(outputs[name], want))
+                    differences[i].setdefault(name, []).append(differences_of(outputs[name], want))
     return differences
 
 
 def _layer_error(
-    name: str, dtype: torch.dtype, chunks: list[Differences], torch_bfloat16: list[Differences]
+    name: str,
+    dtype: torch.dtype,
+    chunks: list[tuple[float, ...]],
+    torch_bfloat16: list[tuple[float, ...]],
 ) -> LayerError:
     """Return the error of a layer over all chunks, from each chunk's differences.
 
     `torch_bfloat16` are those of PyTorch in bfloat16; they are not read for a candidate in float32.
     """
-    by_chunk = Differences.of_chunks(chunks)
+    # Each is an array with a value for each chunk.
+    sizes, absolutes, squares, largests, scales = np.transpose(chunks)
     # In float32 the bound is on the largest difference, relative to the reference's largest value in all
     # chunks. In bfloat16 it is on the RMS difference, as a multiple of that of PyTorch in bfloat16.
     if dtype == torch.float32:
-        passed = by_chunk.largest <= tolerances.FLOAT32_RELATIVE * by_chunk.scale.max()
+        passed = largests <= tolerances.FLOAT32_RELATIVE * scales.max()
     else:
-        allowed = tolerances.BFLOAT16_LAYER_RMS_RATIO * Differences.of_chunks(torch_bfloat16).rms.max()
-        passed = by_chunk.rms <= allowed
-    # `passed` has a value for each chunk; the figures below are of all chunks together.
-    size = by_chunk.size.sum()
-    largest = by_chunk.largest.max()
+        torch_sizes, _, torch_squares, _, _ = np.transpose(torch_bfloat16)
+        torch_rms = ((torch_squares / torch_sizes) ** 0.5).max()
+        passed = (squares / sizes) ** 0.5 <= tolerances.BFLOAT16_LAYER_RMS_RATIO * torch_rms
+    # The figures are of all chunks together.
     return LayerError(
         name=name,
-        mean=by_chunk.absolute.sum() / size,
-        largest=largest,
-        relative=tolerances.ratio(largest, by_chunk.scale.max()),  # 0 / 0 is 0 here
-        rms=(by_chunk.square.sum() / size) ** 0.5,
+        mean=absolutes.sum() / sizes.sum(),
+        largest=largests.max(),
+        relative=tolerances.ratio(largests.max(), scales.max()),  # 0 / 0 is 0 here
+        rms=(squares.sum() / sizes.sum()) ** 0.5,
         chunk=None if passed.all() else int(passed.argmin()),  # the first False; a NaN never passes
     )
 

@@ -26,12 +26,12 @@ def posterior_of(mean):
 
 
 def test_a_map_that_exists_is_found_and_its_colors_are_the_pixels():
-    found = preview.fit(LinearVAE())
-    assert found.explained > 0.9999
+    weights, explained = preview.fit(LinearVAE())
+    assert explained > 0.9999
     x = torch.rand(1, 3, 1, 16, 16, generator=torch.Generator().manual_seed(5)) * 2 - 1
     latents = LinearVAE().encode(x).latent_dist.mode()
     want = (torch.nn.functional.avg_pool2d(x[:, :, 0], 8) + 1) * 127.5
-    colors = found(latents.permute(0, 2, 1, 3, 4))
+    colors = preview.colors_of(latents.permute(0, 2, 1, 3, 4), weights)
     assert colors.shape == (1, 1, 2, 2, 3)
     assert (colors[0, 0].permute(2, 0, 1) - want[0]).abs().max() <= 1
 
@@ -42,12 +42,12 @@ def test_how_much_is_explained_is_measured_on_other_pictures():
         def encode(self, x):
             return posterior_of(torch.randn(1, 4000, 1, 8, 8))
 
-    assert preview.fit(Noise()).explained < 0.1  # so many channels would fit what they have seen
+    assert preview.fit(Noise())[1] < 0.1  # so many channels would fit what they have seen
 
 
 def test_a_picture_shows_frames_from_the_first_to_the_last(tmp_path, monkeypatch):
     weights = torch.tensor([[1.0, 1, 1], [0, 0, 0]])  # of one channel, which is the color
-    monkeypatch.setattr(preview, "fit", lambda vae: preview.LinearPreview(weights, 0.5))
+    monkeypatch.setattr(preview, "fit", lambda vae: (weights, 0.5))
     said = []
     show = preview.preview_writer(torch.nn.Identity(), tmp_path / "steps.png", said.append)
     show(torch.linspace(-1, 1, 13).reshape(1, 13, 1, 1, 1).expand(1, 13, 1, 2, 2))

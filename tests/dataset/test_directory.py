@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("torchax_off")
 
 def test_every_good_clip_is_a_file_bit_for_bit_and_every_bad_one_a_line(small, encoded):
     out = encoded / "latents"
-    assert set(tree(out)) == {f"{name}.safetensors" for name in GOOD}
+    assert set(tree(out)) == {"latents.json", *(f"{name}.safetensors" for name in GOOD)}
     for name in GOOD:
         latents = latent_files.load(out / f"{name}.safetensors")
         for tensor, value in small.wanted[name].tensors.items():
@@ -38,7 +37,8 @@ def test_every_good_clip_is_a_file_bit_for_bit_and_every_bad_one_a_line(small, e
         assert (latents.about, latents.fps) == (small.wanted[name].about | {"caption": f"{name} — é"}, 10)
     assert sorted(failures(out / "failed.jsonl")) == sorted(BAD)
     assert sorted(path.name for path in out.iterdir()) == [
-        *("a.mp4.safetensors", "b.mp4.safetensors", "failed.jsonl", "sub", "z.mp4.safetensors")
+        *("a.mp4.safetensors", "b.mp4.safetensors", "failed.jsonl", "latents.json", "sub"),
+        "z.mp4.safetensors",
     ]
 
 
@@ -75,8 +75,8 @@ def test_other_settings_are_refused_by_name_before_any_work_whatever_the_clips(
         assert f"other settings ({words}" in refused(
             *command(small, tmp_path / "out", *options, clips=tmp_path / "in")
         )
-    latent_files.save(replace(small.wanted["a.mp4"], about={}), tmp_path / "out/alone.safetensors")
-    assert "alone.safetensors does not say by which settings" in refused(*command(small, tmp_path / "out"))
+    (tmp_path / "out/latents.json").unlink()
+    assert "has a.mp4.safetensors and no latents.json" in refused(*command(small, tmp_path / "out"))
 
 
 def test_two_processes_make_what_one_makes_and_two_of_one_part_exclude_each_other(
@@ -250,7 +250,7 @@ def test_an_entry_that_cannot_be_is_named_and_the_others_are_encoded(small, tmp_
         for words in ("would have a name of 262 bytes, 255 are the most", "is a directory: give it another"):
             assert sum(words in reason for reason in reasons) == 1
     assert sorted(path.name for path in (tmp_path / "out").iterdir() if path.is_file()) == [
-        *("a.safetensors", "failed.jsonl", "z.safetensors")
+        *("a.safetensors", "failed.jsonl", "latents.json", "z.safetensors")
     ]
     output = LatentDirectory(tmp_path / "more", small.unit, [Clip("\ud83d", path)])  # no list gives this id
     assert (output.missing, list(output.bad)) == ({}, ["\ud83d"])
@@ -357,7 +357,7 @@ def test_videos_that_were_there_before_are_not_taken_for_decoded_ones(small, enc
     shutil.copytree(small.clips, tmp_path / "clips")
     before = tree(tmp_path / "clips")
     said = refused("decode", encoded / "webdataset", "-o", tmp_path / "clips", *OPTIONS)
-    assert "were not decoded there" in said
+    assert "has a.mp4 and no videos.json, so this command has not made it" in said
     assert tree(tmp_path / "clips") == before
 
 
@@ -376,7 +376,7 @@ def test_a_full_disk_ends_the_run_with_a_line_and_the_next_completes_it(small, e
     with files_of_at_most(500):
         assert encode(small, tmp_path / "out") == 1
     assert re.search(r"^cogvideox-torchax encode: .*too large", capsys.readouterr().err, re.M)
-    assert tree(tmp_path / "out") == {}
+    assert list(tree(tmp_path / "out")) == ["latents.json"]
     assert encode(small, tmp_path / "out") == 1
     assert tree(tmp_path / "out") == tree(encoded / "latents")
 
@@ -397,7 +397,8 @@ def test_a_failing_clip_leaves_no_window_of_it(small, tmp_path, monkeypatch):
     monkeypatch.setattr(EncodeClip, "encode", fail)
     assert encode(small, tmp_path / "out", "--windows", "--frames", 4) == 1
     assert failures(tmp_path / "out/failed.jsonl")["b.mp4"].startswith("a broken window;")
-    assert {name.rpartition("/")[0] for name in tree(tmp_path / "out")} == set(GOOD) - {"b.mp4"}
+    clips = {name.rpartition("/")[0] for name in tree(tmp_path / "out")} - {""}  # without latents.json
+    assert clips == set(GOOD) - {"b.mp4"}
 
 
 @pytest.mark.parametrize("other_writes", [True, False])
