@@ -15,6 +15,7 @@ import copyreg
 import functools
 import sys
 from collections.abc import Callable
+from enum import Enum
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -32,6 +33,18 @@ def _attribute(package: str, owner: Any, name: str) -> Any:
             f"{package} {installed(package)} has no {owner.__name__}.{name} any more: install "
             f"{package}=={TESTED[package].newest}, which is tested"
         ) from error
+
+
+@functools.cache
+def accept_unknown_members(kind: type[Enum]) -> None:
+    """Let an enumeration of PyAV take numbers of FFmpeg that it has no member for; else it raises."""
+
+    def unknown(cls: type[Enum], value: object) -> Enum:
+        member = object.__new__(cls)
+        member._name_, member._value_ = f"UNKNOWN_{value}", value
+        return member
+
+    kind._missing_ = classmethod(unknown)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def torchax_is_on() -> bool:

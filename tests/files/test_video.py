@@ -403,7 +403,7 @@ def test_of_two_video_streams_the_best_is_read_counted_and_heard(tmp_path, first
     one, two = with_sound(tmp_path / "one.mp4"), with_sound(tmp_path / "two.mp4", first=first)
     info = video.probe(two)
     assert (info.height, info.width, info.num_frames, info.fps) == (24, 40, 9, 10)
-    assert video._count_frames(two) == 9
+    assert video._count_packets(two) == 9
     assert torch.equal(read_all(two), read_all(one))
     for path in (one, two):
         timing = video.SourceTiming((), path, Fraction(1, 2))
