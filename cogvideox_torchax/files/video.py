@@ -242,12 +242,16 @@ def probe(source: Source) -> VideoInfo:
             if packet.size and not packet.is_discard  # not the empty one at the end, nor a hidden frame
         ]
         ticks = [pts for pts, _ in packets]
-        is_timed = None not in ticks and _is_ascending([dts for _, dts in packets])
+        # Times that begin anew, as in two files joined by `cat`, are of no use.
+        is_timed = None not in ticks and _is_ascending([dts for _, dts in packets if dts is not None])
         # The header's number of frames includes those that an edit list hides. If fewer frames are shown, the
         # hidden ones are counted too, before the file is taken for truncated.
         announced = stream.frames
         stored = len(packets) if len(packets) >= announced else _count_packets(source)
-        if announced > stored:
+        # Of an .avi the header counts empty packets too, each of which shows the frame before it again. FFmpeg
+        # shortens the duration, in frames, of one that is cut off.
+        is_whole_avi = container.format.name == "avi" and (stream.duration or 0) >= announced
+        if announced > stored and not is_whole_avi:
             raise VideoError(f"{path} is truncated: {announced} frames are announced, {stored} are there")
         codec = stream.codec_context.codec
         # Each field of an interlaced frame may be a packet.
@@ -283,12 +287,16 @@ def _rate(info: VideoInfo, announced: Iterable[Fraction | None]) -> Fraction:
     intervals = len(info.times) - 1
     if intervals < 1:
         return next(iter(rates), info.fps)
+    of_times = (intervals / info.times[-1]).limit_denominator(100_000)  # FFmpeg's integers have 32 bits
+    if not info.variable:
+        rates.append(Fraction(max(round(of_times), 1)))  # times may be rounded, such as to milliseconds
     for rate in rates:
-        half = 1 / rate / 2  # half a frame's seconds
+        # Seconds by which the times may differ, by rounding, or by the last frame of a varying rate.
+        half = 1 / rate / 2
         slack = half if info.variable else min(half, 2 * info.tick)
         if abs(info.times[-1] - intervals / rate) <= slack:
             return rate
-    return (intervals / info.times[-1]).limit_denominator(100_000)  # FFmpeg's integers have 32 bits
+    return of_times
 
 
 def _count_packets(source: Source) -> int:

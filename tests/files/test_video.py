@@ -1,5 +1,6 @@
 """Videos: written, read back and refused; what pipelines return is saved."""
 
+import contextlib
 import dataclasses
 import io
 import math
@@ -280,6 +281,39 @@ def test_a_phones_portrait_is_read_upright(clip, placed, upright_of):
     assert torch.equal(read_all(clip, middle), resized[..., top : top + 16, left : left + 16])
 
 
+@pytest.mark.parametrize(
+    ("tag", "upright_of"),
+    {
+        2: lambda x: x.flip(4),
+        3: lambda x: x.flip(3, 4),
+        4: lambda x: x.flip(3),
+        5: lambda x: x.mT,
+        6: lambda x: x.rot90(-1, (3, 4)),
+        7: lambda x: x.mT.flip(3, 4),
+        8: lambda x: x.rot90(1, (3, 4)),
+    }.items(),
+)
+@pytest.mark.parametrize("suffix", ["avi", "avif", "jpg", "png", "tiff", "webp"])
+def test_a_picture_is_read_upright_by_its_exif(tmp_path, tag, upright_of, suffix):
+    picture, exif = Image.fromarray(moving_frames(1)[0, :, 0].permute(1, 2, 0).numpy()), Image.Exif()
+    files = [tmp_path / f"{name}.{suffix}" for name in ("stored", "tagged")]
+    for path in files:
+        picture.save(path.with_suffix(".jpg") if suffix == "avi" else path, exif=exif, subsampling="4:4:4")
+        exif[0x0112] = tag
+        if suffix == "avi":  # MJPEG
+            with av.open(str(path), "w") as container:
+                stream = container.add_stream("mjpeg", rate=10, height=24, width=40, pix_fmt="yuvj444p")
+                packet = av.Packet(path.with_suffix(".jpg").read_bytes())
+                packet.pts, packet.stream = 0, stream
+                container.mux(packet)
+    stored, tagged = map(read_all, files)
+    assert torch.equal(tagged, upright_of(stored))
+    if suffix != "avi":
+        stored, tagged = (torch.from_numpy(np.array(video.read_image(path))) for path in files)
+        stored, tagged = (pixels.permute(2, 0, 1)[None, :, None] for pixels in (stored, tagged))
+        assert torch.equal(tagged, upright_of(stored))
+
+
 def test_one_side_alone_keeps_the_shape_that_is_shown_of_pixels_that_are_not_square_too(clip, tmp_path):
     write(tmp_path / "wide.mp4", moving_frames(), source=video.SourceTiming(pixel=Fraction(64, 45)))
     square, info = video.probe(clip), video.probe(tmp_path / "wide.mp4")
@@ -328,7 +362,7 @@ def with_sound(path, codec="aac", rate=16000, container="mp4", first=None, *, is
             other.disposition = disposition
         sound = out.add_stream(codec, rate=rate, layout="mono")
         if is_film:
-            encode(out, moving_frames(), "libx264" if container == "mp4" else "mpeg2video")
+            encode(out, moving_frames(), "libx264" if container == "mp4" else "mpeg2video", g="4")
         tone = (np.sin(np.arange(rate) * 2 * np.pi * 440 / rate) * 2**14).astype(np.int16)
         for start in range(0, rate, 1000):
             frame = av.AudioFrame.from_ndarray(tone[None, start : start + 1000], format="s16", layout="mono")
@@ -376,6 +410,123 @@ def test_an_even_rate_in_a_files_coarse_ticks_does_not_vary(tmp_path):
         encode(container, moving_frames(), rate=Fraction(30000, 1001))
     info = video.probe(tmp_path / "a.mkv")
     assert (info.gaps, info.variable) == ((Fraction(33, 1000), Fraction(34, 1000)), False)
+
+
+EVEN = [round(1000 * n / 30) for n in range(12)]
+VARYING = [0, 33, 66, 100, 300, 333, 366, 400, 433, 466, 500, 533]
+"""Milliseconds."""
+
+
+@pytest.mark.parametrize(
+    ("suffix", "codec", "rate", "times", "fps"),
+    [
+        ("webm", "libvpx", 1000, EVEN, 30),
+        ("webm", "libvpx", 1000, VARYING, 11 / 0.533),
+        ("mkv", "libx264", 30, VARYING, 11 / 0.533),
+        ("mp4", "libx264", 1000, EVEN, 30),  # whose last frame lasts a millisecond
+        ("ts", "mpeg4", 30, None, 30),  # whose header has no rate
+        ("avi", "mpeg4", 30, EVEN, 30),  # whose rate is that of its clock; empty packets fill the gaps
+        ("mkv", "libx264", Fraction(30000, 1001), None, 29.97),
+    ],
+)
+def test_the_rate_is_that_of_the_times_where_the_headers_does_not_fit_them(
+    tmp_path, suffix, codec, rate, times, fps
+):
+    with av.open(str(tmp_path / f"a.{suffix}"), "w") as container:
+        encode(container, moving_frames(12), codec, rate, times)
+    info = video.probe(tmp_path / f"a.{suffix}")
+    assert (info.num_frames, len(info.times), float(info.fps)) == (12, 12, pytest.approx(fps, rel=2e-3))
+
+
+def remux(source, target, change):
+    """Copy the packets that `change(number, packet)` returns for each packet of a file."""
+    with av.open(str(source)) as held, av.open(str(target), "w") as container:
+        streams = [container.add_stream_from_template(each) for each in held.streams]
+        for number, packet in enumerate(held.demux()):
+            for each in change(number, packet) if packet.size else ():
+                each.stream = streams[packet.stream_index]
+                container.mux(each)
+
+
+def with_hidden_frames(number, packet):
+    """Put before some packets of VP8 a copy that is not shown, as an encoder's alternate references are."""
+    hidden = av.Packet(bytes([bytes(packet)[0] & ~0x10]) + bytes(packet)[1:])  # the bit that shows a frame
+    hidden.pts, hidden.dts, hidden.time_base = packet.pts, packet.dts, packet.time_base
+    hidden.is_keyframe = True
+    packet.pts, packet.dts = packet.pts + 1, packet.dts + 1
+    return [hidden, packet] if number % 3 == 0 else [packet]
+
+
+def within_a_gop(number, packet):
+    return [packet] if number >= 16 else []
+
+
+def all_packets(_number, packet):
+    return [packet]
+
+
+OPEN = "open-gop=1:keyint=8:min-keyint=8:bframes=3:scenecut=0:b-adapt=0"
+X264, X265 = {"x264-params": OPEN}, {"x265-params": f"{OPEN}:log-level=none"}
+MPEG2 = {"g": "8", "bf": "2"}
+
+
+@pytest.mark.parametrize(
+    ("suffix", "codec", "options", "change", "part"),
+    [
+        ("webm", "libvpx", {"g": "1"}, with_hidden_frames, (0, 1)),
+        *((suffix, "libx264", X264, within_a_gop, (0, 1)) for suffix in ("mkv", "mp4", "flv")),
+        *((suffix, "libx265", X265, within_a_gop, (0, 1)) for suffix in ("mkv", "ts")),
+        *((suffix, "mpeg2video", MPEG2, within_a_gop, (0, 1)) for suffix in ("mpg", "avi")),
+        ("ts", "libx264", {"g": "8"}, all_packets, (0.3, 1)),
+        ("ts", "libx265", X265, all_packets, (0, 0.83)),
+        ("m2v", "mpeg2video", MPEG2, all_packets, (0.4, 0.9)),
+    ],
+)
+def test_the_frames_of_a_video_are_those_that_its_decoder_shows(
+    tmp_path, suffix, codec, options, change, part
+):
+    whole, path = tmp_path / ("a.mkv" if codec != "libvpx" else "a.webm"), tmp_path / f"b.{suffix}"
+    with av.open(str(whole), "w") as container:
+        encode(container, moving_frames(40, 64, 96), codec, **options)
+    remux(whole, path, change)
+    path.write_bytes(path.read_bytes()[slice(*(int(share * path.stat().st_size) for share in part))])
+    shown = []
+    with av.open(str(path)) as container:
+        num_packets = 0
+        for packet in container.demux(video=0):
+            num_packets += packet.size > 0
+            with contextlib.suppress(av.error.InvalidDataError):
+                shown += packet.decode()
+    assert 10 < len(shown) < num_packets
+    info = video.probe(path)
+    assert info.times == tuple(frame.time_base * (frame.pts - shown[0].pts) for frame in shown)
+    want = np.stack([frame.to_ndarray(format="rgb24") for frame in shown])
+    assert np.array_equal(read_all(path)[0].permute(1, 2, 3, 0).numpy(), want)
+
+
+def test_a_sound_begins_with_the_first_frame_that_is_shown(tmp_path):
+    whole = with_sound(tmp_path / "a.mkv", container="matroska")
+    remux(whole, tmp_path / "b.ts", lambda _, each: [each] if each.pts or each.stream.type == "audio" else [])
+    with av.open(tmp_path / "b.ts") as container:
+        shown = next(container.decode(video=0)).time
+        container.seek(0)
+        heard_from = next(container.demux(audio=0))
+    write(tmp_path / "c.mp4", moving_frames(5), source=video.SourceTiming((), tmp_path / "b.ts", Fraction(1)))
+    with av.open(tmp_path / "c.mp4") as container:
+        copied = next(container.demux(audio=0))
+    want = heard_from.pts * heard_from.time_base - shown
+    assert copied.pts * copied.time_base == pytest.approx(want, abs=1e-3)
+
+
+def test_an_animated_webp_is_not_called_truncated_and_as_an_apng_it_is_read(tmp_path, monkeypatch):
+    pictures = [Image.fromarray(pixels) for pixels in moving_frames(4)[0].permute(1, 2, 3, 0).numpy()]
+    monkeypatch.chdir(tmp_path)
+    pictures[0].save("a.webp", save_all=True, append_images=pictures[1:], duration=100, lossless=True)
+    with pytest.raises(VideoError, match=r"is an animated picture that this FFmpeg.*by (PIL.Image.*)$") as error:
+        video.probe("a.webp")
+    exec(f"import PIL.Image; {str(error.value).rpartition(' by ')[2]}")
+    assert torch.equal(read_all("a.apng"), moving_frames(4))
+    assert video.probe("a.apng").fps == 10
 
 
 @pytest.mark.parametrize(
