@@ -509,13 +509,13 @@ def test_a_sound_begins_with_the_first_frame_that_is_shown(tmp_path):
     remux(whole, tmp_path / "b.ts", lambda _, each: [each] if each.pts or each.stream.type == "audio" else [])
     with av.open(tmp_path / "b.ts") as container:
         shown = next(container.decode(video=0)).time
-        container.seek(0)
-        heard_from = next(container.demux(audio=0))
     write(tmp_path / "c.mp4", moving_frames(5), source=video.SourceTiming((), tmp_path / "b.ts", Fraction(1)))
-    with av.open(tmp_path / "c.mp4") as container:
-        copied = next(container.demux(audio=0))
-    want = heard_from.pts * heard_from.time_base - shown
-    assert copied.pts * copied.time_base == pytest.approx(want, abs=1e-3)
+    heard_from = []  # seconds
+    for name in ("b.ts", "c.mp4"):
+        with av.open(tmp_path / name) as container:
+            packet = next(container.demux(audio=0))
+            heard_from.append(float(packet.pts * packet.time_base))
+    assert heard_from[1] == pytest.approx(heard_from[0] - shown, abs=1e-3)
 
 
 def test_an_animated_webp_is_not_called_truncated_and_as_an_apng_it_is_read(tmp_path, monkeypatch):
