@@ -51,7 +51,7 @@ def encode(args: argparse.Namespace) -> int:
         }
     )
     _check_output(args.output)
-    clips = sources.clips(args.video)
+    clips = sources.clips(args.video, common.say)
     with devices.share_of_this_process(args) as share:  # checks the options
         common.take_bundled_model(args)
         config = common.config_of(
@@ -93,7 +93,7 @@ def decode(args: argparse.Namespace) -> int:
     if args.model:
         # Called for its error if there is no such model: the output directory is not made yet.
         models.local(args.model)
-    files = sources.shards(Path(args.latents))
+    files = sources.shards(Path(args.latents), common.say)
     with devices.share_of_this_process(args) as share:
         directory = VideoDirectory(args.output, files, args.fps, share, retry=args.retry_failed)
         with directory.locked():

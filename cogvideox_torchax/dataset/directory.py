@@ -156,7 +156,7 @@ class LatentDirectory(OutputDirectory):
         super().__init__(directory, shard or ProcessShard(), retry=retry)
         self._unit = unit
         settings = unit.config.fixed_settings(unit.model_sha256)
-        for file in sources.latent_files(self.directory):
+        for file in sources.latent_files(self.directory, lambda _: None):
             check_settings(latent_files.about(file).get("settings"), settings, file)
         paths = {self.path(clip) for clip in clips}  # of all outputs, none of which may be below another
         for clip in clips[self.shard.index :: self.shard.count]:

@@ -136,14 +136,8 @@ def frame_rate(text: str) -> Fraction:
 def is_video(path: Path) -> bool:
     """Return whether a file in a directory counts as a video, by its suffix; a still picture does not."""
     suffix = path.suffix.lower()
-    return suffix in SUFFIXES and path.is_file() and (suffix not in MOVING or _is_moving_picture(path))
-
-
-def _is_moving_picture(source: Source) -> bool:
-    """Return whether a file begins as an animated WebP or AVIF does."""
-    with io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as file:
-        head = file.read(64)
-    return any(mark in head for mark in MOVING.values())
+    moves = suffix not in MOVING or (path.is_file() and MOVING[suffix] in path.read_bytes()[:64])
+    return suffix in SUFFIXES and moves and not path.is_dir()
 
 
 def _av() -> Any:
@@ -179,13 +173,9 @@ def _opened(source: Source, **options: str) -> Iterator[tuple[Any, Any]]:
             yield container, stream
     except av.error.FFmpegError as error:
         reason = error.strerror or type(error).__name__
-        kind = (
-            "an animated picture that this FFmpeg cannot decode: make an .apng of it, without loss, by "
-            f"PIL.Image.open({path.name!r}).save({path.stem + '.apng'!r}, 'PNG', save_all=True)"
-            if _is_moving_picture(source)
-            else "truncated or not a video"
-        )
-        raise VideoError(f"{path} cannot be read as a video ({reason}): it is {kind}") from error
+        raise VideoError(
+            f"{path} cannot be read as a video ({reason}): it is truncated or not a video"
+        ) from error
 
 
 def _main_stream(container: Any, kind: str) -> Any:
@@ -200,23 +190,18 @@ def _main_stream(container: Any, kind: str) -> Any:
 def _shown(source: Source) -> Iterator[Any]:
     """Yield the frames that the decoder shows; FFmpeg's errors turn into `VideoError`.
 
-    Packets at the start of a file may lack those that they refer to, and the last one may be cut off: as
-    FFmpeg does, they are left out. Any other broken packet is an error.
+    As FFmpeg does, leave out packets before the first frame, which may lack those that they refer to.
     """
     with _opened(source) as (container, stream):
         stream.thread_type = "AUTO"  # decodes on several threads
-        begun, broken = False, None  # whether a frame was shown; the error of a packet
+        frame = None
         for packet in container.demux(stream):
-            if begun and broken and packet.size:  # else it is the empty packet at the end
-                raise broken
             try:
                 for frame in packet.decode():
-                    begun, broken = True, None
                     yield frame
-            except _av().error.InvalidDataError as error:
-                broken = error
-        if broken and not begun:
-            raise broken
+            except _av().error.InvalidDataError:
+                if frame:
+                    raise
 
 
 def _is_ascending(ticks: Sequence[int | None]) -> bool:
@@ -232,9 +217,6 @@ def probe(source: Source) -> VideoInfo:
         VideoError: no file, no video, no frames, or fewer frames than the header announces.
     """
     path = _name_for_messages(source)
-    first = next(_shown(source), None)
-    if first is None:
-        raise VideoError(f"{path} has no frames")
     with _opened(source) as (container, stream):
         packets = [  # their times, in ticks, of showing and of decoding; None for a packet without
             (packet.pts, packet.dts)
@@ -248,20 +230,26 @@ def probe(source: Source) -> VideoInfo:
         # hidden ones are counted too, before the file is taken for truncated.
         announced = stream.frames
         stored = len(packets) if len(packets) >= announced else _count_packets(source)
-        # Of an .avi the header counts empty packets too, each of which shows the frame before it again. FFmpeg
-        # shortens the duration, in frames, of one that is cut off.
+        # The header of an .avi counts empty packets too, which show the frame before them again. If the file
+        # is cut off, FFmpeg shortens its duration, in frames.
         is_whole_avi = container.format.name == "avi" and (stream.duration or 0) >= announced
         if announced > stored and not is_whole_avi:
             raise VideoError(f"{path} is truncated: {announced} frames are announced, {stored} are there")
+        first = next(_shown(source), None)
+        if first is None:
+            raise VideoError(
+                f"{path} is an animated WebP, which this FFmpeg cannot decode: make an .apng of it, without "
+                f"loss, by PIL.Image.open({path.name!r}).save({path.stem + '.apng'!r}, 'PNG', save_all=True)"
+                if path.suffix.lower() == ".webp" and is_video(path)
+                else f"{path} has no frames"
+            )
         codec = stream.codec_context.codec
         # Each field of an interlaced frame may be a packet.
         is_frame_each = codec.intra_only or (codec.canonical_name in ONE_EACH and not first.interlaced_frame)
-        if is_timed:
-            ticks.sort()  # packets come in the order of decoding
+        ticks = sorted(ticks) if is_timed else ticks  # packets come in the order of decoding
         if not (is_timed and is_frame_each and announced == stored and first.pts == ticks[0]):
             shown = [frame.pts for frame in _shown(source)]
-            if not is_timed or len(shown) != len(packets):
-                ticks = shown
+            ticks = ticks if is_timed and len(shown) == len(packets) else shown
         # Times are known if each frame has one, and all differ.
         times = tuple((pts - ticks[0]) * stream.time_base for pts in ticks) if _is_ascending(ticks) else ()
         orientation, sound = Orientation.of(first), _main_stream(container, "audio")
@@ -271,32 +259,28 @@ def probe(source: Source) -> VideoInfo:
             path=path,
             height=height,
             width=width,
-            fps=Fraction(25),  # FFmpeg's default, where the file has no rate
+            fps=Fraction(0),  # until the times are known
             num_frames=len(ticks),
             times=times,
             tick=stream.time_base or Fraction(0),
             sound="" if sound is None else _codec(sound),
             pixel=1 / aspect if orientation.swapped else aspect,
         )
-        return replace(info, fps=_rate(info, [stream.average_rate, stream.guessed_rate]))
+        return replace(info, fps=_rate(info, (stream.average_rate, stream.guessed_rate)))
 
 
-def _rate(info: VideoInfo, announced: Iterable[Fraction | None]) -> Fraction:
+def _rate(info: VideoInfo, announced: tuple[Fraction | None, ...]) -> Fraction:
     """Return the first announced rate that fits the times, or else the rate of the times."""
-    rates = [rate for rate in announced if rate]
-    intervals = len(info.times) - 1
-    if intervals < 1:
-        return next(iter(rates), info.fps)
-    of_times = (intervals / info.times[-1]).limit_denominator(100_000)  # FFmpeg's integers have 32 bits
-    if not info.variable:
-        rates.append(Fraction(max(round(of_times), 1)))  # times may be rounded, such as to milliseconds
-    for rate in rates:
-        # Seconds by which the times may differ, by rounding, or by the last frame of a varying rate.
-        half = 1 / rate / 2
-        slack = half if info.variable else min(half, 2 * info.tick)
-        if abs(info.times[-1] - intervals / rate) <= slack:
-            return rate
-    return of_times
+    if len(info.times) < 2:
+        return next(filter(None, announced), Fraction(25))  # FFmpeg's default
+    frames, seconds = len(info.times) - 1, info.times[-1]
+    of_times = (frames / seconds).limit_denominator(100_000)  # FFmpeg's integers have 32 bits
+    # Times may be rounded, such as to milliseconds: then a whole rate that fits them is the right one.
+    rates = (rate for rate in (*announced, Fraction(round(of_times))) if rate)
+    rounding = math.inf if info.variable else 2 * info.tick  # seconds, but at most half a frame's
+    return next(
+        (rate for rate in rates if abs(rate * seconds - frames) <= min(rate * rounding, 0.5)), of_times
+    )
 
 
 def _count_packets(source: Source) -> int:

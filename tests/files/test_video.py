@@ -421,8 +421,8 @@ VARYING = [0, 33, 66, 100, 300, 333, 366, 400, 433, 466, 500, 533]
     ("suffix", "codec", "rate", "times", "fps"),
     [
         ("webm", "libvpx", 1000, EVEN, 30),
-        ("webm", "libvpx", 1000, VARYING, 11 / 0.533),
-        ("mkv", "libx264", 30, VARYING, 11 / 0.533),
+        ("webm", "libvpx", 1000, VARYING, 21),
+        ("mkv", "libx264", 30, VARYING, 21),
         ("mp4", "libx264", 1000, EVEN, 30),  # whose last frame lasts a millisecond
         ("ts", "mpeg4", 30, None, 30),  # whose header has no rate
         ("avi", "mpeg4", 30, EVEN, 30),  # whose rate is that of its clock; empty packets fill the gaps
@@ -479,7 +479,7 @@ MPEG2 = {"g": "8", "bf": "2"}
         *((suffix, "mpeg2video", MPEG2, within_a_gop, (0, 1)) for suffix in ("mpg", "avi")),
         ("ts", "libx264", {"g": "8"}, all_packets, (0.3, 1)),
         ("ts", "libx265", X265, all_packets, (0, 0.83)),
-        ("m2v", "mpeg2video", MPEG2, all_packets, (0.4, 0.9)),
+        ("m2v", "mpeg2video", MPEG2, all_packets, (0.4, 1)),
     ],
 )
 def test_the_frames_of_a_video_are_those_that_its_decoder_shows(
@@ -522,7 +522,7 @@ def test_an_animated_webp_is_not_called_truncated_and_as_an_apng_it_is_read(tmp_
     pictures = [Image.fromarray(pixels) for pixels in moving_frames(4)[0].permute(1, 2, 3, 0).numpy()]
     monkeypatch.chdir(tmp_path)
     pictures[0].save("a.webp", save_all=True, append_images=pictures[1:], duration=100, lossless=True)
-    with pytest.raises(VideoError, match=r"is an animated picture that this FFmpeg.*by (PIL.Image.*)$") as error:
+    with pytest.raises(VideoError, match="is an animated WebP, which this FFmpeg cannot dec") as error:
         video.probe("a.webp")
     exec(f"import PIL.Image; {str(error.value).rpartition(' by ')[2]}")
     assert torch.equal(read_all("a.apng"), moving_frames(4))
