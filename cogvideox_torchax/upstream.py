@@ -15,7 +15,6 @@ import copyreg
 import functools
 import sys
 from collections.abc import Callable
-from enum import Enum
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -36,15 +35,15 @@ def _attribute(package: str, owner: Any, name: str) -> Any:
 
 
 @functools.cache
-def accept_unknown_members(kind: type[Enum]) -> None:
+def accept_unknown_members(kind: Any) -> None:
     """Let an enumeration of PyAV take numbers of FFmpeg that it has no member for; else it raises."""
 
-    def unknown(cls: type[Enum], value: object) -> Enum:
+    def unknown(cls: Any, value: object) -> Any:
         member = object.__new__(cls)
         member._name_, member._value_ = f"UNKNOWN_{value}", value
         return member
 
-    kind._missing_ = classmethod(unknown)  # pyright: ignore[reportAttributeAccessIssue]
+    kind._missing_ = classmethod(unknown)
 
 
 def torchax_is_on() -> bool:

@@ -50,10 +50,12 @@ def files_below(
                 folders.clear()  # which `os.walk` would enter
                 continue
             seen.add(place)
-            links = (Path(folder, name) for name in sorted(folders))
-            tops += [path for path in links if path.is_symlink() and not is_left_out(path)]
-            files = (Path(folder, name) for name in names)
-            found += [path for path in files if is_wanted(path) or not path.exists()]
+            tops += [
+                path
+                for path in (Path(folder, name) for name in sorted(folders))
+                if path.is_symlink() and not is_left_out(path)
+            ]
+            found += [path for name in names if is_wanted(path := Path(folder, name)) or not path.exists()]
     kept = [path for path in found if path.exists() and not is_left_out(path)]
     if len(kept) < len(found):
         say(

@@ -136,8 +136,11 @@ def frame_rate(text: str) -> Fraction:
 def is_video(path: Path) -> bool:
     """Return whether a file in a directory counts as a video, by its suffix; a still picture does not."""
     suffix = path.suffix.lower()
-    moves = suffix not in MOVING or (path.is_file() and MOVING[suffix] in path.read_bytes()[:64])
-    return suffix in SUFFIXES and moves and not path.is_dir()
+    return (
+        suffix in SUFFIXES
+        and path.is_file()
+        and (suffix not in MOVING or MOVING[suffix] in path.read_bytes()[:64])
+    )
 
 
 def _av() -> Any:
@@ -243,9 +246,10 @@ def probe(source: Source) -> VideoInfo:
                 if path.suffix.lower() == ".webp" and is_video(path)
                 else f"{path} has no frames"
             )
-        codec = stream.codec_context.codec
-        # Each field of an interlaced frame may be a packet.
-        is_frame_each = codec.intra_only or (codec.canonical_name in ONE_EACH and not first.interlaced_frame)
+        is_frame_each = stream.codec_context.codec.intra_only or (
+            # Each field of an interlaced frame may be a packet.
+            _codec(stream) in ONE_EACH and not first.interlaced_frame
+        )
         ticks = sorted(ticks) if is_timed else ticks  # packets come in the order of decoding
         if not (is_timed and is_frame_each and announced == stored and first.pts == ticks[0]):
             shown = [frame.pts for frame in _shown(source)]
@@ -275,12 +279,13 @@ def _rate(info: VideoInfo, announced: tuple[Fraction | None, ...]) -> Fraction:
         return next(filter(None, announced), Fraction(25))  # FFmpeg's default
     frames, seconds = len(info.times) - 1, info.times[-1]
     of_times = (frames / seconds).limit_denominator(100_000)  # FFmpeg's integers have 32 bits
-    # Times may be rounded, such as to milliseconds: then a whole rate that fits them is the right one.
-    rates = (rate for rate in (*announced, Fraction(round(of_times))) if rate)
     rounding = math.inf if info.variable else 2 * info.tick  # seconds, but at most half a frame's
-    return next(
-        (rate for rate in rates if abs(rate * seconds - frames) <= min(rate * rounding, 0.5)), of_times
+    fitting = (
+        rate
+        for rate in (*announced, Fraction(round(of_times)))  # whole, as times are rounded to milliseconds
+        if rate and abs(rate * seconds - frames) <= min(rate * rounding, 0.5)
     )
+    return next(fitting, of_times)
 
 
 def _count_packets(source: Source) -> int:

@@ -140,7 +140,12 @@ def load_pipeline(
         part for part in WITH_WEIGHTS - diffusers_options.keys() if index.get(part, [None])[0] is not None
     }
     # As in diffusers, a part that lacks the variant is loaded without it; but one part has to have it.
-    variants = {part: variant for part in parts if variant and _has_variant(directory / part, variant)}
+    variants = {
+        part: variant
+        for part in parts
+        for file in (directory / part).glob("*.safetensors")
+        if variant and f".{variant}." in file.name.replace("-", ".")  # a single file, or a shard
+    }
     if variant and parts and not variants:
         raise ModelError(f"{directory} has no weights of variant={variant!r}: leave it out, or give another")
     dtypes = _dtypes_of(dtype, directory, parts, variants)
@@ -172,13 +177,6 @@ def _directory(name: str, variant: str | None, options: dict[str, Any]) -> Path:
         return Path(DiffusionPipeline.download(name, variant=variant, use_safetensors=True, **options))
     except (OSError, ValueError) as error:
         raise not_on_hub(name, error) from error
-
-
-def _has_variant(directory: Path, variant: str) -> bool:
-    """Return whether a part has weight files of a variant: a single file, or shards."""
-    return any(
-        f".{variant}{end}" in file.name for file in directory.glob("*.safetensors") for end in ("-", ".")
-    )
 
 
 def _dtypes_of(

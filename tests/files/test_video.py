@@ -1,6 +1,5 @@
 """Videos: written, read back and refused; what pipelines return is saved."""
 
-import contextlib
 import dataclasses
 import io
 import math
@@ -457,46 +456,37 @@ def with_hidden_frames(number, packet):
     return [hidden, packet] if number % 3 == 0 else [packet]
 
 
-def within_a_gop(number, packet):
-    return [packet] if number >= 16 else []
-
-
-def all_packets(_number, packet):
-    return [packet]
-
-
 OPEN = "open-gop=1:keyint=8:min-keyint=8:bframes=3:scenecut=0:b-adapt=0"
 X264, X265 = {"x264-params": OPEN}, {"x265-params": f"{OPEN}:log-level=none"}
 MPEG2 = {"g": "8", "bf": "2"}
 
 
 @pytest.mark.parametrize(
-    ("suffix", "codec", "options", "change", "part"),
+    ("suffix", "codec", "options", "first", "part"),
     [
-        ("webm", "libvpx", {"g": "1"}, with_hidden_frames, (0, 1)),
-        *((suffix, "libx264", X264, within_a_gop, (0, 1)) for suffix in ("mkv", "mp4", "flv")),
-        *((suffix, "libx265", X265, within_a_gop, (0, 1)) for suffix in ("mkv", "ts")),
-        *((suffix, "mpeg2video", MPEG2, within_a_gop, (0, 1)) for suffix in ("mpg", "avi")),
-        ("ts", "libx264", {"g": "8"}, all_packets, (0.3, 1)),
-        ("ts", "libx265", X265, all_packets, (0, 0.83)),
-        ("m2v", "mpeg2video", MPEG2, all_packets, (0.4, 1)),
+        ("webm", "libvpx", {"g": "1"}, 0, (0, 1)),
+        *((suffix, "libx264", X264, 16, (0, 1)) for suffix in ("mkv", "mp4", "flv")),
+        *((suffix, "libx265", X265, 16, (0, 1)) for suffix in ("mkv", "ts")),
+        *((suffix, "mpeg2video", MPEG2, 16, (0, 1)) for suffix in ("mpg", "avi")),
+        ("ts", "libx264", {"g": "8"}, 0, (0.3, 1)),
+        ("ts", "libx265", X265, 0, (0, 0.83)),
+        ("m2v", "mpeg2video", MPEG2, 0, (0.4, 1)),
     ],
 )
 def test_the_frames_of_a_video_are_those_that_its_decoder_shows(
-    tmp_path, suffix, codec, options, change, part
+    tmp_path, suffix, codec, options, first, part
 ):
-    whole, path = tmp_path / ("a.mkv" if codec != "libvpx" else "a.webm"), tmp_path / f"b.{suffix}"
+    whole, path = tmp_path / ("a.webm" if codec == "libvpx" else "a.mkv"), tmp_path / f"b.{suffix}"
     with av.open(str(whole), "w") as container:
         encode(container, moving_frames(40, 64, 96), codec, **options)
+    change = with_hidden_frames if codec == "libvpx" else lambda number, each: [each][number < first :]
     remux(whole, path, change)
     path.write_bytes(path.read_bytes()[slice(*(int(share * path.stat().st_size) for share in part))])
-    shown = []
+    shown, num_packets = [], 0
     with av.open(str(path)) as container:
-        num_packets = 0
         for packet in container.demux(video=0):
             num_packets += packet.size > 0
-            with contextlib.suppress(av.error.InvalidDataError):
-                shown += packet.decode()
+            shown += packet.decode()
     assert 10 < len(shown) < num_packets
     info = video.probe(path)
     assert info.times == tuple(frame.time_base * (frame.pts - shown[0].pts) for frame in shown)
