@@ -235,8 +235,7 @@ def probe(source: Source) -> VideoInfo:
         stored = len(packets) if len(packets) >= announced else _count_packets(source)
         # The header of an .avi counts empty packets too, which show the frame before them again. If the file
         # is cut off, FFmpeg shortens its duration, in frames.
-        is_whole_avi = container.format.name == "avi" and (stream.duration or 0) >= announced
-        if announced > stored and not is_whole_avi:
+        if announced > stored and (container.format.name != "avi" or (stream.duration or 0) < announced):
             raise VideoError(f"{path} is truncated: {announced} frames are announced, {stored} are there")
         first = next(_shown(source), None)
         if first is None:
@@ -449,7 +448,9 @@ def read_image(path: str | Path) -> Any:
 
     try:
         with Image.open(path) as image:
-            return ImageOps.exif_transpose(image).convert("RGB")
+            upright = ImageOps.exif_transpose(image)
+            is_deep = upright.mode.startswith("I;16")  # 16 bits of gray, which `convert` would cut off at 255
+            return (upright.point(lambda value: value / 257) if is_deep else upright).convert("RGB")
     # Pillow raises a `SyntaxError` for a broken PNG, and its own error for more pixels than it allows.
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise VideoError(f"cannot read {path} as an image ({error})") from error
@@ -713,8 +714,7 @@ def _copied_sound(source: SourceTiming, container: Any) -> Generator[Fraction]:
     with _av().open(str(source.sound.absolute())) as file:
         video, sound = _main_stream(file, "video"), _main_stream(file, "audio")
         # Of the first frame that is shown, in seconds; a frame may have no time.
-        begin = video.start_time if first.pts is None else first.pts
-        start = (begin or 0) * (video.time_base or Fraction(0))
+        start = (first.pts if first.pts is not None else video.start_time or 0) * (video.time_base or 0)
         stream = container.add_stream_from_template(sound)
         for packet in file.demux(sound):
             if packet.pts is None:  # such as the empty packet at the end

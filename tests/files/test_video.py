@@ -313,6 +313,12 @@ def test_a_picture_is_read_upright_by_its_exif(tmp_path, tag, upright_of, suffix
         assert torch.equal(tagged, upright_of(stored))
 
 
+def test_a_picture_of_sixteen_bits_of_gray_is_as_bright_as_one_of_eight(tmp_path):
+    gray = np.arange(256, dtype=np.uint8)[None]
+    Image.fromarray(gray.astype(np.uint16) * 257).save(tmp_path / "a.png")
+    assert np.array_equal(np.array(video.read_image(tmp_path / "a.png"))[..., 0], gray)
+
+
 def test_one_side_alone_keeps_the_shape_that_is_shown_of_pixels_that_are_not_square_too(clip, tmp_path):
     write(tmp_path / "wide.mp4", moving_frames(), source=video.SourceTiming(pixel=Fraction(64, 45)))
     square, info = video.probe(clip), video.probe(tmp_path / "wide.mp4")
@@ -411,20 +417,19 @@ def test_an_even_rate_in_a_files_coarse_ticks_does_not_vary(tmp_path):
     assert (info.gaps, info.variable) == ((Fraction(33, 1000), Fraction(34, 1000)), False)
 
 
-EVEN = [round(1000 * n / 30) for n in range(12)]
-VARYING = [0, 33, 66, 100, 300, 333, 366, 400, 433, 466, 500, 533]
+EVEN, VARYING = range(0, 400, 33), [0, 33, 66, 100, 300, 333, 366, 400, 433, 466, 500, 533]
 """Milliseconds."""
 
 
 @pytest.mark.parametrize(
     ("suffix", "codec", "rate", "times", "fps"),
     [
-        ("webm", "libvpx", 1000, EVEN, 30),
+        ("webm", "libvpx", 1000, EVEN, 1 / 0.033),
         ("webm", "libvpx", 1000, VARYING, 21),
         ("mkv", "libx264", 30, VARYING, 21),
-        ("mp4", "libx264", 1000, EVEN, 30),  # whose last frame lasts a millisecond
+        ("mp4", "libx264", 1000, EVEN, 1 / 0.033),  # whose last frame lasts a millisecond
         ("ts", "mpeg4", 30, None, 30),  # whose header has no rate
-        ("avi", "mpeg4", 30, EVEN, 30),  # whose rate is that of its clock; empty packets fill the gaps
+        ("avi", "mpeg4", 30, EVEN, 1 / 0.033),  # whose rate is that of its clock; empty packets fill the gaps
         ("mkv", "libx264", Fraction(30000, 1001), None, 29.97),
     ],
 )
@@ -457,8 +462,7 @@ def with_hidden_frames(number, packet):
 
 
 OPEN = "open-gop=1:keyint=8:min-keyint=8:bframes=3:scenecut=0:b-adapt=0"
-X264, X265 = {"x264-params": OPEN}, {"x265-params": f"{OPEN}:log-level=none"}
-MPEG2 = {"g": "8", "bf": "2"}
+X264, X265, MPEG2 = {"x264-params": OPEN}, {"x265-params": f"{OPEN}:log-level=none"}, {"g": "8", "bf": "2"}
 
 
 @pytest.mark.parametrize(
@@ -490,8 +494,8 @@ def test_the_frames_of_a_video_are_those_that_its_decoder_shows(
     assert 10 < len(shown) < num_packets
     info = video.probe(path)
     assert info.times == tuple(frame.time_base * (frame.pts - shown[0].pts) for frame in shown)
-    want = np.stack([frame.to_ndarray(format="rgb24") for frame in shown])
-    assert np.array_equal(read_all(path)[0].permute(1, 2, 3, 0).numpy(), want)
+    pixels = [frame.to_ndarray(format="rgb24") for frame in shown]
+    assert np.array_equal(read_all(path)[0].permute(1, 2, 3, 0).numpy(), np.stack(pixels))
 
 
 def test_a_sound_begins_with_the_first_frame_that_is_shown(tmp_path):
