@@ -63,17 +63,15 @@ def _patched_torchax() -> Any:
             f"install the pair that is tested: pip install {pair}"
         ) from error
     # Imported here, as both modules import JAX.
-    from cogvideox_torchax.runtime.functions import replace_functions, replace_keys
+    from cogvideox_torchax.runtime.functions import replace_functions
     from cogvideox_torchax.runtime.views import share_views
 
     for tensor_class in (torchax.tensor.Tensor, torchax.view.View):
         teach_copying(tensor_class, tensor_of, to_torch, without_torchax)  # for `copy` and `pickle`
     registry = torchax.ops.ops_registry
     one_program_each(registry)  # sums and products run as one program, not as several
-    # Attention runs by this project's kernel, and torch draws the random numbers. torchax has two tables of
-    # operations; the joined dictionary holds their entries themselves, which this call changes.
-    replace_functions(registry.all_aten_ops | registry.all_torch_functions)
-    replace_keys(torchax.tensor.Environment)  # torch's seed decides dropout too
+    # Attention runs by this project's kernel, and torch draws the random numbers, those of dropout too.
+    replace_functions(registry)
     share_views(torchax)  # a write into a view changes the tensor that it is a view of
     with jax_checks_off():
         # Make torchax's environment now: it makes a key for random numbers, which a user's checks refuse.
