@@ -155,22 +155,9 @@ def _attend(query: Any, key: Any, value: Any, mask: Any, scale: float | None) ->
         bias_NK = jnp.where(jnp.broadcast_to(mask[:, 0, 0], k.shape[:2]), 0, MASKED).astype(k.dtype)
         q = q.at[..., channels].set(1)
         k = k.at[..., channels].set(bias_NK[..., None])
-    padded_NSHD = jax_kernels.attention(*map(_split_by_video, (q, k, v)), scale=scale)
+    padded_NSHD = jax_kernels.attention(q, k, v, scale=scale)
     y_NSHD = padded_NSHD[..., : value.shape[-1]]
     return jnp.moveaxis(y_NSHD, 2, 1).reshape(*query.shape[:-1], value.shape[-1])
-
-
-def _split_by_video(x: Any) -> Any:
-    """Return queries, keys or values (N, S, H, D), constrained on a mesh to a split by videos alone."""
-    # The kernel splits heads too. Without the constraint XLA's partitioner would propagate that split to
-    # earlier operations, and compute one of them wrongly: `x[:, a:] = rotated`, for some of the tokens (JAX
-    # 0.10.2, on a CPU).
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.manual_axes:  # no mesh, or inside a `shard_map`, where arrays are one device's
-        return x
-    dp = mesh.axis_names[0]  # the axis that a batch of videos is split over
-    by_video = dp if x.shape[0] % mesh.shape[dp] == 0 else None
-    return jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec(by_video))
 
 
 def _drawn_on_host(draw: Callable[..., torch.Tensor]) -> Callable[..., Any]:
