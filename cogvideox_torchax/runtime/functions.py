@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import torch
 from torch.nn import functional as F
+from torch.optim import adagrad, adam, sgd
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
-from cogvideox_torchax.runtime.bridge import array_of, host_array, tensor_of, to_torch
+from cogvideox_torchax.runtime.bridge import active, array_of, host_array, tensor_of, to_torch
 from cogvideox_torchax.runtime.views import layout_of, set_strides
 from cogvideox_torchax.upstream import is_traced
 
@@ -38,6 +39,15 @@ Left out is `rrelu`, which neither torchax nor this module has: its error names 
 """
 
 
+FUSED = {
+    "_fused_adam_": (adam.adam, {}),
+    "_fused_adamw_": (adam.adam, {"decoupled_weight_decay": True}),
+    "_fused_adagrad_": (adagrad.adagrad, {}),
+    "_fused_sgd_": (sgd.sgd, {}),
+}
+"""torch's operators of `fused=True`, each with the function and options that compute the same step."""
+
+
 class RandomInTraceError(ValueError):
     """A random number drawn while JAX traces a program, which would repeat this number in each call."""
 
@@ -53,13 +63,15 @@ def replace_functions(registry: Any) -> None:
     for draw in (torch.randn, torch.rand, torch.randint):
         table[draw].func = _drawn_on_host(draw)
         table[draw].is_jax_function = table[draw].needs_env = False
-    for name in RANDOM:
-        packet = getattr(aten, name)
+    of_tensors = {getattr(aten, name): _drawn_on_host(getattr(aten, name)) for name in RANDOM}
+    of_tensors |= {getattr(aten, name): _unfused(*update) for name, update in FUSED.items()}
+    of_tensors |= {aten._is_all_true: torch.all, aten._is_any_true: torch.any}  # torch.distributions has them
+    for packet, function in of_tensors.items():
         # torchax looks an overload up before its packet, so an entry of its own may hide the packet's.
         for operator in (packet, *(getattr(packet, overload) for overload in packet.overloads())):
             operators[operator] = registry.Operator(
                 operator,
-                _drawn_on_host(packet),
+                function,
                 is_jax_function=False,
                 is_user_defined=False,
                 needs_env=False,
@@ -90,6 +102,23 @@ def _scaled_in_float32(scale: Callable[..., Any]) -> Callable[..., Any]:
             return scale(x, y, *args, **options)
         wide_x, wide_y = (each.astype(jnp.float32) if each is array else each for each in (x, y))
         return scale(wide_x, wide_y, *args, **options).astype(array.dtype)
+
+    return call
+
+
+def _unfused(update: Callable[..., None], others: dict[str, Any]) -> Callable[..., None]:
+    """Return a fused optimizer's operator, which takes lists of parameters, gradients and states."""
+
+    def call(parameters: Any, gradients: Any, *states: Any, is_first_step: bool | None = None, **options: Any) -> None:
+        if is_first_step is None:  # not SGD: the last list is the numbers of steps, which are counted already
+            torch._foreach_sub_(states[-1], 1)
+        elif not states[0]:
+            states = ([None] * len(parameters),)
+        elif is_first_step:  # the momenta have no values yet
+            torch._foreach_zero_(states[0])
+            options["dampening"] = 0.0
+        with active():  # also for functions such as `item`, which are no operators
+            update(parameters, gradients, *states, foreach=True, **options, **others)
 
     return call
 
@@ -185,11 +214,11 @@ def _drawn_on_host(draw: Callable[..., torch.Tensor]) -> Callable[..., Any]:
                 args = (empty, *args[1:])
             args, options = pytree.tree_map_only(torch.Tensor, to_torch, (args, options))
             numbers = draw(*args, **options)
-        if target is not None:
-            return target.copy_(tensor_of(jnp.array(host_array(numbers))))
         if stays_on_host:
             return numbers.requires_grad_(requires_grad)
         result = tensor_of(jnp.array(host_array(numbers)))
+        if target is not None:
+            return target.copy_(result)
         set_strides(result, numbers)
         return result.requires_grad_(requires_grad)
 

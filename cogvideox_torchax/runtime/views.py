@@ -20,7 +20,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
-from cogvideox_torchax.runtime.bridge import PLAIN, on_jax
+from cogvideox_torchax.runtime.bridge import PLAIN, array_of, on_jax
 from cogvideox_torchax.runtime.user_checks import without_jax_checks
 from cogvideox_torchax.upstream import is_traced
 
@@ -42,6 +42,10 @@ class _Storage:
         # Once the tensor is freed, its reference is dropped: another tensor may get the same id.
         self._tensors[key] = weakref.ref(tensor, lambda _: self._tensors.pop(key, None))
 
+    def has(self, tensor: Any) -> bool:
+        """Return whether a tensor is alive (not None), and has not left for another storage."""
+        return tensor is not None and vars(tensor).get(STORAGE) is self
+
     def write(self, source: Any) -> None:
         """Update all other tensors after a write into `source`.
 
@@ -51,7 +55,7 @@ class _Storage:
         new, layout = vars(source)[ARRAY], vars(source)[LAYOUT]
         # A list first, as tensors that are freed meanwhile drop out of the dictionary.
         others = [reference() for reference in list(self._tensors.values())]
-        others = [tensor for tensor in others if tensor is not None and tensor is not source]
+        others = [tensor for tensor in others if tensor is not source and self.has(tensor)]
         for tensor in others:
             if _are_alike(vars(tensor)[LAYOUT], layout):  # as a `detach()` is
                 vars(tensor)[ARRAY] = new
@@ -206,10 +210,11 @@ def share_views(torchax: Any) -> None:
         """Give the new tensors that an operation returns the strides that PyTorch gives them."""
         with no_dispatch(), torch._C.DisableTorchFunction():
             sources = _tensors_in(args, options)
-            if all(map(_is_contiguous, sources)) or any(is_traced(source.jax()) for source in sources):
+            chosen = {name: options[name] for name in ("memory_format",) if name in options}
+            if all(map(_is_contiguous, sources)) and not chosen or any(map(is_traced, map(array_of, filter(on_jax, sources)))):
                 return
             if func is torch.Tensor.to:
-                func, args, options = torch.empty_like, args[:1], {}
+                func, args, options = torch.empty_like, args[:1], chosen
             args, options = pytree.tree_map_only(torch.Tensor, layout_of, (args, options))
             try:
                 layouts = func(*args, **options)
@@ -263,10 +268,18 @@ def share_views(torchax: Any) -> None:
         share(self, detached, torch.Tensor.detach)
         return detached
 
+    def set_data(self: Any, other: Any) -> None:
+        """Give the tensor another storage, that of a new array; its views keep the old one."""
+        for name in (STORAGE, LAYOUT):
+            vars(self).pop(name, None)
+        vars(self)[ARRAY] = other.jax()
+
     torchax.tensor.Environment.dispatch = call
     tensor_class._elem = property(lambda self: vars(self)[ARRAY], write)
     tensor_class.detach = detach
-    tensor_class.data = property(detach, vars(tensor_class)["data"].fset)  # torchax's getter returns `self`
+    tensor_class.data = property(detach, set_data)  # torchax's getter returns the tensor itself
+    for kind in (tensor_class, slice_class):
+        kind.is_meta = False  # of a tensor on torch's "meta" device, `nn.init.orthogonal_` fills nothing
     del tensor_class.flatten  # torchax's makes an independent array, and takes no negative axes but -1
     tensor_class.type_as = lambda self, other: self.to(other.dtype)  # torchax's changes its input
 
