@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
 from cogvideox_torchax.runtime.bridge import active, array_of, host_array, tensor_of, to_torch
-from cogvideox_torchax.runtime.views import layout_of, set_strides
+from cogvideox_torchax.runtime.views import layout_of, set_strides, written
 from cogvideox_torchax.upstream import is_traced
 
 MASKED = -6e4
@@ -80,11 +80,17 @@ def replace_functions(registry: Any) -> None:
     functions = {F.scaled_dot_product_attention: _attention(table[F.scaled_dot_product_attention].func)}
     for operator in (aten.mul.Tensor, aten.mul.Scalar, aten.div):
         functions[operator] = _scaled_in_float32(table[operator].func)
+    for operator in (aten.slice_scatter, aten.select_scatter, aten.diagonal_scatter, aten.index_put):
+        functions[operator] = _then_written(table[operator].func)
     for operation, function in functions.items():
         entry = table[operation]
         entry.func = function
         entry.is_jax_function = True  # takes and returns arrays, not torchax's tensors
         entry.needs_env = False  # takes no argument `env`, torchax's environment
+
+
+def _then_written(write: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.wraps(write)(lambda *args, **options: written(write(*args, **options)))
 
 
 def _scaled_in_float32(scale: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,7 +115,9 @@ def _scaled_in_float32(scale: Callable[..., Any]) -> Callable[..., Any]:
 def _unfused(update: Callable[..., None], others: dict[str, Any]) -> Callable[..., None]:
     """Return a fused optimizer's operator, which takes lists of parameters, gradients and states."""
 
-    def call(parameters: Any, gradients: Any, *states: Any, is_first_step: bool | None = None, **options: Any) -> None:
+    def call(
+        parameters: Any, gradients: Any, *states: Any, is_first_step: bool | None = None, **options: Any
+    ) -> None:
         if is_first_step is None:  # not SGD: the last list is the numbers of steps, which are counted already
             torch._foreach_sub_(states[-1], 1)
         elif not states[0]:

@@ -124,7 +124,7 @@ def set_strides(result: Any, like: torch.Tensor) -> None:
             _Storage(layout).add(result, layout)
 
 
-def _written(array: Any) -> Any:
+def written(array: Any) -> Any:
     """Return an array after a write into a part of it, as a program on a CPU computes it rightly."""
     # XLA may do a write in place although the new values are read from other elements of the same array, as
     # a rotation of `q[:, :, t:]` is: some elements are read after they are written. It does so on a CPU if a
@@ -168,7 +168,7 @@ def share_views(torchax: Any) -> None:
         """
         attributes = vars(self)
         old = attributes.get(ARRAY)
-        attributes[ARRAY] = array if old is None or old is array else _written(array)
+        attributes[ARRAY] = array if old is None or old is array else written(array)
         if STORAGE not in attributes or old is array:
             return
         if (old.shape, old.dtype) == (array.shape, array.dtype):
@@ -210,11 +210,13 @@ def share_views(torchax: Any) -> None:
         """Give the new tensors that an operation returns the strides that PyTorch gives them."""
         with no_dispatch(), torch._C.DisableTorchFunction():
             sources = _tensors_in(args, options)
-            chosen = {name: options[name] for name in ("memory_format",) if name in options}
-            if all(map(_is_contiguous, sources)) and not chosen or any(map(is_traced, map(array_of, filter(on_jax, sources)))):
+            # A program draws no random numbers, so that the order of its tensors' memory does not matter.
+            if all(map(_is_contiguous, sources)) or any(
+                map(is_traced, map(array_of, filter(on_jax, sources)))
+            ):
                 return
             if func is torch.Tensor.to:
-                func, args, options = torch.empty_like, args[:1], chosen
+                func, args, options = torch.empty_like, args[:1], {}
             args, options = pytree.tree_map_only(torch.Tensor, layout_of, (args, options))
             try:
                 layouts = func(*args, **options)
