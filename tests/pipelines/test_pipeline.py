@@ -21,6 +21,7 @@ from diffusers import (
     DPMSolverMultistepScheduler,
 )
 from diffusers.models.autoencoders.vae import DecoderOutput
+from diffusers.pipelines.cogvideo import pipeline_cogvideox
 
 from cogvideox_torchax import make_mesh, port, runtime, upstream
 from cogvideox_torchax.pipelines import known, layers
@@ -377,6 +378,36 @@ def test_a_size_that_no_patches_fit_is_refused_before_anything_runs(ported, size
     with pytest.raises(ValueError, match=words):
         frames(ported, **size, max_sequence_length=9)
     assert ported.text_encoder.program.compilations == compiled
+
+
+@pytest.mark.parametrize("kind", ["text", "image"])
+def test_a_size_beyond_the_positions_of_1_5_is_refused_before_anything_is_compiled(kind):
+    pipe = pipeline(kind, "1.5", "one device")
+    words = "got height=16, width=24: .* at most height=8, width=16; try height=8, width=12"
+    with compilations() as counted, pytest.raises(ValueError, match=words):
+        frames(pipe, kind, height=16, width=24, max_sequence_length=9)
+    assert counted == []
+
+
+@pytest.mark.parametrize("owner", ["class", "object", "module"])
+def test_positions_of_a_users_own_reach_beyond_the_models_size(owner, monkeypatch):
+    module, name = pipeline_cogvideox, upstream.ROTARY_TABLES
+    stock = module.get_3d_rotary_pos_embed
+
+    def positions(*args, grid_size, **options):
+        return stock(*args, **{**options, "grid_size": grid_size, "max_size": grid_size})
+
+    def method(_pipe, height, width, num_frames, device):
+        sizes = {"grid_size": (height // 4, width // 4), "temporal_size": -(-num_frames // 2)}
+        return positions(16, crops_coords=None, grid_type="slice", device=device, **sizes)
+
+    results = []
+    for place in ("one device", None):
+        pipe = pipeline("text", "1.5", place)
+        entry = {"class": (CogVideoXPipeline, name, method), "module": (module, stock.__name__, positions)}
+        monkeypatch.setattr(*entry.get(owner, (pipe, name, functools.partial(method, pipe))), raising=False)
+        results.append(latents(pipe, height=16))
+    assert relative_error(*results) < TOLERANCE
 
 
 def of_parts(kind, of, version="5b"):
