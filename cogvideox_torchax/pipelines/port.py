@@ -347,7 +347,8 @@ def _check_inputs(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: A
 
 def _check_size(pipe: Any, height: int, width: int) -> None:
     """Check a size as `check_size` does; positions of a user's own may go beyond the model's sample size."""
-    tables: Any = getattr(type(pipe).__bases__[-1], upstream.ROTARY_TABLES, None)  # of the class before `port`
+    kind: Any = type(pipe).__bases__[-1]  # the class before `port`
+    tables: Any = getattr(kind, upstream.ROTARY_TABLES, None)
     is_stock = (
         tables in _ROTARY_TABLES
         and upstream.ROTARY_TABLES not in vars(pipe)

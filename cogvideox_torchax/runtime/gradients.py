@@ -141,6 +141,25 @@ def wants_gradient(network: nn.Module, x: torch.Tensor) -> bool:
     )
 
 
+def comes_from_input(tensor: torch.Tensor) -> bool:
+    """Return whether a backward pass from a tensor leads to a tensor of the user's, not to weights alone.
+
+    A tensor that is no result of an operation leads to itself, if it requires a gradient.
+    """
+    pending: list[Any] = [tensor.grad_fn]
+    seen = {None}
+    while pending:
+        node = pending.pop()
+        if node in seen or hasattr(node, "why"):  # a pass ends with an error at a `_Refused`, which has `why`
+            continue
+        seen.add(node)
+        # A node that has a tensor as `variable` is where a pass ends, with that tensor's gradient.
+        if hasattr(node, "variable") and not isinstance(node.variable, nn.Parameter):
+            return True
+        pending.extend(following for following, _ in node.next_functions)
+    return tensor.requires_grad and tensor.is_leaf
+
+
 def rematerialized(module: nn.Module, *inputs: Any) -> Any:
     """Call a module with gradient checkpointing: the backward pass recomputes its activations.
 

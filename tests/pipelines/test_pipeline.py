@@ -17,6 +17,7 @@ from diffusers import (
     CogVideoXImageToVideoPipeline,
     CogVideoXPipeline,
     CogVideoXTransformer3DModel as DiffusersTransformer,
+    ContextParallelConfig,
     DDIMScheduler,
     DPMSolverMultistepScheduler,
 )
@@ -225,8 +226,26 @@ def test_gradients_of_the_transformer_are_refused_in_words(ported):
     tensors = [runtime.to_jax(torch.zeros(size)) for size in ((1, 2, 16, 4, 8), (1, 16, 32), (1,))]
     with torch.enable_grad():
         sample = ported.transformer(*tensors, return_dict=False)[0]
+        # A loop that is not in `no_grad` has results of networks, and of weights, as inputs.
+        ported.transformer(sample * ported.transformer.proj_out.bias.mean(), *tensors[1:])
         with pytest.raises(ValueError, match="no gradients"):
             sample.sum().backward()
+
+
+@pytest.mark.parametrize("wanted", [lambda x: x, lambda x: torch.cat([x * 2, x * 3], dim=1)])
+@pytest.mark.parametrize("position", [0, 1])
+def test_a_gradient_of_a_networks_input_is_refused_at_its_call_with_what_works(ported, wanted, position):
+    runtime.enable()
+    tensors = [runtime.to_jax(torch.zeros(size)) for size in ((1, 2, 16, 4, 8), (1, 16, 32), (1,))]
+    with torch.enable_grad():
+        tensors[position] = wanted(tensors[position].requires_grad_())
+        with pytest.raises(ValueError, match=r"in torch.no_grad\(\), and .* the VAE alone"):
+            ported.transformer(*tensors)
+
+
+def test_diffusers_parallelism_is_refused_by_name(ported):
+    with pytest.raises(ValueError, match="^transformer: enable_parallelism .* mesh=make_mesh"):
+        ported.transformer.enable_parallelism(config=ContextParallelConfig(ring_degree=2))
 
 
 def test_inputs_and_weights_in_two_places_are_refused_in_words(ported):
