@@ -201,8 +201,6 @@ def check_size(model: Model, frames: int, height: int, width: int) -> None:
     from cogvideox_torchax.pipelines import port
 
     port.check_size(height, width, model.transformer, model.spatial_compression_ratio)
-    if height % 8 or width % 8:  # the pipelines refuse it, after their weights are loaded
-        raise RequestError(f"got {height} x {width} pixels: both must be multiples of 8")
     _frames, learned_height, learned_width = model.size
     has_learned_size = (height, width) == (learned_height, learned_width)
     # Unlike sinusoidal or rotary positions, learned ones cannot be computed for another size.

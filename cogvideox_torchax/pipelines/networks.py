@@ -143,13 +143,18 @@ class CompiledNetwork(PortedModel):
         Raises:
             ValueError: on JAX, an input through which a gradient of a user's tensor is wanted.
         """
-        if runtime.is_on_jax(self) and torch.is_grad_enabled():
-            given = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-            if any(map(comes_from_input, given)):
-                raise ValueError(
-                    f"got an input with requires_grad: on JAX the {self.component} has no gradients; call it "
-                    "in torch.no_grad(), and take gradients through the VAE alone, which has them"
-                )
+        if (
+            torch.is_grad_enabled()
+            and runtime.is_on_jax(self)
+            and any(
+                isinstance(leaf, torch.Tensor) and comes_from_input(leaf)
+                for leaf in pytree.tree_leaves((args, kwargs))
+            )
+        ):
+            raise ValueError(
+                f"got an input with requires_grad: on JAX the {self.component} has no gradients; call it in "
+                "torch.no_grad(), and take gradients through the VAE alone, which has them"
+            )
         if "forward" not in vars(self) or not runtime.is_on_jax(self):
             return super().__call__(*args, **kwargs)
         # Another library has set `forward`. It is not compiled, as it may keep tensors from one call for the

@@ -347,13 +347,11 @@ def _check_inputs(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: A
 
 def _check_size(pipe: Any, height: int, width: int) -> None:
     """Check a size as `check_size` does; positions of a user's own may go beyond the model's sample size."""
-    kind: Any = type(pipe).__bases__[-1]  # the class before `port`
-    tables: Any = getattr(kind, upstream.ROTARY_TABLES, None)
-    is_stock = (
-        tables in _ROTARY_TABLES
-        and upstream.ROTARY_TABLES not in vars(pipe)
-        and upstream.module_of(tables.__globals__["get_3d_rotary_pos_embed"]).startswith("diffusers.")
-    )
+    name, kind = upstream.ROTARY_TABLES, type(pipe).__bases__[-1]  # the class before `port`
+    tables = vars(pipe).get(name, getattr(kind, name, None))
+    is_stock = tables in _ROTARY_TABLES and upstream.module_of(
+        tables.__globals__["get_3d_rotary_pos_embed"]
+    ).startswith("diffusers.")
     check_size(height, width, pipe.transformer.config, pipe.vae_scale_factor_spatial, is_limited=is_stock)
 
 
@@ -458,19 +456,24 @@ def check_size(
     CogVideoX 1.5 cuts its rotary positions out of a table for its sample size, and has none for larger sides.
     The other models compute theirs for any size. Without `is_limited`, positions are not checked.
     """
-    multiple, limits = spatial_compression_ratio * config["patch_size"], (math.inf, math.inf)
-    if is_limited and config.get("patch_size_t") and config.get("use_rotary_positional_embeddings"):
-        rows, columns = (config[name] // config["patch_size"] for name in ("sample_height", "sample_width"))
-        limits = rows * multiple, columns * multiple
+    # The pipelines themselves ask for multiples of 8.
+    multiple = math.lcm(spatial_compression_ratio * config["patch_size"], 8)
+    is_limited &= bool(config.get("patch_size_t") and config.get("use_rotary_positional_embeddings"))
+    limits = [
+        config[name] * spatial_compression_ratio // multiple * multiple if is_limited else math.inf
+        for name in ("sample_height", "sample_width")
+    ]
     shrinking = min(1, limits[0] / height, limits[1] / width)
     if height % multiple or width % multiple or shrinking < 1:
         near_height, near_width = (
             max(round(side * shrinking / multiple), 1) * multiple  # the nearest multiple, but not 0
             for side in (height, width)
         )
-        rule = f"both must be multiples of {multiple}"
-        if shrinking < 1:
-            rule = f"the model has positions for at most height={limits[0]}, width={limits[1]}"
+        rule = (
+            f"the model has positions for at most height={limits[0]}, width={limits[1]}"
+            if shrinking < 1
+            else f"both must be multiples of {multiple}"
+        )
         raise ValueError(
             f"got height={height}, width={width}: {rule}; try height={near_height}, width={near_width}"
         )

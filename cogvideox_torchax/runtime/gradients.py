@@ -146,18 +146,15 @@ def comes_from_input(tensor: torch.Tensor) -> bool:
 
     A tensor that is no result of an operation leads to itself, if it requires a gradient.
     """
-    pending: list[Any] = [tensor.grad_fn]
+    nodes: list[Any] = [tensor.grad_fn]
     seen = {None}
-    while pending:
-        node = pending.pop()
-        if node in seen or hasattr(node, "why"):  # a pass ends with an error at a `_Refused`, which has `why`
-            continue
-        seen.add(node)
-        # A node that has a tensor as `variable` is where a pass ends, with that tensor's gradient.
-        if hasattr(node, "variable") and not isinstance(node.variable, nn.Parameter):
-            return True
-        pending.extend(following for following, _ in node.next_functions)
-    return tensor.requires_grad and tensor.is_leaf
+    for node in nodes:  # which grows meanwhile
+        if node not in seen and not hasattr(node, "why"):  # a `_Refused`, which has `why`, ends a pass
+            seen.add(node)
+            nodes.extend(following for following, _ in node.next_functions)
+    # Where a pass ends at a tensor, with its gradient, the node has that tensor as `variable`.
+    ends = (node.variable for node in seen if hasattr(node, "variable"))
+    return (tensor.requires_grad and tensor.is_leaf) or any(not isinstance(x, nn.Parameter) for x in ends)
 
 
 def rematerialized(module: nn.Module, *inputs: Any) -> Any:
