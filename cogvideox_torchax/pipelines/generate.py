@@ -201,13 +201,11 @@ def check_size(model: Model, frames: int, height: int, width: int) -> None:
     from cogvideox_torchax.pipelines import port
 
     port.check_size(height, width, model.transformer, model.spatial_compression_ratio)
-    _frames, learned_height, learned_width = model.size
-    has_learned_size = (height, width) == (learned_height, learned_width)
     # Unlike sinusoidal or rotary positions, learned ones cannot be computed for another size.
-    if model.transformer["use_learned_positional_embeddings"] and not has_learned_size:
+    if model.transformer["use_learned_positional_embeddings"] and (height, width) != model.size[1:]:
         raise RequestError(
             f"got height={height}, width={width}: {model.name} has learned its positions, "
-            f"and takes height={learned_height}, width={learned_width} alone"
+            f"and takes height={model.size[1]}, width={model.size[2]} alone"
         )
     # A patch may span several latent frames, and their number has to be a multiple of that. Pipelines that
     # take no clip pad the latents to whole patches themselves: for them any number of latent frames will do.

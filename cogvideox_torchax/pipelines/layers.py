@@ -72,8 +72,7 @@ class JointAttention:
     @property
     def __call__(self) -> Any:
         """`_attend`, or the inherited method, with its own parameters, if somebody has replaced one."""
-        inherited: Any = super()
-        return inherited.__call__ if upstream.is_patched(type(self)) else self._attend
+        return super().__call__ if upstream.is_patched(type(self)) else self._attend  # pyright: ignore[reportAttributeAccessIssue]
 
     def _attend(
         self,
@@ -88,8 +87,7 @@ class JointAttention:
         The inherited code runs for plain tensors, and for cross-attention and masks, which the kernel lacks.
         """
         if not on_accelerator(hidden_states) or attention_mask is not None or attn.is_cross_attention:
-            inherited: Any = super()
-            return inherited.__call__(
+            return super().__call__(  # pyright: ignore[reportAttributeAccessIssue]
                 attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
             )
         x_NSC = torch.cat([encoder_hidden_states, hidden_states], dim=1)

@@ -402,13 +402,16 @@ _ROTARY_TABLES = tuple(getattr(kind, upstream.ROTARY_TABLES) for kind in PIPELIN
 @functools.cache
 def _ported_pipeline_class(kind: type) -> type:
     """Return the ported subclass of a pipeline's class `kind`, with that class's own name and signatures."""
-    members = {
-        **{name: _with_torchax(kind, name) for name in _methods_to_wrap(kind)},
-        "__module__": kind.__module__,
-        # Methods that load and change LoRAs: they run while the weights are in PyTorch.
-        **loras.methods_in_pytorch(kind, loras.PIPELINE_METHODS),
-    }
-    return type(kind.__name__, (PortedPipeline, kind), members)
+    return type(
+        kind.__name__,
+        (PortedPipeline, kind),
+        {
+            **{name: _with_torchax(kind, name) for name in _methods_to_wrap(kind)},
+            "__module__": kind.__module__,
+            # Methods that load and change LoRAs: they run while the weights are in PyTorch.
+            **loras.methods_in_pytorch(kind, loras.PIPELINE_METHODS),
+        },
+    )
 
 
 def _with_torchax(kind: type, name: str) -> Callable[..., Any]:

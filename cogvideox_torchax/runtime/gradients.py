@@ -153,8 +153,9 @@ def comes_from_input(tensor: torch.Tensor) -> bool:
             seen.add(node)
             nodes.extend(following for following, _ in node.next_functions)
     # Where a pass ends at a tensor, with its gradient, the node has that tensor as `variable`.
-    ends = (node.variable for node in seen if hasattr(node, "variable"))
-    return (tensor.requires_grad and tensor.is_leaf) or any(not isinstance(x, nn.Parameter) for x in ends)
+    return (tensor.requires_grad and tensor.is_leaf) or any(
+        hasattr(node, "variable") and not isinstance(node.variable, nn.Parameter) for node in seen
+    )
 
 
 def rematerialized(module: nn.Module, *inputs: Any) -> Any:

@@ -250,9 +250,12 @@ def _same_items(items: list[Any], others: list[Any]) -> bool:
 
 def _users_functions(members: Iterable[Any]) -> list[Any]:
     """Return the functions of a user among members of classes and modules, and those that they read."""
-    methods = FunctionType | MethodType | staticmethod | classmethod
-    found = (inspect.unwrap(getattr(each, "__func__", each)) for each in members if isinstance(each, methods))
-    functions = [*filter(_is_users, dict.fromkeys(found))]
+    found = (
+        inspect.unwrap(getattr(each, "__func__", each))
+        for each in members
+        if isinstance(each, FunctionType | MethodType | staticmethod | classmethod)
+    )
+    functions = [*dict.fromkeys(filter(_is_users, found))]
     for function in functions:  # which grows meanwhile
         functions.extend(each for each in _read_by([function]) if _is_users(each) and each not in functions)
     return functions
@@ -260,7 +263,10 @@ def _users_functions(members: Iterable[Any]) -> list[Any]:
 
 def _is_users(value: Any) -> bool:
     """Return whether a value is a function that none of `LIBRARIES` defines."""
-    return type(value) is FunctionType and value.__globals__["__name__"].partition(".")[0] not in LIBRARIES
+    return (
+        type(value) is FunctionType
+        and value.__globals__.get("__name__", "").partition(".")[0] not in LIBRARIES
+    )
 
 
 def _read_by(functions: Iterable[FunctionType]) -> list[Any]:
@@ -283,10 +289,10 @@ def _comparable(value: Any) -> list[Any]:
     The list is empty for another value, and for a container of others: a forward may keep tensors there from
     one call for the next.
     """
-    if isinstance(value, torch.Tensor) and not upstream.is_traced(upstream.array_in(value)):
-        return [value, upstream.array_in(value), value.is_inference() or value._version]
-    items = _items(value)
-    return items if all(isinstance(item, str | int | float | complex) for item in items) else []
+    is_tensor = isinstance(value, torch.Tensor) and not upstream.is_traced(upstream.array_in(value))
+    version = value._version if is_tensor and not value.is_inference() else None
+    items = [value, upstream.array_in(value), version] if is_tensor else _items(value)
+    return items if is_tensor or all(isinstance(item, str | int | float | complex) for item in items) else []
 
 
 def modules_of(root: nn.Module) -> list[nn.Module]:
