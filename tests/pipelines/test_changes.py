@@ -360,6 +360,21 @@ def model():
     return ported()
 
 
+def test_a_processors_call_that_takes_more_gets_it(model):
+    kind = transformer_classes.CogVideoXAttnProcessor2_0
+
+    def call(self, attn, hidden_states, *args, factor=1.0, image_rotary_emb=None, **options):
+        return original(
+            self, attn, hidden_states * factor, *args, image_rotary_emb=image_rotary_emb, **options
+        )
+
+    original = kind.__call__
+    with mock.patch.object(kind, "__call__", call):
+        expected, plain = (step(stock(), attention_kwargs=given) for given in ({"factor": 3.0}, None))
+        assert largest_error(expected, plain) > 1e-3
+        assert largest_error(step(model, attention_kwargs={"factor": 3.0}), expected) < 1e-5
+
+
 def test_a_forward_that_changes_an_attribute_runs_operation_by_operation_and_is_named_once(caplog):
     def forward(self, *args, **kwargs):
         self.calls = getattr(self, "calls", 0) + 1
