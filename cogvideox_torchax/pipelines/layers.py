@@ -20,7 +20,7 @@ from torch import nn
 import jax_kernels
 from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.runtime import on_accelerator, torch_view
-from cogvideox_torchax.runtime.stock import replaced_method, runs_kernel
+from cogvideox_torchax.runtime.stock import runs_kernel
 
 
 class Linear(nn.Linear):
@@ -71,7 +71,8 @@ class JointAttention:
     @property
     def __call__(self) -> Any:
         """`_attend`, or the inherited method, with its own parameters, if somebody has replaced one."""
-        return super().__call__ if upstream.is_patched(type(self)) else self._attend  # pyright: ignore[reportAttributeAccessIssue]
+        inherited: Any = super()
+        return self._attend if replaced_method(type(self)) is None else inherited.__call__
 
     def _attend(
         self,

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import torch
 from torch.nn import functional as F
@@ -66,6 +65,7 @@ def replace_functions(registry: Any) -> None:
     of_tensors = {getattr(aten, name): _drawn_on_host(getattr(aten, name)) for name in RANDOM}
     of_tensors |= {getattr(aten, name): _unfused(*update) for name, update in FUSED.items()}
     of_tensors |= {aten._is_all_true: torch.all, aten._is_any_true: torch.any}  # torch.distributions has them
+    of_tensors[aten.set_] = torch.Tensor.copy_  # by it `register_parametrization` keeps a weight
     for packet, function in of_tensors.items():
         # torchax looks an overload up before its packet, so an entry of its own may hide the packet's.
         for operator in (packet, *(getattr(packet, overload) for overload in packet.overloads())):

@@ -24,7 +24,7 @@ from diffusers import (
 from diffusers.models.autoencoders.vae import DecoderOutput
 from diffusers.pipelines.cogvideo import pipeline_cogvideox
 
-from cogvideox_torchax import make_mesh, port, runtime
+from cogvideox_torchax import make_mesh, port, runtime, upstream
 from cogvideox_torchax.pipelines import known, layers
 from cogvideox_torchax.pipelines.port import _check_image_channels
 from cogvideox_torchax.pipelines.scheduler import NonFiniteError, port_scheduler
