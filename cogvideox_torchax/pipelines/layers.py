@@ -20,7 +20,7 @@ from torch import nn
 import jax_kernels
 from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.runtime import on_accelerator, torch_view
-from cogvideox_torchax.runtime.stock import runs_kernel
+from cogvideox_torchax.runtime.stock import replaced_method, runs_kernel
 
 
 class Linear(nn.Linear):
