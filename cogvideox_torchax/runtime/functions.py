@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import torch
 from torch.nn import functional as F
