@@ -147,7 +147,7 @@ def comes_from_input(tensor: torch.Tensor) -> bool:
     A tensor that is no result of an operation leads to itself, if it requires a gradient.
     """
     nodes: list[Any] = [tensor.grad_fn]
-    seen = {None}
+    seen: set[Any] = {None}
     for node in nodes:  # which grows meanwhile
         if node not in seen and not hasattr(node, "why"):  # a `_Refused`, which has `why`, ends a pass
             seen.add(node)

@@ -250,8 +250,8 @@ def _same_items(items: list[Any], others: list[Any]) -> bool:
 
 def _users_functions(members: Iterable[Any]) -> list[Any]:
     """Return the functions of a user among members of classes and modules, and those that they read."""
-    found = (
-        inspect.unwrap(getattr(each, "__func__", each))
+    found: Iterator[Any] = (
+        inspect.unwrap(getattr(each, "__func__", each))  # pyright: ignore[reportArgumentType]
         for each in members
         if isinstance(each, FunctionType | MethodType | staticmethod | classmethod)
     )
@@ -290,8 +290,12 @@ def _comparable(value: Any) -> list[Any]:
     one call for the next.
     """
     is_tensor = isinstance(value, torch.Tensor) and not upstream.is_traced(upstream.array_in(value))
-    version = value._version if is_tensor and not value.is_inference() else None
-    items = [value, upstream.array_in(value), version] if is_tensor else _items(value)
+    # Tensors made in inference mode have no count of writes (`_version`).
+    items = (
+        [value, upstream.array_in(value), value.is_inference() or value._version]
+        if is_tensor
+        else _items(value)
+    )
     return items if is_tensor or all(isinstance(item, str | int | float | complex) for item in items) else []
 
 
