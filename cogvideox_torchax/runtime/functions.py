@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils._mode_utils import no_dispatch
 
-from cogvideox_torchax.runtime.bridge import array_of, host_array, tensor_of
+from cogvideox_torchax.runtime.host import host_array
 from cogvideox_torchax.upstream import is_traced
 
 MASKED = -6e4
@@ -28,11 +28,15 @@ class RandomInTraceError(ValueError):
     """A random number drawn while JAX traces a program, which would repeat this number in each call."""
 
 
-def replace_functions(table: dict[Any, Any]) -> None:
-    """Replace functions and operators (of `torch.ops.aten`) in torchax's table, for all of the process."""
+def replace_functions(table: dict[Any, Any], interop: Any) -> None:
+    """Replace functions and operators (of `torch.ops.aten`) in torchax's table, for all of the process.
+
+    `interop` is torchax's module of that name, which converts between arrays and torchax's tensors.
+    """
     # The table has, for each operation of torch, an entry whose `func` computes it.
     aten = torch.ops.aten
-    functions = {F.scaled_dot_product_attention: _attention(table[F.scaled_dot_product_attention].func)}
+    attention = F.scaled_dot_product_attention
+    functions = {attention: _attention(table[attention].func, interop)}
     for draw in (torch.randn, torch.rand, torch.randint):  # each also has an operator of its name
         functions |= dict.fromkeys((draw, getattr(aten, draw.__name__)), _drawn_on_host(draw))
     # The operators below take an array and return random numbers in its place. They need only its shape and
@@ -89,7 +93,7 @@ def _in_program() -> bool:
     return is_traced(jnp.zeros(()))
 
 
-def _attention(torchax_attention: Callable[..., Any]) -> Callable[..., Any]:
+def _attention(torchax_attention: Callable[..., Any], interop: Any) -> Callable[..., Any]:
     """Return torch's `scaled_dot_product_attention` as a function of JAX arrays (..., H, S, D).
 
     H is the heads, S the tokens, and D the channels of a head. `jax_kernels.attention`, which never has all
@@ -104,8 +108,8 @@ def _attention(torchax_attention: Callable[..., Any]) -> Callable[..., Any]:
         is_plain = not args and not any(value for name, value in options.items() if name != "scale")
         if is_plain and _kernel_takes(q, k, v, attn_mask):
             return _attend(q, k, v, attn_mask, options.get("scale"))
-        q, k, v, attn_mask = (None if x is None else tensor_of(x) for x in (q, k, v, attn_mask))
-        return array_of(torchax_attention(q, k, v, attn_mask, *args, **options))
+        q, k, v, attn_mask = (None if x is None else interop.torch_view(x) for x in (q, k, v, attn_mask))
+        return interop.jax_view(torchax_attention(q, k, v, attn_mask, *args, **options))
 
     return call
 

@@ -9,7 +9,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from cogvideox_torchax.runtime.bridge import array_of, import_torchax, on_accelerator, on_jax, tensor_of
+from cogvideox_torchax.runtime.bridge import array_of, on_accelerator, on_jax, tensor_of
+from cogvideox_torchax.runtime.environment import import_torchax
 
 Function = Callable[..., Any]
 """Function of JAX arrays to a JAX array."""
