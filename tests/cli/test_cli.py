@@ -200,9 +200,8 @@ def test_doctor_names_the_pair_that_works(error, capsys, monkeypatch):
             raise error("'_OpNamespace' 'aten' object has no attribute '_to_copy'")
         return real(name, *rest)
 
-    monkeypatch.setattr(
-        environment, "_patched_torchax", environment._patched_torchax.__wrapped__
-    )  # without its cache
+    uncached = environment._patched_torchax.__wrapped__
+    monkeypatch.setattr(environment, "_patched_torchax", uncached)
     monkeypatch.setattr(builtins, "__import__", broken_import)
     assert run("doctor") == 1
     pair = " ".join(f"{name}=={versions.TESTED[name].newest}" for name in ("torchax", "torch"))

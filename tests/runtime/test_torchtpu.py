@@ -13,7 +13,7 @@ import torch._dynamo
 from torch._dynamo.backends.debugging import aot_eager
 
 from cogvideox_torchax import port, runtime, upstream
-from cogvideox_torchax.runtime import host, torchtpu
+from cogvideox_torchax.runtime import bridge, host, torchtpu
 from cogvideox_torchax.vae.axes import HWNTC
 from cogvideox_torchax.vae.directions import DECODE
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
