@@ -34,6 +34,18 @@ def _attribute(package: str, owner: Any, name: str) -> Any:
         ) from error
 
 
+@functools.cache
+def accept_unknown_members(kind: Any) -> None:
+    """Let an enumeration of PyAV take numbers of FFmpeg that it has no member for; else it raises."""
+
+    def unknown(cls: Any, value: object) -> Any:
+        member = object.__new__(cls)
+        member._name_, member._value_ = f"UNKNOWN_{value}", value
+        return member
+
+    kind._missing_ = classmethod(unknown)
+
+
 def torchax_is_on() -> bool:
     """Return whether this thread's torch calls go through torchax."""
     if "torchax" not in sys.modules:

@@ -20,7 +20,7 @@ class Posteriors(torch.utils.data.Dataset):
     """Latents (C, t, h, w), sampled each time from the means and log-variances of a folder."""
 
     def __init__(self, folder: Path):
-        self.files = sorted(folder.rglob("*.safetensors"))
+        self.files = sources.latent_files(folder)
 
     def __len__(self) -> int:
         return len(self.files)

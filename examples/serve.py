@@ -32,6 +32,7 @@ from fastapi.responses import FileResponse, HTMLResponse
 from pydantic import BaseModel, Field
 
 from cogvideox_torchax import load_pipeline, make_mesh, runtime, save_video
+from cogvideox_torchax.cli import generation
 from cogvideox_torchax.dataset import Bucket
 
 KEPT = 16
@@ -266,7 +267,11 @@ def main() -> None:
     args = parser.parse_args()
     try:
         sizes = {size: astuple(Bucket.parse(size)) for size in args.sizes}
-        pipe = load_pipeline(args.model, mesh=make_mesh(args.dp, args.tp))
+        mesh = make_mesh(args.dp, args.tp)
+        model = generation.describe(args.model, image=False, clip=False)
+        for size in sizes.values():  # before minutes of loading
+            generation.check_size(model, *size)
+        pipe = load_pipeline(args.model, mesh=mesh)
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     pipe.set_progress_bar_config(disable=True)

@@ -48,7 +48,7 @@ def encode(args: argparse.Namespace) -> int:
         (args.workers and on_ray, "Ray reads the clips itself: leave out --workers"),
     )
     _check_output(args.output)
-    clips = sources.clips(args.video)
+    clips = sources.clips(args.video, common.say)
     with devices.share_of_this_process(args) as share:  # checks the options
         common.take_bundled_model(args)
         config = common.config_of(
@@ -90,7 +90,7 @@ def decode(args: argparse.Namespace) -> int:
     if args.model:
         # Called for its error if there is no such model: the output directory is not made yet.
         models.local(args.model)
-    files = sources.shards(Path(args.latents))
+    files = sources.shards(Path(args.latents), common.say)
     with devices.share_of_this_process(args) as share:
         directory = VideoDirectory(args.output, files, args.fps, share, retry=args.retry_failed)
         with directory.locked():

@@ -151,7 +151,7 @@ def check(request: stages.Request, model: Model) -> None:
         ValueError: mostly a `RequestError`; the message says what the model takes.
         VideoError: an image or a clip that cannot be read.
     """
-    _check_size(request, model)
+    check_size(model, request.frames, request.height, request.width)
     _check_prompt(request, model)
     faults.refuse(
         (
@@ -194,34 +194,30 @@ def steps_of(request: stages.Request, model: Model) -> int:
     )
 
 
-def _check_size(request: stages.Request, model: Model) -> None:
+def check_size(model: Model, frames: int, height: int, width: int) -> None:
     """Raise `RequestError` or `ValueError` for a size that the model's patches or positions do not fit."""
     # Imported here, as it imports diffusers, which takes seconds.
-    from cogvideox_torchax.pipelines.port import check_size
+    from cogvideox_torchax.pipelines import port
 
-    check_size(request.height, request.width, model.transformer, model.spatial_compression_ratio)
-    if request.height % 8 or request.width % 8:  # the pipelines refuse it, after their weights are loaded
-        raise RequestError(f"got {request.height} x {request.width} pixels: both must be multiples of 8")
-    _frames, learned_height, learned_width = model.size
-    has_learned_size = (request.height, request.width) == (learned_height, learned_width)
+    port.check_size(height, width, model.transformer, model.spatial_compression_ratio)
     # Unlike sinusoidal or rotary positions, learned ones cannot be computed for another size.
-    if model.transformer["use_learned_positional_embeddings"] and not has_learned_size:
+    if model.transformer["use_learned_positional_embeddings"] and (height, width) != model.size[1:]:
         raise RequestError(
-            f"got height={request.height}, width={request.width}: {model.name} has learned its positions, "
-            f"and takes height={learned_height}, width={learned_width} alone"
+            f"got height={height}, width={width}: {model.name} has learned its positions, "
+            f"and takes height={model.size[1]}, width={model.size[2]} alone"
         )
     # A patch may span several latent frames, and their number has to be a multiple of that. Pipelines that
     # take no clip pad the latents to whole patches themselves: for them any number of latent frames will do.
     patch_frames = 1 if model.kind in (TEXT, IMAGE) else model.transformer["patch_size_t"] or 1
     # A video is one frame, for the first latent frame, and `scale` frames for each other latent frame.
     scale = model.temporal_scale
-    latent_frames = model.latent_frames(request.frames)
-    if request.frames < 1 or (request.frames - 1) % scale or latent_frames % patch_frames:
+    latent_frames = model.latent_frames(frames)
+    if frames < 1 or (frames - 1) % scale or latent_frames % patch_frames:
         # The message suggests two sizes: the latent frames rounded down to whole patches, but not to 0, and
         # one patch more. Both are given as numbers of frames.
         rounded_down = max(latent_frames // patch_frames * patch_frames, patch_frames)
         fewer, more = ((n - 1) * scale + 1 for n in (rounded_down, rounded_down + patch_frames))
-        raise RequestError(f"got --frames {request.frames}: {model.name} generates {fewer} or {more} of them")
+        raise RequestError(f"got {frames} frames: {model.name} generates {fewer} or {more} of them")
 
 
 def _check_prompt(request: stages.Request, model: Model) -> None:

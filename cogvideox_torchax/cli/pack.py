@@ -33,5 +33,5 @@ COMMAND = options.Command(
 
 def run(args: argparse.Namespace) -> None:
     common.check_input(args.latents)
-    clips, shards = packing.pack(args.latents, args.output, args.format, args.shard_size)
+    clips, shards = packing.pack(args.latents, args.output, args.format, args.shard_size, common.say)
     common.print_report({"output": args.output, "clips": clips, "shards": shards}, args.json)

@@ -1,5 +1,6 @@
 """Pack a directory of latent files into shards: Parquet, WebDataset, or safetensors of several clips."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from cogvideox_torchax.dataset import formats, sources
@@ -9,7 +10,13 @@ from cogvideox_torchax.files import latents as latent_files
 from cogvideox_torchax.files.whole import WRITING, check_output, hidden, refuse, remove_leftover, whole_file
 
 
-def pack(directory: str | Path, output: str | Path, kind: str, shard_size: int = 64) -> tuple[int, int]:
+def pack(
+    directory: str | Path,
+    output: str | Path,
+    kind: str,
+    shard_size: int = 64,
+    say: Callable[[str], None] = print,
+) -> tuple[int, int]:
     """Write the clips of a directory that `encode` has finished into a new directory of shards.
 
     The output is complete or absent. Clips are in the order of their paths; equal latent files make equal
@@ -20,6 +27,7 @@ def pack(directory: str | Path, output: str | Path, kind: str, shard_size: int =
         output: directory of the shards `latents-00000` and so on; it must not exist, or be empty.
         kind: a format of `formats.SUFFIXES`.
         shard_size: number of clips in a shard; the last one has the remainder.
+        say: is told how many files are left out, as hidden or discarded.
 
     Returns:
         The number of clips, and of shards.
@@ -43,7 +51,7 @@ def pack(directory: str | Path, output: str | Path, kind: str, shard_size: int =
             "it is not empty; give a new directory, or an empty one",
         ),
     )
-    files = sources.latent_files(Path(directory))
+    files = sources.latent_files(Path(directory), say)
     if not files:
         raise ClipError(f"{directory} holds no latent files: give a directory that `encode` has written")
     # All files must have the first file's settings; `check_settings` refuses a first file that has none.

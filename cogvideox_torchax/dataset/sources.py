@@ -1,6 +1,8 @@
 """The clips of a data set: a directory of videos, or a list of them."""
 
-from collections.abc import Iterator
+import os
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,9 @@ from cogvideox_torchax.dataset.names import ClipError, check_ids
 from cogvideox_torchax.files import reports, video
 from cogvideox_torchax.files.whole import WRITING
 
+DISCARDED = r"\._.*|\.Trash.*|\.ipynb_checkpoints|__MACOSX|\$RECYCLE\.BIN|#recycle|@eaDir"
+"""Names of files and folders that a system keeps of those that were deleted, copied or edited."""
+HIDDEN = rf"\..*|{DISCARDED}"
 LISTS = (".txt", ".jsonl")
 FIELDS: dict[str, type] = {
     **dict.fromkeys(("path", "id", "caption"), str),
@@ -23,10 +28,48 @@ def is_many(path: str | Path) -> bool:
     return Path(path).is_dir() or Path(path).suffix in LISTS
 
 
-def clips(path: str | Path) -> list[Clip]:
+def files_below(
+    directory: Path, is_wanted: Callable[[Path], bool], say: Callable[[str], None], left_out: str = HIDDEN
+) -> list[Path]:
+    """Return the wanted files in a directory and in those below it, also by links, each directory once.
+
+    Args:
+        directory: where to look; its own name is not compared with `left_out`.
+        is_wanted: whether a file is of the kind that is looked for.
+        say: is told in a line how many files are left out, and in one each of folders that cannot be read.
+        left_out: a regular expression: files and folders of such names are left out.
+    """
+
+    def is_left_out(path: Path) -> bool:
+        return any(re.fullmatch(left_out, part) for part in path.relative_to(directory).parts)
+
+    found, seen, tops = [], set(), [directory]
+    for top in tops:  # linked folders are appended: they come after all folders that are not linked
+        for folder, folders, names in os.walk(top, onerror=lambda error: say(f"left out: {error}")):
+            if (place := os.path.realpath(folder)) in seen:
+                folders.clear()  # which `os.walk` would enter
+                continue
+            seen.add(place)
+            tops += [
+                path
+                for path in (Path(folder, name) for name in sorted(folders))
+                if path.is_symlink() and not is_left_out(path)
+            ]
+            found += [path for name in names if is_wanted(path := Path(folder, name)) or not path.exists()]
+    kept = [path for path in found if path.exists() and not is_left_out(path)]
+    if len(kept) < len(found):
+        say(
+            f"left out: {len(found) - len(kept)} files that are hidden, discarded or links to nothing, such "
+            f"as {min(set(found) - set(kept))}"
+        )
+    return kept
+
+
+def clips(path: str | Path, say: Callable[[str], None] = print) -> list[Clip]:
     """Return the clips of a directory and of the directories below it, or of a list, in a fixed order.
 
-    In a directory a .txt file beside a clip, of the same name, is its caption. A .txt list has a path on each
+    In a directory a .txt file beside a clip, of the same name, is its caption. Linked directories are
+    followed; hidden and discarded files are left out, and counted by `say`. A .txt list has a path on each
     line, a .jsonl list an object with `path` and optional `id`, `caption`, `frames`, `height` and `width`;
     paths are relative to the list.
 
@@ -34,7 +77,7 @@ def clips(path: str | Path) -> list[Clip]:
         ClipError: the directory or list is missing or has no clip, a line is wrong, or an id comes twice.
     """
     path = Path(path)
-    all_clips = _clips_below(path) if path.is_dir() else list(_listed_clips(path))
+    all_clips = _clips_below(path, say) if path.is_dir() else list(_listed_clips(path))
     if not all_clips:
         raise ClipError(
             f"{path} names no clips: a video ends in {', '.join(video.SUFFIXES)}; of pictures, make a video "
@@ -44,10 +87,8 @@ def clips(path: str | Path) -> list[Clip]:
     return all_clips
 
 
-def _clips_below(directory: Path) -> list[Clip]:
-    files = (
-        path for path in directory.rglob("*") if path.suffix.lower() in video.SUFFIXES and path.is_file()
-    )
+def _clips_below(directory: Path, say: Callable[[str], None]) -> list[Clip]:
+    files = files_below(directory, video.is_video, say)
     return [
         Clip(file.relative_to(directory).as_posix(), file, _caption_beside(file))
         for file in sorted(files, key=lambda file: file.relative_to(directory).as_posix())
@@ -115,15 +156,15 @@ def _relative_name(file: Path, directory: Path) -> str:
     return file.name if ".." in below.parts else below.as_posix()
 
 
-def latent_files(directory: Path) -> list[Path]:
+def latent_files(directory: Path, say: Callable[[str], None] = print) -> list[Path]:
     """Return the safetensors files in a directory and below it, ordered by their paths."""
-    return _complete_files(directory, (formats.SUFFIXES[formats.SAFETENSORS],))
+    return _complete_files(directory, (formats.SUFFIXES[formats.SAFETENSORS],), say)
 
 
-def shards(directory: Path) -> list[Path]:
+def shards(directory: Path, say: Callable[[str], None] = print) -> list[Path]:
     """Return the files of latents in a directory and below it; `ClipError` if there are none."""
     suffixes = tuple(formats.SUFFIXES.values())
-    files = _complete_files(directory, suffixes)
+    files = _complete_files(directory, suffixes, say)
     if not files:
         raise ClipError(
             f"{directory} holds no latents: they end in {', '.join(suffixes)}; encode videos first"
@@ -131,12 +172,16 @@ def shards(directory: Path) -> list[Path]:
     return files
 
 
-def _complete_files(directory: Path, suffixes: tuple[str, ...]) -> list[Path]:
+def _complete_files(directory: Path, suffixes: tuple[str, ...], say: Callable[[str], None]) -> list[Path]:
     """Return the files below a directory with one of the suffixes, except in unfinished outputs."""
-    return sorted(
-        path
-        for path in directory.rglob("*")
-        if path.suffix in suffixes
-        and not any(part.endswith(WRITING) for part in path.relative_to(directory).parts)
-        and path.is_file()
+    files = files_below(
+        directory,
+        lambda path: (
+            path.suffix in suffixes
+            and not any(part.endswith(WRITING) for part in path.relative_to(directory).parts)
+            and path.is_file()
+        ),
+        say,
+        DISCARDED,  # and no more: an id, and so the path of its latents, may begin with a dot
     )
+    return sorted(files)

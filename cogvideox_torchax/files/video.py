@@ -13,7 +13,7 @@ import math
 import re
 import struct
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
@@ -21,14 +21,22 @@ from typing import Any, ClassVar, NamedTuple, Self
 import numpy as np
 import torch
 
+from cogvideox_torchax import upstream
 from cogvideox_torchax.files.extras import needing
 from cogvideox_torchax.files.whole import check_output, refuse, resolved, whole_file
 
 Source = str | Path | bytes
 """A video file: its path, or its bytes."""
 
-SUFFIXES = (".avi", ".gif", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".ts", ".webm", ".wmv")
-"""Suffixes by which the videos in a directory are found."""
+SUFFIXES = (
+    *(".3g2", ".3gp", ".apng", ".asf", ".avi", ".avif", ".flv", ".gif", ".m2ts", ".m4v", ".mkv", ".mov"),
+    *(".mp4", ".mpeg", ".mpg", ".mts", ".mxf", ".ogv", ".ts", ".vob", ".webm", ".webp", ".wmv", ".y4m"),
+)
+"""Suffixes by which the videos in a directory are found; see `is_video`."""
+MOVING = {".avif": b"avis", ".webp": b"ANIM"}
+"""By a suffix that still pictures have too: what is among the first bytes of a file that moves."""
+ONE_EACH = ("av1", "h264", "hevc", "vp9")
+"""Codecs of which each packet is a frame, from the first frame that is shown on."""
 
 RATE = re.compile(r"[0-9]{1,10}(\.[0-9]{1,10})?(/[0-9]{1,10})?")
 """A frame rate as text. Exponents are not allowed: a short one makes a number that fills memory."""
@@ -125,10 +133,22 @@ def frame_rate(text: str) -> Fraction:
     raise ValueError(f"{text[:40]} is no frame rate: give a number above 0, 8 or 30000/1001")
 
 
+def is_video(path: Path) -> bool:
+    """Return whether a file in a directory counts as a video, by its suffix; a still picture does not."""
+    suffix = path.suffix.lower()
+    return (
+        suffix in SUFFIXES
+        and path.is_file()
+        and (suffix not in MOVING or MOVING[suffix] in path.read_bytes()[:64])
+    )
+
+
 def _av() -> Any:
     """Return the package PyAV; `VideoError` if it is not installed."""
     with needing("video", "reading and writing video needs PyAV", VideoError):
         import av
+        from av.sidedata.sidedata import Type
+    upstream.accept_unknown_members(Type)  # else no side data of a picture with EXIF could be read
     return av
 
 
@@ -170,55 +190,107 @@ def _main_stream(container: Any, kind: str) -> Any:
     return best if best in moving else next(iter(moving), None)
 
 
+def _shown(source: Source) -> Iterator[Any]:
+    """Yield the frames that the decoder shows; FFmpeg's errors turn into `VideoError`.
+
+    As FFmpeg does, leave out packets before the first frame, which may lack those that they refer to.
+    """
+    with _opened(source) as (container, stream):
+        stream.thread_type = "AUTO"  # decodes on several threads
+        frame = None
+        for packet in container.demux(stream):
+            try:
+                for frame in packet.decode():
+                    yield frame
+            except _av().error.InvalidDataError:
+                if frame:
+                    raise
+
+
+def _is_ascending(ticks: Sequence[int | None]) -> bool:
+    return None not in ticks and all(a < b for a, b in itertools.pairwise(ticks))  # pyright: ignore
+
+
 def probe(source: Source) -> VideoInfo:
-    """Read a video's size, rate, number of frames and times, from its packets, without decoding them all.
+    """Read a video's size, rate, number of frames and times; decode all frames only to count them.
+
+    The packets of an .mp4, .mov or .avi are its frames in most codecs. In other files a packet may show none.
 
     Raises:
         VideoError: no file, no video, no frames, or fewer frames than the header announces.
     """
     path = _name_for_messages(source)
     with _opened(source) as (container, stream):
-        packet_times = []  # of the frames that are shown, in ticks; None for a packet without a time
-        orientation = None
-        for packet in container.demux(stream):
-            if orientation is None:  # the first frame has it: packets are decoded until that comes out
-                orientation = next(map(Orientation.of, packet.decode()), None)
-            if packet.size and not packet.is_discard:  # not the empty packet at the end, nor a hidden frame
-                packet_times.append(packet.pts)
-        count = len(packet_times)
-        if count == 0:
-            raise VideoError(f"{path} has no frames")
+        packets = [  # their times, in ticks, of showing and of decoding; None for a packet without
+            (packet.pts, packet.dts)
+            for packet in container.demux(stream)
+            if packet.size and not packet.is_discard  # not the empty one at the end, nor a hidden frame
+        ]
+        ticks = [pts for pts, _ in packets]
+        # Times that begin anew, as in two files joined by `cat`, are of no use.
+        is_timed = None not in ticks and _is_ascending([dts for _, dts in packets if dts is not None])
         # The header's number of frames includes those that an edit list hides. If fewer frames are shown, the
         # hidden ones are counted too, before the file is taken for truncated.
         announced = stream.frames
-        stored = count if count >= announced else _count_frames(source)
-        if announced > stored:
+        stored = len(packets) if len(packets) >= announced else _count_packets(source)
+        # The header of an .avi counts empty packets too, which show the frame before them again. If the file
+        # is cut off, FFmpeg shortens its duration, in frames.
+        if announced > stored and (container.format.name != "avi" or (stream.duration or 0) < announced):
             raise VideoError(f"{path} is truncated: {announced} frames are announced, {stored} are there")
+        first = next(_shown(source), None)
+        if first is None:
+            raise VideoError(
+                f"{path} is an animated WebP, which this FFmpeg cannot decode: make an .apng of it, without "
+                f"loss, by PIL.Image.open({path.name!r}).save({path.stem + '.apng'!r}, 'PNG', save_all=True)"
+                if path.suffix.lower() == ".webp" and is_video(path)
+                else f"{path} has no frames"
+            )
+        is_frame_each = stream.codec_context.codec.intra_only or (
+            # Each field of an interlaced frame may be a packet.
+            _codec(stream) in ONE_EACH and not first.interlaced_frame
+        )
+        ticks = sorted(ticks) if is_timed else ticks  # packets come in the order of decoding
+        if not (is_timed and is_frame_each and announced == stored and first.pts == ticks[0]):
+            shown = [frame.pts for frame in _shown(source)]
+            ticks = ticks if is_timed and len(shown) == len(packets) else shown
         # Times are known if each frame has one, and all differ.
-        has_times = None not in packet_times and len(set(packet_times)) == count
-        ticks = sorted(packet_times) if has_times else []  # sorted: packets come in the order of decoding
-        times = tuple((pts - ticks[0]) * stream.time_base for pts in ticks)
-        orientation, sound = orientation or Orientation(), _main_stream(container, "audio")
+        times = tuple((pts - ticks[0]) * stream.time_base for pts in ticks) if _is_ascending(ticks) else ()
+        orientation, sound = Orientation.of(first), _main_stream(container, "audio")
         height, width = orientation.sides((stream.height, stream.width))
         aspect = stream.sample_aspect_ratio or Fraction(1)  # a stored pixel's width over its height
-        return VideoInfo(
+        info = VideoInfo(
             path=path,
             height=height,
             width=width,
-            fps=stream.average_rate or Fraction(25),  # 25, FFmpeg's default, where the file has none
-            num_frames=count,
+            fps=Fraction(0),  # until the times are known
+            num_frames=len(ticks),
             times=times,
             tick=stream.time_base or Fraction(0),
             sound="" if sound is None else _codec(sound),
             pixel=1 / aspect if orientation.swapped else aspect,
         )
+        return replace(info, fps=_rate(info, (stream.average_rate, stream.guessed_rate)))
 
 
-def _count_frames(source: Source) -> int:
-    """Return the number of frames in a file, including those that its edit list hides."""
+def _rate(info: VideoInfo, announced: tuple[Fraction | None, ...]) -> Fraction:
+    """Return the first announced rate that fits the times, or else the rate of the times."""
+    if len(info.times) < 2:
+        return next(filter(None, announced), Fraction(25))  # FFmpeg's default
+    frames, seconds = len(info.times) - 1, info.times[-1]
+    of_times = (frames / seconds).limit_denominator(100_000)  # FFmpeg's integers have 32 bits
+    rounding = math.inf if info.variable else 2 * info.tick  # seconds, but at most half a frame's
+    fitting = (
+        rate
+        for rate in (*announced, Fraction(round(of_times)))  # whole, as times are rounded to milliseconds
+        if rate and abs(rate * seconds - frames) <= min(rate * rounding, 0.5)
+    )
+    return next(fitting, of_times)
+
+
+def _count_packets(source: Source) -> int:
+    """Return the number of packets in a file, including those of frames that its edit list hides."""
     with _opened(source, ignore_editlist="1") as (container, stream):
-        # Each packet is one frame, except an empty packet at the end.
-        return sum(packet.size > 0 for packet in container.demux(stream))
+        return sum(packet.size > 0 for packet in container.demux(stream))  # not the empty one at the end
 
 
 class Orientation(NamedTuple):
@@ -353,19 +425,17 @@ def read_frames(source: Source, size: Framing, frames: int | Sequence[int]) -> I
     first_size = None  # (height, width) of the first frame
     wanted = collections.Counter(indices)  # by index, how often the frame is yielded
     num_to_decode = max(wanted, default=-1) + 1  # all frames up to the last one that is wanted
-    with _opened(source) as (container, stream):
-        stream.thread_type = "AUTO"  # decodes on several threads
-        for count, frame in enumerate(itertools.islice(container.decode(stream), num_to_decode), 1):
-            first_size = first_size or (frame.height, frame.width)
-            if (frame.height, frame.width) != first_size:
-                raise VideoError(
-                    f"{path} changes size at frame {count - 1}, from {first_size[0]} x {first_size[1]} "
-                    f"pixels to {frame.height} x {frame.width}: cut it there, or take fewer frames"
-                )
-            index = count - 1
-            if index in wanted:
-                pixels = torch.from_numpy(_framed_pixels(frame, size)).permute(2, 0, 1)[None].contiguous()
-                yield from itertools.repeat(pixels, wanted[index])
+    for count, frame in enumerate(itertools.islice(_shown(source), num_to_decode), 1):
+        first_size = first_size or (frame.height, frame.width)
+        if (frame.height, frame.width) != first_size:
+            raise VideoError(
+                f"{path} changes size at frame {count - 1}, from {first_size[0]} x {first_size[1]} "
+                f"pixels to {frame.height} x {frame.width}: cut it there, or take fewer frames"
+            )
+        index = count - 1
+        if index in wanted:
+            pixels = torch.from_numpy(_framed_pixels(frame, size)).permute(2, 0, 1)[None].contiguous()
+            yield from itertools.repeat(pixels, wanted[index])
     if count < num_to_decode:
         raise VideoError(
             f"{path} is truncated: {num_to_decode} frames were expected, {count} could be decoded"
@@ -373,12 +443,14 @@ def read_frames(source: Source, size: Framing, frames: int | Sequence[int]) -> I
 
 
 def read_image(path: str | Path) -> Any:
-    """Return an image file as a Pillow image in RGB; raise `VideoError` if it cannot be read."""
-    from PIL import Image
+    """Return an image file as a Pillow image in RGB, upright; raise `VideoError` if it cannot be read."""
+    from PIL import Image, ImageOps
 
     try:
         with Image.open(path) as image:
-            return image.convert("RGB")
+            upright = ImageOps.exif_transpose(image)
+            is_deep = upright.mode.startswith("I;16")  # 16 bits of gray, which `convert` would cut off at 255
+            return (upright.point(lambda value: value / 257) if is_deep else upright).convert("RGB")
     # Pillow raises a `SyntaxError` for a broken PNG, and its own error for more pixels than it allows.
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise VideoError(f"cannot read {path} as an image ({error})") from error
@@ -639,9 +711,11 @@ def _copied_sound(source: SourceTiming, container: Any) -> Generator[Fraction]:
     """
     if source.sound is None:
         return
+    first = next(_shown(source.sound))
     with _av().open(str(source.sound.absolute())) as file:
         video, sound = _main_stream(file, "video"), _main_stream(file, "audio")
-        start = (video.start_time or 0) * (video.time_base or Fraction(0))  # of the first frame, in seconds
+        # Of the first frame that is shown, in seconds; a frame may have no time.
+        start = (first.pts if first.pts is not None else video.start_time or 0) * (video.time_base or 0)
         stream = container.add_stream_from_template(sound)
         for packet in file.demux(sound):
             if packet.pts is None:  # such as the empty packet at the end

@@ -68,7 +68,13 @@ class JointAttention:
     view, and torchax loses this write.
     """
 
-    def __call__(
+    @property
+    def __call__(self) -> Any:
+        """`_attend`, or the inherited method, with its own parameters, if somebody has replaced one."""
+        inherited: Any = super()
+        return self._attend if replaced_method(type(self)) is None else inherited.__call__
+
+    def _attend(
         self,
         attn: Any,
         hidden_states: torch.Tensor,
@@ -78,13 +84,10 @@ class JointAttention:
     ) -> Any:
         """Return attention's results (patches, text), computed on one sequence of text and patches.
 
-        The inherited code runs for plain tensors, for cross-attention and masks, which the kernel lacks, and
-        if somebody has replaced a method of the class.
+        The inherited code runs for plain tensors, and for cross-attention and masks, which the kernel lacks.
         """
-        may_use_kernel = on_accelerator(hidden_states) and replaced_method(type(self)) is None
-        if not may_use_kernel or attention_mask is not None or attn.is_cross_attention:
-            inherited: Any = super()
-            return inherited.__call__(
+        if not on_accelerator(hidden_states) or attention_mask is not None or attn.is_cross_attention:
+            return super().__call__(  # pyright: ignore[reportAttributeAccessIssue]
                 attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
             )
         x_NSC = torch.cat([encoder_hidden_states, hidden_states], dim=1)

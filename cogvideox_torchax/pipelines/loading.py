@@ -88,7 +88,7 @@ def load_pipeline(
             "tensor" for weights' channels; None chooses.
         dtype: dtype of the weights, or its name; "auto" for that of the files, None for float32. A dictionary
             has these by the names of parts, and under "default" for all others.
-        variant: variant of the weight files, such as "fp16".
+        variant: variant of the weight files, such as "fp16", in the parts that have it.
         diffusers_options: options of `from_pretrained`, parts of the pipeline among them:
             `text_encoder=None`, or networks that are loaded already; and `torch_dtype`, the older name of
             `dtype`.
@@ -136,11 +136,20 @@ def load_pipeline(
     parts = {
         part for part in WITH_WEIGHTS - diffusers_options.keys() if index.get(part, [None])[0] is not None
     }
-    dtypes = _dtypes_of(dtype, directory, parts, variant)
+    # As in diffusers, a part that lacks the variant is loaded without it; but one part has to have it.
+    variants = {
+        part: variant
+        for part in parts
+        for file in (directory / part).glob("*.safetensors")
+        if variant and f".{variant}." in file.name.replace("-", ".")  # a single file, or a shard
+    }
+    if variant and parts and not variants:
+        raise ModelError(f"{directory} has no weights of variant={variant!r}: leave it out, or give another")
+    dtypes = _dtypes_of(dtype, directory, parts, variants)
     # The transformer and the text encoder are loaded here, a weight at a time. diffusers loads all other
     # parts, and takes these two as options.
     networks = {
-        part: _load_network(directory / part, part, dtypes[part], variant, mesh, parallel)
+        part: _load_network(directory / part, part, dtypes[part], variants.get(part), mesh, parallel)
         for part in STEMS.keys() & parts
     }
     # `dtype_option` is the name of the argument for the dtype, which depends on diffusers' version.
@@ -167,7 +176,9 @@ def _directory(name: str, variant: str | None, options: dict[str, Any]) -> Path:
         raise not_on_hub(name, error) from error
 
 
-def _dtypes_of(dtype: Dtype, directory: Path, parts: set[str], variant: str | None) -> dict[str, torch.dtype]:
+def _dtypes_of(
+    dtype: Dtype, directory: Path, parts: set[str], variants: dict[str, str]
+) -> dict[str, torch.dtype]:
     """Return the dtype of each of the `parts`, by the user's `dtype`; "auto" is that of the part's files."""
     requested_by_part = dtype if isinstance(dtype, dict) else {"default": dtype}
     unknown = requested_by_part.keys() - WITH_WEIGHTS - {"default"}
@@ -181,7 +192,7 @@ def _dtypes_of(dtype: Dtype, directory: Path, parts: set[str], variant: str | No
             requested_by_part.get(part, requested_by_part.get("default")),
             # These three tell where the part's files are, which are only read for "auto".
             directory / part,
-            variant,
+            variants.get(part),
             stem=STEMS.get(part, WEIGHTS_STEM),
         )
         for part in parts

@@ -22,6 +22,7 @@ from diffusers.models.embeddings import CogVideoXPatchEmbed
 from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXBlock
 from jax.sharding import Mesh
 from torch import nn
+from torch.utils import _pytree as pytree
 from transformers.models.t5.modeling_t5 import T5LayerFF, T5LayerSelfAttention
 
 from cogvideox_torchax import runtime, upstream
@@ -35,6 +36,7 @@ from cogvideox_torchax.pipelines.layers import (
     PatchEmbed,
 )
 from cogvideox_torchax.pipelines.sequence import SequencePlacement
+from cogvideox_torchax.runtime.gradients import comes_from_input
 from cogvideox_torchax.runtime.models import PortedModel
 from cogvideox_torchax.runtime.stock import change_in
 from cogvideox_torchax.sharding import BatchPlacement, Parallel, check_mesh
@@ -120,8 +122,30 @@ class CompiledNetwork(PortedModel):
         options = {"return_dict": False} if "return_dict" in parameters else {}
         return runtime.method_program(self, stock.forward, tensors, self.placement, **options)
 
+    def enable_parallelism(self, **_options: Any) -> None:
+        raise ValueError(
+            f"{self.component}: enable_parallelism is for PyTorch on several GPUs: leave it out, and pass "
+            "mesh=make_mesh(dp=..., tp=...) to port or load_pipeline, which splits the work over devices"
+        )
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the network; on JAX, a `forward` set on this object runs operation by operation."""
+        """Call the network; on JAX, a `forward` set on this object runs operation by operation.
+
+        Raises:
+            ValueError: on JAX, an input through which a gradient of a user's tensor is wanted.
+        """
+        if (
+            torch.is_grad_enabled()
+            and runtime.is_on_jax(self)
+            and any(
+                isinstance(leaf, torch.Tensor) and comes_from_input(leaf)
+                for leaf in pytree.tree_leaves((args, kwargs))
+            )
+        ):
+            raise ValueError(
+                f"got an input with requires_grad: on JAX the {self.component} has no gradients; call it in "
+                "torch.no_grad(), and take gradients through the VAE alone, which has them"
+            )
         if "forward" not in vars(self) or not runtime.is_on_jax(self):
             return super().__call__(*args, **kwargs)
         # Another library has set `forward`. It is not compiled, as it may keep tensors from one call for the

@@ -276,7 +276,7 @@ def _compile_decoder_ahead(pipe: Any, call: Callable[..., Any], args: Any, kwarg
         or not _decodes_by_programs(pipe.vae)
     ):
         return
-    check_size(height, width, config, scale)  # before minutes of compiling for a size that the call refuses
+    _check_size(pipe, height, width)  # before minutes of compiling for a size that the call refuses
     videos = len(embeddings) if prompt is None else 1 if isinstance(prompt, str) else len(prompt)
     latent_frames = (frames - 1) // pipe.vae_scale_factor_temporal + 1
     channels = pipe.vae.config["latent_channels"]
@@ -338,8 +338,18 @@ def _check_inputs(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: A
     arguments = inspect.signature(inherited).bind(pipe, *args, **kwargs).arguments
     config = getattr(getattr(pipe, "transformer", None), "config", {})
     if "patch_size" in config and arguments.get("height") and arguments.get("width"):
-        check_size(arguments["height"], arguments["width"], config, pipe.vae_scale_factor_spatial)
+        _check_size(pipe, arguments["height"], arguments["width"])
     inherited(pipe, *args, **kwargs)
+
+
+def _check_size(pipe: Any, height: int, width: int) -> None:
+    """Check a size as `check_size` does; positions of a user's own may go beyond the model's sample size."""
+    name, kind = upstream.ROTARY_TABLES, type(pipe).__bases__[-1]  # the class before `port`
+    tables = vars(pipe).get(name, getattr(kind, name, None))
+    is_stock = tables in _ROTARY_TABLES and upstream.module_of(
+        tables.__globals__["get_3d_rotary_pos_embed"]
+    ).startswith("diffusers.")
+    check_size(height, width, pipe.transformer.config, pipe.vae_scale_factor_spatial, is_limited=is_stock)
 
 
 def _encode_prompt(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -382,17 +392,23 @@ _CALLS_WITH_SIZE = (CogVideoXPipeline.__call__, CogVideoXImageToVideoPipeline.__
 _DECODE_LATENTS = tuple(kind.decode_latents for kind in PIPELINES)
 """`decode_latents` of CogVideoX's pipelines, which decode a whole video at once."""
 
+_ROTARY_TABLES = tuple(getattr(kind, upstream.ROTARY_TABLES) for kind in PIPELINES)
+"""The methods of CogVideoX's pipelines that make rotary tables."""
+
 
 @functools.cache
 def _ported_pipeline_class(kind: type) -> type:
     """Return the ported subclass of a pipeline's class `kind`, with that class's own name and signatures."""
-    members = {
-        **{name: _with_torchax(kind, name) for name in _methods_to_wrap(kind)},
-        "__module__": kind.__module__,
-        # Methods that load and change LoRAs: they run while the weights are in PyTorch.
-        **loras.methods_in_pytorch(kind, loras.PIPELINE_METHODS),
-    }
-    return type(kind.__name__, (PortedPipeline, kind), members)
+    return type(
+        kind.__name__,
+        (PortedPipeline, kind),
+        {
+            **{name: _with_torchax(kind, name) for name in _methods_to_wrap(kind)},
+            "__module__": kind.__module__,
+            # Methods that load and change LoRAs: they run while the weights are in PyTorch.
+            **loras.methods_in_pytorch(kind, loras.PIPELINE_METHODS),
+        },
+    )
 
 
 def _with_torchax(kind: type, name: str) -> Callable[..., Any]:
@@ -432,15 +448,32 @@ def _methods_to_wrap(kind: type) -> set[str]:
     return {n for n in names if n == "__call__" or not (n.startswith("__") or hasattr(PortedPipeline, n))}
 
 
-def check_size(height: int, width: int, config: Any, spatial_compression_ratio: int) -> None:
-    """Raise `ValueError` unless the transformer can cut a video of this size into whole patches."""
-    multiple = spatial_compression_ratio * config["patch_size"]
-    if height % multiple or width % multiple:
+def check_size(
+    height: int, width: int, config: Any, spatial_compression_ratio: int, *, is_limited: bool = True
+) -> None:
+    """Raise `ValueError` unless the transformer has whole patches, and positions, for a video of this size.
+
+    CogVideoX 1.5 cuts its rotary positions out of a table for its sample size, and has none for larger sides.
+    The other models compute theirs for any size. Without `is_limited`, positions are not checked.
+    """
+    # The pipelines themselves ask for multiples of 8.
+    multiple = math.lcm(spatial_compression_ratio * config["patch_size"], 8)
+    is_limited &= bool(config.get("patch_size_t") and config.get("use_rotary_positional_embeddings"))
+    limits = [
+        config[name] * spatial_compression_ratio // multiple * multiple if is_limited else math.inf
+        for name in ("sample_height", "sample_width")
+    ]
+    shrinking = min(1, limits[0] / height, limits[1] / width)
+    if height % multiple or width % multiple or shrinking < 1:
         near_height, near_width = (
-            max(round(side / multiple), 1) * multiple  # the nearest multiple, but not 0
+            max(round(side * shrinking / multiple), 1) * multiple  # the nearest multiple, but not 0
             for side in (height, width)
         )
+        rule = (
+            f"the model has positions for at most height={limits[0]}, width={limits[1]}"
+            if shrinking < 1
+            else f"both must be multiples of {multiple}"
+        )
         raise ValueError(
-            f"got height={height}, width={width}: both must be multiples of {multiple}; try "
-            f"height={near_height}, width={near_width}"
+            f"got height={height}, width={width}: {rule}; try height={near_height}, width={near_width}"
         )

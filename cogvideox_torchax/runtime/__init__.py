@@ -16,7 +16,6 @@ if TYPE_CHECKING:
         is_jax_device,
         is_on_jax,
         on_accelerator,
-        on_jax,
         tensor_of,
         to_jax,
         to_torch,
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
         wants_gradient,
         without_gradient,
     )
-    from cogvideox_torchax.runtime.host import host_array, plain_tensor
+    from cogvideox_torchax.runtime.host import host_array, on_jax, plain_tensor
     from cogvideox_torchax.runtime.layers import profiling
     from cogvideox_torchax.runtime.memory import (
         free_memory,
@@ -141,7 +140,6 @@ _MODULES = {
         "is_jax_device",
         "is_on_jax",
         "on_accelerator",
-        "on_jax",
         "tensor_of",
         "to_jax",
         "to_torch",
@@ -172,6 +170,7 @@ _MODULES = {
     ),
     "host": (
         "host_array",
+        "on_jax",
         "plain_tensor",
     ),
     "layers": ("profiling",),

@@ -1,10 +1,9 @@
 """The bridge between torch and JAX by torchax: where a tensor is, and its conversion.
 
-A *plain* tensor is one of PyTorch's own, and a *torchax* tensor holds a JAX array. Ported modules know only
+A *torchax* tensor holds a JAX array. Ported modules know only
 `on_accelerator` and `operations.torch_view`, which serve the bridge of TorchTPU (`torchtpu`) too.
 """
 
-import functools
 import itertools
 from typing import Any
 
@@ -13,25 +12,11 @@ import torch
 
 from cogvideox_torchax import upstream
 from cogvideox_torchax.runtime.environment import import_torchax
-from cogvideox_torchax.runtime.host import host_array, plain_tensor
+from cogvideox_torchax.runtime.host import host_array, on_jax, plain_tensor
 from cogvideox_torchax.runtime.user_checks import without_jax_checks
 
-PLAIN = (torch.Tensor, torch.nn.Parameter)
-"""The types of plain tensors; a tensor on JAX has a type of torchax."""
 TPU = "tpu"
 """The name of TorchTPU's device, and of its compiler for `torch.compile`."""
-
-
-def on_jax(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is on JAX: a torchax tensor or a view of one."""
-    # The type is read, not `tensor.device`: while torchax is on, torch sends each read of an attribute
-    # through torchax, which is slow.
-    return type(tensor) not in PLAIN and _is_of_torchax(type(tensor))
-
-
-@functools.cache
-def _is_of_torchax(kind: type) -> bool:
-    return any(base.__module__.partition(".")[0] == "torchax" for base in kind.__mro__)
 
 
 def on_tpu(tensor: torch.Tensor) -> bool:

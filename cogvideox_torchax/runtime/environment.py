@@ -6,6 +6,7 @@ Only this module imports torchax, and only when it is needed: a user of native P
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -54,8 +55,10 @@ def _patched_torchax() -> Any:
             f"torchax {installed('torchax')} does not import with torch {torch.__version__} ({error}); "
             f"install the pair that is tested: pip install {pair}"
         ) from error
-    # Imported here, as both modules import JAX.
-    from cogvideox_torchax.runtime.functions import replace_functions, replace_keys
+    # Imported here, as all of them import JAX.
+    from jax import dtypes
+
+    from cogvideox_torchax.runtime.functions import replace_functions
     from cogvideox_torchax.runtime.views import share_views
 
     @without_jax_checks
@@ -67,10 +70,14 @@ def _patched_torchax() -> Any:
         teach_copying(tensor_class, torchax.interop.torch_view, to_torch, without_torchax)
     registry = torchax.ops.ops_registry
     one_program_each(registry)  # sums and products run as one program, not as several
-    # Attention runs by this project's kernel, and torch draws the random numbers. torchax has two tables of
-    # operations; the joined dictionary holds their entries themselves, which this call changes.
-    replace_functions(registry.all_aten_ops | registry.all_torch_functions, torchax.interop)
-    replace_keys(torchax.tensor.Environment)  # torch's seed decides dropout too
+    # Attention runs by this project's kernel, and torch draws the random numbers, those of dropout too.
+    replace_functions(registry, active)
+    # JAX warns of each dtype of 64 bits that it is asked for, and takes 32. So torchax asks for 32.
+    mappings, jax_dtype = torchax.ops.mappings, torchax.ops.mappings.t2j_dtype
+    mappings.t2j_dtype = lambda dtype: dtypes.canonicalize_dtype(jax_dtype(dtype))
+    if dtypes.canonicalize_dtype("int64") == "int32":
+        for module in (torchax.ops.jaten, torchax.ops.jtorch):
+            module.jnp = SimpleNamespace(**vars(module.jnp) | {"int64": module.jnp.int32})
     share_views(torchax)  # a write into a view changes the tensor that it is a view of
     with jax_checks_off():
         # Make torchax's environment now: it makes a key for random numbers, which a user's checks refuse.

@@ -8,13 +8,16 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from torch.nn import functional as F
+from torch.optim import adagrad, adam, sgd
+from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
-from cogvideox_torchax.runtime.host import host_array
+from cogvideox_torchax.runtime.host import host_array, on_jax, plain_tensor
+from cogvideox_torchax.runtime.views import layout_of, set_strides, written
 from cogvideox_torchax.upstream import is_traced
 
 MASKED = -6e4
@@ -24,33 +27,72 @@ EXTRA_CHANNELS = 8
 """Channels that are added to carry a mask. One would do, but kernels want a multiple of 8 channels."""
 
 
+RANDOM = (
+    *("bernoulli", "bernoulli_", "binomial", "cauchy", "cauchy_", "exponential", "exponential_", "geometric"),
+    *("geometric_", "log_normal", "log_normal_", "multinomial", "normal", "normal_", "normal_functional"),
+    *("poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "random", "random_"),
+    *("randperm", "uniform", "uniform_", "_sample_dirichlet", "_standard_gamma"),
+)
+"""torch's operators that draw random numbers, and do not consist of others.
+
+Left out is `rrelu`, which neither torchax nor this module has: its error names it.
+"""
+
+
+FUSED = {
+    "_fused_adam_": (adam.adam, {}),
+    "_fused_adamw_": (adam.adam, {"decoupled_weight_decay": True}),
+    "_fused_adagrad_": (adagrad.adagrad, {}),
+    "_fused_sgd_": (sgd.sgd, {}),
+}
+"""torch's operators of `fused=True`, each with the function and options that compute the same step."""
+
+
 class RandomInTraceError(ValueError):
     """A random number drawn while JAX traces a program, which would repeat this number in each call."""
 
 
-def replace_functions(table: dict[Any, Any], interop: Any) -> None:
-    """Replace functions and operators (of `torch.ops.aten`) in torchax's table, for all of the process.
+def replace_functions(registry: Any, active: Callable[[], Any]) -> None:
+    """Replace functions and operators (of `torch.ops.aten`) in torchax's tables, for all of the process.
 
-    `interop` is torchax's module of that name, which converts between arrays and torchax's tensors.
+    `registry` is torchax's module of that name, with a table of operators and one of functions. `active`
+    returns a context in which torchax is on.
     """
-    # The table has, for each operation of torch, an entry whose `func` computes it.
-    aten = torch.ops.aten
-    attention = F.scaled_dot_product_attention
-    functions = {attention: _attention(table[attention].func, interop)}
-    for draw in (torch.randn, torch.rand, torch.randint):  # each also has an operator of its name
-        functions |= dict.fromkeys((draw, getattr(aten, draw.__name__)), _drawn_on_host(draw))
-    # The operators below take an array and return random numbers in its place. They need only its shape and
-    # dtype, so torch draws for an empty tensor of these.
-    functions[aten.randn_like] = _drawn_on_host(_with_empty_tensor(torch.randn_like))
-    for operator, fill in ((aten.normal, torch.Tensor.normal_), (aten.uniform, torch.Tensor.uniform_)):
-        functions[operator] = _drawn_on_host(_with_empty_tensor(fill))
+    # The tables have, for each operation of torch, an entry whose `func` computes it.
+    aten, operators = torch.ops.aten, registry.all_aten_ops
+    table = operators | registry.all_torch_functions
+    for draw in (torch.randn, torch.rand, torch.randint):
+        table[draw].func = _drawn_on_host(draw)
+        table[draw].is_jax_function = table[draw].needs_env = False
+    of_tensors = {getattr(aten, name): _drawn_on_host(getattr(aten, name)) for name in RANDOM}
+    of_tensors |= {getattr(aten, name): _unfused(active, *update) for name, update in FUSED.items()}
+    of_tensors |= {aten._is_all_true: torch.all, aten._is_any_true: torch.any}  # torch.distributions has them
+    of_tensors[aten.set_] = torch.Tensor.copy_  # by it `register_parametrization` keeps a weight
+    for packet, function in of_tensors.items():
+        # torchax looks an overload up before its packet, so an entry of its own may hide the packet's.
+        for operator in (packet, *(getattr(packet, overload) for overload in packet.overloads())):
+            operators[operator] = registry.Operator(
+                operator,
+                function,
+                is_jax_function=False,
+                is_user_defined=False,
+                needs_env=False,
+                is_view_op=True,  # it may get slices by brackets, and write into them
+            )
+    functions = {F.scaled_dot_product_attention: _attention(table[F.scaled_dot_product_attention].func)}
     for operator in (aten.mul.Tensor, aten.mul.Scalar, aten.div):
         functions[operator] = _scaled_in_float32(table[operator].func)
+    for operator in (aten.slice_scatter, aten.select_scatter, aten.diagonal_scatter, aten.index_put):
+        functions[operator] = _then_written(table[operator].func)
     for operation, function in functions.items():
         entry = table[operation]
         entry.func = function
         entry.is_jax_function = True  # takes and returns arrays, not torchax's tensors
         entry.needs_env = False  # takes no argument `env`, torchax's environment
+
+
+def _then_written(write: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.wraps(write)(lambda *args, **options: written(write(*args, **options)))
 
 
 def _scaled_in_float32(scale: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,19 +114,35 @@ def _scaled_in_float32(scale: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def replace_keys(environment_class: Any) -> None:
-    """Have torchax's own random functions, such as dropout, follow torch's seed, and raise in a trace."""
+def _unfused(
+    active: Callable[[], Any], update: Callable[..., None], others: dict[str, Any]
+) -> Callable[..., None]:
+    """Return a fused optimizer's operator, which takes lists of parameters, gradients and states."""
 
-    # This becomes the method `get_and_rotate_prng_key` of torchax's environment. torchax's random functions
-    # call it to get a key for JAX, from which they draw.
-    def new_key(_self: Any, generator: torch.Generator | None = None) -> Any:
-        if _in_program():
-            raise RandomInTraceError("it draws random numbers, which no program on JAX does")
-        with no_dispatch(), torch._C.DisableTorchFunction():  # torch's own `randint`, even if torchax is on
-            seed = int(torch.randint(2**31 - 1, (), generator=generator))
-        return jax.random.PRNGKey(seed)
+    def call(
+        parameters: Any, gradients: Any, *states: Any, is_first_step: bool | None = None, **options: Any
+    ) -> None:
+        if is_first_step is None:  # not SGD: the last list is the numbers of steps, which are counted already
+            torch._foreach_sub_(states[-1], 1)
+        elif not states[0]:
+            states = ([None] * len(parameters),)
+        elif is_first_step:  # the momenta have no values yet
+            torch._foreach_zero_(states[0])
+            options["dampening"] = 0.0
+        with active():  # also for functions such as `item`, which are no operators
+            update(parameters, gradients, *states, foreach=True, **options, **others)
 
-    environment_class.get_and_rotate_prng_key = new_key
+    return call
+
+
+def _tensor_of(array: Any) -> Any:
+    import torchax.interop  # here, as only torchax calls this: it is imported by then
+
+    return torchax.interop.torch_view(array)
+
+
+def _to_torch(tensor: Any) -> torch.Tensor:
+    return plain_tensor(np.array(tensor.jax())) if on_jax(tensor) else tensor
 
 
 def _in_program() -> bool:
@@ -93,7 +151,7 @@ def _in_program() -> bool:
     return is_traced(jnp.zeros(()))
 
 
-def _attention(torchax_attention: Callable[..., Any], interop: Any) -> Callable[..., Any]:
+def _attention(torchax_attention: Callable[..., Any]) -> Callable[..., Any]:
     """Return torch's `scaled_dot_product_attention` as a function of JAX arrays (..., H, S, D).
 
     H is the heads, S the tokens, and D the channels of a head. `jax_kernels.attention`, which never has all
@@ -108,8 +166,8 @@ def _attention(torchax_attention: Callable[..., Any], interop: Any) -> Callable[
         is_plain = not args and not any(value for name, value in options.items() if name != "scale")
         if is_plain and _kernel_takes(q, k, v, attn_mask):
             return _attend(q, k, v, attn_mask, options.get("scale"))
-        q, k, v, attn_mask = (None if x is None else interop.torch_view(x) for x in (q, k, v, attn_mask))
-        return interop.jax_view(torchax_attention(q, k, v, attn_mask, *args, **options))
+        q, k, v, attn_mask = (None if x is None else _tensor_of(x) for x in (q, k, v, attn_mask))
+        return torchax_attention(q, k, v, attn_mask, *args, **options).jax()
 
     return call
 
@@ -148,48 +206,42 @@ def _attend(query: Any, key: Any, value: Any, mask: Any, scale: float | None) ->
         bias_NK = jnp.where(jnp.broadcast_to(mask[:, 0, 0], k.shape[:2]), 0, MASKED).astype(k.dtype)
         q = q.at[..., channels].set(1)
         k = k.at[..., channels].set(bias_NK[..., None])
-    padded_NSHD = jax_kernels.attention(*map(_split_by_video, (q, k, v)), scale=scale)
+    padded_NSHD = jax_kernels.attention(q, k, v, scale=scale)
     y_NSHD = padded_NSHD[..., : value.shape[-1]]
     return jnp.moveaxis(y_NSHD, 2, 1).reshape(*query.shape[:-1], value.shape[-1])
 
 
-def _split_by_video(x: Any) -> Any:
-    """Return queries, keys or values (N, S, H, D), constrained on a mesh to a split by videos alone."""
-    # The kernel splits heads too. Without the constraint XLA's partitioner would propagate that split to
-    # earlier operations, and compute one of them wrongly: `x[:, a:] = rotated`, for some of the tokens (JAX
-    # 0.10.2, on a CPU).
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.manual_axes:  # no mesh, or inside a `shard_map`, where arrays are one device's
-        return x
-    dp = mesh.axis_names[0]  # the axis that a batch of videos is split over
-    by_video = dp if x.shape[0] % mesh.shape[dp] == 0 else None
-    return jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec(by_video))
-
-
 def _drawn_on_host(draw: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    """Return a function that draws random numbers by `draw`, a function of torch, and returns an array."""
+    """Return a function of torchax's tensors that has torch draw random numbers on the CPU.
+
+    `draw` is a function of torch, or an operator, of which those that end in "_" or "_like" need only the
+    shape, dtype and strides of their first tensor.
+    """
 
     @functools.wraps(draw)
     def call(*args: Any, **options: Any) -> Any:
+        name = draw.__name__
         if _in_program():
-            raise RandomInTraceError(f"{draw.__name__} draws random numbers, which no program on JAX does")
-        # These options tell of the tensor that torchax makes of the array, not of the numbers.
-        for name in ("device", "layout", "pin_memory", "memory_format", "requires_grad"):
-            options.pop(name, None)
-        with no_dispatch(), torch._C.DisableTorchFunction():  # torch draws on the CPU, even if torchax is on
+            raise RandomInTraceError(f"{name} draws random numbers, which no program on JAX does")
+        target = args[0] if name.endswith("_") else options.pop("out", None)
+        requires_grad = options.pop("requires_grad", False)
+        for option in ("layout", "pin_memory"):  # they tell of the tensor on JAX, not of the numbers
+            options.pop(option, None)
+        device = options.pop("device", None)
+        stays_on_host = device is not None and torch.device(device).type == "cpu"
+        with no_dispatch(), torch._C.DisableTorchFunction():  # torch's own, even if torchax is on
+            if name.endswith(("_", "_like")):
+                layout = layout_of(args[0])
+                empty = torch.empty_strided(layout.shape, layout.stride(), dtype=layout.dtype)
+                args = (empty, *args[1:])
+            args, options = pytree.tree_map_only(torch.Tensor, _to_torch, (args, options))
             numbers = draw(*args, **options)
-            return jnp.array(host_array(numbers))
-
-    return call
-
-
-def _with_empty_tensor(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return a function of a JAX array that calls `function` with an empty tensor of its shape and dtype."""
-
-    @functools.wraps(function)
-    def call(array: Any, *args: Any, **options: Any) -> torch.Tensor:
-        # `function` reads no values: it draws a new tensor, or fills this one with random numbers.
-        dtype = getattr(torch, array.dtype.name)
-        return function(torch.empty(array.shape, dtype=dtype), *args, **options)
+        if stays_on_host:
+            return numbers.requires_grad_(requires_grad)
+        result = _tensor_of(jnp.array(host_array(numbers)))
+        if target is not None:
+            return target.copy_(result)
+        set_strides(result, numbers)
+        return result.requires_grad_(requires_grad)
 
     return call

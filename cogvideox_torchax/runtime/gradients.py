@@ -9,8 +9,9 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from cogvideox_torchax.runtime.bridge import array_of, on_accelerator, on_jax, tensor_of
+from cogvideox_torchax.runtime.bridge import array_of, on_accelerator, tensor_of
 from cogvideox_torchax.runtime.environment import import_torchax
+from cogvideox_torchax.runtime.host import on_jax
 
 Function = Callable[..., Any]
 """Function of JAX arrays to a JAX array."""
@@ -139,6 +140,23 @@ def wants_gradient(network: nn.Module, x: torch.Tensor) -> bool:
         torch.is_grad_enabled()
         and on_accelerator(x)
         and (x.requires_grad or any(weight.requires_grad for weight in network.parameters()))
+    )
+
+
+def comes_from_input(tensor: torch.Tensor) -> bool:
+    """Return whether a backward pass from a tensor leads to a tensor of the user's, not to weights alone.
+
+    A tensor that is no result of an operation leads to itself, if it requires a gradient.
+    """
+    nodes: list[Any] = [tensor.grad_fn]
+    seen: set[Any] = {None}
+    for node in nodes:  # which grows meanwhile
+        if node not in seen and not hasattr(node, "why"):  # a `_Refused`, which has `why`, ends a pass
+            seen.add(node)
+            nodes.extend(following for following, _ in node.next_functions)
+    # Where a pass ends at a tensor, with its gradient, the node has that tensor as `variable`.
+    return (tensor.requires_grad and tensor.is_leaf) or any(
+        hasattr(node, "variable") and not isinstance(node.variable, nn.Parameter) for node in seen
     )
 
 

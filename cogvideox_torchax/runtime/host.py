@@ -1,7 +1,24 @@
-"""Plain tensors of torch and NumPy arrays, which share their memory."""
+"""Plain tensors, which are PyTorch's own: told from those on JAX, and shared with NumPy."""
+
+import functools
 
 import numpy as np
 import torch
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""The types of plain tensors; a tensor on JAX has a type of torchax."""
+
+
+def on_jax(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is on JAX: a torchax tensor or a view of one."""
+    # The type is read, not `tensor.device`: while torchax is on, torch sends each read of an attribute
+    # through torchax, which is slow.
+    return type(tensor) not in PLAIN and _is_of_torchax(type(tensor))
+
+
+@functools.cache
+def _is_of_torchax(kind: type) -> bool:
+    return any(base.__module__.partition(".")[0] == "torchax" for base in kind.__mro__)
 
 
 def plain_tensor(host: np.ndarray) -> torch.Tensor:

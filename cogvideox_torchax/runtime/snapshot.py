@@ -9,10 +9,12 @@ attributes* are those of `runtime.skeleton`: a processor is the object that comp
 untraced attributes, such as compiled programs, are not read by tracing.
 """
 
+import inspect
 import itertools
 import operator
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from torch import nn
 
 from cogvideox_torchax import upstream
 from cogvideox_torchax.runtime.models import UNTRACED_ATTRIBUTES
-from cogvideox_torchax.runtime.skeleton import CONTAINERS, PROCESSOR, has_state
+from cogvideox_torchax.runtime.skeleton import CONTAINERS, LIBRARIES, PROCESSOR, has_state
 
 TREE = frozenset({"_modules", "_parameters", "_buffers"})
 """Attributes of a module that hold its children and weights."""
@@ -30,7 +32,8 @@ class Snapshot:
     """The properties of a module tree that tracing depends on: modules, attributes, hooks, names of weights.
 
     The values of weights are excluded, as weights are arguments of a program. The methods of classes are
-    included, as somebody may replace one. A snapshot keeps attributes, hooks, and the objects they refer to
+    included, as somebody may replace one, and so are the global variables that a user's functions read. A
+    snapshot keeps attributes, hooks, and the objects they refer to
     alive, but neither modules nor weights.
     """
 
@@ -68,6 +71,15 @@ class Snapshot:
             for value in values
             if type(value) is torch.Tensor and not value.is_inference()
         ]
+        # Also compared: what a user's functions read outside of themselves.
+        self._functions = _users_functions(
+            itertools.chain(
+                *(each.attributes.values() for each in self._modules),
+                *(items for _container, items in contents),
+                *(members for _kind, members in self._classes),
+            )
+        )
+        self._read = [*map(_comparable, _read_by(self._functions))]
 
     def holds(self, root: nn.Module) -> bool:
         """Return whether a tree is unchanged; its root may be another module with the same attributes."""
@@ -81,6 +93,7 @@ class Snapshot:
                 for kind, members in self._classes
             )
             and all(tensor._version == version for tensor, version in self._tensor_versions)
+            and _same_items([*map(_comparable, _read_by(self._functions))], self._read)
         )
 
     def _has_modules_of(self, root: nn.Module) -> bool:
@@ -233,6 +246,57 @@ def _same_items(items: list[Any], others: list[Any]) -> bool:
         return isinstance(b, str | int | float) and a == b
 
     return len(items) == len(others) and all(map(is_same, items, others))
+
+
+def _users_functions(members: Iterable[Any]) -> list[Any]:
+    """Return the functions of a user among members of classes and modules, and those that they read."""
+    found: Iterator[Any] = (
+        inspect.unwrap(getattr(each, "__func__", each))  # pyright: ignore[reportArgumentType]
+        for each in members
+        if isinstance(each, FunctionType | MethodType | staticmethod | classmethod)
+    )
+    functions = [*dict.fromkeys(filter(_is_users, found))]
+    for function in functions:  # which grows meanwhile
+        functions.extend(each for each in _read_by([function]) if _is_users(each) and each not in functions)
+    return functions
+
+
+def _is_users(value: Any) -> bool:
+    """Return whether a value is a function that none of `LIBRARIES` defines."""
+    return (
+        type(value) is FunctionType
+        and value.__globals__.get("__name__", "").partition(".")[0] not in LIBRARIES
+    )
+
+
+def _read_by(functions: Iterable[FunctionType]) -> list[Any]:
+    """Return the values of the global variables that functions read, and of attributes of modules there."""
+    return [
+        table[name]
+        for function in functions
+        for code in (function.__code__, *function.__code__.co_consts)  # the constants have inner functions
+        if isinstance(code, CodeType)
+        for read in [[*map(function.__globals__.get, code.co_names)]]
+        for table in (function.__globals__, *(vars(each) for each in read if isinstance(each, ModuleType)))
+        for name in code.co_names
+        if name in table
+    ]
+
+
+def _comparable(value: Any) -> list[Any]:
+    """Return what `_same_items` compares of a global variable: numbers, strings, flags, and tensors' state.
+
+    The list is empty for another value, and for a container of others: a forward may keep tensors there from
+    one call for the next.
+    """
+    is_tensor = isinstance(value, torch.Tensor) and not upstream.is_traced(upstream.array_in(value))
+    # Tensors made in inference mode have no count of writes (`_version`).
+    items = (
+        [value, upstream.array_in(value), value.is_inference() or value._version]
+        if is_tensor
+        else _items(value)
+    )
+    return items if is_tensor or all(isinstance(item, str | int | float | complex) for item in items) else []
 
 
 def modules_of(root: nn.Module) -> list[nn.Module]:

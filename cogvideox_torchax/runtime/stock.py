@@ -57,7 +57,7 @@ def _addition(module: nn.Module) -> str | None:
     if "parametrizations" in module._modules:
         return "has parametrized weights"
     kind = type(module)
-    if kind.__module__.partition(".")[0] not in LIBRARIES | {__package__.partition(".")[0]}:
+    if kind.__module__.partition(".")[0] not in LIBRARIES | {__name__.partition(".")[0]}:
         return f"is a {kind.__name__} of {kind.__module__}"
     return None
 

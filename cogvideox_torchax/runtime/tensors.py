@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from cogvideox_torchax.runtime import arrays
-from cogvideox_torchax.runtime.bridge import array_of, as_array, on_jax, tensor_of
+from cogvideox_torchax.runtime.bridge import array_of, as_array, tensor_of
+from cogvideox_torchax.runtime.host import on_jax
 
 
 def fetch_async(tensor: torch.Tensor) -> None:

@@ -14,11 +14,15 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
+from cogvideox_torchax.runtime.host import PLAIN, on_jax
 from cogvideox_torchax.runtime.user_checks import without_jax_checks
+from cogvideox_torchax.upstream import is_traced
 
 STORAGE, LAYOUT, ARRAY = "_storage", "_layout", "_array"
 """Attributes of a torchax tensor: its `_Storage`, its layout, and its array."""
@@ -38,19 +42,27 @@ class _Storage:
         # Once the tensor is freed, its reference is dropped: another tensor may get the same id.
         self._tensors[key] = weakref.ref(tensor, lambda _: self._tensors.pop(key, None))
 
+    def has(self, tensor: Any) -> bool:
+        """Return whether a tensor is alive (not None), and has not left for another storage."""
+        return tensor is not None and vars(tensor).get(STORAGE) is self
+
     def write(self, source: Any) -> None:
         """Update all other tensors after a write into `source`.
 
         Raises:
             ValueError: another tensor has another dtype, as `x.view(dtype)` has.
         """
+        new, layout = vars(source)[ARRAY], vars(source)[LAYOUT]
         # A list first, as tensors that are freed meanwhile drop out of the dictionary.
         others = [reference() for reference in list(self._tensors.values())]
-        others = [tensor for tensor in others if tensor is not None and tensor is not source]
+        others = [tensor for tensor in others if tensor is not source and self.has(tensor)]
+        for tensor in others:
+            if _are_alike(vars(tensor)[LAYOUT], layout):  # as a `detach()` is
+                vars(tensor)[ARRAY] = new
+        others = [tensor for tensor in others if vars(tensor)[ARRAY] is not new]
         if not others:
             return
-        new = vars(source)[ARRAY]
-        source_places = _places(vars(source)[LAYOUT])
+        source_places = _places(layout)
         # The storage after the write, and which of its elements belong to `source`, as flat arrays.
         storage = jnp.zeros(self._size, new.dtype).at[source_places].set(new)
         is_written = jnp.zeros(self._size, bool).at[source_places].set(True)
@@ -64,6 +76,63 @@ class _Storage:
             places = _places(attributes[LAYOUT])
             # Not by `tensor._elem = ...`, which would call this method again (`share_views`).
             attributes[ARRAY] = jnp.where(is_written[places], storage[places], attributes[ARRAY])
+
+
+def _are_alike(layout: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors of one storage have the same elements, in the same order and dtype."""
+    first, second = ((x.dtype, x.shape, x.stride(), x.storage_offset()) for x in (layout, other))
+    return first == second
+
+
+def layout_of(source: Any) -> torch.Tensor:
+    """Return the layout of a tensor; a tensor on JAX without one gets a storage of its own, contiguous."""
+    attributes = vars(source)
+    if type(source) in PLAIN:
+        return torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta")
+    if "view_info" in attributes:  # a slice by brackets
+        return layout_of(source.parent)[source.view_info.slices]
+    if STORAGE not in attributes:
+        layout = torch.empty(source.shape, dtype=source.dtype, device="meta")
+        _Storage(layout).add(source, layout)
+    return attributes[LAYOUT]
+
+
+def _is_contiguous(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is contiguous; a tensor on JAX without a layout is."""
+    is_laid_out = type(tensor) in PLAIN or LAYOUT in vars(tensor) or "view_info" in vars(tensor)
+    return not is_laid_out or layout_of(tensor).is_contiguous()
+
+
+def _makes_host_tensor(operator: Any, args: Any, options: dict[str, Any]) -> bool:
+    """Return whether an operator makes a tensor of the host from no tensor on JAX.
+
+    The backward pass of `clamp` has such an operator. torchax would return a tensor on JAX.
+    """
+    device = options.get("device")
+    return device is not None and device.type == "cpu" and not any(map(on_jax, _tensors_in(args, options)))
+
+
+def _tensors_in(args: Any, options: dict[str, Any]) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves((args, options)) if isinstance(leaf, torch.Tensor)]
+
+
+def set_strides(result: Any, like: torch.Tensor) -> None:
+    """Give a new tensor on JAX the strides that it has in PyTorch, those of `like`."""
+    with no_dispatch(), torch._C.DisableTorchFunction():
+        if not like.is_contiguous() and STORAGE not in vars(result) and result.shape == like.shape:
+            layout = torch.empty_strided(like.shape, like.stride(), dtype=result.dtype, device="meta")
+            _Storage(layout).add(result, layout)
+
+
+def written(array: Any) -> Any:
+    """Return an array after a write into a part of it, as a program on a CPU computes it rightly."""
+    # XLA may do a write in place although the new values are read from other elements of the same array, as
+    # a rotation of `q[:, :, t:]` is: some elements are read after they are written. It does so on a CPU if a
+    # reshape follows, which the partitioning for a mesh adds (https://github.com/openxla/xla/issues/49176,
+    # JAX 0.10.2). The barrier keeps the reshape apart from the write.
+    if not is_traced(array):
+        return array
+    return jax.lax.platform_dependent(array, cpu=jax.lax.optimization_barrier, default=lambda x: x)
 
 
 def _places(layout: torch.Tensor) -> Any:
@@ -99,22 +168,13 @@ def share_views(torchax: Any) -> None:
         """
         attributes = vars(self)
         old = attributes.get(ARRAY)
-        attributes[ARRAY] = array
+        attributes[ARRAY] = array if old is None or old is array else written(array)
         if STORAGE not in attributes or old is array:
             return
         if (old.shape, old.dtype) == (array.shape, array.dtype):
             attributes[STORAGE].write(self)
         else:
             del attributes[STORAGE], attributes[LAYOUT]
-
-    def layout_of(source: Any) -> torch.Tensor:
-        """Return the layout of a tensor or a slice; a tensor without one gets a storage of its own."""
-        if isinstance(source, slice_class):
-            return layout_of(source.parent)[source.view_info.slices]
-        if STORAGE not in vars(source):
-            layout = torch.empty(source.shape, dtype=source.dtype, device="meta")
-            _Storage(layout).add(source, layout)
-        return vars(source)[LAYOUT]
 
     def share(source: Any, results: Any, operation: Callable[[torch.Tensor], Any]) -> None:
         """Add those results of an operation that are views to the storage of its input `source`.
@@ -146,22 +206,63 @@ def share_views(torchax: Any) -> None:
             ):
                 vars(source)[STORAGE].add(result, result_layout)
 
+    def keep_strides(func: Any, args: Any, options: dict[str, Any], results: Any) -> None:
+        """Give the new tensors that an operation returns the strides that PyTorch gives them."""
+        with no_dispatch(), torch._C.DisableTorchFunction():
+            sources = _tensors_in(args, options)
+            # A program draws no random numbers, so that the order of its tensors' memory does not matter.
+            if all(map(_is_contiguous, sources)) or any(
+                is_traced(source.jax()) for source in sources if on_jax(source)
+            ):
+                return
+            if func is torch.Tensor.to:
+                func, args, options = torch.empty_like, args[:1], {}
+            args, options = pytree.tree_map_only(torch.Tensor, layout_of, (args, options))
+            try:
+                layouts = func(*args, **options)
+            except Exception:  # the operation reads values, which a layout has not
+                return
+            for result, layout in zip(_tensors(results), _tensors(layouts), strict=True):
+                if isinstance(result, tensor_class):
+                    set_strides(result, layout)
+
     @functools.wraps(dispatch)
     @without_jax_checks
     def call(self: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation by torchax; results that are views of its first argument then share its values."""
         source: Any = args[0] if args else None
+        options = kwargs or {}
+        if isinstance(func, torch._ops.OpOverload):
+            name = func.overloadpacket.__name__
+            if _makes_host_tensor(func, args, options):
+                with no_dispatch():
+                    return func(*args, **options)
+            if name.startswith("_foreach_"):  # torch computes it by one operation for each tensor
+                with self._dispatch_mode:
+                    return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **options)
         if not isinstance(source, (tensor_class, slice_class)):
-            return dispatch(self, func, types, args, kwargs)
+            result = dispatch(self, func, types, args, kwargs)
+            if func is torch.Tensor.to and type(source) in PLAIN and isinstance(result, tensor_class):
+                set_strides(result, source)
+            return result
         if func is torch.Tensor.contiguous and STORAGE in vars(source):
             # torchax takes every tensor for contiguous, and would return a view where torch copies. Only a
             # tensor with a storage may be a view, and so not contiguous.
             is_contiguous = vars(source)[LAYOUT].is_contiguous()
             return source if is_contiguous else tensor_class(source.jax(), self)
-        result = dispatch(self, func, types, args, kwargs)
+        try:
+            result = dispatch(self, func, types, args, kwargs)
+        except torchax.tensor.OperatorNotFound:
+            # torchax lacks some operators that write into their input, such as `logical_and_`.
+            if not isinstance(func, torch._ops.OpOverload) or not name.endswith("_"):
+                raise
+            with self._dispatch_mode:
+                return source.copy_(getattr(torch.ops.aten, name.removesuffix("_"))(*args, **options))
         # torch marks its operators that return views, but for `tensor_split`.
         if getattr(func, "is_view", False) or func is torch.tensor_split:
-            share(source, result, lambda layout: func(layout, *args[1:], **(kwargs or {})))
+            share(source, result, lambda layout: func(layout, *args[1:], **options))
+        elif isinstance(func, torch._ops.OpOverload) or func is torch.Tensor.to:
+            keep_strides(func, args, options, result)
         return result
 
     def detach(self: Any) -> Any:
@@ -169,9 +270,18 @@ def share_views(torchax: Any) -> None:
         share(self, detached, torch.Tensor.detach)
         return detached
 
+    def set_data(self: Any, other: Any) -> None:
+        """Give the tensor another storage, that of a new array; its views keep the old one."""
+        for name in (STORAGE, LAYOUT):
+            vars(self).pop(name, None)
+        vars(self)[ARRAY] = other.jax()
+
     torchax.tensor.Environment.dispatch = call
     tensor_class._elem = property(lambda self: vars(self)[ARRAY], write)
     tensor_class.detach = detach
+    tensor_class.data = property(detach, set_data)  # torchax's getter returns the tensor itself
+    for kind in (tensor_class, slice_class):
+        kind.is_meta = False  # of a tensor on torch's "meta" device, `nn.init.orthogonal_` fills nothing
     del tensor_class.flatten  # torchax's makes an independent array, and takes no negative axes but -1
     tensor_class.type_as = lambda self, other: self.to(other.dtype)  # torchax's changes its input
 

@@ -3,8 +3,10 @@
 Axes: T frames, C channels, H rows, W columns. A function that takes `rng` draws all that is random from it.
 """
 
+import functools
 import itertools
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -12,10 +14,11 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from cogvideox_torchax.dataset import sources
 from cogvideox_torchax.files import video
 from cogvideox_torchax.vae.pixels import from_uint8
 
-PICTURES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
+PICTURES = (".avif", ".bmp", ".jpeg", ".jpg", ".png", ".webp")
 RANGE = re.compile(r"(.+)#(\d*)-(\d*)")
 
 LARGEST_SCALE = 4.0
@@ -32,10 +35,15 @@ def files(texts: Iterable[str]) -> Iterator[str]:
     """Yield each text, or, for a directory, the paths of all videos and pictures below it."""
     for text in texts:
         if Path(text).is_dir():
-            found = sorted(Path(text).rglob("*"))
-            yield from (str(path) for path in found if path.suffix.lower() in video.SUFFIXES + PICTURES)
+            say = functools.partial(print, file=sys.stderr)
+            yield from sorted(map(str, sources.files_below(Path(text), is_clip, say)))
         else:
             yield text
+
+
+def is_clip(path: Path) -> bool:
+    """Return whether a file of a directory is a video or a picture."""
+    return video.is_video(path) or path.suffix.lower() in PICTURES
 
 
 def load(text: str, frames: int, size: tuple[int, int]) -> torch.Tensor:
@@ -50,7 +58,7 @@ def load(text: str, frames: int, size: tuple[int, int]) -> torch.Tensor:
         ValueError: a file that cannot be read, with too few frames, or smaller than the crops.
     """
     path, start, end = match.groups() if (match := RANGE.fullmatch(text)) else (text, "", "")
-    if Path(path).suffix.lower() in PICTURES:
+    if Path(path).suffix.lower() in PICTURES and not video.is_video(Path(path)):
         clip = torch.from_numpy(np.array(video.read_image(path))).permute(2, 0, 1)[None]
     else:
         info = video.probe(path)

@@ -184,7 +184,12 @@ def test_latents_that_are_kept_are_decoded_on_the_mesh_that_is_asked_for(monkeyp
 
 BAD = {
     "frames": ("text", ["--frames", 4], "generates 3 or 5 of them"),
-    "size": ("text", ["--height", 10], "multiples of 4"),
+    "size": ("text", ["--height", 10], "multiples of 8"),
+    "positions of 1.5": (
+        "1.5",
+        ["--height", 16, "--width", 8],
+        "has positions for at most height=8, width=16; try height=8, width=8",
+    ),
     "learned positions": ("learned", ["--image", "picture.png", "--height", 16], "height=8, width=16 alone"),
     "no steps": ("text", ["--num-inference-steps", 0], "at least 1"),
     "strength": ("text", ["--video", "clip.mp4", "--strength", 2], "at most 1"),

@@ -204,6 +204,7 @@ def test_the_scheduler_of_the_menu_samples_as_in_diffusers(nodes, loaded):
     [
         ("text", "5b", {"num_frames": 6}, "got num_frames=6: the model generates 5 or 7 of them"),
         ("text", "5b", {"height": 10}, "got height=10, width=16: both must be multiples of .*try height=8"),
+        ("text", "1.5", {"height": 16}, "for at most height=8, width=16; try height=8, width=8"),
         ("text", "5b", {"image": IMAGE}, "got an image: a CogVideoXPipeline takes none"),
         ("image", "5b-I2V", {}, "got no image: a CogVideoXImageToVideoPipeline starts from one"),
         ("image", "5b-I2V", {"image": IMAGE.repeat(3, 1, 1, 1)}, "got 3 images: a video starts from one"),
@@ -215,7 +216,7 @@ def test_the_scheduler_of_the_menu_samples_as_in_diffusers(nodes, loaded):
         ),
         ("control", "5b", {}, "got a CogVideoXFunControlPipeline: the node samples from a prompt"),
     ],
-    ids=["frames", "patches", "image", "no image", "three images", "learned size", "control video"],
+    ids=["frames", "patches", "positions", "image", "no image", "three images", "learned", "control video"],
 )
 def test_what_a_model_cannot_sample_is_refused_in_one_line(nodes, loaded, kind, version, given, message):
     pipeline, _ = loaded(kind, version)

@@ -224,6 +224,31 @@ def test_a_text_in_utf_8_gives_ids_and_captions(tmp_path, name, text, wanted):
         sources.clips(given)
 
 
+def test_linked_folders_are_followed_once_and_hidden_and_discarded_files_are_left_out(tmp_path):
+    taken = ["in/a.mp4", "in/b.FLV", "in/gif.webp", "in/sub/c.mp4", "other/d.m2ts", "in/.own/e.safetensors"]
+    discarded = ["._a.mp4", ".Trash-1000/x.mp4", ".ipynb_checkpoints/a.mp4", "__MACOSX/x.mp4"]
+    for name in (*taken, *(f"in/{name}{end}" for name in discarded for end in ("", ".safetensors"))):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"RIFF....WEBPVP8X..........ANIM")
+    (tmp_path / "in/still.webp").write_bytes(b"RIFF....WEBPVP8 ")
+    for link in ("again other", "copy in/sub", "cycle in", ".linked other", "gone nothing"):
+        (tmp_path / "in" / link.split()[0]).symlink_to(tmp_path / link.split()[1])
+    said = []
+    assert [clip.id for clip in sources.clips(tmp_path / "in", said.append)] == [
+        "a.mp4",
+        "again/d.m2ts",
+        "b.FLV",
+        "gif.webp",
+        "sub/c.mp4",
+    ]
+    assert sources.shards(tmp_path / "in", said.append) == [tmp_path / "in/.own/e.safetensors"]
+    assert [re.match(r"left out: \d+ files that are hidden", line)[0].split()[2] for line in said] == [
+        "5",
+        "5",
+    ]
+    assert [clip.id for clip in sources.clips(tmp_path / "in/.Trash-1000")] == ["x.mp4"]
+
+
 def test_an_entry_that_cannot_be_is_named_and_the_others_are_encoded(small, tmp_path, capsys):
     path = str(small.clips / "a.mp4")
     entries = {

@@ -232,6 +232,14 @@ def test_a_browser_follows_a_prompt_cancels_it_and_plays_the_next(app, gated, pa
     assert gated.prompts[len(SIZES) :] == ["slow", "a panda"]
 
 
+def test_a_size_beyond_the_models_positions_is_refused_before_anything_is_loaded(saved, monkeypatch, capsys):
+    monkeypatch.setattr(serve, "load_pipeline", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr("sys.argv", ["server", "--model", str(saved("text", "1.5")), "--sizes", "5x16x16"])
+    with pytest.raises(SystemExit):
+        serve.main()
+    assert capsys.readouterr().err.endswith("at most height=8, width=16; try height=8, width=8\n")
+
+
 @pytest.mark.parametrize(
     ("server", "arguments", "words"),
     [

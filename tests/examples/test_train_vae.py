@@ -220,6 +220,8 @@ def test_a_finished_run_says_so_and_its_paths_may_be_written_in_another_way(run,
 
 def test_a_folder_gives_its_videos_and_pictures_and_a_range_its_frames(program):
     Image.new("RGB", (32, 24)).save("picture.png")
+    for name, target in {"cycle": ".", "._clip.mp4": "clip.mp4"}.items():
+        Path(name).symlink_to(target)
     assert list(program.files([".", "other.mp4"])) == ["clip.mp4", "picture.png", "other.mp4"]
     assert program.load("picture.png", 9, (16, 16)).shape == (1, 3, 24, 32)
     whole, part = program.load("clip.mp4", 9, (16, 16)), program.load("clip.mp4#3-14", 9, (16, 16))

@@ -280,6 +280,45 @@ def test_a_phones_portrait_is_read_upright(clip, placed, upright_of):
     assert torch.equal(read_all(clip, middle), resized[..., top : top + 16, left : left + 16])
 
 
+@pytest.mark.parametrize(
+    ("tag", "upright_of"),
+    {
+        2: lambda x: x.flip(4),
+        3: lambda x: x.flip(3, 4),
+        4: lambda x: x.flip(3),
+        5: lambda x: x.mT,
+        6: lambda x: x.rot90(-1, (3, 4)),
+        7: lambda x: x.mT.flip(3, 4),
+        8: lambda x: x.rot90(1, (3, 4)),
+    }.items(),
+)
+@pytest.mark.parametrize("suffix", ["avi", "avif", "jpg", "png", "tiff", "webp"])
+def test_a_picture_is_read_upright_by_its_exif(tmp_path, tag, upright_of, suffix):
+    picture, exif = Image.fromarray(moving_frames(1)[0, :, 0].permute(1, 2, 0).numpy()), Image.Exif()
+    files = [tmp_path / f"{name}.{suffix}" for name in ("stored", "tagged")]
+    for path in files:
+        picture.save(path.with_suffix(".jpg") if suffix == "avi" else path, exif=exif, subsampling="4:4:4")
+        exif[0x0112] = tag
+        if suffix == "avi":  # MJPEG
+            with av.open(str(path), "w") as container:
+                stream = container.add_stream("mjpeg", rate=10, height=24, width=40, pix_fmt="yuvj444p")
+                packet = av.Packet(path.with_suffix(".jpg").read_bytes())
+                packet.pts, packet.stream = 0, stream
+                container.mux(packet)
+    stored, tagged = map(read_all, files)
+    assert torch.equal(tagged, upright_of(stored))
+    if suffix != "avi":
+        stored, tagged = (torch.from_numpy(np.array(video.read_image(path))) for path in files)
+        stored, tagged = (pixels.permute(2, 0, 1)[None, :, None] for pixels in (stored, tagged))
+        assert torch.equal(tagged, upright_of(stored))
+
+
+def test_a_picture_of_sixteen_bits_of_gray_is_as_bright_as_one_of_eight(tmp_path):
+    gray = np.arange(256, dtype=np.uint8)[None]
+    Image.fromarray(gray.astype(np.uint16) * 257).save(tmp_path / "a.png")
+    assert np.array_equal(np.array(video.read_image(tmp_path / "a.png"))[..., 0], gray)
+
+
 def test_one_side_alone_keeps_the_shape_that_is_shown_of_pixels_that_are_not_square_too(clip, tmp_path):
     write(tmp_path / "wide.mp4", moving_frames(), source=video.SourceTiming(pixel=Fraction(64, 45)))
     square, info = video.probe(clip), video.probe(tmp_path / "wide.mp4")
@@ -328,7 +367,7 @@ def with_sound(path, codec="aac", rate=16000, container="mp4", first=None, *, is
             other.disposition = disposition
         sound = out.add_stream(codec, rate=rate, layout="mono")
         if is_film:
-            encode(out, moving_frames(), "libx264" if container == "mp4" else "mpeg2video")
+            encode(out, moving_frames(), "libx264" if container == "mp4" else "mpeg2video", g="4")
         tone = (np.sin(np.arange(rate) * 2 * np.pi * 440 / rate) * 2**14).astype(np.int16)
         for start in range(0, rate, 1000):
             frame = av.AudioFrame.from_ndarray(tone[None, start : start + 1000], format="s16", layout="mono")
@@ -378,6 +417,112 @@ def test_an_even_rate_in_a_files_coarse_ticks_does_not_vary(tmp_path):
     assert (info.gaps, info.variable) == ((Fraction(33, 1000), Fraction(34, 1000)), False)
 
 
+EVEN, VARYING = range(0, 400, 33), [0, 33, 66, 100, 300, 333, 366, 400, 433, 466, 500, 533]
+"""Milliseconds."""
+
+
+@pytest.mark.parametrize(
+    ("suffix", "codec", "rate", "times", "fps"),
+    [
+        ("webm", "libvpx", 1000, EVEN, 1 / 0.033),
+        ("webm", "libvpx", 1000, VARYING, 21),
+        ("mkv", "libx264", 30, VARYING, 21),
+        ("mp4", "libx264", 1000, EVEN, 1 / 0.033),  # whose last frame lasts a millisecond
+        ("ts", "mpeg4", 30, None, 30),  # whose header has no rate
+        ("avi", "mpeg4", 30, EVEN, 1 / 0.033),  # whose rate is that of its clock; empty packets fill the gaps
+        ("mkv", "libx264", Fraction(30000, 1001), None, 29.97),
+    ],
+)
+def test_the_rate_is_that_of_the_times_where_the_headers_does_not_fit_them(
+    tmp_path, suffix, codec, rate, times, fps
+):
+    with av.open(str(tmp_path / f"a.{suffix}"), "w") as container:
+        encode(container, moving_frames(12), codec, rate, times)
+    info = video.probe(tmp_path / f"a.{suffix}")
+    assert (info.num_frames, len(info.times), float(info.fps)) == (12, 12, pytest.approx(fps, rel=2e-3))
+
+
+def remux(source, target, change):
+    """Copy the packets that `change(number, packet)` returns for each packet of a file."""
+    with av.open(str(source)) as held, av.open(str(target), "w") as container:
+        streams = [container.add_stream_from_template(each) for each in held.streams]
+        for number, packet in enumerate(held.demux()):
+            for each in change(number, packet) if packet.size else ():
+                each.stream = streams[packet.stream_index]
+                container.mux(each)
+
+
+def with_hidden_frames(number, packet):
+    """Put before some packets of VP8 a copy that is not shown, as an encoder's alternate references are."""
+    hidden = av.Packet(bytes([bytes(packet)[0] & ~0x10]) + bytes(packet)[1:])  # the bit that shows a frame
+    hidden.pts, hidden.dts, hidden.time_base = packet.pts, packet.dts, packet.time_base
+    hidden.is_keyframe = True
+    packet.pts, packet.dts = packet.pts + 1, packet.dts + 1
+    return [hidden, packet] if number % 3 == 0 else [packet]
+
+
+OPEN = "open-gop=1:keyint=8:min-keyint=8:bframes=3:scenecut=0:b-adapt=0"
+X264, X265, MPEG2 = {"x264-params": OPEN}, {"x265-params": f"{OPEN}:log-level=none"}, {"g": "8", "bf": "2"}
+
+
+@pytest.mark.parametrize(
+    ("suffix", "codec", "options", "first", "part"),
+    [
+        ("webm", "libvpx", {"g": "1"}, 0, (0, 1)),
+        *((suffix, "libx264", X264, 16, (0, 1)) for suffix in ("mkv", "mp4", "flv")),
+        *((suffix, "libx265", X265, 16, (0, 1)) for suffix in ("mkv", "ts")),
+        *((suffix, "mpeg2video", MPEG2, 16, (0, 1)) for suffix in ("mpg", "avi")),
+        ("ts", "libx264", {"g": "8"}, 0, (0.3, 1)),
+        ("ts", "libx265", X265, 0, (0, 0.83)),
+        ("m2v", "mpeg2video", MPEG2, 0, (0.4, 1)),
+    ],
+)
+def test_the_frames_of_a_video_are_those_that_its_decoder_shows(
+    tmp_path, suffix, codec, options, first, part
+):
+    whole, path = tmp_path / ("a.webm" if codec == "libvpx" else "a.mkv"), tmp_path / f"b.{suffix}"
+    with av.open(str(whole), "w") as container:
+        encode(container, moving_frames(40, 64, 96), codec, **options)
+    change = with_hidden_frames if codec == "libvpx" else lambda number, each: [each][number < first :]
+    remux(whole, path, change)
+    path.write_bytes(path.read_bytes()[slice(*(int(share * path.stat().st_size) for share in part))])
+    shown, num_packets = [], 0
+    with av.open(str(path)) as container:
+        for packet in container.demux(video=0):
+            num_packets += packet.size > 0
+            shown += packet.decode()
+    assert 10 < len(shown) < num_packets
+    info = video.probe(path)
+    assert info.times == tuple(frame.time_base * (frame.pts - shown[0].pts) for frame in shown)
+    pixels = [frame.to_ndarray(format="rgb24") for frame in shown]
+    assert np.array_equal(read_all(path)[0].permute(1, 2, 3, 0).numpy(), np.stack(pixels))
+
+
+def test_a_sound_begins_with_the_first_frame_that_is_shown(tmp_path):
+    whole = with_sound(tmp_path / "a.mkv", container="matroska")
+    remux(whole, tmp_path / "b.ts", lambda _, each: [each] if each.pts or each.stream.type == "audio" else [])
+    with av.open(tmp_path / "b.ts") as container:
+        shown = next(container.decode(video=0)).time
+    write(tmp_path / "c.mp4", moving_frames(5), source=video.SourceTiming((), tmp_path / "b.ts", Fraction(1)))
+    heard_from = []  # seconds
+    for name in ("b.ts", "c.mp4"):
+        with av.open(tmp_path / name) as container:
+            packet = next(container.demux(audio=0))
+            heard_from.append(float(packet.pts * packet.time_base))
+    assert heard_from[1] == pytest.approx(heard_from[0] - shown, abs=1e-3)
+
+
+def test_an_animated_webp_is_not_called_truncated_and_as_an_apng_it_is_read(tmp_path, monkeypatch):
+    pictures = [Image.fromarray(pixels) for pixels in moving_frames(4)[0].permute(1, 2, 3, 0).numpy()]
+    monkeypatch.chdir(tmp_path)
+    pictures[0].save("a.webp", save_all=True, append_images=pictures[1:], duration=100, lossless=True)
+    with pytest.raises(VideoError, match="is an animated WebP, which this FFmpeg cannot dec") as error:
+        video.probe("a.webp")
+    exec(f"import PIL.Image; {str(error.value).rpartition(' by ')[2]}")
+    assert torch.equal(read_all("a.apng"), moving_frames(4))
+    assert video.probe("a.apng").fps == 10
+
+
 @pytest.mark.parametrize(
     ("codec", "count", "seconds", "least", "most"),
     [
@@ -403,7 +548,7 @@ def test_of_two_video_streams_the_best_is_read_counted_and_heard(tmp_path, first
     one, two = with_sound(tmp_path / "one.mp4"), with_sound(tmp_path / "two.mp4", first=first)
     info = video.probe(two)
     assert (info.height, info.width, info.num_frames, info.fps) == (24, 40, 9, 10)
-    assert video._count_frames(two) == 9
+    assert video._count_packets(two) == 9
     assert torch.equal(read_all(two), read_all(one))
     for path in (one, two):
         timing = video.SourceTiming((), path, Fraction(1, 2))

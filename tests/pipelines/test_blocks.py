@@ -13,7 +13,6 @@ from cogvideox_torchax.pipelines.layers import AttnProcessor
 from cogvideox_torchax.pipelines.sharding import CONTEXT, TENSOR, choose_parallelism
 from cogvideox_torchax.pipelines.transformer import TransformerStep, step_tensors
 from cogvideox_torchax.plan import hlo
-from cogvideox_torchax.runtime import layers
 from cogvideox_torchax.vae.tolerances import BFLOAT16_RMS_RATIO, relative_error, rms_error
 from tests import small_pipelines
 from tests.reference import compiled_plan
@@ -250,9 +249,9 @@ def tensors():
     )
 
 
-def test_by_tokens_four_exchanges_a_layer_are_all_that_travels(tensors, monkeypatch):
-    monkeypatch.setattr(layers, "_profiling", True)  # names each instruction after its layer
-    found = compiled_plan(shared("5b", "2x4 context").program, tensors)
+def test_by_tokens_four_exchanges_a_layer_are_all_that_travels(tensors, tmp_path):
+    with runtime.profiling(tmp_path):  # which names each instruction after its layer
+        found = compiled_plan(shared("5b", "2x4 context").program, tensors)
     own = -(-(TEXT + FRAMES * HEIGHT * WIDTH // 4) // 4) * 128 * 4
     in_blocks = [each for each in hlo.instructions(found.text) if "transformer_blocks" in each.scope]
     ((kind, exchanged),) = hlo.collectives(in_blocks).items()

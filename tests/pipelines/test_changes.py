@@ -194,7 +194,19 @@ TRANSFORMER_CHANGES = {
 """By what is changed: the change, and the words that name it."""
 
 RESNET = "decoder.up_blocks.0.resnets.0"
+
+
+def repeat_edges(model):
+    model.decoder.conv_in.pad_mode, model.decoder.conv_in.conv.padding = "replicate", (0, 0, 0)
+
+
+def set_an_epsilon(model):
+    model.get_submodule(RESNET).norm2.norm_layer.eps = 0.5
+
+
 VAE_CHANGES = {
+    "a setting: repeated edges": (repeat_edges, "decoder.conv_in has pad_mode='replicate'"),
+    "a setting: norms with unlike epsilons": (set_an_epsilon, f"{RESNET} has two kinds of norms"),
     "a hook on a norm": (hooked(f"{RESNET}.norm1"), f"{RESNET}.norm1 has a hook"),
     "a hook with keywords": (hooked(f"{RESNET}.conv2", with_kwargs=True), f"{RESNET}.conv2 has a hook"),
     "a hook before a convolution": (hooked_before("decoder.conv_out"), "decoder.conv_out has a hook"),
@@ -358,6 +370,21 @@ def test_a_lora_is_no_change():
 @pytest.fixture(scope="module")
 def model():
     return ported()
+
+
+def test_a_processors_call_that_takes_more_gets_it(model):
+    kind = transformer_classes.CogVideoXAttnProcessor2_0
+
+    def call(self, attn, hidden_states, *args, factor=1.0, image_rotary_emb=None, **options):
+        return original(
+            self, attn, hidden_states * factor, *args, image_rotary_emb=image_rotary_emb, **options
+        )
+
+    original = kind.__call__
+    with mock.patch.object(kind, "__call__", call):
+        expected, plain = (step(stock(), attention_kwargs=given) for given in ({"factor": 3.0}, None))
+        assert largest_error(expected, plain) > 1e-3
+        assert largest_error(step(model, attention_kwargs={"factor": 3.0}), expected) < 1e-5
 
 
 def test_a_forward_that_changes_an_attribute_runs_operation_by_operation_and_is_named_once(caplog):

@@ -84,6 +84,26 @@ def test_dtypes_are_asked_for_as_in_diffusers(in_three_dtypes, asked, wanted_nam
     assert tuple(runtime.dtype_name(part.dtype) for part in parts) == wanted_names
 
 
+@pytest.mark.parametrize("with_variant", ["transformer", "text_encoder", "vae"])
+@pytest.mark.parametrize("max_shard_size", ["10GB", "30KB"])
+def test_a_part_without_the_variant_is_loaded_without_it(
+    in_three_dtypes, tmp_path, with_variant, max_shard_size
+):
+    path = shutil.copytree(in_three_dtypes, tmp_path / "mixed")
+    pipe = runtime.without_torchax(small_pipelines.CLASSES["text"].from_pretrained, path)
+    for part in ("transformer", "text_encoder", "vae"):
+        for file in (path / part).glob("*.safetensors"):
+            file.unlink()
+        network = getattr(pipe, part).to(torch.float16 if part == with_variant else torch.bfloat16)
+        variant = "fp16" if part == with_variant else None
+        runtime.without_torchax(
+            network.save_pretrained, path / part, variant=variant, max_shard_size=max_shard_size
+        )
+    loaded = load_pipeline(path, variant="fp16", dtype="auto")
+    for part in ("transformer", "text_encoder", "vae"):
+        assert getattr(loaded, part).dtype == (torch.float16 if part == with_variant else torch.bfloat16)
+
+
 REFUSED = {
     "a dtype of no part": ({"dtype": {"transfomer": "float16"}}, "transfomer: its keys are text_encoder, tr"),
     "two names of a dtype": (
@@ -97,7 +117,7 @@ REFUSED = {
     "a tuple for a mesh": ({"mesh": (1, 2)}, "type tuple: make one with make_mesh"),
     "a name for a class": ({"pipeline_class": "CogVideoXPipeline"}, "give the class, not its name"),
     "a split without a mesh": ({"parallel": "context"}, "parallel='context': it is for a mesh"),
-    "a variant that is not there": ({"variant": "fp16"}, "has no"),
+    "a variant that is not there": ({"variant": "fp16"}, "has no weights of variant='fp16'"),
 }
 
 

@@ -17,16 +17,19 @@ from diffusers import (
     CogVideoXImageToVideoPipeline,
     CogVideoXPipeline,
     CogVideoXTransformer3DModel as DiffusersTransformer,
+    ContextParallelConfig,
     DDIMScheduler,
     DPMSolverMultistepScheduler,
 )
 from diffusers.models.autoencoders.vae import DecoderOutput
+from diffusers.pipelines.cogvideo import pipeline_cogvideox
 
 from cogvideox_torchax import make_mesh, port, runtime, upstream
 from cogvideox_torchax.pipelines import known, layers
 from cogvideox_torchax.pipelines.port import _check_image_channels
 from cogvideox_torchax.pipelines.scheduler import NonFiniteError, port_scheduler
 from cogvideox_torchax.pipelines.transformer import TransformerStep, step_tensors
+from cogvideox_torchax.runtime.stock import change_in
 from cogvideox_torchax.vae.tolerances import relative_error
 from examples.small_pipeline import SENTENCES
 from tests import small_pipelines
@@ -224,8 +227,26 @@ def test_gradients_of_the_transformer_are_refused_in_words(ported):
     tensors = [runtime.to_jax(torch.zeros(size)) for size in ((1, 2, 16, 4, 8), (1, 16, 32), (1,))]
     with torch.enable_grad():
         sample = ported.transformer(*tensors, return_dict=False)[0]
+        # A loop that is not in `no_grad` has results of networks, and of weights, as inputs.
+        ported.transformer(sample * ported.transformer.proj_out.bias.mean(), *tensors[1:])
         with pytest.raises(ValueError, match="no gradients"):
             sample.sum().backward()
+
+
+@pytest.mark.parametrize("wanted", [lambda x: x, lambda x: torch.cat([x * 2, x * 3], dim=1)])
+@pytest.mark.parametrize("position", [0, 1])
+def test_a_gradient_of_a_networks_input_is_refused_at_its_call_with_what_works(ported, wanted, position):
+    runtime.enable()
+    tensors = [runtime.to_jax(torch.zeros(size)) for size in ((1, 2, 16, 4, 8), (1, 16, 32), (1,))]
+    with torch.enable_grad():
+        tensors[position] = wanted(tensors[position].requires_grad_())
+        with pytest.raises(ValueError, match=r"in torch.no_grad\(\), and .* the VAE alone"):
+            ported.transformer(*tensors)
+
+
+def test_diffusers_parallelism_is_refused_by_name(ported):
+    with pytest.raises(ValueError, match="^transformer: enable_parallelism .* mesh=make_mesh"):
+        ported.transformer.enable_parallelism(config=ContextParallelConfig(ring_degree=2))
 
 
 def test_inputs_and_weights_in_two_places_are_refused_in_words(ported):
@@ -370,13 +391,43 @@ def test_options_of_a_call_are_compiled_in_and_only_the_last_ones_kept(ported):
 
 @pytest.mark.parametrize(
     ("size", "words"),
-    [({"height": 10}, "multiples of 4; try height=8, width=16"), ({"width": 18}, "height=8, width=16")],
+    [({"height": 10}, "multiples of 8; try height=8, width=16"), ({"width": 18}, "height=8, width=16")],
 )
 def test_a_size_that_no_patches_fit_is_refused_before_anything_runs(ported, size, words):
     compiled = ported.text_encoder.program.compilations
     with pytest.raises(ValueError, match=words):
         frames(ported, **size, max_sequence_length=9)
     assert ported.text_encoder.program.compilations == compiled
+
+
+@pytest.mark.parametrize("kind", ["text", "image"])
+def test_a_size_beyond_the_positions_of_1_5_is_refused_before_anything_is_compiled(kind):
+    pipe = pipeline(kind, "1.5", "one device")
+    words = "got height=16, width=24: .* at most height=8, width=16; try height=8, width=8"
+    with compilations() as counted, pytest.raises(ValueError, match=words):
+        frames(pipe, kind, height=16, width=24, max_sequence_length=9)
+    assert counted == []
+
+
+@pytest.mark.parametrize("owner", ["class", "object", "module"])
+def test_positions_of_a_users_own_reach_beyond_the_models_size(owner, monkeypatch):
+    module, name = pipeline_cogvideox, upstream.ROTARY_TABLES
+    stock = module.get_3d_rotary_pos_embed
+
+    def positions(*args, grid_size, **options):
+        return stock(*args, **{**options, "grid_size": grid_size, "max_size": grid_size})
+
+    def method(_pipe, height, width, num_frames, device):
+        sizes = {"grid_size": (height // 4, width // 4), "temporal_size": -(-num_frames // 2)}
+        return positions(16, crops_coords=None, grid_type="slice", device=device, **sizes)
+
+    results = []
+    for place in ("one device", None):
+        pipe = pipeline("text", "1.5", place)
+        entry = {"class": (CogVideoXPipeline, name, method), "module": (module, stock.__name__, positions)}
+        monkeypatch.setattr(*entry.get(owner, (pipe, name, functools.partial(method, pipe))), raising=False)
+        results.append(latents(pipe, height=16))
+    assert relative_error(*results) < TOLERANCE
 
 
 def of_parts(kind, of, version="5b"):
@@ -421,7 +472,7 @@ def test_channels_are_not_checked_where_anything_may_give_the_transformer_others
         pipe.__class__ = WithItsOwnLatents
         port(pipe)
     if changed == "stock forward":
-        upstream.is_patched(type(pipe.transformer))  # remembers the methods of now
+        change_in(pipe.transformer)  # remembers the methods of now
         monkeypatch.setattr(DiffusersTransformer, "forward", lambda *_: None)
     _check_image_channels(pipe, CogVideoXImageToVideoPipeline.__call__)
 

@@ -64,35 +64,108 @@ def test_attention_never_has_all_scores_in_memory(mask):
     assert max(sizes) < length * length
 
 
-def test_operations_before_attention_are_right_on_a_mesh():
-    """XLA's partitioner gets this rotation of a slice wrong if attention's split of heads reaches it."""
-    text, heads, channels = 16, 8, 16
-    draw = np.random.default_rng(0)
-    x = draw.standard_normal((2, 40, heads * channels)).astype("float32")
-    weights = draw.standard_normal((3, heads * channels, heads * channels)).astype("float32") / 11
-    angles = draw.standard_normal((24, channels)).astype("float32")
-
-    def rotated(x, cos, sin):
-        a, b = (x.reshape(*x.shape[:-1], -1, 2)[..., index] for index in (0, 1))
-        return x * cos + jnp.stack([-b, a], -1).reshape(x.shape) * sin
-
-    def compute(x, weights, cos, sin):
-        q, k, v = ((x @ w).reshape(2, 40, heads, channels).swapaxes(1, 2) for w in weights)
-        q, k = (y.at[:, :, text:].set(rotated(y[:, :, text:], cos, sin)) for y in (q, k))
-        return import_torchax().interop.jax_view(F.scaled_dot_product_attention)(q, k, v)
-
-    def compute_on_mesh(*args):
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return jax.lax.with_sharding_constraint(compute(*args), whole)
-
-    mesh = make_mesh(1, 8)
-    whole = NamedSharding(mesh, PartitionSpec())
-    args = x, weights, np.cos(angles), np.sin(angles)
-    expected = jax.jit(compute)(*args)
-    result = jax.jit(compute_on_mesh)(*jax.device_put(args, whole))
-    assert np.abs(np.asarray(result) - np.asarray(expected)).max() < 1e-5
+def rotated(x):
+    """Return `x` (..., S, D) rotated by pairs of channels, as a rotary embedding does."""
+    a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack([-b, a], -1).flatten(-2)
 
 
+TEXT = 2
+AFTER = torch.arange(TEXT, S)
+
+
+def slice_write(x):
+    x[:, :, TEXT:] = rotated(x[:, :, TEXT:])
+    return x
+
+
+def view_write(x):
+    x.transpose(1, 2)[:, TEXT:] = rotated(x[:, :, TEXT:]).transpose(1, 2)
+    return x
+
+
+def masked_write(x):
+    x[x > 0] = rotated(x).sum()
+    return x
+
+
+PARTIAL_WRITES = {
+    "a slice": slice_write,
+    "a slice through a view": view_write,
+    "a slice of channels": lambda x: (x[..., :4].copy_(rotated(x[..., :4])), x)[1],
+    "a slice of heads": lambda x: (x[:, 1:2].add_(rotated(x[:, 1:2])), x)[1],
+    "slice_scatter": lambda x: x.slice_scatter(rotated(x[:, :, TEXT:]), 2, TEXT),
+    "select_scatter": lambda x: x.select_scatter(rotated(x[:, :, TEXT]), 2, TEXT),
+    "index_copy_": lambda x: x.index_copy_(2, AFTER.to(x.device), rotated(x[:, :, TEXT:])),
+    "scatter_": lambda x: x.scatter_(
+        2, AFTER.to(x.device)[:, None].expand(N, H, -1, D), rotated(x[:, :, TEXT:])
+    ),
+    "a mask": masked_write,
+}
+PAIRS = torch.ones(S, S).tril(2).bool()
+KINDS = {
+    "no mask": F.scaled_dot_product_attention,
+    "causal": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+    "a mask of pairs": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, PAIRS.to(q.device)),
+    "a bias": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, PAIRS.to(q.device).to(q.dtype)),
+    "softmax": lambda q, k, v: (q @ k.transpose(-1, -2) / 4).softmax(-1) @ v,
+}
+
+
+@pytest.mark.usefixtures("torchax_off")
+@pytest.mark.parametrize("shape", [(2, 2), (1, 4)], ids=["2x2", "1x4"])
+@pytest.mark.parametrize(
+    ("write", "kind"),
+    [*((write, "softmax") for write in PARTIAL_WRITES), *(("a slice", kind) for kind in list(KINDS)[:-1])],
+)
+def test_a_write_into_a_part_is_right_on_a_mesh_whatever_attends_to_it(write, kind, shape):
+    def compute(x, *weights):
+        q, k, v = ((x @ weight).view(N, S, H, D).transpose(1, 2) for weight in weights)
+        return KINDS[kind](PARTIAL_WRITES[write](q), PARTIAL_WRITES[write](k), v)
+
+    args = drawn(N, S, H * D), *(drawn(H * D, H * D) / 8 for _ in range(3))
+    mesh = make_mesh(*shape, devices=jax.devices()[:4])
+    whole, by_columns = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), (None, "tp")))
+    arrays = [jax.device_put(each.numpy(), by_columns if i else whole) for i, each in enumerate(args)]
+    program = jax.jit(import_torchax().interop.jax_view(compute), out_shardings=whole)
+    with runtime.active(), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        result = program(*arrays)
+    assert np.abs(np.asarray(result) - compute(*args).numpy()).max() < 1e-4
+
+
+def test_the_smallest_program_that_xla_gets_wrong_is_right_here():
+    """XLA writes in place here, and then reads what it has written (openxla/xla#49176; no mesh is needed).
+
+    base = x + 1; update = reverse(base[1:], dimensions={1})
+    ROOT reshape(dynamic-update-slice(base, update, 1, 0))
+    """
+
+    def compute(x):
+        base = x + 1
+        base[1:] = base[1:].flip(1)
+        return base.reshape(1, 8, 16)
+
+    x = drawn(8, 16)
+    expected = runtime.without_torchax(compute, x)
+    with runtime.active():
+        assert torch.equal(runtime.to_torch(in_a_program(compute, runtime.to_jax(x))), expected)
+
+
+LIKE = drawn(2, 3, 4, 5)
+ORDERS = {
+    "permuted": lambda x: x.permute(0, 2, 1, 3),
+    "computed": lambda x: torch.sin(x.permute(0, 2, 1, 3)) * 2 + 1,
+    "expanded": lambda x: x[:, :1].expand(2, 3, 4, 5),
+    "a slice of a view": lambda x: x.transpose(1, 3)[:, 1:],
+    "a copy": lambda x: x.permute(0, 2, 1, 3).contiguous(),
+}
+FILLS = {
+    "randn_like": torch.randn_like,
+    "rand_like": torch.rand_like,
+    "randint_like": lambda x: torch.randint_like(x, 9),
+    "normal_": lambda x: torch.empty_like(x).normal_(),
+    "uniform_": lambda x: torch.zeros_like(x).uniform_(),
+}
 DRAWS = {
     "randn": lambda device: torch.randn(2, 3, device=device),
     "randn of a list": lambda device: torch.randn([2, 3], device=device, dtype=torch.bfloat16),
@@ -102,6 +175,28 @@ DRAWS = {
     "rand_like": lambda device: torch.rand_like(torch.ones(2, 3).to(device)),
     "normal_": lambda device: torch.zeros(2, 3).to(device).normal_(),
     "uniform_": lambda device: torch.zeros(2, 3).to(device).uniform_(1, 2),
+    **{
+        f"{name} of {order}": lambda device, fill=fill, change=change: fill(change(LIKE.clone().to(device)))
+        for name, fill in FILLS.items()
+        for order, change in ORDERS.items()
+    },
+    "a permuted tensor of the host": lambda device: torch.randn_like(LIKE.permute(0, 2, 1, 3).to(device)),
+    "a mean": lambda device: torch.normal(torch.zeros(3).to(device), 2.0),
+    "a deviation": lambda device: torch.normal(1.0, torch.ones(3).to(device)),
+    "both": lambda device: torch.normal(torch.ones(20).to(device), torch.ones(20).to(device)),
+    "numbers and a size": lambda device: torch.normal(-3.0, 0.5, size=(1,), device=device),
+    "random_": lambda device: torch.zeros(30).to(device).random_(0, 100),
+    "randperm": lambda device: torch.randperm(30, device=device).int(),
+    "multinomial": lambda device: torch.multinomial(torch.arange(10.0).to(device), 5).int(),
+    "bernoulli": lambda device: torch.bernoulli(torch.full((30,), 0.3).to(device)),
+    "bernoulli_": lambda device: torch.zeros(30).to(device).bernoulli_(0.3),
+    "poisson": lambda device: torch.poisson(torch.full((30,), 3.0).to(device)),
+    "exponential_": lambda device: torch.zeros(30).to(device).exponential_(2.0),
+    "cauchy_": lambda device: torch.zeros(30).to(device).cauchy_(),
+    "log_normal_": lambda device: torch.zeros(30).to(device).log_normal_(),
+    "geometric_": lambda device: torch.zeros(30).to(device).geometric_(0.3),
+    "dropout": lambda device: F.dropout(torch.ones(30).to(device), 0.5),
+    "a distribution": lambda device: torch.distributions.Beta(*torch.ones(2, 3).to(device)).sample(),
     "a generator": lambda device: torch.randn(3, generator=torch.Generator().manual_seed(5), device=device),
 }
 
@@ -115,6 +210,22 @@ def test_random_numbers_follow_torchs_seed(draw):
     with runtime.active():
         results = [draw("jax"), draw("jax")]
     assert all(torch.equal(runtime.to_torch(got), want) for got, want in zip(results, expected, strict=True))
+
+
+def test_no_random_numbers_are_torchaxs_own():
+    table = import_torchax().ops.ops_registry.all_aten_ops
+    seeded = torch.Tag.nondeterministic_seeded
+    draws = [each for each in table if seeded in getattr(each, "tags", ())]
+    torchaxs = [each.name() for each in draws if table[each].func.__module__.startswith("torchax")]
+    assert len(draws) > 60
+    assert torchaxs == []
+
+
+def test_dtypes_of_64_bits_bring_no_warning():
+    with runtime.active():  # a warning is an error in tests
+        x = torch.full((2,), 3, dtype=torch.long, device="jax").long().double()
+        assert x.tolist() == [3, 3]
+        assert (x.max(0)[1].item(), x.argmax().item(), F.one_hot(x.long()).sum().item()) == (0, 0, 2)
 
 
 SCALINGS = {

@@ -120,7 +120,7 @@ class CausalConv3d(OnColumns, diffusers_vae.CogVideoXCausalConv3d):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Convolve; return the result and the next cache, which is None for one tap of time."""
         if not runs_kernel(self, inputs):
-            return super().forward(inputs, conv_cache)
+            return super().forward(inputs, conv_cache)  # pyright: ignore[reportReturnType]
         return _on_block(blocks.causal_conv, self, inputs, conv_cache)
 
 
@@ -231,11 +231,10 @@ class CogVideoXDecoder3D(OnColumns, diffusers_vae.CogVideoXDecoder3D):
                 run_block = functools.partial(self._gradient_checkpointing_func, block)  # pyright: ignore
             # diffusers' function for checkpointing takes no keywords: (hidden, temb, zq, conv_cache).
             hidden, new_cache[name] = run_block(hidden, temb, sample, cache.get(name))
-        conv_cache = cache.get("conv_out")
         y, out_cache, _moments = torch_view(blocks.normed_conv)(
             _params(self.norm_out),
             _params(self.conv_out),
-            *(None if x is None else _channels_last(x) for x in (hidden, sample, conv_cache)),
+            *tree_map_only(torch.Tensor, _channels_last, (hidden, sample, cache.get("conv_out"))),
             **_norm_options(self.norm_out),
             split=self.split,
         )

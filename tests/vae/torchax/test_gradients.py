@@ -1,13 +1,17 @@
 """Gradients through the port, and of the Flax build: those of stock diffusers in PyTorch."""
 
 import copy
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from diffusers.training_utils import EMAModel
 from flax import nnx
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from cogvideox_torchax import port, runtime
 from cogvideox_torchax.vae.nnx import weights
@@ -227,3 +231,98 @@ def test_what_is_on_the_host_stays_the_same_parameters_and_gradients_move_along(
     moved = port_to_eight(vae).to("jax").encoder.conv_out.conv.bias.grad
     assert runtime.on_jax(moved)
     assert torch.equal(runtime.to_torch(moved), want)
+
+
+WRITES_OF_DATA = {
+    "mul_": lambda weight: weight.data.mul_(2),
+    "copy_": lambda weight: weight.data.copy_(torch.ones_like(weight)),
+    "clamp_": lambda weight: weight.data.clamp_(0, 1),
+    "zero_": lambda weight: weight.data.zero_(),
+    "add_": lambda weight: weight.data.add_(weight.data, alpha=0.5),
+    "a slice": lambda weight: weight.data[1:].mul_(3),
+    "new data": lambda weight: setattr(weight, "data", weight.data * 3),
+}
+
+
+@pytest.mark.parametrize("write", WRITES_OF_DATA.values(), ids=WRITES_OF_DATA)
+def test_a_write_into_the_data_of_a_trained_weight_is_as_in_pytorch(write, caplog):
+    weights = [nn.Parameter(LATENTS), nn.Parameter(runtime.to_jax(LATENTS))]
+    runtime.without_torchax(write, weights[0])
+    with runtime.active():
+        write(weights[1])
+    assert weights[1].requires_grad
+    assert torch.equal(runtime.to_torch(weights[1].detach()), weights[0].detach())
+    assert not caplog.records
+
+
+def averaged_by_diffusers(weights, step):
+    ema = EMAModel(weights, decay=0.5)
+    for _ in range(2):
+        step()
+        ema.step(weights)
+    ema.copy_to(weights)
+
+
+def averaged_by_torch(weights, step):
+    module = nn.ParameterList(weights)
+    ema = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    for _ in range(2):
+        step()
+        ema.update_parameters(module)
+    for weight, average in zip(weights, ema.module, strict=True):
+        weight.data.copy_(average)
+
+
+def only_stepped(weights, step):
+    step()
+    step()
+
+
+TRAININGS = {
+    "Adam foreach": (functools.partial(torch.optim.Adam, foreach=True), averaged_by_diffusers),
+    "AdamW fused": (functools.partial(torch.optim.AdamW, fused=True, amsgrad=True), averaged_by_torch),
+    "SGD fused": (functools.partial(torch.optim.SGD, fused=True, momentum=0.9, dampening=0.1), only_stepped),
+    "SGD fused, no momentum": (functools.partial(torch.optim.SGD, fused=True), only_stepped),
+    "Adagrad fused": (functools.partial(torch.optim.Adagrad, fused=True), only_stepped),
+}
+
+
+@pytest.mark.parametrize(("optimizer", "train"), TRAININGS.values(), ids=TRAININGS)
+def test_optimizers_and_averages_are_as_in_pytorch(optimizer, train):
+    def trained(weights):
+        steps = optimizer(weights, lr=0.1)
+        for weight in weights:
+            weight.grad = weight.detach().sin()
+        train(weights, steps.step)
+        return [weight.detach() for weight in weights]
+
+    plain = [LATENTS, VIDEO[0, 0, :3]]
+    expected = runtime.without_torchax(trained, [nn.Parameter(each.clone()) for each in plain])
+    with runtime.active():
+        results = trained([nn.Parameter(runtime.to_jax(each)) for each in plain])
+    for result, want in zip(results, expected, strict=True):
+        assert reference.largest_error(runtime.to_torch(result), want) < 1e-5
+
+
+COMPOSED = {
+    "clamp": lambda x: x.clamp(0, 1),
+    "clip": lambda x: x.clip(min=0),
+    "where": lambda x: torch.where(x > 0, x, 0.0),
+    "prod": lambda x: x.prod(0),
+}
+
+
+@pytest.mark.parametrize("on", ["cpu", "jax"])
+@pytest.mark.parametrize("function", COMPOSED.values(), ids=COMPOSED)
+def test_gradients_that_torch_composes_are_pytorchs_while_torchax_is_on(function, on):
+    def gradient(x):
+        leaf = x.detach().requires_grad_()
+        function(leaf).sum().backward()
+        return leaf.grad
+
+    x = LATENTS[0, :3, 0]
+    expected = runtime.without_torchax(gradient, x)
+    with runtime.active():
+        result = gradient(x.to(on))
+    assert runtime.on_jax(result) == (on == "jax")
+    assert reference.largest_error(runtime.to_torch(result), expected) < 1e-6
