@@ -20,7 +20,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
-from cogvideox_torchax.runtime.bridge import PLAIN, array_of, on_jax
+from cogvideox_torchax.runtime.host import PLAIN, on_jax
 from cogvideox_torchax.runtime.user_checks import without_jax_checks
 from cogvideox_torchax.upstream import is_traced
 
@@ -212,7 +212,7 @@ def share_views(torchax: Any) -> None:
             sources = _tensors_in(args, options)
             # A program draws no random numbers, so that the order of its tensors' memory does not matter.
             if all(map(_is_contiguous, sources)) or any(
-                map(is_traced, map(array_of, filter(on_jax, sources)))
+                is_traced(source.jax()) for source in sources if on_jax(source)
             ):
                 return
             if func is torch.Tensor.to:

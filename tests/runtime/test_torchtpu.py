@@ -13,7 +13,7 @@ import torch._dynamo
 from torch._dynamo.backends.debugging import aot_eager
 
 from cogvideox_torchax import port, runtime, upstream
-from cogvideox_torchax.runtime import bridge, torchtpu
+from cogvideox_torchax.runtime import bridge, host, torchtpu
 from cogvideox_torchax.vae.axes import HWNTC
 from cogvideox_torchax.vae.directions import DECODE
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
@@ -34,8 +34,8 @@ def jax_op(name, function):
     compiled = jax.jit(function)
 
     def run(tensors: collections.abc.Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        arrays = compiled([jnp.array(bridge.host_array(tensor)) for tensor in tensors])
-        return [bridge.plain_tensor(np.array(array)) for array in arrays]
+        arrays = compiled([jnp.array(host.host_array(tensor)) for tensor in tensors])
+        return [host.plain_tensor(np.array(array)) for array in arrays]
 
     def fake(tensors):
         if any(isinstance(size, torch.SymInt) for tensor in tensors for size in tensor.shape):
