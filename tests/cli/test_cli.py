@@ -401,7 +401,7 @@ WRONG = {
     "no clip in a directory": (
         lambda: Path("films").mkdir(),
         ("encode", "films", "-o", "new"),
-        "films names no clips: a video ends in .avi",
+        "films names no clips: a video ends in .3g2",
     ),
     "an unwritable output": (lambda: None, (*DECODE[:3], "/proc/none/a.mp4"), "there is no directory"),
     "a name in another alphabet": (
