@@ -46,6 +46,7 @@ def _patched_torchax() -> Any:
             import torchax.interop
             import torchax.ops.jaten
             import torchax.ops.jtorch
+            import torchax.ops.mappings
             import torchax.ops.ops_registry
             import torchax.view
     except (ImportError, RuntimeError, AttributeError) as error:
@@ -77,7 +78,7 @@ def _patched_torchax() -> Any:
     mappings.t2j_dtype = lambda dtype: dtypes.canonicalize_dtype(jax_dtype(dtype))
     if dtypes.canonicalize_dtype("int64") == "int32":
         for module in (torchax.ops.jaten, torchax.ops.jtorch):
-            module.jnp = SimpleNamespace(**vars(module.jnp) | {"int64": module.jnp.int32})
+            vars(module)["jnp"] = SimpleNamespace(**vars(module.jnp) | {"int64": module.jnp.int32})
     share_views(torchax)  # a write into a view changes the tensor that it is a view of
     with jax_checks_off():
         # Make torchax's environment now: it makes a key for random numbers, which a user's checks refuse.

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from torch.nn import functional as F
-from torch.optim import adagrad, adam, sgd
+from torch.optim.adagrad import adagrad
+from torch.optim.adam import adam
+from torch.optim.sgd import sgd
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
@@ -40,10 +42,10 @@ Left out is `rrelu`, which neither torchax nor this module has: its error names 
 
 
 FUSED = {
-    "_fused_adam_": (adam.adam, {}),
-    "_fused_adamw_": (adam.adam, {"decoupled_weight_decay": True}),
-    "_fused_adagrad_": (adagrad.adagrad, {}),
-    "_fused_sgd_": (sgd.sgd, {}),
+    "_fused_adam_": (adam, {}),
+    "_fused_adamw_": (adam, {"decoupled_weight_decay": True}),
+    "_fused_adagrad_": (adagrad, {}),
+    "_fused_sgd_": (sgd, {}),
 }
 """torch's operators of `fused=True`, each with the function and options that compute the same step."""
 
@@ -123,11 +125,11 @@ def _unfused(
         parameters: Any, gradients: Any, *states: Any, is_first_step: bool | None = None, **options: Any
     ) -> None:
         if is_first_step is None:  # not SGD: the last list is the numbers of steps, which are counted already
-            torch._foreach_sub_(states[-1], 1)
+            torch._foreach_sub_(states[-1], 1)  # pyright: ignore[reportPrivateImportUsage]
         elif not states[0]:
             states = ([None] * len(parameters),)
         elif is_first_step:  # the momenta have no values yet
-            torch._foreach_zero_(states[0])
+            torch._foreach_zero_(states[0])  # pyright: ignore[reportPrivateImportUsage]
             options["dampening"] = 0.0
         with active():  # also for functions such as `item`, which are no operators
             update(parameters, gradients, *states, foreach=True, **options, **others)

@@ -22,7 +22,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from cogvideox_torchax.runtime.host import PLAIN, on_jax
 from cogvideox_torchax.runtime.user_checks import without_jax_checks
-from cogvideox_torchax.upstream import is_traced
+from cogvideox_torchax.upstream import array_in, is_traced
 
 STORAGE, LAYOUT, ARRAY = "_storage", "_layout", "_array"
 """Attributes of a torchax tensor: its `_Storage`, its layout, and its array."""
@@ -169,7 +169,7 @@ def share_views(torchax: Any) -> None:
         attributes = vars(self)
         old = attributes.get(ARRAY)
         attributes[ARRAY] = array if old is None or old is array else written(array)
-        if STORAGE not in attributes or old is array:
+        if STORAGE not in attributes or old is None or old is array:
             return
         if (old.shape, old.dtype) == (array.shape, array.dtype):
             attributes[STORAGE].write(self)
@@ -212,7 +212,7 @@ def share_views(torchax: Any) -> None:
             sources = _tensors_in(args, options)
             # A program draws no random numbers, so that the order of its tensors' memory does not matter.
             if all(map(_is_contiguous, sources)) or any(
-                is_traced(source.jax()) for source in sources if on_jax(source)
+                is_traced(array_in(source)) for source in sources if on_jax(source)
             ):
                 return
             if func is torch.Tensor.to:
