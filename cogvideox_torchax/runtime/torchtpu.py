@@ -20,7 +20,6 @@ from cogvideox_torchax import upstream
 from cogvideox_torchax.runtime import bridge
 from cogvideox_torchax.runtime.skeleton import skeleton
 from cogvideox_torchax.runtime.weights import named_tensors
-from jax_kernels.norm_conv3d import tpu as kernel
 
 Trees = dict[tuple[Any, ...], Any]
 """The structures of the results of a flat function, by the `shapes_of` of its arguments."""
@@ -100,7 +99,6 @@ def shapes_of(arrays: Sequence[Any]) -> tuple[Any, ...]:
 @functools.cache
 def _operation(function: Callable[..., Any], structure: Any, constants: tuple[Any, ...]) -> tuple[Any, Trees]:
     """Return torch's operation that computes a JAX function, and the structures of its results."""
-    kernel.IN_PLACE = False  # TorchTPU donates no inputs, so a kernel may not write into one
     flat, trees = _flattened(function, structure, constants)
     # TorchTPU keeps compiled programs on disk by this name, so it must be the same in every process.
     # Python's `hash` is not.
