@@ -22,7 +22,7 @@ from cogvideox_torchax.plan import chips, jobs, networks
 from cogvideox_torchax.plan.programs import Work
 from cogvideox_torchax.vae.directions import DECODE, ENCODE
 
-BOUNDS = {"xla_mosaic_on_device_checks": "bounds"}
+BOUNDS: dict[str, str | bool] = {"xla_mosaic_on_device_checks": "bounds"}
 """The compiler's option by which a kernel checks the bounds of its accesses."""
 
 Kernels = dict[tuple[str, ...], tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]]

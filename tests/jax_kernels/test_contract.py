@@ -406,7 +406,9 @@ LAYERS = [
 """The published layers that have a Pallas kernel, but for `norm_conv3d`; of frames a band."""
 
 
-@pytest.mark.parametrize(("name", "shapes", "options"), LAYERS)
+@pytest.mark.parametrize(
+    ("name", "shapes", "options"), LAYERS, ids=[f"{name} of {shapes[0]}" for name, shapes, _ in LAYERS]
+)
 @pytest.mark.slow
 def test_a_published_layer_in_128_lanes_is_the_reference(name, shapes, options):
     case = replace(CASES[name], shapes=shapes, options=CASES[name].options | options)

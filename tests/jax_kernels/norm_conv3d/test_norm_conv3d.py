@@ -66,7 +66,7 @@ CASES = {
     "eight frames, a ragged row": ((1, 8, 4, 26, 16), 16, 2, True, True),
     "eight frames, two chunks": ((1, 8, 4, 88, 16), 16, 2, True, True),
     "eight frames, one tile to two, two chunks": ((1, 8, 4, 80, 16), 32, 2, True, True),
-    "two frames, blocks filled": ((1, 2, 4, 96, 16), 16, None, True, False),
+    "two frames, blocks filled": ((1, 2, 6, 96, 16), 16, None, True, False),
     "four frames, blocks filled": ((1, 4, 4, 48, 16), 16, 2, True, True),
     "two videos, two tiles of channels to one": ((2, 8, 2, 24, 32), 16, 2, True, False),
     "four frames, one tile to two": ((1, 4, 4, 52, 16), 32, 2, True, True),
