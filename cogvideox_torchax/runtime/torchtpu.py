@@ -9,6 +9,7 @@ operation is made, and kept, for each function with each structure of arguments 
 
 import functools
 import hashlib
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -99,7 +100,9 @@ def shapes_of(arrays: Sequence[Any]) -> tuple[Any, ...]:
 @functools.cache
 def _operation(function: Callable[..., Any], structure: Any, constants: tuple[Any, ...]) -> tuple[Any, Trees]:
     """Return torch's operation that computes a JAX function, and the structures of its results."""
-    flat, trees = _flattened(function, structure, constants)
+    # TorchTPU donates no inputs, so a kernel may not write into one.
+    options = {"in_place": False} if "in_place" in inspect.signature(function).parameters else {}
+    flat, trees = _flattened(functools.partial(function, **options), structure, constants)
     # TorchTPU keeps compiled programs on disk by this name, so it must be the same in every process.
     # Python's `hash` is not.
     digest = hashlib.sha256(repr((structure, constants)).encode()).hexdigest()[:16]

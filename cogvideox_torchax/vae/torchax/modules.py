@@ -30,7 +30,6 @@ from torch import nn
 
 import jax_kernels
 from cogvideox_torchax.runtime import on_accelerator, torch_view
-from cogvideox_torchax.runtime.bridge import on_tpu
 from cogvideox_torchax.runtime.layers import as_layer, by_kernel, is_watched
 from cogvideox_torchax.upstream import is_patched
 from cogvideox_torchax.vae.chunks import first_frame_is_alone
@@ -321,7 +320,6 @@ def _fused_norm_conv(
         first_frame_alone=first_frame_is_alone(hidden.shape[2]),
         residual=None if residual is None else _channels_last(residual),
         split=causal.split,
-        in_place=not on_tpu(hidden),  # TorchTPU donates no inputs, so a kernel may not write into one
     )
     return _channels_first(y), None if new_cache is None else _channels_first(new_cache), new_moments
 
