@@ -40,8 +40,10 @@ def works(topology: str) -> Iterator[tuple[Work, Any]]:
             yield from ((work, mesh) for work in jobs.chunk_works(vae, job, mesh))
     for model in networks.TRANSFORMERS:
         frames, height, width = (21, 96, 170) if model == "1.5-5b" else (13, 60, 90)
-        size = {"frames": frames, "height": height, "width": width}
-        yield networks.step_work(model, torch.bfloat16, alone, None, **size), alone
+        step = networks.step_work(
+            model, torch.bfloat16, alone, None, frames=frames, height=height, width=width
+        )
+        yield step, alone
 
 
 def traced_kernels(topology: str) -> Kernels:
