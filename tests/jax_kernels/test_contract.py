@@ -440,7 +440,7 @@ def rounded_otherwise(number, dtype):
     if number == "pack_elementwise":  # to the nearest; of two equally near, it is not said to which
 
         def away_from_zero(x):
-            return jax.lax.bitcast_convert_type(x, jnp.uint32) + 0x8000 & 0xFFFF0000
+            return (jax.lax.bitcast_convert_type(x, jnp.uint32) + 0x8000) >> 16 << 16
 
         return mock.patch.object(reference, "rounded_bits", away_from_zero)
     primitive, error = getattr(jax.lax, f"{number}_p"), ERRORS[number][dtype] * 2.0**-23
