@@ -22,7 +22,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from cogvideox_torchax.runtime.host import PLAIN, on_jax
 from cogvideox_torchax.runtime.user_checks import without_jax_checks
-from cogvideox_torchax.upstream import array_in, is_traced
+from cogvideox_torchax.upstream import is_traced
 
 STORAGE, LAYOUT, ARRAY = "_storage", "_layout", "_array"
 """Attributes of a torchax tensor: its `_Storage`, its layout, and its array."""
@@ -209,10 +209,10 @@ def share_views(torchax: Any) -> None:
     def keep_strides(func: Any, args: Any, options: dict[str, Any], results: Any) -> None:
         """Give the new tensors that an operation returns the strides that PyTorch gives them."""
         with no_dispatch(), torch._C.DisableTorchFunction():
-            sources = _tensors_in(args, options)
+            sources: list[Any] = _tensors_in(args, options)
             # A program draws no random numbers, so that the order of its tensors' memory does not matter.
             if all(map(_is_contiguous, sources)) or any(
-                is_traced(array_in(source)) for source in sources if on_jax(source)
+                is_traced(source.jax()) for source in sources if on_jax(source)
             ):
                 return
             if func is torch.Tensor.to:
