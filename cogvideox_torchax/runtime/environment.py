@@ -75,7 +75,7 @@ def _patched_torchax() -> Any:
     replace_functions(registry, active)
     # JAX warns of each dtype of 64 bits that it is asked for, and takes 32. So torchax asks for 32.
     mappings, jax_dtype = torchax.ops.mappings, torchax.ops.mappings.t2j_dtype
-    mappings.t2j_dtype = lambda dtype: dtypes.canonicalize_dtype(jax_dtype(dtype))
+    vars(mappings)["t2j_dtype"] = lambda dtype: dtypes.canonicalize_dtype(jax_dtype(dtype))
     if dtypes.canonicalize_dtype("int64") == "int32":
         for module in (torchax.ops.jaten, torchax.ops.jtorch):
             vars(module)["jnp"] = SimpleNamespace(**vars(module.jnp) | {"int64": module.jnp.int32})
