@@ -209,7 +209,7 @@ def share_views(torchax: Any) -> None:
     def keep_strides(func: Any, args: Any, options: dict[str, Any], results: Any) -> None:
         """Give the new tensors that an operation returns the strides that PyTorch gives them."""
         with no_dispatch(), torch._C.DisableTorchFunction():
-            sources = _tensors_in(args, options)
+            sources: list[Any] = _tensors_in(args, options)
             # A program draws no random numbers, so that the order of its tensors' memory does not matter.
             if all(map(_is_contiguous, sources)) or any(
                 is_traced(source.jax()) for source in sources if on_jax(source)
