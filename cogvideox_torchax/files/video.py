@@ -41,14 +41,12 @@ MOVING = {".avif": b"avis", ".webp": b"ANIM"}
 ONE_EACH = ("av1", "h264", "hevc", "vp9")
 """Codecs of which each packet is a frame, from the first frame that is shown on."""
 
+# FFmpeg's names of the formats of pictures. A file in one of them is one frame, whatever follows in it.
 PICTURE = re.compile(r"image2|\w+_pipe")
-"""FFmpeg's names of the formats of pictures. A file in one of them is one frame, whatever follows in it."""
+# FFmpeg's names of formats that announce how long a video is, and not how many frames it has.
 DURATION_IN_HEADER = ("flv", "matroska,webm", "mxf")
-"""FFmpeg's names of formats that announce how long a video is, and not how many frames it has."""
-CUT = Fraction(1, 4)
-"""Seconds by which a file is shorter than it announces, at least, if it is cut off."""
+# By its number in ITU-T H.273: the transfer function of a video of high dynamic range.
 HDR = {16: "PQ", 18: "HLG"}
-"""By its number in ITU-T H.273: the transfer function of a video of high dynamic range."""
 
 RATE = re.compile(r"[0-9]{1,10}(\.[0-9]{1,10})?(/[0-9]{1,10})?")
 """A frame rate as text. Exponents are not allowed: a short one makes a number that fills memory."""
@@ -265,7 +263,7 @@ def probe(source: Source, at_most: int | None = None) -> VideoInfo:
             seconds, end = container.duration / 1e6, _end(source)
             # The last frame may have no duration, or have been held for longer than others.
             longest = max((b - a for a, b in itertools.pairwise(ticks)), default=math.inf)
-            if seconds - end > max(CUT, 2 * longest * stream.time_base):
+            if seconds - end > max(0.25, 2 * longest * stream.time_base):
                 raise VideoError(
                     f"{path} is truncated: {seconds:.6g} s are announced, {float(end):.6g} s are there"
                 )
@@ -289,8 +287,8 @@ def probe(source: Source, at_most: int | None = None) -> VideoInfo:
         times = tuple((pts - ticks[0]) * stream.time_base for pts in ticks) if _is_ascending(ticks) else ()
         if first.color_trc in HDR:
             logger.warning(
-                "%s is HDR video (%s): its colors are taken as they are stored, and look pale; convert it to SDR "
-                "for true ones",
+                "%s is HDR video (%s): its colors are taken as stored, without tone mapping, and look "
+                "pale; convert it to SDR for true ones",
                 path,
                 HDR[first.color_trc],
             )
@@ -327,7 +325,7 @@ def _rate(info: VideoInfo, announced: tuple[Fraction | None, ...]) -> Fraction:
 
 
 def _end(source: Source) -> Fraction:
-    """Return when the last packet of all streams ends, in seconds."""
+    # Of the last packet of all streams, in seconds.
     with _opened(source) as (container, _):
         timed = (packet for packet in container.demux() if packet.pts is not None)
         return max((each.pts + (each.duration or 0)) * each.time_base for each in timed)
