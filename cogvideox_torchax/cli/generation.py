@@ -65,7 +65,7 @@ def check(request: stages.Request, model: Model) -> None:
     if request.image is not None:
         video.read_image(request.image)  # only for its error: the image is read again when it is used
     if request.video is not None:
-        num_frames = video.probe(request.video).num_frames
+        num_frames = video.probe(request.video, request.frames).num_frames
         if num_frames < request.frames:
             raise RequestError(
                 f"{request.video} has {num_frames} frames, {request.frames} are wanted: pass --frames"
