@@ -1,6 +1,8 @@
 # make demo    the main job: a real clip to latents and back; pictures in out/, and a table
 # make test    the tests, without those marked slow: some minutes on two cores
 # make test-all    the slow ones too; of builds, meshes, lengths and caches some pairs, not their whole products
+# make test-product    what those products have besides: hours on two cores
+# make test-mosaic    compiles the published models' kernels for TPUS, by the libtpu of LIBTPU: minutes a topology
 # make lint    ruff and pyright
 # make docs    the site, in out/site; a dead link fails
 # make test-versions    a part of the tests with the lowest and the newest versions of other packages
@@ -13,8 +15,10 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check install --constr
 export JAX_PLATFORMS ?= cpu
 
 SETS ?= lowest newest
+LIBTPU ?= 0.0.42.1
+TPUS ?= v5e:2x4 v5p:2x2x2 v6e:2x4 tpu7x:2x2x1
 
-.PHONY: demo test test-all lint docs test-versions format clean
+.PHONY: demo test test-all test-product test-mosaic lint docs test-versions format clean
 
 demo: $(VENV)/demo.done
 	$(BIN)/cogvideox-torchax demo
@@ -24,6 +28,14 @@ test: $(VENV)/test.done
 
 test-all: $(VENV)/test.done
 	$(BIN)/python -m pytest -m "not product"
+
+test-product: $(VENV)/test.done
+	$(BIN)/python -m pytest -m product
+
+# It leaves the virtual environment with another libtpu than constraints.txt names.
+test-mosaic: $(VENV)/test.done
+	$(BIN)/python -m pip install --quiet libtpu==$(LIBTPU)
+	PYTHONPATH=. $(BIN)/python scripts/compile_kernels.py $(TPUS)
 
 lint: $(VENV)/test.done
 	$(BIN)/ruff check .

@@ -33,7 +33,7 @@ from pydantic import BaseModel, Field
 
 from cogvideox_torchax import load_pipeline, make_mesh, runtime, save_video
 from cogvideox_torchax.dataset import Bucket
-from cogvideox_torchax.pipelines import generate as generation
+from cogvideox_torchax.pipelines import description
 
 KEPT = 16
 """Number of finished videos that are kept: a new request deletes the oldest ones."""
@@ -268,9 +268,9 @@ def main() -> None:
     try:
         sizes = {size: astuple(Bucket.parse(size)) for size in args.sizes}
         mesh = make_mesh(args.dp, args.tp)
-        model = generation.describe(args.model, image=False, clip=False)
+        model = description.describe(args.model, image=False, clip=False)
         for size in sizes.values():  # before minutes of loading
-            generation.check_size(model, *size)
+            description.check_size(model, *size)
         pipe = load_pipeline(args.model, mesh=mesh)
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")

@@ -2,9 +2,11 @@
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import itertools
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKLCogVideoX
+from jax._src.interpreters import mlir as mlir_rules
 from jax._src.pallas.mosaic.primitives import pack_elementwise_p
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -25,7 +28,6 @@ from cogvideox_torchax.vae.nnx.autoencoder import compiled
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE
 from cogvideox_torchax.vae.torchax.networks import chunk_network
 from jax_kernels.common import dispatch, tiles
-from jax_kernels.norm_conv3d import tpu
 
 SMALL = {
     "block_out_channels": (8, 8, 16),
@@ -238,28 +240,91 @@ def as_on_a_tpu():
         yield patch
 
 
+CORES = 1
+"""Cores of the TPU that `tpu_interpreter` interprets; slow tests of kernels have two."""
+
+
+@contextlib.contextmanager
+def tpu_interpreter():
+    """Interpret Pallas kernels with a TPU's memory; no core may race with another.
+
+    Steps along parallel axes come in a random order, and `CORES` cores share them.
+    """
+    module, states = sys.modules[pltpu.reset_tpu_interpret_mode_state.__module__], []
+    make_state = module.RaceDetectionState
+    cores = {"num_cores_or_threads": CORES} if CORES > 1 else {}
+    # This seed reverses axes of two steps and of three, and mixes longer ones.
+    options = pltpu.InterpretParams(detect_races=True, random_seed=64, **cores)
+    with pytest.MonkeyPatch.context() as patch, pltpu.force_tpu_interpret_mode(options):
+        # Each kernel has a state of its own.
+        patch.setattr(
+            module, "RaceDetectionState", lambda **given: states.append(make_state(**given)) or states[-1]
+        )
+        try:
+            yield
+            jax.effects_barrier()  # kernels run in the background
+        finally:
+            pltpu.reset_tpu_interpret_mode_state()  # which a kernel that failed leaves behind
+    assert not any(state.races_found for state in states), "a race: see what was printed"
+
+
 @contextlib.contextmanager
 def interpreted_kernels(*, lanes=16, large=1, on_mesh=False):
     """Run ops as on a TPU, their Pallas kernels interpreted; yield the names of the traced kernels.
 
+    The name of a kernel whose result reuses an operand's memory is followed by the same with " in place".
     Kernels then support frames of `large` pixels and multiples of `lanes` channels. The interpreter that
     knows a TPU's memory has devices wait for each other, for which a machine of few cores has too few
-    threads. On a mesh the plain one runs it.
+    threads. On a mesh the plain one runs it. Both cannot run blocks that reach beyond an array whose memory a
+    result reuses, so there the result has memory of its own.
     """
     traced, pallas_call = [], pl.pallas_call
+    plain = {"interpret": True} if on_mesh else {}
 
-    def traced_call(*args, name, **options):
+    def traced_call(*args, name, input_output_aliases=(), **options):
+        def call(*operands):
+            aliases = {}
+            for source, result in dict(input_output_aliases).items():
+                read, written = options["in_specs"][source], options["out_specs"][result]
+                check_in_place(options["grid"], read, written)
+                if not np.mod(operands[source].shape, read.block_shape).any():
+                    aliases[source] = result
+                    traced.append(f"{name} in place")
+            return pallas_call(*args, name=name, input_output_aliases=aliases, **options, **plain)(*operands)
+
         traced.append(name)
-        return pallas_call(*args, name=name, **options, **({"interpret": True} if on_mesh else {}))
+        return call
 
     _let_a_cpu_pack()
-    interpreter = contextlib.nullcontext() if on_mesh else pltpu.force_tpu_interpret_mode()
+    interpreter = contextlib.nullcontext() if on_mesh else tpu_interpreter()
     with as_on_a_tpu() as patch, interpreter:
         patch.setattr(pl, "pallas_call", traced_call)
         patch.setattr(tiles, "LANES", lanes)
         patch.setattr(tiles, "SMALLEST_FRAME", large)
-        patch.setattr(tpu, "IN_PLACE", False)
         yield traced
+
+
+def check_in_place(grid, read, written):
+    """Check that no block of an array is fetched once a block that overlaps it may have been overwritten.
+
+    `read` and `written` are the specs of an operand and of the result that has its memory. A block is fetched
+    during the step before the first one that reads it, and written back from the end of its last step on.
+    """
+    steps, sizes = np.indices(grid).reshape(len(grid), -1), (read.block_shape, written.block_shape)
+    with jax.ensure_compile_time_eval():  # also while a program is traced
+        fetched, stored = (
+            np.stack(jax.vmap(spec.index_map)(*steps), 1) * spec.block_shape for spec in (read, written)
+        )
+    is_fetched = np.insert(np.diff(fetched, axis=0).any(1), 0, True)  # in a step; else it is there already
+    is_stored = np.append(np.diff(stored, axis=0).any(1), True)
+    distance = fetched[:, None] - stored  # of the block that a step reads from the one that a step writes
+    overlap = ((distance < sizes[1]) & (-distance < sizes[0])).all(2) & is_fetched[:, None] & is_stored
+    assert not np.tril(overlap, -1).any(), "a step reads what a step before it has overwritten"
+
+
+def rounded_bits(x):
+    """Return words whose upper half is a number of float32 as `pack_elementwise` rounds it to bfloat16."""
+    return jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16).astype(jnp.float32), jnp.uint32)
 
 
 def _let_a_cpu_pack():
@@ -267,13 +332,42 @@ def _let_a_cpu_pack():
 
     def packed(low, high, *, packed_dtype):
         assert packed_dtype == jnp.bfloat16
-        low, high = (
-            jax.lax.bitcast_convert_type(part.astype(packed_dtype).astype(jnp.float32), jnp.uint32)
-            for part in (low, high)
-        )
-        return (low >> 16) | high
+        return (rounded_bits(low) >> 16) | rounded_bits(high)
 
     mlir.register_lowering(pack_elementwise_p, mlir.lower_fun(packed, multiple_results=False), platform="cpu")
+
+
+@contextlib.contextmanager
+def inexact(primitive, error, *, of_operands=False):
+    """Have a CPU compute a primitive's float32 results, or read its operands, with a relative error.
+
+    The error's sign is the last bit of each number.
+    """
+    rules = mlir_rules._platform_specific_lowerings["cpu"]
+    entry = rules.get(primitive) or mlir_rules._lowerings[primitive]
+
+    def scaled(x):
+        last_bit = jax.lax.bitcast_convert_type(x, jnp.int32) & 1
+        return x * jnp.where(last_bit == 1, np.float32(1 + error), np.float32(1 - error))
+
+    def lowered(ctx, avals, values):
+        """Return values with the error, but those that are not float32 as they are."""
+        lower = mlir.lower_fun(scaled, multiple_results=False)
+        return [
+            lower(ctx.replace(primitive=None, avals_in=[aval], avals_out=[aval]), value)[0]
+            if aval.dtype == jnp.float32
+            else value
+            for aval, value in zip(avals, values, strict=True)
+        ]
+
+    def rule(ctx, *operands, **params):
+        if of_operands:
+            return entry.rule(ctx, *lowered(ctx, ctx.avals_in, operands), **params)
+        return lowered(ctx, ctx.avals_out, entry.rule(ctx, *operands, **params))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(rules, primitive, dataclasses.replace(entry, rule=rule))
+        yield
 
 
 def compiled_plan(program, inputs, *, before=None):

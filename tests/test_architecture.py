@@ -12,7 +12,7 @@ import itertools
 import re
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -135,15 +135,18 @@ def complaints(modules: dict[str, str]) -> list[str]:
     return lines or [line for module in modules for line in _complaints_of(module, modules)]
 
 
-def kernels_in_order(modules: dict[str, str]) -> list[str]:
-    """Return the folders of jax_kernels, each behind those it imports; raise `CycleError` for a circle."""
+def in_order(package: str, modules: dict[str, str], name_of: Callable[[str], str]) -> list[str]:
+    """Return the rooms of a package, each behind those that it imports; raise `CycleError` for a circle.
+
+    `name_of` returns the name of a module's room: its part, or the module itself.
+    """
     arrows: dict[str, set[str]] = {}
     for module, text in modules.items():
-        if (part := part_of(module)).startswith("jax_kernels/"):
+        if module.startswith(f"{package}."):
             found = (source for node in parsed(text)[1] for source, *_ in imported(node, modules))
-            arrows.setdefault(part, set()).update({*map(part_of, found)} - {part})
-    kernels = arrows.keys()
-    return [*graphlib.TopologicalSorter({part: arrows[part] & kernels for part in kernels}).static_order()]
+            arrows.setdefault(name_of(module), set()).update({*map(name_of, found)} - {name_of(module)})
+    rooms = arrows.keys()
+    return [*graphlib.TopologicalSorter({room: arrows[room] & rooms for room in rooms}).static_order()]
 
 
 def _complaints_of(module: str, modules: dict[str, str]) -> Iterator[str]:
@@ -176,12 +179,25 @@ def test_every_part_keeps_to_its_imports():
     assert complaints(sources()) == []
 
 
-def test_the_kernels_have_no_circle():
+@pytest.mark.parametrize(
+    ("package", "name_of", "first", "closing"),
+    [
+        ("jax_kernels", part_of, "common", ("jax_kernels.group_norm.op", "jax_kernels.spatial_norm", "xla")),
+        (
+            "cogvideox_torchax.runtime",
+            str,
+            "",
+            ("cogvideox_torchax.runtime.bridge", "cogvideox_torchax.runtime", "torchtpu"),
+        ),
+    ],
+)
+def test_kernels_and_runtime_have_no_circle(package, name_of, first, closing):
     modules = sources()
-    assert kernels_in_order(modules)[0] == "jax_kernels/common"
-    modules["jax_kernels.group_norm.op"] += "\nfrom jax_kernels.spatial_norm import xla\n"
+    assert in_order(package, modules, name_of)[0].endswith(first)
+    module, source, name = closing
+    modules[module] += f"\nfrom {source} import {name}\n"
     with pytest.raises(graphlib.CycleError):
-        kernels_in_order(modules)
+        in_order(package, modules, name_of)
 
 
 MUTATIONS = {

@@ -16,7 +16,7 @@ from typing import Any
 from cogvideox_torchax import runtime
 from cogvideox_torchax.cli import common, devices, generation, options, preview, stages
 from cogvideox_torchax.files import faults, latents as latent_files, video, whole
-from cogvideox_torchax.pipelines import cache_options
+from cogvideox_torchax.pipelines import cache_options, description
 from cogvideox_torchax.vae import memory
 
 FPS, FPS_OF_1_5 = Fraction(8), Fraction(16)
@@ -187,7 +187,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _frame_rate_of(model: str) -> Fraction:
     # The transformer of CogVideoX 1.5 alone joins frames to patches.
-    return FPS_OF_1_5 if generation.config_of(model, "transformer/config.json").get("patch_size_t") else FPS
+    return FPS_OF_1_5 if description.config_of(model, "transformer/config.json").get("patch_size_t") else FPS
 
 
 def _vae_for(args: argparse.Namespace, latents: latent_files.Latents) -> Any:
@@ -214,7 +214,7 @@ def _load_latents_stage(args: argparse.Namespace) -> latent_files.Latents:
     if not path.is_file():
         raise stages.StageError(f"there is no stage {path}: resume from 'text'")
     latents = latent_files.load(path)
-    latents.check_model(generation.config_of(args.model, generation.VAE_CONFIG))  # by the JSON file alone
+    latents.check_model(description.config_of(args.model, description.VAE_CONFIG))  # by the JSON file alone
     return latents
 
 
@@ -256,7 +256,7 @@ def _sample_latents(args: argparse.Namespace) -> tuple[Any, latent_files.Latents
     # An earlier run's embeddings. Here --from-stage is "text": with "latents" nothing is sampled.
     saved_text = stages.load_text(args.save_stages) if args.from_stage else None
     # A description of the model by its configs. The weights are loaded after all checks.
-    model = generation.describe(args.model, image=args.image is not None, clip=args.video is not None)
+    model = description.describe(args.model, image=args.image is not None, clip=args.video is not None)
     if saved_text is not None:
         saved_text.check_model(model.fingerprint)
     request = stages.request_from_options(vars(args), model.size, saved_text)

@@ -277,7 +277,8 @@ def _rate(info: VideoInfo, announced: tuple[Fraction | None, ...]) -> Fraction:
     if len(info.times) < 2:
         return next(filter(None, announced), Fraction(25))  # FFmpeg's default
     frames, seconds = len(info.times) - 1, info.times[-1]
-    of_times = (frames / seconds).limit_denominator(100_000)  # FFmpeg's integers have 32 bits
+    # FFmpeg's integers have 32 bits.
+    of_times = (frames / seconds).limit_denominator(100_000) or Fraction(1, 100_000)
     rounding = math.inf if info.variable else 2 * info.tick  # seconds, but at most half a frame's
     fitting = (
         rate

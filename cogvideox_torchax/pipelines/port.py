@@ -130,8 +130,9 @@ def offload_models(models: dict[str, Any], mesh: Any, sequence: str | None, *, w
     if offload is None and not wanted and sum(sizes.values()) > memory:
         wanted = True
         logger.warning(
-            "%.2f GiB of weights for %.2f GiB of a device: they wait in the host's memory between uses, as by "
-            "pipe.enable_model_cpu_offload(), which needs %.2f GiB and what a program takes; a mesh splits them",
+            "%.2f GiB of weights for %.2f GiB of a device: they wait on the host between uses, as by "
+            "pipe.enable_model_cpu_offload(), which needs %.2f GiB and a program's temporaries; a mesh splits "
+            "them",
             *(sum(sizes.values()), memory, max(sizes.values())),
         )
     if offload is None and not wanted:

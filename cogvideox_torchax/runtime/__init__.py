@@ -10,26 +10,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cogvideox_torchax.runtime.arrays import concatenate, first_nonfinite_of, largest_of, take
     from cogvideox_torchax.runtime.bridge import (
-        active,
         array_of,
         as_array,
         device_and_dtype,
-        enable,
-        host_array,
-        is_enabled,
         is_jax_device,
         is_on_jax,
         on_accelerator,
-        on_jax,
-        plain_tensor,
         tensor_of,
         to_jax,
         to_torch,
-        torch_view,
-        without_torchax,
     )
     from cogvideox_torchax.runtime.calls import method_program, mixing, run_method, warn_once
     from cogvideox_torchax.runtime.compile_cache import COMPILE_CACHE_VARIABLE, configure_compile_cache
+    from cogvideox_torchax.runtime.environment import active, enable, is_enabled, without_torchax
     from cogvideox_torchax.runtime.forks import check_not_forked
     from cogvideox_torchax.runtime.gradients import (
         differentiable,
@@ -38,6 +31,7 @@ if TYPE_CHECKING:
         wants_gradient,
         without_gradient,
     )
+    from cogvideox_torchax.runtime.host import host_array, on_jax, plain_tensor
     from cogvideox_torchax.runtime.layers import profiling
     from cogvideox_torchax.runtime.memory import (
         free_memory,
@@ -45,6 +39,7 @@ if TYPE_CHECKING:
         of_several_processes,
         out_of_memory,
     )
+    from cogvideox_torchax.runtime.operations import torch_view
     from cogvideox_torchax.runtime.places import ArrayProgram, Place
     from cogvideox_torchax.runtime.programs import Program, Programs, forget_programs, programs_of
     from cogvideox_torchax.runtime.skeleton import host_skeleton
@@ -140,22 +135,14 @@ _MODULES = {
     ),
     "bridge": (
         "device_and_dtype",
-        "active",
         "array_of",
         "as_array",
-        "enable",
-        "host_array",
-        "is_enabled",
         "is_jax_device",
         "is_on_jax",
         "on_accelerator",
-        "on_jax",
-        "plain_tensor",
         "tensor_of",
         "to_jax",
         "to_torch",
-        "torch_view",
-        "without_torchax",
     ),
     "calls": (
         "method_program",
@@ -167,6 +154,12 @@ _MODULES = {
         "COMPILE_CACHE_VARIABLE",
         "configure_compile_cache",
     ),
+    "environment": (
+        "active",
+        "enable",
+        "is_enabled",
+        "without_torchax",
+    ),
     "forks": ("check_not_forked",),
     "gradients": (
         "differentiable",
@@ -175,6 +168,11 @@ _MODULES = {
         "wants_gradient",
         "without_gradient",
     ),
+    "host": (
+        "host_array",
+        "on_jax",
+        "plain_tensor",
+    ),
     "layers": ("profiling",),
     "memory": (
         "free_memory",
@@ -182,6 +180,7 @@ _MODULES = {
         "of_several_processes",
         "out_of_memory",
     ),
+    "operations": ("torch_view",),
     "places": (
         "ArrayProgram",
         "Place",

@@ -1,6 +1,6 @@
 """Operations on NumPy and JAX arrays: they find non-finite values, join and slice.
 
-`concatenate` and `take` also take torch's tensors; torch is imported only for those.
+`concatenate` and `take` also take plain tensors of torch, which is imported only for those.
 """
 
 import math
@@ -72,33 +72,27 @@ def all_finite_of(array: Any) -> jax.Array:
 
 @without_jax_checks
 def concatenate(parts: Sequence[Any], axis: int) -> Any:
-    """Return arrays, or tensors, joined along an axis. For tensors torchax need not be enabled."""
+    """Return arrays, or plain tensors, joined along an axis."""
     if len(parts) == 1:
         return parts[0]
     if isinstance(parts[0], np.ndarray):
         return np.concatenate(parts, axis)
     if isinstance(parts[0], jax.Array):
         return jnp.concatenate(parts, axis)
-    # Tensors. The import is here, since `tensors` imports torch, which may not be installed.
-    from cogvideox_torchax.runtime import tensors
+    import torch  # here, as it may not be installed
 
-    return tensors.concatenate(parts, axis)
+    return torch.cat(list(parts), dim=axis)
 
 
 @without_jax_checks
 def take(x: Any, axis: int, start: int, length: int) -> Any:
-    """Return the `length` entries of an axis from `start` on, of an array or a tensor.
+    """Return the `length` entries of an axis from `start` on, of an array or a plain tensor.
 
-    For a tensor torchax need not be enabled. On JAX one small program serves every `start`.
+    On JAX one small program serves every `start`.
     """
-    if isinstance(x, np.ndarray):
-        return x[(slice(None),) * axis + (slice(start, start + length),)]  # all of the axes before `axis`
     if isinstance(x, jax.Array):
         return _jitted_take(x, start, length, axis)
-    # A tensor. The import is here, since `tensors` imports torch, which may not be installed.
-    from cogvideox_torchax.runtime import tensors
-
-    return tensors.take(x, axis, start, length)
+    return x[(slice(None),) * axis + (slice(start, start + length),)]  # all of the axes before `axis`
 
 
 # The arguments are (array, start, length, axis), of which JAX compiles the last two in.

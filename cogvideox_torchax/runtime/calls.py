@@ -31,10 +31,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
-from cogvideox_torchax.runtime.bridge import PLAIN, active, array_of, on_jax, tensor_of, to_jax, to_torch
+from cogvideox_torchax.runtime.bridge import array_of, tensor_of, to_jax, to_torch
+from cogvideox_torchax.runtime.environment import active
 from cogvideox_torchax.runtime.floats import traced_floats
 from cogvideox_torchax.runtime.functions import RandomInTraceError
 from cogvideox_torchax.runtime.gradients import without_gradient
+from cogvideox_torchax.runtime.host import PLAIN, on_jax
 from cogvideox_torchax.runtime.places import Place, describes_one_input
 from cogvideox_torchax.runtime.programs import Program, programs_of
 from cogvideox_torchax.runtime.skeleton import ForeignForwardError

@@ -9,13 +9,16 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import torch
 from torch.nn import functional as F
-from torch.optim import adagrad, adam, sgd
+from torch.optim.adagrad import adagrad
+from torch.optim.adam import adam
+from torch.optim.sgd import sgd
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
-from cogvideox_torchax.runtime.bridge import active, array_of, host_array, tensor_of, to_torch
+from cogvideox_torchax.runtime.host import host_array, on_jax, plain_tensor
 from cogvideox_torchax.runtime.views import layout_of, set_strides, written
 from cogvideox_torchax.upstream import is_traced
 
@@ -39,10 +42,10 @@ Left out is `rrelu`, which neither torchax nor this module has: its error names 
 
 
 FUSED = {
-    "_fused_adam_": (adam.adam, {}),
-    "_fused_adamw_": (adam.adam, {"decoupled_weight_decay": True}),
-    "_fused_adagrad_": (adagrad.adagrad, {}),
-    "_fused_sgd_": (sgd.sgd, {}),
+    "_fused_adam_": (adam, {}),
+    "_fused_adamw_": (adam, {"decoupled_weight_decay": True}),
+    "_fused_adagrad_": (adagrad, {}),
+    "_fused_sgd_": (sgd, {}),
 }
 """torch's operators of `fused=True`, each with the function and options that compute the same step."""
 
@@ -51,10 +54,11 @@ class RandomInTraceError(ValueError):
     """A random number drawn while JAX traces a program, which would repeat this number in each call."""
 
 
-def replace_functions(registry: Any) -> None:
+def replace_functions(registry: Any, active: Callable[[], Any]) -> None:
     """Replace functions and operators (of `torch.ops.aten`) in torchax's tables, for all of the process.
 
-    `registry` is torchax's module of that name, with a table of operators and one of functions.
+    `registry` is torchax's module of that name, with a table of operators and one of functions. `active`
+    returns a context in which torchax is on.
     """
     # The tables have, for each operation of torch, an entry whose `func` computes it.
     aten, operators = torch.ops.aten, registry.all_aten_ops
@@ -63,7 +67,7 @@ def replace_functions(registry: Any) -> None:
         table[draw].func = _drawn_on_host(draw)
         table[draw].is_jax_function = table[draw].needs_env = False
     of_tensors = {getattr(aten, name): _drawn_on_host(getattr(aten, name)) for name in RANDOM}
-    of_tensors |= {getattr(aten, name): _unfused(*update) for name, update in FUSED.items()}
+    of_tensors |= {getattr(aten, name): _unfused(active, *update) for name, update in FUSED.items()}
     of_tensors |= {aten._is_all_true: torch.all, aten._is_any_true: torch.any}  # torch.distributions has them
     of_tensors[aten.set_] = torch.Tensor.copy_  # by it `register_parametrization` keeps a weight
     for packet, function in of_tensors.items():
@@ -112,23 +116,35 @@ def _scaled_in_float32(scale: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _unfused(update: Callable[..., None], others: dict[str, Any]) -> Callable[..., None]:
+def _unfused(
+    active: Callable[[], Any], update: Callable[..., None], others: dict[str, Any]
+) -> Callable[..., None]:
     """Return a fused optimizer's operator, which takes lists of parameters, gradients and states."""
 
     def call(
         parameters: Any, gradients: Any, *states: Any, is_first_step: bool | None = None, **options: Any
     ) -> None:
         if is_first_step is None:  # not SGD: the last list is the numbers of steps, which are counted already
-            torch._foreach_sub_(states[-1], 1)
+            torch._foreach_sub_(states[-1], 1)  # pyright: ignore[reportPrivateImportUsage]
         elif not states[0]:
             states = ([None] * len(parameters),)
         elif is_first_step:  # the momenta have no values yet
-            torch._foreach_zero_(states[0])
+            torch._foreach_zero_(states[0])  # pyright: ignore[reportPrivateImportUsage]
             options["dampening"] = 0.0
         with active():  # also for functions such as `item`, which are no operators
             update(parameters, gradients, *states, foreach=True, **options, **others)
 
     return call
+
+
+def _tensor_of(array: Any) -> Any:
+    import torchax.interop  # here, as only torchax calls this: it is imported by then
+
+    return torchax.interop.torch_view(array)
+
+
+def _to_torch(tensor: Any) -> torch.Tensor:
+    return plain_tensor(np.array(tensor.jax())) if on_jax(tensor) else tensor
 
 
 def _in_program() -> bool:
@@ -152,8 +168,8 @@ def _attention(torchax_attention: Callable[..., Any]) -> Callable[..., Any]:
         is_plain = not args and not any(value for name, value in options.items() if name != "scale")
         if is_plain and _kernel_takes(q, k, v, attn_mask):
             return _attend(q, k, v, attn_mask, options.get("scale"))
-        q, k, v, attn_mask = (None if x is None else tensor_of(x) for x in (q, k, v, attn_mask))
-        return array_of(torchax_attention(q, k, v, attn_mask, *args, **options))
+        q, k, v, attn_mask = (None if x is None else _tensor_of(x) for x in (q, k, v, attn_mask))
+        return torchax_attention(q, k, v, attn_mask, *args, **options).jax()
 
     return call
 
@@ -220,11 +236,11 @@ def _drawn_on_host(draw: Callable[..., torch.Tensor]) -> Callable[..., Any]:
                 layout = layout_of(args[0])
                 empty = torch.empty_strided(layout.shape, layout.stride(), dtype=layout.dtype)
                 args = (empty, *args[1:])
-            args, options = pytree.tree_map_only(torch.Tensor, to_torch, (args, options))
+            args, options = pytree.tree_map_only(torch.Tensor, _to_torch, (args, options))
             numbers = draw(*args, **options)
         if stays_on_host:
             return numbers.requires_grad_(requires_grad)
-        result = tensor_of(jnp.array(host_array(numbers)))
+        result = _tensor_of(jnp.array(host_array(numbers)))
         if target is not None:
             return target.copy_(result)
         set_strides(result, numbers)

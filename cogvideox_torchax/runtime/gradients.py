@@ -9,7 +9,9 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from cogvideox_torchax.runtime.bridge import array_of, import_torchax, on_accelerator, on_jax, tensor_of
+from cogvideox_torchax.runtime.bridge import array_of, on_accelerator, tensor_of
+from cogvideox_torchax.runtime.environment import import_torchax
+from cogvideox_torchax.runtime.host import on_jax
 
 Function = Callable[..., Any]
 """Function of JAX arrays to a JAX array."""

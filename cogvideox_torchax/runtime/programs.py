@@ -16,7 +16,9 @@ import jax
 import torch
 from torch import nn
 
-from cogvideox_torchax.runtime.bridge import array_of, as_array, import_torchax, on_jax, tensor_of
+from cogvideox_torchax.runtime.bridge import array_of, as_array, tensor_of
+from cogvideox_torchax.runtime.environment import import_torchax
+from cogvideox_torchax.runtime.host import on_jax
 from cogvideox_torchax.runtime.layers import is_profiling, named_layers
 from cogvideox_torchax.runtime.models import PROGRAMS
 from cogvideox_torchax.runtime.places import ArrayProgram, Place

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from cogvideox_torchax import upstream
-from cogvideox_torchax.runtime.bridge import to_torch, without_torchax
+from cogvideox_torchax.runtime.bridge import to_torch
+from cogvideox_torchax.runtime.environment import without_torchax
 from cogvideox_torchax.runtime.models import UNTRACED_ATTRIBUTES, PortedModel
 from cogvideox_torchax.runtime.weights import replace_weights
 

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from cogvideox_torchax.runtime import arrays
-from cogvideox_torchax.runtime.bridge import array_of, as_array, on_jax, tensor_of
+from cogvideox_torchax.runtime.bridge import array_of, as_array, tensor_of
+from cogvideox_torchax.runtime.host import on_jax
 
 
 def fetch_async(tensor: torch.Tensor) -> None:
@@ -65,11 +66,11 @@ def concatenate(parts: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
     """Return tensors joined along an axis; torchax need not be enabled."""
     if on_jax(parts[0]):
         return tensor_of(arrays.concatenate(list(map(as_array, parts)), axis))
-    return torch.cat(list(parts), dim=axis)
+    return arrays.concatenate(parts, axis)
 
 
 def take(x: torch.Tensor, axis: int, start: int, length: int) -> torch.Tensor:
     """Return the `length` entries of an axis from `start` on; torchax need not be enabled."""
     if on_jax(x):
         return tensor_of(arrays.take(array_of(x), axis, start, length))
-    return x[(slice(None),) * axis + (slice(start, start + length),)]  # all of the axes before `axis`
+    return arrays.take(x, axis, start, length)

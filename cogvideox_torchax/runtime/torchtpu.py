@@ -9,6 +9,7 @@ operation is made, and kept, for each function with each structure of arguments 
 
 import functools
 import hashlib
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +21,6 @@ from cogvideox_torchax import upstream
 from cogvideox_torchax.runtime import bridge
 from cogvideox_torchax.runtime.skeleton import skeleton
 from cogvideox_torchax.runtime.weights import named_tensors
-from jax_kernels.norm_conv3d import tpu as kernel
 
 Trees = dict[tuple[Any, ...], Any]
 """The structures of the results of a flat function, by the `shapes_of` of its arguments."""
@@ -100,8 +100,9 @@ def shapes_of(arrays: Sequence[Any]) -> tuple[Any, ...]:
 @functools.cache
 def _operation(function: Callable[..., Any], structure: Any, constants: tuple[Any, ...]) -> tuple[Any, Trees]:
     """Return torch's operation that computes a JAX function, and the structures of its results."""
-    kernel.IN_PLACE = False  # TorchTPU donates no inputs, so a kernel may not write into one
-    flat, trees = _flattened(function, structure, constants)
+    # TorchTPU donates no inputs, so a kernel may not write into one.
+    options = {"in_place": False} if "in_place" in inspect.signature(function).parameters else {}
+    flat, trees = _flattened(functools.partial(function, **options), structure, constants)
     # TorchTPU keeps compiled programs on disk by this name, so it must be the same in every process.
     # Python's `hash` is not.
     digest = hashlib.sha256(repr((structure, constants)).encode()).hexdigest()[:16]

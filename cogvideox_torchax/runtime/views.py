@@ -20,7 +20,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
-from cogvideox_torchax.runtime.bridge import PLAIN, array_of, on_jax
+from cogvideox_torchax.runtime.host import PLAIN, on_jax
 from cogvideox_torchax.runtime.user_checks import without_jax_checks
 from cogvideox_torchax.upstream import is_traced
 
@@ -169,7 +169,7 @@ def share_views(torchax: Any) -> None:
         attributes = vars(self)
         old = attributes.get(ARRAY)
         attributes[ARRAY] = array if old is None or old is array else written(array)
-        if STORAGE not in attributes or old is array:
+        if STORAGE not in attributes or old is None or old is array:
             return
         if (old.shape, old.dtype) == (array.shape, array.dtype):
             attributes[STORAGE].write(self)
@@ -209,10 +209,10 @@ def share_views(torchax: Any) -> None:
     def keep_strides(func: Any, args: Any, options: dict[str, Any], results: Any) -> None:
         """Give the new tensors that an operation returns the strides that PyTorch gives them."""
         with no_dispatch(), torch._C.DisableTorchFunction():
-            sources = _tensors_in(args, options)
+            sources: list[Any] = _tensors_in(args, options)
             # A program draws no random numbers, so that the order of its tensors' memory does not matter.
             if all(map(_is_contiguous, sources)) or any(
-                map(is_traced, map(array_of, filter(on_jax, sources)))
+                is_traced(source.jax()) for source in sources if on_jax(source)
             ):
                 return
             if func is torch.Tensor.to:

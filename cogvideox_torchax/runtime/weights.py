@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from cogvideox_torchax.runtime.bridge import PLAIN, array_of, host_array, on_jax, tensor_of
+from cogvideox_torchax.runtime.bridge import array_of, tensor_of
+from cogvideox_torchax.runtime.host import PLAIN, host_array, on_jax
 from cogvideox_torchax.runtime.user_checks import without_jax_checks
 from cogvideox_torchax.upstream import is_traced, replace_array, uncommitted
 

@@ -18,6 +18,7 @@ import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
 from cogvideox_torchax import runtime
+from cogvideox_torchax.runtime import tensors
 from cogvideox_torchax.vae import tiling
 from cogvideox_torchax.vae.axes import NCTHW
 from cogvideox_torchax.vae.checks import check_shape, check_values, integers_refused
@@ -241,7 +242,7 @@ def check_is_tensor(x: Any) -> None:
 def frames_of_chunks(vae: Any, direction: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the chunks (N, C, t, H, W) of a video or of latents."""
     for chunk in Direction(direction).chunks(vae, x.shape[2]):  # `direction` may be a name
-        yield runtime.take(x, 2, chunk.start, len(chunk))
+        yield tensors.take(x, 2, chunk.start, len(chunk))
 
 
 def joined(results: Iterator[torch.Tensor], *, on_host: bool) -> torch.Tensor:
@@ -253,7 +254,7 @@ def joined(results: Iterator[torch.Tensor], *, on_host: bool) -> torch.Tensor:
         for part in parts:
             runtime.fetch_async(part)
         parts = [runtime.to_torch(part) for part in parts]
-    return runtime.concatenate(parts, 2)
+    return tensors.concatenate(parts, 2)
 
 
 def with_time(frames: torch.Tensor) -> torch.Tensor:

@@ -80,6 +80,7 @@ def norm_conv3d(
     first_frame_alone: bool = False,
     residual: Float[Array, "N T H W O"] | None = None,
     split: Split = WHOLE,
+    in_place: bool = True,
 ) -> tuple[Float[Array, "N T H W O"], Float[Array, "N kt-1 H W I"] | None, ColumnMoments | None]:
     """Return `conv3d(silu(norm(x)))` and the state for the next call.
 
@@ -98,6 +99,8 @@ def norm_conv3d(
         first_frame_alone: whether the first latent frame covers the first frame alone (`spatial_norm`).
         residual: added to the convolution's sums before they are rounded, or None.
         split: the sharding of columns.
+        in_place: whether a TPU writes the next cache into the memory of `cache`, which the program's caller
+            then donates. If a caller cannot donate it, XLA would copy each cache first.
 
     Returns:
         The convolved frames; the cache for the next call, None where kt is 1; the moments of the convolved
@@ -133,6 +136,7 @@ def norm_conv3d(
         eps=eps,
         first_frame_alone=first_frame_alone,
         split=split,
+        in_place=in_place,
     )
 
 
@@ -149,6 +153,7 @@ def norm_conv3d_on(
     num_groups: int,
     eps: float,
     first_frame_alone: bool,
+    in_place: bool,
 ) -> tuple[Array, Array | None, ColumnMoments | None]:
     """Compute `norm_conv3d` for a target: by the Pallas kernel, or by a norm and then a convolution."""
     # A program has a branch for each platform, and all branches must return the same shapes. On a TPU the
@@ -159,7 +164,17 @@ def norm_conv3d_on(
     )
     if is_supported_on_tpu and target.on_tpu:
         return _by_kernel(
-            target, x, norm, kernel, bias, cache, residual, moments, num_groups=num_groups, eps=eps
+            target,
+            x,
+            norm,
+            kernel,
+            bias,
+            cache,
+            residual,
+            moments,
+            num_groups=num_groups,
+            eps=eps,
+            in_place=in_place,
         )
     weight, norm_bias, zq, *zq_convolutions = norm
     if zq is None:
@@ -231,6 +246,7 @@ def _by_kernel(
     *,
     num_groups: int,
     eps: float,
+    in_place: bool,
 ) -> tuple[Array, Array | None, ColumnMoments]:
     """Compute `norm_conv3d` by the Pallas kernel: run after run, each on all devices at once."""
     # Statistics span all frames: they are computed before the first run, and are the same for every run.
@@ -245,7 +261,11 @@ def _by_kernel(
         # `map_shards` passes the arrays of its three groups on, in this order: the first group is split by
         # columns, the last one by videos. A run's last activated frames are the cache of the next run.
         y, cache, y_mean, y_m2 = map_shards(
-            target, _convolve_run, (frames, cache, run_residual, zq), weights, scale_shift
+            target,
+            functools.partial(_convolve_run, in_place=in_place),
+            (frames, cache, run_residual, zq),
+            weights,
+            scale_shift,
         )
         # The moments come with an axis of rows (2), of length 1.
         results.append((y, jnp.squeeze(y_mean, 2), jnp.squeeze(y_m2, 2)))
@@ -264,6 +284,8 @@ def _convolve_run(
     norm: NormParams,
     scale_NC: Array,
     shift_NC: Array,
+    *,
+    in_place: bool,
 ) -> tuple[Array, ...]:
     """Convolve one device's part of a run; return frames, next cache, and mean and M2 of each column.
 
@@ -285,7 +307,7 @@ def _convolve_run(
     # The number of this shard's columns that are not padding.
     true_width = split.real_columns_here(columns) if split.is_padded else None
     y, next_cache, (mean, m2) = tpu.convolved(
-        x, multiplier, offset, cache, residual, kernel, bias, edges, true_width
+        x, multiplier, offset, cache, residual, kernel, bias, edges, true_width, in_place=in_place
     )
     # Mean and M2 become (N, T, 1, W, O), because `map_shards` takes results of five axes.
     return y, next_cache, jnp.expand_dims(mean, 2), jnp.expand_dims(m2, 2)

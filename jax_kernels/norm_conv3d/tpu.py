@@ -48,14 +48,6 @@ from jax_kernels.norm_conv3d.sizes import (
 )
 from jax_kernels.norm_conv3d.step import grid_position, matrices
 
-IN_PLACE = True
-"""Whether the next cache reuses the memory of the last one, which a program's caller then has to donate.
-
-A caller that cannot donate inputs sets this to False: otherwise XLA would copy each cache before the kernel
-writes into it. Tests that interpret the kernel set it to False too, because JAX's interpreters cannot run
-blocks that reach beyond an argument whose memory a result reuses.
-"""
-
 
 def to_registers(z: Shaped[Array, "N t h w Z"], frames: int, columns: int) -> Shaped[Array, "N h v S Z"]:
     """Repeat latents or coefficients `z` to registers, as the kernel reads coefficients: v for each row.
@@ -142,6 +134,8 @@ def _by_kernel(
     bias: Float[Array, " O"],
     edges: tuple[Float[Array, "N T H E O"], Float[Array, "N T H E O"]] | None = None,
     true_width: Int[Array, ""] | None = None,
+    *,
+    in_place: bool,
 ) -> tuple[
     Float[Array, "N T H W O"],
     Float[Array, "N 2 H W I"],
@@ -152,8 +146,9 @@ def _by_kernel(
     `multiplier` and `offset` are v float32 registers of coefficients for each of h rows, as `to_registers`
     makes them; a row serves H / h rows of pixels. `edges` are the left edges of all E strips, and their right
     edges; None if `x` is one strip with only zeros beside it. Columns from `true_width` on are padding and
-    get zeros; None stands for no padding. The results are the convolved frames, the next cache, and the
-    moments (mean, M2) of the convolved frames' columns.
+    get zeros; None stands for no padding. `in_place` says whether the next cache reuses the memory of the
+    last one. The results are the convolved frames, the next cache, and the moments (mean, M2) of the
+    convolved frames' columns.
     """
     _, coefficient_rows, registers, *_ = multiplier.shape
     outputs = kernel.shape[-1]
@@ -181,7 +176,7 @@ def _by_kernel(
     y_bytes = x.nbytes // sizes.channels * sizes.outputs * (1 if residual is None else 2)
     cache_bytes = x.nbytes // sizes.input_frames * (TAPS - 1)  # of two frames
     aliases = {}
-    if cache is not None and IN_PLACE:
+    if cache is not None and in_place:
         # The next cache reuses the memory of the last one: {index of the argument: index of the result}.
         aliases = {len(weights) + names.index("cache"): [*results].index("next_cache")}
     # The axes are videos, strips if there are several, and steps. A step finishes the block that was
@@ -399,4 +394,6 @@ def _cache_frames_first(next_cache: Array, shape: tuple[int, ...]) -> Array:
     return next_cache.reshape(videos, height, columns, frames, channels).transpose(0, 3, 1, 2, 4)
 
 
-convolved = with_derivatives_of(_xla_form, _by_kernel)
+def convolved(*operands: Any, in_place: bool = True) -> Any:
+    """Compute `_by_kernel`, with the derivatives of `_xla_form`; both take the operands by position."""
+    return with_derivatives_of(_xla_form, partial(_by_kernel, in_place=in_place))(*operands)

@@ -25,7 +25,7 @@ from cogvideox_torchax import cli, runtime, versions
 from cogvideox_torchax.cli import common, compile, doctor
 from cogvideox_torchax.cli.common import DEMO_MODEL
 from cogvideox_torchax.files import latents, video
-from cogvideox_torchax.runtime import COMPILE_CACHE_VARIABLE, bridge, clock
+from cogvideox_torchax.runtime import COMPILE_CACHE_VARIABLE, clock, environment
 from cogvideox_torchax.vae import directions
 from tests import reference
 from tests.conftest import torchax_disabled
@@ -200,7 +200,8 @@ def test_doctor_names_the_pair_that_works(error, capsys, monkeypatch):
             raise error("'_OpNamespace' 'aten' object has no attribute '_to_copy'")
         return real(name, *rest)
 
-    monkeypatch.setattr(bridge, "_patched_torchax", bridge._patched_torchax.__wrapped__)  # without its cache
+    uncached = environment._patched_torchax.__wrapped__
+    monkeypatch.setattr(environment, "_patched_torchax", uncached)
     monkeypatch.setattr(builtins, "__import__", broken_import)
     assert run("doctor") == 1
     pair = " ".join(f"{name}=={versions.TESTED[name].newest}" for name in ("torchax", "torch"))
@@ -400,7 +401,7 @@ WRONG = {
     "no clip in a directory": (
         lambda: Path("films").mkdir(),
         ("encode", "films", "-o", "new"),
-        "films names no clips: a video ends in .avi",
+        "films names no clips: a video ends in .3g2",
     ),
     "an unwritable output": (lambda: None, (*DECODE[:3], "/proc/none/a.mp4"), "there is no directory"),
     "a name in another alphabet": (

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from cogvideox_torchax import cli, make_mesh, port
 from cogvideox_torchax.cli import common, generate as command, generation, stages
 from cogvideox_torchax.files import latents, tensors as tensor_files, video
+from cogvideox_torchax.pipelines import description
 from cogvideox_torchax.pipelines.transformer import CogVideoXTransformer3DModel
 from tests import small_pipelines
 from tests.files.test_latents import MADE
@@ -263,7 +264,7 @@ def test_a_prompt_is_needed(models, refused):
 @pytest.fixture
 def kept(models, in_an_empty_directory):
     """Stages without a run: as `generate` leaves them."""
-    model = generation.describe(str(models("text")), image=False, clip=False)
+    model = description.describe(str(models("text")), image=False, clip=False)
     size = dict(zip(("frames", "height", "width"), model.size, strict=True))
     request = stages.Request(prompt="a panda", **size, num_inference_steps=4, dtype="float32")
     Path("kept").mkdir()

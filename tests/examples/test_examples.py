@@ -8,8 +8,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from cogvideox_torchax.cli import generation
 from cogvideox_torchax.files import video
+from cogvideox_torchax.pipelines import description
 from examples import serve, stream_to_browser
 from tests import small_pipelines
 from tests.dataset.conftest import write_clip
@@ -29,7 +29,7 @@ def run(name: str, monkeypatch, *arguments: object):
 @pytest.mark.parametrize(("kind", "options"), [("text", ()), ("image", ("--image",))])
 def test_a_small_pipeline_runs_and_is_one_that_generate_takes(kind, options, monkeypatch):
     run("small_pipeline.py", monkeypatch, "small", *options)
-    assert generation.describe("small", image=kind == "image", clip=False).size == (9, 64, 96)
+    assert description.describe("small", image=kind == "image", clip=False).size == (9, 64, 96)
     pipe = small_pipelines.CLASSES[kind].from_pretrained("small")
     few = {"height": 16, "num_inference_steps": 1, "output_type": "latent"}
     assert pipe(**small_pipelines.inputs(kind, **few)).frames.isfinite().all()
@@ -73,7 +73,8 @@ def test_a_folder_is_encoded_and_read_by_a_trainer_without_its_bad_clip(
 @pytest.mark.parametrize("server", [serve, stream_to_browser])
 def test_a_server_listens_on_the_loopback_interface_alone(server, monkeypatch, model_directory):
     run = Mock()
-    monkeypatch.setattr(serve, "load_pipeline", Mock())
+    for name in ("load_pipeline", "description"):
+        monkeypatch.setattr(serve, name, Mock())
     monkeypatch.setattr("uvicorn.run", run)
     monkeypatch.setattr("sys.argv", ["server", "--model", str(model_directory)])
     server.main()

@@ -4,7 +4,15 @@ import jaxtyping
 import pytest
 
 from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
+from tests import reference
 from tests.reference import as_on_a_tpu, interpreted_kernels
+
+
+@pytest.fixture(autouse=True)
+def cores(request, monkeypatch):
+    """Slow tests interpret a TPU of two cores, which share the steps of parallel axes."""
+    if request.node.get_closest_marker("slow"):
+        monkeypatch.setattr(reference, "CORES", 2)
 
 
 @pytest.fixture

@@ -12,21 +12,25 @@ import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 
 import jax_kernels
+from cogvideox_torchax.vae.tolerances import BFLOAT16_RMS_RATIO
+from jax_kernels.common import tiles
 from jax_kernels.common.tiles import SWITCH
+from tests import reference
 from tests.jax_kernels.devices import check_rounding, on_mesh
-from tests.reference import interpreted_kernels, largest_error, products_of
+from tests.reference import interpreted_kernels, largest_error, products_of, tpu_interpreter
 
-HOW = {"implementation", "split", "tile"}
+HOW = {"implementation", "split", "in_place", "tile"}
 """Arguments that say how an op runs or rounds, not what it computes: op and reference share all others."""
 
 
@@ -81,7 +85,7 @@ LARGE_SPATIAL = WIDE, WIDE, (16, 128), WIDE, (16, 128), WIDE
 GROUPS, LAST = {"num_groups": 4}, {"num_groups": 4, "channel_axis": -1}
 HEADS, TOKENS, ROWS, KINDS = (1, 40, 2, 16), (7, 16), (2, 40, 16), (2, 2, 16)
 LARGE_ROWS, LARGE_KINDS = (2, 40, 128), (2, 2, 128)
-TABLES = (40, 16), (40, 16), (30, 16)
+TABLES = (40, 16), (40, 16), (30, 16), (40, 64)
 
 
 def norm(x, zq, *vectors_and_rest, op, **options):
@@ -300,17 +304,17 @@ def run_by(way: str):
     if way == "chosen":
         yield {}
         return
-    with interpreted_kernels() if way == "on a TPU" else pltpu.force_tpu_interpret_mode():
+    with interpreted_kernels() if way == "on a TPU" else tpu_interpreter():
         yield {} if way == "on a TPU" else {"implementation": way}
 
 
 every_way = pytest.mark.parametrize(("name", "way"), WAYS, ids=[f"{name}-{way}" for name, way in WAYS])
 
 
-def results(case, dtype, way):
-    """Return an op's result by one way, and its reference."""
+def results(case, dtype, way, rounding=contextlib.nullcontext()):  # noqa: B008
+    """Return an op's result by one way, in a context that rounds otherwise, and its reference."""
     operands, arrays = drawn(case, dtype)
-    with run_by(way) as how:
+    with run_by(way) as how, rounding:
         found = case.op(*operands, **arrays, **case.options, **how)
     rounded = case.on_a_tpu if way == "on a TPU" and dtype == jnp.bfloat16 else {}
     plain = functools.partial(case.plain, **case.options, **rounded)
@@ -366,6 +370,109 @@ def test_bfloat16_sums_in_float32_and_is_rounded_once(name, way):
     for got, want in results(CASES[name], jnp.bfloat16, way):
         # Sums in another order round few of them otherwise; arithmetic in 16 bits, half of them.
         check_rounding(got, want, share=0.05 if CASES[name].exact else 0.5)
+
+
+def layers_of(width):
+    """Return the operands' shapes of the ops of a transformer's layer, of so many channels."""
+    rows, kinds, vector, head = (2, 40, width), (2, 2, width), (width,), (64,)
+    return {
+        "adaptive_layer_norm": (rows, vector, vector, kinds, kinds, int),
+        "linear_gelu": (rows, (4 * width, width), (4 * width,)),
+        "gated_linear": (rows, (width, width), vector, rows, kinds, int),
+        "split_linear": (rows[1:], (3 * width, width), (3 * width,)),
+        "qk_norm_rope": (rows, head, head, (40, 64), (40, 64)),
+    }
+
+
+RESAMPLED_LAYERS = [(2, 512, True), (4, 256, True), (8, 256, False), (1, 512, True), (1, 256, False)]
+NORMED_LAYERS = [(1, 128), (1, 256), (1, 512), (2, 512), (4, 512), (4, 256), (8, 256), (8, 128)]
+LAYERS = [
+    *(
+        (name, shapes, {"heads": width // 64} if name == "qk_norm_rope" else {})
+        for width in (1920, 3072)
+        for name, shapes in layers_of(width).items()
+    ),
+    ("attention_transposed", ((1, 1, 64, 2300),) * 3, {}),
+    *(("group_norm", ((1, frames, 4, 24, c), (c,), (c,)), {}) for frames, c in NORMED_LAYERS),
+    *(
+        (
+            "upsample",
+            ((1, frames, 2, 12, c), (3, 3, c, c), (c,)),
+            {"expand_time": expand, "first_frame_alone": frames == 1},
+        )
+        for frames, c, expand in RESAMPLED_LAYERS
+    ),
+]
+"""The published layers that have a Pallas kernel, but for `norm_conv3d`; of frames a band."""
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes", "options"), LAYERS, ids=[f"{name} of {shapes[0]}" for name, shapes, _ in LAYERS]
+)
+@pytest.mark.slow
+def test_a_published_layer_in_128_lanes_is_the_reference(name, shapes, options):
+    case = replace(CASES[name], shapes=shapes, options=CASES[name].options | options)
+    for got, want in results(case, jnp.bfloat16, "on a TPU", mock.patch.object(tiles, "LANES", 128)):
+        check_rounding(got, want, share=0.05 if case.exact else 0.5)
+
+
+PAGE = (Path(jax_kernels.__file__).parents[1] / "docs/kernels.md").read_text()
+ERRORS = {
+    number: {jnp.bfloat16: float(on_v5e), jnp.float32: float(on_v6e)}
+    for number, on_v5e, on_v6e in re.findall(
+        r"^\| `(\w+)` \|[^|]*\| ([\d.]+) \|[^|]*\| ([\d.]+) \|", PAGE, re.MULTILINE
+    )
+}
+"""The largest errors of a TPU's numbers, in units of the last place: of v5e for bfloat16, else of v6e."""
+RELIES_ON = {
+    "norm_conv3d": {"tanh", "rsqrt", "pack_elementwise"},
+    "linear_gelu": {"tanh"},
+    "attention": {"exp2", "div", "dot_general"},
+    "qk_norm_rope": {"rsqrt"},
+    "adaptive_layer_norm": {"rsqrt"},
+    "group_norm": {"rsqrt", "div"},
+}
+"""By a case with a Pallas kernel: the numbers in its result that a TPU rounds otherwise."""
+
+
+def rounded_otherwise(number, dtype):
+    """Return a context in which a number has the largest error of a TPU's."""
+    if number == "pack_elementwise":  # to the nearest; of two equally near, it is not said to which
+
+        def away_from_zero(x):
+            return (jax.lax.bitcast_convert_type(x, jnp.uint32) + 0x8000) >> 16 << 16
+
+        return mock.patch.object(reference, "rounded_bits", away_from_zero)
+    primitive, error = getattr(jax.lax, f"{number}_p"), ERRORS[number][dtype] * 2.0**-23
+    return reference.inexact(primitive, error, of_operands=number == "dot_general")
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "dtype"),
+    [
+        pytest.param(name, number, dtype, id=f"{name}-{number}-{dtype.__name__}")
+        for name, numbers in RELIES_ON.items()
+        for number, dtype in itertools.product(sorted(numbers), (jnp.bfloat16, jnp.float32))
+        if (dtype == jnp.bfloat16 and number != "dot_general")
+        or (dtype == jnp.float32 and name not in ("norm_conv3d", "linear_gelu"))
+    ],
+)
+@pytest.mark.slow_cases("norm_conv3d-*")
+def test_the_contract_holds_with_what_a_tpu_rounds_otherwise(name, number, dtype):
+    case = CASES[name]
+    operands, arrays = jax.tree.map(lambda x: x.astype(jnp.float32), drawn(case, dtype))
+    exact = jax.tree.leaves(case.plain(*operands, **arrays, **case.options))
+    as_usual, rounded = (
+        [got for got, _ in results(case, dtype, "on a TPU", rounding)]
+        for rounding in (contextlib.nullcontext(), rounded_otherwise(number, dtype))
+    )
+    for usual, got, want in zip(as_usual, rounded, exact, strict=True):
+        if dtype == jnp.float32:
+            assert largest_error(got, usual) > 0
+            assert largest_error(got, want) < 1e-5
+        else:
+            errors = (np.sqrt(np.mean(np.square(np.asarray(y, np.float64) - want))) for y in (got, usual))
+            assert next(errors) <= BFLOAT16_RMS_RATIO * next(errors)
 
 
 DIFFERENTIATED = [

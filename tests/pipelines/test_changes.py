@@ -194,7 +194,19 @@ TRANSFORMER_CHANGES = {
 """By what is changed: the change, and the words that name it."""
 
 RESNET = "decoder.up_blocks.0.resnets.0"
+
+
+def repeat_edges(model):
+    model.decoder.conv_in.pad_mode, model.decoder.conv_in.conv.padding = "replicate", (0, 0, 0)
+
+
+def set_an_epsilon(model):
+    model.get_submodule(RESNET).norm2.norm_layer.eps = 0.5
+
+
 VAE_CHANGES = {
+    "a setting: repeated edges": (repeat_edges, "decoder.conv_in has pad_mode='replicate'"),
+    "a setting: norms with unlike epsilons": (set_an_epsilon, f"{RESNET} has two kinds of norms"),
     "a hook on a norm": (hooked(f"{RESNET}.norm1"), f"{RESNET}.norm1 has a hook"),
     "a hook with keywords": (hooked(f"{RESNET}.conv2", with_kwargs=True), f"{RESNET}.conv2 has a hook"),
     "a hook before a convolution": (hooked_before("decoder.conv_out"), "decoder.conv_out has a hook"),

@@ -403,7 +403,7 @@ def test_a_size_that_no_patches_fit_is_refused_before_anything_runs(ported, size
 @pytest.mark.parametrize("kind", ["text", "image"])
 def test_a_size_beyond_the_positions_of_1_5_is_refused_before_anything_is_compiled(kind):
     pipe = pipeline(kind, "1.5", "one device")
-    words = "got height=16, width=24: .* at most height=8, width=16; try height=8, width=8"
+    words = "got height=16, width=24: .* at most height=8, width=16; try height=8, width=16"
     with compilations() as counted, pytest.raises(ValueError, match=words):
         frames(pipe, kind, height=16, width=24, max_sequence_length=9)
     assert counted == []

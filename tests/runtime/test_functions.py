@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from torch.nn import functional as F
 
 from cogvideox_torchax import make_mesh, runtime
-from cogvideox_torchax.runtime.bridge import import_torchax
+from cogvideox_torchax.runtime.environment import import_torchax
 from cogvideox_torchax.runtime.functions import RandomInTraceError
 from tests.reference import largest_error
 

@@ -8,7 +8,7 @@ import torch
 import torchax
 
 from cogvideox_torchax import enable, load_pipeline, runtime
-from cogvideox_torchax.runtime import clock
+from cogvideox_torchax.runtime import clock, tensors
 from tests import reference, small_pipelines
 from tests.processes import printed_by
 
@@ -84,7 +84,7 @@ def test_where_tensors_mix_the_hosts_arithmetic_runs_without_torchax(monkeypatch
 def test_frames_are_taken_from_a_view_too():
     enable()
     x = runtime.to_jax(torch.arange(10.0).reshape(1, 1, 10, 1, 1))
-    assert runtime.to_torch(runtime.take(x[:, :, 2:], 2, 3, 2)).flatten().tolist() == [5, 6]
+    assert runtime.to_torch(tensors.take(x[:, :, 2:], 2, 3, 2)).flatten().tolist() == [5, 6]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

@@ -49,10 +49,11 @@ def test_flax_passes_layer_by_layer_and_a_transposed_weight_of_it_is_named(small
     candidates = [
         compare.make_candidate("flax", dtype, small_vae) for dtype in (torch.float32, torch.bfloat16)
     ]
+    # One kernel computes the decoder's last norm and convolution, so the norm alone has no result.
+    wanted = {*filter(compare.LAYER_NAME.fullmatch, dict(small_vae.named_modules()))} - {"decoder.norm_out"}
     for result in verifier.verify(candidates):
         assert result.passed, report.verdict(result)
-        names = {layer.name for layer in result.layers}
-        assert {"encoder.conv_in", "decoder.mid_block.resnets.0", "decoder.up_blocks.2.resnets.1"} < names
+        assert {layer.name for layer in result.layers} == wanted
     kernel = candidates[0].vae.flax_vae.decoder.up_blocks[1].resnets[1].conv1.conv.kernel
     kernel[...] = kernel[...].swapaxes(-1, -2)
     (result,) = verifier.verify(candidates[:1])

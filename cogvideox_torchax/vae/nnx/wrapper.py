@@ -183,9 +183,8 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
         return self._cast(runtime.without_torchax(lambda: fn(torch.zeros(0, dtype=self.dtype)).dtype))
 
     def _cast(self, dtype: torch.dtype | None) -> "FlaxVAEForPipelines":
-        if dtype is not None:
-            _check_dtype(dtype)
         if dtype not in (None, self.dtype):
+            _check_dtype(dtype)
             self.flax_vae.cast(runtime.jax_dtype(dtype))
         return self
 

@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_kernels import attention as public_attention
 from jax_kernels.attention import reference, tpu, xla
 from jax_kernels.common.dispatch import Target
-from tests.reference import largest_error, traced_anew
+from tests.reference import largest_error, tpu_interpreter, traced_anew
 
 attention = importlib.import_module("jax_kernels.attention.op")  # the package has the function by that name
 
@@ -37,7 +36,7 @@ def small_blocks():
 
 def interpreted(q, k, v, **options):
     """Run `attention` with its kernels for TPUs interpreted."""
-    with pltpu.force_tpu_interpret_mode():
+    with tpu_interpreter():
         return public_attention(q, k, v, **options)
 
 

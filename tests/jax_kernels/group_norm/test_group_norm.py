@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from benchmarks.estimate import chips, programs
 from cogvideox_torchax.plan.programs import Work
@@ -19,6 +18,7 @@ from jax_kernels.common.tiles import tiled_sublanes
 from jax_kernels.group_norm import op, tpu, xla
 from jax_kernels.group_norm.tpu import _column_bytes, _pixel_bytes, column_moments, image_moments
 from tests.jax_kernels.devices import compiled_for, on_mesh, struct
+from tests.reference import tpu_interpreter
 
 moments = functools.partial(op.moments, Target())
 
@@ -42,7 +42,7 @@ def test_no_temporary_of_the_size_of_the_input():
 
 def check(moments, x):
     """Check a kernel's moments, and derivatives of them; of a single row the deviations are zeros."""
-    with pltpu.force_tpu_interpret_mode():
+    with tpu_interpreter():
         got, slopes = jax.jvp(moments, (x,), (x,))
     exact = np.asarray(x, np.float64)
     mean, m2 = exact.mean(2, keepdims=True), exact.var(2, keepdims=True) * x.shape[2]

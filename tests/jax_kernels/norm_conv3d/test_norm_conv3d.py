@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from cogvideox_torchax.plan import chips
@@ -27,7 +28,7 @@ from tests.jax_kernels.devices import (
     pixels_first,
     struct,
 )
-from tests.reference import largest_error, traced_anew
+from tests.reference import check_in_place, interpreted_kernels, largest_error, traced_anew
 
 GROUPS = 4
 
@@ -65,6 +66,8 @@ CASES = {
     "eight frames, a ragged row": ((1, 8, 4, 26, 16), 16, 2, True, True),
     "eight frames, two chunks": ((1, 8, 4, 88, 16), 16, 2, True, True),
     "eight frames, one tile to two, two chunks": ((1, 8, 4, 80, 16), 32, 2, True, True),
+    "two frames, blocks filled": ((1, 2, 6, 96, 16), 16, None, True, False),
+    "four frames, blocks filled": ((1, 4, 4, 48, 16), 16, 2, True, True),
     "two videos, two tiles of channels to one": ((2, 8, 2, 24, 32), 16, 2, True, False),
     "four frames, one tile to two": ((1, 4, 4, 52, 16), 32, 2, True, True),
     "two frames of a plain norm": ((1, 2, 2, 40, 32), 32, None, True, False),
@@ -80,6 +83,8 @@ CASES = {
     "fewer columns than a unit": ((1, 2, 4, 6, 16), 16, None, True, False),
     "fewer columns than a register of sums": ((1, 4, 4, 3, 16), 16, None, True, True),
 }
+FILLED = 48, 80, 96
+"""Widths that the blocks of these cases fill."""
 
 
 def given(shape, outputs, cell, cached, added):
@@ -90,17 +95,54 @@ def given(shape, outputs, cell, cached, added):
 
 
 @pytest.mark.parametrize(("shape", "outputs", "cell", "cached", "added"), CASES.values(), ids=CASES)
-@pytest.mark.slow_cases(but=["a first frame", "fewer columns*"])
+@pytest.mark.slow_cases(but=["a first frame", "fewer columns*", "two frames, blocks filled"])
 @pytest.mark.product_cases(
-    *("eight frames, two chunks", "eight frames, one tile to two, two chunks"),
-    *("four frames, one tile to two", "a first frame to three channels"),
+    *("eight frames, two chunks", "four frames, one tile to two", "a first frame to three channels"),
     *("the start of a video, eight frames", "a first frame of a plain norm"),
 )
 def test_the_kernel_equals_norm_activation_and_convolution(shape, outputs, cell, cached, added, interpreted):
     operands, options = given(shape, outputs, cell, cached, added)
     results = norm_conv3d(*operands, **options)
-    assert interpreted
+    assert "norm_conv3d" in interpreted
+    assert ("norm_conv3d in place" in interpreted) == (cached and shape[3] in FILLED)
     check(results, operands, options["residual"])
+
+
+PUBLISHED = [
+    # The decoder's, whose norms latents modulate.
+    *((frames, 512, 512, 2) for frames in (1, 2)),
+    *((frames, channels, 256, 2) for frames in (1, 4) for channels in (512, 256)),
+    *((8, *channels, 2) for channels in ((256, 256), (256, 128), (128, 128), (128, 3))),
+    *((1, *channels, 2) for channels in ((256, 128), (128, 128), (128, 3))),
+    # The encoder's.
+    *((frames, 128, 128, None) for frames in (1, 8)),
+    *((frames, channels, 256, None) for frames in (1, 4) for channels in (128, 256)),
+    *((frames, channels, 512, None) for frames in (1, 2) for channels in (256, 512)),
+    (2, 256, 256, None),
+]
+"""Frames, channels, outputs and columns of a latent in the published models' layers."""
+
+
+@pytest.mark.parametrize(("frames", "channels", "outputs", "cell"), PUBLISHED)
+@pytest.mark.slow
+def test_a_published_layer_in_128_lanes_is_the_reference(frames, channels, outputs, cell):
+    operands, options = given((1, frames, 4, 24, channels), outputs, cell, frames > 1, channels == outputs)
+    with interpreted_kernels(lanes=128) as traced:
+        found = norm_conv3d(*operands, **options)
+    assert "norm_conv3d" in traced
+    check(found, operands, options["residual"])
+
+
+@pytest.mark.parametrize(("later", "block"), [(0, 1), (1, 1), (0, 2)])
+def test_a_block_that_is_read_once_it_was_overwritten_is_found(later, block):
+    """A result's blocks are those of its operand, of its next step's, or of two at once."""
+    read, written = (
+        pl.BlockSpec((rows, 8), functools.partial(lambda by, step: (step // 2 + by, 0), by))
+        for rows, by in ((1, 0), (block, later))
+    )
+    found = contextlib.nullcontext() if (later, block) == (0, 1) else pytest.raises(AssertionError)
+    with found:
+        check_in_place((6,), read, written)
 
 
 @pytest.mark.slow

@@ -246,7 +246,7 @@ WRITES_OF_DATA = {
 
 @pytest.mark.parametrize("write", WRITES_OF_DATA.values(), ids=WRITES_OF_DATA)
 def test_a_write_into_the_data_of_a_trained_weight_is_as_in_pytorch(write, caplog):
-    weights = [nn.Parameter(LATENTS), nn.Parameter(runtime.to_jax(LATENTS))]
+    weights = [nn.Parameter(LATENTS.clone()), nn.Parameter(runtime.to_jax(LATENTS))]
     runtime.without_torchax(write, weights[0])
     with runtime.active():
         write(weights[1])
