@@ -131,8 +131,7 @@ def offload_models(models: dict[str, Any], mesh: Any, sequence: str | None, *, w
         wanted = True
         logger.warning(
             "%.2f GiB of weights for %.2f GiB of a device: they wait on the host between uses, as by "
-            "pipe.enable_model_cpu_offload(), which needs %.2f GiB and a program's temporaries; a mesh splits "
-            "them",
+            "pipe.enable_model_cpu_offload(), which needs %.2f GiB beside a program's temporaries",
             *(sum(sizes.values()), memory, max(sizes.values())),
         )
     if offload is None and not wanted:

@@ -79,7 +79,9 @@ class Offload:
             waits = self.is_on and model not in self._loaded
 
             def place(name: str, array: Any) -> Any:
-                return array if waits and is_in_host_memory(array) else model.put_weight(name, array)
+                # A NumPy array may be that of a tensor which is not on JAX yet.
+                stays = waits and isinstance(array, jax.Array) and is_in_host_memory(array)
+                return array if stays else model.put_weight(name, array)
 
             put_weights(model, place)
             if waits:
