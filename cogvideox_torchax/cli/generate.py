@@ -81,6 +81,12 @@ COMMAND = options.Command(
             help="mesh: devices for the transformer's tokens (its weights, where this does not divide the "
             "heads), T5's weights and frames' width (default: 1)",
         ),
+        options.Option(
+            "--offload",
+            group="several devices",
+            action="store_true",
+            help="keep a network's weights in the host's memory while it is not used, for small devices",
+        ),
         options.Option("--distributed", action="store_true", help=argparse.SUPPRESS),
         _sampling(
             "--cache",
@@ -281,6 +287,7 @@ def _sample_latents(args: argparse.Namespace) -> tuple[Any, latent_files.Latents
         scheduler=scheduler,
         lora=lora,
         lora_scale=1.0 if args.lora_scale is None else args.lora_scale,
+        offload=args.offload,
     )
     if cache_config is not None:
         pipe.transformer.enable_cache(cache_config)

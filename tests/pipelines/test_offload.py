@@ -150,6 +150,10 @@ class Beside(torch.nn.Module):
         super().__init__()
         self.layer = torch.nn.Linear(8, 8)
 
+    # diffusers asks every network of a pipeline for these.
+    device = property(lambda self: self.layer.weight.device)
+    dtype = property(lambda self: self.layer.weight.dtype)
+
     def forward(self, x):
         return self.layer(x)
 
@@ -161,9 +165,11 @@ class Controlled(CogVideoXPipeline):
 
 
 def test_unknown_networks_stay_during_a_call_and_loras_caches_copies_and_casts_move_along(tmp_path, watched):
-    pipe = port(Controlled(Beside().eval(), **build().components))
+    pipe = port(
+        Controlled(Beside().eval(), **build(transformer=small_pipelines.transformer("5b")).components)
+    )
     pipe.set_progress_bar_config(disable=True)
-    small_pipelines.save_lora(build(), tmp_path / "lora.safetensors")
+    small_pipelines.save_lora(small_pipelines.build(), tmp_path / "lora.safetensors")
 
     def step(pipe, i, timestep, tensors):
         return {"latents": pipe.beside(tensors["latents"].to("jax"))}
@@ -196,7 +202,7 @@ def test_a_pipeline_with_diffusers_own_hooks_means_the_same(clean, tmp_path):
         lambda pipe: pipe.enable_model_cpu_offload(device="cpu"),
         lambda pipe: pipe.enable_sequential_cpu_offload(device="cuda"),
         lambda pipe: pipe.enable_group_offload(torch.device("cpu"), offload_type="leaf_level"),
-        lambda pipe: pipe.enable_group_offload(
+        lambda pipe: pipe.transformer.enable_group_offload(
             torch.device("cpu"), offload_type="leaf_level", offload_to_disk_path=str(tmp_path)
         ),
         lambda pipe: accelerate.cpu_offload(pipe.text_encoder, torch.device("cpu")),
