@@ -35,17 +35,23 @@ ENTRY %main (x: bf16[8,8]) -> bf16[8,8] {
 """
 
 
-def test_cycles_go_to_what_they_are_spent_on_and_in_a_loop_as_often_as_it_runs():
-    wanted = {programs.CONVOLUTION: 100, programs.COPY: 20, programs.OTHER: 3}
-    assert programs.cycles_by_kind(list(instructions(HLO))) == wanted
-    looped = HLO.replace("%fused.1 (", "%body (").replace("calls=%fused.1", "calls=%fused.3")
-    looped += """
-ENTRY %again (x: bf16[8,8]) -> bf16[8,8] {
-  %w = bf16[8,8]{1,0} while(%x), body=%main, backend_config={"known_trip_count":{"n":"7"}}
-}
-"""
-    counted = programs.cycles_by_kind(list(instructions(looped)))
-    assert counted == {programs.COPY: 7 * 20, programs.OTHER: 7 * (100 + 3)}
+GIB_A_SECOND = 0.87 * CHIPS["v6e"].bandwidth
+"""Bytes a second that moves reach."""
+
+
+def spent(text):
+    """Return the milliseconds of a text's instructions, by what they are bound by and by name."""
+    times = programs.instruction_times(list(instructions(text)), CHIPS["v6e"], {})
+    return {name: (kind, pytest.approx(seconds, rel=1e-9)) for name, (kind, seconds) in times.items()}
+
+
+def test_products_count_by_the_compilers_cycles_and_what_only_moves_by_bytes():
+    tile = 8 * 128 * 2  # of bfloat16; an array without a layout of tiles has its own size
+    assert spent(HLO) == {
+        "f": (programs.PRODUCTS, 100 / CHIPS["v6e"].clock),
+        "y": (programs.MOVES, 2 * tile / GIB_A_SECOND),
+        "z": (programs.MOVES, tile / GIB_A_SECOND),
+    }
 
 
 def test_a_job_takes_its_programs_as_often_as_they_run_and_its_collectives_beside_them():
