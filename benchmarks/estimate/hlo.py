@@ -7,6 +7,7 @@ line and one line for each instruction.
 import functools
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -31,9 +32,6 @@ _NAME = re.compile(r"%([\w.\-]+)")
 # An array with its layout, such as "bf16[6,5]{1,0:T(8,128)(2,1)S(1)}": its axes from the minor one on, its
 # tiles along these, and its memory, where "S(1)" is VMEM.
 _LAYOUT = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\](?:\{([\d,]*)(?::(?:T\(([\d,]*)\))?([^}]*))?\})?")
-SLICES = ("slice", "dynamic-slice")
-"""Opcodes that read as much of their operand as they return."""
-
 NO_ESTIMATE = 2**63 - 1
 """The compiler's cycle count for an instruction without an estimate (some copies on tpu7x)."""
 
@@ -44,8 +42,8 @@ class TimedInstruction(hlo.Instruction):
 
     Attributes:
         computation: name of the computation that the instruction is in.
-        moved: bytes of its operands and its results in the chip's memory, as they are padded there; arrays in
-            VMEM have none. Of a slice, or of an operand that a fusion only slices, the slice counts.
+        moved: bytes that it reads and writes in the chip's memory, as they are padded there; arrays in VMEM
+            have none. Of an array that is only sliced, or updated in place, the slice or the update counts.
         called: name of the computation that a fusion calls (`calls=`), or None.
         cycles: the compiler's own estimate; 0 where it says that it has none, None where it says nothing.
         runs: names of all computations that it runs: the one it calls, a loop's body and condition, a
@@ -71,20 +69,41 @@ def instructions(text: str) -> Iterator[TimedInstruction]:
     """Yield the instructions of a compiled program's text, in the text's order."""
     computation = ""
     sizes: dict[str, int] = {}  # by an instruction's name: the bytes of its results in the chip's memory
+    # The bytes that an instruction writes, by its name, and its computation's root, by the computation's.
+    written: dict[str, int] = {}
+    read = Counter[str]()  # by an instruction's name: the bytes of its results that others read
+    parameters: dict[tuple[str, int], str] = {}  # names by (computation, index)
     for line in text.splitlines():
         if head := _COMPUTATION.match(line):
             computation = head[1]
         elif found := hlo.instruction(line):
             cycles = _number(_CYCLES, line)
             branches = _first_group(_BRANCHES, line) or ""  # a conditional's, such as "%one, %other"
-            type_, rest = _PARTS.search(line).groups()
-            read = [sizes.get(name, 0) for name in _NAME.findall(rest.partition(")")[0])]
-            written = sizes[found.name] = bytes_in_memory(type_)
+            called = _first_group(_CALLED, line)
+            type_, rest = _PARTS.search(line).groups()  # pyright: ignore[reportOptionalMemberAccess]
+            arguments = rest.partition(")")[0]
+            operands = _NAME.findall(arguments)
+            size = sizes[found.name] = written[found.name] = bytes_in_memory(type_)
+            reads = [sizes.get(operand, 0) for operand in operands]
+            if found.op == "parameter":
+                parameters[computation, int(arguments)] = found.name
+            elif found.op in ("slice", "dynamic-slice"):
+                reads = [size]
+            elif found.op == "dynamic-update-slice":  # of an array, by the second operand
+                reads[0], written[found.name] = 0, reads[1]
+            elif found.op == "tuple":
+                written[found.name] = sum(written.get(operand, 0) for operand in operands)
+            elif called in written:
+                reads = [min(all_, read[parameters[called, i]]) for i, all_ in enumerate(reads)]
+                written[found.name] = min(size, written[called])
+            read.update(dict(zip(operands, reads, strict=False)))
+            if line.lstrip().startswith("ROOT"):
+                written[computation] = written[found.name]
             yield TimedInstruction(
                 **vars(found),
                 computation=computation,
-                moved=written + (written if found.op in SLICES else sum(read)),
-                called=_first_group(_CALLED, line),
+                moved=sum(reads) + written[found.name],
+                called=called,
                 cycles=0 if cycles == NO_ESTIMATE else cycles,
                 runs=(*_RUNS.findall(line), *re.findall(r"[\w.\-]+", branches)),
                 trips=_number(_TRIPS, line) if found.op == "while" else 1,

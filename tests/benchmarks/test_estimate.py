@@ -24,13 +24,35 @@ pytestmark = pytest.mark.usefixtures("torchax_off")
 
 HLO = """
 %fused.1 (a: bf16[8,8]) -> bf16[8,8] {
+  %a = bf16[8,8]{1,0:T(8,128)(2,1)} parameter(0)
   ROOT %c = bf16[8,8]{1,0} convolution(%a, %a)
 }
 
+%fused.3 (b: bf16[64,128], c: bf16[8,128]) -> bf16[64,128] {
+  %c = bf16[8,128]{1,0:T(8,128)(2,1)} parameter(1)
+  %b = bf16[64,128]{1,0:T(8,128)(2,1)} parameter(0)
+  ROOT %updated = bf16[64,128]{1,0:T(8,128)(2,1)} dynamic-update-slice(%b, %c, %zero, %zero)
+}
+
+%fused.4 (d: bf16[64,128]) -> (bf16[8,128], bf16[64,128]) {
+  %d = bf16[64,128]{1,0:T(8,128)(2,1)} parameter(0)
+  %part = bf16[16,128]{1,0:T(8,128)(2,1)} slice(%d), slice={[0:16], [0:128]}
+  %half = bf16[8,128]{1,0:T(8,128)(2,1)} convert(%part)
+  %again = bf16[64,128]{1,0:T(8,128)(2,1)} dynamic-update-slice(%d, %part, %zero, %zero)
+  ROOT %both = (bf16[8,128]{1,0:T(8,128)(2,1)}, bf16[64,128]{1,0:T(8,128)(2,1)}) tuple(%half, %again)
+}
+
 ENTRY %main (x: bf16[8,8]) -> bf16[8,8] {
-  %f = bf16[8,8]{1,0} fusion(%x), kind=kOutput, calls=%fused.1, backend_config={"estimated_cycles":"100"}
-  %y = bf16[8,8]{0,1} copy(%f), backend_config={"estimated_cycles":"20"}
-  %z = bf16[8,8]{0,1} fusion(%y), kind=kLoop, calls=%fused.2, backend_config={"estimated_cycles":"3"}
+  %x = bf16[8,8]{1,0:T(8,128)(2,1)} parameter(0)
+  %v = bf16[8,8]{1,0:T(8,128)(2,1)S(1)} parameter(1)
+  %w = bf16[64,128]{1,0:T(8,128)(2,1)} parameter(2)
+  %f = bf16[8,8]{1,0:T(8,128)(2,1)} fusion(%x), kind=kOutput, calls=%fused.1, C={"estimated_cycles":"100"}
+  %y = bf16[8,9]{0,1:T(8,128)(2,1)} copy(%f), C={"estimated_cycles":"9223372036854775807"}
+  %z = bf16[8,8]{0,1:T(8,128)(2,1)S(1)} fusion(%v, %x), kind=kLoop, calls=%none, C={"estimated_cycles":"3"}
+  %s = bf16[8,128]{1,0:T(8,128)(2,1)} slice(%w), slice={[0:8], [0:128]}, C={"estimated_cycles":"3"}
+  %u = bf16[64,128]{1,0:T(8,128)(2,1)} fusion(%w, %s), calls=%fused.3, C={"estimated_cycles":"3"}
+  %t = (bf16[8,128], bf16[64,128]) fusion(%u), calls=%fused.4, C={"estimated_cycles":"3"}
+  %free = bf16[8,8]{1,0:T(8,128)(2,1)} bitcast(%x)
 }
 """
 
@@ -39,19 +61,33 @@ GIB_A_SECOND = 0.87 * CHIPS["v6e"].bandwidth
 """Bytes a second that moves reach."""
 
 
-def spent(text):
-    """Return the milliseconds of a text's instructions, by what they are bound by and by name."""
-    times = programs.instruction_times(list(instructions(text)), CHIPS["v6e"], {})
-    return {name: (kind, pytest.approx(seconds, rel=1e-9)) for name, (kind, seconds) in times.items()}
-
-
 def test_products_count_by_the_compilers_cycles_and_what_only_moves_by_bytes():
-    tile = 8 * 128 * 2  # of bfloat16; an array without a layout of tiles has its own size
-    assert spent(HLO) == {
-        "f": (programs.PRODUCTS, 100 / CHIPS["v6e"].clock),
-        "y": (programs.MOVES, 2 * tile / GIB_A_SECOND),
-        "z": (programs.MOVES, tile / GIB_A_SECOND),
-    }
+    tile = 8 * 128 * 2 / GIB_A_SECOND  # seconds of 8 x 128 numbers in bfloat16, to which arrays are padded
+    times = programs.instruction_times(list(instructions(HLO)), CHIPS["v6e"], {})
+    assert times.pop("f") == (programs.PRODUCTS, 100 / CHIPS["v6e"].clock)
+    assert {name: seconds / tile for name, (_kind, seconds) in times.items()} == pytest.approx(
+        {
+            "y": 1 + 2,  # its minor axis is the first
+            "z": 1,  # nothing of what is in VMEM
+            "s": 2,
+            "u": 2,  # of the array that it updates in place, the update alone
+            "t": 2 + 1 + 2,  # two results: the part that it reads, and the update
+        }
+    )
+    assert {kind for kind, _ in times.values()} == {programs.MOVES}
+
+
+def test_a_loop_counts_as_often_as_it_runs():
+    looped = (
+        HLO.replace("ENTRY %main", "%main")
+        + """
+ENTRY %again (x: bf16[8,8]) -> bf16[8,8] {
+  %w = bf16[8,8]{1,0} while(%x), body=%main, backend_config={"known_trip_count":{"n":"7"}}
+}
+"""
+    )
+    one, seven = (times_run(list(instructions(text)))["main"] for text in (HLO, looped))
+    assert (one, seven) == (1, 7)
 
 
 def test_a_job_takes_its_programs_as_often_as_they_run_and_its_collectives_beside_them():
@@ -131,6 +167,11 @@ def test_the_topology_of_real_devices_is_read_off_their_coordinates(kind, coordi
 
 
 GB = 1e9
+MESSAGE = 5e-6
+
+
+def permute_seconds(size):
+    return MESSAGE + size / (87 * GB)
 
 
 def slice_of(generation, *lengths, cores=1):
@@ -166,8 +207,11 @@ ALL = (tuple(range(8)),)
         (slice_of("tpu7x", 2, 2, 1, cores=2), "all-gather", ((0, 1),), 1 / 2 / 6),  # two cores of a chip
     ],
 )
-def test_a_gigabyte_takes_what_arithmetic_says(links, kind, groups, want):
-    assert links.collective_seconds(kind, 100 * GB, groups) == pytest.approx(want)
+def test_a_gigabyte_takes_what_arithmetic_says_and_each_message_a_time_of_its_own(links, kind, groups, want):
+    rounds = {"all-to-all": 1, "all-reduce": 2 * (len(groups[0]) - 1)}.get(kind, len(groups[0]) - 1)
+    messages = links.collective_seconds(kind, 0, groups)
+    assert messages == pytest.approx(rounds * MESSAGE)
+    assert links.collective_seconds(kind, 87 * GB, groups) - messages == pytest.approx(want)
 
 
 COLLECTIVES = """
@@ -207,7 +251,7 @@ def test_a_programs_collectives_add_up_by_kind():
             "all-reduce": 5 * EIGHT.collective_seconds("all-reduce", size, HALVES),
             "reduce-scatter": EIGHT.collective_seconds("reduce-scatter", size / 4, HALVES),
             "all-gather": sum(EIGHT.collective_seconds("all-gather", size, g) for g in (COLUMNS, HALVES)),
-            "collective-permute": size / (100 * GB),
+            "collective-permute": permute_seconds(size),
             "all-to-all": EIGHT.collective_seconds("all-to-all", size, ALL),
         }
     )
@@ -224,7 +268,7 @@ ENTRY %main (x: bf16[1000]) -> bf16[1000] {
   %last = bf16[1000]{0} collective-permute(%y), source_target_pairs={{0,1},{1,0}}
 }
 """
-    one, two = 2000 / (100 * GB), EIGHT.collective_seconds("all-to-all", 8000, HALVES)
+    one, two = permute_seconds(2000), EIGHT.collective_seconds("all-to-all", 8000, HALVES)
 
     def waiting(busy):
         found = EIGHT.seconds(list(instructions(text)), lambda one: busy if one.cycles == 30 else 0.0)

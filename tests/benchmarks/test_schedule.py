@@ -91,7 +91,10 @@ def test_products_count_as_often_as_they_run_and_take_at_least_the_units_peak():
     products = "{ %70 = vmatmul.mubr.bf16.gmra.mxu0 %v1  ;;  %71 = vmatmul.msk.bf16.vlgmr.mxu1 %v2 }"
     found = schedule.read_schedule(text().replace("0xe   : > {}", f"0xe   : > {products}"), "", 4)
     assert found.flops == 3 * 2 * 16 * (256**2 + 128**2)
-    schedules = {"made.1": schedule.Schedule(10, 10**12, 0), "made.2.refs_3_of_12": schedule.Schedule(10, 0, 0)}
+    schedules = {
+        "made.1": schedule.Schedule(10, 10**12, 0),
+        "made.2.refs_3_of_12": schedule.Schedule(10, 0, 0),
+    }
     times = programs.kernel_times(list(instructions(HLO)), CHIP, schedules)["made"]
     assert times.schedule_seconds == pytest.approx(10**12 / CHIP.flops + 10 / CHIP.clock)
 
