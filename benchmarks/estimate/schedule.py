@@ -22,6 +22,7 @@ import bisect
 import contextlib
 import functools
 import itertools
+import math
 import operator
 import re
 import shutil
@@ -44,6 +45,8 @@ WORD = 2**32
 _BUNDLE = re.compile(r"^\s*(?P<address>0x[0-9a-f]+|0)\s+(?P<marker>[A-Z]{2})?\s*:[ >]*\{", re.M)
 _REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
 _CORE = re.compile(r"= sld \[[^/]*\] /\* core id \*/")
+# A division goes through a queue: "%9 = sdivrem.u32 %s1_s1, 6 /* kRem */", and then "%s2_s2 = spop.drf %9".
+_DIVISION = re.compile(r"%(\d+) = sdivrem\.u32 (.*?) /\* (k\w+) \*/|spop\.drf %(\d+)")
 _COMMENT = re.compile(r"/\*.*?\*/", re.S)
 _BRANCH = re.compile(
     r"sbr\.rel\s*(?:\((?P<not>!?)%(?P<condition>\w+)\))?,?\s*target = \$region(?P<region>\d+)"
@@ -251,7 +254,14 @@ def _bundles(text: str) -> tuple[list[str], dict[str, int]]:
     if heads[-1]["marker"] == "PF":
         targets[""] = len(bodies) - 1
     # Each core reads its number from memory. The load is replaced by the constant 0: core 0 is followed.
-    return [_COMMENT.sub("", _CORE.sub("= smov 0", body)) for body in bodies], targets
+    bodies = [_CORE.sub("= smov 0", body) for body in bodies]
+    return [_COMMENT.sub("", _DIVISION.sub(_division, body)) for body in bodies], targets
+
+
+def _division(found: re.Match[str]) -> str:
+    """Return a division, or the taking of its result, with a cell of its own in place of the queue."""
+    number, operands, what, taken = found.groups()
+    return f"smov %s{taken}_s{taken}" if taken else f"%s{number}_s{number} = {what.lower()} {operands}"
 
 
 def _branch(instruction: str, targets: dict[str, int]) -> _Branch | None:
@@ -382,6 +392,8 @@ _OPERATIONS: dict[str, Callable[..., Value] | None] = {
     "smin": functools.partial(_known, min),
     "smax": functools.partial(_known, max),
     "smul": functools.partial(_known, operator.mul),
+    "smulhi": lambda *values: None if None in values else math.prod(values) // WORD,
+    "krem": functools.partial(_known, lambda a, b: a % b if b else 0),
     "sand": functools.partial(_known, operator.and_),
     "sor": functools.partial(_known, operator.or_),
     "sxor": functools.partial(_known, operator.xor),
