@@ -81,8 +81,6 @@ class Links:
         kind, size = str(instruction.collective), instruction.bytes
         # Groups of device numbers; an instruction without groups has one of all devices.
         groups = instruction.groups or (tuple(range(len(self.places))),)
-        if kind == "collective-permute":  # its groups are pairs (sender, receiver)
-            return kind, MESSAGE + size * self._seconds_per_byte(groups)
         if kind == "all-reduce" and instruction.computation.startswith(SCATTERED):
             kind, size = "reduce-scatter", size / len(groups[0])  # a device's part; groups are of one size
         return kind, self.collective_seconds(kind, size, groups)
@@ -91,10 +89,13 @@ class Links:
         """Return the seconds of one collective.
 
         Args:
-            kind: "all-reduce", "all-gather", "reduce-scatter" or "all-to-all".
+            kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or "collective-permute".
             size: bytes of its result on one device.
-            groups: groups of devices that exchange, by their index in the mesh; all of one size.
+            groups: groups of devices that exchange, by their index in the mesh; all of one size. Those of a
+                collective-permute are pairs (sender, receiver).
         """
+        if kind == "collective-permute":
+            return MESSAGE + size * self._seconds_per_byte(groups)
         count = len(groups[0])  # number of devices in each group
         if kind == "all-to-all":  # each device sends a part of its array to each other device
             messages = [pair for group in groups for pair in itertools.permutations(group, 2)]

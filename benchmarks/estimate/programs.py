@@ -125,17 +125,15 @@ def read_times(
     times = instruction_times(found, chip, schedules)
     runs = times_run(found)  # how often each computation runs
     shares: Counter[str] = Counter()
-    compiler_cycles = 0
-    for instruction in found:
-        kind, seconds = times.get(instruction.name, ("", 0.0))
-        if kind:
-            shares[kind] += runs[instruction.computation] * seconds
-        if kind == MOVES:
-            compiler_cycles += runs[instruction.computation] * (instruction.cycles or 0)
+    compiler: Counter[str] = Counter()  # the same by the compiler's cycles
+    for instruction in (each for each in found if each.name in times):
+        kind, seconds = times[instruction.name]
+        shares[kind] += runs[instruction.computation] * seconds
+        compiler[kind] += runs[instruction.computation] * (instruction.cycles or 0) / chip.clock
     return TimedPlan(
         **vars(plan),
         shares=dict(shares),
-        compiler_moves_s=compiler_cycles / chip.clock,
+        compiler_moves_s=compiler[MOVES],
         floor_s=plan.floor_seconds(chip),
         kernel_times=kernel_times(found, chip, schedules),
         collective_seconds=_collective_seconds(found, compiled, chip, times),

@@ -46,7 +46,7 @@ _BUNDLE = re.compile(r"^\s*(?P<address>0x[0-9a-f]+|0)\s+(?P<marker>[A-Z]{2})?\s*
 _REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
 _CORE = re.compile(r"= sld \[[^/]*\] /\* core id \*/")
 # A division goes through a queue: "%9 = sdivrem.u32 %s1_s1, 6 /* kRem */", and then "%s2_s2 = spop.drf %9".
-_DIVISION = re.compile(r"%(\d+) = sdivrem\.u32 (.*?) /\* (k\w+) \*/|spop\.drf %(\d+)")
+_DIVISION, _TAKEN = re.compile(r"%(\d+) = sdivrem\.u32 (.*?) /\* (k\w+) \*/"), re.compile(r"spop\.drf %(\d+)")
 _COMMENT = re.compile(r"/\*.*?\*/", re.S)
 _BRANCH = re.compile(
     r"sbr\.rel\s*(?:\((?P<not>!?)%(?P<condition>\w+)\))?,?\s*target = \$region(?P<region>\d+)"
@@ -204,13 +204,16 @@ def read_schedule(text: str, paths: str, delay_slots: int) -> Schedule:
         each.name for found in operations.values() for each in found if each.compute is _float_comparison
     }
     runs, assumed = _follow(len(bundles), operations, branches, delay_slots, float_conditions)
-    edges = {0, *(branch.target for branch in branches.values())}
-    edges |= {address + delay_slots + 1 for address in branches if address + delay_slots + 1 < len(bundles)}
-    waits = sum(runs[start] * wait for start, wait in _waits(bundles, paths, sorted(edges)).items())
-    flops = 0
-    for count, bundle in zip(runs, bundles, strict=True):
-        # An instruction multiplies 16 rows by a matrix of 128 x 128, or of 256 x 256 where it is a "mubr".
-        flops += sum(count * 2 * 16 * (256 if wide else 128) ** 2 for wide in _PRODUCT.findall(bundle))
+    edges = sorted(
+        {0, *(branch.target for branch in branches.values()), *(a + delay_slots + 1 for a in branches)}
+    )
+    waits = sum(runs[start] * wait for start, wait in _waits(bundles, paths, edges).items())
+    # An instruction multiplies 16 rows by a matrix of 128 x 128, or of 256 x 256 where it is a "mubr".
+    flops = sum(
+        count * 2 * 16 * (256 if wide else 128) ** 2
+        for count, bundle in zip(runs, bundles, strict=True)
+        for wide in _PRODUCT.findall(bundle)
+    )
     return Schedule(sum(runs) + waits, flops, assumed)
 
 
@@ -224,12 +227,11 @@ def _waits(bundles: list[str], paths: str, edges: list[int]) -> dict[int, int]:
     waits: dict[int, int] = {}
     for path in paths.split("New basic block")[1:]:
         found = [addresses[name] for name in _RESULT.findall(path) if name in addresses]
-        if not found:  # copies alone
-            continue
-        block = Counter(bisect.bisect_right(edges, address) - 1 for address in found).most_common(1)[0][0]
-        start, end = (*edges, len(bundles))[block : block + 2]
-        length = int(_CHAIN.findall(path)[0])  # the first instruction's
-        waits[start] = max(waits.get(start, 0), length - (end - start))
+        if found:  # not copies alone
+            (block, _), *_ = Counter(bisect.bisect_right(edges, each) for each in found).most_common(1)
+            start, end = (*edges, len(bundles))[block - 1 : block + 1]
+            length = int(_CHAIN.findall(path)[0])  # the first instruction's
+            waits[start] = max(waits.get(start, 0), length - (end - start))
     return waits
 
 
@@ -253,15 +255,10 @@ def _bundles(text: str) -> tuple[list[str], dict[str, int]]:
     # it, and the dump has no region number for it.
     if heads[-1]["marker"] == "PF":
         targets[""] = len(bodies) - 1
-    # Each core reads its number from memory. The load is replaced by the constant 0: core 0 is followed.
-    bodies = [_CORE.sub("= smov 0", body) for body in bodies]
-    return [_COMMENT.sub("", _DIVISION.sub(_division, body)) for body in bodies], targets
-
-
-def _division(found: re.Match[str]) -> str:
-    """Return a division, or the taking of its result, with a cell of its own in place of the queue."""
-    number, operands, what, taken = found.groups()
-    return f"smov %s{taken}_s{taken}" if taken else f"%s{number}_s{number} = {what.lower()} {operands}"
+    # Each core reads its number from memory. The load is replaced by the constant 0: core 0 is followed. The
+    # queue of divisions is replaced by a cell for each.
+    bodies = [_TAKEN.sub(r"smov %s\1_s\1", _CORE.sub("= smov 0", body)) for body in bodies]
+    return [_COMMENT.sub("", _DIVISION.sub(r"%s\1_s\1 = \3 \2", body)) for body in bodies], targets
 
 
 def _branch(instruction: str, targets: dict[str, int]) -> _Branch | None:
@@ -393,7 +390,7 @@ _OPERATIONS: dict[str, Callable[..., Value] | None] = {
     "smax": functools.partial(_known, max),
     "smul": functools.partial(_known, operator.mul),
     "smulhi": lambda *values: None if None in values else math.prod(values) // WORD,
-    "krem": functools.partial(_known, lambda a, b: a % b if b else 0),
+    "kRem": functools.partial(_known, lambda a, b: a % b if b else 0),
     "sand": functools.partial(_known, operator.and_),
     "sor": functools.partial(_known, operator.or_),
     "sxor": functools.partial(_known, operator.xor),
