@@ -59,9 +59,8 @@ SHOWN = {
 
 def starred(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table, with a line below it if a cell has a `STAR`."""
-    text = table(head, rows)
     note = "\n\n\\* Made by the earlier method, which took the compiler's cycles for what only moves data."
-    return text + note if any(STAR in cell for row in rows for cell in row) else text
+    return table(head, rows) + (note if any(STAR in cell for row in rows for cell in row) else "")
 
 
 def star(*names: str) -> str:
@@ -117,21 +116,11 @@ def intervals(page: str) -> str:
 
 def plot_intervals() -> None:
     """Draw the estimates of `SHOWN` as bars with their intervals."""
-    bars = shown()
-    figure, axis = pyplot().subplots(figsize=(8, 0.5 * len(bars) + 1))
+    bars = dict(reversed(shown().items()))  # the first one at the top
+    figure, axis = pyplot().subplots(figsize=(8, 0.5 * len(bars) + 1), layout="tight")
     mid, low, high = zip(*bars.values(), strict=True)
-    axis.errorbar(
-        mid,
-        [*bars],
-        xerr=[np.subtract(mid, low), np.subtract(high, mid)],
-        fmt="none",
-        color="black",
-        capsize=5,
-    )
-    axis.barh([*bars], mid)
+    axis.barh([*bars], mid, xerr=[np.subtract(mid, low), np.subtract(high, mid)], capsize=4)
     axis.set(xlabel="seconds on one v6e, estimated, with intervals")
-    axis.invert_yaxis()
-    figure.tight_layout()
     save_figure(figure, ROOT / "docs" / "images" / "estimates.png")
 
 
@@ -203,14 +192,15 @@ def torchtpu() -> str:
             name = plan["name"]
             own, milliseconds = ported[name], 1e3 * plan["seconds"]
             # TorchTPU's programs are estimated by a command of their own, in another environment.
-            made_alike = ("compiler_moves_s" in plan) is (not builds[1]["star"])
             rows.append(
                 (
                     f"{direction}, {'first' if name == 'first' else 'steady'} chunk",
                     f"{1e3 * stock[name]['seconds']:.0f}{builds[0]['star']}" if name in stock else "",
                     f"{1e3 * own['seconds']:.1f}{builds[1]['star']}",
                     f"{milliseconds:.1f}" + ("" if "compiler_moves_s" in plan else STAR),
-                    f"{milliseconds / own['seconds'] / 1e3:.2f}" if made_alike else "",
+                    f"{milliseconds / own['seconds'] / 1e3:.2f}"
+                    if ("compiler_moves_s" in plan) is (not builds[1]["star"])
+                    else "",
                     f"{own['kernels']} and {plan['kernels']}",
                     f"{own['temp_bytes'] / GIB:.1f} and {plan['temp_bytes'] / GIB:.1f}",
                 )

@@ -26,8 +26,8 @@ _GROUPS = re.compile(
 )
 _IOTA = re.compile(r"\[([\d,]*)\]<=\[([\d,]*)\](?:T\(([\d,]*)\))?")
 _STARTED = re.compile(r"-done\((?:\(.*\) |[^%]\S* )?%?([\w.\-]+)\)")
-# Of "%NAME = TYPE OP(OPERANDS), ATTRIBUTES": the type, and the operands with the attributes.
-_PARTS = re.compile(r" = (?P<type>\(.*?\)|\S+) [a-z][\w-]*\((?P<operands>.*)")
+# Of "ROOT %NAME = TYPE OP(OPERANDS), ATTRIBUTES": whether it is a root, the type, and the operands.
+_PARTS = re.compile(r"^\s*(ROOT )?%?\S+ = (\(.*?\)|\S+) [a-z][\w-]*\(([^)]*)")
 _NAME = re.compile(r"%([\w.\-]+)")
 # An array with its layout, such as "bf16[6,5]{1,0:T(8,128)(2,1)S(1)}": its axes from the minor one on, its
 # tiles along these, and its memory, where "S(1)" is VMEM.
@@ -80,29 +80,27 @@ def instructions(text: str) -> Iterator[TimedInstruction]:
             cycles = _number(_CYCLES, line)
             branches = _first_group(_BRANCHES, line) or ""  # a conditional's, such as "%one, %other"
             called = _first_group(_CALLED, line)
-            type_, rest = _PARTS.search(line).groups()  # pyright: ignore[reportOptionalMemberAccess]
-            arguments = rest.partition(")")[0]
+            root, type_, arguments = _PARTS.search(line).groups()  # pyright: ignore[reportOptionalMemberAccess]
             operands = _NAME.findall(arguments)
-            size = sizes[found.name] = written[found.name] = bytes_in_memory(type_)
+            size = sizes[found.name] = writes = bytes_in_memory(type_)
             reads = [sizes.get(operand, 0) for operand in operands]
             if found.op == "parameter":
                 parameters[computation, int(arguments)] = found.name
             elif found.op in ("slice", "dynamic-slice"):
                 reads = [size]
             elif found.op == "dynamic-update-slice":  # of an array, by the second operand
-                reads[0], written[found.name] = 0, reads[1]
+                reads[0], writes = 0, reads[1]
             elif found.op == "tuple":
-                written[found.name] = sum(written.get(operand, 0) for operand in operands)
+                writes = sum(written.get(operand, 0) for operand in operands)
             elif called in written:
-                reads = [min(all_, read[parameters[called, i]]) for i, all_ in enumerate(reads)]
-                written[found.name] = min(size, written[called])
+                reads = [min(whole, read[parameters[called, i]]) for i, whole in enumerate(reads)]
+                writes = min(size, written[called])
             read.update(dict(zip(operands, reads, strict=False)))
-            if line.lstrip().startswith("ROOT"):
-                written[computation] = written[found.name]
+            written[computation if root else found.name] = writes
             yield TimedInstruction(
                 **vars(found),
                 computation=computation,
-                moved=sum(reads) + written[found.name],
+                moved=sum(reads) + writes,
                 called=called,
                 cycles=0 if cycles == NO_ESTIMATE else cycles,
                 runs=(*_RUNS.findall(line), *re.findall(r"[\w.\-]+", branches)),

@@ -128,8 +128,8 @@ def read_schedules(directory: Path, kernels: Iterable[str], delay_slots: int) ->
     known: dict[str, Schedule] = {}
     for name in written.keys() & names.values():
         with contextlib.suppress(UnknownDumpError, KeyError):  # `KeyError` where a file is not there
-            texts = (written[name][kind].read_text() for kind in ("final_bundles", "critical-path"))
-            known[name] = read_schedule(*texts, delay_slots)
+            bundles, paths = (written[name][kind] for kind in ("final_bundles", "critical-path"))
+            known[name] = read_schedule(bundles.read_text(), paths.read_text(), delay_slots)
     return {kernel: known[name] for kernel, name in names.items() if name in known}
 
 

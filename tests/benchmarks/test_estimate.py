@@ -120,7 +120,8 @@ def test_the_kept_estimates_are_of_options_that_are_taken(words):
     [
         (["--cases", "no-such-case"], "got case no-such-case: one of plan-v6e-1-decode-torchax"),
         (["--cases", "train-step-v6e-1", "--dp", "2"], "got --dp 2: a case has its own options"),
-        (["--platform", "cpu"], "its compiler gives no cycles"),
+        (["--platform", "cpu"], "times are estimated for TPUs alone"),
+        (["--topology", "h100"], "times are estimated for TPUs alone"),
     ],
 )
 def test_an_estimate_that_cannot_be_made_is_one_line(arguments, words, refused):
