@@ -165,7 +165,6 @@ def run(_options: Any) -> None:
 # The intervals of estimates
 
 
-@functools.cache
 def intervals() -> dict[str, tuple[float, float]]:
     """Return, by what a time is bound by, the least and the largest measured over estimated; around 1."""
     rows = kept("calibration")["rows"].values()

@@ -107,10 +107,13 @@ def shown() -> dict[str, tuple[float, ...]]:
 
 
 def intervals(page: str) -> str:
-    """Return the sentence of the intervals, with a link to the page of `calibrations`."""
-    each = (f"{label} {low / mid:.2f} to {high / mid:.2f}" for label, (mid, low, high) in shown().items())
+    """Return the sentences of the intervals, with a link to the page of `calibrations`."""
+    kinds = [f"{kind} {low:.2f} to {high:.2f}" for kind, (low, high) in calibration.intervals().items()]
+    each = [f"{name} {low / mid:.2f} to {high / mid:.2f}" for name, (mid, low, high) in shown().items()]
     return (
-        f"Measured over estimated, by [published times]({page}#how-far-estimates-are-off): {', '.join(each)}."
+        f"[Published times]({page}#how-far-estimates-are-off) of other programs are these multiples of their "
+        f"estimates:\n{', '.join(kinds)}."
+        + (f"\nSo these multiples of the estimates here are likely:\n{', '.join(each)}." if each else "")
     )
 
 
