@@ -33,6 +33,7 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/pipelines.md", "caches"): estimated.caches,
     ("docs/pipelines.md", "programs"): measured.programs,
     ("docs/planning.md", "calibration"): estimated.calibrations,
+    ("docs/planning.md", "gpus"): estimated.gpus,
     ("docs/planning.md", "first call"): measured.first_call,
     ("docs/planning.md", "pipelines"): estimated.pipelines,
     ("docs/planning.md", "training"): estimated.training,

@@ -259,7 +259,19 @@ def layer() -> str:
     return table(("part of a layer", "before, ms", "now, ms", "floor, ms"), rows)
 
 
-# A pipeline's networks, and training
+# GPUs, a pipeline's networks, and training
+
+
+def gpus() -> str:
+    """Return the table of the memory of programs on a GPU, which `plan` has written."""
+    head = ("program of 5b, 49 x 480 x 720, on one H100", "arguments, GiB", "temporaries, GiB", "whole, GiB")
+    columns = ("argument_bytes", "temp_bytes", "peak_bytes")
+    rows = [
+        (f"{name}, {program['name']}", *(f"{program[column] / GIB:.1f}" for column in columns))
+        for name in ("decode", "encode", "step")
+        for program in kept(f"gpu-{name}")["programs"]
+    ]
+    return table(head, rows)
 
 
 def networks() -> str:

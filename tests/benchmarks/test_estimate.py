@@ -116,7 +116,7 @@ def test_an_estimate_for_a_tpu_without_one(tmp_path):
     document = json.loads(path.read_text())
     (program,), summary = document["programs"], document["summary"]
     assert program["seconds"] == summary["estimate_s"] == sum(program["shares"].values())
-    # All arrays of so small a model are in VMEM, where the floor counts their bytes and the estimate does not.
+    # All arrays of so small a model are in VMEM, where the floor counts bytes and the estimate does not.
     assert program["seconds"] > 0 < program["floor_s"] == summary["floor_s"]
     assert document == document | {"topology": "v6e:1x1", "format": command.FORMAT, "counts": [1]}
 
