@@ -189,11 +189,12 @@ def test_unknown_networks_stay_during_a_call_and_loras_caches_copies_and_casts_m
     want = [*changed(pipe)]
     other.enable_model_cpu_offload()
     watched.clear()
-    for made, expected in zip(changed(other), want, strict=True):
+    # The network beside the transformer moves once a call, once more when it is copied, and for a cast.
+    for made, expected, moves in zip(changed(other), want, (1, 1, 2, 1), strict=True):
         assert torch.equal(made, expected)
         assert on_devices(other) <= {"transformer"}  # where it was fused
-    names = [name for what, name in watched if what == "load"]
-    assert names.count("Beside") == 4, names
+        assert watched.count(("load", "Beside")) == moves
+        watched.clear()
 
 
 def test_a_pipeline_with_diffusers_own_hooks_means_the_same(clean, tmp_path):

@@ -347,7 +347,7 @@ def test_what_is_set_after_the_port_is_refused_before_anything_runs(monkeypatch)
     with pytest.raises(ValueError, match="^the weights of a CogVideoXTransformer3DModel are cast layer by"):
         frames(pipe)
     pipe = port(small_pipelines.one_layer())
-    accelerate.cpu_offload_with_hook(pipe.vae, "cpu")
+    accelerate.hooks.add_hook_to_module(pipe.vae, accelerate.hooks.ModelHook())
     with pytest.raises(
         ValueError, match="^the weights of the pipeline's vae were offloaded after port: call"
     ):
