@@ -391,6 +391,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=["49x480x720"], help="FRAMESxHEIGHTxWIDTH")
     parser.add_argument("--dp", type=int, default=1, help="mesh: devices for the two passes of guidance")
     parser.add_argument("--tp", type=int, default=1, help="mesh: devices for one pass")
+    parser.add_argument("--offload", action="store_true", help="keep weights on the host between uses")
     parser.add_argument("--fps", type=float, default=8, help="frames a second: 8, or 16 for CogVideoX 1.5")
     parser.add_argument("--queue", type=int, default=8, help="videos that may wait")
     parser.add_argument("--host", default="127.0.0.1", help="to listen on")
@@ -402,7 +403,7 @@ def main() -> None:
         model = description.describe(args.model, image=False, clip=False)
         for size in sizes.values():  # before minutes of loading
             description.check_size(model, *size)
-        pipe = load_pipeline(args.model, mesh=mesh)
+        pipe = load_pipeline(args.model, mesh=mesh, offload=args.offload)
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     pipe.set_progress_bar_config(disable=True)

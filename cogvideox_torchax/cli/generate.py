@@ -101,6 +101,12 @@ COMMAND = options.Command(
             help="run as one of several processes, which divide the prompts, each with a model of its own",
         ),
         *options.CONNECTION,
+        options.Option(
+            "--offload",
+            group="several devices",
+            action="store_true",
+            help="keep a network's weights in the host's memory while it is not used, for small devices",
+        ),
         _sampling(
             "--cache",
             metavar="first-block:0.1|pab|magcache:FILE|taylorseer|fastercache",
@@ -342,6 +348,7 @@ def _load(
         scheduler=scheduler,
         lora=lora,
         lora_scale=1.0 if args.lora_scale is None else args.lora_scale,
+        offload=args.offload,
     )
     if cache_config is not None:
         pipe.transformer.enable_cache(cache_config)
