@@ -74,18 +74,18 @@ def caption(scene: Scene, rng: np.random.Generator) -> str:
 def render(scene: Scene, rng: np.random.Generator) -> np.ndarray:
     """Return a clip of the scene, float64 (T, H, W, 3) in [0, 1]."""
     time = np.linspace(-0.5, 0.5, FRAMES)[:, None, None]
-    radius = rng.uniform(12, 13) if scene.motion in ("up", "down") else rng.uniform(13, 14.5)
+    radius = rng.uniform(12.2, 12.8) if scene.motion in ("up", "down") else rng.uniform(13.5, 14.5)
     if scene.motion in ("grows", "shrinks"):
-        radius = 14.5 + time * rng.uniform(10, 12) * (1 if scene.motion == "grows" else -1)
+        radius = 14.5 + time * rng.uniform(10.5, 11.5) * (1 if scene.motion == "grows" else -1)
     step_x, step_y = STEPS.get(scene.motion, (0, 0))
     # The middle of the path varies little: a scene's mean clip then shows the scene, which is learned easily.
-    x = np.arange(WIDTH) + 0.5 - WIDTH / 2 - rng.uniform(-6, 6) - step_x * rng.uniform(26, 30) * time
+    x = np.arange(WIDTH) + 0.5 - WIDTH / 2 - rng.uniform(-3, 3) - step_x * rng.uniform(24, 26) * time
     y = (
         np.arange(HEIGHT)[:, None]
         + 0.5
         - HEIGHT / 2
         - rng.uniform(-3, 3)
-        - step_y * rng.uniform(18, 22) * time
+        - step_y * rng.uniform(18, 20) * time
     )
     inside = {  # the distance to the edge in pixels
         "circle": radius - np.hypot(x, y),
