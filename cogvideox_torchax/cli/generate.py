@@ -28,7 +28,9 @@ COMMAND = options.Command(
     "generate a video with a CogVideoX pipeline",
     "--prompt 'A cat walks.' --model zai-org/CogVideoX-5b -o cat.mp4",
     (
-        options.Option("--model", required=True, metavar="DIR_OR_ID", help="a whole pipeline"),
+        options.Option(
+            "--model", metavar="DIR_OR_ID", help="a whole pipeline (default: the small bundled one)"
+        ),
         _request("--prompt", help="what to show"),
         _request("--negative-prompt", help="what not to show"),
         _request("--image", metavar="FILE", help="the first frame, for an image-to-video model"),
@@ -159,6 +161,7 @@ def run(args: argparse.Namespace) -> None:
             f"got --lora-scale {args.lora_scale} without a LoRA: pass --lora, or leave it out",
         ),
     )
+    common.take_bundled_pipeline(args)  # sets `args.model` if no --model is given
     if args.preview:
         whole.check_file(args.preview)
     if args.video:
