@@ -1,16 +1,19 @@
-"""The scenes that the small pipeline knows: their prompts, their pixels, and a judge that reads a clip.
+"""The scenes that the small pipeline knows: their prompts, their clips, and a judge that reads a clip.
 
 A scene is one shape that moves on a background of one color. `render` and `caption` draw what a scene leaves
-open, such as the place and the order of the words, from `rng`.
+open, such as the place and the order of the words, from `rng`. Clips are (T, H, W, 3) in [0, 1].
 """
 
 import itertools
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 FRAMES, HEIGHT, WIDTH = 9, 64, 96
+TOKENS = 16
+"""Tokens of a prompt, with its padding."""
 COLORS = {  # those that the bundled VAE reconstructs within about 10 of 255
     **{"red": (195, 30, 30), "orange": (235, 130, 40), "yellow": (235, 220, 70), "green": (60, 125, 45)},
     **{"blue": (25, 105, 215), "gray": (128, 128, 128), "white": (240, 240, 240), "black": (20, 20, 20)},
@@ -72,7 +75,7 @@ def caption(scene: Scene, rng: np.random.Generator) -> str:
 
 
 def render(scene: Scene, rng: np.random.Generator) -> np.ndarray:
-    """Return a clip of the scene, float64 (T, H, W, 3) in [0, 1]."""
+    """Return a clip of the scene, in float64."""
     time = np.linspace(-0.5, 0.5, FRAMES)[:, None, None]
     radius = rng.uniform(12.2, 12.8) if scene.motion in ("up", "down") else rng.uniform(13.5, 14.5)
     if scene.motion in ("grows", "shrinks"):
@@ -98,7 +101,7 @@ def render(scene: Scene, rng: np.random.Generator) -> np.ndarray:
 
 
 def judge(clip: np.ndarray) -> Scene:
-    """Read a clip (T, H, W, 3) in [0, 1] by plain measures of its pixels; "none" stands for what is not there.
+    """Read a clip by plain measures of its pixels; "none" stands for what is not there.
 
     The border has the background's color. The shape is where a pixel is farther from this color than half as
     far as the shape's color. Its motion is read from its center and area in the first and the last frames;
@@ -140,3 +143,39 @@ def _shape(mask: np.ndarray) -> str:
     y = y[:, None]
     stretched = {"circle": x**2 + y**2 < 1, "square": np.ones_like(box), "triangle": abs(x) < (y + 1) / 2}
     return max(SHAPES, key=lambda name: (box & stretched[name]).sum() / (box | stretched[name]).sum())
+
+
+@torch.inference_mode()
+def sample(
+    pipe: Any, scenes: list[Scene], seed: int, *, steps: int = 20, guidance: float = 1.5, batch: int = 16
+) -> list[np.ndarray]:
+    """Return a pipeline's clips of prompts of the scenes, in order; `seed` is of prompts and noise."""
+    rng, clips = np.random.default_rng(seed), []
+    for start in range(0, len(scenes), batch):
+        result = pipe(
+            [caption(scene, rng) for scene in scenes[start : start + batch]],
+            num_frames=FRAMES,
+            max_sequence_length=TOKENS,
+            num_inference_steps=steps,
+            guidance_scale=guidance,
+            output_type="np",
+            generator=torch.Generator().manual_seed(seed + start),
+        )
+        clips.extend(np.asarray(result.frames))
+    return clips
+
+
+def shares(scenes: list[Scene], clips: list[np.ndarray]) -> dict[str, float]:
+    """Return the shares of clips whose color, shape, motion and background are right, and all four."""
+    pairs = zip(scenes, map(judge, clips), strict=True)
+    right = np.array([[said == shown for said, shown in zip(*pair, strict=True)] for pair in pairs])
+    return {
+        **dict(zip(Scene._fields, right.mean(0).tolist(), strict=True)),
+        "all": right.all(1).mean().item(),
+    }
+
+
+def drawn(name: str, count: int) -> list[Scene]:
+    """Return `count` scenes of a group, the same in every run; all if it has fewer."""
+    known = [scene for scene in SCENES if group(scene) == name]
+    return [known[i] for i in np.random.default_rng(0).permutation(len(known))[:count]]

@@ -1,6 +1,6 @@
 """Train a small text-to-video pipeline from nothing: render clips, encode them, train, and judge its videos.
 
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/train_pipeline/train.py -o run
+    python examples/train_pipeline/train.py -o run
 
 README.md has the recipe and its reasons; scenes.py has the clips and the judge. The same command again goes
 on from the last checkpoint.
@@ -8,7 +8,6 @@ on from the last checkpoint.
 
 import argparse
 import json
-import os
 import re
 import string
 import time
@@ -18,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed
 from diffusers import (
     AutoencoderKLCogVideoX,
     CogVideoXDDIMScheduler,
@@ -26,7 +24,7 @@ from diffusers import (
     CogVideoXTransformer3DModel,
 )
 from diffusers.training_utils import EMAModel
-from scenes import FRAMES, GROUPS, SCENES, Scene, caption, group, judge, render
+from scenes import FRAMES, GROUPS, SCENES, TOKENS, Scene, caption, drawn, group, render, sample, shares
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import T5Config, T5EncoderModel, T5Tokenizer
@@ -35,8 +33,6 @@ from transformers.optimization import get_wsd_schedule
 from cogvideox_torchax.files.reports import write_text
 from cogvideox_torchax.files.whole import whole_file
 
-TOKENS = 16
-"""Tokens of a prompt, with its padding."""
 T5 = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
 TRANSFORMER = {
     **{"num_attention_heads": 4, "attention_head_dim": 32, "num_layers": 4, "time_embed_dim": 32},
@@ -50,7 +46,6 @@ CLIPS = 480
 WARM_UP = 100
 AVERAGE = 0.998
 """Share of the weights' average that a late step keeps."""
-RANK, PROCESSES = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # by torchrun
 
 
 def make_tokenizer() -> T5Tokenizer:
@@ -136,43 +131,11 @@ def make_optimizers(denoiser: nn.Module, rate: float) -> list[torch.optim.Optimi
     ]
 
 
-@torch.inference_mode()
-def sample(pipe: CogVideoXPipeline, scenes: list[Scene], seed: int, **options: Any) -> list[np.ndarray]:
-    """Return a video for a prompt of each scene, (T, H, W, 3) in [0, 1]; `options` are the pipeline's."""
-    rng, videos = np.random.default_rng(seed), []
-    for start in range(0, len(scenes), 16):
-        result = pipe(
-            [caption(scene, rng) for scene in scenes[start : start + 16]],
-            num_frames=FRAMES,
-            max_sequence_length=TOKENS,
-            output_type="np",
-            generator=torch.Generator().manual_seed(seed + start),
-            **{"num_inference_steps": 20, "guidance_scale": 1.5} | options,
-        )
-        videos.extend(result.frames)
-    return videos
-
-
-def shares(scenes: list[Scene], videos: list[np.ndarray]) -> dict[str, float]:
-    """Return the shares of videos whose color, shape, motion and background are right, and all of them."""
-    right = np.array(
-        [
-            [a == b for a, b in zip(scene, judge(v), strict=True)]
-            for scene, v in zip(scenes, videos, strict=True)
-        ]
-    )
-    return {
-        **dict(zip(Scene._fields, right.mean(0).tolist(), strict=True)),
-        "all": right.all(1).mean().item(),
-    }
-
-
 class Training:
     """A pipeline, its optimizers with their learning rates, the average of its weights, and the log."""
 
     def __init__(self, pipe: CogVideoXPipeline, args: argparse.Namespace):
         self.pipe, self.args, self.denoiser = pipe, args, Denoiser(pipe).train()
-        self.parallel = nn.parallel.DistributedDataParallel(self.denoiser) if PROCESSES > 1 else self.denoiser
         self.weights = [*self.denoiser.parameters()]
         self.optimizers = make_optimizers(self.denoiser, args.rate)
         self.rates = [
@@ -187,7 +150,7 @@ class Training:
     def step(self, number: int, latents: torch.Tensor, scenes: list[Scene]) -> None:
         """Make step `number`, from 0 on, which alone determines its batch and its noise."""
         count = self.args.batch
-        rng = np.random.default_rng((self.args.seed, RANK, number))
+        rng = np.random.default_rng((self.args.seed, number))
         index = rng.integers(len(scenes), size=count)
         prompts = ["" if rng.random() < 0.1 else caption(scenes[i], rng) for i in index]
         tokens = self.pipe.tokenizer(prompts, padding="max_length", max_length=TOKENS, return_tensors="pt")
@@ -199,7 +162,7 @@ class Training:
         signal, sigma = (a.sqrt().view(-1, 1, 1, 1, 1) for a in (self.alphas[times], 1 - self.alphas[times]))
         # On a CPU, the gradient of PyTorch's fused attention takes twice as long as that of the plain one.
         with torch.autocast("cpu", torch.bfloat16), sdpa_kernel(SDPBackend.MATH):
-            guess = self.parallel(tokens.input_ids, signal * clean + sigma * noise, times)
+            guess = self.denoiser(tokens.input_ids, signal * clean + sigma * noise, times)
         loss = nn.functional.mse_loss(guess.float(), signal * noise - sigma * clean)
         self.denoiser.zero_grad()
         loss.backward()
@@ -210,18 +173,12 @@ class Training:
         self.losses.append(loss.item())
 
     def score(self, count: int) -> dict[str, Any]:
-        """Return the shares of right videos of the average, for each group of scenes."""
+        """Return the shares of right videos of the average of the weights, for each group of scenes."""
         self.average.store(self.weights)
         self.average.copy_to(self.weights)
-        rng, result = np.random.default_rng(0), {}
+        result = {}
         for name in GROUPS:
-            known = [scene for scene in SCENES if group(scene) == name]
-            scenes = [known[i] for i in rng.permutation(len(known))[: count * PROCESSES]][RANK::PROCESSES]
-            found = shares(scenes, sample(self.pipe, scenes, RANK))
-            if PROCESSES > 1:
-                mean = torch.tensor([*found.values()])
-                torch.distributed.all_reduce(mean)
-                found = dict(zip(found, (mean / PROCESSES).tolist(), strict=True))
+            found = shares(drawn(name, count), sample(self.pipe, drawn(name, count), 0))
             result[name] = {key: round(value, 3) for key, value in found.items()}
         self.average.restore(self.weights)
         return result
@@ -244,19 +201,14 @@ class Training:
 
 def train(args: argparse.Namespace) -> None:
     """Encode what is not encoded, train from the last checkpoint on, and save the pipeline."""
-    if PROCESSES > 1:
-        torch.distributed.init_process_group("gloo")
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     args.output.mkdir(parents=True, exist_ok=True)
     pipe = make_pipeline(args.vae)
     pipe.set_progress_bar_config(disable=True)
     paths = [args.output / f"latents-{i}.pt" for i in range(args.files)]
     for i, path in enumerate(paths):
-        if i % PROCESSES == RANK and not path.exists():
+        if not path.exists():
             encode(pipe.vae, path, np.random.default_rng((args.seed, i)))
             print(f"wrote {path}", flush=True)
-    if PROCESSES > 1:
-        torch.distributed.barrier()
     latents, scenes = load(paths)
     training = Training(pipe, args)
     log, start = args.output / "log.json", time.process_time()
@@ -271,13 +223,11 @@ def train(args: argparse.Namespace) -> None:
         if (number + 1) % (4 * args.every) == 0 or number + 1 == args.steps:
             entry |= training.score(args.scenes)
         entries.append(entry)
-        if RANK == 0:
-            training.save(number + 1)
-            write_text(log, json.dumps(entries, indent=0))
-            print(json.dumps(entry), flush=True)
-    if RANK == 0:
-        training.average.copy_to(training.weights)
-        pipe.to(dtype=torch.bfloat16).save_pretrained(args.output / "pipeline")
+        training.save(number + 1)
+        write_text(log, json.dumps(entries, indent=0))
+        print(json.dumps(entry), flush=True)
+    training.average.copy_to(training.weights)
+    pipe.to(dtype=torch.bfloat16).save_pretrained(args.output / "pipeline")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -303,12 +253,12 @@ def parser() -> argparse.ArgumentParser:
     add("--files", type=int, default=4, help=f"of latents, each of {CLIPS} clips")
     add("--steps", type=int, default=12000, help="of the whole training")
     add("--decay", type=int, default=2000, help="last steps, in which the learning rate falls to 0")
-    add("--batch", type=int, default=16, help="clips in a step of each process")
+    add("--batch", type=int, default=16, help="clips in a step")
     add("--rate", type=float, default=2e-3, help="of learning; that of the inner matrices is 2.5 times this")
     add("--exponent", type=float, default=0.4, help="of the times: a smaller one takes more with much noise")
     add("--seed", type=int, default=0, help="of clips, batches and noise")
     add("--every", type=int, default=250, help="steps between checkpoints; scores come a fourth as often")
-    add("--scenes", type=int, default=16, help="of each group and process, for a score")
+    add("--scenes", type=int, default=16, help="of each group, for a score")
     return parser
 
 
