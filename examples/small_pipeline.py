@@ -4,7 +4,8 @@
     python examples/small_pipeline.py small-i2v --image  # image to video
     cogvideox-torchax generate --model small --prompt 'A cat walks.' --num-inference-steps 5 -o noise.mp4
 
-Its videos are noise, of 9 x 64 x 96 by default. The VAE is the bundled model.
+Its videos are noise, of 9 x 64 x 96 by default. The VAE is the bundled model. For prompts that become videos,
+take the bundled pipeline: `generate` without --model.
 """
 
 import argparse
