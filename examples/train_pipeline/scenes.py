@@ -31,7 +31,6 @@ STEPS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 TEMPLATES = (
     "a {0} {1} {2} on a {3} background",
     "on a {3} background, a {0} {1} {2}",
-    "a {0} {1} {2}, {3} background",
 )
 HELD_PAIRS = {("gray", "circle"), ("orange", "square"), ("green", "triangle")}
 
