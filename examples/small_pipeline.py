@@ -66,7 +66,9 @@ def pipeline(kind: Any = CogVideoXPipeline, **transformer: int) -> Any:
     return kind(
         tokenizer=tokenizer(),
         text_encoder=T5EncoderModel(T5Config(**T5, feed_forward_proj="gated-gelu")).eval(),
-        vae=AutoencoderKLCogVideoX.from_pretrained(str(files("cogvideox_torchax") / "assets" / "tiny-pipeline" / "vae")),
+        vae=AutoencoderKLCogVideoX.from_pretrained(
+            str(files("cogvideox_torchax") / "assets" / "tiny-pipeline" / "vae")
+        ),
         transformer=CogVideoXTransformer3DModel(**{**TRANSFORMER, **transformer}).eval(),
         scheduler=CogVideoXDDIMScheduler(
             prediction_type="v_prediction", rescale_betas_zero_snr=True, timestep_spacing="trailing"

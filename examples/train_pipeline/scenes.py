@@ -104,7 +104,7 @@ def judge(clip: np.ndarray) -> Scene:
 
     The border has the background's color. The shape is where a pixel is farther from this color than half as
     far as the shape's color. Its motion is read from its center and area in the first and the last frames;
-    its shape is the one that, stretched to its box, overlaps most, by the vote of all frames.
+    its shape is the one that, put at its centers and with its areas, overlaps most.
     """
     border = np.concatenate([part.reshape(-1, 3) for part in (clip[:, :2], clip[:, :, :2], clip[:, :, -2:])])
     back = np.median(border, axis=0)
@@ -114,8 +114,7 @@ def judge(clip: np.ndarray) -> Scene:
     area = mask.sum((1, 2)).astype(float)
     if area.min() < 20:
         return Scene(_color(front), "none", "none", _color(back))
-    votes = [_shape(frame) for frame in mask]
-    return Scene(_color(front), max(SHAPES, key=votes.count), _motion(mask, area), _color(back))
+    return Scene(_color(front), _shape(mask), _motion(mask, area), _color(back))
 
 
 def _color(color: np.ndarray) -> str:
@@ -136,12 +135,20 @@ def _motion(mask: np.ndarray, area: np.ndarray) -> str:
 
 
 def _shape(mask: np.ndarray) -> str:
-    rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
-    box = mask[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
-    y, x = ((np.arange(size) + 0.5) / size * 2 - 1 for size in box.shape)
-    y = y[:, None]
-    stretched = {"circle": x**2 + y**2 < 1, "square": np.ones_like(box), "triangle": abs(x) < (y + 1) / 2}
-    return max(SHAPES, key=lambda name: (box & stretched[name]).sum() / (box | stretched[name]).sum())
+    """Return the shape that overlaps a video's masks (T, H, W) most, if it has their areas and centers."""
+    t, y, x = np.nonzero(mask)
+    area = mask.sum((1, 2)).clip(1)
+    center_y, center_x = (np.bincount(t, at, len(mask)) / area for at in (y, x))
+    # In units of the radius of a circle of this area, from the center.
+    scale = np.sqrt(area / np.pi)[:, None, None]
+    v = (np.arange(mask.shape[1])[:, None] - center_y[:, None, None]) / scale
+    u = (np.arange(mask.shape[2]) - center_x[:, None, None]) / scale
+    like = {
+        "circle": np.hypot(u, v) < 1,
+        "square": np.maximum(abs(u), abs(v)) < 0.886,  # half the root of pi
+        "triangle": (v < 0.763) & (abs(u) < 0.6 * (v + 1.525)),  # its proportions are those of `render`
+    }
+    return max(SHAPES, key=lambda name: (mask & like[name]).sum() / (mask | like[name]).sum())
 
 
 @torch.inference_mode()
