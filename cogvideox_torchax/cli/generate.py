@@ -29,7 +29,9 @@ COMMAND = options.Command(
     "generate a video with a CogVideoX pipeline",
     "--prompt 'A cat walks.' --model zai-org/CogVideoX-5b -o cat.mp4",
     (
-        options.Option("--model", required=True, metavar="DIR_OR_ID", help="a whole pipeline"),
+        options.Option(
+            "--model", metavar="DIR_OR_ID", help="a whole pipeline (default: the small bundled one)"
+        ),
         _request("--prompt", help="what to show"),
         _request(
             "--prompts",
@@ -197,6 +199,7 @@ def run(args: argparse.Namespace) -> int | None:
             f"got --lora-scale {args.lora_scale} without a LoRA: pass --lora, or leave it out",
         ),
     )
+    common.take_bundled_pipeline(args)  # sets `args.model` if no --model is given
     if args.prompts:
         args.fps = args.fps or _frame_rate_of(args.model)
         return prompts.run(args, _load)
