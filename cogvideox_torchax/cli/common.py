@@ -39,7 +39,9 @@ DEMO_MODEL = TINY_PIPELINE / "vae"
 TINY_PROMPT = "a red circle moves to the left on a blue background"
 TINY_SAMPLING = {"num_inference_steps": 20, "guidance_scale": 1.5}
 """How the bundled pipeline samples best; more guidance makes spots."""
-TINY_WORDS = frozenset("circle square triangle red orange yellow green blue gray white black".split())
+TINY_WORDS = frozenset(
+    ["circle", "square", "triangle", "red", "orange", "yellow", "green", "blue", "gray", "white", "black"]
+)
 """The shapes and the colors of the prompts that the bundled pipeline was trained on."""
 LENGTHS_THAT_STAY = "the model returns as many as it took only for 8 k or 8 k + 1 of them"
 """The end of a message about a number of frames that encoding and decoding change."""

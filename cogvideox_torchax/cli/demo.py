@@ -37,7 +37,8 @@ COMMAND = options.Command(
         ),
         options.Option(
             "--prompt",
-            help=f"what the bundled pipeline shows (default, without a video and a model: {common.TINY_PROMPT})",
+            help="what the bundled pipeline shows (default, without a video and a model: "
+            f"{common.TINY_PROMPT})",
         ),
         options.Option("--seed", type=options.seed, default=0, help="of the prompt's noise (default: 0)"),
         options.output("where to write (default: out)", metavar="DIR", default="out"),

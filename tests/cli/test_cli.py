@@ -28,6 +28,7 @@ from cogvideox_torchax.cli.common import DEMO_MODEL
 from cogvideox_torchax.files import latents, video
 from cogvideox_torchax.runtime import COMPILE_CACHE_VARIABLE, clock, environment
 from cogvideox_torchax.vae import directions
+from cogvideox_torchax.vae.tolerances import psnr
 from tests import reference
 from tests.conftest import torchax_disabled
 from tests.files.test_video import TIMES, encode, heard, moving_frames, read_all, with_sound, write
