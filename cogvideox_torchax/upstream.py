@@ -265,6 +265,14 @@ def module_of(function: Any) -> str:
     return function.__globals__["__name__"]
 
 
+def global_hooks() -> list[Any]:
+    """Return torch's hooks that run before and after each module's forward, whatever the module."""
+    from torch.nn.modules import module
+
+    names = ("_global_forward_hooks", "_global_forward_pre_hooks")
+    return [hook for name in names for hook in _attribute("torch", module, name).values()]
+
+
 def _wrap_class_method(kind: Any, name: str, around: Callable[..., Any]) -> None:
     """Replace a class method of diffusers by a call of `around(method, cls, *args, **kwargs)`."""
     # `__func__` is the function behind the class method; its first argument is the class.

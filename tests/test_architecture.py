@@ -19,7 +19,7 @@ import pytest
 
 import jax_kernels
 from cogvideox_torchax import port
-from cogvideox_torchax.pipelines.blocks import Block
+from cogvideox_torchax.pipelines.sequence import Sequence
 from tests import reference, small_pipelines
 from tests.processes import ROOT
 
@@ -326,7 +326,7 @@ def decode(monkeypatch):
 
 
 def denoise(monkeypatch):
-    monkeypatch.setattr(Block, "forward", reach)
+    monkeypatch.setattr(Sequence, "from_placement", reach)
     pipe = port(small_pipelines.build())
     size = {"height": small_pipelines.HEIGHT, "width": small_pipelines.WIDTH, "num_frames": 5}
     pipe("a cat", num_inference_steps=1, **size)

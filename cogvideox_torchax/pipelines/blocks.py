@@ -31,6 +31,7 @@ from diffusers.models.attention import FeedForward
 from diffusers.models.attention_processor import Attention
 from diffusers.models.normalization import CogVideoXLayerNormZero
 from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXBlock
+from torch import nn
 
 import jax_kernels
 from cogvideox_torchax.pipelines.layers import (
@@ -81,6 +82,15 @@ class Block(CogVideoXBlock):
     }
     replaced: dict[str, torch.Tensor | None] = {}  # noqa: RUF012 - set anew, not written to
     collected: dict[str, list[torch.Tensor]] = {}  # noqa: RUF012
+
+    @property
+    def unsupported(self) -> str | None:
+        """What no kernel computes: other layers than dropouts around the last projections."""
+        to_out, net = self.attn1.to_out, self.ff.net
+        around = (*to_out[1:], net[1], *net[3:])
+        if len(to_out) == 2 and len(net) in (3, 4) and all(type(each) is nn.Dropout for each in around):
+            return None
+        return "has other layers than dropouts after a projection"
 
     def forward(
         self,

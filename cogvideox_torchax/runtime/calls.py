@@ -358,7 +358,9 @@ def _run_compiled(model: nn.Module, method: Method, leaves: list[Any], structure
         try:
             with_floats = _Form.of(method, structure, leaves, arrays | floats)
             return _run_form(model, with_floats, leaves, place).tree()
-        except (UntraceableError, *TRACING_ERRORS):
+        except (UntraceableError, jax.errors.JaxRuntimeError):  # for another reason than a float
+            raise
+        except TRACING_ERRORS:
             # Maybe as a float was not known. If it works with a constant, the next call does so at once.
             result = _run_form(model, form, leaves, place).tree()
             reads_floats.add(method)

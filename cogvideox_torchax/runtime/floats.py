@@ -28,9 +28,10 @@ def _reading(name: str) -> Callable[..., Any]:
 class TracedFloat:
     """A float whose value is not known while a program is traced.
 
-    Arithmetic with numbers gives another one, and a function of torch takes it as a tensor. Whatever needs
-    its value or its type (a comparison, a branch, a look-up, a format, `isinstance`) raises `FloatReadError`,
-    and is noted in `reads`, as the method may catch the error.
+    Sums and products with numbers give another one, and a function of torch takes it as a tensor. Whatever
+    needs its value (a comparison, a branch, a look-up, a format, a quotient, which may be by zero) and
+    `isinstance` raise `FloatReadError`, and are noted in `reads`, as the method may catch the error. Only
+    `type` cannot be noticed.
 
     Args:
         array: a JAX array without axes.
@@ -63,24 +64,31 @@ class _FloatsAsTensors(TorchFunctionMode):
         return TracedFloat.__torch_function__(func, types, args, kwargs)
 
 
+def _is_moderate(number: float) -> bool:
+    return number == 0 or 1e-18 < abs(number) < 1e18  # so that products stay in float32's range
+
+
 def _arithmetic(operate: Callable[..., Any], *, reflected: bool = False) -> Callable[..., Any]:
     """Return a method of `TracedFloat` for an operator of numbers."""
 
     def call(self: TracedFloat, *others: Any) -> Any:
         if any(type(other) not in (int, float, TracedFloat) for other in others):
             return NotImplemented  # a tensor's own operator then runs, or there is no such operation
+        if any(type(other) is not TracedFloat and not _is_moderate(other) for other in others):
+            return self.__float__()  # a read, as a program has float32
         numbers = [self._array, *(other._array if type(other) is TracedFloat else other for other in others)]
         return TracedFloat(operate(*(reversed(numbers) if reflected else numbers)), self._reads)
 
     return call
 
 
-for _name in ("add", "sub", "mul", "truediv", "pow"):
+for _name in ("add", "sub", "mul"):
     setattr(TracedFloat, f"__{_name}__", _arithmetic(getattr(operator, _name)))
     setattr(TracedFloat, f"__r{_name}__", _arithmetic(getattr(operator, _name), reflected=True))
 TracedFloat.__neg__ = _arithmetic(operator.neg)  # pyright: ignore[reportAttributeAccessIssue]
 for _name in (
-    *("bool", "float", "int", "index", "complex", "round", "trunc", "floor", "ceil"),  # conversions
+    *("truediv", "rtruediv", "pow", "rpow", "floordiv", "rfloordiv", "mod", "rmod", "divmod", "rdivmod"),
+    *("abs", "pos", "bool", "float", "int", "index", "complex", "round", "trunc", "floor", "ceil"),
     *("hash", "eq", "ne", "lt", "le", "gt", "ge"),  # look-ups and comparisons
     *("str", "repr", "format", "reduce_ex"),  # formats and copies
 ):
@@ -96,7 +104,12 @@ def traced_floats(leaves: list[Any], positions: tuple[int, ...]) -> Iterator[lis
     """
     reads: list[str] = []
     made = {i: TracedFloat(array_of(leaves[i]), reads) for i in positions}
-    with _FloatsAsTensors() if positions else contextlib.nullcontext():
-        yield [made.get(i, leaf) for i, leaf in enumerate(leaves)]
+    try:
+        with _FloatsAsTensors() if positions else contextlib.nullcontext():
+            yield [made.get(i, leaf) for i, leaf in enumerate(leaves)]
+    except Exception as error:
+        if not reads:
+            raise
+        raise FloatReadError(f"it reads the value of a float ({reads[0]})") from error
     if reads:
         raise FloatReadError(f"it reads the value of a float ({reads[0]})")

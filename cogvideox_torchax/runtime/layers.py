@@ -10,6 +10,8 @@ import jax
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from cogvideox_torchax import upstream
+
 _profiling = False  # whether a profile is being recorded
 
 Visit = Callable[[str, Any], Any]
@@ -100,8 +102,24 @@ def named_layers(network: nn.Module) -> Iterator[None]:
         if module in names:
             scopes.pop().__exit__(None, None, None)
 
-    with register_module_forward_pre_hook(open_scope), register_module_forward_hook(close_scope):
+    with (
+        register_module_forward_pre_hook(open_scope),
+        register_module_forward_hook(close_scope, always_call=True),
+    ):
         yield
+
+
+def check_no_global_hooks() -> None:
+    """Raise `ValueError` if somebody has registered hooks for all modules of the process.
+
+    They would also see the modules that this package puts around a network.
+    """
+    hooks = upstream.global_hooks()
+    if any(upstream.module_of(hook) != __name__ for hook in hooks):
+        raise ValueError(
+            "got hooks for all modules (register_module_forward_hook): on JAX register them on the model's "
+            "modules, by module.register_forward_hook"
+        )
 
 
 def is_profiling() -> bool:

@@ -19,7 +19,7 @@ from torch import nn
 from cogvideox_torchax.runtime.bridge import array_of, as_array, tensor_of
 from cogvideox_torchax.runtime.environment import import_torchax
 from cogvideox_torchax.runtime.host import on_jax
-from cogvideox_torchax.runtime.layers import is_profiling, named_layers
+from cogvideox_torchax.runtime.layers import check_no_global_hooks, is_profiling, named_layers
 from cogvideox_torchax.runtime.models import PROGRAMS
 from cogvideox_torchax.runtime.places import ArrayProgram, Place
 from cogvideox_torchax.runtime.skeleton import skeleton, weightless
@@ -60,6 +60,7 @@ class Programs:
         """
         from jax_kernels.common.tiles import pallas_mode
 
+        check_no_global_hooks()
         with self._lock:
             # Whether a profile is recorded, and how Pallas kernels run, change the traced program too.
             key = (kind, is_profiling(), pallas_mode())

@@ -327,6 +327,7 @@ def _weight_pattern(modules: Iterable[nn.Module]) -> list[Any]:
     for module in modules:
         pattern.extend(module._modules)
         for tensors in (module._parameters, module._buffers):
+            pattern.append(len(tensors))  # which tells a parameter from a buffer
             for name, tensor in tensors.items():
                 number = None if tensor is None else numbers.setdefault(id(tensor), len(numbers))
                 pattern.append((name, number))

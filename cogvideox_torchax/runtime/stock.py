@@ -25,8 +25,12 @@ from torch import nn
 from cogvideox_torchax import upstream
 from cogvideox_torchax.runtime.bridge import on_accelerator
 
-LIBRARIES = frozenset({"accelerate", "diffusers", "peft", "torch", "transformers"})
+PACKAGES = frozenset({"accelerate", "cogvideox_torchax", "diffusers", "peft", "torch", "transformers"})
 """Packages that define the classes of pipelines and their parts, and decorate each other's methods."""
+IGNORED = ("__init__", "reset_parameters", "extra_repr", "from_", "save_", "load_")
+"""Beginnings of the names of methods that no forward calls."""
+WEIGHTED = (nn.Linear, nn.Conv2d, nn.Conv3d, nn.GroupNorm, nn.LayerNorm)
+"""Classes whose weights and biases kernels read."""
 
 
 def runs_kernel(module: nn.Module, x: torch.Tensor) -> bool:
@@ -49,54 +53,77 @@ def change_in(root: nn.Module) -> str | None:
 
 
 def _addition(module: nn.Module) -> str | None:
-    """Return what somebody has set on a module or made of its class; None for nothing."""
+    """Return what a call of a module runs, or what its class is, beside its forward; None for nothing."""
     if module._forward_hooks or module._forward_pre_hooks:
         return "has a hook"
-    if "forward" in vars(module):
+    if _sets_method(module, "forward"):
         return "has a forward of its own"
-    if "parametrizations" in module._modules:
-        return "has parametrized weights"
     kind = type(module)
-    if kind.__module__.partition(".")[0] not in LIBRARIES | {__name__.partition(".")[0]}:
+    if "parametrizations" not in module._modules and kind.__module__.partition(".")[0] not in PACKAGES:
         return f"is a {kind.__name__} of {kind.__module__}"
     return None
 
 
+def _sets_method(module: nn.Module, name: str) -> bool:
+    """Return whether an attribute of a module hides a method of its class, and is not that method."""
+    own = getattr(vars(module).get(name), "__func__", vars(module).get(name))
+    is_method = callable(own) and callable(getattr(type(module), name, None))
+    return is_method and not any(vars(base).get(name) is own for base in type(module).__mro__)
+
+
 def _difference(module: nn.Module) -> str | None:
-    """Return in what a module's class, config or parts differ from those that a kernel computes."""
+    """Return in what a module's methods, weights, config or parts differ from what a kernel computes."""
+    for name in vars(module):
+        if name != "forward" and _sets_method(module, name):
+            return f"has a {name} of its own"
+    if "parametrizations" in module._modules:
+        return "has parametrized weights"
+    if isinstance(module, WEIGHTED) and not {"weight", "bias"} <= module._parameters.keys():
+        return "has a weight that is no parameter"
     method = replaced_method(type(module))
     if method is not None:
         return f"has another method, {method}"
     for name, kinds in getattr(module, "parts", {}).items():
         part = operator.attrgetter(name)(module)
         for each in part if isinstance(part, nn.ModuleList) else (part,):
-            if type(each) not in kinds:
-                return f"has a {type(each).__name__} as its {name}"
-            method = replaced_method(type(each))
+            kind = type(upstream.uncompiled(each))
+            if kind not in kinds:
+                return f"has a {kind.__name__} as its {name}"
+            method = replaced_method(kind)
             if method is not None:
                 return f"has another method, {method}, in its {name}"
     return getattr(module, "unsupported", None)
 
 
 def replaced_method(kind: type, *names: str) -> str | None:
-    """Return the name of a method that somebody has replaced in a library's class or in a base of it.
+    """Return the name of a method that somebody has replaced in, or added to, a class or a base of it.
 
     Args:
-        kind: the class, or this package's subclass of it; methods that the subclass defines do not count.
-        names: the names of the methods that count; without names all methods count.
+        kind: the class; of its bases `nn.Module` does not count.
+        names: the names of the methods that count; without names all count but those of `IGNORED`.
     """
     # A method counts as replaced if the class has another one now than at the first call for `kind`.
     for base, methods in _methods_at_first_call(kind):
-        present = vars(base)
-        for name, method in methods.items():
-            if present.get(name) is not method and (not names or name in names):
+        present = _methods_of(base)
+        for name in methods.keys() | present.keys():
+            counts = name in names if names else not name.startswith(IGNORED)
+            if counts and present.get(name) is not methods.get(name, present):
                 return name
     return None
 
 
+def _methods_of(kind: type) -> dict[str, Any]:
+    methods = FunctionType | classmethod | staticmethod | property
+    return {
+        name: member
+        for name, member in vars(kind).items()
+        if isinstance(member, methods) or (callable(member) and not isinstance(member, type))
+    }
+
+
 @functools.cache
 def _methods_at_first_call(kind: type) -> list[tuple[type, dict[str, Any]]]:
-    """Return `kind` and its bases but `nn.Module`, if `LIBRARIES` define them, each with its methods by name.
+    """Return `kind` and its bases but `nn.Module`, if `PACKAGES` define them, each with its methods by name.
 
     None stands for a method that somebody had replaced before; as no later method is None, it counts as
     replaced.
@@ -105,18 +132,19 @@ def _methods_at_first_call(kind: type) -> list[tuple[type, dict[str, Any]]]:
         (
             base,
             {
-                name: method if _is_original(method) else None
-                for name, method in vars(base).items()
-                if isinstance(method, FunctionType)
+                name: method if _is_original(name, method) else None
+                for name, method in _methods_of(base).items()
             },
         )
         for base in kind.__mro__
-        if base is not nn.Module and base.__module__.partition(".")[0] in LIBRARIES
+        if base is not nn.Module and base.__module__.partition(".")[0] in PACKAGES
     ]
 
 
-def _is_original(method: FunctionType) -> bool:
+def _is_original(name: str, method: Any) -> bool:
+    if not isinstance(method, FunctionType):
+        return name not in ("forward", "__call__") or isinstance(method, property)
     # A decorator of the standard library, such as `contextlib.contextmanager`, puts a function of its own in
     # the method's place. It counts as the library's, too.
     package = upstream.module_of(method).partition(".")[0]
-    return package in LIBRARIES or package in sys.stdlib_module_names
+    return package in PACKAGES or package in sys.stdlib_module_names

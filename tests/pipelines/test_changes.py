@@ -148,6 +148,17 @@ def with_lora(*names):
     return change
 
 
+def set_a_method(name, method):
+    """Return a change: a method of an object, other than its forward, whose result is changed."""
+
+    def change(model):
+        module = model.get_submodule(name)
+        original = getattr(module, method)
+        setattr(module, method, lambda *args: changed(original(*args)))
+
+    return change
+
+
 BLOCK = "transformer_blocks.0"
 TRANSFORMER_CHANGES = {
     "a hook on a projection": (hooked(f"{BLOCK}.attn1.to_v"), f"{BLOCK}.attn1.to_v has a hook"),
@@ -166,6 +177,14 @@ TRANSFORMER_CHANGES = {
     "another processor": (
         lambda model: model.set_attn_processor(Processor()),
         f"{BLOCK} has a Processor as its attn1.processor",
+    ),
+    "another layer after a projection": (
+        replacing(f"{BLOCK}.attn1.to_out.1", lambda _: nn.Tanh()),
+        f"{BLOCK} has other layers than dropouts after a projection",
+    ),
+    "a method of an object": (
+        set_a_method(f"{BLOCK}.ff.net.0", "gelu"),
+        f"{BLOCK}.ff.net.0 has a gelu of its own",
     ),
     "a parametrization": (parametrized("proj_out"), "proj_out has parametrized weights"),
     "a class: the transformer": (replaced(Transformer), "has another method, forward"),
@@ -200,12 +219,39 @@ def repeat_edges(model):
     model.decoder.conv_in.pad_mode, model.decoder.conv_in.conv.padding = "replicate", (0, 0, 0)
 
 
+def set_circular_edges(model):
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            module.padding_mode, module._reversed_padding_repeated_twice = "circular", [1, 1, 1, 1]
+
+
+def tie_a_bias(model):
+    block = model.get_submodule(RESNET)
+    block.conv2.conv.bias = block.conv1.conv.bias
+
+
+def make_a_bias_a_buffer(model):
+    conv = model.get_submodule(RESNET).conv2.conv
+    bias = conv.bias.detach() * 2
+    del conv.bias
+    conv.register_buffer("bias", bias)
+
+
 def set_an_epsilon(model):
     model.get_submodule(RESNET).norm2.norm_layer.eps = 0.5
 
 
 VAE_CHANGES = {
     "a setting: repeated edges": (repeat_edges, "decoder.conv_in has pad_mode='replicate'"),
+    "a setting: circular edges": (
+        set_circular_edges,
+        "decoder.up_blocks.0.upsamplers.0 has a convolution with padding_mode='circular'",
+    ),
+    "a weight as a buffer": (make_a_bias_a_buffer, f"{RESNET}.conv2.conv has a weight that is no parameter"),
+    "a method of an object": (
+        set_a_method(f"{RESNET}.conv1", "fake_context_parallel_forward"),
+        f"{RESNET}.conv1 has a fake_context_parallel_forward of its own",
+    ),
     "a setting: norms with unlike epsilons": (set_an_epsilon, f"{RESNET} has two kinds of norms"),
     "a hook on a norm": (hooked(f"{RESNET}.norm1"), f"{RESNET}.norm1 has a hook"),
     "a hook with keywords": (hooked(f"{RESNET}.conv2", with_kwargs=True), f"{RESNET}.conv2 has a hook"),
@@ -350,6 +396,24 @@ def test_a_change_acts_as_in_pytorch_and_is_named(network, name, caplog):
 )
 def test_a_change_on_a_mesh_acts_as_in_pytorch_and_is_named(network, name, caplog):
     check_change(network, *NETWORKS[network][3][name], caplog, mesh=make_mesh(2, 4))
+
+
+def test_what_changes_no_result_is_no_change(monkeypatch):
+    model = ported_vae()
+    tie_a_bias(model)
+    changed_stock = small_pipelines.vae()
+    tie_a_bias(changed_stock)
+    monkeypatch.setattr(nn.Linear, "reset_parameters", lambda self: None)
+    module = model.decoder.conv_in
+    module.forward = module.forward  # as accelerate leaves it when its hooks are taken out
+    assert change_in(model.decoder) is None
+    assert largest_error(decoded(model), decoded(changed_stock)) < 2e-5
+
+
+def test_hooks_for_all_modules_are_refused():
+    hook = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    with hook, pytest.raises(ValueError, match="got hooks for all modules"):
+        decoded(ported_vae())
 
 
 def test_a_lora_is_no_change():

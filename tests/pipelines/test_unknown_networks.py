@@ -202,6 +202,20 @@ def swallowing(m, x, v):
         return m.linear(x) * 7
 
 
+def caught(function):
+    try:
+        return function()
+    except Exception:
+        return 11.0
+
+
+def unlike_error(m, x, v):
+    try:
+        return m.linear(x) * float(v)
+    except Exception as error:
+        raise Exception("bad value") from error
+
+
 def branching(m, x, v):
     return m.linear(x) if v * 2 > 0.4 else x
 
@@ -220,6 +234,10 @@ READS = {
     "a conversion": lambda m, x, v: m.linear(x) * int(10 * v),
     "a function of floats": lambda m, x, v: m.linear(x) * math.sqrt(v),
     "a method of floats": lambda m, x, v: m.linear(x) * (2 if (v * 10).is_integer() else 3),
+    "an operator that is caught": lambda m, x, v: m.linear(x) * caught(lambda: abs(v) // 0.07),
+    "a quotient by zero": lambda m, x, v: m.linear(x) * caught(lambda: 1 / (v - v)),
+    "a product beyond float32": lambda m, x, v: m.linear(x) * (v * 1e-60 * 1e60),
+    "an error of another kind": unlike_error,
     "an attribute that tensors have": lambda m, x, v: m.linear(x) * getattr(v, "ndim", 5),
 }
 """Functions that need a float's value or type."""

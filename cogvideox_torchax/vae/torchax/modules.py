@@ -46,7 +46,7 @@ def _params(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return a module's parameters by name, with the axes of kernels as in JAX: (*window, I, O)."""
     return {
         name: weight.permute(*range(2, weight.ndim), 1, 0) if weight.ndim > 2 else weight
-        for name, weight in module.named_parameters()
+        for name, weight in module.named_parameters(remove_duplicate=False)  # one may have several names
     }
 
 
@@ -61,6 +61,15 @@ def _norm_options(norm: Any) -> dict[str, Any]:
     """Return the options of a norm's kernel, of a GroupNorm or of the one in a spatial norm."""
     group_norm = norm.norm_layer if isinstance(norm, SpatialNorm3D) else norm
     return {"num_groups": group_norm.num_groups, "eps": group_norm.eps}
+
+
+def _other_settings(conv: Any, window: Any, stride: Any, padding: Any) -> str | None:
+    """Return in what a convolution differs from the one that a kernel computes; None for nothing."""
+    ones = (1,) * len(conv.kernel_size)
+    wanted = {"kernel_size": window, "stride": stride, "padding": padding, "dilation": ones}
+    wanted |= {"groups": 1, "padding_mode": "zeros"}
+    others = (f"{name}={getattr(conv, name)!r}" for name in wanted if getattr(conv, name) != wanted[name])
+    return next((f"has a convolution with {other}" for other in others), None)
 
 
 class GroupNorm(OnColumns, nn.GroupNorm):
@@ -96,9 +105,12 @@ class SafeConv3d(OnColumns, diffusers_vae.CogVideoXSafeConv3d):
     Diffusers' forward would cut the input into parts, to save memory.
     """
 
+    @property
+    def is_pointwise(self) -> bool:
+        return _other_settings(self, (1, 1, 1), (1, 1, 1), (0, 0, 0)) is None
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        is_pointwise = self.kernel_size == self.stride == (1, 1, 1)
-        if not is_pointwise or not runs_kernel(self, input):
+        if not self.is_pointwise or not runs_kernel(self, input):
             return super().forward(input)
         return _on_block(blocks.pointwise_conv, self, input)
 
@@ -110,10 +122,12 @@ class CausalConv3d(OnColumns, diffusers_vae.CogVideoXCausalConv3d):
 
     @property
     def unsupported(self) -> str | None:
-        """What no kernel computes: strides, or frames that are repeated at their edges too."""
-        if self.conv.stride != (1, 1, 1) or self.conv.dilation != (1, 1, 1):
-            return f"has stride {self.conv.stride} and dilation {self.conv.dilation}"
-        return "has pad_mode='replicate'" if self.pad_mode == "replicate" else None
+        """What no kernel computes: other strides and paddings, and edges of frames that are repeated."""
+        if self.pad_mode == "replicate":
+            return "has pad_mode='replicate'"
+        window = self.conv.kernel_size
+        padding = (0, (window[1] - 1) // 2, (window[2] - 1) // 2)
+        return _other_settings(self.conv, window, (1, 1, 1), padding)
 
     def forward(
         self, inputs: torch.Tensor, conv_cache: torch.Tensor | None = None
@@ -160,6 +174,8 @@ class ResnetBlock3D(OnColumns, diffusers_vae.CogVideoXResnetBlock3D):
         """What no kernel computes: dropout, and norms with unlike settings."""
         if self.training and self.dropout.p > 0:
             return f"drops values by chance (p={self.dropout.p})"
+        if self.in_channels != self.out_channels and not self.conv_shortcut.is_pointwise:  # pyright: ignore
+            return "has a shortcut that mixes pixels"
         return None if _norm_options(self.norm1) == _norm_options(self.norm2) else "has two kinds of norms"
 
     def forward(
@@ -185,6 +201,10 @@ class Upsample3D(OnColumns, CogVideoXUpsample3D):
 
     parts: Parts = {"conv": (nn.Conv2d,)}  # noqa: RUF012 - read only
 
+    @property
+    def unsupported(self) -> str | None:
+        return _other_settings(self.conv, (3, 3), (1, 1), (1, 1))
+
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if not runs_kernel(self, inputs):
             return super().forward(inputs)
@@ -195,6 +215,10 @@ class Downsample3D(OnColumns, CogVideoXDownsample3D):
     """The downsampler, by `jax_kernels.downsample`."""
 
     parts: Parts = {"conv": (nn.Conv2d,)}  # noqa: RUF012 - read only
+
+    @property
+    def unsupported(self) -> str | None:
+        return _other_settings(self.conv, (3, 3), (2, 2), (0, 0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not runs_kernel(self, x):
