@@ -80,7 +80,7 @@ def replace_functions(registry: Any) -> None:
     functions = {F.scaled_dot_product_attention: _attention(table[F.scaled_dot_product_attention].func)}
     for operator in (aten.mul.Tensor, aten.mul.Scalar, aten.div):
         functions[operator] = _scaled_in_float32(table[operator].func)
-    for operator in (aten.slice_scatter, aten.select_scatter, aten.diagonal_scatter, aten.index_put):
+    for operator in (aten.slice_scatter, aten.select_scatter, aten.index_put, aten.index_copy):
         functions[operator] = _then_written(table[operator].func)
     for operation, function in functions.items():
         entry = table[operation]

@@ -282,6 +282,8 @@ def share_views(torchax: Any) -> None:
     tensor_class.data = property(detach, set_data)  # torchax's getter returns the tensor itself
     for kind in (tensor_class, slice_class):
         kind.is_meta = False  # of a tensor on torch's "meta" device, `nn.init.orthogonal_` fills nothing
+        # torch's reads the shape that a tensor was made with, which `t_` has changed since.
+        kind.view_as = lambda self, other: self.view(other.shape)
     del tensor_class.flatten  # torchax's makes an independent array, and takes no negative axes but -1
     tensor_class.type_as = lambda self, other: self.to(other.dtype)  # torchax's changes its input
 
