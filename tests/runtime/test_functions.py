@@ -195,6 +195,8 @@ DRAWS = {
     "geometric_": lambda device: torch.zeros(30).to(device).geometric_(0.3),
     "dropout": lambda device: F.dropout(torch.ones(30).to(device), 0.5),
     "a distribution": lambda device: torch.distributions.Beta(*torch.ones(2, 3).to(device)).sample(),
+    "channels last": lambda device: torch.randn_like(LIKE.to(device), memory_format=torch.channels_last),
+    "out": lambda device: torch.randn(3, out=torch.empty(3, device=device)),
     "a generator": lambda device: torch.randn(3, generator=torch.Generator().manual_seed(5), device=device),
 }
 
@@ -217,6 +219,23 @@ def test_no_random_numbers_are_torchaxs_own():
     torchaxs = [each.name() for each in draws if table[each].func.__module__.startswith("torchax")]
     assert len(draws) > 60
     assert torchaxs == []
+
+
+@pytest.mark.parametrize("rows", [4, 6])
+def test_an_orthogonal_weight_is_filled(rows):
+    with runtime.active():
+        weight = torch.nn.init.orthogonal_(torch.empty(rows, 10 - rows, device="jax"), gain=2)
+    values = runtime.to_torch(weight)
+    product = values @ values.mT if rows == 4 else values.mT @ values
+    assert largest_error(product, 4 * torch.eye(4)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "draw", [lambda x: torch.native_dropout(x, 0.5, True), lambda x: F.rrelu(x, training=True)]
+)
+def test_random_operators_without_pytorchs_numbers_are_refused_by_name(draw):
+    with runtime.active(), pytest.raises(ValueError, match=r"^got (native_dropout|rrelu_with_noise) on JAX"):
+        draw(torch.ones(3, device="jax"))
 
 
 def test_dtypes_of_64_bits_bring_no_warning():
