@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
 from cogvideox_torchax.runtime.host import host_array, on_jax, plain_tensor
-from cogvideox_torchax.runtime.views import layout_of, set_strides, written
+from cogvideox_torchax.runtime.views import DRAWS, layout_of, set_strides, written
 from cogvideox_torchax.upstream import is_traced
 
 MASKED = -6e4
@@ -36,9 +36,13 @@ RANDOM = (
     *("randperm", "uniform", "uniform_", "_sample_dirichlet", "_standard_gamma"),
 )
 """torch's operators that draw random numbers, and do not consist of others.
-
-Left out is `rrelu`, which neither torchax nor this module has: its error names it.
 """
+
+REFUSED = (
+    *("native_dropout", "rrelu_with_noise", "rrelu_with_noise_", "rrelu_with_noise_functional"),
+    *("fractional_max_pool2d", "fractional_max_pool3d"),
+)
+"""Those that also compute with the numbers. `F.dropout` is no such operator."""
 
 
 FUSED = {
@@ -63,10 +67,11 @@ def replace_functions(registry: Any, active: Callable[[], Any]) -> None:
     # The tables have, for each operation of torch, an entry whose `func` computes it.
     aten, operators = torch.ops.aten, registry.all_aten_ops
     table = operators | registry.all_torch_functions
-    for draw in (torch.randn, torch.rand, torch.randint):
+    for draw in DRAWS:
         table[draw].func = _drawn_on_host(draw)
         table[draw].is_jax_function = table[draw].needs_env = False
     of_tensors = {getattr(aten, name): _drawn_on_host(getattr(aten, name)) for name in RANDOM}
+    of_tensors |= {getattr(aten, name): _refused(name) for name in REFUSED}
     of_tensors |= {getattr(aten, name): _unfused(active, *update) for name, update in FUSED.items()}
     of_tensors |= {aten._is_all_true: torch.all, aten._is_any_true: torch.any}  # torch.distributions has them
     of_tensors[aten.set_] = torch.Tensor.copy_  # by it `register_parametrization` keeps a weight
@@ -84,13 +89,20 @@ def replace_functions(registry: Any, active: Callable[[], Any]) -> None:
     functions = {F.scaled_dot_product_attention: _attention(table[F.scaled_dot_product_attention].func)}
     for operator in (aten.mul.Tensor, aten.mul.Scalar, aten.div):
         functions[operator] = _scaled_in_float32(table[operator].func)
-    for operator in (aten.slice_scatter, aten.select_scatter, aten.diagonal_scatter, aten.index_put):
+    for operator in (aten.slice_scatter, aten.select_scatter, aten.index_put, aten.index_copy):
         functions[operator] = _then_written(table[operator].func)
     for operation, function in functions.items():
         entry = table[operation]
         entry.func = function
         entry.is_jax_function = True  # takes and returns arrays, not torchax's tensors
         entry.needs_env = False  # takes no argument `env`, torchax's environment
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def call(*_: Any, **__: Any) -> Any:
+        raise ValueError(f"got {name} on JAX, which has not PyTorch's random numbers: compute it on the CPU")
+
+    return call
 
 
 def _then_written(write: Callable[..., Any]) -> Callable[..., Any]:

@@ -24,6 +24,8 @@ from cogvideox_torchax.runtime.host import PLAIN, on_jax
 from cogvideox_torchax.runtime.user_checks import without_jax_checks
 from cogvideox_torchax.upstream import is_traced
 
+DRAWS = (torch.randn, torch.rand, torch.randint)
+"""torch's functions that draw random numbers from a shape alone."""
 STORAGE, LAYOUT, ARRAY = "_storage", "_layout", "_array"
 """Attributes of a torchax tensor: its `_Storage`, its layout, and its array."""
 
@@ -240,6 +242,8 @@ def share_views(torchax: Any) -> None:
             if name.startswith("_foreach_"):  # torch computes it by one operation for each tensor
                 with self._dispatch_mode:
                     return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **options)
+        if func in DRAWS and on_jax(options.get("out")):  # `torch.randn(3, out=x)` names no device
+            options = kwargs = {"device": "jax"} | options
         if not isinstance(source, (tensor_class, slice_class)):
             result = dispatch(self, func, types, args, kwargs)
             if func is torch.Tensor.to and type(source) in PLAIN and isinstance(result, tensor_class):
@@ -282,6 +286,8 @@ def share_views(torchax: Any) -> None:
     tensor_class.data = property(detach, set_data)  # torchax's getter returns the tensor itself
     for kind in (tensor_class, slice_class):
         kind.is_meta = False  # of a tensor on torch's "meta" device, `nn.init.orthogonal_` fills nothing
+        # torch's reads the shape that a tensor was made with, which `t_` has changed since.
+        kind.view_as = lambda self, other: self.view(other.shape)
     del tensor_class.flatten  # torchax's makes an independent array, and takes no negative axes but -1
     tensor_class.type_as = lambda self, other: self.to(other.dtype)  # torchax's changes its input
 

@@ -71,66 +71,64 @@ def rotated(x):
 
 
 TEXT = 2
-AFTER = torch.arange(TEXT, S)
+AFTER, ONE = slice(TEXT, None), torch.tensor([TEXT])
 
 
-def slice_write(x):
-    x[:, :, TEXT:] = rotated(x[:, :, TEXT:])
+def flipped_write(x):
+    x[:, :, AFTER] = x[:, :, AFTER].flip(2)
     return x
 
 
-def view_write(x):
-    x.transpose(1, 2)[:, TEXT:] = rotated(x[:, :, TEXT:]).transpose(1, 2)
-    return x
-
-
-def masked_write(x):
-    x[x > 0] = rotated(x).sum()
+def indexed_write(x):
+    x[:, :, ONE.to(x.device)] = rotated(x[:, :, ONE.to(x.device)])
     return x
 
 
 PARTIAL_WRITES = {
-    "a slice": slice_write,
-    "a slice through a view": view_write,
-    "a slice of channels": lambda x: (x[..., :4].copy_(rotated(x[..., :4])), x)[1],
-    "a slice of heads": lambda x: (x[:, 1:2].add_(rotated(x[:, 1:2])), x)[1],
-    "slice_scatter": lambda x: x.slice_scatter(rotated(x[:, :, TEXT:]), 2, TEXT),
+    "a slice": lambda x: (x[:, :, AFTER].copy_(rotated(x[:, :, AFTER])), x)[1],
+    "a slice by brackets": flipped_write,
+    "an operation in place": lambda x: (x[:, :, AFTER].add_(x[:, :, AFTER].flip(2)), x)[1],
+    "a slice where a mask is": lambda x: (
+        x[:, :, AFTER].copy_(torch.where(x[:, :, AFTER] > 0, rotated(x[:, :, AFTER]), 1.0)),
+        x,
+    )[1],
+    "a slice of channels": lambda x: (x[..., :2].copy_(rotated(x[..., :2])), x)[1],
+    "a slice of videos": lambda x: (x[1:].copy_(rotated(x[1:])), x)[1],
+    "a token": lambda x: (x[:, :, TEXT].copy_(rotated(x[:, :, TEXT])), x)[1],
+    "a token by its index": indexed_write,
+    "slice_scatter": lambda x: x.slice_scatter(rotated(x[:, :, AFTER]), 2, TEXT),
     "select_scatter": lambda x: x.select_scatter(rotated(x[:, :, TEXT]), 2, TEXT),
-    "index_copy_": lambda x: x.index_copy_(2, AFTER.to(x.device), rotated(x[:, :, TEXT:])),
-    "scatter_": lambda x: x.scatter_(
-        2, AFTER.to(x.device)[:, None].expand(N, H, -1, D), rotated(x[:, :, TEXT:])
-    ),
-    "a mask": masked_write,
+    "index_put": lambda x: x.index_put((torch.tensor(1).to(x.device),), x[1].flip(1)),
+    "index_copy_": lambda x: x.index_copy_(2, ONE.to(x.device), rotated(x[:, :, TEXT : TEXT + 1])),
+    "index_copy": lambda x: x.index_copy(2, ONE.to(x.device), rotated(x[:, :, TEXT : TEXT + 1])),
 }
-PAIRS = torch.ones(S, S).tril(2).bool()
-KINDS = {
-    "no mask": F.scaled_dot_product_attention,
-    "causal": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-    "a mask of pairs": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, PAIRS.to(q.device)),
-    "a bias": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, PAIRS.to(q.device).to(q.dtype)),
-    "softmax": lambda q, k, v: (q @ k.transpose(-1, -2) / 4).softmax(-1) @ v,
-}
+"""Writes that XLA does in place: a `scatter` or a mask of values is done in another way, and is right."""
 
 
 @pytest.mark.usefixtures("torchax_off")
-@pytest.mark.parametrize("shape", [(2, 2), (1, 4)], ids=["2x2", "1x4"])
 @pytest.mark.parametrize(
-    ("write", "kind"),
-    [*((write, "softmax") for write in PARTIAL_WRITES), *(("a slice", kind) for kind in list(KINDS)[:-1])],
+    ("write", "attends", "shape"),
+    [
+        *((write, False, (2, 2)) for write in PARTIAL_WRITES),
+        *(("a slice", *case) for case in [(True, (2, 2)), (False, (1, 4)), (True, (1, 4))]),
+    ],
 )
-def test_a_write_into_a_part_is_right_on_a_mesh_whatever_attends_to_it(write, kind, shape):
-    def compute(x, *weights):
-        q, k, v = ((x @ weight).view(N, S, H, D).transpose(1, 2) for weight in weights)
-        return KINDS[kind](PARTIAL_WRITES[write](q), PARTIAL_WRITES[write](k), v)
+def test_a_write_into_a_part_is_right_on_a_mesh(write, attends, shape):
+    def compute(x, weight, k):
+        q = (x @ weight).reshape(2, 8, 2, 4).swapaxes(1, 2)
+        scores = import_torchax().interop.jax_view(PARTIAL_WRITES[write])(q) @ k.swapaxes(-1, -2)
+        return jax.nn.softmax(scores) @ k if attends else scores
 
-    args = drawn(N, S, H * D), *(drawn(H * D, H * D) / 8 for _ in range(3))
     mesh = make_mesh(*shape, devices=jax.devices()[:4])
     whole, by_columns = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), (None, "tp")))
-    arrays = [jax.device_put(each.numpy(), by_columns if i else whole) for i, each in enumerate(args)]
-    program = jax.jit(import_torchax().interop.jax_view(compute), out_shardings=whole)
-    with runtime.active(), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        result = program(*arrays)
-    assert np.abs(np.asarray(result) - compute(*args).numpy()).max() < 1e-4
+    args = [drawn(*sizes).numpy() for sizes in ((2, 8, 8), (8, 8), (2, 2, 8, 4))]
+    arrays = jax.device_put(args, [whole, by_columns, whole])
+    q = torch.from_numpy(args[0] @ args[1]).view(2, 8, 2, 4).transpose(1, 2)
+    expected = PARTIAL_WRITES[write](q) @ torch.from_numpy(args[2]).mT
+    expected = expected.softmax(-1) @ torch.from_numpy(args[2]) if attends else expected
+    with runtime.active():
+        result = jax.jit(compute, out_shardings=whole)(*arrays)
+    assert np.abs(np.asarray(result) - expected.numpy()).max() < 1e-4
 
 
 def test_the_smallest_program_that_xla_gets_wrong_is_right_here():
@@ -197,6 +195,8 @@ DRAWS = {
     "geometric_": lambda device: torch.zeros(30).to(device).geometric_(0.3),
     "dropout": lambda device: F.dropout(torch.ones(30).to(device), 0.5),
     "a distribution": lambda device: torch.distributions.Beta(*torch.ones(2, 3).to(device)).sample(),
+    "channels last": lambda device: torch.randn_like(LIKE.to(device), memory_format=torch.channels_last),
+    "out": lambda device: torch.randn(3, out=torch.empty(3, device=device)),
     "a generator": lambda device: torch.randn(3, generator=torch.Generator().manual_seed(5), device=device),
 }
 
@@ -219,6 +219,23 @@ def test_no_random_numbers_are_torchaxs_own():
     torchaxs = [each.name() for each in draws if table[each].func.__module__.startswith("torchax")]
     assert len(draws) > 60
     assert torchaxs == []
+
+
+@pytest.mark.parametrize("rows", [4, 6])
+def test_an_orthogonal_weight_is_filled(rows):
+    with runtime.active():
+        weight = torch.nn.init.orthogonal_(torch.empty(rows, 10 - rows, device="jax"), gain=2)
+    values = runtime.to_torch(weight)
+    product = values @ values.mT if rows == 4 else values.mT @ values
+    assert largest_error(product, 4 * torch.eye(4)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "draw", [lambda x: torch.native_dropout(x, 0.5, True), lambda x: F.rrelu(x, training=True)]
+)
+def test_random_operators_without_pytorchs_numbers_are_refused_by_name(draw):
+    with runtime.active(), pytest.raises(ValueError, match=r"^got (native_dropout|rrelu_with_noise) on JAX"):
+        draw(torch.ones(3, device="jax"))
 
 
 def test_dtypes_of_64_bits_bring_no_warning():
