@@ -1,4 +1,5 @@
-# make demo    the main job: a real clip to latents and back; pictures in out/, and a table
+# make demo    the main jobs: a prompt to a video, a real clip to latents and back; pictures in out/, and a table
+# make demo PROMPT="a green square grows on a white background"    the same, of another prompt
 # make test    the tests, without those marked slow: some minutes on two cores
 # make test-all    the slow ones too; of builds, meshes, lengths and caches some pairs, not their whole products
 # make test-product    what those products have besides: hours on two cores
@@ -21,7 +22,7 @@ TPUS ?= v5e:2x4 v5p:2x2x2 v6e:2x4 tpu7x:2x2x1
 .PHONY: demo test test-all test-product test-mosaic lint docs test-versions format clean
 
 demo: $(VENV)/demo.done
-	$(BIN)/cogvideox-torchax demo
+	$(BIN)/cogvideox-torchax demo $(if $(PROMPT),--prompt "$(PROMPT)")
 
 test: $(VENV)/test.done
 	$(BIN)/python -m pytest -m "not slow"
@@ -59,7 +60,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/demo.done: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(PIP) --editable '.[cpu,video]'
+	$(PIP) --editable '.[cpu,video,text]'
 	touch $@
 
 $(VENV)/test.done: pyproject.toml constraints.txt | $(VENV)/bin/python

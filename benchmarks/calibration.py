@@ -29,7 +29,7 @@ v6e, a fifth of each step, leave as much open: 0.1 s of 0.66.
 """
 
 
-def splash(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def splash(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
     """Compute JAX's own splash attention of (heads, tokens, channels), without a mask."""
     return splash_attention.make_splash_mha(
         mask=splash_attention.MultiHeadMask(

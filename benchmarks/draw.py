@@ -37,6 +37,8 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/planning.md", "first call"): measured.first_call,
     ("docs/planning.md", "pipelines"): estimated.pipelines,
     ("docs/planning.md", "training"): estimated.training,
+    ("docs/tiny-pipeline.md", "choices"): measured.prompt_choices,
+    ("docs/tiny-pipeline.md", "groups"): measured.prompts,
     ("docs/tiny-vae.md", "results"): measured.tiny_vae,
     ("docs/torchax-or-flax.md", "builds"): measured.builds,
     ("docs/torchtpu.md", "torchtpu"): estimated.torchtpu,

@@ -268,7 +268,7 @@ def gpus() -> str:
     columns = ("argument_bytes", "temp_bytes", "peak_bytes")
     rows = [
         (f"{name}, {program['name']}", *(f"{program[column] / GIB:.1f}" for column in columns))
-        for name in ("decode", "encode", "step")
+        for name in ("decode", "encode")
         for program in kept(f"gpu-{name}")["programs"]
     ]
     return table(head, rows)

@@ -232,3 +232,21 @@ def versions() -> str:
         found = (report["versions"].get(package, "") for package in shown)
         rows.append((report["set"], report["python"], *found, outcome))
     return table(("set", "Python", *shown, "tests passed"), rows)
+
+
+def prompts() -> str:
+    """Return a table of the videos that show their prompts: a row for each group of scenes and aspect."""
+    report = kept("prompts")
+    (plain, found), *_ = report["choices"].items()
+    head = ("scenes", *next(iter(found.values())))
+    rows = [(name, *(f"{share:.2f}" for share in aspects.values())) for name, aspects in found.items()]
+    return f"{plain}, {report['count']} scenes of each group:\n\n{table(head, rows)}"
+
+
+def prompt_choices() -> str:
+    """Return a table of the videos that show their prompts, with a row for each choice."""
+    choices = kept("prompts")["choices"]
+    head = ("choice", *next(iter(choices.values())))
+    return table(
+        head, [(name, *(f"{one['all']:.2f}" for one in found.values())) for name, found in choices.items()]
+    )

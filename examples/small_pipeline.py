@@ -4,7 +4,8 @@
     python examples/small_pipeline.py small-i2v --image  # image to video
     cogvideox-torchax generate --model small --prompt 'A cat walks.' --num-inference-steps 5 -o noise.mp4
 
-Its videos are noise, of 9 x 64 x 96 by default. The VAE is the bundled model.
+Its videos are noise, of 9 x 64 x 96 by default. The VAE is the bundled model. For prompts that become videos,
+take the bundled pipeline: `generate` without --model.
 """
 
 import argparse
@@ -65,7 +66,9 @@ def pipeline(kind: Any = CogVideoXPipeline, **transformer: int) -> Any:
     return kind(
         tokenizer=tokenizer(),
         text_encoder=T5EncoderModel(T5Config(**T5, feed_forward_proj="gated-gelu")).eval(),
-        vae=AutoencoderKLCogVideoX.from_pretrained(str(files("cogvideox_torchax") / "assets" / "tiny-vae")),
+        vae=AutoencoderKLCogVideoX.from_pretrained(
+            str(files("cogvideox_torchax") / "assets" / "tiny-pipeline" / "vae")
+        ),
         transformer=CogVideoXTransformer3DModel(**{**TRANSFORMER, **transformer}).eval(),
         scheduler=CogVideoXDDIMScheduler(
             prediction_type="v_prediction", rescale_betas_zero_snr=True, timestep_spacing="trailing"

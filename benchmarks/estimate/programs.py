@@ -124,8 +124,8 @@ def read_times(
     found = list(instructions(plan.text))
     times = instruction_times(found, chip, schedules)
     runs = times_run(found)  # how often each computation runs
-    shares: Counter[str] = Counter()
-    compiler: Counter[str] = Counter()  # the same by the compiler's cycles
+    shares: Any = Counter()
+    compiler: Any = Counter()  # the same by the compiler's cycles
     for instruction in (each for each in found if each.name in times):
         kind, seconds = times[instruction.name]
         shares[kind] += runs[instruction.computation] * seconds

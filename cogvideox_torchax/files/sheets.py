@@ -1,8 +1,10 @@
 """Contact sheets: frames of a video and of its reconstruction in one picture."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 LABEL_HEIGHT, MARGIN = 16, 4
@@ -11,20 +13,30 @@ GAIN = 4
 """Factor by which differences are amplified: without it they are hardly seen."""
 
 
-def contact_sheet(source: torch.Tensor, result: torch.Tensor, columns: int = 5) -> Any:
+def amplified_difference(source: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """Return `GAIN` times the difference of two uint8 tensors, uint8."""
+    # In int32: in uint8, differences below 0 and products above 255 would wrap around.
+    return (GAIN * (source.int() - result.int()).abs()).clamp(max=255).to(source.dtype)
+
+
+def contact_sheet(
+    source: torch.Tensor,
+    result: torch.Tensor,
+    columns: int = 5,
+    names: tuple[str, str] = ("source", "reconstruction"),
+) -> Any:
     """Return a Pillow image with a row of frames each for source, reconstruction and amplified difference.
 
-    `source` and `result` are uint8 (1, 3, T, H, W). At most `columns` frames are shown, spread over the
-    video.
+    `source` and `result` are uint8 (1, 3, T, H, W), and `names` label their rows. At most `columns` frames
+    are shown, spread over the video.
     """
     from PIL import Image, ImageDraw, ImageFont
 
     count = min(columns, source.shape[2])
     # Evenly spread numbers of frames, from the first to the last; `max` is for a sheet of one column.
     chosen = [round(i * (source.shape[2] - 1) / max(count - 1, 1)) for i in range(count)]
-    # In int32: in uint8, differences below 0 and products above 255 would wrap around.
-    difference = (GAIN * (source.int() - result.int()).abs()).clamp(max=255).to(source.dtype)
-    rows = {"source": source, "reconstruction": result, f"{GAIN} x difference": difference}
+    difference = amplified_difference(source, result)
+    rows = dict(zip((*names, f"{GAIN} x difference"), (source, result, difference), strict=True))
     labels = {(name, t): f"{name}, frame {t}" for name in rows for t in chosen}
     height, width = source.shape[3:]
     # Pixels from one column's left edge to the next one's. A label may be wider than its frame.
@@ -39,3 +51,15 @@ def contact_sheet(source: torch.Tensor, result: torch.Tensor, columns: int = 5) 
             pixels = frames[0, :, t].permute(1, 2, 0).contiguous().numpy()  # (H, W, 3)
             sheet.paste(Image.fromarray(pixels), (left, top + LABEL_HEIGHT))
     return sheet
+
+
+def stacked(sheets: Sequence[Any]) -> Any:
+    """Return Pillow images one below the other, as one image on white."""
+    from PIL import Image, ImageOps
+
+    width = max(sheet.width for sheet in sheets)
+    below = [
+        np.asarray(ImageOps.pad(sheet, (width, sheet.height), color="white", centering=(0, 0)))
+        for sheet in sheets
+    ]
+    return Image.fromarray(np.concatenate(below))

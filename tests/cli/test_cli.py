@@ -20,6 +20,7 @@ import jax
 import pytest
 import torch
 from jax.experimental.compilation_cache import compilation_cache
+from PIL import Image
 
 from cogvideox_torchax import cli, runtime, versions
 from cogvideox_torchax.cli import common, compile, doctor
@@ -137,6 +138,26 @@ def test_demo_writes_all_and_agrees_with_pytorch(clip, capsys, backend):
     assert min(result["compile_s"], result["run_s"]) > 0
     assert 10 < result["PSNR_against_source_dB"] < 60
     assert latents.load("out/demo.safetensors").num_frames == 5
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_demo_makes_a_prompts_video_as_pytorch_does(clip, capsys):
+    prompt = ("--prompt", "a red circle grows on a blue background")
+    result = report(capsys, "demo", clip, *prompt, "--frames", 1, "-o", "out", "--backend", "torch")
+    assert 0 < result["largest_difference_to_PyTorch_video"] < 1e-4
+    made, reference, difference = read_all("out/demo.gif", video.Framing(64, 288), 9).float().split(96, dim=4)
+    assert psnr(made, reference) > 30 > psnr(difference, reference)
+    assert Image.open("out/demo.png").height > 6 * 64
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("prompt", "hints"), [("A cat walks.", 1), ("A red circle grows.", 0)])
+def test_generate_without_a_model_takes_the_bundled_pipeline_and_says_what_it_knows(prompt, hints, capsys):
+    assert run("generate", "--prompt", prompt, "--num-inference-steps", 1, "-o", "out.gif") == 0
+    said = capsys.readouterr().err
+    assert said.count("taking the small bundled pipeline") == 1
+    assert said.count("knows no word of this prompt") == hints
+    assert video.probe("out.gif").num_frames == 9
 
 
 def test_the_bundled_model_is_small_and_has_every_kind_of_tensor_of_the_real_one():

@@ -48,7 +48,7 @@ print(context.Pool(1).map_async(total, range(4)).get(30))
 print(rows.map(lambda row: {"sum": total(row["n"])}, num_proc=2)["sum"][:])
 
 from cogvideox_torchax.flax import FlaxAutoencoderKLCogVideoX
-model_directory = os.path.join(os.path.dirname(cogvideox_torchax.__file__), "assets", "tiny-vae")
+model_directory = os.path.join(os.path.dirname(cogvideox_torchax.__file__), "assets", "tiny-pipeline", "vae")
 vae = cogvideox_torchax.AutoencoderKLCogVideoX.from_pretrained(model_directory).to('jax')
 flax_vae = FlaxAutoencoderKLCogVideoX.from_pretrained(model_directory)
 on_jax = torch.ones(4).to('jax')

@@ -1,0 +1,63 @@
+"""The bundled pipeline shows what prompts say, by the judge of the example that trained it."""
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+
+from cogvideox_torchax import make_mesh, port
+from cogvideox_torchax.cli.common import TINY_PIPELINE, TINY_WORDS
+from examples.train_pipeline import scenes
+
+BAR = 0.75
+"""The least share of right videos, of few, that a working pipeline makes."""
+
+pytestmark = [pytest.mark.usefixtures("torchax_off"), pytest.mark.filterwarnings("ignore")]
+
+
+def swapped_guidance(model):
+    """Take the empty prompt's prediction for the prompt's, and the other way around."""
+    return lambda **given: (model(**given)[0].roll(len(given["hidden_states"]) // 2, 0),)
+
+
+def half_steps(step):
+    """Return half-way between the latents before a step and those after it."""
+    return lambda output, time, latents, **given: ((latents + step(output, time, latents, **given)[0]) / 2,)
+
+
+def masked_text(encoder):
+    """Let the text encoder see each prompt's first token alone."""
+    return lambda tokens: encoder(
+        tokens, attention_mask=(torch.arange(tokens.shape[1]) < 1).expand(tokens.shape)
+    )
+
+
+FAULTS = {
+    "guidance": ("transformer", "forward", swapped_guidance),
+    "step": ("scheduler", "step", half_steps),
+    "mask": ("text_encoder", "forward", masked_text),
+}
+
+
+@pytest.mark.parametrize("where", ["PyTorch", "one device", "mesh", *FAULTS])
+@pytest.mark.slow_cases("mesh")
+def test_its_videos_show_what_prompts_say_but_for_a_fault_of_sampling(where):
+    pipe = diffusers.CogVideoXPipeline.from_pretrained(TINY_PIPELINE, dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    if where in FAULTS:
+        part, method, mutated = FAULTS[where]
+        setattr(getattr(pipe, part), method, mutated(getattr(getattr(pipe, part), method)))
+    elif where != "PyTorch":
+        port(pipe, mesh=make_mesh(2, 4) if where == "mesh" else None)
+    chosen = [scene for name in scenes.GROUPS[:2] for scene in scenes.drawn(name, 4)]
+    found = scenes.shares(chosen, scenes.sample(pipe, chosen, 0, steps=10, batch=8))["all"]
+    assert (found < BAR) == (where in FAULTS), found
+
+
+def test_the_judge_reads_rendered_clips_right_and_reversed_ones_wrong():
+    assert {*scenes.SHAPES, *scenes.COLORS} == TINY_WORDS
+    rng = np.random.default_rng(0)
+    for scene in (scenes.SCENES[i] for i in rng.integers(len(scenes.SCENES), size=40)):
+        clip = scenes.render(scene, rng)
+        assert scenes.judge(clip) == scene
+        assert (scenes.judge(clip[::-1]) == scene) == (scene.motion == "still")
