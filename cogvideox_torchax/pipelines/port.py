@@ -85,7 +85,7 @@ def port_pipeline(
     for name, model in models.items():
         if getattr(pipe, name) is not model:  # it is torch.compile's wrapper: JAX compiles the model instead
             setattr(pipe, name, model)
-        if upstream.take_offloading(model):
+        if runtime.without_torchax(upstream.take_offloading, model):
             offload, pipe._all_hooks = True, []  # the pipeline's own list of the hooks
         if isinstance(model, VAES):
             vae = port_vae(model)
