@@ -148,7 +148,7 @@ def test_demo_makes_a_prompts_video_as_pytorch_does(clip, capsys):
     assert 0 < result["largest_difference_to_PyTorch_video"] < 1e-4
     made, reference, difference = read_all("out/demo.gif", video.Framing(64, 288), 9).float().split(96, dim=4)
     assert psnr(made, reference) > 30 > psnr(difference, reference)
-    assert Image.open("out/demo.png").height > 6 * 64
+    assert Image.open("out/demo.png").height >= 6 * 64
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -434,7 +434,7 @@ WRONG = {
     "a pipeline on several processes": (
         lambda: None,
         ("generate", "--model", "m", "--prompt", "a cat", "-o", "out", "--distributed"),
-        "generate runs as one process",
+        "generate makes one video as one process",
     ),
     "no chips": (
         lambda: None,
@@ -505,10 +505,6 @@ WRONG_ARGUMENTS = {
     "a wrong letter": (
         "generate --guidance_scal=3",
         "no option --guidance_scal: did you mean --guidance-scale?",
-    ),
-    "an argument of diffusers": (
-        "generate --num_videos_per_prompt 2",
-        "--num_videos_per_prompt: each run makes one video, so run it again with another --seed",
     ),
     "a generator": ("generate --generator 2", "there is no option --generator: pass --seed"),
     "an argument of a pipeline's call": ("generate --eta 0.5", "--eta: port(pipeline) and a call in Python"),

@@ -87,8 +87,9 @@ def test_mosaic_compiles_them_and_the_estimate_counts_their_bytes(topology, leng
     pixels, columns = 64 * 45 * 256 * x.dtype.itemsize, 45 * 256 * 4
     compiled = compiled_for(topology, column_moments, x)
     plan = programs.read_times(Work("later", length, None, None), compiled, chip, 0.0, {})
-    assert plan.kernels == 1
-    assert plan.shares["kernels"] * chip.bandwidth == pytest.approx(sublanes * (pixels + 2 * columns))
+    (kernel,) = plan.kernel_times.values()
+    moved = kernel.bytes_seconds * programs.REACHED * chip.bandwidth
+    assert moved == pytest.approx(sublanes * (pixels + 2 * columns))
 
 
 @pytest.mark.parametrize(("topology", "width"), [("v6e:1x1", 90), ("v5e:1x1", 22)])
