@@ -60,6 +60,11 @@ COMMAND = options.Command(
             help="frames a second (default: 8, of CogVideoX 1.5 16, or a latents stage's)",
         ),
         options.Option("--dtype", help="of weights and latents (default: bfloat16)"),
+        _sampling(
+            "--weights",
+            choices=("int8",),
+            help="of T5's and the transformer's blocks: half bfloat16's memory, several times its error",
+        ),
         options.Option(
             "--lora",
             metavar="FILE_OR_ID",
@@ -204,7 +209,7 @@ def _load_latents_stage(args: argparse.Namespace) -> latent_files.Latents:
     """
     # Names of the options of sampling alone: the fields of a request for a video, and some more. `--dtype` is
     # left out, because the VAE has a dtype too.
-    sampling = {*stages.FIELDS, "preview", "cache", "scheduler", "lora", "lora_scale"} - {"dtype"}
+    sampling = {*stages.FIELDS, "preview", "cache", "scheduler", "lora", "lora_scale", "weights"} - {"dtype"}
     useless = sorted(stages.option(name) for name in sampling if getattr(args, name) is not None)
     if useless:
         raise ValueError(
@@ -280,6 +285,7 @@ def _sample_latents(args: argparse.Namespace) -> tuple[Any, latent_files.Latents
         with_text=saved_text is None,
         scheduler=scheduler,
         lora=lora,
+        weights=args.weights,
         lora_scale=1.0 if args.lora_scale is None else args.lora_scale,
     )
     if cache_config is not None:

@@ -161,6 +161,7 @@ def load_generator(
     scheduler: Any = None,
     lora: Path | None = None,
     lora_scale: float = 1.0,
+    weights: Any = None,
 ) -> Any:
     """Load and port a model's pipeline, over a mesh of `make_mesh` or, with None, on one device.
 
@@ -172,6 +173,7 @@ def load_generator(
         scheduler: a scheduler of `scheduler_of`; None for the model's own.
         lora: the path of a LoRA, as `lora_path` returns it; None for none.
         lora_scale: the LoRA's scale.
+        weights: "int8" for matrices in eight bits, as `load_pipeline` takes it.
 
     Raises:
         RequestError: the pipeline or the LoRA cannot be loaded.
@@ -187,6 +189,7 @@ def load_generator(
             model.name,
             pipeline_class=getattr(diffusers, CLASSES[model.kind]),
             mesh=mesh,
+            weights=weights,
             dtype=dtype,
             **omitted,
             **({"scheduler": scheduler} if scheduler else {}),
