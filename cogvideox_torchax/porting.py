@@ -63,9 +63,8 @@ def port(
             chooses "context" where "tp" divides the attention's heads. `pipe.transformer.parallelism` gives
             the choice and its reason.
         weights: "int8" rounds the weights of the linear layers in a pipeline's transformer and T5 encoder,
-            in their blocks, to eight bits, with a scale for each output channel: half the memory of bfloat16,
-            and several times its error. Such a network can be neither saved nor fused with a LoRA. None keeps
-            weights as they are.
+            in their blocks, to eight bits, with a scale for each output channel: half the memory of bfloat16.
+            Such a network can be neither saved nor fused with a LoRA. None keeps weights as they are.
 
     Returns:
         The same object; for torch.compile's wrapper of a model, the model inside.

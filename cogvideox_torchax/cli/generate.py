@@ -63,7 +63,7 @@ COMMAND = options.Command(
         _sampling(
             "--weights",
             choices=("int8",),
-            help="of T5's and the transformer's blocks: half bfloat16's memory, several times its error",
+            help="of T5's and the transformer's blocks: half the memory of bfloat16",
         ),
         options.Option(
             "--lora",

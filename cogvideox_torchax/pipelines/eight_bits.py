@@ -38,7 +38,7 @@ def quantize(network: nn.Module) -> None:
 
     Weights on "meta" are replaced by such of the new shapes and dtypes, for `as_int8` to feed.
     """
-    for name, layer in _layers(network):
+    for _name, layer in _layers(network):
         if layer.scale is not None:
             continue
         if layer.weight.is_meta:

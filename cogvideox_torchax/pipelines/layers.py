@@ -50,7 +50,7 @@ class Linear(nn.Linear):
         scale = self.scale
         super()._apply(fn, recurse)
         if scale is not None:  # it moves, but a cast of the model would round it
-            self._buffers["weight_scale"] = scale.to(self._buffers["weight_scale"].device)
+            self._buffers["weight_scale"] = scale.to(fn(scale).device)
         return self
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

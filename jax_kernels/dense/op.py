@@ -327,7 +327,7 @@ def gated_linear_on(
 
 
 def _checked_bias(name: str, weight: Array, bias: Array | None, scale: Array | None) -> Array:
-    """Return the bias, or zeros in place of None; raise `ValueError` for the op `name` if one does not fit."""
+    """Return the bias, or zeros in place of None; raise `ValueError` for the op `name` if one is wrong."""
     check_channels(name, weight.shape[0], bias=bias, scale=scale)
     return jnp.zeros(weight.shape[0], jnp.float32) if bias is None else bias
 

@@ -98,9 +98,9 @@ def _norm_block(first_patch_ref, x_ref, factor_ref, offset_ref, y_ref, *, eps: f
 def supports_product(x: Float[Array, "N S_or_I I_or_S"], weight: Array, parts: int = 1) -> bool:
     """Return whether `product` supports the arrays.
 
-    Both must be bfloat16, or the weight int8, and I and O / `parts` multiples of a tile's lanes: `product` returns the outputs in
-    so many equal parts. A block of tokens, and the weights of the outputs that are computed together, must
-    fit into half of VMEM.
+    `x` must be bfloat16, the weight bfloat16 or int8, and I and O / `parts` multiples of a tile's lanes:
+    `product` returns the outputs in so many equal parts. A block of tokens, and the weights of the outputs
+    that are computed together, must fit into half of VMEM.
     """
     outputs, inputs = weight.shape
     return (
@@ -220,10 +220,10 @@ def _product_block(
     """Compute a block of tokens and outputs, in units of `unit_outputs` outputs.
 
     `x_ref` is (tokens, I), or (I, tokens) if `transposed`; `weight_ref` is (outputs, I), `bias_ref` (1,
-    outputs). `other_refs` are the scale (1, outputs), if the product is `scaled`, the residual (tokens, outputs) and the gate (2, outputs), if there is a gated
-    sum, then the result (tokens, outputs). The body of a loop computes `units_a_body` units. It multiplies a
-    unit before it applies the epilogue to the unit before that, so that the TPU's matrix unit and its vector
-    unit work at the same time.
+    outputs). `other_refs` are the scale (1, outputs), if the product is `scaled`, the residual (tokens,
+    outputs) and the gate (2, outputs), if there is a gated sum, then the result (tokens, outputs). The body
+    of a loop computes `units_a_body` units. It multiplies a unit before it applies the epilogue to the unit
+    before that, so that the TPU's matrix unit and its vector unit work at the same time.
     """
     *gated_refs, y_ref = other_refs[scaled:]
 

@@ -1,4 +1,4 @@
-"""Weights in eight bits stay so on the device, and give what PyTorch gives with their products written out."""
+"""Weights in eight bits stay so on the device, and give what PyTorch gives with rounded weights."""
 
 import pytest
 import torch
@@ -76,7 +76,9 @@ def test_the_files_weights_become_int8_while_they_are_loaded(tmp_path):
     runtime.without_torchax(pipe.save_pretrained, tmp_path)
     options = {"weights": "int8", "dtype": torch.bfloat16, "mesh": make_mesh(1, 2), "parallel": "tensor"}
     loaded = load_pipeline(tmp_path, **options)
-    wanted = port(pipe.to(torch.bfloat16), **{name: options[name] for name in ("weights", "mesh", "parallel")})
+    wanted = port(
+        pipe.to(torch.bfloat16), **{name: options[name] for name in ("weights", "mesh", "parallel")}
+    )
     for part in ("transformer", "text_encoder"):
         got, want = (runtime.without_torchax(getattr(each, part).state_dict) for each in (loaded, wanted))
         assert got.keys() == want.keys()
@@ -86,13 +88,13 @@ def test_the_files_weights_become_int8_while_they_are_loaded(tmp_path):
             assert runtime.array_of(got[name]).sharding.is_equivalent_to(sharding, weight.ndim), name
 
 
-def test_a_model_in_int8_moves_casts_and_takes_a_lora_with_its_scales_exact(tmp_path):
+def test_a_model_in_int8_moves_casts_and_takes_a_lora_with_its_scales_exact():
     model = ported().transformer
     scales = {name: runtime.to_torch(scale) for name, scale in model.named_buffers() if "scale" in name}
     result = step(model)
     assert largest_error(step(model.to("cpu")), result) < 1e-5
-    assert largest_error(step(port_again := model.to("jax")), result) == 0
-    port_again.to(torch.bfloat16)
+    assert largest_error(step(model.to("jax")), result) == 0
+    model.to(torch.bfloat16)
     assert model.dtype == torch.bfloat16
     assert all(torch.equal(runtime.to_torch(model.get_buffer(name)), scales[name]) for name in scales)
     model, wanted = ported().transformer, rounded(stock())
@@ -104,14 +106,18 @@ def test_a_model_in_int8_moves_casts_and_takes_a_lora_with_its_scales_exact(tmp_
     assert largest_error(step(model), step(wanted)) < 1e-4
 
 
-def test_int8_has_a_few_times_bfloat16s_error():
-    exact, halved = step(stock()), step(runtime.without_torchax(stock().to, torch.bfloat16)).float()
-    error = rms_error(step(ported().transformer), exact)
-    assert 0.2 < error / rms_error(halved, exact) < 5
+def test_bfloat16s_error_of_a_step_grows_by_a_tenth_at_most_in_int8():
+    exact = step(stock())
+    in_bfloat16 = runtime.without_torchax(stock().to, torch.bfloat16)
+    limit = 1.1 * rms_error(step(in_bfloat16).float(), exact)
+    assert rms_error(step(ported(in_bfloat16).transformer).float(), exact) < limit
 
 
 REFUSED = {
-    "saving": (lambda pipe, path: pipe.transformer.save_pretrained(path), "save_pretrained got weights in int8"),
+    "saving": (
+        lambda pipe, path: pipe.transformer.save_pretrained(path),
+        "got weights in int8",
+    ),
     "fusing projections": (lambda pipe, path: pipe.transformer.fuse_qkv_projections(), "fuse_qkv_.* in int8"),
     "fusing a LoRA": (lambda pipe, path: pipe.fuse_lora(), "fuse_lora got weights in int8"),
     "another form": (lambda pipe, path: port(pipe, weights="int4"), "weights='int4': it takes 'int8'"),

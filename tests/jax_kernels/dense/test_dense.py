@@ -79,9 +79,7 @@ SCALED = {
 def test_a_weight_in_eight_bits_is_its_product_with_the_scale(name, dtype):
     op, shapes, options = SCALED[name]
     draw = np.random.default_rng(0)
-    x, bias, *rest = (
-        jnp.asarray(draw.normal(size=size), dtype) for size in ((1, 40, 128), 256, *shapes)
-    )
+    x, bias, *rest = (jnp.asarray(draw.normal(size=size), dtype) for size in ((1, 40, 128), 256, *shapes))
     x = x[0] if op is split_linear else x.swapaxes(1, 2) if options.get("transposed") else x
     rest = (*rest, 7) if rest else ()
     weight = jnp.asarray(draw.integers(-127, 128, (256, 128)), jnp.int8)
