@@ -132,7 +132,15 @@ def _models(pipe: Any) -> dict[str, nn.Module]:
             if not runtime.is_movable(tensor)
         ]
         if obstacles:
-            logger.warning("%s: %s stays on the host, since %s", name, type(model).__name__, obstacles[0])
+            is_known = issubclass(ported_class(type(model)), KnownNetwork)
+            hint = (
+                '; load it unquantized: port(pipe, weights="int8") has a form in eight bits'
+                if is_known
+                else ""
+            )
+            logger.warning(
+                "%s: %s stays on the host, since %s%s", name, type(model).__name__, obstacles[0], hint
+            )
         else:
             models[name] = model
     return models

@@ -142,3 +142,14 @@ def test_an_object_without_a_network_for_int8_is_refused():
     pipe = runtime.without_torchax(small_pipelines.build, transformer=None, text_encoder=None, tokenizer=None)
     with pytest.raises(ValueError, match="which has neither of the networks"):
         port(pipe, weights="int8")
+
+
+def test_weights_that_another_library_has_quantized_are_named_with_the_form_that_works(caplog):
+    transformer = stock()
+    runtime.without_torchax(transformer.enable_layerwise_casting, torch.float8_e4m3fn)
+    pipe = runtime.without_torchax(
+        small_pipelines.build, transformer=transformer, text_encoder=None, tokenizer=None
+    )
+    port(pipe)
+    assert "transformer: CogVideoXTransformer3DModel stays on the host, since" in caplog.text
+    assert 'load it unquantized: port(pipe, weights="int8") has a form in eight bits' in caplog.text
