@@ -1,5 +1,7 @@
 """Weights in eight bits stay so on the device, and give what PyTorch gives with rounded weights."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -74,7 +76,12 @@ def test_a_prompt_in_int8_is_that_of_the_rounded_weights():
 def test_the_files_weights_become_int8_while_they_are_loaded(tmp_path):
     pipe = runtime.without_torchax(small_pipelines.one_layer)
     runtime.without_torchax(pipe.save_pretrained, tmp_path)
-    options = {"weights": "int8", "dtype": torch.bfloat16, "mesh": make_mesh(1, 2), "parallel": "tensor"}
+    options: dict[str, Any] = {
+        "weights": "int8",
+        "dtype": torch.bfloat16,
+        "mesh": make_mesh(1, 2),
+        "parallel": "tensor",
+    }
     loaded = load_pipeline(tmp_path, **options)
     wanted = port(
         pipe.to(torch.bfloat16), **{name: options[name] for name in ("weights", "mesh", "parallel")}
@@ -120,7 +127,10 @@ REFUSED = {
     ),
     "fusing projections": (lambda pipe, path: pipe.transformer.fuse_qkv_projections(), "fuse_qkv_.* in int8"),
     "fusing a LoRA": (lambda pipe, path: pipe.fuse_lora(), "fuse_lora got weights in int8"),
-    "another form": (lambda pipe, path: port(pipe, weights="int4"), "weights='int4': it takes 'int8'"),
+    "another form": (
+        lambda pipe, path: port(pipe, **dict[str, Any](weights="int4")),
+        "weights='int4': it takes 'int8'",
+    ),
     "a VAE": (lambda pipe, path: port(pipe.vae, weights="int8"), "weights='int8' for a AutoencoderKLCog"),
 }
 
