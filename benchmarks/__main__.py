@@ -88,6 +88,7 @@ COMMANDS: dict[str, tuple[str, tuple[Option, ...]]] = {
             ),
         ),
     ),
+    "calibrate": ("estimate programs whose times on TPUs others have published", ()),
     "torchtpu": ("estimate the VAE's programs under TorchTPU, in an environment that has it", ()),
     "draw": (
         "draw the tables of the documents from results/",
@@ -97,6 +98,7 @@ COMMANDS: dict[str, tuple[str, tuple[Option, ...]]] = {
 """By name: the summary of a command, and its options."""
 MODULES = {
     "estimate": "benchmarks.estimate.command",
+    "calibrate": "benchmarks.calibration",
     "torchtpu": "benchmarks.torchtpu",
     "draw": "benchmarks.draw",
 }

@@ -32,12 +32,22 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     },
     ("docs/pipelines.md", "caches"): estimated.caches,
     ("docs/pipelines.md", "programs"): measured.programs,
+    ("docs/planning.md", "calibration"): estimated.calibrations,
+    ("docs/planning.md", "gpus"): estimated.gpus,
     ("docs/planning.md", "first call"): measured.first_call,
     ("docs/planning.md", "pipelines"): estimated.pipelines,
     ("docs/planning.md", "training"): estimated.training,
     ("docs/tiny-vae.md", "results"): measured.tiny_vae,
     ("docs/torchax-or-flax.md", "builds"): measured.builds,
     ("docs/torchtpu.md", "torchtpu"): estimated.torchtpu,
+    **{
+        (page, "intervals"): functools.partial(estimated.intervals, link)
+        for page, link in (
+            ("README.md", "docs/planning.md"),
+            *((f"docs/{name}.md", "planning.md") for name in ("kernels", "performance", "torchtpu")),
+            ("docs/planning.md", ""),
+        )
+    },
 }
 """By page and name of its marks: the function that returns what goes between them."""
 
@@ -52,5 +62,6 @@ def run(options: argparse.Namespace) -> None:
             fill(ROOT / page, name, drawn())
     if not options.pages:
         measured.plot_memory()
+        estimated.plot_intervals()
         for name, report in measured.devices().items():
             write_text(RESULTS / "devices" / f"{name}.md", markdown(report))

@@ -1,10 +1,14 @@
 """The tables of estimates in the documents, each a function without arguments, from results/."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
+from benchmarks import calibration
 from benchmarks.estimate.command import CASES, parsed
-from benchmarks.pages import RESULTS, estimate, estimates, kept
-from cogvideox_torchax.files.reports import table
+from benchmarks.pages import RESULTS, ROOT, STAR, estimate, estimates, kept
+from cogvideox_torchax.files.reports import pyplot, save_figure, table
 from cogvideox_torchax.plan.chips import CHIPS, GIB
 from cogvideox_torchax.plan.networks import STEPS
 
@@ -43,6 +47,86 @@ RUNNING_MAXIMUM = {"v6e": 1705, "v5e": 3396, "v5p": 1685, "tpu7x": 1811}
 """By chip: cycles of the attention kernel of commit 4ef3ce7, which kept a running maximum."""
 
 
+SHOWN = {
+    # By a bar of the picture: its estimate, and what README says of it.
+    "decode a chunk, stock torchax": "plan-v6e-1-decode-torchax-stock",
+    "decode a chunk": "plan-v6e-1-decode-torchax",
+    "encode a chunk, stock torchax": "plan-v6e-1-encode-torchax-stock",
+    "encode a chunk": "plan-v6e-1-encode-torchax",
+    "a step of 5b": "network-step-5b-v6e-1",
+}
+
+
+def starred(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table, with a line below it if a cell has a `STAR`."""
+    note = "\n\n\\* Made by the earlier method, which took the compiler's cycles for what only moves data."
+    return table(head, rows) + (note if any(STAR in cell for row in rows for cell in row) else "")
+
+
+def star(*names: str) -> str:
+    """Return `STAR` if one of the estimates is of the earlier method."""
+    return max(estimate(name)["star"] for name in names)
+
+
+# How far estimates are off
+
+
+def calibrations() -> str:
+    """Return the table of published times beside estimates."""
+    head = (
+        "chip: program",
+        "measured, ms",
+        "estimate, ms",
+        "measured / estimate",
+        "bound by",
+        "source; clock",
+    )
+    rows = [
+        (
+            name,
+            *(f"{1e3 * seconds:.3g}" for seconds in (row["seconds"], row["estimate"])),
+            f"{row['seconds'] / row['estimate']:.2f}",
+            row["bound"],
+            row["source"],
+        )
+        for name, row in kept("calibration")["rows"].items()
+    ]
+    return table(head, rows)
+
+
+def likely(name: str) -> tuple[float, ...]:
+    """Return the seconds of an estimate's last program, and its interval's ends, unless it has a star."""
+    plan = estimate(name)
+    program = plan["programs"][-1]
+    return (program["seconds"], *(() if plan["star"] else calibration.interval(program)))
+
+
+def shown() -> dict[str, tuple[float, ...]]:
+    """Return, by the bars' names, what is `likely`, where there is an interval."""
+    return {label: found for label, name in SHOWN.items() if len(found := likely(name)) == 3}
+
+
+def intervals(page: str) -> str:
+    """Return the sentences of the intervals, with a link to the page of `calibrations`."""
+    kinds = [f"{kind} {low:.2f} to {high:.2f}" for kind, (low, high) in calibration.intervals().items()]
+    each = [f"{name} {low / mid:.2f} to {high / mid:.2f}" for name, (mid, low, high) in shown().items()]
+    return (
+        f"[Published times]({page}#how-far-estimates-are-off) of other programs are these multiples of their "
+        f"estimates:\n{', '.join(kinds)}."
+        + (f"\nSo these multiples of the estimates here are likely:\n{', '.join(each)}." if each else "")
+    )
+
+
+def plot_intervals() -> None:
+    """Draw the estimates of `SHOWN` as bars with their intervals."""
+    bars = dict(reversed(shown().items()))  # the first one at the top
+    figure, axis = pyplot().subplots(figsize=(8, 0.5 * len(bars) + 1), layout="tight")
+    mid, low, high = zip(*bars.values(), strict=True)
+    axis.barh([*bars], mid, xerr=[np.subtract(mid, low), np.subtract(high, mid)], capsize=4)
+    axis.set(xlabel="seconds on one v6e, estimated, with intervals")
+    save_figure(figure, ROOT / "docs" / "images" / "estimates.png")
+
+
 # The VAE
 
 
@@ -56,7 +140,7 @@ def plans() -> str:
     }
     head = ("video", "chips", "build", "first chunk, ms", "steady chunk, ms", "whole video, s", "peak, GiB")
     rows = sorted(map(_plan_row, found), key=lambda row: (row[1], row[0]))  # by chips, then by video
-    return f"{'; '.join(sorted(origins))}:\n\n{table(head, rows)}\n"
+    return f"{'; '.join(sorted(origins))}:\n\n{starred(head, rows)}\n"
 
 
 def _plan_row(plan: dict[str, Any]) -> tuple[str, ...]:
@@ -71,7 +155,7 @@ def _plan_row(plan: dict[str, Any]) -> tuple[str, ...]:
         f"{job['direction']} {job['frames']} x {job['height']} x {job['width']}"
         + (f" in tiles of {job['tile'][0]} x {job['tile'][1]}" if job["tile"] else ""),
         f"{count} {generation}" + (" core" + "s" * (count > 1) if generation == "tpu7x" else ""),
-        plan["backend"],
+        plan["backend"] + plan["star"],
         f"{first:.0f}" if whole else "",
         "" if one_chunk else f"{steady:.0f}",
         f"{summary['with_collectives_s']:.2f}" if whole else "",
@@ -91,12 +175,12 @@ def composition() -> str:
             chunk = "first" if program["name"] == "first" else "steady"
             kernels = {name: kernel["seconds"] for name, kernel in program["kernel_times"].items()}
             fused = [kernels.pop(name, 0.0) for name in FUSED]
-            by_xla = sum(program["shares"].get(kind, 0.0) for kind in ("convolutions", "copies", "other"))
+            by_xla = program["seconds"] - sum(fused) - sum(kernels.values())
             moved = sum((program["collective_seconds"] or {}).values())
             parts = [*fused, sum(kernels.values()), by_xla, moved]
-            name = f"{video}, {chunk} chunk of {program['frames']}"
+            name = f"{video}, {chunk} chunk of {program['frames']}{plan['star']}"
             rows.append((name, *(f"{1e3 * seconds:.1f}" for seconds in (sum(parts), *parts))))
-    return table(("program", "total", *FUSED, "other kernels", "XLA", "collectives"), rows)
+    return starred(("program", "total", *FUSED, "other kernels", "XLA", "collectives"), rows)
 
 
 def torchtpu() -> str:
@@ -105,25 +189,26 @@ def torchtpu() -> str:
     rows = []
     for direction, captured in kept("torchtpu")["programs"].items():
         # Of a build some programs may not be estimated.
-        stock, ported = (
-            {each["name"]: each for each in estimate(f"plan-v6e-1-{direction}-{build}")["programs"]}
-            for build in ("torchax-stock", "torchax")
-        )
+        builds = [estimate(f"plan-v6e-1-{direction}-{build}") for build in ("torchax-stock", "torchax")]
+        stock, ported = ({each["name"]: each for each in build["programs"]} for build in builds)
         for plan in captured:
             name = plan["name"]
             own, milliseconds = ported[name], 1e3 * plan["seconds"]
+            # TorchTPU's programs are estimated by a command of their own, in another environment.
             rows.append(
                 (
                     f"{direction}, {'first' if name == 'first' else 'steady'} chunk",
-                    f"{1e3 * stock[name]['seconds']:.0f}" if name in stock else "",
-                    f"{1e3 * own['seconds']:.1f}",
-                    f"{milliseconds:.1f}",
-                    f"{milliseconds / own['seconds'] / 1e3:.2f}",
+                    f"{1e3 * stock[name]['seconds']:.0f}{builds[0]['star']}" if name in stock else "",
+                    f"{1e3 * own['seconds']:.1f}{builds[1]['star']}",
+                    f"{milliseconds:.1f}" + ("" if "compiler_moves_s" in plan else STAR),
+                    f"{milliseconds / own['seconds'] / 1e3:.2f}"
+                    if ("compiler_moves_s" in plan) is (not builds[1]["star"])
+                    else "",
                     f"{own['kernels']} and {plan['kernels']}",
                     f"{own['temp_bytes'] / GIB:.1f} and {plan['temp_bytes'] / GIB:.1f}",
                 )
             )
-    return table((*head, "kernels", "temporaries, GiB"), rows)
+    return starred((*head, "kernels", "temporaries, GiB"), rows)
 
 
 def sharding() -> str:
@@ -174,13 +259,25 @@ def layer() -> str:
     return table(("part of a layer", "before, ms", "now, ms", "floor, ms"), rows)
 
 
-# A pipeline's networks, and training
+# GPUs, a pipeline's networks, and training
+
+
+def gpus() -> str:
+    """Return the table of the memory of programs on a GPU, which `plan` has written."""
+    head = ("program of 5b, 49 x 480 x 720, on one H100", "arguments, GiB", "temporaries, GiB", "whole, GiB")
+    columns = ("argument_bytes", "temp_bytes", "peak_bytes")
+    rows = [
+        (f"{name}, {program['name']}", *(f"{program[column] / GIB:.1f}" for column in columns))
+        for name in ("decode", "encode")
+        for program in kept(f"gpu-{name}")["programs"]
+    ]
+    return table(head, rows)
 
 
 def networks() -> str:
     """Return a table with a row for each estimate of a step or a prompt."""
     head = ("network", "mesh", "arguments, GiB", "temporaries, GiB", "fits", "estimate, s", "collectives, s")
-    return table((*head, "a step's host, s"), [_network_row(plan) for plan in estimates("network-*")])
+    return starred((*head, "a step's host, s"), [_network_row(plan) for plan in estimates("network-*")])
 
 
 def _network_row(plan: dict[str, Any]) -> tuple[str, ...]:
@@ -188,7 +285,7 @@ def _network_row(plan: dict[str, Any]) -> tuple[str, ...]:
     is_step = job["network"] == "step"
     video = f", {job['frames']} x {job['height']} x {job['width']}" if is_step else ""
     return (
-        f"{job['network']}, {plan['model']}{video}",
+        f"{job['network']}, {plan['model']}{video}{plan['star']}",
         f"{plan['topology']}, dp={mesh['dp']} tp={mesh['tp']}",
         f"{program['argument_bytes'] / GIB:.2f}",
         f"{program['temp_bytes'] / GIB:.2f}",
@@ -207,8 +304,11 @@ def host_step_seconds(video: str) -> float:
 def videos() -> str:
     """Return a table of the seconds of a whole video, from the prompt to the frames."""
     head = ("video", "prompts, s", f"{STEPS} steps, s", "one step, s", "a step's host, s", "VAE, s")
-    rows = [(name, *(_seconds(seconds, 0.1, 3) for seconds in seconds_of_video(name))) for name in VIDEOS]
-    return table((*head, "total, s"), rows)
+    rows = [
+        (name + star(*PARTS[part]), *(_seconds(seconds, 0.1, 3) for seconds in seconds_of_video(name)))
+        for name, part in VIDEOS.items()
+    ]
+    return starred((*head, "total, s"), rows)
 
 
 def seconds_of_video(name: str) -> tuple[float, ...]:
@@ -252,7 +352,7 @@ def pipelines() -> str:
                 how,
             )
         )
-    return table((*head, "a video, s", "compiled"), rows)
+    return starred((*head, "a video, s", "compiled"), rows)
 
 
 def _compiled(case: str, found: dict[str, Any]) -> tuple[str, float, float]:
@@ -262,7 +362,7 @@ def _compiled(case: str, found: dict[str, Any]) -> tuple[str, float, float]:
     """
     if (RESULTS / f"{case}.json").exists():
         summary = estimate(case)["summary"]
-        return "whole", summary["peak_memory_GiB"] * GIB, summary["with_collectives_s"]
+        return "whole" + star(case), summary["peak_memory_GiB"] * GIB, summary["with_collectives_s"]
     if case not in PARTS:
         return "not compiled", 0.0, 0.0
     documents = [estimate(part) for part in PARTS[case]]
@@ -271,7 +371,7 @@ def _compiled(case: str, found: dict[str, Any]) -> tuple[str, float, float]:
     prompt, step, decoding = (document["summary"]["with_collectives_s"] for document in documents)
     peak = sum(found["weights"]) + max(peak - weights for peak, weights in zip(peaks, own, strict=True))
     return (
-        "in parts",
+        "in parts" + star(*PARTS[case]),
         peak,
         2 * prompt + STEPS * step + decoding,
     )  # 2: the prompt, and the negative one
@@ -286,7 +386,7 @@ def caches() -> str:
         "small model: PSNR, dB",
     )
     step = estimate("network-step-5b-v6e-1")
-    plain = ("none", "", "", f"{STEPS * step['summary']['with_collectives_s']:.1f}", "0", "")
+    plain = ("none" + step["star"], "", "", f"{STEPS * step['summary']['with_collectives_s']:.1f}", "0", "")
     rows = [
         (f"`{name}`", f"{one:.2f}", f"{eight:.2f}", _cached(name, skipped), str(skipped), f"{quality:.1f}")
         for name, (one, eight, skipped, quality) in kept("caches")["rows"].items()
@@ -295,7 +395,7 @@ def caches() -> str:
     few = {each["summary"]["network"].partition(", from programs of ")[2] for each in estimates("cached-*")}
     layers = " or ".join(sorted(few - {""}))
     note = f"\n\nSteps with a cache are extrapolated from programs of {layers} layers." if layers else ""
-    return table(head, [plain, *rows]) + note
+    return starred(head, [plain, *rows]) + note
 
 
 def _cached(name: str, skipped: int) -> str:
@@ -309,7 +409,7 @@ def _cached(name: str, skipped: int) -> str:
     found = estimate(f"cached-{cache}")
     counts = (STEPS - skipped, skipped) if cache == "first-block" else found["counts"]
     seconds = (program["seconds_with_collectives"] for program in found["programs"])
-    return f"{sum(count * one for count, one in zip(counts, seconds, strict=True)):.1f}"
+    return f"{sum(count * one for count, one in zip(counts, seconds, strict=True)):.1f}{found['star']}"
 
 
 def training() -> str:
@@ -317,7 +417,7 @@ def training() -> str:
     plan = estimate("train-step-v6e-1")
     rows = [
         (
-            f"{program['name']}, forward and backward",
+            f"{program['name']}, forward and backward{plan['star']}",
             f"{program['seconds'] * 1e3:.1f}",
             f"{program['floor_s'] * 1e3:.2f}",
             f"{program['temp_bytes'] / GIB:.2f}",
@@ -334,7 +434,7 @@ def training() -> str:
         f"{sum(program['compile_seconds'] for program in plan['programs']):.0f}",
     )
     head = ("v6e, 1 x 64 x 64, bfloat16", "estimate, ms", "floor, ms", "temporaries, GiB", "compile, s")
-    return table(head, [*rows, whole])
+    return starred(head, [*rows, whole])
 
 
 def figures() -> str:
@@ -342,15 +442,25 @@ def figures() -> str:
     head = ("estimated time, CogVideoX-5b in bfloat16", "chips", "diffusers through torchax", "this project")
     rows = []
     for kind in ("decode", "encode"):
-        plans = [estimate(f"plan-v6e-1-{kind}-{build}") for build in ("torchax-stock", "torchax")]
-        chunks = (f"{plan['programs'][-1]['seconds_with_collectives']:.3f} s" for plan in plans)
-        rows.append((f"{kind} a chunk, 8 frames of 480 x 720", "1 v6e", *chunks))
-    video = estimate("plan-v6e-8-decode-torchax")["summary"]["with_collectives_s"]
-    step = estimate("network-step-5b-v6e-1")["summary"]["with_collectives_s"]
-    whole = seconds_of_video("5b, 49 x 480 x 720, v6e-8")[-1]
+        names = [f"plan-v6e-1-{kind}-{build}" for build in ("torchax-stock", "torchax")]
+        rows.append((f"{kind} a chunk, 8 frames of 480 x 720", "1 v6e", *map(_with_interval, names)))
+    video = estimate("plan-v6e-8-decode-torchax")
+    whole = "5b, 49 x 480 x 720, v6e-8"
     rows += [
-        ("decode 81 frames of 768 x 1360", "8 v6e", "", f"{video:.2f} s"),
-        ("a denoising step, 49 frames of 480 x 720", "1 v6e", "", f"{step:.2f} s"),
-        ("a prompt to 49 frames of 480 x 720, 50 steps", "8 v6e", "", f"{whole:.2f} s"),
+        (
+            *("decode 81 frames of 768 x 1360", "8 v6e", ""),
+            f"{video['summary']['with_collectives_s']:.2f} s{video['star']}",
+        ),
+        ("a denoising step, 49 frames of 480 x 720", "1 v6e", "", _with_interval("network-step-5b-v6e-1")),
+        (
+            *("a prompt to 49 frames of 480 x 720, 50 steps", "8 v6e", ""),
+            f"{seconds_of_video(whole)[-1]:.2f} s{star(*PARTS[VIDEOS[whole]])}",
+        ),
     ]
-    return table(head, rows)
+    return starred(head, rows)
+
+
+def _with_interval(name: str) -> str:
+    """Return the cell of an estimate's last program, in seconds with their interval."""
+    seconds, *ends = likely(name)
+    return f"{seconds:.3f} s" + (f" ({ends[0]:.3f} to {ends[1]:.3f})" if ends else STAR)

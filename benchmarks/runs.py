@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import jobs, worker
+from benchmarks import calibration, jobs, worker
 from benchmarks.estimate import chips
 from benchmarks.jobs import Budget, Size, spread
 from benchmarks.report import about
@@ -81,6 +81,10 @@ def run(
             for result in laboratory.compared(job):
                 report["results"].append(result)
                 keep(report)
+        # Published programs, with which the estimates are compared.
+        for name in calibration.cases_of(report["device"]["kind"]):
+            report.setdefault("published", {})[name] = laboratory._ask("calibration.measured", {"name": name})
+            keep(report)
         if settings.size is None:
             for result in laboratory.estimated():  # of the report, which now has its estimate
                 say(f"estimated: {result['job']}")

@@ -51,6 +51,9 @@ def port(
     A scheduler can be passed alone, for a denoising loop that you write yourself. Its tables stay on the
     host.
 
+    If all weights do not fit the devices, or if diffusers' offload is on, the weights of a network wait in
+    the host's memory between its uses, as by `pipe.enable_model_cpu_offload()`, which a ported pipeline has.
+
     A second call with equal arguments changes nothing.
 
     Args:
@@ -71,8 +74,8 @@ def port(
 
     Raises:
         ValueError: the object is of another kind, or a VAE class of another package; the mesh was not made by
-            `make_mesh`, or does not divide the weights; weights are offloaded; a module contains itself; an
-            option that the object does not take.
+            `make_mesh`, or does not divide the weights; weights are cast layer by layer; a module contains
+            itself; an option that the object does not take.
     """
     if weights is not None and isinstance(model_or_pipeline, SchedulerMixin | nn.Module):
         raise ValueError(

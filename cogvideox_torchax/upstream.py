@@ -14,7 +14,7 @@ import contextlib
 import copyreg
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -132,6 +132,19 @@ def replace_array(tensor: Any, move: Callable[[Any], Any]) -> Any:
     """Replace the array of a torchax tensor by `move(array)`, and return the same tensor."""
     # torchax's public functions would make a new object of a parameter.
     return _attribute("torchax", type(tensor), "apply_jax_")(tensor, move)
+
+
+def uncommitted(array: Any) -> Any:
+    """Return a JAX array as one that JAX may move, if it is on one device; one on a mesh is left as it is.
+
+    JAX commits what `device_put` returns to its device, and compiles a program for committed weights again.
+    """
+    import jax
+
+    if not isinstance(array.sharding, jax.sharding.SingleDeviceSharding):
+        return array
+    # The constructor of arrays is private.
+    return type(array)(array.aval, array.sharding, [array], committed=False)
 
 
 def array_in(tensor: Any) -> Any:
@@ -365,12 +378,48 @@ COMPILED_CALL = "_compiled_call_impl"
 """The attribute in which a module has its compiled call, once `module.compile()` has run."""
 
 
+OFFLOADING_HOOKS = ("lazy_prefetch_group_offloading", "layer_execution_tracker", "group_offloading")
+"""The names of diffusers' hooks that move weights between devices."""
+
+
+def _hooks_of(network: Any) -> Iterator[tuple[Any, str]]:
+    """Yield (registry, name) for each hook of diffusers in a network."""
+    for module in network.modules():
+        registry = vars(module).get("_diffusers_hook")
+        yield from ((registry, name) for name in ([] if registry is None else [*registry.hooks]))
+
+
+def is_cast(network: Any) -> bool:
+    """Return whether hooks of diffusers cast a network's weights layer by layer."""
+    return any(name == "layerwise_casting" for _registry, name in _hooks_of(network))
+
+
 def is_offloaded(network: Any) -> bool:
-    """Return whether hooks move a network's weights between devices, or cast them, layer by layer."""
+    """Return whether hooks move a network's weights between devices."""
     # accelerate marks such a network by the attribute `_hf_hook`, and diffusers by the names of its hooks.
-    registries = (vars(module).get("_diffusers_hook") for module in network.modules())
-    hooks = {name for registry in registries if registry is not None for name in registry.hooks}
-    return hasattr(network, "_hf_hook") or not hooks.isdisjoint({"group_offloading", "layerwise_casting"})
+    return hasattr(network, "_hf_hook") or any(name in OFFLOADING_HOOKS for _, name in _hooks_of(network))
+
+
+def take_offloading(network: Any) -> bool:
+    """Take the hooks off a network that move its weights, which are in the host's memory then.
+
+    Returns:
+        Whether there were any.
+    """
+    from accelerate.hooks import remove_hook_from_module
+
+    if not is_offloaded(network):
+        return False
+    remove_hook_from_module(network, recurse=True)
+    for registry, name in [*_hooks_of(network)]:
+        if name in OFFLOADING_HOOKS:
+            group: Any = getattr(registry.hooks[name], "group", None)
+            if getattr(group, "offload_to_disk_path", None):  # its weights are in files, and not in memory
+                group.onload_()
+            registry.remove_hook(name, recurse=False)
+    for module in network.modules():
+        _delete_class_forward(module)
+    return True
 
 
 TRACING_EVENTS = (
@@ -493,3 +542,11 @@ def register_block(kind: type) -> None:
     metadata = _attribute("diffusers", _helpers, "TransformerBlockMetadata")
     # The caches look up here which item of a block's result is the patches, and which the text.
     registry.register(kind, metadata(return_hidden_states_index=0, return_encoder_hidden_states_index=1))
+
+
+def assume_cudnn(version: int) -> None:
+    """Have JAX lower cuDNN's attention for a version, such as 91000 for 9.10.0, without asking cuDNN."""
+    from jax._src.cudnn import fused_attention_stablehlo as attention
+
+    _attribute("jax", attention, "check_cudnn_version")  # an error if there is none
+    attention.check_cudnn_version = lambda: version

@@ -55,14 +55,20 @@ class LoadPipeline(Node):
                 "dtype": (DTYPES, {"default": "bfloat16"}),
                 "dp": ("INT", {**devices, "tooltip": "2 runs the two passes of guidance side by side"}),
                 "tp": ("INT", {**devices, "tooltip": "devices that share a pass; dp x tp devices in all"}),
-            }
+            },
+            "optional": {
+                "offload": (
+                    "BOOLEAN",
+                    {"default": False, "tooltip": "keep the weights on the host between uses"},
+                )
+            },
         }
 
-    def load(self, model: str, dtype: str, dp: int, tp: int) -> tuple[Any, Any]:
+    def load(self, model: str, dtype: str, dp: int, tp: int, offload: bool = False) -> tuple[Any, Any]:
         from cogvideox_torchax import load_pipeline, make_mesh
 
         mesh = make_mesh(dp, tp) if dp * tp > 1 else None
-        pipeline = load_pipeline(model, mesh=mesh, dtype=getattr(torch, dtype))
+        pipeline = load_pipeline(model, mesh=mesh, offload=offload, dtype=getattr(torch, dtype))
         return (pipeline, pipeline.vae)
 
 

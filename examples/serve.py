@@ -9,16 +9,26 @@ When it prints "ready", open http://127.0.0.1:8000 in a browser, or send request
     GET /videos/ID/file                        the video
     DELETE /videos/ID                          takes it from the queue, stops it, or deletes its file
 
+OpenAI's video API is there too, for its clients (`OpenAI(base_url="http://127.0.0.1:8000/v1", api_key=...)`):
+POST /v1/videos with "prompt", "size" (WIDTHxHEIGHT), "seconds" and, beyond OpenAI's fields, "seed" and
+"steps"; GET and DELETE /v1/videos/ID, GET /v1/videos/ID/content, and GET /v1/videos. "seconds" are rounded.
+GET /health answers as soon as the server is ready.
+
 A request has one of --sizes, which are all compiled before the server listens. A video that is cancelled
 stops before its next denoising step; the VAE's decoding is not interrupted. The server listens on the
 loopback interface unless --host changes it. There are no users and no passwords: anyone who reaches the port
-may use it.
+may use it. But if the environment variable COGVIDEOX_TORCHAX_TOKEN is set, every address but /health refuses
+requests without the header "Authorization: Bearer TOKEN", the page's too.
 """
 
 import argparse
 import contextlib
+import email.policy
+import json
+import os
 import secrets
 import tempfile
+import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, dataclass, field
@@ -27,9 +37,11 @@ from typing import Annotated, Any
 
 import torch
 import uvicorn
-from fastapi import FastAPI, HTTPException
-from fastapi.responses import FileResponse, HTMLResponse
-from pydantic import BaseModel, Field
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exception_handlers import http_exception_handler
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response
+from pydantic import BaseModel, Field, ValidationError
+from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from cogvideox_torchax import load_pipeline, make_mesh, runtime, save_video
 from cogvideox_torchax.dataset import Bucket
@@ -39,6 +51,12 @@ KEPT = 16
 """Number of finished videos that are kept: a new request deletes the oldest ones."""
 
 UNFINISHED = "queued", "running"
+
+LARGEST = 100_000
+"""Most bytes of a request's body."""
+
+STATUS = {"queued": "queued", "running": "in_progress", "done": "completed"}
+"""OpenAI's word for the state of a video that has not failed."""
 
 PAGE = """<!doctype html>
 <html lang="en">
@@ -132,6 +150,7 @@ class Video:
     error: str = ""
     cancelled: bool = False
     latents: torch.Tensor | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def state(self) -> str:
@@ -150,7 +169,13 @@ class Video:
 
 
 def make_app(
-    pipe: Any, sizes: dict[str, tuple[int, ...]], directory: Path, limit: int, fps: float
+    pipe: Any,
+    sizes: dict[str, tuple[int, ...]],
+    directory: Path,
+    limit: int,
+    fps: float,
+    token: str = "",
+    model: str = "cogvideox",
 ) -> FastAPI:
     """Return the page and the requests, and the thread that runs the pipeline.
 
@@ -162,6 +187,8 @@ def make_app(
         directory: for the videos' files.
         limit: number of videos that may wait.
         fps: frames a second of the files.
+        token: that requests must have; "" for none.
+        model: the model's name in answers.
     """
     videos: dict[str, Video] = {}  # by id, in the order in which they came
     thread = ThreadPoolExecutor(max_workers=1)
@@ -248,7 +275,111 @@ def make_app(
         video.work.cancel()
         video.path.unlink(missing_ok=True)
 
+    names = {
+        name: {"size": f"{width}x{height}", "seconds": str(round(frames / fps))}
+        for name, (frames, height, width) in sizes.items()
+    }
+
+    @app.exception_handler(StarletteHTTPException)
+    async def refuse(request: Request, error: StarletteHTTPException) -> Response:
+        if request.url.path.startswith("/v1/"):
+            return refusal(error.status_code, error.detail)
+        return await http_exception_handler(request, error)
+
+    @app.middleware("http")
+    async def check(request: Request, call_next: Any) -> Response:
+        if (
+            token
+            and request.url.path != "/health"
+            and not secrets.compare_digest(
+                request.headers.get("authorization", "").encode(), f"Bearer {token}".encode()
+            )
+        ):
+            return refusal(401, "a token is needed: send the header Authorization: Bearer TOKEN")
+        # A body without its length could be of any: it would have to be read to be counted.
+        if (
+            request.headers.get("transfer-encoding")
+            or int(request.headers.get("content-length", 0)) > LARGEST
+        ):
+            return refusal(
+                413, f"a body of at most {LARGEST} bytes is taken, and its Content-Length is needed"
+            )
+        return await call_next(request)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ready"}
+
+    def described(id: str) -> dict[str, Any]:
+        video = find(id)
+        return {
+            **{"id": id, "object": "video", "model": model, "created_at": video.created},
+            **{"prompt": video.wanted.prompt, **names[video.wanted.size]},
+            "status": STATUS.get(video.state, "failed"),
+            "progress": 100 * video.step // video.wanted.steps,
+            "error": {"code": "generation_failed", "message": video.error} if video.error else None,
+        }
+
+    @app.post("/v1/videos")
+    async def create(request: Request) -> dict[str, Any]:
+        fields = fields_of(request.headers.get("content-type", ""), await request.body())
+        asked = {name: str(fields.pop(name)) for name in ("size", "seconds") if name in fields}
+        fitting = [name for name, its in names.items() if asked.items() <= its.items()]
+        if not fitting:
+            offered = ", ".join(f"size {its['size']} with seconds {its['seconds']}" for its in names.values())
+            raise HTTPException(400, f"got {asked}: this server makes {offered}")
+        fields.pop("model", None)  # there is one
+        try:
+            wanted = Wanted(**{**fields, "size": fitting[0]})
+        except (TypeError, ValidationError) as error:
+            raise HTTPException(400, " ".join(str(error).split())) from error
+        return described((await add(wanted))["id"])
+
+    @app.get("/v1/videos")
+    async def listed(limit: int = 20, after: str = "", order: str = "desc") -> dict[str, Any]:
+        ids = [*videos] if order == "asc" else [*videos][::-1]
+        ids = ids[ids.index(after) + 1 :] if after in ids else ids
+        data = [described(id) for id in ids[: max(limit, 0)]]
+        last = data[-1]["id"] if data else None
+        return {"object": "list", "data": data, "last_id": last, "has_more": len(data) < len(ids)}
+
+    app.get("/v1/videos/{id}/content")(file)
+
+    @app.get("/v1/videos/{id}")
+    async def retrieve(id: str) -> dict[str, Any]:
+        return described(id)
+
+    @app.delete("/v1/videos/{id}")
+    async def delete(id: str) -> dict[str, Any]:
+        await cancel(id)
+        return {"id": id, "object": "video.deleted", "deleted": True}
+
     return app
+
+
+def refusal(status: int, message: str) -> JSONResponse:
+    """Return an error in OpenAI's shape."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return JSONResponse(
+        {"error": {"message": message, "type": kind, "param": None, "code": None}}, status_code=status
+    )
+
+
+def fields_of(kind: str, body: bytes) -> dict[str, Any]:
+    """Return the fields of a request in JSON or, as OpenAI's client sends them, in multipart/form-data."""
+    try:
+        if not kind.startswith("multipart/"):
+            return dict(json.loads(body))
+        head = f"Content-Type: {kind}\r\n\r\n".encode()
+        parts = email.message_from_bytes(head + body, policy=email.policy.HTTP).iter_parts()
+        return {
+            str(part.get_param("name", header="content-disposition")): bytes(
+                part.get_payload(decode=True)
+            ).decode()
+            for part in parts
+        }
+    except (ValueError, TypeError, RecursionError) as error:
+        raise HTTPException(400, f"the body is neither an object in JSON nor a form: {error}") from error
 
 
 def main() -> None:
@@ -260,6 +391,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=["49x480x720"], help="FRAMESxHEIGHTxWIDTH")
     parser.add_argument("--dp", type=int, default=1, help="mesh: devices for the two passes of guidance")
     parser.add_argument("--tp", type=int, default=1, help="mesh: devices for one pass")
+    parser.add_argument("--offload", action="store_true", help="keep weights on the host between uses")
     parser.add_argument("--fps", type=float, default=8, help="frames a second: 8, or 16 for CogVideoX 1.5")
     parser.add_argument("--queue", type=int, default=8, help="videos that may wait")
     parser.add_argument("--host", default="127.0.0.1", help="to listen on")
@@ -271,12 +403,13 @@ def main() -> None:
         model = description.describe(args.model, image=False, clip=False)
         for size in sizes.values():  # before minutes of loading
             description.check_size(model, *size)
-        pipe = load_pipeline(args.model, mesh=mesh)
+        pipe = load_pipeline(args.model, mesh=mesh, offload=args.offload)
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     pipe.set_progress_bar_config(disable=True)
     with tempfile.TemporaryDirectory() as directory:
-        app = make_app(pipe, sizes, Path(directory), args.queue, args.fps)
+        token = os.environ.get("COGVIDEOX_TORCHAX_TOKEN", "")
+        app = make_app(pipe, sizes, Path(directory), args.queue, args.fps, token, args.model)
         uvicorn.run(app, host=args.host, port=args.port, log_level="warning")
 
 

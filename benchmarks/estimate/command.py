@@ -8,6 +8,7 @@ from benchmarks.estimate import chips, programs, training
 from benchmarks.pages import FORMAT, RESULTS
 from cogvideox_torchax import cli
 from cogvideox_torchax.cli import common, plan, planning
+from cogvideox_torchax.plan.chips import GPUS
 from cogvideox_torchax.plan.programs import job_figures
 
 SMALL = "--frames 49 --height 480 --width 720"
@@ -92,8 +93,8 @@ def parsed(words: list[str]) -> argparse.Namespace:
     own, others = training_only.parse_known_args(words)
     args = cli.parser().parse_args(["plan", *others], own)
     plan.check(args)
-    if args.platform != "tpu":
-        raise ValueError("got --platform cpu: its compiler gives no cycles; take cogvideox-torchax plan")
+    if args.platform != "tpu" or args.topology in GPUS:
+        raise ValueError("times are estimated for TPUs alone; for memory take cogvideox-torchax plan")
     return args
 
 

@@ -7,6 +7,7 @@ line and one line for each instruction.
 import functools
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -25,11 +26,12 @@ _GROUPS = re.compile(
 )
 _IOTA = re.compile(r"\[([\d,]*)\]<=\[([\d,]*)\](?:T\(([\d,]*)\))?")
 _STARTED = re.compile(r"-done\((?:\(.*\) |[^%]\S* )?%?([\w.\-]+)\)")
-_OPERANDS = re.compile(r"operand_layout_constraints=\{(.*?\})\}")
-
-LANES, SUBLANES = 128, 8
-"""Size of a TPU's tile along the last axis of an array, and along the axis before it."""
-
+# Of "ROOT %NAME = TYPE OP(OPERANDS), ATTRIBUTES": whether it is a root, the type, and the operands.
+_PARTS = re.compile(r"^\s*(ROOT )?%?\S+ = (\(.*?\)|\S+) [a-z][\w-]*\(([^)]*)")
+_NAME = re.compile(r"%([\w.\-]+)")
+# An array with its layout, such as "bf16[6,5]{1,0:T(8,128)(2,1)S(1)}": its axes from the minor one on, its
+# tiles along these, and its memory, where "S(1)" is VMEM.
+_LAYOUT = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\](?:\{([\d,]*)(?::(?:T\(([\d,]*)\))?([^}]*))?\})?")
 NO_ESTIMATE = 2**63 - 1
 """The compiler's cycle count for an instruction without an estimate (some copies on tpu7x)."""
 
@@ -40,9 +42,10 @@ class TimedInstruction(hlo.Instruction):
 
     Attributes:
         computation: name of the computation that the instruction is in.
-        operands: a custom call's input arrays; empty for other instructions, whose text has no input types.
+        moved: bytes that it reads and writes in the chip's memory, as they are padded there; arrays in VMEM
+            have none. Of an array that is only sliced, or updated in place, the slice or the update counts.
         called: name of the computation that a fusion calls (`calls=`), or None.
-        cycles: the compiler's own estimate, or None.
+        cycles: the compiler's own estimate; 0 where it says that it has none, None where it says nothing.
         runs: names of all computations that it runs: the one it calls, a loop's body and condition, a
             conditional's branches, a reduction's function.
         trips: a loop's number of iterations, None if the compiler does not know it; 1 for other instructions.
@@ -53,7 +56,7 @@ class TimedInstruction(hlo.Instruction):
     """
 
     computation: str
-    operands: tuple[hlo.ArrayType, ...]
+    moved: int
     called: str | None
     cycles: int | None
     runs: tuple[str, ...]
@@ -65,18 +68,41 @@ class TimedInstruction(hlo.Instruction):
 def instructions(text: str) -> Iterator[TimedInstruction]:
     """Yield the instructions of a compiled program's text, in the text's order."""
     computation = ""
+    sizes: dict[str, int] = {}  # by an instruction's name: the bytes of its results in the chip's memory
+    # The bytes that an instruction writes, by its name, and its computation's root, by the computation's.
+    written: dict[str, int] = {}
+    read = Counter[str]()  # by an instruction's name: the bytes of its results that others read
+    parameters: dict[tuple[str, int], str] = {}  # names by (computation, index)
     for line in text.splitlines():
         if head := _COMPUTATION.match(line):
             computation = head[1]
         elif found := hlo.instruction(line):
             cycles = _number(_CYCLES, line)
             branches = _first_group(_BRANCHES, line) or ""  # a conditional's, such as "%one, %other"
+            called = _first_group(_CALLED, line)
+            root, type_, arguments = _PARTS.search(line).groups()  # pyright: ignore[reportOptionalMemberAccess]
+            operands = _NAME.findall(arguments)
+            size = sizes[found.name] = writes = bytes_in_memory(type_)
+            reads = [sizes.get(operand, 0) for operand in operands]
+            if found.op == "parameter":
+                parameters[computation, int(arguments)] = found.name
+            elif found.op in ("slice", "dynamic-slice"):
+                reads = [size]
+            elif found.op == "dynamic-update-slice":  # of an array, by the second operand
+                reads[0], writes = 0, reads[1]
+            elif found.op == "tuple":
+                writes = sum(written.get(operand, 0) for operand in operands)
+            elif called in written:
+                reads = [min(whole, read[parameters[called, i]]) for i, whole in enumerate(reads)]
+                writes = min(size, written[called])
+            read.update(dict(zip(operands, reads, strict=False)))
+            written[computation if root else found.name] = writes
             yield TimedInstruction(
                 **vars(found),
                 computation=computation,
-                operands=hlo.arrays(_first_group(_OPERANDS, line) or ""),
-                called=_first_group(_CALLED, line),
-                cycles=None if cycles == NO_ESTIMATE else cycles,
+                moved=sum(reads) + writes,
+                called=called,
+                cycles=0 if cycles == NO_ESTIMATE else cycles,
                 runs=(*_RUNS.findall(line), *re.findall(r"[\w.\-]+", branches)),
                 trips=_number(_TRIPS, line) if found.op == "while" else 1,
                 groups=_groups(_first_group(_GROUPS, line) or ""),
@@ -84,15 +110,15 @@ def instructions(text: str) -> Iterator[TimedInstruction]:
             )
 
 
-def tiled_bytes(array: hlo.ArrayType) -> int:
-    """Return an array's bytes in the layout of a TPU's kernels: row-major, in tiles of up to 8 x 128 numbers.
-
-    Columns are the last axis, rows the axis before it; both are padded to whole tiles.
-    """
-    *outer, rows, columns = [1, 1, *array.shape]  # a scalar or a vector has axes of 1 before it
-    tile_rows = min(SUBLANES, 1 << (rows - 1).bit_length())  # with few rows the next power of two
-    padded_rows, padded_columns = -(-rows // tile_rows) * tile_rows, -(-columns // LANES) * LANES
-    return hlo.ArrayType(array.dtype, (*outer, padded_rows, padded_columns)).bytes
+def bytes_in_memory(types: str) -> int:
+    """Return the bytes of a type's arrays in the chip's memory, in whole tiles; those in VMEM have none."""
+    total = 0
+    for dtype, shape, order, tile, rest in _LAYOUT.findall(types):
+        sizes = _integers(shape)
+        for axis, multiple in zip(_integers(order), reversed(_integers(tile)), strict=False):
+            sizes[axis] = -(-sizes[axis] // multiple) * multiple
+        total += 0 if "S(" in rest else hlo.ArrayType(dtype, tuple(sizes)).bytes
+    return total
 
 
 def times_run(found: Sequence[TimedInstruction]) -> dict[str, int]:

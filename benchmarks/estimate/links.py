@@ -1,10 +1,11 @@
-"""Time of collectives on the links between chips: bytes over bandwidth, nothing else.
+"""Time of collectives on the links between chips: bytes over the bandwidth that is reached, and messages.
 
 A message goes from chip to chip along one axis after the other, the shorter way round where the axis is
 closed to a ring. All groups of devices send at once; the link that carries the most bytes gives the time.
 All-reduce, all-gather and reduce-scatter go round a ring of devices in both directions, half of the bytes
-each way. Collectives run one after the other, and no latency is counted. An asynchronous collective overlaps
-with the instructions that the compiler scheduled between its start and its end.
+each way. Each round of a ring, and each other collective, takes `MESSAGE` besides. Collectives run one after
+the other. An asynchronous collective overlaps with the instructions that the compiler scheduled between its
+start and its end.
 """
 
 import functools
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.estimate.chips import CORES_LINK, Chip
+from benchmarks.estimate.chips import CORES_LINK, MESSAGE, REACHED, Chip
 from benchmarks.estimate.hlo import TimedInstruction, times_run
 
 Coordinates = tuple[int, ...]
@@ -80,8 +81,6 @@ class Links:
         kind, size = str(instruction.collective), instruction.bytes
         # Groups of device numbers; an instruction without groups has one of all devices.
         groups = instruction.groups or (tuple(range(len(self.places))),)
-        if kind == "collective-permute":  # its groups are pairs (sender, receiver)
-            return kind, size * self._seconds_per_byte(groups)
         if kind == "all-reduce" and instruction.computation.startswith(SCATTERED):
             kind, size = "reduce-scatter", size / len(groups[0])  # a device's part; groups are of one size
         return kind, self.collective_seconds(kind, size, groups)
@@ -90,14 +89,17 @@ class Links:
         """Return the seconds of one collective.
 
         Args:
-            kind: "all-reduce", "all-gather", "reduce-scatter" or "all-to-all".
+            kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or "collective-permute".
             size: bytes of its result on one device.
-            groups: groups of devices that exchange, by their index in the mesh; all of one size.
+            groups: groups of devices that exchange, by their index in the mesh; all of one size. Those of a
+                collective-permute are pairs (sender, receiver).
         """
+        if kind == "collective-permute":
+            return MESSAGE + size * self._seconds_per_byte(groups)
         count = len(groups[0])  # number of devices in each group
         if kind == "all-to-all":  # each device sends a part of its array to each other device
             messages = [pair for group in groups for pair in itertools.permutations(group, 2)]
-            return size / count * self._seconds_per_byte(messages)
+            return MESSAGE + size / count * self._seconds_per_byte(messages)
         # The whole array goes round a ring of a group's devices in `count` parts. In each round every device
         # passes one part on, half of the part to each neighbour. An all-reduce is a reduce-scatter and then
         # an all-gather: twice the rounds.
@@ -108,7 +110,7 @@ class Links:
         ]
         # (sender, receiver) of all messages of a round, in both directions; each is half of a part.
         messages = neighbours + [(after, before) for before, after in neighbours]
-        return rounds * whole / count / 2 * self._seconds_per_byte(messages)
+        return rounds * (MESSAGE + whole / count / 2 * self._seconds_per_byte(messages))
 
     def _ring(self, group: Sequence[int]) -> list[int]:
         """Order a group of devices so that consecutive ones are neighbours, if possible last and first too.
@@ -137,7 +139,7 @@ class Links:
         return max(
             (
                 # No axis: the interface between a chip's two cores, `CORES_LINK` times as fast as a link.
-                count / (self.chip.link * (CORES_LINK if axis is None else 1))
+                count / (REACHED * self.chip.link * (CORES_LINK if axis is None else 1))
                 for (axis, _chip, _direction), count in carried.items()
             ),
             default=0.0,

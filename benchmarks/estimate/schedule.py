@@ -3,8 +3,11 @@
 libtpu writes the schedule as text, with a line for each bundle, the instructions that the core issues in one
 cycle. Which bundles run, and how often, depends on scalar instructions alone: those that branches need are
 run here, and bundles are counted. So iterations of the grid, loops inside, the first and last stages of the
-pipeline and the blocks of `pl.when` count as often as they run. The count has no time of waiting: for memory,
-for a result of the matrix unit, for another chip.
+pipeline and the blocks of `pl.when` count as often as they run.
+
+A schedule has no bundles for waiting: the core itself waits. For each block of instructions, libtpu writes
+the critical path too, the longest chain of instructions that wait for each other's results. A block takes as
+long as its chain, if that is longer than its bundles. Waiting for memory and for other chips is not counted.
 
     0x6 LB: > { %s21_s2 = sadd.s32 1, %s22_s2  ;;  %24 = sbr.rel (!%p23_p0) target = $region5 } /* comment */
 
@@ -18,9 +21,12 @@ its target, the bundle with the comment "Start region 5".
 import bisect
 import contextlib
 import functools
+import itertools
+import math
 import operator
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +45,8 @@ WORD = 2**32
 _BUNDLE = re.compile(r"^\s*(?P<address>0x[0-9a-f]+|0)\s+(?P<marker>[A-Z]{2})?\s*:[ >]*\{", re.M)
 _REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
 _CORE = re.compile(r"= sld \[[^/]*\] /\* core id \*/")
+# A division goes through a queue: "%9 = sdivrem.u32 %s1_s1, 6 /* kRem */", and then "%s2_s2 = spop.drf %9".
+_DIVISION, _TAKEN = re.compile(r"%(\d+) = sdivrem\.u32 (.*?) /\* (k\w+) \*/"), re.compile(r"spop\.drf %(\d+)")
 _COMMENT = re.compile(r"/\*.*?\*/", re.S)
 _BRANCH = re.compile(
     r"sbr\.rel\s*(?:\((?P<not>!?)%(?P<condition>\w+)\))?,?\s*target = \$region(?P<region>\d+)"
@@ -51,7 +59,11 @@ _GUARD = re.compile(
 )
 _OPERAND = re.compile(r"%([sp]\d+)_([sp]\d+)|(?<![\w%#])(-?(?:0x[0-9a-f]+|\d+))(?!\w)")
 _ALLOCATION = re.compile(r"\[smem:\[(#allocation\w+)\]\]")
-_FILE = re.compile(r"\d+-(.+)-\d+-final_bundles\.txt")
+_FILE = re.compile(r"\d+-(.+)-\d+-(final_bundles|critical-path)\.txt")
+# A result's name: in a bundle "%s196_s15 = ", with its register, and in a critical path ", %s196 = ".
+_RESULT = re.compile(r"%(\w+?)(?:_[a-z]+\d+)? = ")
+_CHAIN = re.compile(r"Length to end: (\d+), ")
+_PRODUCT = re.compile(r"= vmatmul\.(mubr\.)?(?:msk\.)?bf16")
 _EQUIVALENT = re.compile(r"^key:(.*)\n.*\n.*\n((?: +\S+\n?)*)", re.M)
 
 
@@ -64,13 +76,16 @@ class Schedule:
     """The totals of a kernel's schedule.
 
     Attributes:
-        cycles: number of bundles that run, each as often as it does.
+        cycles: number of bundles that run, each as often as it does, and of each block what its critical path
+            is longer.
+        flops: FLOPs of its products of bfloat16, blocks that fill a matrix unit only in part counted as full.
         assumed: number of branches that depend on data. They count as not taken: the bundles that they may
             skip run. A branch on a comparison of floats counts as taken: in this package's kernels it skips a
             recomputation that is seldom needed, such as attention's with an exact maximum.
     """
 
     cycles: int
+    flops: int
     assumed: int
 
 
@@ -99,9 +114,10 @@ def read_schedules(directory: Path, kernels: Iterable[str], delay_slots: int) ->
     Missing and unreadable ones are left out. `delay_slots` is as for `read_schedule`.
     """
     # Names of files begin with the time: of two schedules of a kernel the later one replaces the earlier.
-    written = {
-        match[1]: path for path in sorted(directory.iterdir()) if (match := _FILE.fullmatch(path.name))
-    }
+    written: dict[str, dict[str, Path]] = {}  # by kernel, its files by pass
+    for path in sorted(directory.iterdir()):
+        if match := _FILE.fullmatch(path.name):
+            written.setdefault(match[1], {})[match[2]] = path
     # The compiler schedules one of several equal kernels. By each kernel's name: the scheduled one's name.
     scheduled: dict[str, str] = {}
     for path in directory.glob("*deduplication-map.txt"):
@@ -111,8 +127,9 @@ def read_schedules(directory: Path, kernels: Iterable[str], delay_slots: int) ->
     names = {kernel: kernel if kernel in written else scheduled.get(kernel, "") for kernel in kernels}
     known: dict[str, Schedule] = {}
     for name in written.keys() & names.values():
-        with contextlib.suppress(UnknownDumpError):
-            known[name] = read_schedule(written[name].read_text(), delay_slots)
+        with contextlib.suppress(UnknownDumpError, KeyError):  # `KeyError` where a file is not there
+            bundles, paths = (written[name][kind] for kind in ("final_bundles", "critical-path"))
+            known[name] = read_schedule(bundles.read_text(), paths.read_text(), delay_slots)
     return {kernel: known[name] for kernel, name in names.items() if name in known}
 
 
@@ -155,13 +172,14 @@ class _Branch:
     target: int
 
 
-def read_schedule(text: str, delay_slots: int) -> Schedule:
+def read_schedule(text: str, paths: str, delay_slots: int) -> Schedule:
     """Count the cycles of a kernel's final schedule: follow its branches from the first bundle to the last.
 
     A bundle is the instructions that the core issues in one cycle. Only what branches depend on is computed.
 
     Args:
         text: libtpu's `final_bundles` dump of one kernel.
+        paths: its `critical-path` dump of the same kernel.
         delay_slots: number of bundles behind a branch that run whether it is taken or not.
 
     Raises:
@@ -185,7 +203,36 @@ def read_schedule(text: str, delay_slots: int) -> Schedule:
     float_conditions = {
         each.name for found in operations.values() for each in found if each.compute is _float_comparison
     }
-    return _follow(len(bundles), operations, branches, delay_slots, float_conditions)
+    runs, assumed = _follow(len(bundles), operations, branches, delay_slots, float_conditions)
+    edges = sorted(
+        {0, *(branch.target for branch in branches.values()), *(a + delay_slots + 1 for a in branches)}
+    )
+    waits = sum(runs[start] * wait for start, wait in _waits(bundles, paths, edges).items())
+    # An instruction multiplies 16 rows by a matrix of 128 x 128, or of 256 x 256 where it is a "mubr".
+    flops = sum(
+        count * 2 * 16 * (256 if wide else 128) ** 2
+        for count, bundle in zip(runs, bundles, strict=True)
+        for wide in _PRODUCT.findall(bundle)
+    )
+    return Schedule(sum(runs) + waits, flops, assumed)
+
+
+def _waits(bundles: list[str], paths: str, edges: list[int]) -> dict[int, int]:
+    """Return, by the address at which a block begins, by how much its critical path is longer than the block.
+
+    `edges` are the addresses at which blocks begin. A path goes to the block with most of its instructions,
+    which have one name in both texts; only copies, which are added later, are renamed.
+    """
+    addresses = {name: address for address, bundle in enumerate(bundles) for name in _RESULT.findall(bundle)}
+    waits: dict[int, int] = {}
+    for path in paths.split("New basic block")[1:]:
+        found = [addresses[name] for name in _RESULT.findall(path) if name in addresses]
+        if found:  # not copies alone
+            (block, _), *_ = Counter(bisect.bisect_right(edges, each) for each in found).most_common(1)
+            start, end = (*edges, len(bundles))[block - 1 : block + 1]
+            length = int(_CHAIN.findall(path)[0])  # the first instruction's
+            waits[start] = max(waits.get(start, 0), length - (end - start))
+    return waits
 
 
 def _bundles(text: str) -> tuple[list[str], dict[str, int]]:
@@ -208,8 +255,10 @@ def _bundles(text: str) -> tuple[list[str], dict[str, int]]:
     # it, and the dump has no region number for it.
     if heads[-1]["marker"] == "PF":
         targets[""] = len(bodies) - 1
-    # Each core reads its number from memory. The load is replaced by the constant 0: core 0 is followed.
-    return [_COMMENT.sub("", _CORE.sub("= smov 0", body)) for body in bodies], targets
+    # Each core reads its number from memory. The load is replaced by the constant 0: core 0 is followed. The
+    # queue of divisions is replaced by a cell for each.
+    bodies = [_TAKEN.sub(r"smov %s\1_s\1", _CORE.sub("= smov 0", body)) for body in bodies]
+    return [_COMMENT.sub("", _DIVISION.sub(r"%s\1_s\1 = \3 \2", body)) for body in bodies], targets
 
 
 def _branch(instruction: str, targets: dict[str, int]) -> _Branch | None:
@@ -340,6 +389,8 @@ _OPERATIONS: dict[str, Callable[..., Value] | None] = {
     "smin": functools.partial(_known, min),
     "smax": functools.partial(_known, max),
     "smul": functools.partial(_known, operator.mul),
+    "smulhi": lambda *values: None if None in values else math.prod(values) // WORD,
+    "kRem": functools.partial(_known, lambda a, b: a % b if b else 0),
     "sand": functools.partial(_known, operator.and_),
     "sor": functools.partial(_known, operator.or_),
     "sxor": functools.partial(_known, operator.xor),
@@ -381,8 +432,10 @@ def _follow(
     branches: dict[int, _Branch],
     delay_slots: int,
     float_conditions: set[str],
-) -> Schedule:
-    """Run a schedule's branches and the operations that they need, and count the bundles that run.
+) -> tuple[list[int], int]:
+    """Run a schedule's branches and the operations that they need.
+
+    Return how often each bundle runs, by its address, and the number of branches that depend on data.
 
     Args:
         count: number of bundles (the instructions that the core issues in one cycle).
@@ -399,9 +452,9 @@ def _follow(
     assumed: set[int] = set()  # addresses of branches that depend on data
     stops = sorted({*operations, *branches})  # addresses of the bundles to follow; the others only count
     next_stop = followed = 0  # index in `stops` of the bundle to follow next, and number of those followed
-    # `start` is where the last jump went. `cycles` has the bundles that ran before that jump; those from
-    # `start` on are added at the next jump, or at the end.
-    cycles = start = 0
+    # `start` is where the last jump went. The bundles from there on are added at the next jump, or at the
+    # end, to `changes`: by address, how much more often its bundle runs than the one before it.
+    changes, start = Counter[int](), 0
 
     def value(operand: tuple[str, str | int]) -> Value:
         """Return the value of an operand: a number, or a cell's."""
@@ -439,7 +492,9 @@ def _follow(
         last = min(address + delay_slots, count - 1)  # the delay slots run before the jump
         for slot in stops[next_stop : bisect.bisect_right(stops, last)]:
             execute(slot)
-        cycles += last - start + 1
+        changes[start] += 1
+        changes[last + 1] -= 1
         start = branch.target
         next_stop = bisect.bisect_left(stops, start)  # the first from there on
-    return Schedule(cycles + count - start, len(assumed))
+    changes[start] += 1
+    return list(itertools.accumulate(changes[address] for address in range(count))), len(assumed)

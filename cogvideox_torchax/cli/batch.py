@@ -29,12 +29,12 @@ def check_one(args: argparse.Namespace) -> None:
             raise ValueError(f"{option} is for many clips: leave it out, or give a directory or a list")
 
 
-def _check_output(path: str) -> None:
+def check_output_directory(path: str, unit: str = "clip") -> None:
     """Raise `OutputError` if an output directory has the suffix of a file, and does not exist yet."""
     suffix = Path(path).suffix.lower()
     file_suffixes = (*formats.SUFFIXES.values(), ".mp4", ".gif")  # of latents, and of videos
     is_file_name = suffix in file_suffixes and not Path(path).is_dir()
-    refuse(path, (is_file_name, f"many clips go into a directory: give a name without {suffix}"))
+    refuse(path, (is_file_name, f"many {unit}s go into a directory: give a name without {suffix}"))
 
 
 def encode(args: argparse.Namespace) -> int:
@@ -47,7 +47,7 @@ def encode(args: argparse.Namespace) -> int:
         (args.distributed and on_ray, "Ray deals out the clips itself: leave out --distributed"),
         (args.workers and on_ray, "Ray reads the clips itself: leave out --workers"),
     )
-    _check_output(args.output)
+    check_output_directory(args.output)
     clips = sources.clips(args.video, common.say)
     with devices.share_of_this_process(args) as share:  # checks the options
         common.take_bundled_model(args)
@@ -74,11 +74,11 @@ def encode(args: argparse.Namespace) -> int:
                 steps = ray.work(directory, config, args.ray or None, actors=args.actors)
             else:
                 steps = directory.work(readers=args.workers or loop.READERS)
-            # `steps` is a generator: each clip is encoded when `_run_loop` takes its outcome. `changes` then
+            # `steps` is a generator: each clip is encoded when `run_loop` takes its outcome. `changes` then
             # counts what was done to the clip's frames.
             changes = Changes()
-            report = _run_loop(args, steps, directory, changes)
-    return _print_report(args, {**report, **changes.report()}, directory)
+            report = run_loop(args, steps, directory, changes)
+    return print_report(args, {**report, **changes.report()}, directory)
 
 
 def decode(args: argparse.Namespace) -> int:
@@ -86,7 +86,7 @@ def decode(args: argparse.Namespace) -> int:
 
     The model is that of `--model`, or else the one that the first clip's latents name.
     """
-    _check_output(args.output)
+    check_output_directory(args.output)
     if args.model:
         # Called for its error if there is no such model: the output directory is not made yet.
         models.local(args.model)
@@ -111,27 +111,28 @@ def decode(args: argparse.Namespace) -> int:
                 fps = args.fps and str(args.fps)  # a `Fraction` as text; None stays None
                 directory.save_or_check_settings(config.fixed_settings(model_sha256) | {"fps": fps})
             steps = directory.work(unit, readers=args.workers or loop.READERS)
-            report = _run_loop(args, steps, directory)
-    return _print_report(args, report, directory)
+            report = run_loop(args, steps, directory)
+    return print_report(args, report, directory)
 
 
-def _run_loop(
+def run_loop(
     args: argparse.Namespace,
     steps: Iterable[loop.Step],
     directory: OutputDirectory,
     changes: Changes | None = None,
+    unit: str = "clip",
 ) -> dict[str, Any]:
-    """Take the steps of a loop over clips under a progress bar; print each bad clip; return the report.
+    """Take the steps of a loop over units under a progress bar; print each bad one; return the report.
 
     `changes`, if given, counts the changes to the clips' frames.
     """
     clock = common.announcing_clock(args)
-    count = 0  # of clips that did not fail
+    count = 0  # of units that did not fail
     waited = computed = 0.0  # seconds
-    for step in common.progress(steps, len(directory.missing), args.command, args=args, unit="clip"):
+    for step in common.progress(steps, len(directory.missing), args.command, args=args, unit=unit):
         waited, computed = waited + step.waited, computed + step.computed
         if step.error is not None:
-            common.say(f"bad clip {step.job}: {step.error}")  # the job is the clip's id
+            common.say(f"bad {unit} {step.job}: {step.error}")  # the job is the unit's id
             continue
         count += 1
         if changes:
@@ -145,24 +146,26 @@ def _run_loop(
         "device": "Ray" if getattr(args, "ray", None) is not None else common.device_name(args.backend),
         "done_before": directory.done_before,
         "bad": len(directory.bad),
-        "clips": count,
+        f"{unit}s": count,
         "compile_s": clock.seconds,
         "computing_s": computed,
-        "waiting_for_clips_s": waited,
+        f"waiting_for_{unit}s_s": waited,
         "total_s": seconds,
-        "clips_a_second": count / seconds,
+        f"{unit}s_a_second": count / seconds,
     }
 
 
-def _print_report(args: argparse.Namespace, report: dict[str, Any], directory: OutputDirectory) -> int:
-    """Print the report, and a line about bad clips; return the exit code, 1 if there are any."""
+def print_report(
+    args: argparse.Namespace, report: dict[str, Any], directory: OutputDirectory, unit: str = "clip"
+) -> int:
+    """Print the report, and a line about bad units; return the exit code, 1 if there are any."""
     common.print_report(report, args.json)
     if not directory.bad:
         return 0
     ids = list(directory.bad)
     shown = ", ".join([*ids[:5], "..."] if len(ids) > 5 else ids)
     common.say(
-        f"bad clips left out: {len(ids)} ({shown}); a line above or {directory.failed} says why, and what "
+        f"bad {unit}s left out: {len(ids)} ({shown}); a line above or {directory.failed} says why, and what "
         "helps"
     )
     return 1

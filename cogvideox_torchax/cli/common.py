@@ -111,7 +111,7 @@ def open_clip(args: argparse.Namespace, at_most: int | None = None, fps: Fractio
     if not count and at_most:
         # A part that is longer than the video would be an error. The file's frames are counted here, of which
         # a lower `fps` would take fewer; but no command passes both `at_most` and `fps`.
-        count = min(at_most, video.probe(args.video).num_frames)
+        count = video.probe(args.video, at_most).num_frames
     # `verify` has several dtypes; the part depends on none of them.
     config = config_of(args, dtype="float32", frames=count, fps=None if fps is None else str(fps))
     # The clip is in no data set, so its id is "".

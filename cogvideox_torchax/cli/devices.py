@@ -38,9 +38,12 @@ def mesh_of(args: argparse.Namespace) -> Any:
     _check_options(args, needing_mesh=("dp", "tp"))
     if (args.dp, args.tp) in ((None, None), (1, 1)):
         return None
+    import jax
+
     from cogvideox_torchax import sharding
 
-    return sharding.make_mesh(args.dp or 1, args.tp)  # without --tp, all devices that dp leaves
+    # Of several processes with a model each, this one's own devices. Without --tp, all that dp leaves.
+    return sharding.make_mesh(args.dp or 1, args.tp, devices=jax.local_devices())
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax import runtime
-from cogvideox_torchax.cli import common, devices, generation, options, preview, stages
+from cogvideox_torchax.cli import common, devices, generation, options, preview, prompts, stages
 from cogvideox_torchax.files import faults, latents as latent_files, video, whole
 from cogvideox_torchax.pipelines import cache_options, description
 from cogvideox_torchax.vae import memory
@@ -24,12 +24,19 @@ FPS, FPS_OF_1_5 = Fraction(8), Fraction(16)
 
 _request = functools.partial(options.Option, group="request")
 _sampling = functools.partial(options.Option, group="sampling")
+_many = functools.partial(options.Option, group="many prompts")
 COMMAND = options.Command(
     "generate a video with a CogVideoX pipeline",
     "--prompt 'A cat walks.' --model zai-org/CogVideoX-5b -o cat.mp4",
     (
         options.Option("--model", required=True, metavar="DIR_OR_ID", help="a whole pipeline"),
         _request("--prompt", help="what to show"),
+        _request(
+            "--prompts",
+            metavar="FILE",
+            help="many prompts: a .txt file with one on each line, or a .jsonl file with an object on each; "
+            "-o is then a directory",
+        ),
         _request("--negative-prompt", help="what not to show"),
         _request("--image", metavar="FILE", help="the first frame, for an image-to-video model"),
         _request(
@@ -86,7 +93,25 @@ COMMAND = options.Command(
             help="mesh: devices for the transformer's tokens (its weights, where this does not divide the "
             "heads), T5's weights and frames' width (default: 1)",
         ),
-        options.Option("--distributed", action="store_true", help=argparse.SUPPRESS),
+        _many(
+            "--num-videos-per-prompt",
+            type=options.positive,
+            metavar="COUNT",
+            help="by as many seeds (default: 1)",
+        ),
+        _many("--retry-failed", action="store_true", help="try prompts again that were bad before"),
+        _many(
+            "--distributed",
+            action="store_true",
+            help="run as one of several processes, which divide the prompts, each with a model of its own",
+        ),
+        *options.CONNECTION,
+        options.Option(
+            "--offload",
+            group="several devices",
+            action="store_true",
+            help="keep a network's weights in the host's memory while it is not used, for small devices",
+        ),
         _sampling(
             "--cache",
             metavar="first-block:0.1|pab|magcache:FILE|taylorseer|fastercache",
@@ -114,7 +139,6 @@ COMMAND = options.Command(
     ),
     {
         "--generator": "pass --seed",
-        "--num-videos-per-prompt": "each run makes one video, so run it again with another --seed",
         "--output-type": "the name after -o chooses between .mp4, .gif and a directory of PNG frames",
         **dict.fromkeys(
             (
@@ -137,14 +161,26 @@ COMMAND = options.Command(
 )
 
 
-def run(args: argparse.Namespace) -> None:
-    """Generate a video, from a prompt or from the stage of an earlier run, and print the report."""
+def run(args: argparse.Namespace) -> int | None:
+    """Generate a video, from a prompt or from the stage of an earlier run, and print the report.
+
+    With `--prompts` generate many: then return 1 if some cannot be generated, else 0.
+    """
     faults.refuse(
         (
-            args.distributed,
-            "generate runs as one process, on the devices of one host: leave out --distributed, and start it "
-            "on each host with a prompt of its own; several processes can decode latents of --save-stages "
+            args.distributed and not args.prompts,
+            "generate makes one video as one process, on the devices of one host: leave out --distributed, "
+            "or give many prompts by --prompts; several processes can decode latents of --save-stages "
             "(cogvideox-torchax decode --distributed)",
+        ),
+        (
+            (args.num_videos_per_prompt or args.retry_failed) and not args.prompts,
+            "--num-videos-per-prompt and --retry-failed are for many: leave them out, or give --prompts",
+        ),
+        (
+            args.prompts and (args.prompt or args.save_stages or args.from_stage or args.preview),
+            "--prompt, --save-stages, --from-stage and --preview are for one video: leave them out, or "
+            "--prompts",
         ),
         (
             args.from_stage and not args.save_stages,
@@ -156,7 +192,9 @@ def run(args: argparse.Namespace) -> None:
         ),
         # With the stage "latents", `_load_latents_stage` refuses these options with all others of sampling.
         (
-            args.strength is not None and not args.video and args.from_stage != stages.LATENTS,
+            args.strength is not None
+            and not (args.video or args.prompts)
+            and args.from_stage != stages.LATENTS,
             f"got --strength {args.strength} without a video to start from: pass --video, or leave it out",
         ),
         (
@@ -164,6 +202,9 @@ def run(args: argparse.Namespace) -> None:
             f"got --lora-scale {args.lora_scale} without a LoRA: pass --lora, or leave it out",
         ),
     )
+    if args.prompts:
+        args.fps = args.fps or _frame_rate_of(args.model)
+        return prompts.run(args, _load)
     if args.preview:
         whole.check_file(args.preview)
     if args.video:
@@ -188,6 +229,7 @@ def run(args: argparse.Namespace) -> None:
     if written != latents.num_frames:
         common.say(f"{latents.num_frames} frames were asked for, {written} made: {common.LENGTHS_THAT_STAY}")
     common.print_results(args, clock, {"frames": written, "fps": float(args.fps)})
+    return None
 
 
 def _frame_rate_of(model: str) -> Fraction:
@@ -265,32 +307,9 @@ def _sample_latents(args: argparse.Namespace) -> tuple[Any, latent_files.Latents
     if saved_text is not None:
         saved_text.check_model(model.fingerprint)
     request = stages.request_from_options(vars(args), model.size, saved_text)
-    dtype = common.parse_dtype(request.dtype)
+    common.parse_dtype(request.dtype)  # for its error
     generation.check(request, model)
-    memory.check_tiling(args.tiling, model.spatial_compression_ratio)
-    cache_config = None
-    if args.cache:  # before the weights are loaded, so that a wrong --cache is refused at once
-        cache_config = cache_options.config_of(
-            args.cache,
-            steps=generation.steps_of(request, model),
-            guided=request.guidance_scale > 1,  # a scale of 1 or less is no guidance
-            timestep=lambda: pipe.current_timestep,  # of `pipe` below: it is called while that runs
-        )
-    scheduler = generation.scheduler_of(args.scheduler, model) if args.scheduler else None
-    lora = generation.lora_path(args.lora, model) if args.lora else None
-    pipe = generation.load_generator(
-        model,
-        dtype,
-        mesh,
-        with_text=saved_text is None,
-        scheduler=scheduler,
-        lora=lora,
-        weights=args.weights,
-        lora_scale=1.0 if args.lora_scale is None else args.lora_scale,
-    )
-    if cache_config is not None:
-        pipe.transformer.enable_cache(cache_config)
-    pipe.set_progress_bar_config(disable=args.quiet, desc="denoise", leave=False)
+    pipe = _load(args, model, request, mesh, with_text=saved_text is None)
     directory = Path(args.save_stages) if args.save_stages else None
     # Called with the latents after each step, to write a picture of them.
     write_preview = preview.preview_writer(pipe.vae, args.preview, common.say) if args.preview else None
@@ -304,3 +323,40 @@ def _sample_latents(args: argparse.Namespace) -> tuple[Any, latent_files.Latents
         # As text, the cache is the number of steps that it has skipped.
         common.say(f"--cache {args.cache}: {pipe.transformer.step_cache}")
     return pipe.vae, latents
+
+
+def _load(
+    args: argparse.Namespace,
+    model: description.Model,
+    request: stages.Request,
+    mesh: Any,
+    *,
+    with_text: bool = True,
+) -> Any:
+    """Check a pipeline's options, then load it over a mesh; they and `request` say how it runs."""
+    memory.check_tiling(args.tiling, model.spatial_compression_ratio)
+    cache_config = None
+    if args.cache:  # before the weights are loaded, so that a wrong --cache is refused at once
+        cache_config = cache_options.config_of(
+            args.cache,
+            steps=generation.steps_of(request, model),
+            guided=request.guidance_scale > 1,  # a scale of 1 or less is no guidance
+            timestep=lambda: pipe.current_timestep,  # of `pipe` below: it is called while that runs
+        )
+    scheduler = generation.scheduler_of(args.scheduler, model) if args.scheduler else None
+    lora = generation.lora_path(args.lora, model) if args.lora else None
+    pipe = generation.load_generator(
+        model,
+        common.parse_dtype(request.dtype),
+        mesh,
+        with_text=with_text,
+        scheduler=scheduler,
+        lora=lora,
+        lora_scale=1.0 if args.lora_scale is None else args.lora_scale,
+        weights=args.weights,
+        offload=args.offload,
+    )
+    if cache_config is not None:
+        pipe.transformer.enable_cache(cache_config)
+    pipe.set_progress_bar_config(disable=args.quiet, desc="denoise", leave=False)
+    return pipe

@@ -5,6 +5,7 @@ Everything that a user passes is checked against the model's configs before any 
 
 import contextlib
 import difflib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ def check(request: stages.Request, model: Model) -> None:
     if request.image is not None:
         video.read_image(request.image)  # only for its error: the image is read again when it is used
     if request.video is not None:
-        num_frames = video.probe(request.video).num_frames
+        num_frames = video.probe(request.video, request.frames).num_frames
         if num_frames < request.frames:
             raise RequestError(
                 f"{request.video} has {num_frames} frames, {request.frames} are wanted: pass --frames"
@@ -83,15 +84,20 @@ def steps_of(request: stages.Request, model: Model) -> int:
 
 def _check_prompt(request: stages.Request, model: Model) -> None:
     """Raise `RequestError` if a prompt has more tokens than the model takes: the pipelines would cut it."""
-    from transformers import AutoTokenizer
-
     limit = model.transformer["max_text_seq_length"]
-    # torchax is off while files are loaded: with it on, some of the `from_pretrained` methods fail.
-    tokenizer = without_torchax(AutoTokenizer.from_pretrained, locate(model.name, "tokenizer", files=("*",)))
+    tokenizer = _tokenizer(locate(model.name, "tokenizer", files=("*",)))
     for name, text in (("--prompt", request.prompt), ("--negative-prompt", request.negative_prompt)):
         count = len(tokenizer(text).input_ids)
         if count > limit:
             raise RequestError(f"got a {name} of {count} tokens: {model.name} takes {limit}; shorten it")
+
+
+@functools.lru_cache(1)  # many prompts are checked by one
+def _tokenizer(path: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    # torchax is off while files are loaded: with it on, some of the `from_pretrained` methods fail.
+    return without_torchax(AutoTokenizer.from_pretrained, path)
 
 
 @contextlib.contextmanager
@@ -162,6 +168,7 @@ def load_generator(
     lora: Path | None = None,
     lora_scale: float = 1.0,
     weights: Any = None,
+    offload: bool = False,
 ) -> Any:
     """Load and port a model's pipeline, over a mesh of `make_mesh` or, with None, on one device.
 
@@ -174,6 +181,7 @@ def load_generator(
         lora: the path of a LoRA, as `lora_path` returns it; None for none.
         lora_scale: the LoRA's scale.
         weights: "int8" for matrices in eight bits, as `load_pipeline` takes it.
+        offload: whether the weights of a network that is not used wait in the host's memory.
 
     Raises:
         RequestError: the pipeline or the LoRA cannot be loaded.
@@ -190,6 +198,7 @@ def load_generator(
             pipeline_class=getattr(diffusers, CLASSES[model.kind]),
             mesh=mesh,
             weights=weights,
+            offload=offload,
             dtype=dtype,
             **omitted,
             **({"scheduler": scheduler} if scheduler else {}),

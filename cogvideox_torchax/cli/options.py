@@ -238,14 +238,7 @@ MESH = (
         help="mesh: devices that a width is split over (default: 1; with --dp, all that it leaves)",
     ),
 )
-PROCESSES = (
-    *MESH,
-    _devices(
-        "--distributed",
-        action="store_true",
-        help="run as one of several processes, each started with the same command line; TPU pods, Slurm, "
-        "Open MPI and Kubernetes say which, elsewhere the next three do; --tp is then all that --dp leaves",
-    ),
+CONNECTION = (
     _devices("--coordinator", metavar="HOST:PORT", help="of the first process"),
     _devices("--processes", type=positive, metavar="COUNT", help="how many there are"),
     _devices("--process", type=int, metavar="INDEX", help="which this one is, from 0 on"),
@@ -255,6 +248,16 @@ PROCESSES = (
         metavar="SECONDS",
         help="after which a process that does not come, or goes silent, ends all (default: 60)",
     ),
+)
+PROCESSES = (
+    *MESH,
+    _devices(
+        "--distributed",
+        action="store_true",
+        help="run as one of several processes, each started with the same command line; TPU pods, Slurm, "
+        "Open MPI and Kubernetes say which, elsewhere the next three do; --tp is then all that --dp leaves",
+    ),
+    *CONNECTION,
 )
 _many = functools.partial(Option, group="many clips")
 DECODE_MANY = (

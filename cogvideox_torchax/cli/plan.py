@@ -25,7 +25,7 @@ ONLY = {
 
 
 COMMAND = options.Command(
-    "compile for a TPU on a machine without one: does it fit, in which tiles, on how many chips",
+    "compile for a TPU or GPU on a machine without one: does it fit, in which tiles, on how many chips",
     "--model 5b --topology v6e:1x1 --frames 49 --height 480 --width 720",
     (
         options.Option(
@@ -44,7 +44,7 @@ COMMAND = options.Command(
             "--topology",
             group="chips",
             default=TOPOLOGY,
-            help=f"generation and grid of chips (default: {TOPOLOGY})",
+            help=f"generation and grid of TPUs, or h100, h200, a100, l4 for a GPU (default: {TOPOLOGY})",
         ),
         options.Option(
             "--platform",

@@ -70,7 +70,7 @@ def planned(args: argparse.Namespace) -> dict[str, Any]:
             figures["would_fit"] = {change.what: change.peak_bytes / chips.GIB for change in changes}
             advice = {f"with {what}": f"{size:.2f} GiB" for what, size in figures["would_fit"].items()}
             common.print_report(advice or {"would fit": "nothing that was tried"})
-        common.say("for times: python -m benchmarks estimate, with these options, in a checkout")
+        common.say("for times: python -m benchmarks estimate, with these options, in a checkout (TPUs alone)")
     return document(args, request, jobs.FORMAT, programs, figures)
 
 
@@ -103,7 +103,8 @@ def requested(args: argparse.Namespace) -> PlanRequest:
     """Return the programs that the options of `plan` ask for; `ValueError` if they are not possible."""
     if args.platform == "tpu":
         devices = chips.topology_devices(args.topology)  # simulated: this machine need not have them
-        chip = chips.CHIPS[args.topology.partition(":")[0]]  # a topology is "GENERATION:GRID"
+        # A topology is "GENERATION:GRID", or a GPU.
+        chip = (chips.CHIPS | chips.GPUS)[args.topology.partition(":")[0]]
     else:
         devices, chip = jax.devices("cpu"), None
     vae = jobs.weightless_vae(args.model, common.parse_dtype(args.dtype))

@@ -253,7 +253,9 @@ def select_part(clip: Clip, config: "ClipConfig", scale: int) -> ClipPart:
     if not isinstance(clip, Clip):
         raise ClipError(f"got a {type(clip).__name__}: give a Clip(id, source)")
     stamp = _stamp(clip.source)  # before the file is read: tells later whether it was changed meanwhile
-    info = video.probe(clip.source)
+    # The whole video is counted for the facts in a data set, and where more than first frames may be taken.
+    is_part = not (clip.id or config.fps or config.windows or config.buckets)
+    info = video.probe(clip.source, (clip.frames or config.frames) if is_part else None)
     if config.min_size and min(info.height, info.width) < config.min_size:
         raise ClipError(f"{info.path} is {info.height} x {info.width}, at least {config.min_size} are wanted")
     # The frames of the file that show the clip at the wanted rate, or all frames.

@@ -89,6 +89,7 @@ class OutputDirectory:
             # removed the hidden directory in which the file is made.
             except (FileNotFoundError, LockedError):
                 time.sleep(0.1)
+        remove_leftover(hidden(self._settings, WRITING))  # of a run that was killed after it wrote the file
         saved = reports.load(self._settings, self.FORMAT).get("settings")
         check_settings(saved, settings, self._settings)
 

@@ -38,7 +38,7 @@ class Step:
     result: Any = None
 
 
-COMPUTING_ERRORS = (ValueError, OverflowError, MemoryError, RuntimeError)
+COMPUTING_ERRORS = (ValueError, ArithmeticError, MemoryError, RuntimeError)
 READING_ERRORS = (*COMPUTING_ERRORS, OSError)
 """Errors in computing and in reading a clip that fail this clip alone; any other error ends the loop.
 

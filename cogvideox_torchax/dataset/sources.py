@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -110,43 +110,53 @@ def _read_text(path: Path) -> str:
         ) from error
 
 
-def _listed_clips(path: Path) -> Iterator[Clip]:
+def lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the lines of a list that are not empty, with their numbers; `ClipError` for no text in UTF-8."""
     if not path.is_file():
         raise ClipError(f"there is no file {path}")
     # Not `splitlines`, which splits at characters such as U+2028, too, and JSON allows these in a text.
     for number, line in enumerate(_read_text(path).split("\n"), 1):
         if line.strip():
-            try:
-                yield _clip_of_line(line, path)
-            except ClipError as error:
-                raise ClipError(f"{path}, line {number}: {error}") from error
+            yield number, line.strip()
 
 
-def _clip_of_line(line: str, list_file: Path) -> Clip:
+def fields_of(line: str, path: Path, key: str, types: Mapping[str, type], owner: str) -> dict[str, Any]:
+    """Return the fields of a list's line: its text under `key` in a .txt list, an object's in a .jsonl list.
+
+    `types` has the fields that `owner`, such as a clip, may have. `ClipError` for another field or type, or
+    without the `key`.
+    """
     try:
-        # A line of a .txt list is a path; a line of a .jsonl list is an object with the fields.
-        fields: dict[str, Any] = (
-            {"path": line.strip()} if list_file.suffix == ".txt" else dict(reports.parse(line))
-        )
-        file = list_file.parent / fields["path"]
+        fields: dict[str, Any] = {key: line} if path.suffix == ".txt" else dict(reports.parse(line))
+        fields[key]  # for its error
     except (KeyError, TypeError, ValueError) as error:
-        raise ClipError(f"an object with a path is wanted, got {line[:80]}") from error
+        raise ClipError(f"an object with a {key} is wanted, got {line[:80]}") from error
     for name, value in fields.items():
-        if name not in FIELDS:
-            raise ClipError(f"got {name}, which no clip has")
-        wanted_type = FIELDS[name]  # str or int
-        # Not `isinstance`, for which a bool is an int.
-        if type(value) is not wanted_type or (wanted_type is int and value < 1):
-            wanted = "a whole number above 0" if wanted_type is int else "a text"
-            raise ClipError(f"{name} is {value!r}, {wanted} is wanted")
+        if name not in types:
+            raise ClipError(f"got {name}, which no {owner} has")
+        wanted_type, lowest = types[name], 0 if name == "seed" else 1
+        # Not `isinstance`, for which a bool is an int. JSON may have 6 for 6.0.
+        is_wanted = type(value) is wanted_type or (wanted_type is float and type(value) is int)
+        if not is_wanted or (wanted_type is int and value < lowest):
+            names = {int: f"a whole number above {lowest - 1}", float: "a number", str: "a text"}
+            raise ClipError(f"{name} is {value!r}, {names[wanted_type]} is wanted")
         # A path is not checked here: `names.check_file` refuses its clip alone, and not the whole list.
         checked_text = "" if name == "path" else str(value)
         try:
             checked_text.encode()  # raises for a text that UTF-8 cannot hold
         except UnicodeEncodeError as error:
             raise ClipError(f"{name} is {value!r}, which UTF-8 cannot hold ({error.reason})") from error
-    del fields["path"]  # `file` has it; all other fields are arguments of `Clip`
-    return Clip(fields.pop("id", _relative_name(file, list_file.parent)), file, **fields)
+    return fields
+
+
+def _listed_clips(path: Path) -> Iterator[Clip]:
+    for number, line in lines(path):
+        try:
+            fields = fields_of(line, path, "path", FIELDS, "clip")
+        except ClipError as error:
+            raise ClipError(f"{path}, line {number}: {error}") from error
+        file = path.parent / fields.pop("path")  # all other fields are arguments of `Clip`
+        yield Clip(fields.pop("id", _relative_name(file, path.parent)), file, **fields)
 
 
 def _relative_name(file: Path, directory: Path) -> str:

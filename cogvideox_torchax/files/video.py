@@ -9,6 +9,7 @@ import collections
 import contextlib
 import io
 import itertools
+import logging
 import math
 import re
 import struct
@@ -25,6 +26,8 @@ from cogvideox_torchax import upstream
 from cogvideox_torchax.files.extras import needing
 from cogvideox_torchax.files.whole import check_output, refuse, resolved, whole_file
 
+logger = logging.getLogger("cogvideox_torchax")
+
 Source = str | Path | bytes
 """A video file: its path, or its bytes."""
 
@@ -37,6 +40,13 @@ MOVING = {".avif": b"avis", ".webp": b"ANIM"}
 """By a suffix that still pictures have too: what is among the first bytes of a file that moves."""
 ONE_EACH = ("av1", "h264", "hevc", "vp9")
 """Codecs of which each packet is a frame, from the first frame that is shown on."""
+
+# FFmpeg's names of the formats of pictures. A file in one of them is one frame, whatever follows in it.
+PICTURE = re.compile(r"image2|\w+_pipe")
+# FFmpeg's names of formats that announce how long a video is, and not how many frames it has.
+DURATION_IN_HEADER = ("flv", "matroska,webm", "mxf")
+# By its number in ITU-T H.273: the transfer function of a video of high dynamic range.
+HDR = {16: "PQ", 18: "HLG"}
 
 RATE = re.compile(r"[0-9]{1,10}(\.[0-9]{1,10})?(/[0-9]{1,10})?")
 """A frame rate as text. Exponents are not allowed: a short one makes a number that fills memory."""
@@ -197,11 +207,17 @@ def _shown(source: Source) -> Iterator[Any]:
     """
     with _opened(source) as (container, stream):
         stream.thread_type = "AUTO"  # decodes on several threads
-        frame = None
+        frame, path = None, _name_for_messages(source)
+        is_picture = PICTURE.fullmatch(container.format.name) or (
+            # FFmpeg takes a JPEG for M-JPEG if another one follows, such as a phone's second view.
+            container.format.name == "mjpeg" and path.suffix.lower() not in (".mjpeg", ".mjpg")
+        )
         for packet in container.demux(stream):
             try:
                 for frame in packet.decode():
                     yield frame
+                    if is_picture:
+                        return
             except _av().error.InvalidDataError:
                 if frame:
                     raise
@@ -211,10 +227,15 @@ def _is_ascending(ticks: Sequence[int | None]) -> bool:
     return None not in ticks and all(a < b for a, b in itertools.pairwise(ticks))  # pyright: ignore
 
 
-def probe(source: Source) -> VideoInfo:
-    """Read a video's size, rate, number of frames and times; decode all frames only to count them.
+def probe(source: Source, at_most: int | None = None) -> VideoInfo:
+    """Read a video's size, rate, number of frames and times; decode frames only to count them.
 
     The packets of an .mp4, .mov or .avi are its frames in most codecs. In other files a packet may show none.
+    Video of high dynamic range is named in the log, for its colors are not mapped to the usual range.
+
+    Args:
+        source: path or bytes of the video file.
+        at_most: number of first frames that the result is about, and that are decoded; None for all.
 
     Raises:
         VideoError: no file, no video, no frames, or fewer frames than the header announces.
@@ -237,6 +258,15 @@ def probe(source: Source) -> VideoInfo:
         # is cut off, FFmpeg shortens its duration, in frames.
         if announced > stored and (container.format.name != "avi" or (stream.duration or 0) < announced):
             raise VideoError(f"{path} is truncated: {announced} frames are announced, {stored} are there")
+        ticks = sorted(ticks) if is_timed else ticks  # packets come in the order of decoding
+        if is_timed and container.duration and container.format.name in DURATION_IN_HEADER:
+            seconds, end = container.duration / 1e6, _end(source)
+            # The last frame may have no duration, or have been held for longer than others.
+            longest = max((b - a for a, b in itertools.pairwise(ticks)), default=math.inf)
+            if seconds - end > max(0.25, 2 * longest * stream.time_base):
+                raise VideoError(
+                    f"{path} is truncated: {seconds:.6g} s are announced, {float(end):.6g} s are there"
+                )
         first = next(_shown(source), None)
         if first is None:
             raise VideoError(
@@ -249,12 +279,19 @@ def probe(source: Source) -> VideoInfo:
             # Each field of an interlaced frame may be a packet.
             _codec(stream) in ONE_EACH and not first.interlaced_frame
         )
-        ticks = sorted(ticks) if is_timed else ticks  # packets come in the order of decoding
         if not (is_timed and is_frame_each and announced == stored and first.pts == ticks[0]):
-            shown = [frame.pts for frame in _shown(source)]
+            shown = [frame.pts for frame in itertools.islice(_shown(source), at_most)]
             ticks = ticks if is_timed and len(shown) == len(packets) else shown
+        ticks = ticks[:at_most]
         # Times are known if each frame has one, and all differ.
         times = tuple((pts - ticks[0]) * stream.time_base for pts in ticks) if _is_ascending(ticks) else ()
+        if first.color_trc in HDR:
+            logger.warning(
+                "%s is HDR video (%s): its colors are taken as stored, without tone mapping, and look "
+                "pale; convert it to SDR for true ones",
+                path,
+                HDR[first.color_trc],
+            )
         orientation, sound = Orientation.of(first), _main_stream(container, "audio")
         height, width = orientation.sides((stream.height, stream.width))
         aspect = stream.sample_aspect_ratio or Fraction(1)  # a stored pixel's width over its height
@@ -286,6 +323,13 @@ def _rate(info: VideoInfo, announced: tuple[Fraction | None, ...]) -> Fraction:
         if rate and abs(rate * seconds - frames) <= min(rate * rounding, 0.5)
     )
     return next(fitting, of_times)
+
+
+def _end(source: Source) -> Fraction:
+    # Of the last packet of all streams, in seconds.
+    with _opened(source) as (container, _):
+        timed = (packet for packet in container.demux() if packet.pts is not None)
+        return max((each.pts + (each.duration or 0)) * each.time_base for each in timed)
 
 
 def _count_packets(source: Source) -> int:

@@ -22,7 +22,7 @@ from cogvideox_torchax.files import faults
 from cogvideox_torchax.files.models import INDEX, ModelError, local, not_on_hub, read_json
 from cogvideox_torchax.pipelines.eight_bits import Weights, as_int8, check_weights, quantize
 from cogvideox_torchax.pipelines.known import port_network
-from cogvideox_torchax.pipelines.port import PIPELINES, port_pipeline
+from cogvideox_torchax.pipelines.port import PIPELINES, offload_models, port_pipeline
 from cogvideox_torchax.sharding import Parallel, check_mesh, check_one_process
 from cogvideox_torchax.vae.checkpoint import (
     WEIGHTS_STEM,
@@ -52,6 +52,7 @@ def load_pipeline(
     mesh: Mesh | None = None,
     parallel: Parallel | None = None,
     weights: Weights | None = None,
+    offload: bool = False,
     dtype: Dtype = "bfloat16",
     variant: str | None = None,
     **diffusers_options: Any,
@@ -64,6 +65,7 @@ def load_pipeline(
     mesh: Mesh | None = None,
     parallel: Parallel | None = None,
     weights: Weights | None = None,
+    offload: bool = False,
     dtype: Dtype = "bfloat16",
     variant: str | None = None,
     **diffusers_options: Any,
@@ -75,6 +77,7 @@ def load_pipeline(
     mesh: Mesh | None = None,
     parallel: Parallel | None = None,
     weights: Weights | None = None,
+    offload: bool = False,
     dtype: Dtype = "bfloat16",
     variant: str | None = None,
     **diffusers_options: Any,
@@ -92,6 +95,9 @@ def load_pipeline(
             "tensor" for weights' channels; None chooses.
         weights: "int8" has the matrices of the transformer's and the text encoder's blocks in eight bits, as
             `port` makes them; None has all weights in `dtype`.
+        offload: whether the weights of a network that is not used wait in the host's memory, as by
+            `pipe.enable_model_cpu_offload()`. They do so too if all weights do not fit the devices, and a
+            warning says so.
         dtype: dtype of the weights, or its name; "auto" for that of the files, None for float32. A dictionary
             has these by the names of parts, and under "default" for all others.
         variant: variant of the weight files, such as "fp16", in the parts that have it.
@@ -156,16 +162,19 @@ def load_pipeline(
     # The transformer and the text encoder are loaded here, a weight at a time. diffusers loads all other
     # parts, and takes these two as options.
     networks = {
-        part: _load_network(directory / part, part, dtypes[part], variants.get(part), mesh, parallel, weights)
+        part: _network_without_weights(directory / part, part, dtypes[part], mesh, parallel, weights)
         for part in STEMS.keys() & parts
     }
+    offload_models(networks, mesh, loaded_class.model_cpu_offload_seq, wanted=offload)
+    for part, network in networks.items():
+        _load_weights(network, directory / part, part, dtypes[part], variants.get(part))
     # `dtype_option` is the name of the argument for the dtype, which depends on diffusers' version.
     pipe = runtime.without_torchax(
         loaded_class.from_pretrained,
         directory,
         **{upstream.dtype_option(): dtypes, "variant": variant, **diffusers_options, **networks},
     )
-    port_pipeline(pipe, mesh, parallel, weights)
+    port_pipeline(pipe, mesh, parallel, weights, offload=offload)
     return pipe
 
 
@@ -207,22 +216,9 @@ def _dtypes_of(
     return {part: getattr(torch, name) for part, name in names.items()}
 
 
-def _load_network(
-    directory: Path,
-    part: str,
-    dtype: torch.dtype,
-    variant: str | None,
-    mesh: Any,
-    parallel: Parallel | None,
-    weights: Weights | None,
-) -> Any:
-    """Return the network `part`, ported, on its devices; its weights are read one at a time."""
+def _load_weights(network: Any, directory: Path, part: str, dtype: torch.dtype, variant: str | None) -> None:
+    """Put the weights of the network `part` on its devices, or with offload on the host, one at a time."""
     files = weight_files(directory, variant, stem=STEMS[part])
-    network = port_network(runtime.without_torchax(_network_without_weights, directory, part, dtype))
-    if weights:
-        runtime.without_torchax(quantize, network)
-    if mesh is not None:
-        network.place_on(mesh, parallel)
     # The class of a network, such as T5's, names the modules that overflow in float16.
     float32_modules = getattr(network, "_keep_in_fp32_modules", None) if dtype == torch.float16 else None
     tensors = as_int8(network, _cast(read_tensors(files), dtype, tuple(float32_modules or ())))
@@ -234,10 +230,26 @@ def _load_network(
     still_on_meta = {name for name, weight in network.named_parameters() if weight.is_meta}
     check_loading_info({"missing_keys": missing & still_on_meta, "unexpected_keys": unexpected}, directory)
     network.put_weights()  # the buffers, which no file has
-    return network.eval()
 
 
-def _network_without_weights(directory: Path, part: str, dtype: torch.dtype) -> Any:
+def _network_without_weights(
+    directory: Path,
+    part: str,
+    dtype: torch.dtype,
+    mesh: Any,
+    parallel: Parallel | None,
+    weights: Weights | None,
+) -> Any:
+    """Return the network `part`, ported, for the mesh, without its weights."""
+    network = port_network(runtime.without_torchax(_on_meta, directory, part, dtype)).eval()
+    if weights:  # first: the bytes of the weights decide how they use the mesh
+        runtime.without_torchax(quantize, network)
+    if mesh is not None:
+        network.place_on(mesh, parallel)
+    return network
+
+
+def _on_meta(directory: Path, part: str, dtype: torch.dtype) -> Any:
     """Return a network by the config in `directory`, whose parameters take no memory: they are on "meta".
 
     Its buffers, which no file has, are computed.

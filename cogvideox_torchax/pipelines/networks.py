@@ -6,6 +6,7 @@ compiled program.
 """
 
 import inspect
+import math
 import threading
 from dataclasses import replace
 from typing import Any
@@ -109,7 +110,10 @@ class CompiledNetwork(PortedModel):
         if not runtime.is_on_jax(self):
             return method(self, *args, **kwargs)
         self.check_modules()  # raises if a `forward` that was set on this object has put in other modules
-        return runtime.run_method(self, method, *args, place=self.placement, name=self.component, **kwargs)
+        with self.in_use():
+            return runtime.run_method(
+                self, method, *args, place=self.placement, name=self.component, **kwargs
+            )
 
     def described_program(self, tensors: "TensorSpecs") -> tuple[runtime.Program, "TensorSpecs"]:
         """Return the program of a call with such `tensors`, and the specs of the program's inputs, by name.
@@ -182,14 +186,9 @@ class CompiledNetwork(PortedModel):
         port_layers(self)
         self.put_weights()
 
-    def put_weights(self) -> None:
-        """Put the weights on JAX, on the default device or the mesh; later calls run there."""
-        runtime.put_weights(self, self.put_weight)
-
     def put_weight(self, name: str, array: Any) -> Any:
-        """Return a weight, given as a NumPy or a JAX array, on the default device or on the mesh."""
         if self.mesh is None:
-            return runtime.on_default_device(name, array)
+            return super().put_weight(name, array)
         return self.placement.weight(name, array)
 
     def place_on(self, mesh: Mesh, parallel: Parallel | None = None, memory: float | None = None) -> None:
@@ -240,6 +239,16 @@ class CompiledNetwork(PortedModel):
 
 def bytes_of(network: nn.Module) -> int:
     return sum(weight.numel() * weight.element_size() for weight in network.parameters())
+
+
+def device_bytes_of(model: PortedModel) -> int:
+    """Return the bytes that a model's weights take on a device: on a mesh, its shards of them."""
+    placement = getattr(model, "placement", None)  # None, too, for a VAE: each device has all of its weights
+    weights = runtime.named_tensors(model)
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    if placement is not None:
+        shapes = {n: placement.weight_sharding(n, shape).shard_shape(shape) for n, shape in shapes.items()}
+    return sum(math.prod(shapes[name]) * weight.element_size() for name, weight in weights.items())
 
 
 def memory_of(mesh: Mesh, memory: float | None) -> float | None:

@@ -26,13 +26,14 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from cogvideox_torchax import runtime, upstream
-from cogvideox_torchax.pipelines import loras
+from cogvideox_torchax.pipelines import loras, sharding
 from cogvideox_torchax.pipelines.eight_bits import Weights, quantize
 from cogvideox_torchax.pipelines.known import port_network, ported_class
-from cogvideox_torchax.pipelines.networks import CompiledNetwork, KnownNetwork
+from cogvideox_torchax.pipelines.networks import CompiledNetwork, KnownNetwork, device_bytes_of
 from cogvideox_torchax.pipelines.scheduler import port_scheduler
 from cogvideox_torchax.pipelines.transformer import CogVideoXTransformer3DModel
 from cogvideox_torchax.runtime.models import PicklesAsStock, PortedModel
+from cogvideox_torchax.runtime.offload import Offload
 from cogvideox_torchax.runtime.stock import change_in, replaced_method
 from cogvideox_torchax.sharding import Parallel, check_one_process
 from cogvideox_torchax.vae.directions import DECODE
@@ -40,6 +41,8 @@ from cogvideox_torchax.vae.streaming import ChunkedVAE
 from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX, check_vae_class, port_vae
 
 logger = logging.getLogger("cogvideox_torchax")
+
+GIB = 2**30
 
 VAES = (DiffusersAutoencoder, ChunkedVAE)
 """Classes of the VAEs that this package knows."""
@@ -60,9 +63,16 @@ again by the thread that holds it, as `encode_prompt` of a subclass may call tha
 
 
 def port_pipeline(
-    pipe: Any, mesh: Any = None, parallel: Parallel | None = None, weights: Weights | None = None
+    pipe: Any,
+    mesh: Any = None,
+    parallel: Parallel | None = None,
+    weights: Weights | None = None,
+    *,
+    offload: bool = False,
 ) -> None:
     """Port a pipeline, or another object with models as attributes, as `port` documents.
+
+    With `offload`, or where hooks of diffusers' offloading are on a model, models take turns on the devices.
 
     Raises:
         ValueError: as `port` raises it; nothing has been moved then.
@@ -73,7 +83,7 @@ def port_pipeline(
     # All models are checked before the first one is moved.
     for name, model in models.items():
         _check_acyclic(name, model)
-        _check_not_offloaded(model)
+        _check_not_cast(model)
         if not isinstance(model, VAES):
             check_vae_class(model)  # a VAE of another package must not be taken for an unknown network
             requested = parallel if name == "transformer" else None  # no other network has a choice
@@ -86,11 +96,12 @@ def port_pipeline(
     for name, model in models.items():
         if getattr(pipe, name) is not model:  # it is torch.compile's wrapper: JAX compiles the model instead
             setattr(pipe, name, model)
+        if upstream.take_offloading(model):
+            offload, pipe._all_hooks = True, []  # the pipeline's own list of the hooks
         if isinstance(model, VAES):
             vae = port_vae(model)
             if mesh is not None:
                 vae.place_on(mesh)
-            vae.place()
             continue
         network = port_network(model)
         network.component = name
@@ -101,11 +112,13 @@ def port_pipeline(
         if parallelisms[name] is not None:
             # Without a new mesh the network keeps that of an earlier `port`.
             network.use_mesh(network.mesh if mesh is None else mesh, parallelisms[name])
-        network.put_weights()
         if not isinstance(network, KnownNetwork):
             notes = f"; weights={weights!r} leaves it as it is" if weights else ""
             notes += "" if network.mesh is None else f"; {network.parallelism}"
             logger.warning("%s: %s, compiled as it is%s", name, type(network).__name__, notes)
+    offload_models(models, mesh, getattr(pipe, "model_cpu_offload_seq", None), wanted=offload)
+    for model in models.values():
+        model.put_weights()  # pyright: ignore[reportCallIssue]
     if getattr(pipe, "scheduler", None) is not None:
         port_scheduler(pipe.scheduler)
     if isinstance(pipe, DiffusionPipeline):
@@ -115,6 +128,34 @@ def port_pipeline(
         upstream.wrap_register_modules(_port_class_of)
         if not isinstance(pipe, PortedPipeline):
             pipe.__class__ = _ported_pipeline_class(type(pipe))
+
+
+def offload_models(models: dict[str, Any], mesh: Any, sequence: str | None, *, wanted: bool) -> None:
+    """Have ported models take turns on the devices: if it is `wanted`, or some do so, or all do not fit.
+
+    Args:
+        models: the models, by name; of several calls for a pipeline the last has all.
+        mesh: the mesh that they are on; None for one device, or for the mesh of an earlier port.
+        sequence: the names of those that take turns, as in diffusers' `model_cpu_offload_seq`; None for all.
+        wanted: whether the user has asked for it.
+    """
+    offloads = (model.offload for model in models.values() if model.offload and model.offload.is_on)
+    offload = next(offloads, None)
+    sizes = {name: device_bytes_of(model) / GIB for name, model in models.items()}
+    memory = (sharding.memory_of(mesh) or math.inf) / GIB
+    if offload is None and not wanted and sum(sizes.values()) > memory:
+        wanted = True
+        logger.warning(
+            "%.2f GiB of weights for %.2f GiB of a device: they wait on the host between uses, as by "
+            "pipe.enable_model_cpu_offload(), which needs %.2f GiB beside a program's temporaries",
+            *(sum(sizes.values()), memory, max(sizes.values())),
+        )
+    if offload is None and not wanted:
+        return
+    offload = offload or Offload()
+    for name, model in models.items():
+        if model.offload is not offload:
+            offload.add(model, takes_turns=sequence is None or name in sequence.split("->"))
 
 
 def _models(pipe: Any) -> dict[str, nn.Module]:
@@ -168,12 +209,12 @@ def _check_acyclic(name: str, module: nn.Module, parents: tuple[nn.Module, ...] 
         _check_acyclic(f"{name}.{child_name}", child, (*parents, module))
 
 
-def _check_not_offloaded(model: Any) -> None:
-    """Raise `ValueError` for a model with diffusers' hooks that move or cast its weights during a call."""
-    if upstream.is_offloaded(model):
+def _check_not_cast(model: Any) -> None:
+    """Raise `ValueError` for a model with diffusers' hooks that cast its weights during a call."""
+    if upstream.is_cast(model):
         raise ValueError(
-            f"the weights of a {type(model).__name__} are offloaded, or cast layer by layer, which does not "
-            "work on JAX: load the pipeline again without it; a mesh splits the weights"
+            f"the weights of a {type(model).__name__} are cast layer by layer, which does not work on JAX: "
+            "load the pipeline again without it; a mesh splits the weights"
         )
 
 
@@ -226,10 +267,37 @@ class PortedPipeline(PicklesAsStock, DiffusionPipeline):
         return self if dtype is None else super().to(dtype)
 
     def enable_model_cpu_offload(self, *args: Any, **kwargs: Any) -> None:
-        raise ValueError("a ported pipeline's weights stay on JAX: take the offload out; a mesh splits them")
+        """Keep each network's weights in the host's memory while it is not used, on one device and on a mesh.
 
-    enable_sequential_cpu_offload = enable_group_offload = enable_model_cpu_offload
-    set_lora_device = enable_model_cpu_offload
+        Networks in `model_cpu_offload_seq` take turns on the devices; others stay there until the call ends.
+        Frames do not change. The arguments, a GPU, have no effect.
+        """
+        port_pipeline(self, offload=True)
+
+    def enable_sequential_cpu_offload(self, *args: Any, **kwargs: Any) -> None:
+        """Do what `enable_model_cpu_offload` does: moving by layer gains nothing where a network fits."""
+        logger.warning("offload moves whole networks on JAX, as by enable_model_cpu_offload()")
+        self.enable_model_cpu_offload()
+
+    enable_group_offload = enable_sequential_cpu_offload
+
+    def maybe_free_model_hooks(self) -> None:
+        """Move all weights to the host, if they are offloaded; a pipeline's call ends with this."""
+        super().maybe_free_model_hooks()
+        for offload in self._offloads():
+            offload.free()
+
+    def remove_all_hooks(self) -> None:
+        """End the offload: a network's weights go to the devices when it is next used, and stay there."""
+        super().remove_all_hooks()
+        for offload in self._offloads():
+            offload.is_on = False
+
+    def _offloads(self) -> set[Any]:
+        return {model.offload for model in _models(self).values() if getattr(model, "offload", None)}
+
+    def set_lora_device(self, *args: Any, **kwargs: Any) -> None:
+        raise ValueError("a ported pipeline's LoRAs stay with their networks: take set_lora_device out")
 
     def progress_bar(self, iterable: Any = None, total: Any = None) -> Any:
         """Return diffusers' progress bar, which ends with the number of steps that a cache has skipped."""
@@ -262,7 +330,8 @@ def _decode_in_chunks(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
     # The pipelines call the VAE's scaling factor `vae_scaling_factor_image`, for videos too.
     z = 1 / pipe.vae_scaling_factor_image * latents.permute(0, 2, 1, 3, 4)
     if not _decodes_by_programs(pipe.vae):
-        return runtime.to_torch(pipe.vae.decode(z).sample)
+        with pipe.vae.in_use():  # the other `decode` may call modules of the VAE by themselves
+            return runtime.to_torch(pipe.vae.decode(z).sample)
     return torch.cat(list(pipe.vae.decode_stream(z)), dim=2)
 
 
@@ -446,7 +515,7 @@ def _with_torchax(kind: type, name: str) -> Callable[..., Any]:
 
 
 def _check_ported(pipe: Any) -> None:
-    """Raise `ValueError` if one of a pipeline's models was replaced or offloaded after `port`."""
+    """Raise `ValueError` if one of a pipeline's models was replaced, offloaded or cast after `port`."""
     for name, model in _models(pipe).items():
         if getattr(pipe, name) is not model:  # it is torch.compile's wrapper, as in `port_pipeline`
             setattr(pipe, name, model)
@@ -455,7 +524,12 @@ def _check_ported(pipe: Any) -> None:
                 f"the pipeline's {name}, a {type(model).__name__}, was set after port: call port(pipe) again"
             )
         if runtime.is_on_jax(model):
-            _check_not_offloaded(model)
+            _check_not_cast(model)
+            if upstream.is_offloaded(model):
+                raise ValueError(
+                    f"the weights of the pipeline's {name} were offloaded after port: call "
+                    "pipe.enable_model_cpu_offload() in place of that"
+                )
 
 
 def _methods_to_wrap(kind: type) -> set[str]:

@@ -130,10 +130,11 @@ def choose_parallelism(
     return Parallelism(CONTEXT, gathered, "requested" if requested else f"tp={tp} divides {heads} heads")
 
 
-def memory_of(mesh: Mesh) -> float | None:
-    """Return the bytes of memory of one of a mesh's devices; None if it does not report them."""
+def memory_of(mesh: Mesh | None) -> float | None:
+    """Return the bytes of memory of a mesh's or, without one, of JAX's devices; None if none reports them."""
     try:
-        stats = mesh.devices.flat[0].memory_stats()  # all devices are alike
+        # All devices are alike.
+        stats = (jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]).memory_stats()
     except (RuntimeError, jax.errors.JaxRuntimeError):  # `plan` makes meshes of devices that do not exist
         return None
     return (stats or {}).get("bytes_limit")

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from cogvideox_torchax.runtime.user_checks import without_jax_checks
     from cogvideox_torchax.runtime.weights import (
         feed_weights,
+        is_in_host_memory,
         is_movable,
         named_tensors,
         on_default_device,
@@ -92,6 +93,7 @@ __all__ = [
     "host_peak_bytes",
     "host_skeleton",
     "is_enabled",
+    "is_in_host_memory",
     "is_jax_device",
     "is_movable",
     "is_on_jax",
@@ -208,6 +210,7 @@ _MODULES = {
     "user_checks": ("without_jax_checks",),
     "weights": (
         "feed_weights",
+        "is_in_host_memory",
         "is_movable",
         "named_tensors",
         "on_default_device",

@@ -69,16 +69,17 @@ def _patched_torchax() -> Any:
     for tensor_class in (torchax.tensor.Tensor, torchax.view.View):
         # For `copy` and `pickle`.
         teach_copying(tensor_class, torchax.interop.torch_view, to_torch, without_torchax)
-    registry = torchax.ops.ops_registry
+    ops: Any = torchax.ops
+    registry = ops.ops_registry
     one_program_each(registry)  # sums and products run as one program, not as several
     # Attention runs by this project's kernel, and torch draws the random numbers, those of dropout too.
     replace_functions(registry, active)
     # JAX warns of each dtype of 64 bits that it is asked for, and takes 32. So torchax asks for 32.
-    mappings, jax_dtype = torchax.ops.mappings, torchax.ops.mappings.t2j_dtype
-    vars(mappings)["t2j_dtype"] = lambda dtype: dtypes.canonicalize_dtype(jax_dtype(dtype))
+    mappings, jax_dtype = ops.mappings, ops.mappings.t2j_dtype
+    mappings.t2j_dtype = lambda dtype: dtypes.canonicalize_dtype(jax_dtype(dtype))
     if dtypes.canonicalize_dtype("int64") == "int32":
-        for module in (torchax.ops.jaten, torchax.ops.jtorch):
-            vars(module)["jnp"] = SimpleNamespace(**vars(module.jnp) | {"int64": module.jnp.int32})
+        for module in (ops.jaten, ops.jtorch):
+            module.jnp = SimpleNamespace(**vars(module.jnp) | {"int64": module.jnp.int32})
     share_views(torchax)  # a write into a view changes the tensor that it is a view of
     with jax_checks_off():
         # Make torchax's environment now: it makes a key for random numbers, which a user's checks refuse.

@@ -10,7 +10,7 @@ from torch import nn
 from cogvideox_torchax import upstream
 from cogvideox_torchax.runtime.bridge import device_and_dtype, is_jax_device, is_on_jax, to_torch
 from cogvideox_torchax.runtime.environment import active, without_torchax
-from cogvideox_torchax.runtime.weights import put_weights, replace_weights
+from cogvideox_torchax.runtime.weights import on_default_device, put_weights, replace_weights
 
 
 def save_as_stock(model: nn.Module) -> None:
@@ -27,8 +27,8 @@ PROGRAMS = "_compiled_programs"
 """The attribute of a model that has its compiled programs (`programs_of`)."""
 DERIVED_ATTRIBUTES = frozenset({PROGRAMS, upstream.COMPILED_CALL})
 """Attributes that a copy must not have: programs, and torch.compile's call, run the original's modules."""
-UNTRACED_ATTRIBUTES = DERIVED_ATTRIBUTES | upstream.CACHE_STATE
-"""Attributes that tracing a program does not read. A copy has those of diffusers' caches, `CACHE_STATE`."""
+UNTRACED_ATTRIBUTES = DERIVED_ATTRIBUTES | upstream.CACHE_STATE | {"offload"}
+"""Attributes that tracing a program does not read. A copy has all of them but `DERIVED_ATTRIBUTES`."""
 
 
 class CopiesWithoutPrograms:
@@ -72,6 +72,8 @@ class PortedModel(CopiesWithoutPrograms, nn.Module):
     """
 
     _mesh: Any = None
+    offload: Any = None
+    """The `runtime.offload.Offload` that moves the weights to the host between uses; None if they stay."""
 
     @property
     def mesh(self) -> Any:
@@ -96,16 +98,39 @@ class PortedModel(CopiesWithoutPrograms, nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; on JAX the call that `model.compile()` made is left out, as XLA compiles."""
-        # torch's `__call__` would run the compiled call, and `_call_impl` runs hooks and `forward`.
-        return (self._call_impl if is_on_jax(self) else super().__call__)(*args, **kwargs)
+        if not is_on_jax(self):
+            return super().__call__(*args, **kwargs)
+        with self.in_use():
+            # torch's `__call__` would run the compiled call, and `_call_impl` runs hooks and `forward`.
+            return self._call_impl(*args, **kwargs)
+
+    def in_use(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which weights on JAX are on the devices; only with offload may they move."""
+        if self.offload is None or not is_on_jax(self):
+            return contextlib.nullcontext()
+        return self.offload.using(self)
 
     def place(self) -> None:
-        """Put the weights on JAX's default device."""
-        put_weights(self)
+        """Put the weights on JAX."""
+        self.put_weights()
+
+    def put_weights(self) -> None:
+        """Put the weights on JAX, on the default device or the mesh, where later calls run.
+
+        With offload those of a network that is not in use go to the host's memory.
+        """
+        if self.offload is None:
+            put_weights(self, self.put_weight)
+        else:
+            self.offload.put(self)
+
+    def put_weight(self, name: str, array: Any) -> Any:
+        """Return a weight, given as a NumPy or a JAX array, on the default device or on the mesh."""
+        return on_default_device(name, array)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         # torch moves and casts by this method, also for calls such as `half()`. torchax must be on for it.
-        with active() if is_on_jax(self) else contextlib.nullcontext():
+        with active() if is_on_jax(self) else contextlib.nullcontext(), self.in_use():
             return super()._apply(fn, recurse)
 
     def cpu(self) -> Any:
@@ -115,8 +140,11 @@ class PortedModel(CopiesWithoutPrograms, nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> "PortedModel":
         if self._mesh is not None:
             memo[id(self._mesh)] = self._mesh  # JAX's devices cannot be copied
-        return super().__deepcopy__(memo)
+        copied = super().__deepcopy__(memo)
+        if self.offload is not None:
+            self.offload.add_copy(self, copied)
+        return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = {"_mesh", *upstream.CACHE_STATE}
+        left_out = {"_mesh", "offload", *upstream.CACHE_STATE}
         return {name: value for name, value in self._state().items() if name not in left_out}

@@ -11,7 +11,7 @@ from torch import nn
 from cogvideox_torchax.runtime.bridge import array_of, tensor_of
 from cogvideox_torchax.runtime.host import PLAIN, host_array, on_jax
 from cogvideox_torchax.runtime.user_checks import without_jax_checks
-from cogvideox_torchax.upstream import replace_array
+from cogvideox_torchax.upstream import is_traced, replace_array, uncommitted
 
 
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -51,14 +51,34 @@ def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
     replace_array(tensor, lambda _: array_of(value))
 
 
+HOST_MEMORY = "pinned_host"
+"""JAX's name of the part of the host's memory that a device reads and writes by itself."""
+
+
+def is_in_host_memory(array: Any) -> bool:
+    """Return whether an array is in the host's memory: a NumPy array, or one in `HOST_MEMORY`."""
+    return isinstance(array, np.ndarray) or (
+        not is_traced(array) and array.sharding.memory_kind == HOST_MEMORY
+    )
+
+
 @without_jax_checks
 def on_default_device(_name: str, array: Any) -> Any:
-    """Return a NumPy array as a copy on JAX's default device, and a JAX array unchanged."""
+    """Return a NumPy array as a copy on JAX's default device, and a JAX array unchanged.
+
+    A JAX array in the host's memory is copied to the memory of its devices.
+    """
     # This is the `place` of `put_weights` for a single device. A mesh's may look at the weight's name.
     import jax
     import jax.numpy as jnp
 
-    return array if isinstance(array, jax.Array) else jnp.array(array)
+    if not isinstance(array, jax.Array):
+        return jnp.array(array)
+    if not is_in_host_memory(array):
+        return array
+    device = next(iter(array.sharding.device_set))
+    moved = jax.device_put(array, array.sharding.with_memory_kind(device.default_memory().kind))
+    return uncommitted(moved)
 
 
 def replace_weights(module: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:

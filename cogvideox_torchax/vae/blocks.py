@@ -149,6 +149,7 @@ def normed_conv(
     num_groups: int,
     eps: float,
     split: Split = WHOLE,
+    in_place: bool = True,
 ) -> tuple[jax.Array, jax.Array | None, ColumnMoments | None]:
     """Return `conv(silu(norm(x))) + residual`, by one kernel on a TPU.
 
@@ -163,6 +164,7 @@ def normed_conv(
         num_groups: number of groups of channels that are normed together.
         eps: added to the variance.
         split: the sharding of the width.
+        in_place: whether a TPU writes the next cache into the memory of `cache`, which has to be donated.
 
     Returns:
         The result (N, T, H, W, O), the next cache, and the moments of the result, or None if no kernel has
@@ -179,6 +181,7 @@ def normed_conv(
         first_frame_alone=first_frame_is_alone(x_NTHWC.shape[1]),
         residual=residual,
         split=split,
+        in_place=in_place,
     )
 
 
@@ -191,14 +194,16 @@ def residual_block(
     num_groups: int,
     eps: float,
     split: Split = WHOLE,
+    in_place: bool = True,
 ) -> tuple[jax.Array, Cache]:
     """Run norm, SiLU and convolution twice beside a shortcut; return the result and the next cache.
 
     `params` are those of `norm1`, `conv1`, `norm2` and `conv2`, and, where the number of channels changes, of
-    `conv_shortcut`, a convolution of 1x1x1. With latents `zq` the norms are spatial norms.
+    `conv_shortcut`, a convolution of 1x1x1. With latents `zq` the norms are spatial norms. `in_place` is that
+    of `normed_conv`.
     """
     cache = cache or {}
-    options: dict[str, Any] = {"num_groups": num_groups, "eps": eps, "split": split}
+    options: dict[str, Any] = {"num_groups": num_groups, "eps": eps, "split": split, "in_place": in_place}
     norm1, conv1, norm2, conv2, shortcut = (
         part(params, name) for name in ("norm1", "conv1", "norm2", "conv2", "conv_shortcut")
     )

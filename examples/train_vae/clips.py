@@ -61,8 +61,8 @@ def load(text: str, frames: int, size: tuple[int, int]) -> torch.Tensor:
     if Path(path).suffix.lower() in PICTURES and not video.is_video(Path(path)):
         clip = torch.from_numpy(np.array(video.read_image(path))).permute(2, 0, 1)[None]
     else:
-        info = video.probe(path)
-        first, last = int(start or 0), min(int(end or info.num_frames), info.num_frames)
+        info = video.probe(path, int(end) if end else None)
+        first, last = int(start or 0), info.num_frames
         if last - first < frames:
             raise ValueError(
                 f"the clip {text} has {max(last - first, 0)} frames: at least {frames} are needed"

@@ -44,17 +44,20 @@ def _plain_block(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.
 
 
 def cudnn_supports(q: jax.Array) -> bool:
-    """Return whether cuDNN's attention supports these queries on the GPU that is JAX's backend.
+    """Return whether cuDNN's attention supports these queries on JAX's GPU, or the one that is planned for.
 
     It supports float16 and bfloat16, NVIDIA's GPUs from Ampere on, and heads of a multiple of 8 channels, up
     to 128, or from Hopper on up to 256. A machine without a GPU cannot lower cuDNN's kernel, whose tracing
-    queries the GPU.
+    queries the GPU, except for a mesh of a simulated one, whose name ends with "compute capability 9.0".
     """
     channels = q.shape[-1]
-    if jax.default_backend() != "gpu" or q.dtype not in (jnp.float16, jnp.bfloat16) or channels % 8:
+    planned = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)  # older JAX has none
+    _, is_planned, capability = str(planned).partition("compute capability ")
+    on_gpu = is_planned or jax.default_backend() == "gpu"
+    if not on_gpu or q.dtype not in (jnp.float16, jnp.bfloat16) or channels % 8:
         return False
     # "8.0" of Ampere, "9.0" of Hopper, "gfx942" of an AMD GPU.
-    generation, *_ = getattr(jax.local_devices()[0], "compute_capability", "").split(".")
+    generation, *_ = (capability or getattr(jax.local_devices()[0], "compute_capability", "")).split(".")
     if not generation.isdigit() or int(generation) < 8:
         return False
     return channels <= (256 if int(generation) >= 9 else 128)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jax_kernels.common.dispatch import Target
@@ -186,8 +187,12 @@ def conv_frames(
     *,
     padding: Sequence[tuple[int, int]],
     stride: int = 1,
+    dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, "N T H2 W2 O"]:
-    """Convolve every frame in 2-D; return float32 sums. `padding` is ((above, below), (left, right))."""
+    """Convolve every frame in 2-D; return sums in float32, or rounded to `dtype`.
+
+    `padding` is ((above, below), (left, right)).
+    """
     n, t = x_NTHWC.shape[:2]
     y = jax.lax.conv_general_dilated(
         x_NTHWC.reshape(n * t, *x_NTHWC.shape[2:]),
@@ -196,7 +201,7 @@ def conv_frames(
         padding=padding,
         dimension_numbers=("NHWC", "HWIO", "NHWC"),
         precision=precision_for(x_NTHWC.dtype),
-        preferred_element_type=jnp.float32,
+        preferred_element_type=dtype,
     )
     return y.reshape(n, t, *y.shape[1:])
 

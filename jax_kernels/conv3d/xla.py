@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jax_kernels.common.columns import add_from_neighbours, with_clear_padding
@@ -77,12 +78,30 @@ def summed(frames: Array, kernel: Array, column_padding: Padding) -> Array:
     )
 
 
-def folded(frames: Array, kernel: Array, column_padding: Padding) -> Array:
-    """Convolve in 2-D once: the frames under all taps of time have their channels side by side."""
+def folded(frames: Array, kernel: Array, column_padding: Padding, *, dtype: DTypeLike = jnp.float32) -> Array:
+    """Convolve in 2-D once: the frames under all taps of time have their channels side by side.
+
+    `dtype` is that of the sums before they are returned in float32.
+    """
     inputs = jnp.concatenate(_frames_under_taps(frames, kernel), axis=-1)
     return conv_frames(
-        inputs, jnp.concatenate(list(kernel), axis=2), padding=_spatial_padding(kernel, column_padding)
-    )
+        inputs,
+        jnp.concatenate(list(kernel), axis=2),
+        padding=_spatial_padding(kernel, column_padding),
+        dtype=dtype,
+    ).astype(jnp.float32)
+
+
+def rounded_on_gpu(frames: Array, kernel: Array, column_padding: Padding) -> Array:
+    """Return what `summed` returns; on an NVIDIA GPU round the sums once to the frames' dtype.
+
+    cuDNN's convolutions have one dtype: for float32 sums XLA would convert the frames to float32, which
+    doubles the memory and halves the speed. PyTorch rounds a convolution's sums too.
+    """
+    plain = functools.partial(summed, column_padding=column_padding)
+    on_gpu = functools.partial(folded, column_padding=column_padding, dtype=frames.dtype)
+    by_platform = functools.partial(jax.lax.platform_dependent, cuda=on_gpu, default=plain)
+    return with_derivatives_of(plain, by_platform)(frames, kernel)
 
 
 def filtered_on_cpu(
@@ -245,6 +264,7 @@ def image_form(target: Target, x: Array, kernel: Array) -> Form:
 
 def convolve_same(target: Target, frames: Array, kernel: Array, form: Form) -> Array:
     """Convolve frames to the same height and width; return float32 sums."""
+    form = rounded_on_gpu if form is summed and not target.on_tpu and frames.dtype != jnp.float32 else form
     # Beside whole frames are zeros. Beside a shard are its neighbours' columns: the sums are computed with
     # zeros, and the contributions of these columns are added.
     own_sums = form(frames, kernel, same_width_padding(kernel))

@@ -10,7 +10,7 @@ import torch
 
 import benchmarks.__main__ as command
 import jax_kernels
-from benchmarks import jobs, loading, measure, ops, report, runs, worker
+from benchmarks import calibration, jobs, loading, measure, ops, report, runs, worker
 from benchmarks.estimate import chips
 from benchmarks.jobs import Budget, Size
 from benchmarks.loading import Case
@@ -200,7 +200,7 @@ class MadeUp:
     def __call__(self, do, request, environment, limit):
         if do == "probe":
             return {"status": "ok", **self.device}
-        if do == "reference":
+        if do in ("reference", "calibration.measured"):
             return {"status": "ok", "rms": 0.0, "flops": 10}
         if do == "measure":
             self.measured.append((request["case"]["way"], environment.get(SWITCH)))
@@ -446,6 +446,7 @@ def test_the_port_is_estimated_on_the_host_for_the_topology_of_its_devices(run, 
         return {"status": "ok", "seconds": {"first": 0.01}}
 
     found = run(MadeUp(TPU, answer), "kernels")
+    assert found["published"].keys() == {*calibration.cases_of(TPU["kind"])} != set()
     estimates = [(result["way"], result.get("estimate")) for result in found["results"]]
     assert estimates == [("torchax", {"first": 0.01}), (jobs.KERNELS_OFF, None)] * 2
 

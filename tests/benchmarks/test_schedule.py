@@ -1,5 +1,6 @@
 """Final schedules: of a kernel that the TPU's compiler schedules here, and of text made up."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,23 @@ def text(*, guard="2", bound="3"):
     return TEXT.replace("GUARD", guard).replace("BOUND", bound)
 
 
+# Of the loop, of 7 bundles; of the grid's, as long; of what is skipped, of one bundle; and of a copy.
+PATHS = """
+New basic block in region: region94 {members=9 hlo=made.1 parent=1}
+  Length to end: 10, %s21 = sadd.s32 1, %s22
+  Length to end: 8, %s999 = smov %s21 /* copy, of a name that is not kept */
+  Length to end: 7, %p23 = scmp.ge.s32.totalorder %s21, 4
+
+New basic block in region: region7 {members=9 hlo=made.1 parent=1}
+  Length to end: 6, %s11 = sadd.s32 1, %s12
+
+New basic block in region: region8 {members=1 hlo=made.1 parent=7}
+  Length to end: 6, %v40 = vld [vmem:[%s0] sm:$0xff]
+
+New basic block in region: region9 {members=1 hlo=made.1 parent=7}
+  Length to end: 1000, %s999 = smov 0 /* copy */
+"""
+
 CHECKED = text().replace("scmp.ne.s32.totalorder %s11_s1, 2", "scmp.eq.f32.partialorder %s98_s8, 0.0")
 
 
@@ -62,8 +80,35 @@ CHECKED = text().replace("scmp.ne.s32.totalorder %s11_s1, 2", "scmp.eq.f32.parti
     ],
 )
 def test_bundles_count_as_often_as_they_run(bundles, skipped, assumed):
-    found = schedule.read_schedule(bundles, 4)
+    found = schedule.read_schedule(bundles, "", 4)
     assert (found.cycles, found.assumed) == (3 + 4 * 7 + 3 * 13 + skipped, assumed)
+    # A block waits as often as it runs, for what its path is longer.
+    waiting = schedule.read_schedule(bundles, PATHS, 4)
+    assert waiting.cycles - found.cycles == 4 * (10 - 7) + skipped * (6 - 1)
+
+
+def test_products_count_as_often_as_they_run_and_take_at_least_the_units_peak():
+    products = "{ %70 = vmatmul.mubr.bf16.gmra.mxu0 %v1  ;;  %71 = vmatmul.msk.bf16.vlgmr.mxu1 %v2 }"
+    found = schedule.read_schedule(text().replace("0xe   : > {}", f"0xe   : > {products}"), "", 4)
+    assert found.flops == 3 * 2 * 16 * (256**2 + 128**2)
+    schedules = {
+        "made.1": schedule.Schedule(10, 10**12, 0),
+        "made.2.refs_3_of_12": schedule.Schedule(10, 0, 0),
+    }
+    times = programs.kernel_times(list(instructions(HLO)), CHIP, schedules)["made"]
+    assert times.schedule_seconds == pytest.approx(10**12 / CHIP.flops + 10 / CHIP.clock)
+
+
+def test_a_product_and_a_remainder_of_words_are_followed():
+    # 3 = the upper word of 2^31 times 7, and 10 modulo that is 1, and 4 more are 5 trips.
+    divided = (
+        text(bound="%s65_s7")
+        .replace("smov 0 }", "smov 0  ;;  %s61_s5 = smulhi.u32 2147483648, 7 }", 1)
+        .replace("0xd   : > {}", "0xd   : > { %99 = sdivrem.u32 10, %s61_s5 /* kRem */ }")
+        .replace("0xe   : > {}", "0xe   : > { %s64_s6 = spop.drf %99 }")
+        .replace("0xf   : > {}", "0xf   : > { %s65_s7 = sadd.s32 4, %s64_s6 }")
+    )
+    assert schedule.read_schedule(divided, "", 4).cycles == 3 + 4 * 7 + 5 * 13 + 1
 
 
 @pytest.mark.parametrize(("guard", "trips"), [("%p60_p4", 5), ("!%p60_p4", 3)])
@@ -76,7 +121,7 @@ def test_a_store_with_a_guard_has_effect_only_where_the_guard_says_so(guard, tri
         .replace("0x3   : > {", "0x3   : > { %s64_s6 = smov 5  ;; ")
         .replace("0xd   : > {}", "0xd   : > { %s65_s7 = sld [smem:[#allocation9]] }")
     )
-    assert schedule.read_schedule(stored, 4) == schedule.Schedule(3 + 4 * 7 + trips * 13 + 1, 0)
+    assert schedule.read_schedule(stored, "", 4) == schedule.Schedule(3 + 4 * 7 + trips * 13 + 1, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -94,17 +139,18 @@ def test_a_store_with_a_guard_has_effect_only_where_the_guard_says_so(guard, tri
 def test_a_schedule_that_cannot_be_followed_is_refused(monkeypatch, broken, words):
     monkeypatch.setattr(schedule, "LONGEST", 10_000)
     with pytest.raises(schedule.UnknownDumpError, match=words):
-        schedule.read_schedule(broken, 4)
+        schedule.read_schedule(broken, "", 4)
 
 
 HLO = """
 ENTRY %main (x: bf16[1024,1024]) -> bf16[1024,1024] {
+  %x = bf16[1024,1024]{1,0} parameter(0)
   %made.1 = bf16[1024,1024]{1,0} custom-call(%x), KERNEL
   ROOT %made.2.refs_3_of_12 = bf16[1024,1024]{1,0} custom-call(%made.1), KERNEL
 }
 """.replace(
     "KERNEL",
-    'custom_call_target="tpu_custom_call", operand_layout_constraints={bf16[1024,1024]{1,0}}',
+    'custom_call_target="tpu_custom_call"',
 )
 MAP = "key:made.1\nordinal:2\nequivalent_hlos[size=2]:\n  made.1\n  made.2.refs_3_of_12\n"
 
@@ -112,26 +158,32 @@ MAP = "key:made.1\nordinal:2\nequivalent_hlos[size=2]:\n  made.1\n  made.2.refs_
 def test_kernels_that_are_alike_share_a_schedule_and_count_by_the_larger(tmp_path):
     (tmp_path / "18-made.1-01-final_bundles.txt").write_text(text())
     (tmp_path / "17-made.1-01-final_bundles.txt").write_text(text(bound="5"))  # given up by the compiler
+    (tmp_path / "18-made.1-00-critical-path.txt").write_text("")
     (tmp_path / "17-TLP-00-deduplication-map.txt").write_text(MAP)
     schedules = schedule.read_schedules(tmp_path, ["made.1", "made.2.refs_3_of_12", "made.3"], 4)
     assert set(schedules) == {"made.1", "made.2.refs_3_of_12"}
-    moved = 2 * 2 * 1024 * 1024 * 2 / CHIP.bandwidth
+    moved = 2 * 2 * 1024 * 1024 * 2 / (0.87 * CHIP.bandwidth)
     by_bytes = programs.kernel_times(list(instructions(HLO)), CHIP, schedules)["made"]
     assert by_bytes.seconds == by_bytes.bytes_seconds == pytest.approx(moved)
     assert by_bytes.schedule_seconds == pytest.approx(2 * 71 / CHIP.clock)
-    longer = {name: schedule.Schedule(10**6, 0) for name in schedules}
+    longer = {name: schedule.Schedule(10**6, 0, 0) for name in schedules}
     by_schedule = programs.kernel_times(list(instructions(HLO)), CHIP, longer)["made"]
     assert by_schedule.seconds == by_schedule.schedule_seconds == pytest.approx(2e6 / CHIP.clock)
-    assert by_schedule.by_bytes == 0
+    assert by_schedule.unknown == 0
 
 
-def test_a_kernel_with_an_unknown_dump_counts_by_its_bytes_and_is_told(tmp_path):
-    (tmp_path / "17-made.1-01-final_bundles.txt").write_text("another format")
+@pytest.mark.parametrize("path", [None, ""], ids=["without its path", "of another format"])
+def test_a_kernel_with_an_unknown_schedule_makes_the_time_unknown_and_never_its_bytes(tmp_path, path):
+    (tmp_path / "17-made.1-01-final_bundles.txt").write_text(text() if path is None else "another format")
+    if path is not None:
+        (tmp_path / "17-made.1-00-critical-path.txt").write_text(path)
     schedules = schedule.read_schedules(tmp_path, ["made.1", "made.2.refs_3_of_12"], 4)
     assert schedules == {}
-    times = programs.kernel_times(list(instructions(HLO)), CHIP, schedules)["made"]
-    assert (times.by_bytes, times.schedule_seconds) == (2, None)
-    assert times.seconds == times.bytes_seconds > 0
+    found = list(instructions(HLO))
+    times = programs.kernel_times(found, CHIP, schedules)["made"]
+    assert (times.unknown, times.bytes_seconds > 0) == (2, True)
+    assert math.isnan(times.seconds)
+    assert math.isnan(sum(seconds for _, seconds in programs.instruction_times(found, CHIP, {}).values()))
 
 
 KERNEL = """

@@ -545,7 +545,7 @@ def test_ctrl_c_during_the_imports_is_no_traceback(tmp_path):
     tmp_path.joinpath("torch.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
     code = (
         "import signal, runpy; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "runpy.run_module('cogvideox_torchax.cli', run_name='__main__')"
+        "runpy.run_module('cogvideox_torchax', run_name='__main__')"
     )
     ended = run_python(code, "doctor", PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
     assert (ended.returncode, ended.stdout, ended.stderr) == (cli.INTERRUPTED, "", "")

@@ -15,13 +15,15 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from cogvideox_torchax import cli, make_mesh, port
-from cogvideox_torchax.cli import common, generate as command, generation, stages
+from cogvideox_torchax.cli import common, generate as command, generation, prompts, stages
 from cogvideox_torchax.files import latents, tensors as tensor_files, video
 from cogvideox_torchax.pipelines import description
 from cogvideox_torchax.pipelines.transformer import CogVideoXTransformer3DModel
 from tests import small_pipelines
+from tests.dataset.test_killed import KILLED
 from tests.files.test_latents import MADE
 from tests.files.test_video import moving_frames, write
+from tests.processes import printed_by
 
 pytestmark = pytest.mark.usefixtures("torchax_off", "in_an_empty_directory", "inputs")
 
@@ -332,3 +334,199 @@ def test_a_new_generation_takes_the_stages_of_the_one_before_away(models, kept, 
     monkeypatch.setattr(stages, "save_text", Mock(side_effect=RuntimeError("killed")))
     assert generate(models("text"), "--save-stages", "kept") == 1
     assert not Path("kept/latents.safetensors").exists(), "of the text before"
+
+
+# Many prompts
+
+
+KILLED_AT = range(2, 32, 3)
+"""Openings, renamings and so on in the output directory at which a run is killed."""
+
+
+def many(model, *more):
+    given = ("--prompts", "prompts.jsonl", "--num-inference-steps", 2, "--dtype", "float32", "--quiet", *more)
+    return ["generate", "--model", str(model), "-o", "out", *map(str, given)]
+
+
+def records(directory="out"):
+    """Return the records of a directory's videos by id, without what differs from run to run."""
+    found = {path.stem: json.loads(path.read_text()) for path in Path(directory).glob("*.json")}
+    found.pop("prompts", None)
+    assert {path.stem for path in Path(directory).glob("*.mp4")} == found.keys(), "one for each video"
+    return {
+        name: {key: value for key, value in record.items() if key != "seconds"}
+        for name, record in found.items()
+    }
+
+
+def videos(directory="out"):
+    return {path.stem: (path.read_bytes(), path.stat().st_mtime_ns) for path in Path(directory).glob("*.mp4")}
+
+
+LINES = (
+    '{"prompt": "a panda", "seed": 7}',
+    "",
+    '{"prompt": "the sea", "id": "sea", "guidance_scale": 1, "steps": 3}',
+    '{"prompt": "an egg", "negative_prompt": "a cat"}',
+)
+
+
+def test_a_file_of_prompts_makes_what_single_runs_make_and_goes_on_where_it_was(models, capsys):
+    Path("prompts.jsonl").write_bytes("\r\n".join(("\ufeff" + LINES[0], *LINES[1:])).encode())
+    assert cli.main(many(models("text"), "--seed", 5, "--json")) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["videos"], said["done_before"], said["bad"]) == (3, 0, 0)
+    made, first = records(), videos()
+    assert {name: (each["prompt"], each["seed"], each["frames"]) for name, each in made.items()} == {
+        "00001": ("a panda", 7, 5),
+        "sea": ("the sea", 2005, 5),
+        "00004": ("an egg", 3005, 5),
+    }
+    assert made["sea"]["request"]["num_inference_steps"] == 3
+    for name, options in (
+        ("00001", ["--prompt", "a panda", "--seed", 7]),
+        ("00004", ["--prompt", "an egg", "--negative-prompt", "a cat", "--seed", 3005]),
+    ):
+        assert generate(models("text"), *options, "--num-inference-steps", 2, output=f"{name}-alone.mp4") == 0
+        one, other = (
+            torch.cat(list(video.read_frames(path, video.Framing(8, 16), 5))).int()
+            for path in (f"out/{name}.mp4", f"{name}-alone.mp4")
+        )
+        assert (one - other).abs().max() <= 2
+    # Another order of work, in two processes, with one video of the three to make again, and one edited.
+    Path("out/sea.mp4").unlink()
+    Path("prompts.jsonl").write_text("\n".join((*LINES[:3], LINES[3].replace("a cat", "a dog"))))
+    for process in (1, 0):
+        shares = ("--distributed", "--processes", 2, "--process", process)
+        assert cli.main(many(models("text"), "--seed", 5, *shares)) == 0
+    again = videos()
+    assert again["00001"] == first["00001"], "not made again"
+    assert again["sea"][0] == first["sea"][0], "the same bytes"
+    assert again["00004"] != first["00004"]
+    assert records()["00004"]["request"]["negative_prompt"] == "a dog"
+    with patch.object(prompts, "Generator", side_effect=AssertionError("all is done")):
+        assert cli.main(many(models("text"), "--seed", 5)) == 0
+
+
+BAD_LINES = {
+    "no object": ("3", "an object with a prompt is wanted, got 3"),
+    "no prompt": ('{"seed": 3}', "an object with a prompt is wanted"),
+    "an unknown field": ('{"prompt": "a", "stpes": 3}', "got stpes, which no prompt has"),
+    "a text for a number": ('{"prompt": "a", "seed": "3"}', "seed is '3', a whole number above -1 is wanted"),
+    "a seed of 65 bits": (
+        '{"prompt": "a", "seed": 18446744073709551616}',
+        "got the seed 18446744073709551616",
+    ),
+    "no steps": ('{"prompt": "a", "steps": 0}', "steps is 0, a whole number above 0"),
+    "a long prompt": (json.dumps({"prompt": "a panda plays " * 9}), "takes 16; shorten it"),
+    "an id that leads out": ('{"prompt": "a", "id": "../a"}', "must not lead out"),
+    "an id twice": ('{"prompt": "a", "id": "00001"}', "its id 00001 is that of line 1: give it another"),
+    "the settings' name": ('{"prompt": "a", "id": "prompts"}', "is that of the settings' file"),
+    "half an emoji": (r'{"prompt": "cat \ud83d"}', "which UTF-8 cannot hold"),
+    "a video of somebody else": (
+        '{"prompt": "a", "id": "mine"}',
+        "has no record, so this command has not made it",
+    ),
+}
+
+
+def test_a_bad_line_is_told_with_its_number_at_the_end_and_the_others_are_made(models, capsys):
+    Path("prompts.jsonl").write_text("\n".join((LINES[0], *(line for line, _ in BAD_LINES.values()))))
+    Path("out").mkdir()
+    again = ("--num-videos-per-prompt", 2)
+    with patch.object(prompts.PromptDirectory, "work", side_effect=RuntimeError("killed")):
+        assert cli.main(many(models("text"), *again)) == 1  # has written the settings
+    Path("out/mine.mp4").write_bytes(b"mine")
+    assert cli.main(many(models("text"), *again)) == 1
+    said = capsys.readouterr().err
+    for number, (_, words) in enumerate(BAD_LINES.values(), 2):
+        name = "mine" if "somebody" in words or "no record" in words else f"line {number}"
+        assert re.search(f"^bad: {name}: .*{re.escape(words)}", said, re.MULTILINE), (number, words)
+    assert Path("out/mine.mp4").read_bytes() == b"mine"
+    Path("out/mine.mp4").unlink()
+    made = records()
+    assert {name: each["seed"] for name, each in made.items() if "mine" not in name} == {
+        "00001": 7,
+        "00001-2": 8,
+    }
+
+
+def test_a_prompt_that_fails_leaves_the_others_and_is_tried_again_when_asked(models, capsys):
+    Path("prompts.txt").write_text("a panda\n\nthe sea\n")
+    command = many(models("text"), "--prompts", "prompts.txt")
+    real = prompts.Generator.__call__
+
+    def fail(self, request, path):
+        if request.prompt == "a panda":
+            raise ArithmeticError("step 1 gave NaN")
+        return real(self, request, path)
+
+    with patch.object(prompts.Generator, "__call__", fail):
+        assert cli.main(command) == 1
+    assert "bad: 00001: line 1: step 1 gave NaN; --retry-failed" in capsys.readouterr().err
+    assert records().keys() == {"00003"}
+    assert cli.main(command) == 1
+    assert cli.main([*command, "--retry-failed"]) == 0
+    assert records().keys() == {"00001", "00003"}
+
+
+WRONG_LISTS = {
+    "a prompt beside": (["--prompt", "a"], "leave them out, or --prompts"),
+    "stages": (["--save-stages", "kept"], "leave them out, or --prompts"),
+    "no such file": (["--prompts", "none.txt"], "there is no file none.txt"),
+    "no prompts": (["--prompts", "empty.txt"], "empty.txt has no prompts: write one on each line"),
+    "not UTF-8": (["--prompts", "clip.mp4"], "is not in UTF-8"),
+    "a file for an output": (["-o", "out.mp4"], "many videos go into a directory"),
+    "an image for a text model": (["--image", "picture.png"], "takes no image"),
+    "another process": (["--processes", 2], "add --distributed"),
+}
+
+
+@pytest.mark.parametrize(("more", "words"), WRONG_LISTS.values(), ids=WRONG_LISTS)
+def test_a_wrong_list_is_one_line_before_anything_is_made(models, more, words, refused):
+    Path("prompts.jsonl").write_text(LINES[0])
+    Path("empty.txt").write_text("\n \n")
+    assert words in refused(*many(models("text"), *more))
+    assert not Path("out").exists()
+
+
+def test_videos_of_other_settings_are_refused_and_options_of_many_need_a_list(models, refused):
+    Path("prompts.jsonl").write_text(LINES[0])
+    with patch.object(prompts.PromptDirectory, "work", return_value=iter(())):
+        assert cli.main(many(models("text"))) == 0
+    for option, words in (
+        ("--guidance-scale", "guidance_scale is 6.0 there and 3.0 here"),
+        ("--fps", "fps is '8'"),
+    ):
+        assert words in refused(*many(models("text"), option, 3))
+    for more in (["--num-videos-per-prompt", 2], ["--retry-failed"], ["--distributed"]):
+        assert "prompts" in refused(*arguments(models("text"), *more))
+
+
+@pytest.mark.slow
+def test_a_killed_run_of_prompts_loses_nothing_and_leaves_nothing_half(models):
+    Path("prompts.jsonl").write_text("\n".join(LINES))
+    command = [*many(models("text"))]
+    del command[command.index("-o") : command.index("-o") + 2]
+    command[command.index("prompts.jsonl")] = str(Path("prompts.jsonl").absolute())
+    assert cli.main([*command, "-o", "whole"]) == 0
+    wanted, whole = records("whole"), videos("whole")
+    places = [Path(str(moment)).absolute() for moment in KILLED_AT]
+    for place in places:
+        place.mkdir()
+    ended = printed_by(KILLED, *("|".join((str(place), *command)) for place in places))
+    assert ended.count("ended by -9") == len(places)
+    for place in places:
+        left = videos(place / "out")
+        assert {name: data for name, (data, _) in left.items()}.items() <= {
+            name: data for name, (data, _) in whole.items()
+        }.items()
+        assert left.keys() <= {path.stem for path in (place / "out").glob("*.json")}
+        assert cli.main([*command, "-o", str(place / "out")]) == 0
+        assert records(place / "out") == wanted
+        made = videos(place / "out")
+        assert {name: data for name, (data, _) in made.items()} == {
+            name: data for name, (data, _) in whole.items()
+        }
+        assert {name: made[name] for name in left} == left, "nothing is made again"
+        assert not [path for path in place.rglob(".*") if path.suffix in (".partial", ".lock")]

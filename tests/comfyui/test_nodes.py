@@ -259,7 +259,7 @@ COMFYUI = {
     "CreateVideo": ({"images": "IMAGE", "audio": "AUDIO"}, ["VIDEO"]),
     "SaveVideo": ({"video": "VIDEO"}, []),
 }
-WIDGETS = {"STRING": str, "INT": int, "FLOAT": float}
+WIDGETS = {"STRING": str, "INT": int, "FLOAT": float, "BOOLEAN": bool}
 
 
 def accepts(given, value):
@@ -268,7 +268,7 @@ def accepts(given, value):
     if isinstance(kind, list):
         return value in kind
     return isinstance(value, WIDGETS[kind]) and (
-        kind == "STRING" or options[0]["min"] <= value <= options[0]["max"]
+        kind in ("STRING", "BOOLEAN") or options[0]["min"] <= value <= options[0]["max"]
     )
 
 

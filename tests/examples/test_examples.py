@@ -73,8 +73,8 @@ def test_a_folder_is_encoded_and_read_by_a_trainer_without_its_bad_clip(
 @pytest.mark.parametrize("server", [serve, stream_to_browser])
 def test_a_server_listens_on_the_loopback_interface_alone(server, monkeypatch, model_directory):
     run = Mock()
-    for name in ("load_pipeline", "description"):
-        monkeypatch.setattr(serve, name, Mock())
+    monkeypatch.setattr(serve, "load_pipeline", Mock())
+    monkeypatch.setattr(serve, "description", Mock())  # the model is a VAE alone
     monkeypatch.setattr("uvicorn.run", run)
     monkeypatch.setattr("sys.argv", ["server", "--model", str(model_directory)])
     server.main()

@@ -1,6 +1,7 @@
 """The servers over HTTP and in a browser: a queue of prompts, and a video shown while it is decoded."""
 
 import contextlib
+import functools
 import io
 import re
 import shutil
@@ -10,6 +11,7 @@ import time
 import urllib.request
 from fractions import Fraction
 
+import openai
 import pytest
 import requests
 import torch
@@ -55,7 +57,12 @@ def page():
 
 SIZES = {"5x8x16": (5, 8, 16), "1x8x8": (1, 8, 8)}
 
-pytestmark = [pytest.mark.usefixtures("torchax_off"), pytest.mark.filterwarnings("ignore::UserWarning")]
+pytestmark = [
+    pytest.mark.usefixtures("torchax_off"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    # OpenAI has ended its own service; its client still speaks the protocol, which other servers share.
+    pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -208,6 +215,63 @@ def test_a_size_that_does_not_run_ends_the_server_before_it_listens(pipe, tmp_pa
     app = serve.make_app(pipe, {"5x6x16": (5, 6, 16)}, tmp_path, limit=2, fps=8)
     with pytest.raises(RuntimeError, match="5x6x16 failed: .*multiple"), TestClient(app):
         pass
+
+
+@pytest.fixture
+def openai_client(gated, tmp_path):
+    """Return OpenAI's own client of a server that asks for a token."""
+    app = serve.make_app(gated, SIZES, tmp_path, limit=1, fps=8, token="secret")
+    with served(app) as address:
+        yield openai.OpenAI(base_url=f"{address}/v1", api_key="secret", max_retries=0)
+        gated.open()
+
+
+def test_openai_s_client_makes_lists_downloads_and_deletes_videos(openai_client, gated):
+    videos, more = openai_client.videos, {"steps": 2, "seed": 7}
+    made = videos.create(prompt="slow", size="16x8", seconds="1", extra_body=more)
+    assert (made.object, made.size, made.seconds, made.prompt) == ("video", "16x8", "1", "slow")
+    assert videos.retrieve(made.id).status in ("queued", "in_progress")
+    with pytest.raises(openai.ConflictError, match="no file: the video is"):
+        videos.download_content(made.id)
+    gated.open()
+    done = videos.poll(made.id, poll_interval_ms=20)
+    assert (done.status, done.progress) == ("completed", 100)
+    found = video_files.probe(videos.download_content(made.id).read())
+    assert (found.num_frames, found.height, found.width) == SIZES["5x8x16"]
+    bad = videos.create_and_poll(prompt="bad", extra_body=more, poll_interval_ms=20)
+    assert (bad.status, bad.error.message) == ("failed", "failed: the prompt is bad")
+    assert [each.id for each in videos.list(limit=1)] == [bad.id, made.id], "in two pages"
+    assert videos.delete(made.id).deleted
+    with pytest.raises(openai.NotFoundError, match="no such video"):
+        videos.retrieve(made.id)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "status", "words"),
+    [
+        ({"size": "9x9"}, 400, "this server makes size 16x8 with seconds 1, size 8x8 with seconds 0"),
+        ({"prompt": "x" * 4001}, 400, "at most 4000 characters"),
+        ({"prompt": "x" * 200_000}, 413, "at most 100000 bytes"),
+        ({"extra_body": {"seed": -1}}, 400, "greater than or equal to 0"),
+        ({"input_reference": b"a picture"}, 400, "input_reference"),
+    ],
+)
+def test_openai_s_client_gets_what_is_wrong_in_its_shape(openai_client, gated, wanted, status, words):
+    with pytest.raises(openai.APIStatusError, match=words) as refused:
+        openai_client.videos.create(**{"prompt": "a", **wanted})
+    assert (refused.value.status_code, refused.value.type) == (status, "invalid_request_error")
+    assert len(gated.prompts) == len(SIZES)
+
+
+def test_who_has_no_token_is_refused_but_for_the_health_address_and_a_full_queue_is_429(openai_client):
+    site = str(openai_client.base_url).removesuffix("/v1/")
+    assert requests.get(f"{site}/health").json() == {"status": "ready"}
+    for path in ("/", "/videos/x", "/v1/videos"):
+        assert requests.get(site + path).status_code == 401
+        assert requests.get(site + path, headers={"Authorization": "Bearer other"}).status_code == 401
+    make = functools.partial(openai_client.videos.create, prompt="slow", extra_body={"steps": 2})
+    with pytest.raises(openai.RateLimitError, match="1 videos are waiting"):
+        [make() for _ in range(3)]
 
 
 @pytest.mark.slow

@@ -498,6 +498,64 @@ def test_the_frames_of_a_video_are_those_that_its_decoder_shows(
     assert np.array_equal(read_all(path)[0].permute(1, 2, 3, 0).numpy(), np.stack(pixels))
 
 
+@pytest.mark.parametrize(
+    ("suffix", "times", "share", "is_whole"),
+    [
+        *((suffix, range(0, 3000, 50), 0.7, False) for suffix in ("mkv", "webm", "flv")),
+        ("mkv", [*range(0, 1000, 50), 5000], 1, True),  # its last frame was held
+        ("mkv", range(0, 3000, 50), 1, True),
+    ],
+)
+def test_a_video_much_shorter_than_its_header_announces_is_truncated(
+    tmp_path, suffix, times, share, is_whole
+):
+    path = tmp_path / f"a.{suffix}"
+    with av.open(str(path), "w") as container:
+        encode(container, moving_frames(len(times)), "libvpx" if suffix == "webm" else "libx264", 20, times)
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+    if is_whole:
+        assert video.probe(path).num_frames == len(times)
+    else:
+        with pytest.raises(VideoError, match=r"is truncated: (3|3.1|2.95) s are announced, \d.* s are there"):
+            video.probe(path)
+
+
+@pytest.mark.parametrize("suffix", ["jfif", "jpg", "png", "webp"])
+def test_a_picture_that_another_one_follows_is_one_frame(tmp_path, suffix):
+    path = tmp_path / f"a.{suffix}"
+    picture = Image.fromarray(moving_frames(1)[0, :, 0].permute(1, 2, 0).numpy())
+    picture.save(path)
+    path.write_bytes(2 * path.read_bytes())
+    assert [video.probe(source).num_frames for source in (path, path.read_bytes())] == [1, 1]
+
+
+@pytest.mark.parametrize(("transfer", "name"), [(16, "PQ"), (18, "HLG"), (1, None)])
+def test_a_video_of_high_dynamic_range_is_named(tmp_path, caplog, transfer, name):
+    with av.open(str(tmp_path / "a.mkv"), "w") as container:
+        encode(
+            container, moving_frames(), "libx265", **{"x265-params": f"transfer={transfer}:log-level=none"}
+        )
+    video.probe(tmp_path / "a.mkv")
+    assert [f"is HDR video ({name})" in each.message for each in caplog.records] == [True] * bool(name)
+
+
+def test_no_more_frames_are_counted_than_are_asked_for(tmp_path, monkeypatch):
+    path, taken, shown = tmp_path / "a.mkv", [], video._shown
+    with av.open(str(path), "w") as container:
+        encode(container, moving_frames(40), rate=20)
+
+    def counted(source):
+        for frame in shown(source):
+            taken.append(frame.pts)
+            yield frame
+
+    monkeypatch.setattr(video, "_shown", counted)
+    info = video.probe(path, 5)
+    assert (info.num_frames, len(info.times), info.fps) == (5, 5, 20)
+    assert len(taken) <= 6  # and one for the properties
+    assert video.probe(path).num_frames == video.probe(path, 50).num_frames == 40
+
+
 def test_a_sound_begins_with_the_first_frame_that_is_shown(tmp_path):
     whole = with_sound(tmp_path / "a.mkv", container="matroska")
     remux(whole, tmp_path / "b.ts", lambda _, each: [each] if each.pts or each.stream.type == "audio" else [])

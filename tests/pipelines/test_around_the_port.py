@@ -199,12 +199,3 @@ def test_a_cast_after_porting_is_one_before():
     assert {weight.dtype for weight in after.transformer.parameters()} == {torch.bfloat16}
     assert after.text_encoder.shared.weight is after.text_encoder.encoder.embed_tokens.weight
     assert torch.equal(latents(after), latents(before))
-
-
-@pytest.mark.parametrize(
-    "name", ["enable_model_cpu_offload", "enable_sequential_cpu_offload", "enable_group_offload"]
-)
-def test_every_kind_of_offload_is_refused_in_one_line(ported, name):
-    with pytest.raises(ValueError, match="^a ported pipeline's weights stay on JAX: take the offload out"):
-        getattr(ported, name)(device="cuda")
-    assert runtime.on_jax(ported.transformer.proj_out.weight)

@@ -7,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import pytest
 import torch
+from jax.experimental import topologies
 
 from cogvideox_torchax import cli, make_mesh
 from cogvideox_torchax.cli import planning
@@ -18,6 +21,7 @@ from cogvideox_torchax.cli.common import DEMO_MODEL
 from cogvideox_torchax.plan import chips, jobs, programs
 from cogvideox_torchax.plan.hlo import Traffic, collectives, instructions
 from cogvideox_torchax.vae.directions import DECODE, Direction
+from jax_kernels.attention.xla import cudnn_supports
 from tests import reference
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
@@ -150,6 +154,30 @@ def test_what_fits_is_said_by_the_largest_of_its_programs(model_directory, monke
     assert larger("v6e:1x1", 1, peak) == jobs.Change("--topology v6e:1x2 --tp 2", weights + 512 * 768)
     assert larger("v6e:1x2", 1, peak, dp=2) == jobs.Change("--topology v6e:2x2 --tp 2", weights + 512 * 768)
     assert larger("v5p:2x2x1", 1, peak) is None  # comes in other grids
+
+
+@pytest.mark.usefixtures("in_an_empty_directory")
+def test_a_gpu_that_is_not_there_is_planned_for_without_a_floor(monkeypatch):
+    asked = mock.Mock(return_value=mock.Mock(devices=jax.devices("cpu")[:1]))
+    monkeypatch.setattr(topologies, "get_topology_desc", asked)
+    compile_afresh = programs.compile_afresh
+    uncounted = {"cost_analysis.return_value": None}  # a GPU's compiler counts no work
+    monkeypatch.setattr(
+        programs, "compile_afresh", lambda lowered: mock.Mock(wraps=compile_afresh(lowered), **uncounted)
+    )
+    size = ("--frames", 1, "--height", 16, "--width", 16)
+    summary = plan_of("--model", DEMO_MODEL, "--topology", "l4", *size)["summary"]
+    assert "core_count: 58 fpus_per_core: 128 " in asked.call_args.kwargs["target_config"]
+    assert summary.keys() & {"floor_s", "not_counted", "fits"} == {"not_counted", "fits"}
+    assert summary["memory_of_a_chip_GiB"] == 24e9 / 2**30 > summary["peak_memory_GiB"] > 0
+
+
+@pytest.mark.parametrize(("capability", "channels"), [("9.0", 256), ("8.9", 128), ("7.5", 0)])
+def test_attention_is_planned_as_the_gpu_chooses_it(monkeypatch, capability, channels):
+    device = f"AbstractDevice(device_kind=l4, compute capability {capability}, num_cores=58, platform=gpu)"
+    monkeypatch.setattr(jax.sharding, "get_abstract_mesh", lambda: mock.Mock(abstract_device=device))
+    taken = [n for n in (128, 256) if cudnn_supports(jnp.zeros((1, 2, 1, n), jnp.bfloat16))]
+    assert max(taken, default=0) == channels
 
 
 def test_a_hollow_model_has_shapes_and_no_weights():

@@ -1,9 +1,11 @@
 """Models with the forms and kernels that a TPU runs: a first frame by itself, large frames, switches."""
 
 import copy
+import re
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import jax_kernels
@@ -11,6 +13,7 @@ from cogvideox_torchax import make_mesh, port
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE
 from jax_kernels.common import frames as over_frames
 from jax_kernels.common.tiles import SWITCH
+from jax_kernels.conv3d import xla
 from tests import reference
 from tests.vae.conftest import RUNS, check_bfloat16, shallow_latents
 
@@ -142,3 +145,17 @@ def test_every_kind_of_length_has_the_error_of_pytorch(large, size, traced):
     draw = reference.latents if kind == "decode" else reference.video
     check_bfloat16(vae, kind, draw(frames, height=height, width=width), stock)
     assert all(counted(traced)) or (kind == "encode" and counted(traced)[0])
+
+
+def test_a_gpu_convolves_bfloat16_without_float32_and_rounds_as_pytorch_does(small_vae):
+    x = jax.ShapeDtypeStruct((1, 8, 16, 24, 32), jnp.bfloat16)
+    kernel = jax.ShapeDtypeStruct((3, 3, 3, 32, 32), jnp.bfloat16)
+    traced = jax.jit(lambda x, kernel: jax_kernels.conv3d(x, kernel)[0]).trace(x, kernel)
+    for platform, dtypes in (("cuda", {"bf16"}), ("cpu", {"f32"})):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert set(re.findall(r"stablehlo\.convolution.* -> tensor<[\dx]*(\w+)>", text)) == dtypes
+    with reference.traced_anew() as patch:  # what the GPU computes, on this CPU
+        patch.setattr(xla, "rounded_on_gpu", lambda x, *rest: xla.folded(x, *rest, dtype=x.dtype))
+        vae = reference.built("torchax", copy.deepcopy(small_vae).bfloat16())
+        check_bfloat16(vae, "decode", reference.latents(5, height=6, width=8), small_vae)
+        check_bfloat16(vae, "encode", reference.video(17, height=48, width=64), small_vae)

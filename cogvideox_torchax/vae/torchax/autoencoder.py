@@ -90,12 +90,14 @@ def _checked(direction: Direction) -> Callable[[Callable[..., Any]], Callable[..
         @functools.wraps(method)
         def call(self: Any, x: torch.Tensor, *args: Any, **options: Any) -> Any:
             self._check(direction, x)
-            if not runtime.is_on_jax(self) or replaced_method(DiffusersAutoencoder, name) is None:
-                return method(self, x, *args, **options)
-            # `run_method` compiles any method. On a mesh it splits the batch over "dp", but no video's width.
-            place = None if self.mesh is None else BatchPlacement(self.mesh)
-            replacement = getattr(DiffusersAutoencoder, name)
-            return runtime.run_method(self, replacement, x, *args, place=place, name="vae", **options)
+            with self.in_use():
+                if not runtime.is_on_jax(self) or replaced_method(DiffusersAutoencoder, name) is None:
+                    return method(self, x, *args, **options)
+                # `run_method` compiles any method. On a mesh it splits the batch over "dp", but no video's
+                # width.
+                place = None if self.mesh is None else BatchPlacement(self.mesh)
+                replacement = getattr(DiffusersAutoencoder, name)
+                return runtime.run_method(self, replacement, x, *args, place=place, name="vae", **options)
 
         return call
 
@@ -226,7 +228,8 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         step: Step = network  # without an accelerator PyTorch runs it
         if on_jax or runtime.is_on_torchtpu(self):
             program = self.program(direction, tile_as_uint8)
-            step = program.step(program.weights(network))
+            with self.in_use():  # the step keeps its weights, even if another network begins before its end
+                step = program.step(program.weights(network))
         if plan is not None:
             placement = Placement(self.mesh) if on_jax and self.mesh is not None else None
             step = tiling.tiled_step(step, plan, NCTHW, placement, as_uint8)

@@ -1,7 +1,0 @@
-"""`python -m cogvideox_torchax.cli`."""
-
-import sys
-
-from cogvideox_torchax.cli import main
-
-sys.exit(main())

@@ -1,0 +1,253 @@
+"""Offload: weights are on the devices while their network is used, else on the host; frames do not change."""
+
+import copy
+import gc
+import logging
+from concurrent.futures import ThreadPoolExecutor
+
+import accelerate
+import jax
+import numpy as np
+import pytest
+import torch
+from diffusers import CogVideoXPipeline, FirstBlockCacheConfig
+
+from cogvideox_torchax import load_pipeline, make_mesh, port, runtime
+from cogvideox_torchax.pipelines import sharding
+from cogvideox_torchax.runtime import offload, places
+from tests import small_pipelines
+from tests.small_pipelines import one_layer as build
+
+NETWORKS = ("text_encoder", "transformer", "vae")
+PROGRAMS = {"TextEncoding": "text_encoder", "TransformerStep": "transformer", "DecoderChunk": "vae"}
+
+
+def frames(pipe, kind="text", **overrides):
+    return pipe(**small_pipelines.inputs(kind, num_inference_steps=3, **overrides)).frames
+
+
+def arrays(pipe, name):
+    weights = runtime.named_tensors(pipe.components[name]).values()
+    return [runtime.array_of(weight) for weight in weights]
+
+
+def on_devices(pipe):
+    """Return the names of the networks on the devices; each is there, or on the host, as a whole."""
+    on_host = {name: {*map(runtime.is_in_host_memory, arrays(pipe, name))} for name in NETWORKS}
+    assert all(len(places) == 1 for places in on_host.values()), on_host
+    return {name for name in NETWORKS if False in on_host[name]}
+
+
+def strays(pipe):
+    """Return the shapes of live matrices that are no weights of the pipeline, but could be former ones."""
+    gc.collect()
+    weights = [array for name in NETWORKS for array in arrays(pipe, name)]
+    shapes = {array.shape for array in weights if array.size > 4000}
+    return [
+        array.shape
+        for array in jax.live_arrays()
+        if array.shape in shapes and not any(array is weight for weight in weights)
+    ]
+
+
+@pytest.fixture
+def clean():
+    """Free what other tests have left, to count the arrays that are alive."""
+    jax.clear_caches()
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """Return what happens: a pair ("to device", class) for a move, and ("run", class) for a program."""
+    events = []
+
+    def recording(what, function, name_of):
+        return lambda *args, **kwargs: [events.append((what, name_of(args[0]))), function(*args, **kwargs)][1]
+
+    put, to_host, run = offload.put_weights, offload._to_host, places.ArrayProgram.run
+    monkeypatch.setattr(offload, "put_weights", recording("load", put, lambda model: type(model).__name__))
+    monkeypatch.setattr(offload, "_to_host", recording("store", to_host, lambda array: array.nbytes))
+    monkeypatch.setattr(places.ArrayProgram, "run", recording("run", run, lambda self: self._network.name))
+    return events
+
+
+@pytest.mark.parametrize("grid", [None, (1, 2), (2, 2)])
+def test_one_network_at_a_time_is_on_the_devices_and_the_loop_moves_nothing(
+    grid, clean, watched, monkeypatch
+):
+    pipe = port(build(), mesh=None if grid is None else make_mesh(*grid))
+    want, programs = frames(pipe), pipe.transformer.program.compilations
+    pipe.enable_model_cpu_offload(device="cuda")
+    assert on_devices(pipe) == set()
+    seen, run = [], places.ArrayProgram.run
+
+    def look(program, *args, **kwargs):
+        seen.append((PROGRAMS[program._network.name], on_devices(pipe), strays(pipe)))
+        return run(program, *args, **kwargs)
+
+    monkeypatch.setattr(places.ArrayProgram, "run", look)
+    watched.clear()
+    assert torch.equal(frames(pipe), want)
+    assert all(there == {name} and not stray for name, there, stray in seen), seen
+    loads = [name for what, name in watched if what == "load"]
+    assert loads == ["T5EncoderModel", "CogVideoXTransformer3DModel", "AutoencoderKLCogVideoX"]
+    moved = [name for what, name in watched if what == "store"]
+    assert len(moved) == sum(len(arrays(pipe, name)) for name in NETWORKS)
+    assert (on_devices(pipe), strays(pipe)) == (set(), [])
+    assert pipe.transformer.program.compilations == programs
+    pipe.remove_all_hooks()
+    assert torch.equal(frames(pipe), want)
+    assert on_devices(pipe) == {*NETWORKS}
+    assert pipe.enable_sequential_cpu_offload() is pipe.enable_group_offload(onload_device="cuda") is None
+    assert on_devices(pipe) == set()
+
+
+def fails(pipe, step, timestep, tensors):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("breaks", ["in the loop", "while a network goes", "while a network comes"])
+def test_a_call_that_is_interrupted_loses_no_weight_and_the_next_one_works(breaks, clean, monkeypatch):
+    pipe = port(build())
+    want = frames(pipe)
+    pipe.enable_model_cpu_offload()
+    with monkeypatch.context() as patch:
+        if breaks != "in the loop":
+            owner, name = (
+                (offload, "_to_host") if "goes" in breaks else (type(pipe.transformer), "put_weight")
+            )
+            moved, move = [], getattr(owner, name)
+
+            def interrupted(*args):
+                moved.append(1)
+                return fails(*4 * [None]) if len(moved) == 2 else move(*args)
+
+            patch.setattr(owner, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            frames(pipe, callback_on_step_end=fails if breaks == "in the loop" else None)
+    assert torch.equal(frames(pipe), want)
+    assert (on_devices(pipe), strays(pipe)) == (set(), [])
+
+
+def test_threads_take_turns(clean):
+    pipe = port(build())
+    want = [frames(pipe, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    pipe.enable_model_cpu_offload()
+    pipes = [CogVideoXPipeline.from_pipe(pipe, scheduler=copy.deepcopy(pipe.scheduler)) for _ in want]
+    with ThreadPoolExecutor(3) as threads:
+        made = threads.map(
+            lambda seed: frames(pipes[seed], generator=torch.Generator().manual_seed(seed)), range(3)
+        )
+        assert all(map(torch.equal, made, want))
+    pipe.maybe_free_model_hooks()
+    assert (on_devices(pipe), strays(pipe)) == (set(), [])
+
+
+class Beside(torch.nn.Module):
+    """A network that is called in each step beside the transformer, and that nobody knows."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    # diffusers asks every network of a pipeline for these.
+    device = property(lambda self: self.layer.weight.device)
+    dtype = property(lambda self: self.layer.weight.dtype)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+class Controlled(CogVideoXPipeline):
+    def __init__(self, beside, tokenizer, text_encoder, vae, transformer, scheduler):
+        super().__init__(tokenizer, text_encoder, vae, transformer, scheduler)
+        self.register_modules(beside=beside)
+
+
+def test_unknown_networks_stay_during_a_call_and_loras_caches_copies_and_casts_move_along(tmp_path, watched):
+    pipe = port(
+        Controlled(Beside().eval(), **build(transformer=small_pipelines.transformer("5b")).components)
+    )
+    pipe.set_progress_bar_config(disable=True)
+    small_pipelines.save_lora(small_pipelines.build(), tmp_path / "lora.safetensors")
+
+    def step(pipe, i, timestep, tensors):
+        return {"latents": pipe.beside(tensors["latents"].to("jax"))}
+
+    def changed(pipe):
+        pipe.load_lora_weights(tmp_path / "lora.safetensors", adapter_name="lora")
+        yield frames(pipe, prompt=["a panda", "a guitar"], callback_on_step_end=step)
+        pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.5))
+        yield frames(pipe, callback_on_step_end=step)
+        pipe.transformer.disable_cache()
+        pipe.fuse_lora()
+        yield frames(copy.deepcopy(pipe), callback_on_step_end=step)
+        pipe.to(torch.bfloat16)
+        yield frames(pipe)
+
+    other = copy.deepcopy(pipe)
+    want = [*changed(pipe)]
+    other.enable_model_cpu_offload()
+    watched.clear()
+    # The network beside the transformer moves once a call, once more when it is copied, and for a cast.
+    for made, expected, moves in zip(changed(other), want, (1, 1, 2, 1), strict=True):
+        assert torch.equal(made, expected)
+        assert on_devices(other) <= {"transformer"}  # where it was fused
+        assert watched.count(("load", "Beside")) == moves
+        watched.clear()
+
+
+def test_a_pipeline_with_diffusers_own_hooks_means_the_same(clean, tmp_path):
+    want = frames(port(build()))
+    for take in (
+        lambda pipe: pipe.enable_model_cpu_offload(device="cpu"),
+        lambda pipe: pipe.enable_sequential_cpu_offload(device="cuda"),
+        lambda pipe: pipe.enable_group_offload(torch.device("cpu"), offload_type="leaf_level"),
+        lambda pipe: pipe.transformer.enable_group_offload(
+            torch.device("cpu"), offload_type="leaf_level", offload_to_disk_path=str(tmp_path)
+        ),
+        lambda pipe: accelerate.cpu_offload(pipe.text_encoder, torch.device("cpu")),
+    ):
+        pipe = build()
+        take(pipe)
+        port(pipe)
+        assert on_devices(pipe) == set()
+        assert torch.equal(frames(pipe), want)
+        assert on_devices(pipe) == set()
+
+
+@pytest.mark.parametrize("has_pinned_memory", [True, False])
+def test_load_pipeline_offloads_if_asked_or_if_weights_do_not_fit(
+    has_pinned_memory, tmp_path, monkeypatch, caplog
+):
+    build().save_pretrained(tmp_path)
+    want = frames(load_pipeline(tmp_path, dtype=torch.float32))
+    if not has_pinned_memory:
+        monkeypatch.setattr(offload, "HOST_MEMORY", "no such memory")
+    pipe = load_pipeline(tmp_path, dtype=torch.float32, offload=True)
+    assert not caplog.records
+    kinds = {type(array) for name in NETWORKS for array in arrays(pipe, name)}
+    assert (np.ndarray in kinds) != has_pinned_memory
+    for load in (lambda: pipe, lambda: load_pipeline(tmp_path, dtype=torch.float32), lambda: port(build())):
+        made = load()
+        assert on_devices(made) == set()
+        assert torch.equal(frames(made), want)
+        monkeypatch.setattr(sharding, "memory_of", lambda mesh: 1_040_000)
+    words = "0.00 GiB of weights for 0.00 GiB of a device: they wait on the host between uses"
+    warned = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert [record.getMessage().startswith(words) for record in warned] == [True, True]
+
+
+def test_weights_in_eight_bits_wait_on_the_host_with_their_scales(tmp_path):
+    build().save_pretrained(tmp_path)
+    want = frames(port(build(), weights="int8"))
+    loaded = load_pipeline(tmp_path, dtype=torch.float32, weights="int8", offload=True)
+    moved = port(build(), weights="int8")
+    moved.enable_model_cpu_offload()
+    for pipe in (loaded, moved):
+        dtypes = {array.dtype.name for array in arrays(pipe, "transformer")}
+        assert "int8" in dtypes
+        assert any(name.endswith("weight_scale") for name, _ in pipe.transformer.named_buffers())
+        assert on_devices(pipe) == set()
+        assert torch.equal(frames(pipe), want)
+        assert on_devices(pipe) == set()
