@@ -5,7 +5,7 @@ would fail. The module's name is not `port`: an import of `cogvideox_torchax.por
 place of the function `port`.
 """
 
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from diffusers.models.autoencoders.autoencoder_kl_cogvideox import (
     AutoencoderKLCogVideoX as DiffusersAutoencoder,
@@ -13,6 +13,7 @@ from diffusers.models.autoencoders.autoencoder_kl_cogvideox import (
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from jax.sharding import Mesh
+from torch import nn
 
 from cogvideox_torchax.pipelines.scheduler import port_scheduler
 from cogvideox_torchax.runtime import without_torchax
@@ -28,7 +29,11 @@ wrap_from_pretrained(without_torchax)
 
 
 def port(
-    model_or_pipeline: Portable, *, mesh: Mesh | None = None, parallel: Parallel | None = None
+    model_or_pipeline: Portable,
+    *,
+    mesh: Mesh | None = None,
+    parallel: Parallel | None = None,
+    weights: Literal["int8"] | None = None,
 ) -> Portable:
     """Make a CogVideoX VAE, a whole diffusers pipeline, or a scheduler ready for JAX, in place.
 
@@ -60,6 +65,9 @@ def port(
             every device or gathered a layer at a time; "tensor" splits the channels of its weights. None
             chooses "context" where "tp" divides the attention's heads. `pipe.transformer.parallelism` gives
             the choice and its reason.
+        weights: "int8" rounds the weights of the linear layers in a pipeline's transformer and T5 encoder,
+            in their blocks, to eight bits, with a scale for each output channel: half the memory of bfloat16.
+            Such a network can be neither saved nor fused with a LoRA. None keeps weights as they are.
 
     Returns:
         The same object; for torch.compile's wrapper of a model, the model inside.
@@ -67,8 +75,13 @@ def port(
     Raises:
         ValueError: the object is of another kind, or a VAE class of another package; the mesh was not made by
             `make_mesh`, or does not divide the weights; weights are cast layer by layer; a module contains
-            itself.
+            itself; an option that the object does not take.
     """
+    if weights is not None and isinstance(model_or_pipeline, SchedulerMixin | nn.Module):
+        raise ValueError(
+            f"port got weights={weights!r} for a {type(model_or_pipeline).__name__}: it is for a pipeline's "
+            "transformer and text encoder; leave it out"
+        )
     if isinstance(model_or_pipeline, SchedulerMixin):
         return port_scheduler(model_or_pipeline)
     to_port: Any = uncompiled(model_or_pipeline)  # without torch.compile's wrapper: JAX compiles the model
@@ -95,9 +108,11 @@ def port(
             vae.place_on(mesh)
     else:
         # Imported here, as a VAE alone needs neither T5 nor diffusers' pipelines.
+        from cogvideox_torchax.pipelines.eight_bits import check_weights
         from cogvideox_torchax.pipelines.port import port_pipeline
 
-        port_pipeline(to_port, mesh, parallel)
+        check_weights(weights)
+        port_pipeline(to_port, mesh, parallel, weights)
     return to_port  # pyright: ignore[reportReturnType]
 
 

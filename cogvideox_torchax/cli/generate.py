@@ -69,6 +69,11 @@ COMMAND = options.Command(
             help="frames a second (default: 8, of CogVideoX 1.5 16, or a latents stage's)",
         ),
         options.Option("--dtype", help="of weights and latents (default: bfloat16)"),
+        _sampling(
+            "--weights",
+            choices=("int8",),
+            help="of T5's and the transformer's blocks: half the memory of bfloat16",
+        ),
         options.Option(
             "--lora",
             metavar="FILE_OR_ID",
@@ -249,7 +254,7 @@ def _load_latents_stage(args: argparse.Namespace) -> latent_files.Latents:
     """
     # Names of the options of sampling alone: the fields of a request for a video, and some more. `--dtype` is
     # left out, because the VAE has a dtype too.
-    sampling = {*stages.FIELDS, "preview", "cache", "scheduler", "lora", "lora_scale"} - {"dtype"}
+    sampling = {*stages.FIELDS, "preview", "cache", "scheduler", "lora", "lora_scale", "weights"} - {"dtype"}
     useless = sorted(stages.option(name) for name in sampling if getattr(args, name) is not None)
     if useless:
         raise ValueError(
@@ -351,6 +356,7 @@ def _load(
         scheduler=scheduler,
         lora=lora,
         lora_scale=1.0 if args.lora_scale is None else args.lora_scale,
+        weights=args.weights,
         offload=args.offload,
     )
     if cache_config is not None:

@@ -167,6 +167,7 @@ def load_generator(
     scheduler: Any = None,
     lora: Path | None = None,
     lora_scale: float = 1.0,
+    weights: Any = None,
     offload: bool = False,
 ) -> Any:
     """Load and port a model's pipeline, over a mesh of `make_mesh` or, with None, on one device.
@@ -179,6 +180,7 @@ def load_generator(
         scheduler: a scheduler of `scheduler_of`; None for the model's own.
         lora: the path of a LoRA, as `lora_path` returns it; None for none.
         lora_scale: the LoRA's scale.
+        weights: "int8" for matrices in eight bits, as `load_pipeline` takes it.
         offload: whether the weights of a network that is not used wait in the host's memory.
 
     Raises:
@@ -195,6 +197,7 @@ def load_generator(
             model.name,
             pipeline_class=getattr(diffusers, CLASSES[model.kind]),
             mesh=mesh,
+            weights=weights,
             offload=offload,
             dtype=dtype,
             **omitted,

@@ -111,6 +111,11 @@ def saved_from_host(save_pretrained: Callable[..., None]) -> Callable[..., None]
 
     @functools.wraps(save_pretrained)
     def save(model: Any, save_directory: str | Path, *args: Any, **options: Any) -> None:
+        if any(runtime.dtype_name(weight.dtype) == "int8" for weight in model.parameters()):
+            raise ValueError(
+                "save_pretrained got weights in int8, whose scales diffusers cannot load: save the model "
+                'before port(weights="int8")'
+            )
         directory = Path(save_directory)
         old_times = {file: file.stat().st_mtime_ns for file in directory.glob("*.safetensors")}
         runtime.without_torchax(

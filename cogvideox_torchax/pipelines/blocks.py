@@ -180,7 +180,9 @@ class Block(CogVideoXBlock):
             and supports_fused(projection_gelu.proj, sequence)
         ):
             linear: Any = projection_gelu.proj
-            hidden = torch_view(jax_kernels.linear_gelu)(normed_NSC, linear.weight, linear.bias)
+            hidden = torch_view(jax_kernels.linear_gelu)(
+                normed_NSC, linear.weight, linear.bias, scale=linear.scale
+            )
         else:
             hidden = projection_gelu(normed_NSC)
         return LastProjection(last_layers, dropout(hidden))
@@ -246,7 +248,9 @@ class LastProjection:
         """
         fused = functools.partial(jax_kernels.gated_linear, transposed=self.transposed)
         linear, *_dropouts = self.layers  # dropouts are no-ops: programs do not drop values
-        return torch_view(fused)(self.input, linear.weight, linear.bias, x_NSC, gate_N2C, first_patch)
+        return torch_view(fused)(
+            self.input, linear.weight, linear.bias, x_NSC, gate_N2C, first_patch, scale=linear.scale
+        )
 
 
 def supports_fused(linear: Any, sequence: Sequence) -> bool:
@@ -272,7 +276,7 @@ def projections(attn: Any, normed_SC: torch.Tensor, sequence: Sequence) -> Itera
     split_linear = torch_view(functools.partial(jax_kernels.split_linear, parts=sequence.parts))
     for linear in (attn.to_q, attn.to_k, attn.to_v):
         if supports_fused(linear, sequence):
-            yield split_linear(normed_SC, linear.weight, linear.bias)
+            yield split_linear(normed_SC, linear.weight, linear.bias, scale=linear.scale)
         else:
             yield split_channels(linear(normed_SC))
 

@@ -8,7 +8,8 @@ Axis letters: N videos, S positions of a sequence (text first, then patches), C 
 of a head.
 """
 
-from collections.abc import MutableMapping
+import copy
+from collections.abc import Callable, MutableMapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,7 +25,10 @@ from cogvideox_torchax.runtime.stock import replaced_method, runs_kernel
 
 
 class Linear(nn.Linear):
-    """A linear layer that is rounded once, after the bias is added (`jax_kernels.linear`)."""
+    """A linear layer that is rounded once, after the bias is added (`jax_kernels.linear`).
+
+    Its weight may be in int8 (`hold`); then the buffer `weight_scale` has a factor for each output channel.
+    """
 
     inputs_split: bool = False
     """True if the weight is split by its inputs, so that the product is a sum over devices.
@@ -32,12 +36,36 @@ class Linear(nn.Linear):
     `SequencePlacement.watching` sets it on a program's own copy of the layer.
     """
 
+    @property
+    def scale(self) -> torch.Tensor | None:
+        """The factors (O) of a weight in int8; None for a weight of another dtype."""
+        return self._buffers.get("weight_scale")
+
+    def hold(self, weight: torch.Tensor, scale: torch.Tensor) -> None:
+        """Take a weight (O, I) in int8 and its scale (O) in float32."""
+        self._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
+        self._buffers["weight_scale"] = scale
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        scale = self.scale
+        super()._apply(fn, recurse)
+        if scale is not None:  # it moves, but a cast of the model would round it
+            self._buffers["weight_scale"] = scale.to(fn(scale).device)
+        return self
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not runs_kernel(self, input):
-            return super().forward(input)
+            if self.scale is None:
+                return super().forward(input)
+            written_out = copy.copy(self)  # the inherited method reads a weight of the input's dtype
+            weight = (self.weight.float() * self.scale[:, None]).to(input.dtype)
+            vars(written_out)["_parameters"] = {"weight": weight, "bias": self.bias}
+            return nn.Linear.forward(written_out, input)
         # If the product is a sum over devices, each device rounds its summand before the all-reduce. In
         # bfloat16 this halves the bytes that it sends.
-        return torch_view(jax_kernels.linear)(input, self.weight, self.bias, rounded_parts=self.inputs_split)
+        return torch_view(jax_kernels.linear)(
+            input, self.weight, self.bias, scale=self.scale, rounded_parts=self.inputs_split
+        )
 
 
 class LayerNorm(nn.LayerNorm):

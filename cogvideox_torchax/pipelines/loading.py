@@ -20,6 +20,7 @@ from transformers import T5Config, T5EncoderModel
 from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.files import faults
 from cogvideox_torchax.files.models import INDEX, ModelError, local, not_on_hub, read_json
+from cogvideox_torchax.pipelines.eight_bits import Weights, as_int8, check_weights, quantize
 from cogvideox_torchax.pipelines.known import port_network
 from cogvideox_torchax.pipelines.port import PIPELINES, offload_models, port_pipeline
 from cogvideox_torchax.sharding import Parallel, check_mesh, check_one_process
@@ -50,6 +51,7 @@ def load_pipeline(
     pipeline_class: None = None,
     mesh: Mesh | None = None,
     parallel: Parallel | None = None,
+    weights: Weights | None = None,
     offload: bool = False,
     dtype: Dtype = "bfloat16",
     variant: str | None = None,
@@ -62,6 +64,7 @@ def load_pipeline(
     pipeline_class: type[Pipeline],
     mesh: Mesh | None = None,
     parallel: Parallel | None = None,
+    weights: Weights | None = None,
     offload: bool = False,
     dtype: Dtype = "bfloat16",
     variant: str | None = None,
@@ -73,6 +76,7 @@ def load_pipeline(
     pipeline_class: type | None = None,
     mesh: Mesh | None = None,
     parallel: Parallel | None = None,
+    weights: Weights | None = None,
     offload: bool = False,
     dtype: Dtype = "bfloat16",
     variant: str | None = None,
@@ -89,6 +93,8 @@ def load_pipeline(
         mesh: of `make_mesh`; None for one device.
         parallel: the dimension that the transformer splits over the mesh's axis "tp": "context" for tokens,
             "tensor" for weights' channels; None chooses.
+        weights: "int8" has the matrices of the transformer's and the text encoder's blocks in eight bits, as
+            `port` makes them; None has all weights in `dtype`.
         offload: whether the weights of a network that is not used wait in the host's memory, as by
             `pipe.enable_model_cpu_offload()`. They do so too if all weights do not fit the devices, and a
             warning says so.
@@ -106,13 +112,14 @@ def load_pipeline(
         ModelError: missing files, or weights that do not match their config.
         ValueError: anything that `port` refuses, and options that would load weights in another way.
     """
+    check_weights(weights)
     refused = {"quantization_config", "device_map"} & diffusers_options.keys()
     # The default dtype is the name "bfloat16". Any other value, `torch.bfloat16` among them, is the user's.
     has_two_dtypes = "torch_dtype" in diffusers_options and dtype != "bfloat16"
     faults.refuse(
         (
             refused,
-            f"load_pipeline got {', '.join(sorted(refused))}: weights lie as port has them, unquantized",
+            f"load_pipeline got {', '.join(sorted(refused))}: leave it out; weights='int8' quantizes them",
         ),
         (
             parallel is not None and mesh is None,
@@ -155,7 +162,7 @@ def load_pipeline(
     # The transformer and the text encoder are loaded here, a weight at a time. diffusers loads all other
     # parts, and takes these two as options.
     networks = {
-        part: _network_without_weights(directory / part, part, dtypes[part], mesh, parallel)
+        part: _network_without_weights(directory / part, part, dtypes[part], mesh, parallel, weights)
         for part in STEMS.keys() & parts
     }
     offload_models(networks, mesh, loaded_class.model_cpu_offload_seq, wanted=offload)
@@ -167,7 +174,7 @@ def load_pipeline(
         directory,
         **{upstream.dtype_option(): dtypes, "variant": variant, **diffusers_options, **networks},
     )
-    port_pipeline(pipe, mesh, parallel, offload=offload)
+    port_pipeline(pipe, mesh, parallel, weights, offload=offload)
     return pipe
 
 
@@ -214,7 +221,7 @@ def _load_weights(network: Any, directory: Path, part: str, dtype: torch.dtype, 
     files = weight_files(directory, variant, stem=STEMS[part])
     # The class of a network, such as T5's, names the modules that overflow in float16.
     float32_modules = getattr(network, "_keep_in_fp32_modules", None) if dtype == torch.float16 else None
-    tensors = _cast(read_tensors(files), dtype, tuple(float32_modules or ()))
+    tensors = as_int8(network, _cast(read_tensors(files), dtype, tuple(float32_modules or ())))
     # Each weight goes to its devices, by `put_weight`, before the next one is read. `missing` are the names
     # of weights that no file has, `unexpected` the names of tensors in the files that are no weights.
     missing, unexpected = runtime.feed_weights(network, tensors, network.put_weight)
@@ -226,10 +233,17 @@ def _load_weights(network: Any, directory: Path, part: str, dtype: torch.dtype, 
 
 
 def _network_without_weights(
-    directory: Path, part: str, dtype: torch.dtype, mesh: Any, parallel: Parallel | None
+    directory: Path,
+    part: str,
+    dtype: torch.dtype,
+    mesh: Any,
+    parallel: Parallel | None,
+    weights: Weights | None,
 ) -> Any:
     """Return the network `part`, ported, for the mesh, without its weights."""
     network = port_network(runtime.without_torchax(_on_meta, directory, part, dtype)).eval()
+    if weights:  # first: the bytes of the weights decide how they use the mesh
+        runtime.without_torchax(quantize, network)
     if mesh is not None:
         network.place_on(mesh, parallel)
     return network

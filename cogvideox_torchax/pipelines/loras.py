@@ -7,6 +7,8 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+
 from cogvideox_torchax import runtime
 
 NETWORK_METHODS = (
@@ -35,6 +37,10 @@ PIPELINE_METHODS = (
 """diffusers' methods of a pipeline that change its transformer's LoRAs."""
 
 
+WRITING_METHODS = "fuse_qkv_projections", "fuse_lora", "unfuse_lora"
+"""Those that compute with the weights themselves, which have to be floats."""
+
+
 def methods_in_pytorch(kind: Any, names: Iterable[str]) -> dict[str, Callable[..., Any]]:
     """Return a class's methods of these names, wrapped by `_in_pytorch`; names that it lacks are left out."""
     return {name: _in_pytorch(getattr(kind, name)) for name in names if hasattr(kind, name)}
@@ -51,6 +57,12 @@ def _in_pytorch(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(owner: Any, *args: Any, **options: Any) -> Any:
         network: Any = getattr(owner, "transformer", owner)
+        in_int8 = any(weight.dtype == torch.int8 for weight in network.parameters())
+        if in_int8 and method.__name__ in WRITING_METHODS:
+            raise ValueError(
+                f"{method.__name__} got weights in int8, which it cannot compute with: call it before "
+                'port(weights="int8"); a LoRA that is loaded, and not fused, works'
+            )
         was_on_jax = any(map(runtime.on_jax, network.parameters()))
         runtime.without_torchax(runtime.replace_weights, network, runtime.to_torch)
         try:

@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.pipelines import loras, sharding
+from cogvideox_torchax.pipelines.eight_bits import Weights, quantize
 from cogvideox_torchax.pipelines.known import port_network, ported_class
 from cogvideox_torchax.pipelines.networks import CompiledNetwork, KnownNetwork, device_bytes_of
 from cogvideox_torchax.pipelines.scheduler import port_scheduler
@@ -62,7 +63,12 @@ again by the thread that holds it, as `encode_prompt` of a subclass may call tha
 
 
 def port_pipeline(
-    pipe: Any, mesh: Any = None, parallel: Parallel | None = None, *, offload: bool = False
+    pipe: Any,
+    mesh: Any = None,
+    parallel: Parallel | None = None,
+    weights: Weights | None = None,
+    *,
+    offload: bool = False,
 ) -> None:
     """Port a pipeline, or another object with models as attributes, as `port` documents.
 
@@ -82,6 +88,11 @@ def port_pipeline(
             check_vae_class(model)  # a VAE of another package must not be taken for an unknown network
             requested = parallel if name == "transformer" else None  # no other network has a choice
             parallelisms[name] = _parallelism_of(model, mesh, requested)
+    if weights and not any(issubclass(ported_class(type(model)), KnownNetwork) for model in models.values()):
+        raise ValueError(
+            f"got weights={weights!r} for a {type(pipe).__name__}, which has neither of the networks that "
+            "take it, diffusers' CogVideoXTransformer3DModel and transformers' T5EncoderModel: leave it out"
+        )
     for name, model in models.items():
         if getattr(pipe, name) is not model:  # it is torch.compile's wrapper: JAX compiles the model instead
             setattr(pipe, name, model)
@@ -94,12 +105,17 @@ def port_pipeline(
             continue
         network = port_network(model)
         network.component = name
+        if weights and isinstance(network, KnownNetwork):
+            runtime.without_torchax(quantize, network)
+            # Whether weights are gathered depends on their bytes.
+            parallelisms[name] = _parallelism_of(network, mesh, parallel if name == "transformer" else None)
         if parallelisms[name] is not None:
             # Without a new mesh the network keeps that of an earlier `port`.
             network.use_mesh(network.mesh if mesh is None else mesh, parallelisms[name])
         if not isinstance(network, KnownNetwork):
-            mesh_use = "" if network.mesh is None else f"; {network.parallelism}"
-            logger.warning("%s: %s, compiled as it is%s", name, type(network).__name__, mesh_use)
+            notes = f"; weights={weights!r} leaves it as it is" if weights else ""
+            notes += "" if network.mesh is None else f"; {network.parallelism}"
+            logger.warning("%s: %s, compiled as it is%s", name, type(network).__name__, notes)
     offload_models(models, mesh, getattr(pipe, "model_cpu_offload_seq", None), wanted=offload)
     for model in models.values():
         model.put_weights()  # pyright: ignore[reportCallIssue]
@@ -157,7 +173,15 @@ def _models(pipe: Any) -> dict[str, nn.Module]:
             if not runtime.is_movable(tensor)
         ]
         if obstacles:
-            logger.warning("%s: %s stays on the host, since %s", name, type(model).__name__, obstacles[0])
+            is_known = issubclass(ported_class(type(model)), KnownNetwork)
+            hint = (
+                '; load it unquantized: port(pipe, weights="int8") has a form in eight bits'
+                if is_known
+                else ""
+            )
+            logger.warning(
+                "%s: %s stays on the host, since %s%s", name, type(model).__name__, obstacles[0], hint
+            )
         else:
             models[name] = model
     return models

@@ -23,10 +23,10 @@ BY_OUTPUTS, BY_INPUTS = P("tp"), P(None, "tp")
 
 WEIGHTS: dict[str, P] = {
     # The first of two matrices, and its bias. A LoRA's layer has the matrix as its `base_layer`.
-    r"attn1\.to_(q|k|v|qkv)(\.base_layer)?\.(weight|bias)": BY_OUTPUTS,
-    r"ff\.net\.0\.proj(\.base_layer)?\.(weight|bias)": BY_OUTPUTS,
-    r"SelfAttention\.(q|k|v)(\.base_layer)?\.(weight|bias)": BY_OUTPUTS,
-    r"DenseReluDense\.wi(_[01])?(\.base_layer)?\.(weight|bias)": BY_OUTPUTS,
+    r"attn1\.to_(q|k|v|qkv)(\.base_layer)?\.(weight|bias|weight_scale)": BY_OUTPUTS,
+    r"ff\.net\.0\.proj(\.base_layer)?\.(weight|bias|weight_scale)": BY_OUTPUTS,
+    r"SelfAttention\.(q|k|v)(\.base_layer)?\.(weight|bias|weight_scale)": BY_OUTPUTS,
+    r"DenseReluDense\.wi(_[01])?(\.base_layer)?\.(weight|bias|weight_scale)": BY_OUTPUTS,
     # The second of two matrices. Its bias is not here: each device has all of it, to add it after the sum.
     r"attn1\.to_out\.0(\.base_layer)?\.weight": BY_INPUTS,
     r"ff\.net\.2(\.base_layer)?\.weight": BY_INPUTS,

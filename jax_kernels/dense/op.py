@@ -4,6 +4,9 @@ Some of them treat the tokens of text and the patches of frames differently. A v
 and its patches begin at the index `first`. On a device whose tokens are all patches `first` is zero or
 negative, and where all are text it is beyond the tokens. A gate, scale or shift (N, 2, C) has one vector for
 a video's text tokens, then one for its patches.
+
+A weight of fewer bits, such as int8, is cast to the dtype of `x` where it is multiplied. Its argument `scale`
+has a factor for each output channel, and multiplies the float32 sums: so `weight * scale[:, None]` is meant.
 """
 
 import functools
@@ -11,7 +14,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int8
 
 from jax_kernels.common.dispatch import Target, dispatch, jitted, kernel_or_plain
 from jax_kernels.common.frames import join_frames, split_frames
@@ -19,21 +22,26 @@ from jax_kernels.common.pointwise import check_channels, precision_for, standard
 from jax_kernels.common.tiles import fills_tiles
 from jax_kernels.dense import tpu
 
+Weight = Float[Array, "O I"] | Int8[Array, "O I"]
+"""A weight, of O output channels for I input channels."""
+
 
 @jitted("rounded_parts")
 def linear(
     x: Float[Array, "*batch I"],
-    weight: Float[Array, "O I"],
+    weight: Weight,
     bias: Float[Array, " O"] | None = None,
     *,
+    scale: Float[Array, " O"] | None = None,
     rounded_parts: bool = False,
 ) -> Float[Array, "*batch O"]:
     """Return `x weight^T + bias`, summed in float32 and rounded once, as PyTorch's `linear` does.
 
     Args:
         x: any float dtype.
-        weight: (O, I), `x`'s dtype.
+        weight: (O, I), of `x`'s dtype or of fewer bits.
         bias: (O,), or None.
+        scale: (O,), the weight's factors (see the module's docstring), or None.
         rounded_parts: whether sums are rounded before the bias is added. If the input channels are split over
             devices, each device then rounds its part of a sum, and for bfloat16 the devices exchange numbers
             of 16 bits instead of 32.
@@ -42,18 +50,22 @@ def linear(
         The dtype of `x`.
 
     Raises:
-        ValueError: channels that the weight does not take, or a bias of another length.
+        ValueError: channels that the weight does not take, or a bias or scale of another length.
     """
     if x.shape[-1] != weight.shape[1]:
         raise ValueError(f"linear got {x.shape[-1]} channels for a weight that takes {weight.shape[1]}")
-    check_channels("linear", weight.shape[0], bias=bias)
+    check_channels("linear", weight.shape[0], bias=bias, scale=scale)
+    # Sums that are not scaled yet would overflow float16.
+    rounded_parts = rounded_parts and (scale is None or x.dtype != jnp.float16)
     y = jax.lax.dot_general(
         x,
-        weight,
+        weight.astype(x.dtype),
         (((x.ndim - 1,), (1,)), ((), ())),
         precision=precision_for(x.dtype),
         preferred_element_type=x.dtype if rounded_parts else jnp.float32,
     )
+    if scale is not None:
+        y = y.astype(jnp.float32) * scale.astype(jnp.float32)
     if bias is not None:
         y = y.astype(jnp.float32) + bias.astype(jnp.float32)
     return y.astype(x.dtype)
@@ -108,37 +120,42 @@ def silu_on(target: Target, x: Array, *, time_axis: int | None) -> Array:
 
 def split_linear(
     x: Float[Array, "S I"],
-    weight: Float[Array, "O I"],
+    weight: Weight,
     bias: Float[Array, " O"] | None = None,
     *,
+    scale: Float[Array, " O"] | None = None,
     parts: int,
 ) -> Float[Array, "parts S O/parts"]:
     """Compute `linear`, and return its outputs O in `parts` equal parts along a new first axis.
 
     If the parts were sliced from the result of `linear`, XLA would copy each of them.
     """
-    return dispatch(split_linear_on, x, weight, _checked_bias("split_linear", weight, bias), parts=parts)
+    bias = _checked_bias("split_linear", weight, bias, scale)
+    return dispatch(split_linear_on, x, weight, bias, scale, parts=parts)
 
 
-def split_linear_on(target: Target, x: Array, weight: Array, bias: Array, *, parts: int) -> Array:
+def split_linear_on(
+    target: Target, x: Array, weight: Array, bias: Array, scale: Array | None, *, parts: int
+) -> Array:
     """Compute `split_linear` of tokens `x` (S, I); the result is (parts, S, O / parts)."""
 
-    def plain(x: Array, weight: Array, bias: Array) -> Array:
+    def plain(x: Array, weight: Array, bias: Array, scale: Array | None) -> Array:
         y = jnp.einsum(
             "si,poi->pso",  # s tokens, i inputs, p parts of o outputs each
             x,
-            weight.reshape(parts, -1, x.shape[-1]),
+            weight.astype(x.dtype).reshape(parts, -1, x.shape[-1]),
             precision=precision_for(x.dtype),
             preferred_element_type=jnp.float32,
         )
+        y = y if scale is None else y * scale.astype(jnp.float32).reshape(parts, 1, -1)
         return (y + bias.astype(jnp.float32).reshape(parts, 1, -1)).astype(x.dtype)
 
-    def by_kernel(x: Array, weight: Array, bias: Array) -> Array:
+    def by_kernel(x: Array, weight: Array, bias: Array, scale: Array | None) -> Array:
         # The kernel takes tokens of several videos, (N, S, I). Here N is 1.
-        return tpu.product(x[None], weight, bias, parts=parts)
+        return tpu.product(x[None], weight, bias, scale, parts=parts)
 
     is_supported = tpu.supports_product(x[None], weight, parts)
-    return kernel_or_plain(target, by_kernel, plain, is_supported=is_supported)(x, weight, bias)
+    return kernel_or_plain(target, by_kernel, plain, is_supported=is_supported)(x, weight, bias, scale)
 
 
 def adaptive_layer_norm(
@@ -208,37 +225,42 @@ def gated_residual(
 
 
 def linear_gelu(
-    x: Float[Array, "N S I"], weight: Float[Array, "O I"], bias: Float[Array, " O"] | None = None
+    x: Float[Array, "N S I"],
+    weight: Weight,
+    bias: Float[Array, " O"] | None = None,
+    *,
+    scale: Float[Array, " O"] | None = None,
 ) -> Float[Array, "N S O"]:
-    """Return `gelu(x weight^T + bias)`; the weight has `x`'s dtype.
+    """Return `gelu(x weight^T + bias)`; `weight`, `bias` and `scale` are as `linear` takes them.
 
     A Pallas kernel on a TPU computes the product and GELU in one pass and rounds once. The form for XLA
     rounds after each of them.
 
     Raises:
-        ValueError: channels that the weight does not take, or a bias of another length.
+        ValueError: see `linear`.
     """
-    return dispatch(linear_gelu_on, x, weight, _checked_bias("linear_gelu", weight, bias))
+    return dispatch(linear_gelu_on, x, weight, _checked_bias("linear_gelu", weight, bias, scale), scale)
 
 
-def linear_gelu_on(target: Target, x: Array, weight: Array, bias: Array) -> Array:
+def linear_gelu_on(target: Target, x: Array, weight: Array, bias: Array, scale: Array | None) -> Array:
 
-    def plain(x: Array, weight: Array, bias: Array) -> Array:
-        return gelu(linear(x, weight, bias))
+    def plain(x: Array, weight: Array, bias: Array, scale: Array | None) -> Array:
+        return gelu(linear(x, weight, bias, scale=scale))
 
     by_kernel = functools.partial(tpu.product, gelu=True)
     form = kernel_or_plain(target, by_kernel, plain, is_supported=tpu.supports_product(x, weight))
-    return form(x, weight, bias)
+    return form(x, weight, bias, scale)
 
 
 def gated_linear(
     x: Float[Array, "N S_or_I I_or_S"],
-    weight: Float[Array, "O I"],
+    weight: Weight,
     bias: Float[Array, " O"] | None,
     residual: Float[Array, "N S O"],
     gate: Float[Array, "N 2 O"],
     first: Int[Array, ""] | int,
     *,
+    scale: Float[Array, " O"] | None = None,
     transposed: bool = False,
 ) -> Float[Array, "N S O"]:
     """Return `residual + gate * linear(x, weight, bias)` for each token.
@@ -248,7 +270,7 @@ def gated_linear(
 
     Args:
         x: (N, S, I), or (N, I, S) if `transposed`.
-        weight, bias: as `linear` takes them.
+        weight, bias, scale: as `linear` takes them.
         residual: the tokens that the gated product is added to.
         gate, first: the factors of the product, and the index of the first patch: see the module's docstring.
         transposed: whether channels of `x` come before its tokens, as `attention_transposed` returns them.
@@ -256,12 +278,13 @@ def gated_linear(
     Raises:
         ValueError: see `linear`.
     """
-    bias = _checked_bias("gated_linear", weight, bias)
+    bias = _checked_bias("gated_linear", weight, bias, scale)
     return dispatch(
         gated_linear_on,
         x,
         weight,
         bias,
+        scale,
         residual,
         gate,
         jnp.asarray(first, jnp.int32),
@@ -274,6 +297,7 @@ def gated_linear_on(
     x: Array,
     weight: Array,
     bias: Array,
+    scale: Array | None,
     residual: Array,
     gate: Array,
     first_patch: Array,
@@ -283,22 +307,29 @@ def gated_linear_on(
     """Compute `residual + gate * (x weight^T + bias)`; `x` is (N, S, I), or (N, I, S) if `transposed`."""
 
     def plain(
-        x: Array, weight: Array, bias: Array, residual: Array, gate: Array, first_patch: Array
+        x: Array,
+        weight: Array,
+        bias: Array,
+        scale: Array | None,
+        residual: Array,
+        gate: Array,
+        first_patch: Array,
     ) -> Array:
         # Videos and tokens become one axis, because XLA's CPU backend cannot transpose bfloat16 that has an
         # axis of length 1, such as one video.
         x_SC = (x.swapaxes(1, 2) if transposed else x).reshape(-1, weight.shape[1])
-        return gated_residual(residual, linear(x_SC, weight, bias).reshape(residual.shape), gate, first_patch)
+        y = linear(x_SC, weight, bias, scale=scale).reshape(residual.shape)
+        return gated_residual(residual, y, gate, first_patch)
 
     by_kernel = functools.partial(tpu.product, transposed=transposed)
     form = kernel_or_plain(target, by_kernel, plain, is_supported=tpu.supports_product(x, weight))
-    return form(x, weight, bias, residual, gate, first_patch)
+    return form(x, weight, bias, scale, residual, gate, first_patch)
 
 
-def _checked_bias(name: str, weight: Array, bias: Array | None) -> Array:
-    """Return the bias, or zeros in place of None; raise `ValueError` for the op `name` if it does not fit."""
-    check_channels(name, weight.shape[0], bias=bias)
-    return jnp.zeros(weight.shape[0], weight.dtype) if bias is None else bias
+def _checked_bias(name: str, weight: Array, bias: Array | None, scale: Array | None) -> Array:
+    """Return the bias, or zeros in place of None; raise `ValueError` for the op `name` if one is wrong."""
+    check_channels(name, weight.shape[0], bias=bias, scale=scale)
+    return jnp.zeros(weight.shape[0], jnp.float32) if bias is None else bias
 
 
 def _token_vectors(vectors_N2C: Array, x_NSC: Array, first_patch: Array | int) -> Array:

@@ -8,14 +8,16 @@ import jax
 import jax.numpy as jnp
 
 
-def linear(x, weight, bias=None, *, rounded_parts=False):
+def linear(x, weight, bias=None, *, scale=None, rounded_parts=False):
     """Multiply in float32 and round once, whatever `rounded_parts` is: one device has no parts of a sum."""
-    y = jnp.matmul(x.astype(jnp.float32), weight.astype(jnp.float32).T, precision=jax.lax.Precision.HIGHEST)
+    weight = weight.astype(jnp.float32)
+    weight = weight if scale is None else weight * scale.astype(jnp.float32)[:, None]
+    y = jnp.matmul(x.astype(jnp.float32), weight.T, precision=jax.lax.Precision.HIGHEST)
     return (y if bias is None else y + bias).astype(x.dtype)
 
 
-def split_linear(x, weight, bias=None, *, parts):
-    return jnp.stack(jnp.split(linear(x, weight, bias), parts, axis=1))
+def split_linear(x, weight, bias=None, *, scale=None, parts):
+    return jnp.stack(jnp.split(linear(x, weight, bias, scale=scale), parts, axis=1))
 
 
 def layer_norm(x, weight, bias, eps=1e-5):
@@ -37,18 +39,18 @@ def gated_residual(x, y, gate, first):
     return (x + gate.astype(jnp.float32)[:, kind] * y.astype(jnp.float32)).astype(x.dtype)
 
 
-def linear_gelu(x, weight, bias=None):
-    return gelu(_in_float32(linear, x, weight, bias)).astype(x.dtype)
+def linear_gelu(x, weight, bias=None, *, scale=None):
+    return gelu(_in_float32(linear, x, weight, bias, scale=scale)).astype(x.dtype)
 
 
-def gated_linear(x, weight, bias, residual, gate, first, *, transposed=False):
+def gated_linear(x, weight, bias, residual, gate, first, *, scale=None, transposed=False):
     x = x.swapaxes(1, 2) if transposed else x
-    return gated_residual(residual, _in_float32(linear, x, weight, bias), gate, first)
+    return gated_residual(residual, _in_float32(linear, x, weight, bias, scale=scale), gate, first)
 
 
-def _in_float32(function, *arrays):
+def _in_float32(function, *arrays, **options):
     """Call a function with the arrays as float32, so that its result is not rounded; None stays None."""
-    return function(*(None if array is None else array.astype(jnp.float32) for array in arrays))
+    return function(*(None if array is None else array.astype(jnp.float32) for array in arrays), **options)
 
 
 def silu(x, *, time_axis=None):

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int8
 
 from jax_kernels.common import tiles
 from jax_kernels.common.pointwise import standardized
@@ -95,17 +95,18 @@ def _norm_block(first_patch_ref, x_ref, factor_ref, offset_ref, y_ref, *, eps: f
     pl.loop(0, block, step=ROWS, unroll=min(UNROLLED, block // ROWS))(norm)
 
 
-def supports_product(x: Float[Array, "N S_or_I I_or_S"], weight: Float[Array, "O I"], parts: int = 1) -> bool:
+def supports_product(x: Float[Array, "N S_or_I I_or_S"], weight: Array, parts: int = 1) -> bool:
     """Return whether `product` supports the arrays.
 
-    Both must be bfloat16, and I and O / `parts` multiples of a tile's lanes: `product` returns the outputs in
-    so many equal parts. A block of tokens, and the weights of the outputs that are computed together, must
-    fit into half of VMEM.
+    `x` must be bfloat16, the weight bfloat16 or int8, and I and O / `parts` multiples of a tile's lanes:
+    `product` returns the outputs in so many equal parts. A block of tokens, and the weights of the outputs
+    that are computed together, must fit into half of VMEM.
     """
     outputs, inputs = weight.shape
     return (
         x.size > 0
-        and x.dtype == weight.dtype == jnp.bfloat16
+        and x.dtype == jnp.bfloat16
+        and weight.dtype in (jnp.bfloat16, jnp.int8)
         and outputs % (parts * tiles.LANES) == 0
         and inputs % tiles.LANES == 0
         # 2 bytes for each number, in two buffers: the next step's numbers are fetched meanwhile.
@@ -115,8 +116,9 @@ def supports_product(x: Float[Array, "N S_or_I I_or_S"], weight: Float[Array, "O
 
 def product(
     x: Float[Array, "N S_or_I I_or_S"],
-    weight: Float[Array, "O I"],
+    weight: Float[Array, "O I"] | Int8[Array, "O I"],
     bias: Float[Array, " O"],
+    scale: Float[Array, " O"] | None = None,
     residual: Float[Array, "N S O"] | None = None,
     gate: Float[Array, "N 2 O"] | None = None,
     first_patch: Int[Array, ""] | None = None,
@@ -130,6 +132,7 @@ def product(
     Args:
         x: tokens (N, S, I), or (N, I, S) if `transposed`.
         weight, bias: the product's.
+        scale: factors of the sums before the bias, or None for 1.
         residual, gate, first_patch: for the gated sum `residual + gate * product`, and the index of the first
             patch. All three are given, or none.
         gelu: whether GELU is applied; not with a gate.
@@ -140,6 +143,7 @@ def product(
         (N * parts, S, O / parts): the parts of the first video, then those of the second, and so on.
     """
     gated_operands = [] if residual is None or gate is None else [residual, gate.astype(jnp.float32)]
+    scales = [] if scale is None else [scale.astype(jnp.float32)[None]]
     videos = x.shape[0]
     outputs = weight.shape[0] // parts  # of a part
     inputs, tokens = x.shape[1:] if transposed else (x.shape[2], x.shape[1])
@@ -165,7 +169,7 @@ def product(
         lambda j, n, i, _: (n * parts + jax.lax.div(j, blocks), i, jax.lax.rem(j, blocks)),
     )
     weight_spec = pl.BlockSpec((block_outputs, inputs), lambda j, n, i, _: (j, 0))
-    bias_spec = pl.BlockSpec((1, block_outputs), lambda j, n, i, _: (0, j))
+    bias_spec = pl.BlockSpec((1, block_outputs), lambda j, n, i, _: (0, j))  # that of the scale too
     gate_spec = pl.BlockSpec((None, 2, block_outputs), lambda j, n, i, _: (n, 0, j))
     # Without a gate the kernel does not read the index of the first patch.
     first_index = jnp.int32(0) if first_patch is None else first_patch
@@ -178,6 +182,7 @@ def product(
             units_a_body=tiles.largest_divisor(
                 block_outputs // unit, max(1, MOST_PRODUCTS // inputs // unit)
             ),
+            scaled=scale is not None,
             gelu=gelu,
             transposed=transposed,
         ),
@@ -185,7 +190,11 @@ def product(
             num_scalar_prefetch=1,
             grid=(parts * blocks, videos, pl.cdiv(tokens, block_tokens)),
             # The residual is cut into blocks as the result is.
-            in_specs=[x_spec, weight_spec, bias_spec, *([y_spec, gate_spec] if gated_operands else [])],
+            in_specs=[
+                *(x_spec, weight_spec, bias_spec),
+                *([bias_spec] if scales else []),
+                *([y_spec, gate_spec] if gated_operands else []),
+            ],
             out_specs=y_spec,
         ),
         out_shape=jax.ShapeDtypeStruct((videos * parts, tokens, outputs), x.dtype),
@@ -193,7 +202,7 @@ def product(
             dimension_semantics=("parallel",) * 3, vmem_limit_bytes=tiles.vmem_limit()
         ),
         name="gated_linear" if gated_operands else "linear_gelu" if gelu else "linear",
-    )(first_index.reshape(1), x, weight, bias.astype(jnp.float32)[None], *gated_operands)
+    )(first_index.reshape(1), x, weight, bias.astype(jnp.float32)[None], *scales, *gated_operands)
 
 
 def _product_block(
@@ -204,30 +213,33 @@ def _product_block(
     *other_refs,
     unit_outputs: int,
     units_a_body: int,
+    scaled: bool,
     gelu: bool,
     transposed: bool,
 ) -> None:
     """Compute a block of tokens and outputs, in units of `unit_outputs` outputs.
 
     `x_ref` is (tokens, I), or (I, tokens) if `transposed`; `weight_ref` is (outputs, I), `bias_ref` (1,
-    outputs). `other_refs` are the residual (tokens, outputs) and the gate (2, outputs), if there is a gated
-    sum, then the result (tokens, outputs). The body of a loop computes `units_a_body` units. It multiplies a
-    unit before it applies the epilogue to the unit before that, so that the TPU's matrix unit and its vector
-    unit work at the same time.
+    outputs). `other_refs` are the scale (1, outputs), if the product is `scaled`, the residual (tokens,
+    outputs) and the gate (2, outputs), if there is a gated sum, then the result (tokens, outputs). The body
+    of a loop computes `units_a_body` units. It multiplies a unit before it applies the epilogue to the unit
+    before that, so that the TPU's matrix unit and its vector unit work at the same time.
     """
-    *gated_refs, y_ref = other_refs
+    *gated_refs, y_ref = other_refs[scaled:]
 
     def multiply(outputs: Any) -> Array:
         # The products (tokens, outputs) for this slice of the block's outputs.
         return jax.lax.dot_general(
             x_ref[...],
-            weight_ref[outputs, :],
+            weight_ref[outputs, :].astype(x_ref.dtype),
             (((0 if transposed else 1,), (1,)), ((), ())),
             preferred_element_type=jnp.float32,
         )
 
     def finish(outputs: Any, y: Array) -> None:
         """Apply the epilogue to the products `y` of a slice of outputs, and write the result."""
+        if scaled:
+            y = y * other_refs[0][:, outputs]
         y = y + bias_ref[:, outputs]
         if gelu:
             y = _gelu(y)

@@ -245,3 +245,18 @@ def test_load_pipeline_offloads_if_asked_or_if_weights_do_not_fit(
     words = "0.00 GiB of weights for 0.00 GiB of a device: they wait on the host between uses"
     warned = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert [record.getMessage().startswith(words) for record in warned] == [True, True]
+
+
+def test_weights_in_eight_bits_wait_on_the_host_with_their_scales(tmp_path):
+    build().save_pretrained(tmp_path)
+    want = frames(port(build(), weights="int8"))
+    loaded = load_pipeline(tmp_path, dtype=torch.float32, weights="int8", offload=True)
+    moved = port(build(), weights="int8")
+    moved.enable_model_cpu_offload()
+    for pipe in (loaded, moved):
+        dtypes = {array.dtype.name for array in arrays(pipe, "transformer")}
+        assert "int8" in dtypes
+        assert any(name.endswith("weight_scale") for name, _ in pipe.transformer.named_buffers())
+        assert on_devices(pipe) == set()
+        assert torch.equal(frames(pipe), want)
+        assert on_devices(pipe) == set()

@@ -1,5 +1,6 @@
 """GELU far from zero, and the kernels of the transformer's layers, which Mosaic compiles."""
 
+import contextlib
 import functools
 
 import jax
@@ -8,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from jax_kernels import adaptive_layer_norm, gated_linear, gelu, linear_gelu
+from jax_kernels import adaptive_layer_norm, gated_linear, gelu, linear, linear_gelu, split_linear
 from tests.jax_kernels.devices import compiled_for, struct
-from tests.reference import largest_error
+from tests.reference import interpreted_kernels, largest_error
 
 
 def test_gelu_and_its_gradient_are_torchs_by_tanh_far_from_zero_too():
@@ -60,3 +61,33 @@ def test_its_kernel_compiles_and_copies_no_activation(name, topology):
     found = compiled_for(topology, op, *structs)
     assert name.partition(" ")[0] in found.as_text()
     assert found.memory_analysis().temp_size_in_bytes < 2**21  # a fifth of one
+
+
+SCALED = {
+    "linear": (linear, (), {}),
+    "linear, parts rounded": (linear, (), {"rounded_parts": True}),
+    "split_linear": (split_linear, (), {"parts": 2}),
+    "linear_gelu": (linear_gelu, (), {}),
+    "gated_linear": (gated_linear, ((1, 40, 256), (1, 2, 256)), {}),
+    "gated_linear, transposed": (gated_linear, ((1, 40, 256), (1, 2, 256)), {"transposed": True}),
+}
+"""An op, the shapes of what it takes after the bias, and its options."""
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", SCALED)
+def test_a_weight_in_eight_bits_is_its_product_with_the_scale(name, dtype):
+    op, shapes, options = SCALED[name]
+    draw = np.random.default_rng(0)
+    x, bias, *rest = (jnp.asarray(draw.normal(size=size), dtype) for size in ((1, 40, 128), 256, *shapes))
+    x = x[0] if op is split_linear else x.swapaxes(1, 2) if options.get("transposed") else x
+    rest = (*rest, 7) if rest else ()
+    weight = jnp.asarray(draw.integers(-127, 128, (256, 128)), jnp.int8)
+    scale = jnp.asarray(draw.uniform(0.01, 0.02, 256), jnp.float32)
+    exact_x, exact_bias, *exact_rest = (jnp.asarray(array, jnp.float32) for array in (x, bias, *rest[:-1]))
+    dense = weight.astype(jnp.float32) * scale[:, None]
+    want = op(exact_x, dense, exact_bias, *exact_rest, *rest[-1:], **options)
+    with interpreted_kernels() if dtype == jnp.bfloat16 else contextlib.nullcontext():
+        got = op(x, weight, bias, *rest, scale=scale, **options)
+    assert got.dtype == dtype
+    assert largest_error(got, want) < {"float32": 1e-5, "float16": 2e-3}.get(got.dtype.name, 1e-2)
