@@ -46,7 +46,9 @@ def strays(pipe):
     return [
         array.shape
         for array in jax.live_arrays()
-        if array.shape in shapes and id(array) not in OTHERS and not any(array is weight for weight in weights)
+        if array.shape in shapes
+        and id(array) not in OTHERS
+        and not any(array is weight for weight in weights)
     ]
 
 

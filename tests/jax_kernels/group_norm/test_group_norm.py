@@ -88,7 +88,7 @@ def test_mosaic_compiles_them_and_the_estimate_counts_their_bytes(topology, leng
     compiled = compiled_for(topology, column_moments, x)
     plan = programs.read_times(Work("later", length, None, None), compiled, chip, 0.0, {})
     (kernel,) = plan.kernel_times.values()
-    moved = kernel.bytes_seconds * programs.REACHED * chip.bandwidth
+    moved = kernel.bytes_seconds * chips.REACHED * chip.bandwidth
     assert moved == pytest.approx(sublanes * (pixels + 2 * columns))
 
 
