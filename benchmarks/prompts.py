@@ -17,6 +17,7 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 import diffusers
 import numpy as np
 import torch
+from diffusers.pipelines.cogvideo.pipeline_cogvideox import CogVideoXPipeline
 from PIL import Image, ImageDraw
 
 from benchmarks.pages import ROOT, keep, kept
@@ -63,7 +64,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 @functools.cache
 def pipeline(dtype: str = "float32", mesh: tuple[int, int] | None = None, ported: bool = True) -> Any:
     """Return the bundled pipeline, ported to JAX or not."""
-    pipe = diffusers.CogVideoXPipeline.from_pretrained(TINY_PIPELINE, dtype=getattr(torch, dtype))
+    pipe = CogVideoXPipeline.from_pretrained(TINY_PIPELINE, dtype=getattr(torch, dtype))
     pipe.set_progress_bar_config(disable=True)
     return port(pipe, mesh=make_mesh(*mesh) if mesh else None) if ported else pipe
 
@@ -145,7 +146,7 @@ def main() -> None:
                 for scene, clip in zip(found[each][:4], made[each][:4], strict=True)
             ]
             with whole_file(PICTURE) as temporary:
-                picture(*zip(*shown, strict=True)).save(temporary, "PNG")
+                picture(*map(list, zip(*shown, strict=True))).save(temporary, "PNG")
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ def _from_prompt(args: argparse.Namespace, output: Path) -> tuple[dict[str, Any]
     with extras.needing("text", "a prompt's video needs transformers and accelerate"):
         import accelerate  # noqa: F401
         from transformers import T5EncoderModel  # noqa: F401
-    from diffusers import CogVideoXPipeline
+    from diffusers.pipelines.cogvideo.pipeline_cogvideox import CogVideoXPipeline
 
     from cogvideox_torchax.pipelines.port import port_pipeline
 

@@ -86,7 +86,8 @@ class Block(CogVideoXBlock):
     @property
     def unsupported(self) -> str | None:
         """What no kernel computes: other layers than dropouts around the last projections."""
-        to_out, net = self.attn1.to_out, self.ff.net
+        to_out: Any = self.attn1.to_out
+        net: Any = self.ff.net
         around = (*to_out[1:], net[1], *net[3:])
         if len(to_out) == 2 and len(net) in (3, 4) and all(type(each) is nn.Dropout for each in around):
             return None

@@ -242,7 +242,8 @@ def share_views(torchax: Any) -> None:
             if name.startswith("_foreach_"):  # torch computes it by one operation for each tensor
                 with self._dispatch_mode:
                     return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **options)
-        if func in DRAWS and on_jax(options.get("out")):  # `torch.randn(3, out=x)` names no device
+        out: Any = options.get("out")
+        if func in DRAWS and on_jax(out):  # `torch.randn(3, out=x)` names no device
             options = kwargs = {"device": "jax"} | options
         if not isinstance(source, (tensor_class, slice_class)):
             result = dispatch(self, func, types, args, kwargs)
