@@ -66,9 +66,10 @@ def _addition(module: nn.Module) -> str | None:
 
 def _sets_method(module: nn.Module, name: str) -> bool:
     """Return whether an attribute of a module hides a method of its class, and is not that method."""
-    own = getattr(vars(module).get(name), "__func__", vars(module).get(name))
-    is_method = callable(own) and callable(getattr(type(module), name, None))
-    return is_method and not any(vars(base).get(name) is own for base in type(module).__mro__)
+    if name not in vars(module) or not callable(getattr(type(module), name, None)):
+        return False
+    own = getattr(vars(module)[name], "__func__", vars(module)[name])
+    return own is None or not any(vars(base).get(name) is own for base in type(module).__mro__)
 
 
 def _difference(module: nn.Module) -> str | None:

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from benchmarks.estimate import chips, programs
-from cogvideox_torchax.plan.programs import Work
+from cogvideox_torchax.plan import hlo
 from jax_kernels import group_norm
 from jax_kernels.common.columns import WHOLE
 from jax_kernels.common.dispatch import Target
@@ -81,15 +80,9 @@ def test_an_images_sums_keep_their_digits_far_from_zero(videos, height, width, r
 @pytest.mark.parametrize("length", [8, 9])
 @pytest.mark.parametrize("topology", ["v5e:1x1", "v6e:1x1"])
 @pytest.mark.slow_cases(but=["v6e:1x1-*-bfloat16"])
-def test_mosaic_compiles_them_and_the_estimate_counts_their_bytes(topology, length, dtype):
-    x, chip = struct(1, length, 64, 45, 256, dtype=dtype), chips.CHIPS[topology[:3]]
-    sublanes = 8 if length == 8 else 16  # a tile holds eight
-    pixels, columns = 64 * 45 * 256 * x.dtype.itemsize, 45 * 256 * 4
-    compiled = compiled_for(topology, column_moments, x)
-    plan = programs.read_times(Work("later", length, None, None), compiled, chip, 0.0, {})
-    (kernel,) = plan.kernel_times.values()
-    moved = kernel.bytes_seconds * chips.REACHED * chip.bandwidth
-    assert moved == pytest.approx(sublanes * (pixels + 2 * columns))
+def test_mosaic_compiles_them(topology, length, dtype):
+    text = compiled_for(topology, column_moments, struct(1, length, 64, 45, 256, dtype=dtype)).as_text()
+    assert sum(instruction.is_kernel for instruction in hlo.instructions(text)) == 1
 
 
 @pytest.mark.parametrize(("topology", "width"), [("v6e:1x1", 90), ("v5e:1x1", 22)])
