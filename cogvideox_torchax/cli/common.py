@@ -38,7 +38,7 @@ TINY_PIPELINE = Path(__file__).parent.parent / "assets" / "tiny-pipeline"
 DEMO_MODEL = TINY_PIPELINE / "vae"
 TINY_PROMPT = "a red circle moves to the left on a blue background"
 TINY_SAMPLING = {"num_inference_steps": 20, "guidance_scale": 1.5}
-"""How the bundled pipeline samples best; more guidance makes spots."""
+"""How the bundled pipeline samples unless options say otherwise; much more guidance makes spots."""
 TINY_WORDS = frozenset(
     ["circle", "square", "triangle", "red", "orange", "yellow", "green", "blue", "gray", "white", "black"]
 )

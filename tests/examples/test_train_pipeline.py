@@ -36,8 +36,7 @@ def train(monkeypatch):
 def test_a_training_that_goes_on_ends_as_one_without_a_break(train):
     train("halted", 3)
     straight, halted = train("straight", 5), train("halted", 5)
-    losses = [[entry["loss"] for entry in log] for log in (straight, halted)]
-    assert losses[1] == pytest.approx(losses[0], abs=5e-5)  # without the optimizers' state 1e-3 off
+    assert [entry["loss"] for entry in straight] == [entry["loss"] for entry in halted]
     assert straight[3].keys() >= {"seen", "unseen scene", "unseen pair"}
     weights = "straight/pipeline/transformer/diffusion_pytorch_model.safetensors"
     assert {weight.dtype for weight in load_file(weights).values()} == {torch.bfloat16}
