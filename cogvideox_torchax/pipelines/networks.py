@@ -305,7 +305,9 @@ class KnownNetwork(CompiledNetwork):
         return change is None
 
     def described_program(self, tensors: "TensorSpecs") -> tuple[runtime.Program, "TensorSpecs"]:
-        return self.program, tensors
+        program = self.program
+        # A network that is not stock has the program of any other class.
+        return super().described_program(tensors) if program is None else (program, tensors)
 
     def run_program(self, network: nn.Module, tensors: dict[str, Any]) -> torch.Tensor | None:
         """Run the program of `network`, which has no cache, on tensors by name; None if there is none."""

@@ -293,8 +293,8 @@ def run_method(
         return method(model, *args, **kwargs)
     place = place or Place()
     leaves, structure = pytree.tree_flatten((args, kwargs))
-    # NumPy's float64, a subclass of Python's float, becomes a float: only a leaf whose type is exactly int or
-    # float is recognized as a number that may be an argument of the program.
+    # NumPy's float64, a subclass of Python's float, becomes a float: only a leaf whose type is exactly float
+    # is recognized as a number that may be an argument of the program.
     leaves: list[Any] = [float(leaf) if type(leaf) is np.float64 else leaf for leaf in leaves]
     unknown_types = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (torch.Tensor, *VALUES))]
     with active():
@@ -349,7 +349,7 @@ def method_program(
 def _run_compiled(model: nn.Module, method: Method, leaves: list[Any], structure: Any, place: Place) -> Any:
     """Run a method as a program, or raise `UntraceableError` if no program can run it."""
     # `leaves` are those of the call's arguments, with a JAX array in the place of each tensor. So a leaf that
-    # is none of `VALUES` is an array. `arrays` has positions, `numbers` has numbers by position.
+    # is none of `VALUES` is an array. `arrays` and `floats` have positions.
     arrays = {position for position, leaf in enumerate(leaves) if not isinstance(leaf, VALUES)}
     floats = {position for position, leaf in enumerate(leaves) if type(leaf) is float}
     reads_floats = _READS_FLOATS.setdefault(model, set())
@@ -371,7 +371,7 @@ def _run_compiled(model: nn.Module, method: Method, leaves: list[Any], structure
 TRACING_ERRORS = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
 )
-"""Errors that a method may raise because it gets a tensor in the place of a float."""
+"""Errors that a method may raise because it gets a `TracedFloat` in the place of a float."""
 
 
 def _run_form(model: nn.Module, form: _Form, leaves: list[Any], place: Place) -> _Result:

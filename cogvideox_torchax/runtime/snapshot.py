@@ -33,8 +33,7 @@ class Snapshot:
 
     The values of weights are excluded, as weights are arguments of a program. The methods of classes are
     included, as somebody may replace one, and so are the global variables that a user's functions read. A
-    snapshot keeps attributes, hooks, and the objects they refer to
-    alive, but neither modules nor weights.
+    snapshot keeps attributes, hooks, and the objects they refer to alive, but neither modules nor weights.
     """
 
     def __init__(self, root: nn.Module):

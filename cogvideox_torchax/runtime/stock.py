@@ -4,7 +4,8 @@ A kernel computes a module together with the modules inside of it, whose weights
 them. So it may stand in for them only if each is *stock*: of the class that its library ships (or this
 package's class for it), with that class's own methods, and without hooks. Otherwise the forward that
 diffusers ships runs instead, and calls the modules inside, each of which is asked the same question. PEFT's
-LoRA layers are modules of a library too, and where a kernel reads no weight of them they are stock.
+LoRA layers are modules of a library too. They are stock where no kernel stands in for them: in a transformer
+and a text encoder, but not on a convolution of the VAE.
 
 A ported class may declare two attributes, which `change_in` reads:
 

@@ -11,8 +11,7 @@ columns. Kernels get the number of columns that belong to the frame (`jax_kernel
 the padding is cut off a user's results. Without this XLA would pad each width separately, 180 columns to 8 x
 23 and 360 to 8 x 45, and move columns between devices each time.
 
-The letters of axes are N (videos), C (channels), T (frames), H
-(rows) and W (columns).
+The letters of axes are N (videos), C (channels), T (frames), H (rows) and W (columns).
 """
 
 import contextlib

@@ -425,10 +425,24 @@ def test_a_lora_is_no_change():
     runtime.without_torchax(with_lora("to_q", "to_v"), stock_model)
     assert change_in(model) is None
     assert largest_error(step(model), step(stock_model)) < 1e-5
-    tensors = step_tensors(model, batch=2, frames=4, height=4, width=8, text=7)
-    text = model.program.lower(*model.program.structs(tensors)).as_text()
+    text = planned(model)
     for kernel in ("qk_norm_rope", "adaptive_layer_norm", "gated_linear", "linear_gelu"):
         assert kernel in text, kernel
+
+
+def planned(model):
+    """Return the lowered text of a step that is only described, as `plan` describes it."""
+    tensors = step_tensors(model, batch=2, frames=4, height=4, width=8, text=7)
+    program, specs = model.described_program(tensors)
+    return program.lower(*program.structs(specs)).as_text()
+
+
+def test_a_changed_network_is_planned_as_it_is():
+    model = ported()
+    hooked(f"{BLOCK}.ff")(model)
+    text = planned(model)
+    assert "gated_linear" not in text
+    assert "dot_general" in text
 
 
 @pytest.fixture(scope="module")
