@@ -43,6 +43,8 @@ ONE_EACH = ("av1", "h264", "hevc", "vp9")
 
 # FFmpeg's names of the formats of pictures. A file in one of them is one frame, whatever follows in it.
 PICTURE = re.compile(r"image2|\w+_pipe")
+# Suffixes of a JPEG, and the number of first bytes among which its headers are.
+JPEG, HEAD = (".jfif", ".jpe", ".jpeg", ".jpg"), 1 << 17
 # FFmpeg's names of formats that announce how long a video is, and not how many frames it has.
 DURATION_IN_HEADER = ("flv", "matroska,webm", "mxf")
 # By its number in ITU-T H.273: the transfer function of a video of high dynamic range.
@@ -210,7 +212,7 @@ def _shown(source: Source) -> Iterator[Any]:
         frame, path = None, _name_for_messages(source)
         is_picture = PICTURE.fullmatch(container.format.name) or (
             # FFmpeg takes a JPEG for M-JPEG if another one follows, such as a phone's second view.
-            container.format.name == "mjpeg" and path.suffix.lower() not in (".mjpeg", ".mjpg")
+            container.format.name == "mjpeg" and (path.suffix.lower() in JPEG or _has_views(source))
         )
         for packet in container.demux(stream):
             try:
@@ -221,6 +223,14 @@ def _shown(source: Source) -> Iterator[Any]:
             except _av().error.InvalidDataError:
                 if frame:
                     raise
+
+
+def _has_views(source: Source) -> bool:
+    """Return whether a JPEG says that more pictures follow, by the MP format of CIPA DC-007."""
+    if isinstance(source, bytes):
+        return b"MPF\0" in source[:HEAD]
+    with open(source, "rb") as file:
+        return b"MPF\0" in file.read(HEAD)
 
 
 def _is_ascending(ticks: Sequence[int | None]) -> bool:
@@ -467,7 +477,7 @@ def read_frames(source: Source, size: Framing, frames: int | Sequence[int]) -> I
     indices = range(frames) if isinstance(frames, int) else frames
     path = _name_for_messages(source)
     count = 0  # of frames that were decoded
-    first_size = None  # (height, width) of the first frame
+    first_size, is_damaged = None, False  # the first frame's (height, width)
     wanted = collections.Counter(indices)  # by index, how often the frame is yielded
     num_to_decode = max(wanted, default=-1) + 1  # all frames up to the last one that is wanted
     for count, frame in enumerate(itertools.islice(_shown(source), num_to_decode), 1):
@@ -478,6 +488,11 @@ def read_frames(source: Source, size: Framing, frames: int | Sequence[int]) -> I
                 f"pixels to {frame.height} x {frame.width}: cut it there, or take fewer frames"
             )
         index = count - 1
+        if frame.is_corrupt and not is_damaged:
+            is_damaged = True
+            logger.warning(
+                "%s is damaged: frame %d, and maybe others, are what FFmpeg made of it", path, index
+            )
         if index in wanted:
             pixels = torch.from_numpy(_framed_pixels(frame, size)).permute(2, 0, 1)[None].contiguous()
             yield from itertools.repeat(pixels, wanted[index])

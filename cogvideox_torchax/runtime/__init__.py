@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from cogvideox_torchax.runtime.bridge import (
         array_of,
         as_array,
-        device_and_dtype,
-        is_jax_device,
         is_on_jax,
         on_accelerator,
         tensor_of,
@@ -31,7 +29,13 @@ if TYPE_CHECKING:
         wants_gradient,
         without_gradient,
     )
-    from cogvideox_torchax.runtime.host import host_array, on_jax, plain_tensor
+    from cogvideox_torchax.runtime.host import (
+        device_and_dtype,
+        host_array,
+        is_jax_device,
+        on_jax,
+        plain_tensor,
+    )
     from cogvideox_torchax.runtime.layers import profiling
     from cogvideox_torchax.runtime.memory import (
         free_memory,
@@ -136,10 +140,8 @@ _MODULES = {
         "take",
     ),
     "bridge": (
-        "device_and_dtype",
         "array_of",
         "as_array",
-        "is_jax_device",
         "is_on_jax",
         "on_accelerator",
         "tensor_of",
@@ -171,7 +173,9 @@ _MODULES = {
         "without_gradient",
     ),
     "host": (
+        "device_and_dtype",
         "host_array",
+        "is_jax_device",
         "on_jax",
         "plain_tensor",
     ),

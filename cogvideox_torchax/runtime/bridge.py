@@ -10,13 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from cogvideox_torchax import upstream
 from cogvideox_torchax.runtime.environment import import_torchax
-from cogvideox_torchax.runtime.host import host_array, on_jax, plain_tensor
+from cogvideox_torchax.runtime.host import TPU, host_array, on_jax, plain_tensor
 from cogvideox_torchax.runtime.user_checks import without_jax_checks
-
-TPU = "tpu"
-"""The name of TorchTPU's device, and of its compiler for `torch.compile`."""
 
 
 def on_tpu(tensor: torch.Tensor) -> bool:
@@ -33,29 +29,6 @@ def is_on_jax(module: torch.nn.Module) -> bool:
     """Return whether a module's first weight or buffer, and so all of them, is on JAX."""
     first = next(itertools.chain(module.parameters(), module.buffers()), None)
     return first is not None and on_jax(first)
-
-
-def is_jax_device(device: Any) -> bool:
-    """Return whether `device`, a name or a torch device, is "jax" or one of its devices, such as "jax:0"."""
-    return str(device).partition(":")[0] == "jax"
-
-
-def device_and_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, torch.dtype | None]:
-    """Return the device and the dtype that `.to(*args, **kwargs)` requests, each None if absent."""
-    device, dtype = kwargs.get("device"), kwargs.get("dtype")
-    for value in args:
-        if isinstance(value, torch.dtype):
-            dtype = value
-        elif isinstance(value, torch.Tensor):
-            device, dtype = value.device, value.dtype
-        elif isinstance(value, str | torch.device):
-            device = value
-    if str(device).partition(":")[0] == TPU and upstream.added_device() != TPU:
-        raise ValueError(
-            f'got device "{device}", which PyTorch has only where TorchTPU is imported: for a TPU through '
-            'torchax, move it .to("jax")'
-        )
-    return device, dtype
 
 
 def array_of(tensor: torch.Tensor) -> Any:

@@ -1,9 +1,15 @@
-"""Plain tensors, which are PyTorch's own: told from those on JAX, and shared with NumPy."""
+"""Plain tensors, which are PyTorch's own: told from those on JAX, moved, and shared with NumPy."""
 
 import functools
+from typing import Any
 
 import numpy as np
 import torch
+
+from cogvideox_torchax import upstream
+
+TPU = "tpu"
+"""The name of TorchTPU's device, and of its compiler for `torch.compile`."""
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """The types of plain tensors; a tensor on JAX has a type of torchax."""
@@ -19,6 +25,29 @@ def on_jax(tensor: torch.Tensor) -> bool:
 @functools.cache
 def _is_of_torchax(kind: type) -> bool:
     return any(base.__module__.partition(".")[0] == "torchax" for base in kind.__mro__)
+
+
+def is_jax_device(device: Any) -> bool:
+    """Return whether `device`, a name or a torch device, is "jax" or one of its devices, such as "jax:0"."""
+    return str(device).partition(":")[0] == "jax"
+
+
+def device_and_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, torch.dtype | None]:
+    """Return the device and the dtype that `.to(*args, **kwargs)` requests, each None if absent."""
+    device, dtype = kwargs.get("device"), kwargs.get("dtype")
+    for value in args:
+        if isinstance(value, torch.dtype):
+            dtype = value
+        elif isinstance(value, torch.Tensor):
+            device, dtype = value.device, value.dtype
+        elif isinstance(value, str | torch.device):
+            device = value
+    if str(device).partition(":")[0] == TPU and upstream.added_device() != TPU:
+        raise ValueError(
+            f'got device "{device}", which PyTorch has only where TorchTPU is imported: for a TPU through '
+            'torchax, move it .to("jax")'
+        )
+    return device, dtype
 
 
 def plain_tensor(host: np.ndarray) -> torch.Tensor:

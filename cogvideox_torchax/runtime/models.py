@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from cogvideox_torchax import upstream
-from cogvideox_torchax.runtime.bridge import device_and_dtype, is_jax_device, is_on_jax, to_torch
+from cogvideox_torchax.runtime.bridge import is_on_jax, to_torch
 from cogvideox_torchax.runtime.environment import active, without_torchax
+from cogvideox_torchax.runtime.host import device_and_dtype, is_jax_device
 from cogvideox_torchax.runtime.weights import on_default_device, put_weights, replace_weights
 
 

@@ -20,7 +20,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
-from cogvideox_torchax.runtime.host import PLAIN, on_jax
+from cogvideox_torchax.runtime.host import PLAIN, device_and_dtype, is_jax_device, on_jax
 from cogvideox_torchax.runtime.user_checks import without_jax_checks
 from cogvideox_torchax.upstream import is_traced
 
@@ -105,6 +105,18 @@ def _is_contiguous(tensor: torch.Tensor) -> bool:
     return not is_laid_out or layout_of(tensor).is_contiguous()
 
 
+def _ordered(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the option by which a caller orders a new tensor's memory otherwise than its source's is."""
+    is_other = options.get("memory_format") not in (None, torch.preserve_format)
+    return {"memory_format": options["memory_format"]} if is_other else {}
+
+
+def _asks_for_a_copy(args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    """Return whether the caller of `to` asks for a copy: by name, or by the second of two booleans."""
+    switches = [value for value in args if isinstance(value, bool)]  # `non_blocking`, `copy`
+    return options.get("copy", len(switches) > 1 and switches[1])
+
+
 def _makes_host_tensor(operator: Any, args: Any, options: dict[str, Any]) -> bool:
     """Return whether an operator makes a tensor of the host from no tensor on JAX.
 
@@ -118,10 +130,12 @@ def _tensors_in(args: Any, options: dict[str, Any]) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves((args, options)) if isinstance(leaf, torch.Tensor)]
 
 
-def set_strides(result: Any, like: torch.Tensor) -> None:
-    """Give a new tensor on JAX the strides that it has in PyTorch, those of `like`."""
+def set_strides(result: Any, like: Any, **order: torch.memory_format) -> None:
+    """Give a new tensor on JAX the strides that it has in PyTorch: of `like` or a `memory_format`."""
     with no_dispatch(), torch._C.DisableTorchFunction():
-        if not like.is_contiguous() and STORAGE not in vars(result) and result.shape == like.shape:
+        like = torch.empty(result.shape, device="meta", **order) if order else like  # pyright: ignore
+        is_new = bool(order) or STORAGE not in vars(result)
+        if not like.is_contiguous() and is_new and result.shape == like.shape:
             layout = torch.empty_strided(like.shape, like.stride(), dtype=result.dtype, device="meta")
             _Storage(layout).add(result, layout)
 
@@ -213,12 +227,12 @@ def share_views(torchax: Any) -> None:
         with no_dispatch(), torch._C.DisableTorchFunction():
             sources: list[Any] = _tensors_in(args, options)
             # A program draws no random numbers, so that the order of its tensors' memory does not matter.
-            if all(map(_is_contiguous, sources)) or any(
+            if (all(map(_is_contiguous, sources)) and not _ordered(options)) or any(
                 is_traced(source.jax()) for source in sources if on_jax(source)
             ):
                 return
             if func is torch.Tensor.to:
-                func, args, options = torch.empty_like, args[:1], {}
+                func, args, options = torch.empty_like, args[:1], _ordered(options)
             args, options = pytree.tree_map_only(torch.Tensor, layout_of, (args, options))
             try:
                 layouts = func(*args, **options)
@@ -245,16 +259,22 @@ def share_views(torchax: Any) -> None:
         out: Any = options.get("out")
         if func in DRAWS and on_jax(out):  # `torch.randn(3, out=x)` names no device
             options = kwargs = {"device": "jax"} | options
+        from_host = func is torch.Tensor.to and type(source) in PLAIN
+        if from_host and not is_jax_device(device_and_dtype(args[1:], options)[0]):
+            with no_dispatch(), torch._C.DisableTorchFunction():
+                return func(*args, **options)
+        order = _ordered(options)  # torchax takes options out as it reads them
         if not isinstance(source, (tensor_class, slice_class)):
             result = dispatch(self, func, types, args, kwargs)
-            if func is torch.Tensor.to and type(source) in PLAIN and isinstance(result, tensor_class):
-                set_strides(result, source)
+            if isinstance(result, tensor_class) and (order or from_host):
+                set_strides(result, source, **order)
             return result
-        if func is torch.Tensor.contiguous and STORAGE in vars(source):
+        if func is torch.Tensor.contiguous and (STORAGE in vars(source) or options or args[1:]):
             # torchax takes every tensor for contiguous, and would return a view where torch copies. Only a
             # tensor with a storage may be a view, and so not contiguous.
-            is_contiguous = vars(source)[LAYOUT].is_contiguous()
-            return source if is_contiguous else tensor_class(source.jax(), self)
+            wanted: Any = (*args[1:], *options.values(), torch.contiguous_format)[0]
+            is_contiguous = layout_of(source).is_contiguous(memory_format=wanted)
+            return source if is_contiguous else source.clone(memory_format=wanted)
         try:
             result = dispatch(self, func, types, args, kwargs)
         except torchax.tensor.OperatorNotFound:
@@ -263,6 +283,8 @@ def share_views(torchax: Any) -> None:
                 raise
             with self._dispatch_mode:
                 return source.copy_(getattr(torch.ops.aten, name.removesuffix("_"))(*args, **options))
+        if func is torch.Tensor.to and result is source and (order or _asks_for_a_copy(args, options)):
+            return source.clone(**order)
         # torch marks its operators that return views, but for `tensor_split`.
         if getattr(func, "is_view", False) or func is torch.tensor_split:
             share(source, result, lambda layout: func(layout, *args[1:], **options))

@@ -526,15 +526,41 @@ def test_a_picture_that_another_one_follows_is_one_frame(tmp_path, suffix):
     picture = Image.fromarray(moving_frames(1)[0, :, 0].permute(1, 2, 0).numpy())
     picture.save(path)
     path.write_bytes(2 * path.read_bytes())
-    assert [video.probe(source).num_frames for source in (path, path.read_bytes())] == [1, 1]
+    assert video.probe(path).num_frames == 1
+    if suffix == "jpg":
+        picture.save(path, "MPO", save_all=True, append_images=[picture])  # as phones write a second view
+        assert [video.probe(source).num_frames for source in (path, path.read_bytes())] == [1, 1]
 
 
-@pytest.mark.parametrize(("transfer", "name"), [(16, "PQ"), (18, "HLG"), (1, None)])
+def test_pictures_in_a_row_are_a_video_if_nothing_says_otherwise(tmp_path):
+    path = tmp_path / "camera.stream"
+    for frame in moving_frames(3)[0].permute(1, 2, 3, 0).numpy():
+        with path.open("ab") as file:
+            Image.fromarray(frame).save(file, "JPEG")
+    assert [video.probe(source).num_frames for source in (path, path.read_bytes())] == [3, 3]
+
+
+@pytest.mark.parametrize("suffix", ["mkv", "ts"])
+def test_a_damaged_video_is_named(tmp_path, caplog, suffix):
+    path = tmp_path / f"a.{suffix}"
+    with av.open(str(path), "w") as container:
+        noise = torch.randint(256, (1, 3, 30, 96, 160), generator=torch.Generator().manual_seed(0))
+        encode(container, noise.to(torch.uint8), g="10")
+    read_all(path)
+    assert "damaged" not in caplog.text
+    stored = path.read_bytes()
+    middle = len(stored) // 2
+    path.write_bytes(stored[:middle] + bytes(len(stored) // 10) + stored[middle + len(stored) // 10 :])
+    read_all(path)
+    assert caplog.text.count(f"{path} is damaged: frame ") == 1
+
+
+@pytest.mark.parametrize(
+    ("transfer", "name"), [("smpte2084", "PQ"), ("arib-std-b67", "HLG"), ("bt709", None)]
+)
 def test_a_video_of_high_dynamic_range_is_named(tmp_path, caplog, transfer, name):
     with av.open(str(tmp_path / "a.mkv"), "w") as container:
-        encode(
-            container, moving_frames(), "libx265", **{"x265-params": f"transfer={transfer}:log-level=none"}
-        )
+        encode(container, moving_frames(), **{"x264-params": f"transfer={transfer}"})
     video.probe(tmp_path / "a.mkv")
     assert [f"is HDR video ({name})" in each.message for each in caplog.records] == [True] * bool(name)
 

@@ -156,6 +156,12 @@ ORDERS = {
     "expanded": lambda x: x[:, :1].expand(2, 3, 4, 5),
     "a slice of a view": lambda x: x.transpose(1, 3)[:, 1:],
     "a copy": lambda x: x.permute(0, 2, 1, 3).contiguous(),
+    "to an order": lambda x: x.to(memory_format=torch.channels_last),
+    "cloned in an order": lambda x: x.clone(memory_format=torch.channels_last),
+    "contiguous in an order": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "contiguous again": lambda x: x.contiguous(memory_format=torch.channels_last).contiguous(),
+    "empty in an order": lambda x: torch.empty(x.shape, device=x.device, memory_format=torch.channels_last),
+    "like it in an order": lambda x: torch.zeros_like(x, memory_format=torch.channels_last),
 }
 FILLS = {
     "randn_like": torch.randn_like,
@@ -179,6 +185,9 @@ DRAWS = {
         for order, change in ORDERS.items()
     },
     "a permuted tensor of the host": lambda device: torch.randn_like(LIKE.permute(0, 2, 1, 3).to(device)),
+    "a tensor of the host in an order": lambda device: torch.randn_like(
+        LIKE.to(device, memory_format=torch.channels_last)
+    ),
     "a mean": lambda device: torch.normal(torch.zeros(3).to(device), 2.0),
     "a deviation": lambda device: torch.normal(1.0, torch.ones(3).to(device)),
     "both": lambda device: torch.normal(torch.ones(20).to(device), torch.ones(20).to(device)),
@@ -339,6 +348,16 @@ def test_a_write_through_a_view_is_seen_as_in_pytorch(write, run):
     expected = runtime.without_torchax(written, x.clone())
     with runtime.active():
         assert torch.equal(runtime.to_torch(run(written, runtime.to_jax(x))), expected)
+
+
+@pytest.mark.parametrize("on", ["cpu", "jax"])
+def test_a_copy_that_is_asked_for_shares_no_values(on):
+    with runtime.active():
+        x = torch.ones(3).to(on)
+        for copy in (x.to(copy=True), x.to(x, False, True), x.to(on, torch.float32, False, True)):
+            copy.zero_()
+        assert x.sum() == 3
+        assert x.to(on) is x.to(x.dtype, copy=False) is x
 
 
 def test_a_write_into_a_view_of_another_dtype_is_refused():
