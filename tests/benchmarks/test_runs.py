@@ -46,6 +46,7 @@ def test_both_channels_of_a_rotated_pair_have_one_angle(measured):
 
 @torchax_off
 @pytest.mark.parametrize("way", ["torchax", "flax"])
+@pytest.mark.slow_cases("flax")
 def test_bfloat16_is_held_to_the_error_of_pytorch(way, shallow_directory, measured):
     found = measured("still", way, Size(shallow_directory, 1, 8, 8), dtype="bfloat16")
     assert 0 < found["check"]["relative_error"] < 0.1
@@ -53,6 +54,7 @@ def test_bfloat16_is_held_to_the_error_of_pytorch(way, shallow_directory, measur
 
 @torchax_off
 @pytest.mark.parametrize("way", ["torchax", "torchax-stock"])
+@pytest.mark.slow_cases("torchax-stock")
 def test_a_published_network_is_compared_small_and_measured_large(way, monkeypatch, measured):
     """A large model has no weights on the host: what is measured are other arrays than those compared."""
     monkeypatch.setitem(networks.TRANSFORMERS, "large", ops.SMALL_TRANSFORMER | {"num_layers": 1})

@@ -142,6 +142,7 @@ def test_demo_writes_all_and_agrees_with_pytorch(clip, capsys, backend):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_demo_makes_a_prompts_video_as_pytorch_does(clip, capsys):
     prompt = ("--prompt", "a red circle grows on a blue background")
     result = report(capsys, "demo", clip, *prompt, "--frames", 1, "-o", "out", "--backend", "torch")
@@ -153,6 +154,7 @@ def test_demo_makes_a_prompts_video_as_pytorch_does(clip, capsys):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("prompt", "hints"), [("A cat walks.", 1), ("A red circle grows.", 0)])
+@pytest.mark.slow_cases("A cat*")
 def test_generate_without_a_model_takes_the_bundled_pipeline_and_says_what_it_knows(prompt, hints, capsys):
     assert run("generate", "--prompt", prompt, "--num-inference-steps", 1, "-o", "out.gif") == 0
     said = capsys.readouterr().err

@@ -100,6 +100,7 @@ def test_a_scheduler_and_a_lora_are_taken_as_stock_diffusers_takes_them(models):
     assert np.abs(got - wanted[1.0]).max() > 1
 
 
+@pytest.mark.slow
 def test_in_bfloat16_the_frames_are_those_of_python_but_for_the_rounding_to_bytes(models):
     pipe = port(small_pipelines.CLASSES["text"].from_pretrained(models("text"), dtype=torch.bfloat16))
     assert generate(models("text"), "--dtype", "bfloat16") == 0

@@ -150,6 +150,7 @@ def sample(nodes, pipeline, **given):
 
 @pytest.mark.usefixtures("torchax_off")
 @pytest.mark.parametrize(("kind", "version"), [("text", "5b"), ("image", "1.5")])
+@pytest.mark.slow_cases("image-1.5")
 def test_a_prompt_becomes_the_frames_that_diffusers_makes_of_it(nodes, bar, loaded, kind, version):
     pipeline, vae = loaded(kind, version)
     latents = sample(nodes, pipeline, **({"image": BELOW_BLACK} if kind == "image" else {}))

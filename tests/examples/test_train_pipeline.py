@@ -33,6 +33,7 @@ def train(monkeypatch):
     return train
 
 
+@pytest.mark.slow
 def test_a_training_that_goes_on_ends_as_one_without_a_break(train):
     train("halted", 3)
     straight, halted = train("straight", 5), train("halted", 5)

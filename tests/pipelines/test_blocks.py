@@ -98,6 +98,7 @@ def reference(version="5b", videos=2):
         ),
     ],
 )
+@pytest.mark.slow_cases("1.5-*", "2b-2x4*")
 def test_a_step_is_that_of_stock_diffusers(version, split):
     model = shared(version, split)
     assert TransformerStep(model).joined

@@ -386,6 +386,19 @@ CASES = [(network, name) for network, each in NETWORKS.items() for name in each[
 
 
 @pytest.mark.parametrize(("network", "name"), CASES, ids=map(": ".join, CASES))
+@pytest.mark.slow_cases(
+    "vae: a class: [!G]*",
+    "vae: a module around a block",
+    "vae: a hook inside*",
+    "vae: a hook with keywords",
+    "vae: a method of an object",
+    "vae: a forward of a norm",
+    "vae: a setting: repeated edges",
+    "vae: a hook before*",
+    "vae, encoding: a hook*",
+    "vae: a parametrization",
+    "transformer: a class: a forward that branches",
+)
 def test_a_change_acts_as_in_pytorch_and_is_named(network, name, caplog):
     check_change(network, *NETWORKS[network][3][name], caplog)
 

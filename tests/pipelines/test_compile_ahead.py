@@ -30,6 +30,7 @@ def compilers():
 @pytest.mark.parametrize(
     ("kind", "version", "mesh"), [("text", "5b", None), ("text", "5b", (2, 4)), ("image", "1.5", None)]
 )
+@pytest.mark.slow_cases(but=["text-5b-None"])
 def test_the_decoder_is_compiled_in_threads_and_only_once(compilers, kind, version, mesh):
     pipe = port(small_pipelines.one_layer(kind, version), mesh=make_mesh(*mesh) if mesh else None)
     inputs = small_pipelines.inputs(kind, num_frames=9, num_inference_steps=1)

@@ -82,6 +82,7 @@ def watched(monkeypatch):
 
 
 @pytest.mark.parametrize("grid", [None, (1, 2), (2, 2)])
+@pytest.mark.slow_cases("None", "grid2")
 def test_one_network_at_a_time_is_on_the_devices_and_the_loop_moves_nothing(
     grid, clean, watched, monkeypatch
 ):
@@ -117,6 +118,7 @@ def fails(pipe, step, timestep, tensors):
 
 
 @pytest.mark.parametrize("breaks", ["in the loop", "while a network goes", "while a network comes"])
+@pytest.mark.slow_cases(but=["while a network comes"])
 def test_a_call_that_is_interrupted_loses_no_weight_and_the_next_one_works(breaks, clean, monkeypatch):
     pipe = port(build())
     want = frames(pipe)
@@ -174,6 +176,7 @@ class Controlled(CogVideoXPipeline):
         self.register_modules(beside=beside)
 
 
+@pytest.mark.slow
 def test_unknown_networks_stay_during_a_call_and_loras_caches_copies_and_casts_move_along(tmp_path, watched):
     pipe = port(
         Controlled(Beside().eval(), **build(transformer=small_pipelines.transformer("5b")).components)

@@ -40,7 +40,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("where", ["PyTorch", "one device", "mesh", *FAULTS])
-@pytest.mark.slow_cases("mesh")
+@pytest.mark.slow_cases("mesh", "step", "PyTorch", "mask")
 def test_its_videos_show_what_prompts_say_but_for_a_fault_of_sampling(where):
     pipe = diffusers.CogVideoXPipeline.from_pretrained(TINY_PIPELINE, dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)

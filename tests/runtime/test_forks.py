@@ -4,6 +4,8 @@ import pytest
 
 from tests.processes import printed_by
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import faulthandler, multiprocessing, os, warnings
 faulthandler.dump_traceback_later(120, exit=True)  # a child that waits for ever

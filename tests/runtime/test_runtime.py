@@ -151,6 +151,7 @@ def test_the_checks_are_on():
 
 
 @pytest.mark.parametrize("build", ["torchax", "flax"])
+@pytest.mark.slow_cases("flax")
 def test_a_vae_encodes_and_decodes_under_them(build):
     stock, z = reference.small_vae(**reference.TWO_SHALLOW_LEVELS), reference.latents(5, batch=2, height=4)
     x = reference.video(9, batch=2, height=8, width=16)

@@ -118,6 +118,7 @@ def stock():
 
 
 @pytest.mark.parametrize("stance", ["force_eager", "default"])
+@pytest.mark.slow_cases("force_eager")
 def test_a_vae_decodes_and_encodes_whole_streamed_and_in_tiles(on_cpu, stock, stance, monkeypatch):
     kernel = mock.Mock(wraps=op.dispatch)
     monkeypatch.setattr(op, "dispatch", kernel)

@@ -65,6 +65,7 @@ def eight(shallow_vae, build):
     return sharded(shallow_vae, 1, 8, build=build)
 
 
+@pytest.mark.slow_cases("flax")
 def test_a_backend_runs_chunks_over_the_mesh_of_its_model(shallow_vae, build, eight):
     z, _ = inputs(5 if build == "torchax" else 3, 1, 90)  # two chunks by one of the builds
     chunks = list(backend(build).of(eight).chunks(DECODE, z))

@@ -147,6 +147,7 @@ def test_every_kind_of_length_has_the_error_of_pytorch(large, size, traced):
     assert all(counted(traced)) or (kind == "encode" and counted(traced)[0])
 
 
+@pytest.mark.slow
 def test_a_gpu_convolves_bfloat16_without_float32_and_rounds_as_pytorch_does(small_vae):
     x = jax.ShapeDtypeStruct((1, 8, 16, 24, 32), jnp.bfloat16)
     kernel = jax.ShapeDtypeStruct((3, 3, 3, 32, 32), jnp.bfloat16)

@@ -56,7 +56,7 @@ def check(moments, x):
     ("videos", "length", "height", "width", "rows"),
     [(1, 8, 12, 16, 12), (2, 9, 6, 21, 3), (1, 2, 5, 3, 1), (2, 1, 1, 18, 1)],
 )
-@pytest.mark.slow_cases("*-bfloat16")
+@pytest.mark.slow_cases("*-bfloat16", "2-9-6-*", "1-2-5-*")
 def test_sums_keep_their_digits_far_from_zero(videos, length, height, width, rows, dtype, monkeypatch):
     x = jax.random.normal(jax.random.key(0), (videos, length, height, width, 128), dtype) + 1000
     monkeypatch.setattr(tpu, "BLOCK_BYTES", min(16, width) * (_column_bytes(x) + rows * _pixel_bytes(x)))
@@ -67,6 +67,7 @@ def test_sums_keep_their_digits_far_from_zero(videos, length, height, width, row
     ("videos", "height", "width", "rows", "dtype"),
     [(1, 12, 40, 12, jnp.float32), (2, 6, 7, 2, jnp.bfloat16), (1, 5, 64, 1, jnp.float32)],
 )
+@pytest.mark.slow_cases(but=["1-5-64-1-float32"])
 def test_an_images_sums_keep_their_digits_far_from_zero(videos, height, width, rows, dtype, monkeypatch):
     x = jax.random.normal(jax.random.key(0), (videos, 1, height, width, 128), dtype) + 1000
     assert tpu._image_rows_of_step(x) == height

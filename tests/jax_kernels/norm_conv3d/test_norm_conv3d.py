@@ -95,7 +95,7 @@ def given(shape, outputs, cell, cached, added):
 
 
 @pytest.mark.parametrize(("shape", "outputs", "cell", "cached", "added"), CASES.values(), ids=CASES)
-@pytest.mark.slow_cases(but=["a first frame", "fewer columns*", "two frames, blocks filled"])
+@pytest.mark.slow_cases(but=["a first frame", "two frames, blocks filled"])
 @pytest.mark.product_cases(
     *("eight frames, two chunks", "four frames, one tile to two", "a first frame to three channels"),
     *("the start of a video, eight frames", "a first frame of a plain norm"),
@@ -166,7 +166,7 @@ def test_the_statistics_that_a_call_before_gave_are_those_of_its_result(interpre
         pytest.param((1, 4, 2, 96, 16), 3, 2, True, False, 2, id="four frames to three channels in two"),
     ],
 )
-@pytest.mark.slow_cases(but=["four frames to three channels in two"])
+@pytest.mark.slow
 @pytest.mark.product_cases("eight frames*", "two videos*", "three frames*")
 def test_strips_are_norm_activation_and_convolution_of_the_whole_picture(
     shape, outputs, cell, cached, added, strips, interpreted
@@ -335,7 +335,7 @@ def test_what_the_kernel_takes(shape, dtype, grid, window, outputs, taken):
         ("tpu7x:2x2x1", 2, 0, 128, 128),
     ],
 )
-@pytest.mark.slow_cases(but=["v6e:1x1-8-4-*", "v6e:1x1-4-0-128-3"])
+@pytest.mark.slow_cases(but=["v6e:1x1-8-4-*"])
 @pytest.mark.product_cases("v6e:1x1-8-0-*")
 def test_mosaic_compiles_it_in_place(topology, frames, beyond, channels, outputs):
     height, width = 8, 192 // frames + beyond  # columns of a product, and a part of one

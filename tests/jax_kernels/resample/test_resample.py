@@ -42,7 +42,9 @@ CASES = {
 
 
 @pytest.mark.parametrize(("shape", "outputs", "expand_time"), CASES.values(), ids=CASES)
-@pytest.mark.slow_cases("*16 rows", "*12 rows")
+@pytest.mark.slow_cases(
+    "*16 rows", "*12 rows", "*9 rows", "two videos*", "*left over", "eight frames, a ragged*"
+)
 def test_the_kernel_equals_doubling_and_a_convolution(shape, outputs, expand_time, interpreted):
     operands, frames = inputs(shape, outputs), shape[1]
     options = {"expand_time": expand_time, "first_frame_alone": frames % 2 == 1}
@@ -61,6 +63,7 @@ def test_the_kernel_equals_doubling_and_a_convolution(shape, outputs, expand_tim
         pytest.param((1, 8, 2, 70, 16), False, (7, 8), (1, 1), id="one shard of several products, padded"),
     ],
 )
+@pytest.mark.slow_cases("four shards", "one shard*")
 def test_shards_give_what_one_device_gives(shape, expand_time, width, mesh, interpreted_on_mesh):
     operands = inputs(shape, 16)
     got = on_mesh(functools.partial(upsample, expand_time=expand_time), *width, *mesh)(*operands)
@@ -71,6 +74,7 @@ def test_shards_give_what_one_device_gives(shape, expand_time, width, mesh, inte
 
 
 @pytest.mark.parametrize("frames", [1, 2])
+@pytest.mark.slow_cases("2")
 def test_shards_have_the_gradients_of_one_device(frames, interpreted_on_mesh):
     operands = inputs((1, frames, 4 // frames, 20, 16), 16)
     alone = functools.partial(upsample, expand_time=True, first_frame_alone=frames == 1)

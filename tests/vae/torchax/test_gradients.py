@@ -110,7 +110,7 @@ def of_flax(vae, run, x, first_frame):
         ),
     ],
 )
-@pytest.mark.slow_cases(but=["torchax encodes two chunks*", "flax encodes*"])
+@pytest.mark.slow_cases(but=["torchax encodes two chunks*"])
 def test_gradients_equal_pytorchs(build, levels, run, x, first_frame, anew, devices):
     stock = reference.small_vae(**levels)
     vae = reference.built(build, stock)

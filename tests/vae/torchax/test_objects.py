@@ -33,6 +33,7 @@ def pickled(thing):
 
 @in_each_build
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+@pytest.mark.slow_cases("deepcopy-flax")
 def test_a_copy_has_weights_of_its_own(build, copied, stock):
     vae, other = reference.built(build, stock), shallow_stock(seed=1)
     made = copied(vae)
@@ -105,6 +106,7 @@ def in_threads(count, work):
         list(threads.map(run, range(count)))
 
 
+@pytest.mark.slow
 def test_threads_over_a_mesh_get_what_one_gets(stock):
     vae, x = (
         reference.on_jax(port(copy.deepcopy(stock), mesh=make_mesh(1, 2))),
