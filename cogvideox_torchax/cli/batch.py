@@ -37,14 +37,21 @@ def check_output_directory(path: str, unit: str = "clip") -> None:
     refuse(path, (is_file_name, f"many {unit}s go into a directory: give a name without {suffix}"))
 
 
+def ray_faults(args: argparse.Namespace) -> tuple[tuple[object, str], ...]:
+    """Return the conditions under which the options of Ray contradict others, with the errors."""
+    return (
+        (args.actors and args.ray is None, "--actors is for Ray: add --ray"),
+        (args.distributed and args.ray is not None, "Ray deals out the work itself: leave out --distributed"),
+    )
+
+
 def encode(args: argparse.Namespace) -> int:
     """Encode the clips that the output directory lacks; return 1 if some cannot be encoded, else 0."""
     keeps_no_sample = args.keep in (None, clip.POSTERIOR, clip.MEAN)  # None is the default, the posterior
     on_ray = args.ray is not None
     faults.refuse(
         (args.seed is not None and keeps_no_sample, "--seed draws samples: add --keep sample, or both"),
-        (args.actors and not on_ray, "--actors is for Ray: add --ray"),
-        (args.distributed and on_ray, "Ray deals out the clips itself: leave out --distributed"),
+        *ray_faults(args),
         (args.workers and on_ray, "Ray reads the clips itself: leave out --workers"),
     )
     check_output_directory(args.output)

@@ -7,14 +7,14 @@ import argparse
 import contextlib
 import functools
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax import runtime
-from cogvideox_torchax.cli import common, devices, generation, options, preview, prompts, stages
+from cogvideox_torchax.cli import batch, common, devices, generation, options, preview, prompts, stages
 from cogvideox_torchax.files import faults, latents as latent_files, video, whole
 from cogvideox_torchax.pipelines import cache_options, description
 from cogvideox_torchax.vae import memory
@@ -108,6 +108,7 @@ COMMAND = options.Command(
             help="run as one of several processes, which divide the prompts, each with a model of its own",
         ),
         *options.CONNECTION,
+        *options.RAY,
         options.Option(
             "--offload",
             group="several devices",
@@ -176,9 +177,11 @@ def run(args: argparse.Namespace) -> int | None:
             "(cogvideox-torchax decode --distributed)",
         ),
         (
-            (args.num_videos_per_prompt or args.retry_failed) and not args.prompts,
-            "--num-videos-per-prompt and --retry-failed are for many: leave them out, or give --prompts",
+            (args.num_videos_per_prompt or args.retry_failed or args.ray is not None) and not args.prompts,
+            "--num-videos-per-prompt, --retry-failed and --ray are for many: leave them out, or give "
+            "--prompts",
         ),
+        *batch.ray_faults(args),
         (
             args.prompts and (args.prompt or args.save_stages or args.from_stage or args.preview),
             "--prompt, --save-stages, --from-stage and --preview are for one video: leave them out, or "
@@ -207,7 +210,7 @@ def run(args: argparse.Namespace) -> int | None:
     common.take_bundled_pipeline(args)  # sets `args.model` if no --model is given
     if args.prompts:
         args.fps = args.fps or _frame_rate_of(args.model)
-        return prompts.run(args, _load)
+        return prompts.run(args, _prepared)
     if args.preview:
         whole.check_file(args.preview)
     if args.video:
@@ -312,7 +315,7 @@ def _sample_latents(args: argparse.Namespace) -> tuple[Any, latent_files.Latents
     request = stages.request_from_options(vars(args), model.size, saved_text)
     common.parse_dtype(request.dtype)  # for its error
     generation.check(request, model)
-    pipe = _load(args, model, request, mesh, with_text=saved_text is None)
+    pipe = _prepared(args, model, request, with_text=saved_text is None)(mesh)
     directory = Path(args.save_stages) if args.save_stages else None
     # Called with the latents after each step, to write a picture of them.
     write_preview = preview.preview_writer(pipe.vae, args.preview, common.say) if args.preview else None
@@ -328,15 +331,13 @@ def _sample_latents(args: argparse.Namespace) -> tuple[Any, latent_files.Latents
     return pipe.vae, latents
 
 
-def _load(
-    args: argparse.Namespace,
-    model: description.Model,
-    request: stages.Request,
-    mesh: Any,
-    *,
-    with_text: bool = True,
-) -> Any:
-    """Check a pipeline's options, then load it over a mesh; they and `request` say how it runs."""
+def _prepared(
+    args: argparse.Namespace, model: description.Model, request: stages.Request, *, with_text: bool = True
+) -> Callable[[Any], Any]:
+    """Check a pipeline's options; return the function that loads it over a mesh, or over one device for None.
+
+    The options and `request` say how the pipeline runs.
+    """
     memory.check_tiling(args.tiling, model.spatial_compression_ratio)
     cache_config = None
     if args.cache:  # before the weights are loaded, so that a wrong --cache is refused at once
@@ -348,18 +349,24 @@ def _load(
         )
     scheduler = generation.scheduler_of(args.scheduler, model) if args.scheduler else None
     lora = generation.lora_path(args.lora, model) if args.lora else None
-    pipe = generation.load_generator(
-        model,
-        common.parse_dtype(request.dtype),
-        mesh,
-        with_text=with_text,
-        scheduler=scheduler,
-        lora=lora,
-        lora_scale=1.0 if args.lora_scale is None else args.lora_scale,
-        weights=args.weights,
-        offload=args.offload,
-    )
-    if cache_config is not None:
-        pipe.transformer.enable_cache(cache_config)
-    pipe.set_progress_bar_config(disable=args.quiet, desc="denoise", leave=False)
-    return pipe
+
+    def load(mesh: Any) -> Any:
+        nonlocal pipe
+        pipe = generation.load_generator(
+            model,
+            common.parse_dtype(request.dtype),
+            mesh,
+            with_text=with_text,
+            scheduler=scheduler,
+            lora=lora,
+            lora_scale=1.0 if args.lora_scale is None else args.lora_scale,
+            weights=args.weights,
+            offload=args.offload,
+        )
+        if cache_config is not None:
+            pipe.transformer.enable_cache(cache_config)
+        pipe.set_progress_bar_config(disable=args.quiet, desc="denoise", leave=False)
+        return pipe
+
+    pipe: Any = None
+    return load

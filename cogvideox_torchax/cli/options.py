@@ -259,6 +259,23 @@ PROCESSES = (
     ),
     *CONNECTION,
 )
+RAY = (
+    _devices(
+        "--ray",
+        nargs="?",
+        const="",
+        metavar="ADDRESS",
+        help="deal out the work on the Ray cluster at this address, auto say; without one, at RAY_ADDRESS or "
+        "on this machine (needs the extra ray)",
+    ),
+    _devices(
+        "--actors",
+        type=positive,
+        metavar="COUNT",
+        help="models on Ray, of --dp times --tp chips each (default: as many as there are chips for, on "
+        "CPUs 1)",
+    ),
+)
 _many = functools.partial(Option, group="many clips")
 DECODE_MANY = (
     _many("--workers", type=positive, help="clips that are read at a time (default: 2)"),
@@ -286,20 +303,6 @@ ENCODE_MANY = (
         metavar="PIXELS",
         help="leave out clips whose shorter side has fewer pixels (default: enlarge them)",
     ),
-    _many(
-        "--ray",
-        nargs="?",
-        const="",
-        metavar="ADDRESS",
-        help="encode on the Ray cluster at this address, auto say; without one, at RAY_ADDRESS or on this "
-        "machine (needs the extra ray)",
-    ),
-    _many(
-        "--actors",
-        type=positive,
-        metavar="COUNT",
-        help="models on Ray, of --dp times --tp chips each (default: as many as there are chips for, on "
-        "CPUs 1)",
-    ),
+    *RAY,
     *DECODE_MANY,
 )

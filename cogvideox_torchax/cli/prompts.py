@@ -6,6 +6,7 @@ done if its record has the request of its line: a run may be killed at any time,
 
 import argparse
 import itertools
+import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -36,11 +37,12 @@ ENCODED, GROUP = 8, 256
 """Texts in one call of the text encoder; videos whose texts are encoded before the first of them is made."""
 
 
-def run(args: argparse.Namespace, load: Callable[..., Any]) -> int:
-    """Generate the videos that the output directory lacks; return 1 if some cannot be generated, else 0.
+Prepare = Callable[[argparse.Namespace, description.Model, stages.Request], Callable[[Any], Any]]
+"""Checks the options of a pipeline, and returns the function that loads it over a mesh."""
 
-    `load(args, model, request, mesh)` checks the options of a pipeline and loads it.
-    """
+
+def run(args: argparse.Namespace, prepare: Prepare) -> int:
+    """Generate the videos that the output directory lacks; return 1 if some cannot be generated, else 0."""
     batch.check_output_directory(args.output, "video")
     common.parse_dtype(args.dtype or "bfloat16")
     lines = list(_lines(Path(args.prompts)))
@@ -57,8 +59,11 @@ def run(args: argparse.Namespace, load: Callable[..., Any]) -> int:
         with directory.locked():
             steps = iter(())
             if directory.missing:
-                pipe = load(args, model, defaults, devices.mesh_of(args))
-                steps = directory.work(Generator(args, model, pipe))
+                load = prepare(args, model, defaults)
+                if args.ray is None:
+                    steps = directory.work(Generator(args, model, load(devices.mesh_of(args))))
+                else:
+                    steps = directory.work_on_ray((args, model, defaults, prepare))
             report = batch.run_loop(args, steps, directory, unit="video")
     for name, reason in directory.bad.items():
         common.say(f"bad: {name}: {reason}")
@@ -170,10 +175,6 @@ class PromptDirectory(OutputDirectory):
 
     def work(self, generate: "Generator") -> Iterator[loop.Step]:
         """Generate the missing videos; yield the outcome of each, whose result is its number of frames."""
-
-        def refuse(video_id: str, reason: str) -> None:
-            self.refuse(video_id, f"line {self._line_of[video_id]}: {reason}")
-
         names = iter(self.missing)
         while group := list(itertools.islice(names, GROUP)):
             generate.encode(self.missing[name] for name in group)
@@ -182,8 +183,27 @@ class PromptDirectory(OutputDirectory):
                 read=lambda name: name,
                 compute=lambda name: generate(self.missing[name], self.path(name)),
                 write=lambda *_: None,  # `generate` has written the video
-                refuse=refuse,
+                refuse=self._refuse,
             )
+
+    def work_on_ray(self, arguments: tuple[Any, ...]) -> Iterator[loop.Step]:
+        """Do what `work` does by the actors of a Ray cluster, of the class `PromptActor` with `arguments`."""
+        from cogvideox_torchax.dataset import ray
+
+        rows = [
+            {"id": name, "request": json.dumps(asdict(request)), "path": str(self.path(name).absolute())}
+            for name, request in self.missing.items()
+        ]
+        chips = self._args.dp * self._args.tp
+        for row in ray.dealt(
+            rows, PromptActor, arguments, chips, self._args.ray or None, actors=self._args.actors
+        ):
+            if row["error"]:
+                self._refuse(row["id"], row["error"])
+            yield loop.Step(row["id"], row["error"] or None, 0.0, 0.0, row["frames"])
+
+    def _refuse(self, video_id: str, reason: str) -> None:
+        self.refuse(video_id, f"line {self._line_of[video_id]}: {reason}")
 
 
 def _fits(record: Path, request: stages.Request) -> bool:
@@ -242,6 +262,29 @@ class Generator:
             }
             reports.write_json(path.with_suffix(".json"), record)
         return frames
+
+
+class PromptActor:
+    """An actor on a Ray host: it holds a pipeline on the host's devices, and makes one video at a time."""
+
+    def __init__(
+        self, args: argparse.Namespace, model: description.Model, defaults: stages.Request, prepare: Prepare
+    ):
+        pipe = prepare(args, model, defaults)(devices.mesh_of(args))
+        self._generate = Generator(args, model, pipe)
+
+    def __call__(self, row: dict[str, str]) -> dict[str, Any]:
+        """Make the video of a row's "request" at its "path"; return its "id", its "frames" and an "error"."""
+        request, path = stages.Request(**json.loads(row["request"])), Path(row["path"])
+
+        def make(request: stages.Request) -> int:
+            if path.exists() and _fits(path.with_suffix(".json"), request):
+                return 0  # an actor has written it, and died before it could return
+            self._generate.encode([request])
+            return self._generate(request, path)
+
+        frames, reason = loop.attempt(make, request, loop.COMPUTING_ERRORS)
+        return {"id": row["id"], "frames": frames or 0, "error": reason or ""}
 
 
 def _texts(request: stages.Request) -> dict[str, str | None]:

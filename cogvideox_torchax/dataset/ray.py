@@ -1,7 +1,7 @@
-"""Encoding by Ray Data: many machines, an actor for each host's chips; Ray replaces actors that die.
+"""Many machines by Ray Data: an actor for each host's chips; Ray replaces actors that die.
 
-An actor writes a clip's latents itself, into a directory that all machines see. If an actor dies, Ray has
-another one encode its clip, unless the clip's latents were written already.
+An actor writes its result itself, such as a clip's latents, into a directory that all machines see. If an
+actor dies, Ray has another one do its work, unless the result was written already.
 """
 
 import contextlib
@@ -67,8 +67,6 @@ def work(
     Raises:
         ValueError: Ray is not installed, or there is no cluster.
     """
-    with needing("ray", "encoding on Ray needs it"):
-        import ray.data
     # Ray Data keeps rows as Arrow tables: as JSON, a row's values are plain texts.
     rows = [
         {
@@ -77,27 +75,53 @@ def work(
         }
         for clip in directory.missing.values()
     ]
+    chips = (config.dp or 1) * (config.tp or 1)
+    for row in dealt(rows, ClipActor, (config,), chips, address, actors=actors):
+        if row["error"]:
+            directory.refuse(row["id"], row["error"])
+        # An actor's seconds are not measured.
+        yield Step(row["id"], row["error"] or None, 0.0, 0.0, json.loads(row["abouts"]))
+
+
+def dealt(
+    rows: list[dict[str, str]],
+    actor: type,
+    arguments: tuple[Any, ...],
+    chips: int,
+    address: str | None,
+    *,
+    actors: int | None,
+) -> Iterator[dict[str, Any]]:
+    """Deal out rows to the actors of a Ray cluster; yield what an actor returns for each, as it is done.
+
+    Args:
+        rows: the work, at least one row.
+        actor: a class whose objects are called with a row.
+        arguments: of the class.
+        chips: number of chips that one actor takes if the cluster has TPUs; else it takes a CPU.
+        address, actors: see `work`.
+
+    Raises:
+        ValueError: Ray is not installed, or there is no cluster.
+    """
+    with needing("ray", "working on Ray needs it"):
+        import ray.data
     # Ray prints on stdout, and a command's stdout is its report.
     with contextlib.redirect_stdout(sys.stderr), _connected(ray, address):
         ray.data.DataContext.get_current().enable_progress_bars = False
         cluster_chips = int(ray.cluster_resources().get("TPU", 0))
-        model_chips = (config.dp or 1) * (config.tp or 1)  # that one model needs
-        # Each clip is a block: if an actor dies, only one clip is encoded again.
-        clips: Any = ray.data.from_items(rows, override_num_blocks=len(rows))
-        outcomes = clips.map(
-            ClipActor,
-            fn_constructor_args=(config,),
-            compute=ray.data.ActorPoolStrategy(size=actors or max(cluster_chips // model_chips, 1)),
+        # Each row is a block: if an actor dies, only one is done again.
+        blocks: Any = ray.data.from_items(rows, override_num_blocks=len(rows))
+        results = blocks.map(
+            actor,
+            fn_constructor_args=arguments,
+            compute=ray.data.ActorPoolStrategy(size=actors or max(cluster_chips // chips, 1)),
             max_restarts=RETRIES,
             max_task_retries=RETRIES,
             # With chips no CPU is reserved: the chips alone limit the actors on a host.
-            **({"num_cpus": 0, "resources": {"TPU": model_chips}} if cluster_chips else {"num_cpus": 1}),
+            **({"num_cpus": 0, "resources": {"TPU": chips}} if cluster_chips else {"num_cpus": 1}),
         )
-        for row in outcomes.iter_rows():
-            if row["error"]:
-                directory.refuse(row["id"], row["error"])
-            # An actor's seconds are not measured.
-            yield Step(row["id"], row["error"] or None, 0.0, 0.0, json.loads(row["abouts"]))
+        yield from results.iter_rows()
 
 
 def _connected(ray: Any, address: str | None) -> Any:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -23,7 +24,7 @@ from tests import small_pipelines
 from tests.dataset.test_killed import KILLED
 from tests.files.test_latents import MADE
 from tests.files.test_video import moving_frames, write
-from tests.processes import printed_by
+from tests.processes import printed_by, run_python
 
 pytestmark = pytest.mark.usefixtures("torchax_off", "in_an_empty_directory", "inputs")
 
@@ -326,7 +327,9 @@ def test_latents_that_are_kept_take_no_other_request_and_have_their_rate(models,
 
 def test_a_new_generation_takes_the_stages_of_the_one_before_away(models, kept, monkeypatch):
     assert stages.load_text("kept").request == kept
-    monkeypatch.setattr(small_pipelines.CLASSES["text"], "__call__", Mock(side_effect=RuntimeError("killed")))
+    monkeypatch.setattr(
+        small_pipelines.CLASSES["text"], "check_inputs", Mock(side_effect=RuntimeError("killed"))
+    )
     for more in ([], ["--from-stage", "text", "--num-inference-steps", 4]):
         Path("kept/latents.safetensors").touch()
         assert generate(models("text"), "--save-stages", "kept", *more) == 1
@@ -409,6 +412,45 @@ def test_a_file_of_prompts_makes_what_single_runs_make_and_goes_on_where_it_was(
         assert cli.main(many(models("text"), "--seed", 5)) == 0
 
 
+ON_RAY = """
+import os, signal, sys
+from pathlib import Path
+
+from cogvideox_torchax import cli
+from cogvideox_torchax.cli import prompts
+
+class Dying(prompts.PromptActor):
+    def __call__(self, row):
+        found = super().__call__(row)
+        killed = Path(row["path"]).parent.with_suffix(".killed")
+        if not killed.exists():
+            killed.write_text("")
+            os.kill(os.getpid(), signal.SIGKILL)  # the video is in its place, nobody was told
+        return found
+
+prompts.PromptActor = Dying
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_two_actors_on_ray_one_of_them_killed_make_the_videos_of_one_process(models):
+    bad = '{"prompt": "a panda", "height": 3}'
+    Path("prompts.jsonl").write_text("\n".join((*LINES, bad)))
+    command = many(str(Path(models("text")).absolute()), "--json")
+    ended = run_python(ON_RAY, *command, "--ray", "--actors", "2")
+    assert ended.returncode == 1, ended.stderr[-3000:]
+    assert "bad: line 5" in ended.stderr
+    report = json.loads(ended.stdout)  # and nothing else, whatever Ray prints
+    assert (report["videos"], report["bad"], report["device"]) == (3, 1, "Ray")
+    assert Path("out.killed").exists()
+    made, files = records(), videos()
+    shutil.rmtree("out")
+    assert cli.main(command) == 1
+    assert records() == made
+    assert {name: pair[0] for name, pair in videos().items()} == {k: pair[0] for k, pair in files.items()}
+
+
 BAD_LINES = {
     "no object": ("3", "an object with a prompt is wanted, got 3"),
     "no prompt": ('{"seed": 3}', "an object with a prompt is wanted"),
@@ -474,6 +516,8 @@ def test_a_prompt_that_fails_leaves_the_others_and_is_tried_again_when_asked(mod
 WRONG_LISTS = {
     "a prompt beside": (["--prompt", "a"], "leave them out, or --prompts"),
     "stages": (["--save-stages", "kept"], "leave them out, or --prompts"),
+    "Ray and shares": (["--ray", "--distributed"], "leave out --distributed"),
+    "actors without Ray": (["--actors", "2"], "add --ray"),
     "no such file": (["--prompts", "none.txt"], "there is no file none.txt"),
     "no prompts": (["--prompts", "empty.txt"], "empty.txt has no prompts: write one on each line"),
     "not UTF-8": (["--prompts", "clip.mp4"], "is not in UTF-8"),
