@@ -17,9 +17,10 @@ import numpy as np
 import torch
 
 import jax_kernels
-from benchmarks.jobs import Size
+from benchmarks.jobs import TWO_LAYERS, Size
 from cogvideox_torchax.plan.networks import TRANSFORMERS
 
+TRANSFORMERS[TWO_LAYERS] = TRANSFORMERS["5b"] | {"num_layers": 2}  # this process plans and estimates it too
 TOKENS = 226
 """Tokens of a prompt."""
 INTEGER = 7
