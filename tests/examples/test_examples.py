@@ -1,9 +1,8 @@
 """The examples, run on small models as their first lines say."""
 
+import asyncio
 import json
 import runpy
-import threading
-import time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -111,8 +110,7 @@ def tiny_notebook(name):
         "TINY = False ", "TINY = True "
     )
     first.source += f"\nos.chdir({str(Path.cwd())!r})"
-    manager = "jupyter_client.manager.KernelManager"
-    return nbclient.NotebookClient(notebook, timeout=600, kernel_manager_class=manager), cells
+    return nbclient.NotebookClient(notebook, timeout=600), cells
 
 
 def shown(cells):
@@ -129,7 +127,7 @@ def shown(cells):
 @pytest.mark.parametrize("name", ["one_chip", "eight_chips"])
 def test_a_notebook_of_small_chips_runs_from_top_to_bottom_on_a_cpu(name):
     client, cells = tiny_notebook(name)
-    client.execute()
+    asyncio.run(client.async_execute())  # which closes its event loop, as `execute` does not
     _install, load, make, again, measure = shown(cells)
     assert load.count("CpuDevice") == (8 if "eight" in name else load.count("CpuDevice"))
     for text, path in ((make, "first.mp4"), (again, "second.mp4")):
@@ -152,20 +150,20 @@ def test_an_interrupt_stops_a_notebooks_video_between_steps_and_the_next_cell_wo
     cells[load].source = cells[load].source.replace(
         '"num_inference_steps": 20', '"num_inference_steps": 1000'
     )
-    cells[make].source += "\n# interrupted"
     cells[again].source = 'SETTINGS["num_inference_steps"] = 20\n' + cells[again].source
 
-    def interrupt():
-        while not Path("preview.png").exists():
-            time.sleep(0.1)
-        client.km.interrupt_kernel()
+    async def run_and_interrupt():
+        async with client.async_setup_kernel():
+            for i in (install, load):
+                await client.async_execute_cell(cells[i], i)
+            making = asyncio.ensure_future(client.async_execute_cell(cells[make], make))
+            while not (Path("preview.png").exists() or making.done()):
+                await asyncio.sleep(0.1)
+            await client.km.interrupt_kernel()
+            with pytest.raises(nbclient.exceptions.CellExecutionError, match="KeyboardInterrupt"):
+                await making
+            assert not Path("first.mp4").exists()
+            await client.async_execute_cell(cells[again], again)
 
-    with client.setup_kernel():
-        for i in (install, load):
-            client.execute_cell(cells[i], i)
-        threading.Thread(target=interrupt, daemon=True).start()
-        with pytest.raises(nbclient.exceptions.CellExecutionError, match="KeyboardInterrupt"):
-            client.execute_cell(cells[make], make)
-        assert not Path("first.mp4").exists()
-        client.execute_cell(cells[again], again)
+    asyncio.run(run_and_interrupt())
     assert video.probe("second.mp4").num_frames == 9

@@ -15,6 +15,7 @@ from cogvideox_torchax import cli, make_mesh, runtime
 from cogvideox_torchax.cli import plan, planning
 from cogvideox_torchax.plan import chips, jobs, networks, programs
 from cogvideox_torchax.plan.chips import PlanError
+from cogvideox_torchax.vae.directions import ENCODE
 from tests import small_pipelines
 from tests.plan.test_jobs import plan_of
 
@@ -245,7 +246,10 @@ def test_weights_in_int8_are_planned_as_they_run():
     def of_networks(*more):
         args = cli.parser().parse_args(["plan", "--pipeline", "5b", "--platform", "cpu", *SIZE, *more])
         plan.check(args)
-        return [(networks.weight_bytes(work), work.flops) for work in planning.requested(args).works[:2]]
+        request = planning.requested(args)
+        encoder = jobs.weight_bytes(jobs.weightless_vae("5b", torch.bfloat16), ENCODE)
+        assert request.own_weights == (0, 0, encoder, encoder), "with offload the VAE is there whole"
+        return [(networks.weight_bytes(work), work.flops) for work in request.works[:2]]
 
     whole, int8 = of_networks(), of_networks("--weights", "int8")
     for (whole_bytes, whole_flops), (int8_bytes, int8_flops) in zip(whole, int8, strict=True):
