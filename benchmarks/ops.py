@@ -18,9 +18,10 @@ import torch
 
 import jax_kernels
 from benchmarks.jobs import TWO_LAYERS, Size
-from cogvideox_torchax.plan.networks import TRANSFORMERS
+from cogvideox_torchax.plan import networks
 
-TRANSFORMERS[TWO_LAYERS] = TRANSFORMERS["5b"] | {"num_layers": 2}  # this process plans and estimates it too
+TRANSFORMERS = networks.TRANSFORMERS | {TWO_LAYERS: networks.TRANSFORMERS["5b"] | {"num_layers": 2}}
+"""The published transformers, and a part of one."""
 TOKENS = 226
 """Tokens of a prompt."""
 INTEGER = 7

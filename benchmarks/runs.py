@@ -50,7 +50,7 @@ class Settings:
         limit: seconds for one measurement.
         rounds: processes for each way.
         budget: runs in each process.
-        quick: whether jobs have the size that is theirs in a quick run, and estimates are made side by side.
+        quick: whether jobs have the size that is theirs in a quick run; what is not timed runs side by side.
         seconds: time after which no further measurement or estimate begins.
     """
 
@@ -89,6 +89,8 @@ def run(
     with tempfile.TemporaryDirectory() as scratch:
         laboratory = _Laboratory(settings, Path(scratch), say, before)
         report = laboratory.report
+        if settings.quick:
+            laboratory.prepare()
         for job in laboratory.ways:
             for result in laboratory.compared(job):
                 report["results"].append(result)
@@ -130,7 +132,10 @@ class _Laboratory:
     ):
         self._settings, self._scratch, self._say = settings, scratch, say
         self._end = time.monotonic() + settings.seconds
-        # By (job, size), the answer for the reference; only the latest is kept, as is its file.
+        # The number of processes on the host while nothing is timed. One takes several cores, and for
+        # published sizes up to 13 GB.
+        self._processes = max(1, (os.cpu_count() or 1) // 4) if settings.quick else 1
+        # By (job, size), the answer for the reference, whose file is `_wanted(job)`.
         self._references: dict[tuple[str, Size], dict[str, Any]] = {}
         self._on_cpu = False  # until the device is known
         device = self._ask("probe", {"dp": settings.dp, "tp": settings.tp})
@@ -217,17 +222,15 @@ class _Laboratory:
         platform = self.report["device"]["platform"]
         # The size at which results are compared: the size itself, or one that PyTorch's host is quick at.
         checked = size if self._settings.size else jobs.checked(job, self._on_cpu)
-        data = str(self._scratch / "wanted.npy")
         if (job, checked) not in self._references:
-            request = {"case": self._case(job, "", checked, platform), "data": data}
-            self._references = {(job, checked): self._ask("reference", request)}
+            self._references[job, checked] = self._reference(job, checked)
         reference = self._references[job, checked]
         if reference["status"] != "ok":
             return reference
         request = {
             "case": self._case(job, way, size, platform),
             "checked": self._at_home(checked),
-            "data": data,
+            "data": self._wanted(job),
             "rms": reference["rms"],
             # A peer with diffusers' own modules is timed even if its error is too large.
             "lenient": way in jobs.STOCK_WAYS,
@@ -250,6 +253,22 @@ class _Laboratory:
                     off[name] = reason
                     return retried
         return result
+
+    def prepare(self) -> None:
+        """Have PyTorch compute the references of all jobs, side by side, before anything is timed."""
+        wanted = [(job, jobs.checked(job, self._on_cpu)) for job in self.ways]
+        self._say(f"references, by PyTorch on the host: {len(wanted)}")
+        with ThreadPoolExecutor(self._processes) as pool:
+            answers = pool.map(self._reference, *zip(*wanted, strict=True))
+            self._references = dict(zip(wanted, answers, strict=True))
+
+    def _reference(self, job: str, checked: Size) -> dict[str, Any]:
+        case = self._case(job, "", checked, self.report["device"]["platform"])
+        return self._ask("reference", {"case": case, "data": self._wanted(job)})
+
+    def _wanted(self, job: str) -> str:
+        """Return the path of the file of a job's reference; of several sizes the last one's is there."""
+        return str(self._scratch / f"{job}.npy")
 
     def estimated(self) -> Iterator[dict[str, Any]]:
         """Add an "estimate", or a reason why there is none, to each result of the port ("torchax").
@@ -276,9 +295,7 @@ class _Laboratory:
             for result in reversed(self.report["results"])  # whole jobs first: they take longer than kernels
             if result["way"] == "torchax" and result["status"] == "ok" and "estimate" not in result
         ]
-        # A compiler takes several cores, and for published sizes up to 13 GB.
-        processes = max(1, (os.cpu_count() or 1) // 4) if self._settings.quick else 1
-        with ThreadPoolExecutor(processes) as pool:
+        with ThreadPoolExecutor(self._processes) as pool:
             for result, answer in zip(wanted, pool.map(ask, wanted), strict=True):
                 # Seconds by the names of the job's parts, or the reason.
                 result["estimate"] = answer.get("seconds") or {"reason": answer["reason"]}

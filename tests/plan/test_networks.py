@@ -248,7 +248,7 @@ def test_weights_in_int8_are_planned_as_they_run():
         plan.check(args)
         request = planning.requested(args)
         encoder = jobs.weight_bytes(jobs.weightless_vae("5b", torch.bfloat16), ENCODE)
-        assert request.own_weights == (0, 0, encoder, encoder), "with offload the VAE is there whole"
+        assert request.own_weights == (0, 0, encoder), "with offload the VAE is there whole"
         return [(networks.weight_bytes(work), work.flops) for work in request.works[:2]]
 
     whole, int8 = of_networks(), of_networks("--weights", "int8")
