@@ -3,8 +3,10 @@
 import asyncio
 import json
 import runpy
+import sys
 from pathlib import Path
-from unittest.mock import Mock
+from types import SimpleNamespace
+from unittest.mock import MagicMock, Mock
 
 import nbclient
 import nbformat
@@ -121,6 +123,32 @@ def shown(cells):
         lines = [line for line in texts[-1].replace("\r", "\n").splitlines() if "it/s" not in line]
         assert len(lines) < 40, "a cell is not flooded"
     return texts
+
+
+@pytest.mark.parametrize("name", ["one_chip", "eight_chips"])
+@pytest.mark.parametrize(("changed", "restarts"), [("torch", True), ("rich", False)])
+def test_a_notebook_prints_what_pip_changes_and_asks_for_a_restart(
+    name, changed, restarts, monkeypatch, capsys
+):
+    had = {"torch": "2.9", "jax": "0.9", "rich": "13"}
+    versions = iter([had, had | {changed: "99", "added": "1"}])
+    monkeypatch.setattr(
+        "importlib.metadata.distributions",
+        lambda: [SimpleNamespace(name=each, version=version) for each, version in next(versions).items()],
+    )
+    monkeypatch.setattr("sys.path", [*sys.path])
+    popen = MagicMock()
+    popen.return_value.__enter__.return_value = SimpleNamespace(stdout=[], returncode=0)
+    monkeypatch.setattr("subprocess.Popen", popen)
+    cells = json.loads((EXAMPLES / "notebooks" / f"{name}.ipynb").read_text())["cells"]
+    source = "".join(next(cell["source"] for cell in cells if cell["cell_type"] == "code"))
+    exec(compile(source, name, "exec"), {})
+    (clone,), (install,) = (call.args for call in popen.call_args_list)
+    assert clone[:2] == ["git", "clone"]
+    assert "cogvideox-torchax/constraints.txt" in " ".join(install)
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first == f"{changed}: {had[changed]} is now 99"
+    assert ["restart the session" in line for line in rest] == [True] * restarts
 
 
 @pytest.mark.slow
