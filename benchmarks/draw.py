@@ -37,6 +37,7 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/planning.md", "first call"): measured.first_call,
     ("docs/planning.md", "pipelines"): estimated.pipelines,
     ("docs/planning.md", "training"): estimated.training,
+    ("docs/small-chips.md", "small chips"): estimated.small_chips,
     ("docs/tiny-pipeline.md", "choices"): measured.prompt_choices,
     ("docs/tiny-pipeline.md", "groups"): measured.prompts,
     ("docs/tiny-vae.md", "results"): measured.tiny_vae,

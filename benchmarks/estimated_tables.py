@@ -1,5 +1,7 @@
 """The tables of estimates in the documents, each a function without arguments, from results/."""
 
+import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -331,50 +333,73 @@ def _seconds(value: float, least: float, digits: int) -> str:
 
 def pipelines() -> str:
     """Return a table of the weights on every slice, with what was compiled for it."""
-    head = ("pipeline", "chips, mesh", "memory of a device, GiB", "weights, GiB", "peak, GiB", "fits")
+    return _fitting(kept("pipelines")["rows"])
+
+
+def small_chips() -> str:
+    """Return the rows of `pipelines` for one chip of v5e or v6e, and for eight of v5e."""
+    rows = kept("pipelines")["rows"].items()
+    return _fitting({case: row for case, row in rows if re.search(r"-(v5e-[18]|v6e-1)(-int8)?$", case)})
+
+
+def _fitting(found_rows: dict[str, Any]) -> str:
+    """Return a table with a row for each case, which says whether it fits, with offload if it has to."""
+    head = ("pipeline", "chips, mesh", "memory of a device, GiB", "weights, GiB", "peak, GiB")
     rows = []
-    for case, found in kept("pipelines")["rows"].items():
+    for case, found in found_rows.items():
         args = parsed(CASES[case].split())
-        model, generation, count = case.removeprefix("pipeline-").rsplit("-", 2)
-        memory = CHIPS[generation].memory
-        total, (how, peak, seconds) = sum(found["weights"]), _compiled(case, found)
-        # Without the peak, weights that fit do not tell whether the pipeline does.
-        fits = "no" if max(total, peak) > memory else "yes" if peak else ""
+        generation, grid = args.topology.split(":")
+        memory, weights = CHIPS[generation].memory, found["weights"]
+        how, program_peaks, seconds = _compiled(case)
+        peak = offload_peak = 0.0
+        if program_peaks:
+            prompt, step, *decoding = program_peaks
+            beside = weights[2] - found["decoder"]  # the VAE's encoder
+            offload_peak = max(prompt, step, max(decoding) + beside)
+            others = prompt - weights[0], step - weights[1], max(decoding) - found["decoder"]
+            peak = sum(weights) + max(others)
+        moving = 0.0
+        # Weights that fit do not tell whether the pipeline does.
+        fits = ("yes" if peak <= memory else "no") if program_peaks else ""
+        if fits == "no" and offload_peak <= memory:  # each network goes to the devices, and back
+            fits, moving = "with offload", 2 * sum(weights) / CHIPS[generation].host_link
         rows.append(
             (
-                f"{model}, {args.frames} x {args.height} x {args.width}",
-                f"{count} {generation}, dp={args.dp} tp={args.tp}",
+                f"{args.model}, {args.frames} x {args.height} x {args.width}"
+                + (f", {args.weights}" if args.weights else "")
+                + (f", tiles of {args.tiling}" if args.tiling else ""),
+                f"{math.prod(map(int, grid.split('x')))} {generation}, dp={args.dp} tp={args.tp}",
                 f"{memory / GIB:g}",
-                f"{total / GIB:.1f}",
-                f"{peak / GIB:.1f}" if peak else "",
+                f"{sum(weights) / GIB:.1f}",
+                *(f"{each / GIB:.1f}" if each else "" for each in (peak, offload_peak)),
                 fits,
-                f"{seconds:.1f}" if fits == "yes" else "",
+                f"{seconds + moving:.1f}" if fits not in ("", "no") else "",
+                f"{moving:.1f}" if moving else "",
                 how,
             )
         )
-    return starred((*head, "a video, s", "compiled"), rows)
+    return starred(
+        (*head, "peak with offload, GiB", "fits", "a video, s", "of these moving, s", "compiled"), rows
+    )
 
 
-def _compiled(case: str, found: dict[str, Any]) -> tuple[str, float, float]:
-    """Return how a slice was compiled, the bytes at its peak, and the seconds of a video; 0 for not compiled.
+def _compiled(case: str) -> tuple[str, list[float], float]:
+    """Return how a slice was compiled, each program's peak in bytes, and the seconds of a video.
 
     Where the pipeline was not compiled whole, the estimates of its parts are taken, if `PARTS` names them.
     """
-    if (RESULTS / f"{case}.json").exists():
-        summary = estimate(case)["summary"]
-        return "whole" + star(case), summary["peak_memory_GiB"] * GIB, summary["with_collectives_s"]
-    if case not in PARTS:
-        return "not compiled", 0.0, 0.0
-    documents = [estimate(part) for part in PARTS[case]]
-    own = [*found["weights"][:2], found["decoder"]]
-    peaks = [max(program["peak_bytes"] for program in document["programs"]) for document in documents]
-    prompt, step, decoding = (document["summary"]["with_collectives_s"] for document in documents)
-    peak = sum(found["weights"]) + max(peak - weights for peak, weights in zip(peaks, own, strict=True))
+    is_whole = (RESULTS / f"{case}.json").exists()
+    names = (case,) if is_whole else PARTS.get(case, ())
+    documents = [estimate(name) for name in names]
+    if not documents:
+        return "not compiled", [], 0.0
+    counts = (1,) if is_whole else (2, STEPS, 1)  # 2: the prompt, and the negative one
+    times = (document["summary"]["with_collectives_s"] for document in documents)
     return (
-        "in parts" + star(*PARTS[case]),
-        peak,
-        2 * prompt + STEPS * step + decoding,
-    )  # 2: the prompt, and the negative one
+        ("whole" if is_whole else "in parts") + star(*names),
+        [program["peak_bytes"] for document in documents for program in document["programs"]],
+        sum(count * seconds for count, seconds in zip(counts, times, strict=True)),
+    )
 
 
 def caches() -> str:

@@ -2,15 +2,15 @@
 
 import statistics
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 
 class Size(NamedTuple):
     """A model and a video in pixels.
 
-    The model is "5b" or "2b" for published shapes with random weights, "small" for the bundled VAE and small
-    networks, or a VAE's directory or hub id.
+    The model is "5b" or "2b" for published shapes with random weights, `TWO_LAYERS` for a part of 5b, "small"
+    for the bundled VAE and small networks, or a VAE's directory or hub id.
     """
 
     model: str
@@ -25,6 +25,10 @@ class Size(NamedTuple):
     @property
     def name(self) -> str:
         return f"{self.model}, {self.video}"
+
+
+TWO_LAYERS = "5b of 2 layers"
+"""The name of 5b's transformer with two of its layers."""
 
 
 class Budget(NamedTuple):
@@ -78,6 +82,7 @@ class JobRow:
         checked: the size at which an accelerator's results are compared with PyTorch in float32 on its host.
         kernels: names of the kernels that the job may run.
         peers: the ways besides the port's own two.
+        quick: the only size of a quick run on an accelerator; None for a job that a quick run leaves out.
     """
 
     small: Size
@@ -85,6 +90,7 @@ class JobRow:
     checked: Size
     kernels: tuple[str, ...] = KERNELS[:4]
     peers: tuple[str, ...] = WAYS[2:]
+    quick: Size | None = None
 
 
 _CHUNKS = JobRow(
@@ -100,8 +106,9 @@ JOBS = {
         (Size("5b", 49, 480, 720), Size("5b", 17, 160, 240)),
         Size("small", 4, 128, 256),  # large enough for every kernel to be used
         peers=(),
+        quick=Size("5b", 17, 160, 240),
     ),
-    "decode": _CHUNKS,
+    "decode": replace(_CHUNKS, quick=Size("5b", 9, 160, 240)),  # a chunk
     "encode": _CHUNKS,
     "still": JobRow(Size("small", 1, 32, 48), (Size("5b", 1, 480, 720),), Size("5b", 1, 96, 128)),
     "train": JobRow(
@@ -116,6 +123,7 @@ JOBS = {
         _NETWORK,
         KERNELS[4:],
         STOCK_WAYS,
+        quick=Size(TWO_LAYERS, 49, 480, 720),
     ),
     "prompt": JobRow(_NETWORK, (Size("5b", 49, 480, 720),), _NETWORK, (), STOCK_WAYS),
 }
@@ -138,9 +146,10 @@ def kernels_used(job: str, platform: str) -> tuple[str, ...]:
     return tuple(name for name in names if platform == "tpu" or (platform == "gpu" and name == "attention"))
 
 
-def sizes(job: str, on_cpu: bool) -> tuple[Size, ...]:
+def sizes(job: str, on_cpu: bool, quick: bool = False) -> tuple[Size, ...]:
     """Return the sizes to try for a job, the largest first; where JAX is on a CPU only the small size."""
-    return (row(job).small,) if on_cpu else (*row(job).published, row(job).small)
+    published = (row(job).quick,) if quick else row(job).published
+    return (row(job).small,) if on_cpu else (*filter(None, published), row(job).small)
 
 
 def checked(job: str, on_cpu: bool) -> Size:

@@ -193,13 +193,13 @@ def _network_and_inputs(case: Case) -> tuple[Any, dict[str, Any]]:
     weights on `case.torch_device`, or no weights (the device "meta") for a backend on JAX.
     """
     size, dtype = case.size, case.torch_dtype
-    published = size.model in networks.TRANSFORMERS
+    published = size.model in ops.TRANSFORMERS
     device = (case.torch_device or "meta") if published else "cpu"
     torch.manual_seed(0)
     if case.job == "prompt":
         config = networks.TEXT_ENCODER if published else SMALL_TEXT_ENCODER
         return networks.text_encoder(config, dtype, device), prompt_tensors(batch=1, text=ops.TOKENS)
-    config = networks.TRANSFORMERS.get(size.model, ops.SMALL_TRANSFORMER)
+    config = ops.TRANSFORMERS.get(size.model, ops.SMALL_TRANSFORMER)
     ported = port_network(networks.transformer(config, dtype))  # without weights, to describe its inputs
     inputs = step_tensors(ported, batch=2, **ops.latents(size))  # 2: with the prompt, and without
     if case.backend != "torchax":
@@ -240,7 +240,7 @@ def network(case: Case) -> Run:
     else:
         network = Stock(model)
         program = runtime.Program(network)
-    if case.size.model in networks.TRANSFORMERS:
+    if case.size.model in ops.TRANSFORMERS:
         weight_structs, _inputs, _no_cache = program.structs(described)
         weights = jax.tree.map(_random_weight, weight_structs)
     else:

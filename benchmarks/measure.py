@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -226,11 +227,12 @@ def works(case: Case, devices: Any, chip: chips.Chip) -> Iterable[Work]:
     """Return the programs of a model's case, to be compiled for the mesh `devices`, which are `chip`s."""
     size, dtype = case.size, case.torch_dtype
     if case.job in ("step", "prompt"):
-        if size.model not in networks.TRANSFORMERS:
+        if size.model not in ops.TRANSFORMERS:
             raise PlanError("there are estimates of the published shapes alone")
         if case.job == "step":
             of_video: Any = ops.latents(size)
-            return [networks.step_work(size.model, dtype, devices, chip, **of_video)]
+            with mock.patch.dict(networks.TRANSFORMERS, ops.TRANSFORMERS):
+                return [networks.step_work(size.model, dtype, devices, chip, **of_video)]
         return [networks.prompt_work(size.model, dtype, devices, tokens=ops.TOKENS)]
     vae = jobs.weightless_vae(size.model, dtype)
     # One video to encode or decode; training does both, and does not read the direction.

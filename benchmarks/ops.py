@@ -17,9 +17,11 @@ import numpy as np
 import torch
 
 import jax_kernels
-from benchmarks.jobs import Size
-from cogvideox_torchax.plan.networks import TRANSFORMERS
+from benchmarks.jobs import TWO_LAYERS, Size
+from cogvideox_torchax.plan import networks
 
+TRANSFORMERS = networks.TRANSFORMERS | {TWO_LAYERS: networks.TRANSFORMERS["5b"] | {"num_layers": 2}}
+"""The published transformers, and a part of one."""
 TOKENS = 226
 """Tokens of a prompt."""
 INTEGER = 7

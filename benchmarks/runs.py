@@ -7,10 +7,13 @@ the one that it has filled. A kernel that raises, or whose results are wrong, is
 measurements. The report is kept after each result, so that an ended run can be resumed from it.
 """
 
+import math
 import os
 import re
 import tempfile
+import time
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,11 @@ from cogvideox_torchax.plan.chips import PlanError, check_compiler
 from jax_kernels.common.tiles import SWITCH
 
 FORMAT = "cogvideox-torchax-measurements/1"
+QUICK = 420.0
+"""Seconds after which a quick run begins no further measurement."""
+ESTIMATING = 90.0
+"""Seconds after the end of a run's time in which it still begins estimates."""
+_NO_TIME = {"status": "failed", "reason": "no time was left"}
 SAME = ("version", "commit", "versions", "device", "dtype", "mesh", "settings")
 """Fields of a kept report that must be equal for a run to resume it."""
 
@@ -42,6 +50,8 @@ class Settings:
         limit: seconds for one measurement.
         rounds: processes for each way.
         budget: runs in each process.
+        quick: whether jobs have the size that is theirs in a quick run; what is not timed runs side by side.
+        seconds: time after which no further measurement or estimate begins.
     """
 
     jobs: tuple[str, ...]
@@ -55,6 +65,8 @@ class Settings:
     limit: float = 1800.0
     rounds: int = 1
     budget: Budget = field(default_factory=Budget)
+    quick: bool = False
+    seconds: float = math.inf
 
 
 def run(
@@ -77,12 +89,14 @@ def run(
     with tempfile.TemporaryDirectory() as scratch:
         laboratory = _Laboratory(settings, Path(scratch), say, before)
         report = laboratory.report
+        if settings.quick:
+            laboratory.prepare()
         for job in laboratory.ways:
             for result in laboratory.compared(job):
                 report["results"].append(result)
                 keep(report)
-        # Published programs, with which the estimates are compared.
-        for name in calibration.cases_of(report["device"]["kind"]):
+        # Published programs, with which the estimates are compared; there is no time for them in a quick run.
+        for name in () if settings.quick else calibration.cases_of(report["device"]["kind"]):
             report.setdefault("published", {})[name] = laboratory._ask("calibration.measured", {"name": name})
             keep(report)
         if settings.size is None:
@@ -117,7 +131,11 @@ class _Laboratory:
         before: dict[str, Any] | None,
     ):
         self._settings, self._scratch, self._say = settings, scratch, say
-        # By (job, size), the answer for the reference; only the latest is kept, as is its file.
+        self._end = time.monotonic() + settings.seconds
+        # The number of processes on the host while nothing is timed. One takes several cores, and for
+        # published sizes up to 13 GB.
+        self._processes = max(1, (os.cpu_count() or 1) // 4) if settings.quick else 1
+        # By (job, size), the answer for the reference, whose file is `_wanted(job)`.
         self._references: dict[tuple[str, Size], dict[str, Any]] = {}
         self._on_cpu = False  # until the device is known
         device = self._ask("probe", {"dp": settings.dp, "tp": settings.tp})
@@ -155,7 +173,8 @@ class _Laboratory:
         A way that failed in a round is not run in the next. Of the job's own sizes the largest one that fits
         is measured.
         """
-        sizes = (self._settings.size,) if self._settings.size else jobs.sizes(job, self._on_cpu)
+        own_sizes = jobs.sizes(job, self._on_cpu, self._settings.quick)
+        sizes = (self._settings.size,) if self._settings.size else own_sizes
         done = {
             result["way"]
             for result in self.report["results"]
@@ -183,7 +202,8 @@ class _Laboratory:
         result: dict[str, Any] = {}
         for size in sizes:  # the largest first
             self._say(f"{self._turn} of {self._turns}: {job} of {size.name}, by {way}")
-            result = {"job": job, "way": way, "size": size._asdict(), **self._attempt(job, way, size)}
+            found = _NO_TIME if time.monotonic() > self._end else self._attempt(job, way, size)
+            result = {"job": job, "way": way, "size": size._asdict(), **found}
             if result["status"] != "ok":  # a wrong result has its comparison, "check", in place of a reason
                 self._say(f"{job}, {way}: {result['status']}: {result.get('reason', result.get('check'))}")
             if result["status"] != "does not fit":
@@ -202,17 +222,15 @@ class _Laboratory:
         platform = self.report["device"]["platform"]
         # The size at which results are compared: the size itself, or one that PyTorch's host is quick at.
         checked = size if self._settings.size else jobs.checked(job, self._on_cpu)
-        data = str(self._scratch / "wanted.npy")
         if (job, checked) not in self._references:
-            request = {"case": self._case(job, "", checked, platform), "data": data}
-            self._references = {(job, checked): self._ask("reference", request)}
+            self._references[job, checked] = self._reference(job, checked)
         reference = self._references[job, checked]
         if reference["status"] != "ok":
             return reference
         request = {
             "case": self._case(job, way, size, platform),
             "checked": self._at_home(checked),
-            "data": data,
+            "data": self._wanted(job),
             "rms": reference["rms"],
             # A peer with diffusers' own modules is timed even if its error is too large.
             "lenient": way in jobs.STOCK_WAYS,
@@ -236,6 +254,22 @@ class _Laboratory:
                     return retried
         return result
 
+    def prepare(self) -> None:
+        """Have PyTorch compute the references of all jobs, side by side, before anything is timed."""
+        wanted = [(job, jobs.checked(job, self._on_cpu)) for job in self.ways]
+        self._say(f"references, by PyTorch on the host: {len(wanted)}")
+        with ThreadPoolExecutor(self._processes) as pool:
+            answers = pool.map(self._reference, *zip(*wanted, strict=True))
+            self._references = dict(zip(wanted, answers, strict=True))
+
+    def _reference(self, job: str, checked: Size) -> dict[str, Any]:
+        case = self._case(job, "", checked, self.report["device"]["platform"])
+        return self._ask("reference", {"case": case, "data": self._wanted(job)})
+
+    def _wanted(self, job: str) -> str:
+        """Return the path of the file of a job's reference; of several sizes the last one's is there."""
+        return str(self._scratch / f"{job}.npy")
+
     def estimated(self) -> Iterator[dict[str, Any]]:
         """Add an "estimate", or a reason why there is none, to each result of the port ("torchax").
 
@@ -249,10 +283,20 @@ class _Laboratory:
         except PlanError as error:
             self.report["not_estimated"] = str(error)
             return
-        for result in self.report["results"]:
-            if result["way"] == "torchax" and result["status"] == "ok" and "estimate" not in result:
-                case = self._case(result["job"], "torchax", Size(**result["size"]), "tpu")
-                answer = self._ask("estimate", {"case": case, "topology": topology}, switched_off)
+
+        def ask(result: dict[str, Any]) -> dict[str, Any]:
+            case = self._case(result["job"], "torchax", Size(**result["size"]), "tpu")
+            if time.monotonic() > self._end + ESTIMATING:
+                return _NO_TIME
+            return self._ask("estimate", {"case": case, "topology": topology}, switched_off)
+
+        wanted = [
+            result
+            for result in reversed(self.report["results"])  # whole jobs first: they take longer than kernels
+            if result["way"] == "torchax" and result["status"] == "ok" and "estimate" not in result
+        ]
+        with ThreadPoolExecutor(self._processes) as pool:
+            for result, answer in zip(wanted, pool.map(ask, wanted), strict=True):
                 # Seconds by the names of the job's parts, or the reason.
                 result["estimate"] = answer.get("seconds") or {"reason": answer["reason"]}
                 yield result

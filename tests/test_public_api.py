@@ -76,9 +76,10 @@ def sources() -> Iterator[tuple[str, str]]:
     """Yield the Python code that users read, by its place: examples, nodes, notebook, pages."""
     for path in (*(ROOT / "examples").glob("*.py"), *(ROOT / "comfyui").glob("*.py")):
         yield path.name, path.read_text()
-    for cell in json.loads((ROOT / "examples" / "torchax_or_flax.ipynb").read_text())["cells"]:
-        if cell["cell_type"] == "code":
-            yield "the notebook", "".join(cell["source"])
+    for path in (ROOT / "examples").rglob("*.ipynb"):
+        for cell in json.loads(path.read_text())["cells"]:
+            if cell["cell_type"] == "code":
+                yield path.name, "".join(cell["source"])
     for page in PAGES:
         yield from ((page, block.text) for block in blocks(page) if block.language == "python")
 

@@ -9,7 +9,6 @@ from benchmarks.pages import FORMAT, RESULTS
 from cogvideox_torchax import cli
 from cogvideox_torchax.cli import common, plan, planning
 from cogvideox_torchax.plan.chips import GPUS
-from cogvideox_torchax.plan.programs import job_figures
 
 SMALL = "--frames 49 --height 480 --width 720"
 WIDE = "--frames 49 --height 720 --width 1280"
@@ -82,9 +81,17 @@ CASES = {
         for generation, slices in SLICES.items()
         for count, (grid, devices) in slices.items()
     },
+    **{
+        f"pipeline-{model}-{generation}-1-int8": f"--pipeline {model} --topology {generation}:1x1 {size} "
+        "--weights int8"
+        for model, size in (("5b", SMALL), ("1.5-5b", LARGE), ("2b", SMALL))
+        for generation in ("v5e", "v6e")
+    },
     "train-step-v6e-1": "--training --model 5b --frames 1 --height 64 --width 64",
 }
 """By the name of a file in results/: the options of its estimate."""
+for _case in ("pipeline-1.5-5b-v5e-1", "pipeline-1.5-5b-v5e-1-int8"):
+    CASES[_case] += " --tiling 576x1024"  # the VAE's first chunk alone does not fit
 
 
 def parsed(words: list[str]) -> argparse.Namespace:
@@ -105,7 +112,7 @@ def estimated(args: argparse.Namespace) -> dict[str, Any]:
     chip = chips.CHIPS[args.topology.partition(":")[0]]
     compile_one = functools.partial(programs.estimate_program, mesh=request.mesh, chip=chip)
     plans = planning.compiled(args, request, compile_one, lambda each, _chip: programs.timed_rows(each, chip))
-    figures = job_figures(request.about, request.counts, plans, chip, request.other_weights)
+    figures = request.figures(plans)
     if args.training:
         figures |= training.memory(request, plans, chip)
     figures |= programs.times(request.counts, plans)

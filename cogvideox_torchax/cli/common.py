@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from cogvideox_torchax import backends, runtime
 from cogvideox_torchax.cli.devices import Fetch

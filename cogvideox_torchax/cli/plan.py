@@ -19,6 +19,8 @@ ONLY = {
     **dict.fromkeys(("tiling", "no_advice"), ("vae", "pipeline")),
     **dict.fromkeys(("cache", "skips"), ("step",)),
     **dict.fromkeys(("no_guidance", "parallel"), ("step", "pipeline")),
+    "weights": ("prompt", "step", "pipeline"),
+    "offload": ("pipeline",),
     **dict.fromkeys(("frames", "height", "width"), ("vae", "step", "pipeline")),
 }
 """By option, the values of `--network` that it goes with; other options go with all values."""
@@ -127,6 +129,18 @@ COMMAND = options.Command(
             group="program",
             default="bfloat16",
             help="of weights and activations (default: bfloat16)",
+        ),
+        options.Option(
+            "--weights",
+            group="weights",
+            choices=("int8",),
+            help="matrices of the transformer and the text encoder in eight bits",
+        ),
+        options.Option(
+            "--offload",
+            group="weights",
+            action="store_true",
+            help="with --pipeline: does it fit if a network's weights wait on the host while it is not used",
         ),
         options.Option(
             "--save-hlo",

@@ -7,7 +7,7 @@ A `Work` is a program to compile, and a `ProgramPlan`, or *plan*, has the compil
 import argparse
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ class PlanRequest:
         job: the job, for the plan's JSON.
         other_weights: for each program, the bytes of the weights of other networks that are on its device
             meanwhile; empty for none.
+        own_weights: the same with offload, where these are the encoder's beside the decoder's programs; empty
+            for what is no pipeline.
     """
 
     works: Sequence[Work]
@@ -54,13 +56,33 @@ class PlanRequest:
     about: dict[str, Any]
     job: dict[str, Any]
     other_weights: Sequence[int] = ()
+    own_weights: Sequence[int] = ()
+
+    @property
+    def present_weights(self) -> Sequence[int]:
+        """`other_weights`, or `own_weights` if the job is to be offloaded."""
+        return self.own_weights if self.job.get("offload") else self.other_weights
+
+    def figures(self, programs: Sequence[ProgramPlan]) -> dict[str, Any]:
+        """Return the figures of the job, whose `programs` are compiled; of a pipeline also with offload.
+
+        A video moves each network's weights to the device once, and back, over the link to the host.
+        """
+        figures = job_figures(self.about, self.counts, programs, self.chip, self.other_weights)
+        if self.own_weights:
+            peak = peak_bytes(programs, self.own_weights)
+            figures["offload_peak_GiB"] = peak / chips.GIB
+            if self.chip:
+                figures["offload_moving_s"] = 2 * _bytes(self, "weights") / self.chip.host_link
+                figures["fits"] = peak_bytes(programs, self.present_weights) <= self.chip.memory
+        return figures
 
 
 def planned(args: argparse.Namespace) -> dict[str, Any]:
     """Compile the programs of `--network`, and print their figures; return the plan as a JSON document."""
     request = requested(args)
     programs = compiled(args, request, lambda work: compile_program(work, request.mesh), program_rows)
-    figures = job_figures(request.about, request.counts, programs, request.chip, request.other_weights)
+    figures = request.figures(programs)
     common.print_report(figures)
     if request.chip:  # a CPU has no limit of memory, and no estimate of time
         # `ADVISERS` has, by network, the function that finds changes of the command line with which it fits.
@@ -143,7 +165,7 @@ def _requested_network(args: argparse.Namespace, vae: Any, mesh: Any, chip: chip
     counts: Sequence[int] = (1,)
     if args.network == "prompt":
         tokens = networks.transformer_config(args.model).get("max_text_seq_length", 226)  # diffusers' default
-        works = [networks.prompt_work(args.model, vae.dtype, mesh, tokens=tokens)]
+        works = [networks.prompt_work(args.model, vae.dtype, mesh, tokens=tokens, weights=args.weights)]
     else:
         patch = networks.transformer_config(args.model).get("patch_size", 2)  # diffusers' default
         check_sides("a video", args.height, args.width, multiple=patch * vae.spatial_compression_ratio)
@@ -151,7 +173,10 @@ def _requested_network(args: argparse.Namespace, vae: Any, mesh: Any, chip: chip
         chunks, (_, height, width) = jobs.Job(DECODE, args.frames, args.height, args.width).chunk_shapes(vae)
         latent_frames = chunks[-1].stop  # the last chunk ends with the last frame
         size = {"frames": latent_frames, "height": height, "width": width}
-        options = {"guided": not args.no_guidance, "parallel": args.parallel, "cache": args.cache}
+        options = {
+            "guided": not args.no_guidance,
+            **{name: getattr(args, name) for name in ("parallel", "cache", "weights")},
+        }
         step = functools.partial(networks.step_work, args.model, vae.dtype, mesh, chip, **size, **options)
         # With a cache there are several kinds of steps, such as steps that skip blocks, and each kind has a
         # program. The keys are the number of a kind's first step, by which `step_work` finds the program; the
@@ -178,7 +203,7 @@ def _requested_network(args: argparse.Namespace, vae: Any, mesh: Any, chip: chip
 def _requested_pipeline(
     args: argparse.Namespace, vae: Any, mesh: Any, chip: chips.Chip | None
 ) -> PlanRequest:
-    """Return the programs that make a whole video, with the weights of all networks in memory."""
+    """Return the programs that make a whole video, and the weights that are in memory beside each."""
     from cogvideox_torchax.plan import networks  # needs transformers, as the VAE does not
 
     prompt, step = (
@@ -204,7 +229,9 @@ def _requested_pipeline(
             "vae_GiB": vae_bytes / chips.GIB,
             "weights_GiB": total_bytes / chips.GIB,
         },
-        job=step.job | {"network": "pipeline", "tile": decoding.job["tile"]},
+        job=step.job
+        | {"network": "pipeline", "tile": decoding.job["tile"]}
+        | {name: getattr(args, name) for name in ("offload", "weights")},
         # The weights of a program's own network are its arguments, and so are not counted here. For decoding
         # these are the decoder's weights alone.
         other_weights=(
@@ -212,6 +239,7 @@ def _requested_pipeline(
             total_bytes - transformer_bytes,
             *[total_bytes - decoder_bytes] * len(decoding.works),
         ),
+        own_weights=(0, 0, *[vae_bytes - decoder_bytes] * len(decoding.works)),
     )
 
 
@@ -237,14 +265,19 @@ def _video_would_fit(
 def _pipeline_would_fit(
     args: argparse.Namespace, request: PlanRequest, chip: chips.Chip, programs: Sequence[ProgramPlan]
 ) -> list[jobs.Change]:
-    """Return the changes of which each alone makes a pipeline fit: its prompt on the host, a larger slice."""
+    """Return the changes of which each alone makes a pipeline fit.
+
+    They are offload, with tiles where a chunk alone does not fit; the prompt on the host; a larger slice.
+    """
     changes = []
+    if change := _with_offload(args, request, chip, programs):
+        changes.append(change)
     # The first of `programs`, the request's plans, is the text encoder's, and would not run. The weights of
     # the text encoder are in the `other_weights` of all later programs, and would not be in memory either.
     without_text = peak_bytes(programs[1:], request.other_weights[1:]) - _bytes(request, "text_encoder")
-    if without_text <= chip.memory:
+    if without_text <= chip.memory and not args.offload:
         changes.append(jobs.Change("the prompt encoded on the host", int(without_text)))
-    present_peak = peak_bytes(programs, request.other_weights)
+    present_peak, present_bytes = peak_bytes(programs, request.present_weights), _present_bytes(request)
     generation = args.topology.partition(":")[0]  # a topology is "GENERATION:GRID"
     # `GRIDS` has the flat grids by their number of chips. Grids of other generations have three axes.
     is_flat = args.topology.count("x") == 1
@@ -256,14 +289,45 @@ def _pipeline_would_fit(
         on_grid = requested(larger)
         # Nothing is compiled for a grid on which the pipeline clearly does not fit. The memory that is not
         # weights, such as activations, is split over the devices; 1.1 is a margin.
-        other_bytes = (present_peak - _bytes(request, "weights")) * request.mesh.size / num_chips
-        if _bytes(on_grid, "weights") + other_bytes > 1.1 * chip.memory:
+        other_bytes = (present_peak - present_bytes) * request.mesh.size / num_chips
+        if _present_bytes(on_grid) + other_bytes > 1.1 * chip.memory:
             continue
         plans = compiled(larger, on_grid, functools.partial(compile_program, mesh=on_grid.mesh), program_rows)
-        peak = peak_bytes(plans, on_grid.other_weights)
+        peak = peak_bytes(plans, on_grid.present_weights)
         if peak <= chip.memory:
             return [*changes, jobs.Change(f"--topology {larger.topology} --dp {dp} --tp {larger.tp}", peak)]
     return changes
+
+
+def _with_offload(
+    args: argparse.Namespace, request: PlanRequest, chip: chips.Chip, programs: Sequence[ProgramPlan]
+) -> jobs.Change | None:
+    """Return the offload with which a pipeline fits, with tiles if only the VAE's chunks do not fit."""
+    peak = peak_bytes(programs, request.own_weights)
+    if peak <= chip.memory:
+        return jobs.Change("--offload", peak)
+    # The first two of `programs`, the text encoder's and a step's, have no tiles.
+    others_peak, decoding_peak = peak_bytes(programs[:2]), peak_bytes(programs[2:])
+    if others_peak > chip.memory:
+        return None
+    vae = jobs.weightless_vae(args.model, common.parse_dtype(args.dtype))
+    job = jobs.Job(DECODE, *(request.job[name] for name in ("frames", "height", "width", "tile")))
+    beside = request.own_weights[-1]
+    tiles = jobs.largest_tile_that_fits(
+        *(vae, job, list(request.mesh.devices.flat)),
+        replace(chip, memory=chip.memory - beside),
+        decoding_peak,
+        dp=args.dp,
+        tp=args.tp,
+    )
+    return tiles and jobs.Change(f"--offload {tiles.what}", max(others_peak, tiles.peak_bytes + beside))
+
+
+def _present_bytes(request: PlanRequest) -> float:
+    """Return the bytes of a pipeline's weights that are in memory together; with offload, of the largest."""
+    if not request.job["offload"]:
+        return _bytes(request, "weights")
+    return max(_bytes(request, name) for name in ("text_encoder", "transformer", "vae"))
 
 
 def _bytes(request: PlanRequest, what: str) -> float:

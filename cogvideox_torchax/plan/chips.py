@@ -25,27 +25,32 @@ class Chip:
         flops: bfloat16 multiply-adds a second, times two.
         bandwidth: bytes a second between the device and its memory.
         memory: bytes that a program may use; on v6e without the part that the runtime keeps for itself.
+        host_link: bytes a second between the device and its host, one way. The generations' pages do not tell
+            it: v5e, v5p and v6e are by "How To Scale Your Model" (jax-ml.github.io/scaling-book). For tpu7x
+            nothing is published, and v6e's is assumed, which both cores share. GPUs' are half of what their
+            data sheets have for both ways.
     """
 
     flops: float
     bandwidth: float
     memory: float
+    host_link: float
 
 
 GIB = 2**30
 
 CHIPS = {
-    "v5e": Chip(197e12, 0.82e12, 16 * GIB),
-    "v5p": Chip(459e12, 2.77e12, 95 * GIB),
-    "v6e": Chip(918e12, 1.64e12, 31.25 * GIB),
-    "tpu7x": Chip(1153.5e12, 3.69e12, 96 * GIB),
+    "v5e": Chip(197e12, 0.82e12, 16 * GIB, 15e9),
+    "v5p": Chip(459e12, 2.77e12, 95 * GIB, 15e9),
+    "v6e": Chip(918e12, 1.64e12, 31.25 * GIB, 32e9),
+    "tpu7x": Chip(1153.5e12, 3.69e12, 96 * GIB, 16e9),
 }
 
 GPUS = {
-    "h100": Chip(989e12, 3.35e12, 80e9),
-    "h200": Chip(989e12, 4.8e12, 141e9),
-    "a100": Chip(312e12, 2.04e12, 80e9),
-    "l4": Chip(121e12, 0.3e12, 24e9),
+    "h100": Chip(989e12, 3.35e12, 80e9, 64e9),
+    "h200": Chip(989e12, 4.8e12, 141e9, 64e9),
+    "a100": Chip(312e12, 2.04e12, 80e9, 32e9),
+    "l4": Chip(121e12, 0.3e12, 24e9, 32e9),
 }
 """NVIDIA's GPUs by their data sheets: H100 SXM, H200 SXM, A100 80GB SXM and L4."""
 _GPU_FACTS = {

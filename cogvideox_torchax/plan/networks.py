@@ -1,8 +1,9 @@
 """Plans for a pipeline's transformer and text encoder: one denoising step, and the encoding of a prompt.
 
 A `model` is a name of `TRANSFORMERS`, such as "5b", or a pipeline's directory or hub id. A `dtype` is that of
-weights and activations. A *cache* is one of diffusers' caches, which reuse a step's results in later steps;
-`cache` is its name on the command line (`cache_options.CHOICES`).
+activations and of weights; with `weights` "int8" the matrices of the blocks are in eight bits. A *cache* is
+one of diffusers' caches, which reuse a step's results in later steps; `cache` is its name on the command line
+(`cache_options.CHOICES`).
 """
 
 import functools
@@ -23,6 +24,7 @@ from transformers import T5Config, T5EncoderModel
 from cogvideox_torchax import runtime
 from cogvideox_torchax.files.models import INDEX, locate, read_json
 from cogvideox_torchax.pipelines.cache_options import config_of
+from cogvideox_torchax.pipelines.eight_bits import Weights, quantize
 from cogvideox_torchax.pipelines.known import port_network
 from cogvideox_torchax.pipelines.networks import KnownNetwork, TensorSpecs
 from cogvideox_torchax.pipelines.text_encoder import prompt_tensors
@@ -78,7 +80,7 @@ class NetworkWork(Work):
     kept_bytes: int = 0
 
 
-def weightless_transformer(model: str, dtype: torch.dtype) -> Any:
+def weightless_transformer(model: str, dtype: torch.dtype, weights: Weights | None = None) -> Any:
     """Return a ported transformer without weights; `PlanError` if the model has no transformer."""
     config = transformer_config(model)
     if "num_layers" not in config:  # it is a VAE's config
@@ -86,7 +88,15 @@ def weightless_transformer(model: str, dtype: torch.dtype) -> Any:
             f"{model} has no transformer: give a whole pipeline, or one of {', '.join(TRANSFORMERS)}"
         )
     network_class = transformer_class(model, config)
-    return port_network(jobs.build(lambda: network_class.from_config(config), dtype, "meta"))
+    return _ported(jobs.build(lambda: network_class.from_config(config), dtype, "meta"), weights)
+
+
+def _ported(network: Any, weights: Weights | None) -> Any:
+    """Port a network without weights, whose matrices become int8 if `weights` says so."""
+    network = port_network(network)
+    if weights:
+        runtime.without_torchax(quantize, network)
+    return network
 
 
 def transformer_class(model: str, config: dict[str, Any]) -> Any:
@@ -152,11 +162,12 @@ def step_work(
     parallel: Parallel | None = None,
     cache: str | None = None,
     step: int = 0,
+    weights: Weights | None = None,
 ) -> NetworkWork:
     """Return the program of one denoising step of one video.
 
     Args:
-        model, dtype, cache: see the module.
+        model, dtype, weights, cache: see the module.
         mesh: of `make_mesh`, of the devices to compile for.
         chip: the chip, into whose memory the weights must fit; else they are split over "tp". With None,
             each device has all weights.
@@ -168,7 +179,7 @@ def step_work(
     Raises:
         PlanError: a config cannot be read, or its patches do not divide the size.
     """
-    network = weightless_transformer(model, dtype)
+    network = weightless_transformer(model, dtype, weights)
     # `isinstance` would narrow `network` from Any to a module, for whose attributes pyright has no types.
     if cache and not issubclass(type(network), KnownNetwork):
         raise PlanError(f"got --cache for a {type(network).__name__}: caches are planned for CogVideoX's own")
@@ -291,10 +302,12 @@ def _device_bytes(structs: Any) -> int:
     )
 
 
-def prompt_work(model: str, dtype: torch.dtype, mesh: Any, *, tokens: int) -> NetworkWork:
+def prompt_work(
+    model: str, dtype: torch.dtype, mesh: Any, *, tokens: int, weights: Weights | None = None
+) -> NetworkWork:
     """Return the program that encodes one prompt of `tokens` tokens."""
     config = text_encoder_config(model)
-    network = port_network(text_encoder(config, dtype))
+    network = _ported(text_encoder(config, dtype), weights)
     network.place_on(mesh)
     program = network.program
     structs = functools.partial(program.structs, prompt_tensors(batch=1, text=tokens))

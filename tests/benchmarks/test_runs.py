@@ -3,6 +3,8 @@
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -110,6 +112,8 @@ def test_the_parts_of_a_job_are_estimated_without_a_device():
     decode = Case("decode", "torchax", Size("5b", 17, 96, 128), dtype="bfloat16")
     devices = decode.mesh(chips.topology_devices("v6e:1x1"))
     assert [work.name for work in measure.works(decode, devices, chip)] == ["first", "later"]
+    (step,) = measure.works(Case("step", "torchax", Size(jobs.TWO_LAYERS, 9, 64, 96)), devices, chip)
+    assert (step.layers, jobs.TWO_LAYERS in networks.TRANSFORMERS) == (2, False)
     with pytest.raises(plan_chips.PlanError, match="published shapes alone"):
         measure.works(Case("step", "torchax", Size("small", 9, 64, 96)), devices, chip)
 
@@ -451,6 +455,45 @@ def test_the_port_is_estimated_on_the_host_for_the_topology_of_its_devices(run, 
     assert found["published"].keys() == {*calibration.cases_of(TPU["kind"])} != set()
     estimates = [(result["way"], result.get("estimate")) for result in found["results"]]
     assert estimates == [("torchax", {"first": 0.01}), (jobs.KERNELS_OFF, None)] * 2
+
+
+@pytest.mark.usefixtures("two_kernels", "in_an_empty_directory")
+def test_a_quick_run_has_small_jobs_of_the_port_alone_and_says_where_its_result_goes(monkeypatch, capsys):
+    monkeypatch.setattr(runs, "check_compiler", lambda: None)
+
+    def answer(do, case, environment):
+        if do == "estimate":
+            return {"status": "ok", "seconds": {"later": 0.25}}
+        return WRONG if case["job"] == "kernels attention" else GOOD
+
+    monkeypatch.setattr(worker, "ask", MadeUp(TPU, answer))
+    arguments = ["device", "--quick", "--json"]
+    assert command.main(arguments) == 1, "a kernel is wrong"
+    out, said = capsys.readouterr()
+    found = json.loads(out)
+    assert [(each["job"], each["way"], Size(**each["size"]).name) for each in found["results"]] == [
+        ("kernels group_norm", "torchax", "5b, 17 x 160 x 240"),
+        ("kernels attention", "torchax", "5b, 17 x 160 x 240"),
+        ("decode", "torchax", "5b, 9 x 160 x 240"),
+        ("step", "torchax", "5b of 2 layers, 49 x 480 x 720"),
+    ]
+    assert list(found["switched_off"]) == ["attention"]
+    assert ["estimate" in each for each in found["results"]] == [True, False, True, True]
+    assert "published" not in found
+    assert "attach out/device-quick/device.json to a new issue" in said
+    assert json.loads(Path("out/device-quick/device.json").read_text()) == found
+
+
+@pytest.mark.usefixtures("two_kernels")
+def test_what_a_run_has_no_time_for_is_said_and_no_kernel_is_blamed(run, monkeypatch):
+    monkeypatch.setattr(runs, "check_compiler", lambda: None)
+    clock = iter((0.0, 59.0, 61.0, 151.0))  # of the start, two measurements and an estimate
+    monkeypatch.setattr(runs, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    found = run(MadeUp(TPU, always(GOOD)), "kernels", ways=("torchax",), seconds=60)
+    assert statuses(found) == {"group_norm": "ok", "attention": "failed"}
+    assert found["results"][1]["reason"] == "no time was left"
+    assert found["results"][0]["estimate"] == {"reason": "no time was left"}
+    assert found["switched_off"] == {}
 
 
 @pytest.mark.parametrize("way", [name for name in jobs.WAYS if name != "flax"])

@@ -1,10 +1,15 @@
 """The examples, run on small models as their first lines say."""
 
+import asyncio
 import json
 import runpy
+import sys
 from pathlib import Path
-from unittest.mock import Mock
+from types import SimpleNamespace
+from unittest.mock import MagicMock, Mock
 
+import nbclient
+import nbformat
 import pytest
 import torch
 
@@ -93,3 +98,100 @@ def test_the_notebook_runs_and_keeps_no_result():
     assert set(namespace["errors"]) == {"torchax", "flax"}
     assert max(max(pair) for pair in namespace["errors"].values()) < 1e-5
     assert namespace["first"]["torchax"][0] == 8, "two latent frames"
+
+
+def tiny_notebook(name):
+    """Return a client of a notebook that runs on a CPU in the working directory, and its cells of code."""
+    notebook = nbformat.read(EXAMPLES / "notebooks" / f"{name}.ipynb", nbformat.NO_CONVERT)
+    cells = {i: cell for i, cell in enumerate(notebook.cells) if cell.cell_type == "code"}
+    assert [cell.outputs for cell in cells.values()] == [[]] * len(cells), "no result is kept"
+    first = cells[min(cells)]
+    assert "TINY = False " in first.source
+    # The checkout is found from the folder of the notebook, where its reader starts it.
+    first.source = f"import os\nos.chdir({str(EXAMPLES)!r})\n" + first.source.replace(
+        "TINY = False ", "TINY = True "
+    )
+    first.source += f"\nos.chdir({str(Path.cwd())!r})"
+    return nbclient.NotebookClient(notebook, timeout=600), cells
+
+
+def shown(cells):
+    """Return the text of each cell's outputs."""
+    texts = []
+    for cell in cells.values():
+        texts.append("".join(each.get("text", "") for each in cell.outputs))
+        lines = [line for line in texts[-1].replace("\r", "\n").splitlines() if "it/s" not in line]
+        assert len(lines) < 40, "a cell is not flooded"
+    return texts
+
+
+@pytest.mark.parametrize("name", ["one_chip", "eight_chips"])
+@pytest.mark.parametrize(("changed", "restarts"), [("torch", True), ("rich", False)])
+def test_a_notebook_prints_what_pip_changes_and_asks_for_a_restart(
+    name, changed, restarts, monkeypatch, capsys
+):
+    had = {"torch": "2.9", "jax": "0.9", "rich": "13"}
+    versions = iter([had, had | {changed: "99", "added": "1"}])
+    monkeypatch.setattr(
+        "importlib.metadata.distributions",
+        lambda: [SimpleNamespace(name=each, version=version) for each, version in next(versions).items()],
+    )
+    monkeypatch.setattr("sys.path", [*sys.path])
+    popen = MagicMock()
+    popen.return_value.__enter__.return_value = SimpleNamespace(stdout=[], returncode=0)
+    monkeypatch.setattr("subprocess.Popen", popen)
+    cells = json.loads((EXAMPLES / "notebooks" / f"{name}.ipynb").read_text())["cells"]
+    source = "".join(next(cell["source"] for cell in cells if cell["cell_type"] == "code"))
+    exec(compile(source, name, "exec"), {})
+    (clone,), (install,) = (call.args for call in popen.call_args_list)
+    assert clone[:2] == ["git", "clone"]
+    assert "cogvideox-torchax/constraints.txt" in " ".join(install)
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first == f"{changed}: {had[changed]} is now 99"
+    assert ["restart the session" in line for line in rest] == [True] * restarts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["one_chip", "eight_chips"])
+def test_a_notebook_of_small_chips_runs_from_top_to_bottom_on_a_cpu(name):
+    client, cells = tiny_notebook(name)
+    asyncio.run(client.async_execute())  # which closes its event loop, as `execute` does not
+    _install, load, make, again, measure = shown(cells)
+    assert load.count("CpuDevice") == (8 if "eight" in name else load.count("CpuDevice"))
+    for text, path in ((make, "first.mp4"), (again, "second.mp4")):
+        assert "9 frames in " in text
+        assert video.probe(path).num_frames == 9
+    assert "device-quick/device.json to a new issue" in measure
+    report = json.loads(Path("device-quick/device.json").read_text())
+    assert [result["status"] for result in report["results"]] == ["ok"]
+    assert [report["mesh"]["dp"], report["mesh"]["tp"]] == ([2, 4] if "eight" in name else [None, None])
+    kinds = [kind for cell in cells.values() for each in cell.outputs for kind in each.get("data", {})]
+    assert kinds.count("image/png") == 2, "each preview is replaced by the next"
+    assert kinds.count("text/html") >= 2, "the videos play in the page"
+    assert "text/markdown" in kinds
+
+
+@pytest.mark.slow
+def test_an_interrupt_stops_a_notebooks_video_between_steps_and_the_next_cell_works():
+    client, cells = tiny_notebook("one_chip")
+    install, load, make, again, _measure = cells
+    cells[load].source = cells[load].source.replace(
+        '"num_inference_steps": 20', '"num_inference_steps": 1000'
+    )
+    cells[again].source = 'SETTINGS["num_inference_steps"] = 20\n' + cells[again].source
+
+    async def run_and_interrupt():
+        async with client.async_setup_kernel():
+            for i in (install, load):
+                await client.async_execute_cell(cells[i], i)
+            making = asyncio.ensure_future(client.async_execute_cell(cells[make], make))
+            while not (Path("preview.png").exists() or making.done()):
+                await asyncio.sleep(0.1)
+            await client.km.interrupt_kernel()
+            with pytest.raises(nbclient.exceptions.CellExecutionError, match="KeyboardInterrupt"):
+                await making
+            assert not Path("first.mp4").exists()
+            await client.async_execute_cell(cells[again], again)
+
+    asyncio.run(run_and_interrupt())
+    assert video.probe("second.mp4").num_frames == 9

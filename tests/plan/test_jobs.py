@@ -142,13 +142,13 @@ def test_what_fits_is_said_by_the_largest_of_its_programs(model_directory, monke
     slices = {"v6e:1x2": jax.devices()[:2], "v6e:2x2": jax.devices()[:4]}
     monkeypatch.setattr(jobs, "plan_programs", planned)
     monkeypatch.setattr(jobs, "topology_devices", slices.get)
-    monkeypatch.setitem(chips.CHIPS, "v6e", chip := chips.Chip(1e12, 1e12, weights + 512 * 768))
+    monkeypatch.setitem(chips.CHIPS, "v6e", chip := chips.Chip(1e12, 1e12, weights + 512 * 768, 1e9))
     job, peak = jobs.Job(DECODE, 17, 512, 768), weights + 2 * 512 * 768
     tiled = jobs.largest_tile_that_fits(vae, job, jax.devices()[:1], chip, peak)
     assert tiled is not None
     height, width = map(int, tiled.what.split()[1].split("x"))
     assert tiled.peak_bytes == weights + 2 * height * width <= chip.memory
-    tiny = chips.Chip(1e12, 1e12, weights + 2 * 4 * 8)  # room for one latent pixel by two, no tile
+    tiny = chips.Chip(1e12, 1e12, weights + 2 * 4 * 8, 1e9)  # room for one latent pixel by two, no tile
     assert jobs.largest_tile_that_fits(vae, job, jax.devices()[:1], tiny, peak) is None
     larger = functools.partial(jobs.smallest_mesh_that_fits, str(model_directory), torch.float32, job)
     assert larger("v6e:1x1", 1, peak) == jobs.Change("--topology v6e:1x2 --tp 2", weights + 512 * 768)
@@ -234,7 +234,7 @@ def test_a_plan_that_cannot_be_made_is_one_line(arguments, words, refused):
 
 
 def test_the_floor_of_a_job_counts_each_program_as_often_as_it_runs():
-    chip = chips.Chip(flops=10.0, bandwidth=5.0, memory=6)
+    chip = chips.Chip(flops=10.0, bandwidth=5.0, memory=6, host_link=1.0)
     first, later = (
         programs.ProgramPlan("", 1, flops, moved, 0, size, 0, 0, {}, 0.0)
         for flops, moved, size in ((30.0, 5.0, 5), (10.0, 20.0, 7))

@@ -4,6 +4,7 @@ import functools
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -11,9 +12,10 @@ import torch
 from diffusers import ConsisIDTransformer3DModel
 
 from cogvideox_torchax import cli, make_mesh, runtime
-from cogvideox_torchax.cli import planning
-from cogvideox_torchax.plan import chips, networks, programs
+from cogvideox_torchax.cli import plan, planning
+from cogvideox_torchax.plan import chips, jobs, networks, programs
 from cogvideox_torchax.plan.chips import PlanError
+from cogvideox_torchax.vae.directions import ENCODE
 from tests import small_pipelines
 from tests.plan.test_jobs import plan_of
 
@@ -163,7 +165,7 @@ def whole_plan(tmp_path_factory):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(chips, "topology_devices", devices_of)
             patch.setattr(planning, "compile_program", compile_once)
-            patch.setitem(chips.CHIPS, "v6e", chips.Chip(1e12, 1e12, memory))
+            patch.setitem(chips.CHIPS, "v6e", chips.Chip(1e12, 1e12, memory, 1e9))
             assert cli.main(["plan", *options, *more]) == 0
         return json.loads((directory / "plan.json").read_text())
 
@@ -177,6 +179,7 @@ def test_a_whole_pipeline_is_planned_with_all_its_weights_beside_each_program(wh
     assert found["counts"] == [2, 50, 1, 1]
     assert summary["fits"]
     assert "would_fit" not in summary
+    assert found["job"] == found["job"] | {"offload": False, "weights": None}
     *sizes, decoder = (
         sum(4 * weight.numel() for weight in network.parameters())
         for network in (pipe.text_encoder, pipe.transformer, pipe.vae, pipe.vae.decoder)
@@ -186,6 +189,10 @@ def test_a_whole_pipeline_is_planned_with_all_its_weights_beside_each_program(wh
     own = (*sizes[:2], decoder, decoder)
     beside = (plan["peak_bytes"] - each for plan, each in zip(found["programs"], own, strict=True))
     assert summary["peak_memory_GiB"] * 2**30 == sum(sizes) + max(beside)
+    prompt, step, first, later = (plan["peak_bytes"] for plan in found["programs"])
+    encoder = sizes[2] - decoder
+    assert summary["offload_peak_GiB"] * 2**30 == max(prompt, step, first + encoder, later + encoder)
+    assert summary["offload_moving_s"] == 2 * sum(sizes) / 1e9, "there and back, over 1 GB/s"
 
 
 def test_a_pipeline_that_does_not_fit_is_told_what_fits(whole_plan):
@@ -193,10 +200,58 @@ def test_a_pipeline_that_does_not_fit_is_told_what_fits(whole_plan):
     text, peak = (summary[name] * 2**30 for name in ("text_encoder_GiB", "peak_memory_GiB"))
     found = whole_plan(peak - 1)["summary"]
     assert not found["fits"]
-    host, mesh = found["would_fit"]
+    offload, host, mesh = found["would_fit"]
+    assert offload == "--offload"
+    assert found["would_fit"][offload] == found["offload_peak_GiB"]
+    assert whole_plan(peak - 1, "--offload")["summary"]["fits"]
     assert host == "the prompt encoded on the host"
     assert found["would_fit"][host] * 2**30 == pytest.approx(peak - text)
     again = whole_plan(peak - 1, *mesh.split())["summary"]
     assert again["fits"]
     assert again["peak_memory_GiB"] == found["would_fit"][mesh]
     assert "would_fit" not in whole_plan(peak - 1, "--no-advice")["summary"]
+
+
+def test_tiles_are_named_where_with_offload_a_chunk_alone_does_not_fit(monkeypatch):
+    asked = []
+
+    def largest_tile(_vae, job, _devices, chip, peak, **_options):
+        asked.append((job.height, job.width, chip.memory, peak))
+        return jobs.Change("--tiling 16x32 (4 tiles)", 50)
+
+    monkeypatch.setattr(jobs, "largest_tile_that_fits", largest_tile)
+    chip = chips.Chip(1.0, 1.0, 100, 1.0)
+    words = ["plan", "--pipeline", "5b", "--topology", "v5p:1x1x1", "--offload", *SIZE]
+    args = cli.parser().parse_args(words)
+    plan.check(args)
+    request = planning.PlanRequest(
+        works=(),
+        counts=(),
+        mesh=make_mesh(1, 1),
+        chip=chip,
+        about=dict.fromkeys(("weights_GiB", "text_encoder_GiB", "transformer_GiB", "vae_GiB"), 0.0),
+        job=vars(args) | {"tile": None},
+        other_weights=(60, 60, 60, 60),
+        own_weights=(0, 0, 5, 5),
+    )
+    for step, chunk, fitting in ((70, 120, 70), (40, 96, 55), (101, 120, None)):
+        programs = [SimpleNamespace(peak_bytes=peak) for peak in (30, step, chunk, 90)]
+        changes = planning._pipeline_would_fit(args, request, chip, programs)
+        expected = [jobs.Change("--offload --tiling 16x32 (4 tiles)", fitting)] if fitting else []
+        assert changes == expected
+    assert asked == [(32, 64, 95, 120), (32, 64, 95, 96)], "beside the encoder's weights"
+
+
+def test_weights_in_int8_are_planned_as_they_run():
+    def of_networks(*more):
+        args = cli.parser().parse_args(["plan", "--pipeline", "5b", "--platform", "cpu", *SIZE, *more])
+        plan.check(args)
+        request = planning.requested(args)
+        encoder = jobs.weight_bytes(jobs.weightless_vae("5b", torch.bfloat16), ENCODE)
+        assert request.own_weights == (0, 0, encoder), "with offload the VAE is there whole"
+        return [(networks.weight_bytes(work), work.flops) for work in request.works[:2]]
+
+    whole, int8 = of_networks(), of_networks("--weights", "int8")
+    for (whole_bytes, whole_flops), (int8_bytes, int8_flops) in zip(whole, int8, strict=True):
+        assert 0.5 < int8_bytes / whole_bytes < 0.75, "half of bfloat16's, and embeddings, norms and scales"
+        assert int8_flops == whole_flops
