@@ -1,8 +1,12 @@
-"""Weights in eight bits: symmetric int8, with a scale for each output channel.
+"""Weights in eight bits, and those in fewer that other libraries have made.
 
-A layer's weight (O, I) in int8, times its buffer `weight_scale` (O) in float32, is the matrix that the layer
-multiplies by. The layers are the linear ones of a network's blocks, by the table of `sharding`. Embeddings,
-norms and the projections before and after the blocks, which are few, keep their dtype.
+`quantize` makes them int8, symmetric, with a scale for each output channel: a layer's weight (O, I) in int8,
+times its buffer `weight_scale` (O) in float32, is the matrix that the layer multiplies by. The layers are the
+linear ones of a network's blocks, by the table of `sharding`. Embeddings, norms and the projections before
+and after the blocks, which are few, keep their dtype.
+
+`take_bits` has ported layers keep what torchao, GGUF and diffusers' layerwise casting have made of linear
+layers.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from cogvideox_torchax import runtime
+from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.pipelines.layers import Linear
 from cogvideox_torchax.pipelines.sharding import WEIGHTS, weight_spec
 
@@ -31,6 +35,59 @@ def to_int8(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     scale = np.abs(weight).max(-1) / np.float32(127)
     scale = np.where(scale == 0, np.float32(1), scale)  # a row of zeros
     return np.rint(weight / scale[..., None]).astype(np.int8), scale
+
+
+FORMS = (
+    "torchao's Int8WeightOnlyConfig() and Float8WeightOnlyConfig(), GGUFQuantizationConfig, "
+    'enable_layerwise_casting(), and port(pipe, weights="int8") of floats'
+)
+"""The forms of weights in fewer bits that a ported network takes."""
+
+
+def check_bits(name: str, network: nn.Module) -> bool:
+    """Return whether a network that is not on JAX has weights for `take_bits`.
+
+    Raises:
+        ValueError: one of another form than `FORMS`; `name` is that of the network.
+    """
+    return bool([*_foreign_weights(name, network)])
+
+
+def take_bits(network: nn.Module) -> None:
+    """Have a network's layers, ported or not, keep weights of `FORMS`, on the host and without a copy.
+
+    Of the weights that a hook casts, biases and those of other layers are written out, which are few.
+    """
+    for layer, key, weight, bits in [*_foreign_weights("", network)]:
+        compute_dtype = upstream.cast_dtype(layer)
+        if key == "weight" and isinstance(layer, nn.Linear):
+            vars(layer).pop("extra_repr", None)  # torchao's, which would count as a change
+            layer.__class__ = Linear
+            data, scale, quant_type = bits
+            written_as = getattr(layer, "compute_dtype", None) or compute_dtype or weight.dtype
+            layer.hold(data, scale, None if data.dtype == torch.int8 else written_as, quant_type)
+        else:
+            layer._parameters[key] = nn.Parameter(weight.detach().to(compute_dtype), weight.requires_grad)
+    upstream.take_casting(network)
+    runtime.forget_programs(network)
+
+
+def _foreign_weights(name: str, network: nn.Module) -> Iterator[tuple[Any, str, Any, Any]]:
+    """Yield (layer, key, weight, `upstream.bits_of` it) for each weight that a network cannot run with."""
+    for path, layer in network.named_modules():
+        for key, weight in layer._parameters.items():
+            is_cast = upstream.cast_dtype(layer) is not None
+            if weight is None or runtime.on_jax(weight) or (runtime.is_movable(weight) and not is_cast):
+                continue
+            if isinstance(layer, Linear) and key == "weight" and layer.compute_dtype is not None:
+                continue
+            bits = (weight.detach(), None, None) if is_cast else upstream.bits_of(weight)
+            if bits is None or not (is_cast or (key == "weight" and isinstance(layer, nn.Linear))):
+                kind = f"{type(weight).__name__} of {runtime.dtype_name(weight.dtype)}"
+                raise ValueError(
+                    f"{name}.{path}.{key} is a {kind}, which JAX has no form for: use one of {FORMS}"
+                )
+            yield layer, key, weight, bits
 
 
 def quantize(network: nn.Module) -> None:

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
 from cogvideox_torchax.runtime.host import host_array, on_jax, plain_tensor
+from cogvideox_torchax.runtime.tensors import jax_dtype
 from cogvideox_torchax.runtime.views import DRAWS, layout_of, set_strides, written
 from cogvideox_torchax.upstream import is_traced
 
@@ -86,6 +87,14 @@ def replace_functions(registry: Any, active: Callable[[], Any]) -> None:
                 needs_env=False,
                 is_view_op=True,  # it may get slices by brackets, and write into them
             )
+    operators[aten.view.dtype] = registry.Operator(  # torchax takes the dtype for a shape
+        aten.view.dtype,
+        lambda x, dtype: x.view(jax_dtype(dtype)),
+        is_jax_function=True,
+        is_user_defined=False,
+        needs_env=False,
+        is_view_op=False,
+    )
     functions = {F.scaled_dot_product_attention: _attention(table[F.scaled_dot_product_attention].func)}
     for operator in (aten.mul.Tensor, aten.mul.Scalar, aten.div):
         functions[operator] = _scaled_in_float32(table[operator].func)

@@ -33,6 +33,11 @@ MOVABLE_DTYPES = frozenset(
 """The dtypes of weights that NumPy and JAX have."""
 
 
+def byte_dtype(module: nn.Module) -> torch.dtype | None:
+    """Return the dtype of a module's first parameter of numbers, or blocks of them, in eight bits, if any."""
+    return next((weight.dtype for weight in module.parameters() if weight.dtype.itemsize == 1), None)
+
+
 def _weight_slots(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Yield (name, dictionary, key) for each parameter and buffer, which is `dictionary[key]`.
 

@@ -2,10 +2,18 @@
 
 from typing import Any
 
+import diffusers
+import gguf
 import pytest
 import torch
+import transformers
+from diffusers import GGUFQuantizationConfig
+from diffusers.hooks import apply_layerwise_casting
+from diffusers.models import ModelMixin, model_loading_utils
+from diffusers.quantizers import DiffusersAutoQuantizer
+from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
 
-from cogvideox_torchax import load_pipeline, make_mesh, port, runtime
+from cogvideox_torchax import load_pipeline, make_mesh, port, runtime, upstream
 from cogvideox_torchax.pipelines.sharding import weight_spec
 from cogvideox_torchax.pipelines.transformer import step_tensors
 from cogvideox_torchax.runtime.stock import change_in
@@ -154,12 +162,90 @@ def test_an_object_without_a_network_for_int8_is_refused():
         port(pipe, weights="int8")
 
 
-def test_weights_that_another_library_has_quantized_are_named_with_the_form_that_works(caplog):
-    transformer = stock()
-    runtime.without_torchax(transformer.enable_layerwise_casting, torch.float8_e4m3fn)
-    pipe = runtime.without_torchax(
-        small_pipelines.build, transformer=transformer, text_encoder=None, tokenizer=None
+def from_gguf(model, tmp_path):
+    """Return a transformer as diffusers loads it from a file in GGUF, with matrices of several formats."""
+    file, formats = tmp_path / "model.gguf", gguf.GGMLQuantizationType
+    writer = gguf.GGUFWriter(file, "cogvideox")
+    for name, weight in model.state_dict().items():
+        is_matrix = weight.ndim == 2 and weight.shape[1] % 32 == 0
+        form = formats.F32 if not is_matrix else formats.Q8_0 if "attn1" in name else formats.Q4_0
+        writer.add_tensor(name, gguf.quants.quantize(weight.numpy(), form), raw_dtype=form)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    # diffusers has this class in no list of those that `from_single_file` loads: these are that method's steps.
+    state = model_loading_utils.load_gguf_checkpoint(file)
+    config = GGUFQuantizationConfig(compute_dtype=torch.float32)
+    quantizer = DiffusersAutoQuantizer.from_config(config)
+    quantizer.preprocess_model(model, device_map=None, state_dict=state, keep_in_fp32_modules=[])
+    model_loading_utils.load_model_dict_into_meta(
+        model, state, hf_quantizer=quantizer, dtype=torch.float32, device_map={"": "cpu"}
     )
-    port(pipe)
-    assert "transformer: CogVideoXTransformer3DModel stays on the host, since" in caplog.text
-    assert 'load it unquantized: port(pipe, weights="int8") has a form in eight bits' in caplog.text
+    quantizer.postprocess_model(model)
+    model.hf_quantizer = quantizer
+    return model
+
+
+def by_torchao(config):
+    def load(model, tmp_path):
+        model.save_pretrained(tmp_path)
+        library = diffusers if isinstance(model, ModelMixin) else transformers
+        options = {"quantization_config": library.TorchAoConfig(config()), upstream.dtype_option(): torch.float32}
+        return type(model).from_pretrained(tmp_path, **options)
+
+    return load
+
+
+def cast(model, tmp_path):
+    if isinstance(model, ModelMixin):
+        model.enable_layerwise_casting(torch.float8_e4m3fn, torch.float32)
+    else:  # with "wo" cast too, transformers casts that layer's input to float8
+        apply_layerwise_casting(model, torch.float8_e4m3fn, torch.float32, ("layer_norm", "wo"))
+    return model
+
+
+FORMS = {
+    "GGUF": (from_gguf, torch.uint8),
+    "torchao int8": (by_torchao(Int8WeightOnlyConfig), torch.int8),
+    "torchao float8": (by_torchao(Float8WeightOnlyConfig), torch.float8_e4m3fn),
+    "layerwise casting": (cast, torch.float8_e4m3fn),
+}
+
+
+def loaded(form, part, tmp_path):
+    make = stock if part == "transformer" else lambda: small_pipelines.text_encoder(num_layers=1)
+    return runtime.without_torchax(lambda: FORMS[form][0](make(), tmp_path).eval())
+
+
+def in_bits(model):
+    """Return the names of linear layers whose weights are no plain floats of more than eight bits."""
+    linear = {name: module.weight for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    return {name for name, w in linear.items() if type(w) is not torch.nn.Parameter or w.dtype.itemsize == 1}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_step_with_the_bits_of_other_libraries_is_that_of_their_model(form, tmp_path):
+    model, dtype = loaded(form, "transformer", tmp_path), FORMS[form][1]
+    names, want = in_bits(model), step(model)
+    pipe = runtime.without_torchax(
+        small_pipelines.build, transformer=model, text_encoder=None, tokenizer=None
+    )
+    model = port(pipe).transformer
+    assert largest_error(step(model), want) < 1e-4
+    assert {f"{name}.weight" for name in names} == {n for n, w in model.named_parameters() if w.dtype == dtype}
+    assert change_in(model) is None
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "GGUF"])
+def test_a_prompt_with_the_bits_of_other_libraries_is_that_of_their_model(form, tmp_path):
+    model, dtype = loaded(form, "text_encoder", tmp_path), FORMS[form][1]
+    ids, names = torch.tensor([[3, 4, 5, 1]]), in_bits(model)
+    want = runtime.without_torchax(lambda: model(ids)[0])
+    pipe = runtime.without_torchax(
+        small_pipelines.build, transformer=None, text_encoder=model, tokenizer=None
+    )
+    model = port(pipe).text_encoder
+    assert largest_error(runtime.to_torch(model(runtime.to_jax(ids))[0]), want) < 1e-4
+    assert {f"{name}.weight" for name in names} == {n for n, w in model.named_parameters() if w.dtype == dtype}
+    assert change_in(model) is None
