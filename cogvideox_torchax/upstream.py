@@ -13,6 +13,7 @@ while its modes are. A *part* of a pipeline is one of its components, such as a 
 import contextlib
 import copyreg
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterator
 from types import FunctionType, MethodType, SimpleNamespace
@@ -473,12 +474,16 @@ def take_offloading(network: Any) -> bool:
     if not is_offloaded(network):
         return False
     remove_hook_from_module(network, recurse=True)
-    for registry, name in [*_hooks_of(network)]:
-        if name in OFFLOADING_HOOKS:
-            group: Any = getattr(registry.hooks[name], "group", None)
-            if getattr(group, "offload_to_disk_path", None):  # its weights are in files, and not in memory
-                group.onload_()
-            registry.remove_hook(name, recurse=False)
+    hooks = [(registry, name) for registry, name in _hooks_of(network) if name in OFFLOADING_HOOKS]
+    groups = (getattr(registry.hooks[name], "group", None) for registry, name in hooks)
+    on_disk: list[Any] = [group for group in groups if getattr(group, "offload_to_disk_path", None)]
+    # A tied weight is in the files of several groups. Only the file that was written first has its values, as
+    # diffusers empties a weight that it has written: so that file is read last.
+    written_at = {group: os.stat(group.safetensors_file_path).st_mtime_ns for group in reversed(on_disk)}
+    for group in sorted(written_at, key=lambda group: written_at[group], reverse=True):
+        group.onload_()
+    for registry, name in hooks:
+        registry.remove_hook(name, recurse=False)
     for module in network.modules():
         _delete_class_forward(module)
     return True
