@@ -91,12 +91,12 @@ def _foreign_weights(name: str, network: nn.Module) -> Iterator[tuple[Any, str, 
 
 
 def quantize(network: nn.Module) -> None:
-    """Give a ported network's blocks weights in int8, on the host; layers that have them stay as they are.
+    """Give a ported network's blocks weights in int8, on the host; layers with fewer bits stay as they are.
 
     Weights on "meta" are replaced by such of the new shapes and dtypes, for `as_int8` to feed.
     """
     for _name, layer in _layers(network):
-        if layer.scale is not None:
+        if layer.scale is not None or layer.compute_dtype is not None:
             continue
         if layer.weight.is_meta:
             int8, scale = layer.weight.to(torch.int8), layer.weight.new_empty(len(layer.weight)).float()
