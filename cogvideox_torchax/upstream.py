@@ -425,7 +425,7 @@ def take_casting(network: Any) -> None:
         _delete_class_forward(module)
 
 
-def from_gguf(data: Any, quant_type: int) -> Any:
+def from_gguf(data: Any, quant_type: Any) -> Any:
     """Return the matrix (O, I), in float16 or float32, that GGUF's bytes (O, bytes) stand for."""
     from diffusers.quantizers.gguf import utils
 

@@ -38,56 +38,62 @@ def to_int8(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 FORMS = (
-    "torchao's Int8WeightOnlyConfig() and Float8WeightOnlyConfig(), GGUFQuantizationConfig, "
-    'enable_layerwise_casting(), and port(pipe, weights="int8") of floats'
+    "torchao's Int8WeightOnlyConfig() and Float8WeightOnlyConfig(), with a scale for each output channel or "
+    "each matrix, GGUFQuantizationConfig, enable_layerwise_casting before port, and weights='int8' of port"
 )
 """The forms of weights in fewer bits that a ported network takes."""
 
 
-def check_bits(name: str, network: nn.Module) -> bool:
-    """Return whether a network that is not on JAX has weights for `take_bits`.
+def has_bits(name: str, network: nn.Module) -> bool:
+    """Return whether a network, called `name`, which is not on JAX, has weights for `take_bits`.
 
     Raises:
-        ValueError: one of another form than `FORMS`; `name` is that of the network.
+        ValueError: a weight of another form than `FORMS`.
     """
     return bool([*_foreign_weights(name, network)])
 
 
 def take_bits(network: nn.Module) -> None:
-    """Have a network's layers, ported or not, keep weights of `FORMS`, on the host and without a copy.
+    """Have the linear layers of a network keep their weights of `FORMS`, on the host and without a copy.
 
-    Of the weights that a hook casts, biases and those of other layers are written out, which are few.
+    Other weights that a hook casts in a call are written out: biases, and embeddings, which are few.
     """
     for layer, key, weight, bits in [*_foreign_weights("", network)]:
-        compute_dtype = upstream.cast_dtype(layer)
-        if key == "weight" and isinstance(layer, nn.Linear):
-            vars(layer).pop("extra_repr", None)  # torchao's, which would count as a change
-            layer.__class__ = Linear
-            data, scale, quant_type = bits
-            written_as = getattr(layer, "compute_dtype", None) or compute_dtype or weight.dtype
-            layer.hold(data, scale, None if data.dtype == torch.int8 else written_as, quant_type)
-        else:
-            layer._parameters[key] = nn.Parameter(weight.detach().to(compute_dtype), weight.requires_grad)
+        cast_dtype = upstream.cast_dtype(layer)
+        if key != "weight" or not isinstance(layer, nn.Linear):
+            layer._parameters[key] = nn.Parameter(weight.detach().to(cast_dtype), weight.requires_grad)
+            continue
+        data, scale, quant_type = bits
+        compute_dtype = vars(layer).get("compute_dtype") or cast_dtype or weight.dtype  # GGUF's layer has one
+        vars(layer).pop("extra_repr", None)  # torchao's, which would count as a change
+        layer.__class__ = Linear
+        as_linear: Any = layer
+        as_linear.hold(data, scale, None if data.dtype == torch.int8 else compute_dtype, quant_type)
     upstream.take_casting(network)
     runtime.forget_programs(network)
 
 
-def _foreign_weights(name: str, network: nn.Module) -> Iterator[tuple[Any, str, Any, Any]]:
-    """Yield (layer, key, weight, `upstream.bits_of` it) for each weight that a network cannot run with."""
+def _foreign_weights(name: str, network: nn.Module) -> Iterator[tuple[nn.Module, str, Any, Any]]:
+    """Yield (layer, key, weight, bits) for each weight that a program cannot take as it is.
+
+    The bits are what `upstream.bits_of` returns.
+    """
     for path, layer in network.named_modules():
+        is_cast = upstream.cast_dtype(layer) is not None
         for key, weight in layer._parameters.items():
-            is_cast = upstream.cast_dtype(layer) is not None
-            if weight is None or runtime.on_jax(weight) or (runtime.is_movable(weight) and not is_cast):
+            is_held = key == "weight" and isinstance(layer, Linear) and layer.compute_dtype is not None
+            if weight is None or is_held or runtime.on_jax(weight):
                 continue
-            if isinstance(layer, Linear) and key == "weight" and layer.compute_dtype is not None:
-                continue
-            bits = (weight.detach(), None, None) if is_cast else upstream.bits_of(weight)
-            if bits is None or not (is_cast or (key == "weight" and isinstance(layer, nn.Linear))):
-                kind = f"{type(weight).__name__} of {runtime.dtype_name(weight.dtype)}"
-                raise ValueError(
-                    f"{name}.{path}.{key} is a {kind}, which JAX has no form for: use one of {FORMS}"
-                )
-            yield layer, key, weight, bits
+            if is_cast:
+                yield layer, key, weight, (weight.detach(), None, None)
+            elif not runtime.is_movable(weight):
+                bits = upstream.bits_of(weight) if key == "weight" and isinstance(layer, nn.Linear) else None
+                if bits is None:
+                    kind = f"{type(weight).__name__} of {runtime.dtype_name(weight.dtype)}"
+                    raise ValueError(
+                        f"{name}.{path}.{key}, a {kind}, has no form on JAX: those that have one are {FORMS}"
+                    )
+                yield layer, key, weight, bits
 
 
 def quantize(network: nn.Module) -> None:

@@ -72,8 +72,8 @@ class Linear(nn.Linear):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         scale, tensors, dtype = self.scale, self._parameters, self.compute_dtype
+        weight: Any = tensors.get("weight")
         if dtype is not None:  # the weight moves, but a cast of the model would change its bits
-            weight = tensors["weight"]
             self._parameters = {name: tensor for name, tensor in tensors.items() if tensor is not weight}
         super()._apply(fn, recurse)
         if scale is not None:  # it would be rounded too

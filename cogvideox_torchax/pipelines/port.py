@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.pipelines import loras, sharding
-from cogvideox_torchax.pipelines.eight_bits import Weights, check_bits, quantize, take_bits
+from cogvideox_torchax.pipelines.eight_bits import Weights, has_bits, quantize, take_bits
 from cogvideox_torchax.pipelines.known import port_network, ported_class
 from cogvideox_torchax.pipelines.networks import CompiledNetwork, KnownNetwork, device_bytes_of
 from cogvideox_torchax.pipelines.scheduler import port_scheduler
@@ -85,7 +85,7 @@ def port_pipeline(
     for name, model in models.items():
         _check_acyclic(name, model)
         if _is_known(model) and not runtime.is_on_jax(model):
-            if runtime.without_torchax(check_bits, name, model):
+            if runtime.without_torchax(has_bits, name, model):
                 in_bits.add(name)
         else:
             _check_not_cast(model)
@@ -217,8 +217,8 @@ def _check_not_cast(model: Any) -> None:
     """Raise `ValueError` for a model with diffusers' hooks that cast its weights during a call."""
     if upstream.is_cast(model):
         raise ValueError(
-            f"the weights of a {type(model).__name__} are cast layer by layer, which works on JAX for a "
-            "transformer and a text encoder, if it was enabled before port: load the pipeline again without it"
+            f"the weights of a {type(model).__name__} are cast layer by layer, which works on JAX only where "
+            "it is enabled before port, for a transformer and a text encoder: load the pipeline again"
         )
 
 

@@ -19,7 +19,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
 from cogvideox_torchax.runtime.host import host_array, on_jax, plain_tensor
-from cogvideox_torchax.runtime.tensors import jax_dtype
 from cogvideox_torchax.runtime.views import DRAWS, layout_of, set_strides, written
 from cogvideox_torchax.upstream import is_traced
 
@@ -89,7 +88,7 @@ def replace_functions(registry: Any, active: Callable[[], Any]) -> None:
             )
     operators[aten.view.dtype] = registry.Operator(  # torchax takes the dtype for a shape
         aten.view.dtype,
-        lambda x, dtype: x.view(jax_dtype(dtype)),
+        lambda x, dtype: x.view(jnp.dtype(str(dtype).removeprefix("torch."))),
         is_jax_function=True,
         is_user_defined=False,
         needs_env=False,

@@ -11,9 +11,17 @@ from diffusers import GGUFQuantizationConfig
 from diffusers.hooks import apply_layerwise_casting
 from diffusers.models import ModelMixin, model_loading_utils
 from diffusers.quantizers import DiffusersAutoQuantizer
-from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
+from torchao.quantization import (
+    Float8WeightOnlyConfig,
+    Int8DynamicActivationInt8WeightConfig,
+    Int8WeightOnlyConfig,
+    IntxWeightOnlyConfig,
+    PerGroup,
+    quantize_,
+)
 
 from cogvideox_torchax import load_pipeline, make_mesh, port, runtime, upstream
+from cogvideox_torchax.files.models import ModelError
 from cogvideox_torchax.pipelines.sharding import weight_spec
 from cogvideox_torchax.pipelines.transformer import step_tensors
 from cogvideox_torchax.runtime.stock import change_in
@@ -174,7 +182,7 @@ def from_gguf(model, tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    # diffusers has this class in no list of those that `from_single_file` loads: these are that method's steps.
+    # The steps of diffusers' `from_single_file`, which does not list this class.
     state = model_loading_utils.load_gguf_checkpoint(file)
     config = GGUFQuantizationConfig(compute_dtype=torch.float32)
     quantizer = DiffusersAutoQuantizer.from_config(config)
@@ -191,7 +199,10 @@ def by_torchao(config):
     def load(model, tmp_path):
         model.save_pretrained(tmp_path)
         library = diffusers if isinstance(model, ModelMixin) else transformers
-        options = {"quantization_config": library.TorchAoConfig(config()), upstream.dtype_option(): torch.float32}
+        options = {
+            "quantization_config": library.TorchAoConfig(config()),
+            upstream.dtype_option(): torch.float32,
+        }
         return type(model).from_pretrained(tmp_path, **options)
 
     return load
@@ -219,33 +230,108 @@ def loaded(form, part, tmp_path):
 
 
 def in_bits(model):
-    """Return the names of linear layers whose weights are no plain floats of more than eight bits."""
-    linear = {name: module.weight for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    return {name for name, w in linear.items() if type(w) is not torch.nn.Parameter or w.dtype.itemsize == 1}
+    """Return the names of linear layers' weights that are no plain floats of more than eight bits."""
+    return {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+        and (type(module.weight) is not torch.nn.Parameter or module.weight.dtype.itemsize == 1)
+    }
+
+
+def of_dtype(model, dtype):
+    return {name for name, weight in model.named_parameters() if weight.dtype == dtype}
+
+
+def pipeline_of(**parts):
+    return runtime.without_torchax(
+        small_pipelines.build, **{"transformer": None, "text_encoder": None, "tokenizer": None, **parts}
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_step_with_the_bits_of_other_libraries_is_that_of_their_model(form, tmp_path):
+def test_a_step_with_the_bits_of_another_library_is_that_of_its_model(form, tmp_path):
     model, dtype = loaded(form, "transformer", tmp_path), FORMS[form][1]
     names, want = in_bits(model), step(model)
-    pipe = runtime.without_torchax(
-        small_pipelines.build, transformer=model, text_encoder=None, tokenizer=None
-    )
-    model = port(pipe).transformer
+    assert largest_error(step(stock()), want) > 1e-3
+    pipe = port(pipeline_of(transformer=model))
+    model = pipe.transformer
     assert largest_error(step(model), want) < 1e-4
-    assert {f"{name}.weight" for name in names} == {n for n, w in model.named_parameters() if w.dtype == dtype}
+    assert of_dtype(model, dtype) == names != set()
     assert change_in(model) is None
+    bits = {name: runtime.to_torch(model.state_dict()[name]) for name in names}
+    pipe.enable_model_cpu_offload()
+    assert {runtime.is_in_host_memory(runtime.array_of(weight)) for weight in model.parameters()} == {True}
+    assert largest_error(step(model), want) < 1e-4
+    for refused in (lambda: model.save_pretrained(tmp_path / "saved"), model.fuse_qkv_projections):
+        with pytest.raises(ValueError, match=f"got weights in {runtime.dtype_name(dtype)}, which"):
+            refused()
+    assert largest_error(step(model.to("cpu")), want) < 1e-5
+    if form == "layerwise casting":  # diffusers casts no other quantized model
+        assert step(model.to(torch.bfloat16)).dtype == model.dtype == torch.bfloat16
+    port(pipe, weights="int8")
+    assert all(torch.equal(runtime.to_torch(model.state_dict()[name]), bits[name]) for name in names)
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "GGUF"])
-def test_a_prompt_with_the_bits_of_other_libraries_is_that_of_their_model(form, tmp_path):
-    model, dtype = loaded(form, "text_encoder", tmp_path), FORMS[form][1]
+def test_a_prompt_with_the_bits_of_another_library_is_that_of_its_model(form, tmp_path):
+    model = loaded(form, "text_encoder", tmp_path)
     ids, names = torch.tensor([[3, 4, 5, 1]]), in_bits(model)
     want = runtime.without_torchax(lambda: model(ids)[0])
-    pipe = runtime.without_torchax(
-        small_pipelines.build, transformer=None, text_encoder=model, tokenizer=None
-    )
-    model = port(pipe).text_encoder
+    model = port(pipeline_of(text_encoder=model)).text_encoder
     assert largest_error(runtime.to_torch(model(runtime.to_jax(ids))[0]), want) < 1e-4
-    assert {f"{name}.weight" for name in names} == {n for n, w in model.named_parameters() if w.dtype == dtype}
+    assert of_dtype(model, FORMS[form][1]) == names != set()
     assert change_in(model) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    [*((form, "tensor") for form in FORMS), ("GGUF", "context"), ("torchao int8", "context")],
+)
+def test_the_bits_of_another_library_are_split_over_a_mesh_and_take_a_lora(form, kind, tmp_path):
+    model, mesh = stock(), make_mesh(2, 2)
+    steps = [FORMS[form][0], lambda model, _path: with_lora("to_q", "to_out.0")(model) or model]
+    # PEFT gives a LoRA the dtype of its layer, which PyTorch cannot multiply in float8.
+    for change in reversed(steps) if form == "layerwise casting" else steps:
+        model = runtime.without_torchax(change, model, tmp_path)
+    want = step(model)
+    model = port(pipeline_of(transformer=model), mesh=mesh, parallel=kind).transformer
+    if kind == "context":  # with weights that are gathered
+        model.place_on(mesh, "context", 1.0)
+        model.place()
+    assert largest_error(step(model), want) < 1e-4
+    layer = model.transformer_blocks[0].ff.net[2]
+    assert not runtime.array_of(layer._parameters["weight"]).is_fully_replicated
+    assert change_in(model) is None
+
+
+def by_config(config):
+    model = stock()
+    quantize_(model, config, lambda module, name: name.endswith("0.attn1.to_q"))
+    return model
+
+
+WITHOUT_FORM = {
+    "activations": (lambda: by_config(Int8DynamicActivationInt8WeightConfig()), "a Int8Tensor of float32"),
+    "blocks": (lambda: by_config(Int8WeightOnlyConfig(granularity=PerGroup(32))), "a Int8Tensor of float32"),
+    "another library": (lambda: by_config(IntxWeightOnlyConfig()), "a IntxUnpackedToInt8Tensor of float32"),
+    "no layer": (lambda: stock().to(torch.float8_e4m3fn), "a Parameter of float8_e4m3fn"),
+}
+
+
+@pytest.mark.parametrize(("make", "kind"), WITHOUT_FORM.values(), ids=WITHOUT_FORM)
+def test_weights_without_a_form_are_named_with_the_forms_that_there_are(make, kind):
+    pipe = pipeline_of(transformer=runtime.without_torchax(make))
+    words = rf"^transformer\.\S+\.weight, {kind}, has no form on JAX: those .*Int8Weight.*GGUF.*layerwise"
+    with pytest.raises(ValueError, match=words) as error:
+        port(pipe)
+    assert "\n" not in str(error.value)
+    assert not runtime.is_on_jax(pipe.vae)
+
+
+def test_files_in_eight_bits_are_refused_by_their_name(tmp_path):
+    pipe = pipeline_of(transformer=loaded("layerwise casting", "transformer", tmp_path))
+    runtime.without_torchax(pipe.save_pretrained, tmp_path)
+    with pytest.raises(ModelError, match="safetensors has weights in F8_E4M3: load the model by its own"):
+        load_pipeline(tmp_path)
