@@ -4,6 +4,8 @@ from typing import Any
 
 import diffusers
 import gguf
+import jax
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -11,6 +13,7 @@ from diffusers import GGUFQuantizationConfig
 from diffusers.hooks import apply_layerwise_casting
 from diffusers.models import ModelMixin, model_loading_utils
 from diffusers.quantizers import DiffusersAutoQuantizer
+from diffusers.quantizers.gguf.utils import dequantize_functions
 from torchao.quantization import (
     Float8WeightOnlyConfig,
     Int8DynamicActivationInt8WeightConfig,
@@ -24,6 +27,7 @@ from cogvideox_torchax import load_pipeline, make_mesh, port, runtime, upstream
 from cogvideox_torchax.files.models import ModelError
 from cogvideox_torchax.pipelines.sharding import weight_spec
 from cogvideox_torchax.pipelines.transformer import step_tensors
+from cogvideox_torchax.runtime.environment import import_torchax
 from cogvideox_torchax.runtime.stock import change_in
 from cogvideox_torchax.vae.tolerances import rms_error
 from tests import small_pipelines
@@ -328,6 +332,18 @@ def test_weights_without_a_form_are_named_with_the_forms_that_there_are(make, ki
         port(pipe)
     assert "\n" not in str(error.value)
     assert not runtime.is_on_jax(pipe.vae)
+
+
+@pytest.mark.parametrize("form", dequantize_functions, ids=lambda form: form.name)
+@pytest.mark.slow_cases(but=["Q4_K"])
+def test_each_format_of_gguf_is_decoded_as_in_pytorch(form):
+    block_size, bytes_of_block = gguf.GGML_QUANT_SIZES[form]
+    shape = (3, 512 // block_size * bytes_of_block)
+    data = torch.randint(64, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    want = upstream.from_gguf(data, form)
+    assert want.shape == (3, 512)
+    decode = import_torchax().interop.jax_view(lambda data: upstream.from_gguf(data, form))
+    assert torch.equal(runtime.plain_tensor(np.array(jax.jit(decode)(data.numpy()))), want)
 
 
 def test_files_in_eight_bits_are_refused_by_their_name(tmp_path):
