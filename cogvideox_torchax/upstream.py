@@ -446,15 +446,14 @@ def bits_of(weight: Any) -> tuple[Any, Any, int | None] | None:
         return weight.as_tensor(), None, weight.quant_type
     if kind not in ("Int8Tensor", "Float8Tensor"):  # torchao's
         return None
-    zero_point = getattr(weight, "zero_point", None)
+    scale, zero_point = weight.scale, getattr(weight, "zero_point", None)
     if (
-        weight.scale.numel() not in (1, len(weight))
+        not (scale.numel() == 1 or scale.shape[0] == scale.numel() == len(weight))
         or (zero_point is not None and bool(zero_point.any()))
-        or weight.act_quant_kwargs is not None
-        or getattr(weight, "act_pre_scale", None) is not None
+        or any(getattr(weight, name, None) is not None for name in ("act_quant_kwargs", "act_pre_scale"))
     ):
         return None
-    return weight.qdata, weight.scale.float().flatten().expand(len(weight)).contiguous(), None
+    return weight.qdata, scale.float().flatten().expand(len(weight)).contiguous(), None
 
 
 def is_offloaded(network: Any) -> bool:

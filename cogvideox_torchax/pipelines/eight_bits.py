@@ -60,7 +60,7 @@ def take_bits(network: nn.Module) -> None:
     """
     for layer, key, weight, bits in [*_foreign_weights("", network)]:
         cast_dtype = upstream.cast_dtype(layer)
-        if key != "weight" or not isinstance(layer, nn.Linear):
+        if not _is_matrix(layer, key):
             layer._parameters[key] = nn.Parameter(weight.detach().to(cast_dtype), weight.requires_grad)
             continue
         data, scale, quant_type = bits
@@ -87,13 +87,19 @@ def _foreign_weights(name: str, network: nn.Module) -> Iterator[tuple[nn.Module,
             if is_cast:
                 yield layer, key, weight, (weight.detach(), None, None)
             elif not runtime.is_movable(weight):
-                bits = upstream.bits_of(weight) if key == "weight" and isinstance(layer, nn.Linear) else None
+                bits = upstream.bits_of(weight) if _is_matrix(layer, key) else None
                 if bits is None:
                     kind = f"{type(weight).__name__} of {runtime.dtype_name(weight.dtype)}"
                     raise ValueError(
                         f"{name}.{path}.{key}, a {kind}, has no form on JAX: those that have one are {FORMS}"
                     )
                 yield layer, key, weight, bits
+
+
+def _is_matrix(layer: nn.Module, key: str) -> bool:
+    """Return whether a parameter is the matrix of a layer that computes what `Linear` does."""
+    is_linear = type(layer) in (nn.Linear, Linear) or type(layer).__name__ == "GGUFLinear"  # diffusers'
+    return is_linear and key == "weight"
 
 
 def quantize(network: nn.Module) -> None:

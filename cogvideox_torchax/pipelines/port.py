@@ -180,7 +180,7 @@ def _models(pipe: Any) -> dict[str, nn.Module]:
             for weight_name, tensor in runtime.named_tensors(model).items()
             if not runtime.is_movable(tensor)
         ]
-        if obstacles and not _is_known(model):  # `check_bits` looks at the weights of a known network
+        if obstacles and not _is_known(model):  # `has_bits` looks at a known network's
             logger.warning("%s: %s stays on the host, since %s", name, type(model).__name__, obstacles[0])
         else:
             models[name] = model

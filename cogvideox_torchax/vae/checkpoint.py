@@ -134,13 +134,8 @@ def read_tensors(files: Iterable[Path]) -> Iterator[tuple[str, np.ndarray]]:
     for path in files:
         with safe_open(path, framework="numpy") as file:
             names = list(file.keys())
-            of_bytes = {file.get_slice(name).get_dtype() for name in names} & {
-                "F8_E4M3",
-                "F8_E5M2",
-                "I8",
-                "U8",
-            }
-        if of_bytes:
+            dtypes = {file.get_slice(name).get_dtype() for name in names}
+        if of_bytes := dtypes & {"F8_E4M3", "F8_E5M2", "I8", "U8"}:
             raise ModelError(
                 f"{path} has weights in {', '.join(sorted(of_bytes))}: load the model by its own class's "
                 "from_pretrained, and port it"

@@ -277,6 +277,19 @@ def test_a_step_with_the_bits_of_another_library_is_that_of_its_model(form, tmp_
     assert all(torch.equal(runtime.to_torch(model.state_dict()[name]), bits[name]) for name in names)
 
 
+class Negated(torch.nn.Linear):
+    def forward(self, input):
+        return -super().forward(input)
+
+
+def test_a_layer_of_the_users_stays_so_when_its_weights_are_cast(tmp_path):
+    model = stock()
+    model.transformer_blocks[0].attn1.to_q.__class__ = Negated
+    model = runtime.without_torchax(cast, model, tmp_path)
+    want = step(model)
+    assert largest_error(step(port(pipeline_of(transformer=model)).transformer), want) < 1e-4
+
+
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "GGUF"])
 def test_a_prompt_with_the_bits_of_another_library_is_that_of_its_model(form, tmp_path):
     model = loaded(form, "text_encoder", tmp_path)
