@@ -67,15 +67,16 @@ def port(
             the choice and its reason.
         weights: "int8" rounds the weights of the linear layers in a pipeline's transformer and T5 encoder,
             in their blocks, to eight bits, with a scale for each output channel: half the memory of bfloat16.
-            Such a network can be neither saved nor fused with a LoRA. None keeps weights as they are.
+            Such a network can be neither saved nor fused with a LoRA. Layers that another library has
+            quantized stay as they are. None keeps all weights as they are.
 
     Returns:
         The same object; for torch.compile's wrapper of a model, the model inside.
 
     Raises:
         ValueError: the object is of another kind, or a VAE class of another package; the mesh was not made by
-            `make_mesh`, or does not divide the weights; weights are cast layer by layer; a module contains
-            itself; an option that the object does not take.
+            `make_mesh`, or does not divide the weights; quantized weights that have no form on JAX; a module
+            contains itself; an option that the object does not take.
     """
     if weights is not None and isinstance(model_or_pipeline, SchedulerMixin | nn.Module):
         raise ValueError(

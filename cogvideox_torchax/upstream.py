@@ -13,6 +13,7 @@ while its modes are. A *part* of a pipeline is one of its components, such as a 
 import contextlib
 import copyreg
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterator
 from types import FunctionType, MethodType, SimpleNamespace
@@ -397,9 +398,62 @@ def _hooks_of(network: Any) -> Iterator[tuple[Any, str]]:
         yield from ((registry, name) for name in ([] if registry is None else [*registry.hooks]))
 
 
+CASTING_HOOKS = "layerwise_casting", "peft_autocast_disable"
+"""The names of diffusers' hooks for weights that are cast layer by layer; the first one casts."""
+
+
 def is_cast(network: Any) -> bool:
     """Return whether hooks of diffusers cast a network's weights layer by layer."""
-    return any(name == "layerwise_casting" for _registry, name in _hooks_of(network))
+    return any(name == CASTING_HOOKS[0] for _registry, name in _hooks_of(network))
+
+
+def cast_dtype(module: Any) -> Any:
+    """Return the dtype to which a hook of diffusers casts a module's own weights in a call; None for none."""
+    registry = vars(module).get("_diffusers_hook")
+    hook = registry and registry.hooks.get(CASTING_HOOKS[0])
+    return hook and hook.compute_dtype
+
+
+def take_casting(network: Any) -> None:
+    """Take the hooks off a network that cast its weights, which stay as they are."""
+    for registry, name in [*_hooks_of(network)]:
+        if name in CASTING_HOOKS:
+            # diffusers would refuse, as nothing gives the weights back the bits that they have lost.
+            registry.hooks[name].deinitalize_hook = lambda module: module
+            registry.remove_hook(name, recurse=False)
+    for module in network.modules():
+        _delete_class_forward(module)
+
+
+def from_gguf(data: Any, quant_type: Any) -> Any:
+    """Return the matrix (O, I), in float16 or float32, that GGUF's bytes (O, bytes) stand for."""
+    from diffusers.quantizers.gguf import utils
+
+    block_size, bytes_of_block = utils.GGML_QUANT_SIZES[quant_type]
+    write_out = _attribute("diffusers", utils, "dequantize_functions")[quant_type]
+    blocks = write_out(data.reshape(-1, bytes_of_block), block_size, bytes_of_block)
+    return blocks.reshape(data.shape[0], -1)
+
+
+def bits_of(weight: Any) -> tuple[Any, Any, int | None] | None:
+    """Return the bits of a quantized weight (O, I), their factors (O), and GGUF's number of their format.
+
+    Factors and format are None where there are none. All is None for a form that no layer here takes: another
+    library's, one with several factors for an output channel, or one that rounds activations too.
+    """
+    kind = type(weight).__name__
+    if kind == "GGUFParameter":  # diffusers'
+        return weight.as_tensor(), None, weight.quant_type
+    if kind not in ("Int8Tensor", "Float8Tensor"):  # torchao's
+        return None
+    scale, zero_point = weight.scale, getattr(weight, "zero_point", None)
+    if (
+        not (scale.numel() == 1 or scale.shape[0] == scale.numel() == len(weight))
+        or (zero_point is not None and bool(zero_point.any()))
+        or any(getattr(weight, name, None) is not None for name in ("act_quant_kwargs", "act_pre_scale"))
+    ):
+        return None
+    return weight.qdata, scale.float().flatten().expand(len(weight)).contiguous(), None
 
 
 def is_offloaded(network: Any) -> bool:
@@ -419,12 +473,16 @@ def take_offloading(network: Any) -> bool:
     if not is_offloaded(network):
         return False
     remove_hook_from_module(network, recurse=True)
-    for registry, name in [*_hooks_of(network)]:
-        if name in OFFLOADING_HOOKS:
-            group: Any = getattr(registry.hooks[name], "group", None)
-            if getattr(group, "offload_to_disk_path", None):  # its weights are in files, and not in memory
-                group.onload_()
-            registry.remove_hook(name, recurse=False)
+    hooks = [(registry, name) for registry, name in _hooks_of(network) if name in OFFLOADING_HOOKS]
+    groups = (getattr(registry.hooks[name], "group", None) for registry, name in hooks)
+    on_disk: list[Any] = [group for group in groups if getattr(group, "offload_to_disk_path", None)]
+    # A tied weight is in the files of several groups. Only the file that was written first has its values, as
+    # diffusers empties a weight that it has written: so that file is read last.
+    written_at = {group: os.stat(group.safetensors_file_path).st_mtime_ns for group in reversed(on_disk)}
+    for group in sorted(written_at, key=lambda group: written_at[group], reverse=True):
+        group.onload_()
+    for registry, name in hooks:
+        registry.remove_hook(name, recurse=False)
     for module in network.modules():
         _delete_class_forward(module)
     return True

@@ -111,10 +111,10 @@ def saved_from_host(save_pretrained: Callable[..., None]) -> Callable[..., None]
 
     @functools.wraps(save_pretrained)
     def save(model: Any, save_directory: str | Path, *args: Any, **options: Any) -> None:
-        if any(runtime.dtype_name(weight.dtype) == "int8" for weight in model.parameters()):
+        if dtype := runtime.byte_dtype(model):
             raise ValueError(
-                "save_pretrained got weights in int8, whose scales diffusers cannot load: save the model "
-                'before port(weights="int8")'
+                f"save_pretrained got weights in {dtype}, which diffusers cannot load as they are here: save "
+                "the model before port"
             )
         directory = Path(save_directory)
         old_times = {file: file.stat().st_mtime_ns for file in directory.glob("*.safetensors")}

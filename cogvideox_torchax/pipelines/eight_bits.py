@@ -1,8 +1,12 @@
-"""Weights in eight bits: symmetric int8, with a scale for each output channel.
+"""Weights in eight bits, and those in fewer that other libraries have made.
 
-A layer's weight (O, I) in int8, times its buffer `weight_scale` (O) in float32, is the matrix that the layer
-multiplies by. The layers are the linear ones of a network's blocks, by the table of `sharding`. Embeddings,
-norms and the projections before and after the blocks, which are few, keep their dtype.
+`quantize` makes them int8, symmetric, with a scale for each output channel: a layer's weight (O, I) in int8,
+times its buffer `weight_scale` (O) in float32, is the matrix that the layer multiplies by. The layers are the
+linear ones of a network's blocks, by the table of `sharding`. Embeddings, norms and the projections before
+and after the blocks, which are few, keep their dtype.
+
+`take_bits` has ported layers keep what torchao, GGUF and diffusers' layerwise casting have made of linear
+layers.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from cogvideox_torchax import runtime
+from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.pipelines.layers import Linear
 from cogvideox_torchax.pipelines.sharding import WEIGHTS, weight_spec
 
@@ -33,13 +37,78 @@ def to_int8(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.rint(weight / scale[..., None]).astype(np.int8), scale
 
 
+FORMS = (
+    "torchao's Int8WeightOnlyConfig() and Float8WeightOnlyConfig(), with a scale for each output channel or "
+    "each matrix, GGUFQuantizationConfig, enable_layerwise_casting before port, and weights='int8' of port"
+)
+"""The forms of weights in fewer bits that a ported network takes."""
+
+
+def has_bits(name: str, network: nn.Module) -> bool:
+    """Return whether a network, called `name`, which is not on JAX, has weights for `take_bits`.
+
+    Raises:
+        ValueError: a weight of another form than `FORMS`.
+    """
+    return bool([*_foreign_weights(name, network)])
+
+
+def take_bits(network: nn.Module) -> None:
+    """Have the linear layers of a network keep their weights of `FORMS`, on the host and without a copy.
+
+    Other weights that a hook casts in a call are written out: biases, and embeddings, which are few.
+    """
+    for layer, key, weight, bits in [*_foreign_weights("", network)]:
+        cast_dtype = upstream.cast_dtype(layer)
+        if not _is_matrix(layer, key):
+            layer._parameters[key] = nn.Parameter(weight.detach().to(cast_dtype), weight.requires_grad)
+            continue
+        data, scale, quant_type = bits
+        compute_dtype = vars(layer).get("compute_dtype") or cast_dtype or weight.dtype  # GGUF's layer has one
+        vars(layer).pop("extra_repr", None)  # torchao's, which would count as a change
+        layer.__class__ = Linear
+        as_linear: Any = layer
+        as_linear.hold(data, scale, None if data.dtype == torch.int8 else compute_dtype, quant_type)
+    upstream.take_casting(network)
+    runtime.forget_programs(network)
+
+
+def _foreign_weights(name: str, network: nn.Module) -> Iterator[tuple[nn.Module, str, Any, Any]]:
+    """Yield (layer, key, weight, bits) for each weight that a program cannot take as it is.
+
+    The bits are what `upstream.bits_of` returns.
+    """
+    for path, layer in network.named_modules():
+        is_cast = upstream.cast_dtype(layer) is not None
+        for key, weight in layer._parameters.items():
+            is_held = key == "weight" and isinstance(layer, Linear) and layer.compute_dtype is not None
+            if weight is None or is_held or runtime.on_jax(weight):
+                continue
+            if is_cast:
+                yield layer, key, weight, (weight.detach(), None, None)
+            elif not runtime.is_movable(weight):
+                bits = upstream.bits_of(weight) if _is_matrix(layer, key) else None
+                if bits is None:
+                    kind = f"{type(weight).__name__} of {runtime.dtype_name(weight.dtype)}"
+                    raise ValueError(
+                        f"{name}.{path}.{key}, a {kind}, has no form on JAX: those that have one are {FORMS}"
+                    )
+                yield layer, key, weight, bits
+
+
+def _is_matrix(layer: nn.Module, key: str) -> bool:
+    """Return whether a parameter is the matrix of a layer that computes what `Linear` does."""
+    is_linear = type(layer) in (nn.Linear, Linear) or type(layer).__name__ == "GGUFLinear"  # diffusers'
+    return is_linear and key == "weight"
+
+
 def quantize(network: nn.Module) -> None:
-    """Give a ported network's blocks weights in int8, on the host; layers that have them stay as they are.
+    """Give a ported network's blocks weights in int8, on the host; layers with fewer bits stay as they are.
 
     Weights on "meta" are replaced by such of the new shapes and dtypes, for `as_int8` to feed.
     """
     for _name, layer in _layers(network):
-        if layer.scale is not None:
+        if layer.scale is not None or layer.compute_dtype is not None:
             continue
         if layer.weight.is_meta:
             int8, scale = layer.weight.to(torch.int8), layer.weight.new_empty(len(layer.weight)).float()

@@ -27,8 +27,17 @@ from cogvideox_torchax.runtime.stock import replaced_method, runs_kernel
 class Linear(nn.Linear):
     """A linear layer that is rounded once, after the bias is added (`jax_kernels.linear`).
 
-    Its weight may be in int8 (`hold`); then the buffer `weight_scale` has a factor for each output channel.
+    It may keep its weight in fewer bits (`hold`). The buffer `weight_scale`, if there is one, then has a
+    factor for each output channel. The parameter, and the state dict, have the bits, and the attribute
+    `weight` is the matrix that they stand for, without the factors.
+
+    Attributes:
+        compute_dtype: the dtype in which `weight` is written out; None if it is the parameter itself.
+        quant_type: GGUF's number for the format of a parameter that is bytes; None for one of numbers.
     """
+
+    compute_dtype: torch.dtype | None = None
+    quant_type: int | None = None
 
     inputs_split: bool = False
     """True if the weight is split by its inputs, so that the product is a sum over devices.
@@ -38,19 +47,42 @@ class Linear(nn.Linear):
 
     @property
     def scale(self) -> torch.Tensor | None:
-        """The factors (O) of a weight in int8; None for a weight of another dtype."""
+        """The factors (O) of the weight; None if it has none."""
         return self._buffers.get("weight_scale")
 
-    def hold(self, weight: torch.Tensor, scale: torch.Tensor) -> None:
-        """Take a weight (O, I) in int8 and its scale (O) in float32."""
+    def hold(
+        self,
+        weight: torch.Tensor,
+        scale: torch.Tensor | None = None,
+        compute_dtype: torch.dtype | None = None,
+        quant_type: int | None = None,
+    ) -> None:
+        """Keep a weight (O, I) of any dtype, or GGUF's bytes (O, bytes), and its scale (O) in float32."""
         self._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
-        self._buffers["weight_scale"] = scale
+        self._buffers |= {} if scale is None else {"weight_scale": scale}
+        self.compute_dtype, self.quant_type = compute_dtype, quant_type
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        if name != "weight" or self.compute_dtype is None:
+            return value
+        if self.quant_type is not None:
+            value = upstream.from_gguf(value, self.quant_type)
+        return value.to(self.compute_dtype)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        scale = self.scale
+        scale, tensors, dtype = self.scale, self._parameters, self.compute_dtype
+        weight: Any = tensors.get("weight")
+        if dtype is not None:  # the weight moves, but a cast of the model would change its bits
+            self._parameters = {name: tensor for name, tensor in tensors.items() if tensor is not weight}
         super()._apply(fn, recurse)
-        if scale is not None:  # it moves, but a cast of the model would round it
+        if scale is not None:  # it would be rounded too
             self._buffers["weight_scale"] = scale.to(fn(scale).device)
+        if dtype is not None:
+            example = fn(weight.new_zeros(1, dtype=dtype))
+            moved = nn.Parameter(weight.to(example.device), requires_grad=False)
+            self._parameters = {**tensors, **self._parameters, "weight": moved}
+            self.compute_dtype = example.dtype
         return self
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -60,6 +92,7 @@ class Linear(nn.Linear):
             written_out = copy.copy(self)  # the inherited method reads a weight of the input's dtype
             weight = (self.weight.float() * self.scale[:, None]).to(input.dtype)
             vars(written_out)["_parameters"] = {"weight": weight, "bias": self.bias}
+            written_out.compute_dtype = None
             return nn.Linear.forward(written_out, input)
         # If the product is a sum over devices, each device rounds its summand before the all-reduce. In
         # bfloat16 this halves the bytes that it sends.

@@ -7,8 +7,6 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
-
 from cogvideox_torchax import runtime
 
 NETWORK_METHODS = (
@@ -57,11 +55,10 @@ def _in_pytorch(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(owner: Any, *args: Any, **options: Any) -> Any:
         network: Any = getattr(owner, "transformer", owner)
-        in_int8 = any(weight.dtype == torch.int8 for weight in network.parameters())
-        if in_int8 and method.__name__ in WRITING_METHODS:
+        if method.__name__ in WRITING_METHODS and (dtype := runtime.byte_dtype(network)):
             raise ValueError(
-                f"{method.__name__} got weights in int8, which it cannot compute with: call it before "
-                'port(weights="int8"); a LoRA that is loaded, and not fused, works'
+                f"{method.__name__} got weights in {dtype}, which it cannot compute with: call it on floats, "
+                'before port(weights="int8"); a LoRA that is loaded, and not fused, works'
             )
         was_on_jax = any(map(runtime.on_jax, network.parameters()))
         runtime.without_torchax(runtime.replace_weights, network, runtime.to_torch)

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.pipelines import loras, sharding
-from cogvideox_torchax.pipelines.eight_bits import Weights, quantize
+from cogvideox_torchax.pipelines.eight_bits import Weights, has_bits, quantize, take_bits
 from cogvideox_torchax.pipelines.known import port_network, ported_class
 from cogvideox_torchax.pipelines.networks import CompiledNetwork, KnownNetwork, device_bytes_of
 from cogvideox_torchax.pipelines.scheduler import port_scheduler
@@ -80,15 +80,20 @@ def port_pipeline(
     check_one_process(mesh)
     models = _models(pipe)
     parallelisms = {}  # how each network uses the mesh, by the network's name
+    in_bits = set()  # the names of networks with weights in fewer bits
     # All models are checked before the first one is moved.
     for name, model in models.items():
         _check_acyclic(name, model)
-        _check_not_cast(model)
+        if _is_known(model) and not runtime.is_on_jax(model):
+            if runtime.without_torchax(has_bits, name, model):
+                in_bits.add(name)
+        else:
+            _check_not_cast(model)
         if not isinstance(model, VAES):
             check_vae_class(model)  # a VAE of another package must not be taken for an unknown network
             requested = parallel if name == "transformer" else None  # no other network has a choice
             parallelisms[name] = _parallelism_of(model, mesh, requested)
-    if weights and not any(issubclass(ported_class(type(model)), KnownNetwork) for model in models.values()):
+    if weights and not any(map(_is_known, models.values())):
         raise ValueError(
             f"got weights={weights!r} for a {type(pipe).__name__}, which has neither of the networks that "
             "take it, diffusers' CogVideoXTransformer3DModel and transformers' T5EncoderModel: leave it out"
@@ -103,10 +108,13 @@ def port_pipeline(
             if mesh is not None:
                 vae.place_on(mesh)
             continue
+        if name in in_bits:
+            runtime.without_torchax(take_bits, model)
         network = port_network(model)
         network.component = name
         if weights and isinstance(network, KnownNetwork):
             runtime.without_torchax(quantize, network)
+        if name in in_bits or (weights and isinstance(network, KnownNetwork)):
             # Whether weights are gathered depends on their bytes.
             parallelisms[name] = _parallelism_of(network, mesh, parallel if name == "transformer" else None)
         if parallelisms[name] is not None:
@@ -172,19 +180,15 @@ def _models(pipe: Any) -> dict[str, nn.Module]:
             for weight_name, tensor in runtime.named_tensors(model).items()
             if not runtime.is_movable(tensor)
         ]
-        if obstacles:
-            is_known = issubclass(ported_class(type(model)), KnownNetwork)
-            hint = (
-                '; load it unquantized: port(pipe, weights="int8") has a form in eight bits'
-                if is_known
-                else ""
-            )
-            logger.warning(
-                "%s: %s stays on the host, since %s%s", name, type(model).__name__, obstacles[0], hint
-            )
+        if obstacles and not _is_known(model):  # `has_bits` looks at a known network's
+            logger.warning("%s: %s stays on the host, since %s", name, type(model).__name__, obstacles[0])
         else:
             models[name] = model
     return models
+
+
+def _is_known(model: Any) -> bool:
+    return issubclass(ported_class(type(model)), KnownNetwork)
 
 
 def _parallelism_of(network: Any, mesh: Any, requested: Parallel | None) -> Any:
@@ -213,8 +217,8 @@ def _check_not_cast(model: Any) -> None:
     """Raise `ValueError` for a model with diffusers' hooks that cast its weights during a call."""
     if upstream.is_cast(model):
         raise ValueError(
-            f"the weights of a {type(model).__name__} are cast layer by layer, which does not work on JAX: "
-            "load the pipeline again without it; a mesh splits the weights"
+            f"the weights of a {type(model).__name__} are cast layer by layer, which works on JAX only where "
+            "it is enabled before port, for a transformer and a text encoder: load the pipeline again"
         )
 
 

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from cogvideox_torchax.runtime.torchtpu import NO_GRADIENT, TorchTPUProgram, is_on_torchtpu
     from cogvideox_torchax.runtime.user_checks import without_jax_checks
     from cogvideox_torchax.runtime.weights import (
+        byte_dtype,
         feed_weights,
         is_in_host_memory,
         is_movable,
@@ -79,6 +80,7 @@ __all__ = [
     "all_finite",
     "array_of",
     "as_array",
+    "byte_dtype",
     "check_not_forked",
     "concatenate",
     "configure_compile_cache",
@@ -213,6 +215,7 @@ _MODULES = {
     ),
     "user_checks": ("without_jax_checks",),
     "weights": (
+        "byte_dtype",
         "feed_weights",
         "is_in_host_memory",
         "is_movable",

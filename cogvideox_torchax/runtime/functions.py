@@ -86,6 +86,14 @@ def replace_functions(registry: Any, active: Callable[[], Any]) -> None:
                 needs_env=False,
                 is_view_op=True,  # it may get slices by brackets, and write into them
             )
+    operators[aten.view.dtype] = registry.Operator(  # torchax takes the dtype for a shape
+        aten.view.dtype,
+        lambda x, dtype: x.view(jnp.dtype(str(dtype).removeprefix("torch."))),
+        is_jax_function=True,
+        is_user_defined=False,
+        needs_env=False,
+        is_view_op=False,
+    )
     functions = {F.scaled_dot_product_attention: _attention(table[F.scaled_dot_product_attention].func)}
     for operator in (aten.mul.Tensor, aten.mul.Scalar, aten.div):
         functions[operator] = _scaled_in_float32(table[operator].func)

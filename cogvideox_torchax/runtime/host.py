@@ -13,6 +13,11 @@ TPU = "tpu"
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """The types of plain tensors; a tensor on JAX has a type of torchax."""
+BITS = {
+    torch.bfloat16: torch.int16,
+    **dict.fromkeys((torch.float8_e4m3fn, torch.float8_e5m2), torch.uint8),
+}
+"""The dtypes that NumPy has only by ml_dtypes, each with the one as which torch gives NumPy the bits."""
 
 
 def on_jax(tensor: torch.Tensor) -> bool:
@@ -52,17 +57,18 @@ def device_and_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any
 
 def plain_tensor(host: np.ndarray) -> torch.Tensor:
     """Return a NumPy array as a plain torch tensor, without a copy: the inverse of `host_array`."""
-    if host.dtype.name == "bfloat16":  # the dtype of ml_dtypes, which `from_numpy` refuses
-        return torch.from_numpy(host.view(np.int16)).view(torch.bfloat16)
+    for dtype, bits in BITS.items():
+        if str(dtype) == f"torch.{host.dtype}":  # `from_numpy` refuses it
+            return torch.from_numpy(host.view(f"i{bits.itemsize}")).view(dtype)
     return torch.from_numpy(host)
 
 
 def host_array(tensor: torch.Tensor) -> np.ndarray:
     """Return a plain torch tensor as a NumPy array, without a copy if it is contiguous."""
     tensor = tensor.detach()
-    if tensor.dtype == torch.bfloat16:
+    if tensor.dtype in BITS:
         import ml_dtypes
 
-        # torch cannot convert bfloat16 to NumPy, which has no such dtype: the bits are taken as int16.
-        return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        bits = tensor.contiguous().view(BITS[tensor.dtype]).numpy()
+        return bits.view(getattr(ml_dtypes, str(tensor.dtype).removeprefix("torch.")))
     return tensor.numpy()

@@ -10,7 +10,7 @@ import warnings
 def quiet_libraries(*, bars: bool = True) -> None:
     """Keep other packages' warnings off a user's terminal; `bars` is whether progress bars stay on it."""
     warnings.filterwarnings("ignore")
-    for name in ("diffusers", "transformers", "jax", "torchax"):
+    for name in ("diffusers", "transformers", "jax", "torchax", "torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
     for name in ("diffusers", "transformers"):
         # The package sets its level by this variable when it is imported.

@@ -33,6 +33,12 @@ MOVABLE_DTYPES = frozenset(
 """The dtypes of weights that NumPy and JAX have."""
 
 
+def byte_dtype(module: nn.Module) -> str | None:
+    """Return the name of the dtype of a module's parameters that have eight bits, or None if none has."""
+    dtypes = (weight.dtype for weight in module.parameters())
+    return next((str(dtype).removeprefix("torch.") for dtype in dtypes if dtype.itemsize == 1), None)
+
+
 def _weight_slots(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Yield (name, dictionary, key) for each parameter and buffer, which is `dictionary[key]`.
 

@@ -130,10 +130,16 @@ def locate_with_dtype(
 
 
 def read_tensors(files: Iterable[Path]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield every tensor of safetensors files, one at a time."""
+    """Yield every tensor of safetensors files, one at a time; `ModelError` if some are in eight bits."""
     for path in files:
         with safe_open(path, framework="numpy") as file:
             names = list(file.keys())
+            dtypes = {file.get_slice(name).get_dtype() for name in names}
+        if of_bytes := dtypes & {"F8_E4M3", "F8_E5M2", "I8", "U8"}:
+            raise ModelError(
+                f"{path} has weights in {', '.join(sorted(of_bytes))}: load the model by its own class's "
+                "from_pretrained, and port it"
+            )
         for name in names:
             # The file is mapped into memory, and what was read of it stays there until it is closed. If it
             # stayed open for all tensors, the whole file would be in memory beside the weights. So it is

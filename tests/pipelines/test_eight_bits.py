@@ -2,12 +2,32 @@
 
 from typing import Any
 
+import diffusers
+import gguf
+import jax
+import numpy as np
 import pytest
 import torch
+import transformers
+from diffusers import GGUFQuantizationConfig
+from diffusers.hooks import apply_layerwise_casting
+from diffusers.models import ModelMixin, model_loading_utils
+from diffusers.quantizers import DiffusersAutoQuantizer
+from diffusers.quantizers.gguf.utils import dequantize_functions
+from torchao.quantization import (
+    Float8WeightOnlyConfig,
+    Int8DynamicActivationInt8WeightConfig,
+    Int8WeightOnlyConfig,
+    IntxWeightOnlyConfig,
+    PerGroup,
+    quantize_,
+)
 
-from cogvideox_torchax import load_pipeline, make_mesh, port, runtime
+from cogvideox_torchax import load_pipeline, make_mesh, port, runtime, upstream
+from cogvideox_torchax.files.models import ModelError
 from cogvideox_torchax.pipelines.sharding import weight_spec
 from cogvideox_torchax.pipelines.transformer import step_tensors
+from cogvideox_torchax.runtime.environment import import_torchax
 from cogvideox_torchax.runtime.stock import change_in
 from cogvideox_torchax.vae.tolerances import rms_error
 from tests import small_pipelines
@@ -154,12 +174,193 @@ def test_an_object_without_a_network_for_int8_is_refused():
         port(pipe, weights="int8")
 
 
-def test_weights_that_another_library_has_quantized_are_named_with_the_form_that_works(caplog):
-    transformer = stock()
-    runtime.without_torchax(transformer.enable_layerwise_casting, torch.float8_e4m3fn)
-    pipe = runtime.without_torchax(
-        small_pipelines.build, transformer=transformer, text_encoder=None, tokenizer=None
+def from_gguf(model, tmp_path):
+    """Return a transformer as diffusers loads it from a file in GGUF, with matrices of several formats."""
+    file, formats = tmp_path / "model.gguf", gguf.GGMLQuantizationType
+    writer = gguf.GGUFWriter(file, "cogvideox")
+    for name, weight in model.state_dict().items():
+        is_matrix = weight.ndim == 2 and weight.shape[1] % 32 == 0
+        form = formats.F32 if not is_matrix else formats.Q8_0 if "attn1" in name else formats.Q4_0
+        writer.add_tensor(name, gguf.quants.quantize(weight.numpy(), form), raw_dtype=form)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    # The steps of diffusers' `from_single_file`, which does not list this class.
+    state = model_loading_utils.load_gguf_checkpoint(file)
+    config = GGUFQuantizationConfig(compute_dtype=torch.float32)
+    quantizer = DiffusersAutoQuantizer.from_config(config)
+    quantizer.preprocess_model(model, device_map=None, state_dict=state, keep_in_fp32_modules=[])
+    model_loading_utils.load_model_dict_into_meta(
+        model, state, hf_quantizer=quantizer, dtype=torch.float32, device_map={"": "cpu"}
     )
-    port(pipe)
-    assert "transformer: CogVideoXTransformer3DModel stays on the host, since" in caplog.text
-    assert 'load it unquantized: port(pipe, weights="int8") has a form in eight bits' in caplog.text
+    quantizer.postprocess_model(model)
+    model.hf_quantizer = quantizer
+    return model
+
+
+def by_torchao(config):
+    def load(model, tmp_path):
+        model.save_pretrained(tmp_path)
+        library = diffusers if isinstance(model, ModelMixin) else transformers
+        options = {
+            "quantization_config": library.TorchAoConfig(config()),
+            upstream.dtype_option(): torch.float32,
+        }
+        return type(model).from_pretrained(tmp_path, **options)
+
+    return load
+
+
+def cast(model, tmp_path):
+    if isinstance(model, ModelMixin):
+        model.enable_layerwise_casting(torch.float8_e4m3fn, torch.float32)
+    else:  # with "wo" cast too, transformers casts that layer's input to float8
+        apply_layerwise_casting(model, torch.float8_e4m3fn, torch.float32, ("layer_norm", "wo"))
+    return model
+
+
+FORMS = {
+    "GGUF": (from_gguf, torch.uint8),
+    "torchao int8": (by_torchao(Int8WeightOnlyConfig), torch.int8),
+    "torchao float8": (by_torchao(Float8WeightOnlyConfig), torch.float8_e4m3fn),
+    "layerwise casting": (cast, torch.float8_e4m3fn),
+}
+
+
+def loaded(form, part, tmp_path):
+    make = stock if part == "transformer" else lambda: small_pipelines.text_encoder(num_layers=1)
+    return runtime.without_torchax(lambda: FORMS[form][0](make(), tmp_path).eval())
+
+
+def in_bits(model):
+    """Return the names of linear layers' weights that are no plain floats of more than eight bits."""
+    return {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+        and (type(module.weight) is not torch.nn.Parameter or module.weight.dtype.itemsize == 1)
+    }
+
+
+def of_dtype(model, dtype):
+    return {name for name, weight in model.named_parameters() if weight.dtype == dtype}
+
+
+def pipeline_of(**parts):
+    return runtime.without_torchax(
+        small_pipelines.build, **{"transformer": None, "text_encoder": None, "tokenizer": None, **parts}
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_step_with_the_bits_of_another_library_is_that_of_its_model(form, tmp_path):
+    model, dtype = loaded(form, "transformer", tmp_path), FORMS[form][1]
+    names, want = in_bits(model), step(model)
+    assert largest_error(step(stock()), want) > 1e-3
+    pipe = port(pipeline_of(transformer=model))
+    model = pipe.transformer
+    assert largest_error(step(model), want) < 1e-4
+    assert of_dtype(model, dtype) == names != set()
+    assert change_in(model) is None
+    bits = {name: runtime.to_torch(model.state_dict()[name]) for name in names}
+    pipe.enable_model_cpu_offload()
+    assert {runtime.is_in_host_memory(runtime.array_of(weight)) for weight in model.parameters()} == {True}
+    assert largest_error(step(model), want) < 1e-4
+    for refused in (lambda: model.save_pretrained(tmp_path / "saved"), model.fuse_qkv_projections):
+        with pytest.raises(ValueError, match=f"got weights in {runtime.dtype_name(dtype)}, which"):
+            refused()
+    assert largest_error(step(model.to("cpu")), want) < 1e-5
+    if form == "layerwise casting":  # diffusers casts no other quantized model
+        assert step(model.to(torch.bfloat16)).dtype == model.dtype == torch.bfloat16
+    port(pipe, weights="int8")
+    assert all(torch.equal(runtime.to_torch(model.state_dict()[name]), bits[name]) for name in names)
+
+
+class Negated(torch.nn.Linear):
+    def forward(self, input):
+        return -super().forward(input)
+
+
+def test_a_layer_of_the_users_stays_so_when_its_weights_are_cast(tmp_path):
+    model = stock()
+    model.transformer_blocks[0].attn1.to_q.__class__ = Negated
+    model = runtime.without_torchax(cast, model, tmp_path)
+    want = step(model)
+    assert largest_error(step(port(pipeline_of(transformer=model)).transformer), want) < 1e-4
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "GGUF"])
+def test_a_prompt_with_the_bits_of_another_library_is_that_of_its_model(form, tmp_path):
+    model = loaded(form, "text_encoder", tmp_path)
+    ids, names = torch.tensor([[3, 4, 5, 1]]), in_bits(model)
+    want = runtime.without_torchax(lambda: model(ids)[0])
+    model = port(pipeline_of(text_encoder=model)).text_encoder
+    assert largest_error(runtime.to_torch(model(runtime.to_jax(ids))[0]), want) < 1e-4
+    assert of_dtype(model, FORMS[form][1]) == names != set()
+    assert change_in(model) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    [*((form, "tensor") for form in FORMS), ("GGUF", "context"), ("torchao int8", "context")],
+)
+def test_the_bits_of_another_library_are_split_over_a_mesh_and_take_a_lora(form, kind, tmp_path):
+    model, mesh = stock(), make_mesh(2, 2)
+    steps = [FORMS[form][0], lambda model, _path: with_lora("to_q", "to_out.0")(model) or model]
+    # PEFT gives a LoRA the dtype of its layer, which PyTorch cannot multiply in float8.
+    for change in reversed(steps) if form == "layerwise casting" else steps:
+        model = runtime.without_torchax(change, model, tmp_path)
+    want = step(model)
+    model = port(pipeline_of(transformer=model), mesh=mesh, parallel=kind).transformer
+    if kind == "context":  # with weights that are gathered
+        model.place_on(mesh, "context", 1.0)
+        model.place()
+    assert largest_error(step(model), want) < 1e-4
+    layer = model.transformer_blocks[0].ff.net[2]
+    assert not runtime.array_of(layer._parameters["weight"]).is_fully_replicated
+    assert change_in(model) is None
+
+
+def by_config(config):
+    model = stock()
+    quantize_(model, config, lambda module, name: name.endswith("0.attn1.to_q"))
+    return model
+
+
+WITHOUT_FORM = {
+    "activations": (lambda: by_config(Int8DynamicActivationInt8WeightConfig()), "a Int8Tensor of float32"),
+    "blocks": (lambda: by_config(Int8WeightOnlyConfig(granularity=PerGroup(32))), "a Int8Tensor of float32"),
+    "another library": (lambda: by_config(IntxWeightOnlyConfig()), "a IntxUnpackedToInt8Tensor of float32"),
+    "no layer": (lambda: stock().to(torch.float8_e4m3fn), "a Parameter of float8_e4m3fn"),
+}
+
+
+@pytest.mark.parametrize(("make", "kind"), WITHOUT_FORM.values(), ids=WITHOUT_FORM)
+def test_weights_without_a_form_are_named_with_the_forms_that_there_are(make, kind):
+    pipe = pipeline_of(transformer=runtime.without_torchax(make))
+    words = rf"^transformer\.\S+\.weight, {kind}, has no form on JAX: those .*Int8Weight.*GGUF.*layerwise"
+    with pytest.raises(ValueError, match=words) as error:
+        port(pipe)
+    assert "\n" not in str(error.value)
+    assert not runtime.is_on_jax(pipe.vae)
+
+
+@pytest.mark.parametrize("form", dequantize_functions, ids=lambda form: form.name)
+@pytest.mark.slow_cases(but=["Q4_K"])
+def test_each_format_of_gguf_is_decoded_as_in_pytorch(form):
+    block_size, bytes_of_block = gguf.GGML_QUANT_SIZES[form]
+    shape = (3, 512 // block_size * bytes_of_block)
+    data = torch.randint(64, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    want = upstream.from_gguf(data, form)
+    assert want.shape == (3, 512)
+    decode = import_torchax().interop.jax_view(lambda data: upstream.from_gguf(data, form))
+    assert torch.equal(runtime.plain_tensor(np.array(jax.jit(decode)(data.numpy()))), want)
+
+
+def test_files_in_eight_bits_are_refused_by_their_name(tmp_path):
+    pipe = pipeline_of(transformer=loaded("layerwise casting", "transformer", tmp_path))
+    runtime.without_torchax(pipe.save_pretrained, tmp_path)
+    with pytest.raises(ModelError, match="safetensors has weights in F8_E4M3: load the model by its own"):
+        load_pipeline(tmp_path)

@@ -216,7 +216,7 @@ def test_a_pipeline_with_diffusers_own_hooks_means_the_same(clean, tmp_path):
         lambda pipe: pipe.enable_model_cpu_offload(device="cpu"),
         lambda pipe: pipe.enable_sequential_cpu_offload(device="cuda"),
         lambda pipe: pipe.enable_group_offload(torch.device("cpu"), offload_type="leaf_level"),
-        lambda pipe: pipe.transformer.enable_group_offload(
+        lambda pipe: pipe.enable_group_offload(
             torch.device("cpu"), offload_type="leaf_level", offload_to_disk_path=str(tmp_path)
         ),
         lambda pipe: accelerate.cpu_offload(pipe.text_encoder, torch.device("cpu")),
