@@ -6,13 +6,16 @@ call's arguments as a tuple and a dictionary.
 """
 
 import functools
+import hashlib
 import inspect
 import logging
 import math
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_cogvideox import (
     AutoencoderKLCogVideoX as DiffusersAutoencoder,
@@ -35,7 +38,7 @@ from cogvideox_torchax.pipelines.transformer import CogVideoXTransformer3DModel
 from cogvideox_torchax.runtime.models import PicklesAsStock, PortedModel
 from cogvideox_torchax.runtime.offload import Offload
 from cogvideox_torchax.runtime.stock import change_in, replaced_method
-from cogvideox_torchax.sharding import Parallel, check_one_process
+from cogvideox_torchax.sharding import Parallel, check_same
 from cogvideox_torchax.vae.directions import DECODE
 from cogvideox_torchax.vae.streaming import ChunkedVAE
 from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX, check_vae_class, port_vae
@@ -77,7 +80,6 @@ def port_pipeline(
     Raises:
         ValueError: as `port` raises it; nothing has been moved then.
     """
-    check_one_process(mesh)
     models = _models(pipe)
     parallelisms = {}  # how each network uses the mesh, by the network's name
     # All models are checked before the first one is moved.
@@ -376,6 +378,7 @@ def _compile_decoder_ahead(pipe: Any, call: Callable[..., Any], args: Any, kwarg
 def _call(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make the scheduler and the step cache ready for JAX, and run the pipeline's own call, `inherited`."""
     _check_ported(pipe)
+    _check_same_in_all_processes(pipe, inherited, args, kwargs)
     _check_image_channels(pipe, inherited)
     scheduler, transformer = getattr(pipe, "scheduler", None), getattr(pipe, "transformer", None)
     if scheduler is not None:
@@ -392,6 +395,46 @@ def _call(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> A
         # This checks the last step for NaN and Inf. An earlier step was checked by the step after it.
         pipe.scheduler.log.check()
     return result
+
+
+def _check_same_in_all_processes(pipe: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    """Raise `ProcessError` in every process if one makes another call, or has changed its pipeline."""
+    parts = pipe.components
+    mesh = next((part.mesh for part in parts.values() if getattr(part, "mesh", None) is not None), None)
+    if mesh is None or not runtime.of_several_processes(mesh):
+        return
+    bound = inspect.signature(call).bind(pipe, *args, **kwargs)
+    bound.apply_defaults()
+    arguments = dict(tuple(bound.arguments.items())[1:])  # without `self`
+    if "generator" in arguments and arguments["generator"] is None:
+        arguments["generator"] = torch.get_rng_state()  # torch draws by its own generator then
+    arguments["mesh"] = (repr(mesh), mesh.device_ids.tolist())
+    for name, part in ((name, part) for name, part in parts.items() if hasattr(part, "__dict__")):
+        # What programs and steps depend on: settings, such as those of tiles and of a scheduler, and the
+        # names and shapes of weights. A name with "_" is that of a state, or of a path, which may differ.
+        config = getattr(part, "config", None) if not isinstance(part, nn.Module) else None
+        settings = {key: value for key, value in vars(part).items() if isinstance(value, int | float)}
+        named = {key: repr(value) for key, value in {**settings, **(config or {})}.items() if key[0] != "_"}
+        weights = runtime.named_tensors(part) if isinstance(part, nn.Module) else {}
+        shapes = [(key, tuple(weight.shape), weight.dtype) for key, weight in weights.items()]
+        own = (getattr(part, "_cache_config", None), getattr(part, "parallelism", None))
+        arguments[name] = (repr(named), repr(shapes), *own)
+    check_same(mesh, {name: _fingerprint(value) for name, value in arguments.items()})
+
+
+def _fingerprint(value: Any) -> list[str]:
+    """Return texts that are equal for equal arguments of a call, whatever process they are in."""
+    texts = []
+    for leaf in pytree.tree_leaves(value):
+        leaf = leaf.get_state() if isinstance(leaf, torch.Generator) else leaf
+        leaf = runtime.host_array(runtime.to_torch(leaf)) if isinstance(leaf, torch.Tensor) else leaf
+        if hasattr(leaf, "__array_interface__"):  # NumPy's arrays, and pictures
+            array = np.ascontiguousarray(leaf)
+            text = f"{array.shape} {array.dtype} {hashlib.sha256(array.tobytes()).hexdigest()}"
+        else:
+            text = getattr(leaf, "__qualname__", None) or re.sub(r" at 0x\w+", "", repr(leaf))
+        texts.append(text)
+    return texts
 
 
 def _check_image_channels(pipe: Any, call: Callable[..., Any]) -> None:
@@ -443,6 +486,7 @@ def _check_size(pipe: Any, height: int, width: int) -> None:
 
 
 def _encode_prompt(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    _check_same_in_all_processes(pipe, inherited, args, kwargs)
     with _ENCODING:  # one thread at a time: pipelines may share a tokenizer, which keeps a state
         return inherited(pipe, *args, **kwargs)
 

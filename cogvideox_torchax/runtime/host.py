@@ -1,6 +1,7 @@
 """Plain tensors, which are PyTorch's own: told from those on JAX, and shared with NumPy."""
 
 import functools
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,3 +38,12 @@ def host_array(tensor: torch.Tensor) -> np.ndarray:
         # torch cannot convert bfloat16 to NumPy, which has no such dtype: the bits are taken as int16.
         return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return tensor.numpy()
+
+
+def on_host(array: Any) -> np.ndarray:
+    """Return a JAX array as a new NumPy array; if other processes hold parts of it, all must call this."""
+    if getattr(array, "is_fully_addressable", True) or array.is_fully_replicated:  # a traced one has neither
+        return np.array(array)
+    from jax.experimental import multihost_utils
+
+    return np.array(multihost_utils.process_allgather(array, tiled=True))

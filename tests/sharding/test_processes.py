@@ -12,14 +12,14 @@ import jax
 import numpy as np
 import pytest
 import torch
+from diffusers.hooks.first_block_cache import FirstBlockCacheConfig
 from PIL import Image
 
-from cogvideox_torchax import cli, load_pipeline, make_mesh, runtime
+from cogvideox_torchax import cli, make_mesh, port, runtime
 from cogvideox_torchax.files import latents
 from cogvideox_torchax.files.whole import whole_file
-from cogvideox_torchax.pipelines.port import port_pipeline
 from cogvideox_torchax.sharding import Exchange, ProcessError, check_all_take_part
-from tests import reference
+from tests import reference, small_pipelines
 from tests.files.test_video import moving_frames, write
 from tests.processes import ROOT, run_python
 
@@ -30,18 +30,21 @@ TIMEOUT = 10
 
 
 def start(directory, code, count=2):
-    """Run Python code once a process; in it, `port` and `index` give the meeting point and the process."""
+    """Run Python code once a process, on eight devices in all.
+
+    In it, `port`, `count` and `index` give the meeting point, the number of processes and which this is.
+    """
     with socket.socket() as found:
         found.bind(("localhost", 0))
         port = found.getsockname()[1]
     environment = {
         **os.environ,
-        "XLA_FLAGS": re.sub(r"device_count=\d+", "device_count=4", os.environ["XLA_FLAGS"]),
+        "XLA_FLAGS": re.sub(r"device_count=\d+", f"device_count={8 // count}", os.environ["XLA_FLAGS"]),
         "PYTHONPATH": str(ROOT),
     }
     return [
         subprocess.Popen(
-            [sys.executable, "-c", f"port, index = {port}, {index}\n{code}"],
+            [sys.executable, "-c", f"port, count, index = {port}, {count}, {index}\n{code}"],
             cwd=directory,
             env=environment,
             stdout=subprocess.PIPE,
@@ -79,16 +82,10 @@ assert cli.main(["encode", "clip.mp4", "-o", "two.safetensors", "--model", "vae"
 assert cli.main(["decode", "one.safetensors", "-o", "two", *together]) == 0
 # In three tiles, of which each process's devices hold columns of their own.
 assert cli.main(["decode", "one.safetensors", "-o", "two-tiled", "--tiling", "32x24", *together]) == 0
-from cogvideox_torchax import load_pipeline, make_mesh, runtime
+from cogvideox_torchax import make_mesh, runtime
 from cogvideox_torchax.runtime import memory
 memory._free_memory = lambda devices: (3 + index) * 2**40
 assert runtime.free_memory(make_mesh()) == 3 * 2**40
-try:
-    load_pipeline("a-pipeline", mesh=make_mesh())
-except ValueError as error:
-    assert "make_mesh(devices=jax.local_devices())" in str(error)
-else:
-    raise AssertionError("a pipeline on several processes")
 """
 
 
@@ -116,6 +113,51 @@ def test_two_processes_write_what_one_writes(directory):
         assert max(np.abs(a - b).max() for a, b in pairs) <= 1
     names = {"clip.mp4", "vae", "one", "two", "one.safetensors", "two.safetensors", "one-tiled", "two-tiled"}
     assert {path.name for path in directory.iterdir()} == names
+
+
+def video(kind, dp, *, lora=None, cache=None, version="5b", **overrides):
+    """Return the result of a small pipeline on all devices, those of other processes too."""
+    pipe = small_pipelines.build(kind, version)
+    port(pipe, mesh=make_mesh(dp))
+    if lora:
+        pipe.load_lora_weights(lora, adapter_name="lora")
+        pipe.set_adapters("lora", 0.5)
+    if cache:
+        pipe.transformer.enable_cache(cache)
+    return runtime.to_torch(pipe(**small_pipelines.inputs(kind, **overrides)).frames).numpy()
+
+
+def videos():
+    """Return frames of a text-to-video and of an image-to-video pipeline, one with a LoRA and a cache."""
+    return {
+        "text": video("text", 2, lora="lora", cache=FirstBlockCacheConfig(threshold=0.3)),
+        "image": video("image", 1, version="5b-I2V"),
+    }
+
+
+CONNECT = f"""
+import numpy as np
+from cogvideox_torchax.sharding import connect, wait_for_all
+connect(f"localhost:{{port}}", count, index, timeout={TIMEOUT})
+from tests.sharding.test_processes import *
+"""
+VIDEOS = f"""{CONNECT}
+np.savez(f"{{count}}-{{index}}.npz", **videos())
+wait_for_all()
+"""
+
+
+@pytest.mark.slow
+def test_a_pipeline_of_two_processes_makes_in_each_the_frames_of_one(tmp_path, in_an_empty_directory):
+    small_pipelines.save_lora(small_pipelines.one_layer(), "lora")
+    # The one process connects too, to itself: so its sums over devices are by gloo, in the same order.
+    ended = finish([*start(tmp_path, VIDEOS), *start(tmp_path, VIDEOS, count=1)], within=300)
+    assert [code for code, _, _ in ended] == [0, 0, 0], [said for _, _, said in ended]
+    one, first, second = map(np.load, ("1-0.npz", "2-0.npz", "2-1.npz"))
+    assert set(one) == {"text", "image"}
+    for name in one:
+        assert np.array_equal(first[name], one[name])
+        assert np.array_equal(second[name], one[name])
 
 
 MEET = """
@@ -225,15 +267,6 @@ def test_a_mesh_that_leaves_a_process_out_is_refused(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     with pytest.raises(ProcessError, match="4 of 8 devices, and none of processes 1, 2: take all of them"):
         check_all_take_part(make_mesh(1, 4))
-
-
-@pytest.mark.parametrize("place", [load_pipeline, port_pipeline])
-def test_a_pipeline_on_several_processes_is_refused_before_anything_is_moved(place, monkeypatch):
-    monkeypatch.setattr(
-        "cogvideox_torchax.runtime.memory.of_several_processes", lambda mesh: mesh is not None
-    )
-    with pytest.raises(ProcessError, match=r"one process.*make_mesh\(devices=jax.local_devices\(\)\)"):
-        place("a-pipeline", mesh=make_mesh())
 
 
 def test_a_process_that_failed_waits_for_no_other_with_a_traceback_either(directory, monkeypatch, capsys):
