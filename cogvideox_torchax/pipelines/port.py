@@ -25,6 +25,7 @@ from diffusers.pipelines.cogvideo.pipeline_cogvideox_fun_control import CogVideo
 from diffusers.pipelines.cogvideo.pipeline_cogvideox_image2video import CogVideoXImageToVideoPipeline
 from diffusers.pipelines.cogvideo.pipeline_cogvideox_video2video import CogVideoXVideoToVideoPipeline
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -38,7 +39,7 @@ from cogvideox_torchax.pipelines.transformer import CogVideoXTransformer3DModel
 from cogvideox_torchax.runtime.models import PicklesAsStock, PortedModel
 from cogvideox_torchax.runtime.offload import Offload
 from cogvideox_torchax.runtime.stock import change_in, replaced_method
-from cogvideox_torchax.sharding import Parallel, check_same
+from cogvideox_torchax.sharding import Parallel, check_one_slice, check_same
 from cogvideox_torchax.vae.directions import DECODE
 from cogvideox_torchax.vae.streaming import ChunkedVAE
 from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX, check_vae_class, port_vae
@@ -80,6 +81,7 @@ def port_pipeline(
     Raises:
         ValueError: as `port` raises it; nothing has been moved then.
     """
+    check_one_slice(mesh)
     models = _models(pipe)
     parallelisms = {}  # how each network uses the mesh, by the network's name
     # All models are checked before the first one is moved.
@@ -398,7 +400,7 @@ def _call(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> A
 
 
 def _check_same_in_all_processes(pipe: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    """Raise `ProcessError` in every process if one makes another call, or has changed its pipeline."""
+    """Raise `ProcessError` in every process if one makes another call, or of a pipeline that differs."""
     parts = pipe.components
     mesh = next((part.mesh for part in parts.values() if getattr(part, "mesh", None) is not None), None)
     if mesh is None or not runtime.of_several_processes(mesh):
@@ -409,16 +411,19 @@ def _check_same_in_all_processes(pipe: Any, call: Callable[..., Any], args: Any,
     if "generator" in arguments and arguments["generator"] is None:
         arguments["generator"] = torch.get_rng_state()  # torch draws by its own generator then
     arguments["mesh"] = (repr(mesh), mesh.device_ids.tolist())
-    for name, part in ((name, part) for name, part in parts.items() if hasattr(part, "__dict__")):
+    for name, part in parts.items():
         # What programs and steps depend on: settings, such as those of tiles and of a scheduler, and the
         # names and shapes of weights. A name with "_" is that of a state, or of a path, which may differ.
-        config = getattr(part, "config", None) if not isinstance(part, nn.Module) else None
-        settings = {key: value for key, value in vars(part).items() if isinstance(value, int | float)}
-        named = {key: repr(value) for key, value in {**settings, **(config or {})}.items() if key[0] != "_"}
-        weights = runtime.named_tensors(part) if isinstance(part, nn.Module) else {}
-        shapes = [(key, tuple(weight.shape), weight.dtype) for key, weight in weights.items()]
-        own = (getattr(part, "_cache_config", None), getattr(part, "parallelism", None))
-        arguments[name] = (repr(named), repr(shapes), *own)
+        settings = dict(part.config) if isinstance(part, SchedulerMixin) else {}
+        settings |= {k: v for k, v in getattr(part, "__dict__", {}).items() if isinstance(v, int | float)}
+        module = part if isinstance(part, nn.Module) else nn.Module()
+        weights = runtime.named_tensors(module)
+        arguments[name] = (
+            [repr((key, value)) for key, value in settings.items() if key[0] != "_"],
+            [repr((key, tuple(weight.shape), weight.dtype)) for key, weight in weights.items()],
+            [repr(getattr(layer, "scaling", None)) for layer in module.modules()],  # of LoRAs
+            [getattr(part, "_cache_config", None), getattr(part, "parallelism", None), type(part)],
+        )
     check_same(mesh, {name: _fingerprint(value) for name, value in arguments.items()})
 
 

@@ -107,6 +107,17 @@ def check_all_take_part(mesh: Mesh) -> None:
         )
 
 
+def check_one_slice(mesh: Mesh | None) -> None:
+    """Raise `ProcessError` for a mesh with TPUs of several slices, which a pipeline does not run on."""
+    tpus = [] if mesh is None else [device for device in mesh.devices.flat if device.platform == "tpu"]
+    slices = {getattr(device, "slice_index", 0) for device in tpus}
+    if len(slices) > 1:
+        raise ProcessError(
+            f"a pipeline runs on the chips of one slice, and the mesh has those of {len(slices)}: give "
+            "make_mesh the devices of one, and each slice prompts of its own"
+        )
+
+
 def check_same(mesh: Mesh | None, call: Mapping[str, Any]) -> None:
     """Check that all processes of a mesh make the same call; without other processes do nothing.
 
