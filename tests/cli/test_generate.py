@@ -499,7 +499,7 @@ def test_videos_of_other_settings_are_refused_and_options_of_many_need_a_list(mo
         ("--fps", "fps is '8'"),
     ):
         assert words in refused(*many(models("text"), option, 3))
-    for more in (["--num-videos-per-prompt", 2], ["--retry-failed"], ["--distributed"]):
+    for more in (["--num-videos-per-prompt", 2], ["--retry-failed"]):
         assert "prompts" in refused(*arguments(models("text"), *more))
 
 
