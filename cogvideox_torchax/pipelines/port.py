@@ -414,7 +414,7 @@ def _check_same_in_all_processes(pipe: Any, call: Callable[..., Any], args: Any,
     for name, part in parts.items():
         # What programs and steps depend on: settings, such as those of tiles and of a scheduler, and the
         # names and shapes of weights. A name with "_" is that of a state, or of a path, which may differ.
-        settings = dict(part.config) if isinstance(part, SchedulerMixin) else {}
+        settings = dict(getattr(part, "config", {})) if isinstance(part, SchedulerMixin) else {}
         settings |= {k: v for k, v in getattr(part, "__dict__", {}).items() if isinstance(v, int | float)}
         module = part if isinstance(part, nn.Module) else nn.Module()
         weights = runtime.named_tensors(module)

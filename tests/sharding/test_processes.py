@@ -121,7 +121,7 @@ def test_two_processes_write_what_one_writes(directory):
     assert {path.name for path in directory.iterdir()} == names
 
 
-def video(kind, dp, *, lora=None, cache=None, version="5b", **overrides):
+def video(kind, dp, *, lora=None, cache=None, offload=False, version="5b", **overrides):
     """Return the result of a small pipeline on all devices, those of other processes too."""
     pipe = small_pipelines.build(kind, version)
     port(pipe, mesh=make_mesh(dp))
@@ -130,6 +130,8 @@ def video(kind, dp, *, lora=None, cache=None, version="5b", **overrides):
         pipe.set_adapters("lora", 0.5)
     if cache:
         pipe.transformer.enable_cache(cache)
+    if offload:
+        pipe.enable_model_cpu_offload()
     return runtime.to_torch(pipe(**small_pipelines.inputs(kind, **overrides)).frames)
 
 
@@ -137,7 +139,7 @@ def videos():
     """Return frames of a text-to-video and of an image-to-video pipeline, one with a LoRA and a cache."""
     return {
         "text": video("text", 2, lora="lora", cache=FirstBlockCacheConfig(threshold=0.3)),
-        "image": video("image", 1, version="5b-I2V"),
+        "image": video("image", 1, offload=True, version="5b-I2V"),
     }
 
 
@@ -152,7 +154,7 @@ torch.save(videos(), f"{{count}}-{{index}}.pt")
 options = ["--quiet", "--distributed", "--coordinator", f"localhost:{{port}}", "--processes", str(count)]
 options += ["--process", str(index), "--model", "pipe", "--prompt", "a panda", "--num-inference-steps", "2"]
 options += "--frames 5 --height 8 --width 16 --dtype float32 --dp 2 --tp 4 --cache first-block:0.1".split()
-options += ["--preview", f"{{count}}.png", "--save-stages", f"stages-{{count}}"]
+options += ["--preview", f"{{count}}.png"]
 assert cli.main(["generate", *options, "-o", f"frames-{{count}}"]) == 0
 if count == 2:
     cogvideox_torchax.sharding.exit_at_once = print
@@ -166,7 +168,7 @@ def test_a_pipeline_of_two_processes_makes_in_each_the_frames_of_one(tmp_path, i
     small_pipelines.save_lora(small_pipelines.one_layer(), "lora")
     small_pipelines.build().save_pretrained("pipe")
     # The one process connects too, to itself: so its sums over devices are by gloo, in the same order.
-    ended = finish([*start(tmp_path, VIDEOS), *start(tmp_path, VIDEOS, count=1)], within=300)
+    ended = finish([*start(tmp_path, VIDEOS), *start(tmp_path, VIDEOS, count=1)], within=600)
     assert [code for code, _, _ in ended] == [0, 0, 0], [said for _, _, said in ended]
     one, first, second = map(torch.load, ("1-0.pt", "2-0.pt", "2-1.pt"))
     assert set(one) == {"text", "image"}
@@ -177,11 +179,9 @@ def test_a_pipeline_of_two_processes_makes_in_each_the_frames_of_one(tmp_path, i
     assert len(pictures) == 5
     for path in (*pictures, Path("2.png")):
         assert path.read_bytes() == Path(str(path).replace("2", "1", 1)).read_bytes()
-    stages = [latents.load(f"stages-{count}/latents.safetensors").tensor for count in (1, 2)]
-    assert torch.equal(*stages)
     assert "generate: process 1 has another --seed than process 0" in ended[0][2]
     assert "generate: process 0 has another --seed than process 1" in ended[1][2]
-    assert not Path("none.mp4").exists()
+    assert not any(path.suffix in (".mp4", ".safetensors") for path in Path().iterdir())
 
 
 def latents_of_a_step(pipe, **prompt):
@@ -247,12 +247,15 @@ CALLS = {
     "equal seeds": (seeded(0), seeded(0), []),
     "equal pictures": (*({"attention_kwargs": {"a": small_pipelines.picture()}} for _ in range(2)), []),
     "equal functions": (*({"callback_on_step_end": lambda *_: {}} for _ in range(2)), []),
+    "methods of others": (*({"callback_on_step_end": Counter(of).update} for of in "ab"), []),
 }
 
 
 @pytest.mark.parametrize(("one", "other", "differing"), CALLS.values(), ids=CALLS)
 def test_a_call_differs_in_its_arguments(ported, one, other, differing):
     before, after = fingerprints(ported, **one), fingerprints(ported, **other)
+    with pytest.raises(Described, match='"prompt"'):
+        ported.encode_prompt(prompt="a")
     assert [name for name in {**before, **after} if before.get(name) != after.get(name)] == differing
 
 
