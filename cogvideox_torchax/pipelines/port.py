@@ -427,8 +427,8 @@ def _check_same_in_all_processes(pipe: Any, call: Callable[..., Any], args: Any,
     check_same(mesh, {name: _fingerprint(value) for name, value in arguments.items()})
 
 
-def _fingerprint(value: Any) -> list[str]:
-    """Return texts that are equal for equal arguments of a call, whatever process they are in."""
+def _fingerprint(value: Any) -> str:
+    """Return a hash that is equal for equal arguments of a call, whatever process they are in."""
     texts = []
     for leaf in pytree.tree_leaves(value):
         leaf = leaf.get_state() if isinstance(leaf, torch.Generator) else leaf
@@ -439,7 +439,7 @@ def _fingerprint(value: Any) -> list[str]:
         else:
             text = getattr(leaf, "__qualname__", None) or re.sub(r" at 0x\w+", "", repr(leaf))
         texts.append(text)
-    return texts
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()
 
 
 def _check_image_channels(pipe: Any, call: Callable[..., Any]) -> None:

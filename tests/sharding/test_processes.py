@@ -18,6 +18,7 @@ import pytest
 import torch
 from diffusers.hooks.first_block_cache import FirstBlockCacheConfig
 from diffusers.hooks.taylorseer_cache import TaylorSeerCacheConfig
+from peft import LoraConfig
 from PIL import Image
 
 from cogvideox_torchax import cli, load_pipeline, make_mesh, port, runtime
@@ -243,7 +244,7 @@ CALLS = {
     "another prompt": ({"prompt": "a"}, {"prompt": "b"}, ["prompt"]),
     "another size": ({"height": 8, "width": 8}, {"height": 16, "width": 16}, ["height", "width"]),
     "another seed": (seeded(0), seeded(1), ["generator"]),
-    "other latents": ({"latents": torch.zeros(2)}, {"latents": torch.ones(2)}, ["latents"]),
+    "other latents": (*({"latents": x.bfloat16()} for x in torch.eye(2)), ["latents"]),
     "equal seeds": (seeded(0), seeded(0), []),
     "equal pictures": (*({"attention_kwargs": {"a": small_pipelines.picture()}} for _ in range(2)), []),
     "equal functions": (*({"callback_on_step_end": lambda *_: {}} for _ in range(2)), []),
@@ -263,18 +264,21 @@ def _other_scheduler(pipe):
     pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, timestep_spacing="leading")
 
 
-CHANGES = {
-    "generator": lambda pipe: torch.rand(1),  # torch's own, which draws if a call has none
-    "vae": lambda pipe: pipe.vae.enable_tiling(),
-    "scheduler": _other_scheduler,
-    "transformer": lambda pipe: pipe.transformer.enable_cache(TaylorSeerCacheConfig(use_lite_mode=True)),
-    "text_encoder": lambda pipe: setattr(pipe, "text_encoder", None),
-    "mesh": lambda pipe: port(pipe, mesh=make_mesh(1)),
-}
+CHANGES = (
+    ("generator", lambda pipe: torch.rand(1)),  # torch's own, which draws if a call has none
+    ("vae", lambda pipe: pipe.vae.enable_tiling()),
+    ("vae", lambda pipe: pipe.vae.to(torch.bfloat16)),
+    ("scheduler", _other_scheduler),
+    ("transformer", lambda pipe: pipe.transformer.add_adapter(LoraConfig(target_modules=["to_q"]))),
+    ("transformer", lambda pipe: pipe.transformer.set_adapters("default", 0.5)),
+    ("transformer", lambda pipe: pipe.transformer.enable_cache(TaylorSeerCacheConfig(use_lite_mode=True))),
+    ("text_encoder", lambda pipe: setattr(pipe, "text_encoder", None)),
+    ("mesh", lambda pipe: port(pipe, mesh=make_mesh(1))),
+)
 
 
 def test_a_call_differs_in_its_pipeline(ported):
-    for name, change in CHANGES.items():
+    for name, change in CHANGES:
         before = fingerprints(ported)
         assert fingerprints(ported) == before
         change(ported)
