@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from cogvideox_torchax.upstream import is_traced
+
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """The types of plain tensors; a tensor on JAX has a type of torchax."""
 
@@ -42,8 +44,8 @@ def host_array(tensor: torch.Tensor) -> np.ndarray:
 
 def on_host(array: Any) -> np.ndarray:
     """Return a JAX array as a new NumPy array; if other processes hold parts of it, all must call this."""
-    if getattr(array, "is_fully_addressable", True) or array.is_fully_replicated:  # a traced one has neither
-        return np.array(array)
+    if is_traced(array) or array.is_fully_addressable or array.is_fully_replicated:
+        return np.array(array)  # for a traced array this is JAX's error
     from jax.experimental import multihost_utils
 
     return np.array(multihost_utils.process_allgather(array, tiled=True))
