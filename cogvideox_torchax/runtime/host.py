@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cogvideox_torchax.upstream import is_traced
+from cogvideox_torchax import upstream
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """The types of plain tensors; a tensor on JAX has a type of torchax."""
@@ -44,7 +44,7 @@ def host_array(tensor: torch.Tensor) -> np.ndarray:
 
 def on_host(array: Any) -> np.ndarray:
     """Return a JAX array as a new NumPy array; if other processes hold parts of it, all must call this."""
-    if is_traced(array) or array.is_fully_addressable or array.is_fully_replicated:
+    if upstream.is_traced(array) or array.is_fully_addressable or array.is_fully_replicated:
         return np.array(array)  # for a traced array this is JAX's error
     from jax.experimental import multihost_utils
 
