@@ -42,7 +42,7 @@ SLICES = {
     "v5p": {1: ("1x1x1", 1), 4: ("2x2x1", 4)},
     "tpu7x": {1: ("1x1x1", 2), 4: ("2x2x1", 8)},
 }
-"""By a generation and a number of chips of one host, where a pipeline runs: the grid and its devices.
+"""By a generation and a number of chips of one host: the grid and its devices.
 
 A chip of tpu7x has two devices. A host of v5p or tpu7x has four chips.
 """
@@ -86,6 +86,14 @@ CASES = {
         "--weights int8"
         for model, size in (("5b", SMALL), ("1.5-5b", LARGE), ("2b", SMALL))
         for generation in ("v5e", "v6e")
+    },
+    **{  # slices of several hosts
+        f"pipeline-1.5-5b-{name}": f"--pipeline 1.5-5b --topology {topology} {LARGE} --dp 2 --tp {tp}"
+        for name, topology, tp in (
+            ("v5e-16", "v5e:4x4", 8),
+            ("v6e-16", "v6e:4x4", 8),
+            ("v6e-32", "v6e:4x8", 16),
+        )
     },
     "train-step-v6e-1": "--training --model 5b --frames 1 --height 64 --width 64",
 }

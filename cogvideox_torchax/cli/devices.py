@@ -19,6 +19,10 @@ Fetch = Callable[[torch.Tensor], torch.Tensor]
 """Brings the result of a chunk from the devices to the host."""
 
 
+_OWN = {"coordinator", "processes", "process", "timeout", "quiet", "json", "traceback", "run"}
+"""Options, and what the parser adds, that may differ among the processes of a command."""
+
+
 def _check_options(args: argparse.Namespace, *, needing_mesh: tuple[str, ...]) -> None:
     """Raise `ValueError` for options of several devices or processes that would have no effect."""
     # `needing_mesh` has names of options, such as "dp". If one is given, the backend must run on a mesh.
@@ -81,6 +85,8 @@ def process_group(args: argparse.Namespace) -> Iterator[ProcessGroup]:
         with _connected(args) as sharding:
             mesh = sharding.make_mesh(args.dp or 1, args.tp)
             sharding.check_all_take_part(mesh)  # raises if a process has no device in the mesh
+            options = {f"--{name}": repr(value) for name, value in vars(args).items() if name not in _OWN}
+            sharding.check_same(mesh, options)
             # Results of chunks are sent through files in a directory beside the output.
             with sharding.exchanging(args.output) as exchange:
                 yield ProcessGroup(mesh, sharding.is_first(), exchange.fetch_to_all, exchange.fetch_to_first)

@@ -15,7 +15,7 @@ from typing import Any
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.cli import batch, common, devices, generation, options, preview, prompts, stages
-from cogvideox_torchax.files import faults, latents as latent_files, video, whole
+from cogvideox_torchax.files import faults, latents as latent_files, whole
 from cogvideox_torchax.pipelines import cache_options, description
 from cogvideox_torchax.vae import memory
 
@@ -105,7 +105,8 @@ COMMAND = options.Command(
         _many(
             "--distributed",
             action="store_true",
-            help="run as one of several processes, which divide the prompts, each with a model of its own",
+            help="run as one of several processes: one video is made on the mesh of all their devices, and "
+            "--prompts are divided, with a model in each process; see encode --help",
         ),
         *options.CONNECTION,
         *options.RAY,
@@ -171,12 +172,6 @@ def run(args: argparse.Namespace) -> int | None:
     """
     faults.refuse(
         (
-            args.distributed and not args.prompts,
-            "generate makes one video as one process, on the devices of one host: leave out --distributed, "
-            "or give many prompts by --prompts; several processes can decode latents of --save-stages "
-            "(cogvideox-torchax decode --distributed)",
-        ),
-        (
             (args.num_videos_per_prompt or args.retry_failed or args.ray is not None) and not args.prompts,
             "--num-videos-per-prompt, --retry-failed and --ray are for many: leave them out, or give "
             "--prompts",
@@ -219,22 +214,29 @@ def run(args: argparse.Namespace) -> int | None:
     args.fps = args.fps or (latents.fps if latents else _frame_rate_of(args.model))
     # Without --save-stages `_backed_up` keeps the sampled latents in a file while they are decoded. `backup`
     # is the outer context, which ends last: the file is removed only when the video is written completely.
-    with contextlib.ExitStack() as backup, video.writing(args.output, args.fps) as sink:
+    with (
+        devices.process_group(args) as group,
+        contextlib.ExitStack() as backup,
+        group.writing(args.output, args.fps) as sink,
+    ):
         if args.save_stages and not args.from_stage:  # else an earlier run has made it
             whole.make_directory(args.save_stages, "keep stages in")
         elif not args.save_stages:
             whole.check_file(_backup_path(args))
         clock = common.announcing_clock(args)
         if latents is None:
-            vae, latents = _sample_latents(args)
+            vae, latents = _sample_latents(args, group)
         else:
-            vae = _vae_for(args, latents)
-        if not args.save_stages:
+            vae = _vae_for(args, latents, group.mesh)
+        if not args.save_stages and group.is_first:
             backup.enter_context(_backed_up(args, latents))
-        written = common.decode_to(sink, vae, latents, args, runtime.to_torch)
-    if written != latents.num_frames:
-        common.say(f"{latents.num_frames} frames were asked for, {written} made: {common.LENGTHS_THAT_STAY}")
-    common.print_results(args, clock, {"frames": written, "fps": float(args.fps)})
+        written = common.decode_to(sink, vae, latents, args, group.fetch_to_first)
+    if group.is_first:
+        if written != latents.num_frames:
+            common.say(
+                f"{latents.num_frames} frames were asked for, {written} made: {common.LENGTHS_THAT_STAY}"
+            )
+        common.print_results(args, clock, {"frames": written, "fps": float(args.fps)})
     return None
 
 
@@ -243,10 +245,10 @@ def _frame_rate_of(model: str) -> Fraction:
     return FPS_OF_1_5 if description.config_of(model, "transformer/config.json").get("patch_size_t") else FPS
 
 
-def _vae_for(args: argparse.Namespace, latents: latent_files.Latents) -> Any:
+def _vae_for(args: argparse.Namespace, latents: latent_files.Latents, mesh: Any) -> Any:
     """Return the VAE to decode latents of an earlier run, in `--dtype` or else in the latents' dtype."""
     dtype = args.dtype or runtime.dtype_name(latents.tensor.dtype)
-    return common.load_vae(args.model, "torchax", dtype, devices.mesh_of(args))
+    return common.load_vae(args.model, "torchax", dtype, mesh)
 
 
 def _load_latents_stage(args: argparse.Namespace) -> latent_files.Latents:
@@ -299,13 +301,14 @@ def _backed_up(args: argparse.Namespace, latents: latent_files.Latents) -> Itera
     path.unlink()
 
 
-def _sample_latents(args: argparse.Namespace) -> tuple[Any, latent_files.Latents]:
+def _sample_latents(
+    args: argparse.Namespace, group: devices.ProcessGroup
+) -> tuple[Any, latent_files.Latents]:
     """Check the request, then run the pipeline up to its VAE; return the VAE and the sampled latents.
 
     `--save-stages` gets the prompt's embeddings and the latents. With `--from-stage text` an earlier run's
     embeddings are read there, and no text encoder is loaded.
     """
-    mesh = devices.mesh_of(args)
     # An earlier run's embeddings. Here --from-stage is "text": with "latents" nothing is sampled.
     saved_text = stages.load_text(args.save_stages) if args.from_stage else None
     # A description of the model by its configs. The weights are loaded after all checks.
@@ -315,17 +318,22 @@ def _sample_latents(args: argparse.Namespace) -> tuple[Any, latent_files.Latents
     request = stages.request_from_options(vars(args), model.size, saved_text)
     common.parse_dtype(request.dtype)  # for its error
     generation.check(request, model)
-    pipe = _prepared(args, model, request, with_text=saved_text is None)(mesh)
-    directory = Path(args.save_stages) if args.save_stages else None
+    pipe = _prepared(args, model, request, with_text=saved_text is None)(group.mesh)
+    # Of several processes the first writes files. The others make the same calls.
+    directory = Path(args.save_stages) if args.save_stages and group.is_first else None
     # Called with the latents after each step, to write a picture of them.
-    write_preview = preview.preview_writer(pipe.vae, args.preview, common.say) if args.preview else None
+    write_preview = None
+    if args.preview:
+        write_preview = (
+            preview.preview_writer(pipe.vae, args.preview, common.say) if group.is_first else lambda _: None
+        )
     running = generation.Generation(pipe, model, request, directory, write_preview)
     # The keys are names of the pipeline's arguments.
     embeddings: dict[str, Any] = running.encode_text() if saved_text is None else dict(saved_text.tensors)
     latents = replace(running.sample(embeddings), fps=args.fps)
     if directory is not None:
         latent_files.save(latents, stages.path_of(directory, stages.LATENTS))
-    if args.cache:
+    if args.cache and group.is_first:
         # As text, the cache is the number of steps that it has skipped.
         common.say(f"--cache {args.cache}: {pipe.transformer.step_cache}")
     return pipe.vae, latents

@@ -283,7 +283,7 @@ def _pipeline_would_fit(
     is_flat = args.topology.count("x") == 1
     dp = 1 if args.no_guidance else 2  # each pass of guidance on devices of its own
     for num_chips, grid in chips.GRIDS.items() if is_flat else ():
-        if not request.mesh.size < num_chips <= chips.CHIPS_OF_A_HOST:
+        if not request.mesh.size < num_chips <= chips.LARGEST:
             continue
         larger = _with(args, topology=f"{generation}:{grid}", dp=dp, tp=num_chips // dp)
         on_grid = requested(larger)

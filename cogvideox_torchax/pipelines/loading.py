@@ -23,7 +23,7 @@ from cogvideox_torchax.files.models import INDEX, ModelError, local, not_on_hub,
 from cogvideox_torchax.pipelines.eight_bits import Weights, as_int8, check_weights, quantize
 from cogvideox_torchax.pipelines.known import port_network
 from cogvideox_torchax.pipelines.port import PIPELINES, offload_models, port_pipeline
-from cogvideox_torchax.sharding import Parallel, check_mesh, check_one_process
+from cogvideox_torchax.sharding import Parallel, check_mesh, check_one_slice
 from cogvideox_torchax.vae.checkpoint import (
     WEIGHTS_STEM,
     check_loading_info,
@@ -133,7 +133,7 @@ def load_pipeline(
     )
     if mesh is not None:
         check_mesh(mesh)
-    check_one_process(mesh)  # a pipeline runs on no mesh with devices of several processes
+    check_one_slice(mesh)
     diffusers_options.pop("use_safetensors", None)  # only safetensors are read, whatever it says
     dtype = diffusers_options.pop("torch_dtype", dtype)
     directory = _directory(str(pretrained_model_name_or_path), variant, diffusers_options)

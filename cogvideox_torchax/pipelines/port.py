@@ -6,13 +6,16 @@ call's arguments as a tuple and a dictionary.
 """
 
 import functools
+import hashlib
 import inspect
 import logging
 import math
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_cogvideox import (
     AutoencoderKLCogVideoX as DiffusersAutoencoder,
@@ -22,6 +25,7 @@ from diffusers.pipelines.cogvideo.pipeline_cogvideox_fun_control import CogVideo
 from diffusers.pipelines.cogvideo.pipeline_cogvideox_image2video import CogVideoXImageToVideoPipeline
 from diffusers.pipelines.cogvideo.pipeline_cogvideox_video2video import CogVideoXVideoToVideoPipeline
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -35,7 +39,7 @@ from cogvideox_torchax.pipelines.transformer import CogVideoXTransformer3DModel
 from cogvideox_torchax.runtime.models import PicklesAsStock, PortedModel
 from cogvideox_torchax.runtime.offload import Offload
 from cogvideox_torchax.runtime.stock import change_in, replaced_method
-from cogvideox_torchax.sharding import Parallel, check_one_process
+from cogvideox_torchax.sharding import Parallel, check_one_slice, check_same
 from cogvideox_torchax.vae.directions import DECODE
 from cogvideox_torchax.vae.streaming import ChunkedVAE
 from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX, check_vae_class, port_vae
@@ -77,7 +81,7 @@ def port_pipeline(
     Raises:
         ValueError: as `port` raises it; nothing has been moved then.
     """
-    check_one_process(mesh)
+    check_one_slice(mesh)
     models = _models(pipe)
     parallelisms = {}  # how each network uses the mesh, by the network's name
     in_bits = set()  # the names of networks with weights in fewer bits
@@ -380,6 +384,7 @@ def _compile_decoder_ahead(pipe: Any, call: Callable[..., Any], args: Any, kwarg
 def _call(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make the scheduler and the step cache ready for JAX, and run the pipeline's own call, `inherited`."""
     _check_ported(pipe)
+    _check_same_in_all_processes(pipe, inherited, args, kwargs)
     _check_image_channels(pipe, inherited)
     scheduler, transformer = getattr(pipe, "scheduler", None), getattr(pipe, "transformer", None)
     if scheduler is not None:
@@ -396,6 +401,49 @@ def _call(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> A
         # This checks the last step for NaN and Inf. An earlier step was checked by the step after it.
         pipe.scheduler.log.check()
     return result
+
+
+def _check_same_in_all_processes(pipe: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    """Raise `ProcessError` in every process if one makes another call, or of a pipeline that differs."""
+    parts = pipe.components
+    mesh = next((part.mesh for part in parts.values() if getattr(part, "mesh", None) is not None), None)
+    if mesh is None or not runtime.of_several_processes(mesh):
+        return
+    bound = inspect.signature(call).bind(pipe, *args, **kwargs)
+    bound.apply_defaults()
+    arguments = dict(tuple(bound.arguments.items())[1:])  # without `self`
+    if "generator" in arguments and arguments["generator"] is None:
+        arguments["generator"] = torch.get_rng_state()  # torch draws by its own generator then
+    arguments["mesh"] = (repr(mesh), mesh.device_ids.tolist())
+    for name, part in parts.items():
+        # What programs and steps depend on: settings, such as those of tiles and of a scheduler, and the
+        # names and shapes of weights. A name with "_" is that of a state, or of a path, which may differ.
+        settings = dict(getattr(part, "config", {})) if isinstance(part, SchedulerMixin) else {}
+        settings |= {k: v for k, v in getattr(part, "__dict__", {}).items() if isinstance(v, int | float)}
+        module = part if isinstance(part, nn.Module) else nn.Module()
+        weights = runtime.named_tensors(module)
+        arguments[name] = (
+            [repr((key, value)) for key, value in settings.items() if key[0] != "_"],
+            [repr((key, tuple(weight.shape), weight.dtype)) for key, weight in weights.items()],
+            [repr(getattr(layer, "scaling", None)) for layer in module.modules()],  # of LoRAs
+            [getattr(part, "_cache_config", None), getattr(part, "parallelism", None), type(part)],
+        )
+    check_same(mesh, {name: _fingerprint(value) for name, value in arguments.items()})
+
+
+def _fingerprint(value: Any) -> str:
+    """Return a hash that is equal for equal arguments of a call, whatever process they are in."""
+    texts = []
+    for leaf in pytree.tree_leaves(value):
+        leaf = leaf.get_state() if isinstance(leaf, torch.Generator) else leaf
+        leaf = runtime.host_array(runtime.to_torch(leaf)) if isinstance(leaf, torch.Tensor) else leaf
+        if hasattr(leaf, "__array_interface__"):  # NumPy's arrays, and pictures
+            array = np.ascontiguousarray(leaf)
+            text = f"{array.shape} {array.dtype} {hashlib.sha256(array.tobytes()).hexdigest()}"
+        else:
+            text = getattr(leaf, "__qualname__", None) or re.sub(r" at 0x\w+", "", repr(leaf))
+        texts.append(text)
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()
 
 
 def _check_image_channels(pipe: Any, call: Callable[..., Any]) -> None:
@@ -447,6 +495,7 @@ def _check_size(pipe: Any, height: int, width: int) -> None:
 
 
 def _encode_prompt(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    _check_same_in_all_processes(pipe, inherited, args, kwargs)
     with _ENCODING:  # one thread at a time: pipelines may share a tokenizer, which keeps a state
         return inherited(pipe, *args, **kwargs)
 

@@ -96,8 +96,8 @@ HOST_FACTS = {
 GRIDS = {2: "1x2", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 """The flat grids that a slice of v5e or v6e comes in, by its chips."""
 
-CHIPS_OF_A_HOST = 8
-"""The most chips of v5e or v6e that one host has. A pipeline runs on one host."""
+LARGEST = 32
+"""The most chips of the slices of v5e and v6e that `plan` tries for a pipeline."""
 
 
 def check_compiler() -> None:

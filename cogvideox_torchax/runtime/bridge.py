@@ -7,11 +7,10 @@ A *torchax* tensor holds a JAX array. Ported modules know only
 import itertools
 from typing import Any
 
-import numpy as np
 import torch
 
 from cogvideox_torchax.runtime.environment import import_torchax
-from cogvideox_torchax.runtime.host import TPU, host_array, on_jax, plain_tensor
+from cogvideox_torchax.runtime.host import TPU, host_array, on_host, on_jax, plain_tensor
 from cogvideox_torchax.runtime.user_checks import without_jax_checks
 
 
@@ -54,10 +53,11 @@ def to_jax(tensor: torch.Tensor) -> torch.Tensor:
 def to_torch(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor of torchax or TorchTPU to the CPU; return any other tensor unchanged.
 
-    The copy waits until the tensor is computed.
+    The copy waits until the tensor is computed. If other processes hold parts of it, all must call this, and
+    each gets the whole.
     """
     if on_jax(tensor):
-        return plain_tensor(np.array(array_of(tensor)))
+        return plain_tensor(on_host(array_of(tensor)))
     return tensor.cpu() if tensor.device.type == TPU else tensor
 
 

@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 
 from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
 from cogvideox_torchax.runtime.forks import check_not_forked
-from cogvideox_torchax.runtime.host import plain_tensor
+from cogvideox_torchax.runtime.host import on_host, plain_tensor
 from cogvideox_torchax.runtime.user_checks import jax_checks_off, without_jax_checks
 from cogvideox_torchax.upstream import (
     one_program_each,
@@ -64,7 +63,7 @@ def _patched_torchax() -> Any:
 
     @without_jax_checks
     def to_torch(tensor: Any) -> torch.Tensor:
-        return plain_tensor(np.array(tensor.jax()))
+        return plain_tensor(on_host(tensor.jax()))
 
     for tensor_class in (torchax.tensor.Tensor, torchax.view.View):
         # For `copy` and `pickle`.

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 import torch
 from torch.nn import functional as F
 from torch.optim.adagrad import adagrad
@@ -18,7 +17,7 @@ from torch.optim.sgd import sgd
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
-from cogvideox_torchax.runtime.host import host_array, on_jax, plain_tensor
+from cogvideox_torchax.runtime.host import host_array, on_host, on_jax, plain_tensor
 from cogvideox_torchax.runtime.views import DRAWS, layout_of, set_strides, written
 from cogvideox_torchax.upstream import is_traced
 
@@ -164,7 +163,7 @@ def _tensor_of(array: Any) -> Any:
 
 
 def _to_torch(tensor: Any) -> torch.Tensor:
-    return plain_tensor(np.array(tensor.jax())) if on_jax(tensor) else tensor
+    return plain_tensor(on_host(tensor.jax())) if on_jax(tensor) else tensor
 
 
 def _in_program() -> bool:

@@ -72,3 +72,12 @@ def host_array(tensor: torch.Tensor) -> np.ndarray:
         bits = tensor.contiguous().view(BITS[tensor.dtype]).numpy()
         return bits.view(getattr(ml_dtypes, str(tensor.dtype).removeprefix("torch.")))
     return tensor.numpy()
+
+
+def on_host(array: Any) -> np.ndarray:
+    """Return a JAX array as a new NumPy array; if other processes hold parts of it, all must call this."""
+    if upstream.is_traced(array) or array.is_fully_addressable or array.is_fully_replicated:
+        return np.array(array)  # for a traced array this is JAX's error
+    from jax.experimental import multihost_utils
+
+    return np.array(multihost_utils.process_allgather(array, tiled=True))

@@ -7,10 +7,12 @@ processes: each process writes its part to a file, and a process that needs the 
 """
 
 import contextlib
+import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +21,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from cogvideox_torchax import runtime
+from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.files.whole import EXCHANGE, OutputError, hidden, reserved, whole_file
 
 if TYPE_CHECKING:
@@ -29,8 +31,15 @@ TIMEOUT = 60
 """Seconds to wait for a process that does not join, or that sends no sign of life."""
 
 
+CALL_TIMEOUT = 600
+"""Seconds to wait for a process that is alive and has not made the same call: it may still load weights."""
+
+_CALLS: Counter[str] = Counter()
+"""The number of calls that were checked so far, by the name of their processes."""
+
+
 class ProcessError(ValueError):
-    """Processes that cannot connect; the message says what to change."""
+    """Processes that cannot connect, or that do not make the same call; the message says what to change."""
 
 
 def connect(
@@ -98,14 +107,54 @@ def check_all_take_part(mesh: Mesh) -> None:
         )
 
 
-def check_one_process(mesh: Mesh | None) -> None:
-    """Raise `ProcessError` for a mesh with devices of several processes, which a pipeline does not run on."""
-    if runtime.of_several_processes(mesh):
+def check_one_slice(mesh: Mesh | None) -> None:
+    """Raise `ProcessError` for a mesh with TPUs of several slices, which a pipeline does not run on."""
+    tpus = [] if mesh is None else [device for device in mesh.devices.flat if device.platform == "tpu"]
+    slices = {getattr(device, "slice_index", 0) for device in tpus}
+    if len(slices) > 1:
         raise ProcessError(
-            "a pipeline runs on the devices of one process, and the mesh has those of several: take "
-            "make_mesh(devices=jax.local_devices()) and give each process prompts of its own; a VAE alone "
-            "runs on all of them"
+            f"a pipeline runs on the chips of one slice, and the mesh has those of {len(slices)}: give "
+            "make_mesh the devices of one, and each slice prompts of its own"
         )
+
+
+def check_same(mesh: Mesh | None, call: Mapping[str, Any]) -> None:
+    """Check that all processes of a mesh make the same call; without other processes do nothing.
+
+    Every process must call this. It waits `CALL_TIMEOUT` seconds for each of the others.
+
+    Args:
+        mesh: the mesh; None for one device.
+        call: what must be the same in all processes, in a form that JSON has, by the name that an error says.
+
+    Raises:
+        ProcessError: a process differs, or does not come; it is raised in every process.
+    """
+    if mesh is None or not runtime.of_several_processes(mesh):
+        return
+    own, store = jax.process_index(), upstream.process_store()
+    processes = sorted({device.process_index for device in mesh.devices.flat})
+    name = f"cogvideox_torchax/{processes}"
+    _CALLS[name] += 1
+    store.key_value_set(f"{name}/{_CALLS[name]}/{own}", json.dumps(call))
+    for process in processes:
+        try:
+            text = store.blocking_key_value_get(f"{name}/{_CALLS[name]}/{process}", 1000 * CALL_TIMEOUT)
+        except jax.errors.JaxRuntimeError as error:
+            raise ProcessError(
+                f"process {process} has not made the call of process {own} within {CALL_TIMEOUT} s: every "
+                "process must make it"
+            ) from error
+        other = json.loads(text)
+        differing = [key for key in {**call, **other} if call.get(key) != other.get(key)]
+        if differing:
+            raise ProcessError(
+                f"process {process} has another {', '.join(differing)} than process {own}: every process "
+                "must make the same call"
+            )
+    # All have read the texts of the call before, as each has come here after it.
+    if _CALLS[name] > 1:
+        store.key_value_delete(f"{name}/{_CALLS[name] - 1}/{own}")
 
 
 def exit_at_once(code: int) -> None:

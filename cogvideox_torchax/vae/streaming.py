@@ -65,8 +65,8 @@ class ChunkedVAE:
                 or as uint8. They are where the weights are, or plain torch tensors.
             num_frames: the number of frames of an iterable. The length must be known before the first frame
                 is encoded, because the first chunk takes the remainder.
-            fetch: copies a chunk's moments to the host. On a mesh of several processes this is a method of
-                `sharding.Exchange`.
+            fetch: copies a chunk's moments to the host. On a mesh of several processes the default gathers
+                them on every device first; methods of `sharding.Exchange` do not.
 
         Returns:
             An iterator over the chunks' posteriors, plain torch tensors without gradients. Their `mode()`s,

@@ -433,11 +433,6 @@ WRONG = {
         ("decode", "größe 猫.st", *DECODE[2:]),
         "no file or directory gr",
     ),
-    "a pipeline on several processes": (
-        lambda: None,
-        ("generate", "--model", "m", "--prompt", "a cat", "-o", "out", "--distributed"),
-        "generate makes one video as one process",
-    ),
     "no chips": (
         lambda: None,
         ("plan", "--topology", "v6e:0x1", "--no-advice"),

@@ -16,7 +16,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from cogvideox_torchax import cli, make_mesh, port
-from cogvideox_torchax.cli import common, generate as command, generation, prompts, stages
+from cogvideox_torchax.cli import common, devices, generate as command, generation, prompts, stages
 from cogvideox_torchax.files import latents, tensors as tensor_files, video
 from cogvideox_torchax.pipelines import description
 from cogvideox_torchax.pipelines.transformer import CogVideoXTransformer3DModel
@@ -184,7 +184,9 @@ def test_a_failed_decode_loses_nothing(models, capsys):
 def test_latents_that_are_kept_are_decoded_on_the_mesh_that_is_asked_for(monkeypatch):
     monkeypatch.setattr(common, "load_vae", lambda *given: given)
     args = cli.parser().parse_args(["generate", "--model", "m", "-o", "x.mp4", "--tp", "4"])
-    assert command._vae_for(args, MADE) == ("m", "torchax", "float32", make_mesh(1, 4))
+    with devices.process_group(args) as group:
+        vae = command._vae_for(args, MADE, group.mesh)
+    assert vae == ("m", "torchax", "float32", make_mesh(1, 4))
 
 
 BAD = {
@@ -544,7 +546,7 @@ def test_videos_of_other_settings_are_refused_and_options_of_many_need_a_list(mo
         ("--fps", "fps is '8'"),
     ):
         assert words in refused(*many(models("text"), option, 3))
-    for more in (["--num-videos-per-prompt", 2], ["--retry-failed"], ["--distributed"]):
+    for more in (["--num-videos-per-prompt", 2], ["--retry-failed"]):
         assert "prompts" in refused(*arguments(models("text"), *more))
 
 

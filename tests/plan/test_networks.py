@@ -150,7 +150,8 @@ def whole_plan(tmp_path_factory):
     options = ("--pipeline", str(directory), "--dtype", "float32", *SIZE, "-o", str(directory / "plan.json"))
 
     def devices_of(slice_name):
-        return jax.devices()[: math.prod(map(int, slice_name[4:].split("x")))]
+        # A larger slice than there are CPUs takes them twice: nothing is compiled for it.
+        return (2 * jax.devices())[: math.prod(map(int, slice_name[4:].split("x")))]
 
     compiled = {}
 
@@ -210,6 +211,9 @@ def test_a_pipeline_that_does_not_fit_is_told_what_fits(whole_plan):
     assert again["fits"]
     assert again["peak_memory_GiB"] == found["would_fit"][mesh]
     assert "would_fit" not in whole_plan(peak - 1, "--no-advice")["summary"]
+    one_host = ("--topology", "v6e:2x4", "--dp", "2", "--tp", "4")
+    peak = whole_plan(2**40, *one_host)["summary"]["peak_memory_GiB"] * 2**30
+    assert "--topology v6e:4x4 --dp 2 --tp 8" in whole_plan(peak - 1, *one_host)["summary"]["would_fit"]
 
 
 def test_tiles_are_named_where_with_offload_a_chunk_alone_does_not_fit(monkeypatch):

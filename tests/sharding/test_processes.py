@@ -1,25 +1,32 @@
 """Two processes of four devices each, over loopback: the numbers of one, and an end in time when one dies."""
 
+import json
 import os
 import re
 import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 import torch
+from diffusers.hooks.first_block_cache import FirstBlockCacheConfig
+from diffusers.hooks.taylorseer_cache import TaylorSeerCacheConfig
+from peft import LoraConfig
 from PIL import Image
 
-from cogvideox_torchax import cli, load_pipeline, make_mesh, runtime
+from cogvideox_torchax import cli, load_pipeline, make_mesh, port, runtime
 from cogvideox_torchax.files import latents
 from cogvideox_torchax.files.whole import whole_file
 from cogvideox_torchax.pipelines.port import port_pipeline
-from cogvideox_torchax.sharding import Exchange, ProcessError, check_all_take_part
-from tests import reference
+from cogvideox_torchax.sharding import Exchange, ProcessError, check_all_take_part, check_same
+from tests import reference, small_pipelines
 from tests.files.test_video import moving_frames, write
 from tests.processes import ROOT, run_python
 
@@ -30,18 +37,21 @@ TIMEOUT = 10
 
 
 def start(directory, code, count=2):
-    """Run Python code once a process; in it, `port` and `index` give the meeting point and the process."""
+    """Run Python code once a process, on eight devices in all.
+
+    In it, `port`, `count` and `index` give the meeting point, the number of processes and which this is.
+    """
     with socket.socket() as found:
         found.bind(("localhost", 0))
         port = found.getsockname()[1]
     environment = {
         **os.environ,
-        "XLA_FLAGS": re.sub(r"device_count=\d+", "device_count=4", os.environ["XLA_FLAGS"]),
+        "XLA_FLAGS": re.sub(r"device_count=\d+", f"device_count={8 // count}", os.environ["XLA_FLAGS"]),
         "PYTHONPATH": str(ROOT),
     }
     return [
         subprocess.Popen(
-            [sys.executable, "-c", f"port, index = {port}, {index}\n{code}"],
+            [sys.executable, "-c", f"port, count, index = {port}, {count}, {index}\n{code}"],
             cwd=directory,
             env=environment,
             stdout=subprocess.PIPE,
@@ -79,16 +89,10 @@ assert cli.main(["encode", "clip.mp4", "-o", "two.safetensors", "--model", "vae"
 assert cli.main(["decode", "one.safetensors", "-o", "two", *together]) == 0
 # In three tiles, of which each process's devices hold columns of their own.
 assert cli.main(["decode", "one.safetensors", "-o", "two-tiled", "--tiling", "32x24", *together]) == 0
-from cogvideox_torchax import load_pipeline, make_mesh, runtime
+from cogvideox_torchax import make_mesh, runtime
 from cogvideox_torchax.runtime import memory
 memory._free_memory = lambda devices: (3 + index) * 2**40
 assert runtime.free_memory(make_mesh()) == 3 * 2**40
-try:
-    load_pipeline("a-pipeline", mesh=make_mesh())
-except ValueError as error:
-    assert "make_mesh(devices=jax.local_devices())" in str(error)
-else:
-    raise AssertionError("a pipeline on several processes")
 """
 
 
@@ -116,6 +120,235 @@ def test_two_processes_write_what_one_writes(directory):
         assert max(np.abs(a - b).max() for a, b in pairs) <= 1
     names = {"clip.mp4", "vae", "one", "two", "one.safetensors", "two.safetensors", "one-tiled", "two-tiled"}
     assert {path.name for path in directory.iterdir()} == names
+
+
+def video(kind, dp, *, lora=None, cache=None, offload=False, version="5b", **overrides):
+    """Return the result of a small pipeline on all devices, those of other processes too."""
+    pipe = small_pipelines.build(kind, version)
+    port(pipe, mesh=make_mesh(dp))
+    if lora:
+        pipe.load_lora_weights(lora, adapter_name="lora")
+        pipe.set_adapters("lora", 0.5)
+    if cache:
+        pipe.transformer.enable_cache(cache)
+    if offload:
+        pipe.enable_model_cpu_offload()
+    return runtime.to_torch(pipe(**small_pipelines.inputs(kind, **overrides)).frames)
+
+
+def videos():
+    """Return frames of a text-to-video and of an image-to-video pipeline, one with a LoRA and a cache."""
+    return {
+        "text": video("text", 2, lora="lora", cache=FirstBlockCacheConfig(threshold=0.3)),
+        "image": video("image", 1, offload=True, version="5b-I2V"),
+    }
+
+
+CONNECT = f"""
+import cogvideox_torchax.sharding
+from cogvideox_torchax.sharding import connect, wait_for_all
+connect(f"localhost:{{port}}", count, index, timeout={TIMEOUT})
+from tests.sharding.test_processes import *
+"""
+VIDEOS = f"""{CONNECT}
+torch.save(videos(), f"{{count}}-{{index}}.pt")
+options = ["--quiet", "--distributed", "--coordinator", f"localhost:{{port}}", "--processes", str(count)]
+options += ["--process", str(index), "--model", "pipe", "--prompt", "a panda", "--num-inference-steps", "2"]
+options += "--frames 5 --height 8 --width 16 --dtype float32 --dp 2 --tp 4 --cache first-block:0.1".split()
+options += ["--preview", f"{{count}}.png"]
+assert cli.main(["generate", *options, "-o", f"frames-{{count}}"]) == 0
+if count == 2:
+    cogvideox_torchax.sharding.exit_at_once = print
+    assert cli.main(["generate", *options, "-o", "none.mp4", "--seed", str(index)]) == 2
+wait_for_all()
+"""
+
+
+@pytest.mark.slow
+def test_a_pipeline_of_two_processes_makes_in_each_the_frames_of_one(tmp_path, in_an_empty_directory):
+    small_pipelines.save_lora(small_pipelines.one_layer(), "lora")
+    small_pipelines.build().save_pretrained("pipe")
+    # The one process connects too, to itself: so its sums over devices are by gloo, in the same order.
+    ended = finish([*start(tmp_path, VIDEOS), *start(tmp_path, VIDEOS, count=1)], within=600)
+    assert [code for code, _, _ in ended] == [0, 0, 0], [said for _, _, said in ended]
+    one, first, second = map(torch.load, ("1-0.pt", "2-0.pt", "2-1.pt"))
+    assert set(one) == {"text", "image"}
+    for name in one:
+        assert torch.equal(first[name], one[name])
+        assert torch.equal(second[name], one[name])
+    pictures = [*Path("frames-2").iterdir()]
+    assert len(pictures) == 5
+    for path in (*pictures, Path("2.png")):
+        assert path.read_bytes() == Path(str(path).replace("2", "1", 1)).read_bytes()
+    assert "generate: process 1 has another --seed than process 0" in ended[0][2]
+    assert "generate: process 0 has another --seed than process 1" in ended[1][2]
+    assert not any(path.suffix in (".mp4", ".safetensors") for path in Path().iterdir())
+
+
+def latents_of_a_step(pipe, **prompt):
+    call = small_pipelines.inputs("text", num_inference_steps=1, guidance_scale=1, output_type="latent")
+    return runtime.to_torch(pipe(**call | (prompt or EMBEDDED)).frames)
+
+
+EMBEDDED = {"prompt": None, "prompt_embeds": torch.ones(1, 16, 32)}
+ANOTHER_PROMPT = f"""{CONNECT}
+pipe = port(small_pipelines.one_layer(), mesh=make_mesh(2))
+try:
+    latents_of_a_step(pipe, prompt=f"panda {{index}}")
+except ProcessError as error:
+    print(error)
+torch.save(latents_of_a_step(pipe), f"{{index}}.pt")
+wait_for_all()
+"""
+
+
+def test_another_prompt_is_an_error_in_each_process_and_the_same_prompt_gives_the_same(
+    tmp_path, in_an_empty_directory
+):
+    ended = finish(start(tmp_path, ANOTHER_PROMPT), within=120)
+    assert [code for code, _, _ in ended] == [0, 0], [said for _, _, said in ended]
+    for other, (_, said, _) in enumerate(reversed(ended)):
+        assert f"process {other} has another prompt than process {1 - other}: every process must" in said
+    pipe = port(small_pipelines.one_layer(), mesh=make_mesh(2))
+    for index in range(2):
+        assert reference.largest_error(torch.load(f"{index}.pt"), latents_of_a_step(pipe)) < 1e-6
+
+
+class Described(Exception):
+    """The fingerprints of a call, by name."""
+
+
+@pytest.fixture
+def ported(monkeypatch):
+    """Return a pipeline on a mesh as if of several processes, whose calls end with `Described`."""
+
+    def end(_mesh, call):
+        raise Described(json.dumps(call))
+
+    monkeypatch.setattr("cogvideox_torchax.runtime.memory.of_several_processes", lambda mesh: True)
+    monkeypatch.setattr("cogvideox_torchax.pipelines.port.check_same", end)
+    return port(small_pipelines.one_layer(), mesh=make_mesh(2))
+
+
+def fingerprints(pipe, **arguments):
+    with pytest.raises(Described) as caught:
+        pipe(**arguments)
+    return json.loads(str(caught.value))
+
+
+def seeded(seed):
+    return {"generator": torch.Generator().manual_seed(seed)}
+
+
+CALLS = {
+    "another prompt": ({"prompt": "a"}, {"prompt": "b"}, ["prompt"]),
+    "another size": ({"height": 8, "width": 8}, {"height": 16, "width": 16}, ["height", "width"]),
+    "another seed": (seeded(0), seeded(1), ["generator"]),
+    "other latents": (*({"latents": x.bfloat16()} for x in torch.eye(2)), ["latents"]),
+    "equal seeds": (seeded(0), seeded(0), []),
+    "equal pictures": (*({"attention_kwargs": {"a": small_pipelines.picture()}} for _ in range(2)), []),
+    "equal functions": (*({"callback_on_step_end": lambda *_: {}} for _ in range(2)), []),
+    "methods of others": (*({"callback_on_step_end": Counter(of).update} for of in "ab"), []),
+}
+
+
+@pytest.mark.parametrize(("one", "other", "differing"), CALLS.values(), ids=CALLS)
+def test_a_call_differs_in_its_arguments(ported, one, other, differing):
+    before, after = fingerprints(ported, **one), fingerprints(ported, **other)
+    with pytest.raises(Described, match='"prompt"'):
+        ported.encode_prompt(prompt="a")
+    assert [name for name in {**before, **after} if before.get(name) != after.get(name)] == differing
+
+
+def _other_scheduler(pipe):
+    pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, timestep_spacing="leading")
+
+
+CHANGES = (
+    ("generator", lambda pipe: torch.rand(1)),  # torch's own, which draws if a call has none
+    ("vae", lambda pipe: pipe.vae.enable_tiling()),
+    ("vae", lambda pipe: pipe.vae.to(torch.bfloat16)),
+    ("scheduler", _other_scheduler),
+    ("transformer", lambda pipe: pipe.transformer.add_adapter(LoraConfig(target_modules=["to_q"]))),
+    ("transformer", lambda pipe: pipe.transformer.set_adapters("default", 0.5)),
+    ("transformer", lambda pipe: pipe.transformer.enable_cache(TaylorSeerCacheConfig(use_lite_mode=True))),
+    ("text_encoder", lambda pipe: setattr(pipe, "text_encoder", None)),
+    ("mesh", lambda pipe: port(pipe, mesh=make_mesh(1))),
+)
+
+
+def test_a_call_differs_in_its_pipeline(ported):
+    for name, change in CHANGES:
+        before = fingerprints(ported)
+        assert fingerprints(ported) == before
+        change(ported)
+        after = fingerprints(ported)
+        assert name in [each for each in before if before[each] != after[each]]
+
+
+class Store:
+    """The store of two processes, this one and one that has made calls already."""
+
+    def __init__(self, *calls):
+        self.texts = {f"cogvideox_torchax/[0, 1]/{n}/1": json.dumps(call) for n, call in enumerate(calls, 1)}
+
+    def key_value_set(self, key, text):
+        self.texts[key] = text
+
+    def blocking_key_value_get(self, key, milliseconds):
+        if key not in self.texts:
+            raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED after {milliseconds} ms")
+        return self.texts[key]
+
+    def key_value_delete(self, key):
+        del self.texts[key]
+
+
+def test_a_process_that_makes_another_call_or_none_is_an_error(monkeypatch):
+    store, calls = Store({"prompt": "a"}, {"prompt": "a"}, {"prompt": "b", "seed": 0}), Counter()
+    monkeypatch.setattr("cogvideox_torchax.upstream.process_store", lambda: store)
+    monkeypatch.setattr("cogvideox_torchax.sharding.processes._CALLS", calls)
+    devices = np.array([SimpleNamespace(process_index=index, platform="cpu") for index in range(2)])
+    mesh: Any = SimpleNamespace(devices=devices)
+    for _ in range(2):
+        check_same(mesh, {"prompt": "a"})
+    assert [key for key in store.texts if key.endswith("/0")] == ["cogvideox_torchax/[0, 1]/2/0"]
+    with pytest.raises(ProcessError, match="process 1 has another prompt, seed than process 0: every"):
+        check_same(mesh, {"prompt": "a"})
+    with pytest.raises(ProcessError, match="process 1 has not made the call of process 0 within 600 s"):
+        check_same(mesh, {"prompt": "a"})
+
+
+@pytest.mark.parametrize("place", [load_pipeline, port_pipeline])
+def test_chips_of_several_slices_are_refused_before_anything_is_moved(place, monkeypatch):
+    chips = np.array([SimpleNamespace(platform="tpu", slice_index=index) for index in range(2)])
+    monkeypatch.setattr("cogvideox_torchax.pipelines.loading.check_mesh", lambda mesh: None)
+    with pytest.raises(ProcessError, match="chips of one slice, and the mesh has those of 2"):
+        place("a-pipeline", mesh=SimpleNamespace(devices=chips))
+
+
+DYING = f"""{CONNECT}
+import os, signal
+def die(*_):
+    if index == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {{}}
+pipe = port(small_pipelines.one_layer(), mesh=make_mesh(1))
+latents_of_a_step(pipe)
+print("met", flush=True)
+pipe(**small_pipelines.inputs("text", callback_on_step_end=die))
+print("done", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_when_a_process_dies_in_a_step_the_other_ends_with_an_error_in_time(tmp_path):
+    (code, said, error), (other_code, other_said, _) = finish(start(tmp_path, DYING), 60 + 2 * TIMEOUT)
+    assert code != 0
+    assert other_code != 0
+    assert ("met" in said, "done" in said) == (True, False)
+    assert "heartbeat timeout" in error
+    assert "met" in other_said
 
 
 MEET = """
@@ -225,15 +458,6 @@ def test_a_mesh_that_leaves_a_process_out_is_refused(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     with pytest.raises(ProcessError, match="4 of 8 devices, and none of processes 1, 2: take all of them"):
         check_all_take_part(make_mesh(1, 4))
-
-
-@pytest.mark.parametrize("place", [load_pipeline, port_pipeline])
-def test_a_pipeline_on_several_processes_is_refused_before_anything_is_moved(place, monkeypatch):
-    monkeypatch.setattr(
-        "cogvideox_torchax.runtime.memory.of_several_processes", lambda mesh: mesh is not None
-    )
-    with pytest.raises(ProcessError, match=r"one process.*make_mesh\(devices=jax.local_devices\(\)\)"):
-        place("a-pipeline", mesh=make_mesh())
 
 
 def test_a_process_that_failed_waits_for_no_other_with_a_traceback_either(directory, monkeypatch, capsys):
