@@ -12,8 +12,11 @@ while its modes are. A *part* of a pipeline is one of its components, such as a 
 
 import contextlib
 import copyreg
+import dataclasses
 import functools
+import io
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -106,6 +109,65 @@ def jax_has_started() -> bool:
     # was forked, nobody ever releases it here.
     bridge = sys.modules.get("jax._src.xla_bridge")
     return bridge is not None and bool(_attribute("jax", bridge, "_backends"))
+
+
+def cache_path(directory: str) -> Any:
+    """Return the path of a directory as JAX's compile cache takes it: with etils, a bucket's address too."""
+    from jax._src.path import Path
+
+    return Path(directory)
+
+
+@functools.cache
+def cache_keys() -> threading.local:
+    """Have JAX record the keys of its compile cache; return what has each thread's last one as `last`."""
+    from jax._src import compilation_cache
+
+    recorded, get_cache_key = threading.local(), _attribute("jax", compilation_cache, "get_cache_key")
+
+    def recording(*args: Any, **kwargs: Any) -> str:
+        recorded.last = get_cache_key(*args, **kwargs)
+        return recorded.last
+
+    compilation_cache.get_cache_key = recording
+    return recorded
+
+
+def pickled_call(compiled: Any) -> bytes:
+    """Return a pickle of a `jax.stages.Compiled` without its executable, which JAX's compile cache has.
+
+    JAX's `serialize_executable.serialize` adds the executable. On a CPU it cannot do that with an executable
+    that was loaded from the cache.
+    """
+    import jax
+    from jax.experimental import serialize_executable
+
+    unloaded = _attribute("jax", compiled._executable, "_unloaded_executable")
+    pickler = _attribute("jax", serialize_executable, "_JaxPjrtPickler")
+    with io.BytesIO() as file:
+        call = dataclasses.replace(unloaded, xla_executable=None), compiled.out_tree, compiled._no_kwargs
+        pickler(file).dump((*call, jax.tree.leaves(compiled.args_info)))
+        return file.getvalue()
+
+
+def loaded_call(pickled: bytes, key: str, arguments_tree: Any, client: Any) -> Any:
+    """Return the `jax.stages.Compiled` of a pickle, with the executable that JAX's compile cache has by a key.
+
+    The result is None if the cache has it no more. `arguments_tree` is that of (arguments, keywords).
+    """
+    import jax
+    from jax._src import compilation_cache
+    from jax.experimental import serialize_executable
+
+    unpickler = _attribute("jax", serialize_executable, "_JaxPjrtUnpickler")
+    unloaded, out_tree, no_kwargs, information = unpickler(io.BytesIO(pickled), client).load()
+    executable, _seconds = _attribute("jax", compilation_cache, "get_executable_and_time")(
+        key, None, client, unloaded.device_list
+    )
+    if executable is None:
+        return None
+    loaded = dataclasses.replace(unloaded, xla_executable=executable).load()
+    return jax.stages.Compiled(loaded, [], arguments_tree.unflatten(information), out_tree, no_kwargs)
 
 
 def leave_torchax(refuse: Callable[[], None]) -> None:

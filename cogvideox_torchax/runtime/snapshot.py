@@ -46,7 +46,7 @@ class Snapshot:
         # containers faster than those with items.
         self._empty = [container for container, items in contents if not items]
         self._contents = [(container, items) for container, items in contents if items]
-        self._weights = _weight_pattern(modules)  # names of weights, and which are tied
+        self._weights = weight_pattern(modules)  # names of weights, and which are tied
         # What the fast way of `_has_modules_of` compares: flat lists of all modules' attributes.
         attributes = [vars(module) for module in modules]
         self._attribute_counts = [*map(len, attributes[1:])]  # of all modules but the root
@@ -126,7 +126,7 @@ class Snapshot:
             ):
                 return False
         # Weights may be other objects: only their names count, and which of them are tied.
-        if self._weights != _weight_pattern(modules):
+        if self._weights != weight_pattern(modules):
             return False
         self._weight_ids = weight_ids  # the next call with these weights need not look at their names
         return True
@@ -315,7 +315,7 @@ def modules_of(root: nn.Module) -> list[nn.Module]:
     return list(modules.values())
 
 
-def _weight_pattern(modules: Iterable[nn.Module]) -> list[Any]:
+def weight_pattern(modules: Iterable[nn.Module]) -> list[Any]:
     """Return one flat list: for each module its children's names, then (name, number) of each weight.
 
     Tensors are numbered by first appearance, so that tied weights have one number; the number is None for a
