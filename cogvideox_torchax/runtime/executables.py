@@ -97,8 +97,8 @@ class Describer:
     """Describes values by tuples of texts that are equal in two processes if the values are.
 
     Args:
-        strict: whether an object of a class that is not known, or a function of a user, raises `NoValueError`.
-            Otherwise the class stands for the object, and its code for the function.
+        strict: whether an object of an unknown class raises `NoValueError`, as a function of a user always
+            does; else the class stands for the object.
     """
 
     def __init__(self, strict: bool):
@@ -145,7 +145,8 @@ class Describer:
         if isinstance(value, list):
             return [*map(self, value)]
         if isinstance(value, types.FunctionType):
-            if self._strict and package_of(value.__globals__.get("__name__")) not in KNOWN:
+            package = package_of(value.__globals__.get("__name__"))
+            if package not in KNOWN and not package.startswith("namedtuple_"):
                 raise NoValueError(f"the function {value.__qualname__}")
             cells = inspect.getclosurevars(value).nonlocals if value.__closure__ else {}
             return [
@@ -161,7 +162,7 @@ class Describer:
         if isinstance(value, functools.partial):
             return self((value.func, value.args, value.keywords))
         if not self._strict:
-            return self(getattr(value, "__wrapped__", None))
+            return self(getattr(value, "func", getattr(value, "__wrapped__", None)))  # of a decorator
         if package_of(type(value).__module__) not in KNOWN or not hasattr(value, "__dict__"):
             raise NoValueError(f"a {kind_name(value)}")
         return self.attributes(value)
@@ -189,7 +190,8 @@ def _network(root: nn.Module, module_names: set[str]) -> Any:
     for each in classes:
         if package_of(each.__module__) not in KNOWN:
             raise NoValueError(f"the class {each.__qualname__}")
-    members = [(each.__qualname__, [(n, describe(v)) for n, v in _members(each)]) for each in classes]
+    describe_members = Describer(strict=False)
+    members = [(each.__qualname__, describe_members(_members(each))) for each in classes]
     names = module_names | {each.__module__ for each in classes}
     return [*map(kind_name, modules)], attributes, members, weight_pattern(modules), _modules_in_memory(names)
 
@@ -317,39 +319,38 @@ class Executables:
 
     def __init__(self, root: nn.Module | None, place: Any):
         self._root, self._place = root, place
-        # By signature and settings, the executable that was found, and the key by which to keep one.
-        self._found: dict[Any, tuple[Kept | None, str | None]] = {}
+        # By signature and settings, the executable that was found, or None.
+        self._found: dict[Any, Kept | None] = {}
 
-    def find(self, arguments: Any) -> tuple[Kept | None, bool]:
-        """Return the executable for such arguments, or None and whether `compile` would keep one."""
+    def find(self, arguments: Any) -> tuple[Kept | None, str | None]:
+        """Return the executable for such arguments, or the key by which `compile` keeps one.
+
+        Both are None where nothing is kept, and in later calls where nothing was found.
+        """
         if self._root is None or directory() is None:
-            return None, False
+            return None, None
         known = signature(arguments), settings()
-        if known not in self._found:
-            kept = key = None
-            try:
-                key = key_of(self._root, self._place, arguments)
-                kept = _load(key, arguments)
-            except Exception as error:  # whatever fails here, the program is traced
-                LOGGER.debug("no executable is found for %s: %s", type(self._root).__name__, error)
-            self._found[known] = kept, None if kept else key
-        kept, key = self._found[known]
-        return kept, key is not None
+        if known in self._found:
+            return self._found[known], None
+        kept = key = None
+        try:
+            key = key_of(self._root, self._place, arguments)
+            kept = _load(key, arguments)
+        except Exception as error:  # whatever fails here, the program is traced
+            LOGGER.debug("no executable is found for %s: %s", type(self._root).__name__, error)
+        self._found[known] = kept
+        return kept, None if kept else key
 
-    def compile(self, lowered: Any, arguments: Any) -> None:
-        """Compile a lowered program, and keep it: whole, or not at all."""
-        known = signature(arguments), settings()
-        _, key = self._found.get(known, (None, None))
-        self._found[known] = None, None  # compiled once
+    def compile(self, lowered: Any, key: str) -> None:
+        """Compile a lowered program, and keep it by a key: whole, or not at all."""
         cache_keys = upstream.cache_keys()
         cache_keys.last = None  # stays if JAX does not use its cache
         compiled = lowered.compile()
-        if key is None or cache_keys.last is None:
-            return
         results = [(each.shape, each.dtype) for each in jax.tree.leaves(lowered.out_info)]
         try:
-            _store(key, pickle.dumps((upstream.pickled_call(compiled), cache_keys.last, results)))
-        except Exception as error:  # a full disk, or a result that cannot be pickled: the program runs
+            if cache_keys.last is not None:
+                _store(key, pickle.dumps((upstream.pickled_call(compiled), cache_keys.last, results)))
+        except Exception as error:  # a full disk, or results that cannot be pickled: the program runs
             LOGGER.debug("the executable of %s is not kept: %s", type(self._root).__name__, error)
 
 

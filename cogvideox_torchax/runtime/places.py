@@ -154,19 +154,19 @@ class ArrayProgram:
         if is_tracing():  # a caller's program, of which this program becomes a part
             return self._compiled_in_another(weights, inputs, cache)
         arguments = weights, inputs, cache
-        kept, is_to_be_kept = self._find(arguments)
-        if is_to_be_kept:
-            self._compile(self._compiled.lower(*arguments), arguments)  # the call finds it in memory
+        kept, key = self._find(arguments)
+        if key:
+            self._compile(self._compiled.lower(*arguments), key)  # the call below finds it in memory
         return (kept.run if kept else self._compiled)(*arguments)
 
-    def _find(self, arguments: Any) -> tuple[Any, bool]:
-        """Return the `Kept` of an earlier process for such arguments, or None and whether to `_compile`.
+    def _find(self, arguments: Any) -> tuple[Any, str | None]:
+        """Return the executable that an earlier process kept, or the key by which `_compile` keeps it.
 
-        A subclass may find one, and may keep what `_compile` compiles for the next process.
+        Here both are None; a subclass may find one (`executables.Executables`).
         """
-        return None, False
+        return None, None
 
-    def _compile(self, lowered: Any, arguments: Any) -> None:
+    def _compile(self, lowered: Any, key: str | None) -> None:
         lowered.compile()
 
     @without_jax_checks
@@ -200,7 +200,8 @@ class ArrayProgram:
         if (inputs, before) in self._compiling:
             return
         structs = self.structs(inputs, before=before)
-        if self._find(structs)[0]:
+        kept, key = self._find(structs)
+        if kept:
             return
         # JAX keeps the lowered program of these shapes, and with it what `compile` makes. The call in `run`
         # finds both there, so that what `compile` returns is dropped.
@@ -208,7 +209,7 @@ class ArrayProgram:
 
         def compile_lowered() -> None:
             with contextlib.suppress(Exception):  # `run` compiles again then, and raises the error
-                self._compile(lowered, structs)
+                self._compile(lowered, key)
 
         # Not a daemon: a process that ends while XLA compiles in another thread would be aborted.
         thread = threading.Thread(target=compile_lowered)

@@ -199,11 +199,18 @@ class Program(ArrayProgram):
         # This one donates no cache, as the backward pass reads it again. `jax.vjp` takes no compiler options.
         self._differentiable = jax.jit(self._trace_for_gradients)
 
-    def _find(self, arguments: Any) -> tuple[Kept | None, bool]:
+    def _find(self, arguments: Any) -> tuple[Kept | None, str | None]:
         return self._executables.find(arguments)
 
-    def _compile(self, lowered: Any, arguments: Any) -> None:
-        self._executables.compile(lowered, arguments)
+    def _compile(self, lowered: Any, key: str | None) -> None:
+        if key:
+            self._executables.compile(lowered, key)
+        else:
+            lowered.compile()
+
+    @torch.no_grad()  # as pipelines run
+    def compile_ahead(self, inputs: Any, *, before: Any = None) -> None:
+        super().compile_ahead(inputs, before=before)
 
     def _trace_for_gradients(self, weights: dict[str, Any], inputs: Any, cache: Any) -> Any:
         """Trace with torch's gradients on; with gradients off, modules skip gradient checkpointing."""
