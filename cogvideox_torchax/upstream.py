@@ -119,8 +119,8 @@ def cache_path(directory: str) -> Any:
 
 
 @functools.cache
-def cache_keys() -> threading.local:
-    """Have JAX record the keys of its compile cache; return what has each thread's last one as `last`."""
+def _cache_keys() -> threading.local:
+    """Have JAX record the keys of its compile cache: the result has the last one of each thread as `last`."""
     from jax._src import compilation_cache
 
     recorded, get_cache_key = threading.local(), _attribute("jax", compilation_cache, "get_cache_key")
@@ -133,41 +133,44 @@ def cache_keys() -> threading.local:
     return recorded
 
 
-def pickled_call(compiled: Any) -> bytes:
-    """Return a pickle of a `jax.stages.Compiled` without its executable, which JAX's compile cache has.
+def compiled_call(lowered: Any) -> tuple[bytes, str | None]:
+    """Compile a `jax.stages.Lowered`; return its call, pickled without the executable, and JAX's key of that.
 
-    JAX's `serialize_executable.serialize` adds the executable. On a CPU it cannot do that with an executable
-    that was loaded from the cache.
+    The key is that of JAX's compile cache, or None if JAX did not ask its cache. JAX's own
+    `serialize_executable.serialize` fails on a CPU, for an executable that was loaded from the cache.
     """
     import jax
     from jax.experimental import serialize_executable
 
-    unloaded = _attribute("jax", compiled._executable, "_unloaded_executable")
-    pickler = _attribute("jax", serialize_executable, "_JaxPjrtPickler")
+    keys = _cache_keys()
+    keys.last = None
+    compiled = lowered.compile()
+    unloaded = dataclasses.replace(compiled._executable._unloaded_executable, xla_executable=None)
     with io.BytesIO() as file:
-        call = dataclasses.replace(unloaded, xla_executable=None), compiled.out_tree, compiled._no_kwargs
-        pickler(file).dump((*call, jax.tree.leaves(compiled.args_info)))
-        return file.getvalue()
+        pickler = _attribute("jax", serialize_executable, "_JaxPjrtPickler")(file)
+        pickler.dump((unloaded, jax.tree.leaves(compiled.args_info), compiled.out_tree, compiled._no_kwargs))
+        return file.getvalue(), keys.last
 
 
-def loaded_call(pickled: bytes, key: str, arguments_tree: Any, client: Any) -> Any:
-    """Return the `jax.stages.Compiled` of a pickle, with the executable that JAX's compile cache has by a key.
+def loaded_call(pickled: bytes, key: str, arguments_tree: Any, client: Any) -> tuple[Any, Any] | None:
+    """Return the `jax.stages.Compiled` of a pickled call and the avals of its results.
 
-    The result is None if the cache has it no more. `arguments_tree` is that of (arguments, keywords).
+    Its executable is that of JAX's compile cache by a key; None if the cache has lost it. `arguments_tree` is
+    the tree of (arguments, keywords).
     """
     import jax
     from jax._src import compilation_cache
     from jax.experimental import serialize_executable
 
-    unpickler = _attribute("jax", serialize_executable, "_JaxPjrtUnpickler")
-    unloaded, out_tree, no_kwargs, information = unpickler(io.BytesIO(pickled), client).load()
-    executable, _seconds = _attribute("jax", compilation_cache, "get_executable_and_time")(
-        key, None, client, unloaded.device_list
-    )
+    unpickler = _attribute("jax", serialize_executable, "_JaxPjrtUnpickler")(io.BytesIO(pickled), client)
+    unloaded, information, out_tree, no_kwargs = unpickler.load()
+    load = _attribute("jax", compilation_cache, "get_executable_and_time")
+    executable, _seconds = load(key, None, client, unloaded.device_list)
     if executable is None:
         return None
     loaded = dataclasses.replace(unloaded, xla_executable=executable).load()
-    return jax.stages.Compiled(loaded, [], arguments_tree.unflatten(information), out_tree, no_kwargs)
+    call = jax.stages.Compiled(loaded, [], arguments_tree.unflatten(information), out_tree, no_kwargs)
+    return call, out_tree.unflatten(unloaded.output_avals)
 
 
 def leave_torchax(refuse: Callable[[], None]) -> None:

@@ -157,12 +157,12 @@ class ArrayProgram:
         kept, key = self._find(arguments)
         if key:
             self._compile(self._compiled.lower(*arguments), key)  # the call below finds it in memory
-        return (kept.run if kept else self._compiled)(*arguments)
+        return (kept[0] if kept else self._compiled)(*arguments)
 
     def _find(self, arguments: Any) -> tuple[Any, str | None]:
         """Return the executable that an earlier process kept, or the key by which `_compile` keeps it.
 
-        Here both are None; a subclass may find one (`executables.Executables`).
+        Here both are None; a subclass may find one, with structs of its results (`executables.Executables`).
         """
         return None, None
 
@@ -241,7 +241,7 @@ class ArrayProgram:
         `weights` and `inputs` are arrays or structs.
         """
         kept, _ = self._find((weights, inputs, None))
-        _, cache = kept.results if kept else jax.eval_shape(self._compiled, weights, inputs, None)
+        _, cache = kept[1] if kept else jax.eval_shape(self._compiled, weights, inputs, None)
         return jax.tree.map(
             lambda array: jax.ShapeDtypeStruct(
                 array.shape, array.dtype, sharding=self.place.cache_sharding(array.shape)

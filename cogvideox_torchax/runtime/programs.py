@@ -18,7 +18,7 @@ from torch import nn
 
 from cogvideox_torchax.runtime.bridge import array_of, as_array, tensor_of
 from cogvideox_torchax.runtime.environment import import_torchax
-from cogvideox_torchax.runtime.executables import Executables, Kept
+from cogvideox_torchax.runtime.executables import Executables
 from cogvideox_torchax.runtime.host import on_jax
 from cogvideox_torchax.runtime.layers import check_no_global_hooks, is_profiling, named_layers
 from cogvideox_torchax.runtime.models import PROGRAMS
@@ -199,7 +199,7 @@ class Program(ArrayProgram):
         # This one donates no cache, as the backward pass reads it again. `jax.vjp` takes no compiler options.
         self._differentiable = jax.jit(self._trace_for_gradients)
 
-    def _find(self, arguments: Any) -> tuple[Kept | None, str | None]:
+    def _find(self, arguments: Any) -> tuple[Any, str | None]:
         return self._executables.find(arguments)
 
     def _compile(self, lowered: Any, key: str | None) -> None:
