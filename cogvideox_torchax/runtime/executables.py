@@ -45,8 +45,8 @@ KNOWN = frozenset(VERSIONED).union(OWN, sys.stdlib_module_names)
 """Packages whose functions and classes may be part of a key."""
 VARIABLES = ("COGVIDEOX_TORCHAX_", "JAX_", "LIBTPU_", "NVIDIA_TF32", "TPU_", "XLA_")
 """Beginnings of the names of environment variables that tracing or compiling may read."""
-CACHE = "compilation_cache"
-"""Part of the names of JAX's settings for its compile cache, which change no program."""
+CACHE = "cache"
+"""Part of the names of settings and variables for the compile cache, which change no program."""
 
 
 class NoKeyError(Exception):
