@@ -47,7 +47,7 @@ def seconds(beside: bool) -> dict[str, float]:
 
 
 def cpu_seconds() -> dict[str, dict[str, float]]:
-    """Return the seconds of one core of this process, by what it does: imports, and each program in both ways."""
+    """Return the seconds of one core by what this process does: imports, then each program both ways."""
     spent = {"imports": time.process_time()}
     request = planning.requested(parsed(CASES[CASE].split()))
     for work in request.works:

@@ -119,7 +119,8 @@ def device_name(device: Any) -> Any:
 def settings() -> tuple[Any, ...]:
     """Return the settings of JAX and torch, in this thread, that programs depend on."""
     chosen = (value for name, value in jax.config.values.items() if CACHE not in name)
-    return (*chosen, torch.is_grad_enabled(), torch.get_default_dtype(), is_profiling())
+    mesh = jax.sharding.get_abstract_mesh()  # of a user's `jax.set_mesh`
+    return (*chosen, mesh, torch.is_grad_enabled(), torch.get_default_dtype(), is_profiling())
 
 
 def signature(arguments: Any) -> tuple[Any, Any]:
@@ -136,11 +137,16 @@ def _sharding(leaf: Any) -> Any:
     sharding = getattr(leaf, "sharding", None)
     # A struct for the default device may have no sharding.
     on_default = sharding == jax.sharding.SingleDeviceSharding(_default_device())
-    return None if on_default else sharding
-
-
-def _default_device() -> Any:
-    return jax.config.jax_default_device or jax.local_devices()[0]  # pyright: ignore
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return None if on_default else sharding
+    # One sharding has several specs: with and without axes at the end, and mesh axes of one device.
+    split = tuple(
+        (axis, name)
+        for axis, names in enumerate(sharding.spec)
+        for name in ((names,) if isinstance(names, str) else names or ())
+        if sharding.mesh.shape[name] > 1
+    )
+    return sharding.mesh, split, sharding.memory_kind
 
 
 @functools.cache
@@ -221,10 +227,9 @@ class Executables:
             key = key_of(self._root, self._place, arguments)
             if (path := directory / key).exists():
                 tree = jax.tree.structure((arguments, {}))
-                loaded = upstream.loaded_call(
-                    *pickle.loads(path.read_bytes()), tree, _default_device().client
-                )
-                self._found[known] = loaded
+                call, jax_key = pickle.loads(path.read_bytes())
+                client = _default_device().client
+                self._found[known] = upstream.loaded_call(call, jax_key, tree, client)
         except Exception as error:  # whatever fails here, the program is traced
             logging.getLogger(__name__).debug("%s is traced: %s", type(self._root).__name__, error)
         return self._found[known], None if self._found[known] else key
