@@ -149,6 +149,10 @@ def _sharding(leaf: Any) -> Any:
     return sharding.mesh, split, sharding.memory_kind
 
 
+def _default_device() -> Any:
+    return jax.config.jax_default_device or jax.local_devices()[0]  # pyright: ignore
+
+
 @functools.cache
 def _sources() -> str:
     """Return a hash of the versions of Python and of libraries, and of the sources of `OWN`."""
@@ -219,11 +223,12 @@ class Executables:
         directory = _directory()
         if self._root is None or directory is None:
             return None, None
-        known = signature(arguments), settings()
-        if known in self._found:
-            return self._found[known], None
-        self._found[known] = key = None
+        key = known = None
         try:
+            known = signature(arguments), settings()
+            if known in self._found:
+                return self._found[known], None
+            self._found[known] = None
             key = key_of(self._root, self._place, arguments)
             if (path := directory / key).exists():
                 tree = jax.tree.structure((arguments, {}))
@@ -232,7 +237,8 @@ class Executables:
                 self._found[known] = upstream.loaded_call(call, jax_key, tree, client)
         except Exception as error:  # whatever fails here, the program is traced
             logging.getLogger(__name__).debug("%s is traced: %s", type(self._root).__name__, error)
-        return self._found[known], None if self._found[known] else key
+        found = self._found.get(known)
+        return found, None if found else key
 
     def compile(self, lowered: Any, key: str) -> None:
         """Compile a lowered program, and keep JAX's key of the executable by a key of `find`."""
