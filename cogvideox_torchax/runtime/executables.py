@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from cogvideox_torchax import upstream
+from cogvideox_torchax import STARTED, upstream
 from cogvideox_torchax.runtime.layers import is_profiling
 from cogvideox_torchax.runtime.models import UNTRACED_ATTRIBUTES
 from cogvideox_torchax.runtime.skeleton import LIBRARIES
@@ -109,6 +109,10 @@ def _code(member: Any) -> Any:
             member = getattr(member, name, member)
     if isinstance(member, FunctionType | MethodType):
         return member
+    if isinstance(member, type) and _package(member.__module__) in OWN:
+        members = vars(member).items()
+        # The first copy of an instance adds "__slotnames__".
+        return {n: _code(v) for n, v in members if n != "__slotnames__" and not isinstance(v, type)}
     return sorted(map(repr, comparable(member))) if isinstance(member, set) else comparable(member)
 
 
@@ -160,6 +164,8 @@ def _sources() -> str:
     for package in OWN:
         for directory in importlib.util.find_spec(package).submodule_search_locations:  # pyright: ignore
             for path in sorted(Path(directory).rglob("*.py")):
+                if path.stat().st_mtime > STARTED:  # this process may have imported an earlier text
+                    raise NoKeyError(f"{path.name}, which was written since this process started")
                 digest.update(repr((path.name, path.read_bytes())).encode())
     return digest.hexdigest()
 

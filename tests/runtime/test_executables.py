@@ -41,7 +41,7 @@ from cogvideox_torchax.runtime.places import Place
 from cogvideox_torchax.runtime.snapshot import modules_of
 from cogvideox_torchax.vae import blocks
 from cogvideox_torchax.vae.torchax.networks import DecoderChunk, EncoderChunk
-from jax_kernels.common import tiles
+from jax_kernels.norm_conv3d import direct
 from unittest import mock
 
 vae = AutoencoderKLCogVideoX.from_pretrained(str(path))
@@ -75,6 +75,12 @@ with mock.patch.object(blocks, "residual_block", blocks.normed_conv):
     keys["another function"] = key()
 with mock.patch.object(blocks, "residual_block", user_function):
     keys["a function of a user"] = key()
+with mock.patch.object(direct.DirectStep, "_move", direct.DirectStep._finish):
+    keys["another kernel"] = key()
+with mock.patch.object(executables, "STARTED", 0):
+    executables._sources.cache_clear()
+    keys["sources that were written later"] = key()
+executables._sources.cache_clear()
 with mock.patch.object(norm, "eps", 0.5):
     keys["another attribute"] = key()
 with mock.patch.object(norm, "note", threading.Lock(), create=True):
@@ -115,7 +121,13 @@ def test_each_change_of_what_tracing_reads_changes_the_key_or_leaves_none(cache)
     assert [name for name, key in keys.items() if key == unchanged] == ["again", "afterwards"]
     # What a user wrote, or what cannot be compared, has no key.
     reasons = {name for name, key in keys.items() if len(key) != 64}
-    assert reasons == {"a method of a user", "a function of a user", "an attribute of no value", "a hook"}
+    assert reasons == {
+        "a method of a user",
+        "a function of a user",
+        "an attribute of no value",
+        "a hook",
+        "sources that were written later",
+    }
 
 
 @pytest.mark.slow
