@@ -35,6 +35,7 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/planning.md", "calibration"): estimated.calibrations,
     ("docs/planning.md", "gpus"): estimated.gpus,
     ("docs/planning.md", "first call"): measured.first_call,
+    ("docs/planning.md", "ready"): measured.ready,
     ("docs/planning.md", "pipelines"): estimated.pipelines,
     ("docs/planning.md", "training"): estimated.training,
     ("docs/small-chips.md", "small chips"): estimated.small_chips,

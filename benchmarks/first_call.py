@@ -1,22 +1,31 @@
 """How long the first call of CogVideoX-5b's pipeline compiles on this machine, for one v6e, without a cache.
 
-    python -m benchmarks.first_call      # writes results/first-call.json; about ten minutes on two idle cores
+    python -m benchmarks.first_call         # writes results/first-call.json; ten minutes on two idle cores
+    python -m benchmarks.first_call --warm  # writes results/ready.json; a minute
     python -m benchmarks draw planning.md
 
 The programs are the prompt, a denoising step, and the VAE's first and steady chunk. They are compiled one
 after the other, and as a pipeline's call compiles them: the VAE's in two threads beside the others
 (`compile_ahead`). Each way is a process of its own. The seconds contain tracing and lowering.
+
+`--warm` measures what a process spends before its first call if the compile cache has all programs: seconds
+of one core for its imports, for tracing and lowering, and for the keys that take the place of these two
+(`runtime.executables`). A machine without a TPU cannot load executables, so that loading is not in it.
 """
 
+import argparse
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import jax
+
 from benchmarks import worker
 from benchmarks.estimate.command import CASES, parsed
 from benchmarks.pages import keep
 from cogvideox_torchax.cli import planning
+from cogvideox_torchax.runtime import executables
 
 CASE = "pipeline-5b-v6e-1"
 WAYS = {"one after the other": False, "side by side": True}
@@ -37,7 +46,31 @@ def seconds(beside: bool) -> dict[str, float]:
     return {"figure": time.perf_counter() - start}
 
 
+def cpu_seconds() -> dict[str, dict[str, float]]:
+    """Return the seconds of one core by what this process does: imports, then each program both ways."""
+    spent = {"imports": time.process_time()}
+    request = planning.requested(parsed(CASES[CASE].split()))
+    for work in request.works:
+        program, structs = work.lower.__self__, work.structs()  # pyright: ignore[reportFunctionMemberAccess]
+        with jax.set_mesh(request.mesh):
+            start = time.process_time()
+            executables.key_of(program._network.module, program.place, structs)
+            spent[f"{work.name}: key"] = time.process_time() - start
+            start = time.process_time()
+            program.lower(*structs)
+            spent[f"{work.name}: traced and lowered"] = time.process_time() - start
+    return {"figure": spent}
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.first_call")
+    parser.add_argument("--warm", action="store_true", help="measure what a full compile cache leaves to do")
+    if parser.parse_args().warm:
+        spent = worker.figure("first_call.cpu_seconds", {}, {})
+        for name, seconds_spent in spent.items():
+            print(f"{name}: {seconds_spent:.2f} s of one core")
+        keep("ready", {"cores": os.cpu_count(), "cpu_seconds": spent}, "jax", "libtpu")
+        return
     result: dict[str, Any] = {"cores": os.cpu_count()}
     for name, beside in WAYS.items():
         result[name] = worker.figure(

@@ -12,9 +12,12 @@ while its modes are. A *part* of a pipeline is one of its components, such as a 
 
 import contextlib
 import copyreg
+import dataclasses
 import functools
+import io
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -114,6 +117,68 @@ def process_store() -> Any:
     from jax._src import distributed
 
     return _attribute("jax", distributed, "global_state").client
+
+
+def cache_path(directory: str) -> Any:
+    """Return the path of a directory as JAX's compile cache takes it: with etils, a bucket's address too."""
+    from jax._src.path import Path
+
+    return Path(directory)
+
+
+@functools.cache
+def _cache_keys() -> threading.local:
+    """Have JAX record the keys of its compile cache: the result has the last one of each thread as `last`."""
+    from jax._src import compilation_cache
+
+    recorded, get_cache_key = threading.local(), _attribute("jax", compilation_cache, "get_cache_key")
+
+    def recording(*args: Any, **kwargs: Any) -> str:
+        recorded.last = get_cache_key(*args, **kwargs)
+        return recorded.last
+
+    compilation_cache.get_cache_key = recording
+    return recorded
+
+
+def compiled_call(lowered: Any) -> tuple[bytes, str | None]:
+    """Compile a `jax.stages.Lowered`; return its call, pickled without the executable, and JAX's key of that.
+
+    The key is that of JAX's compile cache, or None if JAX did not ask its cache. JAX's own
+    `serialize_executable.serialize` fails on a CPU, for an executable that was loaded from the cache.
+    """
+    import jax
+    from jax.experimental import serialize_executable
+
+    keys = _cache_keys()
+    keys.last = None
+    compiled = lowered.compile()
+    unloaded = dataclasses.replace(compiled._executable._unloaded_executable, xla_executable=None)
+    with io.BytesIO() as file:
+        pickler = _attribute("jax", serialize_executable, "_JaxPjrtPickler")(file)
+        pickler.dump((unloaded, jax.tree.leaves(compiled.args_info), compiled.out_tree, compiled._no_kwargs))
+        return file.getvalue(), keys.last
+
+
+def loaded_call(pickled: bytes, key: str, arguments_tree: Any, client: Any) -> tuple[Any, Any] | None:
+    """Return the `jax.stages.Compiled` of a pickled call and the avals of its results.
+
+    Its executable is that of JAX's compile cache by a key; None if the cache has lost it. `arguments_tree` is
+    the tree of (arguments, keywords).
+    """
+    import jax
+    from jax._src import compilation_cache
+    from jax.experimental import serialize_executable
+
+    unpickler = _attribute("jax", serialize_executable, "_JaxPjrtUnpickler")(io.BytesIO(pickled), client)
+    unloaded, information, out_tree, no_kwargs = unpickler.load()
+    load = _attribute("jax", compilation_cache, "get_executable_and_time")
+    executable, _seconds = load(key, None, client, unloaded.device_list)
+    if executable is None:
+        return None
+    loaded = dataclasses.replace(unloaded, xla_executable=executable).load()
+    call = jax.stages.Compiled(loaded, [], arguments_tree.unflatten(information), out_tree, no_kwargs)
+    return call, out_tree.unflatten(unloaded.output_avals)
 
 
 def leave_torchax(refuse: Callable[[], None]) -> None:

@@ -46,7 +46,7 @@ class Snapshot:
         # containers faster than those with items.
         self._empty = [container for container, items in contents if not items]
         self._contents = [(container, items) for container, items in contents if items]
-        self._weights = _weight_pattern(modules)  # names of weights, and which are tied
+        self._weights = weight_pattern(modules)  # names of weights, and which are tied
         # What the fast way of `_has_modules_of` compares: flat lists of all modules' attributes.
         attributes = [vars(module) for module in modules]
         self._attribute_counts = [*map(len, attributes[1:])]  # of all modules but the root
@@ -78,7 +78,7 @@ class Snapshot:
                 *(members for _kind, members in self._classes),
             )
         )
-        self._read = [*map(_comparable, _read_by(self._functions))]
+        self._read = [*map(comparable, read_by(self._functions))]
 
     def holds(self, root: nn.Module) -> bool:
         """Return whether a tree is unchanged; its root may be another module with the same attributes."""
@@ -92,7 +92,7 @@ class Snapshot:
                 for kind, members in self._classes
             )
             and all(tensor._version == version for tensor, version in self._tensor_versions)
-            and _same_items([*map(_comparable, _read_by(self._functions))], self._read)
+            and _same_items([*map(comparable, read_by(self._functions))], self._read)
         )
 
     def _has_modules_of(self, root: nn.Module) -> bool:
@@ -126,7 +126,7 @@ class Snapshot:
             ):
                 return False
         # Weights may be other objects: only their names count, and which of them are tied.
-        if self._weights != _weight_pattern(modules):
+        if self._weights != weight_pattern(modules):
             return False
         self._weight_ids = weight_ids  # the next call with these weights need not look at their names
         return True
@@ -256,7 +256,7 @@ def _users_functions(members: Iterable[Any]) -> list[Any]:
     )
     functions = [*dict.fromkeys(filter(_is_users, found))]
     for function in functions:  # which grows meanwhile
-        functions.extend(each for each in _read_by([function]) if _is_users(each) and each not in functions)
+        functions.extend(each for each in read_by([function]) if _is_users(each) and each not in functions)
     return functions
 
 
@@ -268,7 +268,7 @@ def _is_users(value: Any) -> bool:
     )
 
 
-def _read_by(functions: Iterable[FunctionType]) -> list[Any]:
+def read_by(functions: Iterable[FunctionType]) -> list[Any]:
     """Return the values of the global variables that functions read, and of attributes of modules there."""
     return [
         table[name]
@@ -282,7 +282,7 @@ def _read_by(functions: Iterable[FunctionType]) -> list[Any]:
     ]
 
 
-def _comparable(value: Any) -> list[Any]:
+def comparable(value: Any) -> list[Any]:
     """Return what `_same_items` compares of a global variable: numbers, strings, flags, and tensors' state.
 
     The list is empty for another value, and for a container of others: a forward may keep tensors there from
@@ -315,7 +315,7 @@ def modules_of(root: nn.Module) -> list[nn.Module]:
     return list(modules.values())
 
 
-def _weight_pattern(modules: Iterable[nn.Module]) -> list[Any]:
+def weight_pattern(modules: Iterable[nn.Module]) -> list[Any]:
     """Return one flat list: for each module its children's names, then (name, number) of each weight.
 
     Tensors are numbered by first appearance, so that tied weights have one number; the number is None for a
