@@ -1,19 +1,23 @@
 """`compile`: fill the compile cache for given sizes, so that the first request finds its programs there."""
 
 import argparse
+import contextlib
 import functools
+import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from cogvideox_torchax import backends, runtime
-from cogvideox_torchax.cli import common, devices, options
+from cogvideox_torchax.cli import common, devices, generate, options
 from cogvideox_torchax.runtime.clock import CompileClock
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.sizes import parse_size
 
 COMMAND = options.Command(
-    "compile the VAE's programs for given sizes, before the first request",
+    "compile the VAE's or a pipeline's programs for given sizes, before the first request",
     "49x480x720 81x768x1360 --model zai-org/CogVideoX-5b --dtype bfloat16",
     (
         options.Option(
@@ -24,6 +28,11 @@ COMMAND = options.Command(
             ),
             metavar="FRAMESxHEIGHTxWIDTH",
             help="of the videos",
+        ),
+        options.Option(
+            "--pipeline",
+            action="store_true",
+            help="compile what generate needs for a prompt: --model is a text-to-video pipeline",
         ),
         *options.model_options(),
         *options.MESH,
@@ -41,21 +50,38 @@ def run(args: argparse.Namespace) -> None:
     cache = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     if not cache:
         raise ValueError(f"the compile cache is off: set {runtime.COMPILE_CACHE_VARIABLE} to a directory")
-    common.take_bundled_model(args)
-    vae = common.load_vae(args.model, args.backend, args.dtype, devices.mesh_of(args))
+    if args.pipeline:
+        works = {"pipeline": functools.partial(_generate, args)}
+    else:
+        common.take_bundled_model(args)
+        vae = common.load_vae(args.model, args.backend, args.dtype, devices.mesh_of(args))
+        works = {each: functools.partial(_run_every_program, vae, each) for each in (DECODE, ENCODE)}
     programs = []
     for size in args.sizes:
         size_text = "x".join(map(str, size))
-        for direction in (DECODE, ENCODE):
-            common.say(f"{direction} {size_text}")
+        for kind, work in works.items():
+            common.say(f"{kind} {size_text}")
             clock = CompileClock()
-            _run_every_program(vae, direction, *size)
+            work(*size)
             # `clock.seconds` leaves out the time of running.
-            programs.append({"kind": direction, "size": size_text, "compile_s": clock.seconds})
+            programs.append({"kind": kind, "size": size_text, "compile_s": clock.seconds})
     report = {"device": common.device_name(args.backend), "compile_cache": cache}
     # The printed table has a row for each program; the JSON has a list of them.
     rows = {f"{each['kind']} {each['size']}, s": each["compile_s"] for each in programs}
     common.print_report(report | ({"programs": programs} if args.json else rows), args.json)
+
+
+def _generate(args: argparse.Namespace, frames: int, height: int, width: int) -> None:
+    """Generate a video in two steps, by the command `generate`: more steps need no other programs."""
+    from cogvideox_torchax import cli
+
+    words = {"frames": frames, "height": height, "width": width, "dp": args.dp or 1, "tp": args.tp or 1}
+    words |= {"model": args.model, "dtype": args.dtype, "num-inference-steps": 2, "prompt": "a cat"}
+    given = [word for name, value in words.items() if value for word in (f"--{name}", str(value))]
+    with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(sys.stderr):
+        output = str(Path(directory) / "compiled.mp4")
+        generating = cli.parser().parse_args(["generate", *given, "--quiet", "-o", output])
+        generate.run(generating)
 
 
 def _run_every_program(vae: Any, direction: Direction, frames: int, height: int, width: int) -> None:

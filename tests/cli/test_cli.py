@@ -618,6 +618,21 @@ def test_what_compile_has_compiled_no_later_process_compiles(clip, fresh_cache, 
     assert programs_in(fresh_cache) == before
 
 
+@pytest.mark.slow
+def test_what_compile_has_compiled_of_a_pipeline_generate_does_not_compile(saved, fresh_cache, capsys):
+    given = ("--model", saved("text"), "--dtype", "float32")
+    assert cli.main(["compile", "5x8x16", "--pipeline", *given, "--json"]) == 0
+    (program,) = json.loads(capsys.readouterr().out)["programs"]
+    assert (program["kind"], program["size"]) == ("pipeline", "5x8x16")
+    before = {path.name for path in fresh_cache.iterdir()}
+    assert sum("Chunk" in name for name in before) == 1
+    jax.clear_caches()  # as in another process
+    size = ("--frames", "5", "--height", "8", "--width", "16", "--num-inference-steps", "3")
+    assert cli.main(["generate", "--prompt", "an egg", *given, *size, "-o", "egg.mp4", "--quiet"]) == 0
+    new = {path.name for path in fresh_cache.iterdir()} - before
+    assert not {name for name in new if re.match(r"jit_[A-Z]", name)}, "operations on arrays alone are new"
+
+
 def programs_in(cache: Path) -> set[str]:
     """Return the programs of chunks in a cache; operations on single arrays are left out."""
     return {path.name for path in cache.iterdir() if re.match(r"jit_\w+Chunk-", path.name)}

@@ -345,7 +345,7 @@ def test_a_new_generation_takes_the_stages_of_the_one_before_away(models, kept, 
 # Many prompts
 
 
-KILLED_AT = range(2, 32, 3)
+KILLED_AT = range(2, 32)
 """Openings, renamings and so on in the output directory at which a run is killed."""
 
 
