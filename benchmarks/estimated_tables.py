@@ -350,7 +350,7 @@ def _fitting(found_rows: dict[str, Any]) -> str:
         args = parsed(CASES[case].split())
         generation, grid = args.topology.split(":")
         memory, weights = CHIPS[generation].memory, found["weights"]
-        how, program_peaks, seconds = _compiled(case)
+        how, program_peaks, seconds, over = _compiled(case)
         peak = offload_peak = 0.0
         if program_peaks:
             prompt, step, *decoding = program_peaks
@@ -373,7 +373,7 @@ def _fitting(found_rows: dict[str, Any]) -> str:
                 f"{sum(weights) / GIB:.1f}",
                 *(f"{each / GIB:.1f}" if each else "" for each in (peak, offload_peak)),
                 fits,
-                f"{seconds + moving:.1f}" if fits not in ("", "no") else "",
+                f"{over}{seconds + moving:.1f}" if fits not in ("", "no") else "",
                 f"{moving:.1f}" if moving else "",
                 how,
             )
@@ -383,22 +383,29 @@ def _fitting(found_rows: dict[str, Any]) -> str:
     )
 
 
-def _compiled(case: str) -> tuple[str, list[float], float]:
+def _compiled(case: str) -> tuple[str, list[float], float, str]:
     """Return how a slice was compiled, each program's peak in bytes, and the seconds of a video.
 
-    Where the pipeline was not compiled whole, the estimates of its parts are taken, if `PARTS` names them.
+    Where the pipeline was not compiled whole, the estimates of its parts are taken, if `PARTS` names them. A
+    program whose time is not known counts by its floor: then "over " stands for the last result, else "".
     """
     is_whole = (RESULTS / f"{case}.json").exists()
     names = (case,) if is_whole else PARTS.get(case, ())
     documents = [estimate(name) for name in names]
     if not documents:
-        return "not compiled", [], 0.0
-    counts = (1,) if is_whole else (2, STEPS, 1)  # 2: the prompt, and the negative one
-    times = (document["summary"]["with_collectives_s"] for document in documents)
+        return "not compiled", [], 0.0, ""
+    # 2: the prompt, and the negative one.
+    counts = documents[0]["counts"] if is_whole else (2, STEPS, *documents[-1]["counts"])
+    programs = [program for document in documents for program in document["programs"]]
+    times = [program["seconds_with_collectives"] for program in programs]
     return (
         ("whole" if is_whole else "in parts") + star(*names),
-        [program["peak_bytes"] for document in documents for program in document["programs"]],
-        sum(count * seconds for count, seconds in zip(counts, times, strict=True)),
+        [program["peak_bytes"] for program in programs],
+        sum(
+            count * (program["floor_s"] if seconds is None else seconds)
+            for count, seconds, program in zip(counts, times, programs, strict=True)
+        ),
+        "over " if None in times else "",
     )
 
 
