@@ -347,7 +347,8 @@ def test_when_a_process_dies_in_a_step_the_other_ends_with_an_error_in_time(tmp_
     assert code != 0
     assert other_code != 0
     assert ("met" in said, "done" in said) == (True, False)
-    assert "heartbeat timeout" in error
+    # JAX ends the process after the heartbeats have ceased, or gloo before, whose connection is closed.
+    assert "heartbeat timeout" in error or "    @     0x" in error, error[-2000:]
     assert "met" in other_said
 
 
