@@ -119,6 +119,13 @@ def process_store() -> Any:
     return _attribute("jax", distributed, "global_state").client
 
 
+def trace_context() -> Any:
+    """Return JAX's settings in this thread that make it trace a function anew: a tuple with a hash."""
+    from jax._src import config
+
+    return _attribute("jax", config, "trace_context")()
+
+
 def cache_path(directory: str) -> Any:
     """Return the path of a directory as JAX's compile cache takes it: with etils, a bucket's address too."""
     from jax._src.path import Path

@@ -10,9 +10,12 @@ lower it first. Here JAX's key is kept, beside its cache, by a key of what traci
 - JAX's and torch's settings, and the variables of the environment that JAX, XLA and kernels read.
 
 All of these count by value. A user's function, class, or object that cannot be pickled has no value that is
-the same in each process: a program that depends on one has no key, and is traced in each process.
+the same in each process: a program that depends on one has no key, and is traced in each process. Functions
+of other libraries count by the versions of these, so that one which somebody replaces in memory is not seen.
+That is why nothing is kept or found unless the variable `ASKED` is set.
 """
 
+import contextlib
 import functools
 import hashlib
 import importlib.util
@@ -38,10 +41,14 @@ from cogvideox_torchax.runtime.skeleton import LIBRARIES
 from cogvideox_torchax.runtime.snapshot import TREE, comparable, modules_of, read_by, weight_pattern
 from cogvideox_torchax.versions import versions
 
+ASKED = "COGVIDEOX_TORCHAX_SKIP_TRACING"
+"""The environment variable that asks for it, if it is "1"."""
 OWN = ("cogvideox_torchax", "jax_kernels")
 """The packages whose sources count, as a checkout changes under one version."""
 VERSIONED = sorted(LIBRARIES | {"libtpu", "ml_dtypes", "numpy"})
-KNOWN = frozenset(VERSIONED).union(OWN, sys.stdlib_module_names)
+KNOWN = frozenset(VERSIONED).union(
+    OWN, sys.stdlib_module_names, ["nanobind"]
+)  # which binds jaxlib's functions
 """Packages whose functions and classes may be part of a key."""
 VARIABLES = ("COGVIDEOX_TORCHAX_", "JAX_", "LIBTPU_", "NVIDIA_TF32", "TPU_", "XLA_")
 """Beginnings of the names of environment variables that tracing or compiling may read."""
@@ -104,11 +111,15 @@ def _package(module: str) -> str:
 
 def _code(member: Any) -> Any:
     """Return the function of a member of a class or a module; of another member the constants in it."""
+    if isinstance(member, functools.partial | functools.partialmethod):
+        return _code(member.func), member.args, sorted(member.keywords.items())
     for name in ("__func__", "fget", "func", "__wrapped__"):  # methods, properties, and what decorators make
         if not isinstance(member, FunctionType):
             member = getattr(member, name, member)
     if isinstance(member, FunctionType | MethodType):
         return member
+    if callable(member) and _package(type(member).__module__) not in KNOWN:
+        raise NoKeyError(f"a {type(member).__qualname__} in a function's place")
     if isinstance(member, type) and _package(member.__module__) in OWN:
         members = vars(member).items()
         # The first copy of an instance adds "__slotnames__".
@@ -200,11 +211,11 @@ def key_of(root: nn.Module, place: Any, arguments: Any) -> str:
 
 
 def _directory() -> Any:
-    """Return the directory of keys, which may be in a bucket; None if there is no compile cache."""
+    """Return the directory of keys, which may be in a bucket; None if nothing is kept."""
     configured = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     is_on = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
     # Of several processes, one that finds its executable would not wait for those that compile.
-    if not configured or not is_on or jax.process_count() > 1:
+    if os.environ.get(ASKED) != "1" or not configured or not is_on or jax.process_count() > 1:
         return None
     return upstream.cache_path(configured) / "executables"
 
@@ -219,19 +230,22 @@ class Executables:
 
     def __init__(self, root: nn.Module | None, place: Any):
         self._root, self._place = root, place
-        self._found: dict[Any, Any] = {}  # by signature and settings, what `find` has found
+        self._found: dict[Any, Any] = {}  # by inputs, cache and settings, what `find` has found
 
     def find(self, arguments: Any) -> tuple[Any, str | None]:
         """Return (executable, structs of its results) for such arguments, or None and the key for `compile`.
 
-        The key is None too if the program has none, and from the second call on.
+        Of the arguments, the first are the weights: for others than at the first call, the executable raises
+        a `TypeError` or a `ValueError`. The key is None if the program has none, and from the second call on.
         """
         directory = _directory()
         if self._root is None or directory is None:
             return None, None
         key = known = None
         try:
-            known = signature(arguments), settings()
+            # Weights have many arrays. Others than those of the key, as after a cast, the executable refuses.
+            torchs = torch.is_grad_enabled(), torch.get_default_dtype(), is_profiling()
+            known = signature(arguments[1:]), upstream.trace_context(), torchs
             if known in self._found:
                 return self._found[known], None
             self._found[known] = None
@@ -252,7 +266,8 @@ class Executables:
         directory = _directory()
         if jax_key is None or directory is None:  # JAX keeps no executable
             return
-        directory.mkdir(parents=True, exist_ok=True)
-        unfinished = directory / f"{key}.{uuid.uuid4().hex}"
-        unfinished.write_bytes(pickle.dumps((call, jax_key)))
-        unfinished.replace(directory / key)  # there is a whole file, or none
+        with contextlib.suppress(OSError):  # a cache that cannot be written costs time, and no result
+            directory.mkdir(parents=True, exist_ok=True)
+            unfinished = directory / f"{key}.{uuid.uuid4().hex}"
+            unfinished.write_bytes(pickle.dumps((call, jax_key)))
+            unfinished.replace(directory / key)  # there is a whole file, or none

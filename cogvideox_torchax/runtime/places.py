@@ -157,7 +157,10 @@ class ArrayProgram:
         kept, key = self._find(arguments)
         if key:
             self._compile(self._compiled.lower(*arguments), key)  # the call below finds it in memory
-        return (kept[0] if kept else self._compiled)(*arguments)
+        if kept:
+            with contextlib.suppress(TypeError, ValueError):  # it refuses weights of another dtype or place
+                return kept[0](*arguments)
+        return self._compiled(*arguments)
 
     def _find(self, arguments: Any) -> tuple[Any, str | None]:
         """Return the executable that an earlier process kept, or the key by which `_compile` keeps it.

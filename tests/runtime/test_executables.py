@@ -6,13 +6,16 @@ and functions that are not a library's have no key.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
 import pytest
 
+from cogvideox_torchax.runtime import executables
+
 DECODE = """
-import hashlib, importlib.resources, json, os, threading
+import functools, hashlib, importlib.resources, json, os, threading
 import jax, torch
 from cogvideox_torchax import AutoencoderKLCogVideoX, enable, runtime
 
@@ -75,6 +78,17 @@ with mock.patch.object(blocks, "residual_block", blocks.normed_conv):
     keys["another function"] = key()
 with mock.patch.object(blocks, "residual_block", user_function):
     keys["a function of a user"] = key()
+class Scaled:
+    def __call__(self, *args):
+        return args
+
+with mock.patch.object(blocks, "residual_block", Scaled()):
+    keys["an object of a user in a function's place"] = key()
+with mock.patch.object(blocks, "residual_block", functools.partial(blocks.residual_block, split=3)):
+    keys["a partial function"] = key()
+    partial = keys["a partial function"]
+with mock.patch.object(blocks, "residual_block", functools.partial(blocks.residual_block, split=4)):
+    keys["a partial function with another argument"] = key() if key() != partial else keys["as it is"]
 with mock.patch.object(direct.DirectStep, "_move", direct.DirectStep._finish):
     keys["another kernel"] = key()
 with mock.patch.object(executables, "STARTED", 0):
@@ -99,9 +113,10 @@ print(json.dumps(keys))
 """
 
 
-def result_of(script, cache):
+def result_of(script, cache, asked="1"):
     """Return what a script prints as JSON, in a process with a compile cache."""
     environment = {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    environment[executables.ASKED] = asked
     run = subprocess.run(
         [sys.executable, "-c", DECODE + script], env=os.environ | environment, capture_output=True, text=True
     )
@@ -124,6 +139,7 @@ def test_each_change_of_what_tracing_reads_changes_the_key_or_leaves_none(cache)
     assert reasons == {
         "a method of a user",
         "a function of a user",
+        "an object of a user in a function's place",
         "an attribute of no value",
         "a hook",
         "sources that were written later",
@@ -137,6 +153,11 @@ def test_the_next_process_traces_nothing_and_decodes_the_same_bits(cache):
     assert first[:2] == [2, 0]  # a program for the first chunk and one for the later chunks
     assert second[:2] == [0, 0]
     assert len({*first[2:], *second[2:]}) == 1
+    traced = [2, 2, first[2], first[2]]
+    assert result_of(TWICE, cache, asked="") == traced, "unless the variable asks for it"
     for file in (cache / "executables").iterdir():
         file.write_bytes(file.read_bytes()[:100])  # a copy that was cut off
     assert result_of(TWICE, cache)[::2] == [2, first[2]]
+    shutil.rmtree(cache / "executables")
+    (cache / "executables").write_text("no directory can be made here")
+    assert result_of(TWICE, cache) == traced
