@@ -71,11 +71,7 @@ def counted(traced):
     return [traced.count(name) for name in ("norm_conv3d", "upsampled")]
 
 
-HOOKED = {"up_blocks.2.resnets.0.norm1": 5, "conv_act": 3, "conv_out": 3}
-"""Number of kernels traced beside a hook on one of these; without one it is four."""
-
-
-@pytest.mark.parametrize("module", HOOKED)
+@pytest.mark.parametrize("module", ["up_blocks.2.resnets.0.norm1", "conv_act", "conv_out"])
 @pytest.mark.parametrize("devices", [1, 4])
 @pytest.mark.product_cases(but=["1-*norm1"])
 @pytest.mark.slow
@@ -89,7 +85,7 @@ def test_a_hook_sees_what_its_layer_gives(module, devices, small_vae):
     with reference.interpreted_kernels(**LARGE, on_mesh=devices > 1) as traced:
         check_bfloat16(vae, "decode", z, small_vae)
     assert len(seen) == 1
-    assert sum(counted(traced)) == HOOKED[module]
+    assert counted(traced) == [2, 1], "without a hook it is [3, 1]: the layers beside it are not fused"
 
 
 @pytest.fixture(scope="module")
