@@ -46,6 +46,8 @@ def run(args: argparse.Namespace) -> None:
 
     if not backends.backend(args.backend).on_jax:
         raise ValueError(f"--backend {args.backend} has no compile cache: take torchax or flax")
+    if args.pipeline and args.backend != "torchax":
+        raise ValueError(f"--pipeline goes with --backend torchax alone, and not with {args.backend}")
     runtime.configure_compile_cache()
     cache = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     if not cache:

@@ -20,7 +20,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
-from cogvideox_torchax.runtime.host import PLAIN, device_and_dtype, is_jax_device, on_jax
+from cogvideox_torchax.runtime.host import PLAIN, device_and_dtype, on_jax
 from cogvideox_torchax.runtime.user_checks import without_jax_checks
 from cogvideox_torchax.upstream import is_traced
 
@@ -260,7 +260,8 @@ def share_views(torchax: Any) -> None:
         if func in DRAWS and on_jax(out):  # `torch.randn(3, out=x)` names no device
             options = kwargs = {"device": "jax"} | options
         from_host = func is torch.Tensor.to and type(source) in PLAIN
-        if from_host and not is_jax_device(device_and_dtype(args[1:], options)[0]):
+        # torchax takes every other device, such as "cuda", for JAX.
+        if from_host and str(device_and_dtype(args[1:], options)[0]).partition(":")[0] in ("None", "cpu"):
             with no_dispatch(), torch._C.DisableTorchFunction():
                 return func(*args, **options)
         order = _ordered(options)  # torchax takes options out as it reads them

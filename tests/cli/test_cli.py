@@ -665,6 +665,7 @@ def test_compiling_for_nothing_is_refused(restored_cache, monkeypatch, capsys, r
     monkeypatch.setenv(COMPILE_CACHE_VARIABLE, "off")
     jax.config.update("jax_compilation_cache_dir", None)
     assert "--backend torch has no compile cache" in refused("compile", "9x24x40", "--backend", "torch")
+    assert "not with flax" in refused("compile", "9x24x40", "--pipeline", "--backend", "flax")
     assert f"the compile cache is off: set {COMPILE_CACHE_VARIABLE}" in refused("compile", "9x24x40")
     assert report(capsys, "doctor")["compile cache"] == "off"
 

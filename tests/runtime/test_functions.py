@@ -360,6 +360,12 @@ def test_a_copy_that_is_asked_for_shares_no_values(on):
         assert x.to(on) is x.to(x.dtype, copy=False) is x
 
 
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda")])
+def test_a_tensor_moved_to_cuda_is_on_jax(device):
+    with runtime.active():
+        assert runtime.on_jax(torch.ones(3).to(device))
+
+
 def test_a_write_into_a_view_of_another_dtype_is_refused():
     with runtime.active():
         x = runtime.to_jax(torch.ones(4, dtype=torch.complex64))
