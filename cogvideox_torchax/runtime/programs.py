@@ -67,15 +67,18 @@ class Programs:
             key = (kind, is_profiling(), pallas_mode())
             # The programs of one key differ in the module tree that they were traced from.
             entries = self._kept[key] = self._kept.pop(key, [])  # this moves the key to the end
-            for snapshot, program in entries:
+            for entry in entries:
+                snapshot, program = entry
                 if snapshot.holds(network):
+                    entries.remove(entry)
+                    entries.insert(0, entry)  # the next call compares it first
                     return program
             # The snapshot comes before the program: if another thread changes the network in between, the
             # snapshot does not hold for the changed network, and the next call builds a new program.
             snapshot = Snapshot(network)
             program = build(network)
             entries.insert(0, (snapshot, program))
-            del entries[self.KEPT :]  # the oldest
+            del entries[self.KEPT :]  # those not asked for the longest
             if len(self._kept) > self.KINDS:
                 del self._kept[next(iter(self._kept))]  # the key not asked for the longest
             return program

@@ -10,6 +10,7 @@ say where in the storage each element of the tensor lies.
 """
 
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -305,7 +306,7 @@ def share_views(torchax: Any) -> None:
         vars(self)[ARRAY] = other.jax()
 
     torchax.tensor.Environment.dispatch = call
-    tensor_class._elem = property(lambda self: vars(self)[ARRAY], write)
+    tensor_class._elem = property(operator.attrgetter(ARRAY), write)  # each call reads a thousand
     tensor_class.detach = detach
     tensor_class.data = property(detach, set_data)  # torchax's getter returns the tensor itself
     for kind in (tensor_class, slice_class):

@@ -99,20 +99,30 @@ def test_a_form_of_a_call_is_compiled_once_and_forms_do_not_pile_up(scaled, monk
     assert len(runtime.programs_of(scaled)._kept) == 3
 
 
-def test_weights_are_arguments_and_modules_select_the_program_of_which_the_last_ones_are_kept(
+def test_weights_are_arguments_and_modules_select_the_program_of_which_those_asked_for_last_are_kept(
     scaled, monkeypatch
 ):
-    monkeypatch.setattr(runtime.Programs, "KEPT", 1)
+    monkeypatch.setattr(runtime.Programs, "KEPT", 2)
+
+    def zeroed(_module, _args, y):
+        return y * 0
+
     first = call_scaled(scaled)["x"]
     with runtime.active():
         scaled.linear.weight.mul_(2)
         scaled.linear.bias.mul_(2)
     assert torch.allclose(call_scaled(scaled)["x"], (first - 2) * 2 + 2, atol=1e-4)
     assert len(Scaled.traces) == 1
-    with scaled.linear.register_forward_hook(lambda _module, _args, y: y * 0):
+    with scaled.linear.register_forward_hook(zeroed):
         assert torch.equal(call_scaled(scaled)["x"], torch.full((2, 4096), 2.0))
     call_scaled(scaled)
-    assert len(Scaled.traces) == 3, "the program without the hook was not kept"
+    with scaled.linear.register_forward_hook(lambda _module, _args, y: y + 1):
+        call_scaled(scaled)
+    call_scaled(scaled)
+    assert len(Scaled.traces) == 3, "the program without a hook is kept"
+    with scaled.linear.register_forward_hook(zeroed):
+        call_scaled(scaled)
+    assert len(Scaled.traces) == 4, "the one that was not asked for the longest was dropped"
 
 
 def test_weights_are_split_over_the_mesh_where_they_do_not_fit():
