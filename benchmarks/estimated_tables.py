@@ -269,8 +269,11 @@ def gpus() -> str:
     head = ("program of 5b, 49 x 480 x 720, on one H100", "arguments, GiB", "temporaries, GiB", "whole, GiB")
     columns = ("argument_bytes", "temp_bytes", "peak_bytes")
     rows = [
-        (f"{name}, {program['name']}", *(f"{program[column] / GIB:.1f}" for column in columns))
-        for name in ("decode", "encode")
+        (
+            ", ".join(dict.fromkeys((name, program["name"]))),  # a step's one program is "step" too
+            *(f"{program[column] / GIB:.1f}" for column in columns),
+        )
+        for name in ("decode", "encode", "step")
         for program in kept(f"gpu-{name}")["programs"]
     ]
     return table(head, rows)
