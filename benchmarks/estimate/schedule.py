@@ -47,6 +47,7 @@ _REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
 _CORE = re.compile(r"= sld \[[^/]*\] /\* core id \*/")
 # A division goes through a queue: "%9 = sdivrem.u32 %s1_s1, 6 /* kRem */", and then "%s2_s2 = spop.drf %9".
 _DIVISION, _TAKEN = re.compile(r"%(\d+) = sdivrem\.u32 (.*?) /\* (k\w+) \*/"), re.compile(r"spop\.drf %(\d+)")
+_BOTH = re.compile(r"%(\d+) = sdivrem\.u32 (.*?) /\* kDivAndRem \*/")
 _COMMENT = re.compile(r"/\*.*?\*/", re.S)
 _BRANCH = re.compile(
     r"sbr\.rel\s*(?:\((?P<not>!?)%(?P<condition>\w+)\))?,?\s*target = \$region(?P<region>\d+)"
@@ -257,7 +258,17 @@ def _bundles(text: str) -> tuple[list[str], dict[str, int]]:
         targets[""] = len(bodies) - 1
     # Each core reads its number from memory. The load is replaced by the constant 0: core 0 is followed. The
     # queue of divisions is replaced by a cell for each.
-    bodies = [_TAKEN.sub(r"smov %s\1_s\1", _CORE.sub("= smov 0", body)) for body in bodies]
+    taken: set[str] = set()  # divisions of which one result has left the queue
+
+    def take(pop: re.Match[str]) -> str:
+        division = pop[1]
+        cell = f"s0{division}" if division in taken else f"s{division}"
+        taken.add(division)
+        return f"smov %{cell}_{cell}"
+
+    bodies = [_TAKEN.sub(take, _CORE.sub("= smov 0", body)) for body in bodies]
+    # Where both are asked for, the remainder follows the quotient. No other name of a value begins with "s0".
+    bodies = [_BOTH.sub(r"%s\1_s\1 = kDiv \2 ;; %s0\1_s0\1 = kRem \2", body) for body in bodies]
     return [_COMMENT.sub("", _DIVISION.sub(r"%s\1_s\1 = \3 \2", body)) for body in bodies], targets
 
 
@@ -390,6 +401,7 @@ _OPERATIONS: dict[str, Callable[..., Value] | None] = {
     "smax": functools.partial(_known, max),
     "smul": functools.partial(_known, operator.mul),
     "smulhi": lambda *values: None if None in values else math.prod(values) // WORD,
+    "kDiv": functools.partial(_known, lambda a, b: a // b if b else 0),
     "kRem": functools.partial(_known, lambda a, b: a % b if b else 0),
     "sand": functools.partial(_known, operator.and_),
     "sor": functools.partial(_known, operator.or_),

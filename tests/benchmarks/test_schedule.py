@@ -99,16 +99,24 @@ def test_products_count_as_often_as_they_run_and_take_at_least_the_units_peak():
     assert times.schedule_seconds == pytest.approx(10**12 / CHIP.flops + 10 / CHIP.clock)
 
 
-def test_a_product_and_a_remainder_of_words_are_followed():
-    # 3 = the upper word of 2^31 times 7, and 10 modulo that is 1, and 4 more are 5 trips.
+@pytest.mark.parametrize(
+    ("kind", "taken", "trips"),
+    [
+        ("kRem", "%s64_s6 = spop.drf %99", 4 + 1),
+        ("kDivAndRem", "%s64_s6 = spop.drf %99  ;;  %s66_s8 = spop.drf %99", 4 + 3),
+        ("kDivAndRem", "%s66_s8 = spop.drf %99  ;;  %s64_s6 = spop.drf %99", 4 + 1),
+    ],
+)
+def test_a_product_and_a_division_of_words_are_followed(kind, taken, trips):
+    # 3 = the upper word of 2^31 times 7; 10 divided by that is 3, and 1 remains.
     divided = (
         text(bound="%s65_s7")
         .replace("smov 0 }", "smov 0  ;;  %s61_s5 = smulhi.u32 2147483648, 7 }", 1)
-        .replace("0xd   : > {}", "0xd   : > { %99 = sdivrem.u32 10, %s61_s5 /* kRem */ }")
-        .replace("0xe   : > {}", "0xe   : > { %s64_s6 = spop.drf %99 }")
+        .replace("0xd   : > {}", f"0xd   : > {{ %99 = sdivrem.u32 10, %s61_s5 /* {kind} */ }}")
+        .replace("0xe   : > {}", f"0xe   : > {{ {taken} }}")
         .replace("0xf   : > {}", "0xf   : > { %s65_s7 = sadd.s32 4, %s64_s6 }")
     )
-    assert schedule.read_schedule(divided, "", 4).cycles == 3 + 4 * 7 + 5 * 13 + 1
+    assert schedule.read_schedule(divided, "", 4).cycles == 3 + 4 * 7 + trips * 13 + 1
 
 
 @pytest.mark.parametrize(("guard", "trips"), [("%p60_p4", 5), ("!%p60_p4", 3)])
