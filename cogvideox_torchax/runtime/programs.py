@@ -6,6 +6,7 @@ modules in it, and a *skeleton* is a copy of one to be traced (`runtime.skeleton
 
 import functools
 import itertools
+import logging
 import threading
 import warnings
 import weakref
@@ -34,6 +35,12 @@ DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 TRACING = threading.RLock()
 """Lock held while a network is traced: torchax does not support two traces at once."""
 
+EVICTED = (
+    "%s: its last %d programs are kept, and it has had one more: each call in which modules, attributes, hooks "
+    "or the global variables that hooks read differ from all of these compiles a program anew"
+)
+logger = logging.getLogger("cogvideox_torchax")
+
 T = TypeVar("T")
 
 
@@ -50,6 +57,7 @@ class Programs:
         # By the key that `get` makes, each program behind a snapshot of the modules that it was traced from.
         # The last key is the one that was asked for last.
         self._kept: dict[Hashable, list[tuple[Snapshot, Any]]] = {}
+        self._has_warned = False
 
     def get(self, kind: Hashable, network: nn.Module, build: Callable[[nn.Module], T]) -> T:
         """Return the program of this kind for the module tree as it is now; build one if there is none.
@@ -78,7 +86,11 @@ class Programs:
             snapshot = Snapshot(network)
             program = build(network)
             entries.insert(0, (snapshot, program))
-            del entries[self.KEPT :]  # those not asked for the longest
+            if len(entries) > self.KEPT:
+                del entries[self.KEPT :]  # the one not asked for the longest
+                if not self._has_warned:
+                    logger.warning(EVICTED, type(network).__name__, self.KEPT)
+                self._has_warned = True
             if len(self._kept) > self.KINDS:
                 del self._kept[next(iter(self._kept))]  # the key not asked for the longest
             return program

@@ -100,7 +100,7 @@ def test_a_form_of_a_call_is_compiled_once_and_forms_do_not_pile_up(scaled, monk
 
 
 def test_weights_are_arguments_and_modules_select_the_program_of_which_those_asked_for_last_are_kept(
-    scaled, monkeypatch
+    scaled, monkeypatch, caplog
 ):
     monkeypatch.setattr(runtime.Programs, "KEPT", 2)
 
@@ -116,6 +116,7 @@ def test_weights_are_arguments_and_modules_select_the_program_of_which_those_ask
     with scaled.linear.register_forward_hook(zeroed):
         assert torch.equal(call_scaled(scaled)["x"], torch.full((2, 4096), 2.0))
     call_scaled(scaled)
+    assert "2 programs are kept" not in caplog.text
     with scaled.linear.register_forward_hook(lambda _module, _args, y: y + 1):
         call_scaled(scaled)
     call_scaled(scaled)
@@ -123,6 +124,7 @@ def test_weights_are_arguments_and_modules_select_the_program_of_which_those_ask
     with scaled.linear.register_forward_hook(zeroed):
         call_scaled(scaled)
     assert len(Scaled.traces) == 4, "the one that was not asked for the longest was dropped"
+    assert caplog.text.count("2 programs are kept") == 1
 
 
 def test_weights_are_split_over_the_mesh_where_they_do_not_fit():
