@@ -36,8 +36,8 @@ TRACING = threading.RLock()
 """Lock held while a network is traced: torchax does not support two traces at once."""
 
 EVICTED = (
-    "%s: its last %d programs are kept, and it has had one more: each call in which modules, attributes, hooks "
-    "or the global variables that hooks read differ from all of these compiles a program anew"
+    "%s: its last %d programs are kept, and it has had one more: each call in which modules, attributes, "
+    "hooks or the global variables that hooks read differ from all of these compiles a program anew"
 )
 logger = logging.getLogger("cogvideox_torchax")
 
