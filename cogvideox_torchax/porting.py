@@ -33,7 +33,7 @@ def port(
     *,
     mesh: Mesh | None = None,
     parallel: Parallel | None = None,
-    weights: Literal["int8"] | None = None,
+    weights: Literal["int8", "int8-dynamic"] | None = None,
 ) -> Portable:
     """Make a CogVideoX VAE, a whole diffusers pipeline, or a scheduler ready for JAX, in place.
 

@@ -71,7 +71,7 @@ COMMAND = options.Command(
         options.Option("--dtype", help="of weights and latents (default: bfloat16)"),
         _sampling(
             "--weights",
-            choices=("int8",),
+            choices=("int8", "int8-dynamic"),
             help="of T5's and the transformer's blocks: half the memory of bfloat16",
         ),
         options.Option(

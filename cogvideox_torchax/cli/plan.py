@@ -133,7 +133,7 @@ COMMAND = options.Command(
         options.Option(
             "--weights",
             group="weights",
-            choices=("int8",),
+            choices=("int8", "int8-dynamic"),
             help="matrices of the transformer and the text encoder in eight bits",
         ),
         options.Option(

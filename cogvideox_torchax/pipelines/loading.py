@@ -243,7 +243,7 @@ def _network_without_weights(
     """Return the network `part`, ported, for the mesh, without its weights."""
     network = port_network(runtime.without_torchax(_on_meta, directory, part, dtype)).eval()
     if weights:  # first: the bytes of the weights decide how they use the mesh
-        runtime.without_torchax(quantize, network)
+        runtime.without_torchax(quantize, network, weights)
     if mesh is not None:
         network.place_on(mesh, parallel)
     return network

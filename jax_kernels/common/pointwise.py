@@ -36,6 +36,17 @@ def precision_for(dtype: jnp.dtype) -> jax.lax.Precision:
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
+def quantized(x: jax.Array, axis: int = -1) -> tuple[jax.Array, jax.Array]:
+    """Return `x` in int8 and its scales in float32: the largest number along `axis` becomes 127 or -127.
+
+    The scales have the axis with length 1. That of zeros is 1. An infinity or a NaN is also in the scale.
+    """
+    x = x.astype(jnp.float32)
+    scale = jnp.abs(x).max(axis, keepdims=True) / 127
+    scale = jnp.where(scale == 0, 1, scale)
+    return jnp.rint(x / scale).astype(jnp.int8), scale
+
+
 def activate(x: jax.Array, activation: Activation | None) -> jax.Array:
     return jax.nn.silu(x) if activation == "silu" else x
 

@@ -22,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Int8
 
 from jax_kernels.common import tiles
-from jax_kernels.common.pointwise import standardized
+from jax_kernels.common.pointwise import quantized, standardized
 
 TOKENS = 512
 """Most tokens of a block."""
@@ -124,6 +124,7 @@ def product(
     first_patch: Int[Array, ""] | None = None,
     *,
     gelu: bool = False,
+    dynamic: bool = False,
     transposed: bool = False,
     parts: int = 1,
 ) -> Float[Array, "N_parts S outputs"]:
@@ -136,6 +137,7 @@ def product(
         residual, gate, first_patch: for the gated sum `residual + gate * product`, and the index of the first
             patch. All three are given, or none.
         gelu: whether GELU is applied; not with a gate.
+        dynamic: whether `x` is rounded to int8 here; the weight is int8 too, and has a scale.
         transposed: whether the channels of `x` come before its tokens.
         parts: number of equal parts that O is split into; 1 with a gate.
 
@@ -144,9 +146,13 @@ def product(
     """
     gated_operands = [] if residual is None or gate is None else [residual, gate.astype(jnp.float32)]
     scales = [] if scale is None else [scale.astype(jnp.float32)[None]]
-    videos = x.shape[0]
+    dtype, videos = x.dtype, x.shape[0]
     outputs = weight.shape[0] // parts  # of a part
     inputs, tokens = x.shape[1:] if transposed else (x.shape[2], x.shape[1])
+    token_scales = []
+    if dynamic:
+        x, token_scale = quantized(x, axis=1 if transposed else 2)
+        token_scales = [token_scale.reshape(videos, tokens, 1)]
     # The choice with the least padding; of two equally good ones, the larger.
     block_tokens = min(TOKEN_BLOCKS, key=lambda length: (pl.cdiv(tokens, length) * length, -length))
     # The last unit may reach beyond the outputs, where nothing is written, but not into another part. So if
@@ -170,6 +176,7 @@ def product(
     )
     weight_spec = pl.BlockSpec((block_outputs, inputs), lambda j, n, i, _: (j, 0))
     bias_spec = pl.BlockSpec((1, block_outputs), lambda j, n, i, _: (0, j))  # that of the scale too
+    token_spec = pl.BlockSpec((None, block_tokens, 1), lambda j, n, i, _: (n, i, 0))
     gate_spec = pl.BlockSpec((None, 2, block_outputs), lambda j, n, i, _: (n, 0, j))
     # Without a gate the kernel does not read the index of the first patch.
     first_index = jnp.int32(0) if first_patch is None else first_patch
@@ -193,16 +200,17 @@ def product(
             in_specs=[
                 *(x_spec, weight_spec, bias_spec),
                 *([bias_spec] if scales else []),
+                *([token_spec] if token_scales else []),
                 *([y_spec, gate_spec] if gated_operands else []),
             ],
             out_specs=y_spec,
         ),
-        out_shape=jax.ShapeDtypeStruct((videos * parts, tokens, outputs), x.dtype),
+        out_shape=jax.ShapeDtypeStruct((videos * parts, tokens, outputs), dtype),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",) * 3, vmem_limit_bytes=tiles.vmem_limit()
         ),
         name="gated_linear" if gated_operands else "linear_gelu" if gelu else "linear",
-    )(first_index.reshape(1), x, weight, bias.astype(jnp.float32)[None], *scales, *gated_operands)
+    )(first_index.reshape(1), x, weight, bias.astype(jnp.float32)[None], *scales, *token_scales, *gated_operands)
 
 
 def _product_block(
@@ -220,12 +228,13 @@ def _product_block(
     """Compute a block of tokens and outputs, in units of `unit_outputs` outputs.
 
     `x_ref` is (tokens, I), or (I, tokens) if `transposed`; `weight_ref` is (outputs, I), `bias_ref` (1,
-    outputs). `other_refs` are the scale (1, outputs), if the product is `scaled`, the residual (tokens,
-    outputs) and the gate (2, outputs), if there is a gated sum, then the result (tokens, outputs). The body
-    of a loop computes `units_a_body` units. It multiplies a unit before it applies the epilogue to the unit
+    outputs). `other_refs` are the scale (1, outputs), if the product is `scaled`, the tokens' scale (tokens,
+    1), if they are int8, the residual (tokens, outputs) and the gate (2, outputs), if there is a gated sum,
+    then the result (tokens, outputs). The body of a loop computes `units_a_body` units. It multiplies a unit before it applies the epilogue to the unit
     before that, so that the TPU's matrix unit and its vector unit work at the same time.
     """
-    *gated_refs, y_ref = other_refs[scaled:]
+    dynamic = x_ref.dtype == jnp.int8
+    *gated_refs, y_ref = other_refs[scaled + dynamic :]
 
     def multiply(outputs: Any) -> Array:
         # The products (tokens, outputs) for this slice of the block's outputs.
@@ -233,11 +242,13 @@ def _product_block(
             x_ref[...],
             weight_ref[outputs, :].astype(x_ref.dtype),
             (((0 if transposed else 1,), (1,)), ((), ())),
-            preferred_element_type=jnp.float32,
+            preferred_element_type=jnp.int32 if dynamic else jnp.float32,
         )
 
     def finish(outputs: Any, y: Array) -> None:
         """Apply the epilogue to the products `y` of a slice of outputs, and write the result."""
+        if dynamic:
+            y = y.astype(jnp.float32) * other_refs[1][...]
         if scaled:
             y = y * other_refs[0][:, outputs]
         y = y + bias_ref[:, outputs]
