@@ -72,7 +72,8 @@ COMMAND = options.Command(
         _sampling(
             "--weights",
             choices=("int8", "int8-dynamic"),
-            help="of T5's and the transformer's blocks: half the memory of bfloat16",
+            help="of T5's and the transformer's blocks: half the memory of bfloat16; int8-dynamic also "
+            "multiplies the transformer's tokens in eight bits",
         ),
         options.Option(
             "--lora",

@@ -134,7 +134,8 @@ COMMAND = options.Command(
             "--weights",
             group="weights",
             choices=("int8", "int8-dynamic"),
-            help="matrices of the transformer and the text encoder in eight bits",
+            help="matrices of the transformer and the text encoder in eight bits; with int8-dynamic the "
+            "transformer's tokens too",
         ),
         options.Option(
             "--offload",

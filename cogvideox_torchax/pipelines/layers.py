@@ -96,8 +96,9 @@ class Linear(nn.Linear):
             vars(written_out)["_parameters"] = {"weight": weight, "bias": self.bias}
             written_out.compute_dtype = None
             if self.dynamic:
-                step = input.float().abs().amax(-1, keepdim=True) / 127
-                input = ((input / step.where(step != 0, 1)).round() * step).to(input.dtype)
+                largest = input.float().abs().amax(-1, keepdim=True)
+                levels = (input * (127 / largest).where(largest != 0, 0)).round()
+                input = (levels * (largest / 127)).to(input.dtype)
             return nn.Linear.forward(written_out, input)
         # If the product is a sum over devices, each device rounds its summand before the all-reduce. In
         # bfloat16 this halves the bytes that it sends.

@@ -10,12 +10,14 @@ import jax.numpy as jnp
 
 def linear(x, weight, bias=None, *, scale=None, dynamic=False, rounded_parts=False):
     """Multiply in float32 and round once, whatever `rounded_parts` is: one device has no parts of a sum."""
-    step = jnp.abs(x.astype(jnp.float32)).max(-1, keepdims=True) / 127 if dynamic else None
-    whole = x.astype(jnp.float32) if step is None else jnp.rint(x / jnp.where(step == 0, 1, step)) * step
+    x, dtype = x.astype(jnp.float32), x.dtype
+    if dynamic:
+        largest = jnp.abs(x).max(-1, keepdims=True)
+        x = jnp.rint(x * jnp.where(largest == 0, 0, 127 / largest)) * (largest / 127)
     weight = weight.astype(jnp.float32)
     weight = weight if scale is None else weight * scale.astype(jnp.float32)[:, None]
-    y = jnp.matmul(whole, weight.T, precision=jax.lax.Precision.HIGHEST)
-    return (y if bias is None else y + bias).astype(x.dtype)
+    y = jnp.matmul(x, weight.T, precision=jax.lax.Precision.HIGHEST)
+    return (y if bias is None else y + bias).astype(dtype)
 
 
 def split_linear(x, weight, bias=None, *, scale=None, dynamic=False, parts):
