@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from jax_kernels import adaptive_layer_norm, gated_linear, gelu, linear, linear_gelu, split_linear
+from jax_kernels.dense import tpu
 from tests.jax_kernels.devices import compiled_for, struct
 from tests.reference import interpreted_kernels, largest_error
 
@@ -103,6 +104,17 @@ def in_int8(x):
     """Return float32 tokens (..., C) rounded to 255 values each."""
     largest = np.abs(x).max(-1, keepdims=True)
     return np.rint(x * np.divide(127, largest, where=largest > 0, out=np.zeros_like(x[..., :1]))) * (largest / 127)
+
+
+def test_each_block_of_tokens_in_eight_bits_has_its_own_scales(monkeypatch):
+    monkeypatch.setattr(tpu, "TOKENS", 32)
+    monkeypatch.setattr(tpu, "TOKEN_BLOCKS", (32,))
+    draw = np.random.default_rng(0)
+    x = jnp.asarray(draw.normal(size=(2, 72, 128)) * draw.uniform(0.1, 9, (2, 72, 1)), jnp.bfloat16)
+    weight, scale = jnp.asarray(draw.integers(-127, 128, (128, 128)), jnp.int8), jnp.full(128, 0.01)
+    want = linear_gelu(x.astype(jnp.float32), weight, scale=scale, dynamic=True)
+    with interpreted_kernels():
+        assert largest_error(linear_gelu(x, weight, scale=scale, dynamic=True), want) < 4e-3
 
 
 def test_tokens_in_eight_bits_have_the_gradient_of_whole_ones():
