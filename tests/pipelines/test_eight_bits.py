@@ -59,7 +59,7 @@ def rounded(model, weights="int8"):
     """Round a stock model's matrices in place, and with "int8-dynamic" what is multiplied by most of them."""
     for name in matrices(model):
         model.get_parameter(name).data.copy_(in_int8(model.get_parameter(name).data))
-        if weights == "int8-dynamic" and re.search(r"\.(attn1|ff)\.", name):
+        if weights == "int8-dynamic" and re.search(r"\.(to_[qkv]|net\.0\.proj|net\.2)\.", name):
             layer = model.get_submodule(name.removesuffix(".weight"))
             layer.register_forward_pre_hook(lambda _layer, inputs: in_int8(*inputs))
     return model
