@@ -32,6 +32,7 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     },
     ("docs/pipelines.md", "caches"): estimated.caches,
     ("docs/pipelines.md", "eight bits"): measured.eight_bits,
+    ("docs/pipelines.md", "products"): estimated.linear,
     ("docs/pipelines.md", "programs"): measured.programs,
     ("docs/planning.md", "calibration"): estimated.calibrations,
     ("docs/planning.md", "gpus"): estimated.gpus,

@@ -259,7 +259,7 @@ def prompts() -> str:
 
 
 def eight_bits() -> str:
-    """Return a table of what bfloat16 and eight bits change in the bundled pipeline, a row for each choice."""
+    """Return a table of what bfloat16 and eight bits change in the bundled pipeline."""
     report = kept("prompts")
     head = ("choice", "error of a step", "PSNR of videos, dB", "videos that are right")
     rows = []

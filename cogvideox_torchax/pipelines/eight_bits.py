@@ -3,7 +3,8 @@
 `quantize` makes them int8, symmetric, with a scale for each output channel: a layer's weight (O, I) in int8,
 times its buffer `weight_scale` (O) in float32, is the matrix that the layer multiplies by. The layers are the
 linear ones of a network's blocks, by the table of `sharding`. Embeddings, norms and the projections before
-and after the blocks, which are few, keep their dtype. With "int8-dynamic" some layers also round their inputs.
+and after the blocks, which are few, keep their dtype. With "int8-dynamic" the layers of `DYNAMIC` round their
+inputs too.
 
 `take_bits` has ported layers keep what torchao, GGUF and diffusers' layerwise casting have made of linear
 layers.

@@ -358,21 +358,17 @@ def gated_linear_on(
     return form(x, weight, bias, scale, residual, gate, first_patch)
 
 
-def _check_weight(
-    name: str, weight: Array, bias: Array | None, scale: Array | None, dynamic: bool
-) -> None:
+def _check_weight(name: str, weight: Array, bias: Array | None, scale: Array | None, dynamic: bool) -> None:
     """Raise `ValueError` for the op `name` if the bias or the scale is wrong, or `dynamic` cannot be."""
     check_channels(name, weight.shape[0], bias=bias, scale=scale)
     if dynamic and (weight.dtype != jnp.int8 or scale is None):
         raise ValueError(
-            f"{name} got dynamic=True and a weight of {weight.dtype} {'without' if scale is None else 'with'} "
-            "a scale: it takes one of int8 with a scale"
+            f"{name} got dynamic=True for a weight of {weight.dtype} "
+            f"{'without' if scale is None else 'with'} a scale: give one of int8 with a scale"
         )
 
 
-def _checked_bias(
-    name: str, weight: Array, bias: Array | None, scale: Array | None, dynamic: bool
-) -> Array:
+def _checked_bias(name: str, weight: Array, bias: Array | None, scale: Array | None, dynamic: bool) -> Array:
     """Return the bias, or zeros in place of None, after `_check_weight`."""
     _check_weight(name, weight, bias, scale, dynamic)
     return jnp.zeros(weight.shape[0], jnp.float32) if bias is None else bias

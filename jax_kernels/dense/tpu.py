@@ -177,14 +177,13 @@ def product(
         (N * parts, S, O / parts): the parts of the first video, then those of the second, and so on.
     """
     gated_operands = [] if residual is None or gate is None else [residual, gate.astype(jnp.float32)]
-    scales = [] if scale is None else [scale.astype(jnp.float32)[None]]
+    factors = [] if scale is None else [scale.astype(jnp.float32)[None]]
     dtype, videos = x.dtype, x.shape[0]
     outputs = weight.shape[0] // parts  # of a part
     inputs, tokens = x.shape[1:] if transposed else (x.shape[2], x.shape[1])
-    token_scales = []
     if dynamic:
         x, token_scale = quantized(x, axis=1) if transposed else quantized_tokens(x)
-        token_scales = [token_scale.reshape(videos, tokens, 1)]
+        factors.append(token_scale.reshape(videos, tokens, 1))
     # The choice with the least padding; of two equally good ones, the larger.
     block_tokens = min(TOKEN_BLOCKS, key=lambda length: (pl.cdiv(tokens, length) * length, -length))
     # The last unit may reach beyond the outputs, where nothing is written, but not into another part. So if
@@ -231,8 +230,7 @@ def product(
             # The residual is cut into blocks as the result is.
             in_specs=[
                 *(x_spec, weight_spec, bias_spec),
-                *([bias_spec] if scales else []),
-                *([token_spec] if token_scales else []),
+                *[bias_spec, token_spec][: len(factors)],
                 *([y_spec, gate_spec] if gated_operands else []),
             ],
             out_specs=y_spec,
@@ -242,7 +240,7 @@ def product(
             dimension_semantics=("parallel",) * 3, vmem_limit_bytes=tiles.vmem_limit()
         ),
         name="gated_linear" if gated_operands else "linear_gelu" if gelu else "linear",
-    )(first_index.reshape(1), x, weight, bias.astype(jnp.float32)[None], *scales, *token_scales, *gated_operands)
+    )(first_index.reshape(1), x, weight, bias.astype(jnp.float32)[None], *factors, *gated_operands)
 
 
 def _product_block(
@@ -260,10 +258,11 @@ def _product_block(
     """Compute a block of tokens and outputs, in units of `unit_outputs` outputs.
 
     `x_ref` is (tokens, I), or (I, tokens) if `transposed`; `weight_ref` is (outputs, I), `bias_ref` (1,
-    outputs). `other_refs` are the scale (1, outputs), if the product is `scaled`, the tokens' scale (tokens,
-    1), if they are int8, the residual (tokens, outputs) and the gate (2, outputs), if there is a gated sum,
-    then the result (tokens, outputs). The body of a loop computes `units_a_body` units. It multiplies a unit before it applies the epilogue to the unit
-    before that, so that the TPU's matrix unit and its vector unit work at the same time.
+    outputs). `other_refs` are the scale (1, outputs), if the product is `scaled`, that of tokens (tokens, 1),
+    if `x_ref` is int8, the residual (tokens, outputs) and the gate (2, outputs), if there is a gated sum,
+    then the result (tokens, outputs). The body of a loop computes `units_a_body` units. It multiplies a unit
+    before it applies the epilogue to the unit before that, so that the TPU's matrix unit and its vector unit
+    work at the same time.
     """
     dynamic = x_ref.dtype == jnp.int8
     *gated_refs, y_ref = other_refs[scaled + dynamic :]
