@@ -64,6 +64,21 @@ def test_its_kernel_compiles_and_copies_no_activation(name, topology):
     assert found.memory_analysis().temp_size_in_bytes < 2**21  # a fifth of one
 
 
+@pytest.mark.parametrize("topology", ["v6e:1x1", "v5e:1x1", "tpu7x:2x2x1"])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.slow_cases(but=["*v6e*"])
+def test_mosaic_compiles_it_for_tokens_in_eight_bits(transposed, topology):
+    def run(*operands):
+        *arrays, scale = operands
+        return gated_linear(*arrays, scale=scale, dynamic=True, transposed=transposed)
+
+    x, weight = struct(2, 256, 10240) if transposed else ROWS, struct(256, 256, dtype=jnp.int8)
+    structs = x, weight, struct(256), ROWS, KINDS, FIRST, struct(256, dtype=jnp.float32)
+    found = compiled_for(topology, run, *structs)
+    assert ("%quantize" in found.as_text()) != transposed
+    assert found.memory_analysis().temp_size_in_bytes < 2**24  # tokens in int8, and a tile for each scale
+
+
 SCALED = {
     "linear": (linear, (), {}),
     "linear, parts rounded": (linear, (), {"rounded_parts": True}),
