@@ -51,7 +51,8 @@ def to_int8(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 FORMS = (
     "torchao's Int8WeightOnlyConfig() and Float8WeightOnlyConfig(), with a scale for each output channel or "
-    "each matrix, GGUFQuantizationConfig, enable_layerwise_casting before port, and weights='int8' of port"
+    "each matrix, GGUFQuantizationConfig, enable_layerwise_casting before port, and weights='int8' or "
+    "'int8-dynamic' of port"
 )
 """The forms of weights in fewer bits that a ported network takes."""
 

@@ -39,8 +39,8 @@ def precision_for(dtype: jnp.dtype) -> jax.lax.Precision:
 def quantized(x: jax.Array, axis: int = -1) -> tuple[jax.Array, jax.Array]:
     """Return `x` in int8 and its scales in float32: the largest number along `axis` becomes 127 or -127.
 
-    The scales have the axis with length 1. An infinity or a NaN is also in the scale. The scale of zeros is 0,
-    so that it does not matter which integers 0 / 0 becomes.
+    The scales have the axis with length 1. An infinity or a NaN is also in the scale. That of zeros is 0, so
+    that it does not matter which integers 0 / 0 becomes.
     """
     x = x.astype(jnp.float32)
     largest = jnp.abs(x).max(axis, keepdims=True)
