@@ -292,8 +292,9 @@ def test_a_step_with_the_bits_of_another_library_is_that_of_its_model(form, tmp_
     assert largest_error(step(model.to("cpu")), want) < 1e-5
     if form == "layerwise casting":  # diffusers casts no other quantized model
         assert step(model.to(torch.bfloat16)).dtype == model.dtype == torch.bfloat16
-    port(pipe, weights="int8")
+    port(pipe, weights="int8-dynamic")
     assert all(torch.equal(runtime.to_torch(model.state_dict()[name]), bits[name]) for name in names)
+    assert any(getattr(layer, "dynamic", False) for layer in model.modules()) == (form == "torchao int8")
 
 
 class Negated(torch.nn.Linear):
