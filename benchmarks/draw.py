@@ -31,6 +31,8 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
         for kind, (_label, name, _head) in measured.PANELS.items()
     },
     ("docs/pipelines.md", "caches"): estimated.caches,
+    ("docs/pipelines.md", "eight bits"): measured.eight_bits,
+    ("docs/pipelines.md", "products"): estimated.linear,
     ("docs/pipelines.md", "programs"): measured.programs,
     ("docs/planning.md", "calibration"): estimated.calibrations,
     ("docs/planning.md", "gpus"): estimated.gpus,

@@ -251,6 +251,13 @@ def attention() -> str:
     return table(("chip", "cycles", "with a running maximum, formerly"), rows)
 
 
+def linear() -> str:
+    """Return a table of the milliseconds of a layer's products, a row for each chip and kind of weights."""
+    cases = kept("schedules")["linear"]
+    head = ("chip, weights", *(f"{part}, ms" for part in next(iter(cases.values()))))
+    return table(head, [(name, *(f"{ms:.2f}" for ms in parts.values())) for name, parts in cases.items()])
+
+
 def layer() -> str:
     """Return a table of the milliseconds of each part of a layer, of a step of 5b."""
     (step,) = estimate("network-step-5b-v6e-1")["programs"]

@@ -258,6 +258,18 @@ def prompts() -> str:
     return f"{plain}, {report['count']} scenes of each group:\n\n{table(head, rows)}"
 
 
+def eight_bits() -> str:
+    """Return a table of what bfloat16 and eight bits change in the bundled pipeline."""
+    report = kept("prompts")
+    head = ("choice", "error of a step", "PSNR of videos, dB", "videos that are right")
+    rows = []
+    for name, errors in report["errors"].items():
+        right = [found["all"] for found in report["choices"][name].values()]
+        share = f"{sum(right) / len(right):.2f}"
+        rows.append((name, f"{100 * errors['step']:.2f} %", f"{errors['psnr']:.1f}", share))
+    return table(head, rows)
+
+
 def prompt_choices() -> str:
     """Return a table of the videos that show their prompts, with a row for each choice."""
     choices = kept("prompts")["choices"]

@@ -1,5 +1,7 @@
 """The share of the bundled pipeline's videos that show their prompts, and what each choice costs of it.
 
+Of dtypes and weights in eight bits also the error of a step, and how far videos change.
+
     python -m benchmarks.prompts       # on a CPU; then python -m benchmarks draw
 
 Writes results/prompts.json, and the pictures of docs/tiny-pipeline.md. The judge is that of
@@ -21,14 +23,18 @@ from diffusers.pipelines.cogvideo.pipeline_cogvideox import CogVideoXPipeline
 from PIL import Image, ImageDraw
 
 from benchmarks.pages import ROOT, keep, kept
-from cogvideox_torchax import make_mesh, port
+from cogvideox_torchax import make_mesh, port, runtime
 from cogvideox_torchax.cli.common import TINY_PIPELINE
 from cogvideox_torchax.files.whole import whole_file
 from cogvideox_torchax.pipelines.cache_options import config_of
+from cogvideox_torchax.vae.tolerances import psnr, rms_error
 from examples.train_pipeline.scenes import (
+    FRAMES,
     GROUPS,
     SCENES,
+    TOKENS,
     Scene,
+    caption,
     drawn,
     group,
     render,
@@ -39,10 +45,18 @@ from examples.train_pipeline.scenes import (
 PICTURE = ROOT / "docs" / "images" / "tiny-pipeline.png"
 STEPS, GUIDANCE = 20, 1.5
 PLAIN = f"float32, {STEPS} steps, guidance {GUIDANCE}"
+ROUNDED: dict[str, dict[str, Any]] = {
+    "bfloat16": {"dtype": "bfloat16"},
+    **{
+        f"{name}`--weights {weights}`": {**options, "weights": weights}
+        for name, options in {"": {}, "bfloat16, ": {"dtype": "bfloat16"}}.items()
+        for weights in ("int8", "int8-dynamic")
+    },
+}
 CHOICES: dict[str, dict[str, Any]] = {
     PLAIN: {},
     "PyTorch, float32": {"ported": False},
-    "bfloat16": {"dtype": "bfloat16"},
+    **ROUNDED,
     "mesh of 2 x 4": {"mesh": (2, 4)},
     **{f"{steps} steps": {"steps": steps} for steps in (50, 25, 10)},
     **{f"guidance {guidance:g}": {"guidance": guidance} for guidance in (1, 3, 6)},
@@ -62,17 +76,19 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 
 @functools.cache
-def pipeline(dtype: str = "float32", mesh: tuple[int, int] | None = None, ported: bool = True) -> Any:
+def pipeline(
+    dtype: str = "float32", mesh: tuple[int, int] | None = None, weights: Any = None, ported: bool = True
+) -> Any:
     """Return the bundled pipeline, ported to JAX or not."""
     pipe = CogVideoXPipeline.from_pretrained(TINY_PIPELINE, dtype=getattr(torch, dtype))
     pipe.set_progress_bar_config(disable=True)
-    return port(pipe, mesh=make_mesh(*mesh) if mesh else None) if ported else pipe
+    return port(pipe, mesh=make_mesh(*mesh) if mesh else None, weights=weights) if ported else pipe
 
 
 def videos(scenes: list[Scene], choice: dict[str, Any]) -> list[np.ndarray]:
     """Return the videos of prompts of the scenes, (T, H, W, 3) in [0, 1], with a choice of `CHOICES`."""
     options = dict(choice)
-    where = {name: options.pop(name) for name in ("dtype", "mesh", "ported") if name in options}
+    where = {name: options.pop(name) for name in ("dtype", "mesh", "weights", "ported") if name in options}
     scheduler, cache = options.pop("scheduler", None), options.pop("cache", None)
     options = {"steps": STEPS, "guidance": GUIDANCE} | options
     pipe = pipeline(**where)
@@ -89,6 +105,35 @@ def videos(scenes: list[Scene], choice: dict[str, Any]) -> list[np.ndarray]:
         pipe.scheduler = own
         if cache:
             pipe.transformer.disable_cache()
+
+
+def errors(choice: dict[str, Any], found: dict[str, list[Scene]], made: dict[str, Any]) -> dict[str, float]:
+    """Return a step's root-mean-square error against float32, over its result's, and videos' PSNR in dB.
+
+    `found` are scenes, and `made` their videos with one of `ROUNDED`, both by group.
+    """
+    scenes, got = ([each for group in groups.values() for each in group] for groups in (found, made))
+    want = [clip for group in found.values() for clip in videos(group, {})]
+    step, exact = (prediction(pipeline(**each), scenes) for each in (choice, {}))
+    return {
+        "step": rms_error(step, exact) / rms_error(exact, torch.zeros(())),
+        "psnr": psnr(*(torch.from_numpy(np.stack(clips)) for clips in (got, want)), peak=1.0),
+    }
+
+
+def prediction(pipe: Any, scenes: list[Scene]) -> torch.Tensor:
+    """Return latents after one step of one: what the transformer predicts, as pure noise leaves nothing."""
+    rng = np.random.default_rng(1)
+    result = pipe(
+        [caption(scene, rng) for scene in scenes],
+        num_frames=FRAMES,
+        max_sequence_length=TOKENS,
+        num_inference_steps=1,
+        guidance_scale=1,
+        output_type="latent",
+        generator=torch.Generator().manual_seed(1),
+    )
+    return runtime.to_torch(result.frames).float()
 
 
 def judge_errors(count: int) -> dict[str, float]:
@@ -131,12 +176,15 @@ def main() -> None:
     if unknown := {*args.choices} - {*CHOICES}:
         parser.error(f"got {', '.join(unknown)}: one of {', '.join(CHOICES)}")
     report = kept("prompts") if args.choices else {"judge": judge_errors(4 * args.count), "choices": {}}
-    report |= {"count": args.count}
+    report = {"errors": {}} | report | {"count": args.count}
     for name in args.choices or CHOICES:
         count = args.count // (1 if name == PLAIN else 4)
         found = {each: drawn(each, count) for each in GROUPS}
         made = {each: videos(scenes, CHOICES[name]) for each, scenes in found.items()}
         report["choices"][name] = {each: shares(scenes, made[each]) for each, scenes in found.items()}
+        if name in ROUNDED:
+            report["errors"][name] = errors(ROUNDED[name], found, made)
+            print(report["errors"][name], flush=True)
         print(name, {each: result["all"] for each, result in report["choices"][name].items()}, flush=True)
         keep("prompts", report, "jax", "diffusers", "torch")
         if name == PLAIN:

@@ -1,6 +1,6 @@
-"""Final schedules of single kernels, compiled for TPUs that need not exist: tables of docs/kernels.md.
+"""Final schedules of single kernels, compiled for TPUs that need not exist: tables of docs/.
 
-    python -m benchmarks.schedules        # two minutes; then python -m benchmarks draw
+    python -m benchmarks.schedules        # some minutes; then python -m benchmarks draw
 
 The floor is the FLOPs, of a convolution by its direct form, over the chip's peak. The column of bytes is
 operands and results over the bandwidth. Cycles of attention are for 1024 x 1024 scores of a head, without the
@@ -48,6 +48,13 @@ ATTENTION = {
     "tpu7x": ("tpu7x:1x1x1", True),
 }
 HEADS, CHANNELS, TOKENS, PADDED = 12, 64, 45_104, 46_080
+LINEAR = {
+    # (topology, weights, as `port` takes them)
+    f"{chip}, {weights or 'bfloat16'}": (f"{chip}:1x1", weights)
+    for chip in ("v6e", "v5e")
+    for weights in (None, "int8", "int8-dynamic")
+}
+WIDTH, LENGTH = 3072, 17_792  # of 5b's tokens, with padding
 
 
 def schedule(topology: str, function: Callable[..., Any], *shapes: Sequence[int]) -> dict[str, float]:
@@ -110,6 +117,39 @@ def attention(topology: str, scaled: bool) -> dict[str, float]:
     return found | {"cycles_of_1024_x_1024": cycles / HEADS / (PADDED / 1024) ** 2}
 
 
+def linear(topology: str, weights: str | None) -> dict[str, float]:
+    """Return the milliseconds of the products of a layer of 5b, both passes of guidance, by part.
+
+    With "int8-dynamic" they include the rounding of tokens.
+    """
+
+    def milliseconds(
+        op: Callable[..., Any], inputs: int, outputs: int, *others: jax.ShapeDtypeStruct, count: int = 1
+    ) -> float:
+        """Return the time of `count` products with the same tokens; `others` are the op's other arguments."""
+
+        def run(x: Any, matrices: Any, bias: Any, scale: Any, *others: Any) -> Any:
+            options = {"scale": scale, "dynamic": weights == "int8-dynamic"} if weights else {}
+            return [op(x, matrix, bias, *others, **options) for matrix in matrices]
+
+        tokens = (2 * LENGTH, inputs) if count > 1 else (2, LENGTH, inputs)
+        matrix = jax.ShapeDtypeStruct((outputs, inputs), jnp.int8 if weights else jnp.bfloat16)
+        vector = jax.ShapeDtypeStruct((outputs,), jnp.float32)
+        structs = jax.ShapeDtypeStruct(tokens, jnp.bfloat16), [matrix] * count, vector, vector, *others
+        return 1e3 * estimate_function(jax.jit(run), topology, structs, "products", 1).seconds
+
+    residual, gate = (jax.ShapeDtypeStruct((2, size, WIDTH), jnp.bfloat16) for size in (LENGTH, 2))
+    first_patch = jax.ShapeDtypeStruct((), jnp.int32)
+    project = functools.partial(jax_kernels.split_linear, parts=1)
+    return {
+        "queries, keys and values": milliseconds(project, WIDTH, WIDTH, count=3),
+        "ff1 with GELU": milliseconds(jax_kernels.linear_gelu, WIDTH, 4 * WIDTH),
+        "ff2 with gate and residual": milliseconds(
+            jax_kernels.gated_linear, 4 * WIDTH, WIDTH, residual, gate, first_patch
+        ),
+    }
+
+
 def _floor(products: float) -> float:
     """Return the milliseconds of so many multiply-adds at the peak of a v6e."""
     return 1e3 * 2 * products / CHIPS["v6e"].flops
@@ -124,6 +164,7 @@ if __name__ == "__main__":
                 **{name: upsampler(*case) for name, case in UPSAMPLERS.items()},
             },
             "attention": {name: attention(*case) for name, case in ATTENTION.items()},
+            "linear": {name: linear(*case) for name, case in LINEAR.items()},
         },
         *("jax", "libtpu"),
     )

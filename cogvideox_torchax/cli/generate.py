@@ -71,8 +71,9 @@ COMMAND = options.Command(
         options.Option("--dtype", help="of weights and latents (default: bfloat16)"),
         _sampling(
             "--weights",
-            choices=("int8",),
-            help="of T5's and the transformer's blocks: half the memory of bfloat16",
+            choices=("int8", "int8-dynamic"),
+            help="of T5's and the transformer's blocks: half the memory of bfloat16; int8-dynamic also "
+            "multiplies the transformer's tokens in eight bits",
         ),
         options.Option(
             "--lora",

@@ -180,7 +180,7 @@ def load_generator(
         scheduler: a scheduler of `scheduler_of`; None for the model's own.
         lora: the path of a LoRA, as `lora_path` returns it; None for none.
         lora_scale: the LoRA's scale.
-        weights: "int8" for matrices in eight bits, as `load_pipeline` takes it.
+        weights: "int8" or "int8-dynamic" for matrices in eight bits, as `load_pipeline` takes it.
         offload: whether the weights of a network that is not used wait in the host's memory.
 
     Raises:

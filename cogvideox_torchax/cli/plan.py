@@ -133,8 +133,9 @@ COMMAND = options.Command(
         options.Option(
             "--weights",
             group="weights",
-            choices=("int8",),
-            help="matrices of the transformer and the text encoder in eight bits",
+            choices=("int8", "int8-dynamic"),
+            help="matrices of the transformer and the text encoder in eight bits; with int8-dynamic the "
+            "transformer's tokens too",
         ),
         options.Option(
             "--offload",

@@ -182,7 +182,7 @@ class Block(CogVideoXBlock):
         ):
             linear: Any = projection_gelu.proj
             hidden = torch_view(jax_kernels.linear_gelu)(
-                normed_NSC, linear.weight, linear.bias, scale=linear.scale
+                normed_NSC, linear.weight, linear.bias, scale=linear.scale, dynamic=linear.dynamic
             )
         else:
             hidden = projection_gelu(normed_NSC)
@@ -247,8 +247,10 @@ class LastProjection:
 
         The gate has a vector for text, before the position `first_patch`, and one for patches.
         """
-        fused = functools.partial(jax_kernels.gated_linear, transposed=self.transposed)
         linear, *_dropouts = self.layers  # dropouts are no-ops: programs do not drop values
+        fused = functools.partial(
+            jax_kernels.gated_linear, dynamic=linear.dynamic, transposed=self.transposed
+        )
         return torch_view(fused)(
             self.input, linear.weight, linear.bias, x_NSC, gate_N2C, first_patch, scale=linear.scale
         )
@@ -277,7 +279,9 @@ def projections(attn: Any, normed_SC: torch.Tensor, sequence: Sequence) -> Itera
     split_linear = torch_view(functools.partial(jax_kernels.split_linear, parts=sequence.parts))
     for linear in (attn.to_q, attn.to_k, attn.to_v):
         if supports_fused(linear, sequence):
-            yield split_linear(normed_SC, linear.weight, linear.bias, scale=linear.scale)
+            yield split_linear(
+                normed_SC, linear.weight, linear.bias, scale=linear.scale, dynamic=linear.dynamic
+            )
         else:
             yield split_channels(linear(normed_SC))
 

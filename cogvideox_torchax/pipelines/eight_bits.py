@@ -3,14 +3,16 @@
 `quantize` makes them int8, symmetric, with a scale for each output channel: a layer's weight (O, I) in int8,
 times its buffer `weight_scale` (O) in float32, is the matrix that the layer multiplies by. The layers are the
 linear ones of a network's blocks, by the table of `sharding`. Embeddings, norms and the projections before
-and after the blocks, which are few, keep their dtype.
+and after the blocks, which are few, keep their dtype. With "int8-dynamic" the layers of `DYNAMIC` round their
+inputs too.
 
 `take_bits` has ported layers keep what torchao, GGUF and diffusers' layerwise casting have made of linear
 layers.
 """
 
+import re
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -20,13 +22,23 @@ from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.pipelines.layers import Linear
 from cogvideox_torchax.pipelines.sharding import WEIGHTS, weight_spec
 
-Weights = Literal["int8"]
+Weights = Literal["int8", "int8-dynamic"]
 """The form of a network's weights that `port` makes; None in its place keeps their dtype."""
+
+DYNAMIC = r"\.(attn1\.to_[qkv]|ff\.)"
+"""Names of the layers whose inputs "int8-dynamic" rounds; of the others it would save no time.
+
+A prompt is encoded once a video, and the embedded timestep, for the norms' shifts, scales and gates, is one
+row. The tokens of attention's last projection come with their channels first: on a v6e it takes as long to
+round them as the product then gains.
+"""
 
 
 def check_weights(weights: Any) -> None:
-    if weights not in (None, "int8"):
-        raise ValueError(f"got weights={weights!r}: it takes 'int8', or None for the dtype that they have")
+    if weights not in (None, *get_args(Weights)):
+        raise ValueError(
+            f"got weights={weights!r}: it takes 'int8', 'int8-dynamic', or None for the dtype that they have"
+        )
 
 
 def to_int8(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -39,7 +51,8 @@ def to_int8(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 FORMS = (
     "torchao's Int8WeightOnlyConfig() and Float8WeightOnlyConfig(), with a scale for each output channel or "
-    "each matrix, GGUFQuantizationConfig, enable_layerwise_casting before port, and weights='int8' of port"
+    "each matrix, GGUFQuantizationConfig, enable_layerwise_casting before port, and weights='int8' or "
+    "'int8-dynamic' of port"
 )
 """The forms of weights in fewer bits that a ported network takes."""
 
@@ -102,19 +115,20 @@ def _is_matrix(layer: nn.Module, key: str) -> bool:
     return is_linear and key == "weight"
 
 
-def quantize(network: nn.Module) -> None:
-    """Give a ported network's blocks weights in int8, on the host; layers with fewer bits stay as they are.
+def quantize(network: nn.Module, weights: Weights) -> None:
+    """Give a ported network's blocks weights in int8, on the host; layers with fewer bits keep theirs.
 
     Weights on "meta" are replaced by such of the new shapes and dtypes, for `as_int8` to feed.
     """
-    for _name, layer in _layers(network):
-        if layer.scale is not None or layer.compute_dtype is not None:
-            continue
-        if layer.weight.is_meta:
-            int8, scale = layer.weight.to(torch.int8), layer.weight.new_empty(len(layer.weight)).float()
-        else:
-            int8, scale = map(runtime.plain_tensor, to_int8(np.asarray(runtime.as_array(layer.weight))))
-        layer.hold(int8, scale)
+    for name, layer in _layers(network):
+        if layer.scale is None and layer.compute_dtype is None:
+            if layer.weight.is_meta:
+                int8, scale = layer.weight.to(torch.int8), layer.weight.new_empty(len(layer.weight)).float()
+            else:
+                int8, scale = map(runtime.plain_tensor, to_int8(np.asarray(runtime.as_array(layer.weight))))
+            layer.hold(int8, scale)
+        is_int8 = layer.scale is not None and layer.compute_dtype is None
+        layer.dynamic = weights == "int8-dynamic" and is_int8 and re.search(DYNAMIC, name) is not None
     runtime.forget_programs(network)
 
 

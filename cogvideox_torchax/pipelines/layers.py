@@ -34,10 +34,12 @@ class Linear(nn.Linear):
     Attributes:
         compute_dtype: the dtype in which `weight` is written out; None if it is the parameter itself.
         quant_type: GGUF's number for the format of a parameter that is bytes; None for one of numbers.
+        dynamic: whether the input is rounded to int8 too, with a scale for each token; the weight is int8.
     """
 
     compute_dtype: torch.dtype | None = None
     quant_type: int | None = None
+    dynamic: bool = False
 
     inputs_split: bool = False
     """True if the weight is split by its inputs, so that the product is a sum over devices.
@@ -93,11 +95,20 @@ class Linear(nn.Linear):
             weight = (self.weight.float() * self.scale[:, None]).to(input.dtype)
             vars(written_out)["_parameters"] = {"weight": weight, "bias": self.bias}
             written_out.compute_dtype = None
+            if self.dynamic:
+                largest = input.float().abs().amax(-1, keepdim=True)
+                levels = (input * (127 / largest).where(largest != 0, 0)).round()
+                input = (levels * (largest / 127)).to(input.dtype)
             return nn.Linear.forward(written_out, input)
         # If the product is a sum over devices, each device rounds its summand before the all-reduce. In
         # bfloat16 this halves the bytes that it sends.
         return torch_view(jax_kernels.linear)(
-            input, self.weight, self.bias, scale=self.scale, rounded_parts=self.inputs_split
+            input,
+            self.weight,
+            self.bias,
+            scale=self.scale,
+            dynamic=self.dynamic,
+            rounded_parts=self.inputs_split,
         )
 
 

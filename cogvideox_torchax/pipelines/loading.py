@@ -93,8 +93,8 @@ def load_pipeline(
         mesh: of `make_mesh`; None for one device.
         parallel: the dimension that the transformer splits over the mesh's axis "tp": "context" for tokens,
             "tensor" for weights' channels; None chooses.
-        weights: "int8" has the matrices of the transformer's and the text encoder's blocks in eight bits, as
-            `port` makes them; None has all weights in `dtype`.
+        weights: "int8" has the matrices of the transformer's and the text encoder's blocks in eight bits, and
+            "int8-dynamic" multiplies in eight bits too, as by `port`; None has all weights in `dtype`.
         offload: whether the weights of a network that is not used wait in the host's memory, as by
             `pipe.enable_model_cpu_offload()`. They do so too if all weights do not fit the devices, and a
             warning says so.
@@ -243,7 +243,7 @@ def _network_without_weights(
     """Return the network `part`, ported, for the mesh, without its weights."""
     network = port_network(runtime.without_torchax(_on_meta, directory, part, dtype)).eval()
     if weights:  # first: the bytes of the weights decide how they use the mesh
-        runtime.without_torchax(quantize, network)
+        runtime.without_torchax(quantize, network, weights)
     if mesh is not None:
         network.place_on(mesh, parallel)
     return network

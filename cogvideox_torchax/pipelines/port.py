@@ -117,7 +117,7 @@ def port_pipeline(
         network = port_network(model)
         network.component = name
         if weights and isinstance(network, KnownNetwork):
-            runtime.without_torchax(quantize, network)
+            runtime.without_torchax(quantize, network, weights)
         if name in in_bits or (weights and isinstance(network, KnownNetwork)):
             # Whether weights are gathered depends on their bytes.
             parallelisms[name] = _parallelism_of(network, mesh, parallel if name == "transformer" else None)

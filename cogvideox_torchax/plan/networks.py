@@ -95,7 +95,7 @@ def _ported(network: Any, weights: Weights | None) -> Any:
     """Port a network without weights, whose matrices become int8 if `weights` says so."""
     network = port_network(network)
     if weights:
-        runtime.without_torchax(quantize, network)
+        runtime.without_torchax(quantize, network, weights)
     return network
 
 

@@ -36,6 +36,17 @@ def precision_for(dtype: jnp.dtype) -> jax.lax.Precision:
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
+def quantized(x: jax.Array, axis: int = -1) -> tuple[jax.Array, jax.Array]:
+    """Return `x` in int8 and its scales in float32: the largest number along `axis` becomes 127 or -127.
+
+    The scales have the axis with length 1. An infinity or a NaN is also in the scale. That of zeros is 0, so
+    that it does not matter which integers 0 / 0 becomes.
+    """
+    x = x.astype(jnp.float32)
+    largest = jnp.abs(x).max(axis, keepdims=True)
+    return jnp.rint(x * (127 / largest)).astype(jnp.int8), largest / 127
+
+
 def activate(x: jax.Array, activation: Activation | None) -> jax.Array:
     return jax.nn.silu(x) if activation == "silu" else x
 

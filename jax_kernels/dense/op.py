@@ -7,18 +7,23 @@ a video's text tokens, then one for its patches.
 
 A weight of fewer bits, such as int8, is cast to the dtype of `x` where it is multiplied. Its argument `scale`
 has a factor for each output channel, and multiplies the float32 sums: so `weight * scale[:, None]` is meant.
+
+With `dynamic` the weight is int8, and `x` is rounded to int8 as well: each token has a scale, by which its
+largest number becomes 127 or -127 (`common.pointwise.quantized`). Products are summed exactly, in int32, then
+multiplied by both scales in float32. Derivatives are those without `dynamic`.
 """
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8
 
-from jax_kernels.common.dispatch import Target, dispatch, jitted, kernel_or_plain
+from jax_kernels.common.dispatch import Target, dispatch, jitted, kernel_or_plain, with_derivatives_of
 from jax_kernels.common.frames import join_frames, split_frames
-from jax_kernels.common.pointwise import check_channels, precision_for, standardized
+from jax_kernels.common.pointwise import check_channels, precision_for, quantized, standardized
 from jax_kernels.common.tiles import fills_tiles
 from jax_kernels.dense import tpu
 
@@ -26,13 +31,14 @@ Weight = Float[Array, "O I"] | Int8[Array, "O I"]
 """A weight, of O output channels for I input channels."""
 
 
-@jitted("rounded_parts")
+@jitted("dynamic", "rounded_parts")
 def linear(
     x: Float[Array, "*batch I"],
     weight: Weight,
     bias: Float[Array, " O"] | None = None,
     *,
     scale: Float[Array, " O"] | None = None,
+    dynamic: bool = False,
     rounded_parts: bool = False,
 ) -> Float[Array, "*batch O"]:
     """Return `x weight^T + bias`, summed in float32 and rounded once, as PyTorch's `linear` does.
@@ -42,33 +48,48 @@ def linear(
         weight: (O, I), of `x`'s dtype or of fewer bits.
         bias: (O,), or None.
         scale: (O,), the weight's factors (see the module's docstring), or None.
+        dynamic: whether `x` is rounded to int8 (see the module's docstring).
         rounded_parts: whether sums are rounded before the bias is added. If the input channels are split over
             devices, each device then rounds its part of a sum, and for bfloat16 the devices exchange numbers
-            of 16 bits instead of 32.
+            of 16 bits instead of 32. With `dynamic` it makes no difference: they exchange exact sums.
 
     Returns:
         The dtype of `x`.
 
     Raises:
-        ValueError: channels that the weight does not take, or a bias or scale of another length.
+        ValueError: channels that the weight does not take, a bias or scale of another length, or `dynamic`
+            without a weight in int8 and its scale.
     """
     if x.shape[-1] != weight.shape[1]:
         raise ValueError(f"linear got {x.shape[-1]} channels for a weight that takes {weight.shape[1]}")
-    check_channels("linear", weight.shape[0], bias=bias, scale=scale)
+    _check_weight("linear", weight, bias, scale, dynamic)
     # Sums that are not scaled yet would overflow float16.
     rounded_parts = rounded_parts and (scale is None or x.dtype != jnp.float16)
-    y = jax.lax.dot_general(
-        x,
-        weight.astype(x.dtype),
-        (((x.ndim - 1,), (1,)), ((), ())),
-        precision=precision_for(x.dtype),
-        preferred_element_type=x.dtype if rounded_parts else jnp.float32,
-    )
+    if dynamic:
+        y = with_derivatives_of(_sums, _dynamic_sums)(x, weight)
+    else:
+        y = _sums(x, weight, x.dtype if rounded_parts else jnp.float32)
     if scale is not None:
         y = y.astype(jnp.float32) * scale.astype(jnp.float32)
     if bias is not None:
         y = y.astype(jnp.float32) + bias.astype(jnp.float32)
     return y.astype(x.dtype)
+
+
+def _sums(x: Array, weight: Array, dtype: Any = jnp.float32) -> Array:
+    """Return `x weight^T` in a dtype, without scale and bias."""
+    return jax.lax.dot_general(
+        x,
+        weight.astype(x.dtype),
+        (((x.ndim - 1,), (1,)), ((), ())),
+        precision=precision_for(x.dtype),
+        preferred_element_type=dtype,
+    )
+
+
+def _dynamic_sums(x: Array, weight: Array) -> Array:
+    int8, token_scale = quantized(x)
+    return _sums(int8, weight, jnp.int32).astype(jnp.float32) * token_scale
 
 
 @jitted("eps")
@@ -124,22 +145,26 @@ def split_linear(
     bias: Float[Array, " O"] | None = None,
     *,
     scale: Float[Array, " O"] | None = None,
+    dynamic: bool = False,
     parts: int,
 ) -> Float[Array, "parts S O/parts"]:
     """Compute `linear`, and return its outputs O in `parts` equal parts along a new first axis.
 
     If the parts were sliced from the result of `linear`, XLA would copy each of them.
     """
-    bias = _checked_bias("split_linear", weight, bias, scale)
-    return dispatch(split_linear_on, x, weight, bias, scale, parts=parts)
+    bias = _checked_bias("split_linear", weight, bias, scale, dynamic)
+    return dispatch(split_linear_on, x, weight, bias, scale, dynamic=dynamic, parts=parts)
 
 
 def split_linear_on(
-    target: Target, x: Array, weight: Array, bias: Array, scale: Array | None, *, parts: int
+    target: Target, x: Array, weight: Array, bias: Array, scale: Array | None, *, dynamic: bool, parts: int
 ) -> Array:
     """Compute `split_linear` of tokens `x` (S, I); the result is (parts, S, O / parts)."""
 
     def plain(x: Array, weight: Array, bias: Array, scale: Array | None) -> Array:
+        if dynamic:
+            y = linear(x, weight, bias, scale=scale, dynamic=True)
+            return y.reshape(len(x), parts, -1).swapaxes(0, 1)
         y = jnp.einsum(
             "si,poi->pso",  # s tokens, i inputs, p parts of o outputs each
             x,
@@ -152,7 +177,7 @@ def split_linear_on(
 
     def by_kernel(x: Array, weight: Array, bias: Array, scale: Array | None) -> Array:
         # The kernel takes tokens of several videos, (N, S, I). Here N is 1.
-        return tpu.product(x[None], weight, bias, scale, parts=parts)
+        return tpu.product(x[None], weight, bias, scale, dynamic=dynamic, parts=parts)
 
     is_supported = tpu.supports_product(x[None], weight, parts)
     return kernel_or_plain(target, by_kernel, plain, is_supported=is_supported)(x, weight, bias, scale)
@@ -230,8 +255,9 @@ def linear_gelu(
     bias: Float[Array, " O"] | None = None,
     *,
     scale: Float[Array, " O"] | None = None,
+    dynamic: bool = False,
 ) -> Float[Array, "N S O"]:
-    """Return `gelu(x weight^T + bias)`; `weight`, `bias` and `scale` are as `linear` takes them.
+    """Return `gelu(x weight^T + bias)`; other arguments are as `linear` takes them.
 
     A Pallas kernel on a TPU computes the product and GELU in one pass and rounds once. The form for XLA
     rounds after each of them.
@@ -239,15 +265,18 @@ def linear_gelu(
     Raises:
         ValueError: see `linear`.
     """
-    return dispatch(linear_gelu_on, x, weight, _checked_bias("linear_gelu", weight, bias, scale), scale)
+    bias = _checked_bias("linear_gelu", weight, bias, scale, dynamic)
+    return dispatch(linear_gelu_on, x, weight, bias, scale, dynamic=dynamic)
 
 
-def linear_gelu_on(target: Target, x: Array, weight: Array, bias: Array, scale: Array | None) -> Array:
+def linear_gelu_on(
+    target: Target, x: Array, weight: Array, bias: Array, scale: Array | None, *, dynamic: bool
+) -> Array:
 
     def plain(x: Array, weight: Array, bias: Array, scale: Array | None) -> Array:
-        return gelu(linear(x, weight, bias, scale=scale))
+        return gelu(linear(x, weight, bias, scale=scale, dynamic=dynamic))
 
-    by_kernel = functools.partial(tpu.product, gelu=True)
+    by_kernel = functools.partial(tpu.product, gelu=True, dynamic=dynamic)
     form = kernel_or_plain(target, by_kernel, plain, is_supported=tpu.supports_product(x, weight))
     return form(x, weight, bias, scale)
 
@@ -261,6 +290,7 @@ def gated_linear(
     first: Int[Array, ""] | int,
     *,
     scale: Float[Array, " O"] | None = None,
+    dynamic: bool = False,
     transposed: bool = False,
 ) -> Float[Array, "N S O"]:
     """Return `residual + gate * linear(x, weight, bias)` for each token.
@@ -270,7 +300,7 @@ def gated_linear(
 
     Args:
         x: (N, S, I), or (N, I, S) if `transposed`.
-        weight, bias, scale: as `linear` takes them.
+        weight, bias, scale, dynamic: as `linear` takes them.
         residual: the tokens that the gated product is added to.
         gate, first: the factors of the product, and the index of the first patch: see the module's docstring.
         transposed: whether channels of `x` come before its tokens, as `attention_transposed` returns them.
@@ -278,7 +308,7 @@ def gated_linear(
     Raises:
         ValueError: see `linear`.
     """
-    bias = _checked_bias("gated_linear", weight, bias, scale)
+    bias = _checked_bias("gated_linear", weight, bias, scale, dynamic)
     return dispatch(
         gated_linear_on,
         x,
@@ -288,6 +318,7 @@ def gated_linear(
         residual,
         gate,
         jnp.asarray(first, jnp.int32),
+        dynamic=dynamic,
         transposed=transposed,
     )
 
@@ -302,6 +333,7 @@ def gated_linear_on(
     gate: Array,
     first_patch: Array,
     *,
+    dynamic: bool,
     transposed: bool,
 ) -> Array:
     """Compute `residual + gate * (x weight^T + bias)`; `x` is (N, S, I), or (N, I, S) if `transposed`."""
@@ -318,17 +350,27 @@ def gated_linear_on(
         # Videos and tokens become one axis, because XLA's CPU backend cannot transpose bfloat16 that has an
         # axis of length 1, such as one video.
         x_SC = (x.swapaxes(1, 2) if transposed else x).reshape(-1, weight.shape[1])
-        y = linear(x_SC, weight, bias, scale=scale).reshape(residual.shape)
+        y = linear(x_SC, weight, bias, scale=scale, dynamic=dynamic).reshape(residual.shape)
         return gated_residual(residual, y, gate, first_patch)
 
-    by_kernel = functools.partial(tpu.product, transposed=transposed)
+    by_kernel = functools.partial(tpu.product, dynamic=dynamic, transposed=transposed)
     form = kernel_or_plain(target, by_kernel, plain, is_supported=tpu.supports_product(x, weight))
     return form(x, weight, bias, scale, residual, gate, first_patch)
 
 
-def _checked_bias(name: str, weight: Array, bias: Array | None, scale: Array | None) -> Array:
-    """Return the bias, or zeros in place of None; raise `ValueError` for the op `name` if one is wrong."""
+def _check_weight(name: str, weight: Array, bias: Array | None, scale: Array | None, dynamic: bool) -> None:
+    """Raise `ValueError` for the op `name` if the bias or the scale is wrong, or `dynamic` cannot be."""
     check_channels(name, weight.shape[0], bias=bias, scale=scale)
+    if dynamic and (weight.dtype != jnp.int8 or scale is None):
+        raise ValueError(
+            f"{name} got dynamic=True for a weight of {weight.dtype} "
+            f"{'without' if scale is None else 'with'} a scale: give one of int8 with a scale"
+        )
+
+
+def _checked_bias(name: str, weight: Array, bias: Array | None, scale: Array | None, dynamic: bool) -> Array:
+    """Return the bias, or zeros in place of None, after `_check_weight`."""
+    _check_weight(name, weight, bias, scale, dynamic)
     return jnp.zeros(weight.shape[0], jnp.float32) if bias is None else bias
 
 

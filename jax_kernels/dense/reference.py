@@ -8,16 +8,20 @@ import jax
 import jax.numpy as jnp
 
 
-def linear(x, weight, bias=None, *, scale=None, rounded_parts=False):
+def linear(x, weight, bias=None, *, scale=None, dynamic=False, rounded_parts=False):
     """Multiply in float32 and round once, whatever `rounded_parts` is: one device has no parts of a sum."""
+    x, dtype = x.astype(jnp.float32), x.dtype
+    if dynamic:
+        largest = jnp.abs(x).max(-1, keepdims=True)
+        x = jnp.rint(x * jnp.where(largest == 0, 0, 127 / largest)) * (largest / 127)
     weight = weight.astype(jnp.float32)
     weight = weight if scale is None else weight * scale.astype(jnp.float32)[:, None]
-    y = jnp.matmul(x.astype(jnp.float32), weight.T, precision=jax.lax.Precision.HIGHEST)
-    return (y if bias is None else y + bias).astype(x.dtype)
+    y = jnp.matmul(x, weight.T, precision=jax.lax.Precision.HIGHEST)
+    return (y if bias is None else y + bias).astype(dtype)
 
 
-def split_linear(x, weight, bias=None, *, scale=None, parts):
-    return jnp.stack(jnp.split(linear(x, weight, bias, scale=scale), parts, axis=1))
+def split_linear(x, weight, bias=None, *, scale=None, dynamic=False, parts):
+    return jnp.stack(jnp.split(linear(x, weight, bias, scale=scale, dynamic=dynamic), parts, axis=1))
 
 
 def layer_norm(x, weight, bias, eps=1e-5):
@@ -39,13 +43,14 @@ def gated_residual(x, y, gate, first):
     return (x + gate.astype(jnp.float32)[:, kind] * y.astype(jnp.float32)).astype(x.dtype)
 
 
-def linear_gelu(x, weight, bias=None, *, scale=None):
-    return gelu(_in_float32(linear, x, weight, bias, scale=scale)).astype(x.dtype)
+def linear_gelu(x, weight, bias=None, *, scale=None, dynamic=False):
+    return gelu(_in_float32(linear, x, weight, bias, scale=scale, dynamic=dynamic)).astype(x.dtype)
 
 
-def gated_linear(x, weight, bias, residual, gate, first, *, scale=None, transposed=False):
+def gated_linear(x, weight, bias, residual, gate, first, *, scale=None, dynamic=False, transposed=False):
     x = x.swapaxes(1, 2) if transposed else x
-    return gated_residual(residual, _in_float32(linear, x, weight, bias, scale=scale), gate, first)
+    y = _in_float32(linear, x, weight, bias, scale=scale, dynamic=dynamic)
+    return gated_residual(residual, y, gate, first)
 
 
 def _in_float32(function, *arrays, **options):

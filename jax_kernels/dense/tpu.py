@@ -22,13 +22,16 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Int8
 
 from jax_kernels.common import tiles
-from jax_kernels.common.pointwise import standardized
+from jax_kernels.common.pointwise import quantized, standardized
 
 TOKENS = 512
 """Most tokens of a block."""
 
 ROWS = 16
 """Tokens that are normed at a time: a tile of bfloat16 has so many sublanes."""
+
+INT8_ROWS = 32
+"""Tokens that are rounded to int8 at a time: a tile of int8 has so many sublanes."""
 
 UNROLLED = 4 if tiles.PARTLY_UNROLLED else 1
 """Groups of `ROWS` tokens in a loop's body."""
@@ -95,6 +98,35 @@ def _norm_block(first_patch_ref, x_ref, factor_ref, offset_ref, y_ref, *, eps: f
     pl.loop(0, block, step=ROWS, unroll=min(UNROLLED, block // ROWS))(norm)
 
 
+def quantized_tokens(x: Float[Array, "N S C"]) -> tuple[Int8[Array, "N S C"], Float[Array, "N S 1"]]:
+    """Return what `quantized` returns of each token; XLA would read `x` twice."""
+    videos, tokens, width = x.shape
+    fitting = tiles.BLOCK_BYTES // (width * x.dtype.itemsize) // INT8_ROWS * INT8_ROWS
+    block = max(INT8_ROWS, min(TOKENS, fitting, -(-tokens // INT8_ROWS) * INT8_ROWS))
+
+    def quantize_block(x_ref: Any, int8_ref: Any, scale_ref: Any) -> None:
+        @pl.loop(0, block, step=INT8_ROWS)
+        def _(at: Array) -> None:
+            rows = pl.ds(pl.multiple_of(at, INT8_ROWS), INT8_ROWS)
+            int8_ref[rows], scale_ref[rows] = quantized(x_ref[rows])
+
+    specs = [pl.BlockSpec((None, block, size), lambda n, i: (n, i, 0)) for size in (width, 1)]
+    return pl.pallas_call(
+        quantize_block,
+        grid=(videos, pl.cdiv(tokens, block)),
+        in_specs=specs[:1],
+        out_specs=specs,
+        out_shape=[
+            jax.ShapeDtypeStruct(x.shape, jnp.int8),
+            jax.ShapeDtypeStruct((videos, tokens, 1), jnp.float32),
+        ],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=tiles.KERNEL_VMEM
+        ),
+        name="quantize",
+    )(x)
+
+
 def supports_product(x: Float[Array, "N S_or_I I_or_S"], weight: Array, parts: int = 1) -> bool:
     """Return whether `product` supports the arrays.
 
@@ -124,6 +156,7 @@ def product(
     first_patch: Int[Array, ""] | None = None,
     *,
     gelu: bool = False,
+    dynamic: bool = False,
     transposed: bool = False,
     parts: int = 1,
 ) -> Float[Array, "N_parts S outputs"]:
@@ -136,6 +169,7 @@ def product(
         residual, gate, first_patch: for the gated sum `residual + gate * product`, and the index of the first
             patch. All three are given, or none.
         gelu: whether GELU is applied; not with a gate.
+        dynamic: whether `x` is rounded to int8 here; the weight is int8 too, and has a scale.
         transposed: whether the channels of `x` come before its tokens.
         parts: number of equal parts that O is split into; 1 with a gate.
 
@@ -143,10 +177,13 @@ def product(
         (N * parts, S, O / parts): the parts of the first video, then those of the second, and so on.
     """
     gated_operands = [] if residual is None or gate is None else [residual, gate.astype(jnp.float32)]
-    scales = [] if scale is None else [scale.astype(jnp.float32)[None]]
-    videos = x.shape[0]
+    factors = [] if scale is None else [scale.astype(jnp.float32)[None]]
+    dtype, videos = x.dtype, x.shape[0]
     outputs = weight.shape[0] // parts  # of a part
     inputs, tokens = x.shape[1:] if transposed else (x.shape[2], x.shape[1])
+    if dynamic:
+        x, token_scale = quantized(x, axis=1) if transposed else quantized_tokens(x)
+        factors.append(token_scale.reshape(videos, tokens, 1))
     # The choice with the least padding; of two equally good ones, the larger.
     block_tokens = min(TOKEN_BLOCKS, key=lambda length: (pl.cdiv(tokens, length) * length, -length))
     # The last unit may reach beyond the outputs, where nothing is written, but not into another part. So if
@@ -170,6 +207,7 @@ def product(
     )
     weight_spec = pl.BlockSpec((block_outputs, inputs), lambda j, n, i, _: (j, 0))
     bias_spec = pl.BlockSpec((1, block_outputs), lambda j, n, i, _: (0, j))  # that of the scale too
+    token_spec = pl.BlockSpec((None, block_tokens, 1), lambda j, n, i, _: (n, i, 0))
     gate_spec = pl.BlockSpec((None, 2, block_outputs), lambda j, n, i, _: (n, 0, j))
     # Without a gate the kernel does not read the index of the first patch.
     first_index = jnp.int32(0) if first_patch is None else first_patch
@@ -192,17 +230,17 @@ def product(
             # The residual is cut into blocks as the result is.
             in_specs=[
                 *(x_spec, weight_spec, bias_spec),
-                *([bias_spec] if scales else []),
+                *[bias_spec, token_spec][: len(factors)],
                 *([y_spec, gate_spec] if gated_operands else []),
             ],
             out_specs=y_spec,
         ),
-        out_shape=jax.ShapeDtypeStruct((videos * parts, tokens, outputs), x.dtype),
+        out_shape=jax.ShapeDtypeStruct((videos * parts, tokens, outputs), dtype),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",) * 3, vmem_limit_bytes=tiles.vmem_limit()
         ),
         name="gated_linear" if gated_operands else "linear_gelu" if gelu else "linear",
-    )(first_index.reshape(1), x, weight, bias.astype(jnp.float32)[None], *scales, *gated_operands)
+    )(first_index.reshape(1), x, weight, bias.astype(jnp.float32)[None], *factors, *gated_operands)
 
 
 def _product_block(
@@ -220,12 +258,14 @@ def _product_block(
     """Compute a block of tokens and outputs, in units of `unit_outputs` outputs.
 
     `x_ref` is (tokens, I), or (I, tokens) if `transposed`; `weight_ref` is (outputs, I), `bias_ref` (1,
-    outputs). `other_refs` are the scale (1, outputs), if the product is `scaled`, the residual (tokens,
-    outputs) and the gate (2, outputs), if there is a gated sum, then the result (tokens, outputs). The body
-    of a loop computes `units_a_body` units. It multiplies a unit before it applies the epilogue to the unit
-    before that, so that the TPU's matrix unit and its vector unit work at the same time.
+    outputs). `other_refs` are the scale (1, outputs), if the product is `scaled`, that of tokens (tokens, 1),
+    if `x_ref` is int8, the residual (tokens, outputs) and the gate (2, outputs), if there is a gated sum,
+    then the result (tokens, outputs). The body of a loop computes `units_a_body` units. It multiplies a unit
+    before it applies the epilogue to the unit before that, so that the TPU's matrix unit and its vector unit
+    work at the same time.
     """
-    *gated_refs, y_ref = other_refs[scaled:]
+    dynamic = x_ref.dtype == jnp.int8
+    *gated_refs, y_ref = other_refs[scaled + dynamic :]
 
     def multiply(outputs: Any) -> Array:
         # The products (tokens, outputs) for this slice of the block's outputs.
@@ -233,11 +273,13 @@ def _product_block(
             x_ref[...],
             weight_ref[outputs, :].astype(x_ref.dtype),
             (((0 if transposed else 1,), (1,)), ((), ())),
-            preferred_element_type=jnp.float32,
+            preferred_element_type=jnp.int32 if dynamic else jnp.float32,
         )
 
     def finish(outputs: Any, y: Array) -> None:
         """Apply the epilogue to the products `y` of a slice of outputs, and write the result."""
+        if dynamic:
+            y = y.astype(jnp.float32) * other_refs[1][...]
         if scaled:
             y = y * other_refs[0][:, outputs]
         y = y + bias_ref[:, outputs]

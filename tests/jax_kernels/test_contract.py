@@ -694,6 +694,15 @@ REFUSALS = [
     ("downsample", {"first_frame_alone": True}, "got 4 frames: those after the first must be pairs"),
     ("linear", {0: cut(..., slice(8))}, "8 channels for a weight that takes 16"),
     ("linear", {2: SHORT}, "linear got a bias of shape (1,) for 12 channels"),
+    *[
+        (name, {"dynamic": True}, f"{name} got dynamic=True for a weight of float32 without a scale: give")
+        for name in ("linear", "split_linear", "linear_gelu", "gated_linear")
+    ],
+    (
+        "linear",
+        {"dynamic": True, "scale": jnp.ones(12)},
+        "linear got dynamic=True for a weight of float32 with a scale: give one of int8 with a scale",
+    ),
     ("layer_norm", {1: SHORT}, "layer_norm got a weight of shape (1,) for 16 channels"),
     ("adaptive_layer_norm", {2: SHORT}, "adaptive_layer_norm got a bias of shape (1,) for 16 channels"),
 ]

@@ -256,6 +256,7 @@ def test_weights_in_int8_are_planned_as_they_run():
         return [(networks.weight_bytes(work), work.flops) for work in request.works[:2]]
 
     whole, int8 = of_networks(), of_networks("--weights", "int8")
+    assert of_networks("--weights", "int8-dynamic") == int8
     for (whole_bytes, whole_flops), (int8_bytes, int8_flops) in zip(whole, int8, strict=True):
         assert 0.5 < int8_bytes / whole_bytes < 0.75, "half of bfloat16's, and embeddings, norms and scales"
         assert int8_flops == whole_flops

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from jax_kernels import adaptive_layer_norm, gated_linear, gelu, linear, linear_gelu, split_linear
+from jax_kernels.dense import tpu
 from tests.jax_kernels.devices import compiled_for, struct
 from tests.reference import interpreted_kernels, largest_error
 
@@ -63,6 +64,21 @@ def test_its_kernel_compiles_and_copies_no_activation(name, topology):
     assert found.memory_analysis().temp_size_in_bytes < 2**21  # a fifth of one
 
 
+@pytest.mark.parametrize("topology", ["v6e:1x1", "v5e:1x1", "tpu7x:2x2x1"])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.slow_cases(but=["*v6e*"])
+def test_mosaic_compiles_it_for_tokens_in_eight_bits(transposed, topology):
+    def run(*operands):
+        *arrays, scale = operands
+        return gated_linear(*arrays, scale=scale, dynamic=True, transposed=transposed)
+
+    x, weight = struct(2, 256, 10240) if transposed else ROWS, struct(256, 256, dtype=jnp.int8)
+    structs = x, weight, struct(256), ROWS, KINDS, FIRST, struct(256, dtype=jnp.float32)
+    found = compiled_for(topology, run, *structs)
+    assert ("%quantize" in found.as_text()) != transposed
+    assert found.memory_analysis().temp_size_in_bytes < 2**24  # tokens in int8, and a tile for each scale
+
+
 SCALED = {
     "linear": (linear, (), {}),
     "linear, parts rounded": (linear, (), {"rounded_parts": True}),
@@ -75,19 +91,54 @@ SCALED = {
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", SCALED)
-def test_a_weight_in_eight_bits_is_its_product_with_the_scale(name, dtype):
+def test_a_weight_in_eight_bits_is_its_product_with_the_scale(name, dynamic, dtype):
     op, shapes, options = SCALED[name]
     draw = np.random.default_rng(0)
     x, bias, *rest = (jnp.asarray(draw.normal(size=size), dtype) for size in ((1, 40, 128), 256, *shapes))
-    x = x[0] if op is split_linear else x.swapaxes(1, 2) if options.get("transposed") else x
+    x = x.at[0, 0].set(0).at[0, 1, 0].set(30)  # a token of zeros, one with a number far from the others
+    by_hand = jnp.asarray(in_int8(np.array(x, np.float32)) if dynamic else x, jnp.float32)
+    x, exact_x = (
+        each[0] if op is split_linear else each.swapaxes(1, 2) if options.get("transposed") else each
+        for each in (x, by_hand)
+    )
     rest = (*rest, 7) if rest else ()
     weight = jnp.asarray(draw.integers(-127, 128, (256, 128)), jnp.int8)
     scale = jnp.asarray(draw.uniform(0.01, 0.02, 256), jnp.float32)
-    exact_x, exact_bias, *exact_rest = (jnp.asarray(array, jnp.float32) for array in (x, bias, *rest[:-1]))
+    exact_bias, *exact_rest = (jnp.asarray(array, jnp.float32) for array in (bias, *rest[:-1]))
     dense = weight.astype(jnp.float32) * scale[:, None]
     want = op(exact_x, dense, exact_bias, *exact_rest, *rest[-1:], **options)
     with interpreted_kernels() if dtype == jnp.bfloat16 else contextlib.nullcontext():
-        got = op(x, weight, bias, *rest, scale=scale, **options)
+        got = op(x, weight, bias, *rest, scale=scale, dynamic=dynamic, **options)
     assert got.dtype == dtype
     assert largest_error(got, want) < {"float32": 1e-5, "float16": 2e-3}.get(got.dtype.name, 1e-2)
+
+
+def in_int8(x):
+    """Return float32 tokens (..., C) rounded to 255 values each."""
+    largest = np.abs(x).max(-1, keepdims=True)
+    factor = np.where(largest == 0, 0, np.float32(127) / np.where(largest == 0, 1, largest))
+    return np.rint(x * factor) * (largest / np.float32(127))
+
+
+def test_each_block_of_tokens_in_eight_bits_has_its_own_scales(monkeypatch):
+    monkeypatch.setattr(tpu, "TOKENS", 32)
+    monkeypatch.setattr(tpu, "TOKEN_BLOCKS", (32,))
+    draw = np.random.default_rng(0)
+    x = jnp.asarray(draw.normal(size=(2, 72, 128)) * draw.uniform(0.1, 9, (2, 72, 1)), jnp.bfloat16)
+    weight, scale = jnp.asarray(draw.integers(-127, 128, (128, 128)), jnp.int8), jnp.full(128, 0.01)
+    want = linear_gelu(x.astype(jnp.float32), weight, scale=scale, dynamic=True)
+    with interpreted_kernels():
+        assert largest_error(linear_gelu(x, weight, scale=scale, dynamic=True), want) < 4e-3
+
+
+def test_tokens_in_eight_bits_have_the_gradient_of_whole_ones():
+    x, weight, scale = jnp.ones((4, 128)) * 0.3, jnp.full((256, 128), 7, jnp.int8), jnp.full(256, 0.1)
+    got, want = (
+        jax.grad(lambda x: linear(x, weight, scale=scale, dynamic=dynamic).sum())(x)  # noqa: B023
+        for dynamic in (True, False)
+    )
+    assert largest_error(got, want) == 0
+    for token in (jnp.nan, jnp.inf):  # which int8 has not
+        assert jnp.isnan(linear(x.at[1, 2].set(token), weight, scale=scale, dynamic=True)[1]).all()
