@@ -327,10 +327,17 @@ def _sample_latents(
         write_preview = (
             preview.preview_writer(pipe.vae, args.preview, common.say) if group.is_first else lambda _: None
         )
-    running = generation.Generation(pipe, model, request, directory, write_preview)
     # The keys are names of the pipeline's arguments.
-    embeddings: dict[str, Any] = running.encode_text() if saved_text is None else dict(saved_text.tensors)
-    latents = replace(running.sample(embeddings), fps=args.fps)
+    embeddings: dict[str, Any] = (
+        generation.encode_text(pipe, model, request) if saved_text is None else dict(saved_text.tensors)
+    )
+    if directory is not None:
+        # Latents of an earlier run are deleted before a new text is written, and before sampling, which may
+        # fail: a process that is killed never leaves them beside a text that is not theirs.
+        stages.path_of(directory, stages.LATENTS).unlink(missing_ok=True)
+        if saved_text is None:
+            stages.save_text(directory, embeddings, request=request, model=model.fingerprint)
+    latents = replace(generation.sample(pipe, model, request, embeddings, write_preview), fps=args.fps)
     if directory is not None:
         latent_files.save(latents, stages.path_of(directory, stages.LATENTS))
     if args.cache and group.is_first:

@@ -243,7 +243,7 @@ class Generator:
         found = {
             name: None if text is None else self._embeddings[text] for name, text in _texts(request).items()
         }
-        latents = generation.Generation(self._pipe, self._model, request).sample(found)
+        latents = generation.sample(self._pipe, self._model, request, found)
         path.parent.mkdir(parents=True, exist_ok=True)
         with video.writing(path, self._args.fps) as sink:
             frames = common.decode_to(sink, self._pipe.vae, latents, self._args, runtime.to_torch)
