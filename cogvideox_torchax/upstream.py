@@ -18,7 +18,7 @@ import io
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -470,11 +470,39 @@ OFFLOADING_HOOKS = ("lazy_prefetch_group_offloading", "layer_execution_tracker",
 """The names of diffusers' hooks that move weights between devices."""
 
 
-def _hooks_of(network: Any) -> Iterator[tuple[Any, str]]:
-    """Yield (registry, name) for each hook of diffusers in a network."""
+class Hooked(NamedTuple):
+    """A hook of diffusers on a module of a model.
+
+    Attributes:
+        module: the module's name in the model.
+        name: the hook's name in the module's registry of hooks.
+        hook: the hook itself.
+    """
+
+    module: str
+    name: str
+    hook: Any
+
+
+def _hooks_of(network: Any) -> list[Hooked]:
+    """List the hooks of diffusers in a network."""
+    registries = ((path, vars(module).get("_diffusers_hook")) for path, module in network.named_modules())
+    return [
+        Hooked(path, name, hook)
+        for path, registry in registries
+        if registry is not None
+        for name, hook in registry.hooks.items()
+    ]
+
+
+def _remove_hooks(network: Any, hooks: list[Hooked]) -> None:
+    """Take hooks of `_hooks_of` off a network's modules."""
+    for hooked in hooks:
+        vars(network.get_submodule(hooked.module))["_diffusers_hook"].remove_hook(hooked.name, recurse=False)
+    # Removing a hook leaves the forward of the module's class as an attribute of the module.
     for module in network.modules():
-        registry = vars(module).get("_diffusers_hook")
-        yield from ((registry, name) for name in ([] if registry is None else [*registry.hooks]))
+        if "_diffusers_hook" in vars(module):
+            _delete_class_forward(module)
 
 
 CASTING_HOOKS = "layerwise_casting", "peft_autocast_disable"
@@ -483,7 +511,7 @@ CASTING_HOOKS = "layerwise_casting", "peft_autocast_disable"
 
 def is_cast(network: Any) -> bool:
     """Return whether hooks of diffusers cast a network's weights layer by layer."""
-    return any(name == CASTING_HOOKS[0] for _registry, name in _hooks_of(network))
+    return any(hooked.name == CASTING_HOOKS[0] for hooked in _hooks_of(network))
 
 
 def cast_dtype(module: Any) -> Any:
@@ -495,13 +523,11 @@ def cast_dtype(module: Any) -> Any:
 
 def take_casting(network: Any) -> None:
     """Take the hooks off a network that cast its weights, which stay as they are."""
-    for registry, name in [*_hooks_of(network)]:
-        if name in CASTING_HOOKS:
-            # diffusers would refuse, as nothing gives the weights back the bits that they have lost.
-            registry.hooks[name].deinitalize_hook = lambda module: module
-            registry.remove_hook(name, recurse=False)
-    for module in network.modules():
-        _delete_class_forward(module)
+    hooks = [hooked for hooked in _hooks_of(network) if hooked.name in CASTING_HOOKS]
+    for hooked in hooks:
+        # diffusers would refuse, as nothing gives the weights back the bits that they have lost.
+        hooked.hook.deinitalize_hook = lambda module: module
+    _remove_hooks(network, hooks)
 
 
 def from_gguf(data: Any, quant_type: Any) -> Any:
@@ -538,7 +564,9 @@ def bits_of(weight: Any) -> tuple[Any, Any, int | None] | None:
 def is_offloaded(network: Any) -> bool:
     """Return whether hooks move a network's weights between devices."""
     # accelerate marks such a network by the attribute `_hf_hook`, and diffusers by the names of its hooks.
-    return hasattr(network, "_hf_hook") or any(name in OFFLOADING_HOOKS for _, name in _hooks_of(network))
+    return hasattr(network, "_hf_hook") or any(
+        hooked.name in OFFLOADING_HOOKS for hooked in _hooks_of(network)
+    )
 
 
 def take_offloading(network: Any) -> bool:
@@ -552,18 +580,17 @@ def take_offloading(network: Any) -> bool:
     if not is_offloaded(network):
         return False
     remove_hook_from_module(network, recurse=True)
-    hooks = [(registry, name) for registry, name in _hooks_of(network) if name in OFFLOADING_HOOKS]
-    groups = (getattr(registry.hooks[name], "group", None) for registry, name in hooks)
+    for module in network.modules():
+        _delete_class_forward(module)
+    hooks = [hooked for hooked in _hooks_of(network) if hooked.name in OFFLOADING_HOOKS]
+    groups = (getattr(hooked.hook, "group", None) for hooked in hooks)
     on_disk: list[Any] = [group for group in groups if getattr(group, "offload_to_disk_path", None)]
     # A tied weight is in the files of several groups. Only the file that was written first has its values, as
     # diffusers empties a weight that it has written: so that file is read last.
     written_at = {group: os.stat(group.safetensors_file_path).st_mtime_ns for group in reversed(on_disk)}
     for group in sorted(written_at, key=lambda group: written_at[group], reverse=True):
         group.onload_()
-    for registry, name in hooks:
-        registry.remove_hook(name, recurse=False)
-    for module in network.modules():
-        _delete_class_forward(module)
+    _remove_hooks(network, hooks)
     return True
 
 
@@ -591,34 +618,12 @@ CACHE_STATE = frozenset({"_cache_config", "_diffusers_hook", "step_cache"})
 """The attributes in which a transformer holds its cache."""
 
 
-class Hooked(NamedTuple):
-    """A hook of diffusers that was on a module of a model.
-
-    Attributes:
-        module: the module's name in the model.
-        name: the hook's name in the module's registry of hooks.
-        hook: the hook itself.
-    """
-
-    module: str
-    name: str
-    hook: Any
-
-
 def take_hooks(model: Any) -> list[Hooked]:
     """Take the hooks of diffusers' caches off a model's modules, and return them."""
-    taken = []
-    for name, module in model.named_modules():
-        registry = vars(module).get("_diffusers_hook")
-        if registry is None:
-            continue
-        for hook_name, hook in list(registry.hooks.items()):
-            if type(hook).__name__.startswith(CACHE_HOOKS):  # the prefixes of the names of caches' hooks
-                registry.remove_hook(hook_name, recurse=False)
-                hook.fn_ref = None  # drops the hook's reference to the module
-                taken.append(Hooked(name, hook_name, hook))
-        # Removing a hook leaves the forward of the module's class as an attribute of the module.
-        _delete_class_forward(module)
+    taken = [hooked for hooked in _hooks_of(model) if type(hooked.hook).__name__.startswith(CACHE_HOOKS)]
+    _remove_hooks(model, taken)
+    for hooked in taken:
+        hooked.hook.fn_ref = None  # drops the hook's reference to the module
     return taken
 
 
