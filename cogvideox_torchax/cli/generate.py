@@ -7,7 +7,7 @@ import argparse
 import contextlib
 import functools
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -16,8 +16,7 @@ from typing import Any
 from cogvideox_torchax import runtime
 from cogvideox_torchax.cli import batch, common, devices, generation, options, preview, prompts, stages
 from cogvideox_torchax.files import faults, latents as latent_files, whole
-from cogvideox_torchax.pipelines import cache_options, description
-from cogvideox_torchax.vae import memory
+from cogvideox_torchax.pipelines import description
 
 FPS, FPS_OF_1_5 = Fraction(8), Fraction(16)
 """The frames a second that CogVideoX and CogVideoX 1.5 were trained with, by their model cards."""
@@ -205,7 +204,7 @@ def run(args: argparse.Namespace) -> int | None:
     common.take_bundled_pipeline(args)  # sets `args.model` if no --model is given
     if args.prompts:
         args.fps = args.fps or _frame_rate_of(args.model)
-        return prompts.run(args, _prepared)
+        return prompts.run(args)
     if args.preview:
         whole.check_file(args.preview)
     if args.video:
@@ -318,7 +317,7 @@ def _sample_latents(
     request = stages.request_from_options(vars(args), model.size, saved_text)
     common.parse_dtype(request.dtype)  # for its error
     generation.check(request, model)
-    pipe = _prepared(args, model, request, with_text=saved_text is None)(group.mesh)
+    pipe = generation.prepared(args, model, request, with_text=saved_text is None)(group.mesh)
     # Of several processes the first writes files. The others make the same calls.
     directory = Path(args.save_stages) if args.save_stages and group.is_first else None
     # Called with the latents after each step, to write a picture of them.
@@ -344,44 +343,3 @@ def _sample_latents(
         # As text, the cache is the number of steps that it has skipped.
         common.say(f"--cache {args.cache}: {pipe.transformer.step_cache}")
     return pipe.vae, latents
-
-
-def _prepared(
-    args: argparse.Namespace, model: description.Model, request: stages.Request, *, with_text: bool = True
-) -> Callable[[Any], Any]:
-    """Check a pipeline's options; return the function that loads it over a mesh, or over one device for None.
-
-    The options and `request` say how the pipeline runs.
-    """
-    memory.check_tiling(args.tiling, model.spatial_compression_ratio)
-    cache_config = None
-    if args.cache:  # before the weights are loaded, so that a wrong --cache is refused at once
-        cache_config = cache_options.config_of(
-            args.cache,
-            steps=generation.steps_of(request, model),
-            guided=request.guidance_scale > 1,  # a scale of 1 or less is no guidance
-            timestep=lambda: pipe.current_timestep,  # of `pipe` below: it is called while that runs
-        )
-    scheduler = generation.scheduler_of(args.scheduler, model) if args.scheduler else None
-    lora = generation.lora_path(args.lora, model) if args.lora else None
-
-    def load(mesh: Any) -> Any:
-        nonlocal pipe
-        pipe = generation.load_generator(
-            model,
-            common.parse_dtype(request.dtype),
-            mesh,
-            with_text=with_text,
-            scheduler=scheduler,
-            lora=lora,
-            lora_scale=1.0 if args.lora_scale is None else args.lora_scale,
-            weights=args.weights,
-            offload=args.offload,
-        )
-        if cache_config is not None:
-            pipe.transformer.enable_cache(cache_config)
-        pipe.set_progress_bar_config(disable=args.quiet, desc="denoise", leave=False)
-        return pipe
-
-    pipe: Any = None
-    return load

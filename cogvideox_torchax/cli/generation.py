@@ -3,6 +3,7 @@
 Everything that a user passes is checked against the model's configs before any weight is loaded.
 """
 
+import argparse
 import contextlib
 import difflib
 import functools
@@ -15,9 +16,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from cogvideox_torchax.cli import stages
+from cogvideox_torchax.cli import common, stages
 from cogvideox_torchax.files import faults, latents as latent_files, video
 from cogvideox_torchax.files.models import locate
+from cogvideox_torchax.pipelines import cache_options
 from cogvideox_torchax.pipelines.description import (
     CLASSES,
     CONTROL,
@@ -29,6 +31,7 @@ from cogvideox_torchax.pipelines.description import (
     check_size,
 )
 from cogvideox_torchax.runtime import to_torch, without_torchax
+from cogvideox_torchax.vae import memory
 
 
 def check(request: stages.Request, model: Model) -> None:
@@ -157,56 +160,62 @@ def lora_path(name: str, model: Model) -> Path:
     return path
 
 
-def load_generator(
-    model: Model,
-    dtype: torch.dtype,
-    mesh: Any,
-    *,
-    with_text: bool,
-    scheduler: Any = None,
-    lora: Path | None = None,
-    lora_scale: float = 1.0,
-    weights: Any = None,
-    offload: bool = False,
-) -> Any:
-    """Load and port a model's pipeline, over a mesh of `make_mesh` or, with None, on one device.
+def prepared(
+    args: argparse.Namespace, model: Model, request: stages.Request, *, with_text: bool = True
+) -> Callable[[Any], Any]:
+    """Check a pipeline's options; return the function that loads and ports it.
+
+    The function's argument is a mesh of `make_mesh`, or None for one device.
 
     Args:
+        args: the options, which say with `request` how the pipeline runs.
         model: the model, as `describe` returns it.
-        dtype: dtype of all weights.
-        mesh: a mesh of `make_mesh`; None for one device.
+        request: its dtype is that of all weights.
         with_text: whether to load the text encoder; False if the prompt's embeddings are there already.
-        scheduler: a scheduler of `scheduler_of`; None for the model's own.
-        lora: the path of a LoRA, as `lora_path` returns it; None for none.
-        lora_scale: the LoRA's scale.
-        weights: "int8" for matrices in eight bits, as `load_pipeline` takes it.
-        offload: whether the weights of a network that is not used wait in the host's memory.
 
     Raises:
-        RequestError: the pipeline or the LoRA cannot be loaded.
+        ValueError: mostly a `RequestError`, now, or as the pipeline or its LoRA is loaded.
     """
-    import diffusers
+    memory.check_tiling(args.tiling, model.spatial_compression_ratio)
+    cache_config = functools.partial(
+        cache_options.config_of,
+        args.cache,
+        steps=steps_of(request, model),
+        guided=request.guidance_scale > 1,  # a scale of 1 or less is no guidance
+    )
+    if args.cache:
+        cache_config()  # for its error
+    scheduler = scheduler_of(args.scheduler, model) if args.scheduler else None
+    lora = lora_path(args.lora, model) if args.lora else None
 
-    from cogvideox_torchax.pipelines.loading import load_pipeline
+    def load(mesh: Any) -> Any:
+        import diffusers
 
-    # diffusers does not load a component that is passed as an object or as None.
-    omitted = {} if with_text else {"text_encoder": None, "tokenizer": None}
-    with _loading(model.name):
-        pipe: Any = load_pipeline(
-            model.name,
-            pipeline_class=getattr(diffusers, CLASSES[model.kind]),
-            mesh=mesh,
-            weights=weights,
-            offload=offload,
-            dtype=dtype,
-            **omitted,
-            **({"scheduler": scheduler} if scheduler else {}),
-        )
-    if lora:
-        with _loading(f"the LoRA {lora}"):
-            pipe.load_lora_weights(lora, adapter_name="lora", use_safetensors=True)
-            pipe.set_adapters("lora", lora_scale)
-    return pipe
+        from cogvideox_torchax.pipelines.loading import load_pipeline
+
+        # diffusers does not load a component that is passed as an object or as None.
+        omitted = {} if with_text else {"text_encoder": None, "tokenizer": None}
+        with _loading(model.name):
+            pipe: Any = load_pipeline(
+                model.name,
+                pipeline_class=getattr(diffusers, CLASSES[model.kind]),
+                mesh=mesh,
+                weights=args.weights,
+                offload=args.offload,
+                dtype=common.parse_dtype(request.dtype),
+                **omitted,
+                **({"scheduler": scheduler} if scheduler else {}),
+            )
+        if lora:
+            with _loading(f"the LoRA {lora}"):
+                pipe.load_lora_weights(lora, adapter_name="lora", use_safetensors=True)
+                pipe.set_adapters("lora", 1.0 if args.lora_scale is None else args.lora_scale)
+        if args.cache:
+            pipe.transformer.enable_cache(cache_config(timestep=lambda: pipe.current_timestep))
+        pipe.set_progress_bar_config(disable=args.quiet, desc="denoise", leave=False)
+        return pipe
+
+    return load
 
 
 def encode_text(pipe: Any, model: Model, request: stages.Request) -> dict[str, torch.Tensor | None]:
@@ -234,7 +243,7 @@ def sample(
     """Generate the latents of a request, and return them as the content of a latent file.
 
     Args:
-        pipe: the pipeline of `load_generator`.
+        pipe: the pipeline, loaded by the function of `prepared`.
         model, request: the model and the request.
         embeddings: those of the request's prompts, by the pipeline's argument names.
         show: called after each step with its latents (N, T, C, H, W) on the host, as the VAE's decoder takes

@@ -9,7 +9,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -37,11 +37,7 @@ ENCODED, GROUP = 8, 256
 """Texts in one call of the text encoder; videos whose texts are encoded before the first of them is made."""
 
 
-Prepare = Callable[[argparse.Namespace, description.Model, stages.Request], Callable[[Any], Any]]
-"""Checks the options of a pipeline, and returns the function that loads it over a mesh."""
-
-
-def run(args: argparse.Namespace, prepare: Prepare) -> int:
+def run(args: argparse.Namespace) -> int:
     """Generate the videos that the output directory lacks; return 1 if some cannot be generated, else 0."""
     batch.check_output_directory(args.output, "video")
     common.parse_dtype(args.dtype or "bfloat16")
@@ -59,11 +55,11 @@ def run(args: argparse.Namespace, prepare: Prepare) -> int:
         with directory.locked():
             steps = iter(())
             if directory.missing:
-                load = prepare(args, model, defaults)
+                load = generation.prepared(args, model, defaults)
                 if args.ray is None:
                     steps = directory.work(Generator(args, model, load(devices.mesh_of(args))))
                 else:
-                    steps = directory.work_on_ray((args, model, defaults, prepare))
+                    steps = directory.work_on_ray((args, model, defaults))
             report = batch.run_loop(args, steps, directory, unit="video")
     for name, reason in directory.bad.items():
         common.say(f"bad: {name}: {reason}")
@@ -267,10 +263,8 @@ class Generator:
 class PromptActor:
     """An actor on a Ray host: it holds a pipeline on the host's devices, and makes one video at a time."""
 
-    def __init__(
-        self, args: argparse.Namespace, model: description.Model, defaults: stages.Request, prepare: Prepare
-    ):
-        pipe = prepare(args, model, defaults)(devices.mesh_of(args))
+    def __init__(self, args: argparse.Namespace, model: description.Model, defaults: stages.Request):
+        pipe = generation.prepared(args, model, defaults)(devices.mesh_of(args))
         self._generate = Generator(args, model, pipe)
 
     def __call__(self, row: dict[str, str]) -> dict[str, Any]:
