@@ -191,12 +191,8 @@ class PromptDirectory(OutputDirectory):
             for name, request in self.missing.items()
         ]
         chips = self._args.dp * self._args.tp
-        for row in ray.dealt(
-            rows, PromptActor, arguments, chips, self._args.ray or None, actors=self._args.actors
-        ):
-            if row["error"]:
-                self._refuse(row["id"], row["error"])
-            yield loop.Step(row["id"], row["error"] or None, 0.0, 0.0, row["frames"])
+        address, actors = self._args.ray or None, self._args.actors
+        return ray.dealt(rows, PromptActor, arguments, chips, self._refuse, address, actors=actors)
 
     def _refuse(self, video_id: str, reason: str) -> None:
         self.refuse(video_id, f"line {self._line_of[video_id]}: {reason}")
@@ -268,7 +264,7 @@ class PromptActor:
         self._generate = Generator(args, model, pipe)
 
     def __call__(self, row: dict[str, str]) -> dict[str, Any]:
-        """Make the video of a row's "request" at its "path"; return its "id", its "frames" and an "error"."""
+        """Make the video of a row's "request" at its "path"; the result is its number of frames."""
         request, path = stages.Request(**json.loads(row["request"])), Path(row["path"])
 
         def make(request: stages.Request) -> int:
@@ -278,7 +274,7 @@ class PromptActor:
             return self._generate(request, path)
 
         frames, reason = loop.attempt(make, request, loop.COMPUTING_ERRORS)
-        return {"id": row["id"], "frames": frames or 0, "error": reason or ""}
+        return {"id": row["id"], "result": json.dumps(frames), "error": reason or ""}
 
 
 def _texts(request: stages.Request) -> dict[str, str | None]:
