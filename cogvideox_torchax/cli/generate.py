@@ -308,12 +308,10 @@ def _sample_latents(
     `--save-stages` gets the prompt's embeddings and the latents. With `--from-stage text` an earlier run's
     embeddings are read there, and no text encoder is loaded.
     """
-    # An earlier run's embeddings. Here --from-stage is "text": with "latents" nothing is sampled.
-    saved_text = stages.load_text(args.save_stages) if args.from_stage else None
     # A description of the model by its configs. The weights are loaded after all checks.
     model = description.describe(args.model, image=args.image is not None, clip=args.video is not None)
-    if saved_text is not None:
-        saved_text.check_model(model.fingerprint)
+    # An earlier run's embeddings. Here --from-stage is "text": with "latents" nothing is sampled.
+    saved_text = stages.load_text(args.save_stages, model.fingerprint) if args.from_stage else None
     request = stages.request_from_options(vars(args), model.size, saved_text)
     common.parse_dtype(request.dtype)  # for its error
     generation.check(request, model)

@@ -328,7 +328,8 @@ def test_latents_that_are_kept_take_no_other_request_and_have_their_rate(models,
 
 
 def test_a_new_generation_takes_the_stages_of_the_one_before_away(models, kept, monkeypatch):
-    assert stages.load_text("kept").request == kept
+    model = description.describe(str(models("text")), image=False, clip=False)
+    assert stages.load_text("kept", model.fingerprint).request == kept
     monkeypatch.setattr(
         small_pipelines.CLASSES["text"], "check_inputs", Mock(side_effect=RuntimeError("killed"))
     )
