@@ -293,17 +293,6 @@ def traced_whole(function: Callable[..., Any]) -> Callable[..., Any]:
     return _attribute("torch", "torch._dynamo", "nonstrict_trace")(function)
 
 
-def untraceable_errors() -> tuple[type[Exception], ...]:
-    """Return JAX's errors of code that needs the values of arrays while it is traced."""
-    names = (
-        "ConcretizationTypeError",
-        "NonConcreteBooleanIndexError",
-        "TracerArrayConversionError",
-        "TracerIntegerConversionError",
-    )
-    return tuple(_attribute("jax", "jax.errors", name) for name in names)
-
-
 def is_traced(array: Any) -> bool:
     """Return whether JAX is tracing the array, so that it has no value."""
     import jax.core
