@@ -99,13 +99,11 @@ class PromptDirectory(OutputDirectory):
     ):
         super().__init__(args.output, shard, retry=args.retry_failed)
         options = ("scheduler", "lora", "lora_scale", "cache", "tiling")
-        self._settings_of_all = {
+        settings = {
             **{name: value for name, value in asdict(defaults).items() if name != "prompt"},
             **{name: getattr(args, name) for name in options},
             **{"fps": str(args.fps), "model": model.name, "model_configs": model.fingerprint},
         }
-        if self._settings.exists():  # other settings are refused before anything is written
-            self.save_or_check_settings(self._settings_of_all)
         self._args, self._model = args, model
         self._defaults = defaults
         self._line_of: dict[str, int] = {}  # by a video's id
@@ -128,7 +126,7 @@ class PromptDirectory(OutputDirectory):
                         break
                     self._line_of[video_id] = number
                     self.add(video_id, self.path(video_id), request)
-        self.save_or_check_settings(self._settings_of_all)
+        self.save_or_check_settings(settings)  # nothing has been written before
 
     def _request(self, number: int, fields: dict[str, Any], copy: int) -> stages.Request:
         """Return the request of a line's video number `copy`, after its checks."""
