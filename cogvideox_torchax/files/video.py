@@ -526,8 +526,7 @@ def _framed_pixels(frame: Any, size: Framing) -> Any:
         height, width = orientation.sides(resized)  # as stored: FFmpeg resizes before the frame is upright
         pixels = frame.to_ndarray(format="rgb24", width=width, height=height, interpolation="BICUBIC")
     pixels = orientation.pixels(pixels)
-    if not size.crop:
-        return pixels
+    # Frames that are resized alone have the size already.
     top, left = (pixels.shape[0] - size.height) // 2, (pixels.shape[1] - size.width) // 2
     return pixels[top : top + size.height, left : left + size.width]
 
