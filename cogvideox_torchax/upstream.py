@@ -37,7 +37,7 @@ def _attribute(package: str, owner: Any, name: str) -> Any:
         if isinstance(owner, str):
             owner = importlib.import_module(owner)
         return getattr(owner, name)
-    except (AttributeError, ImportError) as error:
+    except (AttributeError, ModuleNotFoundError) as error:
         home = getattr(owner, "__name__", owner)
         raise ImportError(
             f"{package} {installed(package)} has no {home}.{name} any more: install "
