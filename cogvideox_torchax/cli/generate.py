@@ -8,7 +8,6 @@ import contextlib
 import functools
 import shlex
 from collections.abc import Iterator
-from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -334,7 +333,7 @@ def _sample_latents(
         stages.path_of(directory, stages.LATENTS).unlink(missing_ok=True)
         if saved_text is None:
             stages.save_text(directory, embeddings, request=request, model=model.fingerprint)
-    latents = replace(generation.sample(pipe, model, request, embeddings, write_preview), fps=args.fps)
+    latents = generation.sample(pipe, model, request, embeddings, args.fps, write_preview)
     if directory is not None:
         latent_files.save(latents, stages.path_of(directory, stages.LATENTS))
     if args.cache and group.is_first:

@@ -238,6 +238,7 @@ def sample(
     model: Model,
     request: stages.Request,
     embeddings: dict[str, torch.Tensor | None],
+    fps: Fraction,
     show: Callable[[torch.Tensor], None] | None = None,
 ) -> latent_files.Latents:
     """Generate the latents of a request, and return them as the content of a latent file.
@@ -246,6 +247,7 @@ def sample(
         pipe: the pipeline, loaded by the function of `prepared`.
         model, request: the model and the request.
         embeddings: those of the request's prompts, by the pipeline's argument names.
+        fps: frames a second of the video.
         show: called after each step with its latents (N, T, C, H, W) on the host, as the VAE's decoder takes
             them: divided by the VAE's scaling factor. None for no call.
     """
@@ -271,7 +273,7 @@ def sample(
         tensor=unscaled_on_host(sampled)[:, padding:].permute(0, 2, 1, 3, 4).contiguous(),
         config=dict(pipe.vae.config),
         model=model.name,
-        fps=Fraction(8),  # the rate of the videos that the models were trained on
+        fps=fps,
         num_frames=request.frames,
     )
 

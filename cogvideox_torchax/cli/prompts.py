@@ -233,7 +233,7 @@ class Generator:
         found = {
             name: None if text is None else self._embeddings[text] for name, text in _texts(request).items()
         }
-        latents = generation.sample(self._pipe, self._model, request, found)
+        latents = generation.sample(self._pipe, self._model, request, found, self._args.fps)
         path.parent.mkdir(parents=True, exist_ok=True)
         with video.writing(path, self._args.fps) as sink:
             frames = common.decode_to(sink, self._pipe.vae, latents, self._args, runtime.to_torch)
